@@ -1,0 +1,38 @@
+# The README's commands. Each makes the environment that it needs, in .venv, from nothing but Python 3.11 or later.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-all check bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/megalith demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch by its pinned version: an open range may bring a build with gigabytes of CUDA libraries
+$(VENV)/.demo: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt -e '.[report]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/.demo
