@@ -1,0 +1,143 @@
+"""Dropout whose mask is a function of where an element stands in the whole batch, computed again rather than stored.
+
+Any layout drops the same elements, recomputation does too, and backward keeps nothing of the mask. An element's fate is
+one Philox word under the key BLAKE2b(seed, step), kept where word >= p * 2^32. The counter's four words are
+
+    c0, c1  global token id, low and high word
+    c2      feature // 4; the feature's word is feature % 4
+    c3      site + 2^16 * head: which dropout of which layer, and which attention head
+
+A feature is the hidden index for activations and the position of the key for attention probabilities, whose token is
+the query's. Activations have no heads, and use head 0: no site may serve both kinds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.numerics.philox import counters_per_chunk, key_of, low_and_high, philox4x32
+
+__all__ = ["DropoutKey", "attention_dropout", "attention_keep_mask", "dropout", "keep_mask"]
+
+_SITES = 2**16
+
+
+@dataclass(frozen=True, eq=False)
+class DropoutKey:
+    """What decides a dropout mask, besides the feature: seed, step, site, and the global id of each token.
+
+    Token ids are int64, of the shape of the activations without their last dimension: sample * S + position, say.
+    """
+
+    seed: int
+    step: int
+    tokens: Tensor
+    site: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens.dtype != torch.int64:
+            raise ShapeError(f"tokens must be int64 global token ids; got {self.tokens.dtype}; pass tokens.long()")
+        if not 0 <= self.site < _SITES:
+            raise ConfigError(f"site must be in [0, {_SITES}), the low half of a counter word; got {self.site}")
+
+    def at(self, site: int) -> "DropoutKey":
+        """The key for another place in the model: no two dropouts of a step may share a site."""
+        return replace(self, site=site)
+
+
+def keep_mask(key: DropoutKey, p: float, num_features: int, feature_offset: int = 0) -> Tensor:
+    """Which elements stay: bool [*tokens.shape, num_features], each True with probability 1 - ``p``.
+
+    ``feature_offset`` is where this rank's features begin among all of them.
+    Raises ConfigError for a ``p`` outside [0, 1].
+    """
+    sites = torch.full_like(key.tokens, key.site)
+    return _keep(key, p, key.tokens, sites, feature_offset, num_features)
+
+
+def attention_keep_mask(key: DropoutKey, p: float, num_heads: int, num_keys: int, head_offset: int = 0) -> Tensor:
+    """Which attention probabilities stay: bool [B, num_heads, Q, num_keys] for ``key.tokens`` [B, Q] of the queries.
+
+    ``head_offset`` is this rank's first head among all of them; keys are those of the row, from its position 0.
+    Raises ConfigError for a ``p`` outside [0, 1], or heads past 2^16.
+    """
+    if not 0 <= head_offset <= head_offset + num_heads <= _SITES:
+        raise ConfigError(f"heads must be in [0, {_SITES}); got {num_heads} from {head_offset} on")
+    B, Q = key.tokens.shape
+    heads = torch.arange(head_offset, head_offset + num_heads, device=key.tokens.device)
+    sites = (key.site + _SITES * heads)[:, None].expand(B, num_heads, Q)
+    tokens = key.tokens[:, None].expand(B, num_heads, Q)
+    return _keep(key, p, tokens, sites, 0, num_keys)
+
+
+def dropout(x: Tensor, p: float, key: DropoutKey, feature_offset: int = 0) -> Tensor:
+    """``x`` [*tokens.shape, features] with elements zeroed by ``keep_mask`` and the others scaled by 1 / (1 - p).
+
+    Raises ShapeError if the shapes do not fit, ConfigError for a ``p`` outside [0, 1].
+    """
+    if x.dim() == 0 or x.shape[:-1] != key.tokens.shape:
+        raise ShapeError(f"x must be {[*key.tokens.shape, 'features']}, one row for each token id; got {list(x.shape)}")
+    _check_probability(p)
+    if p == 0.0:
+        return x
+    y: Tensor = _Dropout.apply(x, p, partial(keep_mask, key, p, x.shape[-1], feature_offset))
+    return y
+
+
+def attention_dropout(probs: Tensor, p: float, key: DropoutKey, head_offset: int = 0) -> Tensor:
+    """``probs`` [B, A, Q, K] with elements zeroed by ``attention_keep_mask`` and the others scaled by 1 / (1 - p).
+
+    Raises ShapeError if ``key.tokens`` is not [B, Q], ConfigError as the mask does.
+    """
+    if probs.dim() != 4 or key.tokens.shape != (probs.shape[0], probs.shape[2]):
+        raise ShapeError(
+            f"probs must be [B, A, Q, K] for token ids [B, Q] = {list(key.tokens.shape)}; got {list(probs.shape)}"
+        )
+    _check_probability(p)
+    if p == 0.0:
+        return probs
+    _, A, _, K = probs.shape
+    y: Tensor = _Dropout.apply(probs, p, partial(attention_keep_mask, key, p, A, K, head_offset))
+    return y
+
+
+class _Dropout(torch.autograd.Function):
+    """x * keep / (1 - p), where ``keep`` computes the mask: once in forward, and again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, keep: Callable[[], Tensor]) -> Tensor:
+        ctx.p, ctx.keep = p, keep
+        # a product, so that NaN and inf pass as they do through torch's dropout
+        return x * keep() * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _Dropout.apply(dy, ctx.p, ctx.keep), None, None
+
+
+def _keep(key: DropoutKey, p: float, tokens: Tensor, sites: Tensor, feature_offset: int, num_features: int) -> Tensor:
+    """bool [*tokens.shape, num_features] for ``tokens`` and ``sites`` of one shape, a few rows at a time."""
+    _check_probability(p)
+    skipped = feature_offset % 4
+    quads = torch.arange(feature_offset // 4, -(-(feature_offset + num_features) // 4), device=tokens.device)
+    philox_key = key_of(key.seed, f"dropout:{key.step}")
+    threshold = int(p * 2**32)
+    mask = torch.empty(tokens.numel(), num_features, dtype=torch.bool, device=tokens.device)
+    num_rows = max(1, counters_per_chunk(tokens.device) // max(1, len(quads)))
+    for start in range(0, len(mask), num_rows):
+        rows = slice(start, start + num_rows)
+        low, high = low_and_high(tokens.reshape(-1)[rows, None])
+        words = philox4x32(low, high, quads, sites.reshape(-1)[rows, None], *philox_key)  # each [rows, quads]
+        kept = torch.stack(words, dim=-1).flatten(-2) >= threshold
+        mask[rows] = kept[:, skipped : skipped + num_features]
+    return mask.view(*tokens.shape, num_features)
+
+
+def _check_probability(p: float) -> None:
+    if not 0.0 <= p <= 1.0:
+        raise ConfigError(f"a dropout probability must be in [0, 1]; got {p}")

@@ -1,0 +1,115 @@
+"""Initial weights that do not depend on the layout: element i of a tensor is a function of (seed, name, i).
+
+A rank asks for its own slice of a tensor, of any size at any offset, and gets the bits that one process would have
+computed for the whole. Element (row r, column c) of a tensor of R rows and C columns is word c % 4 of the Philox
+counter r * ceil(C / 4) + c // 4; leading dimensions are flattened into rows. Box-Muller in float32 turns two words into
+two normal numbers. Wider and narrower dtypes are casts of the same float32 values. The words are the same on every
+device; ``log`` and ``cos`` are not, so that CPU and GPU may differ in a value's last bits.
+
+Source: Box and Muller 1958, "A note on the generation of random normal deviates".
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ShapeError
+from megalith.numerics.philox import counters_per_chunk, key_of, low_and_high, philox4x32
+
+__all__ = ["normal_shard"]
+
+
+def normal_shard(
+    seed: int,
+    name: str,
+    shape: Sequence[int],
+    offset: Sequence[int],
+    size: Sequence[int],
+    std: float,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """The slice [offset, offset + size) of the normal tensor ``name`` of mean 0 and deviation ``std``.
+
+    Args:
+        seed: of the run; with ``name`` it makes the Philox key.
+        name: of the whole tensor, the same in every layout.
+        shape: of the whole tensor, of one to three dimensions.
+        offset: where the slice begins, one number a dimension.
+        size: of the slice, one number a dimension; a 0 gives an empty tensor.
+        std: standard deviation.
+        dtype: of the result, floating; the numbers are computed in float32 and cast.
+        device: where they are computed, and stay.
+
+    Raises:
+        ShapeError: ``shape`` has no or more than three dimensions, or the slice does not lie inside it.
+    """
+    _check(name, shape, offset, size)
+    out = torch.empty(tuple(size), dtype=dtype, device=device)
+    if out.numel() == 0:
+        return out
+    rows = out.view(-1, size[-1])
+    key = key_of(seed, name)
+    quads_per_row = -(-shape[-1] // 4)
+    for first, last, left, right in _chunks(rows.shape[0], offset[-1], size[-1], counters_per_chunk(out.device)):
+        row_ids = _row_ids(first, last, shape, offset, size, out.device)
+        quads = torch.arange(left // 4, -(-right // 4), device=out.device)
+        counters = row_ids[:, None] * quads_per_row + quads  # [rows, quads]
+        zero = torch.zeros((), dtype=torch.int64, device=out.device)
+        words = philox4x32(*low_and_high(counters), zero, zero, *key)
+        normals = _box_muller(*words).flatten(-2) * std  # [rows, 4 quads]
+        skipped = left % 4
+        rows[first:last, left - offset[-1] : right - offset[-1]] = normals[:, skipped : skipped + right - left]
+    return out
+
+
+def _check(name: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> None:
+    if not 1 <= len(shape) <= 3:
+        raise ShapeError(f"{name}: a tensor of 1 to 3 dimensions is wanted; got shape {list(shape)}; flatten some")
+    if not len(shape) == len(offset) == len(size):
+        raise ShapeError(
+            f"{name}: offset and size must have one number for each dimension of shape {list(shape)}; "
+            f"got offset {list(offset)} and size {list(size)}"
+        )
+    if any(o < 0 or n < 0 or o + n > whole for whole, o, n in zip(shape, offset, size, strict=True)):
+        raise ShapeError(
+            f"{name}: the slice must lie inside shape {list(shape)}; got offset {list(offset)} and size {list(size)}"
+        )
+
+
+def _chunks(num_rows: int, left: int, width: int, num_counters: int) -> Iterator[tuple[int, int, int, int]]:
+    """Blocks (first row, last row, left column, right column) of about ``num_counters`` counters that tile the slice.
+
+    Rows count within the slice and columns within the whole tensor, where blocks begin at multiples of 4.
+    """
+    right = left + width
+    columns = min(4 * num_counters, 4 * (-(-right // 4) - left // 4))
+    rows = max(1, 4 * num_counters // columns)
+    for first in range(0, num_rows, rows):
+        for start in range(left - left % 4, right, columns):
+            yield first, min(first + rows, num_rows), max(start, left), min(start + columns, right)
+
+
+def _row_ids(
+    first: int, last: int, shape: Sequence[int], offset: Sequence[int], size: Sequence[int], device: torch.device
+) -> Tensor:
+    """The rows ``first`` to ``last`` of the slice, counted in the whole tensor."""
+    ids = torch.arange(first, last, device=device)
+    if len(shape) == 1:
+        return ids
+    if len(shape) == 2:
+        return ids + offset[0]
+    return (ids // size[1] + offset[0]) * shape[1] + ids % size[1] + offset[1]
+
+
+def _box_muller(w0: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """Four standard normal numbers from four words: [..., 4], float32."""
+    radius = torch.stack([w0, w2], dim=-1)
+    angle = torch.stack([w1, w3], dim=-1)
+    # 24 bits are what float32 holds; the radius takes (0, 1], since log(0) is infinite
+    radius = torch.sqrt(-2.0 * torch.log(((radius >> 8).float() + 1.0) * 2.0**-24))
+    angle = (angle >> 8).float() * (2.0 * math.pi * 2.0**-24)
+    return torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1).flatten(-2)
