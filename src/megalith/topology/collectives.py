@@ -1,0 +1,204 @@
+"""Collectives that autograd knows: what goes one way forward comes back by the adjoint, over the same group.
+
+    region                          forward                    backward
+    copy_to_tensor_model_parallel   identity                   all-reduce
+    reduce_from_...                 all-reduce                 identity
+    scatter_to_... (last dim)       own slice                  all-gather
+    gather_from_... (last dim)      all-gather                 own slice
+    scatter_to_sequence_parallel    own slice of dim 0         all-gather
+    gather_from_sequence_parallel   all-gather along dim 0     reduce-scatter, or own slice for a consumer whose
+                                                               gradient is the same on all ranks
+    reduce_scatter_to_sequence_...  reduce-scatter of dim 0    all-gather
+    all_gather_last_dim_...         all-gather                 reduce-scatter
+    reduce_scatter_last_dim_...     reduce-scatter             all-gather
+    all_to_all (dim 0)              all-to-all                 all-to-all back
+
+A group that is None or of one rank makes each the identity. Inputs may be strided and are never written to; outputs are
+contiguous. Sums are formed in the dtype given. Every rank of the group must make the same calls in the same order.
+
+Narayanan et al. 2021, arXiv:2104.04473; Korthikanti et al. 2022, arXiv:2205.05198 for sequence parallelism.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megalith.errors import ShapeError
+from megalith.torch_compat import all_gather_into, reduce_scatter_into
+
+__all__ = [
+    "all_gather_last_dim_from_tensor_parallel_region",
+    "all_to_all",
+    "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_last_dim_to_tensor_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+]
+
+_Move = Callable[[Tensor, ProcessGroup], Tensor]
+
+
+def copy_to_tensor_model_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """``x``, the same on all ranks, for use by each in its own way: their gradients are summed."""
+    return _moved(x, group, _identity, _all_reduce)
+
+
+def reduce_from_tensor_model_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The sum of ``x`` over ``group``, on all its ranks."""
+    return _moved(x, group, _all_reduce, _identity)
+
+
+def scatter_to_tensor_model_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[..., n] the same on all ranks -> [..., n/W], this rank's slice. ShapeError if n is not divisible."""
+    return _moved(x, group, partial(_slice, dim=-1), partial(_all_gather, dim=-1))
+
+
+def gather_from_tensor_model_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[..., n] -> [..., W n], for a consumer that is the same on all ranks."""
+    return _moved(x, group, partial(_all_gather, dim=-1), partial(_slice, dim=-1))
+
+
+def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[S, ...] the same on all ranks -> [S/W, ...], this rank's slice. ShapeError if S is not divisible."""
+    return _moved(x, group, partial(_slice, dim=0), partial(_all_gather, dim=0))
+
+
+def gather_from_sequence_parallel_region(
+    x: Tensor, group: ProcessGroup | None, tensor_parallel_output_grad: bool = True
+) -> Tensor:
+    """[S/W, ...] -> [S, ...].
+
+    ``tensor_parallel_output_grad`` says that each rank uses the result in its own way, so that gradients are summed;
+    without it they are the same on all ranks, and each takes its slice.
+    """
+    back = _reduce_scatter if tensor_parallel_output_grad else _slice
+    return _moved(x, group, partial(_all_gather, dim=0), partial(back, dim=0))
+
+
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[S, ...] -> [S/W, ...], this rank's slice of the sum over ``group``. ShapeError if S is not divisible."""
+    return _moved(x, group, partial(_reduce_scatter, dim=0), partial(_all_gather, dim=0))
+
+
+def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[..., n] -> [..., W n], for use by each rank in its own way: their gradients are summed."""
+    return _moved(x, group, partial(_all_gather, dim=-1), partial(_reduce_scatter, dim=-1))
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[..., n] -> [..., n/W], this rank's slice of the sum over ``group``. ShapeError if n is not divisible."""
+    return _moved(x, group, partial(_reduce_scatter, dim=-1), partial(_all_gather, dim=-1))
+
+
+def all_to_all(
+    x: Tensor,
+    group: ProcessGroup | None,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Sends part i of ``x`` [T, ...] to rank i, and returns what each rank sent here, in the order of ranks.
+
+    Args:
+        x: rows to send.
+        group: the ranks.
+        output_split_sizes: rows to receive from each rank; None: the same number from each.
+        input_split_sizes: rows to send to each rank; None: T/W to each.
+
+    Raises:
+        ShapeError: T is not divisible by W, or a list has not W counts, or those to send do not sum to T.
+    """
+    if group is None or group.size() == 1:
+        return x
+    W = group.size()
+    sent = [_part(x, W, 0)] * W if input_split_sizes is None else list(input_split_sizes)
+    received = [_part(x, W, 0)] * W if output_split_sizes is None else list(output_split_sizes)
+    if len(sent) != W or len(received) != W or min(sent + received) < 0 or sum(sent) != x.shape[0]:
+        raise ShapeError(
+            f"split sizes must be {W} counts each, those of the input summing to its {x.shape[0]} rows; "
+            f"got input_split_sizes={sent} and output_split_sizes={received}"
+        )
+    forward = partial(_all_to_all, sent=sent, received=received)
+    return _moved(x, group, forward, partial(_all_to_all, sent=received, received=sent))
+
+
+class _Movement(torch.autograd.Function):
+    """One move over ``group`` forward, its adjoint backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, move: _Move, back: _Move) -> Tensor:
+        ctx.group, ctx.move, ctx.back = group, move, back
+        return move(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Movement.apply(dy, ctx.group, ctx.back, ctx.move), None, None, None
+
+
+def _moved(x: Tensor, group: ProcessGroup | None, move: _Move, back: _Move) -> Tensor:
+    if group is None or group.size() == 1:
+        return x
+    y: Tensor = _Movement.apply(x, group, move, back)
+    return y
+
+
+def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.contiguous()
+
+
+def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    y = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(y, group=group)
+    return y
+
+
+def _slice(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    n = _part(x, group.size(), dim)
+    return x.narrow(dim, group.rank() * n, n).clone(memory_format=torch.contiguous_format)
+
+
+def _all_gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    W = group.size()
+    _check_dims(x)
+    y = x.new_empty(W * x.shape[0], *x.shape[1:])
+    all_gather_into(y, x.contiguous(), group)
+    return y if dim == 0 else torch.cat(y.chunk(W), dim=dim)
+
+
+def _reduce_scatter(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    W = group.size()
+    n = _part(x, W, dim)
+    parts = x if dim == 0 else torch.cat(x.split(n, dim=dim))  # this rank's slice of dim, along dim 0
+    y = x.new_empty(parts.shape[0] // W, *parts.shape[1:])
+    reduce_scatter_into(y, parts.contiguous(), group)
+    return y
+
+
+def _all_to_all(x: Tensor, group: ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
+    y = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(y, x.contiguous(), received, sent, group=group)
+    return y
+
+
+def _part(x: Tensor, W: int, dim: int) -> int:
+    """The size of one of ``W`` equal parts of ``dim``."""
+    _check_dims(x)
+    if x.shape[dim] % W:
+        raise ShapeError(
+            f"dimension {dim} of {list(x.shape)} must be divisible by the {W} ranks of the group; "
+            f"pad it to {-(-x.shape[dim] // W) * W}"
+        )
+    return x.shape[dim] // W
+
+
+def _check_dims(x: Tensor) -> None:
+    if x.dim() == 0:
+        raise ShapeError("a tensor with a dimension to split or join is wanted; got a scalar; give it one: x[None]")
