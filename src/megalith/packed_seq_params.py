@@ -1,0 +1,135 @@
+"""Where each document begins in packed rows: the record of a batch without padding ("thd"), checked when it is made.
+
+The tokens of a batch [B, S] count as b * S + s, row after row. Documents tile them: document i holds the tokens from
+``cu_seqlens[i]`` up to ``cu_seqlens[i + 1]``, and none crosses the border of a row. The names are those of the
+variable-length attention kernels (FlashAttention, Transformer Engine).
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ShapeError
+
+__all__ = ["PackedSeqParams"]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSeqParams:
+    """The documents of a batch of packed rows, for self-attention: queries and keys are of the same documents.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_kv: int32 [N+1], the border of each document in b * S + s; equal.
+        max_seqlen_q, max_seqlen_kv: tokens in the longest document.
+        batch_size: B, rows.
+        seq_length: S, tokens in a row.
+        qkv_format: always "thd".
+
+    Raises:
+        ShapeError: borders that are no int32 vector, do not tile the rows, or cross one; a wrong maximum.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    batch_size: int
+    seq_length: int
+    qkv_format: Literal["thd"] = "thd"
+    _rows: list[list[tuple[int, int]]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.qkv_format != "thd":
+            raise ShapeError(f"qkv_format must be 'thd', rows without padding; got {self.qkv_format!r}")
+        borders = _checked_borders("cu_seqlens_q", self.cu_seqlens_q, self.batch_size, self.seq_length)
+        if _checked_borders("cu_seqlens_kv", self.cu_seqlens_kv, self.batch_size, self.seq_length) != borders:
+            raise ShapeError("cu_seqlens_kv must equal cu_seqlens_q: in self-attention both are of the same documents")
+        longest = max(end - start for start, end in pairwise(borders))
+        if (self.max_seqlen_q, self.max_seqlen_kv) != (longest, longest):
+            raise ShapeError(
+                f"max_seqlen_q and max_seqlen_kv must be {longest}, the tokens of the longest document; "
+                f"got {self.max_seqlen_q} and {self.max_seqlen_kv}"
+            )
+        rows: list[list[tuple[int, int]]] = [[] for _ in range(self.batch_size)]
+        for start, end in pairwise(borders):
+            row, first = divmod(start, self.seq_length)
+            rows[row].append((first, first + end - start))
+        object.__setattr__(self, "_rows", rows)
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[Sequence[int]]) -> "PackedSeqParams":
+        """From the tokens of each document, one list a row; every list must have the same sum, S."""
+        sums = {sum(row) for row in lengths}
+        if len(sums) != 1:
+            raise ShapeError(f"the lengths of each row must have one and the same sum; got sums {sorted(sums)}")
+        borders = list(accumulate(chain.from_iterable(lengths), initial=0))
+        return cls._from_borders(borders, len(lengths), sums.pop())
+
+    @classmethod
+    def from_documents(cls, documents: Tensor) -> "PackedSeqParams":
+        """From the ordinal of the document that each token is in: int32 or int64 [B, S], never falling along a row."""
+        if documents.dtype not in (torch.int32, torch.int64) or documents.dim() != 2 or documents.numel() == 0:
+            raise ShapeError(f"documents must be int32 or int64 [B, S]; got {documents.dtype} {list(documents.shape)}")
+        steps = documents[:, 1:] - documents[:, :-1]
+        if (steps < 0).any():
+            raise ShapeError("documents must not fall along a row: a document's tokens are together; got one that does")
+        begins = torch.ones_like(documents, dtype=torch.bool)  # each row begins a document
+        begins[:, 1:] = steps > 0
+        borders = [*begins.flatten().nonzero().flatten().tolist(), documents.numel()]
+        return cls._from_borders(borders, *documents.shape)
+
+    @classmethod
+    def _from_borders(cls, borders: list[int], batch_size: int, seq_length: int) -> "PackedSeqParams":
+        cu_seqlens = torch.tensor(borders, dtype=torch.int32)
+        longest = max((end - start for start, end in pairwise(borders)), default=0)
+        return cls(cu_seqlens, cu_seqlens, longest, longest, batch_size, seq_length)
+
+    def rows(self) -> list[list[tuple[int, int]]]:
+        """For each row its documents as (start, end) within the row, known without asking the device."""
+        return self._rows
+
+    def position_ids(self) -> Tensor:
+        """int64 [B, S]: the position of each token in its document."""
+        starts = self._of_each_token(self.cu_seqlens_q[:-1])
+        return (torch.arange(len(starts), device=starts.device) - starts).view(self.batch_size, self.seq_length)
+
+    def document_ids(self) -> Tensor:
+        """int64 [B, S]: the ordinal of each token's document in its row, from 0."""
+        ordinals = self._of_each_token(torch.arange(len(self.cu_seqlens_q) - 1, device=self.cu_seqlens_q.device))
+        ids = ordinals.view(self.batch_size, self.seq_length)
+        return ids - ids[:, :1]
+
+    def to(self, device: torch.device | str) -> "PackedSeqParams":
+        """The same documents with the borders on ``device``; nothing is checked or counted again."""
+        moved = copy(self)
+        object.__setattr__(moved, "cu_seqlens_q", self.cu_seqlens_q.to(device, non_blocking=True))
+        object.__setattr__(moved, "cu_seqlens_kv", self.cu_seqlens_kv.to(device, non_blocking=True))
+        return moved
+
+    def _of_each_token(self, values: Tensor) -> Tensor:
+        """One of ``values`` [N] for each token: [B*S]; the size is given, so that the device is not asked for it."""
+        return values.repeat_interleave(self.cu_seqlens_q.diff(), output_size=self.batch_size * self.seq_length)
+
+
+def _checked_borders(name: str, cu_seqlens: Tensor, batch_size: int, seq_length: int) -> list[int]:
+    if batch_size < 1 or seq_length < 1:
+        raise ShapeError(f"batch_size and seq_length must be positive; got {batch_size} and {seq_length}")
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+        raise ShapeError(f"{name} must be int32 [N+1]; got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+    borders: list[int] = cu_seqlens.tolist()
+    total = batch_size * seq_length
+    if len(borders) < 2 or borders[0] != 0 or borders[-1] != total:
+        raise ShapeError(f"{name} must begin at 0 and end at B*S = {total}; got {borders}")
+    if any(end <= start for start, end in pairwise(borders)):
+        raise ShapeError(f"{name} must rise from border to border: no document is empty; got {borders}")
+    if missing := sorted(set(range(0, total, seq_length)) - set(borders)):
+        raise ShapeError(
+            f"{name} must have a border at every row, each {seq_length} tokens, for no document crosses rows; "
+            f"got {borders} without {missing}"
+        )
+    return borders
