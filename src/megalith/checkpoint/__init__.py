@@ -1,0 +1,15 @@
+"""Saves and loads tensors of any layout, and the JSON state beside them. The format: docs/checkpoints.md."""
+
+from megalith.checkpoint.folders import find_checkpoint, set_aside_damaged
+from megalith.checkpoint.load import load_tensors, read_state
+from megalith.checkpoint.save import save_checkpoint
+from megalith.checkpoint.verify import verify_checkpoint
+
+__all__ = [
+    "find_checkpoint",
+    "load_tensors",
+    "read_state",
+    "save_checkpoint",
+    "set_aside_damaged",
+    "verify_checkpoint",
+]

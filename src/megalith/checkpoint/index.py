@@ -1,0 +1,77 @@
+"""``index.json``: every tensor's global shape and dtype, and which box of it lies in which file under which key."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalith.checkpoint.boxes import Box
+from megalith.checkpoint.shard_file import DTYPES
+from megalith.errors import CheckpointError
+from megalith.storage import write_text_atomic
+
+__all__ = ["INDEX", "Piece", "StoredTensor", "key_of", "parse_index", "write_index"]
+
+INDEX = "index.json"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One box of a tensor, in ``file`` of the checkpoint's folder, under ``key``."""
+
+    file: str
+    key: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of global ``shape`` and ``dtype`` (torch's name, as "float32"), cut into ``pieces``."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+
+def key_of(name: str, shape: Sequence[int], box: Box) -> str:
+    """The key of a box in its file: the tensor's name, and the ranges unless it is the whole tensor."""
+    if box == Box.whole(shape):
+        return name
+    return f"{name}@{','.join(f'{start}:{stop}' for start, stop in box.ranges)}"
+
+
+def write_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Writes the index of ``folder``, one line per tensor. Raises StorageError."""
+    lines = []
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        boxes = [{"file": piece.file, "key": piece.key, "ranges": piece.box.ranges} for piece in tensor.pieces]
+        lines.append(
+            f"{json.dumps(name)}: {json.dumps({'shape': tensor.shape, 'dtype': tensor.dtype, 'boxes': boxes})}"
+        )
+    write_text_atomic(folder / INDEX, '{"tensors": {\n' + ",\n".join(lines) + "\n}}\n")
+
+
+def parse_index(content: bytes) -> dict[str, StoredTensor]:
+    """The tensors of an index by name, sound in themselves. Raises CheckpointError."""
+    try:
+        return {name: _stored_tensor(entry) for name, entry in json.loads(content)["tensors"].items()}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{INDEX} is not an index of tensors: {error!r}") from error
+
+
+def _stored_tensor(entry: Any) -> StoredTensor:
+    shape = tuple(int(size) for size in entry["shape"])
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {entry['dtype']}")
+    pieces = []
+    for piece in entry["boxes"]:
+        box = Box(tuple((int(start), int(stop)) for start, stop in piece["ranges"]))
+        if len(box.ranges) != len(shape) or box.num_elements == 0 or box.overlap(Box.whole(shape)) != box:
+            raise ValueError(f"box {piece['ranges']} does not lie in shape {shape}")
+        file = str(piece["file"])
+        if Path(file).name != file or Path(file).suffix != ".safetensors":
+            raise ValueError(f"file {file!r} must be a .safetensors file of the folder itself")
+        pieces.append(Piece(file, str(piece["key"]), box))
+    return StoredTensor(shape, entry["dtype"], tuple(pieces))

@@ -1,0 +1,134 @@
+"""Loads tensors into whatever layout they have now: each rank reads the overlaps of its boxes with the saved ones."""
+
+import difflib
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megalith.checkpoint.agreement import agreed, all_gather
+from megalith.checkpoint.boxes import Box, local_part
+from megalith.checkpoint.index import INDEX, Piece, StoredTensor, parse_index
+from megalith.checkpoint.save import STATE
+from megalith.checkpoint.shard_file import read_part
+from megalith.checkpoint.verify import read_verified, verify_checkpoint
+from megalith.errors import CheckpointError
+
+__all__ = ["load_tensors", "read_state"]
+
+_NEAREST_FOR = 8  # difflib compares with every name: a few dozen milliseconds each in a large model
+
+
+def load_tensors(
+    path: Path,
+    into: Mapping[str, Tensor],
+    *,
+    only: Callable[[str], bool] | None = None,
+    cast: bool = False,
+    verify: bool = True,
+) -> None:
+    """Fills the tensors ``into`` in place from the checkpoint ``path``; all ranks of the default group call it.
+
+    Strict: the names on all ranks together are those stored, and shapes and dtypes agree; else nothing is changed.
+
+    Args:
+        into: by name; DTensors of any layout (Shard and Replicate), or plain tensors, which are filled whole.
+        only: which stored names count; ``lambda name: name.startswith("model.")`` leaves the optimizer's out.
+        cast: also fill floating tensors from stored ones of another floating dtype, rounding to nearest.
+        verify: False for a caller that has just called ``verify_checkpoint(path)`` itself.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or does not fit; one error with every name, on every rank.
+    """
+    if verify:
+        verify_checkpoint(path)
+    with agreed(f"{path} cannot be loaded"):
+        index = parse_index(read_verified(path, INDEX))
+        stored = {name: tensor for name, tensor in index.items() if only is None or only(name)}
+        parts = {name: local_part(name, tensor) for name, tensor in into.items()}
+        misfit = _misfit(stored, into, cast)
+    _refuse(path, all_gather(misfit), stored)
+    with agreed(f"{path} cannot be loaded"):
+        _fill(path, stored, parts)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state that was saved with the checkpoint ``path``; all ranks call it.
+
+    Raises:
+        CheckpointError: the file is damaged or missing, on any rank.
+    """
+    with agreed(f"{path} cannot be read"):
+        state: dict[str, Any] = json.loads(read_verified(path, STATE))
+    return state
+
+
+@dataclass(frozen=True)
+class _Misfit:
+    """Names wanted and not stored, stored and not wanted, and what is wrong with those that are both."""
+
+    missing: set[str]
+    unexpected: set[str]
+    wrong: dict[str, str] = field(default_factory=dict)
+
+
+def _misfit(stored: Mapping[str, StoredTensor], into: Mapping[str, Tensor], cast: bool) -> _Misfit:
+    misfit = _Misfit(into.keys() - stored.keys(), stored.keys() - into.keys())
+    for name in into.keys() & stored.keys():
+        shape, dtype = tuple(into[name].shape), into[name].dtype
+        saved_shape, saved_dtype = stored[name].shape, getattr(torch, stored[name].dtype)
+        castable = cast and dtype.is_floating_point and saved_dtype.is_floating_point
+        if shape != saved_shape:
+            misfit.wrong[name] = f"shape {list(saved_shape)} was saved, and {list(shape)} is wanted"
+        elif dtype != saved_dtype and not castable:
+            misfit.wrong[name] = f"{saved_dtype} was saved, and {dtype} is wanted"
+    return misfit
+
+
+def _refuse(path: Path, misfits: list[_Misfit], stored: Iterable[str]) -> None:
+    """Raises CheckpointError with every misfit of every rank, if there is one."""
+    missing = set[str]().union(*(misfit.missing for misfit in misfits))
+    # a stored tensor is wanted if any rank wants it
+    unexpected = set.intersection(*(misfit.unexpected for misfit in misfits))
+    wrong = {name: text for misfit in misfits for name, text in misfit.wrong.items()}
+    if not (missing or unexpected or wrong):
+        return
+    nearest = {name: difflib.get_close_matches(name, stored, n=1) for name in sorted(missing)[:_NEAREST_FOR]}
+    lines = []
+    for name in sorted(missing):
+        hint = f" (nearest there: {nearest[name][0]})" if nearest.get(name) else ""
+        lines.append(f"missing: {name}{hint}")
+    lines += [f"unexpected: {name}" for name in sorted(unexpected)]
+    lines += [f"{name}: {wrong[name]}" for name in sorted(wrong)]
+    raise CheckpointError(
+        f"{path} does not fit, and nothing is loaded:\n  "
+        + "\n  ".join(lines)
+        + "\nwas it saved by a model of another shape or dtype? give this run the settings of the one that saved it"
+    )
+
+
+def _fill(path: Path, stored: Mapping[str, StoredTensor], parts: Mapping[str, tuple[Box, Tensor]]) -> None:
+    """Copies every stored piece that overlaps a local box into it, file by file."""
+    jobs: dict[str, list[tuple[str, Piece, Box]]] = defaultdict(list)
+    for name, (local, _) in parts.items():
+        overlaps = [(piece, both) for piece in stored[name].pieces if (both := piece.box.overlap(local))]
+        found = sum(both.num_elements for _, both in overlaps)
+        if found != local.num_elements:
+            raise CheckpointError(f"{INDEX} gives {found} of the {local.num_elements} elements of {name} wanted here")
+        for piece, both in overlaps:
+            jobs[piece.file].append((name, piece, both))
+    for file, wanted in sorted(jobs.items()):
+        try:
+            with safe_open(path / file, framework="pt") as opened:
+                for name, piece, both in wanted:
+                    local, tensor = parts[name]
+                    content = read_part(opened, piece.key, piece.box, both, stored[name].dtype)
+                    tensor[both.slices_in(local)] = content.to(tensor.device)
+        except (CheckpointError, SafetensorError) as error:
+            raise CheckpointError(f"{file}: {error}") from error

@@ -1,0 +1,36 @@
+"""Turns what the operating system says about a file into StorageError, with the way out."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megalith.errors import StorageError
+
+__all__ = ["explained"]
+
+_ROOM = "free space there, or choose a folder on another disk"
+_RIGHTS = "choose a folder that this user may write"
+_WAYS_OUT = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or choose a folder on another disk",
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EROFS: _RIGHTS,
+    errno.ENOENT: "check the path; with several machines the folder must be on a file system that all of them share",
+    errno.ENOTDIR: "a file stands where a folder is wanted: choose another folder",
+    errno.EEXIST: "a file stands where a folder is wanted: choose another folder",
+}
+
+
+@contextmanager
+def explained(action: str, path: Path) -> Iterator[None]:
+    """Any OSError inside leaves as StorageError: ``cannot {action} {path}``, the reason, and the way out."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        way_out = _WAYS_OUT.get(error.errno or 0, "check the disk and its file system")
+        raise StorageError(f"cannot {action} {path}: {error.strerror or error}; {way_out}") from error

@@ -1,0 +1,36 @@
+"""What the system says about a file comes with what was tried and the way out."""
+
+from pathlib import Path
+
+import pytest
+
+from megalith.errors import StorageError
+from megalith.storage import explained
+
+
+def test_a_full_disk_is_named_with_the_way_out():
+    full = Path("/dev/full")  # Linux: every write to it is out of space
+    with (
+        pytest.raises(StorageError, match=r"cannot write /dev/full: No space left on device; free space there, or"),
+        explained("write", full),
+    ):
+        full.write_text("x")
+
+
+def test_a_file_in_the_place_of_a_folder_is_named_with_the_way_out(tmp_path):
+    (tmp_path / "runs").write_text("")
+    with (
+        pytest.raises(StorageError, match=r"Not a directory; a file stands where a folder is wanted"),
+        explained("write", tmp_path / "runs" / "a"),
+    ):
+        (tmp_path / "runs" / "a").mkdir()
+
+
+def test_an_explained_error_is_not_explained_again():
+    with pytest.raises(StorageError, match=r"^ours$"), explained("write", Path("x")):
+        raise StorageError("ours")
+
+
+def test_other_errors_pass():
+    with pytest.raises(KeyError), explained("write", Path("x")):
+        raise KeyError

@@ -1,0 +1,76 @@
+"""The manifest: SHA-256 as the standard has it, and no bit of it can change unseen."""
+
+import hashlib
+import json
+import re
+
+import pytest
+
+from megalith.errors import CheckpointError
+from megalith.storage import MANIFEST, FileRecord, has_all_files, read_manifest, record_of, write_manifest
+
+# FIPS 180-4's example: one block, "abc"
+ABC = FileRecord(3, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "a.json").write_text("abc")
+    write_manifest(tmp_path, {"a.json": ABC})
+    return tmp_path
+
+
+def test_a_record_holds_size_and_sha256(folder):
+    assert record_of(folder / "a.json") == ABC
+
+
+def test_a_manifest_reads_back_and_is_plain_json(folder):
+    assert read_manifest(folder) == {"a.json": ABC}
+    content = json.loads((folder / MANIFEST).read_text())
+    assert content["files"] == {"a.json": {"bytes": 3, "sha256": ABC.sha256}}
+    assert (content["format"], content["version"]) == ("megalith checkpoint", 1)
+
+
+def test_a_flipped_bit_of_any_byte_of_a_manifest_is_blamed_on_the_manifest(folder):
+    sound = (folder / MANIFEST).read_bytes()
+    for place in range(len(sound)):
+        flipped = bytearray(sound)
+        flipped[place] ^= 1 << place % 8
+        (folder / MANIFEST).write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=re.escape(MANIFEST)):
+            read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is damaged"),
+        (b"[]", "is damaged"),
+        (b'{"format": "megalith checkpoint"}', "is damaged: KeyError"),
+        (b'{"format": "x", "version": 9, "files": {}, "sha256": ""}', r"must be of format .* 1\); got \('x', 9\)"),
+        (None, f"is not a complete checkpoint: it has no {MANIFEST}"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        read_manifest(tmp_path)
+    assert not has_all_files(tmp_path)
+
+
+@pytest.mark.parametrize("table", [[], {"a.json": 3}, {"a.json": {"bytes": 3}}])
+def test_a_table_of_another_form_is_refused_though_its_digest_is_right(tmp_path, table):
+    digest = hashlib.sha256(json.dumps(table, separators=(",", ":")).encode()).hexdigest()
+    content = {"format": "megalith checkpoint", "version": 1, "files": table, "sha256": digest}
+    (tmp_path / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+        read_manifest(tmp_path)
+
+
+def test_all_files_are_there_in_their_sizes_or_not(folder):
+    assert has_all_files(folder)
+    (folder / "a.json").write_text("ab")
+    assert not has_all_files(folder)
+    (folder / "a.json").unlink()
+    assert not has_all_files(folder)
