@@ -6,6 +6,7 @@ import pytest
 import torch
 
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic matmuls on a GPU ask for it
+torch.set_num_threads(1)  # tensors are small, and threads that share a busy core wait 8 ms for each other
 
 
 @pytest.fixture(autouse=True)
