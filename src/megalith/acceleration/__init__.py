@@ -1,0 +1,1 @@
+"""Memory for time, and time for memory: recomputation of activations."""

@@ -1,0 +1,101 @@
+"""Sampling text from a causal language model, one token at a time, with keys and values kept.
+
+Temperature divides the logits; top-k keeps the k largest; top-p keeps the smallest set of tokens whose probabilities
+add up to p (Holtzman et al. 2019, arXiv:1904.09751). Temperature 0 takes the largest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError
+from megalith.models.gpt_model import GPTModel
+from megalith.transformer.attention import KVCache
+
+__all__ = ["Sampling", "generate"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn.
+
+    Raises:
+        ConfigError: a temperature below 0, a top_k below 1, or a top_p outside (0, 1].
+    """
+
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0.0:
+            raise ConfigError(f"temperature must be 0 (the likeliest token) or more; got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k must be 1 or more; got {self.top_k}; leave it out to keep all tokens")
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p must be in (0, 1]; got {self.top_p}; leave it out to keep all tokens")
+
+
+@torch.no_grad()
+def generate(
+    model: GPTModel,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    sampling: Sampling,
+    seed: int,
+    end_token: int | None = None,
+) -> list[int]:
+    """The tokens that follow ``prompt``: at most ``max_new_tokens``, ending before ``end_token``.
+
+    A model with learned positions stops where they end. The same ``seed`` gives the same tokens on one device type.
+
+    Raises:
+        ConfigError: the prompt is empty, or already as long as the model's positions.
+    """
+    if not prompt:
+        raise ConfigError("the prompt has no tokens; give some text to go on from")
+    limit = model.config.max_position_embeddings if model.model.embed_positions is not None else None
+    if limit is not None:
+        if len(prompt) >= limit:
+            raise ConfigError(
+                f"the prompt has {len(prompt)} tokens and the model {limit} positions; shorten the prompt"
+            )
+        max_new_tokens = min(max_new_tokens, limit - len(prompt))
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    caches = [KVCache() for _ in model.model.layers]
+    was_training = model.training
+    model.eval()
+    tokens = torch.tensor([list(prompt)], device=device)
+    produced: list[int] = []
+    position = 0
+    while len(produced) < max_new_tokens:
+        positions = torch.arange(position, position + tokens.shape[1], device=device)
+        logits = model(tokens, position_ids=positions, caches=caches)[0, -1]  # [V]
+        position += tokens.shape[1]
+        token = _draw(logits, sampling, generator)
+        if token == end_token:
+            break
+        produced.append(token)
+        tokens = torch.tensor([[token]], device=device)
+    model.train(was_training)
+    return produced
+
+
+def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if sampling.temperature == 0.0:
+        return int(logits.argmax())
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None:
+        smallest = logits.topk(min(sampling.top_k, logits.numel())).values[-1]
+        logits = logits.masked_fill(logits < smallest, float("-inf"))
+    probabilities = torch.softmax(logits, dim=-1)
+    if sampling.top_p is not None:
+        ordered, order = probabilities.sort(descending=True)
+        beyond = ordered.cumsum(dim=-1) - ordered >= sampling.top_p  # the first token is always kept
+        probabilities = probabilities.masked_fill(torch.zeros_like(beyond).scatter(0, order, beyond), 0.0)
+    return int(torch.multinomial(probabilities, 1, generator=generator))

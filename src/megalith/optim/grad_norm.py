@@ -1,0 +1,51 @@
+"""The global norm of the gradient, and clipping by it, equal in every layout.
+
+    norm = sqrt(sum over all elements of g^2),   g *= min(1, clip / (norm + 1e-6))
+
+Each rank sums its own shards; an element that several ranks hold is counted by the one that comes first.
+Pascanu et al. 2013, arXiv:1211.5063; the 1e-6 is torch.nn.utils.clip_grad_norm_'s.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+__all__ = ["clip_coefficient", "local_squared_norm", "scale_gradients_"]
+
+
+def local_squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The sum of squares that this rank owes to the global norm: a float64 scalar. Their SUM over ranks is norm^2."""
+    owned = [_local(p.grad) for p in parameters if p.grad is not None and _counts_here(p.grad)]
+    shards = [gradient for gradient in owned if gradient.numel()]
+    if not shards:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(shards)])
+    return norms.square().sum()
+
+
+def clip_coefficient(norm: float, clip_norm: float) -> float:
+    """What to multiply gradients by so that their norm is at most ``clip_norm``; 0 stands for no clipping."""
+    return min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0
+
+
+def scale_gradients_(parameters: Iterable[nn.Parameter], coefficient: float) -> None:
+    """Multiplies every gradient by ``coefficient``, in place."""
+    if coefficient != 1.0:
+        shards = [_local(p.grad) for p in parameters if p.grad is not None]
+        torch._foreach_mul_(shards, coefficient)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _counts_here(gradient: Tensor) -> bool:
+    if not isinstance(gradient, DTensor):
+        return True
+    coordinate = gradient.device_mesh.get_coordinate()
+    assert coordinate is not None, "a rank only meets tensors of meshes that it belongs to"
+    return all(
+        index == 0 for index, placement in zip(coordinate, gradient.placements, strict=True) if placement.is_replicate()
+    )

@@ -1,0 +1,1 @@
+"""How work is split over ranks: tensor parallelism and sharded data parallelism."""

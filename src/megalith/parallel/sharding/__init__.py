@@ -1,0 +1,1 @@
+"""Data parallelism by FSDP2: replicated, sharded, and hybrid."""

@@ -1,0 +1,34 @@
+"""Where a tensor-parallel region begins and ends: the same two steps with and without sequence parallelism.
+
+             forward / backward
+    enter    sequence parallel: all-gather / reduce-scatter;  else: identity / all-reduce
+    leave    sequence parallel: reduce-scatter / all-gather;  else: all-reduce / identity
+
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198.
+"""
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megalith.topology.collectives import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+__all__ = ["enter_tensor_parallel", "leave_tensor_parallel"]
+
+
+def enter_tensor_parallel(x: Tensor, tp_group: ProcessGroup | None, sequence_parallel: bool) -> Tensor:
+    """[S/tp, B, H] under sequence parallelism, else [S, B, H] -> [S, B, H], equal on all ranks of ``tp_group``."""
+    if sequence_parallel:
+        return gather_from_sequence_parallel_region(x, tp_group)
+    return copy_to_tensor_model_parallel_region(x, tp_group)
+
+
+def leave_tensor_parallel(x: Tensor, tp_group: ProcessGroup | None, sequence_parallel: bool) -> Tensor:
+    """Sums ``x`` [S, B, H] over ``tp_group`` -> [S/tp, B, H] under sequence parallelism, else [S, B, H]."""
+    if sequence_parallel:
+        return reduce_scatter_to_sequence_parallel_region(x, tp_group)
+    return reduce_from_tensor_model_parallel_region(x, tp_group)

@@ -1,0 +1,59 @@
+"""The feed-forward part of a layer, its F split over tp.
+
+swiglu     y = (silu(x Wg^T) * (x Wu^T)) Wd^T         Shazeer 2020, "GLU Variants", arXiv:2002.05202
+gelu       y = gelu(x Wu^T + bu) Wd^T + bd            exact, or in the tanh form of GPT-2
+"""
+
+from torch import Tensor, nn
+
+from megalith.config import TransformerConfig
+from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megalith.parallel.tensor.regions import enter_tensor_parallel
+from megalith.transformer.build_options import BuildOptions
+from megalith.transformer.initialization import output_std
+
+__all__ = ["MLP"]
+
+
+class MLP(nn.Module):
+    """The feed-forward network that ``config.activation`` names."""
+
+    def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
+        super().__init__()
+        H, F = config.hidden_size, config.ffn_hidden_size
+        self.activation = config.activation
+        self.tp_group = options.pg_collection.tp
+        self.sequence_parallel = options.sequence_parallel
+
+        def column() -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                H,
+                F,
+                bias=config.add_bias_linear,
+                std=config.init_method_std,
+                dtype=options.dtype,
+                pg_collection=options.pg_collection,
+                input_is_gathered=True,
+            )
+
+        self.gate_proj = column() if self.activation == "swiglu" else None
+        self.up_proj = column()
+        self.down_proj = RowParallelLinear(
+            F,
+            H,
+            bias=config.add_bias_linear,
+            std=output_std(config),
+            dtype=options.dtype,
+            pg_collection=options.pg_collection,
+            sequence_parallel=options.sequence_parallel,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
+        x = enter_tensor_parallel(x, self.tp_group, self.sequence_parallel)  # [S, B, H]
+        up = self.up_proj(x)  # [S, B, F/tp]
+        if self.gate_proj is not None:
+            hidden = nn.functional.silu(self.gate_proj(x)) * up
+        else:
+            hidden = nn.functional.gelu(up, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        return self.down_proj(hidden)
