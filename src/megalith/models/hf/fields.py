@@ -1,0 +1,108 @@
+"""Reads Hugging Face's config.json field by field, and collects what our model cannot represent.
+
+A field that nobody reads and that is not known to leave the network alone is refused: it may change what is computed
+without changing a single name or shape, and then only the loss would tell.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from megalith.config import TransformerConfig
+from megalith.errors import ConfigError
+
+__all__ = ["Fields"]
+
+# what the library or a tokenizer needs to know, and the network does not
+_INERT = frozenset(
+    [
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "decoder_start_token_id",
+        "dtype",
+        "eos_token_id",
+        "finetuning_task",
+        "id2label",
+        "label2id",
+        "model_type",
+        "n_ctx",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "reorder_and_upcast_attn",
+        "return_dict",
+        "sep_token_id",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "use_cache",
+    ]
+)
+
+
+class Fields:
+    """The fields of ``hf_config``; null counts as absent, as in transformers.
+
+    Raises ConfigError if ``model_type`` is another one, or if any of ``required`` is absent.
+    """
+
+    def __init__(self, hf_config: Mapping[str, Any], model_type: str, required: tuple[str, ...]) -> None:
+        self._fields = {name: value for name, value in hf_config.items() if value is not None}
+        self._read = set(required)
+        self._violations: list[str] = []
+        if (given := self._fields.get("model_type")) != model_type:
+            raise ConfigError(f"config.json must have model_type {model_type!r}; got {given!r}")
+        if missing := [name for name in required if name not in self._fields]:
+            raise ConfigError(f"config.json of a {model_type} model must have {', '.join(missing)}; it does not")
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields[name]
+
+    def get(self, name: str, default: Any) -> Any:
+        """The field, or ``default``, which is the one of transformers' own class for it."""
+        self._read.add(name)
+        return self._fields.get(name, default)
+
+    def expect(self, name: str, only: Any) -> None:
+        """Notes a violation unless the field is absent or equals ``only``."""
+        if (given := self.get(name, only)) != only:
+            self.refuse(f"{name} must be {only!r}, the only value our model has; got {given!r}")
+
+    def refuse(self, violation: str) -> None:
+        """Notes a violation, for ``build`` to raise together with all others."""
+        self._violations.append(violation)
+
+    def build(self, **settings: Any) -> TransformerConfig:
+        """The config with ``settings``, made of what was read.
+
+        Raises ConfigError with every violation, every field that was not read and is not known to be inert, or what
+        is malformed.
+        """
+        self.expect("is_encoder_decoder", False)
+        for name in sorted(self._fields.keys() - self._read - _INERT):
+            self.refuse(
+                f"{name} ({self._fields[name]!r}) is a field that our model does not know; "
+                f"delete it from config.json if it does not change what the network computes"
+            )
+        if self._violations:
+            raise ConfigError("config.json asks for what our model does not have:\n- " + "\n- ".join(self._violations))
+        try:
+            return TransformerConfig(**settings)
+        except ValidationError as error:
+            wrong = [": ".join((".".join(map(str, one["loc"])), one["msg"])) for one in error.errors()]
+            raise ConfigError("config.json gives a model that cannot be:\n- " + "\n- ".join(wrong)) from error

@@ -1,0 +1,96 @@
+"""The parameters that a model has: their names, which are those of Hugging Face's Llama, and their whole shapes.
+
+Alphabet: H hidden, A heads, G kv groups, D head size, F ffn hidden, V vocabulary, P positions. Weights are [out, in].
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megalith.config import TransformerConfig
+from megalith.errors import CheckpointError, ConfigError
+
+__all__ = ["check", "drop_tied_head", "parameter_shapes", "require"]
+
+Shape = tuple[int, ...]
+
+
+def parameter_shapes(config: TransformerConfig) -> dict[str, Shape]:
+    """Name -> shape of every parameter of ``GPTModel(config)``, unsharded.
+
+    Raises ConfigError if ``vocab_size`` is not known yet.
+    """
+    if config.vocab_size is None:
+        raise ConfigError("model.vocab_size must be set to name the parameters; it is None until a tokenizer is known")
+    V, H = config.vocab_size, config.hidden_size
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (V, H)}
+    if config.position_embedding_type == "learned_absolute":
+        assert config.max_position_embeddings is not None, "validated together with learned_absolute"
+        shapes["model.embed_positions.weight"] = (config.max_position_embeddings, H)
+    for layer in range(config.num_layers):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
+    shapes |= _norm("model.norm", config)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (V, H)
+    return shapes
+
+
+def check(state: Mapping[str, Tensor], shapes: Mapping[str, Shape], source: str) -> None:
+    """Raises CheckpointError listing every name of ``state`` that is missing, unexpected or of another shape."""
+    wrong = [f"missing: {name}" for name in shapes if name not in state]
+    wrong += [f"unexpected: {name} {list(state[name].shape)}" for name in state if name not in shapes]
+    wrong += [
+        f"wrong shape: {name} must be {list(shape)}; got {list(state[name].shape)}"
+        for name, shape in shapes.items()
+        if name in state and tuple(state[name].shape) != shape
+    ]
+    if wrong:
+        raise CheckpointError(f"the tensors of {source} do not fit its config:\n- " + "\n- ".join(wrong))
+
+
+def require(architecture: str, config: TransformerConfig, **allowed: tuple[Any, ...]) -> None:
+    """Raises ConfigError naming every field of ``config`` that has none of its ``allowed`` values."""
+    wrong = [
+        f"{name} must be {' or '.join(map(repr, values))}; got {getattr(config, name)!r}"
+        for name, values in allowed.items()
+        if getattr(config, name) not in values
+    ]
+    if wrong:
+        raise ConfigError(f"{architecture} cannot represent this model:\n- " + "\n- ".join(wrong))
+
+
+def drop_tied_head(state: Mapping[str, Tensor], embedding: str) -> dict[str, Tensor]:
+    """``state`` without ``lm_head.weight``, which a live model's state dict repeats and a file on disk leaves out.
+
+    Raises CheckpointError if it is not bitwise the embedding that the config ties it to.
+    """
+    rest = dict(state)
+    head = rest.pop("lm_head.weight", None)
+    if head is not None and embedding in rest and not head.equal(rest[embedding]):
+        raise CheckpointError(
+            f"lm_head.weight must equal {embedding} where tie_word_embeddings is true, and differs; "
+            f"set tie_word_embeddings to false to keep both"
+        )
+    return rest
+
+
+def _layer_shapes(config: TransformerConfig) -> dict[str, Shape]:
+    H, F = config.hidden_size, config.ffn_hidden_size
+    Q, KV = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels  # A*D, G*D
+    linears = {"self_attn.q_proj": (Q, H), "self_attn.k_proj": (KV, H), "self_attn.v_proj": (KV, H)}
+    linears["self_attn.o_proj"] = (H, Q)
+    if config.activation == "swiglu":
+        linears["mlp.gate_proj"] = (F, H)
+    linears |= {"mlp.up_proj": (F, H), "mlp.down_proj": (H, F)}
+    shapes: dict[str, Shape] = _norm("input_layernorm", config) | _norm("post_attention_layernorm", config)
+    for name, shape in linears.items():
+        shapes[f"{name}.weight"] = shape
+        if config.add_bias_linear:
+            shapes[f"{name}.bias"] = shape[:1]
+    return shapes
+
+
+def _norm(name: str, config: TransformerConfig) -> dict[str, Shape]:
+    parts = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+    return {f"{name}.{part}": (config.hidden_size,) for part in parts}

@@ -1,0 +1,85 @@
+"""Tiny random models of transformers, and what makes them and ours the same function."""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from megalith.models.gpt_model import GPTModel
+
+LLAMA = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GPT2 = {
+    "vocab_size": 61,
+    "n_positions": 24,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def llama(**fields: Any) -> PreTrainedModel:
+    return _random(LlamaForCausalLM(LlamaConfig(**LLAMA | fields)))
+
+
+def gpt2(**fields: Any) -> PreTrainedModel:
+    return _random(GPT2LMHeadModel(GPT2Config(**GPT2 | fields)))
+
+
+def same_as_ours(theirs: PreTrainedModel, architecture: ModuleType) -> GPTModel:
+    """Our model with their weights."""
+    config = architecture.config_from_hf(theirs.config.to_dict())
+    ours = GPTModel(config)
+    ours.load_state_dict(architecture.from_hf(theirs.state_dict(), config))
+    return ours
+
+
+def assert_bitwise(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name].dtype == want[name].dtype, name
+        assert torch.equal(got[name], want[name]), name
+
+
+def assert_same_function(theirs: PreTrainedModel, architecture: ModuleType) -> None:
+    """Logits to 1e-5; the loss and each of its gradients too, relative to their size. All in float32."""
+    ours = same_as_ours(theirs, architecture)
+    tokens, labels = torch.randint(theirs.config.vocab_size, (2, 3, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+    loss = ours(tokens, labels=labels).mean()
+    want = theirs(tokens, labels=labels, shift_labels=labels).loss
+    torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)
+    loss.backward()
+    want.backward()
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    wanted = architecture.from_hf(gradients, ours.config)
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, wanted[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def _random(model: PreTrainedModel) -> PreTrainedModel:
+    """Noise on every parameter: a fresh model's norms are all ones, and its biases all zeros."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model

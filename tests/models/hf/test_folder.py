@@ -1,0 +1,107 @@
+"""models/hf/folder: folders that transformers wrote, whole and in shards; and folders that must be refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megalith.errors import CheckpointError, ConfigError
+from megalith.models.hf import detect, gpt2, llama, read_folder
+from tests.models.hf import peers
+
+MODELS = {"llama": (peers.llama, llama), "tied llama": (lambda: peers.llama(tie_word_embeddings=True), llama)}
+MODELS["gpt2"] = (peers.gpt2, gpt2)
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "10KB"])
+@pytest.mark.parametrize(("build", "architecture"), MODELS.values(), ids=MODELS)
+def test_a_folder_that_transformers_saved_is_read(build, architecture, max_shard_size, tmp_path):
+    theirs = build()
+    theirs.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "10KB")
+    config, state = read_folder(tmp_path)
+    assert config == architecture.config_from_hf(theirs.config.to_dict())
+    peers.assert_bitwise(state, architecture.from_hf(theirs.state_dict(), config))
+
+
+def test_an_architecture_that_we_do_not_have_is_refused():
+    with pytest.raises(ConfigError, match=r"model_type of llama, gpt2; got 'mamba'"):
+        detect({"model_type": "mamba"})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    peers.llama().save_pretrained(tmp_path, max_shard_size="10KB")
+    return tmp_path
+
+
+def shards(folder):
+    return sorted(folder.glob("*.safetensors"))
+
+
+def remove_config(folder):
+    (folder / "config.json").unlink()
+
+
+def break_config(folder):
+    (folder / "config.json").write_text("{")
+
+
+def list_as_config(folder):
+    (folder / "config.json").write_text("[]")
+
+
+def truncate_shard(folder):
+    shard = shards(folder)[0]
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+def remove_shard(folder):
+    shards(folder)[0].unlink()
+
+
+def smuggle_a_tensor(folder):
+    save_file({"model.extra": torch.ones(1)}, shards(folder)[0])
+
+
+def point_outside(folder):
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}))
+
+
+def lose_the_map(folder):
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+def only_a_pickle(folder):
+    for file in (*shards(folder), folder / "model.safetensors.index.json"):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+
+
+def nothing(folder):
+    only_a_pickle(folder)
+    (folder / "pytorch_model.bin").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove_config, r"config\.json cannot be read: No such file"),
+        (break_config, r"config\.json is not JSON"),
+        (list_as_config, r"config\.json must hold a JSON object; it holds a list"),
+        (truncate_shard, r"safetensors cannot be read as safetensors"),
+        (remove_shard, r"safetensors cannot be read as safetensors: No such file"),
+        (smuggle_a_tensor, r"must list the same tensors; only one has: \['model\."),
+        (point_outside, r"must name files of its own folder; it names '\.\./elsewhere\.safetensors'"),
+        (lose_the_map, r"must have a weight_map"),
+        (only_a_pickle, r"it holds pytorch_model\.bin, a pickle, which is never read"),
+        (nothing, r"must hold model\.safetensors or model\.safetensors\.index\.json; it holds neither"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_damaged_folder_is_refused_by_the_name_of_the_file(folder, damage, message):
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message):
+        read_folder(folder)

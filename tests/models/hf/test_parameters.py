@@ -1,0 +1,39 @@
+"""models/hf/parameters: the table of names and shapes is that of the model itself, for any mix of parts."""
+
+import pytest
+import torch
+
+from megalith.config import TransformerConfig
+from megalith.errors import ConfigError
+from megalith.models.gpt_model import GPTModel
+from megalith.models.hf import parameter_shapes
+
+SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "positions", [{}, {"position_embedding_type": "learned_absolute", "max_position_embeddings": 9}]
+)
+def test_names_and_shapes_are_those_of_the_model(activation, normalization, bias, positions):
+    config = TransformerConfig(
+        **SMALL,
+        **positions,
+        vocab_size=13,
+        num_query_groups=2,
+        kv_channels=6,
+        activation=activation,
+        normalization=normalization,
+        add_bias_linear=bias,
+        tie_word_embeddings=bias,
+    )
+    with torch.device("meta"):
+        state = GPTModel(config).state_dict()
+    assert parameter_shapes(config) == {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def test_a_vocabulary_of_unknown_size_is_refused():
+    with pytest.raises(ConfigError, match=r"vocab_size must be set"):
+        parameter_shapes(TransformerConfig(**SMALL))
