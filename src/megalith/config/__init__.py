@@ -1,0 +1,44 @@
+"""Typed settings of a run: one tree, read from YAML or a recipe with dotted overrides, checked as a whole, frozen."""
+
+from megalith.config import experimental
+from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
+from megalith.config.loading import as_tree, dump_yaml, load_run, read_tree, unread
+from megalith.config.model_parallel_config import ModelParallelConfig
+from megalith.config.optim_config import OptimConfig, ParamGroupOverride
+from megalith.config.recipes import preset_names, recipe_names
+from megalith.config.run_config import (
+    CheckpointConfig,
+    DataConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+    batch_size_stages,
+)
+from megalith.config.settings_page import json_schema
+from megalith.config.suggestions import violations
+from megalith.config.transformer_config import TransformerConfig
+
+__all__ = [
+    "BatchSizeStage",
+    "CheckpointConfig",
+    "DataConfig",
+    "ModelParallelConfig",
+    "OptimConfig",
+    "ParamGroupOverride",
+    "PrecisionConfig",
+    "RunConfig",
+    "TrainConfig",
+    "TransformerConfig",
+    "as_tree",
+    "batch_size_stages",
+    "dump_yaml",
+    "experimental",
+    "json_schema",
+    "load_run",
+    "parse_batch_size_schedule",
+    "preset_names",
+    "read_tree",
+    "recipe_names",
+    "unread",
+    "violations",
+]

@@ -1,0 +1,88 @@
+"""A run's settings before they are known to be valid, and what a rule says of them."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import isqrt, log
+from typing import Any
+
+__all__ = ["Draft", "Fix", "Unknown", "Violation", "divisors", "nearest_first", "round_up"]
+
+# settings to change, by dotted name; None takes the setting out
+Fix = Mapping[str, Any]
+
+
+class Unknown(Exception):  # noqa: N818 (it ends a rule, it reports nothing)
+    """A rule asked for a setting that is missing or malformed, which is reported on its own."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Settings of the right types by dotted name, defaults included; ``given`` names those that are not defaults."""
+
+    values: Mapping[str, Any]
+    given: frozenset[str]
+    world_size: int | None = None  # ranks; None where it is not known yet
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of ``name``; raises Unknown, which ends the rule, if there is none."""
+        if (value := self.values.get(name)) is None:
+            raise Unknown(name)
+        return value
+
+    def get(self, name: str) -> Any:
+        """The value of ``name``, or None."""
+        return self.values.get(name)
+
+    @property
+    def shard(self) -> int:
+        """Ranks over which FSDP shards the weights, with -1 worked out from the world size."""
+        shard: int = self["parallel.shard"]
+        if shard > 0:
+            return shard
+        rest: int = self["parallel.tensor"] * self["parallel.replicate"]
+        if self.world_size is None or self.world_size % rest:
+            raise Unknown("parallel.shard")
+        return self.world_size // rest
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that read different samples."""
+        replicate: int = self["parallel.replicate"]
+        return replicate * self.shard
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A setting that cannot stay as it is.
+
+    Attributes:
+        rule: the rule that is broken; together with ``name`` it identifies the violation.
+        name: the dotted name of the setting at fault.
+        message: what was wanted and what was given.
+        fixes: ways out, best first, none of them tried yet.
+    """
+
+    rule: str
+    name: str
+    message: str
+    fixes: tuple[Fix, ...]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.rule, self.name
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive ``number``, in order."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def nearest_first(numbers: Iterable[int], target: int) -> Iterator[int]:
+    """Positive ``numbers`` by their ratio to a positive ``target``, nearest first, the smaller first of a tie."""
+    yield from sorted(set(numbers), key=lambda number: (abs(log(number / target)), number))
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is at least ``number``."""
+    return -(-number // multiple) * multiple

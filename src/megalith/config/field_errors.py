@@ -1,0 +1,179 @@
+"""Fields that are unknown, missing, or not of their type or range, each with what could stand there instead."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from megalith.config.batch_size_schedule import mend_batch_size_schedule
+from megalith.config.draft import Fix, Violation
+from megalith.config.nearest import nearest_setting
+from megalith.config.optim_config import ParamGroupOverride
+from megalith.config.recipes import preset_names
+from megalith.config.run_config import RunConfig
+from megalith.config.settings_tree import FIELDS, GROUPS
+from megalith.config.yaml_text import read_yaml
+from megalith.errors import ConfigError
+
+__all__ = ["field_violations"]
+
+_SHAPE = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
+
+
+def field_violations(tree: Mapping[str, Any]) -> tuple[list[Violation], set[str]]:
+    """What is wrong with single fields of a plain tree, and the dotted names of the malformed ones."""
+    no_groups = [name for name in GROUPS if not isinstance(tree[name], Mapping)]
+    found = [_not_a_group(name, tree[name]) for name in no_groups]
+    malformed: set[str] = set()
+    for error in _errors({**tree, **{name: {} for name in no_groups}}):
+        loc = error["loc"]
+        name = ".".join(map(str, loc[: 2 if loc[0] in GROUPS else 1]))
+        inside = loc[name.count(".") + 1 :]
+        if name not in FIELDS:
+            found.append(_unknown(name, error["input"], tree))
+            continue
+        malformed.add(name)
+        if inside:
+            found.append(_malformed_inside(name, inside, error, tree))
+        elif error["type"] == "missing" or error["input"] is None:
+            found.append(_missing(name, tree))
+        else:
+            found.append(_malformed(name, error))
+    if "model.preset" in malformed:  # the shape is to come from there
+        found = [violation for violation in found if violation.rule != "missing" or violation.name not in _SHAPE]
+    return found, malformed
+
+
+def _errors(tree: Mapping[str, Any]) -> Iterator[ErrorDetails]:
+    """pydantic's errors about single fields; what a group says of itself, the rules say better."""
+    try:
+        RunConfig.model_validate(tree)
+    except ValidationError as problem:
+        for error in problem.errors(include_url=False):
+            of_a_group = error["type"] == "value_error" and len(error["loc"]) < 2
+            if not of_a_group and error["type"] != "default_factory_not_called":
+                yield error
+
+
+def _not_a_group(name: str, value: Any) -> Violation:
+    return Violation("group", name, f"{name} must be a group of settings; got {value!r}", ({name: None},))
+
+
+def _unknown(name: str, value: Any, tree: Mapping[str, Any]) -> Violation:
+    if "." not in name and isinstance(value, Mapping):
+        moved = {near: part for leaf, part in value.items() if (near := nearest_setting(f"{name}.{leaf}"))}
+        near_groups = get_close_matches(name, GROUPS, 1)
+        meant = f"did you mean {near_groups[0]}?" if near_groups else f"groups are {', '.join(GROUPS)}"
+        return Violation("unknown", name, f"there is no group {name}; {meant}", ({**moved, name: None}, {name: None}))
+    near = nearest_setting(name)
+    if near is None:
+        return Violation("unknown", name, f"there is no setting {name}", ({name: None},))
+    fixes: tuple[Fix, ...] = ({name: None},) if _is_set(near, tree) else ({near: value, name: None}, {name: None})
+    return Violation("unknown", name, f"there is no setting {name}; did you mean {near}?", fixes)
+
+
+def _missing(name: str, tree: Mapping[str, Any]) -> Violation:
+    examples: list[Fix] = [{name: example} for example in FIELDS[name].examples or ()]
+    message = f"{name} is missing"
+    if name in _SHAPE and not any(_is_set(part, tree) for part in _SHAPE):
+        message = f"{name} is missing, and so is model.preset ({', '.join(preset_names())})"
+        examples = [{"model.preset": preset} for preset in FIELDS["model.preset"].examples or ()] + examples
+    return Violation("missing", name, message, tuple(examples))
+
+
+def _malformed(name: str, error: ErrorDetails) -> Violation:
+    message = f"{name} {_wanted(error)}; got {error['input']!r}"
+    return Violation("malformed", name, message, tuple(_replacements(name, error)))
+
+
+def _malformed_inside(
+    name: str, inside: tuple[int | str, ...], error: ErrorDetails, tree: Mapping[str, Any]
+) -> Violation:
+    """An entry of a list, or a field of one."""
+    index, *field = inside
+    where = ".".join([f"{name}[{index}]", *map(str, field)])
+    message = f"{where} {_wanted(error)}; got {error['input']!r}"
+    group, _, leaf = name.rpartition(".")
+    entries = list(tree[group][leaf] if group else tree[leaf])
+    fixes: list[Fix] = []
+    if isinstance(index, int) and field and isinstance(entries[index], Mapping):
+        without = {key: value for key, value in entries[index].items() if key != field[0]}
+        near = get_close_matches(str(field[0]), ParamGroupOverride.model_fields, 1)
+        mended = [{**without, key: error["input"]} for key in near if key not in without] + [without]
+        fixes = [{name: [*entries[:index], entry, *entries[index + 1 :]]} for entry in mended]
+        if error["type"] == "extra_forbidden":
+            message = f"{where} is no setting" + (f"; did you mean {near[0]}?" if near else "")
+    if isinstance(index, int):
+        fixes.append({name: entries[:index] + entries[index + 1 :]})
+    return Violation("malformed", where, message, (*fixes, *_defaults(name)))
+
+
+def _replacements(name: str, error: ErrorDetails) -> Iterator[Fix]:
+    """What could stand at ``name``, nearest first to what does."""
+    value, context = error["input"], error.get("ctx", {})
+    if isinstance(value, str):
+        yield from ({name: choice} for choice in _nearest_choices(name, value, context))
+        with suppress(ConfigError):
+            yield {name: read_yaml(value, name)}  # "8" where a number belongs
+    else:
+        yield {name: str(value)}
+        if isinstance(value, float) and value.is_integer():
+            yield {name: int(value)}
+    yield {name: [value]}
+    yield from ({name: context[bound]} for bound in ("ge", "le") if bound in context)
+    yield from _defaults(name)
+
+
+def _defaults(name: str) -> Iterator[Fix]:
+    field = FIELDS[name]
+    if field.default is not PydanticUndefined and field.default is not None:
+        yield {name: list(field.default) if isinstance(field.default, tuple) else field.default}
+    yield from ({name: example} for example in field.examples or ())
+    yield {name: None}
+
+
+def _nearest_choices(name: str, value: str, context: Mapping[str, Any]) -> list[str]:
+    choices = [part.strip(" '") for part in str(context.get("expected", "")).replace(" or ", ", ").split(",")]
+    if name == "model.preset":
+        choices = preset_names()
+    if name == "train.batch_size_schedule":
+        mended = mend_batch_size_schedule(value)
+        choices = [mended] if mended else []
+    spelled = {choice.lower(): choice for choice in choices if choice}
+    near = [spelled[close] for close in get_close_matches(value.lower(), spelled, 3, cutoff=0.5)]
+    return [*near, *(choice for choice in spelled.values() if choice not in near)]
+
+
+def _is_set(name: str, tree: Mapping[str, Any]) -> bool:
+    group, dot, leaf = name.partition(".")
+    place = tree.get(group) if dot else tree
+    return isinstance(place, Mapping) and place.get(leaf if dot else group) is not None
+
+
+def _wanted(error: ErrorDetails) -> str:
+    describe = _WANTED.get(error["type"])
+    return describe(error.get("ctx", {})) if describe else f"does not fit ({error['msg']})"
+
+
+_WANTED: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "bool_type": lambda _: "must be true or false",
+    "int_type": lambda _: "must be a whole number",
+    "float_type": lambda _: "must be a number",
+    "finite_number": lambda _: "must be finite",
+    "string_type": lambda _: "must be text",
+    "string_too_short": lambda _: "must not be empty",
+    "tuple_type": lambda _: "must be a list",
+    "model_type": lambda _: "must be a group of settings",
+    "missing": lambda _: "must be given",
+    "too_long": lambda context: f"must have {context['max_length']} entries",
+    "too_short": lambda context: f"must have {context['min_length']} entries",
+    "greater_than": lambda context: f"must be above {context['gt']}",
+    "greater_than_equal": lambda context: f"must be at least {context['ge']}",
+    "less_than": lambda context: f"must be below {context['lt']}",
+    "less_than_equal": lambda context: f"must be at most {context['le']}",
+    "literal_error": lambda context: f"must be {context['expected']}",
+    "value_error": lambda context: str(context["error"]),
+}

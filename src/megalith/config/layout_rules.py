@@ -1,0 +1,124 @@
+"""Rules between the layout, the model that it cuts, and the batch that it shares out."""
+
+from collections.abc import Iterator
+from math import lcm
+
+from megalith.config.batch_size_schedule import parse_batch_size_schedule, with_batch_sizes
+from megalith.config.draft import Draft, Fix, Unknown, Violation, divisors, nearest_first, round_up
+from megalith.errors import ConfigError
+
+__all__ = [
+    "batches_divide_among_ranks",
+    "degrees_multiply_to_the_world_size",
+    "heads_divide_among_tensor_ranks",
+    "hidden_size_divides_among_shards",
+    "sequence_divides_among_tensor_ranks",
+    "sequence_parallel_needs_tensor_parallel",
+]
+
+_TENSOR, _SEQUENCE = "parallel.tensor", "parallel.sequence"
+_REPLICATE, _SHARD = "parallel.replicate", "parallel.shard"
+_BATCH, _MICRO, _SCHEDULE = "train.global_batch_size", "train.micro_batch_size", "train.batch_size_schedule"
+
+
+def degrees_multiply_to_the_world_size(run: Draft) -> Iterator[Violation]:
+    """tensor x replicate x shard is the number of ranks; shard=-1 takes what the others leave."""
+    tensor, replicate, shard, world = run[_TENSOR], run[_REPLICATE], run[_SHARD], run.world_size
+    if world is None:
+        return
+    whole = world % (tensor * replicate) == 0 if shard == -1 else tensor * replicate * shard == world
+    if not whole:
+        product = f"{_TENSOR} ({tensor}) x {_REPLICATE} ({replicate})"
+        wanted = f"{product} must divide" if shard == -1 else f"{product} x {_SHARD} ({shard}) must be"
+        fixes = [{_SHARD: -1}, *_layouts(run)]
+        message = f"{wanted} the number of ranks ({world})"
+        yield Violation("degrees_multiply_to_the_world_size", _TENSOR, message, tuple(fixes))
+
+
+def heads_divide_among_tensor_ranks(run: Draft) -> Iterator[Violation]:
+    """num_attention_heads, num_query_groups and ffn_hidden_size are divisible by tensor."""
+    tensor = run[_TENSOR]
+    for name in ("model.num_attention_heads", "model.num_query_groups", "model.ffn_hidden_size"):
+        if (size := run.get(name)) is None or size % tensor == 0:
+            continue
+        if name == "model.num_query_groups" and name not in run.given:
+            continue  # it equals the number of heads, which has its own line
+        more = {name: round_up(size, tensor)}
+        fixes = [more, *_layouts(run)] if name == "model.ffn_hidden_size" else [*_layouts(run), more]
+        message = f"{name} ({size}) must be divisible by {_TENSOR} ({tensor})"
+        yield Violation("heads_divide_among_tensor_ranks", name, message, tuple(fixes))
+
+
+def sequence_parallel_needs_tensor_parallel(run: Draft) -> Iterator[Violation]:
+    """sequence needs tensor above 1: it splits activations over the ranks of tensor parallelism."""
+    if run[_SEQUENCE] and run[_TENSOR] == 1:
+        message = f"{_SEQUENCE}=true needs {_TENSOR} above 1; got 1"
+        fixes = ({_SEQUENCE: False}, {_TENSOR: 2})
+        yield Violation("sequence_parallel_needs_tensor_parallel", _SEQUENCE, message, fixes)
+
+
+def sequence_divides_among_tensor_ranks(run: Draft) -> Iterator[Violation]:
+    """seq_length is divisible by tensor under sequence parallelism."""
+    tensor, length = run[_TENSOR], run["data.seq_length"]
+    if run[_SEQUENCE] and length % tensor:
+        message = f"data.seq_length ({length}) must be divisible by {_TENSOR} ({tensor}) with {_SEQUENCE}=true"
+        longer, shorter = round_up(length, tensor), length - length % tensor
+        # longer first, unless learned positions end before it
+        fixes = [{"data.seq_length": size} for size in (longer, shorter) if size] + [{_SEQUENCE: False}]
+        yield Violation("sequence_divides_among_tensor_ranks", "data.seq_length", message, tuple(fixes))
+
+
+def hidden_size_divides_among_shards(run: Draft) -> Iterator[Violation]:
+    """hidden_size is divisible by shard: FSDP shards that dimension and needs equal parts of it."""
+    hidden, shard = run["model.hidden_size"], run.shard
+    if hidden % shard:
+        message = f"model.hidden_size ({hidden}) must be divisible by the {shard} ranks of {_SHARD}"
+        fixes = [*_layouts(run), {"model.hidden_size": round_up(hidden, _hidden_unit(run, shard))}]
+        yield Violation("hidden_size_divides_among_shards", "model.hidden_size", message, tuple(fixes))
+
+
+def batches_divide_among_ranks(run: Draft) -> Iterator[Violation]:
+    """Every global batch size, also of a schedule, is divisible by micro_batch_size x data-parallel ranks."""
+    micro, ranks = run[_MICRO], run.data_parallel
+    unit = micro * ranks
+    of = f"{_MICRO} ({micro}) x data-parallel ranks ({ranks})"
+    if schedule := run.get(_SCHEDULE):
+        try:
+            sizes = [stage.global_batch_size for stage in parse_batch_size_schedule(schedule)]
+        except ConfigError:
+            raise Unknown(_SCHEDULE) from None
+        if wrong := [size for size in sizes if size % unit]:
+            message = f"every batch of {_SCHEDULE} ({', '.join(map(str, wrong))}) must be divisible by {of}"
+            mended = with_batch_sizes(schedule, [round_up(size, unit) for size in sizes])
+            yield Violation("batches_divide_among_ranks", _SCHEDULE, message, ({_SCHEDULE: mended}, {_MICRO: 1}))
+    elif (batch := run[_BATCH]) % unit:
+        message = f"{_BATCH} ({batch}) must be divisible by {of}"
+        smaller_micro = [d for d in divisors(batch // ranks) if d < micro] if batch % ranks == 0 else []
+        fixes = [
+            *({_MICRO: size} for size in reversed(smaller_micro)),
+            {_BATCH: round_up(batch, unit)},
+            *_layouts(run),
+        ]
+        yield Violation("batches_divide_among_ranks", _BATCH, message, tuple(fixes))
+
+
+def _layouts(run: Draft) -> Iterator[Fix]:
+    """Other layouts of the same world, or of any where it is not known, nearest degrees of tensor first."""
+    tensor, shard, world = run[_TENSOR], run.get(_SHARD) or -1, run.world_size
+    for degree in nearest_first(divisors(world) if world else range(1, min(tensor, 128) + 1), tensor):
+        change: dict[str, object] = {} if degree == tensor else {_TENSOR: degree}
+        if degree == 1 and run.get(_SEQUENCE):
+            change[_SEQUENCE] = False
+        if change:
+            yield change
+        if world:
+            rest = world // degree
+            for part in nearest_first(divisors(rest), shard if shard > 0 else rest):
+                yield change | {_REPLICATE: rest // part, _SHARD: part}
+        elif shard > 1:
+            yield from (change | {_SHARD: part} for part in nearest_first(divisors(shard), shard))
+
+
+def _hidden_unit(run: Draft, shard: int) -> int:
+    """What a hidden size must be a multiple of, so that its heads stay whole and even as well."""
+    return lcm(shard, 2 * (run.get("model.num_attention_heads") or 1))

@@ -1,0 +1,28 @@
+"""How the work is laid out over ranks."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from megalith.config.settings_group import SettingsGroup
+
+__all__ = ["ModelParallelConfig"]
+
+
+def _positive_or_rest(degree: int) -> int:
+    if degree == 0 or degree < -1:
+        raise ValueError("must be at least 1, or -1 for what the other degrees leave")
+    return degree
+
+
+class ModelParallelConfig(SettingsGroup):
+    """The layout: tensor x replicate x shard ranks."""
+
+    tensor: int = Field(default=1, ge=1, description="[ranks] that share each weight matrix (tensor parallelism)")
+    sequence: bool = Field(default=False, description="norms and dropout split the sequence over the ranks of tensor")
+    replicate: int = Field(
+        default=1, ge=1, description="[ranks] copies of the weights (data parallelism without sharding)"
+    )
+    shard: Annotated[int, AfterValidator(_positive_or_rest)] = Field(
+        default=-1, description="[ranks] over which FSDP shards the weights; -1: what is left of the world"
+    )

@@ -1,0 +1,75 @@
+"""Every rule across fields. A rule is a function of the draft, and the first line of its docstring is its text."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+from megalith.config.draft import Draft, Unknown, Violation
+from megalith.config.layout_rules import (
+    batches_divide_among_ranks,
+    degrees_multiply_to_the_world_size,
+    heads_divide_among_tensor_ranks,
+    hidden_size_divides_among_shards,
+    sequence_divides_among_tensor_ranks,
+    sequence_parallel_needs_tensor_parallel,
+)
+from megalith.config.model_rules import (
+    head_size_is_even_under_rope,
+    heads_divide_hidden_size,
+    positions_are_given,
+    positions_reach_the_sequence,
+    query_groups_divide_heads,
+)
+from megalith.config.relevance import no_setting_is_without_effect
+from megalith.config.training_rules import (
+    evaluation_has_data,
+    experimental_features_are_switched_on,
+    loss_scale_starts_above_its_minimum,
+    overrides_change_something,
+    rates_fall_to_their_minimum,
+    schedule_stages_differ,
+    switched_on_features_are_used,
+    warmup_ends_before_decay,
+    weight_decay_ramp_has_an_end,
+    wsd_decay_fits,
+)
+
+__all__ = ["MODEL_RULES", "RUN_RULES", "Rule", "broken"]
+
+Rule = Callable[[Draft], Iterator[Violation]]
+
+_SHAPE_RULES: tuple[Rule, ...] = (heads_divide_hidden_size, head_size_is_even_under_rope, query_groups_divide_heads)
+
+# for a model's settings on their own
+MODEL_RULES: tuple[Rule, ...] = (*_SHAPE_RULES, positions_are_given, no_setting_is_without_effect)
+
+RUN_RULES: tuple[Rule, ...] = (
+    *_SHAPE_RULES,
+    positions_reach_the_sequence,
+    degrees_multiply_to_the_world_size,
+    heads_divide_among_tensor_ranks,
+    sequence_parallel_needs_tensor_parallel,
+    sequence_divides_among_tensor_ranks,
+    hidden_size_divides_among_shards,
+    batches_divide_among_ranks,
+    schedule_stages_differ,
+    warmup_ends_before_decay,
+    wsd_decay_fits,
+    rates_fall_to_their_minimum,
+    overrides_change_something,
+    weight_decay_ramp_has_an_end,
+    evaluation_has_data,
+    loss_scale_starts_above_its_minimum,
+    experimental_features_are_switched_on,
+    switched_on_features_are_used,
+    no_setting_is_without_effect,
+)
+
+
+def broken(draft: Draft, rules: Sequence[Rule] = RUN_RULES) -> list[Violation]:
+    """What ``draft`` violates of ``rules``; a rule that asks for an unknown setting says no more."""
+    found: list[Violation] = []
+    for rule in rules:
+        with suppress(Unknown):
+            for violation in rule(draft):  # not extend(): what came before the unknown setting stands
+                found.append(violation)
+    return found

@@ -1,0 +1,178 @@
+"""One run: the tree of all settings."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
+from megalith.config.draft import Draft
+from megalith.config.model_parallel_config import ModelParallelConfig
+from megalith.config.optim_config import OptimConfig
+from megalith.config.relevance import has_effect
+from megalith.config.rules import RUN_RULES, broken
+from megalith.config.settings_group import SettingsGroup, given_fields
+from megalith.config.transformer_config import TransformerConfig
+from megalith.errors import ConfigError
+
+__all__ = ["CheckpointConfig", "DataConfig", "PrecisionConfig", "RunConfig", "TrainConfig", "batch_size_stages"]
+
+
+class DataConfig(SettingsGroup):
+    """What is read. Datasets are pairs of files PREFIX.bin and PREFIX.idx."""
+
+    train: str | None = Field(default=None, min_length=1, description="prefix of the dataset to train on")
+    valid: str | None = Field(default=None, min_length=1, description="prefix of the dataset to evaluate on")
+    tokenizer: str | None = Field(
+        default=None, min_length=1, description="path of a tokenizer.json; null: the one that the dataset names"
+    )
+    seq_length: int = Field(ge=1, description="[tokens] in a sample", examples=[1024])
+    reset_attention_mask: bool = Field(default=False, description="documents in one sample do not attend to each other")
+    reset_position_ids: bool = Field(default=False, description="positions start again at 0 with every document")
+    eod_mask_loss: bool = Field(default=False, description="no loss where the input token ends a document")
+
+
+def _readable(schedule: str) -> str:
+    try:
+        parse_batch_size_schedule(schedule)
+    except ConfigError as error:
+        raise ValueError(f"must be stages such as '0:16 10K:32 1M:64' ({error})") from error
+    return schedule
+
+
+def _last_batch_size(train: Mapping[str, Any]) -> int | None:
+    schedule = train["batch_size_schedule"]
+    return parse_batch_size_schedule(schedule)[-1].global_batch_size if schedule else None
+
+
+class TrainConfig(SettingsGroup):
+    """How long, in which batches, and what happens on the way."""
+
+    # first, so that global_batch_size waits for no other field
+    batch_size_schedule: Annotated[str, AfterValidator(_readable)] | None = Field(
+        default=None, description='batch sizes by threshold, as "0:16 10K:32 1M:64", in place of global_batch_size'
+    )
+    batch_size_schedule_unit: Literal["samples", "tokens"] = Field(
+        default="samples", description="what the thresholds of batch_size_schedule count"
+    )
+    global_batch_size: int = Field(
+        default_factory=_last_batch_size,
+        validate_default=True,  # None is refused: without a schedule this field is required
+        ge=1,
+        description="[samples] in a step, over all ranks; with batch_size_schedule: its last batch",
+        examples=[32],
+    )
+    steps: int = Field(ge=1, description="[steps] of the optimizer in the whole run", examples=[1000])
+    micro_batch_size: int = Field(ge=1, description="[samples] in one forward pass of one rank", examples=[4])
+    seed: int = Field(default=1234, ge=0, lt=2**63, description="of weights, data order and dropout")
+    deterministic: bool = Field(
+        default=False, description="the same run twice gives the same bits, at some cost in speed"
+    )
+    nonfinite: Literal["raise", "skip"] = Field(
+        default="raise", description="a step whose gradients are NaN or infinite"
+    )
+    recompute: Literal["none", "full", "selective"] = Field(
+        default="none",
+        description="activations computed again in backward: none, whole layers, or the attention core only",
+    )
+    compile: bool = Field(default=False, description="torch.compile of the layers; experimental, by the name compile")
+    eval_every: int | None = Field(default=None, ge=1, description="[steps] between evaluations; null: none")
+    eval_samples: int | None = Field(
+        default=None, ge=1, description="[samples] in an evaluation; null: all of data.valid"
+    )
+    log_every: int = Field(default=10, ge=1, description="[steps] between lines of the log")
+    time_limit: float | None = Field(default=None, gt=0, description="[minutes] after which the run saves and stops")
+
+
+class PrecisionConfig(SettingsGroup):
+    """The dtype of the computation, and the dynamic loss scale that float16 needs."""
+
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = Field(
+        default="float32", description="of the computation"
+    )
+    initial_loss_scale: float = Field(default=65536.0, gt=0, description="[factor] on the loss at the start")
+    loss_scale_window: int = Field(default=1000, ge=1, description="[steps] without overflow before the scale doubles")
+    hysteresis: int = Field(default=2, ge=1, description="[steps] with overflow before the scale halves")
+    min_loss_scale: float = Field(default=1.0, gt=0, description="[factor] below which the scale does not fall")
+
+
+class CheckpointConfig(SettingsGroup):
+    """When the run saves itself; it always does at its end."""
+
+    every: int | None = Field(default=None, ge=1, description="[steps] between checkpoints; null: only at the end")
+    keep: int = Field(default=2, ge=1, description="[checkpoints] kept, the newest")
+
+
+class RunConfig(SettingsGroup):
+    """All settings of one run, as ``load_run`` gives them.
+
+    Built directly it keeps the same rules and raises pydantic.ValidationError (a ValueError), which suggests nothing.
+    """
+
+    model: TransformerConfig = Field(description="the model")
+    data: DataConfig = Field(description="what is read")
+    train: TrainConfig = Field(description="how long and in which batches")
+    optim: OptimConfig = Field(description="the optimizer")
+    parallel: ModelParallelConfig = Field(default_factory=ModelParallelConfig, description="the layout")
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="the dtype")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="when the run saves itself")
+    load: str | None = Field(
+        default=None, min_length=1, description="checkpoint folder whose weights the run starts from"
+    )
+    resume: Literal["auto", "never"] = Field(
+        default="auto", description="go on from the newest checkpoint in the run's folder"
+    )
+    run: str = Field(default="runs/default", min_length=1, description="folder of the run")
+    experimental: tuple[str, ...] = Field(
+        default=(), strict=False, description="names of experimental features switched on"
+    )
+
+    @classmethod
+    def complete(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        tree = {
+            name: given_fields(group) if isinstance(group, SettingsGroup) else group
+            for name, group in super().complete(fields).items()
+        }
+        _follow(tree, "optim.decay_steps", OptimConfig, "train.steps")
+        _follow(tree, "model.max_position_embeddings", TransformerConfig, "data.seq_length")
+        return tree
+
+    @model_validator(mode="after")
+    def _keeps_the_rules(self) -> Self:
+        values: dict[str, Any] = {}
+        given: set[str] = set()
+        for name, value in self.__dict__.items():
+            if isinstance(value, SettingsGroup):
+                values.update({f"{name}.{field}": part for field, part in value.__dict__.items()})
+                given.update(f"{name}.{field}" for field in value.model_fields_set)
+            else:
+                values[name] = value
+        if found := broken(Draft(values, frozenset(given)), RUN_RULES):
+            raise ValueError("; ".join(violation.message for violation in found))
+        return self
+
+
+def batch_size_stages(train: TrainConfig, seq_length: int) -> tuple[BatchSizeStage, ...]:
+    """The global batch size over the run, from its first sample; a single stage without a schedule."""
+    if train.batch_size_schedule is None:
+        return (BatchSizeStage(0, train.global_batch_size),)
+    in_tokens = train.batch_size_schedule_unit == "tokens"
+    return parse_batch_size_schedule(train.batch_size_schedule, seq_length=seq_length if in_tokens else None)
+
+
+def _follow(tree: dict[str, Any], name: str, settings: type[SettingsGroup], other_name: str) -> None:
+    """Sets the field ``name``, if it is left out and has an effect, to the field of another group that it follows."""
+    group, _, field = name.partition(".")
+    other_group, _, other_field = other_name.partition(".")
+    fields, others = tree.get(group), tree.get(other_group)
+    if not isinstance(fields, Mapping) or not isinstance(others, Mapping):
+        return
+    complete = settings.complete(fields)
+
+    def value_of(setting: str) -> Any:
+        beside = setting.removeprefix(f"{group}.")
+        return complete.get(beside, settings.model_fields[beside].default)
+
+    wanted = complete.get(field) is None and has_effect(name, value_of)
+    if wanted and type(others.get(other_field)) is int:
+        tree[group] = {**fields, field: others[other_field]}

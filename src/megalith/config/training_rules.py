@@ -1,0 +1,152 @@
+"""Rules on the course of training: what is trained on, when the rates change, in which precision."""
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+from megalith.config.batch_size_schedule import mend_batch_size_schedule, parse_batch_size_schedule
+from megalith.config.draft import Draft, Violation
+from megalith.config.experimental import FEATURES, USED_BY, refusal
+from megalith.errors import ConfigError
+
+__all__ = [
+    "evaluation_has_data",
+    "experimental_features_are_switched_on",
+    "loss_scale_starts_above_its_minimum",
+    "overrides_change_something",
+    "rates_fall_to_their_minimum",
+    "schedule_stages_differ",
+    "switched_on_features_are_used",
+    "warmup_ends_before_decay",
+    "weight_decay_ramp_has_an_end",
+    "wsd_decay_fits",
+]
+
+_LR, _MIN_LR, _OVERRIDES = "optim.lr", "optim.min_lr", "optim.overrides"
+_WARMUP, _DECAY, _WSD_DECAY = "optim.warmup_steps", "optim.decay_steps", "optim.wsd_decay_steps"
+_BATCHES, _UNIT = "train.batch_size_schedule", "train.batch_size_schedule_unit"
+
+
+def rates_fall_to_their_minimum(run: Draft) -> Iterator[Violation]:
+    """min_lr is at most lr, and at most max_lr in each of the overrides."""
+    lr, min_lr = run[_LR], run[_MIN_LR]
+    if min_lr > lr:
+        message = f"{_MIN_LR} ({min_lr}) must be at most {_LR} ({lr})"
+        fixes = ({_MIN_LR: float(f"{lr / 10:.3g}")}, {_MIN_LR: 0.0})
+        yield Violation("rates_fall_to_their_minimum", _MIN_LR, message, fixes)
+        return
+    overrides = [dict(override) for override in run[_OVERRIDES]]
+    for i, override in enumerate(overrides):
+        highest, lowest = override.get("max_lr"), override.get("min_lr")
+        highest, lowest = lr if highest is None else highest, min_lr if lowest is None else lowest
+        if lowest > highest:
+            where = f"{_OVERRIDES}[{i}]"
+            message = f"{where}: min_lr ({lowest}) must be at most max_lr ({highest}) for match={override['match']!r}"
+            mended = [*overrides[:i], override | {"min_lr": highest}, *overrides[i + 1 :]]
+            yield Violation("rates_fall_to_their_minimum", where, message, ({_OVERRIDES: mended},))
+
+
+def overrides_change_something(run: Draft) -> Iterator[Violation]:
+    """Each of the overrides sets max_lr, min_lr or wd_mult; under a constant schedule min_lr has no effect."""
+    overrides = [dict(override) for override in run[_OVERRIDES]]
+    for i, override in enumerate(overrides):
+        kept = {name: value for name, value in override.items() if value is not None}
+        if run["optim.schedule"] == "constant" and kept.pop("min_lr", None) is not None:
+            message = f"{_OVERRIDES}[{i}]: min_lr has no effect with optim.schedule=constant"
+        elif not kept.keys() - {"match"}:
+            message = f"{_OVERRIDES}[{i}] must set max_lr, min_lr or wd_mult; got only match={override['match']!r}"
+        else:
+            continue
+        others = [*overrides[:i], *overrides[i + 1 :]]
+        fix = [*overrides[:i], kept, *overrides[i + 1 :]] if kept.keys() - {"match"} else others
+        yield Violation("overrides_change_something", f"{_OVERRIDES}[{i}]", message, ({_OVERRIDES: fix},))
+
+
+def warmup_ends_before_decay(run: Draft) -> Iterator[Violation]:
+    """warmup_steps is below decay_steps, or within train.steps where the schedule has no end."""
+    warmup, steps = run[_WARMUP], run["train.steps"]
+    end, limit = ("train.steps", steps + 1) if run.get(_DECAY) is None else (_DECAY, run[_DECAY])
+    if warmup >= limit:
+        relation = "at most" if end == "train.steps" else "below"
+        message = f"{_WARMUP} ({warmup}) must be {relation} {end} ({run[end]})"
+        shorter = min(run[end] // 10, run[end] - 1)
+        fixes = ({_WARMUP: shorter}, {_WARMUP: 0}, {_DECAY: warmup + 1}, {"train.steps": warmup + 1})
+        yield Violation("warmup_ends_before_decay", _WARMUP, message, fixes)
+
+
+def wsd_decay_fits(run: Draft) -> Iterator[Violation]:
+    """WSD needs wsd_decay_steps, and they lie between the end of warm-up and decay_steps."""
+    if run["optim.schedule"] != "WSD":
+        return
+    room = run[_DECAY] - run[_WARMUP]
+    given = run.get(_WSD_DECAY)
+    if given is not None and given <= room:
+        return
+    if given is None:
+        message = f"{_WSD_DECAY} is missing: optim.schedule=WSD needs the length of its final decay"
+    else:
+        message = f"{_WSD_DECAY} ({given}) must be at most {_DECAY} - {_WARMUP} ({room})"
+    yield Violation("wsd_decay_fits", _WSD_DECAY, message, ({_WSD_DECAY: max(room // 5, 1)},))
+
+
+def weight_decay_ramp_has_an_end(run: Draft) -> Iterator[Violation]:
+    """weight_decay_schedule=linear or cosine needs end_weight_decay."""
+    style = run["optim.weight_decay_schedule"]
+    if style != "constant" and "optim.end_weight_decay" not in run.given:
+        message = f"optim.end_weight_decay is missing: optim.weight_decay_schedule={style} ends at it"
+        fixes = ({"optim.end_weight_decay": 2 * run["optim.weight_decay"] or 0.1},)
+        yield Violation("weight_decay_ramp_has_an_end", "optim.end_weight_decay", message, fixes)
+
+
+def schedule_stages_differ(run: Draft) -> Iterator[Violation]:
+    """Thresholds of a batch size schedule in tokens fall into different samples."""
+    if (text := run.get(_BATCHES)) is None or run[_UNIT] != "tokens":
+        return
+    length = run["data.seq_length"]
+    try:
+        parse_batch_size_schedule(text, seq_length=length)
+    except ConfigError as error:
+        message = f"{_BATCHES}, in tokens with data.seq_length={length}: {error}"
+        fixes = ({_BATCHES: mend_batch_size_schedule(text, seq_length=length)}, {_UNIT: "samples"})
+        yield Violation("schedule_stages_differ", _BATCHES, message, fixes)
+
+
+def evaluation_has_data(run: Draft) -> Iterator[Violation]:
+    """eval_every needs data.valid."""
+    if (every := run.get("train.eval_every")) is not None and run.get("data.valid") is None:
+        message = f"train.eval_every ({every}) needs data.valid, which is not set"
+        fixes = ({"train.eval_every": None}, {"train.eval_every": None, "train.eval_samples": None})
+        yield Violation("evaluation_has_data", "train.eval_every", message, fixes)
+
+
+def loss_scale_starts_above_its_minimum(run: Draft) -> Iterator[Violation]:
+    """min_loss_scale is at most initial_loss_scale."""
+    least, first = run["precision.min_loss_scale"], run["precision.initial_loss_scale"]
+    if run["precision.dtype"] == "float16" and least > first:
+        message = f"precision.min_loss_scale ({least}) must be at most precision.initial_loss_scale ({first})"
+        fixes = ({"precision.min_loss_scale": first}, {"precision.initial_loss_scale": least})
+        yield Violation("loss_scale_starts_above_its_minimum", "precision.min_loss_scale", message, fixes)
+
+
+def experimental_features_are_switched_on(run: Draft) -> Iterator[Violation]:
+    """A feature that is experimental is named in `experimental` by the run that uses it."""
+    switched_on = list(run["experimental"])
+    for feature, switch in USED_BY.items():
+        if run[switch] and feature not in switched_on:
+            fixes = ({"experimental": [*switched_on, feature]}, {switch: False})
+            yield Violation("experimental_features_are_switched_on", switch, refusal(feature), fixes)
+
+
+def switched_on_features_are_used(run: Draft) -> Iterator[Violation]:
+    """`experimental` names features that exist and that the run uses."""
+    switched_on = list(run["experimental"])
+    for feature in switched_on:
+        others = [name for name in switched_on if name != feature]
+        fixes = [{"experimental": [*others, near]} for near in get_close_matches(feature, FEATURES)]
+        if feature not in FEATURES:
+            message = f"experimental: {feature!r} is not a feature; there are: {', '.join(FEATURES)}"
+        elif not run[USED_BY[feature]]:
+            message, fixes = f"experimental: {feature!r} has no effect without {USED_BY[feature]}=true", []
+        else:
+            continue
+        name = f"experimental[{feature}]"
+        yield Violation("switched_on_features_are_used", name, message, (*fixes, {"experimental": others or None}))

@@ -1,0 +1,101 @@
+"""The shape of a transformer, and how its weights start."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from megalith.config.draft import Draft, round_up
+from megalith.config.recipes import known_preset, preset_names, read_preset
+from megalith.config.relevance import has_effect
+from megalith.config.rules import MODEL_RULES, broken
+from megalith.config.settings_group import SettingsGroup
+
+__all__ = ["TransformerConfig"]
+
+
+def _usual_ffn_hidden_size(shape: Mapping[str, Any]) -> int:
+    """4 x hidden for two matrices; for the three of swiglu as many parameters, rounded up to a multiple of 64."""
+    hidden: int = shape["hidden_size"]
+    return round_up(-(-8 * hidden // 3), 64) if shape["activation"] == "swiglu" else 4 * hidden
+
+
+class TransformerConfig(SettingsGroup):
+    """The model. The defaults are Llama's shape; a field given here overrides that of the preset.
+
+    Raises pydantic.ValidationError (a ValueError) for fields that are malformed or contradict each other. After
+    construction every size is a number, worked out where it was left out, but for ``vocab_size``, which may wait for
+    the tokenizer, and ``max_position_embeddings`` under rope.
+    """
+
+    preset: Annotated[str, AfterValidator(known_preset)] | None = Field(
+        default=None,
+        description="a shape by name, from which the fields left out here are taken",
+        examples=["llama-28m"],
+    )
+    vocab_size: int | None = Field(
+        default=None, ge=1, description="[entries] size of the vocabulary; null: the tokenizer's"
+    )
+    num_layers: int = Field(ge=1, description="[layers] transformer layers", examples=[12])
+    hidden_size: int = Field(ge=1, description="[features] width of the residual stream", examples=[768])
+    num_attention_heads: int = Field(ge=1, description="[heads] query heads", examples=[12])
+    num_query_groups: int = Field(
+        default_factory=lambda shape: shape["num_attention_heads"],
+        ge=1,
+        description="[heads] key and value heads (grouped-query attention); null: as many as query heads",
+    )
+    kv_channels: int = Field(
+        default_factory=lambda shape: max(shape["hidden_size"] // shape["num_attention_heads"], 1),
+        ge=1,
+        description="[features] size of a head; null: hidden_size / num_attention_heads",
+    )
+    activation: Literal["swiglu", "gelu_tanh", "gelu"] = Field(
+        default="swiglu", description="of the MLP: gated SiLU, or GELU by tanh or exact"
+    )
+    ffn_hidden_size: int = Field(
+        default_factory=_usual_ffn_hidden_size,
+        ge=1,
+        description="[features] inner width of the MLP; null: 4 x hidden_size, for swiglu 8/3 up to a multiple of 64",
+    )
+    normalization: Literal["RMSNorm", "LayerNorm"] = Field(default="RMSNorm", description="of the residual stream")
+    layernorm_epsilon: float = Field(default=1e-5, gt=0, description="[variance] added before the root in every norm")
+    position_embedding_type: Literal["rope", "learned_absolute"] = Field(
+        default="rope", description="rotated queries and keys, or a table of learned vectors"
+    )
+    rotary_base: float = Field(
+        default=10000.0, gt=1, description="[ratio] of the longest to the shortest wavelength of rope"
+    )
+    max_position_embeddings: int | None = Field(
+        default=None, ge=1, description="[tokens] rows of the table of learned positions; null: data.seq_length"
+    )
+    add_bias_linear: bool = Field(default=False, description="linear layers have biases")
+    tie_word_embeddings: bool = Field(default=False, description="the output projection is the embedding table")
+    hidden_dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="[probability] of dropping a feature of the residual"
+    )
+    attention_dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="[probability] of dropping an attention weight"
+    )
+    init_method_std: float = Field(default=0.02, gt=0, description="[standard deviation] of the initial weights")
+
+    @classmethod
+    def complete(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        given = super().complete(fields)
+        if given.get("preset") not in preset_names():
+            return given
+        merged = read_preset(given["preset"]) | given
+
+        def value_of(name: str) -> Any:
+            field = name.removeprefix("model.")
+            return merged.get(field, cls.model_fields[field].default)
+
+        # what the preset says of rope is dropped with rope; what the user says is kept, and refused
+        return {name: value for name, value in merged.items() if name in given or has_effect(f"model.{name}", value_of)}
+
+    @model_validator(mode="after")
+    def _keeps_the_rules(self) -> Self:
+        values = {f"model.{name}": value for name, value in self.__dict__.items()}
+        given = frozenset(f"model.{name}" for name in self.model_fields_set)
+        if found := broken(Draft(values, given), MODEL_RULES):
+            raise ValueError("; ".join(violation.message for violation in found))
+        return self

@@ -1,0 +1,1 @@
+"""The run: from settings to ranks that step, evaluate, save and stop."""
