@@ -51,14 +51,17 @@ class RankGrid:
         expert_tensor: int | None = None,
         order: str = "tp-cp-ep-dp-pp",
     ) -> None:
-        expert_tensor = tensor if expert_tensor is None else expert_tensor
+        given = {} if expert_tensor is None else {"expert_tensor": expert_tensor}
         dense = {"tensor": tensor, "context": context, "pipeline": pipeline, "replicate": replicate}
+        _check_sizes({"world_size": world_size, **dense, "expert": expert, **given}, shard)
+        expert_tensor = tensor if expert_tensor is None else expert_tensor
         experts = {"expert_tensor": expert_tensor, "expert": expert, "pipeline": pipeline}
-        _check_sizes({"world_size": world_size, **dense, **experts}, shard)
         left = _what_is_left(world_size, dense)
         if shard not in (-1, left):
-            given = _written({**dense, "shard": shard})
-            raise TopologyError(f"{given} must be world_size ({world_size}); use shard={left}, or -1 for what is left")
+            raise TopologyError(
+                f"{_written({**dense, 'shard': shard})} must be world_size ({world_size}); "
+                f"use shard={left}, or -1 for what is left"
+            )
         sizes = {"tp": tensor, "cp": context, "pp": pipeline, "dp_replicate": replicate, "dp_shard": left}
         sizes |= {"etp": expert_tensor, "ep": expert, "edp": _what_is_left(world_size, experts)}
         tokens = _parse_order(order, sizes)

@@ -1,0 +1,35 @@
+"""torch_compat: the names that differ between torch 2.11 and 2.13, and that ours are silent on either."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalith.torch_compat import all_gather_into, reduce_scatter_into
+from tests.rank_pool import ranks
+
+# (since 2.13, until then): both still exist in 2.13, where the older ones warn
+RENAMED = [
+    ("all_gather_single", "all_gather_into_tensor"),
+    ("reduce_scatter_single", "reduce_scatter_tensor"),
+]
+
+
+@pytest.mark.parametrize(("new", "old"), RENAMED)
+def test_this_torch_has_one_of_the_names(new, old):
+    assert hasattr(dist, new) or hasattr(dist, old)
+
+
+def gather_and_scatter() -> tuple[list[float], list[float]]:
+    rank, W = dist.get_rank(), dist.get_world_size()
+    gathered, scattered = torch.empty(2 * W), torch.empty(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        all_gather_into(gathered, torch.tensor([10.0 * rank, 10.0 * rank + 1]), dist.group.WORLD)
+        reduce_scatter_into(scattered, torch.arange(W) + 1.0 * rank, dist.group.WORLD)
+    return gathered.tolist(), scattered.tolist()
+
+
+def test_they_gather_and_scatter_without_a_warning():
+    assert ranks(2, gather_and_scatter) == [([0, 1, 10, 11], [1]), ([0, 1, 10, 11], [3])]

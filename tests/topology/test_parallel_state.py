@@ -1,0 +1,250 @@
+"""parallel_state: groups over the right ranks, made when first needed, and a mesh that FSDP2 and DTensor take."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import megalith
+from megalith.errors import TopologyError
+from megalith.topology import parallel_state
+from megalith.topology.parallel_state import ParallelState, current_parallel_state, use
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.topology.rank_grid import RankGrid
+from tests.rank_pool import ranks
+
+
+def state_of(**sizes: int) -> ParallelState:
+    return ParallelState(RankGrid(dist.get_world_size(), **sizes))
+
+
+def sums_of_ranks(axes: list[str], sizes: dict[str, int]) -> None:
+    state = state_of(**sizes)
+    for each in axes:
+        together = torch.tensor(dist.get_rank())
+        group = state.group(each)
+        assert (group is None) == (state.size(each) == 1)
+        if group is not None:
+            dist.all_reduce(together, group=group)
+            assert (group.size(), group.rank()) == (state.size(each), state.rank(each))
+        assert together.item() == sum(state.grid.group_of(each, dist.get_rank()))
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}, {"replicate": 2}], ids=str
+)
+def test_an_all_reduce_adds_the_ranks_of_the_group(sizes):
+    ranks(4, sums_of_ranks, ["tp", "dp", "pp", "cp", "dp_shard", "tp-dp", "tp-pp", "ep", "edp"], sizes)
+
+
+def test_an_all_reduce_adds_the_ranks_of_the_group_in_three_dimensions():
+    ranks(8, sums_of_ranks, ["tp", "dp", "pp", "tp-dp", "dp-pp"], {"tensor": 2, "pipeline": 2})
+
+
+def count_groups(sizes: dict[str, int], asked: list[str]) -> int:
+    """How many groups are made when ``asked`` are asked for, twice each; and none before."""
+    made = []
+    new_group = dist.new_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", lambda ranks, **how: made.append(ranks) or new_group(ranks, **how))
+        state = state_of(**sizes)
+        assert not made
+        assert [state.group(axes) for axes in asked] == [state.group(axes) for axes in asked]
+    return len(made)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked", "count"),
+    [
+        ({"tensor": 2}, [], 0),
+        ({"tensor": 2}, ["tp"], 1),
+        ({"tensor": 2}, ["cp", "pp", "dp_replicate"], 0),
+        ({"tensor": 2}, ["dp", "dp_shard", "dp-cp"], 1),  # three names of the same ranks
+        ({"tensor": 2, "pipeline": 2}, ["tp", "dp", "pp", "tp-pp"], 3),  # Megatron-Core makes 21 for these four ranks
+        ({"replicate": 2}, ["dp_shard", "dp_replicate", "dp", "tp-dp-cp"], 3),
+    ],
+)
+def test_groups_are_made_when_first_needed_and_once(sizes, asked, count):
+    assert ranks(4, count_groups, sizes, asked) == [count] * 4
+
+
+def two_states() -> list[int]:
+    sums = []
+    for state in (states := [state_of(tensor=2), state_of(tensor=4), state_of(tensor=2)]):
+        together = torch.tensor(dist.get_rank())
+        dist.all_reduce(together, group=state.group("tp"))
+        sums.append(together.item())
+    assert len({id(state.group("tp")) for state in states}) == 3
+    return sums
+
+
+def test_several_states_live_in_one_process():
+    assert ranks(4, two_states) == [[1, 6, 1], [1, 6, 1], [5, 6, 5], [5, 6, 5]]
+
+
+def mesh_of(sizes: dict[str, int], order: str) -> tuple[tuple[str, ...], list]:
+    mesh = ParallelState(RankGrid(dist.get_world_size(), order=order, **sizes)).mesh()
+    for name in mesh.mesh_dim_names:
+        together = torch.tensor(dist.get_rank())
+        dist.all_reduce(together, group=mesh[name].get_group())
+        assert together.item() == mesh[name].mesh.sum()
+    return mesh.mesh_dim_names, mesh.mesh.tolist()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order", "meshes"),
+    [
+        ({"tensor": 2}, "tp-dp", [[[[0, 1], [2, 3]]]] * 4),
+        ({"tensor": 2}, "dp-tp", [[[[0, 2], [1, 3]]]] * 4),
+        ({"replicate": 2}, "tp-dp", [[[[0], [1]], [[2], [3]]]] * 4),
+        ({"tensor": 2, "pipeline": 2}, "tp-dp-pp", [[[[0, 1]]], [[[0, 1]]], [[[2, 3]]], [[[2, 3]]]]),
+        ({"tensor": 2, "context": 2}, "tp-cp-dp", [[[[0, 1], [2, 3]]]] * 4),  # weights are the same over cp
+    ],
+)
+def test_the_mesh_is_of_this_stage(sizes, order, meshes):
+    got = ranks(4, mesh_of, sizes, order)
+    assert got == [(("dp_replicate", "dp_shard", "tp"), mesh) for mesh in meshes]
+
+
+class Column(nn.Module):
+    """x W^T for a W [7, 8] whose 7 rows are split over tp, unevenly."""
+
+    def __init__(self, whole: Tensor, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__()
+        if pg_collection.tp_size > 1:
+            part = whole.chunk(pg_collection.tp_size)[pg_collection.tp_rank].clone()
+            shape = {"shape": whole.shape, "stride": whole.stride()}
+            whole = DTensor.from_local(part, pg_collection.tp_mesh, [Shard(0)], run_check=False, **shape)
+        self.weight = nn.Parameter(whole)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return x @ weight.t()
+
+
+def train_on_the_mesh(sizes: dict[str, int]) -> str:
+    """One AdamW step on gradients summed over dp, held to the same step in one process; the placements at the end."""
+    torch.manual_seed(0)
+    whole, xs = torch.randn(7, 8, dtype=torch.float64), torch.randn(4, 3, 8, dtype=torch.float64)
+    alone = Column(whole.clone(), ProcessGroupCollection.single())
+    pg_collection = state_of(**sizes).collection()
+    model = Column(whole.clone(), pg_collection)
+    fully_shard(model, mesh=pg_collection.dp_mesh, shard_placement_fn=lambda parameter: Shard(1))
+    model.set_gradient_divide_factor(1.0)
+    assert torch.equal(model.weight.full_tensor(), whole)
+    for each, mine in ((alone, xs), (model, xs.chunk(pg_collection.dp_size)[pg_collection.dp_rank])):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
+        each(mine).square().sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), alone.weight.grad, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(model.weight.full_tensor(), alone.weight.detach(), rtol=1e-13, atol=1e-13)
+    return f"{model.weight.device_mesh.mesh_dim_names} {model.weight.placements}"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "sizes", "placed"),
+    [
+        (4, {"tensor": 2}, "('dp_shard', 'tp') (Shard(dim=1), Shard(dim=0))"),
+        (
+            4,
+            {"tensor": 2, "replicate": 2},
+            "('dp_replicate', 'dp_shard', 'tp') (Replicate(), Shard(dim=1), Shard(dim=0))",
+        ),
+        (4, {"tensor": 4}, "('dp_shard', 'tp') (Shard(dim=1), Shard(dim=0))"),
+        (4, {"replicate": 2}, "('dp_replicate', 'dp_shard') (Replicate(), Shard(dim=1))"),
+        (4, {"replicate": 4}, "('dp_replicate', 'dp_shard') (Replicate(), Shard(dim=1))"),
+        (4, {}, "('dp_shard',) (Shard(dim=1),)"),
+        (1, {}, "('dp_shard',) (Shard(dim=1),)"),
+    ],
+    ids=str,
+)
+def test_fsdp_and_dtensor_share_the_mesh(num_ranks, sizes, placed):
+    assert ranks(num_ranks, train_on_the_mesh, sizes) == [placed] * num_ranks
+
+
+def collected() -> tuple[str, int, int]:
+    state = state_of(tensor=2)
+    pg_collection = state.collection()
+    assert pg_collection == state.collection()
+    assert pg_collection.tp is state.group("tp")
+    return repr(pg_collection), pg_collection.tp_rank, pg_collection.dp_rank
+
+
+def test_a_collection_knows_sizes_and_ranks():
+    shown = "ProcessGroupCollection(tp=2, dp=2, tp_dp_cp=4)"
+    assert ranks(4, collected) == [(shown, rank % 2, rank // 2) for rank in range(4)]
+
+
+def test_sizes_and_ranks_need_no_torch_distributed():
+    state = ParallelState(RankGrid(131_072, tensor=8, pipeline=16), rank=100_001)
+    assert (state.size("tp"), state.rank("tp"), state.rank("pp")) == (8, 1, 12)
+    with pytest.raises(TopologyError, match=r"groups of rank 100001.*outside torch.distributed; call.*init_process"):
+        state.group("tp")
+
+
+def test_one_process_without_torch_distributed_is_single():
+    assert ParallelState(RankGrid(1)).collection() == ProcessGroupCollection.single()
+
+
+def test_a_grid_of_another_world_is_refused():
+    with pytest.raises(TopologyError, match=r"the grid is of 4 ranks, and this world has 1; start 4 processes"):
+        ParallelState(RankGrid(4))
+    with pytest.raises(TopologyError, match=r"in \[0, 4\); got 4"):
+        ParallelState(RankGrid(4), rank=4)
+
+
+def other_ranks_group() -> str:
+    with pytest.raises(TopologyError) as refusal:
+        ParallelState(RankGrid(2, tensor=2), rank=1 - dist.get_rank()).group("tp")
+    return str(refusal.value)
+
+
+def test_the_groups_of_another_rank_are_refused():
+    assert (
+        "the groups of rank 1 can be made on that rank only, and this process is rank 0"
+        in ranks(2, other_ranks_group)[0]
+    )
+
+
+def test_accessors_speak_of_the_innermost_state():
+    outer = ParallelState(RankGrid(16, tensor=2, context=2, pipeline=2), rank=13)
+    with use(outer) as given, use(ParallelState(RankGrid(1))):
+        assert given is outer
+        assert parallel_state.get_tensor_model_parallel_world_size() == 1
+        assert parallel_state.get_tensor_model_parallel_group() is None
+        assert parallel_state.get_pipeline_model_parallel_group() is None
+        assert parallel_state.get_context_parallel_group() is None
+        assert parallel_state.get_data_parallel_group(with_context_parallel=True) is None
+    with use(outer):
+        assert current_parallel_state() is outer
+        places = {
+            "tensor_model": (1, 2),
+            "context": (0, 2),
+            "data": (1, 2),
+            "pipeline_model": (1, 2),
+        }
+        for axis, place in places.items():
+            rank = getattr(parallel_state, f"get_{axis}_parallel_rank")()
+            assert (rank, getattr(parallel_state, f"get_{axis}_parallel_world_size")()) == place
+        assert parallel_state.get_data_parallel_rank(with_context_parallel=True) == 2
+        assert parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 4
+
+
+def test_outside_of_use_no_state_is_current():
+    with pytest.raises(RuntimeError, match="inside"), use(ParallelState(RankGrid(1))):
+        raise RuntimeError("inside")
+    with pytest.raises(TopologyError, match=r"no parallel state is current; wanted: with use"):
+        parallel_state.get_data_parallel_rank()
+
+
+def test_nothing_in_the_package_asks_the_accessors():
+    accessor = re.compile(r"\bget_\w+_parallel_(group|rank|world_size)\b|\bcurrent_parallel_state\b")
+    own = Path(parallel_state.__file__)
+    callers = [path for path in own.parents[1].rglob("*.py") if path != own and accessor.search(path.read_text())]
+    assert own.is_relative_to(Path(megalith.__file__).parent)
+    assert callers == []
