@@ -1,0 +1,145 @@
+"""The numbers of a run, one JSON object per line in ``RUN/metrics.jsonl``, and TensorBoard's files beside it.
+
+Fields of a training record: step, loss (nats per token), grad_norm, lr, tokens (trained on so far), tokens_per_second,
+step_seconds (mean since the record before), mfu or null, layout ("tp2 dp1"), consumed_samples, time ({span: seconds
+per step}). An evaluation is a record of its own: step, valid_loss.
+
+JSON has no NaN. A number that is not finite stands as null, and ``nonfinite`` beside it says what it was:
+``{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}``. ``read_metrics`` puts the numbers back.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megalith import optional
+from megalith.errors import DataError
+from megalith.storage.atomic import publish_file
+from megalith.storage.failures import explained
+
+__all__ = ["MetricsWriter", "read_metrics"]
+
+_NAME = "metrics.jsonl"
+_NONFINITE = "nonfinite"
+
+
+class MetricsWriter:
+    """Appends records to ``RUN/metrics.jsonl``, and to ``RUN/tensorboard`` where TensorBoard is installed; on one rank.
+
+    A run that resumes at ``resumed_step`` will do the later steps again, so records of those are dropped, as is a last
+    line that a crash has torn. Of any instant at which the process is killed, all earlier records remain.
+
+    Raises:
+        DataError: a line other than the last is no record.
+        StorageError: the folder does not take the file.
+    """
+
+    def __init__(self, run_folder: Path, *, resumed_step: int) -> None:
+        self._path = Path(run_folder) / _NAME
+        with explained("write", self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _keep_until(self._path, resumed_step)
+            self._file = self._path.open("ab", buffering=0)
+        self._tensorboard: Any = None
+        if optional.has("torch.utils.tensorboard"):
+            writer = optional.need("torch.utils.tensorboard").SummaryWriter
+            # steps from here on replace what an earlier attempt has drawn
+            self._tensorboard = writer(str(self._path.parent / "tensorboard"), purge_step=resumed_step + 1)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append ``record``, which has a ``step``; it is with the operating system when this returns."""
+        assert isinstance(record.get("step"), int), f"a record has an integer step; got {record.get('step')!r}"
+        line = (json.dumps(_finite(record), allow_nan=False) + "\n").encode()
+        with explained("write", self._path):
+            while line:  # a disk that fills up takes a part first, and refuses the rest
+                line = line[self._file.write(line) :]
+        if self._tensorboard is not None:
+            for name, value in _scalars(record):
+                self._tensorboard.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """Close the files; nothing can be written afterwards."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
+    """All records of a run, in the order written; a last line that is torn is passed over.
+
+    Raises DataError when there is no metrics.jsonl, or when a line other than the last is no record.
+    """
+    path = Path(run_folder) / _NAME
+    if not path.is_file():
+        raise DataError(
+            f"a run's folder holds {_NAME}; {run_folder} does not; name the folder given to training as run="
+        )
+    return [_restored(record) for _, record in _records(path)]
+
+
+def _keep_until(path: Path, last_step: int) -> None:
+    """Leave in ``path`` the whole records of steps up to ``last_step``."""
+    if not path.exists():
+        return
+    kept = b"".join(line + b"\n" for line, record in _records(path) if record["step"] <= last_step)
+    if kept != path.read_bytes():
+        with publish_file(path) as temporary:
+            temporary.write_bytes(kept)
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each record with its line."""
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:  # the decoding of bytes included
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            yield line, record
+        elif number < len(lines):  # what follows the last line feed is empty, or torn by a crash
+            raise DataError(
+                f"every line of {path} must be a JSON object with a step; line {number} is {line[:60]!r}; "
+                "remove that line, or move the file away"
+            )
+
+
+def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """``record`` as JSON can hold it."""
+    result: dict[str, Any] = {}
+    nonfinite: dict[str, str] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            result[name] = _finite(value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            result[name], nonfinite[name] = None, str(value)
+        else:
+            result[name] = value
+    return {**result, _NONFINITE: nonfinite} if nonfinite else result
+
+
+def _restored(record: dict[str, Any]) -> dict[str, Any]:
+    """``record`` as it was before ``_finite``."""
+    nonfinite = {name: float(value) for name, value in record.pop(_NONFINITE, {}).items()}
+    nested = {name: _restored(value) for name, value in record.items() if isinstance(value, dict)}
+    return {**record, **nested, **nonfinite}
+
+
+def _scalars(record: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of ``record`` but its step, by name, with those of nested fields as ``time/forward``."""
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{inside}{name}/")
+        elif isinstance(value, (int, float)) and name != "step":
+            yield inside + name, value

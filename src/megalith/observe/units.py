@@ -1,0 +1,31 @@
+"""Numbers as people read them: ``12.3k``, ``4.01M``, ``4 min 10 s``."""
+
+import math
+
+__all__ = ["duration", "quantity"]
+
+_SUFFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def quantity(value: float) -> str:
+    """``value`` to three significant digits with a decimal suffix: 999 -> "999", 12345 -> "12.3k", 4e6 -> "4.00M"."""
+    for size, suffix in _SUFFIXES:
+        # 999,600 rounds to a thousand thousands, which is a million
+        if math.isfinite(value) and abs(value) >= 0.9995 * size:
+            return f"{value / size:#.3g}".rstrip(".") + suffix
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """``seconds`` in its largest units: 7500 -> "2 h 5 min", 250 -> "4 min 10 s", 3.21 -> "3.2 s", 0.041 -> "41 ms"."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for size, unit, part_size, part_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // part_size} {part_unit}"
+    return f"{whole} s"

@@ -1,0 +1,100 @@
+"""Closed forms of parameters and FLOPs against published models, Hugging Face's, and torch's counter."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megalith.config import TransformerConfig
+from megalith.observe.flops import flops_per_token, parameters
+
+GPT2 = {
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "activation": "gelu_tanh",
+    "add_bias_linear": True,
+    "tie_word_embeddings": True,
+}
+PUBLISHED = {
+    "GPT-2": (
+        {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "max_position_embeddings": 1024, **GPT2},
+        50257,
+        124_439_808,
+    ),
+    "Llama 2 7B": (
+        {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 11008},
+        32000,
+        6_738_415_616,
+    ),
+    "Llama 3 8B": (
+        {
+            "num_layers": 32,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_query_groups": 8,
+            "ffn_hidden_size": 14336,
+        },
+        128256,
+        8_030_261_248,
+    ),
+    "Llama 3.2 1B": (
+        {
+            "num_layers": 16,
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_query_groups": 8,
+            "ffn_hidden_size": 8192,
+            "tie_word_embeddings": True,
+        },
+        128256,
+        1_235_814_400,
+    ),
+}
+
+
+@pytest.mark.parametrize(("shape", "vocab_size", "count"), PUBLISHED.values(), ids=PUBLISHED)
+def test_published_models_have_their_published_number_of_parameters(shape, vocab_size, count):
+    assert parameters(TransformerConfig(**shape), vocab_size) == count
+
+
+def small_llama():
+    transformers = pytest.importorskip("transformers")
+    shape = transformers.LlamaConfig(
+        vocab_size=131, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, tie_word_embeddings=False, attn_implementation="eager",
+    )  # fmt: skip
+    ours = TransformerConfig(
+        num_layers=3, hidden_size=48, ffn_hidden_size=80, num_attention_heads=6, num_query_groups=2, kv_channels=16
+    )
+    return transformers.LlamaForCausalLM(shape), ours
+
+
+def small_gpt2():
+    transformers = pytest.importorskip("transformers")
+    shape = transformers.GPT2Config(
+        vocab_size=131, n_embd=48, n_inner=100, n_layer=2, n_head=4, n_positions=40, attn_implementation="eager"
+    )
+    ours = TransformerConfig(
+        num_layers=2, hidden_size=48, ffn_hidden_size=100, num_attention_heads=4, max_position_embeddings=40, **GPT2
+    )
+    return transformers.GPT2LMHeadModel(shape), ours
+
+
+@pytest.mark.parametrize("pair", [small_llama, small_gpt2])
+def test_hugging_face_builds_as_many_parameters_and_torch_counts_as_many_flops(pair):
+    model, config = pair()
+    assert parameters(config, 131) == sum(parameter.numel() for parameter in model.parameters())
+
+    B, S = 2, 32
+    tokens = torch.randint(131, (B, S))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens).logits.sum().backward()
+    # eager attention computes the masked half too
+    masked_half = 3 * 2 * config.num_attention_heads * config.kv_channels * S * config.num_layers
+    assert counter.get_total_flops() == B * S * (flops_per_token(config, 131, S) + masked_half)
+
+
+def test_flops_are_near_six_per_parameter_where_matrices_dominate():
+    shape, vocab_size, count = PUBLISHED["Llama 2 7B"]
+    ratio = flops_per_token(TransformerConfig(**shape), vocab_size, 2048) / (6 * count)
+    # Kaplan et al. 2020 (arXiv:2001.08361): 6 N; attention adds S / (12 H) = 4 %, halved, the embedding takes 2 % away
+    assert 1.0 < ratio < 1.06
