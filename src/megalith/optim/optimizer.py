@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from megalith.config import OptimConfig, ParamGroupOverride
 from megalith.errors import ConfigError
-from megalith.parallel.parameters import ParameterSpec, declared_parameters
 
 __all__ = ["build_optimizer", "optimizer_tensors", "parameter_groups", "set_num_updates_"]
 
@@ -23,7 +22,7 @@ _OVERRIDABLE = ("max_lr", "min_lr", "wd_mult")
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """AdamW over ``model``, in groups that an OptimizerParamScheduler drives, with its moments allocated."""
-    groups = parameter_groups(declared_parameters(model), config.overrides)
+    groups = parameter_groups(model.named_parameters(), config.overrides)
     optimizer = torch.optim.AdamW(
         groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.0, fused=True
     )
@@ -37,9 +36,9 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
 
 def parameter_groups(
-    parameters: Iterable[tuple[str, nn.Parameter, ParameterSpec]], overrides: Sequence[ParamGroupOverride]
+    parameters: Iterable[tuple[str, nn.Parameter]], overrides: Sequence[ParamGroupOverride]
 ) -> list[dict[str, Any]]:
-    """Parameters by what they share: ``wd_mult`` (0 for norms and biases, else 1) and the fields of an override.
+    """Named parameters by what they share: ``wd_mult`` (0 for vectors: norms and biases; else 1) and overrides.
 
     An override's ``match`` is a shell pattern over the whole name: ``*.bias``, ``model.embed_tokens.*``.
 
@@ -48,8 +47,8 @@ def parameter_groups(
     """
     groups: dict[tuple[tuple[str, float], ...], list[nn.Parameter]] = {}
     unused = {override.match for override in overrides}
-    for name, parameter, spec in parameters:
-        settings = {"wd_mult": 0.0 if len(spec.shape) == 1 else 1.0}
+    for name, parameter in parameters:
+        settings = {"wd_mult": 0.0 if parameter.dim() == 1 else 1.0}
         said: dict[str, str] = {}
         for override in (override for override in overrides if fnmatchcase(name, override.match)):
             unused.discard(override.match)
@@ -76,7 +75,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     """The moments of every parameter, as ``optimizer.exp_avg.<name>``: what a checkpoint stores of the optimizer."""
     return {
         f"optimizer.{moment}.{name}": optimizer.state[parameter][moment]
-        for name, parameter, _ in declared_parameters(model)
+        for name, parameter in model.named_parameters()
         for moment in _MOMENTS
     }
 
