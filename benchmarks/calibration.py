@@ -1,0 +1,47 @@
+"""What the machine can do at this moment: matrix products and copies of random data, at the size of a training step."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["RATES", "Calibration"]
+
+# name -> unit
+RATES = {"float32": "GEMM float32, TFLOP/s", "bfloat16": "GEMM bfloat16, TFLOP/s", "copy": "copy, GB/s read + written"}
+_N = 2048  # a product of 2048^3, near the ceiling of this kind of machine
+_COPY = 64 << 20  # float32 elements, 256 MiB: more than any cache
+_REPEATS = 5
+
+
+class Calibration:
+    """Holds its buffers, so that no measurement pays for fresh memory."""
+
+    def __init__(self) -> None:
+        self._products = []
+        for dtype in (torch.float32, torch.bfloat16):
+            left, right = torch.randn(2, _N, _N, dtype=dtype)
+            self._products.append((left, right, torch.empty_like(left)))
+        self._source = torch.randn(_COPY)
+        self._target = torch.empty_like(self._source)
+        self.measure()  # the first touches the pages
+
+    def measure(self) -> dict[str, float]:
+        """Rate by name of ``RATES``, from the median of five runs of each; about half a second."""
+        rates = {}
+        for left, right, out in self._products:
+            seconds = _median_seconds(lambda left=left, right=right, out=out: torch.mm(left, right, out=out))
+            rates[str(left.dtype).removeprefix("torch.")] = 2 * _N**3 / seconds / 1e12
+        seconds = _median_seconds(lambda: self._target.copy_(self._source))
+        rates["copy"] = 2 * self._source.nbytes / seconds / 1e9
+        return rates
+
+
+def _median_seconds(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

@@ -1,0 +1,60 @@
+"""What a case is: contenders that do the same work, a reference that judges them, and the sizes they do it at."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+__all__ = ["Case", "Contender", "First", "Runner"]
+
+
+@dataclass(frozen=True)
+class First:
+    """The first run: its seconds, compilation and all, and how far its result is from the reference."""
+
+    seconds: float
+    loss_error: float  # absolute, in nats
+    gradient_error: float  # of the worst tensor, relative to its norm
+
+
+class Runner(Protocol):
+    """A contender that is built and has its weights."""
+
+    def first(self) -> First:
+        """The first run, judged."""
+
+    def run(self) -> None:
+        """One more run."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``build(size, folder)`` makes the runner in a process of its own; ``folder`` has what ``Case.prepare`` wrote."""
+
+    build: Callable[[Any, Path], Runner]
+    matmuls: str  # the dtype of most of its FLOPs, so of the GEMM rate that bounds it
+    gradient_tolerance: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """``tokens`` and ``flops`` say how much one run at a size is; ``sizes`` has "full" and "quick"."""
+
+    title: str
+    base: str  # the contender that ratios are against
+    contenders: Mapping[str, Contender]
+    sizes: Mapping[str, Any]
+    prepare: Callable[[Any, Path], None]
+    tokens: Callable[[Any], int]
+    flops: Callable[[Any], int]
+    loss_tolerance: float = 1e-3
+
+    def verdict(self, name: str, first: First) -> str | None:
+        """What is wrong with the first run of contender ``name``; None if nothing is."""
+        gradient_tolerance = self.contenders[name].gradient_tolerance
+        # "not within", so that NaN fails
+        if not first.loss_error <= self.loss_tolerance:
+            return f"wrong: its loss is {first.loss_error:.1e} from the reference, over {self.loss_tolerance:.0e}"
+        if not first.gradient_error <= gradient_tolerance:
+            return f"wrong: a gradient is {first.gradient_error:.1e} from the reference, over {gradient_tolerance:.0e}"
+        return None

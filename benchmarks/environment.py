@@ -1,0 +1,47 @@
+"""The same surroundings for every contender, and what they were."""
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+__all__ = ["describe", "surroundings"]
+
+_PACKAGES = ("megalith", "torch", "transformers", "numpy")
+
+
+def surroundings(scratch: Path) -> dict[str, str]:
+    """The environment of a process that is measured; what it compiles goes to ``scratch``, so nothing is warm.
+
+    One thread for each CPU that we may use, each on its own: unpinned, two of them may share one. Freed memory is kept
+    instead of given back: pages that the kernel must zero again cost a step up to a tenth of its time.
+    """
+    cpus = sorted(os.sched_getaffinity(0))
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(len(cpus)),
+        "OMP_PROC_BIND": "true",
+        "OMP_PLACES": ",".join(f"{{{cpu}}}" for cpu in cpus),
+        "MALLOC_MMAP_THRESHOLD_": str(8 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
+        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def describe() -> dict[str, str]:
+    """What a reader needs to know of the machine and the packages; "absent" for one that is not installed."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "absent"
+    return {"cpu": _cpu_model(), "threads": str(len(os.sched_getaffinity(0))), "kernel": platform.release(), **versions}
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

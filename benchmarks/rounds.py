@@ -1,0 +1,63 @@
+"""Interleaved rounds, and what may be said after them.
+
+A round runs every contender once. The machine is calibrated before and after it, and a round in which a rate moved by
+more than a tenth is discarded: neighbours of a shared machine would be measured. Ratios are formed inside of a round,
+between runs that are seconds apart, and only then is the median taken.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Round", "Spread", "ratios", "seconds"]
+
+MOVED = 0.10
+
+Rates = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds of each contender, and the calibration on both sides."""
+
+    seconds: Mapping[str, float]
+    before: Rates
+    after: Rates
+
+    @property
+    def moved(self) -> float:
+        """The largest relative change of a rate during the round."""
+        return max(abs(self.after[name] / rate - 1) for name, rate in self.before.items())
+
+    @property
+    def kept(self) -> bool:
+        return self.moved <= MOVED
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Of one value at least; of one, all three are that one."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+def seconds(rounds: Sequence[Round], name: str) -> Spread | None:
+    """Of the rounds in which ``name`` ran; None if there is none."""
+    values = [one.seconds[name] for one in rounds if name in one.seconds]
+    return Spread.of(values) if values else None
+
+
+def ratios(rounds: Sequence[Round], name: str, base: str) -> Spread | None:
+    """How many times as fast as ``base`` is ``name``, of the rounds in which both ran; None if there is none."""
+    values = [one.seconds[base] / one.seconds[name] for one in rounds if {name, base} <= one.seconds.keys()]
+    return Spread.of(values) if values else None

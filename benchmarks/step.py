@@ -1,0 +1,218 @@
+"""The training step of a 27.7 million parameter Llama on the CPU: ours against Hugging Face's.
+
+Every contender starts from the same random weights, loaded by name, sees the same random batch, and updates with
+torch's fused AdamW. What judges the first step is Hugging Face's model in float32, in a process of its own.
+
+L layers, H hidden, A heads, F ffn hidden, V vocabulary, S sequence, B batch.
+"""
+
+import contextlib
+import functools
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from benchmarks.case import Case, Contender, First
+from megalith.config import TransformerConfig
+from megalith.models.gpt_model import GPTModel
+from megalith.models.hf import llama, parameter_shapes
+from megalith.numerics.tolerance import gradient_error
+from megalith.observe.flops import flops_per_token
+from megalith.optional import need
+from megalith.parallel.sharding.fsdp import shard_model
+from megalith.topology.parallel_state import ParallelState
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.topology.rank_grid import RankGrid
+from megalith.transformer.build_options import BuildOptions
+
+__all__ = ["CASE", "Size"]
+
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Size:
+    """Rows ``B`` of ``S`` tokens, and the model that sees them."""
+
+    config: TransformerConfig
+    S: int
+    B: int
+
+
+def _size(L: int, H: int, A: int, F: int, V: int, S: int, B: int) -> Size:
+    config = TransformerConfig(
+        num_layers=L, hidden_size=H, num_attention_heads=A, ffn_hidden_size=F, vocab_size=V, layernorm_epsilon=1e-6
+    )
+    return Size(config, S, B)
+
+
+class Step:
+    """A model in training: ``loss()`` of the batch, backward, AdamW."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[], Tensor], folder: Path) -> None:
+        self._model, self._loss, self._folder = model, loss, folder
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def first(self) -> First:
+        """The first step; the clock stands while its gradients are compared."""
+        start = time.perf_counter()
+        loss = self._forward_backward()
+        seconds = time.perf_counter() - start
+        loss_error, error = self._errors(loss)
+        start = time.perf_counter()
+        self._update()
+        return First(seconds + time.perf_counter() - start, loss_error, error)
+
+    def run(self) -> None:
+        self._forward_backward()
+        self._update()
+
+    def _forward_backward(self) -> float:
+        loss = self._loss()
+        loss.backward()
+        return loss.item()
+
+    def _update(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _errors(self, loss: float) -> tuple[float, float]:
+        """Distance from the reference of the loss, and of the worst gradient."""
+        judged = json.loads((self._folder / "reference.json").read_text())
+        gradients = {name: parameter.grad for name, parameter in self._model.named_parameters()}
+        errors = []
+        with safe_open(self._folder / "gradients.safetensors", "pt") as reference:
+            assert set(reference.keys()) == set(gradients), "the same parameters by the same names"
+            for name, gradient in gradients.items():
+                whole = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                errors.append(gradient_error(whole, reference.get_tensor(name), judged["gradient_norm"]))
+        return abs(loss - judged["loss"]), torch.tensor(errors).max().item()  # NaN, if one is
+
+
+def _ours(size: Size, folder: Path, *, dtype: torch.dtype) -> Step:
+    """``GPTModel`` with parameters of ``dtype``, alone in its process."""
+    model = GPTModel(size.config, BuildOptions(ProcessGroupCollection.single(), dtype))
+    model.load_state_dict(_weights(folder))
+    return Step(model, _our_loss(model, folder), folder)
+
+
+def _ours_as_trained(size: Size, folder: Path, *, compiled: bool) -> Step:
+    """As ``megalith train`` has it under ``precision.dtype=bfloat16``: float32 parameters, sharded over one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    pg_collection = ParallelState(RankGrid(1), device_type="cpu").collection()
+    model = GPTModel(size.config, BuildOptions(pg_collection))
+    model.load_state_dict(_weights(folder))
+    layers = model.model.layers
+    if compiled:
+        for layer in layers:
+            layer.compile()
+    shard_model(
+        model, layers, pg_collection, compute_dtype=BF16, param_dtype=torch.float32, reshard_after_forward=False
+    )
+    return Step(model, _our_loss(model, folder), folder)
+
+
+def _theirs(size: Size, folder: Path, *, dtype: torch.dtype, autocast: bool = False, compiled: bool = False) -> Step:
+    """Hugging Face's ``LlamaForCausalLM``."""
+    model = _hugging_face_model(size)
+    model.load_state_dict(_weights(folder))
+    model.to(dtype)
+    if compiled:
+        model.compile()
+    context = functools.partial(torch.autocast, "cpu", BF16) if autocast else contextlib.nullcontext
+    batch = load_file(folder / "batch.safetensors")
+
+    def loss() -> Tensor:
+        with context():
+            return _hugging_face_loss(model, batch)
+
+    return Step(model, loss, folder)
+
+
+def _our_loss(model: GPTModel, folder: Path) -> Callable[[], Tensor]:
+    batch = load_file(folder / "batch.safetensors")
+    return lambda: model(batch["tokens"], labels=batch["labels"]).mean()
+
+
+def _hugging_face_model(size: Size) -> Any:
+    transformers = need("transformers")
+    fields = llama.config_to_hf(size.config, max_position_embeddings=size.S, dtype="float32", eos_token_id=None)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).train()
+
+
+def _hugging_face_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    labels = batch["labels"]
+    # as shift_labels, so that they are not shifted once more
+    loss: Tensor = model(input_ids=batch["tokens"], labels=labels, shift_labels=labels, use_cache=False).loss
+    return loss
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "weights.safetensors")
+
+
+def _prepare(size: Size, folder: Path) -> None:
+    """Writes weights, batch, and what the float32 reference makes of them."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, shape in parameter_shapes(size.config).items():
+        noise = 0.02 * torch.randn(shape, generator=generator)
+        weights[name] = 1 + noise if len(shape) == 1 else noise  # norms are about one
+    V = parameter_shapes(size.config)["lm_head.weight"][0]
+    tokens, labels = torch.randint(V, (2, size.B, size.S), generator=generator)
+    save_file(weights, folder / "weights.safetensors")
+    save_file({"tokens": tokens, "labels": labels}, folder / "batch.safetensors")
+
+    model = _hugging_face_model(size)
+    model.load_state_dict(weights)
+    loss = _hugging_face_loss(model, {"tokens": tokens, "labels": labels})
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    norm = torch.nn.utils.get_total_norm(gradients.values())
+    save_file(gradients, folder / "gradients.safetensors")
+    (folder / "reference.json").write_text(json.dumps({"loss": loss.item(), "gradient_norm": norm.item()}))
+
+
+def _flops(size: Size) -> int:
+    assert size.config.vocab_size is not None, "every size has one"
+    return size.B * size.S * flops_per_token(size.config, size.config.vocab_size, size.S)
+
+
+def _contender(build: Callable[..., Step], matmuls: str, **options: Any) -> Contender:
+    return Contender(functools.partial(build, **options), matmuls, _GRADIENT_TOLERANCE[matmuls])
+
+
+# of the worst tensor; bfloat16 keeps 8 bits, and strays by 0.02 on either side
+_GRADIENT_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
+
+CASE = Case(
+    title="CPU training step, Llama shape",
+    base="Hugging Face, bfloat16",
+    contenders={
+        "Megalith, float32": _contender(_ours, "float32", dtype=torch.float32),
+        "Megalith, bfloat16": _contender(_ours, "bfloat16", dtype=BF16),
+        "Megalith, bfloat16 over float32 (as trained)": _contender(_ours_as_trained, "bfloat16", compiled=False),
+        "Megalith, as trained, layers compiled": _contender(_ours_as_trained, "bfloat16", compiled=True),
+        "Hugging Face, float32 (its default)": _contender(_theirs, "float32", dtype=torch.float32),
+        "Hugging Face, autocast bfloat16": _contender(_theirs, "bfloat16", dtype=torch.float32, autocast=True),
+        "Hugging Face, bfloat16": _contender(_theirs, "bfloat16", dtype=BF16),
+        "Hugging Face, bfloat16, compiled": _contender(_theirs, "bfloat16", dtype=BF16, compiled=True),
+    },
+    sizes={
+        "full": _size(L=6, H=512, A=8, F=1408, V=8192, S=512, B=4),
+        "quick": _size(L=2, H=64, A=4, F=128, V=256, S=64, B=2),
+    },
+    prepare=_prepare,
+    tokens=lambda size: size.B * size.S,
+    flops=_flops,
+)

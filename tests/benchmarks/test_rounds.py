@@ -1,0 +1,34 @@
+"""benchmarks/rounds: which rounds count, and what is said of them."""
+
+import pytest
+
+from benchmarks.rounds import Round, Spread, ratios, seconds
+
+QUIET = {"float32": 0.3, "bfloat16": 2.0, "copy": 20.0}
+
+
+def a_round(after=QUIET, **spent):
+    return Round(spent, QUIET, after)
+
+
+@pytest.mark.parametrize(("copy", "kept"), [(20.0, True), (18.1, True), (21.9, True), (17.9, False), (22.1, False)])
+def test_a_round_counts_while_no_rate_moved_by_more_than_a_tenth(copy, kept):
+    assert a_round(QUIET | {"copy": copy}).kept is kept
+
+
+def test_ratios_are_formed_within_a_round_before_the_median():
+    # the machine slows down threefold: medians of seconds would say 1.0, each round says 2.0
+    rounds = [a_round(base=2.0, ours=1.0), a_round(base=4.0, ours=2.0), a_round(base=12.0, ours=6.0)]
+    assert ratios(rounds, "ours", "base") == Spread(2.0, 2.0, 2.0)
+
+
+def test_quartiles_are_those_of_the_textbook():
+    rounds = [a_round(ours=float(n)) for n in (5, 1, 4, 2, 3)]
+    assert seconds(rounds, "ours") == Spread(median=3.0, low=2.0, high=4.0)
+
+
+def test_a_contender_that_dropped_out_is_judged_by_the_rounds_it_ran():
+    rounds = [a_round(base=2.0, ours=1.0), a_round(base=2.0)]
+    assert ratios(rounds, "ours", "base") == Spread(2.0, 2.0, 2.0)
+    assert ratios(rounds, "absent", "base") is None
+    assert seconds([], "ours") is None
