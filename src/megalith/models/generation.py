@@ -71,17 +71,16 @@ def generate(
     model.eval()
     tokens = torch.tensor([list(prompt)], device=device)
     produced: list[int] = []
-    position = 0
-    while len(produced) < max_new_tokens:
-        positions = torch.arange(position, position + tokens.shape[1], device=device)
-        logits = model(tokens, position_ids=positions, caches=caches)[0, -1]  # [V]
-        position += tokens.shape[1]
-        token = _draw(logits, sampling, generator)
-        if token == end_token:
-            break
-        produced.append(token)
-        tokens = torch.tensor([[token]], device=device)
-    model.train(was_training)
+    try:
+        while len(produced) < max_new_tokens:
+            logits = model(tokens, caches=caches)[0, -1]  # [V]
+            token = _draw(logits, sampling, generator)
+            if token == end_token:
+                break
+            produced.append(token)
+            tokens = torch.tensor([[token]], device=device)
+    finally:
+        model.train(was_training)
     return produced
 
 
@@ -89,7 +88,7 @@ def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.temperature == 0.0:
         return int(logits.argmax())
-    logits = logits / sampling.temperature
+    logits = (logits - logits.max()) / sampling.temperature  # at most 0, so that no temperature makes it overflow
     if sampling.top_k is not None:
         smallest = logits.topk(min(sampling.top_k, logits.numel())).values[-1]
         logits = logits.masked_fill(logits < smallest, float("-inf"))

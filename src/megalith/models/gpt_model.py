@@ -123,27 +123,25 @@ class GPTModel(ModelModule):
         Args:
             tokens: int64 [B, S].
             labels: int64 [B, S], the token after each.
-            position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ...
+            position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ..., or what follows the caches.
             packed_seq_params: where documents begin; tokens see their own document only.
-            dropout_key: of the step, with the global id of each token, int64 [B, S]; in training, without one, it is
-                drawn from torch's generator.
+            dropout_key: of the step, with the global id of each token, int64 [B, S]; in training on one process it
+                may be left out, and is drawn from torch's generator.
             caches: one for each layer; ``tokens`` then follow those in the caches.
 
         Returns:
             The loss of each token, [B, S] in float32 or wider; or logits [B, S, V], whole on every rank.
 
         Raises:
-            ShapeError: more positions than ``max_position_embeddings``, or an S that sequence parallelism cannot split.
+            ShapeError: more positions than ``max_position_embeddings``, an S that sequence parallelism cannot split, or
+                documents of other rows.
+            ConfigError: training with dropout under tensor parallelism without a ``dropout_key``.
         """
-        B, S = tokens.shape
+        num_cached = caches[0].num_tokens if caches else 0
+        self._check_shape(tokens, num_cached, packed_seq_params)
         if position_ids is None:
-            position_ids = torch.arange(S, device=tokens.device)
-        self._check_length(S)
-        if not self.training:
-            dropout_key = None
-        elif dropout_key is None and self.config.hidden_dropout + self.config.attention_dropout > 0.0:
-            seed = int(torch.randint(2**62, ()))
-            dropout_key = DropoutKey(seed, 0, torch.arange(B * S, device=tokens.device).view(B, S))
+            position_ids = torch.arange(num_cached, num_cached + tokens.shape[1], device=tokens.device)
+        dropout_key = self._dropout_key(tokens, dropout_key) if self.training else None
         x = self.model(tokens, position_ids, packed_seq_params, dropout_key, caches)
         logits = self._logits(x)  # [S, B, V/tp]
         if labels is None:
@@ -168,10 +166,29 @@ class GPTModel(ModelModule):
         padded = nn.functional.pad(logits, (0, longest - logits.shape[-1]))
         return gather_from_tensor_model_parallel_region(padded, self.pg_collection.tp)[..., :V]
 
-    def _check_length(self, S: int) -> None:
+    def _dropout_key(self, tokens: Tensor, given: DropoutKey | None) -> DropoutKey | None:
+        if given is not None or self.config.hidden_dropout + self.config.attention_dropout == 0.0:
+            return given
+        if self.pg_collection.tp_size > 1:
+            raise ConfigError(
+                "the ranks of a tensor-parallel model must drop the same elements; pass each of them the same "
+                "dropout_key=DropoutKey(seed, step, token_ids)"
+            )
+        token_ids = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
+        return DropoutKey(int(torch.randint(2**62, ())), 0, token_ids)
+
+    def _check_shape(self, tokens: Tensor, num_cached: int, packed_seq_params: PackedSeqParams | None) -> None:
+        B, S = tokens.shape
+        if packed_seq_params is not None and (packed_seq_params.batch_size, packed_seq_params.seq_length) != (B, S):
+            raise ShapeError(
+                f"packed_seq_params must be of the tokens' rows, [{B}, {S}]; "
+                f"got those of [{packed_seq_params.batch_size}, {packed_seq_params.seq_length}]"
+            )
         longest = self.config.max_position_embeddings
-        if self.model.embed_positions is not None and longest is not None and longest < S:
-            raise ShapeError(f"{S} positions are more than max_position_embeddings ({longest}); cut the tokens shorter")
+        if self.model.embed_positions is not None and longest is not None and longest < num_cached + S:
+            raise ShapeError(
+                f"{num_cached + S} positions are more than max_position_embeddings ({longest}); cut the tokens shorter"
+            )
         if self.sequence_parallel and S % self.pg_collection.tp_size:
             raise ShapeError(
                 f"sequence parallelism splits S ({S}) over tp ({self.pg_collection.tp_size}); "

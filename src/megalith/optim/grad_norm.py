@@ -12,11 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megalith.errors import ShapeError
+
 __all__ = ["clip_coefficient", "local_squared_norm", "scale_gradients_"]
 
 
 def local_squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The sum of squares that this rank owes to the global norm: a float64 scalar. Their SUM over ranks is norm^2."""
+    """The sum of squares that this rank owes to the global norm: a float64 scalar. Their SUM over ranks is norm^2.
+
+    Raises:
+        ShapeError: a gradient is a term of a sum over ranks that nobody has formed yet.
+    """
     owned = [_local(p.grad) for p in parameters if p.grad is not None and _counts_here(p.grad)]
     shards = [gradient for gradient in owned if gradient.numel()]
     if not shards:
@@ -27,7 +33,7 @@ def local_squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 def clip_coefficient(norm: float, clip_norm: float) -> float:
     """What to multiply gradients by so that their norm is at most ``clip_norm``; 0 stands for no clipping."""
-    return min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0
+    return min(clip_norm / (norm + 1e-6), 1.0) if clip_norm else 1.0  # in this order a NaN norm stays NaN
 
 
 def scale_gradients_(parameters: Iterable[nn.Parameter], coefficient: float) -> None:
@@ -46,6 +52,10 @@ def _counts_here(gradient: Tensor) -> bool:
         return True
     coordinate = gradient.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank only meets tensors of meshes that it belongs to"
+    if any(placement.is_partial() for placement in gradient.placements):
+        raise ShapeError(
+            f"a gradient placed {gradient.placements} must be summed first; shard_model does it in backward"
+        )
     return all(
         index == 0 for index, placement in zip(coordinate, gradient.placements, strict=True) if placement.is_replicate()
     )

@@ -30,6 +30,10 @@ class KVCache:
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
+    @property
+    def num_tokens(self) -> int:
+        return self.keys[0].shape[0] if self.keys else 0
+
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Adds the newest ``k`` and ``v`` and returns all of them."""
         self.keys = [torch.cat((*self.keys, k))]
@@ -104,10 +108,11 @@ class SelfAttention(nn.Module):
             out = recompute(self._core, q, k, v, packed_seq_params, dropout_key)
         else:
             out = self._core(q, k, v, packed_seq_params, dropout_key)
-        return self.o_proj(out.flatten(2))  # [S, B, A/tp * D] -> [S, B, H]
+        y: Tensor = self.o_proj(out.flatten(2))  # [S, B, A/tp * D] -> [S, B, H]
+        return y
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_size))  # [S, B, A/tp, D]
+        return x.view(*x.shape[:2], -1, self.head_size)  # [S, B, A/tp, D]
 
     def _core(
         self,

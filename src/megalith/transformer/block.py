@@ -33,4 +33,5 @@ class TransformerBlock(nn.Module):
         """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism; one of ``caches`` for each layer."""
         for index, layer in enumerate(self.layers):
             x = layer(x, rotary, packed_seq_params, dropout_key, None if caches is None else caches[index])
-        return self.norm(x)
+        y: Tensor = self.norm(x)
+        return y

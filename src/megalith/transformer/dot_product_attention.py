@@ -20,7 +20,7 @@ def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, packed_seq_params: Pa
     """Causal attention of the last Sq of Sk positions.
 
     Args:
-        q: [Sq, B, A, D]; either Sq = Sk, or Sq = 1: the next token after a cache of keys and values.
+        q: [Sq, B, A, D]; Sq < Sk after a cache of keys and values.
         k, v: [Sk, B, G, D], A divisible by G; query head a reads group a // (A / G).
         packed_seq_params: where documents begin; tokens see their own document only.
 
@@ -67,5 +67,9 @@ def dot_product_attention_with_dropout(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    is_causal = q.shape[2] == k.shape[2]  # a single query after a cache sees all keys
-    return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
+    Sq, Sk = q.shape[2], k.shape[2]
+    mask = None
+    if 1 < Sq < Sk:  # torch's is_causal would let query i see the first i + 1 keys; a single query sees all
+        mask = torch.ones(Sq, Sk, dtype=torch.bool, device=q.device).tril(Sk - Sq)
+    gqa = q.shape[1] != k.shape[1]
+    return nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=Sq == Sk, enable_gqa=gqa)

@@ -18,6 +18,8 @@ __all__ = ["LearnedPositions", "sequence_parallel_key"]
 class LearnedPositions(DeclaringModule):
     """One learned vector for each position, whole on every rank of tp."""
 
+    weight: nn.Parameter
+
     def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
         super().__init__()
         assert config.max_position_embeddings is not None, "the config was validated"

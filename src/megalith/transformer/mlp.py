@@ -56,4 +56,5 @@ class MLP(nn.Module):
             hidden = nn.functional.silu(self.gate_proj(x)) * up
         else:
             hidden = nn.functional.gelu(up, approximate="tanh" if self.activation == "gelu_tanh" else "none")
-        return self.down_proj(hidden)
+        y: Tensor = self.down_proj(hidden)
+        return y

@@ -18,6 +18,9 @@ __all__ = ["Normalization"]
 class Normalization(DeclaringModule):
     """The norm that ``config.normalization`` names, over H."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter  # of LayerNorm alone
+
     def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
         super().__init__()
         self.normalization = config.normalization

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megalith.errors import ShapeError
 from megalith.parallel.boxes import split_evenly
@@ -30,7 +31,7 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: [S, B, V/tp], this rank's part, split as torch.chunk splits V.
-        target: int64 [S, B], in [0, V).
+        target: int64 [S, B], in [0, V); the loss of another is NaN.
         vocab_size: V.
         label_smoothing: in [0, 1).
 
@@ -47,7 +48,7 @@ def vocab_parallel_cross_entropy(
             f"logits must be {[*target.shape, end - first]}: rank {rank} of {size}'s part of {vocab_size} for targets "
             f"{list(target.shape)}; got {list(logits.shape)}"
         )
-    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, target, first, vocab_size, tp_group, label_smoothing)  # type: ignore[no-untyped-call]
+    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, target, first, vocab_size, tp_group, label_smoothing)
     return loss
 
 
@@ -68,6 +69,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             dist.all_reduce(largest, dist.ReduceOp.MAX, tp_group)
         row, elsewhere = _own_rows(target, first, z.shape[-1])
         target_logit = z.gather(-1, row.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
+        target_logit = target_logit.masked_fill((target < 0) | (target >= vocab_size), float("nan"))
         exponents = torch.exp(z - largest.unsqueeze(-1)).sum(dim=-1)
         sums = torch.stack((exponents, target_logit, z.sum(dim=-1) if smoothing else torch.zeros_like(largest)))
         if tp_group is not None:
@@ -78,6 +80,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return log_normalizer - (1.0 - smoothing) * sums[1] - smoothing / vocab_size * sums[2]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         logits, log_normalizer, target = ctx.saved_tensors
         dz = torch.exp(logits.to(log_normalizer.dtype) - log_normalizer.unsqueeze(-1))

@@ -30,6 +30,9 @@ class ColumnParallelLinear(DeclaringModule):
         std: standard deviation of the first weights; biases begin at zero.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,
@@ -66,6 +69,9 @@ class RowParallelLinear(DeclaringModule):
     Args are those of ColumnParallelLinear.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,
@@ -98,6 +104,8 @@ class RowParallelLinear(DeclaringModule):
 class VocabParallelEmbedding(DeclaringModule):
     """Token embeddings [V, H], rows split over tp."""
 
+    weight: nn.Parameter
+
     def __init__(
         self,
         num_embeddings: int,
@@ -112,18 +120,25 @@ class VocabParallelEmbedding(DeclaringModule):
         _refuse_empty_rank("num_embeddings", num_embeddings, pg_collection)
         self.tp_group = pg_collection.tp
         self.sequence_parallel = sequence_parallel
+        self.num_embeddings = num_embeddings
         self.first, self.end = split_evenly(num_embeddings, pg_collection.tp_size, pg_collection.tp_rank)
         spec = ParameterSpec((num_embeddings, embedding_dim), 0, "normal", std)
         self.declare("weight", spec, pg_collection, dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """int64 [B, S] -> [S, B, H] ([S/tp, B, H] under sequence parallelism)."""
+        """int64 [B, S] -> [S, B, H] ([S/tp, B, H] under sequence parallelism).
+
+        With tp a token outside [0, V) gives NaN: a rank that raised would leave the others waiting for it.
+        """
         tokens = tokens.t()  # [S, B]
         if self.tp_group is None:
             return nn.functional.embedding(tokens, local(self.weight))
         elsewhere = (tokens < self.first) | (tokens >= self.end)
         rows = (tokens - self.first).masked_fill(elsewhere, 0)
-        x = nn.functional.embedding(rows, local(self.weight)).masked_fill(elsewhere.unsqueeze(-1), 0.0)  # [S, B, H]
+        x = nn.functional.embedding(rows, local(self.weight))  # [S, B, H]
+        nowhere = (tokens < 0) | (tokens >= self.num_embeddings)
+        others = torch.zeros_like(tokens, dtype=x.dtype).masked_fill(nowhere, float("nan"))
+        x = torch.where(elsewhere.unsqueeze(-1), others.unsqueeze(-1), x)
         return leave_tensor_parallel(x, self.tp_group, self.sequence_parallel)
 
 
