@@ -119,10 +119,10 @@ def test_gradients_without_strides_count_in_full():
 
 
 def route_unevenly() -> list[float]:
-    """What this rank receives when rank r sends (r + to) % 3 rows of 10 r + to to each; gradients retrace the way."""
+    """What this rank receives when rank r sends (2 r + to) % 3 rows of 10 r + to to each; gradients retrace the way."""
     W, rank = dist.get_world_size(), dist.get_rank()
-    sent = [(rank + to) % 3 for to in range(W)]
-    received = [(source + rank) % 3 for source in range(W)]
+    sent = [(2 * rank + to) % 3 for to in range(W)]
+    received = [(2 * source + rank) % 3 for source in range(W)]
     values = torch.tensor([10.0 * rank + to for to in range(W)])
     x = values.repeat_interleave(torch.tensor(sent))[:, None].expand(-1, 2).requires_grad_()
     y = c.all_to_all(x, dist.group.WORLD, received, sent)
@@ -133,10 +133,10 @@ def route_unevenly() -> list[float]:
 
 def test_rows_are_routed_unevenly_and_their_gradients_back():
     assert ranks(4, route_unevenly) == [
-        [10, 20, 20],  # 0 sends (0 1 2 0), 1 sends (1 2 0 1), 2 sends (2 0 1 2), 3 sends (0 1 2 0)
-        [1, 11, 11, 31],
-        [2, 2, 22, 32, 32],
-        [13, 23, 23],
+        [10, 10, 20],  # 0 sends (0 1 2 0), 1 sends (2 0 1 2), 2 sends (1 2 0 1), 3 sends (0 1 2 0)
+        [1, 21, 21, 31],
+        [2, 2, 12, 32, 32],
+        [13, 13, 23],
     ]
 
 
