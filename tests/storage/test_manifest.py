@@ -59,7 +59,19 @@ def test_what_is_no_manifest_is_refused(tmp_path, content, message):
     assert not has_all_files(tmp_path)
 
 
-@pytest.mark.parametrize("table", [[], {"a.json": 3}, {"a.json": {"bytes": 3}}])
+@pytest.mark.parametrize(
+    "table",
+    [
+        [],
+        {"a.json": 3},
+        {"a.json": {"bytes": 3}},
+        {"a.json": {"bytes": "3", "sha256": ""}},
+        {"a.json": {"bytes": 3, "sha256": "", "mode": 0}},
+        {"../a.json": {"bytes": 3, "sha256": ""}},
+        {"/a.json": {"bytes": 3, "sha256": ""}},
+        {"a\0.json": {"bytes": 3, "sha256": ""}},
+    ],
+)
 def test_a_table_of_another_form_is_refused_though_its_digest_is_right(tmp_path, table):
     digest = hashlib.sha256(json.dumps(table, separators=(",", ":")).encode()).hexdigest()
     content = {"format": "megalith checkpoint", "version": 1, "files": table, "sha256": digest}

@@ -29,7 +29,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"\.step-\d{8,}\.tmp")
+_LEFTOVER = re.compile(r"\.(step-\d{8,}|latest\.[0-9a-f]+)\.tmp")
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -108,7 +108,10 @@ def remove_leftovers(folder: Path) -> None:
     for path in [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)]:
         log.info("removing %s, which a killed process left behind", path)
         try:
-            shutil.rmtree(path)
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         except OSError as error:
             log.warning("%s cannot be removed: %s", path, error)
 

@@ -19,6 +19,7 @@ from megalith.checkpoint.save import STATE
 from megalith.checkpoint.shard_file import read_part
 from megalith.checkpoint.verify import read_verified, verify_checkpoint
 from megalith.errors import CheckpointError
+from megalith.storage import explained
 
 __all__ = ["load_tensors", "read_state"]
 
@@ -125,7 +126,7 @@ def _fill(path: Path, stored: Mapping[str, StoredTensor], parts: Mapping[str, tu
             jobs[piece.file].append((name, piece, both))
     for file, wanted in sorted(jobs.items()):
         try:
-            with safe_open(path / file, framework="pt") as opened:
+            with explained("read", path / file), safe_open(path / file, framework="pt") as opened:
                 for name, piece, both in wanted:
                     local, tensor = parts[name]
                     content = read_part(opened, piece.key, piece.box, both, stored[name].dtype)

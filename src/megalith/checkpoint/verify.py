@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megalith.checkpoint.agreement import all_gather, rank, world_size
 from megalith.errors import CheckpointError
-from megalith.storage import MANIFEST, FileRecord, read_manifest, record_of
+from megalith.storage import MANIFEST, FileRecord, explained, read_manifest, record_of
 
 __all__ = ["read_verified", "verify_checkpoint"]
 
@@ -36,9 +36,11 @@ def read_verified(path: Path, name: str) -> bytes:
 
     Raises:
         CheckpointError: it is not.
+        StorageError: it cannot be read.
     """
     wanted = read_manifest(path).get(name)
-    content = (path / name).read_bytes()
+    with explained("read", path / name):
+        content = (path / name).read_bytes()
     if wanted != FileRecord(len(content), hashlib.sha256(content).hexdigest()):
         raise CheckpointError(f"{path / name} is damaged: its content is not what {MANIFEST} lists")
     return content
@@ -55,7 +57,7 @@ def _problems(path: Path) -> list[str]:
         return [f"{path}: {error}"]
     problems = []
     for name in sorted(present | set(records)):
-        if Path(name).name != name or Path(name).suffix not in _SUFFIXES:
+        if Path(name).suffix not in _SUFFIXES:
             problems.append(f"{name}: only .safetensors and .json files are read, and no other may lie here")
         elif name not in records:
             problems.append(f"{name}: {MANIFEST} does not list it")

@@ -62,7 +62,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     if sha256 != _digest(table):
         raise CheckpointError(f"{path} is damaged: its table does not have the SHA-256 that it states")
     try:
-        return {name: FileRecord(**record) for name, record in table.items()}
+        return {name: _record(name, **entry) for name, entry in table.items()}
     except (AttributeError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
 
@@ -74,6 +74,12 @@ def has_all_files(folder: Path) -> bool:
         return all((folder / name).stat().st_size == record.bytes for name, record in files.items())
     except (CheckpointError, OSError):
         return False
+
+
+def _record(name: str, bytes: int, sha256: str) -> FileRecord:
+    if Path(name).name != name or "\0" in name or type(bytes) is not int or type(sha256) is not str:
+        raise TypeError(f"{name!r} must be a file of the folder itself, with its size and SHA-256")
+    return FileRecord(bytes, sha256)
 
 
 def _digest(table: object) -> str:

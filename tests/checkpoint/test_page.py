@@ -1,0 +1,56 @@
+"""The code of docs/checkpoints.md reads what any layout wrote, with nothing of ours."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalith.checkpoint import save_checkpoint
+from megalith.checkpoint.folders import step_folder
+from tests.checkpoint.layouts import LAYOUTS, Layout, full_tensors, in_layout, local_bits
+from tests.rank_pool import ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+
+
+@pytest.fixture(scope="module")
+def code():
+    """The Python blocks of the page, each run in a namespace of its own."""
+    namespaces = []
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
+        namespaces.append({"__source__": block})
+        exec(block, namespaces[-1])
+    return namespaces
+
+
+def save_all(folder: Path, layouts: list[Layout]) -> None:
+    for step, layout in enumerate(layouts):
+        save_checkpoint(folder, step, in_layout(full_tensors(step), layout), {"layout": layout}, keep=100)
+
+
+def test_the_reader_of_the_page_gives_every_tensor_whole(tmp_path, code):
+    read_checkpoint = code[0]["read_checkpoint"]
+    ranks(4, save_all, tmp_path, LAYOUTS[4])
+    for step, layout in enumerate(LAYOUTS[4]):
+        tensors, state = read_checkpoint(step_folder(tmp_path, step))
+        assert local_bits(tensors) == local_bits(full_tensors(step))
+        assert state == {"layout": list(layout)}
+    shard = next(step_folder(tmp_path, 0).glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match=f"{shard.name} is damaged"):
+        read_checkpoint(step_folder(tmp_path, 0))
+
+
+def test_the_reader_is_twenty_lines_and_imports_nothing_of_ours(code):
+    source = code[0]["__source__"]
+    body = source[source.index("def ") :].strip().splitlines()
+    assert len(body) <= 20
+    program = source + "import sys; assert not any(name.startswith('megalith') for name in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_calls_of_the_page_save_and_load(tmp_path, code):
+    assert code[1]["save_and_load"](tmp_path, {"w": torch.ones(3)}) == {"step": 100}

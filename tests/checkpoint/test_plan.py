@@ -1,0 +1,61 @@
+"""The plan: every element once, replicas spread, and no disagreement goes unseen."""
+
+import pytest
+
+from megalith.checkpoint.boxes import Box
+from megalith.checkpoint.plan import Offer, plan_of
+from megalith.errors import CheckpointError
+
+
+def offer(name: str, *ranges: tuple[int, int], shape: tuple[int, ...] = (8,), dtype: str = "float32") -> Offer:
+    return Offer(name, shape, dtype, Box(ranges))
+
+
+def test_a_replicated_tensor_is_written_once_and_replicas_are_spread_by_bytes():
+    names = [f"w{i}" for i in range(8)]
+    plan = plan_of([[offer(name, (0, 8)) for name in names]] * 4)
+    assert sorted(name for written in plan.names_by_rank for name in written) == names
+    assert [len(written) for written in plan.names_by_rank] == [2, 2, 2, 2]
+    assert plan.num_bytes == 8 * 8 * 4
+
+
+def test_a_sharded_tensor_is_written_where_it_is_held():
+    plan = plan_of([[offer("w", (0, 5))], [offer("w", (5, 8))]])
+    assert plan.names_by_rank == [["w"], ["w"]]
+    assert [(piece.file, piece.key, piece.box) for piece in plan.tensors["w"].pieces] == [
+        ("shard-00000-of-00002.safetensors", "w@0:5", Box(((0, 5),))),
+        ("shard-00001-of-00002.safetensors", "w@5:8", Box(((5, 8),))),
+    ]
+
+
+def test_a_tensor_of_one_stage_needs_no_other_rank():
+    plan = plan_of([[offer("first", (0, 8))], [offer("last", (0, 8))]])
+    assert plan.names_by_rank == [["first"], ["last"]]
+
+
+def test_an_empty_box_is_not_written_and_an_empty_tensor_is_known():
+    plan = plan_of([[offer("w", (0, 8)), offer("none", (0, 0), shape=(0,))], [offer("w", (8, 8))]])
+    assert plan.names_by_rank == [["w"], []]
+    assert plan.tensors["none"].shape == (0,)
+    assert plan.tensors["none"].pieces == ()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            offer("w", (0, 8)),
+            offer("w", (0, 9), shape=(9,)),
+            r"w is float32 \[8\] on one rank and float32 \[9\] on",
+        ),
+        (offer("w", (0, 8)), offer("w", (0, 8), dtype="int64"), r"float32 \[8\] on one rank and int64 \[8\] on rank 1"),
+        (offer("w", (0, 3)), offer("w", (4, 8)), r"w has 8 elements and the ranks together hold 7, in 2 boxes"),
+        (offer("w", (0, 8)), offer("w", (4, 8)), r"w has 8 elements and the ranks together hold 12, in 2 boxes"),
+        (offer("w@0", (0, 8)), offer("w", (0, 8)), r"may not be named 'w@0'"),
+        (offer("__metadata__", (0, 8)), offer("w", (0, 8)), r"may not be named '__metadata__'"),
+        (offer("w", (0, 8), dtype="complex64"), offer("v", (0, 8)), r"w: a checkpoint holds float64.*got complex64"),
+    ],
+)
+def test_what_the_format_cannot_hold_is_refused(first, second, message):
+    with pytest.raises(CheckpointError, match=message):
+        plan_of([[first], [second]])

@@ -1,0 +1,209 @@
+"""Nothing is loaded that is not, to the byte, what was saved; and nothing is ever unpickled."""
+
+import hashlib
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from megalith.checkpoint import load_tensors, read_state, save_checkpoint, verify_checkpoint
+from megalith.errors import CheckpointError
+from megalith.storage import MANIFEST, read_manifest, record_of, write_manifest
+from tests.rank_pool import ranks
+
+SHARD = "shard-00000-of-00001.safetensors"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return save_checkpoint(tmp_path, 1, {"w": torch.arange(100.0)}, {"step": 1}, keep=1)
+
+
+class Trap:
+    """Unpickling it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def list_in_manifest(checkpoint: Path) -> None:
+    """What a forger would do: a manifest that is right about every file."""
+    names = [path.name for path in checkpoint.iterdir() if path.name != MANIFEST]
+    write_manifest(checkpoint, {name: record_of(checkpoint / name) for name in names})
+
+
+def refusal(checkpoint: Path) -> str:
+    """The one error that verifying and loading give."""
+    with pytest.raises(CheckpointError) as verifying:
+        verify_checkpoint(checkpoint)
+    into = torch.full((100,), 7.0)
+    with pytest.raises(CheckpointError) as loading:
+        load_tensors(checkpoint, {"w": into})
+    assert str(loading.value) == str(verifying.value)
+    assert into.eq(7).all()
+    return str(loading.value)
+
+
+def test_a_sound_checkpoint_passes(checkpoint):
+    verify_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("file", [SHARD, "index.json", "state.json", MANIFEST])
+def test_a_flipped_bit_is_refused_with_the_file_named(checkpoint, file):
+    content = bytearray((checkpoint / file).read_bytes())
+    for place in (0, 9, len(content) // 2, len(content) - 1):
+        flipped = bytearray(content)
+        flipped[place] ^= 1
+        (checkpoint / file).write_bytes(flipped)
+        message = refusal(checkpoint)
+        assert file in message
+        assert [name for name in (SHARD, "index.json", "state.json") if name in message] == [file] * (file != MANIFEST)
+
+
+@pytest.mark.parametrize("file", [SHARD, "state.json"])
+def test_a_shorter_and_a_missing_file_are_named(checkpoint, file):
+    size = (checkpoint / file).stat().st_size
+    os.truncate(checkpoint / file, size - 1)
+    assert f"{file}: {size} bytes were saved, and it has {size - 1}" in refusal(checkpoint)
+    (checkpoint / file).unlink()
+    assert f"{file}: it is missing" in refusal(checkpoint)
+
+
+def test_a_folder_without_manifest_is_refused(checkpoint):
+    (checkpoint / MANIFEST).unlink()
+    assert "it has no manifest.json" in refusal(checkpoint)
+
+
+def test_the_run_or_the_folder_of_checkpoints_is_refused_with_the_step_to_give(tmp_path):
+    path = save_checkpoint(tmp_path / "checkpoints", 1, {"w": torch.ones(1)}, {}, keep=1)
+    assert f"; give one of its steps, as {path}" in refusal(tmp_path)
+    assert f"; give one of its steps, as {path}" in refusal(tmp_path / "checkpoints")
+    assert "give one of its steps" not in refusal(tmp_path / "none")
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("name", ["data.pkl", "model.pt", "pytorch_model.bin", "__0_0.distcp", ".metadata", "x.ckpt"])
+def test_a_pickle_is_refused_by_name_even_if_the_manifest_lists_it(checkpoint, tmp_path, name, listed):
+    (checkpoint / name).write_bytes(pickle.dumps(Trap(tmp_path / "executed")))
+    if listed:
+        list_in_manifest(checkpoint)
+    assert f"{name}: only .safetensors and .json files are read" in refusal(checkpoint)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_pickle_in_the_clothes_of_a_tensor_file_is_refused_and_not_executed(checkpoint, tmp_path):
+    (checkpoint / SHARD).write_bytes(pickle.dumps(Trap(tmp_path / "executed")))
+    list_in_manifest(checkpoint)
+    with pytest.raises(CheckpointError, match=f"{SHARD}: "):
+        load_tensors(checkpoint, {"w": torch.zeros(100)})
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_file_or_folder_that_the_manifest_does_not_list_is_refused(checkpoint):
+    (checkpoint / "more.safetensors").write_bytes(b"")
+    (checkpoint / "folder").mkdir()
+    message = refusal(checkpoint)
+    assert "more.safetensors: manifest.json does not list it" in message
+    assert "folder: only .safetensors and .json files are read" in message
+
+
+def test_a_manifest_that_points_outside_is_refused(checkpoint):
+    (checkpoint.parent / "outside.json").write_text("{}")
+    records = read_manifest(checkpoint)
+    write_manifest(checkpoint, records | {"../outside.json": record_of(checkpoint / "../outside.json")})
+    assert "'../outside.json' must be a file of the folder itself" in refusal(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [
+        (
+            [{"file": "../w.safetensors", "key": "w", "ranges": [[0, 100]]}],
+            r"must be a \.safetensors file of the folder",
+        ),
+        ([{"file": "w.json", "key": "w", "ranges": [[0, 100]]}], r"must be a \.safetensors file of the folder"),
+        ([{"file": SHARD, "key": "w", "ranges": [[0, 101]]}], r"does not lie in shape \(100,\)"),
+        ([{"file": SHARD, "key": "w", "ranges": [[-1, 99]]}], r"does not lie in shape \(100,\)"),
+        ([{"file": SHARD, "key": "w", "ranges": []}], r"does not lie in shape \(100,\)"),
+        ([{"file": SHARD, "key": "w", "ranges": [[0, 60]]}], r"gives 60 of the 100 elements of w"),
+        ([{"file": SHARD, "key": "w", "ranges": [[0, 100]]}] * 2, r"gives 200 of the 100 elements of w"),
+        ([{"file": SHARD, "key": "v", "ranges": [[0, 100]]}], r"shard-.*: .*v"),
+        ([{"file": SHARD}], r"index.json is not an index of tensors: KeyError"),
+    ],
+)
+def test_an_index_that_does_not_fit_the_files_is_refused(checkpoint, boxes, message):
+    index = {"tensors": {"w": {"shape": [100], "dtype": "float32", "boxes": boxes}}}
+    (checkpoint / "index.json").write_text(json.dumps(index))
+    list_in_manifest(checkpoint)
+    with pytest.raises(CheckpointError, match=message):
+        load_tensors(checkpoint, {"w": torch.zeros(100)})
+
+
+def test_the_state_is_not_read_if_it_is_damaged(checkpoint):
+    assert read_state(checkpoint) == {"step": 1}
+    (checkpoint / "state.json").write_text('{"step": 2}')
+    with pytest.raises(CheckpointError, match=r"state\.json is damaged"):
+        read_state(checkpoint)
+
+
+def test_a_header_is_not_parsed_before_its_hash_is_known(checkpoint, monkeypatch):
+    def opened(*_args, **_kwargs):
+        pytest.fail("opened")
+
+    monkeypatch.setattr("megalith.checkpoint.load.safe_open", opened)
+    (checkpoint / SHARD).write_bytes(b"x" * (checkpoint / SHARD).stat().st_size)
+    assert f"{SHARD}: its SHA-256 is not that of what was saved" in refusal(checkpoint)
+
+
+def verify_together(folder: Path) -> str:
+    full = torch.arange(64.0).reshape(16, 4)
+    tensor = distribute_tensor(full, init_device_mesh("cpu", (4,)), [Shard(0)], src_data_rank=None)
+    path = save_checkpoint(folder, 1, {"w": tensor}, {}, keep=1)
+    verify_checkpoint(path)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for rank in (1, 3):
+            file = path / f"shard-{rank:05}-of-00004.safetensors"
+            content = file.read_bytes()
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    dist.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        verify_checkpoint(path)
+    return str(caught.value)
+
+
+def test_ranks_share_the_work_and_the_verdict(tmp_path):
+    verdicts = ranks(4, verify_together, tmp_path)
+    assert len(set(verdicts)) == 1
+    assert [line.split(":")[0].strip() for line in verdicts[0].splitlines() if "SHA-256" in line] == [
+        "shard-00001-of-00004.safetensors",
+        "shard-00003-of-00004.safetensors",
+    ]
+
+
+def count_hashed(path: Path) -> list[str]:
+    """The files that this rank hashes."""
+    hashed = []
+    digest = hashlib.file_digest
+    hashlib.file_digest = lambda file, kind: hashed.append(os.path.basename(file.name)) or digest(file, kind)
+    try:
+        verify_checkpoint(path)
+    finally:
+        hashlib.file_digest = digest
+    return hashed
+
+
+def test_each_file_is_hashed_on_one_rank(checkpoint):
+    first, second = ranks(2, count_hashed, checkpoint)
+    assert sorted(first + second) == ["index.json", SHARD, "state.json"]
+    assert first
+    assert second
