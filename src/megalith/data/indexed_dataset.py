@@ -1,0 +1,267 @@
+"""Tokens on disk in Megatron's two files: ``PREFIX.bin`` holds them end to end, ``PREFIX.idx`` says where each begins.
+
+Reads files that Megatron has written, and writes files that Megatron reads; the layout is in ``index_file.py``.
+``PREFIX.json`` beside them (``sidecar.py``) is ours.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from megalith.data.index_file import DTYPES, companion, map_file, read_index, write_index
+from megalith.data.sidecar import Sidecar
+from megalith.errors import DataError
+from megalith.storage import explained, fsync_folder
+
+__all__ = ["IndexedDataset", "IndexedDatasetBuilder", "best_dtype"]
+
+_MAX_SEQUENCE_LENGTH = 2**31 - 1  # tokens; lengths are int32 on disk
+
+
+def best_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The type that Megatron, too, chooses for tokens below ``vocab_size``: uint16 if they fit, else int32."""
+    return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
+
+
+class IndexedDataset:
+    """The sequences of ``prefix.bin``, mapped into memory and not read. Pickles as its path.
+
+    Args:
+        prefix: path of the two files without ``.bin`` and ``.idx``.
+
+    Attributes:
+        dtype: of the tokens on disk.
+        tokens: all of them in the order of the file, ``[num_tokens]``; a view of the map.
+        sequence_lengths: int32 ``[S]``, in tokens.
+        document_indices: int64 ``[N + 1]``; document d is sequences ``document_indices[d]`` to ``[d + 1]``.
+        sidecar: what the files were made from; None for files made elsewhere.
+
+    Raises:
+        DataError: a file is missing, damaged, of another format, or of another making than the ones beside it.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = Path(prefix)
+        index_path, bin_path = companion(self.prefix, ".idx"), companion(self.prefix, ".bin")
+        index = read_index(index_path)
+        self.dtype = index.dtype
+        self.sequence_lengths = index.lengths
+        self.document_indices = index.document_indices
+        self._offsets = index.offsets
+        content = map_file(bin_path)
+        if len(content) != index.num_bytes:
+            raise DataError(
+                f"{bin_path} should have the {index.num_bytes} bytes that {index_path.name} counts; it has "
+                f"{len(content)}: one of the two is cut short or of another making; copy or make both again"
+            )
+        self.tokens: NDArray[Any] = np.frombuffer(content, self.dtype)
+        self.sidecar = self._read_sidecar()
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[Path]]:
+        return IndexedDataset, (self.prefix,)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_indices) - 1
+
+    def document_starts(self) -> NDArray[np.int64]:
+        """int64 ``[N + 1]``: document d is ``tokens[starts[d]:starts[d + 1]]``."""
+        sequence_starts = np.append(self._offsets // self.dtype.itemsize, self.num_tokens)
+        return sequence_starts[self.document_indices]
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """``length`` tokens (None: all that follow) of sequence ``index`` from ``offset``; a view, not writable.
+
+        Raises IndexError when the sequence has no such tokens.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.prefix} has sequences 0 to {len(self) - 1}; asked for {index}")
+        available = int(self.sequence_lengths[index])
+        stop = available if length is None else offset + length
+        if not 0 <= offset <= stop <= available:
+            raise IndexError(f"sequence {index} of {self.prefix} has {available} tokens; asked for {offset} to {stop}")
+        start = int(self._offsets[index]) // self.dtype.itemsize
+        return self.tokens[start + offset : start + stop]
+
+    def _read_sidecar(self) -> Sidecar | None:
+        path = companion(self.prefix, ".json")
+        sidecar = Sidecar.read(path)
+        if sidecar is not None:
+            described = (sidecar.num_documents, sidecar.num_sequences, sidecar.num_tokens)
+            found = (self.num_documents, len(self), self.num_tokens)
+            if described != found:
+                raise DataError(
+                    f"{path} should describe the .bin and .idx beside it, of {found} documents, sequences and tokens; "
+                    f"it describes {described}: it belongs to other files; copy or make all three again"
+                )
+        return sidecar
+
+
+class IndexedDatasetBuilder:
+    """Writes ``prefix.bin``, ``.json`` and ``.idx`` in constant memory.
+
+    Everything goes to a scratch folder, and ``finalize`` moves the files into place, the ``.idx`` last: where there is
+    an ``.idx``, the other two are whole. Without ``finalize`` nothing appears.
+
+        with IndexedDatasetBuilder(prefix, best_dtype(vocab_size)) as builder:
+            for tokens in documents:
+                builder.add_document(tokens)
+            builder.finalize()
+
+    Args:
+        prefix: path of the files without their suffixes; its folder is made if absent.
+        dtype: of the tokens on disk, one of Megatron's eight.
+        scratch: a folder on the same disk for unfinished files; by default that of ``prefix``.
+
+    Raises:
+        DataError: there is a dataset at ``prefix`` already, or the type cannot be stored.
+        StorageError: here and in every method, the disk is full or may not be written.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: DTypeLike, *, scratch: Path | None = None) -> None:
+        self.prefix = Path(prefix)
+        self.dtype = np.dtype(dtype)
+        if self.dtype not in DTYPES.values():
+            names = ", ".join(known.name for known in DTYPES.values())
+            raise DataError(f"tokens can be stored as {names}; got {self.dtype.name}")
+        if companion(self.prefix, ".idx").exists():
+            raise DataError(f"{self.prefix} is a dataset already; choose another name, or move that one away")
+        with explained("write", self.prefix):
+            self.prefix.parent.mkdir(parents=True, exist_ok=True)
+            self._scratch = Path(tempfile.mkdtemp(prefix=f".{self.prefix.name}.", dir=scratch or self.prefix.parent))
+            self._bin, self._lengths, self._document_ends = (
+                (self._scratch / name).open("wb") for name in ("bin", "lengths", "document_ends")
+            )
+        self._open_tokens = 0  # in the sequence that is being written
+        self._document_tokens = 0
+        self.num_tokens = 0
+        self.num_sequences = 0
+        self.num_documents = 0
+        self.num_empty_documents = 0
+
+    def write(self, tokens: ArrayLike) -> None:
+        """Appends ``tokens`` [T] to the open sequence; cuts it where it would grow too long for the format.
+
+        Raises DataError for a token that the type on disk cannot hold.
+        """
+        given = np.asarray(tokens)
+        stored = given.astype(self.dtype)
+        if not np.array_equal(stored, given):
+            raise DataError(
+                f"tokens must fit in {self.dtype.name}; got {given.min()} to {given.max()}; choose a wider type, "
+                "as best_dtype(vocab_size) does"
+            )
+        while stored.size:
+            room = _MAX_SEQUENCE_LENGTH - self._open_tokens
+            with explained("write", companion(self.prefix, ".bin")):
+                self._bin.write(stored[:room].tobytes())
+            self._open_tokens += len(stored[:room])
+            stored = stored[room:]
+            if stored.size:
+                self.end_sequence()
+
+    def end_sequence(self) -> None:
+        """Closes the open sequence, which may have no tokens."""
+        with explained("write", companion(self.prefix, ".idx")):
+            self._lengths.write(self._open_tokens.to_bytes(4, "little"))
+        self.num_sequences += 1
+        self.num_tokens += self._open_tokens
+        self._document_tokens += self._open_tokens
+        self._open_tokens = 0
+
+    def end_document(self) -> None:
+        """Closes the document, and its open sequence if that has tokens."""
+        if self._open_tokens:
+            self.end_sequence()
+        with explained("write", companion(self.prefix, ".idx")):
+            self._document_ends.write(self.num_sequences.to_bytes(8, "little"))
+        self.num_documents += 1
+        self.num_empty_documents += not self._document_tokens
+        self._document_tokens = 0
+
+    def add_document(self, tokens: ArrayLike, sequence_lengths: Sequence[int] | None = None) -> None:
+        """One document of ``tokens`` [T], in sequences of the lengths given; by default in one (in none if T = 0)."""
+        given = np.asarray(tokens)
+        if sequence_lengths is None:
+            self.write(given)
+        else:
+            if min(sequence_lengths, default=0) < 0 or sum(sequence_lengths) != len(given):
+                raise DataError(f"sequence lengths must add up to {len(given)} tokens; got {list(sequence_lengths)}")
+            start = 0
+            for length in sequence_lengths:
+                self.write(given[start : start + length])
+                self.end_sequence()
+                start += length
+        self.end_document()
+
+    def add_dataset(self, dataset: IndexedDataset) -> None:
+        """Appends the documents of ``dataset``, which has the same dtype. Raises DataError if it has another."""
+        assert not self._open_tokens, "end the open document first"
+        if dataset.dtype != self.dtype:
+            raise DataError(
+                f"{dataset.prefix} holds {dataset.dtype.name}; it must hold {self.dtype.name} to be appended"
+            )
+        starts = dataset.document_starts()
+        with explained("write", self.prefix):
+            with companion(dataset.prefix, ".bin").open("rb") as file:
+                shutil.copyfileobj(file, self._bin, 1 << 20)
+            self._lengths.write(dataset.sequence_lengths.tobytes())
+            self._document_ends.write((dataset.document_indices[1:] + self.num_sequences).astype("<i8").tobytes())
+        self.num_tokens += dataset.num_tokens
+        self.num_sequences += len(dataset)
+        self.num_documents += dataset.num_documents
+        self.num_empty_documents += int(np.count_nonzero(np.diff(starts) == 0))
+
+    def finalize(self, **origin: Any) -> Sidecar:
+        """Publishes the files and returns what ``prefix.json`` says; ``origin`` are fields of ``Sidecar``."""
+        assert not self._open_tokens, "end the open document first"
+        sidecar = Sidecar(
+            num_documents=self.num_documents,
+            num_sequences=self.num_sequences,
+            num_tokens=self.num_tokens,
+            bin_bytes=self.num_tokens * self.dtype.itemsize,
+            num_empty_documents=self.num_empty_documents,
+            **origin,
+        )
+        with explained("write", self.prefix):
+            self._bin.flush()
+            os.fsync(self._bin.fileno())
+            for file in (self._bin, self._lengths, self._document_ends):
+                file.close()
+            write_index(self._scratch / "idx", self.dtype, self._scratch / "lengths", self._scratch / "document_ends")
+            sidecar.write(self._scratch / "json")
+            for name in ("bin", "json", "idx"):
+                os.replace(self._scratch / name, companion(self.prefix, f".{name}"))
+            fsync_folder(self.prefix.parent)
+        self.abandon()
+        return sidecar
+
+    def abandon(self) -> None:
+        """Removes what is not published."""
+        for file in (self._bin, self._lengths, self._document_ends):
+            with contextlib.suppress(OSError):  # a full disk refuses the last buffer once more
+                file.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def __enter__(self) -> "IndexedDatasetBuilder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abandon()

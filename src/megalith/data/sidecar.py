@@ -1,0 +1,65 @@
+"""``PREFIX.json``: what a pair of ``.bin`` and ``.idx`` was made from, and how much of it there is."""
+
+import json
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megalith.errors import DataError
+
+__all__ = ["Sidecar", "SourceRecord"]
+
+
+class SourceRecord(BaseModel):
+    """One input that the data were made from: its name, its files, their bytes on disk."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    num_files: int
+    bytes: int
+
+
+class Sidecar(BaseModel):
+    """The content of ``PREFIX.json``. Fields of later versions are ignored; files made elsewhere have no sidecar.
+
+    ``tokenizer`` is the path of a tokenizer.json from the folder of the sidecar, ``tokenizer_sha256`` the digest of its
+    bytes. ``text_bytes`` counts the text in UTF-8. ``job`` is the fingerprint of the command that made the files.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    num_documents: int
+    num_sequences: int
+    num_tokens: int
+    bin_bytes: int
+    num_empty_documents: int = 0
+    tokenizer: str | None = None
+    tokenizer_sha256: str | None = None
+    vocab_size: int | None = None
+    eod: int | None = None
+    text_bytes: int = 0
+    num_skipped_files: int = 0
+    sources: tuple[SourceRecord, ...] = ()
+    job: str | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> "Sidecar | None":
+        """The sidecar at ``path``; None if there is no such file. Raises DataError if it is damaged."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as error:
+            raise DataError(
+                f"{path} should describe the .bin and .idx beside it and cannot be read: {error}; copy it again from "
+                "where it was made, or delete it: the data are readable without"
+            ) from error
+
+    def write(self, path: Path) -> None:
+        """Writes ``path``, fsynced, not atomically: the caller publishes it."""
+        with path.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(self.model_dump(), indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
