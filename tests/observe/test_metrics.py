@@ -110,8 +110,8 @@ def test_a_rewrite_that_fails_leaves_the_old_file(tmp_path, without_tensorboard,
 def test_a_full_disk_is_a_storage_error(tmp_path, without_tensorboard):
     metrics = MetricsWriter(tmp_path, resumed_step=0)
     metrics.close()
-    metrics._file = Path("/dev/full").open("ab", buffering=0)
-    with metrics, pytest.raises(StorageError, match=r"metrics\.jsonl: No space left"):
+    refused = pytest.raises(StorageError, match=r"metrics\.jsonl: No space left")
+    with Path("/dev/full").open("ab", buffering=0) as metrics._file, refused:
         metrics.write({"step": 1})
 
 

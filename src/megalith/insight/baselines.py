@@ -1,0 +1,187 @@
+"""What a held-out loss is worth: that of a unigram and of an interpolated bigram, from the same tokens.
+
+    p(w)   = (c(w) + 1) / (N + V)
+    p(w|v) = weight c(v,w) / c(v) + (1 - weight) p(w),   and p(w) where v was never seen
+
+Jelinek and Mercer 1980; Chen and Goodman 1998 ("An empirical study of smoothing techniques for language modeling",
+section 2.3). V is the vocabulary, N the number of tokens counted. The weight is fitted by expectation maximisation on
+one block of tokens in twenty while the counts hold the other nineteen; then the counts take that one in too. Adding
+one keeps every probability above zero.
+
+Documents are one stream, as the model reads them: the first token of a document is predicted from the last of the one
+before, and only the very first token is not predicted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.errors import DataError
+
+__all__ = ["BaselineLosses", "InterpolatedBigram", "PairCounts", "TokenSequences", "baseline_losses"]
+
+Tokens = NDArray[np.int64]
+Probabilities = NDArray[np.float64]
+
+_CHUNK = 1 << 20  # tokens in memory at once
+_BLOCK = 1 << 14  # tokens in a row that the fit sees; long, so that it meets text unlike what was counted
+_ONE_IN = 20  # blocks
+_MOST_FITTED = 1 << 20  # tokens, whatever the size of the data
+
+
+class TokenSequences(Protocol):
+    """Part of what an ``IndexedDataset`` offers."""
+
+    @property
+    def sequence_lengths(self) -> NDArray[Any]: ...
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]: ...
+
+
+@dataclass(frozen=True)
+class BaselineLosses:
+    """Losses in nats per token, over every held-out token but the first."""
+
+    unigram: float
+    bigram: float
+    num_tokens: int
+    bigram_weight: float
+
+
+@dataclass(frozen=True)
+class PairCounts:
+    """How often tokens stood one after the other; its memory grows with the number of different pairs only."""
+
+    vocab_size: int
+    counts: NDArray[np.int64]  # [V], tokens that something precedes
+    preceding: NDArray[np.int64]  # [V], tokens that something follows
+    pairs: NDArray[np.int64]  # different pairs (v, w) as v V + w, sorted
+    pair_counts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, previous: Tokens, tokens: Tokens, vocab_size: int) -> "PairCounts":
+        """Counts of the pairs (``previous[i]``, ``tokens[i]``), both [T]."""
+        pairs, pair_counts = np.unique(previous * vocab_size + tokens, return_counts=True)
+        counts, preceding = (np.bincount(side, minlength=vocab_size) for side in (tokens, previous))
+        return cls(vocab_size, counts, preceding, pairs, pair_counts)
+
+    def __add__(self, other: "PairCounts") -> "PairCounts":
+        pairs, places = np.unique(np.concatenate([self.pairs, other.pairs]), return_inverse=True)
+        pair_counts = np.zeros(len(pairs), np.int64)
+        np.add.at(pair_counts, places, np.concatenate([self.pair_counts, other.pair_counts]))
+        counts, preceding = self.counts + other.counts, self.preceding + other.preceding
+        return PairCounts(self.vocab_size, counts, preceding, pairs, pair_counts)
+
+    def __getitem__(self, keys: Tokens) -> NDArray[np.int64]:
+        """The count of each of ``keys`` v V + w [T], zero where the pair was never seen."""
+        found = np.searchsorted(self.pairs, keys)
+        # past the last pair stands a key that is none, with the count of none
+        return np.where(np.append(self.pairs, -1)[found] == keys, np.append(self.pair_counts, 0)[found], 0)
+
+
+@dataclass(frozen=True)
+class InterpolatedBigram:
+    """The probabilities of the module's formulas."""
+
+    counts: PairCounts
+    weight: float = 0.5
+
+    def unigram(self, tokens: Tokens) -> Probabilities:
+        """p(w) of each of ``tokens`` [T]."""
+        counts = self.counts.counts
+        return np.asarray((counts[tokens] + 1.0) / (counts.sum() + self.counts.vocab_size))
+
+    def bigram(self, previous: Tokens, tokens: Tokens) -> Probabilities:
+        """p(w|v) of each pair [T]."""
+        unigram, together, known = self._parts(previous, tokens)
+        return np.where(known, self.weight * together + (1 - self.weight) * unigram, unigram)
+
+    def fitted(self, previous: Tokens, tokens: Tokens) -> "InterpolatedBigram":
+        """This model with the weight that makes these pairs [T], which it must not have counted, likeliest."""
+        unigram, together, known = self._parts(previous, tokens)
+        unigram, together = unigram[known], together[known]
+        weight = self.weight
+        for _ in range(200 if known.any() else 0):
+            # how likely the bigram, rather than the unigram, brought each token forth; the mean is the new weight
+            share = float(np.mean(weight * together / (weight * together + (1 - weight) * unigram)))
+            change, weight = abs(share - weight), share
+            if change < 1e-7:
+                break
+        return replace(self, weight=weight)
+
+    def _parts(self, previous: Tokens, tokens: Tokens) -> tuple[Probabilities, Probabilities, NDArray[np.bool_]]:
+        """p(w), c(v,w) / c(v), and whether v was ever seen; each [T]."""
+        preceding = self.counts.preceding[previous]
+        together = self.counts[previous * self.counts.vocab_size + tokens] / np.maximum(preceding, 1)
+        return self.unigram(tokens), together, preceding > 0
+
+
+def baseline_losses(train: TokenSequences, held_out: TokenSequences, vocab_size: int) -> BaselineLosses:
+    """What both baselines, counted on ``train``, lose on ``held_out``.
+
+    Reads each once, a million tokens at a time. Raises DataError for too few tokens or one beyond the vocabulary.
+    """
+    model = _fit(train, vocab_size)
+    unigram = bigram = 0.0
+    num_tokens = 0
+    for previous, tokens in _pairs(held_out, vocab_size):
+        unigram -= float(np.log(model.unigram(tokens)).sum())
+        bigram -= float(np.log(model.bigram(previous, tokens)).sum())
+        num_tokens += len(tokens)
+    if num_tokens == 0:
+        raise DataError(
+            "the held-out data must have at least 2 tokens, one to predict from another; hold out more text"
+        )
+    return BaselineLosses(unigram / num_tokens, bigram / num_tokens, num_tokens, model.weight)
+
+
+def _fit(train: TokenSequences, vocab_size: int) -> InterpolatedBigram:
+    num_tokens = int(np.sum(train.sequence_lengths))
+    period = max(_ONE_IN, -(-num_tokens // _MOST_FITTED))
+    block = min(_BLOCK, (num_tokens - 1) // period)
+    if block < 1:
+        raise DataError(f"counting pairs needs more than {period} tokens of training data; got {num_tokens}")
+    none = np.zeros(0, np.int64)
+    counted = PairCounts.of(none, none, vocab_size)
+    kept: list[tuple[Tokens, Tokens]] = []
+    position = 0
+    for previous, tokens in _pairs(train, vocab_size):
+        blocks = (position + np.arange(len(tokens))) // block
+        position += len(tokens)
+        keep = blocks % period == period - 1
+        counted += PairCounts.of(previous[~keep], tokens[~keep], vocab_size)
+        kept.append((previous[keep], tokens[keep]))
+    previous, tokens = (np.concatenate(side) for side in zip(*kept, strict=True))
+    fitted = InterpolatedBigram(counted).fitted(previous, tokens)
+    return replace(fitted, counts=counted + PairCounts.of(previous, tokens, vocab_size))
+
+
+def _pairs(source: TokenSequences, vocab_size: int) -> Iterator[tuple[Tokens, Tokens]]:
+    """Every token of the stream but the first with the one before it, in stretches of about a million."""
+    waiting: list[NDArray[Any]] = []
+    size = 0
+    for index, length in enumerate(source.sequence_lengths.tolist()):
+        for offset in range(0, length, _CHUNK):
+            waiting.append(source.get(index, offset, min(_CHUNK, length - offset)))
+            size += len(waiting[-1])
+            if size > _CHUNK:
+                stream = _checked(waiting, vocab_size)
+                yield stream[:-1], stream[1:]
+                waiting, size = [stream[-1:]], 1
+    if size > 1:
+        stream = _checked(waiting, vocab_size)
+        yield stream[:-1], stream[1:]
+
+
+def _checked(pieces: list[NDArray[Any]], vocab_size: int) -> Tokens:
+    tokens: Tokens = np.concatenate(pieces).astype(np.int64)
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        wrong = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+        raise DataError(
+            f"tokens must be below the vocabulary's size {vocab_size}; found {wrong}; "
+            "give the size of the tokenizer that prepared this data"
+        )
+    return tokens

@@ -1,0 +1,70 @@
+"""Real text that every machine has: the source of the running Python's own standard library."""
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalith.errors import ConfigError, DataError
+
+__all__ = ["split_by_file", "standard_library_sources"]
+
+_SMALLEST = 2_000_000  # bytes; whole libraries have about 12 MB, Debian's python3-minimal under 1 MB
+# tests, what others have installed, and what the build of this very machine has left
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def standard_library_sources() -> list[Path]:
+    """The ``.py`` files of the standard library that are UTF-8, without its tests; sorted by path.
+
+    Raises DataError when there are under 2 MB of them, as with a Python that was installed in its smallest form.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    sources = []
+    size = 0
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT and not name.startswith("config-")]
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            text = path.read_bytes()
+            if _is_utf8(text):
+                sources.append(path)
+                size += len(text)
+    if size < _SMALLEST:
+        raise DataError(
+            f"the standard library in {root} should hold at least {_SMALLEST // 10**6} MB of source text; "
+            f"found {size / 1e6:.1f} MB in {len(sources)} files. Use a full Python (on Debian and Ubuntu: apt-get "
+            "install python3-full), or train on text of your own: megalith data prepare FILES... --out PREFIX"
+        )
+    return sorted(sources, key=lambda path: path.relative_to(root).as_posix())
+
+
+def split_by_file(files: Sequence[Path], fraction: float, seed: int) -> tuple[list[Path], list[Path]]:
+    """``files`` in two, (train, held out), each in the order given; ``fraction`` of the files is held out.
+
+    A keyed hash of a file's path below the folder that all share decides, so the split is the same wherever that
+    folder lies. Whole files, because the halves of one file are too much alike.
+    """
+    if not 0 < fraction < 1:
+        raise ConfigError(f"the fraction of files to hold out must be between 0 and 1; got {fraction}; use 0.05")
+    if len(files) < 2:
+        raise DataError(
+            f"at least 2 files are needed to hold one out; got {len(files)}; split the text into more files"
+        )
+    root = os.path.commonpath([path.parent for path in files])
+    key = seed.to_bytes(16, "little", signed=True)
+
+    def rank(path: Path) -> bytes:
+        return hashlib.blake2b(path.relative_to(root).as_posix().encode(), digest_size=16, key=key).digest()
+
+    count = min(max(1, round(fraction * len(files))), len(files) - 1)
+    held_out = set(sorted(files, key=rank)[:count])
+    return [path for path in files if path not in held_out], [path for path in files if path in held_out]
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,63 @@
+"""``RUN/report.html``: how a run went, as one page that needs no network, no script and no other file."""
+
+from html import escape
+from importlib import resources
+from pathlib import Path
+
+from megalith.errors import DataError, MissingDependencyError
+from megalith.insight.report_sections import sections, summary, tiles
+from megalith.insight.run_history import RunHistory, read_run
+from megalith.storage.atomic import write_text_atomic
+
+__all__ = ["write_report", "write_report_if_possible"]
+
+
+def write_report(run_folder: Path) -> Path:
+    """Write ``report.html`` into ``run_folder`` from what lies there (see run_history), and return its path.
+
+    Only metrics.jsonl must be there; a part without its file is left out.
+
+    Raises:
+        DataError: there is no record of a training step, or a file is damaged.
+        MissingDependencyError: matplotlib is not installed.
+        StorageError: the folder does not take the page.
+    """
+    page = run_folder / "report.html"
+    write_text_atomic(page, _page(read_run(run_folder)))
+    return page
+
+
+def write_report_if_possible(run_folder: Path | str) -> str:
+    """One line that says where the report is, or why there is none; a run that has trained does not fail for a page."""
+    try:
+        return f"report: {write_report(Path(run_folder))}"
+    except (DataError, MissingDependencyError) as error:
+        return f"no report: {error}"
+
+
+def _page(run: RunHistory) -> str:
+    style = resources.files("megalith.insight").joinpath("report.css").read_text(encoding="utf-8")
+    name = escape(run.name)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{name} · Megalith</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+<header>
+<p class="brand">Megalith</p>
+<h1>{name}</h1>
+<p class="summary">{summary(run)}</p>
+</header>
+<dl class="tiles">{tiles(run)}</dl>
+{sections(run)}
+</main>
+</body>
+</html>
+"""

@@ -1,0 +1,218 @@
+"""Line charts of a report as SVG that lives inside a page: its text in the page's font, its colours the page's own.
+
+matplotlib draws with colours that stand for the page's CSS variables, so that one drawing serves light and dark. Only
+``Figure`` is used, never pyplot, whose figures are the caller's.
+"""
+
+import html
+import io
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megalith import optional
+
+__all__ = ["Chart", "Level", "Line", "Mark", "is_spread_out", "smoothed", "svg"]
+
+# drawn colour: the page's variable that replaces it
+_VARIABLES = {
+    "#000001": "--ink",
+    "#000002": "--muted",
+    "#000003": "--line",
+    "#000004": "--series-1",
+    "#000005": "--series-2",
+    "#000006": "--series-3",
+}
+_COLOURS = {variable: drawn for drawn, variable in _VARIABLES.items()}
+_LABEL_ROOM = 130  # pixels between the labels of two marks
+
+
+@dataclass(frozen=True)
+class Line:
+    """Values over steps; a NaN is a gap."""
+
+    steps: Sequence[int]
+    values: Sequence[float]
+    colour: str = "--series-1"
+    width: float = 1.8
+    opacity: float = 1.0
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Level:
+    """A value that holds for all steps, with its name."""
+
+    label: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened after a step, with its name or ""."""
+
+    step: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What to draw; ``name`` is unique on its page, ``describe`` says it to who cannot see it."""
+
+    name: str
+    describe: str
+    lines: Sequence[Line]
+    levels: Sequence[Level] = ()
+    marks: Sequence[Mark] = ()
+    format_value: Callable[[float], str] = "{:.3g}".format
+    logarithmic: bool = False
+    from_zero: bool = False
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The mean around each of ``values``, over a thirtieth of them; centred, so nothing shifts. Skips NaN and inf."""
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    places = np.arange(len(values))
+    # towards both ends the window narrows: a lopsided one would bend the curve where it is steepest
+    reach = np.minimum(np.minimum(places, places[::-1]), len(values) // 60)
+    first, after = places - reach, places + reach + 1
+    with np.errstate(invalid="ignore"):
+        means = (sums[after] - sums[first]) / (counts[after] - counts[first])
+    return list(means.tolist())
+
+
+def is_spread_out(values: Sequence[float]) -> bool:
+    """Whether ``values`` are positive and a few tower so high over the rest that only a logarithm shows both."""
+    finite = [value for value in values if math.isfinite(value)]
+    return bool(finite) and min(finite) > 0 and max(finite) > 20 * float(np.median(finite))
+
+
+def svg(chart: Chart, width: int, height: int) -> str:
+    """``chart`` as an ``<svg>`` element that is legible from about ``width`` pixels up; "" when it has no finite value.
+
+    Raises MissingDependencyError without matplotlib.
+    """
+    if not any(math.isfinite(value) for line in chart.lines for value in line.values):
+        return ""
+    drawn = io.StringIO()
+    with _own_settings(chart.name):
+        _figure(chart, width, height).savefig(drawn, format="svg", transparent=True)
+    return _for_page(drawn.getvalue(), chart)
+
+
+@contextmanager
+def _own_settings(name: str) -> Iterator[None]:
+    """matplotlib as it comes, whatever the user has set; at the end it is set as before."""
+    matplotlib = _matplotlib()
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        # text as text: it stays sharp, can be searched, and takes the page's font
+        matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": name})
+        yield
+
+
+def _matplotlib() -> Any:
+    optional.need("matplotlib.figure")  # brings in ticker too; the package alone loads neither
+    return optional.need("matplotlib")
+
+
+def _figure(chart: Chart, width: int, height: int) -> Any:
+    figure = _matplotlib().figure.Figure(figsize=(width / 72, height / 72), dpi=72)
+    top = 26 if any(mark.label for mark in chart.marks) else 8
+    axes = figure.add_axes((46 / width, 26 / height, 1 - 56 / width, 1 - (26 + top) / height))
+    _style(axes, chart, width)
+    for line in chart.lines:
+        axes.plot(
+            line.steps,
+            line.values,
+            color=_COLOURS[line.colour],
+            linewidth=line.width,
+            alpha=line.opacity,
+            marker="o" if line.dots or len(line.values) == 1 else "",
+            markersize=4.5,
+            solid_joinstyle="round",
+        )
+    last_step = max(line.steps[-1] for line in chart.lines if line.steps)
+    axes.set_xlim(0, last_step * 1.01)
+    if chart.from_zero and not chart.logarithmic:
+        axes.set_ylim(bottom=0)
+    _annotate(axes, chart, last_step, width)
+    return figure
+
+
+def _style(axes: Any, chart: Chart, width: int) -> None:
+    ticker = _matplotlib().ticker
+    muted, line = _COLOURS["--muted"], _COLOURS["--line"]
+    for side in ("left", "top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(line)
+    axes.tick_params(which="both", length=0, labelsize=11.5, labelcolor=muted, pad=6)
+    axes.grid(axis="y", color=line, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.margins(y=0.08)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=max(3, width // 110), integer=True))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    if chart.logarithmic:
+        axes.set_yscale("log")
+    else:
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: chart.format_value(value)))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+
+
+def _annotate(axes: Any, chart: Chart, last_step: int, width: int) -> None:
+    ink, muted = _COLOURS["--ink"], _COLOURS["--muted"]
+    labelled_at = -math.inf
+    for mark in chart.marks:
+        axes.axvline(mark.step, color=ink, linewidth=1, linestyle=(0, (4, 3)))
+        pixel = mark.step / last_step * width
+        if mark.label and pixel - labelled_at > _LABEL_ROOM:
+            labelled_at = pixel
+            _write(axes, mark.label, (mark.step, 1), ("data", "axes fraction"), 6, _side(pixel, width), ink)
+    for level in chart.levels:
+        axes.axhline(level.value, color=muted, linewidth=1.2, linestyle=(0, (1.5, 2.5)))
+        text = f"{level.label} {chart.format_value(level.value)}"
+        _write(axes, text, (1, level.value), ("axes fraction", "data"), 4, "right", muted)
+
+
+def _write(
+    axes: Any, text: str, place: tuple[float, float], units: tuple[str, str], above: int, side: str, colour: str
+) -> None:
+    """``text`` ``above`` pixels over ``place``, as it stands: a dollar sign begins no formula."""
+    axes.annotate(
+        text,
+        place,
+        xycoords=units,
+        xytext=(0, above),
+        textcoords="offset points",
+        ha=side,
+        va="bottom",
+        color=colour,
+        fontsize=11.5,
+        parse_math=False,
+    )
+
+
+def _side(pixel: float, width: int) -> str:
+    """How text at ``pixel`` is aligned to stay inside."""
+    return "left" if pixel < _LABEL_ROOM / 2 else "right" if pixel > width - _LABEL_ROOM / 2 else "center"
+
+
+def _for_page(drawn: str, chart: Chart) -> str:
+    """The drawing as an element of an HTML page: no prologue, no rule for the whole page, no name used twice."""
+    text = drawn[drawn.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>", "", text, flags=re.DOTALL)
+    text = re.sub(r" font-family: [^;\"]*;?", "", text)
+    text = re.sub(r'<g id="[^"]*">', "<g>", text)
+    text = re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{chart.name}-", text).replace("xlink:href", "href")
+    text = re.sub("|".join(_VARIABLES), lambda found: f"var({_VARIABLES[found[0]]})", text)
+    (view_box,) = re.findall(r'viewBox="[^"]*"', text)[:1]
+    label = html.escape(chart.describe)
+    return re.sub(r"<svg[^>]*>", lambda _: f'<svg role="img" aria-label="{label}" {view_box}>', text, count=1)

@@ -1,0 +1,48 @@
+"""A layout drawn: one box a rank, ranks of one tensor parallel group side by side."""
+
+import re
+
+from megalith.topology.rank_grid import RankGrid
+
+__all__ = ["layout_svg"]
+
+_WIDTH, _HEIGHT, _GAP = 58, 66, 6  # of a box, in pixels
+_MOST_COLUMNS, _MOST_ROWS = 8, 4
+_COLOURS = 6  # series of the page
+
+
+def layout_svg(layout: str) -> str:
+    """The ranks of ``layout`` ("tp2 dp4") as an ``<svg>`` element; "" where it does not name both axes.
+
+    A column is a tensor parallel coordinate, and so a colour: these ranks hold the same slice of every weight. A row is
+    a data parallel coordinate. Of a large world the first rows and columns are drawn, and the rest is counted.
+    """
+    sizes = {axis: int(size) for axis, size in re.findall(r"\b(tp|dp)([1-9]\d*)\b", layout)}
+    if sizes.keys() != {"tp", "dp"}:
+        return ""
+    grid = RankGrid(sizes["tp"] * sizes["dp"], tensor=sizes["tp"])
+    rows = [row[:_MOST_COLUMNS] for row in grid.groups("tp")[:_MOST_ROWS]]
+    boxes = [_box(rank, grid) for row in rows for rank in row]
+    width = len(rows[0]) * (_WIDTH + _GAP) - _GAP
+    height = len(rows) * (_HEIGHT + _GAP) - _GAP
+    if len(boxes) < grid.world_size:
+        height += 24
+        boxes.append(
+            f'<text class="rest" x="0" y="{height - 4}">and {grid.world_size - len(boxes):,} more ranks</text>'
+        )
+    label = f"{grid.world_size} ranks: tensor parallel {sizes['tp']}, data parallel {sizes['dp']}"
+    return (
+        f'<svg class="layout" role="img" aria-label="{label}" viewBox="0 0 {width} {height}" '
+        f'style="max-width: {width}px">{"".join(boxes)}</svg>'
+    )
+
+
+def _box(rank: int, grid: RankGrid) -> str:
+    tp, dp = grid.position("tp", rank), grid.position("dp", rank)
+    x, y = tp * (_WIDTH + _GAP), dp * (_HEIGHT + _GAP)
+    return (
+        f'<g transform="translate({x} {y})" class="series-{tp % _COLOURS + 1}">'
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" rx="8"/>'
+        f'<text class="rank" x="{_WIDTH / 2:g}" y="22">rank {rank}</text>'
+        f'<text x="{_WIDTH / 2:g}" y="39">tp {tp}</text><text x="{_WIDTH / 2:g}" y="54">dp {dp}</text></g>'
+    )

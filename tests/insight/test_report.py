@@ -1,0 +1,181 @@
+"""report.html: one sound page with nothing from outside, whole or with parts missing."""
+
+import json
+import math
+import re
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+
+from megalith import optional
+from megalith.errors import DataError, MissingDependencyError
+from megalith.insight.report import write_report, write_report_if_possible
+from megalith.observe.metrics import MetricsWriter
+from tests.insight.run_folder import record, write_run
+
+VOID = {"meta", "br", "path", "rect", "use"}
+IMPLIED = {"td", "tr", "dd"}  # HTML closes these itself
+
+
+class Page(HTMLParser):
+    """A page taken apart: its tags, the text by the tag around it, what is open at the end."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.html, self.tags, self.attributes, self.text, self.open = html, [], [], "", []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in VOID | IMPLIED:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        if tag not in VOID | IMPLIED:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.text += data + "\n"
+
+
+def page_of(folder):
+    page = Page(write_report(folder).read_text(encoding="utf-8"))
+    assert not page.open
+    return page
+
+
+def page_with(folder, *records):
+    with MetricsWriter(folder, resumed_step=0) as metrics:
+        for each in records:
+            metrics.write(each)
+    return page_of(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "stdlib")
+
+
+def test_a_whole_run_shows_every_part(whole):
+    page = page_of(whole)
+    for part in (
+        "stdlib", "Held-out loss", "2.243", "perplexity 9.4", "1.50M", "4.01M", "0.971 below an interpolated bigram",
+        "Loss", "unigram 5.87", "interpolated bigram 3.21", "Against counting", "Learning rate", "Gradient norm",
+        "Throughput", "Layouts", "rank 1", "forward-backward", "optimizer", "other", "Samples", "import os",
+        "Machine and versions", "2.13.0+cpu", "Resolved settings", "hidden_size: 256",
+    ):  # fmt: skip
+        assert part in page.text, part
+
+
+def test_the_change_of_layout_is_marked_named_and_dated(whole):
+    page = page_of(whole)
+    assert "tp1 dp2 → tp2 dp1" in page.text
+    assert "The layout changed from tp1 dp2 to tp2 dp1 after step 584." in page.text
+    assert "steps 1 to 584" in page.text
+    assert "steps 585 to 730" in page.text
+
+
+def test_nothing_comes_from_outside_and_nothing_runs(whole):
+    page = page_of(whole)
+    assert not {"script", "link", "img", "iframe", "object", "image"} & set(page.tags)
+    assert not re.search(r"https?:|//\w|@import|url\((?!#)", page.html)
+    assert {value[0] for name, value in page.attributes if name in ("src", "href", "xlink:href")} <= {"#"}
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+
+
+def test_no_id_stands_twice(whole):
+    ids = [value for name, value in page_of(whole).attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+
+
+def test_text_from_the_run_is_escaped_wherever_it_appears(tmp_path):
+    evil = "</pre><script>alert('&')</script>\" onload=\"x"
+    folder = tmp_path / "<b>run & co"
+    folder.mkdir()
+    for name, content in {
+        "samples.json": [{"prompt": evil, "text": evil}],
+        "about.json": {evil: evil},
+        "evaluation.json": {"unigram_loss": evil, "bigram_loss": 3.0, "valid_loss": 2.0},
+    }.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    (folder / "config.yaml").write_text(f"run: {evil}\n", encoding="utf-8")
+    page = page_with(folder, record(1, layout=evil, time={evil: 0.1}), record(2, layout=evil + "2"))
+    assert "script" not in page.tags
+    assert "<b>run" not in page.html
+    assert not [name for name, _ in page.attributes if name == "onload"]
+    assert page.text.count("<script>alert('&')</script>") >= 8
+
+
+@pytest.mark.parametrize(
+    ("missing", "part"),
+    [
+        ("evaluation.json", "Against counting"),
+        ("samples.json", "Samples"),
+        ("about.json", "Machine and versions"),
+        ("config.yaml", "Resolved settings"),
+    ],
+)
+def test_a_part_without_its_file_is_left_out(whole, tmp_path, missing, part):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    assert part in page_of(folder).text
+    (folder / missing).unlink()
+    page = page_of(folder)
+    assert part not in page.text
+    assert "<pre></pre>" not in page.html
+    assert 'class="card"><h2></h2>' not in page.html
+
+
+def test_one_record_of_a_loss_alone_is_a_page(tmp_path):
+    page = page_with(tmp_path / "run", {"step": 1, "loss": 7.6})
+    assert "A model trained on 1 step." in page.text
+    assert page.tags.count("section") == 1
+    assert page.tags.count("svg") == 2  # for wide and for narrow windows
+    assert "nan" not in page.text
+
+
+def test_a_run_in_one_layout_speaks_of_no_change(tmp_path):
+    page = page_with(tmp_path / "run", record(1), record(2))
+    assert "change" not in page.text
+    assert "Layouts" not in page.text
+    assert "rank 1" in page.text
+
+
+def test_many_changes_are_counted_and_more_spans_than_colours_become_other(tmp_path):
+    time = {f"span {number}": 0.01 + number / 1000 for number in range(8)}
+    records = [record(step, layout=f"tp1 dp{step}", step_seconds=0.5, time=time) for step in (1, 2, 3, 4)]
+    page = page_with(tmp_path / "run", *records)
+    assert "The layout changed 3 times." in page.text
+    assert "span 2" in page.text
+    assert "span 1" not in page.text
+    assert "other" in page.text
+
+
+def test_losses_that_are_not_finite_are_said(tmp_path):
+    page = page_with(tmp_path / "run", record(1), record(2, loss=math.nan), record(3))
+    assert "The loss was not finite in 1 of 3 records." in page.text
+    page = page_with(tmp_path / "other", record(1, loss=math.nan))
+    assert "Learning rate" in page.text
+
+
+def test_a_run_without_records_has_no_report(tmp_path):
+    with pytest.raises(DataError, match="at least one training step"):
+        page_with(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+    assert write_report_if_possible(tmp_path).startswith("no report: ")
+
+
+def test_without_matplotlib_a_run_is_told_how_to_get_its_report(tmp_path, monkeypatch):
+    def missing(package):
+        raise MissingDependencyError(f"drawing needs {package}")
+
+    page_with(tmp_path, record(1))
+    assert write_report_if_possible(str(tmp_path)) == f"report: {tmp_path / 'report.html'}"
+    monkeypatch.setattr(optional, "need", missing)
+    assert write_report_if_possible(tmp_path) == "no report: drawing needs matplotlib.figure"

@@ -1,0 +1,92 @@
+"""A run's folder read and summed up."""
+
+import json
+import math
+
+import pytest
+
+from megalith.errors import DataError
+from megalith.insight.run_history import read_run
+from megalith.observe.metrics import MetricsWriter
+from tests.insight.run_folder import SETTINGS, record, write_run
+
+
+def run_of(folder, *records):
+    with MetricsWriter(folder, resumed_step=0) as metrics:
+        for each in records:
+            metrics.write(each)
+    return read_run(folder)
+
+
+def test_everything_in_a_folder_is_read(tmp_path):
+    run = read_run(write_run(tmp_path / "my run"))
+    assert run.name == "my run"
+    assert (run.training[0]["step"], run.training[-1]["step"]) == (4, 730)
+    assert [step for step, _ in run.evaluations] == [73 * n for n in range(1, 11)]
+    assert run.settings == SETTINGS
+    assert run.valid_loss == run.evaluation["valid_loss"] == 2.243
+    assert run.about["parameters"] == 4_012_288
+    assert len(run.samples) == 2
+
+
+def test_phases_are_steps_in_a_row_under_one_layout_and_means_weigh_steps(tmp_path):
+    def timed(step, layout, seconds, time):
+        return {"step": step, "loss": 1.0, "layout": layout, "step_seconds": seconds, "time": time}
+
+    run = run_of(
+        tmp_path,
+        timed(10, "tp1 dp2", 1.0, {"data": 0.1, "forward": 0.8, "forward/attention": 0.5}),
+        timed(40, "tp1 dp2", 3.0, {"data": 0.3, "forward": 1.6, "checkpoint": 0.0}),
+        timed(50, "tp2 dp1", 2.0, {"data": 0.2}),
+        timed(60, "tp1 dp2", 1.0, {}),
+    )
+    assert [(p.layout, p.first_step, p.last_step) for p in run.phases] == [
+        ("tp1 dp2", 1, 40),
+        ("tp2 dp1", 41, 50),
+        ("tp1 dp2", 51, 60),
+    ]
+    assert run.phases[0].step_seconds == pytest.approx((10 * 1.0 + 30 * 3.0) / 40)
+    assert run.phases[0].time == pytest.approx({"data": (1 + 9) / 40, "forward": (8 + 48) / 40})
+    assert run.seconds == pytest.approx(10 * 1.0 + 30 * 3.0 + 10 * 2.0 + 10 * 1.0)
+
+
+def test_a_run_may_hold_losses_alone(tmp_path):
+    run = run_of(tmp_path, {"step": 1, "loss": 7.5})
+    assert (run.samples, run.evaluations, run.settings, run.about, run.valid_loss) == ([], [], "", {}, None)
+    assert math.isnan(run.seconds)
+    assert run.column("lr") == ([], [])
+    assert run.last("tokens") is None
+    assert [phase.layout for phase in run.phases] == [""]
+
+
+def test_without_evaluation_json_the_last_evaluation_is_the_held_out_loss(tmp_path):
+    run = run_of(tmp_path, record(1), {"step": 1, "valid_loss": 3.0}, record(2), {"step": 2, "valid_loss": 2.5})
+    assert run.valid_loss == 2.5
+
+
+def test_columns_keep_numbers_and_nan_and_pass_over_null(tmp_path):
+    run = run_of(tmp_path, record(1, mfu=0.5), record(2), record(3, mfu=math.nan))
+    steps, values = run.column("mfu")
+    assert steps == [1, 3]
+    assert str(values) == "[0.5, nan]"
+
+
+@pytest.mark.parametrize("records", [[], [{"step": 1, "valid_loss": 2.0}]])
+def test_a_run_without_a_training_record_is_refused(tmp_path, records):
+    with pytest.raises(DataError, match=r"metrics\.jsonl should hold a record of at least one training step"):
+        run_of(tmp_path, *records)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("samples.json", "{", r"samples\.json should be JSON, and is not"),
+        ("samples.json", "{}", r"samples\.json should hold a list; it holds {}; remove it"),
+        ("evaluation.json", json.dumps([1]), r"evaluation\.json should hold an object; it holds \[1\]"),
+        ("about.json", "null", r"about\.json should hold an object; it holds None"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        run_of(tmp_path, record(1))
