@@ -1,0 +1,60 @@
+"""``megalith train``: from a recipe or YAML file and dotted overrides to a trained run folder."""
+
+import logging
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+__all__ = ["train"]
+
+Source = Annotated[
+    str | None,
+    typer.Argument(help="A recipe's name or a YAML file; left out, the recipes are listed.", metavar="RECIPE"),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Settings over it, such as optim.lr=3e-4 parallel.tensor=2.", metavar="[KEY=VALUE]..."),
+]
+
+
+def train(
+    source: Source = None,
+    overrides: Overrides = None,
+    nproc: Annotated[int, typer.Option(help="Ranks to start on this machine; torchrun starts them on several.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run, and end.")] = False,
+) -> None:
+    """Pretrain a model, or go on with a run.
+
+    The same command continues a run that was stopped: exit code 75 says that it was, and that its state is saved.
+    """
+    from megalith.training.preflight import preflight, resolve_source
+
+    tree_source, tree_overrides = resolve_source(source, overrides or [])
+    launched = "RANK" in os.environ
+    world_size = int(os.environ["WORLD_SIZE"]) if launched else nproc
+    config = preflight(tree_source, tree_overrides, world_size)
+    if dry_run:
+        from megalith.training.dry_run import describe
+
+        print(describe(config, world_size))
+        return
+    if nproc > 1 and not launched:
+        from megalith.training.launch import launch
+
+        raise typer.Exit(launch(nproc, ["train", tree_source, *tree_overrides]))
+
+    from megalith.cli.console import Console
+    from megalith.insight.report import write_report_if_possible
+    from megalith.training.loop import Outcome
+    from megalith.training.pretrain import pretrain
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    console = Console()
+    outcome = pretrain(config, console.show, console.show_progress)
+    console.close()
+    if os.environ.get("RANK", "0") == "0":
+        console.show(write_report_if_possible(config.run))
+    if outcome is Outcome.STOPPED:
+        raise typer.Exit(75)

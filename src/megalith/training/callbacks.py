@@ -1,0 +1,135 @@
+"""What happens around the steps of a run: metrics, evaluation, checkpoints. Each reads its own settings, once."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from megalith.data.gpt_dataset import EvaluationDataset
+from megalith.observe.peak import peak_flops
+
+from megalith.observe.flops import flops_per_token
+from megalith.observe.metrics import MetricsWriter
+from megalith.observe.progress import progress_line
+from megalith.training.evaluation import evaluate
+from megalith.training.loop import Callback, FinishedStep, Outcome
+from megalith.training.resume import save
+from megalith.training.run import Run
+
+__all__ = ["Checkpoints", "HeldOutLoss", "Metrics"]
+
+log = logging.getLogger(__name__)
+
+
+class Metrics(Callback):
+    """Writes a record of every step to metrics.jsonl, and shows a line every ``train.log_every`` steps; rank 0 only.
+
+    ``show`` takes a line that stays, ``show_progress`` one that the next may replace.
+    """
+
+    def __init__(self, run: Run, show: Callable[[str], None], show_progress: Callable[[str], None]) -> None:
+        self.show = show
+        self.show_progress = show_progress
+        self.every = run.config.train.log_every
+        self.first_step = run.state.step
+        self.seconds = 0.0
+        self.writer = MetricsWriter(run.folder, resumed_step=run.state.step) if dist.get_rank() == 0 else None
+        vocab_size = run.config.model.vocab_size
+        assert vocab_size is not None, "preflight has settled it"
+        self.flops_per_token = flops_per_token(run.config.model, vocab_size, run.config.data.seq_length)
+        self.peak_flops = peak_flops(run.device, run.config.precision.dtype)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Adds one record, on rank 0."""
+        if self.writer is not None:
+            self.writer.write(record)
+
+    def on_step(self, run: Run, finished: FinishedStep) -> None:
+        result, state = finished.result, run.state
+        self.seconds += finished.seconds
+        tokens_per_second = result.num_tokens / finished.seconds
+        peak = None if self.peak_flops is None else self.peak_flops * dist.get_world_size()
+        record = {
+            "step": state.step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens": state.consumed_tokens,
+            "tokens_per_second": tokens_per_second,
+            "step_seconds": finished.seconds,
+            "mfu": None if peak is None else tokens_per_second * self.flops_per_token / peak,
+            "consumed_samples": state.consumed_samples,
+            "layout": run.layout,
+            "skipped": result.skipped,
+            "time": finished.spans,
+        }
+        if run.loss_scale is not None:
+            record["loss_scale"] = run.loss_scale.scale
+        self.write(record)
+        if result.skipped and run.loss_scale is None:
+            log.warning("step %d skipped: loss %s, gradient norm %s", state.step, result.loss, result.grad_norm)
+        if state.step % self.every == 0 or state.step == run.config.train.steps:
+            left = self.seconds / (state.step - self.first_step) * (run.config.train.steps - state.step)
+            steps = run.config.train.steps
+            line = progress_line(state.step, steps, result.loss, tokens_per_second, left, result.lr, result.grad_norm)
+            self.show_progress(line)
+
+    def on_end(self, run: Run, outcome: Outcome) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+class HeldOutLoss(Callback):
+    """Evaluates on ``data.valid`` every ``train.eval_every`` steps, and after the last."""
+
+    def __init__(self, run: Run, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self.every: int | None = None
+        self.max_samples: int | None = None
+        self.dataset: EvaluationDataset | None = None
+        data, train = run.config.data, run.config.train
+        # read only where they count: without data.valid, setting them is an error
+        if data.valid is not None:
+            self.every, self.max_samples = train.eval_every, train.eval_samples
+            self.dataset = EvaluationDataset(data.valid, data.seq_length, mask_eod=data.eod_mask_loss)
+
+    def on_step(self, run: Run, finished: FinishedStep) -> None:
+        last = run.state.step == run.config.train.steps
+        if self.dataset is None or not (last or (self.every is not None and run.state.step % self.every == 0)):
+            return
+        with run.timers("evaluation"):
+            evaluation = evaluate(
+                run.model,
+                self.dataset,
+                run.make_inputs,
+                run.config.train.micro_batch_size,
+                max_samples=self.max_samples,
+                dp_rank=run.pg_collection.dp_rank,
+                dp_size=run.pg_collection.dp_size,
+            )
+        step, loss, num_tokens = run.state.step, evaluation.loss, evaluation.num_tokens
+        self.metrics.write({"step": step, "valid_loss": loss, "valid_tokens": num_tokens})
+        self.metrics.show(f"step {step}  held-out loss {loss:.4f} over {num_tokens:,} tokens")
+
+
+class Checkpoints(Callback):
+    """Saves every ``checkpoint.every`` steps and wherever the run ends, once a step."""
+
+    def __init__(self, run: Run) -> None:
+        self.every, self.keep = run.config.checkpoint.every, run.config.checkpoint.keep
+        self.saved_step = run.state.step
+
+    def on_step(self, run: Run, finished: FinishedStep) -> None:
+        if self.every is not None and run.state.step % self.every == 0:
+            self._save(run)
+
+    def on_end(self, run: Run, outcome: Outcome) -> None:
+        if run.state.step != self.saved_step:
+            self._save(run)
+
+    def _save(self, run: Run) -> None:
+        with run.timers("checkpoint"):
+            path = save(run, self.keep)
+        self.saved_step = run.state.step
+        if dist.get_rank() == 0:
+            log.info("saved %s", path)

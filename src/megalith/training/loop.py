@@ -1,0 +1,66 @@
+"""The loop: batches in, steps, and what happens around them as callbacks."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from megalith.resilience.stop_request import StopRequest
+from megalith.training.run import Run
+from megalith.training.step import StepResult, agree, train_step
+
+__all__ = ["Callback", "FinishedStep", "Outcome", "train"]
+
+
+class Outcome(Enum):
+    """How a run ended: every step done, or stopped on request with its state saved."""
+
+    DONE = "done"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """What a step did, how long it took, waiting for data included, and where that time went."""
+
+    result: StepResult
+    seconds: float
+    spans: dict[str, float]
+
+
+class Callback:
+    """What may happen around steps. Every rank calls every callback, so one may hold a collective."""
+
+    def on_step(self, run: Run, finished: FinishedStep) -> None:
+        """After each step; ``run.state`` counts it already."""
+
+    def on_end(self, run: Run, outcome: Outcome) -> None:
+        """Once, after the last step or at the boundary where the run was asked to stop."""
+
+
+def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest) -> Outcome:
+    """Trains until ``train.steps``, or until any rank is asked to stop."""
+    outcome = Outcome.DONE
+    while run.state.step < run.config.train.steps:
+        started, before = time.perf_counter(), run.timers.totals()
+        consumed = run.state.consumed_samples
+        with run.timers("data"):
+            micro_batches = run.loader.batch(consumed, *_sizes(run, consumed))
+        agreed = agree(run, micro_batches, stop.reason is not None)
+        if agreed.stop:
+            outcome = Outcome.STOPPED
+            break
+        next_one = consumed + run.microbatches.global_batch_size(consumed)
+        run.loader.prefetch(next_one, *_sizes(run, next_one))
+        result = train_step(run, micro_batches, agreed.num_tokens)
+        spans = {name: seconds - before.get(name, 0.0) for name, seconds in run.timers.totals().items()}
+        finished = FinishedStep(result, time.perf_counter() - started, spans)
+        for callback in callbacks:
+            callback.on_step(run, finished)
+    for callback in callbacks:
+        callback.on_end(run, outcome)
+    return outcome
+
+
+def _sizes(run: Run, consumed: int) -> tuple[int, int]:
+    return run.microbatches.global_batch_size(consumed), run.config.train.micro_batch_size

@@ -1,0 +1,71 @@
+"""The main job: a resolved config in, a trained run folder out."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megalith.config import RunConfig, dump_yaml, unread
+from megalith.errors import ConfigError
+from megalith.resilience.stop_request import StopRequest
+from megalith.storage.atomic import write_text_atomic
+from megalith.storage.run_lock import RunLock
+from megalith.training.callbacks import Checkpoints, HeldOutLoss, Metrics
+from megalith.training.loop import Outcome, train
+from megalith.training.process_group import choose_device, process_group, together
+from megalith.training.resume import resume_or_load
+from megalith.training.setup import build_run
+
+__all__ = ["pretrain"]
+
+
+def pretrain(config: RunConfig, show: Callable[[str], None], show_progress: Callable[[str], None]) -> Outcome:
+    """Trains as ``config``, which preflight has resolved, says; every rank calls it.
+
+    Writes into the folder ``config.run``: config.yaml, metrics.jsonl, checkpoints/. ``show`` takes lines for a
+    person to read, ``show_progress`` lines of which the next may replace the last; both are called on rank 0.
+
+    Raises:
+        MegalithError: on every rank; nothing that was there before is lost.
+    """
+    device = choose_device()
+    # the clock of the time limit starts here, so that set-up counts too
+    stop = StopRequest(config.train.time_limit)
+    with process_group(device), _locked(Path(config.run)), stop:
+        if dist.get_rank() != 0:
+            show = show_progress = _say_nothing
+        run = build_run(config, device)
+        show(resume_or_load(run))
+        metrics = Metrics(run, show, show_progress)
+        callbacks = [metrics, HeldOutLoss(run, metrics), Checkpoints(run)]
+        _refuse_unread(config)
+        with together():
+            if dist.get_rank() == 0:
+                write_text_atomic(run.folder / "config.yaml", dump_yaml(config))
+        outcome = train(run, callbacks, stop)
+        if outcome is Outcome.STOPPED:
+            show(f"saved at step {run.state.step}; the same command goes on from there")
+        return outcome
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The run's folder is this run's alone; rank 0 holds the lock, all ranks hear of a refusal."""
+    with ExitStack() as held:
+        with together():
+            if dist.get_rank() == 0:
+                held.enter_context(RunLock(folder))
+        yield
+
+
+def _refuse_unread(config: RunConfig) -> None:
+    """What was set and nothing has read has no effect: all that reads settings is built by now."""
+    if fields := unread(config):
+        raise ConfigError(
+            f"set, but with no effect in this run: {', '.join(fields)}; remove them, or set what would make them count"
+        )
+
+
+def _say_nothing(line: str) -> None:
+    """What ranks other than 0 say."""

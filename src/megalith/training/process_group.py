@@ -1,0 +1,63 @@
+"""Starts torch.distributed for a run, and lets ranks fail together."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from megalith.errors import MegalithError
+
+__all__ = ["choose_device", "process_group", "together", "world_size_from_environment"]
+
+
+def world_size_from_environment() -> int:
+    """The number of ranks that torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def choose_device() -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """The default process group: torchrun's, or one of this process alone. One that exists already is left as it is."""
+    if dist.is_initialized():
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """A MegalithError inside, on any rank, is raised on every rank at the end of the block.
+
+    For work that needs no collective: a rank that fails alone would leave the others waiting in their next one.
+    """
+    error: MegalithError | None = None
+    try:
+        yield
+    except MegalithError as raised:
+        error = raised
+    errors: list[MegalithError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    if error is not None:
+        raise error
+    for rank, other in enumerate(errors):
+        if other is not None:
+            raise type(other)(f"rank {rank}: {other}")

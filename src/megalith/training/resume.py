@@ -1,0 +1,58 @@
+"""Where a run begins: at its own newest checkpoint, at the weights of another, or at nothing."""
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megalith.checkpoint.folders import find_checkpoint, set_aside_damaged
+from megalith.checkpoint.load import load_tensors, read_state
+from megalith.checkpoint.save import save_checkpoint
+from megalith.checkpoint.verify import verify_checkpoint
+from megalith.errors import CheckpointError
+from megalith.training.process_group import together
+from megalith.training.run import Run
+
+__all__ = ["resume_or_load", "save"]
+
+
+def save(run: Run, keep: int) -> Path:
+    """Writes a checkpoint of this step and keeps the newest ``keep``; collective over all ranks."""
+    return save_checkpoint(run.checkpoints, run.state.step, run.tensors(), run.state_dict(), keep=keep)
+
+
+def resume_or_load(run: Run) -> str:
+    """Brings ``run`` to where it begins and says in one line what it did.
+
+    ``resume=auto`` continues from the newest complete checkpoint in the run's folder. One that is damaged is set aside
+    under another name, said so, and the one before it is taken. Without any, ``load`` gives the first weights, or the
+    seed does.
+
+    Raises:
+        CheckpointError: on every rank; what was found belongs to another model or seed, or ``load`` is damaged.
+    """
+    said = []
+    resume, load = run.config.resume, run.config.load
+    while resume == "auto" and (path := _newest(run)) is not None:
+        try:
+            verify_checkpoint(path)
+        except CheckpointError as error:
+            aside = set_aside_damaged(path)
+            said.append(f"{error}; it is kept as {aside.name}")
+            continue
+        state = read_state(path)
+        load_tensors(path, run.tensors(), verify=False)
+        with together():
+            run.load_state_dict(state)
+        return "; ".join([*said, f"resumed from {path} at step {run.state.step}, now in layout {run.layout}"])
+    if load is not None:
+        path = Path(load)
+        load_tensors(path, run.weights(), only=lambda name: not name.startswith("optimizer."))
+        return "; ".join([*said, f"started at step 0 from the weights of {path}, in layout {run.layout}"])
+    return "; ".join([*said, f"started at step 0 from seed {run.config.train.seed}, in layout {run.layout}"])
+
+
+def _newest(run: Run) -> Path | None:
+    """Rank 0's view, so that all ranks take the same checkpoint."""
+    found = [find_checkpoint(run.checkpoints) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]

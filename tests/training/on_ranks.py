@@ -1,0 +1,43 @@
+"""The first steps of a run as the product computes them, on this rank of whatever process group there is."""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megalith.config import load_run
+from megalith.parallel.parameters import declared_parameters
+from megalith.training.run import Run
+from megalith.training.setup import build_run
+from megalith.training.step import agree, train_step
+from tests.training.reference import Trajectory
+
+
+def first_steps(tree: dict[str, Any], world_size: int, num_steps: int = 2) -> Trajectory:
+    """Builds the run on every rank and takes its first steps; the tensors are gathered from all ranks."""
+    run = build_run(load_run(tree, world_size=world_size), torch.device("cpu"))
+    found = Trajectory(initial=_weights(run))
+    update = run.optimizer.step
+
+    def recording_step() -> None:
+        found.gradients.append({name: _whole(p.grad) for name, p, _ in declared_parameters(run.model)})
+        update()
+
+    run.optimizer.step = recording_step
+    for _ in range(num_steps):
+        consumed = run.state.consumed_samples
+        sizes = run.microbatches.global_batch_size(consumed), run.config.train.micro_batch_size
+        micro_batches = run.loader.batch(consumed, *sizes)
+        result = train_step(run, micro_batches, agree(run, micro_batches, stop=False).num_tokens)
+        found.losses.append(result.loss)
+        found.norms.append(result.grad_norm)
+    found.final = _weights(run)
+    return found
+
+
+def _weights(run: Run) -> dict[str, torch.Tensor]:
+    return {name: _whole(parameter) for name, parameter, _ in declared_parameters(run.model)}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

@@ -1,0 +1,97 @@
+"""What a run must compute, written a second time: one process, no sharding, no micro-batches, torch's own optimizer."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.config import RunConfig, load_run
+from megalith.data.gpt_dataset import GPTDataset
+from megalith.models.gpt_model import GPTModel
+from megalith.numerics.dropout import DropoutKey
+from megalith.numerics.tolerance import LAYOUT_FLOAT64, gradient_error
+from megalith.packed_seq_params import PackedSeqParams
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.transformer.build_options import BuildOptions
+
+
+@dataclass
+class Trajectory:
+    """Per step: loss, gradient norm before clipping, gradients after it; and the weights before and after all steps."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    final: dict[str, Tensor] = field(default_factory=dict)
+
+
+def reference(tree: dict[str, Any], num_steps: int = 2) -> Trajectory:
+    """The first steps of the run that ``tree`` describes, each global batch in one forward."""
+    config = load_run(tree)
+    torch.manual_seed(0)
+    model = GPTModel(
+        config.model, BuildOptions(ProcessGroupCollection.single(), torch.float64), seed=config.train.seed
+    )
+    named = dict(model.named_parameters())
+    decayed = [p for p in named.values() if p.ndim > 1]
+    plain = [p for p in named.values() if p.ndim == 1]
+    optim = config.optim
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    dataset = GPTDataset(config.data.train, config.data.seq_length, config.train.seed)
+    found = Trajectory(initial={name: p.detach().clone() for name, p in named.items()})
+    for step in range(num_steps):
+        loss = _loss(model, config, dataset, step)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm or float("inf"))
+        found.losses.append(loss.item())
+        found.norms.append(norm.item())
+        found.gradients.append({name: p.grad.clone() for name, p in named.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    found.final = {name: p.detach().clone() for name, p in named.items()}
+    return found
+
+
+def _loss(model: GPTModel, config: RunConfig, dataset: GPTDataset, step: int) -> Tensor:
+    G, S = config.train.global_batch_size, config.data.seq_length
+    samples = [dataset[step * G + row] for row in range(G)]
+    tokens, labels = (torch.tensor([list(getattr(s, name)) for s in samples]) for name in ("tokens", "labels"))
+    packed = positions = None
+    if config.data.reset_attention_mask or config.data.reset_position_ids:
+        # documents again, from the tokens themselves: a new one begins after each end-of-document token
+        starts = torch.nn.functional.pad(tokens[:, :-1] == 0, (1, 0)).long()
+        documents = starts.cumsum(1)
+        if config.data.reset_attention_mask:
+            packed = PackedSeqParams.from_documents(documents)
+        if config.data.reset_position_ids:
+            first = torch.where(starts.bool(), torch.arange(S), 0).cummax(1).values
+            positions = torch.arange(S) - first
+    key = None
+    if config.model.hidden_dropout or config.model.attention_dropout:
+        key = DropoutKey(config.train.seed, step, torch.arange(G * S).view(G, S))
+    losses = model(tokens, labels=labels, position_ids=positions, packed_seq_params=packed, dropout_key=key)
+    counted = tokens != 0 if config.data.eod_mask_loss else torch.ones_like(tokens, dtype=torch.bool)
+    return losses[counted].sum() / counted.sum()
+
+
+def differences(got: Trajectory, want: Trajectory) -> list[str]:
+    """Everything in which ``got`` is further from ``want`` than the promise allows, by name."""
+    wrong = [name for name in want.initial if not torch.equal(got.initial[name], want.initial[name])]
+    found = [f"initial {name}" for name in wrong]
+    for step, (loss, norm) in enumerate(zip(want.losses, want.norms, strict=True)):
+        if not abs(got.losses[step] - loss) <= LAYOUT_FLOAT64 * abs(loss):
+            found.append(f"loss of step {step}: {got.losses[step]} for {loss}")
+        if not abs(got.norms[step] - norm) <= LAYOUT_FLOAT64 * norm:
+            found.append(f"norm of step {step}: {got.norms[step]} for {norm}")
+        found += _apart(f"gradient {step}", got.gradients[step], want.gradients[step])
+    return found + _apart("final", got.final, want.final)
+
+
+def _apart(what: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
+    all_norm = torch.stack([tensor.norm() for tensor in want.values()]).norm().item()
+    assert got.keys() == want.keys()
+    errors = {name: float(gradient_error(got[name], tensor, all_norm)) for name, tensor in want.items()}
+    return [f"{what} {name}: {error:.1e}" for name, error in errors.items() if not error < LAYOUT_FLOAT64]

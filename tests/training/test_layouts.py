@@ -1,0 +1,86 @@
+"""The first promise: every layout computes what one process does. Float64, gloo ranks, against plain torch."""
+
+from typing import Any
+
+import pytest
+
+from tests.rank_pool import ranks
+from tests.tiny_run import GPT2, settings
+from tests.training.on_ranks import first_steps
+from tests.training.reference import Trajectory, differences, reference
+
+Layout = tuple[int, dict[str, Any]]
+
+
+def layout(world_size: int, tensor: int = 1, replicate: int = 1, shard: int = -1, **groups: Any) -> Layout:
+    sequence = groups.pop("sequence", False)
+    parallel = {"tensor": tensor, "replicate": replicate, "shard": shard, "sequence": sequence}
+    return world_size, {"parallel": parallel, **groups}
+
+
+PACKED = {"reset_attention_mask": True, "reset_position_ids": True}
+LAYOUTS: dict[str, Layout] = {
+    "one rank": layout(1),
+    "one rank, one row at a time": layout(1, train={"micro_batch_size": 1}),
+    "shard 2": layout(2, shard=2),
+    "replicate 2": layout(2, replicate=2, shard=1),
+    "tensor 2": layout(2, tensor=2),
+    "tensor 2, sequence": layout(2, tensor=2, sequence=True),
+    "tensor 2, sequence, packed, recompute": layout(
+        2, tensor=2, sequence=True, data=PACKED, train={"recompute": "full", "micro_batch_size": 1}
+    ),
+    "shard 4, accumulation": layout(4, shard=4, train={"micro_batch_size": 1}),
+    "hybrid 2 x 2": layout(4, replicate=2, shard=2),
+    "tensor 4": layout(4, tensor=4),
+    "tensor 4, sequence, one micro-batch": layout(4, tensor=4, sequence=True, train={"micro_batch_size": 8}),
+    "tensor 2 x shard 2, selective": layout(4, tensor=2, shard=2, train={"recompute": "selective"}),
+    "tensor 2 x shard 2, sequence, packed": layout(4, tensor=2, shard=2, sequence=True, data=PACKED),
+    "tensor 2 x replicate 2, sequence, accumulation": layout(
+        4, tensor=2, replicate=2, shard=1, sequence=True, train={"micro_batch_size": 1}
+    ),
+}
+# a sample of them for the other shape, whose dropout, biases, tied weights and learned positions the first lacks
+FOR_GPT2 = [
+    "one rank, one row at a time",
+    "shard 2",
+    "tensor 2",
+    "tensor 2, sequence, packed, recompute",
+    "hybrid 2 x 2",
+    "tensor 4, sequence, one micro-batch",
+    "tensor 2 x shard 2, selective",
+    "tensor 2 x shard 2, sequence, packed",
+    "tensor 2 x replicate 2, sequence, accumulation",
+]
+# tests/training/reference.py does not depend on these
+NOT_IN_REFERENCE = ("parallel",)
+
+
+def check(name: str, model: dict[str, Any], tmp_path: Any, references: dict[str, Trajectory]) -> None:
+    world_size, groups = LAYOUTS[name]
+    groups = {**groups, "model": model}
+    tree = settings(tmp_path, **groups)
+    packs = "data" in groups
+    if packs not in references:
+        references[packs] = reference({key: group for key, group in tree.items() if key not in NOT_IN_REFERENCE})
+    for rank, found in enumerate(ranks(world_size, first_steps, tree, world_size)):
+        assert differences(found, references[packs]) == [], f"on rank {rank}"
+
+
+@pytest.fixture(scope="module")
+def llama_references() -> dict[str, Trajectory]:
+    return {}
+
+
+@pytest.fixture(scope="module")
+def gpt2_references() -> dict[str, Trajectory]:
+    return {}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_llama_learns_the_same_in_every_layout(name, tmp_path, llama_references):
+    check(name, {}, tmp_path, llama_references)
+
+
+@pytest.mark.parametrize("name", FOR_GPT2)
+def test_a_gpt2_with_dropout_learns_the_same_in_every_layout(name, tmp_path, gpt2_references):
+    check(name, {**GPT2, "ffn_hidden_size": None, "num_query_groups": None}, tmp_path, gpt2_references)
