@@ -176,7 +176,7 @@ def collected() -> tuple[str, int, int]:
 
 
 def test_a_collection_knows_sizes_and_ranks():
-    shown = "ProcessGroupCollection(tp=2, dp=2, tp_dp_cp=4)"
+    shown = "ProcessGroupCollection(tp=2, dp=2)"
     assert ranks(4, collected) == [(shown, rank % 2, rank // 2) for rank in range(4)]
 
 

@@ -21,7 +21,7 @@ assert not dist.is_initialized()
 
 
 def test_it_shows_sizes():
-    assert repr(ProcessGroupCollection.single()) == "ProcessGroupCollection(tp=1, dp=1, tp_dp_cp=1)"
+    assert repr(ProcessGroupCollection.single()) == "ProcessGroupCollection(tp=1, dp=1)"
 
 
 @pytest.mark.parametrize("name", ["tp_mesh", "dp_mesh"])

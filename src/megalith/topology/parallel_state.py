@@ -96,9 +96,7 @@ class ParallelState:
         """The groups that layers are built with; one process without torch.distributed gives ``single()``."""
         if not dist.is_initialized() and self.grid.world_size == 1:
             return ProcessGroupCollection.single()
-        return ProcessGroupCollection(
-            tp=self.group("tp"), dp=self.group("dp"), tp_dp_cp=self.group("tp-dp-cp"), mesh=self.mesh()
-        )
+        return ProcessGroupCollection(tp=self.group("tp"), dp=self.group("dp"), mesh=self.mesh())
 
     def _made(self, ranks: list[int]) -> ProcessGroup:
         """The group of ``ranks``: one for all axes that mean the same ranks."""

@@ -17,14 +17,12 @@ class ProcessGroupCollection:
     Attributes:
         tp: shares out each layer's weights.
         dp: sees other samples.
-        tp_dp_cp: every rank that holds a part or a copy of this stage's weights.
-        mesh: the same ranks for DTensor and FSDP2, with the dimensions dp_replicate, dp_shard and tp, of size 1 too;
-            None without torch.distributed.
+        mesh: this stage's ranks for DTensor and FSDP2, with the dimensions dp_replicate, dp_shard and tp, those of
+            size 1 too; None without torch.distributed.
     """
 
     tp: ProcessGroup | None = None
     dp: ProcessGroup | None = None
-    tp_dp_cp: ProcessGroup | None = None
     mesh: DeviceMesh | None = None
 
     @classmethod
@@ -68,7 +66,7 @@ class ProcessGroupCollection:
         return self.mesh
 
     def __repr__(self) -> str:
-        return f"ProcessGroupCollection(tp={self.tp_size}, dp={self.dp_size}, tp_dp_cp={_size(self.tp_dp_cp)})"
+        return f"ProcessGroupCollection(tp={self.tp_size}, dp={self.dp_size})"
 
 
 def _size(group: ProcessGroup | None) -> int:
