@@ -1,0 +1,43 @@
+"""The groups of a layout, for tests that run on ranks; and whole tensors from the parts of all ranks."""
+
+import functools
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megalith.parallel.boxes import Box, local_box
+from megalith.parallel.parameters import declared_parameters
+from megalith.topology.parallel_state import ParallelState
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.topology.rank_grid import RankGrid
+
+# as a rank returns it: which part of a tensor it holds, and the values
+Part = tuple[Box, Tensor]
+
+
+@functools.cache
+def collection(tensor: int = 1, replicate: int = 1) -> ProcessGroupCollection:
+    """The groups of this rank; what tp and replicate leave of the world is sharded."""
+    return ParallelState(RankGrid(dist.get_world_size(), tensor=tensor, replicate=replicate)).collection()
+
+
+def part(tensor: Tensor) -> Part:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_box(tensor), local.detach().clone()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor of all ranks, terms of a sum added up; every rank of its mesh must ask for it."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def load_(model: nn.Module, full: dict[str, Tensor]) -> None:
+    """Gives each declared parameter of ``model`` this rank's part of ``full``."""
+    for name, parameter, _ in declared_parameters(model):
+        values = parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+        values.copy_(slice_of(full[name], local_box(parameter)))
+
+
+def slice_of(tensor: Tensor, box: Box) -> Tensor:
+    return tensor[tuple(slice(start, stop) for start, stop in box)]
