@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megalith.data.gpt_dataset import GPTDataset
 from torch import Tensor
 
 from megalith.config import RunConfig, load_run
-from megalith.data.gpt_dataset import GPTDataset
 from megalith.models.gpt_model import GPTModel
 from megalith.numerics.dropout import DropoutKey
 from megalith.numerics.tolerance import LAYOUT_FLOAT64, gradient_error
@@ -31,9 +31,7 @@ def reference(tree: dict[str, Any], num_steps: int = 2) -> Trajectory:
     """The first steps of the run that ``tree`` describes, each global batch in one forward."""
     config = load_run(tree)
     torch.manual_seed(0)
-    model = GPTModel(
-        config.model, BuildOptions(ProcessGroupCollection.single(), torch.float64), seed=config.train.seed
-    )
+    model = GPTModel(config.model, BuildOptions(ProcessGroupCollection.single(), torch.float64), seed=config.train.seed)
     named = dict(model.named_parameters())
     decayed = [p for p in named.values() if p.ndim > 1]
     plain = [p for p in named.values() if p.ndim == 1]

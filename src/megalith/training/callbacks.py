@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from megalith.data.gpt_dataset import EvaluationDataset
-from megalith.observe.peak import peak_flops
 
+from megalith.data.gpt_dataset import EvaluationDataset
 from megalith.observe.flops import flops_per_token
 from megalith.observe.metrics import MetricsWriter
+from megalith.observe.peak import peak_flops
 from megalith.observe.progress import progress_line
 from megalith.training.evaluation import evaluate
 from megalith.training.loop import Callback, FinishedStep, Outcome

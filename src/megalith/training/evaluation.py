@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+
 from megalith.data.gpt_dataset import EvaluationDataset
 from megalith.data.loader import MicroBatch, stack
-
 from megalith.models.gpt_model import GPTModel
+from megalith.parallel.sharding.fsdp import release_gathered_weights
 from megalith.training.batch import InputMaker
 from megalith.training.loss import loss_sum
 
@@ -50,6 +51,7 @@ def evaluate(
         micro_batch = _rows(dataset, first, B, num_samples)
         inputs = make_inputs(micro_batch, 0)
         sums += torch.stack((loss_sum(model, inputs).double(), inputs.loss_mask.sum().double()))
+    release_gathered_weights(model)
     model.train(was_training)
     if dp_size > 1:
         dist.all_reduce(sums, group=model.pg_collection.dp)

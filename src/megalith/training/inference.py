@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from megalith.data.gpt_dataset import EvaluationDataset
-from megalith.data.tokenizer import Tokenizer
 
 from megalith.checkpoint.folders import find_checkpoint
 from megalith.checkpoint.load import load_tensors, read_state
 from megalith.config import RunConfig, load_run
+from megalith.data.gpt_dataset import EvaluationDataset
+from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError
 from megalith.models.generation import Sampling, generate
 from megalith.models.gpt_model import GPTModel

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megalith.data.indexed_dataset import IndexedDataset
-
+from megalith.checkpoint.folders import find_checkpoint
 from megalith.config import RunConfig, load_run, recipe_names
+from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, MegalithError
 
 __all__ = ["preflight", "resolve_source", "tokenizer_path"]

@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from megalith.config import RunConfig, dump_yaml, unread
 from megalith.errors import ConfigError
+from megalith.observe.machine import describe_machine
 from megalith.resilience.stop_request import StopRequest
-from megalith.storage.atomic import write_text_atomic
+from megalith.storage.atomic import write_json_atomic, write_text_atomic
 from megalith.storage.run_lock import RunLock
 from megalith.training.callbacks import Checkpoints, HeldOutLoss, Metrics
 from megalith.training.loop import Outcome, train
@@ -23,7 +24,7 @@ __all__ = ["pretrain"]
 def pretrain(config: RunConfig, show: Callable[[str], None], show_progress: Callable[[str], None]) -> Outcome:
     """Trains as ``config``, which preflight has resolved, says; every rank calls it.
 
-    Writes into the folder ``config.run``: config.yaml, metrics.jsonl, checkpoints/. ``show`` takes lines for a
+    Writes into the folder ``config.run``: config.yaml, about.json, metrics.jsonl, checkpoints/. ``show`` takes lines for a
     person to read, ``show_progress`` lines of which the next may replace the last; both are called on rank 0.
 
     Raises:
@@ -43,6 +44,8 @@ def pretrain(config: RunConfig, show: Callable[[str], None], show_progress: Call
         with together():
             if dist.get_rank() == 0:
                 write_text_atomic(run.folder / "config.yaml", dump_yaml(config))
+                about = {"parameters": run.model.num_parameters(), "dtype": config.precision.dtype}
+                write_json_atomic(run.folder / "about.json", about | describe_machine())
         outcome = train(run, callbacks, stop)
         if outcome is Outcome.STOPPED:
             show(f"saved at step {run.state.step}; the same command goes on from there")

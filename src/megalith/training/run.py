@@ -5,20 +5,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from megalith.data.loader import StepLoader
-from megalith.optim.optimizer_param_scheduler import OptimizerParamScheduler
-from megalith.training.batch import InputMaker
-from megalith.training.num_microbatches_calculator import NumMicroBatchesCalculator
 from torch import Tensor
 
 from megalith.config import RunConfig
+from megalith.data.loader import StepLoader
 from megalith.errors import CheckpointError
 from megalith.models.gpt_model import GPTModel
 from megalith.observe.timers import Timers
 from megalith.optim.loss_scale import DynamicLossScale
 from megalith.optim.optimizer import optimizer_tensors, set_num_updates_
+from megalith.optim.optimizer_param_scheduler import OptimizerParamScheduler
 from megalith.parallel.parameters import declared_parameters
 from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.training.batch import InputMaker
+from megalith.training.num_microbatches_calculator import NumMicroBatchesCalculator
 from megalith.training.state import TrainState
 
 __all__ = ["Run"]

@@ -4,22 +4,22 @@ import os
 
 import torch
 import torch.distributed as dist
-from megalith.data.gpt_dataset import GPTDataset
-from megalith.data.loader import StepLoader
-from megalith.optim.optimizer_param_scheduler import OptimizerParamScheduler
-from megalith.training.batch import InputMaker
-from megalith.training.num_microbatches_calculator import build_num_microbatches_calculator
 
 from megalith.config import RunConfig
 from megalith.config.experimental import require
+from megalith.data.gpt_dataset import GPTDataset
+from megalith.data.loader import StepLoader
 from megalith.models.gpt_model import GPTModel
 from megalith.observe.timers import Timers
 from megalith.optim.loss_scale import DynamicLossScale
 from megalith.optim.optimizer import build_optimizer
+from megalith.optim.optimizer_param_scheduler import OptimizerParamScheduler
 from megalith.parallel.sharding.fsdp import shard_model
 from megalith.topology.parallel_state import ParallelState
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
+from megalith.training.batch import InputMaker
+from megalith.training.num_microbatches_calculator import build_num_microbatches_calculator
 from megalith.training.run import Run
 from megalith.training.state import TrainState
 from megalith.transformer.build_options import BuildOptions

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megalith.data.loader import MicroBatch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megalith.data.loader import MicroBatch
 from megalith.errors import NonFiniteError
 from megalith.optim.grad_norm import clip_coefficient, local_squared_norm, scale_gradients_
 from megalith.parallel.parameters import declared_parameters

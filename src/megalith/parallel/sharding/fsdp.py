@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from megalith.errors import ShapeError
 from megalith.topology.process_groups_config import ProcessGroupCollection
 
-__all__ = ["gradient_sync", "shard_model"]
+__all__ = ["gradient_sync", "release_gathered_weights", "shard_model"]
 
 
 def shard_model(
@@ -32,7 +33,11 @@ def shard_model(
         param_dtype: what the parameters, and the optimizer, are kept in.
         reshard_after_forward: free a unit's gathered weights after its forward (ZeRO-3) or keep them until its
             backward (ZeRO-2): one all-gather a micro-batch less, for the memory of the whole model.
+
+    Raises:
+        ShapeError: a parameter is tied between two units, which FSDP2 would part without a word.
     """
+    num_parameters = len(list(model.parameters()))  # tied ones count once
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == param_dtype else compute_dtype,
         reduce_dtype=torch.promote_types(param_dtype, torch.float32),
@@ -46,6 +51,11 @@ def shard_model(
             shard_placement_fn=_other_dimension,
             reshard_after_forward=reshard_after_forward and module is not model,
         )
+    if len(list(model.parameters())) != num_parameters:
+        raise ShapeError(
+            "a parameter is registered in two of the units that are gathered on their own, and each would train a copy; "
+            "register it in one, and pass it to the other's forward"
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -57,6 +67,13 @@ def gradient_sync(model: nn.Module, last: bool) -> None:
     assert isinstance(model, FSDPModule), "gradient_sync needs a model that shard_model has sharded"
     model.set_requires_gradient_sync(last)
     model.set_is_last_backward(last)
+
+
+def release_gathered_weights(model: nn.Module) -> None:
+    """Frees weights that a forward without a backward has left gathered; ``model``'s parameters are the shards again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _other_dimension(parameter: nn.Parameter) -> Shard | None:

@@ -1,0 +1,30 @@
+"""``megalith demo``: the main job on text that every machine has."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["demo"]
+
+
+def demo(
+    out: Annotated[Path | None, typer.Option(help="A new folder for everything; by default runs/demo.")] = None,
+) -> None:
+    """Train a small model on real text, change its layout on the way, and show how it went. Takes minutes."""
+    from megalith.cli.console import Console
+    from megalith.errors import ConfigError
+    from megalith.insight.demo import run_demo
+
+    if out is not None and out.exists():
+        raise ConfigError(f"{out} exists, and a demo would mix with what is in it; choose a new folder")
+    run_demo(out or _free_folder(Path("runs/demo")), Console().show)
+
+
+def _free_folder(wanted: Path) -> Path:
+    """``wanted``, or with the first number that is not taken."""
+    number, folder = 1, wanted
+    while folder.exists():
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    return folder

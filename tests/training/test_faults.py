@@ -1,0 +1,216 @@
+"""The layout suite would notice: classic mistakes of parallel training, made on purpose, each show as a difference."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megalith.data import loader
+from megalith.models import gpt_model
+from megalith.numerics.dropout import DropoutKey
+from megalith.optim import grad_norm
+from megalith.parallel import parameters
+from megalith.parallel.tensor import cross_entropy, layers, regions
+from megalith.topology import collectives
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.training import setup, step
+from megalith.training.batch import InputMaker
+from megalith.transformer import attention
+from tests.rank_pool import ranks
+from tests.tiny_run import GPT2, settings
+from tests.training.on_ranks import first_steps
+from tests.training.reference import Trajectory, differences, reference
+
+Fault = Callable[[], Any]
+
+
+def identity(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return x
+
+
+def never_reduce_row_parallel_outputs() -> Any:
+    return patch.object(regions, "reduce_from_tensor_model_parallel_region", identity)
+
+
+def never_reduce_input_gradients() -> Any:
+    return patch.object(regions, "copy_to_tensor_model_parallel_region", identity)
+
+
+def keep_own_part_of_the_sequence_instead_of_the_sum() -> Any:
+    return patch.object(
+        regions, "reduce_scatter_to_sequence_parallel_region", collectives.scatter_to_sequence_parallel_region
+    )
+
+
+def gather_without_reducing_gradients() -> Any:
+    def gather(x: torch.Tensor, group: Any) -> torch.Tensor:
+        return collectives.gather_from_sequence_parallel_region(x, group, tensor_parallel_output_grad=False)
+
+    return patch.object(regions, "gather_from_sequence_parallel_region", gather)
+
+
+def take_partial_gradients_for_whole_ones() -> Any:
+    def local(parameter: torch.Tensor, *, partial: bool = False) -> torch.Tensor:
+        return parameters.local(parameter)
+
+    return patch.object(layers, "local", local)
+
+
+def sum_whole_gradients_over_tp() -> Any:
+    def local(parameter: torch.Tensor, *, partial: bool = False) -> torch.Tensor:
+        return parameters.local(parameter, partial=partial or parameter.ndim == 1)
+
+    return patch.object(layers, "local", local)
+
+
+def average_over_data_parallel_ranks() -> Any:
+    return patch.object(torch.distributed.fsdp.FSDPModule, "set_gradient_divide_factor", lambda *_: None)
+
+
+def take_the_mean_of_the_ranks_means() -> Any:
+    def agree(run: Any, micro_batches: Any, stop: bool) -> step.Agreement:
+        here = sum(int(micro.loss_mask.sum()) for micro in micro_batches)
+        return step.Agreement(here * run.pg_collection.dp_size, stop)
+
+    return patch("tests.training.on_ranks.agree", agree)
+
+
+def count_replicated_gradients_on_every_rank() -> Any:
+    return patch.object(grad_norm, "_counts_here", lambda _: True)
+
+
+def leave_sharded_gradients_out_of_the_norm() -> Any:
+    return patch.object(grad_norm, "_counts_here", lambda gradient: gradient.device_mesh.get_rank() == 0)
+
+
+def leave_the_softmax_unreduced() -> Any:
+    silent = SimpleNamespace(all_reduce=lambda *_: None, ReduceOp=torch.distributed.ReduceOp)
+    return patch.object(cross_entropy, "dist", silent)
+
+
+def look_up_tokens_of_other_ranks_as_row_zero() -> Any:
+    def forward(self: layers.VocabParallelEmbedding, tokens: torch.Tensor) -> torch.Tensor:
+        rows = (tokens.t() - self.first).clamp(0, self.end - self.first - 1)
+        x = torch.nn.functional.embedding(rows, parameters.local(self.weight))
+        return regions.leave_tensor_parallel(x, self.tp_group, self.sequence_parallel)
+
+    return patch.object(layers.VocabParallelEmbedding, "forward", forward)
+
+
+def number_rows_by_rank() -> Any:
+    make = InputMaker.__call__
+
+    def numbered(self: InputMaker, micro_batch: loader.MicroBatch, at_step: int) -> Any:
+        micro_batch.row_ids[:] = range(len(micro_batch.row_ids))
+        return make(self, micro_batch, at_step)
+
+    return patch.object(InputMaker, "__call__", numbered)
+
+
+def draw_attention_dropout_by_local_head() -> Any:
+    with_offset = attention.dot_product_attention_with_dropout
+
+    def without(q: Any, k: Any, v: Any, packed: Any, p: float, key: DropoutKey, head_offset: int) -> torch.Tensor:
+        return with_offset(q, k, v, packed, p, key, 0)
+
+    return patch.object(attention, "dot_product_attention_with_dropout", without)
+
+
+def drop_local_positions_under_sequence_parallelism() -> Any:
+    def first_part(key: DropoutKey, group: Any) -> DropoutKey:
+        tokens = key.tokens.t()
+        return replace(key, tokens=tokens if group is None else torch.chunk(tokens, group.size())[0])
+
+    return patch.object(gpt_model, "sequence_parallel_key", first_part)
+
+
+def begin_every_shard_at_the_first_element() -> Any:
+    draw = parameters.normal_shard
+
+    def at_zero(seed: Any, name: Any, shape: Any, offset: Any, size: Any, std: Any, **more: Any) -> torch.Tensor:
+        return draw(seed, name, shape, [0] * len(offset), size, std, **more)
+
+    return patch.object(parameters, "normal_shard", at_zero)
+
+
+def read_the_same_rows_on_every_rank() -> Any:
+    return patch.object(setup, "_loader", _loader_of_rank_0)
+
+
+def _loader_of_rank_0(config: Any, pg_collection: ProcessGroupCollection, make: Any = setup._loader) -> Any:
+    found = make(config, pg_collection)
+    found.dp_rank = 0
+    return found
+
+
+def add_the_row_parallel_bias_on_every_rank() -> Any:
+    leave = regions.leave_tensor_parallel
+
+    def forward(self: layers.RowParallelLinear, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else parameters.local(self.bias)
+        y = torch.nn.functional.linear(x, parameters.local(self.weight), bias)
+        return leave(y, self.tp_group, self.sequence_parallel)
+
+    return patch.object(layers.RowParallelLinear, "forward", forward)
+
+
+TENSOR = {"tensor": 2}
+SEQUENCE = {"tensor": 2, "sequence": True}
+SHARD = {"shard": 2}
+# fault: the layout of two ranks that it breaks
+FAULTS: dict[Fault, dict[str, Any]] = {
+    never_reduce_row_parallel_outputs: TENSOR,
+    never_reduce_input_gradients: TENSOR,
+    keep_own_part_of_the_sequence_instead_of_the_sum: SEQUENCE,
+    gather_without_reducing_gradients: SEQUENCE,
+    take_partial_gradients_for_whole_ones: SEQUENCE,
+    sum_whole_gradients_over_tp: TENSOR,
+    average_over_data_parallel_ranks: SHARD,
+    take_the_mean_of_the_ranks_means: SHARD,
+    count_replicated_gradients_on_every_rank: TENSOR,
+    leave_sharded_gradients_out_of_the_norm: SHARD,
+    leave_the_softmax_unreduced: TENSOR,
+    look_up_tokens_of_other_ranks_as_row_zero: TENSOR,
+    number_rows_by_rank: SHARD,
+    draw_attention_dropout_by_local_head: TENSOR,
+    drop_local_positions_under_sequence_parallelism: SEQUENCE,
+    begin_every_shard_at_the_first_element: SHARD,
+    read_the_same_rows_on_every_rank: SHARD,
+    add_the_row_parallel_bias_on_every_rank: TENSOR,
+}
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+def first_steps_with(fault: Fault, tree: dict[str, Any]) -> Trajectory:
+    with fault():
+        return first_steps(tree, 2)
+
+
+@pytest.fixture(scope="module")
+def tree_and_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Trajectory]:
+    model = {**GPT2, "ffn_hidden_size": None, "num_query_groups": None}
+    tree = settings(tmp_path_factory.mktemp("faults"), model=model)
+    return tree, reference(tree)
+
+
+@pytest.mark.parametrize("parallel", [TENSOR, SEQUENCE, SHARD], ids=str)
+def test_without_a_fault_nothing_is_found(parallel, tree_and_reference):
+    tree, want = tree_and_reference
+    for found in ranks(2, first_steps_with, nothing, {**tree, "parallel": parallel}):
+        assert differences(found, want) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_caught(fault, tree_and_reference):
+    tree, want = tree_and_reference
+    found = ranks(2, first_steps_with, fault, {**tree, "parallel": FAULTS[fault]})
+    assert any(differences(trajectory, want) for trajectory in found)
