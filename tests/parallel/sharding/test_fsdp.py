@@ -1,0 +1,201 @@
+"""fsdp: gradients are sums and nothing divides, in every layout; which dimension is cut, what dtype, and when."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from megalith.errors import ShapeError
+from megalith.parallel.boxes import local_box
+from megalith.parallel.parameters import DeclaringModule, declared_parameters, initialize_parameters_
+from megalith.parallel.sharding.fsdp import gradient_sync, shard_model
+from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from tests.parallel.groups import collection, whole
+from tests.rank_pool import ranks
+
+H, F = 8, 12
+EXACT = 1e-13  # sums of a few dozen terms in float64
+LAYOUTS = [(2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1), (4, 1, 4), (4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 4, 1)]
+
+
+class Pair(DeclaringModule):
+    """Two linear layers; with biases of 12 and 8 elements, over 4 ranks and under tp as well."""
+
+    def __init__(self, groups: ProcessGroupCollection, dtype: torch.dtype) -> None:
+        super().__init__()
+        shared = {"bias": True, "std": 0.5, "dtype": dtype, "pg_collection": groups}
+        self.up = ColumnParallelLinear(H, F, **shared)
+        self.down = RowParallelLinear(F, H, **shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(DeclaringModule):
+    def __init__(self, groups: ProcessGroupCollection, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(Pair(groups, dtype) for _ in range(2))
+        self.head = ColumnParallelLinear(H, F, bias=False, std=0.5, dtype=dtype, pg_collection=groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for pair in self.pairs:
+            x = pair(x)
+        return self.head(x)
+
+
+def sharded(tensor: int = 1, replicate: int = 1, **changes: Any) -> Stack:
+    groups = collection(tensor, replicate)
+    options = {"compute_dtype": torch.float64, "param_dtype": torch.float64, "reshard_after_forward": True} | changes
+    with torch.device("meta"):
+        model = Stack(groups, options["param_dtype"])
+    shard_model(model, model.pairs, groups, **options)
+    model.to_empty(device="cpu")
+    initialize_parameters_(model, seed=3)
+    return model
+
+
+def samples(dtype: torch.dtype = torch.float64) -> Tensor:
+    """[samples, 1, H]: eight of them, cut over data-parallel ranks and micro-batches."""
+    return torch.randn(8, 1, H, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+
+def gradients(tensor: int, replicate: int, micro_batches: int, reshard_after_forward: bool) -> dict[str, Tensor]:
+    """The whole gradient of the sum of squares over all samples, each rank having seen its own."""
+    model = sharded(tensor, replicate, reshard_after_forward=reshard_after_forward)
+    groups = collection(tensor, replicate)
+    micro = samples().chunk(groups.dp_size)[groups.dp_rank].chunk(micro_batches)
+    for index, x in enumerate(micro):
+        gradient_sync(model, last=index == len(micro) - 1)
+        model(x).square().sum().backward()
+    return {name: whole(parameter.grad) for name, parameter, _ in declared_parameters(model)}
+
+
+def gradients_of_one_process() -> dict[str, Tensor]:
+    model = Stack(ProcessGroupCollection.single(), torch.float64)
+    initialize_parameters_(model, seed=3)
+    model(samples()).square().sum().backward()
+    return {name: parameter.grad for name, parameter, _ in declared_parameters(model)}
+
+
+@pytest.mark.parametrize(("num_ranks", "tensor", "replicate"), LAYOUTS)
+def test_a_gradient_is_the_sum_over_all_samples_in_every_layout(num_ranks, tensor, replicate):
+    want = gradients_of_one_process()
+    for got in ranks(num_ranks, gradients, tensor, replicate, 1, True):
+        torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [False, True])
+@pytest.mark.parametrize(("num_ranks", "tensor", "replicate"), [(2, 1, 1), (4, 1, 2), (4, 2, 2)])
+def test_micro_batches_add_up(num_ranks, tensor, replicate, reshard_after_forward):
+    want = gradients_of_one_process()
+    for got in ranks(num_ranks, gradients, tensor, replicate, 2, reshard_after_forward):
+        torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
+
+
+def reductions(micro_batches: int) -> list[bool]:
+    """After each micro-batch, whether the gradients of the first unit have been reduced."""
+    model = sharded()
+    reduced = []
+    for index in range(micro_batches):
+        gradient_sync(model, last=index == micro_batches - 1)
+        model(samples()).sum().backward()
+        reduced.append(model.pairs[0].up.weight.grad is not None)
+    return reduced
+
+
+def test_only_the_last_micro_batch_reduces():
+    assert ranks(2, reductions, 3) == [[False, False, True]] * 2
+
+
+def dimensions(tensor: int, replicate: int) -> dict[str, tuple[Any, int]]:
+    """The placements of each parameter, and how many elements this rank holds."""
+    model = sharded(tensor, replicate)
+    return {
+        name: (parameter.placements, parameter.to_local().numel()) for name, parameter, _ in declared_parameters(model)
+    }
+
+
+def test_fsdp_cuts_the_dimension_that_tp_leaves_whole():
+    for held in ranks(4, dimensions, 2, 1):
+        assert held["pairs.0.up.weight"] == ((Shard(1), Shard(0)), F * H // 4)
+        assert held["pairs.0.down.weight"] == ((Shard(0), Shard(1)), F * H // 4)
+        assert held["head.weight"] == ((Shard(1), Shard(0)), F * H // 4)
+        assert held["pairs.0.up.bias"][1] == F // 4
+    for held in ranks(4, dimensions, 1, 2):
+        assert held["pairs.0.up.weight"][1] == F * H // 2
+        assert held["pairs.0.up.weight"][0][-1] == Shard(0)
+
+
+def mixed_precision(param_dtype: torch.dtype, compute_dtype: torch.dtype) -> dict[str, object]:
+    model = sharded(param_dtype=param_dtype, compute_dtype=compute_dtype)
+    y = model(samples(compute_dtype))
+    y.sum().backward()
+    weight = model.pairs[0].up.weight
+    return {"y": y.dtype, "weight": weight.dtype, "gradient": weight.grad.dtype}
+
+
+def test_forward_computes_in_one_dtype_and_parameters_and_gradients_stay_in_another():
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert ranks(2, mixed_precision, fp32, bf16) == [{"y": bf16, "weight": fp32, "gradient": fp32}] * 2
+    assert ranks(2, mixed_precision, fp32, fp32) == [{"y": fp32, "weight": fp32, "gradient": fp32}] * 2
+
+
+def sum_of_what_bfloat16_cannot_add() -> float:
+    """The gradient of a bias: 1 on rank 0 and 1/512 on rank 1, each exact in bfloat16, their sum not."""
+    model = sharded(param_dtype=torch.float32, compute_dtype=torch.bfloat16)
+    x = torch.zeros(1, 1, H, dtype=torch.bfloat16)
+    y = model.pairs[1](model.pairs[0](x))
+    (y.sum() * (1.0 if dist.get_rank() == 0 else 1.0 / 512)).backward()
+    return whole(model.pairs[1].down.bias.grad)[0].item()
+
+
+def test_sums_over_ranks_are_formed_in_float32():
+    assert ranks(2, sum_of_what_bfloat16_cannot_add) == [1.0 + 1.0 / 512] * 2
+
+
+def gathered_after_forward(reshard_after_forward: bool) -> tuple[int, int]:
+    """Elements of a unit's weight at hand after a forward, and after its backward."""
+    model = sharded(reshard_after_forward=reshard_after_forward)
+    y = model(samples())
+    between = model.pairs[0].up.weight
+    count = between.to_local().numel() if hasattr(between, "to_local") else between.numel()
+    y.sum().backward()
+    return count, model.pairs[0].up.weight.to_local().numel()
+
+
+def test_weights_are_freed_after_forward_or_kept_until_backward():
+    assert ranks(2, gathered_after_forward, True) == [(H * F // 2, H * F // 2)] * 2
+    assert ranks(2, gathered_after_forward, False) == [(H * F, H * F // 2)] * 2
+
+
+def refuse_weights_tied_between_units() -> None:
+    groups = collection()
+    model = Stack(groups, torch.float32)
+    model.pairs[1].up.weight = model.pairs[0].up.weight
+    with pytest.raises(ShapeError, match=r"registered in two of the units.*register it in one"):
+        shard_model(
+            model,
+            model.pairs,
+            groups,
+            compute_dtype=torch.float32,
+            param_dtype=torch.float32,
+            reshard_after_forward=True,
+        )
+
+
+def test_weights_tied_between_units_are_refused():
+    ranks(2, refuse_weights_tied_between_units)
+
+
+def parts_of_a_bias() -> tuple[tuple[int, int], ...]:
+    model = sharded(tensor=2)
+    return local_box(model.pairs[0].up.bias)
+
+
+def test_a_bias_that_tp_and_fsdp_both_cut_is_partitioned():
+    # tp gives ranks 0 and 2 the first half, and FSDP each of them a half of it
+    assert ranks(4, parts_of_a_bias) == [((0, 3),), ((6, 9),), ((3, 6),), ((9, 12),)]

@@ -1,0 +1,211 @@
+"""layers: on 2 and 4 ranks, with and without sequence parallelism, equal to one torch Linear or Embedding.
+
+Outputs, gradients of inputs, weights and biases; sizes that tp does not divide among them.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalith.errors import ShapeError
+from megalith.parallel.boxes import split_evenly
+from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megalith.parallel.tensor.regions import enter_tensor_parallel
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from tests.parallel.groups import collection, load_, whole
+from tests.rank_pool import ranks
+
+S, B = 8, 2
+IN, OUT = 10, 13  # over 4 ranks 3, 3, 3 and 1; 4, 4, 4 and 1
+V, H = 31, 6
+EXACT = 1e-13  # sums of a few dozen terms in float64
+SPLITS = [(2, False), (2, True), (4, False), (4, True)]
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def weights(rows: int = OUT, columns: int = IN) -> dict[str, Tensor]:
+    return {"weight": random(rows, columns, seed=1), "bias": random(rows, seed=2)}
+
+
+def by_torch() -> dict[str, Tensor]:
+    """Output and gradients of one nn.Linear."""
+    layer = nn.Linear(IN, OUT, dtype=torch.float64)
+    layer.load_state_dict(weights())
+    x = random(S, B, IN, seed=3).requires_grad_()
+    y = layer(x)
+    y.backward(random(S, B, OUT, seed=4))
+    return {"y": y.detach(), "dx": x.grad, "dweight": layer.weight.grad, "dbias": layer.bias.grad}
+
+
+def mine(x: Tensor, dim: int) -> Tensor:
+    """This rank's part of ``x``, split as torch.chunk splits it."""
+    start, stop = split_evenly(x.shape[dim], dist.get_world_size(), dist.get_rank())
+    return x.narrow(dim, start, stop - start).clone()
+
+
+def run(layer: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    y = layer(x.requires_grad_())
+    y.backward(dy)
+    gradients = {f"d{name}": whole(parameter.grad) for name, parameter in layer.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad, **gradients}
+
+
+def column_on_this_rank(sequence_parallel: bool) -> dict[str, Tensor]:
+    layer = ColumnParallelLinear(
+        IN,
+        OUT,
+        bias=True,
+        std=1.0,
+        dtype=torch.float64,
+        pg_collection=collection(dist.get_world_size()),
+        sequence_parallel=sequence_parallel,
+    )
+    load_(layer, weights())
+    x, dy = random(S, B, IN, seed=3), mine(random(S, B, OUT, seed=4), -1)
+    return run(layer, mine(x, 0) if sequence_parallel else x, dy)
+
+
+def row_on_this_rank(sequence_parallel: bool) -> dict[str, Tensor]:
+    layer = RowParallelLinear(
+        IN,
+        OUT,
+        bias=True,
+        std=1.0,
+        dtype=torch.float64,
+        pg_collection=collection(dist.get_world_size()),
+        sequence_parallel=sequence_parallel,
+    )
+    load_(layer, weights())
+    x, dy = mine(random(S, B, IN, seed=3), -1), random(S, B, OUT, seed=4)
+    return run(layer, x, mine(dy, 0) if sequence_parallel else dy)
+
+
+def assert_joined(answers: list[dict[str, Tensor]], want: dict[str, Tensor], split: dict[str, int]) -> None:
+    """What ranks hold joins along the dimension of ``split``; what is not in it is the same on all of them."""
+    for name, value in want.items():
+        parts = [answer[name] for answer in answers]
+        for got in [torch.cat(parts, dim=split[name])] if name in split else parts:
+            torch.testing.assert_close(
+                got, value, rtol=EXACT, atol=EXACT, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@pytest.mark.parametrize(("num_ranks", "sequence_parallel"), SPLITS)
+def test_a_column_parallel_linear_is_a_linear_whose_outputs_are_split(num_ranks, sequence_parallel):
+    answers = ranks(num_ranks, column_on_this_rank, sequence_parallel)
+    assert_joined(answers, by_torch(), {"y": -1, "dx": 0} if sequence_parallel else {"y": -1})
+
+
+@pytest.mark.parametrize(("num_ranks", "sequence_parallel"), SPLITS)
+def test_a_row_parallel_linear_is_a_linear_whose_inputs_are_split_and_adds_its_bias_once(num_ranks, sequence_parallel):
+    answers = ranks(num_ranks, row_on_this_rank, sequence_parallel)
+    assert_joined(answers, by_torch(), {"y": 0, "dx": -1} if sequence_parallel else {"dx": -1})
+
+
+def two_columns_on_this_rank(sequence_parallel: bool) -> dict[str, Tensor]:
+    """Two layers that share one gathered input, as q, k and v do."""
+    groups = collection(dist.get_world_size())
+    first, second = (
+        ColumnParallelLinear(
+            IN, OUT, bias=False, std=1.0, dtype=torch.float64, pg_collection=groups, input_is_gathered=True
+        )
+        for _ in range(2)
+    )
+    for layer in (first, second):
+        load_(layer, weights())
+    x = random(S, B, IN, seed=3)
+    x = (mine(x, 0) if sequence_parallel else x).requires_grad_()
+    gathered = enter_tensor_parallel(x, groups.tp, sequence_parallel)
+    y = torch.stack((first(gathered), 2.0 * second(gathered)))
+    y.backward(torch.stack([mine(random(S, B, OUT, seed=4), -1)] * 2))
+    return {"y": y[0].detach(), "dx": x.grad, "dweight": whole(first.weight.grad)}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_layers_that_share_a_gathered_input_sum_their_gradients(sequence_parallel):
+    want = by_torch()
+    want = {"y": want["y"] - weights()["bias"], "dx": 3.0 * want["dx"], "dweight": want["dweight"]}
+    answers = ranks(2, two_columns_on_this_rank, sequence_parallel)
+    assert_joined(answers, want, {"y": -1, "dx": 0} if sequence_parallel else {"y": -1})
+
+
+def tokens() -> Tensor:
+    return (torch.arange(B * S) * 5 % V).view(B, S)  # repeats none, and meets every rank
+
+
+def embedding_on_this_rank(sequence_parallel: bool, repeat: int) -> dict[str, Tensor]:
+    layer = VocabParallelEmbedding(
+        V,
+        H,
+        std=1.0,
+        dtype=torch.float64,
+        pg_collection=collection(dist.get_world_size()),
+        sequence_parallel=sequence_parallel,
+    )
+    load_(layer, weights(V, H))
+    y = layer(tokens() // repeat)
+    dy = random(S, B, H, seed=4)
+    y.backward(mine(dy, 0) if sequence_parallel else dy)
+    return {"y": y.detach(), "dweight": whole(layer.weight.grad)}
+
+
+@pytest.mark.parametrize("repeat", [1, 4])
+@pytest.mark.parametrize(("num_ranks", "sequence_parallel"), SPLITS)
+def test_a_vocabulary_parallel_embedding_is_an_embedding(num_ranks, sequence_parallel, repeat):
+    weight = weights(V, H)["weight"].requires_grad_()
+    y = nn.functional.embedding((tokens() // repeat).t(), weight)  # [S, B, H]
+    y.backward(random(S, B, H, seed=4))
+    answers = ranks(num_ranks, embedding_on_this_rank, sequence_parallel, repeat)
+    assert_joined(answers, {"y": y.detach(), "dweight": weight.grad}, {"y": 0} if sequence_parallel else {})
+
+
+def embed_what_is_no_token() -> list[list[int]]:
+    layer = VocabParallelEmbedding(V, H, std=1.0, dtype=torch.float32, pg_collection=collection(2))
+    load_(layer, {"weight": weights(V, H)["weight"].float()})
+    y = layer(torch.tensor([[0, -1, 30, 31]]))  # [S, B, H]
+    return y.isnan().all(dim=-1).nonzero().tolist() if y.isnan().any() else []
+
+
+def test_a_token_that_no_rank_holds_is_not_taken_for_zeros():
+    assert ranks(2, embed_what_is_no_token) == [[[1, 0], [3, 0]]] * 2
+
+
+def single(layer_class: Any, **changes: Any) -> nn.Module:
+    sizes = {"std": 0.5, "dtype": torch.float32, "pg_collection": ProcessGroupCollection.single()}
+    return layer_class(IN, OUT, **sizes | changes)
+
+
+def test_one_process_computes_what_torch_does():
+    want = by_torch()
+    for layer_class in (ColumnParallelLinear, RowParallelLinear):
+        layer = single(layer_class, bias=True, dtype=torch.float64)
+        load_(layer, weights())
+        got = run(layer, random(S, B, IN, seed=3), random(S, B, OUT, seed=4))
+        assert_joined([got], want, {})
+
+
+def test_a_layer_without_bias_registers_none():
+    for layer_class in (ColumnParallelLinear, RowParallelLinear):
+        layer = single(layer_class, bias=False)
+        assert layer.bias is None
+        assert [name for name, _ in layer.named_parameters()] == ["weight"]
+
+
+def refuse_an_empty_rank() -> None:
+    groups, dtype = collection(4), torch.float32
+    with pytest.raises(ShapeError, match=r"out_features \(9\) leaves a rank of tp \(4\) with nothing; use fewer ranks"):
+        ColumnParallelLinear(8, 9, bias=False, std=1.0, dtype=dtype, pg_collection=groups)  # 3, 3, 3 and none
+    with pytest.raises(ShapeError, match=r"in_features \(2\) leaves a rank"):
+        RowParallelLinear(2, 8, bias=False, std=1.0, dtype=dtype, pg_collection=groups)
+    with pytest.raises(ShapeError, match=r"num_embeddings \(6\) leaves a rank"):
+        VocabParallelEmbedding(6, 8, std=1.0, dtype=dtype, pg_collection=groups)
+
+
+def test_a_size_that_leaves_a_rank_empty_is_refused_on_every_rank():
+    ranks(4, refuse_an_empty_rank)

@@ -1,0 +1,168 @@
+"""parameters: declared or refused, the same bits in every layout, tied ones once, and what a use says of gradients."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from megalith.errors import ShapeError
+from megalith.numerics.initialization import normal_shard
+from megalith.parallel.parameters import (
+    DeclaringModule,
+    ParameterSpec,
+    declared_parameters,
+    initialize_parameters_,
+    local,
+)
+from megalith.parallel.sharding.fsdp import shard_model
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from tests.parallel.groups import Part, collection, part, slice_of
+from tests.rank_pool import ranks
+
+SPECS = {
+    "column": ParameterSpec((13, 8), 0, "normal", 0.5),  # over tp 4: 4, 4, 4 and 1 rows
+    "row": ParameterSpec((8, 7), 1, "normal", 2.0),
+    "whole": ParameterSpec((5, 8), None, "normal", 0.02),
+    "vector": ParameterSpec((11,), 0, "normal", 1.0),
+    "packed": ParameterSpec((2, 7, 8), 1, "normal", 1.0),
+    "gain": ParameterSpec((6,), None, "ones"),
+    "shift": ParameterSpec((9,), 0, "zeros"),
+}
+SINGLE = ProcessGroupCollection.single()
+
+
+class Inner(DeclaringModule):
+    def __init__(self, groups: ProcessGroupCollection, dtype: torch.dtype) -> None:
+        super().__init__()
+        for name, spec in SPECS.items():
+            self.declare(name, spec, groups, dtype)
+
+
+class Outer(DeclaringModule):
+    def __init__(self, groups: ProcessGroupCollection, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = Inner(groups, dtype)
+        self.second = Inner(groups, dtype)
+
+
+def tied() -> Outer:
+    model = Outer(SINGLE)
+    model.second.whole = model.first.whole
+    return model
+
+
+def weights(tensor: int, replicate: int, shards: bool) -> tuple[dict[str, Part], dict[str, str]]:
+    """This rank's part of each parameter of a model built in one layout, and how it is placed."""
+    groups = collection(tensor, replicate)
+    with torch.device("meta"):
+        model = Outer(groups)
+    if shards:
+        shard_model(
+            model,
+            [model.first],
+            groups,
+            compute_dtype=torch.float32,
+            param_dtype=torch.float32,
+            reshard_after_forward=True,
+        )
+    model.to_empty(device="cpu")
+    initialize_parameters_(model, seed=7)
+    named = {name: parameter for name, parameter, _ in declared_parameters(model)}
+    return {name: part(parameter) for name, parameter in named.items()}, {
+        name: str(getattr(parameter, "placements", None)) for name, parameter in named.items()
+    }
+
+
+def weights_of_one_process() -> dict[str, torch.Tensor]:
+    model = Outer(SINGLE)
+    initialize_parameters_(model, seed=7)
+    return {name: parameter.detach() for name, parameter, _ in declared_parameters(model)}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "tensor", "replicate", "shards"),
+    [
+        (2, 2, 1, False),
+        (2, 2, 1, True),
+        (2, 1, 1, True),
+        (2, 1, 2, True),
+        (4, 4, 1, False),
+        (4, 2, 1, True),
+        (4, 2, 2, True),
+        (4, 1, 2, True),
+    ],
+)
+def test_weights_are_the_same_bits_in_every_layout(num_ranks, tensor, replicate, shards):
+    want = weights_of_one_process()
+    for parts, _ in ranks(num_ranks, weights, tensor, replicate, shards):
+        assert parts.keys() == want.keys()
+        for name, (box, values) in parts.items():
+            assert torch.equal(values, slice_of(want[name], box)), name
+
+
+def test_a_parameter_carries_its_placement():
+    for _, placements in ranks(2, weights, 2, 1, False):
+        assert placements["first.column"] == str((Shard(0),))
+        assert placements["first.row"] == placements["first.packed"] == str((Shard(1),))
+        assert placements["first.whole"] == placements["first.gain"] == str((Replicate(),))
+
+
+def test_first_values_are_those_of_the_declaration():
+    got = weights_of_one_process()
+    for module in ("first", "second"):
+        assert (got[f"{module}.gain"] == 1.0).all()
+        assert (got[f"{module}.shift"] == 0.0).all()
+    want = normal_shard(7, "second.row", (8, 7), (0, 0), (8, 7), 2.0)
+    assert torch.equal(got["second.row"], want)
+    assert not torch.equal(got["second.row"], got["first.row"]), "a parameter's own name decides its values"
+
+
+def test_tied_parameters_count_once_under_their_first_name():
+    names = [name for name, _, _ in declared_parameters(tied())]
+    assert len(names) == len(set(names)) == 2 * len(SPECS) - 1
+    assert "first.whole" in names
+    assert "second.whole" not in names
+
+
+def test_float64_weights_are_the_float32_ones():
+    wide, narrow = Outer(SINGLE, torch.float64), weights_of_one_process()
+    initialize_parameters_(wide, seed=7)
+    for name, parameter, _ in declared_parameters(wide):
+        assert parameter.dtype == torch.float64
+        assert torch.equal(parameter, narrow[name].double())
+
+
+@pytest.mark.parametrize("in_a_declaring_module", [True, False])
+def test_an_undeclared_parameter_is_refused_by_its_name(in_a_declaring_module):
+    model = Outer(SINGLE)
+    if in_a_declaring_module:
+        model.second.temperature = nn.Parameter(torch.ones(()))
+    else:
+        model.second.head = nn.Linear(2, 2)
+    name = "temperature" if in_a_declaring_module else r"head\.weight"
+    with pytest.raises(ShapeError, match=rf"second\.{name} has no placement; register it with DeclaringModule.declare"):
+        list(declared_parameters(model))
+
+
+def gradient_placements(partial: bool) -> dict[str, object]:
+    """How the gradient of ``whole`` is placed, and what it is as one tensor, after each rank used it in its own way."""
+    groups = collection(2)
+    model = Inner(groups, torch.float64)
+    initialize_parameters_(model, seed=7)
+    (local(model.whole, partial=partial).sum() * (groups.tp_rank + 1 if partial else 3)).backward()
+    assert isinstance(model.whole.grad, DTensor)
+    return {"placements": model.whole.grad.placements, "whole": model.whole.grad.full_tensor()}
+
+
+def test_a_use_says_whether_its_gradient_is_one_term_of_a_sum():
+    for answer in ranks(2, gradient_placements, True):
+        assert answer["placements"] == (Partial(),)
+        assert (answer["whole"] == 3.0).all()  # 1 on rank 0 and 2 on rank 1
+    for answer in ranks(2, gradient_placements, False):
+        assert answer["placements"] == (Replicate(),)
+        assert (answer["whole"] == 3.0).all()
+
+
+def test_on_one_process_a_parameter_is_plain_and_used_as_it_is():
+    model = Inner(SINGLE, torch.float32)
+    assert local(model.column) is local(model.column, partial=True) is model.column
