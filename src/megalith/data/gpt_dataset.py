@@ -1,0 +1,175 @@
+"""Samples of a language model: fixed windows of an endless stream of tokens, in an order that is a formula.
+
+The stream is epoch after epoch; within epoch e the documents come in an order keyed by (seed, e). Windows begin at the
+multiples of S of that stream, and sample i is one of them: those that begin in one epoch are visited in an order keyed
+by (seed, e) too. A window holds S tokens and the one after them, which the next window begins with, so that no token is
+ever left out or predicted twice in an epoch, also across the border of two.
+
+Sample i depends on (data, seed, S, i) alone. Batch size, number of ranks and length of the run do not move it, and a
+run's position in its data is one integer.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.data.indexed_dataset import IndexedDataset
+from megalith.errors import DataError
+from megalith.numerics.permutation import KeyedPermutation
+
+__all__ = ["EvaluationDataset", "GPTDataset", "GPTSample"]
+
+
+@dataclass(frozen=True)
+class GPTSample:
+    """One window: tokens int64 [S], labels int64 [S] (the token after each), and of each token
+
+    loss_mask: bool [S], whether its label counts; documents: int32 [S], which document it is in, from 0.
+    """
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]
+    documents: NDArray[np.int32]
+
+
+class GPTDataset:
+    """The samples of ``prefix``, without end.
+
+    Args:
+        prefix: of the indexed files.
+        seq_length: S.
+        seed: of the orders of documents and windows.
+        mask_eod: no loss where the token is the last of its document: what follows it is unrelated.
+
+    Raises:
+        DataError: the files cannot be read, or hold fewer than two tokens.
+    """
+
+    def __init__(self, prefix: str | Path, seq_length: int, seed: int, *, mask_eod: bool = False) -> None:
+        self.seq_length = seq_length
+        self.mask_eod = mask_eod
+        self._seed = seed
+        self._data = _open(prefix)
+        self._starts = self._data.document_starts()
+        self._epochs: dict[int, _Epoch] = {}
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """How many tokens the data have."""
+        return self._data.num_tokens
+
+    def __getitem__(self, index: int) -> GPTSample:
+        """Sample ``index``, from 0 on. Raises IndexError below 0."""
+        if index < 0:
+            raise IndexError(f"samples are numbered from 0; asked for {index}")
+        window = self._window(index)
+        stretch, documents = self._read(window * self.seq_length, self.seq_length + 1)
+        return _sample(stretch, documents, self.mask_eod)
+
+    def _window(self, index: int) -> int:
+        """Which window of the stream sample ``index`` is."""
+        S, N = self.seq_length, self.tokens_per_epoch
+        epoch = index * S // N  # windows are visited in the order of their epochs, so sample and window share it
+        first = -(-epoch * N // S)
+        end = -(-(epoch + 1) * N // S)
+        visit = KeyedPermutation(end - first, self._seed, f"windows-{epoch}")
+        return first + visit(index - first)
+
+    def _read(self, position: int, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """``length`` tokens of the stream from ``position``, and the number of the document that each belongs to."""
+        N = self.tokens_per_epoch
+        tokens: list[NDArray[np.int64]] = []
+        documents: list[NDArray[np.int64]] = []
+        while length > 0:
+            epoch, offset = divmod(position, N)
+            order = self._epoch(epoch)
+            slot = int(np.searchsorted(order.ends, offset, side="right"))
+            while length > 0 and slot < len(order.documents):
+                document = int(order.documents[slot])
+                begin = int(self._starts[document]) + offset - int(order.ends[slot] - order.lengths[slot])
+                piece = self._data.tokens[begin : min(begin + length, int(self._starts[document + 1]))]
+                tokens.append(piece.astype(np.int64))
+                documents.append(np.full(len(piece), epoch * len(order.documents) + slot))
+                position, offset, length, slot = (
+                    position + len(piece),
+                    offset + len(piece),
+                    length - len(piece),
+                    slot + 1,
+                )
+        return np.concatenate(tokens), np.concatenate(documents)
+
+    def _epoch(self, epoch: int) -> "_Epoch":
+        """The order of one epoch; the last two asked for are kept, because a window may touch both."""
+        if epoch not in self._epochs:
+            while len(self._epochs) > 1:
+                del self._epochs[min(self._epochs)]
+            self._epochs[epoch] = _Epoch.of(np.diff(self._starts), self._seed, epoch)
+        return self._epochs[epoch]
+
+
+class EvaluationDataset:
+    """The samples of ``prefix`` in the order of the file, once: every token but the first is a label exactly once.
+
+    The last window is filled up with zeros that the loss mask leaves out. Args and errors as in GPTDataset.
+    """
+
+    def __init__(self, prefix: str | Path, seq_length: int, *, mask_eod: bool = False) -> None:
+        self.seq_length = seq_length
+        self.mask_eod = mask_eod
+        self._data = _open(prefix)
+        self._starts = self._data.document_starts()
+
+    def __len__(self) -> int:
+        return -(-(self._data.num_tokens - 1) // self.seq_length)
+
+    def __getitem__(self, index: int) -> GPTSample:
+        """Sample ``index``. Raises IndexError outside [0, len)."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"samples are numbered 0 to {len(self) - 1}; asked for {index}")
+        S = self.seq_length
+        stretch = self._data.tokens[index * S : (index + 1) * S + 1].astype(np.int64)
+        documents = np.searchsorted(self._starts, np.arange(index * S, index * S + len(stretch)), side="right")
+        sample = _sample(stretch, documents, self.mask_eod)
+        missing = S - len(sample.tokens)
+        if not missing:
+            return sample
+        return GPTSample(
+            np.pad(sample.tokens, (0, missing)),
+            np.pad(sample.labels, (0, missing)),
+            np.pad(sample.loss_mask, (0, missing)),
+            np.pad(sample.documents, (0, missing), mode="edge"),
+        )
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """documents [N] in the order of the epoch, with their lengths and where each ends in the epoch's tokens."""
+
+    documents: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, lengths: NDArray[np.int64], seed: int, epoch: int) -> "_Epoch":
+        order = KeyedPermutation(len(lengths), seed, f"documents-{epoch}")(np.arange(len(lengths)))
+        return cls(order, lengths[order], np.cumsum(lengths[order]))
+
+
+def _open(prefix: str | Path) -> IndexedDataset:
+    found = IndexedDataset(prefix)
+    if found.num_tokens < 2:
+        raise DataError(
+            f"{prefix} must hold two tokens at least, one to read and one to predict; it holds {found.num_tokens}"
+        )
+    return found
+
+
+def _sample(stretch: NDArray[np.int64], documents: NDArray[np.int64], mask_eod: bool) -> GPTSample:
+    """The sample of S + 1 tokens in a row, whose ``documents`` rise by any amount where a new one begins."""
+    begins = np.diff(documents) != 0  # [S]: the next token is in another document
+    loss_mask = ~begins if mask_eod else np.ones(len(begins), dtype=np.bool_)
+    ordinals = np.concatenate(([0], np.cumsum(begins[:-1]))).astype(np.int32)
+    return GPTSample(stretch[:-1], stretch[1:], loss_mask, ordinals)
