@@ -1,5 +1,6 @@
 """What the machine can do at this moment: matrix products and copies of random data, at the size of a training step."""
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ class Calibration:
         """Rate by name of ``RATES``, from the median of five runs of each; about half a second."""
         rates = {}
         for left, right, out in self._products:
-            seconds = _median_seconds(lambda left=left, right=right, out=out: torch.mm(left, right, out=out))
+            seconds = _median_seconds(functools.partial(torch.mm, left, right, out=out))
             rates[str(left.dtype).removeprefix("torch.")] = 2 * _N**3 / seconds / 1e12
         seconds = _median_seconds(lambda: self._target.copy_(self._source))
         rates["copy"] = 2 * self._source.nbytes / seconds / 1e9

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.calibration import RATES
 from benchmarks.measure import Measurement
 from benchmarks.registry import CASES
-from benchmarks.rounds import MOVED, Round, ratios, seconds
+from benchmarks.rounds import MOVED, Round, of_rate, ratios, seconds
 
 __all__ = ["as_json", "as_markdown"]
 
@@ -81,13 +81,13 @@ def _cells(measurement: Measurement, name: str, rounds: Sequence[Round]) -> list
         return [name, f"not measured: {(entry.failure or 'no round').replace('|', '/')}", *[""] * (len(_COLUMNS) - 2)]
     size = case.sizes[measurement.size]
     faster = ratios(rounds, name, case.base)
-    rate = statistics.median(rates[case.contenders[name].matmuls] for rates in measurement.calibration)
+    part = of_rate(rounds, name, case.flops(size) / 1e12, case.contenders[name].matmuls)
     return [
         name,
         f"{1e3 * spent.median:.0f}",
         f"{case.tokens(size) / spent.median:.0f}",
         "" if faster is None else f"{faster.median:.2f} [{faster.low:.2f}..{faster.high:.2f}]",
-        f"{case.flops(size) / spent.median / 1e12 / rate:.0%}",
+        "" if part is None else f"{part:.0%}",
         f"{entry.peak_rss / MIB:.0f}",
         f"{entry.first.seconds:.1f}",
         f"{entry.first.loss_error:.1e}",

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Round", "Spread", "ratios", "seconds"]
+__all__ = ["MOVED", "Round", "Spread", "of_rate", "ratios", "seconds"]
 
 MOVED = 0.10
 
@@ -61,3 +61,17 @@ def ratios(rounds: Sequence[Round], name: str, base: str) -> Spread | None:
     """How many times as fast as ``base`` is ``name``, of the rounds in which both ran; None if there is none."""
     values = [one.seconds[base] / one.seconds[name] for one in rounds if {name, base} <= one.seconds.keys()]
     return Spread.of(values) if values else None
+
+
+def of_rate(rounds: Sequence[Round], name: str, work: float, rate: str) -> float | None:
+    """Median part of the machine's ``rate`` that ``name`` reached, which does ``work``, in the unit of the rate.
+
+    The rate of a round is the mean of the calibrations around it; of the rounds in which ``name`` ran, None if there
+    is none.
+    """
+    parts = [
+        work / one.seconds[name] / statistics.fmean((one.before[rate], one.after[rate]))
+        for one in rounds
+        if name in one.seconds
+    ]
+    return statistics.median(parts) if parts else None

@@ -94,6 +94,7 @@ class Step:
         with safe_open(self._folder / "gradients.safetensors", "pt") as reference:
             assert set(reference.keys()) == set(gradients), "the same parameters by the same names"
             for name, gradient in gradients.items():
+                assert gradient is not None, f"{name} takes part in the loss"
                 whole = gradient.to_local() if isinstance(gradient, DTensor) else gradient
                 errors.append(gradient_error(whole, reference.get_tensor(name), judged["gradient_norm"]))
         return abs(loss - judged["loss"]), torch.tensor(errors).max().item()  # NaN, if one is

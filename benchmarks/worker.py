@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.calibration import Calibration
@@ -45,5 +46,7 @@ def _contend(case: str, size: str, folder: str, name: str) -> None:
     serve({"first": lambda: dataclasses.asdict(runner().first()), "run": run})
 
 
+ROLES: dict[str, Callable[..., None]] = {"calibrate": _calibrate, "prepare": _prepare, "contend": _contend}
+
 if __name__ == "__main__":
-    {"calibrate": _calibrate, "prepare": _prepare, "contend": _contend}[sys.argv[1]](*sys.argv[2:])
+    ROLES[sys.argv[1]](*sys.argv[2:])

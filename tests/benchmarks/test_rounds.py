@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.rounds import Round, Spread, ratios, seconds
+from benchmarks.rounds import Round, Spread, of_rate, ratios, seconds
 
 QUIET = {"float32": 0.3, "bfloat16": 2.0, "copy": 20.0}
 
@@ -20,6 +20,14 @@ def test_ratios_are_formed_within_a_round_before_the_median():
     # the machine slows down threefold: medians of seconds would say 1.0, each round says 2.0
     rounds = [a_round(base=2.0, ours=1.0), a_round(base=4.0, ours=2.0), a_round(base=12.0, ours=6.0)]
     assert ratios(rounds, "ours", "base") == Spread(2.0, 2.0, 2.0)
+
+
+def test_the_part_of_a_rate_is_of_the_calibrations_around_each_round():
+    # 6 TFLOP in 2 s beside 2.0 and then 1.0 TFLOP/s: 3 of 1.5; in 4 s beside 2.0 twice: 1.5 of 2
+    rounds = [a_round(QUIET | {"bfloat16": 1.0}, ours=2.0), a_round(ours=4.0)]
+    assert of_rate(rounds[:1], "ours", 6.0, "bfloat16") == pytest.approx(2.0)
+    assert of_rate(rounds, "ours", 6.0, "bfloat16") == pytest.approx((2.0 + 0.75) / 2)
+    assert of_rate(rounds, "absent", 6.0, "bfloat16") is None
 
 
 def test_quartiles_are_those_of_the_textbook():
