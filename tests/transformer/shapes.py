@@ -1,0 +1,41 @@
+"""Small transformers of every shape, and what their parts are built with on one process."""
+
+from typing import Any
+
+import torch
+
+from megalith.config import TransformerConfig
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.transformer.build_options import BuildOptions
+
+# a prime vocabulary; heads in groups; F is no power of two
+_SIZES = {
+    "vocab_size": 31,
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_query_groups": 4,
+    "ffn_hidden_size": 24,
+    "init_method_std": 0.5,
+}
+_LEARNED = {"position_embedding_type": "learned_absolute", "max_position_embeddings": 32}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"num_query_groups": 2},
+    "gpt2": {
+        "normalization": "LayerNorm",
+        "activation": "gelu_tanh",
+        "add_bias_linear": True,
+        "tie_word_embeddings": True,
+        **_LEARNED,
+    },
+    "rope, exact gelu, biases": {"activation": "gelu", "add_bias_linear": True, "num_query_groups": 1},
+    "learned positions, swiglu, narrow heads": {"normalization": "LayerNorm", "kv_channels": 6, **_LEARNED},
+}
+
+
+def config(shape: str = "llama", **changes: Any) -> TransformerConfig:
+    return TransformerConfig(**_SIZES | SHAPES[shape] | changes)
+
+
+def options(**changes: Any) -> BuildOptions:
+    return BuildOptions(**{"pg_collection": ProcessGroupCollection.single(), "dtype": torch.float64} | changes)

@@ -1,0 +1,23 @@
+"""build_options: what it settles by itself."""
+
+import torch
+
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.transformer.build_options import BuildOptions
+from tests.parallel.groups import collection
+from tests.rank_pool import ranks
+
+
+def sequence_parallel(tensor: int) -> bool:
+    return BuildOptions(collection(tensor), sequence_parallel=True).sequence_parallel
+
+
+def test_without_tp_there_is_no_sequence_to_split():
+    assert not BuildOptions(ProcessGroupCollection.single(), sequence_parallel=True).sequence_parallel
+    assert ranks(2, sequence_parallel, 1) == [False, False]
+    assert ranks(2, sequence_parallel, 2) == [True, True]
+
+
+def test_defaults_are_float32_and_nothing_recomputed():
+    options = BuildOptions(ProcessGroupCollection.single())
+    assert (options.dtype, options.recompute, options.sequence_parallel) == (torch.float32, "none", False)
