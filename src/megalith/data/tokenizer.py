@@ -1,0 +1,127 @@
+"""Text to token ids and back, by any ``tokenizer.json``, or by one trained here: byte-level BPE.
+
+Sennrich et al. 2016 (arXiv:1508.07909); bytes as the alphabet: GPT-2 (Radford et al. 2019), so that every text can be
+encoded and decoding gives back the same bytes.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from megalith.errors import ConfigError, DataError
+from megalith.storage import explained, publish_file
+
+__all__ = ["EOD", "Tokenizer", "train_byte_level_bpe"]
+
+log = logging.getLogger(__name__)
+
+EOD = "<|endoftext|>"
+_EOD_NAMES = (EOD, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")  # noqa: RUF001
+
+
+class Tokenizer:
+    """One tokenizer.json. Pickles as its bytes.
+
+    Encoding adds no special token, cuts nothing off and pads nothing, whatever the file's settings say; and text that
+    spells a special token is encoded as the text that it is, so that no document can forge the end of one.
+
+    Args:
+        content: the bytes of a tokenizer.json.
+        eod: the token that ends a document, by its text or its id; by default the one of the usual names.
+        name: what error messages call it.
+
+    Attributes:
+        vocab_size: ids are below it.
+        eod: id of the token that ends a document.
+        sha256: digest of the file's bytes.
+
+    Raises:
+        DataError: the content is no tokenizer, or it has no such token.
+    """
+
+    def __init__(self, content: bytes, eod: str | int | None = None, name: str = "tokenizer.json") -> None:
+        self._content = content
+        self.name = name
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except ValueError as error:
+            raise DataError(
+                f"{name} must be a tokenizer.json of Hugging Face tokenizers; it cannot be read as one: {error}"
+            ) from error
+        self._tokenizer.no_truncation()  # many published files cut at 512 tokens without a word
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        # ids may have gaps, so the number of entries would not do
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.eod = self._find_eod(eod)
+
+    @classmethod
+    def load(cls, path: str | Path, eod: str | int | None = None) -> "Tokenizer":
+        """The tokenizer in the file ``path``. Raises DataError, as the constructor does, or if it cannot be read."""
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"{path} must be a tokenizer.json; it cannot be read: {error.strerror}; check the path, or train one "
+                "with: megalith data prepare FILES... --out PREFIX --vocab-size N"
+            ) from error
+        return cls(content, eod, str(path))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the tokenizer's bytes to ``path``, atomically. Raises StorageError."""
+        with explained("write", Path(path)), publish_file(Path(path)) as temporary:
+            temporary.write_bytes(self._content)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of ``text``, by one thread."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, by as many threads as TOKENIZERS_PARALLELISM grants (by default all cores)."""
+        return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``, special tokens spelled out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def __reduce__(self) -> tuple[type["Tokenizer"], tuple[bytes, int, str]]:
+        return Tokenizer, (self._content, self.eod, self.name)
+
+    def _find_eod(self, wanted: str | int | None) -> int:
+        names = _EOD_NAMES if wanted is None else (wanted,)
+        for name in names:
+            id = self._tokenizer.token_to_id(name) if isinstance(name, str) else name
+            if id is not None and 0 <= id < self.vocab_size:
+                return id
+        special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        raise DataError(
+            f"{self.name} needs a token that ends a document, {' or '.join(map(repr, names))}; it has none; name one "
+            f"of its own with --eod (eod=... in Python); its special tokens are {special or 'none'}"
+        )
+
+
+def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of at most ``vocab_size`` entries: ``<|endoftext|>`` (id 0), 256 bytes, then merges.
+
+    The same texts in the same order give the same bytes. Few texts may not support as many entries as asked.
+
+    Raises ConfigError if ``vocab_size`` has no room for the bytes.
+    """
+    if vocab_size < 257:
+        raise ConfigError(f"the vocabulary must hold 256 bytes and {EOD}, so at least 257 entries; got {vocab_size}")
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[EOD], initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    trained.train_from_iterator(texts, trainer)
+    if (found := trained.get_vocab_size()) < vocab_size:
+        log.warning("the text gives a vocabulary of %d entries; %d were asked for", found, vocab_size)
+    return Tokenizer(trained.to_str(pretty=True).encode())

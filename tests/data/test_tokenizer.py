@@ -1,0 +1,121 @@
+"""tokenizer: round trips, the traps of published tokenizer.json files and the ends of documents."""
+
+import hashlib
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, models, pre_tokenizers, processors
+
+from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
+from megalith.errors import ConfigError, DataError
+
+TEXTS = ["the cat sat on the mat\n" * 20, "the rat ate the cat\n" * 20]
+AWKWARD = ["", " ", "\n\n  x", "naïve 日本 🦜\u200d\x00", "<|endoftext|>", "a<|endoftext|>b"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_byte_level_bpe(TEXTS, 270)
+
+
+def word_tokenizer(**special: int) -> tokenizers.Tokenizer:
+    """Words a to d, as somebody else's file: it cuts at 2 tokens, pads, and frames text in special tokens."""
+    made = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2, "d": 3} | special, unk_token="a"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens([AddedToken(name, special=True) for name in special])
+    made.enable_truncation(2)
+    made.enable_padding(length=8)
+    return made
+
+
+def test_merges_are_those_that_the_algorithm_gives_by_hand():
+    # "ababab" and "abc": ab 4 times, then ab+ab (2, as words are), then abab+ab (1), then ab+c (1)
+    trained = train_byte_level_bpe(["ababab abc"], 259)
+    merges = json.loads(trained._content)["model"]["merges"]
+    assert merges == [["a", "b"], ["ab", "ab"]]
+    ids = trained.encode("ababab")
+    assert ids == [258, 257]
+    assert [trained.decode([i]) for i in ids] == ["abab", "ab"]
+
+
+@pytest.mark.parametrize("text", [*AWKWARD, *TEXTS])
+def test_every_text_comes_back(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eod not in ids  # text cannot forge the end of a document
+
+
+def test_a_batch_is_encoded_as_its_texts_are(tokenizer):
+    assert tokenizer.encode_batch(AWKWARD) == [tokenizer.encode(text) for text in AWKWARD]
+
+
+def test_the_end_of_a_document_is_one_token(tokenizer):
+    assert (tokenizer.eod, tokenizer.decode([tokenizer.eod]), tokenizer.vocab_size) == (0, "<|endoftext|>", 270)
+
+
+def test_training_gives_the_same_bytes_in_another_process(tokenizer):
+    code = f"from megalith.data.tokenizer import *; print(train_byte_level_bpe({TEXTS!r}, 270).sha256)"
+    for hash_seed in "01":
+        environment = {"PYTHONHASHSEED": hash_seed, "TOKENIZERS_PARALLELISM": "false"}
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+        assert run.stdout.strip() == tokenizer.sha256
+
+
+def test_saving_loading_and_pickling_keep_the_bytes(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "tokenizer.json")
+    assert hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest() == tokenizer.sha256
+    for same in (Tokenizer.load(tmp_path / "tokenizer.json"), pickle.loads(pickle.dumps(tokenizer))):
+        assert (same.sha256, same.eod, same.vocab_size) == (tokenizer.sha256, tokenizer.eod, tokenizer.vocab_size)
+        assert same.encode("the cat") == tokenizer.encode("the cat")
+
+
+def test_a_file_that_cuts_and_pads_and_frames_does_so_no_more(tmp_path):
+    made = word_tokenizer(**{"</s>": 9})
+    made.post_processor = processors.TemplateProcessing("</s> $A </s>", special_tokens=[("</s>", 9)])
+    assert len(made.encode("a b c d").ids) == 8
+    assert 9 in made.encode("a b c d").ids
+    made.save(str(tmp_path / "t.json"))
+    loaded = Tokenizer.load(tmp_path / "t.json")
+    assert loaded.encode("a b c d") == [0, 1, 2, 3]
+    assert (loaded.eod, loaded.vocab_size) == (9, 10)  # ids 4 to 8 are gaps
+
+
+@pytest.mark.parametrize("name", ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>"])
+def test_the_usual_names_of_the_end_are_known(name):
+    assert Tokenizer(word_tokenizer(**{name: 4, "<other>": 5}).to_str().encode()).eod == 4
+
+
+def test_a_tokenizer_without_a_known_end_needs_to_be_told():
+    content = word_tokenizer(**{"<stop>": 4}).to_str().encode()
+    with pytest.raises(DataError, match=r"--eod .*special tokens are \['<stop>'\]"):
+        Tokenizer(content, name="x.json")
+    assert Tokenizer(content, "<stop>").eod == Tokenizer(content, 4).eod == 4
+    for wrong in ("<halt>", 5, -1):
+        with pytest.raises(DataError, match=rf"ends a document, {wrong!r}; it has none"):
+            Tokenizer(content, wrong)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"model": 1}'])
+def test_a_file_that_is_no_tokenizer_is_refused_by_name(content, tmp_path):
+    (tmp_path / "t.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"t\.json must be a tokenizer\.json"):
+        Tokenizer.load(tmp_path / "t.json")
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path):
+    with pytest.raises(DataError, match=r"gone\.json .* No such file"):
+        Tokenizer.load(tmp_path / "gone.json")
+
+
+def test_a_vocabulary_without_room_for_the_bytes_is_refused():
+    with pytest.raises(ConfigError, match="at least 257 entries; got 256"):
+        train_byte_level_bpe(TEXTS, 256)
+
+
+def test_a_text_too_small_for_the_vocabulary_says_so(caplog):
+    assert train_byte_level_bpe(["ab ab"], 1000).vocab_size < 270
+    assert "1000 were asked for" in caplog.text
