@@ -36,7 +36,7 @@ def test_a_probe_measures_the_model_at_hand(activation):
         num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, activation=activation
     )
     threads = torch.get_num_threads()
-    probe = probe_dtype(config, vocab_size=64, seq_length=16, micro_batch_size=2, num_threads=1)
+    probe = probe_dtype(config, vocab_size=64, seq_length=16, micro_batch_size=2, num_threads=threads + 1)
     assert torch.get_num_threads() == threads
     assert list(probe.seconds) == ["float32", "bfloat16"]
     assert all(0 < seconds < 1 for seconds in probe.seconds.values())

@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalith.config import TransformerConfig
+from megalith.models.gpt_model import GPTModel
 from megalith.observe.flops import flops_per_token, parameters
 
 GPT2 = {
@@ -56,16 +57,22 @@ def test_published_models_have_their_published_number_of_parameters(shape, vocab
     assert parameters(TransformerConfig(**shape), vocab_size) == count
 
 
-def small_llama():
+def small_llama(biases=False):
     transformers = pytest.importorskip("transformers")
     shape = transformers.LlamaConfig(
         vocab_size=131, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
         num_key_value_heads=2, head_dim=16, tie_word_embeddings=False, attn_implementation="eager",
+        attention_bias=biases, mlp_bias=biases,
     )  # fmt: skip
     ours = TransformerConfig(
-        num_layers=3, hidden_size=48, ffn_hidden_size=80, num_attention_heads=6, num_query_groups=2, kv_channels=16
-    )
+        num_layers=3, hidden_size=48, ffn_hidden_size=80, num_attention_heads=6, num_query_groups=2, kv_channels=16,
+        add_bias_linear=biases,
+    )  # fmt: skip
     return transformers.LlamaForCausalLM(shape), ours
+
+
+def small_llama_with_biases():
+    return small_llama(biases=True)
 
 
 def small_gpt2():
@@ -79,7 +86,7 @@ def small_gpt2():
     return transformers.GPT2LMHeadModel(shape), ours
 
 
-@pytest.mark.parametrize("pair", [small_llama, small_gpt2])
+@pytest.mark.parametrize("pair", [small_llama, small_llama_with_biases, small_gpt2])
 def test_hugging_face_builds_as_many_parameters_and_torch_counts_as_many_flops(pair):
     model, config = pair()
     assert parameters(config, 131) == sum(parameter.numel() for parameter in model.parameters())
@@ -98,3 +105,22 @@ def test_flops_are_near_six_per_parameter_where_matrices_dominate():
     ratio = flops_per_token(TransformerConfig(**shape), vocab_size, 2048) / (6 * count)
     # Kaplan et al. 2020 (arXiv:2001.08361): 6 N; attention adds S / (12 H) = 4 %, halved, the embedding takes 2 % away
     assert 1.0 < ratio < 1.06
+
+
+@pytest.mark.parametrize("position_embedding_type", ["rope", "learned_absolute"])
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("add_bias_linear", [False, True])
+@pytest.mark.parametrize("tie_word_embeddings", [False, True])
+def test_our_model_has_exactly_as_many_parameters_in_every_mix_of_parts(
+    position_embedding_type, normalization, activation, add_bias_linear, tie_word_embeddings
+):
+    positions = {"max_position_embeddings": 20} if position_embedding_type == "learned_absolute" else {}
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=16, vocab_size=67,
+        position_embedding_type=position_embedding_type, normalization=normalization, activation=activation,
+        add_bias_linear=add_bias_linear, tie_word_embeddings=tie_word_embeddings, **positions,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = GPTModel(config)
+    assert parameters(config, 67) == sum(parameter.numel() for parameter in model.parameters())

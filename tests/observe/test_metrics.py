@@ -63,6 +63,12 @@ def test_numbers_that_are_not_finite_are_valid_json_and_come_back(tmp_path, with
     assert str(record) == "{'step': 3, 'loss': nan, 'grad_norm': inf, 'time': {'a/b': -inf, 'c': 1.0}}"
 
 
+def test_a_nan_where_it_cannot_be_named_is_refused_and_nothing_is_written(tmp_path, without_tensorboard):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write(tmp_path, {"step": 1, "losses": [math.nan]})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
 def test_resuming_drops_the_steps_that_will_be_done_again(tmp_path, without_tensorboard):
     write(tmp_path, *({"step": step, "loss": 1.0} for step in (1, 2, 3, 4)), {"step": 2, "valid_loss": 1.0})
     write(tmp_path, {"step": 3, "loss": 9.0}, resumed_step=2)

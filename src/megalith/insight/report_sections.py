@@ -13,7 +13,8 @@ from megalith.observe.units import duration, quantity
 
 __all__ = ["sections", "summary", "tiles"]
 
-_WIDE, _NARROW, _SMALL = (1020, 330), (350, 270), (310, 170)  # pixels that a chart is drawn for
+_LARGE = {"wide": (1020, 330), "medium": (640, 300), "narrow": (350, 270)}  # pixels, by width of the window
+_SMALL = (310, 170)
 _COLOURS = 6  # series of the page
 
 
@@ -82,6 +83,8 @@ def sections(run: RunHistory) -> str:
 
 def _loss(run: RunHistory, marks: list[Mark]) -> str:
     steps, losses = run.column("loss")
+    if not any(map(math.isfinite, losses)):
+        return ""
     lines = [Line(steps, losses, width=1.2, opacity=0.35), Line(steps, smoothed(losses), width=2.2)]
     if len(steps) < 20:
         lines = [Line(steps, losses)]
@@ -97,12 +100,11 @@ def _loss(run: RunHistory, marks: list[Mark]) -> str:
         if _is_finite(run.evaluation.get(field))
     ]
     describe = f"Loss over {_steps(steps[-1])}, from {losses[0]:.2f} to {losses[-1]:.2f} nats per token"
-    charts = [
-        svg(Chart(f"loss-{kind}", describe, lines, levels, marks), *size)
-        for kind, size in (("wide", _WIDE), ("narrow", _NARROW))
-    ]
-    drawn = f'<div class="wide">{charts[0]}</div><div class="narrow">{charts[1]}</div>' if charts[0] else ""
-    return _card("Loss", "nats per token, over steps", _legend(legend) + drawn) if drawn else ""
+    drawn = "".join(
+        f'<div class="{window}">{svg(Chart(f"loss-{window}", describe, lines, levels, marks), *size)}</div>'
+        for window, size in _LARGE.items()
+    )
+    return _card("Loss", "nats per token, over steps", _legend(legend) + drawn)
 
 
 def _baselines(run: RunHistory) -> str:
