@@ -6,14 +6,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megalith.parallel.boxes import Box, local_box
+from megalith.parallel.boxes import Ranges, local_box
 from megalith.parallel.parameters import declared_parameters
 from megalith.topology.parallel_state import ParallelState
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
 
 # as a rank returns it: which part of a tensor it holds, and the values
-Part = tuple[Box, Tensor]
+Part = tuple[Ranges, Tensor]
 
 
 @functools.cache
@@ -39,5 +39,5 @@ def load_(model: nn.Module, full: dict[str, Tensor]) -> None:
         values.copy_(slice_of(full[name], local_box(parameter)))
 
 
-def slice_of(tensor: Tensor, box: Box) -> Tensor:
+def slice_of(tensor: Tensor, box: Ranges) -> Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in box)]

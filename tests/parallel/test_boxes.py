@@ -1,6 +1,7 @@
 """boxes: torch.chunk's split, and what DTensor and FSDP2 really put on each rank."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megalith.errors import ShapeError
-from megalith.parallel.boxes import local_box, split_evenly
+from megalith.parallel.boxes import box_of_placements, local_box, split_evenly
 from tests.parallel.groups import Part, part, slice_of
 from tests.rank_pool import ranks
 
@@ -58,6 +60,20 @@ def test_a_split_is_that_of_torch_chunk(size, parts):
     ranges = [range(*split_evenly(size, parts, index)) for index in range(parts)]
     assert [list(each) for each in ranges if each] == [chunk.tolist() for chunk in chunks if len(chunk)]
     assert sum(map(len, ranges)) == size
+
+
+@given(st.data())
+def test_boxes_are_those_of_dtensor_for_any_placements(data):
+    shape = data.draw(st.lists(st.integers(0, 13), min_size=1, max_size=3))
+    mesh_shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    placement = st.sampled_from([Replicate(), *(Shard(dim) for dim in range(len(shape)))])
+    placements = data.draw(st.tuples(*[placement] * len(mesh_shape)))
+    for coordinates in itertools.product(*map(range, mesh_shape)):
+        box = box_of_placements(shape, mesh_shape, coordinates, placements)
+        sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinates), placements)
+        assert tuple(stop - start for start, stop in box) == sizes
+        if all(sizes):
+            assert tuple(start for start, _ in box) == offsets
 
 
 def test_a_plain_tensor_is_held_whole():

@@ -1,20 +1,16 @@
-"""Which part of a global tensor a rank holds: a box, one half-open range of indices per dimension.
-
-Shard(d) over n ranks cuts dimension d as torch.chunk does: pieces of ceil(size / n), the last ones shorter or empty. A
-second mesh dimension that shards the same dimension cuts the piece again. Source: the docstring of
-torch.distributed.tensor.Shard, and DTensor's order of placements, from left to right.
-"""
+"""The part of a global tensor that a rank holds: a box, one half-open range of indices per dimension."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor
 
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, ShapeError
+from megalith.parallel.boxes import local_box
 
-__all__ = ["Box", "box_of_placements", "local_part"]
+__all__ = ["Box", "local_part"]
 
 
 @dataclass(frozen=True, order=True)
@@ -58,49 +54,14 @@ def local_part(name: str, tensor: Tensor) -> tuple[Box, Tensor]:
     Raises:
         CheckpointError: a placement that no box describes; the message says why.
     """
-    if not isinstance(tensor, DTensor):
-        return Box.whole(tensor.shape), tensor.detach()
-    local: Tensor = tensor.to_local().detach()
-    coordinates = tensor.device_mesh.get_coordinate()
-    if coordinates is None:
-        return Box(tuple((0, 0) for _ in tensor.shape)), local
-    box = box_of_placements(name, tensor.shape, tensor.device_mesh.shape, coordinates, tensor.placements)
+    try:
+        box = Box(local_box(tensor))
+    except ShapeError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    local: Tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     if box.num_elements and box.shape != tuple(local.shape):
         raise CheckpointError(
-            f"{name}: placements {tensor.placements} of shape {list(tensor.shape)} give this rank {list(box.shape)}, "
+            f"{name}: of shape {list(tensor.shape)} this rank should hold {list(box.shape)} by its placements, "
             f"and its local tensor is {list(local.shape)}; make it with distribute_tensor or fully_shard"
         )
     return box, local
-
-
-def box_of_placements(
-    name: str,
-    shape: Sequence[int],
-    mesh_shape: Sequence[int],
-    coordinates: Sequence[int],
-    placements: Sequence[Placement],
-) -> Box:
-    """The box of the rank at ``coordinates`` of a mesh. Raises CheckpointError for placements other than
-    Shard and Replicate."""
-    ranges = [(0, size) for size in shape]
-    for num_pieces, coordinate, placement in zip(mesh_shape, coordinates, placements, strict=True):
-        if placement.is_replicate():
-            continue
-        dim = _plain_shard(name, placement).dim
-        start, stop = ranges[dim]
-        piece = -(-(stop - start) // num_pieces)
-        ranges[dim] = (min(start + coordinate * piece, stop), min(start + (coordinate + 1) * piece, stop))
-    return Box(tuple(ranges))
-
-
-def _plain_shard(name: str, placement: Placement) -> Shard:
-    if type(placement) is Shard:  # not isinstance: in older torch _StridedShard is a subclass
-        return placement
-    if type(placement).__name__ == "_StridedShard":
-        raise CheckpointError(
-            f"{name}: FSDP and tensor parallelism shard one dimension, so a rank's part is not one box ({placement}); "
-            "give FSDP another dimension with fully_shard(..., shard_placement_fn=...)"
-        )
-    if placement.is_partial():
-        raise CheckpointError(f"{name}: {placement} holds unreduced sums; redistribute it to Shard or Replicate first")
-    raise CheckpointError(f"{name}: placements must be Shard or Replicate; got {placement}")

@@ -14,7 +14,7 @@ import typer
 from megalith.cli import data, demo, evaluate, generate, train
 from megalith.errors import MegalithError, NonFiniteError
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "run"]
 
 app = typer.Typer(
     help="Train transformer models that do not fit one device: the same numbers in every layout.",
@@ -32,7 +32,7 @@ app.command("generate")(generate.generate)
 
 def main() -> NoReturn:
     """Runs the command line and exits."""
-    code = _run()
+    code = run()
     rank = os.environ.get("RANK")
     if rank is not None:
         from megalith.training.launch import leave_exit_code  # torch.distributed is loaded in a rank anyway
@@ -43,7 +43,8 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
-def _run() -> int:
+def run() -> int:
+    """Runs the command line and returns the exit code; errors on purpose become one message."""
     try:
         app()
     except MegalithError as error:

@@ -1,19 +1,22 @@
 """Which part of a tensor a rank holds, as one half-open range per dimension.
 
-A split is torch.chunk's: every part has ceil(n / parts) elements, the last ones fewer or none. FSDP2 over a dimension
-that tp shards already (a column-parallel bias) splits each tp part again: torch marks that ``_StridedShard``, and it
+A split is torch.chunk's: every part has ceil(n / parts) elements, the last ones fewer or none. A second mesh dimension
+that shards the same tensor dimension cuts the part again. FSDP2 does so over a dimension that tp shards already (a
+column-parallel bias), although it stands to the left of tp in the mesh: torch marks that ``_StridedShard``, and it
 still is one contiguous range.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megalith.errors import ShapeError
 
-__all__ = ["Box", "local_box", "split_evenly"]
+__all__ = ["Ranges", "box_of_placements", "local_box", "split_evenly"]
 
-Box = tuple[tuple[int, int], ...]
+Ranges = tuple[tuple[int, int], ...]
 
 
 def split_evenly(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -22,27 +25,37 @@ def split_evenly(size: int, parts: int, index: int) -> tuple[int, int]:
     return min(index * length, size), min((index + 1) * length, size)
 
 
-def local_box(tensor: Tensor) -> Box:
-    """The range of global indices, per dimension, that this rank holds of ``tensor``; all of it for a plain tensor.
+def local_box(tensor: Tensor) -> Ranges:
+    """The global indices, per dimension, that this rank holds of ``tensor``; all of them for a plain tensor.
+
+    A rank outside a DTensor's mesh holds nothing. Raises ShapeError as ``box_of_placements`` does.
+    """
+    if not isinstance(tensor, DTensor):
+        return tuple((0, size) for size in tensor.shape)
+    coordinates = tensor.device_mesh.get_coordinate()
+    if coordinates is None:
+        return tuple((0, 0) for _ in tensor.shape)
+    return box_of_placements(tensor.shape, tensor.device_mesh.shape, coordinates, tensor.placements)
+
+
+def box_of_placements(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinates: Sequence[int], placements: Sequence[Placement]
+) -> Ranges:
+    """The box of the rank at ``coordinates`` of a mesh, one placement for each mesh dimension.
 
     Raises:
         ShapeError: a placement that is neither replicated nor one contiguous range.
     """
-    box = [(0, size) for size in tensor.shape]
-    if not isinstance(tensor, DTensor):
-        return tuple(box)
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "a rank only meets tensors of meshes that it belongs to"
+    ranges = [(0, size) for size in shape]
     # a strided placement was cut after the mesh dimensions to its right, so those come first
-    strided = [i for i, placement in enumerate(tensor.placements) if isinstance(placement, _StridedShard)]
-    plain = [i for i in range(len(tensor.placements)) if i not in strided]
-    for i in (*plain, *strided):
-        placement = tensor.placements[i]
+    order = sorted(range(len(placements)), key=lambda i: isinstance(placements[i], _StridedShard))
+    for i in order:
+        placement = placements[i]
         if isinstance(placement, Replicate):
             continue
         if not isinstance(placement, Shard | _StridedShard):
             raise ShapeError(f"a tensor placed {placement} has no range of its own; redistribute it to Shard first")
-        start, stop = box[placement.dim]
-        inner = split_evenly(stop - start, tensor.device_mesh.size(i), coordinate[i])
-        box[placement.dim] = (start + inner[0], start + inner[1])
-    return tuple(box)
+        start, stop = ranges[placement.dim]
+        inner = split_evenly(stop - start, mesh_shape[i], coordinates[i])
+        ranges[placement.dim] = (start + inner[0], start + inner[1])
+    return tuple(ranges)

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megalith.checkpoint.folders import find_checkpoint, set_aside_damaged
 from megalith.checkpoint.load import load_tensors, read_state
 from megalith.checkpoint.save import save_checkpoint
@@ -32,7 +30,7 @@ def resume_or_load(run: Run) -> str:
     """
     said = []
     resume, load = run.config.resume, run.config.load
-    while resume == "auto" and (path := _newest(run)) is not None:
+    while resume == "auto" and (path := find_checkpoint(run.checkpoints)) is not None:
         try:
             verify_checkpoint(path)
         except CheckpointError as error:
@@ -49,10 +47,3 @@ def resume_or_load(run: Run) -> str:
         load_tensors(path, run.weights(), only=lambda name: not name.startswith("optimizer."))
         return "; ".join([*said, f"started at step 0 from the weights of {path}, in layout {run.layout}"])
     return "; ".join([*said, f"started at step 0 from seed {run.config.train.seed}, in layout {run.layout}"])
-
-
-def _newest(run: Run) -> Path | None:
-    """Rank 0's view, so that all ranks take the same checkpoint."""
-    found = [find_checkpoint(run.checkpoints) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    return found[0]

@@ -53,7 +53,7 @@ def shard_model(
         )
     if len(list(model.parameters())) != num_parameters:
         raise ShapeError(
-            "a parameter is registered in two of the units that are gathered on their own, and each would train a copy; "
+            "a parameter is registered in two of the units that are gathered on their own, and each would train its own; "
             "register it in one, and pass it to the other's forward"
         )
     for module in model.modules():
@@ -70,7 +70,7 @@ def gradient_sync(model: nn.Module, last: bool) -> None:
 
 
 def release_gathered_weights(model: nn.Module) -> None:
-    """Frees weights that a forward without a backward has left gathered; ``model``'s parameters are the shards again."""
+    """Frees weights that a forward without a backward has left gathered: parameters are the shards again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
