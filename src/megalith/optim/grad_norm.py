@@ -38,8 +38,8 @@ def clip_coefficient(norm: float, clip_norm: float) -> float:
 
 def scale_gradients_(parameters: Iterable[nn.Parameter], coefficient: float) -> None:
     """Multiplies every gradient by ``coefficient``, in place."""
-    if coefficient != 1.0:
-        shards = [_local(p.grad) for p in parameters if p.grad is not None]
+    shards = [_local(p.grad) for p in parameters if p.grad is not None]
+    if shards and coefficient != 1.0:
         torch._foreach_mul_(shards, coefficient)
 
 
