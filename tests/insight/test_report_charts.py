@@ -71,6 +71,21 @@ def test_one_record_is_a_dot_and_nan_is_a_gap():
     assert svg(chart(Line(STEPS, [math.nan] * 4)), 300, 200) == ""
 
 
+def test_of_many_points_the_extremes_are_kept():
+    values = np.random.default_rng(0).normal(3, 0.1, 100_000)
+    values[[777, 50_000]] = 9.0, -9.0
+    values[30_000:40_000] = math.nan
+    drawn = svg(chart(Line(range(100_000), values.tolist())), 300, 200)
+    (path,) = re.findall(r'<path d="([^"]*)"[^>]*var\(--series-1\)', drawn)
+    points = [tuple(map(float, point)) for point in re.findall(r"([\d.]+) ([\d.]+)", path)]
+    assert len(points) <= 4 * 300
+    assert path.count("M") == 2  # NaN parts the line
+    highest, lowest = (choose(points, key=lambda point: point[1])[0] for choose in (min, max))
+    pixels_a_step = (300 - 46 - 10) / (99_999 * 1.01)
+    assert highest == pytest.approx(46 + 777 * pixels_a_step, abs=0.01)
+    assert lowest == pytest.approx(46 + 50_000 * pixels_a_step, abs=0.01)
+
+
 def test_marks_close_together_are_drawn_and_the_first_is_named():
     drawn = svg(chart(marks=[Mark(2.0, "first"), Mark(2.1, "second"), Mark(4.0, "third")]), 600, 300)
     assert {"first", "third"} <= set(texts(drawn))
@@ -89,7 +104,8 @@ def test_the_figures_of_pyplot_and_its_settings_are_left_alone():
 
 def test_smoothing_keeps_a_straight_line_and_passes_over_gaps():
     line = np.linspace(5.0, 1.0, 300)
-    np.testing.assert_allclose(smoothed(line), line, rtol=1e-12)
+    np.testing.assert_allclose(smoothed(line)[:-5], line[:-5], rtol=1e-12)
+    assert smoothed(line)[-1] == pytest.approx(line[-6:].mean())  # the last window has no other side
     holes = line.copy()
     holes[100:103] = [math.nan, math.inf, math.nan]
     np.testing.assert_allclose(smoothed(holes), line, atol=0.03)
