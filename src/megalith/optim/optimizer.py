@@ -16,6 +16,7 @@ from megalith.errors import ConfigError
 
 __all__ = ["build_optimizer", "optimizer_tensors", "parameter_groups", "set_num_updates_"]
 
+_OPTIMIZERS = {"adamw": torch.optim.AdamW}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OVERRIDABLE = ("max_lr", "min_lr", "wd_mult")
 
@@ -23,7 +24,7 @@ _OVERRIDABLE = ("max_lr", "min_lr", "wd_mult")
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """AdamW over ``model``, in groups that an OptimizerParamScheduler drives, with its moments allocated."""
     groups = parameter_groups(model.named_parameters(), config.overrides)
-    optimizer = torch.optim.AdamW(
+    optimizer = _OPTIMIZERS[config.name](
         groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.0, fused=True
     )
     for parameter in (parameter for group in groups for parameter in group["params"]):

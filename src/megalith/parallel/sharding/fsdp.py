@@ -53,7 +53,7 @@ def shard_model(
         )
     if len(list(model.parameters())) != num_parameters:
         raise ShapeError(
-            "a parameter is registered in two of the units that are gathered on their own, and each would train its own; "
+            "a parameter is registered in two of the units that are gathered on their own, and would become two; "
             "register it in one, and pass it to the other's forward"
         )
     for module in model.modules():

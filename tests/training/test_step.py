@@ -1,0 +1,163 @@
+"""What a step decides: whether its numbers may be used, together on all ranks."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megalith.config import load_run, read_tree
+from megalith.errors import ConfigError, NonFiniteError
+from megalith.observe.metrics import read_metrics
+from megalith.training import pretrain as pretrain_module
+from megalith.training import step as step_module
+from megalith.training.loop import Callback
+from megalith.training.pretrain import pretrain
+from megalith.training.run import Run
+from megalith.training.setup import build_run
+from megalith.training.step import StepResult, agree, train_step
+from tests.rank_pool import ranks
+from tests.tiny_run import settings
+from tests.training.on_ranks import first_steps
+
+BAD_RANK, BAD_STEP = 1, 1
+
+
+def one_step(run: Run) -> StepResult:
+    consumed = run.state.consumed_samples
+    sizes = run.microbatches.global_batch_size(consumed), run.config.train.micro_batch_size
+    micro_batches = run.loader.batch(consumed, *sizes)
+    return train_step(run, micro_batches, agree(run, micro_batches, stop=False).num_tokens)
+
+
+def steps_with_a_nan(tree: dict[str, Any]) -> tuple[str, list[bool], list[float], bool]:
+    """Three steps, the second with a NaN on one rank: the error, what was skipped, rates, whether weights stayed."""
+    run = build_run(load_run(tree, world_size=2), torch.device("cpu"))
+    loss_sum = step_module.loss_sum
+
+    def poisoned(model: Any, inputs: Any) -> torch.Tensor:
+        bad = run.state.step == BAD_STEP and torch.distributed.get_rank() == BAD_RANK
+        return loss_sum(model, inputs) * (float("nan") if bad else 1.0)
+
+    skipped, rates, kept = [], [], False
+    with patch.object(step_module, "loss_sum", poisoned):
+        try:
+            for _ in range(3):
+                before = [p.to_local().clone() for p in run.model.parameters()]
+                result = one_step(run)
+                skipped.append(result.skipped)
+                rates.append(result.lr)
+                if result.skipped:
+                    kept = all(
+                        torch.equal(p.to_local(), b) for p, b in zip(run.model.parameters(), before, strict=True)
+                    )
+        except NonFiniteError as error:
+            return str(error), skipped, rates, kept
+    return "", skipped, rates, kept
+
+
+WARMING_UP = {"schedule": "linear", "warmup_steps": 3}
+
+
+def test_a_nan_on_one_rank_stops_all_ranks_and_names_parameters_and_rank(tmp_path):
+    for message, skipped, _, _ in ranks(2, steps_with_a_nan, settings(tmp_path, parallel={"shard": 2})):
+        assert skipped == [False]
+        assert "step 2: loss nan" in message
+        assert "model.layers.0" in message or "lm_head.weight" in message
+        assert "train.nonfinite=skip" in message
+
+
+@pytest.mark.parametrize("parallel", [{"shard": 2}, {"tensor": 2}], ids=str)
+def test_a_step_with_a_nan_is_skipped_by_all_ranks_with_weights_and_rate_as_they_were(parallel, tmp_path):
+    tree = settings(tmp_path, parallel=parallel, train={"nonfinite": "skip"}, optim=WARMING_UP)
+    for message, skipped, rates, kept in ranks(2, steps_with_a_nan, tree):
+        assert message == ""
+        assert skipped == [False, True, False]
+        assert kept
+        assert rates[1] == rates[2] > rates[0]
+
+
+def overflow_then_recover(tree: dict[str, Any]) -> tuple[list[bool], list[float], list[float]]:
+    run = build_run(load_run(tree), torch.device("cpu"))
+    skipped, scales, losses = [], [], []
+    for _ in range(12):
+        result = one_step(run)
+        skipped.append(result.skipped)
+        scales.append(run.loss_scale.scale)
+        losses.append(result.loss)
+    return skipped, scales, losses
+
+
+def test_float16_recovers_from_an_overflow_by_halving_its_scale(tmp_path):
+    precision = {"dtype": "float16", "initial_loss_scale": 2.0**21, "hysteresis": 1, "loss_scale_window": 100}
+    [(skipped, scales, losses)] = ranks(1, overflow_then_recover, settings(tmp_path, precision=precision))
+    overflows = sum(skipped)
+    assert 1 <= overflows < 12
+    assert skipped == [True] * overflows + [False] * (12 - overflows)
+    assert scales[-1] == 2.0 ** (21 - overflows)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2), ("float16", 2e-3)])
+def test_narrow_dtypes_learn_what_float64_does(dtype, tolerance, tmp_path):
+    # a rounding is 2^-24, 2^-8, 2^-11 of a number; losses here are about 4, and means of 100 tokens
+    want = ranks(1, first_steps, settings(tmp_path), 1)[0].losses
+    for world_size, parallel in ((1, {}), (2, {"tensor": 2, "sequence": True}), (2, {"shard": 2})):
+        tree = settings(tmp_path, parallel=parallel, precision={"dtype": dtype})
+        for found in ranks(world_size, first_steps, tree, world_size):
+            assert found.losses == pytest.approx(want, abs=4 * tolerance)
+
+
+def test_the_same_batch_cut_into_other_micro_batches_gives_the_same_gradient(tmp_path):
+    cuts = [ranks(1, first_steps, settings(tmp_path, train={"micro_batch_size": b}), 1)[0] for b in (8, 4, 1)]
+    for cut in cuts[1:]:
+        for name, gradient in cuts[0].gradients[0].items():
+            torch.testing.assert_close(cut.gradients[0][name], gradient, rtol=1e-9, atol=1e-15)
+
+
+def twice(tree: dict[str, Any]) -> bool:
+    first, second = first_steps(tree, 2), first_steps(tree, 2)
+    return all(torch.equal(first.final[name], tensor) for name, tensor in second.final.items())
+
+
+def test_deterministic_mode_gives_the_same_bits_twice(tmp_path):
+    tree = settings(tmp_path, train={"deterministic": True}, parallel={"tensor": 2}, precision={"dtype": "float32"})
+    assert all(ranks(2, twice, tree))
+
+
+def refused(tree: dict[str, Any]) -> str:
+    with patch.object(pretrain_module, "Checkpoints", lambda run: Callback()), pytest.raises(ConfigError) as caught:
+        pretrain(load_run(tree), str, str)
+    return str(caught.value)
+
+
+def test_a_setting_that_nothing_reads_is_refused_by_name(tmp_path):
+    # as if somebody had forgotten to read them
+    [message] = ranks(1, refused, settings(tmp_path, checkpoint={"every": 5, "keep": 3}))
+    assert "with no effect in this run: checkpoint.every, checkpoint.keep" in message
+
+
+def test_the_resolved_settings_that_a_run_writes_are_settings_of_a_run(tmp_path):
+    tree = settings(tmp_path)
+    ranks(1, train, tree)
+    ranks(1, train, {**read_tree(Path(tree["run"], "config.yaml")), "run": str(tmp_path / "again")})
+    first, again = (Path(tmp_path, name, "config.yaml").read_text() for name in ("run", "again"))
+    assert first.replace(str(tmp_path / "run"), str(tmp_path / "again")) == again
+
+
+def train(tree: dict[str, Any]) -> None:
+    pretrain(load_run(tree), str, str)
+
+
+def test_the_rate_and_batch_size_follow_their_schedules_over_a_run(tmp_path):
+    tree = settings(
+        tmp_path,
+        train={"steps": 6, "batch_size_schedule": "0:4 8:8", "micro_batch_size": 2},
+        optim={"schedule": "WSD", "warmup_steps": 2, "wsd_decay_steps": 2, "wsd_decay_style": "linear"},
+    )
+    del tree["train"]["global_batch_size"]
+    ranks(1, train, tree)
+    records = read_metrics(Path(tree["run"]))
+    assert [record["consumed_samples"] for record in records] == [4, 8, 16, 24, 32, 40]
+    assert [record["lr"] for record in records] == pytest.approx([0.0, 5e-4, 1e-3, 1e-3, 1e-3, 5e-4])
