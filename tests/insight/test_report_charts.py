@@ -108,7 +108,7 @@ def test_smoothing_keeps_a_straight_line_and_passes_over_gaps():
     assert smoothed(line)[-1] == pytest.approx(line[-6:].mean())  # the last window has no other side
     holes = line.copy()
     holes[100:103] = [math.nan, math.inf, math.nan]
-    np.testing.assert_allclose(smoothed(holes), line, atol=0.03)
+    np.testing.assert_allclose(smoothed(holes)[:-5], line[:-5], atol=0.03)
     # by hand: 120 values are averaged over two on each side, in the middle
     assert smoothed([0.0] * 60 + [5.0] + [0.0] * 59)[57:64] == [0, 1, 1, 1, 1, 1, 0]
     assert str(smoothed([math.nan])) == "[nan]"

@@ -75,7 +75,7 @@ class Chart:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean around each of ``values``, over a thirtieth of them; centred, so nothing shifts. Skips NaN and inf."""
+    """The mean around each of ``values``, over a thirtieth of them, so that nothing shifts; skips NaN and inf."""
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
