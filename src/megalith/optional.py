@@ -12,6 +12,7 @@ __all__ = ["has", "need"]
 _EXTRAS = {
     "pyarrow.parquet": ("reading .parquet files", "parquet"),
     "matplotlib": ("drawing report.html", "report"),
+    "matplotlib.figure": ("drawing report.html", "report"),
     "torch.utils.tensorboard": ("writing TensorBoard files", "tracking"),
     "transformers": ("comparing with Hugging Face", "hf"),
 }
