@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megalith.checkpoint import find_checkpoint, save_checkpoint, verify_checkpoint
+from megalith.checkpoint.shard_file import write_shard
 from megalith.errors import CheckpointError, StorageError
 from megalith.storage import free_space
 from tests.rank_pool import ranks
@@ -107,6 +108,24 @@ def test_ranks_that_disagree_about_a_plain_tensor_are_refused(tmp_path):
     assert errors[0] == errors[1]
     assert "w is float32 [2] on one rank and float32 [3] on rank 1; a tensor that differs" in errors[0]
     assert list(tmp_path.iterdir()) == []
+
+
+def save_on_a_disk_of_its_own(folder: Path) -> str:
+    """Rank 1's file arrives where rank 0 does not see it."""
+
+    def write(path, tensors):
+        return write_shard(folder / "elsewhere" if dist.get_rank() == 1 else path, tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megalith.checkpoint.save.write_shard", write)
+        return save_sharded(folder / "checkpoints", 1, 5)
+
+
+def test_machines_that_do_not_share_the_disk_are_told_so_and_nothing_is_published(tmp_path):
+    errors = ranks(2, save_on_a_disk_of_its_own, tmp_path)
+    assert errors[0] == errors[1]
+    assert "shard-00001-of-00002.safetensors and rank 0 sees no file; all machines must share the file" in errors[0]
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def save(folder: Path, step: int, value: float = 0.0, keep: int = 2) -> Path:
