@@ -61,11 +61,14 @@ def test_blocks_nest_and_the_inner_one_hears():
 
 
 def test_the_time_limit_is_in_minutes_from_construction(monkeypatch):
-    now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[-1])
     request = StopRequest(2.5)
-    for now, reason in ((1000.0, None), (1149.9, None), (1150.0, "the time limit"), (1e6, "the time limit")):
-        assert request.reason == reason
+    reasons = []
+    for moment in (1000.0, 1149.9, 1150.0, 1e6):
+        clock.append(moment)
+        reasons.append(request.reason)
+    assert reasons == [None, None, "the time limit", "the time limit"]
 
 
 def test_without_a_limit_time_never_ends(monkeypatch):
