@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.checkpoint import find_checkpoint, save_checkpoint, set_aside_damaged
-from megalith.errors import StorageError
+from megalith.errors import CheckpointError, StorageError
 from tests.rank_pool import ranks
 
 
@@ -53,6 +53,16 @@ def test_an_incomplete_newer_one_is_passed_over_with_a_warning(tmp_path, caplog,
     damage(save(tmp_path, 2))
     assert find_checkpoint(tmp_path) == whole
     assert "step-00000002 is not a complete checkpoint: it is passed over" in caplog.text
+
+
+def test_a_newer_one_of_another_version_is_not_passed_over(tmp_path):
+    save(tmp_path, 1)
+    manifest = save(tmp_path, 2) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2'))
+    with pytest.raises(CheckpointError, match=r"step-00000002/manifest\.json must be of format"):
+        find_checkpoint(tmp_path)
+    assert save(tmp_path, 3, keep=1).exists()
+    assert manifest.exists()
 
 
 def find_where_only_rank_0_sees(folder: Path) -> Path | None:

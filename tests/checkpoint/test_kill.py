@@ -125,23 +125,33 @@ def die_at(number: int, folder: Path) -> None:
 
     sys.addaudithook(count)
     save(folder, 2, keep=1)
+    os._exit(0)
+
+
+def die_everywhere(folder: Path) -> None:
+    """Runs ``die_at`` for 1, 2, ... in processes of their own, until one lives; the n-th saves in ``folder/n``."""
+    for number in itertools.count(1):
+        if (child := os.fork()) == 0:
+            die_at(number, folder / str(number))
+        _, status = os.waitpid(child, 0)
+        if os.waitstatus_to_exitcode(status) == 0:
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
 
 def test_a_kill_before_any_use_of_the_file_system_leaves_the_old_or_the_new(tmp_path):
-    found = []
-    for number in itertools.count(1):
-        folder = tmp_path / str(number)
-        process = CONTEXT.Process(target=die_at, args=(number, folder))
-        process.start()
-        process.join()
-        found.append(newest_is_sound(folder))
-        if process.exitcode == 0:
-            break
-        assert process.exitcode == -signal.SIGKILL
-        save(folder, 3, keep=1)
-        assert newest_is_sound(folder) == 3
-        assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000003"]
+    # a process to fork from, without the threads of this one
+    process = CONTEXT.Process(target=die_everywhere, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    folders = [tmp_path / str(number) for number in range(1, len(list(tmp_path.iterdir())) + 1)]
+    found = [newest_is_sound(folder) for folder in folders]
     assert found == sorted(found)  # once the new one is found, it stays found
     assert found[0] == 1
     assert found[-2] == 2
     assert len(found) > 20
+    for folder in folders:
+        save(folder, 3, keep=1)
+        assert newest_is_sound(folder) == 3
+        assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000003"]

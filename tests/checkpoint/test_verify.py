@@ -1,5 +1,6 @@
 """Nothing is loaded that is not, to the byte, what was saved; and nothing is ever unpickled."""
 
+import errno
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megalith.checkpoint import load_tensors, read_state, save_checkpoint, verify_checkpoint
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, StorageError
 from megalith.storage import MANIFEST, read_manifest, record_of, write_manifest
 from tests.rank_pool import ranks
 
@@ -162,6 +163,25 @@ def test_a_header_is_not_parsed_before_its_hash_is_known(checkpoint, monkeypatch
     monkeypatch.setattr("megalith.checkpoint.load.safe_open", opened)
     (checkpoint / SHARD).write_bytes(b"x" * (checkpoint / SHARD).stat().st_size)
     assert f"{SHARD}: its SHA-256 is not that of what was saved" in refusal(checkpoint)
+
+
+def unreadable_on_rank_1(path: Path) -> str:
+    def fail(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr("megalith.checkpoint.verify.record_of", fail)
+        with pytest.raises(StorageError) as caught:
+            verify_checkpoint(path)
+    return str(caught.value)
+
+
+def test_a_disk_that_does_not_answer_is_not_taken_for_damage(checkpoint):
+    first, second = ranks(2, unreadable_on_rank_1, checkpoint)
+    assert first == second
+    assert "cannot be verified: rank 1: cannot read " in first
+    assert "Input/output error; check the disk" in first
 
 
 def verify_together(folder: Path) -> str:

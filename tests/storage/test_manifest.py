@@ -1,12 +1,15 @@
 """The manifest: SHA-256 as the standard has it, and no bit of it can change unseen."""
 
+import errno
 import hashlib
 import json
+import os
 import re
+from pathlib import Path
 
 import pytest
 
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, StorageError
 from megalith.storage import MANIFEST, FileRecord, has_all_files, read_manifest, record_of, write_manifest
 
 # FIPS 180-4's example: one block, "abc"
@@ -47,7 +50,6 @@ def test_a_flipped_bit_of_any_byte_of_a_manifest_is_blamed_on_the_manifest(folde
         (b"", "is damaged"),
         (b"[]", "is damaged"),
         (b'{"format": "megalith checkpoint"}', "is damaged: KeyError"),
-        (b'{"format": "x", "version": 9, "files": {}, "sha256": ""}', r"must be of format .* 1\); got \('x', 9\)"),
         (None, f"is not a complete checkpoint: it has no {MANIFEST}"),
     ],
 )
@@ -86,3 +88,31 @@ def test_all_files_are_there_in_their_sizes_or_not(folder):
     assert not has_all_files(folder)
     (folder / "a.json").unlink()
     assert not has_all_files(folder)
+
+
+def test_a_manifest_of_another_version_is_refused_and_not_taken_for_damaged(folder):
+    content = (folder / MANIFEST).read_text().replace('"version": 1', '"version": 2')
+    (folder / MANIFEST).write_text(content)
+    for read in (read_manifest, has_all_files):
+        with pytest.raises(
+            CheckpointError, match=r"must be of format .* 1\); got \('megalith checkpoint', 2\); use the"
+        ):
+            read(folder)
+
+
+@pytest.mark.parametrize("file", [MANIFEST, "a.json"])
+def test_a_disk_that_does_not_answer_is_not_taken_for_damage(folder, monkeypatch, file):
+    stat, read_bytes = Path.stat, Path.read_bytes
+
+    def fail_on(function):
+        def use(path, **kwargs):
+            if path.name == file:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return function(path, **kwargs)
+
+        return use
+
+    monkeypatch.setattr(Path, "stat", fail_on(stat))
+    monkeypatch.setattr(Path, "read_bytes", fail_on(read_bytes))
+    with pytest.raises(StorageError, match=r"cannot read .*: Input/output error; check the disk"):
+        has_all_files(folder)

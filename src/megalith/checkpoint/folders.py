@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megalith.checkpoint.agreement import agreed, broadcast, rank
+from megalith.errors import CheckpointError
 from megalith.storage import explained, fsync_folder, has_all_files
 
 __all__ = [
@@ -49,7 +50,8 @@ def find_checkpoint(folder: Path) -> Path | None:
     A newer one that is not complete is passed over with a warning.
 
     Raises:
-        StorageError: ``folder`` cannot be read.
+        CheckpointError: a newer one is of a format that this version does not read.
+        StorageError: ``folder`` or what is in it cannot be read.
     """
     newest = None
     with agreed(f"looking for a checkpoint in {folder}"):
@@ -59,7 +61,7 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 
 def complete_steps(folder: Path) -> Iterator[tuple[int, Path]]:
-    """The complete checkpoints in ``folder``, newest first. Raises StorageError."""
+    """The complete checkpoints in ``folder``, newest first. Raises as ``find_checkpoint``."""
     for step, path in sorted(_steps(folder), reverse=True):
         if has_all_files(path):
             yield step, path
@@ -99,7 +101,7 @@ def remove_old(folder: Path, keep: int, but_not: Path) -> None:
                 doomed = temporary_folder(folder, step)
                 os.rename(path, doomed)
                 shutil.rmtree(doomed)
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         log.warning("old checkpoints in %s cannot be removed: %s", folder, error)
 
 

@@ -7,7 +7,7 @@ Only ``.safetensors`` and ``.json`` are ever opened. A file that could hold a pi
 import hashlib
 from pathlib import Path
 
-from megalith.checkpoint.agreement import all_gather, rank, world_size
+from megalith.checkpoint.agreement import agreed, all_gather, rank, world_size
 from megalith.errors import CheckpointError
 from megalith.storage import MANIFEST, FileRecord, explained, read_manifest, record_of
 
@@ -21,8 +21,11 @@ def verify_checkpoint(path: Path) -> None:
 
     Raises:
         CheckpointError: on every rank alike; it names each file that is damaged, missing, foreign or of a refused kind.
+        StorageError: the disk of a rank does not let a file be read, which says nothing about the checkpoint.
     """
-    problems = {problem for found in all_gather(_problems(path)) for problem in found}
+    with agreed(f"{path} cannot be verified"):
+        found_here = _problems(path)
+    problems = {problem for found in all_gather(found_here) for problem in found}
     if problems:
         raise CheckpointError(
             f"{path} is not what was saved, and is not loaded:\n  "
@@ -50,11 +53,10 @@ def _problems(path: Path) -> list[str]:
     """What is wrong with the folder, and with the files that fall to this rank, one line each."""
     try:
         records = read_manifest(path)
-        present = {entry.name for entry in path.iterdir()} - {MANIFEST}
     except CheckpointError as error:
         return [f"{error}{_steps_nearby(path)}"]
-    except OSError as error:
-        return [f"{path}: {error}"]
+    with explained("read", path):
+        present = {entry.name for entry in path.iterdir()} - {MANIFEST}
     problems = []
     for name in sorted(present | set(records)):
         if Path(name).suffix not in _SUFFIXES:
@@ -71,15 +73,14 @@ def _problems(path: Path) -> list[str]:
 
 def _damage(file: Path, wanted: FileRecord) -> str | None:
     """What is wrong with ``file``, in one line; None if it is as ``wanted``."""
-    try:
-        num_bytes = file.stat().st_size
-        if num_bytes != wanted.bytes:
-            return f"{file.name}: {wanted.bytes} bytes were saved, and it has {num_bytes}"
-        return None if record_of(file) == wanted else f"{file.name}: its SHA-256 is not that of what was saved"
-    except FileNotFoundError:
-        return f"{file.name}: it is missing"
-    except OSError as error:
-        return f"{file.name}: it cannot be read ({error})"
+    with explained("read", file):
+        try:
+            num_bytes = file.stat().st_size
+            if num_bytes != wanted.bytes:
+                return f"{file.name}: {wanted.bytes} bytes were saved, and it has {num_bytes}"
+            return None if record_of(file) == wanted else f"{file.name}: its SHA-256 is not that of what was saved"
+        except FileNotFoundError:
+            return f"{file.name}: it is missing"
 
 
 def _steps_nearby(path: Path) -> str:

@@ -12,12 +12,14 @@ from pathlib import Path
 
 from megalith.errors import CheckpointError
 from megalith.storage.atomic import write_json_atomic
+from megalith.storage.failures import explained
 
 __all__ = ["MANIFEST", "FileRecord", "has_all_files", "read_manifest", "record_of", "write_manifest"]
 
 MANIFEST = "manifest.json"
 _FORMAT = "megalith checkpoint"
 _VERSION = 1
+_ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
 @dataclass(frozen=True)
@@ -47,18 +49,21 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
     Raises:
         CheckpointError: there is none, it is damaged, or it is of a format that this version does not read.
+        StorageError: the disk does not let it be read.
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
+        with explained("read", path):
+            raw = _read_if_there(path)
+        content = json.loads(raw)
         found = (content["format"], content["version"])
         table, sha256 = content["files"], content["sha256"]
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}") from error
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except CheckpointError:
+        raise
+    except (ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     if found != (_FORMAT, _VERSION):
-        raise CheckpointError(f"{path} must be of format {(_FORMAT, _VERSION)}; got {found}")
+        raise _OtherFormatError(f"{path} must be of format {(_FORMAT, _VERSION)}; got {found}; use the Megalith of it")
     if sha256 != _digest(table):
         raise CheckpointError(f"{path} is damaged: its table does not have the SHA-256 that it states")
     try:
@@ -68,12 +73,31 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def has_all_files(folder: Path) -> bool:
-    """Whether ``folder`` has a sound manifest and every file that it lists, in the listed size. Reads no other file."""
+    """Whether ``folder`` has a sound manifest and every file that it lists, in the listed size. Reads no other file.
+
+    Raises:
+        CheckpointError: the manifest is of a format that this version does not read.
+        StorageError: the disk does not tell. In both cases it may be whole, and must not be passed over.
+    """
+    with explained("read", folder):
+        try:
+            files = read_manifest(folder)
+            return all((folder / name).stat().st_size == record.bytes for name, record in files.items())
+        except _OtherFormatError:
+            raise
+        except (CheckpointError, *_ABSENT):
+            return False
+
+
+class _OtherFormatError(CheckpointError):
+    """Written by another version, and not therefore damaged."""
+
+
+def _read_if_there(path: Path) -> bytes:
     try:
-        files = read_manifest(folder)
-        return all((folder / name).stat().st_size == record.bytes for name, record in files.items())
-    except (CheckpointError, OSError):
-        return False
+        return path.read_bytes()
+    except _ABSENT as error:
+        raise CheckpointError(f"{path.parent} is not a complete checkpoint: it has no {path.name}") from error
 
 
 def _record(name: str, bytes: int, sha256: str) -> FileRecord:
