@@ -1,6 +1,7 @@
 """Runs the program itself: in this process for its messages, or in a process of its own to be killed."""
 
 import os
+import resource
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -32,15 +33,33 @@ def here(*arguments: object) -> Ended:
     return Ended(code, out.getvalue(), err.getvalue())
 
 
-def start(*arguments: object, **environment: str) -> "subprocess.Popen[str]":
-    """``megalith ARGUMENTS`` in a process group of its own, one thread a rank."""
+def start(*arguments: object, largest_file: int | None = None) -> "subprocess.Popen[str]":
+    """``megalith ARGUMENTS`` in a session of its own, one thread a rank.
+
+    ``largest_file``: bytes past which the system refuses to write a file, as a full disk would.
+    """
+    return _start(["-m", "megalith", *arguments], largest_file)
+
+
+def start_torchrun(num_ranks: int, *arguments: object) -> "subprocess.Popen[str]":
+    """``torchrun -m megalith ARGUMENTS`` on so many ranks."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
+    return _start([*torchrun, "-m", "megalith", *arguments], None)
+
+
+def _start(arguments: list[object], largest_file: int | None) -> "subprocess.Popen[str]":
+    def limit() -> None:
+        if largest_file is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+
     return subprocess.Popen(
-        [sys.executable, "-m", "megalith", *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        [sys.executable, *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=limit,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from megalith.data.indexed_dataset import IndexedDatasetBuilder
+from megalith.data.tokenizer import Tokenizer
 
 VOCAB = 61  # a prime: no tp divides it
 EOD = 0
@@ -34,13 +35,21 @@ GPT2: dict[str, Any] = {
 }
 
 
-def write_dataset(prefix: Path, num_documents: int = 40, seed: int = 0) -> str:
-    """Documents of 1 to 30 tokens, each ended by EOD; short ones, so that rows hold several."""
+def write_dataset(prefix: Path, num_documents: int = 40, seed: int = 0, tokenizer: Path | None = None) -> str:
+    """Documents of 1 to 30 tokens, each ended by EOD; short ones, so that rows hold several.
+
+    ``tokenizer``: a tokenizer.json beside ``prefix`` that is said to have made them.
+    """
     random = np.random.default_rng(seed)
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for length in random.integers(1, 30, num_documents):
             builder.add_document(np.append(random.integers(1, VOCAB, length), EOD))
-        builder.finalize(vocab_size=VOCAB, eod=EOD)
+        if tokenizer is None:
+            builder.finalize(vocab_size=VOCAB, eod=EOD)
+        else:
+            loaded = Tokenizer.load(tokenizer)
+            origin = {"tokenizer": tokenizer.name, "tokenizer_sha256": loaded.sha256}
+            builder.finalize(vocab_size=loaded.vocab_size, eod=EOD, **origin)
     return str(prefix)
 
 

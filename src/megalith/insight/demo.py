@@ -1,4 +1,4 @@
-"""The main job, start to end, on text that every machine has: gather, tokenize, train, change the layout, measure, show.
+"""The main job, start to end, on text that every machine has: gather, train, change the layout, measure, show.
 
 1  the source text of this Python's standard library, some files held out
 2  a byte-level BPE tokenizer of 2,048 entries, and .bin/.idx of both parts
@@ -8,6 +8,7 @@
 5  held-out loss against n-gram models of the same data, samples, report.html
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from megalith.storage.atomic import write_json_atomic
 from megalith.training.inference import CheckpointLoss, evaluate_checkpoint, generate_text
 from megalith.training.launch import launch
 
-__all__ = ["DemoFailed", "DemoResult", "run_demo"]
+__all__ = ["DemoError", "DemoResult", "run_demo"]
 
 _RECIPE = "llama-4m"
 _RANKS = 2
@@ -38,7 +39,7 @@ _STEPS_BEFORE_CHANGE = 586  # 80 %
 _PROMPTS = ("def ", "class Queue:\n", "import os\n\n", '    """Return ')
 
 
-class DemoFailed(MegalithError, RuntimeError):
+class DemoError(MegalithError, RuntimeError):
     """A command that the demo started has failed; its own message came before."""
 
 
@@ -59,7 +60,7 @@ def run_demo(folder: Path, show: Callable[[str], None]) -> DemoResult:
     Raises:
         DataError: the standard library's sources are not on this machine.
         StorageError: the disk is full, or may not be written.
-        DemoFailed: training failed, and said why.
+        DemoError: training failed, and said why.
     """
     train, valid = _prepare(folder / "data", show)
     overrides = _overrides(folder, train, valid, show)
@@ -71,7 +72,7 @@ def run_demo(folder: Path, show: Callable[[str], None]) -> DemoResult:
         show(f"\ntraining on {_RANKS} ranks: {layout}")
         arguments = ["train", _RECIPE, *overrides, *changes]
         if code := launch(_RANKS, arguments):
-            raise DemoFailed(f"megalith {' '.join(arguments)} ended with exit code {code}; its message is above")
+            raise DemoError(f"megalith {' '.join(arguments)} ended with exit code {code}; its message is above")
     training_seconds = perf_counter() - started
     show(f"trained in {duration(training_seconds)}")
     found = evaluate_checkpoint(folder, None, None)
@@ -89,11 +90,11 @@ def _prepare(folder: Path, show: Callable[[str], None]) -> tuple[str, str]:
     kept, held_out = split_by_file(files, _HELD_OUT, seed=0)
     size = sum(file.stat().st_size for file in files) / 1e6
     show(f"corpus: {len(files):,} files of this Python's standard library, {size:.1f} MB; {len(held_out)} held out")
-    train = prepare(kept, folder / "train", vocab_size=_VOCABULARY)
-    valid = prepare(held_out, folder / "valid", tokenizer=train.tokenizer)
-    for name, summary in (("train", train), ("held out", valid)):
-        show(f"{name}: {summary.num_documents:,} documents, {summary.num_tokens:,} tokens")
-    return str(folder / "train"), str(folder / "valid")
+    found = prepare(kept, folder / "text", vocab_size=_VOCABULARY, valid=held_out, processes=os.cpu_count() or 1)
+    assert found.valid is not None, "files were held out"
+    for name, part in (("train", found.train), ("held out", found.valid)):
+        show(f"{name}: {part.num_documents:,} documents, {part.num_tokens:,} tokens of {_VOCABULARY:,} kinds")
+    return str(found.prefix), str(found.valid_prefix)
 
 
 def _overrides(folder: Path, train: str, valid: str, show: Callable[[str], None]) -> list[str]:

@@ -32,5 +32,6 @@ def rotary_table(positions: Tensor, head_size: int, base: float, dtype: torch.dt
 
 def apply_rotary(x: Tensor, table: RotaryTable) -> Tensor:
     """``x`` [S, B, A, D] turned by its position; computed in the table's dtype, rounded once to that of ``x``."""
-    first, second = x.chunk(2, dim=-1)
-    return (x * table.cos + torch.cat((-second, first), dim=-1) * table.sin).to(x.dtype)
+    wide = x.to(table.cos.dtype)  # once: a product of two dtypes would convert for every operation, slowly
+    first, second = wide.chunk(2, dim=-1)
+    return (wide * table.cos + torch.cat((-second, first), dim=-1) * table.sin).to(x.dtype)
