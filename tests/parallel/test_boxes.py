@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megalith.errors import ShapeError
-from megalith.parallel.boxes import box_of_placements, local_box, split_evenly
+from megalith.parallel.boxes import Ranges, box_of_placements, local_box, split_evenly
 from tests.parallel.groups import Part, part, slice_of
 from tests.rank_pool import ranks
 
@@ -114,6 +114,15 @@ def test_fsdp_over_what_tp_has_split_leaves_one_range_a_rank(shape, tp_dim, mesh
     answers = ranks(4, shard_over_tp_and_fsdp, shape, tp_dim, mesh)
     assert {marked for marked, _ in answers} == {strided}, "this torch marks the split in another way"
     assert covers(numbered(shape).double(), [held for _, held in answers], copies)
+
+
+def box_on_a_mesh_of_rank_0() -> Ranges:
+    mesh = DeviceMesh("cpu", [0])
+    return local_box(DTensor.from_local(torch.ones(3 if mesh.get_coordinate() else 0), mesh, [Shard(0)]))
+
+
+def test_a_rank_outside_of_the_mesh_holds_nothing():
+    assert ranks(2, box_on_a_mesh_of_rank_0) == [((0, 3),), ((0, 0),)]
 
 
 def refuse_a_partial_tensor() -> None:

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from megalith.errors import ShapeError
 from megalith.parallel.boxes import local_box
 from megalith.parallel.parameters import DeclaringModule, declared_parameters, initialize_parameters_
-from megalith.parallel.sharding.fsdp import gradient_sync, shard_model
+from megalith.parallel.sharding.fsdp import gradient_sync, release_gathered_weights, shard_model
 from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from tests.parallel.groups import collection, whole
@@ -170,6 +170,21 @@ def gathered_after_forward(reshard_after_forward: bool) -> tuple[int, int]:
 def test_weights_are_freed_after_forward_or_kept_until_backward():
     assert ranks(2, gathered_after_forward, True) == [(H * F // 2, H * F // 2)] * 2
     assert ranks(2, gathered_after_forward, False) == [(H * F, H * F // 2)] * 2
+
+
+def released() -> tuple[bool, int]:
+    """Whether a forward alone leaves weights gathered, and the elements at hand after they were released."""
+    model = sharded(reshard_after_forward=False)
+    with torch.no_grad():
+        model(samples())
+    gathered = not isinstance(model.head.weight, DTensor)
+    release_gathered_weights(model)
+    return gathered, sum(parameter.to_local().numel() for parameter in model.parameters())
+
+
+def test_a_forward_without_backward_can_give_its_weights_back():
+    num_elements = 2 * (2 * F * H + F + H) + F * H
+    assert ranks(2, released) == [(True, num_elements // 2)] * 2
 
 
 def refuse_weights_tied_between_units() -> None:
