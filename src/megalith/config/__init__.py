@@ -14,7 +14,7 @@ from megalith.config.run_config import (
     TrainConfig,
     batch_size_stages,
 )
-from megalith.config.settings_page import json_schema
+from megalith.config.schema import json_schema
 from megalith.config.suggestions import violations
 from megalith.config.transformer_config import TransformerConfig
 

@@ -1,5 +1,6 @@
 """Fields that are unknown, missing, or not of their type or range, each with what could stand there instead."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
@@ -117,7 +118,8 @@ def _replacements(name: str, error: ErrorDetails) -> Iterator[Fix]:
     if isinstance(value, str):
         yield from ({name: choice} for choice in _nearest_choices(name, value, context))
         with suppress(ConfigError):
-            yield {name: read_yaml(value, name)}  # "8" where a number belongs
+            if (number := read_yaml(value, name)) is not None:  # "8" where 8 belongs
+                yield {name: number}
     else:
         yield {name: str(value)}
         if isinstance(value, float) and value.is_integer():
@@ -136,15 +138,16 @@ def _defaults(name: str) -> Iterator[Fix]:
 
 
 def _nearest_choices(name: str, value: str, context: Mapping[str, Any]) -> list[str]:
-    choices = [part.strip(" '") for part in str(context.get("expected", "")).replace(" or ", ", ").split(",")]
-    if name == "model.preset":
-        choices = preset_names()
     if name == "train.batch_size_schedule":
         mended = mend_batch_size_schedule(value)
-        choices = [mended] if mended else []
-    spelled = {choice.lower(): choice for choice in choices if choice}
+        return [mended] if mended else []
+    if name == "model.preset":
+        choices = list(preset_names())
+    else:  # pydantic lists what it expected of a Literal: 'a', 'b' or 'c'
+        choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
+    spelled = {choice.lower(): choice for choice in choices}
     near = [spelled[close] for close in get_close_matches(value.lower(), spelled, 3, cutoff=0.5)]
-    return [*near, *(choice for choice in spelled.values() if choice not in near)]
+    return [*near, *(choice for choice in choices if choice not in near)]
 
 
 def _is_set(name: str, tree: Mapping[str, Any]) -> bool:

@@ -1,5 +1,6 @@
 """Rules between the layout, the model that it cuts, and the batch that it shares out."""
 
+import functools
 from collections.abc import Iterator
 from math import lcm
 
@@ -102,21 +103,27 @@ def batches_divide_among_ranks(run: Draft) -> Iterator[Violation]:
         yield Violation("batches_divide_among_ranks", _BATCH, message, tuple(fixes))
 
 
-def _layouts(run: Draft) -> Iterator[Fix]:
+def _layouts(run: Draft) -> tuple[Fix, ...]:
     """Other layouts of the same world, or of any where it is not known, nearest degrees of tensor first."""
-    tensor, shard, world = run[_TENSOR], run.get(_SHARD) or -1, run.world_size
+    return _other_layouts(run[_TENSOR], run.get(_SHARD) or -1, bool(run.get(_SEQUENCE)), run.world_size)
+
+
+@functools.cache  # hundreds for a large world, and asked for with every suggestion that is tried
+def _other_layouts(tensor: int, shard: int, sequence: bool, world: int | None) -> tuple[Fix, ...]:
+    found: list[Fix] = []
     for degree in nearest_first(divisors(world) if world else range(1, min(tensor, 128) + 1), tensor):
         change: dict[str, object] = {} if degree == tensor else {_TENSOR: degree}
-        if degree == 1 and run.get(_SEQUENCE):
+        if degree == 1 and sequence:
             change[_SEQUENCE] = False
         if change:
-            yield change
+            found.append(change)
         if world:
             rest = world // degree
-            for part in nearest_first(divisors(rest), shard if shard > 0 else rest):
-                yield change | {_REPLICATE: rest // part, _SHARD: part}
+            parts = nearest_first(divisors(rest), shard if shard > 0 else rest)
+            found += [change | {_REPLICATE: rest // part, _SHARD: part} for part in parts]
         elif shard > 1:
-            yield from (change | {_SHARD: part} for part in nearest_first(divisors(shard), shard))
+            found += [change | {_SHARD: part} for part in nearest_first(divisors(shard), shard)]
+    return tuple(found)
 
 
 def _hidden_unit(run: Draft, shard: int) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megalith.config.nearest import nearest_setting
 from megalith.config.recipes import read_recipe, recipe_names
@@ -52,6 +52,8 @@ def read_tree(source: str | Path | Mapping[str, Any], overrides: Sequence[str] =
         group, dot, leaf = name.partition(".")
         if name not in FIELDS:
             raise ConfigError(f"override {text!r}: {_why_no_setting(name)}")
+        if isinstance(value, int | float) and str in (annotation := FIELDS[name].annotation, *get_args(annotation)):
+            value = text.partition("=")[2].strip()  # a shell has eaten the quotes of run='2024'
         if not dot:
             tree[name] = value
         elif isinstance(tree[group], dict):

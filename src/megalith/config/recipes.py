@@ -1,7 +1,6 @@
 """The recipes (whole runs) and presets (model shapes) that come with the package, by name."""
 
 import functools
-from collections.abc import Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
@@ -11,14 +10,16 @@ from megalith.config.yaml_text import read_yaml
 __all__ = ["known_preset", "preset_names", "read_preset", "read_recipe", "recipe_names"]
 
 
-def recipe_names() -> list[str]:
+@functools.cache
+def recipe_names() -> tuple[str, ...]:
     """Names that ``megalith train NAME`` takes."""
-    return sorted(_names(_folder()))
+    return _names(_folder())
 
 
-def preset_names() -> list[str]:
+@functools.cache
+def preset_names() -> tuple[str, ...]:
     """Names that ``model.preset`` takes."""
-    return sorted(_names(_folder() / "presets"))
+    return _names(_folder() / "presets")
 
 
 def read_recipe(name: str) -> Any:
@@ -48,5 +49,6 @@ def _folder() -> Traversable:
     return files("megalith") / "recipes"
 
 
-def _names(folder: Traversable) -> Iterator[str]:
-    return (entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+def _names(folder: Traversable) -> tuple[str, ...]:
+    names = [entry.name for entry in folder.iterdir()]
+    return tuple(sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml")))

@@ -59,7 +59,7 @@ class TrainConfig(SettingsGroup):
         default_factory=_last_batch_size,
         validate_default=True,  # None is refused: without a schedule this field is required
         ge=1,
-        description="[samples] in a step, over all ranks; with batch_size_schedule: its last batch",
+        description="[samples] in a step, over all ranks; required without batch_size_schedule",
         examples=[32],
     )
     steps: int = Field(ge=1, description="[steps] of the optimizer in the whole run", examples=[1000])
@@ -92,7 +92,7 @@ class PrecisionConfig(SettingsGroup):
     )
     initial_loss_scale: float = Field(default=65536.0, gt=0, description="[factor] on the loss at the start")
     loss_scale_window: int = Field(default=1000, ge=1, description="[steps] without overflow before the scale doubles")
-    hysteresis: int = Field(default=2, ge=1, description="[steps] with overflow before the scale halves")
+    hysteresis: int = Field(default=2, ge=1, description="[overflows] before the scale halves")
     min_loss_scale: float = Field(default=1.0, gt=0, description="[factor] below which the scale does not fall")
 
 
@@ -173,6 +173,7 @@ def _follow(tree: dict[str, Any], name: str, settings: type[SettingsGroup], othe
         beside = setting.removeprefix(f"{group}.")
         return complete.get(beside, settings.model_fields[beside].default)
 
-    wanted = complete.get(field) is None and has_effect(name, value_of)
-    if wanted and type(others.get(other_field)) is int:
-        tree[group] = {**fields, field: others[other_field]}
+    followed = others.get(other_field)
+    sound = type(followed) is int and followed > 0  # or else it is reported in its own place
+    if sound and complete.get(field) is None and has_effect(name, value_of):
+        tree[group] = {**fields, field: followed}

@@ -1,4 +1,4 @@
-"""The settings described by their own declarations: a JSON schema for editors, and the page docs/settings.md."""
+"""The page docs/settings.md, written from the declarations of the settings and of the rules between them."""
 
 import sys
 import types
@@ -17,39 +17,26 @@ from megalith.config.run_config import RunConfig
 from megalith.config.settings_tree import GROUPS
 from megalith.config.yaml_text import write_override
 
-__all__ = ["json_schema", "settings_page"]
+__all__ = ["settings_page"]
 
 _INTRODUCTION = """\
 # Settings
 
 Written from the code by `python -m megalith.config.settings_page`; do not edit it here.
 
-A run is one tree of settings. It is read from a YAML file or from a recipe of the package ({recipes}), and any field
-can be given again as an override, where the value is YAML:
+A run is one tree of settings, read from a YAML file or from a recipe of the package, and any field can be given again
+as an override, where the value is YAML:
 
     megalith train llama-4m data.train=corpus optim.lr=3e-4 optim.overrides='[{{match: "*embed*", max_lr: 1e-4}}]'
 
+- Recipes, which are whole runs but for their data: {recipes}.
+- Presets, which are shapes for `model.preset`: {presets}. Fields of `model` that are set beside one override it.
+- Experimental features, each named in `experimental` by the run that uses it: {features}.
 - `null` means that a field is not set: it takes its default, also where the file or the recipe says otherwise.
 - An unknown name, a value of another type, a field that has no effect beside the others: each is an error. All are
   reported at once, each with a change that mends it.
-- A field that is set and that no code reads stops the run.
-- `model.preset` is one of {presets}; fields of `model` that are set beside it override it.
-- `experimental` is a list of {features}.
+- A field that was set and that no code reads stops the run.
 """
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of a run's YAML file; every field that may be left out may be null too."""
-    schema = RunConfig.model_json_schema(mode="validation")
-    for part in (schema, *schema["$defs"].values()):
-        for name, field in part["properties"].items():
-            nullable = field.get("anyOf", [])
-            if name not in part.get("required", ()) and "$ref" not in field and {"type": "null"} not in nullable:
-                described = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
-                part["properties"][name] = {"anyOf": [field, {"type": "null"}], **described}
-    shape = schema["$defs"]["TransformerConfig"]
-    shape["required"] = []  # model.preset may give it
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def settings_page() -> str:
@@ -89,13 +76,14 @@ def _type(annotation: Any) -> str:
     if origin is typing.Annotated:
         return _type(arguments[0])
     if origin is tuple:
-        return "list of entries below" if arguments[0] is ParamGroupOverride else f"list of {_type(arguments[0])}"
+        kind = "entries, below" if arguments[0] is ParamGroupOverride else _type(arguments[0])
+        return f"list of {kind}{'s' if kind == 'number' else ''}"
     return {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}[annotation]
 
 
 def _default(field: FieldInfo) -> str:
     if field.default_factory is not None:
-        return "follows"
+        return "worked out"
     if field.default is PydanticUndefined:
         return "required"
     default = list(field.default) if isinstance(field.default, tuple) else field.default

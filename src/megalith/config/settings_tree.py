@@ -56,13 +56,17 @@ def explicit_names(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def applied(tree: Mapping[str, Any], fix: Fix) -> dict[str, Any]:
-    """A copy of a plain tree with ``fix`` applied; a value of None takes the setting out."""
+    """A copy of a plain tree with ``fix`` applied; a value of None takes the setting out, and empties a group."""
     changed = {name: dict(value) if isinstance(value, Mapping) else value for name, value in tree.items()}
     for name, value in fix.items():
         group, dot, leaf = name.partition(".")
-        place, key = (changed.setdefault(group, {}), leaf) if dot else (changed, group)
+        if dot and not isinstance(changed.get(group), dict):
+            changed[group] = {}
+        place, key = (changed[group], leaf) if dot else (changed, group)
         place.pop(key, None)
-        if value is not None:
+        if name in GROUPS:
+            changed[name] = value or {}
+        elif value is not None:
             place[key] = value
     return changed
 

@@ -1,6 +1,6 @@
 """All that is wrong with a run's settings, and for each violation a way out that has been tried and found valid."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -13,7 +13,9 @@ from megalith.config.yaml_text import write_override
 
 __all__ = ["Advice", "advise", "violations"]
 
-_TRIES = 400  # fixes tried for one violation; a try takes about 0.2 ms
+_TRIES = 400  # single fixes tried for one violation; a try takes about 1 ms
+_STARTS = 5  # of those that lead to other violations, how many are followed
+_FURTHER = 4  # and by how many more fixes
 
 
 @dataclass(frozen=True)
@@ -55,26 +57,37 @@ def _examine(tree: Mapping[str, Any], world_size: int | None) -> list[Violation]
 def _way_out(
     tree: Mapping[str, Any], world_size: int | None, violation: Violation, standing: Collection[tuple[str, str]]
 ) -> Fix | None:
-    """The first fix after which ``violation`` is gone and nothing is wrong that was not; None if there is none.
+    """The first fix after which ``violation`` is gone and nothing is wrong that was not; None if none is found.
 
-    A fix may need a second one (half the ranks to share a batch, then another batch), so pairs are tried last.
+    A fix may need others after it (half the ranks to share a batch, then another batch); those are looked for last.
     """
-    halfway: list[tuple[Fix, Violation]] = []
-    for fix in islice(violation.fixes, _TRIES):
+
+    def left_after(fix: Fix) -> list[Violation]:
         after = _examine(applied(tree, fix), world_size)
-        new = [other for other in after if other.key not in standing]
-        if any(other.key == violation.key for other in after):
-            continue
-        if not new:
+        return [other for other in after if other.key == violation.key or other.key not in standing]
+
+    def mending(wrong: Violation, fixes: Iterable[Fix]) -> Iterator[tuple[list[Violation], Fix]]:
+        for fix in fixes:
+            left = left_after(fix)
+            if wrong.key not in [other.key for other in left]:
+                yield left, fix
+
+    halfway: list[tuple[list[Violation], Fix]] = []
+    for left, fix in mending(violation, islice(violation.fixes, _TRIES)):
+        if not left:
             return fix
-        halfway.append((fix, new[0]))
-    for fix, new_violation in halfway[: _TRIES // 20]:
-        for more in islice(new_violation.fixes, _TRIES // 20):
-            both = {**fix, **more}
-            after = _examine(applied(tree, both), world_size)
-            if all(other.key in standing and other.key != violation.key for other in after):
-                return both
+        halfway.append((left, fix))
+    for left, fix in sorted(halfway, key=_num_left)[:_STARTS]:
+        for _ in range(_FURTHER):
+            further = [{**fix, **more} for more in islice(left[0].fixes, _TRIES // _STARTS)]
+            left, fix = min(mending(left[0], further), key=_num_left, default=(left, fix))
+            if not left:
+                return fix
     return None
+
+
+def _num_left(outcome: tuple[list[Violation], Fix]) -> int:
+    return len(outcome[0])
 
 
 def _spelled(fix: Fix) -> str:

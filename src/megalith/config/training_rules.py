@@ -27,8 +27,10 @@ _BATCHES, _UNIT = "train.batch_size_schedule", "train.batch_size_schedule_unit"
 
 
 def rates_fall_to_their_minimum(run: Draft) -> Iterator[Violation]:
-    """min_lr is at most lr, and at most max_lr in each of the overrides."""
+    """min_lr is at most lr, and at most max_lr in each of the overrides, unless the schedule is constant."""
     lr, min_lr = run[_LR], run[_MIN_LR]
+    if run["optim.schedule"] == "constant":
+        return  # nothing falls
     if min_lr > lr:
         message = f"{_MIN_LR} ({min_lr}) must be at most {_LR} ({lr})"
         fixes = ({_MIN_LR: float(f"{lr / 10:.3g}")}, {_MIN_LR: 0.0})
@@ -79,13 +81,18 @@ def wsd_decay_fits(run: Draft) -> Iterator[Violation]:
         return
     room = run[_DECAY] - run[_WARMUP]
     given = run.get(_WSD_DECAY)
-    if given is not None and given <= room:
-        return
+    if room < 1 or (given is not None and given <= room):
+        return  # for no room at all, warmup_ends_before_decay has spoken
     if given is None:
         message = f"{_WSD_DECAY} is missing: optim.schedule=WSD needs the length of its final decay"
     else:
         message = f"{_WSD_DECAY} ({given}) must be at most {_DECAY} - {_WARMUP} ({room})"
-    yield Violation("wsd_decay_fits", _WSD_DECAY, message, ({_WSD_DECAY: max(room // 5, 1)},))
+    yield Violation(
+        "wsd_decay_fits",
+        _WSD_DECAY,
+        message,
+        ({_WSD_DECAY: max(room // 5, 1)}, {_WSD_DECAY: None, "optim.schedule": "cosine"}),
+    )
 
 
 def weight_decay_ramp_has_an_end(run: Draft) -> Iterator[Violation]:

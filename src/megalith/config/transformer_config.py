@@ -63,7 +63,7 @@ class TransformerConfig(SettingsGroup):
         default="rope", description="rotated queries and keys, or a table of learned vectors"
     )
     rotary_base: float = Field(
-        default=10000.0, gt=1, description="[ratio] of the longest to the shortest wavelength of rope"
+        default=10000.0, gt=1, description="[ratio] b of rope: of D features, pair i turns by b^(-2i/D) a token"
     )
     max_position_embeddings: int | None = Field(
         default=None, ge=1, description="[tokens] rows of the table of learned positions; null: data.seq_length"

@@ -16,6 +16,7 @@ from megalith.errors import ConfigError
 __all__ = ["read_override", "read_yaml", "write_override", "write_yaml"]
 
 _FLOAT = r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)"
+_BREAK = re.compile("[\r\x85\u2028\u2029\ufeff]")
 _SCALARS = {
     "null": (re.compile(r"(?:~|null|Null|NULL|)"), ["~", "n", "N", ""]),
     "bool": (re.compile(r"(?:true|True|TRUE|false|False|FALSE)"), list("tTfF")),
@@ -80,9 +81,15 @@ def _write_list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
     return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
 
 
+def _write_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    # PyYAML's other styles let line breaks that are not \n fall into spaces
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _BREAK.search(text) else None)
+
+
 for _kind, (_pattern, _first) in _SCALARS.items():
     _exact = re.compile(rf"(?:{_pattern.pattern})\Z")
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _exact, _first)
     _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _exact, _first)
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_int)
 _Dumper.add_representer(list, _write_list)
+_Dumper.add_representer(str, _write_text)

@@ -1,0 +1,187 @@
+"""A valid run, and every kind of mistake that can be made in it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# one GPT of each family: llama's defaults where nothing is said
+VALID: dict[str, Any] = {
+    "model": {"num_layers": 4, "hidden_size": 96, "num_attention_heads": 12, "num_query_groups": 4},
+    "data": {"train": "corpus", "seq_length": 64},
+    "train": {"steps": 100, "global_batch_size": 24, "micro_batch_size": 2},
+    "optim": {"lr": 1e-3},
+    "parallel": {},
+    "precision": {},
+    "checkpoint": {},
+}
+LEARNED = {"model.position_embedding_type": "learned_absolute"}
+WSD = {"optim.schedule": "WSD", "optim.wsd_decay_steps": 20}
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Settings that differ from VALID (None takes one out), and a pattern of the first line of the report."""
+
+    changes: dict[str, Any]
+    message: str
+    world_size: int | None = None
+    also: int = field(default=0)  # violations that come with it
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={value}" for name, value in self.changes.items()) + f"@{self.world_size}"
+
+
+MISTAKES = [
+    # names
+    Mistake({"train.lr": 0.1}, r"there is no setting train.lr; did you mean optim.lr\? remove train.lr"),
+    Mistake({"model.num_layer": 4}, r"there is no setting model.num_layer; did you mean model.num_layers\?"),
+    Mistake({"model.rope_theta": 5e5}, r"did you mean model.rotary_base\? use model.rotary_base=500000.0"),
+    Mistake({"parallel.tensor_model_parallel_size": 2}, r"did you mean parallel.tensor\? use parallel.tensor=2"),
+    Mistake({"optim.zzz": 1}, r"there is no setting optim.zzz; remove optim.zzz"),
+    Mistake({"modle": {"hidden_dropout": 0.1}}, r"no group modle; did you mean model\? use model.hidden_dropout=0.1"),
+    Mistake({"zzz": {"a": 1}}, r"there is no group zzz; groups are model, data, .*; remove zzz"),
+    Mistake({"lr": 1}, r"there is no setting lr; did you mean optim.lr\?"),
+    # presence
+    Mistake({"model.num_layers": None}, r"model.num_layers is missing; use model.num_layers=12"),
+    Mistake(
+        {"model": None}, r"model.num_layers is missing, and so is model.preset .* use model.preset=llama-28m", None, 2
+    ),
+    Mistake({"data.seq_length": None}, r"data.seq_length is missing; use data.seq_length=1024"),
+    Mistake({"train.global_batch_size": None}, r"train.global_batch_size is missing; use train.global_batch_size=32"),
+    Mistake({"train.steps": None}, r"train.steps is missing; use train.steps=1000"),
+    Mistake({"optim.lr": None}, r"optim.lr is missing; use optim.lr=0.0003"),
+    # types and ranges
+    Mistake({"train.steps": "100"}, r"train.steps must be a whole number; got '100'; use train.steps=100$"),
+    Mistake({"train.steps": 100.0}, r"train.steps must be a whole number; got 100.0; use train.steps=100$"),
+    Mistake({"train.steps": True}, r"train.steps must be a whole number; got True; use train.steps=1000"),
+    Mistake({"train.steps": "soon"}, r"train.steps must be a whole number; got 'soon'; use train.steps=1000"),
+    Mistake({"train.steps": 0}, r"train.steps must be at least 1; got 0; use train.steps=1$"),
+    Mistake({"train.seed": -1}, r"train.seed must be at least 0; got -1; use train.seed=0"),
+    Mistake({"train.seed": 2**63}, r"train.seed must be below 9223372036854775808"),
+    Mistake({"train.deterministic": 1}, r"train.deterministic must be true or false; got 1; use .*=false"),
+    Mistake({"train.log_every": 0}, r"train.log_every must be at least 1"),
+    Mistake({"optim.lr": "3e-4"}, r"optim.lr must be a number; got '3e-4'; use optim.lr=0.0003"),
+    Mistake({"optim.lr": 0}, r"optim.lr must be above 0.*; use optim.lr=0.0003"),
+    Mistake({"optim.lr": float("nan")}, r"optim.lr must be (above|finite)"),
+    Mistake({"optim.lr": float("inf")}, r"optim.lr must be finite; got inf"),
+    Mistake({"optim.betas": 0.9}, r"optim.betas must be a list; got 0.9; use optim.betas=\[0.9, 0.95\]"),
+    Mistake({"optim.betas": [0.9]}, r"optim.betas\[1\] must be given"),
+    Mistake({"optim.betas": [0.9, 0.95, 0.99]}, r"optim.betas must have 2 entries"),
+    Mistake({"optim.betas": [0.9, 1.0]}, r"optim.betas\[1\] must be below 1"),
+    Mistake({"optim.weight_decay": -0.1}, r"optim.weight_decay must be at least 0"),
+    Mistake({"model.hidden_dropout": 1.0}, r"model.hidden_dropout must be below 1"),
+    Mistake({"model.normalization": "rmsnorm"}, r"must be 'RMSNorm' or 'LayerNorm'; got 'rmsnorm'; use .*=RMSNorm"),
+    Mistake({"optim.schedule": "cosin"}, r"optim.schedule must be 'constant', .*; use optim.schedule=cosine"),
+    Mistake({"precision.dtype": "bf16"}, r"use precision.dtype=bfloat16"),
+    Mistake({"run": ""}, r"run must not be empty; got ''; use run=runs/default"),
+    Mistake({"run": 2024}, r"run must be text; got 2024; use run='2024'"),
+    Mistake({"data": 5}, r"data must be a group of settings; got 5", None, 1),
+    Mistake(
+        {"model.preset": "lama-28m"}, r"model.preset must be one of gpt2.*; got 'lama-28m'; use model.preset=llama-28m"
+    ),
+    Mistake({"parallel.tensor": 0}, r"parallel.tensor must be at least 1; got 0; use parallel.tensor=1"),
+    Mistake({"parallel.shard": 0}, r"parallel.shard must be at least 1, or -1 .*; got 0; use parallel.shard=-1"),
+    Mistake({"parallel.shard": -2}, r"parallel.shard must be at least 1, or -1"),
+    Mistake({"parallel.replicate": -1}, r"parallel.replicate must be at least 1"),
+    Mistake({"checkpoint.keep": 0}, r"checkpoint.keep must be at least 1"),
+    # the shape
+    Mistake({"model.num_attention_heads": 20}, r"hidden_size \(96\) must be divisible by .*heads \(20\).*=24"),
+    Mistake({"model.kv_channels": 5}, r"kv_channels, the size of a head, must be even under rope; it is 5; .*=6"),
+    Mistake({"model.hidden_size": 84}, r"must be even under rope; it is 7; use model.hidden_size=96"),
+    Mistake({"model.num_query_groups": 5}, r"heads \(12\) must be divisible by .*groups \(5\); use .*groups=6"),
+    Mistake({"model.num_query_groups": 24}, r"heads \(12\) must be divisible by .*groups \(24\); use .*groups=12"),
+    Mistake(
+        LEARNED | {"model.max_position_embeddings": 32}, r"\(32\) must be at least data.seq_length \(64\); use .*=64"
+    ),
+    Mistake({"model.max_position_embeddings": 64}, r"has no effect with model.position_embedding_type=rope"),
+    Mistake(LEARNED | {"model.rotary_base": 1e4}, r"rotary_base \(10000.0\) has no effect with .*=learned_absolute"),
+    # the layout
+    Mistake(
+        {"parallel.tensor": 8}, r"heads \(12\) must be divisible by parallel.tensor \(8\); use .*tensor=4", None, 1
+    ),
+    Mistake(
+        {"parallel.tensor": 3},
+        r"groups \(4\) must be divisible by parallel.tensor \(3\); use parallel.tensor=2",
+        None,
+        1,
+    ),
+    Mistake({"parallel.tensor": 4, "model.ffn_hidden_size": 258}, r"ffn_hidden_size \(258\) .*; use .*=260"),
+    Mistake({"parallel.sequence": True}, r"parallel.sequence=true needs parallel.tensor above 1.*=false"),
+    Mistake(
+        {"parallel.sequence": True, "parallel.tensor": 4, "data.seq_length": 66},
+        r"data.seq_length \(66\) must be divisible by parallel.tensor \(4\).* use data.seq_length=68",
+    ),
+    Mistake({"parallel.tensor": 2, "parallel.shard": 2}, r"shard \(2\) must be the number of ranks \(8\)", 8),
+    Mistake({"parallel.tensor": 4}, r"tensor \(4\) x .*replicate \(1\) must divide the number of ranks \(6\)", 6),
+    Mistake({"parallel.shard": 5}, r"hidden_size \(96\) must be divisible by the 5 ranks of parallel.shard", None, 1),
+    Mistake({}, r"model.hidden_size \(96\) must be divisible by the 5 ranks", 5, 1),
+    Mistake(
+        {"parallel.replicate": 5}, r"global_batch_size \(24\) .*micro_batch_size \(2\) x data-parallel ranks \(5\)", 5
+    ),
+    Mistake(
+        {"train.global_batch_size": 25}, r"global_batch_size \(25\) must be divisible by .*; use .*batch_size=1", 1
+    ),
+    # the course
+    Mistake(
+        {"train.batch_size_schedule": "0:16 1K:24"},
+        r"train.global_batch_size \(24\) has no effect with train.batch_size_schedule=0:16 1K:24",
+    ),
+    Mistake(
+        {"train.batch_size_schedule": "0:16 1K:25", "train.global_batch_size": None},
+        r"every batch of train.batch_size_schedule \(25\) must .* use train.batch_size_schedule=0:16 1K:26",
+        1,
+    ),
+    Mistake(
+        {"train.batch_size_schedule": "1K:16 5K:32", "train.global_batch_size": None},
+        r"must begin at threshold 0.* use train.batch_size_schedule=0:16 5K:32",
+    ),
+    Mistake(
+        {"train.batch_size_schedule": "0:16 5K:32 1K:24", "train.global_batch_size": None},
+        r"thresholds .* must increase.* use train.batch_size_schedule=0:16 1K:24 5K:32",
+    ),
+    Mistake(
+        {"train.batch_size_schedule": "0=16, 1k=24", "train.global_batch_size": None},
+        r"must look like 10K:32.*use train.batch_size_schedule=0:16 1K:24",
+    ),
+    Mistake(
+        {
+            "train.batch_size_schedule": "0:16 100:24 120:32",
+            "train.batch_size_schedule_unit": "tokens",
+            "train.global_batch_size": None,
+        },
+        r"in tokens with data.seq_length=64: .* use train.batch_size_schedule=0:16 100:24",
+    ),
+    Mistake({"train.batch_size_schedule_unit": "tokens"}, r"no effect without train.batch_size_schedule"),
+    Mistake({"train.eval_every": 10}, r"train.eval_every \(10\) needs data.valid"),
+    Mistake({"train.eval_samples": 10}, r"train.eval_samples \(10\) has no effect without train.eval_every"),
+    Mistake({"optim.min_lr": 0.1}, r"optim.min_lr \(0.1\) must be at most optim.lr \(0.001\); use optim.min_lr=0.0001"),
+    Mistake({"optim.min_lr": 0.1, "optim.schedule": "constant"}, r"min_lr \(0.1\) has no effect with .*=constant"),
+    Mistake({"optim.decay_steps": 9, "optim.schedule": "inverse-square-root"}, r"decay_steps \(9\) has no effect"),
+    Mistake({"optim.warmup_steps": 100}, r"warmup_steps \(100\) must be below .*decay_steps \(100\); use .*=10"),
+    Mistake({"optim.warmup_steps": 101, "optim.schedule": "constant"}, r"must be at most train.steps \(100\)"),
+    Mistake({"optim.schedule": "WSD"}, r"wsd_decay_steps is missing.*; use optim.wsd_decay_steps=20"),
+    Mistake(WSD | {"optim.wsd_decay_steps": 101}, r"must be at most .*decay_steps - .*warmup_steps \(100\)"),
+    Mistake({"optim.wsd_decay_steps": 20}, r"no effect with optim.schedule=cosine, only with optim.schedule=WSD"),
+    Mistake({"optim.wsd_decay_style": "linear"}, r"wsd_decay_style \(linear\) has no effect"),
+    Mistake({"optim.end_weight_decay": 0.2}, r"end_weight_decay \(0.2\) has no effect with .*=constant"),
+    Mistake({"optim.weight_decay_schedule": "linear"}, r"end_weight_decay is missing.*; use .*=0.2"),
+    Mistake({"optim.overrides": [{"match": "*"}]}, r"overrides\[0\] must set max_lr, min_lr or wd_mult; .*=null|\[\]"),
+    Mistake({"optim.overrides": [{"match": "*", "max_lr": 0.1, "min_lr": 0.2}]}, r"min_lr \(0.2\) must be at most"),
+    Mistake({"optim.overrides": [{"mach": "*", "wd_mult": 0.0}]}, r"overrides\[0\].match must be given", None, 1),
+    Mistake({"optim.overrides": [{"match": "*", "wd_mult": -1}]}, r"overrides\[0\].wd_mult must be at least 0"),
+    Mistake({"optim.overrides": {"match": "*"}}, r"optim.overrides must be a list"),
+    Mistake(
+        {"optim.overrides": [{"match": "*", "max_lr": 0.1, "min_lr": 0.0}], "optim.schedule": "constant"},
+        r"overrides\[0\]: min_lr has no effect with optim.schedule=constant; use .*max_lr: 0.1",
+    ),
+    Mistake({"precision.hysteresis": 2}, r"precision.hysteresis \(2\) has no effect with precision.dtype=float32"),
+    Mistake(
+        {"precision.dtype": "float16", "precision.min_loss_scale": 1e6},
+        r"min_loss_scale \(1000000.0\) must be at most precision.initial_loss_scale \(65536.0\)",
+    ),
+    Mistake({"train.compile": True}, r"train.compile is experimental .* use experimental=\[compile\]"),
+    Mistake(
+        {"experimental": ["compile"]}, r"'compile' has no effect without train.compile=true; use experimental=null"
+    ),
+    Mistake({"experimental": ["fp5"]}, r"'fp5' is not a feature; there are: compile; use experimental=null"),
+    Mistake({"experimental": ["compil"], "train.compile": True}, r"is experimental", None, 1),
+]

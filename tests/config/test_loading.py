@@ -1,0 +1,217 @@
+"""From files, recipes, mappings and overrides to a run's settings, and back; and which of them nobody read."""
+
+import copy
+import pickle
+
+import pytest
+import yaml
+
+from megalith.config import (
+    OptimConfig,
+    RunConfig,
+    TransformerConfig,
+    as_tree,
+    dump_yaml,
+    load_run,
+    read_tree,
+    unread,
+)
+from megalith.config.settings_tree import FIELDS, GROUPS, applied
+from megalith.config.yaml_text import write_override
+from megalith.errors import ConfigError
+from tests.config.mistakes import LEARNED, VALID, WSD
+
+# runs that differ in which fields have an effect
+RUNS = {
+    "plain": {},
+    "learned positions": LEARNED | {"model.activation": "gelu", "model.normalization": "LayerNorm"},
+    "preset": {"model": {"preset": "gpt2-124m", "hidden_dropout": 0.0}},
+    "preset without its positions": {"model": {"preset": "gpt2-124m", "position_embedding_type": "rope"}},
+    "WSD": WSD | {"optim.min_lr": 1e-5},
+    "constant": {"optim.schedule": "constant"},
+    "inverse square root": {"optim.schedule": "inverse-square-root", "optim.warmup_steps": 7},
+    "weight decay ramp": {"optim.weight_decay_schedule": "linear", "optim.end_weight_decay": 0.3},
+    "batch sizes": {"train.batch_size_schedule": "0:16 1K:24", "train.global_batch_size": None},
+    "float16": {"precision.dtype": "float16", "precision.initial_loss_scale": 1024},
+    "evaluation": {"train.eval_every": 10, "train.eval_samples": 5, "data.valid": "held out"},
+    "overrides": {"optim.overrides": [{"match": "*.bias", "wd_mult": 0.0}, {"match": "lm_head.*", "max_lr": 1e-4}]},
+    "experimental": {"train.compile": True, "experimental": ["compile"]},
+    "odd text": {"run": "1e5", "load": "no", "data.train": "null", "data.valid": "12:30", "data.tokenizer": "ü: #x"},
+}
+
+
+@pytest.fixture(params=RUNS.values(), ids=RUNS)
+def config(request) -> RunConfig:
+    return load_run(applied(VALID, request.param))
+
+
+def test_yaml_reads_back_as_the_same_run(config, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_yaml(config), "utf-8")
+    again = load_run(path)
+    assert again == config
+    assert dump_yaml(again) == dump_yaml(config)
+
+
+def test_any_yaml_reader_reads_the_same_values(config):
+    assert yaml.safe_load(dump_yaml(config)) == as_tree(config)
+
+
+def test_overrides_alone_spell_the_same_run(config):
+    tree = as_tree(config)
+    leaves = {name: tree[name] for name in tree if name not in GROUPS}
+    leaves |= {f"{group}.{field}": value for group in GROUPS for field, value in tree[group].items()}
+    assert load_run({}, [write_override(name, value) for name, value in leaves.items()]) == config
+
+
+def test_python_objects_spell_the_same_run(config):
+    groups = {name: config.__dict__[name] for name in RunConfig.model_fields}
+    assert load_run(groups) == config
+    assert RunConfig(**groups) == config
+    assert hash(RunConfig(**groups)) == hash(config)
+
+
+def test_defaults_that_follow_other_fields_are_worked_out():
+    config = load_run(VALID)
+    assert config.model.num_query_groups == 4
+    assert config.model.kv_channels == 8
+    assert config.model.ffn_hidden_size == 256  # 8/3 * 96
+    assert config.model.max_position_embeddings is None
+    assert config.optim.decay_steps == 100
+    assert config.optim.end_weight_decay == 0.1
+    learned = load_run(applied(VALID, LEARNED | {"model.activation": "gelu"}))
+    assert (learned.model.max_position_embeddings, learned.model.ffn_hidden_size) == (64, 384)
+    assert load_run(applied(VALID, RUNS["batch sizes"])).train.global_batch_size == 24
+
+
+def test_overrides_take_numbers_lists_null_and_text():
+    changes = [
+        "optim.lr=3e-4",
+        "optim.betas=[0.8, 9e-1]",
+        "train.steps=1_000",
+        "optim.decay_steps=null",
+        "load=",
+        "run=2024",
+        "data.valid = a=b",
+        'optim.overrides=[{match: "*", wd_mult: 0}]',
+        "optim.lr=2e-4",  # the later one stands
+    ]
+    config = load_run(VALID | {"load": "elsewhere"}, changes)
+    assert (config.optim.lr, config.optim.betas, config.train.steps) == (2e-4, (0.8, 0.9), 1000)
+    assert (config.optim.decay_steps, config.load, config.run, config.data.valid) == (1000, None, "2024", "a=b")
+    assert [(group.match, group.wd_mult) for group in config.optim.overrides] == [("*", 0.0)]
+
+
+def test_null_puts_a_field_of_a_recipe_back_to_its_default():
+    assert load_run("llama-4m").optim.min_lr == 2e-4
+    assert load_run("llama-4m", ["optim.min_lr=null", "optim.schedule=constant"]).optim.min_lr == 0.0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lr", r"must look like optim.lr=3e-4; got 'optim.lr'"),
+        ("=3", r"must look like"),
+        ("optim.warmup=3", r"there is no setting optim.warmup; did you mean optim.warmup_steps\?"),
+        ("train.lr=3", r"did you mean optim.lr\?"),
+        ("optim={lr: 3}", r"optim is a group; override one of its fields: name, lr"),
+        ("optim.overrides.0.max_lr=3", r"there is no setting optim.overrides.0.max_lr"),
+        ("optim.betas=[0.9", r"the value of override 'optim.betas=\[0.9' cannot be read as YAML"),
+        ("optim.lr=fast", r"optim.lr must be a number; got 'fast'"),
+    ],
+)
+def test_an_override_that_cannot_be_read_is_refused(override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_run(VALID, [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- model", r"must hold groups of settings"),
+        ("", r"must hold groups of settings"),
+        ("model: [1", r"run.yaml cannot be read as YAML: .* line 1"),
+        ("train:\n  steps: 1\n  steps: 2", r"'steps' is given twice"),
+        ("model: &a {}\n? [1]\n: 2", r"cannot be read as YAML"),
+        (b"\xff\xfe\x00", r"settings cannot be read from .*run.yaml"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, text, message):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=message):
+        load_run(str(path))
+
+
+def test_a_file_or_recipe_that_is_not_there_is_refused_with_the_recipes_that_are():
+    with pytest.raises(ConfigError, match=r"there is no recipe lama-4m; .* gpt2-124m, llama-28m, llama-4m"):
+        load_run("lama-4m")
+    with pytest.raises(ConfigError, match=r"cannot be read from nowhere.yaml: .*recipes are gpt2-124m"):
+        load_run("nowhere.yaml")
+
+
+def test_the_source_is_not_changed():
+    tree = copy.deepcopy(VALID)
+    load_run(tree, ["optim.lr=1", "run=x"])
+    assert tree == VALID
+    assert read_tree(tree)["optim"] is not tree["optim"]
+
+
+def test_a_run_built_in_python_keeps_the_same_rules():
+    model = TransformerConfig(preset="llama-4m")
+    parts = {"data": {"seq_length": 64}, "train": {"steps": 5, "global_batch_size": 3, "micro_batch_size": 1}}
+    with pytest.raises(ValueError, match=r"optim.min_lr \(2.0\) must be at most optim.lr \(1.0\)"):
+        RunConfig(model=model, optim=OptimConfig(lr=1.0, min_lr=2.0), **parts)
+    assert RunConfig(model=model, optim=OptimConfig(lr=1.0), **parts).optim.decay_steps == 5
+
+
+def test_settings_are_frozen():
+    config = load_run(VALID)
+    with pytest.raises(ValueError, match="frozen"):
+        config.optim.lr = 1.0
+    with pytest.raises(ValueError, match="frozen"):
+        config.run = "elsewhere"
+
+
+def test_what_was_set_and_not_read_is_named():
+    config = load_run(VALID | {"run": "here"}, ["optim.clip_norm=0.5"])
+    explicit = unread(config)
+    assert set(explicit) == {
+        "run",
+        "optim.clip_norm",
+        *(f"{group}.{field}" for group, fields in VALID.items() for field in fields),
+    }
+    for name in explicit:
+        group, _, field = name.rpartition(".")
+        getattr(getattr(config, group) if group else config, field)
+    assert unread(config) == []
+
+
+def test_looking_at_settings_as_a_whole_reads_none_of_them():
+    config, other = load_run(VALID), load_run(VALID)
+    before = unread(config)
+    repr(config), str(config.optim), dump_yaml(config), config.model_dump_json(), hash(config)
+    assert config == other
+    assert config.model != other.model.model_copy(update={"num_layers": 9})
+    copy.deepcopy(config), copy.copy(config), pickle.loads(pickle.dumps(config))
+    RunConfig.model_validate(config)
+    assert unread(config) == before
+
+
+def test_reading_a_copy_is_reading_and_does_not_change_equality():
+    config = load_run(VALID)
+    resolved = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 512})})
+    assert resolved.model.num_layers == 4
+    assert "model.num_layers" not in unread(config)
+    assert "model.hidden_size" in unread(resolved)
+    assert config == load_run(VALID)
+
+
+def test_every_field_can_be_read_and_then_is_not_unread():
+    config = load_run("llama-28m")
+    for name in FIELDS:
+        group, _, field = name.rpartition(".")
+        getattr(getattr(config, group) if group else config, field)
+    assert unread(config) == []
+    full = load_run(as_tree(config))
+    assert set(unread(full)) >= {"train.log_every", "precision.dtype", "model.layernorm_epsilon"}

@@ -1,0 +1,46 @@
+"""What the package brings along: every recipe is valid, and every preset has its paper's number of parameters."""
+
+import pytest
+
+from megalith.config import TransformerConfig, load_run, preset_names, recipe_names, unread
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_a_recipe_runs_on_one_to_eight_ranks(recipe, world_size):
+    config = load_run(recipe, ["data.train=corpus"], world_size=world_size)
+    assert config.run == f"runs/{recipe}"
+    assert config.model.preset == recipe
+    assert "data.train" in unread(config)
+
+
+def test_there_are_three_recipes_to_begin_with():
+    assert {"llama-4m", "llama-28m", "gpt2-124m"} <= set(recipe_names()) <= set(preset_names())
+
+
+# as published in the model cards and with GPT-2's released checkpoints; ours by hand
+@pytest.mark.parametrize(
+    ("preset", "vocab_size", "parameters"),
+    [
+        ("llama2-7b", 32_000, 6_738_415_616),
+        ("llama3-8b", 128_256, 8_030_261_248),
+        ("tinyllama-1.1b", 32_000, 1_100_048_384),
+        ("gpt2-124m", 50_257, 124_439_808),
+        ("gpt2-1.5b", 50_257, 1_557_611_200),
+        ("llama-28m", 8_192, 27_662_848),
+        ("llama-4m", 2_048, 4_000_000),
+    ],
+)
+def test_a_preset_has_the_published_number_of_parameters(preset, vocab_size, parameters):
+    model = TransformerConfig(preset=preset)
+    hidden, ffn, size = model.hidden_size, model.ffn_hidden_size, model.kv_channels
+    heads, groups = model.num_attention_heads * size, model.num_query_groups * size
+    weights = 2 * hidden * heads + 2 * hidden * groups + (3 if model.activation == "swiglu" else 2) * hidden * ffn
+    biases = heads + 2 * groups + hidden + ffn + hidden if model.add_bias_linear else 0
+    norm = hidden * (2 if model.normalization == "LayerNorm" else 1)
+    embeddings = (vocab_size * (1 if model.tie_word_embeddings else 2) + (model.max_position_embeddings or 0)) * hidden
+    assert model.num_layers * (weights + biases + 2 * norm) + norm + embeddings == parameters
+
+
+def test_every_preset_is_counted_above():
+    assert len(preset_names()) == 7

@@ -1,0 +1,69 @@
+"""Every rule is broken once on purpose: the report names it, and nothing else."""
+
+import re
+
+import pytest
+
+from megalith.config import load_run, violations
+from megalith.config.field_errors import field_violations
+from megalith.config.rules import RUN_RULES, broken
+from megalith.config.settings_tree import applied, draft_of, plain_tree
+from megalith.errors import ConfigError
+from tests.config.mistakes import LEARNED, MISTAKES, VALID, WSD
+
+
+def test_the_run_that_mistakes_are_made_in_is_valid():
+    assert violations(VALID) == violations(VALID, world_size=4) == []
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=str)
+def test_a_mistake_is_reported_alone_and_with_a_way_out(mistake):
+    found = violations(applied(VALID, mistake.changes), mistake.world_size)
+    assert re.search(mistake.message, found[0]), found
+    assert len(found) == 1 + mistake.also, found
+
+
+def test_every_rule_is_broken_by_some_mistake():
+    seen = set()
+    for mistake in MISTAKES:
+        tree = plain_tree(applied(VALID, mistake.changes))
+        _, malformed = field_violations(tree)
+        seen.update(violation.rule for violation in broken(draft_of(tree, malformed, mistake.world_size)))
+    assert {rule.__name__ for rule in RUN_RULES} <= seen
+
+
+def test_all_mistakes_are_told_at_once():
+    tree = applied(
+        VALID,
+        {"train.lr": 1, "optim.lr": -1, "parallel.tensor": 8, "optim.wsd_decay_steps": 5, "train.eval_every": 2},
+    )
+    with pytest.raises(ConfigError) as error:
+        load_run(tree, world_size=8)
+    lines = str(error.value).split("\n")
+    assert lines[0] == "6 settings are wrong:"
+    for name in ("train.lr", "optim.lr", "num_attention_heads", "num_query_groups", "wsd_decay_steps", "eval_every"):
+        assert sum(line.strip().split(";")[0].count(name) > 0 for line in lines[1:]) >= 1, name
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size"),
+    [
+        ({"parallel.tensor": 4, "parallel.sequence": True}, 4),
+        ({"parallel.tensor": 2, "parallel.replicate": 2, "parallel.shard": 2}, 8),
+        ({"parallel.tensor": 2}, None),  # the world is not known yet
+        ({"model.hidden_size": 100, "model.kv_channels": 8}, None),  # heads need not fill the hidden size
+        ({"parallel.tensor": 4, "model.hidden_size": 100, "model.kv_channels": 8, "model.vocab_size": 257}, 4),
+        (LEARNED, None),
+        (LEARNED | {"model.kv_channels": 7}, None),  # odd heads are fine without rope
+        (WSD | {"optim.wsd_decay_style": "minus_sqrt", "optim.decay_steps": 80, "optim.warmup_steps": 60}, None),
+        ({"optim.schedule": "constant", "optim.warmup_steps": 100}, None),
+        ({"optim.weight_decay_schedule": "linear", "optim.end_weight_decay": 0.0}, None),
+        ({"train.compile": True, "experimental": ["compile"]}, None),
+        ({"train.eval_every": 5, "train.eval_samples": 7, "data.valid": "held_out"}, None),
+        ({"precision.dtype": "float16", "precision.hysteresis": 1}, None),
+        ({"optim.overrides": [{"match": "*.bias", "wd_mult": 0}]}, None),
+        ({"model.rotary_base": None, "parallel.sequence": None, "precision": None}, None),  # null: not set
+    ],
+)
+def test_unusual_settings_that_are_sound_pass(changes, world_size):
+    assert violations(applied(VALID, changes), world_size) == []

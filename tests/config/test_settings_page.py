@@ -1,0 +1,48 @@
+"""docs/settings.md is what the code says, and the code describes every field."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from megalith.config.optim_config import ParamGroupOverride
+from megalith.config.rules import RUN_RULES
+from megalith.config.settings_page import settings_page
+from megalith.config.settings_tree import FIELDS, GROUPS
+
+PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
+
+
+def test_the_page_is_what_the_code_says():
+    assert PAGE.read_text("utf-8") == settings_page(), "run: python -m megalith.config.settings_page > docs/settings.md"
+
+
+@pytest.mark.parametrize("name", [*FIELDS, *(f"override.{name}" for name in ParamGroupOverride.model_fields)])
+def test_every_field_is_described_and_every_number_has_a_unit(name):
+    field = FIELDS.get(name) or ParamGroupOverride.model_fields[name.partition(".")[2]]
+    assert field.description
+    kinds = {TypeAdapter(field.annotation).json_schema().get("type")} | {
+        part.get("type") for part in TypeAdapter(field.annotation).json_schema().get("anyOf", [])
+    }
+    if kinds & {"integer", "number"} and name != "train.seed":
+        assert field.description.startswith("["), field.description
+    assert f"| `{name.rpartition('.')[2]}` |" in settings_page()
+
+
+def test_every_required_field_has_an_example():
+    required = [name for name, field in FIELDS.items() if field.is_required()]
+    assert len(required) == 7
+    assert all(FIELDS[name].examples for name in required)
+
+
+def test_every_rule_is_on_the_page():
+    page = settings_page()
+    for rule in RUN_RULES:
+        assert rule.__doc__.partition("\n")[0] in page
+
+
+def test_a_run_has_few_groups_of_few_fields_with_one_name_each():
+    assert list(GROUPS) == ["model", "data", "train", "optim", "parallel", "precision", "checkpoint"]
+    assert max(len(group.model_fields) for group in GROUPS.values()) <= 19
+    leaves = [name.rpartition(".")[2] for name in FIELDS]
+    assert sorted(leaf for leaf in set(leaves) if leaves.count(leaf) > 1) == []
