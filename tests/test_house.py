@@ -1,0 +1,260 @@
+"""The house: rules that hold for every file, by reading the tree. import-linter holds the floors, ruff the rest."""
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "megalith"
+LONGEST_FILE, LONGEST_FUNCTION = 400, 60
+
+# file:function -> why it is longer than 60 lines; never over 100
+LONG_FUNCTIONS: dict[str, str] = {}
+# file:name -> why it may change while the program runs
+GLOBAL_STATE = {
+    "src/megalith/config/layout_rules.py:_other_layouts": "remembers a formula that many suggestions ask for",
+    "src/megalith/config/recipes.py:_preset": "remembers a file of the wheel",
+    "src/megalith/config/recipes.py:preset_names": "remembers names of files of the wheel",
+    "src/megalith/config/recipes.py:recipe_names": "remembers names of files of the wheel",
+    "src/megalith/data/parts.py:_tokenizer": "the tokenizer that a worker process loads once",
+    "src/megalith/topology/parallel_state.py:_current": "the one named context, for accessors of users' scripts",
+}
+# __init__ file:what -> why it is more than a docstring, imports and __all__
+CODE_IN_INIT = {
+    "src/megalith/__init__.py:__version__": "the build reads it from there",
+}
+# what imports no torch, so that commands answer at once and data can be prepared on a machine without it
+WITHOUT_TORCH = [
+    "megalith.config",
+    "megalith.data.indexed_dataset",
+    "megalith.data.prepare",
+    "megalith.data.tokenizer",
+    "megalith.errors",
+    "megalith.numerics.permutation",
+    "megalith.observe.metrics",
+    "megalith.optim.optimizer_param_scheduler",
+    "megalith.optional",
+    "megalith.storage.atomic",
+    "megalith.topology.rank_grid",
+    "megalith.training.num_microbatches_calculator",
+]
+MUTATORS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "set", "setdefault"}
+MUTATORS |= {"update", "appendleft", "sort", "reverse"}
+PRIVATE = {
+    "a path of the machine it was written on": r"(?<![\w.])/(work|home/\w+|root|mnt|workspace)/",
+    "a file outside of the repository": r"\bshared/(specs|design|specimen|hooks)\b",
+    "a folder that only some machines have": r"[\"'(\s=]/tmp/\w",
+    "an issue of some tracker": r"(?i)\bissue #?\d+\b",
+    "a host of packages": r"\b(pypi\.org|pythonhosted\.org|anaconda\.org|npmjs\.(com|org))\b",
+    "how it was written": r"(?i)\b(this|another|next) session\b|\bworkplace\b|\bhelper session\b|\bsub-?agent\b",
+    "a note to self": r"\b(TODO|FIXME|HACK|XXX)\b",
+}
+
+
+def tracked(*suffixes: str) -> list[Path]:
+    """Files that git has or would add, with one of ``suffixes``; with none, all."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [ROOT / name for name in names if (not suffixes or name.endswith(suffixes)) and (ROOT / name).is_file()]
+
+
+@functools.cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def source_files() -> list[Path]:
+    return [file for file in tracked(".py") if PACKAGE in file.parents]
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_the_rules_see_the_tree():
+    names = {name_of(file) for file in tracked()}
+    assert {"pyproject.toml", "README.md", "src/megalith/errors.py", "tests/test_house.py"} <= names
+    assert len(source_files()) > 50
+
+
+def test_no_file_is_longer_than_400_lines():
+    lengths = {name_of(file): len(file.read_text(encoding="utf-8").splitlines()) for file in tracked(".py")}
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
+
+
+def test_no_function_is_longer_than_60_lines():
+    lengths = {
+        f"{name_of(file)}:{function.name}": function.end_lineno - function.lineno + 1
+        for file in tracked(".py")
+        for function in functions(tree_of(file))
+    }
+    long = {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION}
+    assert long.keys() == LONG_FUNCTIONS.keys(), long
+    assert all(length <= 100 for length in long.values())
+
+
+def test_only_the_command_line_prints():
+    printing = [
+        f"{name_of(file)}:{node.lineno}"
+        for file in source_files()
+        if PACKAGE / "cli" not in file.parents
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert printing == []
+
+
+def test_nothing_is_moved_to_a_gpu_by_name():
+    calls = [
+        f"{name_of(file)}:{node.lineno}"
+        for file in source_files()
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda"
+    ]
+    assert calls == []
+
+
+def is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def test_init_files_hold_a_docstring_imports_and_all():
+    found = set()
+    for file in (file for file in source_files() if file.name == "__init__.py"):
+        body = tree_of(file).body
+        assert body, f"{name_of(file)} says nothing"
+        assert is_docstring(body[0]), f"{name_of(file)} has no docstring"
+        for node in body[1:]:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            what = node.targets[0].id if isinstance(node, ast.Assign) else type(node).__name__
+            if what != "__all__":
+                found.add(f"{name_of(file)}:{what}")
+    assert found == CODE_IN_INIT.keys()
+
+
+def bound_names(tree: ast.Module) -> set[str]:
+    """What a module binds at its top level, by assignment or import."""
+    names = set()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+        names |= {name.id for target in targets if target for name in ast.walk(target) if stores(name)}
+    return names
+
+
+def stores(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def written_through(node: ast.AST) -> ast.AST | None:
+    """What a statement writes to by index, by attribute, or by a method that changes it."""
+    if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+        return node.value
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+        return node.func.value
+    return None
+
+
+def changed_state(tree: ast.Module) -> set[str]:
+    """Names of a module's top level that its functions write to, and functions that remember results."""
+    found = set()
+    for function in functions(tree):
+        nodes = list(ast.walk(function))
+        declared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+        own = {node.id for node in nodes if stores(node)} | {node.arg for node in nodes if isinstance(node, ast.arg)}
+        targets = [written_through(node) for node in nodes]
+        written = {target.id for target in targets if isinstance(target, ast.Name)}
+        found |= declared | (written - own) & bound_names(tree)
+        if any("cache" in ast.unparse(decorator) for decorator in function.decorator_list):
+            found.add(function.name)
+    return found
+
+
+def test_global_state_is_what_the_list_says():
+    found = {f"{name_of(file)}:{name}" for file in source_files() for name in changed_state(tree_of(file))}
+    assert found == GLOBAL_STATE.keys()
+
+
+@pytest.mark.parametrize(
+    ("function", "is_state"),
+    [
+        ("def f(): STATE['x'] = 1", True),
+        ("def f(): STATE.append(1)", True),
+        ("def f(): STATE.attribute = 1", True),
+        ("def f(): del STATE[0]", True),
+        ("def f():\n    global STATE\n    STATE = 1", True),
+        ("class C:\n    def f(self): STATE.update(x=1)", True),
+        ("@functools.cache\ndef STATE(): return 1", True),
+        ("def f(): return STATE['x']", False),
+        ("def f(STATE): STATE['x'] = 1", False),
+        ("def f():\n    STATE = {}\n    STATE['x'] = 1", False),
+        ("def f(): other.STATE = 1", False),
+    ],
+)
+def test_state_is_known_when_it_is_seen(function, is_state):
+    assert changed_state(ast.parse(f"STATE = {{}}\n{function}")) == ({"STATE"} if is_state else set())
+
+
+def test_every_module_says_what_it_is_and_what_it_offers():
+    wrong = []
+    for file in (file for file in source_files() if file.name != "__init__.py"):
+        tree = tree_of(file)
+        if not ast.get_docstring(tree):
+            wrong.append(f"{name_of(file)} has no docstring")
+        assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+        offers = [node.value for node in assigned if ast.unparse(node.targets[0]) == "__all__"]
+        if len(offers) != 1 and file.name != "__main__.py":
+            wrong.append(f"{name_of(file)} has no __all__")
+        defined = bound_names(tree) | {getattr(node, "name", "") for node in tree.body}
+        missing = [name for offer in offers for name in ast.literal_eval(offer) if name not in defined]
+        wrong += [f"{name_of(file)} offers {name} and has none" for name in missing]
+    assert wrong == []
+
+
+def test_nothing_private_is_in_any_file():
+    found = []
+    for file in tracked():
+        if file == Path(__file__):
+            continue
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # an image
+        for what, pattern in PRIVATE.items():
+            for match in re.finditer(pattern, text):
+                line = text.count("\n", 0, match.start()) + 1
+                found.append(f"{name_of(file)}:{line}: {match.group().strip()!r} is {what}")
+    assert found == []
+
+
+def fresh_process(program: str) -> str:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_megalith_takes_no_time_and_no_torch():
+    program = "import sys, time; start = time.perf_counter(); import megalith; print(time.perf_counter() - start)"
+    assert min(float(fresh_process(program)) for _ in range(3)) < 0.1
+    assert fresh_process("import sys, megalith; print('torch' in sys.modules)") == "False"
+
+
+def test_what_needs_no_torch_imports_none():
+    program = f"""
+import importlib, sys
+for name in {WITHOUT_TORCH}:
+    importlib.import_module(name)
+    if "torch" in sys.modules:
+        sys.exit(print(name))
+"""
+    assert fresh_process(program) == ""
