@@ -1,50 +1,118 @@
-"""``megalith data prepare``: from text to the files that training reads."""
+"""``megalith data prepare``: from text files to the two files that training reads."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-__all__ = ["app", "prepare"]
+if TYPE_CHECKING:
+    from megalith.data.prepare import PrepareSummary, Progress
 
-app = typer.Typer(help="Make datasets.", no_args_is_help=True, rich_markup_mode=None)
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True)
+
+Files = Annotated[
+    list[Path],
+    typer.Argument(
+        help="Text to learn from: .jsonl and .parquet (a document a line or row), any other text file (one document), "
+        "each also with .gz but parquet, or a folder of source files (one document each).",
+        metavar="FILES",
+    ),
+]
 
 
 @app.callback()
-def _group() -> None:
-    """Make datasets."""
+def data() -> None:
+    """Make datasets from text."""
 
 
 @app.command()
 def prepare(
-    inputs: Annotated[list[Path], typer.Argument(help=".txt, .jsonl (.gz too), .parquet, folders.", metavar="FILES...")],
-    out: Annotated[Path, typer.Option(help="Prefix of the files to write.")],
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use.")] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="Train a byte-level BPE of so many entries instead.")] = None,
-    valid: Annotated[float, typer.Option(help="Share of the documents to hold out, as PREFIX-valid.")] = 0.0,
-    key: Annotated[str, typer.Option(help="Key of the text in .jsonl and .parquet.")] = "text",
-    eod: Annotated[str | None, typer.Option(help="Token that ends a document, where it has an unusual name.")] = None,
-    processes: Annotated[int | None, typer.Option(help="Processes that encode; by default one a core.")] = None,
+    files: Files,
+    out: Annotated[Path, typer.Option(help="Prefix of the files to write: PREFIX.bin, .idx, .json.", metavar="PREFIX")],
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json of Hugging Face tokenizers.")] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Train a byte-level BPE tokenizer of so many entries instead.", metavar="N")
+    ] = None,
+    valid: Annotated[
+        float, typer.Option(help="Share of the documents to hold out into PREFIX-valid.", metavar="FRACTION")
+    ] = 0.0,
+    key: Annotated[str, typer.Option(help="Where .jsonl and .parquet have their text.")] = "text",
+    eod: Annotated[
+        str | None, typer.Option(help="Token that ends a document, if the tokenizer has none of the usual names.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="How many encode; by default one for every core.", metavar="N")
+    ] = None,
 ) -> None:
-    """Tokenize text into .bin and .idx. Killed and started again it goes on, and ends with the same bytes."""
-    from megalith.data.prepare import prepare as run
+    """Tokenize text into a dataset.
 
-    found = run(
-        inputs,
-        out,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        valid=valid,
-        key=key,
-        eod=eod,
-        processes=processes or os.cpu_count() or 1,
-    )
-    for prefix, part in ((found.prefix, found.train), (found.valid_prefix, found.valid)):
+    The same command goes on with one that was stopped, and the result is the same to the byte; it is the same for any
+    number of processes too.
+    """
+    from megalith.data.prepare import prepare as prepare_dataset
+
+    with _progress_bar() as show:
+        summary = prepare_dataset(
+            files,
+            out,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            valid=valid,
+            key=key,
+            eod=eod,
+            processes=processes or _num_cores(),
+            progress=show,
+        )
+    print(_describe(summary, out))
+
+
+@contextmanager
+def _progress_bar() -> Iterator["Progress"]:
+    """A bar for each thing done, on standard error, while that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:<9}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+
+        def show(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(phase, total=total)
+            bars.update(tasks[phase], completed=done, total=total)
+
+        yield show
+
+
+def _num_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _describe(summary: "PrepareSummary", out: Path) -> str:
+    """What there is, and the command that comes next."""
+    lines = ["nothing to do: this command has run before, and its files are here" if summary.was_done else "done"]
+    for name, part in (("training", summary.train), ("held out", summary.valid)):
         if part is not None:
-            ratio = part.text_bytes / max(1, part.num_tokens)
-            print(f"{prefix}: {part.num_documents:,} documents, {part.num_tokens:,} tokens, {ratio:.2f} bytes a token")
-    if found.was_done:
-        print("an earlier command had made them; nothing was changed")
-    valid_setting = "" if found.valid_prefix is None else f" data.valid={found.valid_prefix}"
-    print(f"next: megalith train llama-4m data.train={found.prefix}{valid_setting}")
+            empty = f", {part.num_empty_documents:,} of them empty" if part.num_empty_documents else ""
+            lines.append(
+                f"{name:<10}{part.num_documents:,} documents{empty}, {part.num_tokens:,} tokens, "
+                f"{part.text_bytes / max(1, part.num_tokens):.2f} bytes per token"
+            )
+    lines.append(f"{'tokenizer':<10}{summary.train.vocab_size:,} entries, {_short(summary.tokenizer)}")
+    if summary.train.num_skipped_files:
+        lines.append(f"{'left out':<10}{summary.train.num_skipped_files:,} binary files")
+    lines.append(f"{'files':<10}" + "\n          ".join(_short(path) for path in summary.files))
+    valid = "" if summary.valid_prefix is None else f" data.valid={_short(summary.valid_prefix)}"
+    return "\n".join([*lines, f"next: megalith train llama-4m data.train={out}{valid}"])
+
+
+def _short(path: Path) -> str:
+    """The path from here, if that does not lead upwards."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -51,7 +51,7 @@ class StepLoader:
         self._ahead: tuple[_Step, Future[list[MicroBatch]]] | None = None
 
     def batch(self, consumed: int, global_batch: int, micro_batch: int) -> list[MicroBatch]:
-        """This rank's micro-batches of the step that begins at sample ``consumed``; what the thread raised is raised here."""
+        """This rank's micro-batches of the step that begins at sample ``consumed``; raises what the thread raised."""
         step = (consumed, global_batch, micro_batch)
         if self._ahead is not None and self._ahead[0] == step:
             return self._ahead[1].result()

@@ -1,0 +1,182 @@
+"""The text of a source, document by document, in pieces that fit in memory; every piece depends on its file alone.
+
+Long text is cut at line ends: a file of plain text at the first one after every 256 KiB, so that a range of blocks can
+be read without what precedes it.
+"""
+
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from megalith import optional
+from megalith.data.sources import Source
+from megalith.errors import DataError
+
+__all__ = ["BLOCK_BYTES", "Piece", "read_pieces", "row_group_bytes"]
+
+BLOCK_BYTES = 1 << 18
+_ROWS = 64  # of a parquet file in memory at once
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text of one document, the next after the piece before.
+
+    ``document`` is where the document begins in its source: a byte (of the decompressed text) or a row.
+    """
+
+    document: int
+    text: str
+    num_bytes: int  # of the text in UTF-8
+    is_last: bool  # of its document
+
+
+def read_pieces(source: Source, key: str, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
+    """The pieces between ``start`` and ``stop`` (None: the end), in blocks of text, bytes of .jsonl, or row groups.
+
+    A line of .jsonl belongs to the range in which it begins. ``key`` names the text in .jsonl and .parquet.
+
+    Raises:
+        DataError: the file is not UTF-8, not what its name says, or a document has no text; names the place.
+    """
+    try:
+        if source.format == "parquet":
+            yield from _read_rows(source, key, start, stop)
+        else:
+            with source.open() as file:
+                if source.format == "jsonl":
+                    yield from _read_lines(source, file, key, start, stop)
+                else:
+                    yield from _read_text(source, file, start, stop)
+    except (EOFError, zlib.error, OSError) as error:
+        raise DataError(f"{source.path} cannot be read to its end: {error}; copy or compress it again") from error
+
+
+def row_group_bytes(source: Source) -> list[int]:
+    """Bytes of each row group of a parquet file, uncompressed."""
+    with _open_parquet(source) as file:
+        groups = range(file.metadata.num_row_groups)
+        return [file.metadata.row_group(group).total_byte_size for group in groups]
+
+
+def _read_text(source: Source, file: BinaryIO, start: int, stop: int | None) -> Iterator[Piece]:
+    for offset, block, is_last in _blocks(file, start, stop):
+        try:
+            text = block.decode("utf-8-sig" if offset == 0 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{source.path} must be text in UTF-8; byte {offset + error.start} is not; convert it, for example "
+                f"with: iconv -f LATIN1 -t UTF-8 {source.path.name}"
+            ) from error
+        yield Piece(0, text, len(block), is_last)
+
+
+def _blocks(file: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes, bool]]:
+    """Blocks ``start`` to ``stop``: where each begins, its bytes, whether it is the last of the file.
+
+    Block k goes from the first line that begins at or after byte k * BLOCK_BYTES to the one where block k + 1 begins.
+    """
+    file.seek(max(0, start * BLOCK_BYTES - 1))
+    before = file.read(1) if start else b"\n"
+    raw = file.read(BLOCK_BYTES)
+    skip = _line_start(before, raw)
+    number = start
+    while number != stop:
+        following = file.read(BLOCK_BYTES)
+        head = _line_start(raw[-1:], following)
+        yield number * BLOCK_BYTES + skip, raw[skip:] + following[:head], not following
+        if not following:
+            return
+        raw, skip, number = following, head, number + 1
+
+
+def _line_start(before: bytes, raw: bytes) -> int:
+    """Where in ``raw``, which follows the byte ``before``, a line begins; where none does, a character."""
+    if before == b"\n":
+        return 0
+    if (newline := raw.find(b"\n")) >= 0:
+        return newline + 1
+    return next((index for index, byte in enumerate(raw[:4]) if byte & 0xC0 != 0x80), 0)
+
+
+def _read_lines(source: Source, file: BinaryIO, key: str, start: int, stop: int | None) -> Iterator[Piece]:
+    file.seek(max(0, start - 1))
+    if start:
+        file.readline()
+    offset = file.tell()
+    while (stop is None or offset < stop) and (line := file.readline()):
+        if line.strip():
+            yield from _cut(offset, _text_of(source, line, offset, key))
+        offset += len(line)
+
+
+def _text_of(source: Source, line: bytes, offset: int, key: str) -> str:
+    try:
+        document = json.loads(line.decode("utf-8-sig" if offset == 0 else "utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{_place(source, offset)} must be one JSON object in UTF-8; {error}") from error
+    if not isinstance(document, dict):
+        raise DataError(f"{_place(source, offset)} must be a JSON object; got {type(document).__name__}")
+    if key not in document:
+        keys = ", ".join(map(repr, document)) or "no keys"
+        raise DataError(f"{_place(source, offset)} must have its text under {key!r}; it has {keys}; choose with --key")
+    text = document[key]
+    if not isinstance(text, str):
+        raise DataError(f"{_place(source, offset)} must have text under {key!r}; got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{_place(source, offset)} must be text; character {error.start} under {key!r} is half of a surrogate pair"
+        ) from error
+    return text
+
+
+def _place(source: Source, offset: int) -> str:
+    """``path, line n`` of the line that begins at byte ``offset``."""
+    number = 1
+    with source.open() as file:
+        while offset > 0 and (block := file.read(min(offset, BLOCK_BYTES))):
+            number += block.count(b"\n")
+            offset -= len(block)
+    return f"{source.path}, line {number},"
+
+
+def _read_rows(source: Source, key: str, start: int, stop: int | None) -> Iterator[Piece]:
+    with _open_parquet(source) as file:
+        columns = file.schema_arrow.names
+        if key not in columns:
+            raise DataError(f"{source.path} must have text in a column {key!r}; it has {columns}; choose with --key")
+        groups = range(file.metadata.num_row_groups)[start:stop]
+        row = sum(file.metadata.row_group(group).num_rows for group in range(start))
+        for batch in file.iter_batches(batch_size=_ROWS, row_groups=list(groups), columns=[key]):
+            for text in batch.column(0).to_pylist():
+                if not isinstance(text, str):
+                    raise DataError(f"{source.path}, row {row}, must have text in {key!r}; got {type(text).__name__}")
+                yield from _cut(row, text)
+                row += 1
+
+
+def _open_parquet(source: Source) -> Any:
+    parquet = optional.need("pyarrow.parquet")
+    source.check_unchanged()
+    try:
+        return parquet.ParquetFile(source.path)
+    except (ValueError, OSError) as error:
+        raise DataError(f"{source.path} must be a parquet file; {error}") from error
+
+
+def _cut(document: int, text: str) -> Iterator[Piece]:
+    """``text`` in pieces of at most BLOCK_BYTES characters, cut at line ends where there are any."""
+    start = 0
+    while True:
+        stop = len(text)
+        if stop - start > BLOCK_BYTES:
+            stop = text.rfind("\n", start, start + BLOCK_BYTES) + 1 or start + BLOCK_BYTES
+        piece = text[start:stop]
+        yield Piece(document, piece, len(piece.encode()), stop == len(text))
+        if stop == len(text):
+            return
+        start = stop

@@ -1,0 +1,207 @@
+"""A job cut into parts that processes encode independently, and the encoding of one part.
+
+The cut depends on the sources alone, never on the number of processes, and where a long text is cut depends on its file
+alone (``documents.py``). So the same bytes come out however the work is dealt.
+"""
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megalith.data.documents import BLOCK_BYTES, Piece, read_pieces, row_group_bytes
+from megalith.data.index_file import companion
+from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, best_dtype
+from megalith.data.sources import Source
+from megalith.data.tokenizer import Tokenizer
+
+__all__ = ["Encoding", "Part", "Split", "append_part", "encode_part", "is_encoded", "plan_parts", "training_texts"]
+
+Split = Literal["train", "valid"]
+
+_NUM_PARTS = 256
+_LEAST_BYTES, _MOST_BYTES = 4 * BLOCK_BYTES, 256 * BLOCK_BYTES
+_MOST_FILES = 4096
+_TRAINING_BYTES = 1 << 30  # more text hardly changes the merges, and the memory that training takes grows with it
+
+
+@dataclass(frozen=True)
+class Range:
+    """Some of a source, in the units of ``read_pieces``."""
+
+    source: Source
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process encodes at a time: whole documents, or a stretch of one long document."""
+
+    ranges: tuple[Range, ...]
+    num_bytes: int  # on disk
+    begins_inside: bool = False  # its document began in the part before
+    ends_inside: bool = False  # its document goes on in the next part
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What is the same for all parts. ``folder`` holds ``tokenizer.json`` and takes the encoded parts."""
+
+    folder: Path
+    eod: int
+    key: str
+    valid_fraction: float
+    splits: tuple[Split, ...]  # "train" last: its .idx says that the part is complete
+
+
+def plan_parts(sources: Sequence[Source]) -> list[Part]:
+    """The parts of a job in the order of its documents. Raises DataError for a parquet file that is none."""
+    target = sum(source.size for source in sources) // _NUM_PARTS
+    target = min(max(target - target % BLOCK_BYTES, _LEAST_BYTES), _MOST_BYTES)
+    parts: list[Part] = []
+    group: list[Source] = []
+
+    def close() -> None:
+        if group:
+            parts.append(Part(tuple(Range(source) for source in group), sum(source.size for source in group)))
+            group.clear()
+
+    for source in sources:
+        if source.size > target and not source.is_compressed:
+            close()
+            parts += _parts_of(source, target)
+        else:
+            group.append(source)
+            if sum(source.size for source in group) >= target or len(group) >= _MOST_FILES:
+                close()
+    close()
+    return parts
+
+
+def training_texts(parts: Sequence[Part], key: str, valid_fraction: float) -> Iterator[tuple[str, int]]:
+    """Text to train a tokenizer on, with the bytes read so far: what is not held out, thinned to about 1 GiB."""
+    share = _TRAINING_BYTES / max(1, sum(part.num_bytes for part in parts))
+    done = 0
+    for part in parts:
+        for index, (source, piece) in enumerate(_pieces(part, key)):
+            is_chosen = _draw("tokenizer", source, piece.document, index) < share
+            if is_chosen and not _is_held_out(source, piece.document, valid_fraction):
+                yield piece.text, done
+        done += part.num_bytes
+
+
+def encode_part(encoding: Encoding, number: int, part: Part) -> int:
+    """Writes part ``number`` as one indexed dataset for each split; returns ``number``.
+
+    Every document ends with ``eod``, but for empty ones, which have no token at all.
+
+    Raises:
+        DataError: a source is not what it should be.
+        StorageError: the disk is full, or may not be written.
+    """
+    tokenizer = _tokenizer(encoding.folder / "tokenizer.json", encoding.eod)
+    with contextlib.ExitStack() as stack:
+        builders: dict[Split, IndexedDatasetBuilder] = {}
+        for split in encoding.splits:
+            prefix = _prefix(encoding.folder, number, split)
+            companion(prefix, ".idx").unlink(missing_ok=True)  # of a process that was killed between two splits
+            builders[split] = stack.enter_context(IndexedDatasetBuilder(prefix, best_dtype(tokenizer.vocab_size)))
+        text_bytes = _encode(encoding, part, tokenizer, builders)
+        for split, builder in builders.items():
+            builder.finalize(text_bytes=text_bytes[split])
+    return number
+
+
+def is_encoded(folder: Path, number: int) -> bool:
+    """Whether part ``number`` is complete."""
+    return companion(_prefix(folder, number, "train"), ".idx").exists()
+
+
+def append_part(builder: IndexedDatasetBuilder, folder: Path, number: int, part: Part, split: Split) -> int:
+    """Appends what part ``number`` holds of ``split``, joining a document that was cut; returns its bytes of text."""
+    dataset = IndexedDataset(_prefix(folder, number, split))
+    if not (part.begins_inside or part.ends_inside):
+        builder.add_dataset(dataset)
+    elif dataset.num_documents:
+        for start in range(0, dataset.num_tokens, BLOCK_BYTES):
+            builder.write(dataset.tokens[start : start + BLOCK_BYTES])
+        if not part.ends_inside:
+            builder.end_document()
+    return 0 if dataset.sidecar is None else dataset.sidecar.text_bytes
+
+
+def _encode(
+    encoding: Encoding, part: Part, tokenizer: Tokenizer, builders: dict[Split, IndexedDatasetBuilder]
+) -> dict[Split, int]:
+    """Bytes of text of each split."""
+    text_bytes = dict.fromkeys(builders, 0)
+    has_tokens = part.begins_inside
+    for source, piece in _pieces(part, encoding.key):
+        split: Split = "valid" if _is_held_out(source, piece.document, encoding.valid_fraction) else "train"
+        ids = tokenizer.encode(piece.text)
+        builders[split].write(ids)
+        text_bytes[split] += piece.num_bytes
+        has_tokens = has_tokens or bool(ids)
+        if piece.is_last:
+            if has_tokens:
+                builders[split].write([encoding.eod])
+            builders[split].end_document()
+            has_tokens = False
+    if part.ends_inside:
+        builders[split].end_document()
+    return text_bytes
+
+
+def _pieces(part: Part, key: str) -> Iterator[tuple[Source, Piece]]:
+    for range in part.ranges:
+        for piece in read_pieces(range.source, key, range.start, range.stop):
+            yield range.source, piece
+
+
+def _parts_of(source: Source, target: int) -> Iterator[Part]:
+    """One large file in parts of about ``target`` bytes."""
+    if source.format == "parquet":
+        first, size = 0, 0
+        sizes = row_group_bytes(source)
+        for group, group_bytes in enumerate(sizes):
+            size += group_bytes
+            if size >= target or group == len(sizes) - 1:
+                share = source.size * (group + 1 - first) // len(sizes)
+                yield Part((Range(source, first, group + 1),), share)
+                first, size = group + 1, 0
+        return
+    is_document = source.format == "text"
+    unit = BLOCK_BYTES if is_document else 1
+    for start in range(0, source.size, target):
+        stop = min(start + target, source.size)
+        yield Part(
+            (Range(source, start // unit, -(-stop // unit)),),
+            stop - start,
+            begins_inside=is_document and start > 0,
+            ends_inside=is_document and stop < source.size,
+        )
+
+
+def _is_held_out(source: Source, document: int, fraction: float) -> bool:
+    return source.held_out or _draw("held out", source, document) < fraction
+
+
+def _draw(purpose: str, source: Source, *numbers: int) -> float:
+    """A number in [0, 1) that belongs to this document, wherever its folder is and whoever reads it."""
+    name = "\0".join([source.name, *map(str, numbers)]).encode(errors="surrogateescape")  # names may be any bytes
+    digest = hashlib.blake2b(name, digest_size=6, key=purpose.encode()).digest()
+    return int.from_bytes(digest, "little") / 2**48
+
+
+def _prefix(folder: Path, number: int, split: Split) -> Path:
+    return folder / f"{number:06}-{split}"
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer(path: Path, eod: int) -> Tokenizer:
+    """Kept between the parts of a process; a folder of parts has one tokenizer for ever."""
+    return Tokenizer.load(path, eod)

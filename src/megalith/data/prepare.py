@@ -1,0 +1,308 @@
+"""Text files to an indexed dataset, by several processes, in constant memory.
+
+The job is cut into parts (``parts.py``); processes encode them into ``PREFIX.parts/``; one pass joins them; the files
+move into place; the folder goes. A job that was killed finds its finished parts there, under the fingerprint of its
+inputs and settings, and ends with the same bytes as one that was not.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalith.data.documents import BLOCK_BYTES
+from megalith.data.index_file import companion
+from megalith.data.indexed_dataset import IndexedDatasetBuilder, best_dtype
+from megalith.data.parts import Encoding, Part, Split, append_part, plan_parts, training_texts
+from megalith.data.sidecar import Sidecar
+from megalith.data.sources import Sources, find_sources
+from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
+from megalith.data.workers import encode_parts
+from megalith.errors import ConfigError, DataError, StorageError
+from megalith.storage import RunLock, explained, fsync_folder
+
+__all__ = ["PrepareSummary", "Progress", "prepare"]
+
+Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
+
+_FORMAT_VERSION = 1  # of what the bytes depend on beside inputs and settings; raise it with any change to them
+_PUBLISHING = "publishing"  # this file says that the job has begun to move its files into place
+
+
+@dataclass(frozen=True)
+class PrepareSummary:
+    """What there is now. ``train`` and ``valid`` say how much; ``was_done`` that an earlier command had made it."""
+
+    prefix: Path
+    valid_prefix: Path | None
+    train: Sidecar
+    valid: Sidecar | None
+    tokenizer: Path
+    was_done: bool
+
+    @property
+    def num_documents(self) -> int:
+        """Of the training set."""
+        return self.train.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the training set."""
+        return self.train.num_tokens
+
+    @property
+    def files(self) -> list[Path]:
+        """All files of the dataset."""
+        prefixes = [self.prefix] if self.valid_prefix is None else [self.prefix, self.valid_prefix]
+        data = [companion(prefix, suffix) for prefix in prefixes for suffix in (".bin", ".idx", ".json")]
+        return [*data, self.tokenizer]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The command, resolved. ``tokenizer`` is the one given, None if one is to be trained."""
+
+    sources: Sources
+    out: Path
+    tokenizer: Tokenizer | None
+    tokenizer_path: Path
+    vocab_size: int | None
+    valid_fraction: float
+    key: str
+
+    @property
+    def valid_out(self) -> Path:
+        return companion(self.out, "-valid")
+
+    def prefix(self, split: Split) -> Path:
+        return self.out if split == "train" else self.valid_out
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        has_valid = self.valid_fraction > 0 or any(source.held_out for source in self.sources.files)
+        return ("valid", "train") if has_valid else ("train",)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that the bytes depend on."""
+        files = [
+            (os.fsencode(s.name).hex(), s.size, s.modified, s.format, s.is_compressed, s.held_out)
+            for s in self.sources.files
+        ]
+        tokenizer = self.vocab_size if self.tokenizer is None else (self.tokenizer.sha256, self.tokenizer.eod)
+        content = [_FORMAT_VERSION, BLOCK_BYTES, files, self.key, self.valid_fraction, tokenizer]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def targets(self) -> list[Path]:
+        """The files that will be there at the end."""
+        files = [companion(self.prefix(split), suffix) for split in self.splits for suffix in (".bin", ".idx", ".json")]
+        return files + ([self.tokenizer_path] if self.tokenizer is None else [])
+
+
+def prepare(
+    inputs: Sequence[str | Path],
+    out: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    vocab_size: int | None = None,
+    valid: float | Sequence[str | Path] = 0.0,
+    key: str = "text",
+    eod: str | None = None,
+    processes: int = 1,
+    progress: Progress = lambda phase, done, total: None,
+) -> PrepareSummary:
+    """Tokenizes ``inputs`` (files and folders, see ``sources.py``) into ``out.bin``, ``out.idx`` and ``out.json``.
+
+    Args:
+        tokenizer: a tokenizer.json; or
+        vocab_size: entries of a byte-level BPE tokenizer to train on the training documents, kept beside the data as
+            ``out-tokenizer.json``.
+        valid: held out into ``out-valid``: this share of the documents, by a hash of their names; or these files.
+        key: of the text in .jsonl and .parquet.
+        eod: the token that ends a document, where the tokenizer has none of the usual names.
+        processes: how many encode. With more than one, a script must call this under ``if __name__ == "__main__"``.
+        progress: is told now and then how far it is.
+
+    Raises:
+        ConfigError: the settings contradict each other.
+        DataError: an input is not what it should be, or ``out`` holds other data; nothing is overwritten.
+        StorageError: the disk is full, or another process is at work on ``out``.
+    """
+    job = _resolve(inputs, Path(out), tokenizer, vocab_size, valid, key, eod)
+    folder = companion(job.out, ".parts")
+    if (done := _finished(job, folder)) is not None:
+        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed as it cleaned up
+        return done
+    with _lock(folder, job.out):
+        try:
+            summary = _run(job, folder / job.fingerprint[:16], processes, progress)
+        except (ConfigError, DataError):
+            # another input will have another fingerprint; parts of other jobs stay
+            shutil.rmtree(folder / job.fingerprint[:16], ignore_errors=True)
+            raise
+        except StorageError as error:
+            raise StorageError(f"{error}; finished parts are kept in {folder}: the same command goes on") from error
+        finally:
+            if not any(folder.glob("*/")):
+                shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder)
+    return summary
+
+
+def _resolve(
+    inputs: Sequence[str | Path],
+    out: Path,
+    tokenizer: str | Path | None,
+    vocab_size: int | None,
+    valid: float | Sequence[str | Path],
+    key: str,
+    eod: str | None,
+) -> _Job:
+    if not out.name or out.is_dir():
+        raise ConfigError(f"--out ({out}) must be a prefix of file names, not a folder; for example {out / 'corpus'}")
+    if (tokenizer is None) == (vocab_size is None):
+        raise ConfigError("give either --tokenizer PATH of a tokenizer.json, or --vocab-size N to train one")
+    if eod is not None and tokenizer is None:
+        raise ConfigError("--eod names a token of a given --tokenizer; one that is trained ends documents by its own")
+    fraction, held_out = (float(valid), ()) if isinstance(valid, int | float) else (0.0, tuple(valid))
+    if not 0 <= fraction < 1:
+        raise ConfigError(f"--valid must be a share of the documents, 0 or more and below 1; got {fraction}; use 0.02")
+    if not inputs:
+        raise DataError("give at least one file or folder of text")
+    out = Path(os.path.abspath(out))
+    prefixes = (out, companion(out, "-valid"))
+    own = [companion(prefix, suffix) for prefix in prefixes for suffix in (".bin", ".idx", ".json")]
+    trained = companion(out, "-tokenizer.json")
+    return _Job(
+        sources=find_sources(inputs, held_out, [*own, trained, companion(out, ".parts")]),
+        out=out,
+        tokenizer=None if tokenizer is None else Tokenizer.load(tokenizer, eod),
+        tokenizer_path=trained if tokenizer is None else Path(os.path.abspath(tokenizer)),
+        vocab_size=vocab_size,
+        valid_fraction=fraction,
+        key=key,
+    )
+
+
+def _finished(job: _Job, folder: Path) -> PrepareSummary | None:
+    """What an identical job has left, if one has ended. Raises DataError if ``job`` would overwrite anything."""
+    train = Sidecar.read(companion(job.out, ".json"))
+    if companion(job.out, ".idx").exists() and train is not None and train.job == job.fingerprint:
+        valid = Sidecar.read(companion(job.valid_out, ".json")) if "valid" in job.splits else None
+        return _summary(job, train, valid, was_done=True)
+    present = [path for path in job.targets() if path.exists()]
+    if present and not (folder / job.fingerprint[:16] / _PUBLISHING).exists():
+        names = ", ".join(path.name for path in present)
+        raise DataError(
+            f"{job.out} is taken: another command made {names} in {job.out.parent}, and nothing is overwritten; choose "
+            "another --out, or move them away"
+        )
+    return None
+
+
+def _run(job: _Job, folder: Path, processes: int, progress: Progress) -> PrepareSummary:
+    with explained("write", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    parts = plan_parts(job.sources.files)
+    tokenizer = _settle_tokenizer(job, parts, folder / "tokenizer.json", progress)
+    encoding = Encoding(folder, tokenizer.eod, job.key, job.valid_fraction, job.splits)
+    encode_parts(encoding, parts, processes, lambda done, total: progress("encode", done, total))
+    return _publish(job, parts, folder, tokenizer, progress)
+
+
+def _settle_tokenizer(job: _Job, parts: Sequence[Part], path: Path, progress: Progress) -> Tokenizer:
+    """The job's tokenizer, in ``path``, where every process reads it and a second run finds it."""
+    if job.vocab_size is not None and path.exists():
+        return Tokenizer.load(path)
+    tokenizer = job.tokenizer
+    if tokenizer is None:
+        assert job.vocab_size is not None, "one of the two is given"
+        tokenizer = train_byte_level_bpe(_training_texts(job, parts, progress), job.vocab_size)
+    tokenizer.save(path)
+    return tokenizer
+
+
+def _training_texts(job: _Job, parts: Sequence[Part], progress: Progress) -> Iterator[str]:
+    total = sum(part.num_bytes for part in parts)
+    for text, done in training_texts(parts, job.key, job.valid_fraction):
+        progress("tokenizer", done, total)
+        yield text
+    progress("tokenizer", total, total)
+
+
+def _publish(
+    job: _Job, parts: Sequence[Part], folder: Path, tokenizer: Tokenizer, progress: Progress
+) -> PrepareSummary:
+    """Joins the parts and moves the files into place, the .idx of the training set last."""
+    with explained("write", folder):
+        (folder / _PUBLISHING).touch()
+        fsync_folder(folder)
+        for split in job.splits:  # of this very job, killed here before: whoever else's would have been refused
+            companion(job.prefix(split), ".idx").unlink(missing_ok=True)
+    total = sum(part.num_bytes for part in parts)
+    with contextlib.ExitStack() as stack:
+        dtype = best_dtype(tokenizer.vocab_size)
+        builders = {
+            split: stack.enter_context(IndexedDatasetBuilder(job.prefix(split), dtype, scratch=folder))
+            for split in job.splits
+        }
+        text_bytes = dict.fromkeys(builders, 0)
+        done = 0
+        for number, part in enumerate(parts):
+            for split, builder in builders.items():
+                text_bytes[split] += append_part(builder, folder, number, part, split)
+            done += part.num_bytes
+            progress("join", done, total)
+        _check_not_empty(job, builders)
+        if job.tokenizer is None:
+            tokenizer.save(job.tokenizer_path)
+        sidecars = {
+            split: builder.finalize(
+                tokenizer=os.path.relpath(job.tokenizer_path, job.out.parent),
+                tokenizer_sha256=tokenizer.sha256,
+                vocab_size=tokenizer.vocab_size,
+                eod=tokenizer.eod,
+                text_bytes=text_bytes[split],
+                num_skipped_files=job.sources.num_skipped,
+                sources=job.sources.records(held_out=split == "valid"),
+                job=job.fingerprint,
+            )
+            for split, builder in builders.items()
+        }
+    return _summary(job, sidecars["train"], sidecars.get("valid"), was_done=False)
+
+
+def _check_not_empty(job: _Job, builders: Mapping[Split, IndexedDatasetBuilder]) -> None:
+    num_documents = sum(builder.num_documents for builder in builders.values())
+    if not any(builder.num_tokens for builder in builders.values()):
+        raise DataError(f"the inputs must hold text; they hold {num_documents} documents, all of them empty")
+    for split, builder in builders.items():
+        if not builder.num_tokens:
+            name = "training" if split == "train" else "validation"
+            raise DataError(
+                f"no text is left for the {name} set: --valid holds out whole documents, of which there are "
+                f"{num_documents}; choose another share, or prepare the held-out text by itself, with the tokenizer of "
+                "the training text"
+            )
+
+
+def _summary(job: _Job, train: Sidecar, valid: Sidecar | None, *, was_done: bool) -> PrepareSummary:
+    valid_prefix = None if valid is None else job.valid_out
+    return PrepareSummary(job.out, valid_prefix, train, valid, job.tokenizer_path, was_done)
+
+
+@contextlib.contextmanager
+def _lock(folder: Path, out: Path) -> Iterator[None]:
+    """One job at a time on ``out``."""
+    try:
+        lock = RunLock(folder)
+    except StorageError as error:
+        if isinstance(error.__cause__, BlockingIOError):
+            raise StorageError(f"another process is preparing {out}; wait for it, or choose another --out") from error
+        raise
+    with lock:
+        yield

@@ -1,0 +1,172 @@
+"""Which files hold the text, and what counts as a document in each.
+
+.jsonl (.ndjson, .json), also .gz     every line is a document: the text under one key
+.parquet                              every row is a document: the text in one column
+any other file, also .gz              is one document
+a folder                              every UTF-8 file below it is one document, but for hidden and binary ones
+"""
+
+import codecs
+import gzip
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal, cast
+
+from megalith.data.sidecar import SourceRecord
+from megalith.errors import DataError
+
+__all__ = ["Source", "Sources", "find_sources"]
+
+Format = Literal["text", "jsonl", "parquet"]
+
+_FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+_UNREADABLE = {".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of text.
+
+    ``name`` is its path from the folder that its input lies in: it names the documents, wherever that folder is.
+    """
+
+    path: Path
+    name: str
+    input_name: str
+    format: Format
+    size: int  # bytes on disk
+    modified: int  # nanoseconds
+    is_compressed: bool
+    held_out: bool  # all of it belongs to the validation set
+
+    def open(self) -> BinaryIO:
+        """The file's bytes, decompressed. Raises DataError if it is not the file that was found."""
+        self.check_unchanged()
+        return cast(BinaryIO, gzip.open(self.path)) if self.is_compressed else self.path.open("rb")
+
+    def check_unchanged(self) -> None:
+        """Raises DataError if it is not the file that was found."""
+        try:
+            status = self.path.stat()
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read any more: {error.strerror}") from error
+        if (status.st_size, status.st_mtime_ns) != (self.size, self.modified):
+            raise DataError(f"{self.path} was changed while it was being read; start again when it is whole")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The files of a job, in order, and how many binary files in folders were left out."""
+
+    files: tuple[Source, ...]
+    num_skipped: int
+
+    def records(self, *, held_out: bool) -> tuple[SourceRecord, ...]:
+        """One for each input that the set is made from: those held out as a whole, or else all others."""
+        totals: dict[str, tuple[int, int]] = {}
+        for source in [source for source in self.files if source.held_out == held_out] or self.files:
+            count, size = totals.get(source.input_name, (0, 0))
+            totals[source.input_name] = (count + 1, size + source.size)
+        return tuple(
+            SourceRecord(name=os.fsencode(name).decode(errors="replace"), num_files=count, bytes=size)
+            for name, (count, size) in totals.items()
+        )
+
+
+def find_sources(
+    inputs: Sequence[str | Path], held_out: Sequence[str | Path] = (), leave_out: Sequence[Path] = ()
+) -> Sources:
+    """The files of ``inputs`` and then of ``held_out`` (files and folders), those of a folder sorted by path.
+
+    Args:
+        leave_out: absolute paths that are no input though they lie in a folder that is one.
+
+    Raises:
+        DataError: an input is missing, cannot be read, is given twice, or is of a format that cannot be read.
+    """
+    found: list[Source] = []
+    num_skipped = 0
+    for given, is_held_out in [*((path, False) for path in inputs), *((path, True) for path in held_out)]:
+        path = Path(os.path.abspath(given))
+        if not path.is_dir():
+            found.append(_source(path, path.parent, path, is_held_out))
+            continue
+        candidates = [_source(file, path.parent, path, is_held_out) for file in _walk(path, leave_out)]
+        texts = [source for source in candidates if _is_text(source.path)]
+        if not texts:
+            raise DataError(f"{path} should hold files of text in UTF-8; all its {len(candidates)} files are binary")
+        found += texts
+        num_skipped += len(candidates) - len(texts)
+    seen: set[Path] = set()
+    for source in found:
+        if source.path in seen:
+            raise DataError(f"{source.path} is given twice, which would count its text twice; name it once")
+        seen.add(source.path)
+    return Sources(tuple(found), num_skipped)
+
+
+def _walk(folder: Path, leave_out: Sequence[Path]) -> list[Path]:
+    """The files below ``folder``, sorted; none that is hidden, and none in a hidden folder."""
+    files: list[Path] = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and Path(root, name) not in leave_out]
+        paths = (Path(root, name) for name in names if not name.startswith("."))
+        files += (path for path in paths if path.is_file() and path not in leave_out)  # no sockets, no broken links
+    if files and all(_format(path) != "text" for path in files):
+        raise DataError(
+            f"every file in {folder} is .jsonl or .parquet, and a file of a folder is one document as it stands; give "
+            f"the files themselves: {folder}/*{files[0].suffix}"
+        )
+    return sorted(files)
+
+
+def _source(path: Path, root: Path, given: Path, held_out: bool) -> Source:
+    """The source ``path``, which is the input ``given`` or lies in it; ``root`` is the folder of that."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; check the path") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{path} must be a file or a folder; it is something else, which cannot be read twice")
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{path} cannot be read: this user may not; change its permissions")
+    from_folder = path != given
+    packed = _UNREADABLE & set(path.suffixes[-2:])
+    if packed and not from_folder:
+        raise DataError(f"{path} is packed as {min(packed)}, which cannot be read; unpack it, or compress it with gzip")
+    return Source(
+        path=path,
+        name=path.relative_to(root).as_posix(),
+        input_name=given.name,
+        format="text" if from_folder else _format(path),
+        size=status.st_size,
+        modified=status.st_mtime_ns,
+        is_compressed=path.suffix == ".gz" and not from_folder,
+        held_out=held_out,
+    )
+
+
+def _format(path: Path) -> Format:
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix != ".gz"]
+    format = _FORMATS.get(suffixes[-1], "text") if suffixes else "text"
+    if format == "parquet" and path.suffix == ".gz":
+        raise DataError(f"{path} is a .parquet file inside gzip; unpack it: parquet compresses by itself")
+    return format
+
+
+def _is_text(path: Path) -> bool:
+    """Whether the file is UTF-8 without NUL bytes, which mark binary files and UTF-16."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                if b"\0" in block:
+                    return False
+                decoder.decode(block)
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return True

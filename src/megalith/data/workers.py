@@ -1,0 +1,75 @@
+"""Processes that encode the parts of a job; they end with the process that started them, however it ends."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
+
+from megalith.data.parts import Encoding, Part, encode_part, is_encoded
+from megalith.errors import MegalithError
+
+__all__ = ["encode_parts"]
+
+
+def encode_parts(
+    encoding: Encoding, parts: Sequence[Part], processes: int, progress: Callable[[int, int], None]
+) -> None:
+    """Encodes the parts that are not encoded yet; ``progress`` is told the bytes done, and in all, after each.
+
+    Raises:
+        DataError: a source is not what it should be.
+        StorageError: the disk is full, or may not be written.
+        MegalithError: a process was killed.
+    """
+    pending = [number for number in range(len(parts)) if not is_encoded(encoding.folder, number)]
+    total = sum(part.num_bytes for part in parts)
+    done = total - sum(parts[number].num_bytes for number in pending)
+    progress(done, total)
+    processes = min(processes, len(pending))
+    if processes > 1:
+        finished = _encode_in_processes(encoding, parts, pending, processes)
+    else:
+        finished = (encode_part(encoding, number, parts[number]) for number in pending)
+    for number in finished:
+        done += parts[number].num_bytes
+        progress(done, total)
+
+
+def _encode_in_processes(
+    encoding: Encoding, parts: Sequence[Part], pending: Sequence[int], processes: int
+) -> Iterator[int]:
+    """The numbers of parts as they are finished."""
+    # not fork: a copy of this process could inherit a lock that a thread of tokenizers holds
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, initializer=_begin) as executor:
+        try:
+            futures = [executor.submit(encode_part, encoding, number, parts[number]) for number in pending]
+            for future in as_completed(futures):
+                yield future.result()
+        except BrokenProcessPool as error:
+            raise MegalithError(
+                f"one of {processes} processes that encode text was killed, most often for lack of memory; run the "
+                "same command with fewer --processes: it goes on where this one ended"
+            ) from error
+        except BaseException:
+            executor.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _begin() -> None:
+    """Runs first in every process."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every core already
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback; parts are written atomically
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A pool whose parent is killed would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "runs in a child"
+    connection.wait([parent.sentinel])
+    os._exit(1)
