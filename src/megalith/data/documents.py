@@ -98,7 +98,7 @@ def _line_start(before: bytes, raw: bytes) -> int:
         return 0
     if (newline := raw.find(b"\n")) >= 0:
         return newline + 1
-    return next((index for index, byte in enumerate(raw[:4]) if byte & 0xC0 != 0x80), 0)
+    return next((index for index, byte in enumerate(raw) if byte & 0xC0 != 0x80), len(raw))
 
 
 def _read_lines(source: Source, file: BinaryIO, key: str, start: int, stop: int | None) -> Iterator[Piece]:

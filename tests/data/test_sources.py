@@ -1,0 +1,147 @@
+"""sources: which files are read, in which order, and what is refused before anything is."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megalith.data.sources import find_sources
+from megalith.errors import DataError
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A folder as source code lies on disk."""
+    files = {
+        "src/b.py": b"b = 1\n",
+        "src/a/z.py": "naïve = 1\n".encode(),
+        "src/a/empty.py": b"",
+        "src/a/logo.png": b"\x89PNG\x0d",
+        "src/a/utf16.txt": "text".encode("utf-16-le"),
+        "src/a/cut.txt": "naï".encode()[:-1],
+        "src/.git/config": b"hidden",
+        "src/.hidden": b"hidden",
+        "src/data.jsonl": b'{"is": "text here"}\n',
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "src" / "broken").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "src" / "pipe")
+    return tmp_path / "src"
+
+
+def test_a_folder_gives_its_text_files_sorted_and_counts_the_binary_ones(tree):
+    found = find_sources([tree])
+    assert [source.name for source in found.files] == ["src/a/empty.py", "src/a/z.py", "src/b.py", "src/data.jsonl"]
+    assert {source.format for source in found.files} == {"text"}
+    assert found.num_skipped == 3
+
+
+def test_names_do_not_depend_on_where_the_folder_lies(tree, tmp_path, monkeypatch):
+    monkeypatch.chdir(tree)
+    names = [source.name for source in find_sources([tree]).files]
+    assert [source.name for source in find_sources([Path()]).files] == names
+    tree.rename(tmp_path / "elsewhere")
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "elsewhere").rename(tmp_path / "deeper" / "src")
+    assert [source.name for source in find_sources([tmp_path / "deeper" / "src"]).files] == names
+
+
+def test_what_a_job_writes_into_its_own_input_is_left_out(tree):
+    (tree / "out.parts").mkdir()
+    (tree / "out.parts" / "x.txt").write_text("x")
+    (tree / "out.json").write_text("{}")
+    left_out = [tree / "out.parts", tree / "out.json"]
+    assert find_sources([tree], leave_out=left_out).files == find_sources([tree], leave_out=left_out).files
+    assert not any("out" in source.name for source in find_sources([tree], leave_out=left_out).files)
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "is_compressed"),
+    [
+        ("a.txt", "text", False),
+        ("a.txt.gz", "text", True),
+        ("README", "text", False),
+        ("v1.2", "text", False),
+        ("a.jsonl", "jsonl", False),
+        ("a.JSON", "jsonl", False),
+        ("c4.00.json.gz", "jsonl", True),
+        ("a.ndjson", "jsonl", False),
+        ("a.parquet", "parquet", False),
+    ],
+)
+def test_names_tell_the_format(name, format, is_compressed, tmp_path):
+    (tmp_path / name).write_bytes(b"x")
+    (source,) = find_sources([tmp_path / name]).files
+    assert (source.format, source.is_compressed, source.name, source.size) == (format, is_compressed, name, 1)
+
+
+def test_records_count_the_files_of_each_input_and_set(tree, tmp_path):
+    (tmp_path / "held.txt").write_text("held")
+    found = find_sources([tree, tree / ".hidden"], [tmp_path / "held.txt"])
+    assert [tuple(record.model_dump().values()) for record in found.records(held_out=False)] == [
+        ("src", 4, 37),
+        (".hidden", 1, 6),
+    ]
+    assert [tuple(record.model_dump().values()) for record in found.records(held_out=True)] == [("held.txt", 1, 4)]
+    # a share is held out of all of them
+    assert find_sources([tree]).records(held_out=True) == find_sources([tree]).records(held_out=False)
+
+
+def test_a_name_that_is_not_utf8_is_a_name(tmp_path):
+    odd = tmp_path / os.fsdecode(b"caf\xe9")
+    odd.mkdir()
+    (odd / "x.txt").write_text("x")
+    found = find_sources([odd])
+    assert found.records(held_out=False)[0].name == "caf\ufffd"
+
+
+def refusals(folder):
+    """Inputs, and what is said of them."""
+    for name in ("a.zst", "b.tar.gz", "c.parquet.gz", "locked.txt", "one.txt"):
+        (folder / name).write_bytes(b"x")
+    (folder / "shards").mkdir()
+    (folder / "shards" / "0.jsonl").write_text("{}")
+    (folder / "shards" / "1.parquet").write_text("")
+    (folder / "pictures").mkdir()
+    (folder / "pictures" / "x.png").write_bytes(b"\x89")
+    (folder / "nothing").mkdir()
+    os.mkfifo(folder / "pipe")
+    return {
+        "gone.txt": r"gone\.txt cannot be read: No such file",
+        "a.zst": r"packed as \.zst, which cannot be read; unpack it, or compress it with gzip",
+        "b.tar.gz": r"packed as \.tar",
+        "c.parquet.gz": r"parquet file inside gzip; unpack it",
+        "shards": r"give the files themselves: .*shards/\*\.",
+        "pictures": r"pictures should hold files of text in UTF-8; all its 1 files are binary",
+        "nothing": r"nothing should hold files of text",
+        "pipe": r"must be a file or a folder",
+    }
+
+
+def test_what_cannot_be_read_is_refused_by_name(tmp_path):
+    for name, message in refusals(tmp_path).items():
+        with pytest.raises(DataError, match=message):
+            find_sources([tmp_path / "one.txt", tmp_path / name])
+
+
+def test_a_file_given_twice_is_refused(tmp_path, tree):
+    with pytest.raises(DataError, match=r"b\.py is given twice"):
+        find_sources([tree, tree / "b.py"])
+    with pytest.raises(DataError, match=r"b\.py is given twice"):
+        find_sources([tree / "a" / ".." / "b.py"], [tree / "b.py"])
+
+
+def test_a_file_that_changes_meanwhile_is_refused(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    (source,) = find_sources([path]).files
+    with source.open() as file:
+        assert file.read() == b"one"
+    path.write_text("another")
+    with pytest.raises(DataError, match=r"a\.txt was changed while it was being read"):
+        source.open()
+    path.unlink()
+    with pytest.raises(DataError, match=r"a\.txt cannot be read any more"):
+        source.open()
