@@ -115,7 +115,7 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
     folder = Path(config.run)
     if folder.exists() and not folder.is_dir():
         yield f"run ({folder}) is a file; choose another folder with run=..."
-    elif config.resume == "never" and (folder / "metrics.jsonl").exists():
+    elif config.resume == "never" and any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         yield f"{folder} holds a run already and resume=never would mix with it; choose another run=..., or resume=auto"
     if config.load is not None and not (Path(config.load) / "manifest.json").exists():
         newest = find_checkpoint(Path(config.load) / "checkpoints")

@@ -42,8 +42,13 @@ def resume_or_load(run: Run) -> str:
         with together():
             run.load_state_dict(state)
         return "; ".join([*said, f"resumed from {path} at step {run.state.step}, now in layout {run.layout}"])
+    if said:
+        raise CheckpointError(
+            f"{'; '.join(said)}; no sound checkpoint is left in {run.checkpoints}: copy one there from a backup, "
+            "or start anew in another folder with run=..."
+        )
     if load is not None:
         path = Path(load)
         load_tensors(path, run.weights(), only=lambda name: not name.startswith("optimizer."))
-        return "; ".join([*said, f"started at step 0 from the weights of {path}, in layout {run.layout}"])
-    return "; ".join([*said, f"started at step 0 from seed {run.config.train.seed}, in layout {run.layout}"])
+        return f"started at step 0 from the weights of {path}, in layout {run.layout}"
+    return f"started at step 0 from seed {run.config.train.seed}, in layout {run.layout}"
