@@ -237,7 +237,7 @@ class OptimizerParamScheduler:
             lr_decay_style=config.schedule,
             start_wd=config.weight_decay,
             end_wd=config.end_weight_decay,
-            wd_incr_steps=steps,
+            wd_incr_steps=0 if config.weight_decay_schedule == "constant" else steps,
             wd_incr_style=config.weight_decay_schedule,
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
