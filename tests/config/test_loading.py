@@ -204,6 +204,8 @@ def test_reading_a_copy_is_reading_and_does_not_change_equality():
     assert resolved.model.num_layers == 4
     assert "model.num_layers" not in unread(config)
     assert "model.hidden_size" in unread(resolved)
+    assert copy.deepcopy(config).model.hidden_size == 96
+    assert "model.hidden_size" not in unread(config)
     assert config == load_run(VALID)
 
 

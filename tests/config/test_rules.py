@@ -57,6 +57,7 @@ def test_all_mistakes_are_told_at_once():
         (LEARNED | {"model.kv_channels": 7}, None),  # odd heads are fine without rope
         (WSD | {"optim.wsd_decay_style": "minus_sqrt", "optim.decay_steps": 80, "optim.warmup_steps": 60}, None),
         ({"optim.schedule": "constant", "optim.warmup_steps": 100}, None),
+        ({"optim.schedule": "inverse-square-root", "optim.min_lr": 1e-5, "optim.warmup_steps": 10}, None),
         ({"optim.weight_decay_schedule": "linear", "optim.end_weight_decay": 0.0}, None),
         ({"train.compile": True, "experimental": ["compile"]}, None),
         ({"train.eval_every": 5, "train.eval_samples": 7, "data.valid": "held_out"}, None),

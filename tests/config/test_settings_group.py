@@ -5,13 +5,17 @@ import timeit
 import pytest
 from pydantic import Field, ValidationError
 
-from megalith.config.settings_group import SettingsGroup, given_fields, reads_of
+from megalith.config.settings_group import Follows, SettingsGroup, given_fields, reads_of
 
 
 class Group(SettingsGroup):
     width: int = Field(ge=1)
     height: int = 2
-    depth: int = Field(default_factory=lambda group: group["width"] * 10)
+    depth: int = Field(default_factory=Follows(lambda group: group["width"] * 10))
+
+
+def test_a_default_follows_the_fields_before_it():
+    assert (Group(width=3).depth, Group(width=3, depth=4).depth) == (30, 4)
 
 
 def test_a_read_is_noted_by_name():

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megalith.config.settings_group import SettingsGroup
+from megalith.config.settings_group import Follows, SettingsGroup
 
 __all__ = ["OptimConfig", "ParamGroupOverride"]
 
@@ -30,7 +30,7 @@ class OptimConfig(SettingsGroup):
         default=0.1, ge=0, description="[1/learning rate] decoupled; of matrices, not norms and biases"
     )
     end_weight_decay: float = Field(
-        default_factory=lambda optim: optim["weight_decay"],
+        default_factory=Follows(lambda optim: optim["weight_decay"]),
         ge=0,
         description="[1/learning rate] weight decay at the end of its schedule",
     )

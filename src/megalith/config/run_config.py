@@ -11,7 +11,7 @@ from megalith.config.model_parallel_config import ModelParallelConfig
 from megalith.config.optim_config import OptimConfig
 from megalith.config.relevance import has_effect
 from megalith.config.rules import RUN_RULES, broken
-from megalith.config.settings_group import SettingsGroup, given_fields
+from megalith.config.settings_group import Follows, SettingsGroup, given_fields
 from megalith.config.transformer_config import TransformerConfig
 from megalith.errors import ConfigError
 
@@ -56,7 +56,7 @@ class TrainConfig(SettingsGroup):
         default="samples", description="what the thresholds of batch_size_schedule count"
     )
     global_batch_size: int = Field(
-        default_factory=_last_batch_size,
+        default_factory=Follows(_last_batch_size),
         validate_default=True,  # None is refused: without a schedule this field is required
         ge=1,
         description="[samples] in a step, over all ranks; required without batch_size_schedule",

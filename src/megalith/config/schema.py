@@ -13,7 +13,7 @@ def json_schema() -> dict[str, Any]:
     for part in (schema, *schema["$defs"].values()):
         for name, field in part["properties"].items():
             nullable = field.get("anyOf", [])
-            if name not in part.get("required", ()) and "$ref" not in field and {"type": "null"} not in nullable:
+            if name not in part.get("required", ()) and {"type": "null"} not in nullable:
                 described = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
                 part["properties"][name] = {"anyOf": [field, {"type": "null"}], **described}
     shape = schema["$defs"]["TransformerConfig"]

@@ -5,12 +5,12 @@ a descriptor that notes its name (about 0.2 microseconds). Printing, dumping, co
 ``__dict__`` and note nothing. A copy shares the record of its original.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
 
-__all__ = ["FieldReads", "SettingsGroup", "given_fields", "reads_of"]
+__all__ = ["FieldReads", "Follows", "SettingsGroup", "given_fields", "reads_of"]
 
 
 class FieldReads:
@@ -30,6 +30,19 @@ class FieldReads:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
+
+
+class Follows:
+    """A default factory: ``work_out`` gives the default from the fields before it, and KeyError if one is missing."""
+
+    def __init__(self, work_out: Callable[[Mapping[str, Any]], Any]) -> None:
+        self.work_out = work_out
+
+    def __call__(self, fields: dict[str, Any]) -> Any:
+        try:
+            return self.work_out(fields)
+        except KeyError:
+            return 1  # pydantic before 2.13 asks although a field is malformed; the group is refused in any case
 
 
 class SettingsGroup(BaseModel):

@@ -9,7 +9,7 @@ from pydantic_core import PydanticUndefined
 
 from megalith.config.draft import Draft, Fix
 from megalith.config.run_config import RunConfig
-from megalith.config.settings_group import SettingsGroup, given_fields
+from megalith.config.settings_group import Follows, SettingsGroup, given_fields
 
 __all__ = ["FIELDS", "GROUPS", "applied", "draft_of", "explicit_names", "plain_tree"]
 
@@ -98,8 +98,9 @@ def draft_of(tree: Mapping[str, Any], malformed: set[str], world_size: int | Non
 
 def _default(field: FieldInfo, known: dict[str, Any]) -> Any:
     """The default of ``field`` beside the fields ``known`` so far; None if it has none, or follows an unknown one."""
-    try:
-        default = field.get_default(call_default_factory=True, validated_data=known)
-    except KeyError:
-        return None
-    return None if default is PydanticUndefined else default
+    if isinstance(field.default_factory, Follows):
+        try:
+            return field.default_factory.work_out(known)
+        except KeyError:
+            return None
+    return None if field.default is PydanticUndefined else field.default

@@ -9,7 +9,7 @@ from megalith.config.draft import Draft, round_up
 from megalith.config.recipes import known_preset, preset_names, read_preset
 from megalith.config.relevance import has_effect
 from megalith.config.rules import MODEL_RULES, broken
-from megalith.config.settings_group import SettingsGroup
+from megalith.config.settings_group import Follows, SettingsGroup
 
 __all__ = ["TransformerConfig"]
 
@@ -40,12 +40,12 @@ class TransformerConfig(SettingsGroup):
     hidden_size: int = Field(ge=1, description="[features] width of the residual stream", examples=[768])
     num_attention_heads: int = Field(ge=1, description="[heads] query heads", examples=[12])
     num_query_groups: int = Field(
-        default_factory=lambda shape: shape["num_attention_heads"],
+        default_factory=Follows(lambda shape: shape["num_attention_heads"]),
         ge=1,
         description="[heads] key and value heads (grouped-query attention); null: as many as query heads",
     )
     kv_channels: int = Field(
-        default_factory=lambda shape: max(shape["hidden_size"] // shape["num_attention_heads"], 1),
+        default_factory=Follows(lambda shape: max(shape["hidden_size"] // shape["num_attention_heads"], 1)),
         ge=1,
         description="[features] size of a head; null: hidden_size / num_attention_heads",
     )
@@ -53,7 +53,7 @@ class TransformerConfig(SettingsGroup):
         default="swiglu", description="of the MLP: gated SiLU, or GELU by tanh or exact"
     )
     ffn_hidden_size: int = Field(
-        default_factory=_usual_ffn_hidden_size,
+        default_factory=Follows(_usual_ffn_hidden_size),
         ge=1,
         description="[features] inner width of the MLP; null: 4 x hidden_size, for swiglu 8/3 up to a multiple of 64",
     )
