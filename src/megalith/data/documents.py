@@ -1,6 +1,6 @@
 """The text of a source, document by document, in pieces that fit in memory; every piece depends on its file alone.
 
-Long text is cut at line ends: a file of plain text at the first one after every 256 KiB, so that a range of blocks can
+Long text is cut at line ends: a file of plain text at the first one after every 64 KiB, so that a range of blocks can
 be read without what precedes it.
 """
 
@@ -16,7 +16,7 @@ from megalith.errors import DataError
 
 __all__ = ["BLOCK_BYTES", "Piece", "read_pieces", "row_group_bytes"]
 
-BLOCK_BYTES = 1 << 18
+BLOCK_BYTES = 1 << 16  # encoding takes about 250 bytes of memory for each
 _ROWS = 64  # of a parquet file in memory at once
 
 

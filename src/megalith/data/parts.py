@@ -23,7 +23,7 @@ __all__ = ["Encoding", "Part", "Split", "append_part", "encode_part", "is_encode
 Split = Literal["train", "valid"]
 
 _NUM_PARTS = 256
-_LEAST_BYTES, _MOST_BYTES = 4 * BLOCK_BYTES, 256 * BLOCK_BYTES
+_LEAST_BYTES, _MOST_BYTES = 16 * BLOCK_BYTES, 1024 * BLOCK_BYTES
 _MOST_FILES = 4096
 _TRAINING_BYTES = 1 << 30  # more text hardly changes the merges, and the memory that training takes grows with it
 
@@ -170,8 +170,8 @@ def _parts_of(source: Source, target: int) -> Iterator[Part]:
         for group, group_bytes in enumerate(sizes):
             size += group_bytes
             if size >= target or group == len(sizes) - 1:
-                share = source.size * (group + 1 - first) // len(sizes)
-                yield Part((Range(source, first, group + 1),), share)
+                begin, end = (source.size * n // len(sizes) for n in (first, group + 1))
+                yield Part((Range(source, first, group + 1),), end - begin)
                 first, size = group + 1, 0
         return
     is_document = source.format == "text"
