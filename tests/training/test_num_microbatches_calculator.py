@@ -106,7 +106,7 @@ def test_a_run_resumed_in_the_middle_of_a_ramp_takes_the_same_batches():
 
 def test_the_calculator_of_a_run_follows_its_settings():
     constant = build_num_microbatches_calculator(load_run("llama-4m"), 2)
-    assert (constant.global_batch_size(0), constant.num_microbatches(0)) == (16, 2)
+    assert (constant.global_batch_size(0), constant.num_microbatches(0)) == (16, 4)
     schedule = ["train.global_batch_size=null", "train.batch_size_schedule=0:16 256K:32"]
     in_tokens = load_run("llama-4m", [*schedule, "train.batch_size_schedule_unit=tokens"])
     calculator = build_num_microbatches_calculator(in_tokens, 2)

@@ -11,7 +11,7 @@ def evaluate(
     source: Annotated[str, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")],
     data: Annotated[str | None, typer.Option(help="Prefix of the dataset; by default the run's data.valid.")] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Evaluate on the first so many samples; by default on all.")
+        int | None, typer.Option(help="Evaluate on so many samples, evenly spread; by default on all.")
     ] = None,
 ) -> None:
     """Measure held-out loss, in one process, whatever layout wrote the checkpoint."""

@@ -20,10 +20,8 @@ def describe(config: RunConfig, world_size: int) -> str:
     assert vocab_size is not None, "preflight has settled it"
     num_parameters = parameters(config.model, vocab_size)
     flops = flops_per_token(config.model, vocab_size, config.data.seq_length)
-    tensor = config.parallel.tensor
-    shard = config.parallel.shard
-    if shard == -1:
-        shard = world_size // (tensor * config.parallel.replicate)
+    parallel, tensor = config.parallel, config.parallel.tensor
+    shard = parallel.shard if parallel.shard > 0 else world_size // (tensor * parallel.replicate)
     # weights, gradients and two moments, each in the master dtype; activations come on top
     state_bytes = 4 * _MASTER_BYTES[config.precision.dtype] * num_parameters
     tokens = config.train.global_batch_size * config.data.seq_length
@@ -32,8 +30,8 @@ def describe(config: RunConfig, world_size: int) -> str:
             dump_yaml(config).rstrip(),
             "",
             f"parameters            {num_parameters:,}",
-            f"ranks                 {world_size} = tensor {tensor} x replicate {config.parallel.replicate} x shard {shard}",
-            f"state on each rank    about {quantity(state_bytes / (tensor * shard))}B, of {quantity(state_bytes)}B in all",
+            f"ranks                 {world_size} = tensor {tensor} x replicate {parallel.replicate} x shard {shard}",
+            f"state on each rank    about {quantity(state_bytes / (tensor * shard))}B of {quantity(state_bytes)}B",
             f"tokens in a step      {tokens:,}, in all {tokens * config.train.steps:,}",
             f"operations per token  {quantity(flops)}",
             "first sample          the text, with [what no loss is taken on] in brackets:",

@@ -35,10 +35,10 @@ def evaluate(
     dp_rank: int = 0,
     dp_size: int = 1,
 ) -> Evaluation:
-    """The mean loss over the first ``max_samples`` samples of ``dataset`` (None: all).
+    """The mean loss over ``max_samples`` samples spread evenly over ``dataset`` (None: all of them).
 
-    Samples are dealt over the data-parallel ranks; all ranks call it together and get the same answer. Nothing of the
-    training is touched: mode, data position and randomness stay as they are.
+    The same samples each time, dealt over the data-parallel ranks; all ranks call it together and get the same answer.
+    Nothing of the training is touched: mode, data position and randomness stay as they are.
     """
     num_samples = len(dataset) if max_samples is None else min(max_samples, len(dataset))
     B = micro_batch_size
@@ -48,7 +48,7 @@ def evaluate(
     model.eval()
     for index in range(num_micro_batches):
         first = (index * dp_size + dp_rank) * B
-        micro_batch = _rows(dataset, first, B, num_samples)
+        micro_batch = _rows(dataset, range(first, first + B), num_samples)
         inputs = make_inputs(micro_batch, 0)
         sums += torch.stack((loss_sum(model, inputs).double(), inputs.loss_mask.sum().double()))
     release_gathered_weights(model)
@@ -59,13 +59,12 @@ def evaluate(
     return Evaluation(loss / max(1.0, num_tokens), int(num_tokens))
 
 
-def _rows(dataset: EvaluationDataset, first: int, B: int, num_samples: int) -> MicroBatch:
-    """B samples from ``first`` on; past the end the last one again, with nothing of it counted.
+def _rows(dataset: EvaluationDataset, numbers: range, num_samples: int) -> MicroBatch:
+    """The ``numbers`` of ``num_samples`` samples in even steps; past the end the last one, with nothing of it counted.
 
     Every rank runs the same number of micro-batches, because a sharded model's forward is a collective.
     """
-    rows = [min(row, num_samples - 1) for row in range(first, first + B)]
+    rows = [min(number, num_samples - 1) * len(dataset) // num_samples for number in numbers]
     micro_batch = stack([dataset[row] for row in rows], rows)
-    beyond = np.arange(first, first + B) >= num_samples
-    micro_batch.loss_mask[beyond] = False
+    micro_batch.loss_mask[np.array(numbers) >= num_samples] = False
     return micro_batch

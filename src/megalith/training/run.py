@@ -71,7 +71,7 @@ class Run:
         return self.weights() | optimizer_tensors(self.model, self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of a checkpoint that is no tensor: counters, schedule, loss scale, and what all randomness is keyed by."""
+        """All of a checkpoint that is no tensor: counters, schedule, loss scale, and the keys of all randomness."""
         return {
             "train": self.state.state_dict(),
             "scheduler": self.scheduler.state_dict(),

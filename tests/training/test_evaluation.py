@@ -1,0 +1,94 @@
+"""Held-out loss: every token once, the same in any layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.config import load_run
+from megalith.data.gpt_dataset import EvaluationDataset, GPTSample
+from megalith.data.indexed_dataset import IndexedDataset
+from megalith.models.gpt_model import GPTModel
+from megalith.training.batch import InputMaker
+from megalith.training.evaluation import Evaluation, evaluate
+from megalith.training.inference import evaluate_checkpoint, load_model
+from megalith.training.pretrain import pretrain
+from megalith.training.setup import build_run
+from tests.rank_pool import ranks
+from tests.tiny_run import settings
+
+
+def evaluation(tree: dict[str, Any], world_size: int, max_samples: int | None) -> Evaluation:
+    run = build_run(load_run(tree, world_size=world_size), torch.device("cpu"))
+    return evaluate(
+        run.model,
+        EvaluationDataset(tree["data"]["train"], tree["data"]["seq_length"]),
+        run.make_inputs,
+        2,
+        max_samples=max_samples,
+        dp_rank=run.pg_collection.dp_rank,
+        dp_size=run.pg_collection.dp_size,
+    )
+
+
+def by_hand(tree: dict[str, Any]) -> tuple[float, int]:
+    """The mean loss over windows of S tokens in the order of the file, by torch's own loss."""
+    run = build_run(load_run(tree), torch.device("cpu"))
+    tokens = torch.from_numpy(IndexedDataset(tree["data"]["train"]).tokens.astype("int64"))
+    total, S = 0.0, tree["data"]["seq_length"]
+    run.model.eval()
+    for start in range(0, len(tokens) - 1, S):
+        window = tokens[start : start + S + 1]
+        with torch.no_grad():
+            logits = run.model(window[None, :-1])[0]
+        total += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
+    return total / (len(tokens) - 1), len(tokens) - 1
+
+
+def test_it_is_the_mean_over_every_token_but_the_first(tmp_path):
+    tree = settings(tmp_path)
+    [(want, count)] = ranks(1, by_hand, tree)
+    [found] = ranks(1, evaluation, tree, 1, None)
+    assert found.num_tokens == count
+    assert found.loss == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize("max_samples", [None, 5, 1])
+def test_it_is_the_same_in_every_layout(max_samples, tmp_path):
+    tree = settings(tmp_path)
+    [want] = ranks(1, evaluation, tree, 1, max_samples)
+    for world_size, parallel in ((2, {"shard": 2}), (2, {"tensor": 2, "sequence": True}), (4, {"replicate": 2})):
+        for found in ranks(world_size, evaluation, {**tree, "parallel": parallel}, world_size, max_samples):
+            assert found.num_tokens == want.num_tokens
+            assert found.loss == pytest.approx(want.loss, rel=1e-12)
+
+
+def test_a_few_samples_are_spread_over_the_whole_file(tmp_path):
+    seen: list[int] = []
+
+    class Watched(EvaluationDataset):
+        def __getitem__(self, index: int) -> GPTSample:
+            seen.append(index)
+            return super().__getitem__(index)
+
+    tree = settings(tmp_path)
+    config = load_run(tree)
+    watched = Watched(tree["data"]["train"], tree["data"]["seq_length"])
+    evaluate(GPTModel(config.model), watched, InputMaker(config, torch.device("cpu")), 2, max_samples=4)
+    assert seen == [number * len(watched) // 4 for number in range(4)]
+
+
+def train(tree: dict[str, Any]) -> None:
+    pretrain(load_run(tree, world_size=2), str, str)
+
+
+def test_a_checkpoint_of_two_ranks_is_evaluated_by_one_process(tmp_path):
+    tree = settings(tmp_path, parallel={"tensor": 2}, train={"steps": 3})
+    ranks(2, train, tree)
+    found = evaluate_checkpoint(tree["run"], tree["data"]["train"], None)
+    trained = load_model(Path(tree["run"]))
+    assert found.step == trained.step == 3
+    assert next(trained.model.parameters()).dtype == torch.float64
+    assert 3.0 < found.loss < 4.2
+    assert found.perplexity == pytest.approx(2.718281828459045**found.loss)
