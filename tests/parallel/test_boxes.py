@@ -117,7 +117,7 @@ def test_fsdp_over_what_tp_has_split_leaves_one_range_a_rank(shape, tp_dim, mesh
 
 
 def box_on_a_mesh_of_rank_0() -> Ranges:
-    mesh = DeviceMesh("cpu", [0])
+    mesh = DeviceMesh("cpu", [0], _init_backend=False)
     return local_box(DTensor.from_local(torch.ones(3 if mesh.get_coordinate() else 0), mesh, [Shard(0)]))
 
 
