@@ -80,9 +80,9 @@ def test_tokens_come_as_often_as_their_probability_says(sampling, want):
     assert_frequencies(sampling, want)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-9), Sampling(1e-30)], ids=str)
+@pytest.mark.parametrize("sampling", [Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-9), Sampling(1e-40)], ids=str)
 def test_at_their_limits_all_are_greedy(sampling):
-    model = built()
+    model = GPTModel(config(), seed=1)  # float32: a logit divided by 1e-40 is infinite
     assert generate(model, PROMPT, 8, sampling=sampling, seed=1) == generate(model, PROMPT, 8, sampling=GREEDY, seed=2)
 
 
@@ -109,9 +109,7 @@ def test_learned_positions_end_it():
 @pytest.mark.parametrize("length", [10, 11])
 def test_a_prompt_that_fills_all_positions_is_refused(length):
     model = built("gpt2", max_position_embeddings=10)
-    with pytest.raises(
-        ConfigError, match=rf"prompt has {length} tokens and the model 10 positions; shorten the prompt"
-    ):
+    with pytest.raises(ConfigError, match=rf"has {length} tokens and the model 10 positions; shorten the prompt"):
         generate(model, [1] * length, 1, sampling=GREEDY, seed=1)
 
 
