@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.data.indexed_dataset import IndexedDataset
-from megalith.errors import DataError
+from megalith.errors import ConfigError, DataError
 from megalith.numerics.permutation import KeyedPermutation
 
 __all__ = ["EvaluationDataset", "GPTDataset", "GPTSample"]
@@ -36,23 +36,29 @@ class GPTSample:
 
 
 class GPTDataset:
-    """The samples of ``prefix``, without end.
+    """The samples of a dataset, without end: any index from 0 on is one. Not for several threads at once.
+
+    A document ends where the dataset says so, and after every eod token inside one, if the sidecar names that.
 
     Args:
-        prefix: of the indexed files.
+        dataset: or its prefix.
         seq_length: S.
         seed: of the orders of documents and windows.
         mask_eod: no loss where the token is the last of its document: what follows it is unrelated.
 
     Raises:
+        ConfigError: ``seq_length`` is below 1.
         DataError: the files cannot be read, or hold fewer than two tokens.
     """
 
-    def __init__(self, prefix: str | Path, seq_length: int, seed: int, *, mask_eod: bool = False) -> None:
+    def __init__(
+        self, dataset: str | Path | IndexedDataset, seq_length: int, seed: int, *, mask_eod: bool = False
+    ) -> None:
         self.seq_length = seq_length
         self.mask_eod = mask_eod
         self._seed = seed
-        self._data = _open(prefix)
+        self._data = _open(dataset, seq_length)
+        self._eod = _eod_of(self._data)
         self._starts = self._data.document_starts()
         self._epochs: dict[int, _Epoch] = {}
 
@@ -67,7 +73,7 @@ class GPTDataset:
             raise IndexError(f"samples are numbered from 0; asked for {index}")
         window = self._window(index)
         stretch, documents = self._read(window * self.seq_length, self.seq_length + 1)
-        return _sample(stretch, documents, self.mask_eod)
+        return _sample(stretch, documents, self._eod, self.mask_eod)
 
     def _window(self, index: int) -> int:
         """Which window of the stream sample ``index`` is."""
@@ -80,25 +86,19 @@ class GPTDataset:
 
     def _read(self, position: int, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """``length`` tokens of the stream from ``position``, and the number of the document that each belongs to."""
-        N = self.tokens_per_epoch
         tokens: list[NDArray[np.int64]] = []
         documents: list[NDArray[np.int64]] = []
         while length > 0:
-            epoch, offset = divmod(position, N)
+            epoch, offset = divmod(position, self.tokens_per_epoch)
             order = self._epoch(epoch)
-            slot = int(np.searchsorted(order.ends, offset, side="right"))
-            while length > 0 and slot < len(order.documents):
-                document = int(order.documents[slot])
-                begin = int(self._starts[document]) + offset - int(order.ends[slot] - order.lengths[slot])
-                piece = self._data.tokens[begin : min(begin + length, int(self._starts[document + 1]))]
-                tokens.append(piece.astype(np.int64))
-                documents.append(np.full(len(piece), epoch * len(order.documents) + slot))
-                position, offset, length, slot = (
-                    position + len(piece),
-                    offset + len(piece),
-                    length - len(piece),
-                    slot + 1,
-                )
+            slot = int(np.searchsorted(order.ends, offset, side="right"))  # never an empty document
+            end = int(self._starts[order.documents[slot] + 1])
+            begin = end - (int(order.ends[slot]) - offset)
+            piece = self._data.tokens[begin : min(end, begin + length)]
+            tokens.append(piece.astype(np.int64))
+            documents.append(np.full(len(piece), epoch * len(order.documents) + slot))
+            position += len(piece)
+            length -= len(piece)
         return np.concatenate(tokens), np.concatenate(documents)
 
     def _epoch(self, epoch: int) -> "_Epoch":
@@ -111,15 +111,16 @@ class GPTDataset:
 
 
 class EvaluationDataset:
-    """The samples of ``prefix`` in the order of the file, once: every token but the first is a label exactly once.
+    """The samples of a dataset in the order of the file, once: every token but the first is a label exactly once.
 
-    The last window is filled up with zeros that the loss mask leaves out. Args and errors as in GPTDataset.
+    The last window is filled up with zeros that the loss mask leaves out. Arguments and errors as in GPTDataset.
     """
 
-    def __init__(self, prefix: str | Path, seq_length: int, *, mask_eod: bool = False) -> None:
+    def __init__(self, dataset: str | Path | IndexedDataset, seq_length: int, *, mask_eod: bool = False) -> None:
         self.seq_length = seq_length
         self.mask_eod = mask_eod
-        self._data = _open(prefix)
+        self._data = _open(dataset, seq_length)
+        self._eod = _eod_of(self._data)
         self._starts = self._data.document_starts()
 
     def __len__(self) -> int:
@@ -132,7 +133,7 @@ class EvaluationDataset:
         S = self.seq_length
         stretch = self._data.tokens[index * S : (index + 1) * S + 1].astype(np.int64)
         documents = np.searchsorted(self._starts, np.arange(index * S, index * S + len(stretch)), side="right")
-        sample = _sample(stretch, documents, self.mask_eod)
+        sample = _sample(stretch, documents, self._eod, self.mask_eod)
         missing = S - len(sample.tokens)
         if not missing:
             return sample
@@ -146,30 +147,38 @@ class EvaluationDataset:
 
 @dataclass(frozen=True)
 class _Epoch:
-    """documents [N] in the order of the epoch, with their lengths and where each ends in the epoch's tokens."""
+    """documents [N] in the order of the epoch, and where each ends in the epoch's tokens."""
 
     documents: NDArray[np.int64]
-    lengths: NDArray[np.int64]
     ends: NDArray[np.int64]
 
     @classmethod
     def of(cls, lengths: NDArray[np.int64], seed: int, epoch: int) -> "_Epoch":
         order = KeyedPermutation(len(lengths), seed, f"documents-{epoch}")(np.arange(len(lengths)))
-        return cls(order, lengths[order], np.cumsum(lengths[order]))
+        return cls(order, np.cumsum(lengths[order]))
 
 
-def _open(prefix: str | Path) -> IndexedDataset:
-    found = IndexedDataset(prefix)
+def _open(dataset: str | Path | IndexedDataset, seq_length: int) -> IndexedDataset:
+    if seq_length < 1:
+        raise ConfigError(f"data.seq_length must be at least 1; got {seq_length}; use 1024")
+    found = dataset if isinstance(dataset, IndexedDataset) else IndexedDataset(dataset)
     if found.num_tokens < 2:
         raise DataError(
-            f"{prefix} must hold two tokens at least, one to read and one to predict; it holds {found.num_tokens}"
+            f"{found.prefix} must hold two tokens at least, one to read and one to predict; it holds "
+            f"{found.num_tokens}; prepare more text"
         )
     return found
 
 
-def _sample(stretch: NDArray[np.int64], documents: NDArray[np.int64], mask_eod: bool) -> GPTSample:
+def _eod_of(dataset: IndexedDataset) -> int | None:
+    return None if dataset.sidecar is None else dataset.sidecar.eod
+
+
+def _sample(stretch: NDArray[np.int64], documents: NDArray[np.int64], eod: int | None, mask_eod: bool) -> GPTSample:
     """The sample of S + 1 tokens in a row, whose ``documents`` rise by any amount where a new one begins."""
-    begins = np.diff(documents) != 0  # [S]: the next token is in another document
-    loss_mask = ~begins if mask_eod else np.ones(len(begins), dtype=np.bool_)
-    ordinals = np.concatenate(([0], np.cumsum(begins[:-1]))).astype(np.int32)
+    is_last = np.diff(documents) != 0  # [S]: the next token is in another document
+    if eod is not None:
+        is_last |= stretch[:-1] == eod
+    loss_mask = ~is_last if mask_eod else np.ones(len(is_last), dtype=np.bool_)
+    ordinals = np.concatenate(([0], np.cumsum(is_last[:-1]))).astype(np.int32)
     return GPTSample(stretch[:-1], stretch[1:], loss_mask, ordinals)
