@@ -62,8 +62,13 @@ def kill_after_step(folder: str | Path, step: int, process: Any) -> None:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "the run never got there"
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
+    for pid in (*children(process), process.pid):  # ranks are in sessions of their own
+        os.kill(int(pid), signal.SIGKILL)
     process.communicate()
+
+
+def children(process: Any) -> list[str]:
+    return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -112,8 +117,7 @@ def test_a_signal_to_one_rank_stops_all_at_a_step_boundary_with_exit_code_75(tmp
     while not metrics.exists() or metrics.read_text().count("\n") < 2:
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    one_rank = next(child for child in children if rank_of(child) == "1")
+    one_rank = next(child for child in children(process) if rank_of(child) == "1")
     os.kill(int(one_rank), signal.SIGUSR1)
     found = ended(process)
     assert found.code == 75, found
