@@ -24,8 +24,8 @@ __all__ = ["pretrain"]
 def pretrain(config: RunConfig, show: Callable[[str], None], show_progress: Callable[[str], None]) -> Outcome:
     """Trains as ``config``, which preflight has resolved, says; every rank calls it.
 
-    Writes into the folder ``config.run``: config.yaml, about.json, metrics.jsonl, checkpoints/. ``show`` takes lines for
-    a person to read, ``show_progress`` lines of which the next may replace the last; both are called on rank 0.
+    Writes into the folder ``config.run``: config.yaml, about.json, metrics.jsonl, checkpoints/. On rank 0 ``show`` is
+    given lines for a person to read, and ``show_progress`` lines of which the next may replace the last.
 
     Raises:
         MegalithError: on every rank; nothing that was there before is lost.
