@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from math import lcm
+from math import gcd, lcm
 
 from megalith.config.batch_size_schedule import parse_batch_size_schedule, with_batch_sizes
 from megalith.config.draft import Draft, Fix, Unknown, Violation, divisors, nearest_first, round_up
@@ -105,13 +105,14 @@ def batches_divide_among_ranks(run: Draft) -> Iterator[Violation]:
 
 def _layouts(run: Draft) -> tuple[Fix, ...]:
     """Other layouts of the same world, or of any where it is not known, nearest degrees of tensor first."""
-    return _other_layouts(run[_TENSOR], run.get(_SHARD) or -1, bool(run.get(_SEQUENCE)), run.world_size)
+    heads = run.get("model.num_attention_heads") or run[_TENSOR]
+    return _other_layouts(run[_TENSOR], run.get(_SHARD) or -1, bool(run.get(_SEQUENCE)), heads, run.world_size)
 
 
 @functools.cache  # hundreds for a large world, and asked for with every suggestion that is tried
-def _other_layouts(tensor: int, shard: int, sequence: bool, world: int | None) -> tuple[Fix, ...]:
+def _other_layouts(tensor: int, shard: int, sequence: bool, heads: int, world: int | None) -> tuple[Fix, ...]:
     found: list[Fix] = []
-    for degree in nearest_first(divisors(world) if world else range(1, min(tensor, 128) + 1), tensor):
+    for degree in nearest_first(divisors(gcd(heads, world or heads)), tensor):
         change: dict[str, object] = {} if degree == tensor else {_TENSOR: degree}
         if degree == 1 and sequence:
             change[_SEQUENCE] = False

@@ -35,14 +35,16 @@ FIELDS: Mapping[str, FieldInfo] = MappingProxyType(dict(_fields()))
 
 
 def plain_tree(source: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``source`` with every group a dict; group objects give what was set of them."""
-    tree = {name: value for name, value in source.items() if name not in GROUPS}
+    """A copy of ``source`` with every group a dict, and names text; group objects give what was set of them."""
+    tree = {str(name): value for name, value in source.items()}
     for name in GROUPS:
-        group = source.get(name)
+        group = tree.get(name)
         if isinstance(group, SettingsGroup):
             tree[name] = given_fields(group)
-        else:
-            tree[name] = dict(group) if isinstance(group, Mapping) else {} if group is None else group
+        elif isinstance(group, Mapping):
+            tree[name] = {str(field): value for field, value in group.items()}
+        elif group is None:
+            tree[name] = {}
     return tree
 
 
