@@ -100,7 +100,7 @@ MISTAKES = [
     ),
     Mistake(
         {"parallel.tensor": 3},
-        r"groups \(4\) must be divisible by parallel.tensor \(3\); use parallel.tensor=2",
+        r"groups \(4\) must be divisible by parallel.tensor \(3\); use parallel.tensor=4",
         None,
         1,
     ),
