@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megalith.data.gpt_dataset import GPTDataset
 from torch import Tensor
 
 from megalith.config import RunConfig, load_run
+from megalith.data.gpt_dataset import GPTDataset
 from megalith.models.gpt_model import GPTModel
 from megalith.numerics.dropout import DropoutKey
 from megalith.numerics.tolerance import LAYOUT_FLOAT64, gradient_error
