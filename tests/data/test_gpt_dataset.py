@@ -73,8 +73,9 @@ def test_in_an_epoch_every_token_is_read_once_and_predicted_once(tmp_path):
         assert predicted.total() == 40 * num_epochs
 
 
-def test_order_is_shuffled_anew_in_every_epoch_and_by_seed(tmp_path):
-    prefix = numbered(tmp_path / "x", [10] * 100)
+@pytest.mark.parametrize("lengths", [[10] * 100, [1000]], ids=["documents", "windows of one document"])
+def test_order_is_shuffled_anew_in_every_epoch_and_by_seed(lengths, tmp_path):
+    prefix = numbered(tmp_path / "x", lengths)
     dataset = GPTDataset(prefix, 10, seed=1)
     epochs = [[int(dataset[e * 100 + n].tokens[0]) for n in range(100)] for e in range(3)]
     other = [int(GPTDataset(prefix, 10, seed=2)[n].tokens[0]) for n in range(100)]
