@@ -42,7 +42,7 @@ def test_it_says_what_there_is_and_what_comes_next(files, tmp_path):
     assert "1 of them empty" in done.stdout
     assert "left out  1 binary files" in lines
     assert [line.strip().removeprefix("files     ") for line in lines[5:12]] == [
-        "out/c.bin", "out/c.idx", "out/c.json", "out/c-valid.bin", "out/c-valid.idx", "out/c-valid.json",
+        "out/c.bin", "out/c.json", "out/c.idx", "out/c-valid.bin", "out/c-valid.json", "out/c-valid.idx",
         "out/c-tokenizer.json",
     ]  # fmt: skip
     assert lines[-1] == "next: megalith train llama-4m data.train=out/c data.valid=out/c-valid"

@@ -224,7 +224,7 @@ def test_a_request_outside_a_sequence_is_refused(prefix):
 
 
 def test_the_builder_refuses_what_it_cannot_store(prefix, tmp_path):
-    with pytest.raises(DataError, match=r"corpus\.v1 is a dataset already"):
+    with pytest.raises(DataError, match=r"has corpus\.v1\.bin, corpus\.v1\.idx already"):
         IndexedDatasetBuilder(prefix, np.uint16)
     with pytest.raises(DataError, match=r"tokens can be stored as uint8, .*; got complex128"):
         IndexedDatasetBuilder(tmp_path / "x", np.complex128)

@@ -71,6 +71,14 @@ def test_documents_come_out_in_order_whole_and_ended(sources, tmp_path):
     assert encode(sources, tmp_path / "out")["train"] == [*ended, *ended, "small#"]
 
 
+def test_a_last_part_whose_line_began_in_the_part_before_still_ends_its_document(tmp_path):
+    text = "x" * 63 * 4 + "x" * 4 + "tail\n"  # the parts are [0, 256) and [256, 261)
+    (tmp_path / "a.txt").write_text(text)
+    sources = find_sources([tmp_path / "a.txt"]).files
+    assert len(plan_parts(sources)) == 2
+    assert encode(sources, tmp_path / "out")["train"] == [f"{text}#"]
+
+
 def test_every_byte_is_in_one_part(sources):
     plan = plan_parts(sources)
     assert sum(part.num_bytes for part in plan) == sum(source.size for source in sources)

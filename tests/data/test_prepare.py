@@ -198,7 +198,7 @@ def test_the_identical_job_does_nothing_and_another_is_refused(inputs, expected,
     assert again.was_done
     assert (again.train, again.valid, again.files) == (first.train, first.valid, first.files)
     for other in ({"valid": 0.2}, {"vocab_size": 301}, {"valid": 0.0}):
-        with pytest.raises(DataError, match=r"c is taken: another command made .*nothing is overwritten"):
+        with pytest.raises(DataError, match=r"c is taken: .* has .*c\.bin, .*nothing is overwritten"):
             prepare(inputs, tmp_path / "c", **{"vocab_size": 300, "valid": 0.1, **other})
     with pytest.raises(DataError, match="is taken"):
         prepare(inputs[:2], tmp_path / "c", vocab_size=300, valid=0.1)
@@ -218,8 +218,8 @@ def small(tmp_path):
 @pytest.mark.parametrize("name", ["c.bin", "c.json", "c-valid.idx", "c-tokenizer.json"])
 def test_a_file_of_somebody_else_is_never_overwritten(name, small, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / name).write_text('{"num_documents": 1, "num_sequences": 1, "num_tokens": 1, "bin_bytes": 1}')
-    with pytest.raises(DataError, match=rf"another command made {name} in .*choose another --out, or move"):
+    (tmp_path / "out" / name).write_text("theirs")
+    with pytest.raises(DataError, match=rf"has {name}, and nothing is overwritten; choose another --out"):
         prepare(small, tmp_path / "out" / "c", vocab_size=260, valid=0.5)
     assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
 

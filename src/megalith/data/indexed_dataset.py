@@ -21,7 +21,7 @@ from megalith.data.sidecar import Sidecar
 from megalith.errors import DataError
 from megalith.storage import explained, fsync_folder
 
-__all__ = ["IndexedDataset", "IndexedDatasetBuilder", "best_dtype"]
+__all__ = ["IndexedDataset", "IndexedDatasetBuilder", "best_dtype", "files_of", "remove_dataset"]
 
 _MAX_SEQUENCE_LENGTH = 2**31 - 1  # tokens; lengths are int32 on disk
 
@@ -29,6 +29,17 @@ _MAX_SEQUENCE_LENGTH = 2**31 - 1  # tokens; lengths are int32 on disk
 def best_dtype(vocab_size: int) -> np.dtype[Any]:
     """The type that Megatron, too, chooses for tokens below ``vocab_size``: uint16 if they fit, else int32."""
     return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
+
+
+def files_of(prefix: Path) -> list[Path]:
+    """The files of a dataset in the order in which they appear: where there is the last, there are all."""
+    return [companion(prefix, suffix) for suffix in (".bin", ".json", ".idx")]
+
+
+def remove_dataset(prefix: Path) -> None:
+    """Deletes what there is of a dataset, the .idx first, so that no reader takes the rest for whole."""
+    for path in reversed(files_of(prefix)):
+        path.unlink(missing_ok=True)
 
 
 class IndexedDataset:
@@ -129,7 +140,7 @@ class IndexedDatasetBuilder:
         scratch: a folder on the same disk for unfinished files; by default that of ``prefix``.
 
     Raises:
-        DataError: there is a dataset at ``prefix`` already, or the type cannot be stored.
+        DataError: one of the files is there already, or the type cannot be stored.
         StorageError: here and in every method, the disk is full or may not be written.
     """
 
@@ -139,8 +150,10 @@ class IndexedDatasetBuilder:
         if self.dtype not in DTYPES.values():
             names = ", ".join(known.name for known in DTYPES.values())
             raise DataError(f"tokens can be stored as {names}; got {self.dtype.name}")
-        if companion(self.prefix, ".idx").exists():
-            raise DataError(f"{self.prefix} is a dataset already; choose another name, or move that one away")
+        if present := [path.name for path in files_of(self.prefix) if path.exists()]:
+            raise DataError(
+                f"{self.prefix.parent} has {', '.join(present)} already; choose another name, or move it away"
+            )
         with explained("write", self.prefix):
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._scratch = Path(tempfile.mkdtemp(prefix=f".{self.prefix.name}.", dir=scratch or self.prefix.parent))
@@ -245,8 +258,8 @@ class IndexedDatasetBuilder:
                 file.close()
             write_index(self._scratch / "idx", self.dtype, self._scratch / "lengths", self._scratch / "document_ends")
             sidecar.write(self._scratch / "json")
-            for name in ("bin", "json", "idx"):
-                os.replace(self._scratch / name, companion(self.prefix, f".{name}"))
+            for path in files_of(self.prefix):
+                os.replace(self._scratch / path.suffix[1:], path)
             fsync_folder(self.prefix.parent)
         self.abandon()
         return sidecar

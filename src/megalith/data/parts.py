@@ -14,7 +14,7 @@ from typing import Literal
 
 from megalith.data.documents import BLOCK_BYTES, Piece, read_pieces, row_group_bytes
 from megalith.data.index_file import companion
-from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, best_dtype
+from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, best_dtype, remove_dataset
 from megalith.data.sources import Source
 from megalith.data.tokenizer import Tokenizer
 
@@ -108,7 +108,7 @@ def encode_part(encoding: Encoding, number: int, part: Part) -> int:
         builders: dict[Split, IndexedDatasetBuilder] = {}
         for split in encoding.splits:
             prefix = _prefix(encoding.folder, number, split)
-            companion(prefix, ".idx").unlink(missing_ok=True)  # of a process that was killed between two splits
+            remove_dataset(prefix)  # of a process that was killed between two splits
             builders[split] = stack.enter_context(IndexedDatasetBuilder(prefix, best_dtype(tokenizer.vocab_size)))
         text_bytes = _encode(encoding, part, tokenizer, builders)
         for split, builder in builders.items():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megalith.data.documents import BLOCK_BYTES
 from megalith.data.index_file import companion
-from megalith.data.indexed_dataset import IndexedDatasetBuilder, best_dtype
+from megalith.data.indexed_dataset import IndexedDatasetBuilder, best_dtype, files_of, remove_dataset
 from megalith.data.parts import Encoding, Part, Split, append_part, plan_parts, training_texts
 from megalith.data.sidecar import Sidecar
 from megalith.data.sources import Sources, find_sources
@@ -58,8 +58,7 @@ class PrepareSummary:
     def files(self) -> list[Path]:
         """All files of the dataset."""
         prefixes = [self.prefix] if self.valid_prefix is None else [self.prefix, self.valid_prefix]
-        data = [companion(prefix, suffix) for prefix in prefixes for suffix in (".bin", ".idx", ".json")]
-        return [*data, self.tokenizer]
+        return [*(path for prefix in prefixes for path in files_of(prefix)), self.tokenizer]
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class _Job:
 
     def targets(self) -> list[Path]:
         """The files that will be there at the end."""
-        files = [companion(self.prefix(split), suffix) for split in self.splits for suffix in (".bin", ".idx", ".json")]
+        files = [path for split in self.splits for path in files_of(self.prefix(split))]
         return files + ([self.tokenizer_path] if self.tokenizer is None else [])
 
 
@@ -134,12 +133,10 @@ def prepare(
     """
     job = _resolve(inputs, Path(out), tokenizer, vocab_size, valid, key, eod)
     folder = companion(job.out, ".parts")
-    if (done := _finished(job, folder)) is not None:
-        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed as it cleaned up
-        return done
     with _lock(folder, job.out):
         try:
-            summary = _run(job, folder / job.fingerprint[:16], processes, progress)
+            summary = _finished(job, folder) or _run(job, folder / job.fingerprint[:16], processes, progress)
+            shutil.rmtree(folder)
         except (ConfigError, DataError):
             # another input will have another fingerprint; parts of other jobs stay
             shutil.rmtree(folder / job.fingerprint[:16], ignore_errors=True)
@@ -149,7 +146,6 @@ def prepare(
         finally:
             if not any(folder.glob("*/")):
                 shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(folder)
     return summary
 
 
@@ -174,11 +170,10 @@ def _resolve(
     if not inputs:
         raise DataError("give at least one file or folder of text")
     out = Path(os.path.abspath(out))
-    prefixes = (out, companion(out, "-valid"))
-    own = [companion(prefix, suffix) for prefix in prefixes for suffix in (".bin", ".idx", ".json")]
     trained = companion(out, "-tokenizer.json")
+    own = [*files_of(out), *files_of(companion(out, "-valid")), trained, companion(out, ".parts")]
     return _Job(
-        sources=find_sources(inputs, held_out, [*own, trained, companion(out, ".parts")]),
+        sources=find_sources(inputs, held_out, own),
         out=out,
         tokenizer=None if tokenizer is None else Tokenizer.load(tokenizer, eod),
         tokenizer_path=trained if tokenizer is None else Path(os.path.abspath(tokenizer)),
@@ -190,16 +185,17 @@ def _resolve(
 
 def _finished(job: _Job, folder: Path) -> PrepareSummary | None:
     """What an identical job has left, if one has ended. Raises DataError if ``job`` would overwrite anything."""
-    train = Sidecar.read(companion(job.out, ".json"))
-    if companion(job.out, ".idx").exists() and train is not None and train.job == job.fingerprint:
-        valid = Sidecar.read(companion(job.valid_out, ".json")) if "valid" in job.splits else None
-        return _summary(job, train, valid, was_done=True)
     present = [path for path in job.targets() if path.exists()]
+    if len(present) == len(job.targets()):
+        sidecars = {split: Sidecar.read(companion(job.prefix(split), ".json")) for split in job.splits}
+        train = sidecars["train"]
+        if train is not None and train.job == job.fingerprint:
+            return _summary(job, train, sidecars.get("valid"), was_done=True)
     if present and not (folder / job.fingerprint[:16] / _PUBLISHING).exists():
         names = ", ".join(path.name for path in present)
         raise DataError(
-            f"{job.out} is taken: another command made {names} in {job.out.parent}, and nothing is overwritten; choose "
-            "another --out, or move them away"
+            f"{job.out} is taken: {job.out.parent} has {names}, and nothing is overwritten; choose another --out, or "
+            "move them away"
         )
     return None
 
@@ -216,12 +212,13 @@ def _run(job: _Job, folder: Path, processes: int, progress: Progress) -> Prepare
 
 def _settle_tokenizer(job: _Job, parts: Sequence[Part], path: Path, progress: Progress) -> Tokenizer:
     """The job's tokenizer, in ``path``, where every process reads it and a second run finds it."""
-    if job.vocab_size is not None and path.exists():
+    if job.tokenizer is not None:
+        job.tokenizer.save(path)
+        return job.tokenizer
+    if path.exists():
         return Tokenizer.load(path)
-    tokenizer = job.tokenizer
-    if tokenizer is None:
-        assert job.vocab_size is not None, "one of the two is given"
-        tokenizer = train_byte_level_bpe(_training_texts(job, parts, progress), job.vocab_size)
+    assert job.vocab_size is not None, "one of the two is given"
+    tokenizer = train_byte_level_bpe(_training_texts(job, parts, progress), job.vocab_size)
     tokenizer.save(path)
     return tokenizer
 
@@ -242,7 +239,7 @@ def _publish(
         (folder / _PUBLISHING).touch()
         fsync_folder(folder)
         for split in job.splits:  # of this very job, killed here before: whoever else's would have been refused
-            companion(job.prefix(split), ".idx").unlink(missing_ok=True)
+            remove_dataset(job.prefix(split))
     total = sum(part.num_bytes for part in parts)
     with contextlib.ExitStack() as stack:
         dtype = best_dtype(tokenizer.vocab_size)
