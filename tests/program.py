@@ -4,6 +4,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -61,6 +62,16 @@ def _start(arguments: list[object], largest_file: int | None) -> "subprocess.Pop
         start_new_session=True,
         preexec_fn=limit,
     )
+
+
+def wait_for_steps(process: "subprocess.Popen[str]", run: str | Path, num_steps: int, timeout: float = 120) -> None:
+    """Returns when the started run has written so many records; fails if it ends before."""
+    metrics = Path(run) / "metrics.jsonl"
+    deadline = time.monotonic() + timeout
+    while not metrics.exists() or metrics.read_text().count("\n") < num_steps:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run never got there"
+        time.sleep(0.02)
 
 
 def ended(process: "subprocess.Popen[str]", timeout: float = 120) -> Ended:

@@ -5,6 +5,8 @@ import shlex
 from pathlib import Path
 
 from tests.program import ended, start
+from tests.training.test_faults import FAULTS
+from tests.training.test_layouts import LAYOUTS
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 SMALLER = ["train.steps=4", "train.global_batch_size=4", "train.micro_batch_size=1", "optim.warmup_steps=0"]
@@ -32,6 +34,11 @@ def test_the_three_commands_for_your_own_text_work(tmp_path, monkeypatch):
     assert found.out.startswith("Once")
     for name in ("config.yaml", "metrics.jsonl", "checkpoints/step-00000004", "report.html"):
         assert (tmp_path / "runs" / "mine" / name).exists(), name
+
+
+def test_the_numbers_of_layouts_and_faults_are_those_of_the_suites():
+    assert f"| {len(LAYOUTS)} layouts of" in README
+    assert f"{len(FAULTS)} seeded faults" in README
 
 
 def test_every_page_that_the_readme_names_is_there():

@@ -3,7 +3,6 @@
 import hashlib
 import re
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import yaml
 
 from megalith.data.tokenizer import train_byte_level_bpe
-from tests.program import ended, here, start, start_torchrun
+from tests.program import ended, here, start, start_torchrun, wait_for_steps
 from tests.tiny_run import settings, write_dataset
 
 Mistake = Callable[[Path], list[object]]
@@ -161,6 +160,10 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "a minimum above the rate": (lambda f: train(f, "optim.schedule=cosine", "optim.min_lr=1"), "optim.min_lr"),
     "a setting without effect": (lambda f: train(f, "precision.hysteresis=3"), "precision.hysteresis"),
     "an experimental feature without its switch": (lambda f: train(f, "train.compile=true"), "experimental"),
+    "compiling without a compiler": (
+        lambda f: train(f, "train.compile=true", "experimental=[compile]"),
+        r"C\+\+ compiler.*CXX",
+    ),
     "too few positions": (
         lambda f: train(f, "model.position_embedding_type=learned_absolute", "model.max_position_embeddings=8"),
         "max_position_embeddings",
@@ -210,7 +213,8 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_message_and_changes_nothing(name, tmp_path):
+def test_a_mistake_is_one_message_and_changes_nothing(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "/nonexistent/c++")  # as on a machine without a compiler
     mistake, says = MISTAKES[name]
     arguments = mistake(tmp_path)
     before = snapshot(tmp_path)
@@ -248,10 +252,7 @@ def test_what_only_ranks_can_find_ends_all_of_them_with_code_2(tmp_path):
 def test_a_second_run_in_one_folder_is_refused_and_the_first_goes_on(tmp_path):
     arguments = train(tmp_path, train={"steps": 100000, "log_every": 1})
     first = start(*arguments)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < 2:
-        assert first.poll() is None, first.communicate()
-        time.sleep(0.05)
+    wait_for_steps(first, tmp_path / "run", 2)
     second = ended(start(*arguments))
     assert second.code == 2, second
     assert "already has a run in it" in second.err

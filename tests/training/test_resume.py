@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from megalith.numerics.tolerance import LAYOUT_FLOAT64
 from megalith.observe.metrics import read_metrics
 from megalith.training.loop import Outcome
 from megalith.training.pretrain import pretrain
-from tests.program import ended, start, write_settings
+from tests.program import ended, start, wait_for_steps, write_settings
 from tests.rank_pool import ranks
 from tests.tiny_run import GPT2, settings
 
@@ -56,12 +55,7 @@ def losses(folder: str | Path) -> list[float]:
 
 def kill_after_step(folder: str | Path, step: int, process: Any) -> None:
     """kill -9 of a program and its ranks, once its metrics reach ``step``."""
-    metrics = Path(folder) / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not metrics.exists() or f'"step": {step},' not in metrics.read_text():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "the run never got there"
-        time.sleep(0.02)
+    wait_for_steps(process, folder, step)
     for pid in (*children(process), process.pid):  # ranks are in sessions of their own
         os.kill(int(pid), signal.SIGKILL)
     process.communicate()
@@ -113,10 +107,7 @@ def test_resumed_in_other_layouts_it_learns_the_same(tmp_path):
 def test_a_signal_to_one_rank_stops_all_at_a_step_boundary_with_exit_code_75(tmp_path):
     tree = settings(tmp_path, parallel={"tensor": 2}, train={"steps": 100000, "log_every": 1})
     process = start("train", write_settings(tree, tmp_path), "--nproc", 2)
-    metrics = Path(tree["run"]) / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < 2:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
+    wait_for_steps(process, tree["run"], 2)
     one_rank = next(child for child in children(process) if rank_of(child) == "1")
     os.kill(int(one_rank), signal.SIGUSR1)
     found = ended(process)
@@ -135,10 +126,7 @@ def rank_of(pid: str) -> str | None:
 def test_sigterm_to_the_program_reaches_every_rank_and_is_waited_for(tmp_path):
     tree = settings(tmp_path, parallel={"shard": 2}, train={"steps": 100000, "log_every": 1})
     process = start("train", write_settings(tree, tmp_path), "--nproc", 2)
-    metrics = Path(tree["run"]) / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < 2:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
+    wait_for_steps(process, tree["run"], 2)
     process.send_signal(signal.SIGTERM)
     found = ended(process)
     assert found.code == 75, found

@@ -1,5 +1,7 @@
 """Everything that can be wrong with a run, found before a rank starts or torch is loaded, and told at once."""
 
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -8,6 +10,7 @@ from megalith.config import RunConfig, load_run, recipe_names
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, MegalithError
+from megalith.training.process_group import choose_device
 
 __all__ = ["preflight", "resolve_source", "tokenizer_path"]
 
@@ -30,7 +33,7 @@ def preflight(source: str, overrides: Sequence[str], world_size: int) -> RunConf
     """
     config = load_run(source, overrides, world_size=world_size)
     problems: list[str] = []
-    for check in (_check_datasets, _check_vocabulary, _check_folders):
+    for check in (_check_datasets, _check_vocabulary, _check_folders, _check_compiler):
         problems += _problems(check, config)
     if problems:
         raise ConfigError(problems[0] if len(problems) == 1 else "this run cannot start:\n  " + "\n  ".join(problems))
@@ -121,6 +124,15 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
         newest = find_checkpoint(Path(config.load) / "checkpoints")
         way_out = f"load={newest}" if newest else "a folder such as RUN/checkpoints/step-00000100"
         yield f"load ({config.load}) is not a complete checkpoint; give {way_out}"
+
+
+def _check_compiler(config: RunConfig) -> Iterator[str]:
+    """On CPUs torch.compile writes C++."""
+    if not config.train.compile:
+        return
+    compiler = os.environ.get("CXX", "g++")
+    if choose_device().type == "cpu" and shutil.which(compiler) is None:
+        yield f"train.compile=true needs a C++ compiler on a CPU, and there is no {compiler}; install it, or set CXX"
 
 
 def _dataset(config: RunConfig) -> IndexedDataset | None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from megalith.checkpoint.agreement import all_gather
 from megalith.errors import MegalithError
 
 __all__ = ["choose_device", "process_group", "together", "world_size_from_environment"]
@@ -54,8 +55,7 @@ def together() -> Iterator[None]:
         yield
     except MegalithError as raised:
         error = raised
-    errors: list[MegalithError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
+    errors = all_gather(error)
     if error is not None:
         raise error
     for rank, other in enumerate(errors):

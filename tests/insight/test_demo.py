@@ -1,0 +1,39 @@
+"""The demo, with a smaller corpus and fewer steps: every step of it, on two ranks."""
+
+import json
+
+from megalith.insight import demo
+from megalith.insight.corpus import standard_library_sources
+from megalith.observe.metrics import read_metrics
+from tests.program import write_settings
+
+TINY = {
+    "model": {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2},
+    "data": {"seq_length": 32},
+    "train": {"steps": 100, "global_batch_size": 4, "micro_batch_size": 2},
+    "optim": {"lr": 1e-2, "warmup_steps": 5},
+}
+
+
+def test_it_trains_changes_its_layout_measures_and_shows(tmp_path, monkeypatch):
+    small = [file for file in standard_library_sources() if file.stat().st_size < 20_000][:60]
+    monkeypatch.setattr(demo, "standard_library_sources", lambda: small)
+    monkeypatch.setattr(demo, "_RECIPE", str(write_settings(TINY, tmp_path)))
+    monkeypatch.setattr(demo, "_BATCH", 4)
+    monkeypatch.setattr(demo, "_SEQUENCE", 32)
+    monkeypatch.setattr(demo, "_STEPS", 100)
+    monkeypatch.setattr(demo, "_STEPS_BEFORE_CHANGE", 80)
+    lines: list[str] = []
+    result = demo.run_demo(tmp_path / "demo", lines.append)
+    records = [record for record in read_metrics(result.folder) if "loss" in record]
+    assert [record["step"] for record in records] == list(range(1, 101))
+    assert [record["layout"] for record in records] == ["tp1 dp2"] * 80 + ["tp2 dp1"] * 20
+    assert records[-1]["loss"] < records[0]["loss"] - 1.0
+    assert abs(records[80]["loss"] - records[79]["loss"]) < 1.0  # one curve
+    said = "\n".join(lines)
+    for words in ("corpus: 60 files", "held out", "dtype", "samples", "interpolated bigram", "report.html"):
+        assert words in said, words
+    page = result.report.read_text()
+    for words in ("tp1 dp2", "tp2 dp1", "Samples", "Interpolated bigram"):
+        assert words in page, words
+    assert json.loads((result.folder / "evaluation.json").read_text())["valid_loss"] == result.loss
