@@ -63,23 +63,19 @@ def plan_parts(sources: Sequence[Source]) -> list[Part]:
     target = sum(source.size for source in sources) // _NUM_PARTS
     target = min(max(target - target % BLOCK_BYTES, _LEAST_BYTES), _MOST_BYTES)
     parts: list[Part] = []
-    group: list[Source] = []
-
-    def close() -> None:
-        if group:
-            parts.append(Part(tuple(Range(source) for source in group), sum(source.size for source in group)))
-            group.clear()
-
+    group: list[Range] = []
+    group_bytes = 0
     for source in sources:
-        if source.size > target and not source.is_compressed:
-            close()
+        is_cut = source.size > target and not source.is_compressed
+        if group and (is_cut or group_bytes >= target or len(group) >= _MOST_FILES):
+            parts.append(Part(tuple(group), group_bytes))
+            group, group_bytes = [], 0
+        if is_cut:
             parts += _parts_of(source, target)
         else:
-            group.append(source)
-            if sum(source.size for source in group) >= target or len(group) >= _MOST_FILES:
-                close()
-    close()
-    return parts
+            group.append(Range(source))
+            group_bytes += source.size
+    return [*parts, Part(tuple(group), group_bytes)] if group else parts
 
 
 def training_texts(parts: Sequence[Part], key: str, valid_fraction: float) -> Iterator[tuple[str, int]]:

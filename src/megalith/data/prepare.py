@@ -136,7 +136,7 @@ def prepare(
     with _lock(folder, job.out):
         try:
             summary = _finished(job, folder) or _run(job, folder / job.fingerprint[:16], processes, progress)
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
         except (ConfigError, DataError):
             # another input will have another fingerprint; parts of other jobs stay
             shutil.rmtree(folder / job.fingerprint[:16], ignore_errors=True)
