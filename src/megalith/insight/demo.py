@@ -34,8 +34,8 @@ _RECIPE = "llama-4m"
 _RANKS = 2
 _VOCABULARY = 2048
 _HELD_OUT = 0.05
-_BATCH, _SEQUENCE, _STEPS = 8, 256, 733  # 1.5 million tokens
-_STEPS_BEFORE_CHANGE = 586  # 80 %
+_BATCH, _SEQUENCE, _STEPS = 16, 256, 366  # 1.5 million tokens
+_STEPS_BEFORE_CHANGE = 293  # 80 %
 _PROMPTS = ("def ", "class Queue:\n", "import os\n\n", '    """Return ')
 
 
@@ -107,8 +107,8 @@ def _overrides(folder: Path, train: str, valid: str, show: Callable[[str], None]
         f"train.micro_batch_size={_BATCH // _RANKS}",
         f"optim.decay_steps={_STEPS}",
         "train.log_every=25",
-        "train.eval_every=100",
-        "train.eval_samples=200",
+        "train.eval_every=50",
+        "train.eval_samples=64",
         f"run={folder}",
     ]
     shape = load_run(_RECIPE, overrides).model

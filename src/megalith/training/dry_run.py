@@ -2,11 +2,10 @@
 
 from megalith.config import RunConfig, dump_yaml
 from megalith.data.gpt_dataset import GPTDataset
-from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError
 from megalith.observe.flops import flops_per_token, parameters
 from megalith.observe.units import quantity
-from megalith.training.preflight import tokenizer_path
+from megalith.training.preflight import load_tokenizer
 
 __all__ = ["describe"]
 
@@ -48,7 +47,7 @@ def _first_sample(config: RunConfig) -> list[str]:
     sample = dataset[0]
     labels, mask = sample.labels[:_SHOWN_TOKENS].tolist(), sample.loss_mask[:_SHOWN_TOKENS].tolist()
     try:
-        tokenizer = Tokenizer.load(tokenizer_path(config))
+        tokenizer = load_tokenizer(config)
     except DataError:
         return ["  " + " ".join(str(label) if kept else f"[{label}]" for label, kept in zip(labels, mask, strict=True))]
     pieces: list[str] = []

@@ -10,7 +10,6 @@ from megalith.checkpoint.folders import find_checkpoint
 from megalith.checkpoint.load import load_tensors, read_state
 from megalith.config import RunConfig, load_run
 from megalith.data.gpt_dataset import EvaluationDataset
-from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError
 from megalith.models.generation import Sampling, generate
 from megalith.models.gpt_model import GPTModel
@@ -18,7 +17,7 @@ from megalith.parallel.parameters import declared_parameters
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.batch import InputMaker
 from megalith.training.evaluation import evaluate
-from megalith.training.preflight import tokenizer_path
+from megalith.training.preflight import load_tokenizer
 from megalith.training.process_group import choose_device
 from megalith.training.setup import DTYPES
 from megalith.transformer.build_options import BuildOptions
@@ -100,7 +99,7 @@ def evaluate_checkpoint(source: str | Path, dataset: str | None, max_samples: in
 def generate_text(source: str | Path, prompt: str, max_new_tokens: int, *, sampling: Sampling, seed: int) -> str:
     """What the model of ``source`` adds to ``prompt``. Raises as ``load_model`` and ``generate`` do."""
     trained = load_model(source)
-    tokenizer = Tokenizer.load(tokenizer_path(trained.config))
+    tokenizer = load_tokenizer(trained.config)
     tokens = generate(
         trained.model,
         tokenizer.encode(prompt),

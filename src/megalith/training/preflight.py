@@ -12,7 +12,7 @@ from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, MegalithError
 from megalith.training.process_group import choose_device
 
-__all__ = ["preflight", "resolve_source", "tokenizer_path"]
+__all__ = ["load_tokenizer", "preflight", "resolve_source"]
 
 
 def resolve_source(source: str | None, overrides: Sequence[str]) -> tuple[str, list[str]]:
@@ -40,21 +40,22 @@ def preflight(source: str, overrides: Sequence[str], world_size: int) -> RunConf
     return _with_vocabulary(config)
 
 
-def tokenizer_path(config: RunConfig) -> Path:
-    """The tokenizer.json of a run: ``data.tokenizer``, or the one named beside its training data.
+def load_tokenizer(config: RunConfig) -> Tokenizer:
+    """The tokenizer of a run: ``data.tokenizer``, or the one named beside its training data.
 
     Raises:
-        DataError: neither names one.
+        DataError: neither names one, or it cannot be read.
     """
-    if config.data.tokenizer is not None:
-        return Path(config.data.tokenizer)
-    assert config.data.train is not None, "the config requires it"
+    assert config.data.train is not None, "the checks before have passed"
     sidecar = IndexedDataset(config.data.train).sidecar
+    eod = None if sidecar is None else sidecar.eod  # a tokenizer may end documents with an unusual token
+    if config.data.tokenizer is not None:
+        return Tokenizer.load(config.data.tokenizer, eod)
     if sidecar is None or sidecar.tokenizer is None:
         raise DataError(
             f"{config.data.train} does not say which tokenizer made it; give data.tokenizer=PATH of a tokenizer.json"
         )
-    return Path(config.data.train).parent / sidecar.tokenizer
+    return Tokenizer.load(Path(config.data.train).parent / sidecar.tokenizer, eod)
 
 
 def _problems(check: Callable[[RunConfig], Iterator[str]], config: RunConfig) -> list[str]:
@@ -97,7 +98,7 @@ def _check_vocabulary(config: RunConfig) -> Iterator[str]:
         return
     sidecar = train.sidecar
     if config.data.tokenizer is not None:
-        tokenizer = Tokenizer.load(config.data.tokenizer)
+        tokenizer = load_tokenizer(config)
         if sidecar is not None and sidecar.tokenizer_sha256 not in (None, tokenizer.sha256):
             yield (
                 f"data.tokenizer ({config.data.tokenizer}) is not the tokenizer that made {config.data.train}; "
@@ -148,7 +149,7 @@ def _dataset(config: RunConfig) -> IndexedDataset | None:
 def _vocabulary(config: RunConfig, train: IndexedDataset) -> int | None:
     """How many entries the run's tokenizer has, if anything says so."""
     if config.data.tokenizer is not None:
-        return Tokenizer.load(config.data.tokenizer).vocab_size
+        return load_tokenizer(config).vocab_size
     return None if train.sidecar is None else train.sidecar.vocab_size
 
 
