@@ -38,10 +38,10 @@ def pretrain(config: RunConfig, show: Callable[[str], None], show_progress: Call
             show = show_progress = _say_nothing
         run = build_run(config, device)
         show(resume_or_load(run))
-        metrics = Metrics(run, show, show_progress)
-        callbacks = [metrics, HeldOutLoss(run, metrics), Checkpoints(run)]
-        _refuse_unread(config)
         with together():
+            metrics = Metrics(run, show, show_progress)
+            callbacks = [metrics, HeldOutLoss(run, metrics), Checkpoints(run)]
+            _refuse_unread(config)
             if dist.get_rank() == 0:
                 write_text_atomic(run.folder / "config.yaml", dump_yaml(config))
                 about = {"parameters": run.model.num_parameters(), "dtype": config.precision.dtype}
