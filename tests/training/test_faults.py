@@ -37,6 +37,13 @@ def never_reduce_row_parallel_outputs() -> Any:
     return patch.object(regions, "reduce_from_tensor_model_parallel_region", identity)
 
 
+def reduce_over_all_ranks_for_those_of_tp() -> Any:
+    def reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
+        return collectives.reduce_from_tensor_model_parallel_region(x, torch.distributed.group.WORLD)
+
+    return patch.object(regions, "reduce_from_tensor_model_parallel_region", reduce)
+
+
 def never_reduce_input_gradients() -> Any:
     return patch.object(regions, "copy_to_tensor_model_parallel_region", identity)
 
@@ -162,9 +169,10 @@ def add_the_row_parallel_bias_on_every_rank() -> Any:
 TENSOR = {"tensor": 2}
 SEQUENCE = {"tensor": 2, "sequence": True}
 SHARD = {"shard": 2}
-# fault: the layout of two ranks that it breaks
+# fault: the layout that it breaks
 FAULTS: dict[Fault, dict[str, Any]] = {
     never_reduce_row_parallel_outputs: TENSOR,
+    reduce_over_all_ranks_for_those_of_tp: {"tensor": 2, "shard": 2},
     never_reduce_input_gradients: TENSOR,
     keep_own_part_of_the_sequence_instead_of_the_sum: SEQUENCE,
     gather_without_reducing_gradients: SEQUENCE,
@@ -192,7 +200,7 @@ def nothing() -> Iterator[None]:
 
 def first_steps_with(fault: Fault, tree: dict[str, Any]) -> Trajectory:
     with fault():
-        return first_steps(tree, 2)
+        return first_steps(tree, torch.distributed.get_world_size())
 
 
 @pytest.fixture(scope="module")
@@ -212,5 +220,7 @@ def test_without_a_fault_nothing_is_found(parallel, tree_and_reference):
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_is_caught(fault, tree_and_reference):
     tree, want = tree_and_reference
-    found = ranks(2, first_steps_with, fault, {**tree, "parallel": FAULTS[fault]})
+    parallel = FAULTS[fault]
+    num_ranks = parallel.get("tensor", 1) * parallel.get("shard", 1)
+    found = ranks(num_ranks, first_steps_with, fault, {**tree, "parallel": parallel})
     assert any(differences(trajectory, want) for trajectory in found)
