@@ -1,10 +1,12 @@
-"""Poisons fresh memory, and keeps every test deterministic."""
+"""Lets Triton kernels run without a GPU, poisons fresh memory, and keeps every test deterministic."""
 
 import os
 
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when megalith and triton are imported, so set before any test is
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic matmuls on a GPU ask for it
 torch.set_num_threads(1)  # tensors are small, and threads that share a busy core wait 8 ms for each other
 

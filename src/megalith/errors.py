@@ -4,6 +4,7 @@ MegalithError
 ├── ConfigError (ValueError)
 │   └── ExperimentalError
 ├── ShapeError (ValueError)
+├── BackendError (ValueError)
 ├── TopologyError (ValueError)
 ├── DataError (ValueError)
 ├── CheckpointError (ValueError)
@@ -16,6 +17,7 @@ NonFiniteError, which is no fault of the input, into exit code 2.
 """
 
 __all__ = [
+    "BackendError",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -43,6 +45,10 @@ class ExperimentalError(ConfigError):
 
 class ShapeError(MegalithError, ValueError):
     """A tensor whose shape, dtype or device does not fit."""
+
+
+class BackendError(MegalithError, ValueError):
+    """A path of a fused operation that cannot run on these tensors, or here."""
 
 
 class TopologyError(MegalithError, ValueError):

@@ -2,11 +2,12 @@
 
 import importlib
 import importlib.util
+import os
 from types import ModuleType
 
 from megalith.errors import MissingDependencyError
 
-__all__ = ["has", "need"]
+__all__ = ["has", "has_triton", "need", "triton_interprets"]
 
 # package: (what needs it, the extra of megalith that installs it)
 _EXTRAS = {
@@ -15,7 +16,12 @@ _EXTRAS = {
     "matplotlib.figure": ("drawing report.html", "report"),
     "torch.utils.tensorboard": ("writing TensorBoard files", "tracking"),
     "transformers": ("comparing with Hugging Face", "hf"),
+    "triton": ("a Triton kernel", "triton"),
 }
+
+# Read once: a kernel is born compiled or interpreted, and torch.compile can trace a constant but not a look-up.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_TRITON_INTERPRETS = _HAS_TRITON and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def has(package: str) -> bool:
@@ -34,3 +40,13 @@ def need(package: str) -> ModuleType:
         raise MissingDependencyError(
             f"{purpose} needs {package}, which cannot be imported ({error}); run: pip install 'megalith[{extra}]'"
         ) from error
+
+
+def has_triton() -> bool:
+    """Whether ``triton`` is installed; does not import it."""
+    return _HAS_TRITON
+
+
+def triton_interprets() -> bool:
+    """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` when megalith was imported), also on CPU."""
+    return _TRITON_INTERPRETS

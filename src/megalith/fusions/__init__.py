@@ -1,0 +1,23 @@
+"""Fused operations: tensor functions that know no model and no config. Every public name is importable from here."""
+
+from megalith.fusions.backend import Backend, use
+from megalith.fusions.explain import explain
+from megalith.fusions.fused_weighted_squared_relu import (
+    WeightedSquaredReLUFunction,
+    weighted_squared_relu,
+    weighted_squared_relu_back,
+    weighted_squared_relu_impl,
+)
+from megalith.fusions.glu import Activation, glu
+
+__all__ = [
+    "Activation",
+    "Backend",
+    "WeightedSquaredReLUFunction",
+    "explain",
+    "glu",
+    "use",
+    "weighted_squared_relu",
+    "weighted_squared_relu_back",
+    "weighted_squared_relu_impl",
+]

@@ -1,0 +1,135 @@
+"""Chooses the path of a fused operation: its ``backend`` argument, else ``use(...)``, else the committed table.
+
+triton     our kernels, on a GPU (CUDA or ROCm), or on any tensor in Triton's interpreter
+compile    the reference through torch.compile; on CPU it needs a C++ compiler
+aten       torch's own operator, for operations that have one with the same numerics
+blocked    the reference over blocks of rows that stay in a CPU's cache, forward and backward; keeps what triton keeps
+reference  plain torch: any device, any dtype, differentiable twice
+
+All paths of an operation agree: float32 inside (float64 for float64), one rounding on store. A path that was asked for
+and cannot run is an error; no path ever stands in for another.
+"""
+
+import functools
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, Literal, ParamSpec, Protocol, TypeVar, get_args
+
+import torch
+
+from megalith.errors import BackendError
+from megalith.fusions.default_paths import DEFAULT_PATHS
+from megalith.optional import has_triton, triton_interprets
+
+__all__ = ["Backend", "Fusion", "Operand", "chosen_by_use", "compiled", "use"]
+
+Backend = Literal["triton", "compile", "aten", "blocked", "reference"]
+Path = TypeVar("Path", covariant=True)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Operand(Protocol):
+    """All of a tensor that the choice of a path looks at."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class _Choice:
+    """What ``use`` has set, process-wide. torch.compile guards an attribute; a ContextVar it cannot trace."""
+
+    backend: Backend | None = None
+
+
+_choice = _Choice()
+
+
+@contextmanager
+def use(backend: Backend) -> Iterator[None]:
+    """Fused operations called inside take ``backend``; their backward follows them, wherever it runs."""
+    if backend not in get_args(Backend):
+        raise BackendError(f"backend must be one of {', '.join(get_args(Backend))}; got {backend!r}")
+    outer, _choice.backend = _choice.backend, backend
+    try:
+        yield
+    finally:
+        _choice.backend = outer
+
+
+def chosen_by_use() -> Backend | None:
+    """The path that the innermost ``use(...)`` has set."""
+    return _choice.backend
+
+
+@dataclass(frozen=True)
+class Fusion(Generic[Path]):
+    """A fused operation: its name, and a function of one signature for each path that it has."""
+
+    name: str
+    paths: Mapping[Backend, Path]
+
+    def path(self, x: Operand, backend: Backend | None) -> Path:
+        """The function that computes the operation on ``x``, of those the caller may choose.
+
+        Raises:
+            BackendError: the path chosen cannot run on ``x``; the message says why and names those that can.
+        """
+        chosen = backend or _choice.backend or self.default(x)
+        if reason := self.why_not(chosen, x):
+            able = [path for path in self.paths if not self.why_not(path, x)]
+            raise BackendError(
+                f"{self.name} cannot take backend={chosen!r}: {reason}; here it can take {' or '.join(able)}"
+            )
+        return self.paths[chosen]
+
+    def default(self, x: Operand) -> Backend:
+        """The path of the committed table for the device of ``x``; float64 takes the reference on every device."""
+        path: Backend = DEFAULT_PATHS[self.name].get(x.device.type, "reference")
+        if x.dtype == torch.float64 or (path == "blocked" and torch.compiler.is_compiling()):
+            return "reference"  # inside torch.compile its compiler sees the formula, and makes the blocks
+        return path
+
+    def why_not(self, backend: Backend, x: Operand) -> str | None:
+        """Why ``x`` cannot take ``backend``, in one clause; None if it can."""
+        if backend not in self.paths:
+            return f"it has no such path, only {', '.join(self.paths)}"
+        if backend == "triton":
+            return _why_not_triton(x)
+        if backend == "compile" and x.device.type == "cpu" and not torch.compiler.is_compiling() and not _cxx():
+            return "torch.compile finds no C++ compiler (install g++, or set CXX)"
+        return None
+
+
+def compiled(reference: Callable[P, R]) -> Callable[P, R]:
+    """``reference`` through torch.compile, built at the first call; as it is, inside another torch.compile."""
+
+    @functools.cache
+    def build() -> Callable[P, R]:
+        return torch.compile(reference, dynamic=True)
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (reference if torch.compiler.is_compiling() else build())(*args, **kwargs)
+
+    return run
+
+
+def _why_not_triton(x: Operand) -> str | None:
+    if not has_triton():
+        return "triton is not installed (pip install 'megalith[triton]')"
+    if x.dtype == torch.float64:
+        return "kernels compute in float32, and the input is float64"
+    if x.device.type != "cuda" and not triton_interprets():
+        return f"the input is on {x.device.type}, and TRITON_INTERPRET=1 was not set when megalith was imported"
+    return None
+
+
+@functools.cache
+def _cxx() -> str | None:
+    return shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))

@@ -1,0 +1,18 @@
+"""Which path an operation takes by default, by device type; a device that is not listed takes the reference.
+
+cpu    chosen by ``python -m benchmarks fusions`` on two cores (docs/fusions.md holds the table)
+cuda   untuned: our kernels wherever there are some, until a benchmark on a GPU says otherwise
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megalith.fusions.backend import Backend
+
+__all__ = ["DEFAULT_PATHS"]
+
+DEFAULT_PATHS: "Mapping[str, Mapping[str, Backend]]" = {
+    "glu": {"cuda": "triton", "cpu": "blocked"},
+    "weighted_squared_relu": {"cuda": "triton", "cpu": "blocked"},
+}

@@ -1,0 +1,40 @@
+"""Says which path each fused operation would take here, why, and which others it could take."""
+
+from typing import NamedTuple
+
+import torch
+
+from megalith.fusions import fused_weighted_squared_relu, glu
+from megalith.fusions.backend import Fusion, chosen_by_use
+
+__all__ = ["FUSIONS", "explain"]
+
+FUSIONS: tuple[Fusion[object], ...] = (
+    glu.FUSION,
+    fused_weighted_squared_relu.FUSION,
+)
+
+
+class _Asked(NamedTuple):
+    """The operand that is asked about; no tensor of it is made."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def explain(device: str | torch.device | None = None, dtype: torch.dtype = torch.bfloat16) -> str:
+    """A table with a row for each operation: the path for tensors of ``device`` and ``dtype``, why, and the others.
+
+    ``device`` is by default "cuda" where there is one, else "cpu". Nothing is computed on it.
+    """
+    x = _Asked(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), dtype)
+    rows = [("operation", "path", "because", "could also take")]
+    for fusion in sorted(FUSIONS, key=lambda fusion: fusion.name):
+        chosen = chosen_by_use() or fusion.default(x)
+        because = "use(...)" if chosen_by_use() else f"the table for {x.device.type}"
+        if reason := fusion.why_not(chosen, x):
+            because += f", but {reason}"
+        others = [path for path in fusion.paths if path != chosen and not fusion.why_not(path, x)]
+        rows.append((fusion.name, chosen, because, ", ".join(others)))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -1,0 +1,111 @@
+"""Squared ReLU scaled by one weight per token; forward and backward are one pass each.
+
+    y  = relu(x)^2 * w
+    dx = 2 * dy * w * relu(x)
+    dw = sum over F of dy * relu(x)^2
+
+Squared ReLU: So et al. 2021, "Primer", arXiv:2109.08668. The weight is the router's probability for the token.
+
+T tokens (leading dimensions flattened), F ffn hidden size. Saved for backward: x and w.
+Floor: forward 2TF elements of x and 4T bytes, backward 3TF elements and 8T bytes (w in float32).
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from megalith.fusions.backend import Backend, Fusion, compiled
+from megalith.fusions.blocks import by_blocks
+from megalith.fusions.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.library import gradients_like, register
+from megalith.fusions.rows import as_rows, wide
+
+__all__ = [
+    "FUSION",
+    "WeightedSquaredReLUFunction",
+    "weighted_squared_relu",
+    "weighted_squared_relu_back",
+    "weighted_squared_relu_impl",
+]
+
+
+def weighted_squared_relu_impl(input: Tensor, weights: Tensor, backend: Backend | None = None) -> Tensor:
+    """``relu(input)^2 * weights``, one weight per token.
+
+    Args:
+        input: [..., F], floating; rows may be strided.
+        weights: [..., 1], same leading sizes and device; often float32 while ``input`` is bfloat16.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Returns:
+        [..., F] in the dtype of ``input``.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+        BackendError: ``backend`` cannot run on ``input``.
+    """
+    check_floating(input=input, weights=weights)
+    check_one_device(input=input, weights=weights)
+    check_shape("weights", weights, (*input.shape[:-1], 1), f"one for each token of input {list(input.shape)}")
+    compute = FUSION.path(input, backend)
+    return compute(as_rows(input), as_rows(weights)).view(input.shape)
+
+
+class WeightedSquaredReLUFunction:
+    """``apply`` is ``weighted_squared_relu_impl``, under the name that the field knows."""
+
+    apply = staticmethod(weighted_squared_relu_impl)
+
+
+def weighted_squared_relu(x: Tensor, weights: Tensor) -> Tensor:
+    """Reference forward: ``x`` [T, F], ``weights`` [T, 1] -> y [T, F] in the dtype of ``x``."""
+    acc = wide(x.dtype)
+    return (torch.relu(x.to(acc)).square() * weights.to(acc)).to(x.dtype)
+
+
+def weighted_squared_relu_back(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Reference backward: dx [T, F] and dw [T, 1], each in the dtype of what it is the gradient of."""
+    acc = wide(x.dtype)
+    dy, relu = dy.to(acc), torch.relu(x.to(acc))
+    dx = 2 * dy * weights.to(acc) * relu
+    dw = (dy * relu.square()).sum(dim=-1, keepdim=True)
+    return dx.to(x.dtype), dw.to(weights.dtype)
+
+
+def _blocked_forward(x: Tensor, weights: Tensor) -> Tensor:
+    y = x.new_empty(x.shape)
+    by_blocks(lambda x, weights: (weighted_squared_relu(x, weights),), (x, weights), (y,))
+    return y
+
+
+def _blocked_backward(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    dx, dw = gradients_like(x, weights)
+    by_blocks(weighted_squared_relu_back, (dy, x, weights), (dx, dw))
+    return dx, dw
+
+
+_blocked = register(
+    "weighted_squared_relu_blocked",
+    _blocked_forward,
+    lambda x, weights: x.new_empty(x.shape),
+    _blocked_backward,
+    lambda dy, x, weights: gradients_like(x, weights),
+    gradients_of=("x", "weights"),
+    opaque=True,
+)
+
+
+def _triton(x: Tensor, weights: Tensor) -> Tensor:
+    from megalith.fusions.kernels.weighted_squared_relu import op
+
+    return op(x, weights)
+
+
+_PATHS: Mapping[Backend, Callable[[Tensor, Tensor], Tensor]] = {
+    "triton": _triton,
+    "compile": compiled(weighted_squared_relu),
+    "blocked": _blocked,
+    "reference": weighted_squared_relu,
+}
+FUSION = Fusion("weighted_squared_relu", _PATHS)

@@ -1,0 +1,78 @@
+"""Activations and their slopes inside kernels, in float32, from exp alone: libdevice is not always there."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["activation", "activation_and_slope", "normal_cumulative", "relu", "sigmoid"]
+
+_ROOT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+_CUBIC = tl.constexpr(0.044715)
+_QUICK = tl.constexpr(1.702)
+_ROOT_HALF = tl.constexpr(0.7071067811865476)
+_ROOT_1_OVER_2_PI = tl.constexpr(0.3989422804014327)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x))."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def relu(x):
+    """x above 0, else 0."""
+    # NaN < 0 is false, so NaN passes, as in torch. tl.maximum drops it on a GPU, and not in the interpreter.
+    return tl.where(x < 0.0, 0.0, x)
+
+
+@triton.jit
+def normal_cumulative(x):
+    """Phi(x), to a relative 2e-7 in both tails, where 1 + erf would cancel.
+
+    erfc(z) = t exp(-z^2 + polynomial(t)), t = 1 / (1 + z / 2): the Chebyshev fit of Press et al., "Numerical Recipes".
+    """
+    z = tl.abs(x) * _ROOT_HALF
+    t = 1.0 / (1.0 + 0.5 * z)
+    p = -0.82215223 + t * 0.17087277
+    p = 1.48851587 + t * p
+    p = -1.13520398 + t * p
+    p = 0.27886807 + t * p
+    p = -0.18628806 + t * p
+    p = 0.09678418 + t * p
+    p = 0.37409196 + t * p
+    p = 1.00002368 + t * p
+    tail = 0.5 * t * tl.exp(-z * z - 1.26551223 + t * p)
+    return tl.where(x < 0.0, tail, 1.0 - tail)
+
+
+@triton.jit
+def activation(x, KIND: tl.constexpr):
+    """The activation that ``KIND`` names: silu, quick_gelu, gelu_tanh, gelu or relu."""
+    value, _ = activation_and_slope(x, KIND)
+    return value
+
+
+@triton.jit
+def activation_and_slope(x, KIND: tl.constexpr):
+    """The activation and its derivative at ``x``."""
+    if KIND == "silu":
+        s = sigmoid(x)
+        value = x * s
+        slope = s * (1.0 + x * (1.0 - s))
+    elif KIND == "quick_gelu":
+        s = sigmoid(_QUICK * x)
+        value = x * s
+        slope = s * (1.0 + _QUICK * x * (1.0 - s))
+    elif KIND == "gelu_tanh":
+        # 0.5 (1 + tanh u) = sigmoid(2 u)
+        s = sigmoid(2.0 * _ROOT_2_OVER_PI * x * (1.0 + _CUBIC * x * x))
+        value = x * s
+        slope = s + x * s * (1.0 - s) * 2.0 * _ROOT_2_OVER_PI * (1.0 + 3.0 * _CUBIC * x * x)
+    elif KIND == "gelu":
+        cumulative = normal_cumulative(x)
+        value = x * cumulative
+        slope = cumulative + x * tl.exp(-0.5 * x * x) * _ROOT_1_OVER_2_PI
+    else:
+        value = relu(x)
+        slope = tl.where(x > 0.0, 1.0, 0.0)
+    return value, slope

@@ -1,0 +1,94 @@
+"""Registers a forward and a backward function as one differentiable torch operator.
+
+Three kinds of functions, one registration. Compiled Triton launchers become a ``triton_op``: torch.compile sees their
+kernels and plans memory around them. Interpreted ones become a ``custom_op``, which torch.compile takes as it is: the
+interpreter reads data pointers, which the tensors of a trace do not have. So do functions over blocks of rows.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from megalith.optional import triton_interprets
+
+__all__ = ["gradients_like", "register", "wrap_triton"]
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+Outputs = Callable[..., Any]
+Saves = Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[Any, ...]]
+
+
+def register(
+    name: str,
+    forward: Forward,
+    forward_outputs: Outputs,
+    backward: Callable[..., tuple[Tensor, ...]],
+    backward_outputs: Outputs,
+    *,
+    gradients_of: Sequence[str],
+    saves: Saves | None = None,
+    num_differentiable: int = 1,
+    opaque: bool = False,
+) -> Forward:
+    """The operator ``megalith::<name>`` with its gradient ``megalith::<name>_back``; schemas come from the annotations.
+
+    Args:
+        forward: launches kernels over its inputs (tensors, None, numbers, strings) and writes fresh tensors only.
+        forward_outputs: allocates those tensors from the same inputs, and so tells torch.compile their shapes.
+        backward: gets the gradients of the first ``num_differentiable`` outputs, then what ``saves`` gave, and, if it
+            has an argument ``needs``, a list of bool: which of ``gradients_of`` are wanted. It returns a tensor for
+            each of them, empty where none is wanted or the input was None.
+        backward_outputs: what ``forward_outputs`` is to forward.
+        gradients_of: names of the inputs that have gradients, in the order that ``backward`` returns them.
+        saves: picks what backward needs, from the inputs and the tuple of outputs; by default all inputs.
+        num_differentiable: outputs past these have no gradient: statistics that only backward reads.
+        opaque: not made of Triton kernels.
+
+    The gradient has no gradient of its own: a second derivative raises instead of being wrong.
+    """
+    define = torch.library.custom_op if opaque or triton_interprets() else torch.library.triton_op
+    operator: Any = _operator(define, name, forward, forward_outputs)
+    gradient: Any = _operator(define, f"{name}_back", backward, backward_outputs)
+    input_names = list(inspect.signature(forward).parameters)
+    positions = [input_names.index(of) for of in gradients_of]
+    takes_needs = "needs" in inspect.signature(backward).parameters
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        ctx.mark_non_differentiable(*outputs[num_differentiable:])
+        kept = inputs if saves is None else saves(inputs, outputs)
+        ctx.save_for_backward(*(x for x in kept if isinstance(x, Tensor)))
+        ctx.kept = [None if isinstance(x, Tensor) else (x,) for x in kept]  # None: the next of the saved tensors
+
+    def gradients(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = iter(ctx.saved_tensors)
+        kept = [next(tensors) if x is None else x[0] for x in ctx.kept]
+        wanted = [ctx.needs_input_grad[position] for position in positions]
+        results = gradient(*dy[:num_differentiable], *kept, *([wanted] if takes_needs else []))
+        by_position: dict[int, Tensor] = dict(zip(positions, results, strict=True))
+        return tuple(
+            by_position.get(position) if needed else None for position, needed in enumerate(ctx.needs_input_grad)
+        )
+
+    torch.library.register_autograd(f"megalith::{name}", gradients, setup_context=setup_context)
+    return operator  # type: ignore[no-any-return]
+
+
+def gradients_like(*inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """Fresh memory for the gradient of each of ``inputs``, contiguous, in its dtype; empty for None."""
+    given = next(x for x in inputs if x is not None)
+    return tuple(given.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+
+
+def wrap_triton(kernel: Any) -> Any:
+    """``kernel`` for an operator to launch. Call it by this bare name: torch's compile cache scans launchers for it."""
+    return kernel if triton_interprets() else torch.library.wrap_triton(kernel)
+
+
+def _operator(define: Any, name: str, function: Callable[..., Any], outputs: Outputs) -> Any:
+    operator = define(f"megalith::{name}", function, mutates_args=())
+    torch.library.register_fake(f"megalith::{name}", outputs)
+    return operator

@@ -1,0 +1,30 @@
+"""Tensors as rows: leading dimensions flattened, columns contiguous; and what an operation on them computes in."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["as_rows", "contiguous_columns", "rows_per_sum", "wide"]
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """``x`` [..., F] as [T, F], also for F = 0, where reshape(-1, 0) could not know T; a view if it can be one."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def contiguous_columns(x: Tensor) -> Tensor:
+    """``x`` with contiguous columns, copied only if it must be: an expanded gradient has stride 0."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What an operation on ``dtype`` computes in: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rows_per_sum(num_rows: int, num_tiles: int) -> int:
+    """How many of ``num_rows`` rows a program adds up, each of ``num_tiles`` tiles of columns, for a sum over all rows.
+
+    As many as leave 2,048 programs, enough for every multiprocessor of today's GPUs to hold several; 128 at most, where
+    writing the partial sums costs 1/64 of reading a 16-bit row.
+    """
+    return max(1, min(128, num_rows * num_tiles // 2048))

@@ -1,0 +1,44 @@
+"""How near a result must be to float64, by the dtype that it is rounded to."""
+
+import torch
+from torch import Tensor
+
+from megalith.optional import triton_interprets
+
+# (largest relative error of an entry, relative L2 error) of float32 inside and one rounding on store
+TOLERANCE = {
+    torch.float64: (1e-12, 1e-13),
+    torch.float32: (3e-6, 1e-6),
+    torch.float16: (4.9e-4, 2.3e-4),
+    torch.bfloat16: (3.91e-3, 1.8e-3),
+}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TINY = torch.finfo(torch.float64).tiny
+
+
+def assert_accurate(got: Tensor, want: Tensor, terms: int = 1, cancels: bool = False, name: str = "") -> None:
+    """``got`` equals ``want``, in float64, up to the rounding of its own dtype; each entry sums ``terms`` terms.
+
+    A small entry is held to 1 % of the mean entry; where the terms of a sum may cancel, to all of it. ``cancels`` says
+    the same of a formula in float32 near its zeros: no arithmetic in float32 has the digits that are left there.
+    """
+    assert want.dtype == torch.float64, f"{name}: the expectation must be float64, not {want.dtype}"
+    assert got.shape == want.shape, f"{name}: shape {list(got.shape)}, expected {list(want.shape)}"
+    finite = want.isfinite()
+    assert torch.equal(got.double()[~finite].nan_to_num(7.0), want[~finite].nan_to_num(7.0)), f"{name}: NaN or inf"
+    rounding = (want.to(got.dtype).double() - want).abs()[finite]  # below it nothing can be
+    got, want, dtype = got.double()[finite], want[finite], got.dtype
+    if want.numel() == 0:
+        return
+    # float32 sums drift by the root of their length; the interpreter truncates to bfloat16, where a GPU rounds
+    slack = max(1, terms) ** 0.5 * (2 if dtype == torch.bfloat16 and triton_interprets() else 1)
+    entry, l2 = TOLERANCE[dtype]
+    error, size = (got - want).abs(), want.abs()
+    held_to_mean = terms > 1 or (cancels and dtype == torch.float32)
+    size = size.clamp_min(max(TINY, size.mean().item() * (1 if held_to_mean else 0.01)))
+    worst = (error / torch.maximum(entry * size, rounding)).max().item() / slack
+    assert worst <= 1, f"{name}: error of an entry is {worst:.2f} times what is allowed"
+    if want.numel() >= 1000:  # of fewer, even a perfect rounding strays above it
+        allowed = max(l2 * want.norm().item(), rounding.norm().item(), TINY)
+        mean = error.norm().item() / allowed / slack
+        assert mean <= 1, f"{name}: L2 error is {mean:.2f} times what is allowed"

@@ -1,0 +1,126 @@
+"""What every fused operation is held to, whatever it computes: a case says how to call it and what float64 says."""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.fusions.backend import Backend, Fusion
+from megalith.fusions.cost import Cost
+from tests.accuracy import assert_accurate
+
+WIDTHS = (1, 7, 64, 127, 1000, 1536, 4096, 16385)
+SAMPLE = (7, 127, 1536)  # the widths of `make test`
+Inputs = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to call an operation.
+
+    Args:
+        name: the operation and what is particular, "swiglu, bias".
+        fusion: the operation.
+        inputs: (num_rows, width, dtype, device) -> arguments by name; floating ones get gradients unless ``constant``.
+        compute: (**inputs, backend=...) -> the operation's result, a tensor or a tuple of them.
+        formula: (**inputs) -> the same in float64, by plain torch and not by our code; autograd gives its gradients.
+        terms: (**inputs) -> how many terms each result ("0", "1", ...) or gradient ("dbias", ...) sums, where not one.
+        cancels: results and gradients that cross zero by cancellation, so that float32 has no digits left there.
+        cost: (**inputs) -> bytes moved and saved.
+        constant: inputs without a gradient.
+        shared: inputs that many programs read; their bytes are counted once.
+        widths: the widths that it takes.
+        dtypes: other than float32, float16 and bfloat16, where it takes fewer.
+    """
+
+    name: str
+    fusion: Fusion[Any]
+    inputs: Callable[[int, int, torch.dtype, str], Inputs]
+    compute: Callable[..., Any]
+    formula: Callable[..., Any]
+    terms: Callable[..., Mapping[str, int]] = lambda **_: {}
+    cancels: Sequence[str] = ()
+    cost: Callable[..., Cost] | None = None
+    constant: Sequence[str] = ()
+    shared: Sequence[str] = ()
+    widths: Sequence[int] = WIDTHS
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16, torch.bfloat16)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def make(self, num_rows: int, width: int, dtype: torch.dtype, device: str) -> Inputs:
+        """Fresh inputs, the same at every call."""
+        torch.manual_seed(num_rows + width)
+        made = self.inputs(num_rows, width, dtype, device)
+        return {name: self.leaf(name, x) for name, x in made.items()}
+
+    def leaf(self, name: str, x: Tensor | None) -> Tensor | None:
+        floating = x is not None and x.is_floating_point() and name not in self.constant
+        return x.detach().requires_grad_() if x is not None and floating else x
+
+    def run(self, inputs: Inputs, backend: Backend | None, dy: Sequence[Tensor] | None = None) -> dict[str, Tensor]:
+        """Results by number and gradients by "d" and the input's name."""
+        return results(lambda: self.compute(**inputs, backend=backend), inputs, dy)
+
+    def expected(self, inputs: Inputs, dy: Sequence[Tensor]) -> dict[str, Tensor]:
+        """What float64 says of the same, rounded, inputs."""
+        exact = {name: in_float64(x) for name, x in inputs.items()}
+        return results(lambda: self.formula(**exact), exact, [g.double() for g in dy])
+
+    def upstream(self, inputs: Inputs, backend: Backend | None = None) -> list[Tensor]:
+        """Random gradients for the results that have one."""
+        with torch.no_grad():
+            values = as_tuple(self.compute(**inputs, backend=backend))
+        torch.manual_seed(1)
+        return [torch.randn(y.shape, device=y.device).to(y.dtype) for y in values if y.is_floating_point()]
+
+    def assert_accurate(self, inputs: Inputs, backend: Backend | None, dy: Sequence[Tensor] = ()) -> None:
+        """Results and gradients are as near to float64 as their dtypes allow; integers are equal."""
+        dy = dy or self.upstream(inputs, backend)
+        got, want = self.run(inputs, backend, dy), self.expected(inputs, dy)
+        terms = self.terms(**inputs)
+        assert got.keys() == want.keys()
+        for name, value in got.items():
+            if value.is_floating_point():
+                assert_accurate(value, want[name], terms.get(name, 1), name in self.cancels, f"{self.name}: {name}")
+            else:
+                assert torch.equal(value, want[name].to(value.dtype)), f"{self.name}: {name}"
+
+
+def results(compute: Callable[[], Any], inputs: Inputs, dy: Sequence[Tensor] | None = None) -> dict[str, Tensor]:
+    """What ``compute`` gives, by number, and with ``dy`` the gradients of ``inputs``, by "d" and the name."""
+    values = as_tuple(compute())
+    found = {str(i): y.detach() for i, y in enumerate(values)}
+    leaves = {name: x for name, x in inputs.items() if x is not None and x.requires_grad}
+    if dy and leaves:
+        pairs = zip((y for y in values if y.is_floating_point()), dy, strict=True)
+        roots = [(y, g) for y, g in pairs if y.requires_grad]
+        gradients = torch.autograd.grad([y for y, _ in roots], list(leaves.values()), [g for _, g in roots])
+        found |= {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
+    return found
+
+
+def as_tuple(values: Any) -> tuple[Tensor, ...]:
+    return tuple(values) if isinstance(values, tuple | list) else (values,)
+
+
+def in_float64(x: Tensor | None) -> Tensor | None:
+    if x is None or not x.is_floating_point():
+        return x
+    return x.detach().double().requires_grad_(x.requires_grad)
+
+
+def all_cases() -> list[Case]:
+    """The ``CASES`` of every file in ``cases/``."""
+    files = sorted(file.stem for file in (Path(__file__).parent / "cases").glob("*.py"))
+    return [case for file in files for case in importlib.import_module(f"tests.fusions.cases.{file}").CASES]
+
+
+def first_of_each_operation() -> list[Case]:
+    """One case for each fusion: the first that its file gives."""
+    return list({case.fusion.name: case for case in reversed(all_cases())}.values())[::-1]

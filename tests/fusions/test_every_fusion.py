@@ -1,0 +1,190 @@
+"""What holds for every fused operation, shown on the cases of each: accuracy, purity, compilation, bytes."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megalith.fusions.default_paths import DEFAULT_PATHS
+from tests.accuracy import DTYPES
+from tests.fusions.harness import SAMPLE, WIDTHS, Case, Inputs, all_cases, as_tuple, first_of_each_operation
+from tests.fusions.observe import operator_calls, saved_bytes
+from tests.kernel_reports import in_interpreter, traffic
+
+CASES = all_cases()
+FIRST = first_of_each_operation()
+OURS = ("triton", "blocked")  # the paths with an operator of ours
+EAGER = (*OURS, "aten", "reference")
+
+
+def on_paths(cases: list[Case], paths: Sequence[str] = EAGER, slow_after_first: bool = False) -> pytest.MarkDecorator:
+    """Parametrises a test by case and path; with ``slow_after_first``, `make test` takes one case of an operation."""
+    parameters = [
+        pytest.param(
+            case, path, id=f"{case}-{path}", marks=[pytest.mark.slow] if slow_after_first and case not in FIRST else []
+        )
+        for case in cases
+        for path in paths
+        if path in case.fusion.paths
+    ]
+    return pytest.mark.parametrize(("case", "path"), parameters)
+
+
+def small(case: Case, device: str, dtype: torch.dtype = torch.float32, num_rows: int = 3) -> Inputs:
+    """Inputs of a width that is no power of two, where the case takes one."""
+    width = 127 if 127 in case.widths else case.widths[-1]
+    return case.make(num_rows, width, dtype, device)
+
+
+def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+@on_paths(CASES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [pytest.param(w, marks=[] if w in SAMPLE else pytest.mark.slow) for w in WIDTHS])
+def test_results_and_gradients_match_float64(case, path, dtype, width, device):
+    if width in case.widths and dtype in case.dtypes:
+        case.assert_accurate(case.make(3 if path == "triton" else 5, width, dtype, device), path)
+
+
+@on_paths(CASES)
+def test_no_rows_give_no_rows_and_zero_sums(case, path, device):
+    inputs = small(case, device, num_rows=0)
+    case.assert_accurate(inputs, path)
+
+
+@on_paths(CASES)
+def test_strided_inputs_and_expanded_gradients(case, path, device):
+    inputs = small(case, device)
+    apart = {name: case.leaf(name, x if x is None else strided(x)) for name, x in inputs.items()}
+    dy = [torch.ones((), dtype=g.dtype, device=device).expand(g.shape) for g in case.upstream(inputs, path)]
+    case.assert_accurate(apart, path, dy)
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values with other memory between them."""
+    wide = torch.full([2 * size for size in x.shape], 7, dtype=x.dtype, device=x.device)
+    view = wide[tuple(slice(None, None, 2) for _ in x.shape)]
+    return view.copy_(x.detach())
+
+
+@on_paths(CASES)
+def test_backward_can_run_twice_and_nothing_that_was_given_is_written(case, path, device):
+    inputs = small(case, device)
+    dy = case.upstream(inputs, path)
+    before = [None if x is None else x.detach().clone() for x in (*inputs.values(), *dy)]
+    leaves = [x for x in inputs.values() if x is not None and x.requires_grad]
+    roots = [y for y in as_tuple(case.compute(**inputs, backend=path)) if y.requires_grad]
+    if roots:
+        first = torch.autograd.grad(roots, leaves, dy[: len(roots)], retain_graph=True)
+        second = torch.autograd.grad(roots, leaves, dy[: len(roots)])
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for given, want in zip((*inputs.values(), *dy), before, strict=True):
+        assert given is None or torch.equal(given, want)
+
+
+@on_paths(CASES)
+def test_two_runs_and_a_recomputed_one_are_equal_bit_for_bit(case, path, device):
+    inputs = small(case, device)
+    dy = case.upstream(inputs, path)
+    want = case.run(inputs, path, dy)
+    assert_equal(case.run(inputs, path, dy), want)
+
+    def recomputed(backend: str, **inputs: Tensor | None) -> object:
+        return checkpoint(functools.partial(case.compute, backend=backend), **inputs, use_reentrant=False)
+
+    assert_equal(dataclasses.replace(case, compute=recomputed).run(inputs, path, dy), want)
+
+
+@on_paths(CASES, ("reference",))
+def test_the_reference_is_exact_in_float64(case, path):
+    inputs = small(case, "cpu", torch.float64) if case.widths[0] > 4 else case.make(3, 4, torch.float64, "cpu")
+    case.assert_accurate(inputs, path)
+    names = [name for name, x in inputs.items() if x is not None and x.requires_grad]
+
+    def compute(*leaves: Tensor) -> object:
+        values = case.compute(**(inputs | dict(zip(names, leaves, strict=True))), backend=path)
+        return tuple(y for y in as_tuple(values) if y.requires_grad)
+
+    assert not names or torch.autograd.gradcheck(compute, [inputs[name] for name in names])
+
+
+@on_paths(CASES, OURS, slow_after_first=True)
+def test_operators_are_registered_as_torch_expects(case, path, device):
+    for num_rows in (3, 0):
+        inputs = small(case, device, num_rows=num_rows)
+        dy = case.upstream(inputs, path)
+        calls = operator_calls(lambda: case.run(inputs, path, dy))  # noqa: B023
+        assert calls
+        for operator, arguments in calls:
+            torch.library.opcheck(operator, tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments))
+            if not operator.__name__.startswith("_") and "_back" not in str(operator):
+                torch.library.opcheck(operator, arguments)
+
+
+@on_paths(FIRST, OURS)
+def test_a_second_derivative_raises_instead_of_being_wrong(case, path, device):
+    inputs = small(case, device)
+    roots = [y for y in as_tuple(case.compute(**inputs, backend=path)) if y.requires_grad]
+    leaf = next(x for x in inputs.values() if x is not None and x.requires_grad)
+    (dx,) = torch.autograd.grad(sum(y.square().sum() for y in roots), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="_back"):
+        dx.sum().backward()
+
+
+def through(compiled: Callable[..., object], case: Case) -> Case:
+    """The case, computed by ``compiled``, whose path is chosen already."""
+    return dataclasses.replace(case, compute=lambda backend, **inputs: compiled(**inputs))
+
+
+@on_paths(CASES, (*EAGER, "compile"), slow_after_first=True)
+def test_torch_compile_finds_one_graph(case, path, device):
+    torch.compiler.reset()
+    compute = functools.partial(case.compute, backend=path)
+    compiled = torch.compile(compute, fullgraph=True, backend="aot_eager")
+    through(compiled, case).assert_accurate(small(case, device), path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_paths(FIRST, ("compile",))
+def test_inductor_keeps_the_accuracy(case, path, dtype, device):
+    torch.compiler.reset()
+    case.assert_accurate(small(case, device, dtype), path)
+
+
+@in_interpreter
+@on_paths([case for case in CASES if case.cost], ("triton",))
+def test_kernels_move_the_bytes_of_the_floor_and_touch_each_once(case, path):
+    inputs = case.make(4, 1536 if 1536 in case.widths else case.widths[-1], torch.bfloat16, "cpu")
+    floor = case.cost(**inputs)
+    dy = case.upstream(inputs, path)
+    shared = [x for name in case.shared if (x := inputs.get(name)) is not None]
+    values = []
+    forward = traffic(lambda: values.extend(as_tuple(case.compute(**inputs, backend=path))), shared)
+    roots = [y for y in values if y.requires_grad]
+    backward = traffic(lambda: torch.autograd.backward(roots, dy[: len(roots)]), shared)
+    assert forward.bytes <= 1.05 * floor.forward
+    assert backward.bytes <= 1.05 * floor.backward
+    assert forward.visits <= floor.forward_visits
+    assert backward.visits <= floor.backward_visits
+
+
+@on_paths([case for case in CASES if case.cost], OURS)
+def test_what_is_kept_for_backward_is_what_the_table_says(case, path, device):
+    inputs = case.make(4, 1536 if 1536 in case.widths else case.widths[-1], torch.bfloat16, device)
+    assert saved_bytes(lambda: case.compute(**inputs, backend=path)) == case.cost(**inputs).saved
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_every_operation_has_a_default_on_every_device_that_it_can_take(case):
+    defaults = DEFAULT_PATHS[case.fusion.name]
+    assert {"cpu", "cuda"} <= defaults.keys()
+    assert set(defaults.values()) <= case.fusion.paths.keys()

@@ -1,0 +1,156 @@
+"""What can be known of kernels without a GPU: the bytes that they move, and what they take on each target."""
+
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton._utils import type_canonicalisation_dict
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.interpreter import InterpreterBuilder
+
+from megalith.fusions import backend
+from megalith.optional import triton_interprets
+
+T = TypeVar("T")
+
+in_interpreter = pytest.mark.skipif(not triton_interprets(), reason="shown in Triton's interpreter, off on a GPU")
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+class Traffic(NamedTuple):
+    """Bytes at distinct addresses read and written, and how often the busiest address was touched one way."""
+
+    bytes: int
+    visits: int
+
+
+class Resources(NamedTuple):
+    """What one kernel takes on one target."""
+
+    registers: int  # per thread
+    spilled: int  # per thread: bytes on NVIDIA, registers on AMD
+    shared: int  # bytes per program
+
+
+def traffic(run: Callable[[], object], shared: Sequence[Tensor] = ()) -> Traffic:
+    """What interpreted kernels load and store in ``run()``; masked lanes move nothing.
+
+    Addresses inside of ``shared`` tensors are counted in bytes, but may be visited by every program.
+    """
+    touched: dict[tuple[str, int], list[np.ndarray]] = {}
+
+    def recording(kind: str, method: Any, mask_index: int) -> Any:
+        def recorded(self: Any, pointers: Any, *args: Any) -> Any:
+            mask = np.broadcast_to(args[mask_index].data, pointers.data.shape).astype(bool)
+            size = pointers.get_element_ty().primitive_bitwidth // 8
+            touched.setdefault((kind, size), []).append(pointers.data[mask])
+            return method(self, pointers, *args)
+
+        return recorded
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, mask_index in (("create_masked_load", 0), ("create_masked_store", 1)):
+            patch.setattr(InterpreterBuilder, name, recording(name, getattr(InterpreterBuilder, name), mask_index))
+        run()
+    moved, busiest = 0, 0
+    for (_, size), parts in touched.items():
+        addresses, visits = np.unique(np.concatenate(parts), return_counts=True)
+        moved += size * len(addresses)
+        for x in shared:
+            visits[(addresses >= x.data_ptr()) & (addresses < x.data_ptr() + x.nbytes)] = 0
+        busiest = max(busiest, visits.max(initial=0))
+    return Traffic(moved, int(busiest))
+
+
+def without_interpreter(function: Callable[..., T], *args: object) -> T:
+    """``function(*args)`` in a fresh process, where kernels are born compiled; the function travels by name."""
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as cache:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        patch.setenv("TRITON_CACHE_DIR", cache)
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(function, *args).result()
+
+
+class Launch(NamedTuple):
+    """A kernel and the arguments that it was launched with."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+
+
+def launches(run: Callable[[], object]) -> list[Launch]:
+    """What ``run()`` would launch; nothing is, so its results are garbage. Only where kernels are born compiled."""
+    recorded: list[Launch] = []
+
+    class Recorder:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            def launch(*args: Any, **kwargs: Any) -> None:
+                names = dict(zip(self.kernel.arg_names, args, strict=False))
+                recorded.append(Launch(self.kernel, names | kwargs))
+
+            return launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.library, "wrap_triton", Recorder)
+        patch.setattr(backend, "triton_interprets", lambda: True)  # lets tensors on a CPU through
+        run()
+    return recorded
+
+
+def compile_for(launch: Launch, target: GPUTarget) -> Resources:
+    """What the kernel takes when it is compiled for ``target`` as a launch with these arguments would."""
+    names = launch.kernel.arg_names
+    values = [launch.arguments.get(name) for name in names]
+    is_constant = [p.is_constexpr or value is None for p, value in zip(launch.kernel.params, values, strict=True)]
+    constants = {(i,): value for i, value in enumerate(values) if is_constant[i]}
+    types = ["constexpr" if is_constant[i] else _type(value) for i, value in enumerate(values)]
+    # what a launch finds for aligned memory and sizes divisible by 16; without it, loads stay narrow
+    at = [i for i, value in enumerate(values) if not is_constant[i] and _aligned(value)]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in at}
+    options = {name: launch.arguments[name] for name in ("num_warps", "num_stages") if name in launch.arguments}
+    source = ASTSource(launch.kernel, dict(zip(names, types, strict=True)), constants, aligned)
+    compiled = triton.compile(source, target=target, options=options)
+    return _resources(compiled.asm, compiled.metadata.shared)
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "*" + type_canonicalisation_dict[str(value.dtype).removeprefix("torch.")]
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _aligned(value: Any) -> bool:
+    return isinstance(value, Tensor) or value % 16 == 0
+
+
+def _resources(asm: Any, shared: int) -> Resources:
+    if "amdgcn" in asm:
+        count = {key: int(n) for key, n in re.findall(r"\.(\w+_count): +(\d+)", asm["amdgcn"])}
+        return Resources(count["vgpr_count"], count["vgpr_spill_count"] + count["sgpr_spill_count"], shared)
+    with TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    count = {key: int(n) for key, n in re.findall(r"(\w+):(\d+)", usage)}
+    return Resources(count["REG"], count["STACK"] + count["LOCAL"], shared)
