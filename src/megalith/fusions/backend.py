@@ -22,6 +22,7 @@ from typing import Generic, Literal, ParamSpec, Protocol, TypeVar, get_args
 import torch
 
 from megalith.errors import BackendError
+from megalith.fusions.blocks import BLOCK_ELEMENTS
 from megalith.fusions.default_paths import DEFAULT_PATHS
 from megalith.optional import has_triton, triton_interprets
 
@@ -40,6 +41,7 @@ class Operand(Protocol):
     def device(self) -> torch.device: ...
     @property
     def dtype(self) -> torch.dtype: ...
+    def numel(self) -> int: ...
 
 
 class _Choice:
@@ -90,11 +92,15 @@ class Fusion(Generic[Path]):
         return self.paths[chosen]
 
     def default(self, x: Operand) -> Backend:
-        """The path of the committed table for the device of ``x``; float64 takes the reference on every device."""
+        """The path of the committed table for the device of ``x``.
+
+        float64 takes the reference on every device. So does what would be blocked inside of torch.compile, whose
+        compiler makes blocks of its own, and what is one block: there is nothing to cut.
+        """
         path: Backend = DEFAULT_PATHS[self.name].get(x.device.type, "reference")
-        if x.dtype == torch.float64 or (path == "blocked" and torch.compiler.is_compiling()):
-            return "reference"  # inside torch.compile its compiler sees the formula, and makes the blocks
-        return path
+        if path == "blocked" and (torch.compiler.is_compiling() or x.numel() <= BLOCK_ELEMENTS):
+            return "reference"
+        return "reference" if x.dtype == torch.float64 else path
 
     def why_not(self, backend: Backend, x: Operand) -> str | None:
         """Why ``x`` cannot take ``backend``, in one clause; None if it can."""

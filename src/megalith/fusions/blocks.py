@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["blocks", "by_blocks"]
+__all__ = ["BLOCK_ELEMENTS", "blocks", "by_blocks"]
 
 # elements of the widest tensor in a block; of 2^14 to 2^20, the fastest for SwiGLU on two cores with 2 MiB of L2 each
-_BLOCK_ELEMENTS = 2**18
+BLOCK_ELEMENTS = 2**18
 
 
 def blocks(num_rows: int, row_elements: int) -> Iterator[slice]:
     """Slices of ``num_rows`` rows, in order, each of about a quarter of a million elements, and of one row at least."""
-    step = max(1, _BLOCK_ELEMENTS // max(1, row_elements))
+    step = max(1, BLOCK_ELEMENTS // max(1, row_elements))
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 

@@ -1,6 +1,6 @@
 """Which path an operation takes by default, by device type; a device that is not listed takes the reference.
 
-cpu    chosen by ``python -m benchmarks fusions`` on two cores (docs/fusions.md holds the table)
+cpu    chosen by ``python -m benchmarks.fusions`` on two cores (docs/fusions.md holds the table)
 cuda   untuned: our kernels wherever there are some, until a benchmark on a GPU says otherwise
 """
 

@@ -6,6 +6,7 @@ import torch
 
 from megalith.fusions import fused_weighted_squared_relu, glu
 from megalith.fusions.backend import Fusion, chosen_by_use
+from megalith.fusions.blocks import BLOCK_ELEMENTS
 
 __all__ = ["FUSIONS", "explain"]
 
@@ -16,10 +17,13 @@ FUSIONS: tuple[Fusion[object], ...] = (
 
 
 class _Asked(NamedTuple):
-    """The operand that is asked about; no tensor of it is made."""
+    """The operand that is asked about: larger than a block, and no tensor of it is made."""
 
     device: torch.device
     dtype: torch.dtype
+
+    def numel(self) -> int:
+        return BLOCK_ELEMENTS + 1
 
 
 def explain(device: str | torch.device | None = None, dtype: torch.dtype = torch.bfloat16) -> str:

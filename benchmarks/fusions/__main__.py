@@ -1,0 +1,69 @@
+"""``python -m benchmarks.fusions``: every fused operation beside its peers; prints the table, and keeps it."""
+
+import argparse
+import json
+import logging
+import time
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from benchmarks.environment import describe
+from benchmarks.fusions.clock import Clock, copy_bandwidth
+from benchmarks.fusions.contest import contest
+from benchmarks.fusions.registry import OPERATIONS
+from benchmarks.fusions.report import Run, as_json, as_markdown
+
+__all__ = ["main"]
+
+log = logging.getLogger(__name__)
+
+RESULTS = Path(__file__).parent.parent / "results"
+# bytes of the largest tensor: beyond a CPU's caches; and on a GPU launch-bound, between, and memory-bound
+SIZES = {"cpu": [16 << 20], "cuda": [4 << 20, 64 << 20, 1 << 30]}
+DTYPES = {"cpu": [torch.float32, torch.bfloat16], "cuda": [torch.bfloat16]}
+
+
+def main() -> None:
+    """Measures the operations that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fusions", description="Fused operations and peers.")
+    parser.add_argument("--only", nargs="+", choices=OPERATIONS, metavar="OPERATION", help="some instead of all")
+    parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds of a run (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=1, help="passes over all operations (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="small tensors and one round: does everything still run?")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results (default: %(default)s)")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    names = options.only or list(OPERATIONS)
+    sizes, rounds = ([1 << 16], 1) if options.quick else (SIZES[options.device], options.rounds)
+    runs = [_run(names, options.device, sizes, rounds) for _ in range(options.runs)]
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    machine, now = {"device": device, **describe()}, datetime.now()
+    table = as_markdown(runs, machine, f"{now:%Y-%m-%d %H:%M}")
+    print(table)
+    if options.quick:
+        return  # says that it runs, and nothing about speed
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / f"fusions-{options.device}-{now:%Y%m%d-%H%M}"
+    file.with_suffix(".md").write_text(table)
+    file.with_suffix(".json").write_text(json.dumps(as_json(runs, machine, now.isoformat()), indent=1) + "\n")
+    log.info("kept in %s.md and .json", file)
+
+
+def _run(names: list[str], device: str, sizes: list[int], rounds: int) -> Run:
+    contests, bandwidths = [], []
+    for name in names:
+        for dtype in DTYPES[device]:
+            for num_bytes in sizes:
+                start = time.perf_counter()
+                torch.compiler.reset()
+                contests.append(contest(OPERATIONS[name], num_bytes, dtype, device, rounds))
+                bandwidths.append(copy_bandwidth(Clock(device), device, max(num_bytes, 16 << 20)))
+                log.info("%s, %s, %d MiB: %.1f s", name, dtype, num_bytes >> 20, time.perf_counter() - start)
+    return Run(contests, bandwidths)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""One operation at one size: every contender judged, then timed in interleaved rounds."""
+
+import logging
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.fusions.clock import Clock, Memory, memory_of
+from benchmarks.fusions.operation import BASE, Inputs, Operation, outputs_of
+from benchmarks.rounds import Spread
+from megalith.numerics.tolerance import gradient_error
+
+__all__ = ["Contest", "Figures", "contest"]
+
+log = logging.getLogger(__name__)
+
+# of results and gradients, relative to torch eager in float32: what rounding at every operation may do
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@dataclass
+class Figures:
+    """Of one contender: seconds of each round, forward and forward with backward, and memory of the latter."""
+
+    forward: list[float] = field(default_factory=list)
+    both: list[float] = field(default_factory=list)
+    memory: Memory | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What came of an operation at one size; ``floor`` is its bytes, forward and backward, None where not stated."""
+
+    operation: str
+    dtype: str
+    num_bytes: int
+    floor: tuple[int, int] | None
+    figures: dict[str, Figures]
+
+    def ratio(self, name: str, both: bool) -> Spread | None:
+        """How many times as fast as torch eager is ``name``, within each round."""
+        mine, base = self.figures[name], self.figures[BASE]
+        pairs = zip(mine.both, base.both, strict=True) if both else zip(mine.forward, base.forward, strict=True)
+        values = [base_seconds / seconds for seconds, base_seconds in pairs] if not mine.failure else []
+        return Spread.of(values) if values else None
+
+    def share(self, name: str, bandwidth: float) -> tuple[float, float] | None:
+        """Parts of the bandwidth of a copy that forward and backward reach, counting the bytes of the floor."""
+        figures = self.figures[name]
+        if self.floor is None or figures.failure or not figures.forward:
+            return None
+        forward, both = statistics.median(figures.forward), statistics.median(figures.both)
+        backward = max(both - forward, 1e-9)
+        return self.floor[0] / forward / bandwidth, self.floor[1] / backward / bandwidth
+
+
+def contest(operation: Operation, num_bytes: int, dtype: torch.dtype, device: str, rounds: int) -> Contest:
+    """Judges and times all contenders of ``operation``; one that fails or is wrong has its reason instead."""
+    inputs = operation.make(num_bytes, dtype, device)
+    clock = Clock(device)
+    floor = operation.cost(**inputs)[:2] if operation.cost else None
+    calls = {name: _calls(compute, inputs, dtype) for name, compute in operation.contenders(device).items()}
+    result = Contest(operation.name, str(dtype).removeprefix("torch."), num_bytes, floor, {})
+    want = _exact(operation, inputs, dtype)
+    for name, (forward, both) in calls.items():
+        figures = result.figures[name] = Figures()
+        try:
+            figures.failure = _wrong(both(), want, _TOLERANCE[dtype])
+            forward()
+            figures.memory = memory_of(both, device)
+        except Exception as error:  # a peer may fail in any way; the table says how
+            figures.failure = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        if figures.failure:
+            log.warning("%s, %s: %s", operation.name, name, figures.failure)
+    running = {name: pair for name, pair in calls.items() if not result.figures[name].failure}
+    repeats = _repeats(clock, running[BASE][1])
+    for _ in range(rounds):
+        for name, (forward, both) in running.items():
+            result.figures[name].forward.append(clock.seconds(forward, repeats))
+            result.figures[name].both.append(clock.seconds(both, repeats))
+    return result
+
+
+def _calls(
+    compute: Callable[..., Any], inputs: Inputs, dtype: torch.dtype
+) -> tuple[Callable[[], Any], Callable[[], list[Tensor]]]:
+    """Forward alone, in training; and forward and backward, giving results and gradients.
+
+    The upstream gradients are the same for all: random, rounded to ``dtype``.
+    """
+    leaves = [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
+    upstream: dict[int, Tensor] = {}
+
+    def forward() -> Any:
+        return compute(**inputs)
+
+    def both() -> list[Tensor]:
+        roots = outputs_of(compute(**inputs))
+        if not roots:
+            return []
+        for i, y in enumerate(roots):
+            if i not in upstream:
+                generator = torch.Generator(device=y.device).manual_seed(1)
+                upstream[i] = torch.randn(y.shape, generator=generator, device=y.device).to(dtype).to(y.dtype)
+        gradients = torch.autograd.grad(roots, leaves, list(upstream.values()), allow_unused=True)
+        return [*(y.detach() for y in roots), *(g for g in gradients if g is not None)]
+
+    return forward, both
+
+
+def _exact(operation: Operation, inputs: Inputs, dtype: torch.dtype) -> list[Tensor]:
+    """Results and gradients of the plain spelling in float32, on the same rounded inputs."""
+    wide = {
+        name: x.detach().float().requires_grad_(x.requires_grad)
+        if isinstance(x, Tensor) and x.is_floating_point()
+        else x
+        for name, x in inputs.items()
+    }
+    return _calls(operation.eager, wide, dtype)[1]()
+
+
+def _wrong(got: list[Tensor], want: list[Tensor], tolerance: float) -> str | None:
+    if len(got) != len(want):
+        return f"wrong: {len(got)} results and gradients, the reference has {len(want)}"
+    norm = max((w.norm().item() for w in want), default=0.0)
+    worst = max((gradient_error(g, w, norm) for g, w in zip(got, want, strict=True)), default=0.0)
+    return None if worst <= tolerance else f"wrong: {worst:.1e} from the reference, over {tolerance:.0e}"
+
+
+def _repeats(clock: Clock, call: Callable[[], Any]) -> int:
+    """So many calls that a sample takes about 20 ms: the clock and the launch are then small beside it."""
+    return max(1, min(20, int(0.02 / max(clock.seconds(call), 1e-6))))

@@ -1,0 +1,70 @@
+"""What a fused operation is to the benchmark: how to call it, and how its peers spell the same."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.fusions.cost import Cost
+
+__all__ = ["BASE", "Inputs", "Operation", "outputs_of"]
+
+Inputs = dict[str, Any]
+Call = Callable[..., Any]
+BASE = "torch eager"  # the contender that ratios are against
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation at one set of options.
+
+    Args:
+        name: of the row.
+        inputs: (bytes of the largest tensor, dtype, device) -> arguments by name; floating tensors get gradients unless
+            ``constant`` names them.
+        ours: (**inputs, backend=...) -> results.
+        eager: (**inputs) -> the same, as a user of torch writes it.
+        peers: name -> a function that imports the peer and returns its (**inputs) -> results, if it is installed.
+        cost: (**inputs) -> bytes that must move.
+        constant: inputs without a gradient.
+    """
+
+    name: str
+    inputs: Callable[[int, torch.dtype, str], Inputs]
+    ours: Call
+    eager: Call
+    cost: Callable[..., Cost] | None = None
+    peers: Mapping[str, Callable[[], Call]] = field(default_factory=dict)
+    constant: tuple[str, ...] = ()
+
+    def make(self, num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:
+        """Fresh random inputs; those that have a gradient ask for it."""
+        torch.manual_seed(0)
+        made = self.inputs(num_bytes, dtype, device)
+        for name, x in made.items():
+            if isinstance(x, Tensor) and x.is_floating_point() and name not in self.constant:
+                x.requires_grad_()
+        return made
+
+    def contenders(self, device: str) -> dict[str, Call]:
+        """By name: ours by default and through the reference, torch eager and compiled, and the peers installed."""
+        found: dict[str, Call] = {
+            "Megalith": lambda **inputs: self.ours(**inputs),
+            "Megalith, reference": lambda **inputs: self.ours(**inputs, backend="reference"),
+            BASE: self.eager,
+            "torch.compile": torch.compile(self.eager, dynamic=False),
+        }
+        for name, build in self.peers.items():
+            try:
+                found[name] = build()
+            except ImportError:
+                continue  # the table says which are installed
+        return found
+
+
+def outputs_of(results: Any) -> list[Tensor]:
+    """The results that have a gradient."""
+    values = results if isinstance(results, tuple | list) else (results,)
+    return [y for y in values if isinstance(y, Tensor) and y.requires_grad]

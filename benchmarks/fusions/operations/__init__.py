@@ -1,0 +1,1 @@
+"""The operations that are measured, a file for each family."""

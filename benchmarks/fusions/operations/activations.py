@@ -1,0 +1,109 @@
+"""Gated linear units, GELU with a bias, squared ReLU."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.fusions.operation import Call, Inputs, Operation
+from megalith import fusions
+from megalith.fusions import cost
+
+__all__ = ["OPERATIONS"]
+
+_F = 4096  # columns, of a size at which rows and columns are both many
+
+
+def _packed(num_bytes: int, dtype: torch.dtype, device: str, *, bias: bool = False, weights: bool = False) -> Inputs:
+    T = max(1, num_bytes // (2 * _F * dtype.itemsize))
+    made: Inputs = {"x": torch.randn(T, 2 * _F, device=device).to(dtype)}
+    if bias:
+        made["bias"] = torch.randn(2 * _F, device=device).to(dtype)
+    if weights:
+        made["weights"] = torch.rand(T, 1, device=device)
+    return made
+
+
+def _eager_glu(x: Tensor, bias: Tensor | None = None, weights: Tensor | None = None, *, activate: Call) -> Tensor:
+    gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
+    y = activate(gate) * up
+    return y if weights is None else (y * weights).to(x.dtype)
+
+
+def _liger_swiglu() -> Call:
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return lambda x: LigerSiLUMulFunction.apply(*(half.contiguous() for half in x.chunk(2, dim=-1)))
+
+
+def _liger_geglu() -> Call:
+    from liger_kernel.ops.geglu import LigerGELUMulFunction
+
+    return lambda x: LigerGELUMulFunction.apply(*(half.contiguous() for half in x.chunk(2, dim=-1)))
+
+
+def _megatron_swiglu() -> Call:
+    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+
+    return lambda x, bias=None: bias_swiglu_impl(x, bias)
+
+
+def _megatron_weighted_swiglu() -> Call:
+    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+
+    return lambda x, weights: weighted_bias_swiglu_impl(x, None, weights)
+
+
+def _megatron_geglu() -> Call:
+    from megatron.core.fusions.fused_bias_geglu import bias_geglu_impl
+
+    return lambda x, bias=None: bias_geglu_impl(x, bias)
+
+
+def _megatron_squared_relu() -> Call:
+    from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu_impl
+
+    return weighted_squared_relu_impl
+
+
+def _megatron_gelu() -> Call:
+    from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
+
+    return bias_gelu_impl
+
+
+def _glu(name: str, activation: str, activate: Call, peers: dict[str, Any], **given: bool) -> Operation:
+    return Operation(
+        name,
+        partial(_packed, **given),
+        partial(fusions.glu, activation=activation),
+        partial(_eager_glu, activate=activate),
+        cost.glu,
+        peers,
+    )
+
+
+def _one(num_bytes: int, dtype: torch.dtype, device: str, *, second: str) -> Inputs:
+    T = max(1, num_bytes // (_F * dtype.itemsize))
+    extra = torch.rand(T, 1, device=device) if second == "weights" else torch.randn(_F, device=device).to(dtype)
+    return {"input": torch.randn(T, _F, device=device).to(dtype), second: extra}
+
+
+_tanh_gelu = partial(functional.gelu, approximate="tanh")
+
+OPERATIONS = [
+    _glu("swiglu", "silu", functional.silu, {"Liger": _liger_swiglu, "Megatron": _megatron_swiglu}),
+    _glu("swiglu, bias", "silu", functional.silu, {"Megatron": _megatron_swiglu}, bias=True),
+    _glu("swiglu, weights", "silu", functional.silu, {"Megatron": _megatron_weighted_swiglu}, weights=True),
+    _glu("geglu", "gelu_tanh", _tanh_gelu, {"Liger": _liger_geglu, "Megatron": _megatron_geglu}),
+    Operation(
+        "weighted squared relu",
+        partial(_one, second="weights"),
+        fusions.weighted_squared_relu_impl,
+        lambda input, weights: (functional.relu(input).square() * weights).to(input.dtype),
+        cost.weighted_squared_relu,
+        {"Megatron": _megatron_squared_relu},
+    ),
+]

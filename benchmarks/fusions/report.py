@@ -1,0 +1,91 @@
+"""Contests as Markdown for readers, and as JSON for programs."""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.fusions.contest import Contest, Figures
+from benchmarks.fusions.operation import BASE
+from benchmarks.rounds import Spread
+
+__all__ = ["Run", "as_json", "as_markdown"]
+
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """All contests of one pass over the operations, and the bytes a second of a copy around each."""
+
+    contests: Sequence[Contest]
+    bandwidths: Sequence[float]
+
+
+def as_json(runs: Sequence[Run], machine: Mapping[str, str], date: str) -> dict[str, Any]:
+    """Everything that was measured, seconds and bytes unrounded."""
+    return {
+        "date": date,
+        "machine": dict(machine),
+        "runs": [
+            {"bandwidths": list(run.bandwidths), "contests": [dataclasses.asdict(one) for one in run.contests]}
+            for run in runs
+        ],
+    }
+
+
+def as_markdown(runs: Sequence[Run], machine: Mapping[str, str], date: str) -> str:
+    """A row for each operation and size: how many times as fast as torch eager, forward and with backward; memory."""
+    device = machine["device"]
+    names = list(dict.fromkeys(name for run in runs for one in run.contests for name in one.figures if name != BASE))
+    head = ["operation", "dtype", "MiB", *names, "of copy, forward / backward", "peak MiB, ours / eager"]
+    lines = [f"## Fused operations on {device}, {date}", ""]
+    lines += [f"Times as fast as {BASE}: forward / forward and backward [quartiles of the latter]."]
+    best = f"the best of {len(runs)} runs" if len(runs) > 1 else "one run"
+    rounds = len(runs[0].contests[0].figures[BASE].both)
+    lines += [f"Of {best}, each the median of {rounds} interleaved rounds.", "", _row(head), _row(["---"] * len(head))]
+    lines += [_row(_cells(runs, index, names)) for index in range(len(runs[0].contests))]
+    rates = [rate / 1e9 for run in runs for rate in run.bandwidths]
+    lines += ["", f"Calibration: copy {statistics.median(rates):.1f} GB/s [{min(rates):.1f}..{max(rates):.1f}]."]
+    lines += ["", ", ".join(f"{name} {value}" for name, value in machine.items()), ""]
+    return "\n".join(lines)
+
+
+def _cells(runs: Sequence[Run], index: int, names: Sequence[str]) -> list[str]:
+    one = runs[0].contests[index]
+    best = max(runs, key=lambda run: _median(run.contests[index].ratio("Megalith", both=True)))
+    share = best.contests[index].share("Megalith", best.bandwidths[index])
+    return [
+        one.operation,
+        one.dtype,
+        f"{one.num_bytes / MIB:.0f}",
+        *(_best(runs, index, name) for name in names),
+        "" if share is None else f"{share[0]:.0%} / {share[1]:.0%}",
+        " / ".join(_peak(figures) for figures in (one.figures["Megalith"], one.figures[BASE])),
+    ]
+
+
+def _best(runs: Sequence[Run], index: int, name: str) -> str:
+    """The cell of contender ``name``, from the run in which it did best."""
+    figures = runs[0].contests[index].figures.get(name)
+    if figures is None:
+        return ""
+    if figures.failure:
+        return figures.failure.replace("|", "/")
+    both = max((run.contests[index].ratio(name, both=True) for run in runs), key=_median)
+    forward = max((run.contests[index].ratio(name, both=False) for run in runs), key=_median)
+    assert both is not None, "no failure, so it ran"
+    assert forward is not None, "no failure, so it ran"
+    return f"{forward.median:.2f} / {both.median:.2f} [{both.low:.2f}..{both.high:.2f}]"
+
+
+def _peak(figures: Figures) -> str:
+    return "" if figures.memory is None else f"{figures.memory.peak / MIB:.1f}"
+
+
+def _median(spread: Spread | None) -> float:
+    return 0.0 if spread is None else spread.median
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

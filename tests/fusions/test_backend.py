@@ -1,0 +1,75 @@
+"""The choice of path: argument, then ``use``, then the table; a choice that cannot run raises and says why."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megalith.errors import BackendError
+from megalith.fusions import backend, use, weighted_squared_relu_impl
+from megalith.fusions.backend import Fusion
+from megalith.fusions.blocks import BLOCK_ELEMENTS
+
+# a path's function is its name here
+FUSION = Fusion("weighted_squared_relu", {name: name for name in ("triton", "compile", "blocked", "reference")})
+
+
+def tensor(device: str = "cpu", dtype: torch.dtype = torch.float32, numel: int = BLOCK_ELEMENTS + 1) -> SimpleNamespace:
+    """All that the choice looks at, so that the row of a GPU can be read without one."""
+    return SimpleNamespace(device=torch.device(device), dtype=dtype, numel=lambda: numel)
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    monkeypatch.setattr(backend, "triton_interprets", lambda: True)
+
+
+def test_argument_wins_over_use_and_use_over_the_table():
+    with use("compile"):
+        assert FUSION.path(tensor(), "reference") == "reference"
+        with use("reference"):
+            assert FUSION.path(tensor("cuda"), None) == "reference"
+        assert FUSION.path(tensor(), None) == "compile"
+    assert FUSION.path(tensor(), None) == "blocked"
+
+
+def test_table_gives_kernels_to_gpus_and_the_reference_to_float64_to_unknown_devices_and_to_one_block():
+    assert FUSION.path(tensor("cuda"), None) == "triton"
+    assert FUSION.path(tensor("cuda", torch.float64), None) == "reference"
+    assert FUSION.path(tensor("mps"), None) == "reference"
+    assert FUSION.path(tensor(numel=BLOCK_ELEMENTS), None) == "reference"
+
+
+def test_use_ends_with_an_error_and_refuses_an_unknown_name():
+    with pytest.raises(BackendError, match=r"must be one of triton, compile, .*; got 'cuda'"), use("cuda"):
+        pass
+    with pytest.raises(ZeroDivisionError), use("triton"):
+        _ = 1 / 0
+    assert FUSION.path(tensor(), None) == "blocked"
+
+
+@pytest.mark.parametrize(
+    ("choice", "x", "absent", "message"),
+    [
+        ("aten", tensor(), None, r"'aten': it has no such path, only triton, compile, blocked, reference"),
+        ("triton", tensor(dtype=torch.float64), None, r"kernels compute in float32.*can take compile or blocked"),
+        ("triton", tensor(), "triton_interprets", r"on cpu, and TRITON_INTERPRET=1 was not set"),
+        ("triton", tensor("cuda"), "has_triton", r"not installed \(pip install 'megalith\[triton\]'\)"),
+        (None, tensor("cuda"), "has_triton", r"cannot take backend='triton'"),  # nothing stands in for the default
+        ("compile", tensor(), "_cxx", r"no C\+\+ compiler.*can take triton or blocked"),
+    ],
+)
+def test_a_path_that_cannot_run_is_refused_with_the_reason(monkeypatch, choice, x, absent, message):
+    if absent:
+        monkeypatch.setattr(backend, absent, lambda: None)
+    with pytest.raises(BackendError, match=message):
+        FUSION.path(x, choice)
+
+
+def test_a_compiled_function_follows_use(device):
+    graphs = []
+    compute = torch.compile(weighted_squared_relu_impl, fullgraph=True, backend=lambda g, _: graphs.append(g.code) or g)
+    for path in ("reference", "triton"):
+        with use(path):
+            compute(torch.ones(2, 3, device=device), torch.ones(2, 1, device=device))
+    assert ["megalith.weighted_squared_relu" in code for code in graphs] == [False, True]
