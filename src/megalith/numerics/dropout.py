@@ -22,7 +22,16 @@ from torch import Tensor
 from megalith.errors import ConfigError, ShapeError
 from megalith.numerics.philox import counters_per_chunk, key_of, low_and_high, philox4x32
 
-__all__ = ["DropoutKey", "attention_dropout", "attention_keep_mask", "dropout", "keep_mask"]
+__all__ = [
+    "DropoutKey",
+    "attention_dropout",
+    "attention_keep_mask",
+    "dropout",
+    "keep_mask",
+    "keep_mask_of",
+    "philox_key",
+    "threshold",
+]
 
 _SITES = 2**16
 
@@ -57,7 +66,7 @@ def keep_mask(key: DropoutKey, p: float, num_features: int, feature_offset: int 
     Raises ConfigError for a ``p`` outside [0, 1].
     """
     sites = torch.full_like(key.tokens, key.site)
-    return _keep(key, p, key.tokens, sites, feature_offset, num_features)
+    return keep_mask_of(philox_key(key.seed, key.step), key.tokens, sites, p, num_features, feature_offset)
 
 
 def attention_keep_mask(key: DropoutKey, p: float, num_heads: int, num_keys: int, head_offset: int = 0) -> Tensor:
@@ -72,7 +81,40 @@ def attention_keep_mask(key: DropoutKey, p: float, num_heads: int, num_keys: int
     heads = torch.arange(head_offset, head_offset + num_heads, device=key.tokens.device)
     sites = (key.site + _SITES * heads)[:, None].expand(B, num_heads, Q)
     tokens = key.tokens[:, None].expand(B, num_heads, Q)
-    return _keep(key, p, tokens, sites, 0, num_keys)
+    return keep_mask_of(philox_key(key.seed, key.step), tokens, sites, p, num_keys)
+
+
+def keep_mask_of(
+    words: tuple[int | Tensor, int | Tensor],
+    tokens: Tensor,
+    sites: Tensor,
+    p: float,
+    num_features: int,
+    feature_offset: int = 0,
+) -> Tensor:
+    """``keep_mask`` of a Philox key given by its two ``words``, for ``tokens`` and ``sites``, int64 of one shape."""
+    _check_probability(p)
+    skipped = feature_offset % 4
+    quads = torch.arange(feature_offset // 4, -(-(feature_offset + num_features) // 4), device=tokens.device)
+    mask = torch.empty(tokens.numel(), num_features, dtype=torch.bool, device=tokens.device)
+    num_rows = max(1, counters_per_chunk(tokens.device) // max(1, len(quads)))
+    for start in range(0, len(mask), num_rows):
+        rows = slice(start, start + num_rows)
+        low, high = low_and_high(tokens.reshape(-1)[rows, None])
+        drawn = philox4x32(low, high, quads, sites.reshape(-1)[rows, None], *words)  # each [rows, quads]
+        kept = torch.stack(drawn, dim=-1).flatten(-2) >= threshold(p)
+        mask[rows] = kept[:, skipped : skipped + num_features]
+    return mask.view(*tokens.shape, num_features)
+
+
+def philox_key(seed: int, step: int) -> tuple[int, int]:
+    """The two words of the Philox key of all dropout masks of a step."""
+    return key_of(seed, f"dropout:{step}")
+
+
+def threshold(p: float) -> int:
+    """The smallest word that keeps its element, where ``p`` of all are dropped."""
+    return int(p * 2**32)
 
 
 def dropout(x: Tensor, p: float, key: DropoutKey, feature_offset: int = 0) -> Tensor:
@@ -118,24 +160,6 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         return _Dropout.apply(dy, ctx.p, ctx.keep), None, None
-
-
-def _keep(key: DropoutKey, p: float, tokens: Tensor, sites: Tensor, feature_offset: int, num_features: int) -> Tensor:
-    """bool [*tokens.shape, num_features] for ``tokens`` and ``sites`` of one shape, a few rows at a time."""
-    _check_probability(p)
-    skipped = feature_offset % 4
-    quads = torch.arange(feature_offset // 4, -(-(feature_offset + num_features) // 4), device=tokens.device)
-    philox_key = key_of(key.seed, f"dropout:{key.step}")
-    threshold = int(p * 2**32)
-    mask = torch.empty(tokens.numel(), num_features, dtype=torch.bool, device=tokens.device)
-    num_rows = max(1, counters_per_chunk(tokens.device) // max(1, len(quads)))
-    for start in range(0, len(mask), num_rows):
-        rows = slice(start, start + num_rows)
-        low, high = low_and_high(tokens.reshape(-1)[rows, None])
-        words = philox4x32(low, high, quads, sites.reshape(-1)[rows, None], *philox_key)  # each [rows, quads]
-        kept = torch.stack(words, dim=-1).flatten(-2) >= threshold
-        mask[rows] = kept[:, skipped : skipped + num_features]
-    return mask.view(*tokens.shape, num_features)
 
 
 def _check_probability(p: float) -> None:

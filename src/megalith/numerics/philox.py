@@ -21,11 +21,12 @@ _WEYL = 0x9E3779B9, 0xBB67AE85  # the golden ratio and the root of 3, less 1
 
 
 def philox4x32(
-    c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: int, k1: int
+    c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: int | Tensor, k1: int | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four random words for each counter (``c0``, ``c1``, ``c2``, ``c3``) under the key (``k0``, ``k1``).
 
-    Counter words are int64 tensors holding uint32, broadcast against each other; key words are in [0, 2^32).
+    Counter words are int64 tensors holding uint32, broadcast against each other; key words are in [0, 2^32), ints or
+    int64 tensors.
     The results are int64 tensors holding uint32, uniform and independent, of the broadcast shape.
     """
     for _ in range(_ROUNDS):
