@@ -88,11 +88,34 @@ def without_interpreter(function: Callable[..., T], *args: object) -> T:
             return pool.submit(function, *args).result()
 
 
+class Signature(NamedTuple):
+    """All of the arguments that compilation depends on."""
+
+    types: dict[str, str]
+    constants: dict[tuple[int], Any]
+    aligned: dict[tuple[int], list[list[Any]]]
+    options: dict[str, int]
+
+
 class Launch(NamedTuple):
     """A kernel and the arguments that it was launched with."""
 
     kernel: Any
     arguments: dict[str, Any]
+
+    def signature(self) -> Signature:
+        names = self.kernel.arg_names
+        values = [self.arguments.get(name) for name in names]
+        constant = [p.is_constexpr or value is None for p, value in zip(self.kernel.params, values, strict=True)]
+        types = ["constexpr" if constant[i] else _type(value) for i, value in enumerate(values)]
+        # what a launch finds for aligned memory and sizes divisible by 16; without it, loads stay narrow
+        at = [i for i, value in enumerate(values) if not constant[i] and _aligned(value)]
+        return Signature(
+            types=dict(zip(names, types, strict=True)),
+            constants={(i,): value for i, value in enumerate(values) if constant[i]},
+            aligned={(i,): [["tt.divisibility", 16]] for i in at},
+            options={name: self.arguments[name] for name in ("num_warps", "num_stages") if name in self.arguments},
+        )
 
 
 def launches(run: Callable[[], object]) -> list[Launch]:
@@ -119,17 +142,9 @@ def launches(run: Callable[[], object]) -> list[Launch]:
 
 def compile_for(launch: Launch, target: GPUTarget) -> Resources:
     """What the kernel takes when it is compiled for ``target`` as a launch with these arguments would."""
-    names = launch.kernel.arg_names
-    values = [launch.arguments.get(name) for name in names]
-    is_constant = [p.is_constexpr or value is None for p, value in zip(launch.kernel.params, values, strict=True)]
-    constants = {(i,): value for i, value in enumerate(values) if is_constant[i]}
-    types = ["constexpr" if is_constant[i] else _type(value) for i, value in enumerate(values)]
-    # what a launch finds for aligned memory and sizes divisible by 16; without it, loads stay narrow
-    at = [i for i, value in enumerate(values) if not is_constant[i] and _aligned(value)]
-    aligned = {(i,): [["tt.divisibility", 16]] for i in at}
-    options = {name: launch.arguments[name] for name in ("num_warps", "num_stages") if name in launch.arguments}
-    source = ASTSource(launch.kernel, dict(zip(names, types, strict=True)), constants, aligned)
-    compiled = triton.compile(source, target=target, options=options)
+    signature = launch.signature()
+    source = ASTSource(launch.kernel, signature.types, signature.constants, signature.aligned)
+    compiled = triton.compile(source, target=target, options=signature.options)
     return _resources(compiled.asm, compiled.metadata.shared)
 
 
