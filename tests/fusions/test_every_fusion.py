@@ -133,7 +133,9 @@ def test_operators_are_registered_as_torch_expects(case, path, device):
 def test_a_second_derivative_raises_instead_of_being_wrong(case, path, device):
     inputs = small(case, device)
     roots = [y for y in as_tuple(case.compute(**inputs, backend=path)) if y.requires_grad]
-    leaf = next(x for x in inputs.values() if x is not None and x.requires_grad)
+    leaf = next((x for x in inputs.values() if x is not None and x.requires_grad), None)
+    if leaf is None:
+        return  # an operation without a gradient
     (dx,) = torch.autograd.grad(sum(y.square().sum() for y in roots), leaf, create_graph=True)
     with pytest.raises(RuntimeError, match="_back"):
         dx.sum().backward()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalith.optional import triton_interprets
 
-__all__ = ["gradients_like", "register", "wrap_triton"]
+__all__ = ["gradients_like", "register", "register_without_gradient", "wrap_triton"]
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 Outputs = Callable[..., Any]
@@ -77,6 +77,18 @@ def register(
     return operator  # type: ignore[no-any-return]
 
 
+def register_without_gradient(
+    name: str, function: Forward, outputs: Outputs, *, mutates: Sequence[str] = (), opaque: bool = False
+) -> Forward:
+    """The operator ``megalith::<name>``, whose results nothing is differentiated through; the rest as in ``register``.
+
+    Args:
+        mutates: names of the inputs, tensors or lists of them, that ``function`` writes into; its own name ends in "_".
+    """
+    define = torch.library.custom_op if opaque or triton_interprets() else torch.library.triton_op
+    return _operator(define, name, function, outputs, mutates)  # type: ignore[no-any-return]
+
+
 def gradients_like(*inputs: Tensor | None) -> tuple[Tensor, ...]:
     """Fresh memory for the gradient of each of ``inputs``, contiguous, in its dtype; empty for None."""
     given = next(x for x in inputs if x is not None)
@@ -88,7 +100,9 @@ def wrap_triton(kernel: Any) -> Any:
     return kernel if triton_interprets() else torch.library.wrap_triton(kernel)
 
 
-def _operator(define: Any, name: str, function: Callable[..., Any], outputs: Outputs) -> Any:
-    operator = define(f"megalith::{name}", function, mutates_args=())
+def _operator(
+    define: Any, name: str, function: Callable[..., Any], outputs: Outputs, mutates: Sequence[str] = ()
+) -> Any:
+    operator = define(f"megalith::{name}", function, mutates_args=tuple(mutates))
     torch.library.register_fake(f"megalith::{name}", outputs)
     return operator
