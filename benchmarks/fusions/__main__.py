@@ -14,6 +14,8 @@ from benchmarks.fusions.clock import Clock, copy_bandwidth
 from benchmarks.fusions.contest import contest
 from benchmarks.fusions.registry import OPERATIONS
 from benchmarks.fusions.report import Run, as_json, as_markdown
+from benchmarks.fusions.step import SHAPES, measure_steps
+from benchmarks.fusions.step import as_markdown as steps_as_markdown
 
 __all__ = ["main"]
 
@@ -33,6 +35,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds of a run (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=1, help="passes over all operations (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="small tensors and one round: does everything still run?")
+    parser.add_argument("--step", action="store_true", help="also a whole training step, fusions on and off")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results (default: %(default)s)")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -42,6 +45,9 @@ def main() -> None:
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     machine, now = {"device": device, **describe()}, datetime.now()
     table = as_markdown(runs, machine, f"{now:%Y-%m-%d %H:%M}")
+    if options.step:
+        shape = SHAPES["quick" if options.quick else options.device]
+        table += "\n" + steps_as_markdown(measure_steps(shape, options.device, rounds), shape)
     print(table)
     if options.quick:
         return  # says that it runs, and nothing about speed

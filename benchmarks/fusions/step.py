@@ -1,0 +1,179 @@
+"""A whole training step of a Llama, fusions on and off, beside Hugging Face's, in bfloat16.
+
+All contenders start from the same weights, see the same random batch, and update with torch's fused AdamW. Off means
+``fusions.use("reference")``: the same model through plain torch. The loss of the first step must be that of Hugging
+Face's model to 1e-2, which is what bfloat16 leaves of it.
+"""
+
+import contextlib
+import logging
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.fusions.clock import Clock, Memory, memory_of
+from benchmarks.rounds import Spread
+from megalith import fusions
+from megalith.config import TransformerConfig
+from megalith.models.gpt_model import GPTModel
+from megalith.models.hf import llama
+from megalith.optional import need
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.transformer.build_options import BuildOptions
+
+__all__ = ["BASE", "SHAPES", "Shape", "StepFigures", "as_markdown", "measure_steps"]
+
+log = logging.getLogger(__name__)
+
+BASE = "Hugging Face"
+_TOLERANCE = 1e-2  # nats
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and the rows ``B`` of ``S`` tokens that it sees."""
+
+    title: str
+    config: TransformerConfig
+    S: int
+    B: int
+
+
+def _shape(title: str, L: int, H: int, A: int, G: int, F: int, V: int, S: int, B: int) -> Shape:
+    config = TransformerConfig(
+        num_layers=L, hidden_size=H, num_attention_heads=A, num_query_groups=G, ffn_hidden_size=F, vocab_size=V
+    )
+    return Shape(title, config, S, B)
+
+
+SHAPES = {
+    "cuda": _shape("1B Llama", L=16, H=2048, A=32, G=8, F=8192, V=128256, S=4096, B=2),
+    "cpu": _shape("28M Llama", L=6, H=512, A=8, G=8, F=1408, V=8192, S=512, B=4),
+    "quick": _shape("tiny Llama", L=2, H=64, A=4, G=2, F=128, V=256, S=64, B=2),
+}
+
+
+@dataclass
+class StepFigures:
+    """Seconds of each round, the peak of a step's memory beyond parameters and moments, the first loss."""
+
+    seconds: list[float] = field(default_factory=list)
+    memory: Memory | None = None
+    loss: float = float("nan")
+    failure: str | None = None
+
+
+def measure_steps(shape: Shape, device: str, rounds: int) -> dict[str, StepFigures]:
+    """Interleaved steps of all contenders that can run here."""
+    torch.manual_seed(0)
+    base = _hugging_face(shape, device)
+    weights = {name: parameter.detach().clone() for name, parameter in base.named_parameters()}
+    tokens, labels = torch.randint(shape.config.vocab_size or 0, (2, shape.B, shape.S), device=device)
+    builders: dict[str, Callable[[], Callable[[], tuple[nn.Module, Tensor]]]] = {
+        BASE: lambda: _their_loss(base, tokens, labels),
+        "Hugging Face, compiled": lambda: _their_loss(_compiled(_hugging_face(shape, device), weights), tokens, labels),
+        "Hugging Face + Liger": lambda: _their_loss(_with_liger(shape, device, weights), tokens, labels),
+        "Megalith, fusions on": lambda: _our_loss(shape, device, weights, tokens, labels, contextlib.nullcontext),
+        "Megalith, fusions off": lambda: _our_loss(
+            shape, device, weights, tokens, labels, lambda: fusions.use("reference")
+        ),
+    }
+    clock, figures, running = Clock(device), {name: StepFigures() for name in builders}, {}
+    for name, build in builders.items():
+        try:
+            running[name] = _first_step(build(), figures[name], device, figures[BASE].loss)
+        except Exception as error:  # a peer may fail in any way; the table says how
+            figures[name].failure = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+            log.warning("%s: %s", name, figures[name].failure)
+    for _ in range(rounds):
+        for name, step in running.items():
+            figures[name].seconds.append(clock.seconds(step))
+    return figures
+
+
+def as_markdown(figures: dict[str, StepFigures], shape: Shape) -> str:
+    """A row for each contender: times as fast as Hugging Face's eager model, and memory."""
+    lines = [f"### Training step, {shape.title}, {shape.B} x {shape.S} tokens, bfloat16", ""]
+    lines += [
+        "| contender | ms | times as fast as base [quartiles] | peak MiB of a step | first loss |",
+        "|---" * 5 + "|",
+    ]
+    base = figures[BASE]
+    for name, one in figures.items():
+        if one.failure:
+            lines.append(f"| {name} | {one.failure.replace('|', '/')} | | | |")
+            continue
+        ratio = Spread.of([theirs / ours for theirs, ours in zip(base.seconds, one.seconds, strict=True)])
+        peak = "" if one.memory is None else f"{one.memory.peak / MIB:.0f}"
+        spread = f"{ratio.median:.2f} [{ratio.low:.2f}..{ratio.high:.2f}]"
+        lines.append(f"| {name} | {1e3 * statistics.median(one.seconds):.0f} | {spread} | {peak} | {one.loss:.4f} |")
+    return "\n".join(lines) + "\n"
+
+
+def _first_step(
+    loss: Callable[[], tuple[nn.Module, Tensor]], figures: StepFigures, device: str, want: float
+) -> Callable[[], None]:
+    """Judges the first loss, measures memory, and gives the step to be timed."""
+    model, value = loss()
+    figures.loss = value.item()
+    if not abs(figures.loss - want) <= _TOLERANCE and want == want:
+        raise ValueError(f"wrong: its first loss is {figures.loss:.4f}, the base has {want:.4f}")
+    value.backward()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def step() -> None:
+        loss()[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    figures.memory = memory_of(step, device)
+    return step
+
+
+def _our_loss(
+    shape: Shape, device: str, weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, context: Callable[[], Any]
+) -> Callable[[], tuple[nn.Module, Tensor]]:
+    with torch.device(device):
+        model = GPTModel(shape.config, BuildOptions(ProcessGroupCollection.single(), torch.bfloat16))
+    model.load_state_dict(weights)
+
+    def loss() -> tuple[nn.Module, Tensor]:
+        with context():
+            return model, model(tokens, labels=labels).mean()
+
+    return loss
+
+
+def _their_loss(model: Any, tokens: Tensor, labels: Tensor) -> Callable[[], tuple[nn.Module, Tensor]]:
+    # as shift_labels, so that they are not shifted once more
+    return lambda: (model, model(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss)
+
+
+def _hugging_face(shape: Shape, device: str) -> Any:
+    transformers = need("transformers")
+    fields = llama.config_to_hf(shape.config, max_position_embeddings=shape.S, dtype="bfloat16", eos_token_id=None)
+    with torch.device(device):
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).to(torch.bfloat16).train()
+
+
+def _compiled(model: Any, weights: dict[str, Tensor]) -> Any:
+    model.load_state_dict(weights)
+    model.compile()
+    return model
+
+
+def _with_liger(shape: Shape, device: str, weights: dict[str, Tensor]) -> Any:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    model = _hugging_face(shape, device)
+    model.load_state_dict(weights)
+    apply_liger_kernel_to_llama(model=model)
+    return model
