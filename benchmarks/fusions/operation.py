@@ -22,6 +22,7 @@ class Operation:
 
     Args:
         name: of the row.
+        fusion: the operation's name in ``megalith.fusions.explain()``.
         inputs: (bytes of the largest tensor, dtype, device) -> arguments by name; floating tensors get gradients unless
             ``constant`` names them.
         ours: (**inputs, backend=...) -> results.
@@ -32,6 +33,7 @@ class Operation:
     """
 
     name: str
+    fusion: str
     inputs: Callable[[int, torch.dtype, str], Inputs]
     ours: Call
     eager: Call

@@ -77,6 +77,7 @@ def _megatron_gelu() -> Call:
 def _glu(name: str, activation: str, activate: Call, peers: dict[str, Any], **given: bool) -> Operation:
     return Operation(
         name,
+        "glu",
         partial(_packed, **given),
         partial(fusions.glu, activation=activation),
         partial(_eager_glu, activate=activate),
@@ -100,6 +101,7 @@ OPERATIONS = [
     _glu("geglu", "gelu_tanh", _tanh_gelu, {"Liger": _liger_geglu, "Megatron": _megatron_geglu}),
     Operation(
         "weighted squared relu",
+        "weighted_squared_relu",
         partial(_one, second="weights"),
         fusions.weighted_squared_relu_impl,
         lambda input, weights: (functional.relu(input).square() * weights).to(input.dtype),

@@ -1,0 +1,74 @@
+"""The benchmark of fused operations: right before fast, ratios within rounds, a row for every operation."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.fusions import operation, registry, report
+from benchmarks.fusions.clock import Clock, memory_of
+from benchmarks.fusions.contest import Contest, Figures, contest
+from megalith.fusions import cost
+from megalith.fusions.explain import FUSIONS
+
+
+def inputs(num_bytes: int, dtype: torch.dtype, device: str) -> operation.Inputs:
+    return {"x": torch.randn(num_bytes // dtype.itemsize, device=device).to(dtype)}
+
+
+def doubled(x: Tensor, backend: str | None = None, factor: float = 2.0) -> Tensor:
+    return x * factor
+
+
+def absent() -> operation.Call:
+    raise ImportError("not installed")
+
+
+@pytest.fixture
+def doubling(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    peers = {"wrong": lambda: partial(doubled, factor=2.5), "absent": absent}
+    floor = cost.Cost(forward=2048, backward=1024, saved=0)
+    return operation.Operation("doubling", "doubling", inputs, doubled, doubled, lambda x: floor, peers)
+
+
+def test_a_contender_that_is_wrong_gets_no_number_and_one_that_is_absent_no_column(doubling):
+    result = contest(doubling, 4096, torch.float32, "cpu", rounds=3)
+    assert result.figures["wrong"].failure.startswith("wrong: 2.5e-01 from the reference")
+    assert result.figures["wrong"].both == []
+    assert "absent" not in result.figures
+    assert len(result.figures["Megalith"].both) == len(result.figures["torch eager"].forward) == 3
+    table = report.as_markdown([report.Run([result], [1e9])], {"device": "CPU"}, "today")
+    assert "| doubling | float32 | 0 |" in table
+    assert "wrong: 2.5e-01" in table
+
+
+def test_ratios_are_formed_within_rounds_and_shares_count_the_floor():
+    ours = Figures(forward=[1.0, 2.0, 1.0], both=[3.0, 6.0, 3.0])
+    eager = Figures(forward=[2.0, 4.0, 2.0], both=[3.0, 6.0, 6.0])
+    result = Contest("op", "bfloat16", 1 << 20, (100, 400), {"Megalith": ours, "torch eager": eager})
+    assert result.ratio("Megalith", both=False).median == 2.0
+    assert result.ratio("Megalith", both=True).median == 1.0
+    assert result.share("Megalith", bandwidth=1000.0) == (0.1, 0.2)
+
+
+def test_memory_is_what_is_allocated_and_the_most_at_one_time():
+    def work() -> Tensor:
+        x = torch.ones(1000, dtype=torch.float64)
+        x = x + 1
+        return x + 1
+
+    memory = memory_of(work, "cpu")
+    assert 24_000 <= memory.allocated < 25_000
+    assert 16_000 <= memory.peak < 17_000
+
+
+def test_a_clock_counts_seconds_of_one_call():
+    calls = []
+    assert Clock("cpu").seconds(lambda: calls.append(1), repeats=5) >= 0.0
+    assert len(calls) == 5
+
+
+def test_every_operation_has_a_row():
+    assert {one.fusion for one in registry.OPERATIONS.values()} == {fusion.name for fusion in FUSIONS}
