@@ -52,15 +52,15 @@ class Resources(NamedTuple):
 def traffic(run: Callable[[], object], shared: Sequence[Tensor] = ()) -> Traffic:
     """What interpreted kernels load and store in ``run()``; masked lanes move nothing.
 
-    Addresses inside of ``shared`` tensors are counted in bytes, but may be visited by every program.
+    Addresses inside of ``shared`` tensors, and scalars, are counted in bytes, but may be visited by every program.
     """
-    touched: dict[tuple[str, int], list[np.ndarray]] = {}
+    touched: dict[tuple[str, int, bool], list[np.ndarray]] = {}
 
     def recording(kind: str, method: Any, mask_index: int) -> Any:
         def recorded(self: Any, pointers: Any, *args: Any) -> Any:
             mask = np.broadcast_to(args[mask_index].data, pointers.data.shape).astype(bool)
             size = pointers.get_element_ty().primitive_bitwidth // 8
-            touched.setdefault((kind, size), []).append(pointers.data[mask])
+            touched.setdefault((kind, size, pointers.data.size == 1), []).append(pointers.data[mask])
             return method(self, pointers, *args)
 
         return recorded
@@ -70,12 +70,12 @@ def traffic(run: Callable[[], object], shared: Sequence[Tensor] = ()) -> Traffic
             patch.setattr(InterpreterBuilder, name, recording(name, getattr(InterpreterBuilder, name), mask_index))
         run()
     moved, busiest = 0, 0
-    for (_, size), parts in touched.items():
+    for (_, size, are_scalars), parts in touched.items():
         addresses, visits = np.unique(np.concatenate(parts), return_counts=True)
         moved += size * len(addresses)
         for x in shared:
             visits[(addresses >= x.data_ptr()) & (addresses < x.data_ptr() + x.nbytes)] = 0
-        busiest = max(busiest, visits.max(initial=0))
+        busiest = busiest if are_scalars else max(busiest, visits.max(initial=0))
     return Traffic(moved, int(busiest))
 
 

@@ -2,6 +2,12 @@
 
 from megalith.fusions.backend import Backend, use
 from megalith.fusions.explain import explain
+from megalith.fusions.fused_bias_dropout import (
+    bias_dropout_add_fused_inference,
+    bias_dropout_add_fused_train,
+    bias_dropout_add_unfused,
+    get_bias_dropout_add,
+)
 from megalith.fusions.fused_weighted_squared_relu import (
     WeightedSquaredReLUFunction,
     weighted_squared_relu,
@@ -14,7 +20,11 @@ __all__ = [
     "Activation",
     "Backend",
     "WeightedSquaredReLUFunction",
+    "bias_dropout_add_fused_inference",
+    "bias_dropout_add_fused_train",
+    "bias_dropout_add_unfused",
     "explain",
+    "get_bias_dropout_add",
     "glu",
     "use",
     "weighted_squared_relu",

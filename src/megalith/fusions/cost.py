@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalith.fusions.rows import rows_per_sum
 
-__all__ = ["Cost", "glu", "partial_sums", "weighted_squared_relu"]
+__all__ = ["Cost", "bias_dropout_add", "glu", "indices_to_multihot", "multihot_to_indices", "partial_sums", "weighted_squared_relu"]
 
 
 class Cost(NamedTuple):
@@ -25,12 +25,48 @@ class Cost(NamedTuple):
     backward_visits: int = 1
 
 
+def bias_dropout_add(
+    x: Tensor, residual: Tensor, tokens: Tensor | None = None, bias: Tensor | None = None, *, p: float
+) -> Cost:
+    """Reads x, residual and bias and writes y; backward reads dy and writes dx, or reads dy for dbias, or does nothing.
+
+    Both read the key and the token ids, where there is dropout, and keep no more than them.
+    """
+    mask = 0 if p == 0.0 else 8 + _bytes((tokens,))
+    dx = 0 if p == 0.0 and x.dtype == residual.dtype else x.nbytes
+    dbias = 0 if bias is None else partial_sums(x.shape[0], bias.numel())
+    backward = residual.nbytes + dx + dbias if dx or dbias else 0
+    return Cost(
+        forward=_bytes((x, bias, residual)) + residual.nbytes + mask,
+        backward=backward + mask,
+        saved=mask,
+    )
+
+
 def glu(x: Tensor, up: Tensor | None = None, bias: Tensor | None = None, weights: Tensor | None = None) -> Cost:
     """Reads gate and up and writes y; backward reads dy, gate and up, and writes the gradients of both."""
     read = _bytes((x, up, bias, weights))
     y = _bytes((x, up)) // 2
     sums = 0 if bias is None else partial_sums(x.shape[0], bias.numel())
     return Cost(forward=read + y, backward=2 * read + y + sums, saved=read)
+
+
+def indices_to_multihot(indices: Tensor, probs_indices: Tensor, num_experts: int) -> Cost:
+    """Reads indices and weights and writes two rows over the experts; backward reads and writes one entry a slot."""
+    dense = indices.shape[0] * num_experts
+    read = _bytes((indices, probs_indices))
+    local = int(((indices >= 0) & (indices < num_experts)).sum()) * probs_indices.element_size()
+    return Cost(
+        forward=read + dense * (1 + probs_indices.element_size()), backward=read + local, saved=indices.nbytes
+    )
+
+
+def multihot_to_indices(multihot: Tensor, probs: Tensor, topk: int) -> Cost:
+    """Reads the map, and the weights at most that the slots take; backward writes a row over the experts."""
+    indices, weights = 8 * multihot.shape[0] * topk, probs.element_size() * multihot.shape[0] * topk
+    return Cost(
+        forward=multihot.nbytes + indices + 2 * weights, backward=indices + weights + probs.nbytes, saved=indices
+    )
 
 
 def partial_sums(num_rows: int, width: int) -> int:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_PATHS"]
 
 DEFAULT_PATHS: "Mapping[str, Mapping[str, Backend]]" = {
+    "bias_dropout_add": {"cuda": "triton", "cpu": "blocked"},
     "glu": {"cuda": "triton", "cpu": "blocked"},
+    "indices_to_multihot": {"cuda": "triton", "cpu": "blocked"},
+    "multihot_to_indices": {"cuda": "triton", "cpu": "blocked"},
     "weighted_squared_relu": {"cuda": "triton", "cpu": "blocked"},
 }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ShapeError
+from megalith.fusions.library import register_without_gradient
 from megalith.numerics.dropout import DropoutKey, keep_mask_of, philox_key
 from megalith.numerics.philox import low_and_high
 
@@ -50,5 +51,6 @@ def _pack(seed: int, step: int, tokens: Tensor) -> Tensor:
 
 
 # torch.compile cannot trace a hash; in an operator it takes seed and step as numbers, and compiles no step anew
-_pack_traced = torch.library.custom_op("megalith::dropout_key", _pack, mutates_args=())
-torch.library.register_fake("megalith::dropout_key", lambda seed, step, tokens: tokens.new_empty(()))
+_pack_traced = register_without_gradient(
+    "dropout_key", _pack, lambda seed, step, tokens: tokens.new_empty(()), opaque=True
+)

@@ -4,13 +4,14 @@ from typing import NamedTuple
 
 import torch
 
-from megalith.fusions import fused_weighted_squared_relu, glu
+from megalith.fusions import fused_bias_dropout, fused_weighted_squared_relu, glu
 from megalith.fusions.backend import Fusion, chosen_by_use
 from megalith.fusions.blocks import BLOCK_ELEMENTS
 
 __all__ = ["FUSIONS", "explain"]
 
 FUSIONS: tuple[Fusion[object], ...] = (
+    fused_bias_dropout.FUSION,
     glu.FUSION,
     fused_weighted_squared_relu.FUSION,
 )

@@ -19,6 +19,7 @@ __all__ = ["gradients_like", "register", "register_without_gradient", "wrap_trit
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 Outputs = Callable[..., Any]
 Saves = Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[Any, ...]]
+Passes = Callable[..., Sequence[str]]
 
 
 def register(
@@ -30,6 +31,7 @@ def register(
     *,
     gradients_of: Sequence[str],
     saves: Saves | None = None,
+    passes: Passes = lambda *_: (),
     num_differentiable: int = 1,
     opaque: bool = False,
 ) -> Forward:
@@ -44,6 +46,8 @@ def register(
         backward_outputs: what ``forward_outputs`` is to forward.
         gradients_of: names of the inputs that have gradients, in the order that ``backward`` returns them.
         saves: picks what backward needs, from the inputs and the tuple of outputs; by default all inputs.
+        passes: names, from the inputs, those whose gradient is that of the first output, as it is; backward, if it is
+            called at all, is not asked for them.
         num_differentiable: outputs past these have no gradient: statistics that only backward reads.
         opaque: not made of Triton kernels.
 
@@ -62,13 +66,17 @@ def register(
         kept = inputs if saves is None else saves(inputs, outputs)
         ctx.save_for_backward(*(x for x in kept if isinstance(x, Tensor)))
         ctx.kept = [None if isinstance(x, Tensor) else (x,) for x in kept]  # None: the next of the saved tensors
+        ctx.passed = [input_names.index(name) for name in passes(*inputs)]
 
     def gradients(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
         tensors = iter(ctx.saved_tensors)
         kept = [next(tensors) if x is None else x[0] for x in ctx.kept]
-        wanted = [ctx.needs_input_grad[position] for position in positions]
-        results = gradient(*dy[:num_differentiable], *kept, *([wanted] if takes_needs else []))
-        by_position: dict[int, Tensor] = dict(zip(positions, results, strict=True))
+        by_position: dict[int, Tensor] = {}
+        wanted = [ctx.needs_input_grad[position] and position not in ctx.passed for position in positions]
+        if any(wanted):
+            results = gradient(*dy[:num_differentiable], *kept, *([wanted] if takes_needs else []))
+            by_position = dict(zip(positions, results, strict=True))
+        by_position |= dict.fromkeys(ctx.passed, dy[0])
         return tuple(
             by_position.get(position) if needed else None for position, needed in enumerate(ctx.needs_input_grad)
         )

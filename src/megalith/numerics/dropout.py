@@ -96,15 +96,20 @@ def keep_mask_of(
     _check_probability(p)
     skipped = feature_offset % 4
     quads = torch.arange(feature_offset // 4, -(-(feature_offset + num_features) // 4), device=tokens.device)
-    mask = torch.empty(tokens.numel(), num_features, dtype=torch.bool, device=tokens.device)
+
+    def kept(tokens: Tensor, sites: Tensor) -> Tensor:
+        drawn = philox4x32(*low_and_high(tokens[:, None]), quads, sites[:, None], *words)  # each [rows, quads]
+        return (torch.stack(drawn, dim=-1).flatten(-2) >= threshold(p))[:, skipped : skipped + num_features]
+
+    shape, tokens, sites = (*tokens.shape, num_features), tokens.reshape(-1), sites.reshape(-1)
+    if torch.compiler.is_compiling():
+        return kept(tokens, sites).reshape(shape)  # its compiler makes the blocks
+    mask = torch.empty(len(tokens), num_features, dtype=torch.bool, device=tokens.device)
     num_rows = max(1, counters_per_chunk(tokens.device) // max(1, len(quads)))
     for start in range(0, len(mask), num_rows):
         rows = slice(start, start + num_rows)
-        low, high = low_and_high(tokens.reshape(-1)[rows, None])
-        drawn = philox4x32(low, high, quads, sites.reshape(-1)[rows, None], *words)  # each [rows, quads]
-        kept = torch.stack(drawn, dim=-1).flatten(-2) >= threshold(p)
-        mask[rows] = kept[:, skipped : skipped + num_features]
-    return mask.view(*tokens.shape, num_features)
+        mask[rows] = kept(tokens[rows], sites[rows])
+    return mask.view(shape)
 
 
 def philox_key(seed: int, step: int) -> tuple[int, int]:

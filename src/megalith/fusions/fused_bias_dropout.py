@@ -1,0 +1,237 @@
+"""Bias, dropout and residual in one pass; the mask is computed again in backward, and never stored.
+
+    y         = residual + (x + bias) * m        m = keep / (1 - p), keep with probability 1 - p
+    dx        = dy * m
+    dbias     = sum over T of dx
+    dresidual = dy, the same tensor; dx too, where p = 0 and x has the dtype of residual
+
+The mask is that of ``megalith.numerics.dropout``: a Philox word for each pair of token and feature, so that it does not
+depend on the layout of ranks, the path, or recomputation. Srivastava et al. 2014, "Dropout".
+
+T tokens (leading dimensions flattened), H hidden size. Saved for backward: the key, 8 bytes, and the ids of tokens, 8T.
+Floor: forward 3TH elements, backward 2TH (none at p = 0; TH for dbias alone), and 8T bytes of token ids each.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.backend import Backend, Fusion, compiled
+from megalith.fusions.blocks import by_blocks
+from megalith.fusions.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.dropout_mask import keep, mask_operands
+from megalith.fusions.library import register
+from megalith.fusions.rows import as_rows, wide
+from megalith.numerics.dropout import DropoutKey
+
+__all__ = [
+    "FUSION",
+    "bias_dropout_add_fused_inference",
+    "bias_dropout_add_fused_train",
+    "bias_dropout_add_unfused",
+    "get_bias_dropout_add",
+    "operator",
+]
+
+XWithBias = tuple[Tensor, Tensor | None]
+
+
+def bias_dropout_add_fused_train(
+    x_with_bias: XWithBias,
+    residual: Tensor,
+    prob: float,
+    *,
+    key: DropoutKey | None = None,
+    feature_offset: int = 0,
+    backend: Backend | None = None,
+) -> Tensor:
+    """``residual + dropout(x + bias)``.
+
+    Args:
+        x_with_bias: x [..., H] and bias [H] or None: what a linear layer returns that leaves its bias to the next.
+        residual: [..., H]; x and bias are cast up to it, so a stream kept in float32 stays there.
+        prob: of an element to be dropped, in [0, 1).
+        key: what decides the mask: seed, step, site, and one token id for each row, of the shape of x without its last
+            dimension. Without one, a key is drawn from torch's generator of the device, and rows count as tokens:
+            torch.manual_seed repeats the mask, ``torch.utils.checkpoint`` recomputes it, but another layout of ranks
+            has another mask, and ranks with generators alike have masks alike.
+        feature_offset: where the features of this rank begin among all of them, for a tensor-parallel shard.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Returns:
+        [..., H] in the dtype of ``residual``.
+
+    Raises:
+        ShapeError: the tensors, or the token ids, do not fit together.
+        ConfigError: a probability outside [0, 1), or a negative offset.
+        BackendError: ``backend`` cannot run on ``x``.
+    """
+    x, bias = x_with_bias
+    _check(x, bias, residual, prob, feature_offset)
+    compute = FUSION.path(x if x.dtype == torch.float64 else residual, backend)
+    words, tokens, site = mask_operands(key, x) if prob else (None, None, 0)
+    y = compute(as_rows(x), bias, as_rows(residual), words, tokens, site, float(prob), feature_offset)
+    return y.view(residual.shape)
+
+
+def bias_dropout_add_fused_inference(
+    x_with_bias: XWithBias, residual: Tensor, prob: float, *, backend: Backend | None = None
+) -> Tensor:
+    """``residual + x + bias``, of which nothing is dropped; ``prob`` is checked all the same.
+
+    Shapes, dtypes and errors are those of ``bias_dropout_add_fused_train``. It writes fresh memory, also without grad.
+    """
+    _check(*x_with_bias, residual, prob, 0)
+    return bias_dropout_add_fused_train(x_with_bias, residual, 0.0, backend=backend)
+
+
+def bias_dropout_add_unfused(training: bool) -> Callable[..., Tensor]:
+    """The same operation in plain torch, on every device: ``backend="reference"``, with the same mask and numerics."""
+    return partial(bias_dropout_add_fused_train if training else bias_dropout_add_fused_inference, backend="reference")
+
+
+def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
+    """The function of ``(x_with_bias, residual, prob)`` to call; for training it also takes ``key`` and its kin."""
+    if not fused:
+        return bias_dropout_add_unfused(training)
+    return bias_dropout_add_fused_train if training else bias_dropout_add_fused_inference
+
+
+def _reference(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    key: Tensor | None,
+    tokens: Tensor | None,
+    site: int,
+    p: float,
+    feature_offset: int,
+) -> Tensor:
+    """``x`` and ``residual`` [T, H], ``key`` int64 [] or None where ``p`` is 0, ``tokens`` int64 [T] or row numbers."""
+    acc = wide(torch.promote_types(x.dtype, residual.dtype))
+    y = x.to(acc) if bias is None else x.to(acc) + bias.to(acc)
+    return (_drop(y, key, tokens, site, p, feature_offset) + residual.to(acc)).to(residual.dtype)
+
+
+def _drop(y: Tensor, key: Tensor | None, tokens: Tensor | None, site: int, p: float, feature_offset: int) -> Tensor:
+    if key is None:
+        return y
+    # a product with a bool, of which autograd keeps a byte for each element
+    return y * keep(key, tokens, site, p, y.shape[0], y.shape[1], feature_offset) * (1.0 / (1.0 - p))
+
+
+def _blocked_forward(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    key: Tensor | None,
+    tokens: Tensor | None,
+    site: int,
+    p: float,
+    feature_offset: int,
+) -> Tensor:
+    y = _outputs(x, bias, residual)
+
+    def formula(x: Tensor, residual: Tensor, tokens: Tensor) -> tuple[Tensor]:
+        return (_reference(x, bias, residual, key, tokens, site, p, feature_offset),)
+
+    by_blocks(formula, (x, residual, _ids(tokens, x)), (y,))
+    return y
+
+
+def _blocked_backward(
+    dy: Tensor,
+    key: Tensor | None,
+    tokens: Tensor | None,
+    site: int,
+    p: float,
+    feature_offset: int,
+    x_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor]:
+    dx, dbias = _gradients(dy, key, tokens, site, p, feature_offset, x_dtype, bias_dtype, needs)
+    acc = wide(torch.promote_types(x_dtype, dy.dtype))
+    total = dbias.zero_().to(acc)
+
+    def formula(dy: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        dx = _drop(dy.to(acc), key, tokens, site, p, feature_offset)
+        return (*([dx] if needs[0] else []), *([dx.sum(dim=0)] if needs[1] else []))
+
+    by_blocks(formula, (dy, _ids(tokens, dy)), (dx,) if needs[0] else (), (total,) if needs[1] else ())
+    return dx, total.to(dbias.dtype)
+
+
+def _ids(tokens: Tensor | None, x: Tensor) -> Tensor:
+    return torch.arange(len(x), device=x.device) if tokens is None else tokens
+
+
+def _outputs(x: Tensor, bias: Tensor | None, residual: Tensor, *_: Any) -> Tensor:
+    return residual.new_empty(residual.shape)
+
+
+def _gradients(
+    dy: Tensor,
+    key: Tensor | None,
+    tokens: Tensor | None,
+    site: int,
+    p: float,
+    feature_offset: int,
+    x_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor]:
+    dx = dy.new_empty(dy.shape if needs[0] else 0, dtype=x_dtype)
+    return dx, dy.new_empty(dy.shape[1] if needs[1] else 0, dtype=bias_dtype or x_dtype)
+
+
+def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    x, bias, _, *mask = inputs
+    return *mask, x.dtype, None if bias is None else bias.dtype
+
+
+def _passes(x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None, *_: Any) -> tuple[str, ...]:
+    return ("residual", "x") if key is None and x.dtype == residual.dtype else ("residual",)
+
+
+operator = partial(
+    register,
+    forward_outputs=_outputs,
+    backward_outputs=_gradients,
+    gradients_of=("x", "bias"),
+    saves=_saves,
+    passes=_passes,
+)
+_blocked = operator("bias_dropout_add_blocked", _blocked_forward, backward=_blocked_backward, opaque=True)
+
+
+def _triton(*inputs: Any) -> Tensor:
+    from megalith.fusions.kernels.bias_dropout import op
+
+    return op(*inputs)
+
+
+_PATHS: Mapping[Backend, Callable[..., Tensor]] = {
+    "triton": _triton,
+    "compile": compiled(_reference),
+    "blocked": _blocked,
+    "reference": _reference,
+}
+FUSION = Fusion("bias_dropout_add", _PATHS)
+
+
+def _check(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float, feature_offset: int) -> None:
+    if not 0.0 <= prob < 1.0:
+        raise ConfigError(f"prob must be in [0, 1), the share of elements to drop; got {prob}")
+    if feature_offset < 0:
+        raise ConfigError(f"feature_offset must be 0 or more, where this rank's features begin; got {feature_offset}")
+    check_floating(x=x, bias=bias, residual=residual)
+    check_one_device(x=x, bias=bias, residual=residual)
+    if x.dim() == 0:
+        raise ShapeError("x must be [..., H]; got a tensor without dimensions")
+    check_shape("residual", residual, x.shape, "as x")
+    check_shape("bias", bias, x.shape[-1:], "one for each feature of x")
