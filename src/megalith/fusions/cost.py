@@ -12,7 +12,18 @@ from torch import Tensor
 
 from megalith.fusions.rows import rows_per_sum
 
-__all__ = ["Cost", "bias_dropout_add", "glu", "indices_to_multihot", "multihot_to_indices", "partial_sums", "weighted_squared_relu"]
+__all__ = [
+    "Cost",
+    "bias_dropout_add",
+    "glu",
+    "indices_to_multihot",
+    "multihot_to_indices",
+    "pad_routing_map",
+    "partial_sums",
+    "rope",
+    "vocab_parallel_cross_entropy",
+    "weighted_squared_relu",
+]
 
 
 class Cost(NamedTuple):
@@ -56,9 +67,7 @@ def indices_to_multihot(indices: Tensor, probs_indices: Tensor, num_experts: int
     dense = indices.shape[0] * num_experts
     read = _bytes((indices, probs_indices))
     local = int(((indices >= 0) & (indices < num_experts)).sum()) * probs_indices.element_size()
-    return Cost(
-        forward=read + dense * (1 + probs_indices.element_size()), backward=read + local, saved=indices.nbytes
-    )
+    return Cost(forward=read + dense * (1 + probs_indices.element_size()), backward=read + local, saved=indices.nbytes)
 
 
 def multihot_to_indices(multihot: Tensor, probs: Tensor, topk: int) -> Cost:
@@ -69,9 +78,50 @@ def multihot_to_indices(multihot: Tensor, probs: Tensor, topk: int) -> Cost:
     )
 
 
+def pad_routing_map(routing_map: Tensor) -> Cost:
+    """Reads the map to count, again to flip, and writes it; a map of a few tokens is in the cache the second time."""
+    return Cost(forward=2 * routing_map.nbytes, backward=0, saved=0, forward_visits=2)
+
+
 def partial_sums(num_rows: int, width: int) -> int:
     """Bytes of the partial sums, in float32, of a gradient of ``width`` columns over ``num_rows`` rows."""
     return 4 * width * -(-num_rows // rows_per_sum(num_rows, 1))
+
+
+def rope(
+    q: Tensor,
+    k: Tensor | None = None,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+) -> Cost:
+    """Reads q, k and tables and writes q and k; a norm also writes a float32 for each head, and backward reads x."""
+    shared = _bytes((cos, sin, positions, q_norm_weight, k_norm_weight))
+    normed = [x for x, w in ((q, q_norm_weight), (k, k_norm_weight)) if x is not None and w is not None]
+    rstd = 4 * sum(x.shape[:-1].numel() for x in normed)
+    turned, sums = 2 * _bytes((q, k)), sum(partial_sums(x.shape[0] * x.shape[1], x.shape[-1]) for x in normed)
+    return Cost(
+        forward=turned + shared + rstd,
+        backward=turned + _bytes(normed) + shared + rstd + sums,
+        saved=_bytes(normed) + shared + rstd,
+    )
+
+
+def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, *, num_statistics: int = 3) -> Cost:
+    """Reads logits, then few numbers a row, and the target's logit once more; backward reads logits, writes gradients.
+
+    A row: its target in 8 bytes; statistics written, read, and written again for backward; loss or its gradient in 4.
+    """
+    x, T = vocab_parallel_logits.nbytes, target.numel()
+    return Cost(
+        forward=x + T * (8 + 2 * 4 * num_statistics + 12 + 4),
+        backward=2 * x + T * (8 + 12 + 4),
+        saved=x + T * (8 + 12),
+        forward_visits=2,
+    )
 
 
 def weighted_squared_relu(input: Tensor, weights: Tensor) -> Cost:

@@ -17,5 +17,10 @@ DEFAULT_PATHS: "Mapping[str, Mapping[str, Backend]]" = {
     "glu": {"cuda": "triton", "cpu": "blocked"},
     "indices_to_multihot": {"cuda": "triton", "cpu": "blocked"},
     "multihot_to_indices": {"cuda": "triton", "cpu": "blocked"},
+    "attention": {"cuda": "triton", "cpu": "aten"},
+    "rope": {"cuda": "triton", "cpu": "blocked"},
+    "pad_routing_map": {"cuda": "triton", "cpu": "blocked"},
+    "quantize": {"cuda": "triton", "cpu": "blocked"},
+    "vocab_parallel_cross_entropy": {"cuda": "triton", "cpu": "blocked"},
     "weighted_squared_relu": {"cuda": "triton", "cpu": "blocked"},
 }

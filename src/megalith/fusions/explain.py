@@ -4,7 +4,15 @@ from typing import NamedTuple
 
 import torch
 
-from megalith.fusions import fused_bias_dropout, fused_weighted_squared_relu, glu
+from megalith.fusions import (
+    fused_bias_dropout,
+    fused_cross_entropy,
+    fused_indices_converter,
+    fused_pad_routing_map,
+    fused_rope,
+    fused_weighted_squared_relu,
+    glu,
+)
 from megalith.fusions.backend import Fusion, chosen_by_use
 from megalith.fusions.blocks import BLOCK_ELEMENTS
 
@@ -13,6 +21,11 @@ __all__ = ["FUSIONS", "explain"]
 FUSIONS: tuple[Fusion[object], ...] = (
     fused_bias_dropout.FUSION,
     glu.FUSION,
+    fused_rope.FUSION,
+    fused_cross_entropy.FUSION,
+    fused_indices_converter.INDICES_TO_MULTIHOT_FUSION,
+    fused_indices_converter.MULTIHOT_TO_INDICES_FUSION,
+    fused_pad_routing_map.FUSION,
     fused_weighted_squared_relu.FUSION,
 )
 

@@ -1,0 +1,279 @@
+"""Rotary positions of queries and keys in one launch, with the RMSNorm of each head before them if there is one.
+
+    x        = x / sqrt(mean over D of x^2 + eps) * weight       with QK norm; weight + 1 if zero-centred
+    (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin)                for each pair of features, the rest is copied
+    dx       = the inverse rotation of dy, by the same tables; then the gradient of the norm
+
+Su et al. 2021, "RoFormer", arXiv:2104.09864. Henry et al. 2020, "Query-Key Normalization", arXiv:2010.04245. Sections
+of the pairs for time, height and width: Wang et al. 2024, "Qwen2-VL", arXiv:2409.12191.
+
+S sequence, B micro-batch, A heads, G kv groups, D head size, R rotated features. Saved for backward: the tables alone;
+with QK norm also q, k and 1 / root mean square of each head, in float32.
+Floor: forward and backward 2SB(A + G)D elements each, with QK norm 3SB(A + G)D in backward; tables are read once.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.backend import Backend, Fusion, compiled
+from megalith.fusions.blocks import by_blocks
+from megalith.fusions.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.library import gradients_like, register
+from megalith.fusions.rotation import Layout, Rotation, Tables, check_layout, tables, turn, turn_back
+from megalith.fusions.rows import wide
+
+__all__ = ["FUSION", "Outputs", "fused_rope", "gradients", "outputs", "rope_forward", "saved"]
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def fused_rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    layout: Layout = "neox",
+    rotary_dim: int | None = None,
+    inverse: bool = False,
+    sections: tuple[int, int, int] | None = None,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Queries and keys turned by their positions, in fresh memory.
+
+    Args:
+        q: [S, B, A, D], or [T, A, D] of packed documents. Any strides, as of a part of a packed QKV.
+        k: [S, B, G, D] or [T, G, D], of the same tokens; or None.
+        cos, sin: [rows, R/2], of which token s takes row s or that of ``positions``; or [S, B, R/2]. Best in float32,
+            whatever q is. They have no gradient.
+        positions: int32 or int64 [S] or [S, B], rows of the tables; with ``sections`` [3, S] or [3, S, B]. A row that
+            does not exist raises on the CPU and gives NaN in a kernel, which cannot raise.
+        layout: which features turn together: "neox" i and i + R/2 (Hugging Face's Llama), "interleaved" 2i and 2i + 1
+            (RoFormer), "deepseek" reads 2i and 2i + 1 and writes i and i + R/2.
+        rotary_dim: R, the first columns, which turn; the others are copied. By default D, all of them.
+        inverse: turns back.
+        sections: how many of the R/2 pairs turn by the time, height and width of a token (mRoPE).
+        q_norm_weight, k_norm_weight: [D], gains of an RMSNorm of each head, before it turns.
+        eps: added to the mean square.
+        zero_centered: gains are stored less 1.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Returns:
+        q and k, contiguous, each in its shape and dtype; None for a k of None.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+        ConfigError: an unknown layout, sections that do not sum to R/2, or a setting that would have no effect.
+        BackendError: ``backend`` cannot run on ``q``.
+    """
+    R = q.shape[-1] if rotary_dim is None and q.dim() else rotary_dim or 0
+    how = Rotation(layout, inverse, 0, tuple(sections or ()), eps, zero_centered)
+    _check(q, k, q_norm_weight, k_norm_weight, R, how)
+    check_one_device(q=q, k=k, cos=cos, sin=sin, positions=positions)
+    compute = FUSION.path(q, backend)
+    heads = q if q.dim() == 4 else q.unsqueeze(1)
+    k_heads = k if k is None or k.dim() == 4 else k.unsqueeze(1)
+    S, B = heads.shape[:2]
+    table = tables(cos, sin, positions, S, B, R, num_streams=3 if sections else 1)
+    y, y_k, *_ = compute(heads, k_heads, *table, q_norm_weight, k_norm_weight, *how)
+    return y.view(q.shape), None if k is None else y_k.view(k.shape)
+
+
+def rope_forward(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    *how: Any,
+) -> Outputs:
+    """Reference forward: q [S, B, A, D], k [S, B, G, D], the fields of ``Tables``, gains, the fields of ``Rotation``.
+
+    Returns q and k, and 1 / root mean square of their heads, [S, B, A] and [S, B, G]; empty what does not exist.
+    """
+    return _both(turn, q, k, Tables(cos, sin, positions), q_norm_weight, k_norm_weight, Rotation(*how))
+
+
+def outputs(q: Tensor, k: Tensor | None, *others: Any) -> Outputs:
+    """Fresh memory for what ``rope_forward`` returns for the same arguments."""
+    _, _, _, q_norm_weight, k_norm_weight, *_ = others
+
+    def statistics(x: Tensor | None, weight: Tensor | None) -> Tensor:
+        if x is None or weight is None:
+            return q.new_empty(0)
+        return x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
+
+    y_k = q.new_empty(0) if k is None else k.new_empty(k.shape)
+    return q.new_empty(q.shape), y_k, statistics(q, q_norm_weight), statistics(k, k_norm_weight)
+
+
+def gradients(dy: Tensor, dy_k: Tensor, *others: Any) -> Outputs:
+    """Fresh memory for the gradients of q, k and both gains, for the same arguments as backward's."""
+    _, _, _, _, _, q_norm_weight, k_norm_weight, *_ = others
+    dq, dk, dq_weight, dk_weight = gradients_like(dy, dy_k, q_norm_weight, k_norm_weight)
+    return dq, dk, dq_weight, dk_weight
+
+
+def saved(inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """What backward gets: q and k only where they are normalised."""
+    q, k, cos, sin, positions, q_norm_weight, k_norm_weight, *how = inputs
+    kept_q, kept_k = None if q_norm_weight is None else q, None if k_norm_weight is None else k
+    return kept_q, kept_k, cos, sin, positions, q_norm_weight, k_norm_weight, *results[2:], *how
+
+
+def _blocked_forward(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    layout: str,
+    inverse: bool,
+    offset: int,
+    sections: list[int],
+    eps: float,
+    zero_centered: bool,
+) -> Outputs:
+    how = Rotation(layout, inverse, offset, sections, eps, zero_centered)
+    return _both(_turn_blocks, q, k, Tables(cos, sin, positions), q_norm_weight, k_norm_weight, how)
+
+
+def _blocked_backward(
+    dy: Tensor,
+    dy_k: Tensor,
+    q: Tensor | None,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    q_rstd: Tensor,
+    k_rstd: Tensor,
+    layout: str,
+    inverse: bool,
+    offset: int,
+    sections: list[int],
+    eps: float,
+    zero_centered: bool,
+) -> Outputs:
+    how = Rotation(layout, inverse, offset, sections, eps, zero_centered)
+    table = Tables(cos, sin, positions)
+    dq, dq_weight = _turn_back_blocks(dy, q, table, q_norm_weight, q_rstd, how)
+    if dy_k.dim() == 1:
+        return dq, dy.new_empty(0), dq_weight, dy.new_empty(0)
+    dk, dk_weight = _turn_back_blocks(dy_k, k, table, k_norm_weight, k_rstd, how)
+    return dq, dk, dq_weight, dk_weight
+
+
+def _both(
+    turn: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor | None,
+    table: Tables,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    how: Rotation,
+) -> Outputs:
+    y, rstd = turn(q, table, q_norm_weight, how)
+    if k is None:
+        return y, q.new_empty(0), rstd, q.new_empty(0)
+    y_k, k_rstd = turn(k, table, k_norm_weight, how)
+    return y, y_k, rstd, k_rstd
+
+
+def _turn_blocks(x: Tensor, table: Tables, weight: Tensor | None, how: Rotation) -> tuple[Tensor, Tensor]:
+    y, _, rstd, _ = outputs(x, None, *table, weight, None)
+    results = (y,) if weight is None else (y, rstd)
+    formula = lambda x, *rows: turn(x, table.block(*rows), weight, how)[: len(results)]  # noqa: E731
+    by_blocks(formula, (x, *table.rows()), results)
+    return y, rstd
+
+
+def _turn_back_blocks(
+    dy: Tensor, x: Tensor | None, table: Tables, weight: Tensor | None, rstd: Tensor, how: Rotation
+) -> tuple[Tensor, Tensor]:
+    dx = dy.new_empty(dy.shape)
+    if weight is None:
+        by_blocks(
+            lambda dy, *rows: turn_back(dy, None, table.block(*rows), None, rstd, how)[:1], (dy, *table.rows()), (dx,)
+        )
+        return dx, dy.new_empty(0)
+    dweight = weight.new_zeros(weight.shape, dtype=wide(weight.dtype))
+    by_blocks(
+        lambda dy, x, rstd, *rows: turn_back(dy, x, table.block(*rows), weight, rstd, how),
+        (dy, x, rstd, *table.rows()),
+        (dx,),
+        (dweight,),
+    )
+    return dx, dweight.to(weight.dtype)
+
+
+_blocked = register(
+    "rope_blocked",
+    _blocked_forward,
+    outputs,
+    _blocked_backward,
+    gradients,
+    gradients_of=("q", "k", "q_norm_weight", "k_norm_weight"),
+    saves=saved,
+    num_differentiable=2,
+    opaque=True,
+)
+
+
+def _triton(*inputs: Any) -> Outputs:
+    from megalith.fusions.kernels.rope import op
+
+    return op(*inputs)
+
+
+_PATHS: Mapping[Backend, Callable[..., Outputs]] = {
+    "triton": _triton,
+    "compile": compiled(rope_forward),
+    "blocked": _blocked,
+    "reference": rope_forward,
+}
+FUSION = Fusion("rope", _PATHS)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor | None,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    R: int,
+    how: Rotation,
+) -> None:
+    check_layout(how.layout)
+    check_floating(q=q, k=k, q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight)
+    if q.dim() not in (3, 4):
+        raise ShapeError(f"q must be [S, B, A, D], or [T, A, D] of packed documents; got {list(q.shape)}")
+    D = q.shape[-1]
+    if R % 2 or not 0 < R <= D:
+        raise ShapeError(f"rotary_dim must be even, and of the {D} features of a head; got {R}")
+    if k is not None:
+        check_shape("k", k, (*q.shape[:-2], k.shape[-2] if k.dim() > 1 else 0, D), "the tokens and head size of q")
+    check_shape("q_norm_weight", q_norm_weight, (D,), "one for each feature of a head")
+    check_shape("k_norm_weight", k_norm_weight, (D,), "one for each feature of a head")
+    if k is None and k_norm_weight is not None:
+        raise ConfigError("k_norm_weight has no effect without k; leave it out")
+    if q_norm_weight is None and k_norm_weight is None:
+        if how.zero_centered:
+            raise ConfigError("zero_centered is about q_norm_weight and k_norm_weight; without them leave it out")
+    elif how.inverse:
+        raise ConfigError("inverse turns back what was turned, and a norm has no inverse; leave one of them out")
+    if how.sections and (len(how.sections) != 3 or sum(how.sections) != R // 2):
+        raise ConfigError(f"sections must be three numbers of pairs, {R // 2} together; got {tuple(how.sections)}")

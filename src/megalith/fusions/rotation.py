@@ -1,0 +1,164 @@
+"""Rotation of features by position in plain torch: what every rotary operation computes, and the tables it reads.
+
+    (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin)    for each pair (x1, x2) of the R features that turn
+
+Which features are a pair is the layout's: ``neox`` i and i + R/2, ``interleaved`` 2i and 2i + 1, and ``deepseek``
+reads 2i and 2i + 1 and writes i and i + R/2. The inverse turns back by the same tables, and reads what the other
+writes; being linear and orthogonal, it is also the gradient.
+
+S sequence, B micro-batch, D head size, R rotated features (rotary_dim), P streams of positions: 1, or 3 of mRoPE.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.checks import check_shape
+from megalith.fusions.rows import wide
+
+__all__ = ["Layout", "Rotation", "Tables", "check_layout", "reads_pairs", "rotate", "tables", "turn", "turn_back"]
+
+Layout = Literal["neox", "interleaved", "deepseek"]
+
+
+class Rotation(NamedTuple):
+    """All that says how features turn and is not a tensor: the end of every rotary operator's arguments."""
+
+    layout: str
+    inverse: bool = False
+    offset: int = 0  # the first column that turns; 0, or D - R
+    sections: Sequence[int] = ()  # how many pairs follow each of three streams; empty for one stream
+    eps: float = 0.0
+    zero_centered: bool = False
+
+
+class Tables(NamedTuple):
+    """``cos`` and ``sin`` [rows, 1 or B, R/2]; row s is of token s, or ``positions`` [S, 1 or B, P] says which is."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+
+    def of_tokens(self, sections: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of each token, [S, 1 or B, 1, R/2] in ``dtype``: to be shared by the heads."""
+        return self._of_tokens(self.cos, sections, dtype), self._of_tokens(self.sin, sections, dtype)
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """What has a row for each token."""
+        return (self.cos, self.sin) if self.positions is None else (self.positions,)
+
+    def block(self, *rows: Tensor) -> "Tables":
+        """The tables of a block of tokens, of which these are the ``rows()``."""
+        return Tables(rows[0], rows[1], None) if self.positions is None else Tables(self.cos, self.sin, rows[0])
+
+    def _of_tokens(self, table: Tensor, sections: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if self.positions is not None:
+            rows = table.squeeze(1).index_select(0, self.positions.flatten())  # raises where there is no such row
+            rows = rows.unflatten(0, self.positions.shape)  # [S, 1 or B, P, R/2]
+            parts = rows.split(list(sections), dim=-1) if sections else (rows,)
+            table = torch.cat([part[..., stream, :] for stream, part in enumerate(parts)], dim=-1)
+        return table.to(dtype).unsqueeze(2)
+
+
+def check_layout(layout: str) -> None:
+    """Raises ConfigError unless there is such a layout."""
+    if layout not in get_args(Layout):
+        raise ConfigError(f"layout must be one of {', '.join(get_args(Layout))}; got {layout!r}")
+
+
+def tables(
+    cos: Tensor, sin: Tensor, positions: Tensor | None, S: int, B: int, rotary_dim: int, num_streams: int = 1
+) -> Tables:
+    """The tables of S x B tokens, checked.
+
+    Args:
+        cos, sin: [rows, R/2], or [S, B, R/2] for tokens with rows of their own.
+        positions: int32 or int64 [S] or [S, B], rows of [rows, R/2]; a dimension P before them if ``num_streams`` > 1.
+
+    Raises:
+        ShapeError: tables of another width, of fewer rows than tokens, or positions that do not fit.
+    """
+    check_shape("sin", sin, cos.shape, "as cos")
+    half = rotary_dim // 2
+    if cos.dim() not in (2, 3) or cos.shape[-1] != half or (cos.dim() == 3 and tuple(cos.shape[:2]) != (S, B)):
+        raise ShapeError(
+            f"cos must be [rows, {half}] or [{S}, {B}, {half}], a column for each pair of the {rotary_dim} features "
+            f"that turn; got {list(cos.shape)}"
+        )
+    cos, sin = (table.unsqueeze(1) if table.dim() == 2 else table for table in (cos, sin))
+    if positions is None:
+        if num_streams > 1:
+            raise ShapeError(f"sections follow {num_streams} positions of each token; give positions [3, {S}]")
+        if len(cos) < S:
+            raise ShapeError(f"cos must have a row for each of {S} tokens, or come with positions; it has {len(cos)}")
+        return Tables(cos[:S], sin[:S], None)
+    shapes = [[*streams, S, *batch] for streams in ([num_streams] if num_streams > 1 else [],) for batch in ([], [B])]
+    if list(positions.shape) not in shapes or positions.dtype not in (torch.int32, torch.int64):
+        wanted = " or ".join(map(str, shapes))
+        raise ShapeError(
+            f"positions must be int32 or int64 {wanted}, of the tokens; got {positions.dtype} {list(positions.shape)}"
+        )
+    if cos.shape[1] != 1:
+        raise ShapeError(f"positions say rows of a table [rows, {half}]; got one of [{S}, {B}, {half}], already chosen")
+    streams = positions.movedim(0, -1) if num_streams > 1 else positions.unsqueeze(-1)  # [S, P] or [S, B, P]
+    return Tables(cos, sin, streams.unsqueeze(1) if streams.dim() == 2 else streams)
+
+
+def reads_pairs(layout: str, inverse: bool) -> bool:
+    """Whether neighbours turn together in what is read; ``not inverse`` says the same of what is written."""
+    return layout == "interleaved" or (layout == "deepseek" and not inverse)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, inverse: bool) -> Tensor:
+    """``x`` [..., R] turned, in the dtype of all three."""
+    half = x.shape[-1] // 2
+    pairs = reads_pairs(layout, inverse)
+    first, second = (x[..., ::2], x[..., 1::2]) if pairs else (x[..., :half], x[..., half:])
+    if inverse:
+        y = (first * cos + second * sin, second * cos - first * sin)
+    else:
+        y = (first * cos - second * sin, second * cos + first * sin)
+    return torch.stack(y, dim=-1).flatten(-2) if reads_pairs(layout, not inverse) else torch.cat(y, dim=-1)
+
+
+def turn(x: Tensor, table: Tables, weight: Tensor | None, how: Rotation) -> tuple[Tensor, Tensor]:
+    """``x`` [S, B, A, D], normalised if there is a ``weight`` [D] and then turned; and 1 / its root mean square.
+
+    That is [S, B, A], in float32 or wider; empty without a weight.
+    """
+    acc = wide(x.dtype)
+    wide_x, rstd = x.to(acc), x.new_empty(0)
+    if weight is not None:
+        rstd = torch.rsqrt(wide_x.square().mean(dim=-1) + how.eps)
+        wide_x = wide_x * rstd.unsqueeze(-1) * _gain(weight, acc, how)
+    return _turned(wide_x, table, how).to(x.dtype), rstd
+
+
+def turn_back(
+    dy: Tensor, x: Tensor | None, table: Tables, weight: Tensor | None, rstd: Tensor, how: Rotation
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``turn``: dx [S, B, A, D], and the weight's [D] in float32 or wider, empty without one."""
+    g = _turned(dy.to(wide(dy.dtype)), table, how._replace(inverse=not how.inverse))
+    if weight is None or x is None:
+        return g.to(dy.dtype), dy.new_empty(0)
+    normed = x.to(g.dtype) * rstd.unsqueeze(-1)
+    dweight = (g * normed).sum(dim=(0, 1, 2))
+    g = g * _gain(weight, g.dtype, how)
+    dx = rstd.unsqueeze(-1) * (g - normed * (g * normed).mean(dim=-1, keepdim=True))
+    return dx.to(x.dtype), dweight
+
+
+def _turned(x: Tensor, table: Tables, how: Rotation) -> Tensor:
+    cos, sin = table.of_tokens(how.sections, x.dtype)
+    R, D = 2 * cos.shape[-1], x.shape[-1]
+    turned = rotate(x[..., how.offset : how.offset + R], cos, sin, how.layout, how.inverse)
+    if R == D:
+        return turned
+    return torch.cat((x[..., : how.offset], turned, x[..., how.offset + R :]), dim=-1)
+
+
+def _gain(weight: Tensor, dtype: torch.dtype, how: Rotation) -> Tensor:
+    return weight.to(dtype) + 1.0 if how.zero_centered else weight.to(dtype)
