@@ -1,5 +1,6 @@
 """Fused operations: tensor functions that know no model and no config. Every public name is importable from here."""
 
+from megalith.fusions.activations import Activation
 from megalith.fusions.backend import Backend, use
 from megalith.fusions.explain import explain
 from megalith.fusions.fused_bias_dropout import (
@@ -8,22 +9,44 @@ from megalith.fusions.fused_bias_dropout import (
     bias_dropout_add_unfused,
     get_bias_dropout_add,
 )
+from megalith.fusions.fused_cross_entropy import (
+    calculate_cross_entropy_loss,
+    calculate_gradients,
+    calculate_logits_max,
+    calculate_predicted_logits,
+    fused_vocab_parallel_cross_entropy,
+)
+from megalith.fusions.fused_indices_converter import (
+    IndicesToMultihot,
+    fused_indices_to_multihot,
+    fused_multihot_to_indices,
+)
+from megalith.fusions.fused_pad_routing_map import fused_pad_routing_map
 from megalith.fusions.fused_weighted_squared_relu import (
     WeightedSquaredReLUFunction,
     weighted_squared_relu,
     weighted_squared_relu_back,
     weighted_squared_relu_impl,
 )
-from megalith.fusions.glu import Activation, glu
+from megalith.fusions.glu import glu
 
 __all__ = [
     "Activation",
     "Backend",
+    "IndicesToMultihot",
     "WeightedSquaredReLUFunction",
     "bias_dropout_add_fused_inference",
     "bias_dropout_add_fused_train",
     "bias_dropout_add_unfused",
+    "calculate_cross_entropy_loss",
+    "calculate_gradients",
+    "calculate_logits_max",
+    "calculate_predicted_logits",
     "explain",
+    "fused_indices_to_multihot",
+    "fused_multihot_to_indices",
+    "fused_pad_routing_map",
+    "fused_vocab_parallel_cross_entropy",
     "get_bias_dropout_add",
     "glu",
     "use",

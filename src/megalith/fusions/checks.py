@@ -2,11 +2,19 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from megalith.errors import ShapeError
 
-__all__ = ["check_floating", "check_one_device", "check_shape"]
+__all__ = ["check_bool", "check_floating", "check_indices", "check_one_device", "check_shape"]
+
+
+def check_bool(**tensors: Tensor) -> None:
+    """Raises ShapeError unless each tensor given is bool."""
+    for name, x in tensors.items():
+        if x.dtype != torch.bool:
+            raise ShapeError(f"{name} must be bool; got {x.dtype}")
 
 
 def check_floating(**tensors: Tensor | None) -> None:
@@ -14,6 +22,13 @@ def check_floating(**tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None and not (x.is_floating_point() and x.element_size() > 1):
             raise ShapeError(f"{name} must be float16, bfloat16, float32 or float64; got {x.dtype}")
+
+
+def check_indices(**tensors: Tensor) -> None:
+    """Raises ShapeError unless each tensor given is int32 or int64."""
+    for name, x in tensors.items():
+        if x.dtype not in (torch.int32, torch.int64):
+            raise ShapeError(f"{name} must be int32 or int64; got {x.dtype}")
 
 
 def check_one_device(**tensors: Tensor | None) -> None:

@@ -5,11 +5,14 @@ Forward and backward count every tensor once: read or written by all programs to
 forward to backward. ``visits`` is how often one address of a row may be touched: 1, unless a row is read again.
 """
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from megalith.fusions.quantized import LAYOUTS, outputs_of
 from megalith.fusions.rows import rows_per_sum
 
 __all__ = [
@@ -17,9 +20,11 @@ __all__ = [
     "bias_dropout_add",
     "glu",
     "indices_to_multihot",
+    "masked_softmax",
     "multihot_to_indices",
     "pad_routing_map",
     "partial_sums",
+    "quantize",
     "rope",
     "vocab_parallel_cross_entropy",
     "weighted_squared_relu",
@@ -83,6 +88,36 @@ def pad_routing_map(routing_map: Tensor) -> Cost:
     return Cost(forward=2 * routing_map.nbytes, backward=0, saved=0, forward_visits=2)
 
 
+def masked_softmax(
+    scores: Tensor,
+    mask: Tensor | None = None,
+    sink: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    scale: float = 1.0,
+) -> Cost:
+    """Reads the scores inside of the window and writes p; backward reads p and dp there, and writes dx.
+
+    A GPU reads sectors of 32 bytes, so windows are counted in steps of 16 keys.
+    """
+    *batches, Sq, Sk = scores.shape
+    left, right = window
+    right = 0 if causal else right
+    read = 0
+    for own in range(Sk - Sq, Sk):
+        first = 0 if left < 0 else max(0, own - left) // 16 * 16
+        last = Sk if right < 0 else min(Sk, -(-max(0, own + right + 1) // 16) * 16)
+        read += max(0, last - first)
+    read = scores.element_size() * read * math.prod(batches)
+    shares = 0 if sink is None else 4 * math.prod(batches) * Sq
+    return Cost(
+        forward=read + scores.nbytes + _bytes((mask, sink)) + shares,
+        backward=2 * read + scores.nbytes + shares,
+        saved=scores.nbytes + shares,
+    )
+
+
 def partial_sums(num_rows: int, width: int) -> int:
     """Bytes of the partial sums, in float32, of a gradient of ``width`` columns over ``num_rows`` rows."""
     return 4 * width * -(-num_rows // rows_per_sum(num_rows, 1))
@@ -108,6 +143,19 @@ def rope(
         backward=turned + _bytes(normed) + shared + rstd + sums,
         saved=_bytes(normed) + shared + rstd,
     )
+
+
+def quantize(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Cost:
+    """Reads x, writes values and scales, and those of the transpose; some kinds read x once more before, for an amax.
+
+    The amax is read by every tile of 128 rows and columns, those of rows and columns by every tile of them.
+    """
+    layout, (R, H) = LAYOUTS[kind], x.shape
+    tiles = -(-R // 128) * -(-H // 128)
+    written = sum(y.nbytes for y in outputs_of(x.unsqueeze(0), kind, dtype, transpose))
+    twice = layout.of_all or (kind == "row" and transpose)
+    partial = 4 * (H * -(-R // 128) + R * -(-H // 128) + R + H) if twice and not layout.of_all else 0
+    return Cost(forward=x.nbytes + written + partial, backward=0, saved=0, forward_visits=1 + tiles if twice else 1)
 
 
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, *, num_statistics: int = 3) -> Cost:

@@ -18,6 +18,7 @@ DEFAULT_PATHS: "Mapping[str, Mapping[str, Backend]]" = {
     "indices_to_multihot": {"cuda": "triton", "cpu": "blocked"},
     "multihot_to_indices": {"cuda": "triton", "cpu": "blocked"},
     "attention": {"cuda": "triton", "cpu": "aten"},
+    "masked_softmax": {"cuda": "triton", "cpu": "blocked"},
     "rope": {"cuda": "triton", "cpu": "blocked"},
     "pad_routing_map": {"cuda": "triton", "cpu": "blocked"},
     "quantize": {"cuda": "triton", "cpu": "blocked"},

@@ -12,6 +12,7 @@ from megalith.fusions import (
     fused_rope,
     fused_weighted_squared_relu,
     glu,
+    masked_softmax,
 )
 from megalith.fusions.backend import Fusion, chosen_by_use
 from megalith.fusions.blocks import BLOCK_ELEMENTS
@@ -21,6 +22,7 @@ __all__ = ["FUSIONS", "explain"]
 FUSIONS: tuple[Fusion[object], ...] = (
     fused_bias_dropout.FUSION,
     glu.FUSION,
+    masked_softmax.FUSION,
     fused_rope.FUSION,
     fused_cross_entropy.FUSION,
     fused_indices_converter.INDICES_TO_MULTIHOT_FUSION,
