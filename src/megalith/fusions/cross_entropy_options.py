@@ -1,0 +1,111 @@
+"""What a cross entropy is asked for, checked: which words the columns of this rank are, and the terms of the loss."""
+
+import math
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megalith.errors import ConfigError, ShapeError
+
+__all__ = ["Part", "Smoothing", "Terms", "check_target", "part_of_rank", "terms_of"]
+
+Smoothing = Literal["torch", "nemo"]
+_NO_TARGET = torch.iinfo(torch.int64).min  # the ignore_index that ignores nothing
+
+
+class Part(NamedTuple):
+    """Which part of the vocabulary the columns are, what their logits mean, and which rows count."""
+
+    start: int  # the word of the first column
+    vocab_size: int  # words; columns past the last one are padding
+    softcap: float  # logits are softcap * tanh(x / softcap); inf: as they are
+    ignore_index: int  # rows of this target have no loss
+
+
+class Terms(NamedTuple):
+    """What the loss is made of: (1 - smoothing) ce + smoothing (lse - mean of x) + z_loss lse^2."""
+
+    smoothing: float
+    z_loss: float
+
+
+def part_of_rank(
+    num_columns: int,
+    tp_group: ProcessGroup | None,
+    vocab_size: int | None,
+    vocab_start: int | None,
+    softcap: float | None,
+    ignore_index: int | None,
+) -> Part:
+    """The part of the vocabulary that this rank of ``tp_group`` holds in its ``num_columns`` columns.
+
+    Without ``vocab_start`` all ranks hold equally many columns, the last of them padding where they are more than
+    words; or, where they are exactly the words, what torch.chunk gives this rank.
+
+    Raises:
+        ConfigError: an option out of its range, or ``vocab_start`` without ``vocab_size``.
+        ShapeError: another number of columns than this rank's part of the vocabulary.
+    """
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise ConfigError(f"softcap must be positive and finite, or None for no cap; got {softcap}")
+    if vocab_size is not None and vocab_size < 1:
+        raise ConfigError(f"vocab_size must be positive, or None for all columns; got {vocab_size}")
+    size, rank = (1, 0) if tp_group is None else (tp_group.size(), tp_group.rank())
+    if vocab_start is None:
+        start = _start_of_rank(num_columns, size, rank, vocab_size)
+    elif vocab_size is None:
+        raise ConfigError("vocab_start says where a part of the vocabulary begins; give vocab_size, its whole, too")
+    elif vocab_start < 0:
+        raise ConfigError(f"vocab_start must be 0 or more; got {vocab_start}")
+    else:
+        start = vocab_start
+    return Part(
+        start,
+        num_columns * size if vocab_size is None else vocab_size,
+        math.inf if softcap is None else float(softcap),
+        _NO_TARGET if ignore_index is None else ignore_index,
+    )
+
+
+def terms_of(label_smoothing: float, smoothing: Smoothing, z_loss: float, vocab_size: int) -> Terms:
+    """The terms of the loss; ``nemo`` smoothing spreads ``label_smoothing`` over the words other than the target.
+
+    Raises:
+        ConfigError: an option out of its range.
+    """
+    if smoothing not in get_args(Smoothing):
+        raise ConfigError(f"smoothing must be one of {', '.join(get_args(Smoothing))}; got {smoothing!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ConfigError(f"label_smoothing must be in [0, 1]; got {label_smoothing}")
+    if not 0.0 <= z_loss < math.inf:
+        raise ConfigError(f"z_loss must be 0 or more, and finite; got {z_loss}")
+    share = float(label_smoothing)
+    if smoothing == "nemo" and share:
+        if vocab_size == 1:
+            raise ConfigError("nemo smoothing spreads over all words but the target; with vocab_size=1 there are none")
+        share *= vocab_size / (vocab_size - 1)
+    return Terms(share, float(z_loss))
+
+
+def check_target(target: Tensor, shape: torch.Size, of: str) -> None:
+    """Raises ShapeError unless ``target`` is int64 and of ``shape``, that of ``of`` without its last dimension."""
+    if target.dtype != torch.int64:
+        raise ShapeError(f"target must be int64; got {target.dtype}: target.long() makes it so")
+    if target.shape != shape:
+        raise ShapeError(f"target must be {list(shape)}, one for each row of {of}; got {list(target.shape)}")
+
+
+def _start_of_rank(num_columns: int, size: int, rank: int, vocab_size: int | None) -> int:
+    longest = num_columns if vocab_size is None else -(-vocab_size // size)
+    if vocab_size is None or num_columns >= longest:
+        return rank * num_columns
+    start = min(rank * longest, vocab_size)
+    if num_columns != min(longest, vocab_size - start):
+        raise ShapeError(
+            f"rank {rank} of {size} holds {num_columns} columns of {vocab_size} words; it must hold "
+            f"{min(longest, vocab_size - start)}, its part by torch.chunk, or all ranks equally many, padded to "
+            f"{longest} or more; for another split give vocab_start"
+        )
+    return start
