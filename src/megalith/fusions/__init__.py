@@ -22,6 +22,7 @@ from megalith.fusions.fused_indices_converter import (
     fused_multihot_to_indices,
 )
 from megalith.fusions.fused_pad_routing_map import fused_pad_routing_map
+from megalith.fusions.fused_quantize import quantize
 from megalith.fusions.fused_weighted_squared_relu import (
     WeightedSquaredReLUFunction,
     weighted_squared_relu,
@@ -29,11 +30,13 @@ from megalith.fusions.fused_weighted_squared_relu import (
     weighted_squared_relu_impl,
 )
 from megalith.fusions.glu import glu
+from megalith.fusions.quantized import Quantized, dequantize
 
 __all__ = [
     "Activation",
     "Backend",
     "IndicesToMultihot",
+    "Quantized",
     "WeightedSquaredReLUFunction",
     "bias_dropout_add_fused_inference",
     "bias_dropout_add_fused_train",
@@ -42,6 +45,7 @@ __all__ = [
     "calculate_gradients",
     "calculate_logits_max",
     "calculate_predicted_logits",
+    "dequantize",
     "explain",
     "fused_indices_to_multihot",
     "fused_multihot_to_indices",
@@ -49,6 +53,7 @@ __all__ = [
     "fused_vocab_parallel_cross_entropy",
     "get_bias_dropout_add",
     "glu",
+    "quantize",
     "use",
     "weighted_squared_relu",
     "weighted_squared_relu_back",

@@ -6,8 +6,7 @@
     dl   = dy * w * act(a)                    where -clamp <= l <= clamp
     dw   = sum over F of dy * act(a) * (l + offset);   dbias = sum over T of da and dl
 
-Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202. The activations, with s = sigmoid:
-silu a s(a); gelu_tanh a s(2 u), u = sqrt(2/pi) (a + 0.044715 a^3); gelu a Phi(a); quick_gelu a s(1.702 a); relu.
+Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202. Activations: ``megalith.fusions.activations``.
 
 T tokens (leading dimensions flattened), F ffn hidden size. Saved for backward: the input, bias and w; no output.
 Floor: forward 3TF elements, backward 5TF, and 4T and 8T bytes for w in float32.
@@ -15,22 +14,29 @@ Floor: forward 3TF elements, backward 5TF, and 4T and 8T bytes for w in float32.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.activations import Activation, activate, activate_and_back
 from megalith.fusions.backend import Backend, Fusion, compiled
 from megalith.fusions.blocks import by_blocks
 from megalith.fusions.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.library import gradients_like, register
 from megalith.fusions.rows import as_rows, wide
 
-__all__ = ["FUSION", "Activation", "Glu", "glu", "glu_back", "glu_forward"]
+__all__ = ["FUSION", "Gating", "check", "glu", "glu_back", "gradients_of", "split", "value_of"]
 
-_TWO_ROOT_2_OVER_PI = 2.0 * math.sqrt(2.0 / math.pi)
-Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu"]
+
+class Gating(NamedTuple):
+    """What is computed, of ``gate`` and ``up``; the last operands of an operator."""
+
+    activation: str
+    offset: float
+    clamp: float  # infinite for none
+    interleaved: bool
 
 
 def glu(
@@ -66,19 +72,96 @@ def glu(
         ConfigError: an unknown activation, or a clamp that is not positive.
         BackendError: ``backend`` cannot run on ``x``.
     """
-    _check(x, up, bias, weights, activation, clamp, interleaved)
-    shape = (*x.shape[:-1], x.shape[-1] if up is not None else x.shape[-1] // 2)
-    w = None if weights is None else weights.reshape(x.shape[:-1].numel(), 1)
-    bound = math.inf if clamp is None else clamp
+    gating = check(x, up, bias, weights, Gating(activation, offset, math.inf if clamp is None else clamp, interleaved))
     compute = FUSION.path(x, backend)
-    y = compute(as_rows(x), None if up is None else as_rows(up), bias, w, activation, offset, bound, interleaved)
-    return y.view(shape)
+    y = compute(as_rows(x), _rows(up), bias, _rows(weights), *gating)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
-Glu = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, str, float, float, bool], Tensor]
+def glu_back(
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor | None = None,
+    *,
+    activation: Activation,
+    bias: Tensor | None = None,
+    weights: Tensor | None = None,
+    offset: float = 0.0,
+    clamp: float | None = None,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Reference backward of ``glu``: dx, dup, dbias and dw, each as what it is the gradient of, or None without it."""
+    gating = check(x, up, bias, weights, Gating(activation, offset, math.inf if clamp is None else clamp, interleaved))
+    check_shape("dy", dy, (*x.shape[:-1], x.shape[-1] // (2 if up is None else 1)), "as the output")
+    da, dl, *rest = gradients_of(as_rows(dy), as_rows(x), _rows(up), bias, _rows(weights), gating)
+    dw = None if weights is None else rest.pop(0).to(weights.dtype).view(weights.shape)
+    dbias = None if bias is None else _join(rest[0], rest[1], interleaved).to(bias.dtype)
+    if up is None:
+        return _join(da, dl, interleaved).to(x.dtype).view(x.shape), None, dbias, dw
+    return da.to(x.dtype).view(x.shape), dl.to(up.dtype).view(up.shape), dbias, dw
 
 
-def glu_forward(
+def value_of(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, gating: Gating) -> Tensor:
+    """y [T, F], not yet rounded, of rows ``x`` [T, 2F] or [T, F]; by torch alone, and differentiable twice."""
+    a, linear = _biased(x, up, bias, gating.interleaved)
+    if gating.clamp != math.inf:
+        a, linear = a.clamp(max=gating.clamp), linear.clamp(-gating.clamp, gating.clamp)
+    y = activate(a, gating.activation) * (linear + gating.offset if gating.offset else linear)
+    return y if weights is None else y * weights.to(y.dtype)
+
+
+def gradients_of(
+    dy: Tensor, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, gating: Gating
+) -> tuple[Tensor, ...]:
+    """Gradients of gate and up [T, F], of ``weights`` [T, 1] and of both halves of ``bias``, if given; not rounded."""
+    a, linear = _biased(x, up, bias, gating.interleaved)
+    dy = dy.to(a.dtype)
+    gate_shut = up_shut = None
+    if gating.clamp != math.inf:
+        gate_shut, up_shut = ~(a <= gating.clamp), ~(linear.abs() <= gating.clamp)  # NaN too, as in torch
+        a, linear = a.clamp(max=gating.clamp), linear.clamp(-gating.clamp, gating.clamp)
+    linear = linear + gating.offset if gating.offset else linear
+    act, da = activate_and_back(dy * linear, a, gating.activation)
+    dl = act.mul_(dy)
+    found: list[Tensor] = []
+    if weights is not None:
+        found.append((dl * linear).sum(dim=-1, keepdim=True))
+        w = weights.to(a.dtype)
+        da, dl = da.mul_(w), dl.mul_(w)
+    if gate_shut is not None and up_shut is not None:
+        da, dl = da.masked_fill_(gate_shut, 0.0), dl.masked_fill_(up_shut, 0.0)
+    if bias is not None:
+        found += [da.sum(dim=0), dl.sum(dim=0)]
+    return da, dl, *found
+
+
+def split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Gate and up, as views of a packed ``x``."""
+    F = x.shape[-1] // 2
+    return (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :F], x[..., F:])
+
+
+def _join(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
+    return torch.stack((gate, up), dim=-1).flatten(-2) if interleaved else torch.cat((gate, up), dim=-1)
+
+
+def _biased(x: Tensor, up: Tensor | None, bias: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Gate and up [T, F] in float32 or wider, with their bias."""
+    acc = wide(x.dtype)
+    if up is None:  # together, in half the operations
+        return split(x.to(acc) if bias is None else x.to(acc) + bias.to(acc), interleaved)
+    gate, linear = x.to(acc), up.to(acc)
+    if bias is None:
+        return gate, linear
+    gate_bias, up_bias = split(bias.to(acc), interleaved=False)
+    return gate + gate_bias, linear + up_bias
+
+
+def _rows(x: Tensor | None) -> Tensor | None:
+    return None if x is None else as_rows(x)
+
+
+def _reference(
     x: Tensor,
     up: Tensor | None,
     bias: Tensor | None,
@@ -88,96 +171,8 @@ def glu_forward(
     clamp: float,
     interleaved: bool,
 ) -> Tensor:
-    """Reference forward, of rows: ``x`` [T, 2F] or [T, F], ``weights`` [T, 1] -> y [T, F] in the dtype of ``x``."""
-    a, linear = _halves(x, up, bias, interleaved)
-    if clamp != math.inf:
-        a, linear = a.clamp(max=clamp), linear.clamp(-clamp, clamp)
-    y = _activate(a, activation) * (linear + offset if offset else linear)
-    return (y if weights is None else y * weights.to(y.dtype)).to(x.dtype)
-
-
-def glu_back(
-    dy: Tensor,
-    x: Tensor,
-    up: Tensor | None,
-    bias: Tensor | None,
-    weights: Tensor | None,
-    activation: str,
-    offset: float,
-    clamp: float,
-    interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reference backward, of rows: dx, dup, dbias and dw; dbias in float32 or wider, and empty what does not exist."""
-    a, linear = _halves(x, up, bias, interleaved)
-    dy = dy.to(a.dtype)
-    a_open = linear_open = None
-    if clamp != math.inf:
-        a_open, linear_open = a <= clamp, linear.abs() <= clamp
-        a, linear = a.clamp(max=clamp), linear.clamp(-clamp, clamp)
-    act, slope = _activate(a, activation), _slope(a, activation)
-    linear = linear + offset if offset else linear
-    dw = x.new_empty(0) if weights is None else (dy * act * linear).sum(-1, keepdim=True).to(weights.dtype)
-    dy = dy if weights is None else dy * weights.to(dy.dtype)
-    da, dl = dy * slope * linear, dy * act
-    if a_open is not None and linear_open is not None:
-        da, dl = da.where(a_open, 0.0), dl.where(linear_open, 0.0)
-    both = torch.stack((da, dl), dim=-1).flatten(-2) if interleaved else torch.cat((da, dl), dim=-1)
-    dbias = x.new_empty(0) if bias is None else both.sum(dim=0)
-    if up is None:
-        return both.to(x.dtype), x.new_empty(0), dbias, dw
-    return da.to(x.dtype), dl.to(up.dtype), dbias, dw
-
-
-def _activate(a: Tensor, activation: str) -> Tensor:
-    """The activation, by formulas that keep their relative accuracy where it is small."""
-    if activation == "silu":
-        return torch.nn.functional.silu(a)
-    if activation == "relu":
-        return torch.relu(a)
-    if activation == "gelu":
-        return a * _normal_cumulative(a)
-    return a * torch.sigmoid(1.702 * a if activation == "quick_gelu" else _tanh_argument(a))
-
-
-def _slope(a: Tensor, activation: str) -> Tensor:
-    if activation in ("silu", "quick_gelu"):
-        scale = 1.0 if activation == "silu" else 1.702
-        s = torch.sigmoid(scale * a)
-        return s * (1.0 + scale * a * (1.0 - s))
-    if activation == "relu":
-        return (a > 0).to(a.dtype)
-    if activation == "gelu":
-        density = torch.exp(-0.5 * a.square()) * (1.0 / math.sqrt(2.0 * math.pi))
-        return _normal_cumulative(a) + a * density
-    s = torch.sigmoid(_tanh_argument(a))
-    return s + a * s * (1.0 - s) * _TWO_ROOT_2_OVER_PI * (1.0 + 3.0 * 0.044715 * a.square())
-
-
-def _normal_cumulative(a: Tensor) -> Tensor:
-    phi: Tensor = torch.special.ndtr(a)
-    return phi
-
-
-def _tanh_argument(a: Tensor) -> Tensor:
-    """2u, of which gelu_tanh takes the sigmoid: (1 + tanh u) / 2 = sigmoid(2u)."""
-    return _TWO_ROOT_2_OVER_PI * (a + 0.044715 * a**3)
-
-
-def _halves(x: Tensor, up: Tensor | None, bias: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Gate and up [T, F] in float32 or wider, with their bias."""
-    acc = wide(x.dtype)
-
-    def split(t: Tensor) -> tuple[Tensor, Tensor]:
-        if interleaved:
-            return t[..., ::2].to(acc), t[..., 1::2].to(acc)
-        F = t.shape[-1] // 2
-        return t[..., :F].to(acc), t[..., F:].to(acc)
-
-    gate, linear = split(x) if up is None else (x.to(acc), up.to(acc))
-    if bias is None:
-        return gate, linear
-    gate_bias, up_bias = split(bias)
-    return gate + gate_bias, linear + up_bias
+    gating = Gating(activation, offset, clamp, interleaved)
+    return value_of(x, up, bias, weights, gating).to(x.dtype)
 
 
 def _blocked_forward(
@@ -191,9 +186,10 @@ def _blocked_forward(
     interleaved: bool,
 ) -> Tensor:
     y = _outputs(x, up)
+    gating = Gating(activation, offset, clamp, interleaved)
 
     def formula(x: Tensor, up: Tensor | None, weights: Tensor | None) -> tuple[Tensor]:
-        return (glu_forward(x, up, bias, weights, activation, offset, clamp, interleaved),)
+        return (value_of(x, up, bias, weights, gating),)
 
     by_blocks(formula, (x, up, weights), (y,))
     return y
@@ -211,18 +207,20 @@ def _blocked_backward(
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dx, dup, dbias, dw = gradients_like(x, up, bias, weights)
-    total = dbias.zero_().to(wide(dbias.dtype))
+    gating = Gating(activation, offset, clamp, interleaved)
 
     def formula(dy: Tensor, x: Tensor, up: Tensor | None, weights: Tensor | None) -> tuple[Tensor, ...]:
-        dx, dup, dbias, dw = glu_back(dy, x, up, bias, weights, activation, offset, clamp, interleaved)
-        return dx, *kept((dup, up), (dw, weights), (dbias, bias))
+        return gradients_of(dy, x, up, bias, weights, gating)
 
-    def kept(*pairs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, ...]:
-        return tuple(gradient for gradient, of in pairs if of is not None)
-
-    outputs = (dx, *kept((dup, up), (dw, weights)))
-    by_blocks(formula, (dy, x, up, weights), outputs, () if bias is None else (total,))
+    halves = split(dx, interleaved) if up is None else (dx, dup)
+    outputs = halves if weights is None else (*halves, dw)
+    total = dbias.zero_().to(wide(dbias.dtype))
+    sums = () if bias is None else split(total, interleaved)
+    by_blocks(formula, (dy, x, up, weights), outputs, sums)
     return dx, dup, total.to(dbias.dtype), dw
+
+
+Glu = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, str, float, float, bool], Tensor]
 
 
 def _outputs(x: Tensor, up: Tensor | None, *_: Any) -> Tensor:
@@ -254,32 +252,26 @@ def _triton(*inputs: Any) -> Tensor:
 
 _PATHS: Mapping[Backend, Glu] = {
     "triton": _triton,
-    "compile": compiled(glu_forward),
+    "compile": compiled(_reference),
     "blocked": _blocked,
-    "reference": glu_forward,
+    "reference": _reference,
 }
 FUSION = Fusion("glu", _PATHS)
 
 
-def _check(
-    x: Tensor,
-    up: Tensor | None,
-    bias: Tensor | None,
-    weights: Tensor | None,
-    activation: str,
-    clamp: float | None,
-    interleaved: bool,
-) -> None:
-    if activation not in get_args(Activation):
-        raise ConfigError(f"activation must be one of {', '.join(get_args(Activation))}; got {activation!r}")
-    if clamp is not None and not clamp > 0.0:
-        raise ConfigError(f"clamp must be positive, or None for no clamp; got {clamp}")
+def check(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, gating: Gating) -> Gating:
+    """``gating`` again, or what does not fit as ConfigError or ShapeError."""
+    if gating.activation not in get_args(Activation):
+        raise ConfigError(f"activation must be one of {', '.join(get_args(Activation))}; got {gating.activation!r}")
+    if not gating.clamp > 0.0:
+        raise ConfigError(f"clamp must be positive, or None for no clamp; got {gating.clamp}")
     check_floating(x=x, up=up, bias=bias, weights=weights)
     check_one_device(x=x, up=up, bias=bias, weights=weights)
     if x.dim() == 0 or (up is None and x.shape[-1] % 2):
         raise ShapeError(f"x must be [..., 2F], gate and up, or come with up [..., F]; got {list(x.shape)}")
-    if up is not None and interleaved:
+    if up is not None and gating.interleaved:
         raise ConfigError("interleaved is about a packed x; with up given there is nothing to interleave")
     check_shape("up", up, x.shape, "as the gate x")
     check_shape("bias", bias, (x.shape[-1] * (1 if up is None else 2),), "one for each column of gate and up")
     check_shape("weights", weights, (*x.shape[:-1], 1), f"one for each token of x {list(x.shape)}")
+    return gating
