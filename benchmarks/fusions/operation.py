@@ -30,6 +30,7 @@ class Operation:
         peers: name -> a function that imports the peer and returns its (**inputs) -> results, if it is installed.
         cost: (**inputs) -> bytes that must move.
         constant: inputs without a gradient.
+        random: its results are drawn, each contender's its own, so that none can be judged.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Operation:
     cost: Callable[..., Cost] | None = None
     peers: Mapping[str, Callable[[], Call]] = field(default_factory=dict)
     constant: tuple[str, ...] = ()
+    random: bool = False
 
     def make(self, num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:
         """Fresh random inputs; those that have a gradient ask for it."""

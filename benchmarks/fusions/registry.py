@@ -1,8 +1,11 @@
 """The one list of operations."""
 
 from benchmarks.fusions.operation import Operation
-from benchmarks.fusions.operations import activations
+from benchmarks.fusions.operations import activations, residuals, rotary
 
 __all__ = ["OPERATIONS"]
 
-OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in (*activations.OPERATIONS,)}
+_FAMILIES = (activations, residuals, rotary)
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation for family in _FAMILIES for operation in family.OPERATIONS
+}
