@@ -3,6 +3,7 @@
 from megalith.fusions.activations import Activation
 from megalith.fusions.backend import Backend, use
 from megalith.fusions.explain import explain
+from megalith.fusions.fused_add_norm import fused_add_norm
 from megalith.fusions.fused_bias_dropout import (
     bias_dropout_add_fused_inference,
     bias_dropout_add_fused_train,
@@ -21,6 +22,8 @@ from megalith.fusions.fused_indices_converter import (
     fused_indices_to_multihot,
     fused_multihot_to_indices,
 )
+from megalith.fusions.fused_layer_norm import FusedLayerNorm, FusedRMSNorm, fused_layer_norm, fused_rms_norm
+from megalith.fusions.fused_linear_cross_entropy import fused_linear_cross_entropy
 from megalith.fusions.fused_pad_routing_map import fused_pad_routing_map
 from megalith.fusions.fused_quantize import quantize
 from megalith.fusions.fused_weighted_squared_relu import (
@@ -35,6 +38,8 @@ from megalith.fusions.quantized import Quantized, dequantize
 __all__ = [
     "Activation",
     "Backend",
+    "FusedLayerNorm",
+    "FusedRMSNorm",
     "IndicesToMultihot",
     "Quantized",
     "WeightedSquaredReLUFunction",
@@ -47,9 +52,13 @@ __all__ = [
     "calculate_predicted_logits",
     "dequantize",
     "explain",
+    "fused_add_norm",
     "fused_indices_to_multihot",
+    "fused_layer_norm",
+    "fused_linear_cross_entropy",
     "fused_multihot_to_indices",
     "fused_pad_routing_map",
+    "fused_rms_norm",
     "fused_vocab_parallel_cross_entropy",
     "get_bias_dropout_add",
     "glu",

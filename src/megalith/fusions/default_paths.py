@@ -14,6 +14,9 @@ __all__ = ["DEFAULT_PATHS"]
 
 DEFAULT_PATHS: "Mapping[str, Mapping[str, Backend]]" = {
     "bias_dropout_add": {"cuda": "triton", "cpu": "blocked"},
+    "add_norm": {"cuda": "triton", "cpu": "blocked"},
+    "layer_norm": {"cuda": "triton", "cpu": "blocked"},
+    "rms_norm": {"cuda": "triton", "cpu": "blocked"},
     "glu": {"cuda": "triton", "cpu": "blocked"},
     "indices_to_multihot": {"cuda": "triton", "cpu": "blocked"},
     "multihot_to_indices": {"cuda": "triton", "cpu": "blocked"},
@@ -22,6 +25,10 @@ DEFAULT_PATHS: "Mapping[str, Mapping[str, Backend]]" = {
     "rope": {"cuda": "triton", "cpu": "blocked"},
     "pad_routing_map": {"cuda": "triton", "cpu": "blocked"},
     "quantize": {"cuda": "triton", "cpu": "blocked"},
+    "linear_cross_entropy": {"cuda": "triton", "cpu": "blocked"},
     "vocab_parallel_cross_entropy": {"cuda": "triton", "cpu": "blocked"},
+    "permute": {"cuda": "triton", "cpu": "blocked"},
+    "row_map": {"cuda": "triton", "cpu": "blocked"},
+    "unpermute": {"cuda": "triton", "cpu": "blocked"},
     "weighted_squared_relu": {"cuda": "triton", "cpu": "blocked"},
 }

@@ -5,10 +5,14 @@ from typing import NamedTuple
 import torch
 
 from megalith.fusions import (
+    fused_add_norm,
     fused_bias_dropout,
     fused_cross_entropy,
     fused_indices_converter,
+    fused_layer_norm,
+    fused_linear_cross_entropy,
     fused_pad_routing_map,
+    fused_quantize,
     fused_rope,
     fused_weighted_squared_relu,
     glu,
@@ -20,14 +24,19 @@ from megalith.fusions.blocks import BLOCK_ELEMENTS
 __all__ = ["FUSIONS", "explain"]
 
 FUSIONS: tuple[Fusion[object], ...] = (
+    fused_add_norm.FUSION,
     fused_bias_dropout.FUSION,
     glu.FUSION,
     masked_softmax.FUSION,
     fused_rope.FUSION,
     fused_cross_entropy.FUSION,
+    fused_linear_cross_entropy.FUSION,
     fused_indices_converter.INDICES_TO_MULTIHOT_FUSION,
     fused_indices_converter.MULTIHOT_TO_INDICES_FUSION,
+    fused_layer_norm.LAYER_NORM_FUSION,
+    fused_layer_norm.RMS_NORM_FUSION,
     fused_pad_routing_map.FUSION,
+    fused_quantize.FUSION,
     fused_weighted_squared_relu.FUSION,
 )
 
