@@ -12,17 +12,27 @@ with QK norm also q, k and 1 / root mean square of each head, in float32.
 Floor: forward and backward 2SB(A + G)D elements each, with QK norm 3SB(A + G)D in backward; tables are read once.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.backend import Backend, Fusion, compiled
-from megalith.fusions.blocks import by_blocks
+from megalith.fusions.blocks import blocks
 from megalith.fusions.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.library import gradients_like, register
-from megalith.fusions.rotation import Layout, Rotation, Tables, check_layout, tables, turn, turn_back
+from megalith.fusions.rotation import (
+    Layout,
+    Rotation,
+    Tables,
+    check_layout,
+    normalize,
+    normalize_back,
+    tables,
+    turn,
+    turn_into,
+)
 from megalith.fusions.rows import wide
 
 __all__ = ["FUSION", "Outputs", "fused_rope", "gradients", "outputs", "rope_forward", "saved"]
@@ -101,7 +111,18 @@ def rope_forward(
 
     Returns q and k, and 1 / root mean square of their heads, [S, B, A] and [S, B, G]; empty what does not exist.
     """
-    return _both(turn, q, k, Tables(cos, sin, positions), q_norm_weight, k_norm_weight, Rotation(*how))
+    table = Tables(cos, sin, positions)
+
+    def of(x: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        if x is None:
+            return q.new_empty(0), q.new_empty(0)
+        if weight is None:
+            return turn(x.to(wide(x.dtype)), table, Rotation(*how)).to(x.dtype), q.new_empty(0)
+        normed, rstd = normalize(x, weight, Rotation(*how))
+        return turn(normed, table, Rotation(*how)).to(x.dtype), rstd
+
+    (y, rstd), (y_k, k_rstd) = of(q, q_norm_weight), of(k, k_norm_weight)
+    return y, y_k, rstd, k_rstd
 
 
 def outputs(q: Tensor, k: Tensor | None, *others: Any) -> Outputs:
@@ -147,7 +168,13 @@ def _blocked_forward(
     zero_centered: bool,
 ) -> Outputs:
     how = Rotation(layout, inverse, offset, sections, eps, zero_centered)
-    return _both(_turn_blocks, q, k, Tables(cos, sin, positions), q_norm_weight, k_norm_weight, how)
+    results = outputs(q, k, cos, sin, positions, q_norm_weight, k_norm_weight)
+    y, y_k, q_rstd, k_rstd = results
+    table = Tables(cos, sin, positions)
+    _turn_blocks(q, q_norm_weight, table, how, y, q_rstd)
+    if k is not None:
+        _turn_blocks(k, k_norm_weight, table, how, y_k, k_rstd)
+    return results
 
 
 def _blocked_backward(
@@ -169,56 +196,50 @@ def _blocked_backward(
     eps: float,
     zero_centered: bool,
 ) -> Outputs:
-    how = Rotation(layout, inverse, offset, sections, eps, zero_centered)
+    how = Rotation(layout, not inverse, offset, sections, eps, zero_centered)
+    results = gradients(dy, dy_k, q, k, cos, sin, positions, q_norm_weight, k_norm_weight)
+    dq, dk, dq_weight, dk_weight = results
     table = Tables(cos, sin, positions)
-    dq, dq_weight = _turn_back_blocks(dy, q, table, q_norm_weight, q_rstd, how)
-    if dy_k.dim() == 1:
-        return dq, dy.new_empty(0), dq_weight, dy.new_empty(0)
-    dk, dk_weight = _turn_back_blocks(dy_k, k, table, k_norm_weight, k_rstd, how)
-    return dq, dk, dq_weight, dk_weight
+    _turn_back_blocks(dy, q, q_norm_weight, q_rstd, table, how, dq, dq_weight)
+    if dy_k.dim() > 1:
+        _turn_back_blocks(dy_k, k, k_norm_weight, k_rstd, table, how, dk, dk_weight)
+    return results
 
 
-def _both(
-    turn: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor | None,
-    table: Tables,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    how: Rotation,
-) -> Outputs:
-    y, rstd = turn(q, table, q_norm_weight, how)
-    if k is None:
-        return y, q.new_empty(0), rstd, q.new_empty(0)
-    y_k, k_rstd = turn(k, table, k_norm_weight, how)
-    return y, y_k, rstd, k_rstd
-
-
-def _turn_blocks(x: Tensor, table: Tables, weight: Tensor | None, how: Rotation) -> tuple[Tensor, Tensor]:
-    y, _, rstd, _ = outputs(x, None, *table, weight, None)
-    results = (y,) if weight is None else (y, rstd)
-    formula = lambda x, *rows: turn(x, table.block(*rows), weight, how)[: len(results)]  # noqa: E731
-    by_blocks(formula, (x, *table.rows()), results)
-    return y, rstd
+def _turn_blocks(x: Tensor, weight: Tensor | None, table: Tables, how: Rotation, y: Tensor, rstd: Tensor) -> None:
+    for block, its_table in _blocks(x, table):
+        rows = x[block]
+        if weight is not None:
+            rows, rstd[block] = normalize(rows, weight, how)
+        turn_into(y[block], rows, its_table, how)
 
 
 def _turn_back_blocks(
-    dy: Tensor, x: Tensor | None, table: Tables, weight: Tensor | None, rstd: Tensor, how: Rotation
-) -> tuple[Tensor, Tensor]:
-    dx = dy.new_empty(dy.shape)
-    if weight is None:
-        by_blocks(
-            lambda dy, *rows: turn_back(dy, None, table.block(*rows), None, rstd, how)[:1], (dy, *table.rows()), (dx,)
-        )
-        return dx, dy.new_empty(0)
-    dweight = weight.new_zeros(weight.shape, dtype=wide(weight.dtype))
-    by_blocks(
-        lambda dy, x, rstd, *rows: turn_back(dy, x, table.block(*rows), weight, rstd, how),
-        (dy, x, rstd, *table.rows()),
-        (dx,),
-        (dweight,),
-    )
-    return dx, dweight.to(weight.dtype)
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    rstd: Tensor,
+    table: Tables,
+    how: Rotation,
+    dx: Tensor,
+    dweight: Tensor,
+) -> None:
+    total = dweight.zero_().to(wide(dy.dtype))
+    for block, its_table in _blocks(dy, table):
+        if x is None or weight is None:
+            turn_into(dx[block], dy[block], its_table, how)
+        else:
+            g = total.new_empty(dy[block].shape)
+            turn_into(g, dy[block], its_table, how)
+            dx[block], part = normalize_back(g, x[block], weight, rstd[block], how)
+            total += part
+    dweight.copy_(total)
+
+
+def _blocks(x: Tensor, table: Tables) -> Iterator[tuple[slice, Tables]]:
+    """Blocks of the tokens of ``x`` [S, B, A, D], small enough for four widened copies of each in a CPU's cache."""
+    for block in blocks(len(x), 4 * x[:1].numel()):
+        yield block, table.block(*(rows[block] for rows in table.rows()))
 
 
 _blocked = register(

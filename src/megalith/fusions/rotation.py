@@ -19,7 +19,18 @@ from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.checks import check_shape
 from megalith.fusions.rows import wide
 
-__all__ = ["Layout", "Rotation", "Tables", "check_layout", "reads_pairs", "rotate", "tables", "turn", "turn_back"]
+__all__ = [
+    "Layout",
+    "Rotation",
+    "Tables",
+    "check_layout",
+    "normalize",
+    "normalize_back",
+    "reads_pairs",
+    "tables",
+    "turn",
+    "turn_into",
+]
 
 Layout = Literal["neox", "interleaved", "deepseek"]
 
@@ -112,52 +123,61 @@ def reads_pairs(layout: str, inverse: bool) -> bool:
     return layout == "interleaved" or (layout == "deepseek" and not inverse)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str, inverse: bool) -> Tensor:
-    """``x`` [..., R] turned, in the dtype of all three."""
-    half = x.shape[-1] // 2
-    pairs = reads_pairs(layout, inverse)
-    first, second = (x[..., ::2], x[..., 1::2]) if pairs else (x[..., :half], x[..., half:])
-    if inverse:
-        y = (first * cos + second * sin, second * cos - first * sin)
-    else:
-        y = (first * cos - second * sin, second * cos + first * sin)
-    return torch.stack(y, dim=-1).flatten(-2) if reads_pairs(layout, not inverse) else torch.cat(y, dim=-1)
+def turn(x: Tensor, table: Tables, how: Rotation) -> Tensor:
+    """``x`` [S, B, A, D] turned by its positions, in its dtype: float32 or wider."""
+    first, second = _turned(x, table, how)
+    end = how.offset + 2 * table.cos.shape[-1]
+    pairs = reads_pairs(how.layout, not how.inverse)
+    columns = [torch.stack((first, second), dim=-1).flatten(-2)] if pairs else [first, second]
+    if end - how.offset < x.shape[-1]:
+        columns = [x[..., : how.offset], *columns, x[..., end:]]
+    return torch.cat(columns, dim=-1)
 
 
-def turn(x: Tensor, table: Tables, weight: Tensor | None, how: Rotation) -> tuple[Tensor, Tensor]:
-    """``x`` [S, B, A, D], normalised if there is a ``weight`` [D] and then turned; and 1 / its root mean square.
-
-    That is [S, B, A], in float32 or wider; empty without a weight.
-    """
-    acc = wide(x.dtype)
-    wide_x, rstd = x.to(acc), x.new_empty(0)
-    if weight is not None:
-        rstd = torch.rsqrt(wide_x.square().mean(dim=-1) + how.eps)
-        wide_x = wide_x * rstd.unsqueeze(-1) * _gain(weight, acc, how)
-    return _turned(wide_x, table, how).to(x.dtype), rstd
+def turn_into(y: Tensor, x: Tensor, table: Tables, how: Rotation) -> None:
+    """Writes ``turn`` of ``x``, of any floating dtype, to ``y``, with no copy to join its parts."""
+    first, second = _parts(y, table, how.offset, reads_pairs(how.layout, not how.inverse))
+    for part, turned in zip((first, second), _turned(x, table, how), strict=True):
+        part.copy_(turned)
+    end = how.offset + 2 * table.cos.shape[-1]
+    if end - how.offset < x.shape[-1]:
+        y[..., : how.offset] = x[..., : how.offset]
+        y[..., end:] = x[..., end:]
 
 
-def turn_back(
-    dy: Tensor, x: Tensor | None, table: Tables, weight: Tensor | None, rstd: Tensor, how: Rotation
-) -> tuple[Tensor, Tensor]:
-    """The gradients of ``turn``: dx [S, B, A, D], and the weight's [D] in float32 or wider, empty without one."""
-    g = _turned(dy.to(wide(dy.dtype)), table, how._replace(inverse=not how.inverse))
-    if weight is None or x is None:
-        return g.to(dy.dtype), dy.new_empty(0)
-    normed = x.to(g.dtype) * rstd.unsqueeze(-1)
-    dweight = (g * normed).sum(dim=(0, 1, 2))
-    g = g * _gain(weight, g.dtype, how)
-    dx = rstd.unsqueeze(-1) * (g - normed * (g * normed).mean(dim=-1, keepdim=True))
+def normalize(x: Tensor, weight: Tensor, how: Rotation) -> tuple[Tensor, Tensor]:
+    """RMSNorm of each head of ``x`` [..., D], and 1 / its root mean square [...]; both in float32 or wider."""
+    x = x.to(wide(x.dtype))
+    rstd = torch.rsqrt(x.square().mean(dim=-1) + how.eps)
+    return x * rstd.unsqueeze(-1) * _gain(weight, x.dtype, how), rstd
+
+
+def normalize_back(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, how: Rotation) -> tuple[Tensor, Tensor]:
+    """The gradients of ``normalize`` for a wide ``dy`` [S, B, A, D]: of ``x`` in its dtype, of ``weight`` in dy's."""
+    normed = x.to(dy.dtype) * rstd.unsqueeze(-1)
+    dweight = (dy * normed).sum(dim=(0, 1, 2))
+    dy = dy * _gain(weight, dy.dtype, how)
+    dx = rstd.unsqueeze(-1) * (dy - normed * (dy * normed).mean(dim=-1, keepdim=True))
     return dx.to(x.dtype), dweight
 
 
-def _turned(x: Tensor, table: Tables, how: Rotation) -> Tensor:
-    cos, sin = table.of_tokens(how.sections, x.dtype)
-    R, D = 2 * cos.shape[-1], x.shape[-1]
-    turned = rotate(x[..., how.offset : how.offset + R], cos, sin, how.layout, how.inverse)
-    if R == D:
-        return turned
-    return torch.cat((x[..., : how.offset], turned, x[..., how.offset + R :]), dim=-1)
+def _turned(x: Tensor, table: Tables, how: Rotation) -> tuple[Tensor, Tensor]:
+    """The two features of each pair [..., R/2], turned."""
+    acc = wide(x.dtype)
+    cos, sin = table.of_tokens(how.sections, acc)
+    parts = _parts(x, table, how.offset, reads_pairs(how.layout, how.inverse))
+    first, second = (part.to(acc) for part in parts)
+    sin = -sin if how.inverse else sin
+    return (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
+
+
+def _parts(x: Tensor, table: Tables, offset: int, pairs: bool) -> tuple[Tensor, Tensor]:
+    """Views of the two features of each pair, [..., R/2]."""
+    half = table.cos.shape[-1]
+    if pairs:
+        end = offset + 2 * half
+        return x[..., offset:end:2], x[..., offset + 1 : end : 2]
+    return x[..., offset : offset + half], x[..., offset + half : offset + 2 * half]
 
 
 def _gain(weight: Tensor, dtype: torch.dtype, how: Rotation) -> Tensor:
