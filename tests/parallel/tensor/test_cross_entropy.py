@@ -1,4 +1,4 @@
-"""cross_entropy: torch's loss and gradient, whole on one process or split over tp, and what it keeps and refuses."""
+"""cross_entropy: torch's loss and gradient, whole on one process or split over tp, and what it refuses."""
 
 import math
 
@@ -99,20 +99,12 @@ def test_the_gradient_is_the_derivative(smoothing):
     )
 
 
-def test_a_second_derivative_is_refused_rather_than_wrong():
-    logits, target, dloss = example()
-    losses = vocab_parallel_cross_entropy(logits.requires_grad_(), target, V, None)
-    (dlogits,) = torch.autograd.grad(losses, logits, dloss.requires_grad_(), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dlogits.square().sum().backward()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_huge_logits_do_not_overflow(dtype):
     top = torch.finfo(dtype).max / 4
     logits = torch.tensor([[[top, 0.0, -top]], [[top, top, 0.0]]], dtype=dtype, requires_grad=True)
     losses = vocab_parallel_cross_entropy(logits, torch.tensor([[0], [1]]), 3, None)
-    assert losses.flatten().tolist() == pytest.approx([0.0, 0.0], abs=0.0)  # log 2 is lost beside 1e38
+    assert losses.flatten().tolist() == pytest.approx([0.0, math.log(2.0)], rel=1e-6)  # not lost beside 1e38
     losses.sum().backward()
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
@@ -137,22 +129,6 @@ def loss_of_labels_outside_the_vocabulary() -> list[float]:
 
 def test_a_label_outside_the_vocabulary_is_not_taken_for_a_loss():
     assert ranks(2, loss_of_labels_outside_the_vocabulary) == [[[0, 0], [1, 1]]] * 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_backward_keeps_the_logits_and_two_numbers_a_token(dtype):
-    kept: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.nbytes
-        return tensor
-
-    logits, target, _ = example(dtype)
-    logits.requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        vocab_parallel_cross_entropy(logits, target, V, None)
-    assert sum(kept.values()) == logits.nbytes + S * B * (4 + 8)  # the normaliser in float32, the target in int64
-    assert logits.untyped_storage().data_ptr() in kept, "the logits themselves, not a copy"
 
 
 def test_inputs_are_not_written_to_and_strides_do_not_matter():
