@@ -25,7 +25,16 @@ from megalith.fusions.fused_indices_converter import (
 from megalith.fusions.fused_layer_norm import FusedLayerNorm, FusedRMSNorm, fused_layer_norm, fused_rms_norm
 from megalith.fusions.fused_linear_cross_entropy import fused_linear_cross_entropy
 from megalith.fusions.fused_pad_routing_map import fused_pad_routing_map
+from megalith.fusions.fused_permute import permute, unpermute
 from megalith.fusions.fused_quantize import quantize
+from megalith.fusions.fused_softmax import (
+    AttnMaskType,
+    FusedScaleMaskSoftmax,
+    ScaledMaskedSoftmax,
+    ScaledSoftmax,
+    ScaledUpperTriangMaskedSoftmax,
+    SoftmaxOne,
+)
 from megalith.fusions.fused_weighted_squared_relu import (
     WeightedSquaredReLUFunction,
     weighted_squared_relu,
@@ -33,15 +42,24 @@ from megalith.fusions.fused_weighted_squared_relu import (
     weighted_squared_relu_impl,
 )
 from megalith.fusions.glu import glu
+from megalith.fusions.masked_softmax import masked_softmax
 from megalith.fusions.quantized import Quantized, dequantize
+from megalith.fusions.row_map import RowMap, row_map
 
 __all__ = [
     "Activation",
+    "AttnMaskType",
     "Backend",
     "FusedLayerNorm",
     "FusedRMSNorm",
+    "FusedScaleMaskSoftmax",
     "IndicesToMultihot",
     "Quantized",
+    "RowMap",
+    "ScaledMaskedSoftmax",
+    "ScaledSoftmax",
+    "ScaledUpperTriangMaskedSoftmax",
+    "SoftmaxOne",
     "WeightedSquaredReLUFunction",
     "bias_dropout_add_fused_inference",
     "bias_dropout_add_fused_train",
@@ -62,7 +80,11 @@ __all__ = [
     "fused_vocab_parallel_cross_entropy",
     "get_bias_dropout_add",
     "glu",
+    "masked_softmax",
+    "permute",
     "quantize",
+    "row_map",
+    "unpermute",
     "use",
     "weighted_squared_relu",
     "weighted_squared_relu_back",

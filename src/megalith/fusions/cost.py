@@ -6,26 +6,32 @@ forward to backward. ``visits`` is how often one address of a row may be touched
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megalith.fusions.norm import rows_per_program
 from megalith.fusions.quantized import LAYOUTS, outputs_of
 from megalith.fusions.rows import rows_per_sum
 
 __all__ = [
     "Cost",
+    "add_norm",
     "bias_dropout_add",
     "glu",
     "indices_to_multihot",
     "masked_softmax",
     "multihot_to_indices",
+    "norm",
     "pad_routing_map",
     "partial_sums",
+    "permute",
     "quantize",
     "rope",
+    "row_map",
+    "unpermute",
     "vocab_parallel_cross_entropy",
     "weighted_squared_relu",
 ]
@@ -39,6 +45,34 @@ class Cost(NamedTuple):
     saved: int
     forward_visits: int = 1
     backward_visits: int = 1
+
+
+def add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    input_bias: Tensor | None = None,
+    tokens: Tensor | None = None,
+    *,
+    num_statistics: int,
+) -> Cost:
+    """Reads x and residual and writes y and h; backward reads dy, dh and h, and writes dx, and dresidual if it differs.
+
+    Both read the key and the token ids, where there is dropout. Of the sum, h and the statistics are kept.
+    """
+    statistics, mask = 4 * num_statistics * x.shape[0], 0 if tokens is None else 8 + tokens.nbytes
+    kept = residual.nbytes + _bytes((weight,)) + statistics + mask
+    dresidual = residual.nbytes if mask or x.dtype != residual.dtype else 0
+    return Cost(
+        forward=2 * x.nbytes + residual.nbytes + _bytes((bias, input_bias)) + kept,
+        backward=2 * x.nbytes
+        + residual.nbytes
+        + dresidual
+        + kept
+        + _partial_sums_of_norm(x, (weight, bias, input_bias)),
+        saved=kept,
+    )
 
 
 def bias_dropout_add(
@@ -80,6 +114,16 @@ def multihot_to_indices(multihot: Tensor, probs: Tensor, topk: int) -> Cost:
     indices, weights = 8 * multihot.shape[0] * topk, probs.element_size() * multihot.shape[0] * topk
     return Cost(
         forward=multihot.nbytes + indices + 2 * weights, backward=indices + weights + probs.nbytes, saved=indices
+    )
+
+
+def norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, num_statistics: int) -> Cost:
+    """Reads x and writes y and the statistics; backward reads dy, x and the statistics, and writes dx and sums."""
+    statistics, sums = 4 * num_statistics * x.shape[0], _partial_sums_of_norm(x, (weight, bias))
+    return Cost(
+        forward=2 * x.nbytes + _bytes((weight, bias)) + statistics,
+        backward=3 * x.nbytes + _bytes((weight,)) + statistics + sums,
+        saved=x.nbytes + _bytes((weight,)) + statistics,
     )
 
 
@@ -145,17 +189,56 @@ def rope(
     )
 
 
+def permute(
+    tokens: Tensor, routing_map: Tensor, probs: Tensor, num_experts: int, num_rows: Callable[[int], int]
+) -> Cost:
+    """Reads each token once and writes its rows, and zeros to the rows of nobody; backward the other way round.
+
+    The map of slots is read both ways and kept; the one of rows is read forward, for its gaps.
+    """
+    row, slots, R = tokens.nbytes // max(1, len(tokens)), 4 * routing_map.numel(), num_rows(len(tokens))
+    routed = int(((routing_map >= 0) & (routing_map < num_experts)).sum())
+    weights = routed * probs.element_size()
+    return Cost(
+        forward=tokens.nbytes + R * (row + 4 + probs.element_size()) + slots + weights,
+        backward=tokens.nbytes + routed * row + slots + weights + probs.nbytes,
+        saved=slots,
+    )
+
+
 def quantize(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Cost:
     """Reads x, writes values and scales, and those of the transpose; some kinds read x once more before, for an amax.
 
-    The amax is read by every tile of 128 rows and columns, those of rows and columns by every tile of them.
+    Tiles of 64 rows and columns read the amax of all; those of rows and columns are written by each, and read by each.
     """
     layout, (R, H) = LAYOUTS[kind], x.shape
-    tiles = -(-R // 128) * -(-H // 128)
+    rows, columns = -(-R // 64), -(-H // 64)
     written = sum(y.nbytes for y in outputs_of(x.unsqueeze(0), kind, dtype, transpose))
-    twice = layout.of_all or (kind == "row" and transpose)
-    partial = 4 * (H * -(-R // 128) + R * -(-H // 128) + R + H) if twice and not layout.of_all else 0
-    return Cost(forward=x.nbytes + written + partial, backward=0, saved=0, forward_visits=1 + tiles if twice else 1)
+    along_both = kind == "row" and transpose
+    twice = layout.of_all or along_both
+    partial = 4 * (H * rows + R * columns + R + H) if along_both else 0
+    return Cost(forward=x.nbytes + written + partial, backward=0, saved=0, forward_visits=1 + rows * columns if twice else 1)
+
+
+def row_map(routing_map: Tensor, num_rows: int, num_experts: int) -> Cost:
+    """Reads the routing to count, to sum up and, indices, to look up; writes four bytes a slot, a row and an expert."""
+    tiles = -(-len(routing_map) // 128)
+    counts = 2 * 4 * tiles * num_experts
+    visits = 2 if routing_map.dtype == torch.bool else 3
+    written = 4 * (routing_map.numel() + num_rows + num_experts)
+    return Cost(forward=routing_map.nbytes + counts + written, backward=0, saved=0, forward_visits=visits)
+
+
+def unpermute(permuted: Tensor, routing_map: Tensor, probs: Tensor, num_experts: int) -> Cost:
+    """Reads the rows of each token and writes it; backward reads the rows again, for dprobs, and writes all of them."""
+    row, slots, R = permuted.nbytes // len(permuted), 4 * routing_map.numel(), len(permuted)
+    read = int(((routing_map >= 0) & (routing_map < num_experts)).sum()) * row
+    y = len(routing_map) * row
+    return Cost(
+        forward=read + y + slots + probs.nbytes,
+        backward=y + read + permuted.nbytes + slots + 4 * R + 2 * probs.nbytes,
+        saved=permuted.nbytes + probs.nbytes + slots + 4 * R,
+    )
 
 
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, *, num_statistics: int = 3) -> Cost:
@@ -176,6 +259,13 @@ def weighted_squared_relu(input: Tensor, weights: Tensor) -> Cost:
     """Reads x and w and writes y; backward reads dy, x and w, and writes dx and dw."""
     x, w = input.nbytes, weights.nbytes
     return Cost(forward=2 * x + w, backward=3 * x + 2 * w, saved=x + w)
+
+
+def _partial_sums_of_norm(x: Tensor, parameters: Iterable[Tensor | None]) -> int:
+    """Bytes of the partial sums of the gradients of ``parameters`` [H], for rows ``x`` [T, H] in one tile each."""
+    T, H = x.shape
+    parts = -(-T // rows_per_program(T, max(1, 2048 // H), 1))
+    return 4 * H * parts * sum(parameter is not None for parameter in parameters)
 
 
 def _bytes(tensors: Iterable[Tensor | None]) -> int:

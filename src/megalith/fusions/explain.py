@@ -12,11 +12,13 @@ from megalith.fusions import (
     fused_layer_norm,
     fused_linear_cross_entropy,
     fused_pad_routing_map,
+    fused_permute,
     fused_quantize,
     fused_rope,
     fused_weighted_squared_relu,
     glu,
     masked_softmax,
+    row_map,
 )
 from megalith.fusions.backend import Fusion, chosen_by_use
 from megalith.fusions.blocks import BLOCK_ELEMENTS
@@ -37,6 +39,9 @@ FUSIONS: tuple[Fusion[object], ...] = (
     fused_layer_norm.RMS_NORM_FUSION,
     fused_pad_routing_map.FUSION,
     fused_quantize.FUSION,
+    fused_permute.PERMUTE_FUSION,
+    fused_permute.UNPERMUTE_FUSION,
+    row_map.FUSION,
     fused_weighted_squared_relu.FUSION,
 )
 

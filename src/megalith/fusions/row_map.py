@@ -1,0 +1,148 @@
+"""Where permuted tokens go: sorted by expert, then by token, each expert's rows starting at a multiple if one is asked.
+
+    rows_per_expert[e] = routed tokens of e, rounded up to a multiple of pad_multiple
+    row of (t, e)      = sum of rows_per_expert[e'] over e' < e, plus the tokens before t that are routed to e
+
+T tokens, E experts, K experts per token, R rows. A routing is a map [T, E] or indices [T, K]; either is read once to
+count by tiles of tokens and once to place them, in whole numbers and without atomics, so the map never varies.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.backend import Backend, Fusion, compiled
+from megalith.fusions.checks import check_indices
+from megalith.fusions.library import register_without_gradient
+
+__all__ = ["FUSION", "RowMap", "row_map", "row_map_outputs"]
+
+
+class RowMap(NamedTuple):
+    """Where each token's rows are, and whose each row is; all int32, on the device of the routing.
+
+    row_of           [T, E] for a map, [T, K] for indices: the row of this slot, -1 where nothing is routed or it is
+                     dropped
+    token_of         [R]: the token in this row, -1 in a gap: padding, or past the last routed token
+    rows_per_expert  [E]: rows of each expert, padding and all, as grouped matrix products take their sizes
+    """
+
+    row_of: Tensor
+    token_of: Tensor
+    rows_per_expert: Tensor
+
+
+def row_map(
+    routing_map: Tensor,
+    num_out_tokens: int | None = None,
+    *,
+    num_experts: int | None = None,
+    pad_multiple: int = 1,
+    backend: Backend | None = None,
+) -> RowMap:
+    """The rows that ``permute`` moves tokens to; made once, for every tensor that is permuted alike.
+
+    Args:
+        routing_map: [T, E], bool; or the indices of experts [T, K], int32 or int64, of which those outside of
+            [0, num_experts) are skipped, and an expert named twice gets two rows.
+        num_out_tokens: R. Rows past it are dropped; rows of it that nothing is routed to are gaps at its end. With
+            None they are counted, and the host waits for the device to know how much memory they take.
+        num_experts: E, of indices. A map says it by its width.
+        pad_multiple: the rows of each expert are filled up to a multiple of this by gaps.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Raises:
+        ShapeError: ``routing_map`` is neither of the two.
+        ConfigError: ``num_experts`` is missing, or given beside a map; a count is negative or ``pad_multiple`` zero.
+        BackendError: ``backend`` cannot run on ``routing_map``.
+    """
+    E = _check(routing_map, num_out_tokens, num_experts, pad_multiple)
+    compute = FUSION.path(routing_map, backend)
+    if num_out_tokens is None:
+        num_out_tokens = int(_padded(_counts(routing_map, E), pad_multiple).sum())
+    return RowMap(*compute(routing_map, num_out_tokens, E, pad_multiple))
+
+
+def _row_map(routing_map: Tensor, num_rows: int, num_experts: int, pad_multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Reference: row_of, token_of and rows_per_expert."""
+    T, E = routing_map.shape[0], num_experts
+    counts = _counts(routing_map, E)
+    padded = _padded(counts, pad_multiple)
+    ends = padded.cumsum(0)
+    starts = ends - padded
+    if routing_map.dtype == torch.bool:
+        routed = routing_map
+        row = starts + routed.t().contiguous().cumsum(dim=1).t() - 1
+    else:
+        routed = _local(routing_map, E)
+        expert, order = routing_map.where(routed, E).flatten().to(torch.int32).sort(stable=True)
+        # sorted slots lie densely; their rows lie apart by the gaps of the experts before
+        gaps = torch.nn.functional.pad(starts - (counts.cumsum(0) - counts), (0, 1))
+        rows = torch.arange(len(order), device=order.device) + gaps[expert]
+        row = torch.empty_like(order).scatter(0, order, rows).view(routed.shape)
+    routed = routed & (row < num_rows)
+    token = torch.arange(T, device=row.device)[:, None].expand(row.shape)
+    token_of = row.new_full((num_rows + 1,), -1).scatter(0, row.where(routed, num_rows).flatten(), token.flatten())
+    rows_per_expert = ends.clamp(max=num_rows) - starts.clamp(max=num_rows)
+    return row.where(routed, -1).int(), token_of[:num_rows].int(), rows_per_expert.int()
+
+
+def _counts(routing_map: Tensor, num_experts: int) -> Tensor:
+    """Slots routed to each expert, int64 [E]."""
+    if routing_map.dtype == torch.bool:
+        return routing_map.sum(dim=0)
+    expert = routing_map.where(_local(routing_map, num_experts), num_experts).flatten().to(torch.int64)
+    return expert.new_zeros(num_experts + 1).scatter_add(0, expert, torch.ones_like(expert))[:num_experts]
+
+
+def _local(indices: Tensor, num_experts: int) -> Tensor:
+    return (indices >= 0) & (indices < num_experts)
+
+
+def _padded(counts: Tensor, pad_multiple: int) -> Tensor:
+    return counts + -counts % pad_multiple
+
+
+def row_map_outputs(
+    routing_map: Tensor, num_rows: int, num_experts: int, pad_multiple: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for row_of, token_of and rows_per_expert."""
+    row_of = torch.empty(routing_map.shape, dtype=torch.int32, device=routing_map.device)
+    return row_of, row_of.new_empty(num_rows), row_of.new_empty(num_experts)
+
+
+def _triton(routing_map: Tensor, num_rows: int, num_experts: int, pad_multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    from megalith.fusions.kernels.row_map import op
+
+    return op(routing_map, num_rows, num_experts, pad_multiple)
+
+
+# one pass over small whole numbers is all there is to do: blocked differs by the graph that it keeps closed
+_PATHS: Mapping[Backend, Callable[[Tensor, int, int, int], tuple[Tensor, Tensor, Tensor]]] = {
+    "triton": _triton,
+    "compile": compiled(_row_map),
+    "blocked": register_without_gradient("row_map_blocked", _row_map, row_map_outputs, opaque=True),
+    "reference": _row_map,
+}
+FUSION = Fusion("row_map", _PATHS)
+
+
+def _check(routing_map: Tensor, num_out_tokens: int | None, num_experts: int | None, pad_multiple: int) -> int:
+    """The number of experts."""
+    if routing_map.dim() != 2:
+        raise ShapeError(f"routing_map must be [T, E], or indices [T, K]; got {list(routing_map.shape)}")
+    if pad_multiple < 1:
+        raise ConfigError(f"pad_multiple must be 1 or more rows; got {pad_multiple}")
+    if num_out_tokens is not None and num_out_tokens < 0:
+        raise ConfigError(f"num_out_tokens must be 0 or more rows, or None to count them; got {num_out_tokens}")
+    if routing_map.dtype == torch.bool:
+        if num_experts is not None:
+            raise ConfigError("num_experts is for indices; a bool routing_map says it by its width")
+        return routing_map.shape[1]
+    check_indices(routing_map=routing_map)
+    if num_experts is None or num_experts < 1:
+        raise ConfigError(f"indices need num_experts, 1 or more; got {num_experts} (a map must be bool)")
+    return num_experts
