@@ -79,6 +79,10 @@ class Case:
         torch.manual_seed(1)
         return [torch.randn(y.shape, device=y.device).to(y.dtype) for y in values if y.is_floating_point()]
 
+    def expanded(self, dy: Tensor) -> Tensor:
+        """A gradient like ``dy`` with stride 0, as it comes from a sum."""
+        return torch.ones((), dtype=dy.dtype, device=dy.device).expand(dy.shape)
+
     def assert_accurate(self, inputs: Inputs, backend: Backend | None, dy: Sequence[Tensor] = ()) -> None:
         """Results and gradients are as near to float64 as their dtypes allow; integers are equal."""
         dy = dy or self.upstream(inputs, backend)

@@ -1,0 +1,279 @@
+"""Scaled softmax over the keys that a query may see: masks, causal and sliding windows, attention sinks; any length.
+
+    s = scale * x,   -inf where hidden          m = max over keys of s, and o
+    p = exp(s - m) / (sum over keys of exp(s - m) + exp(o - m))      0 in a row of which nothing is seen
+    r = sum over keys of dp * p
+    dx = scale * p * (dp - r);   do = - sum over queries of r * exp(o - m) / (the same sum)
+
+o is a head's sink (Xiao et al. 2023, arXiv:2309.17453): a logit of no key, learnt; 0 makes the off-by-one softmax, and
+without one the terms in o are not there. Rows wider than a block are summed online (arXiv:1805.02867).
+
+B micro-batch, A heads, Sq queries, Sk keys, S = B A Sq Sk scores. Saved for backward: p, and with a sink 4 bytes a row.
+Floor: forward reads the scores that may be seen and writes S, backward reads p and dp there and writes S.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.backend import Backend, Fusion, compiled
+from megalith.fusions.blocks import by_blocks
+from megalith.fusions.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.library import register
+from megalith.fusions.rows import as_rows, wide
+
+__all__ = [
+    "FUSION",
+    "broadcasts",
+    "check_window",
+    "hidden_keys",
+    "limits",
+    "masked_softmax",
+    "operator",
+    "sink_gradient",
+    "softmax_back",
+    "tile",
+]
+
+_INF = float("inf")
+_LARGEST_BLOCK = 16384  # untuned: 32 numbers of each tensor in the registers of a thread
+
+
+def masked_softmax(
+    scores: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    scale: float = 1.0,
+    sink: Tensor | None = None,
+    backend: Backend | None = None,
+) -> Tensor:
+    """The probabilities of ``scores``; what a query may not see has none, and no gradient.
+
+    Args:
+        scores: [B, A, Sq, Sk], or [A, Sq, Sk].
+        mask: bool, True where a key is hidden; any shape that broadcasts to that of ``scores``.
+        causal: hides the keys after a query. The last query stands at the last key, also where Sq and Sk differ.
+        window: keys seen before and after a query's own, which it sees too; -1 is no limit. Joins the other masks.
+        scale: of the scores, before anything else.
+        sink: [A], a logit for each head that takes its share and gives it to no key.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Returns:
+        Probabilities of the shape and dtype of ``scores``. A row sums to 1, with a sink to less; one of which nothing
+        is seen is 0.
+
+    Raises:
+        ShapeError: the tensors do not fit together, or the mask is not bool.
+        ConfigError: a window that is none.
+        BackendError: ``backend`` cannot run on ``scores``.
+    """
+    _check(scores, mask, window, sink)
+    *_, A, Sq, Sk = scores.shape
+    if Sk == 0:
+        return scores * scale  # nothing to share, and reductions refuse it
+    if mask is not None:
+        mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    compute = FUSION.path(scores, backend)
+    p, _ = compute(as_rows(scores), mask, sink, A, Sq, *limits(causal, window, Sq, Sk), float(scale))
+    return p.view(scores.shape)
+
+
+def limits(causal: bool, window: tuple[int, int] | None, num_queries: int, num_keys: int) -> tuple[int, int]:
+    """How many keys are seen before and after a query's own; -1 for all, also where a limit is beyond all of them."""
+    left, right = window or (-1, -1)
+    right = 0 if causal else right
+    return -1 if left >= num_keys - 1 else left, -1 if right >= num_queries - 1 else right
+
+
+def tile(num_keys: int) -> tuple[int, int]:
+    """Rows and columns that a program of the kernels holds at a time; wider rows it goes through in steps."""
+    columns = max(16, 1 << (num_keys - 1).bit_length())
+    return (1, 4096) if columns > _LARGEST_BLOCK else (max(1, 2048 // columns), columns)  # untuned
+
+
+def _reference(
+    x: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    num_heads: int,
+    num_queries: int,
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """p [T, Sk] of ``x`` [T, Sk], T = B A Sq, and the share of the sink [T], empty without one.
+
+    ``mask`` is [1 | B, 1 | A, 1 | Sq, 1 | Sk], ``sink`` [A]; ``left`` and ``right`` bound the window, or are -1.
+    """
+    rows = torch.arange(x.shape[0], device=x.device)
+    return _softmax(x, rows, mask, sink, num_heads, num_queries, left, right, scale)
+
+
+def _softmax(
+    x: Tensor,
+    rows: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    num_heads: int,
+    num_queries: int,
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The reference of some rows, whose numbers among all of them are ``rows``."""
+    s = x.to(wide(x.dtype)) * scale
+    hidden = hidden_keys(rows, mask, num_heads, num_queries, x.shape[1], left, right)
+    if hidden is not None:
+        s = s.masked_fill_(hidden, -_INF)
+    top = s.detach().amax(dim=-1, keepdim=True)
+    o = None if sink is None else sink.to(s.dtype)[rows // num_queries % num_heads, None]
+    top = top if o is None else torch.maximum(top, o.detach())
+    top = top.masked_fill(top == -_INF, 0.0)  # -inf - -inf is NaN; -inf - 0 has the exponential 0
+    e = s.sub_(top).exp_()
+    total = e.sum(dim=-1, keepdim=True)
+    share = s.new_empty(0)
+    if o is not None:
+        total = total + torch.exp(o - top)
+        share = (torch.exp(o - top) / total).squeeze(-1)
+    p = e / total.masked_fill(total == 0.0, 1.0)
+    if hidden is not None:
+        p = p.masked_fill_(hidden, 0.0)  # also in a row with NaN
+    return p.to(x.dtype), share
+
+
+def hidden_keys(
+    rows: Tensor, mask: Tensor | None, num_heads: int, num_queries: int, num_keys: int, left: int, right: int
+) -> Tensor | None:
+    """Which keys the queries ``rows`` do not see: bool [rows, Sk], or None for all of them."""
+    query, head, batch = rows % num_queries, rows // num_queries % num_heads, rows // (num_queries * num_heads)
+    hidden = None
+    if mask is not None:
+        hidden = mask[batch % mask.shape[0], head % mask.shape[1], query % mask.shape[2]]
+    if left >= 0 or right >= 0:
+        ahead = torch.arange(num_keys, device=rows.device) - (query + (num_keys - num_queries))[:, None]
+        outside = ahead > right if right >= 0 else ahead < -left
+        if left >= 0 and right >= 0:
+            outside |= ahead < -left
+        hidden = outside if hidden is None else hidden | outside
+    return hidden
+
+
+def softmax_back(dp: Tensor, p: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Reference backward: dx [T, Sk] of ``dp`` and ``p`` [T, Sk], and r [T] in float32 or wider."""
+    acc = wide(p.dtype)
+    dp, wide_p = dp.to(acc), p.to(acc)
+    r = (dp * wide_p).sum(dim=-1)
+    return ((dp - r[:, None]) * wide_p * scale).to(p.dtype), r
+
+
+def _blocked_forward(
+    x: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    num_heads: int,
+    num_queries: int,
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    p, share = _outputs(x, mask, sink)
+
+    def formula(x: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+        results = _softmax(x, rows, mask, sink, num_heads, num_queries, left, right, scale)
+        return results if sink is not None else results[:1]
+
+    rows = torch.arange(x.shape[0], device=x.device)
+    by_blocks(formula, (x, rows), (p,) if sink is None else (p, share))
+    return p, share
+
+
+def _blocked_backward(
+    dp: Tensor,
+    p: Tensor,
+    share: Tensor,
+    num_heads: int,
+    num_queries: int,
+    left: int,
+    right: int,
+    scale: float,
+    sink_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    dx, dsink = _gradients(dp, p, share, num_heads, num_queries, left, right, scale, sink_dtype)
+    r = share.new_empty(p.shape[0])
+    by_blocks(lambda dp, p: softmax_back(dp, p, scale), (dp, p), (dx, r))
+    return dx, dsink if sink_dtype is None else sink_gradient(r, share, num_heads, num_queries).to(sink_dtype)
+
+
+def sink_gradient(r: Tensor, share: Tensor, num_heads: int, num_queries: int) -> Tensor:
+    """do [A] of r and the sink's share, [T] both."""
+    return -(r * share).view(len(r) // max(1, num_heads * num_queries), num_heads, num_queries).sum(dim=(0, 2))
+
+
+def _outputs(x: Tensor, mask: Tensor | None, sink: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(0 if sink is None else x.shape[0], dtype=wide(x.dtype))
+
+
+def _gradients(dp: Tensor, p: Tensor, share: Tensor, num_heads: int, *settings: Any) -> tuple[Tensor, Tensor]:
+    *_, sink_dtype = settings
+    return p.new_empty(p.shape), p.new_empty(0 if sink_dtype is None else num_heads, dtype=sink_dtype or p.dtype)
+
+
+def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    _, _, sink, *settings = inputs
+    return *outputs, *settings, None if sink is None else sink.dtype
+
+
+operator = partial(
+    register, forward_outputs=_outputs, backward_outputs=_gradients, gradients_of=("x", "sink"), saves=_saves
+)
+_blocked = operator("masked_softmax_blocked", _blocked_forward, backward=_blocked_backward, opaque=True)
+
+
+def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
+    from megalith.fusions.kernels.masked_softmax import op
+
+    return op(*inputs)
+
+
+_PATHS: Mapping[Backend, Callable[..., tuple[Tensor, Tensor]]] = {
+    "triton": _triton,
+    "compile": compiled(_reference),
+    "blocked": _blocked,
+    "reference": _reference,
+}
+FUSION = Fusion("masked_softmax", _PATHS)
+
+
+def check_window(window: tuple[int, int] | None) -> None:
+    """Raises ConfigError unless ``window`` is None or two limits."""
+    if window is not None and (len(window) != 2 or min(window) < -1):
+        raise ConfigError(
+            f"a window must be how many keys are seen before and after a query's own, -1 for all of them; got {window}"
+        )
+
+
+def broadcasts(mask: Tensor, shape: Sequence[int]) -> bool:
+    """Whether ``mask`` broadcasts to scores of ``shape``, and not the other way round."""
+    sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
+    return mask.dim() <= len(shape) and all(size in (1, of) for size, of in sizes)
+
+
+def _check(scores: Tensor, mask: Tensor | None, window: tuple[int, int] | None, sink: Tensor | None) -> None:
+    check_floating(scores=scores, sink=sink)
+    check_one_device(scores=scores, mask=mask, sink=sink)
+    check_window(window)
+    if scores.dim() not in (3, 4):
+        raise ShapeError(f"scores must be [B, A, Sq, Sk] or [A, Sq, Sk]; got {list(scores.shape)}")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ShapeError(
+            f"mask must be bool, True where a key is hidden; got {mask.dtype}; pass mask != 0, or mask < 0"
+        )
+    if mask is not None and not broadcasts(mask, scores.shape):
+        raise ShapeError(f"mask must broadcast to scores {list(scores.shape)}; got {list(mask.shape)}")
+    check_shape("sink", sink, scores.shape[-3:-2], "one logit for each head of scores")
