@@ -20,9 +20,12 @@ __all__ = [
     "Cost",
     "add_norm",
     "bias_dropout_add",
+    "bias_gelu",
     "glu",
+    "glu_float8",
     "indices_to_multihot",
     "masked_softmax",
+    "mla_rope_kv",
     "multihot_to_indices",
     "norm",
     "pad_routing_map",
@@ -93,6 +96,13 @@ def bias_dropout_add(
     )
 
 
+def bias_gelu(input: Tensor, bias: Tensor | None = None) -> Cost:
+    """Reads x and writes y; backward reads dy and x, and writes dx."""
+    x, b = input.nbytes, _bytes((bias,))
+    sums = 0 if bias is None else partial_sums(input.shape[0], bias.numel())
+    return Cost(forward=2 * x + b, backward=3 * x + b + sums, saved=x + b)
+
+
 def glu(x: Tensor, up: Tensor | None = None, bias: Tensor | None = None, weights: Tensor | None = None) -> Cost:
     """Reads gate and up and writes y; backward reads dy, gate and up, and writes the gradients of both."""
     read = _bytes((x, up, bias, weights))
@@ -101,12 +111,32 @@ def glu(x: Tensor, up: Tensor | None = None, bias: Tensor | None = None, weights
     return Cost(forward=read + y, backward=2 * read + y + sums, saved=read)
 
 
+def glu_float8(x: Tensor, bias: Tensor | None = None, weights: Tensor | None = None) -> Cost:
+    """As ``glu``, and writes x in 8 bits and a scale per row, which backward reads instead of x.
+
+    Forward reads a row twice, for its largest number and to store it; the second time the cache still holds it.
+    """
+    stored = x.numel() + 4 * x.shape[0]
+    small = _bytes((bias, weights))
+    sums = 0 if bias is None else partial_sums(x.shape[0], bias.numel())
+    backward = stored + 3 * x.nbytes // 2 + small + _bytes((weights,)) + sums
+    return Cost(forward=3 * x.nbytes // 2 + small + stored, backward=backward, saved=stored + small, forward_visits=2)
+
+
 def indices_to_multihot(indices: Tensor, probs_indices: Tensor, num_experts: int) -> Cost:
     """Reads indices and weights and writes two rows over the experts; backward reads and writes one entry a slot."""
     dense = indices.shape[0] * num_experts
     read = _bytes((indices, probs_indices))
     local = int(((indices >= 0) & (indices < num_experts)).sum()) * probs_indices.element_size()
     return Cost(forward=read + dense * (1 + probs_indices.element_size()), backward=read + local, saved=indices.nbytes)
+
+
+def mla_rope_kv(kv: Tensor, k_pos_emb: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None) -> Cost:
+    """Reads kv, the shared part of the keys and tables and writes k and v; backward reads and writes their gradients."""
+    heads, shared = kv.shape[:-1].numel(), _bytes((cos, sin, positions))
+    written = kv.nbytes + heads * k_pos_emb.shape[-1] * kv.element_size()
+    moved = kv.nbytes + k_pos_emb.nbytes + written + shared
+    return Cost(forward=moved, backward=moved, saved=shared)
 
 
 def multihot_to_indices(multihot: Tensor, probs: Tensor, topk: int) -> Cost:
@@ -217,7 +247,8 @@ def quantize(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Cost:
     along_both = kind == "row" and transpose
     twice = layout.of_all or along_both
     partial = 4 * (H * rows + R * columns + R + H) if along_both else 0
-    return Cost(forward=x.nbytes + written + partial, backward=0, saved=0, forward_visits=1 + rows * columns if twice else 1)
+    visits = 1 + rows * columns if twice else 1
+    return Cost(forward=x.nbytes + written + partial, backward=0, saved=0, forward_visits=visits)
 
 
 def row_map(routing_map: Tensor, num_rows: int, num_experts: int) -> Cost:

@@ -1,0 +1,266 @@
+"""Rotary positions of multi-latent attention: the last columns of each query, and of one key that all heads share.
+
+    q' = [q_nope | turn(q_pe)]
+    k  = [kv_nope | turn(k_pe)] for each head, v = the rest of kv
+    dkv = [dk_nope | dv],  dk_pe = turn back (sum over A of the last columns of dk)
+
+DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434; tables usually those of YaRN (``yarn_cos_sin``), arXiv:2309.00071.
+A pair of the ``emb_dim`` features is 2i and 2i + 1 in what is read, i and i + emb_dim/2 in what is written.
+
+S sequence, B micro-batch, A heads, T packed tokens; columns of a head: K = qk_head_dim = k_dim, R = emb_dim, V = v_dim.
+Saved for backward: the tables and positions alone.
+Floor: q forward and backward 2SBA(K + R) elements each; kv forward and backward SBA(2K + 2V + R) + SBR.
+Keys and values are written once, where attention reads them: no split, no expansion of k_pe, no concatenation.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.backend import Backend, Fusion, compiled
+from megalith.fusions.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.fused_rope import FUSION as ROPE
+from megalith.fusions.library import register
+from megalith.fusions.rope_tables import positions_from_cu_seqlens
+from megalith.fusions.rotation import Rotation, Tables, tables, turn, turn_into
+from megalith.fusions.rows import wide
+
+__all__ = [
+    "FUSION",
+    "ApplyMLARotaryEmbKV",
+    "ApplyMLARotaryEmbQ",
+    "fused_apply_mla_rope_for_kv",
+    "fused_apply_mla_rope_for_q",
+    "gradients",
+    "kv_forward",
+    "outputs",
+    "saved",
+]
+
+
+def fused_apply_mla_rope_for_q(
+    t: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    qk_head_dim: int,
+    emb_dim: int,
+    cu_seqlens_q: Tensor | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    rotary_interleaved: bool = False,
+    *,
+    position_ids: Tensor | None = None,
+    inverse: bool = False,
+    backend: Backend | None = None,
+) -> Tensor:
+    """Queries whose last ``emb_dim`` columns are turned by their positions, in fresh memory: ``t`` stays as it is.
+
+    Args:
+        t: [S, B, A, qk_head_dim + emb_dim], or [T, A, ...] of packed documents; any strides.
+        cos, sin: [rows, emb_dim/2], best in float32; or [rows, 1, 1, emb_dim], in which each angle stands twice: in
+            both halves, or, with ``rotary_interleaved``, side by side.
+        qk_head_dim, emb_dim: columns that stay, then columns that turn.
+        cu_seqlens_q: int32 or int64 [N+1], borders of the packed documents, which say the positions of [T, ...].
+        cp_rank, cp_size: of context parallelism, see ``positions_from_cu_seqlens``; with ``cu_seqlens_q`` only.
+        rotary_interleaved: pairs are written as they are read, 2i and 2i + 1.
+        position_ids: int32 or int64 [S], [S, B] or [T], rows of the tables, in place of ``cu_seqlens_q``; computed
+            once, they serve all layers. With neither, token s takes row s.
+        inverse: turns back: reads what the other writes.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+        ConfigError: packed tokens of unknown positions, or positions given twice, or settings that have no effect.
+        BackendError: ``backend`` cannot run on ``t``.
+    """
+    check_floating(t=t, cos=cos, sin=sin)
+    _check_heads("t", t, {"qk_head_dim": qk_head_dim, "emb_dim": emb_dim}, emb_dim)
+    heads = t if t.dim() == 4 else t.unsqueeze(1)
+    table = _tables(t, cos, sin, emb_dim, position_ids, cu_seqlens_q, cp_rank, cp_size, rotary_interleaved)
+    compute = ROPE.path(t, backend)
+    how = Rotation(_layout(rotary_interleaved), inverse, offset=qk_head_dim)
+    return compute(heads, None, *table, None, None, *how)[0].view(t.shape)
+
+
+def fused_apply_mla_rope_for_kv(
+    kv: Tensor,
+    k_pos_emb: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    emb_dim: int,
+    k_dim: int,
+    v_dim: int,
+    cu_seqlens_kv: Tensor | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    rotary_interleaved: bool = False,
+    *,
+    position_ids: Tensor | None = None,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Keys [..., A, k_dim + emb_dim], whose last columns are ``k_pos_emb``, turned; and values [..., A, v_dim].
+
+    Args:
+        kv: [S, B, A, k_dim + v_dim], or [T, A, ...] of packed documents; any strides.
+        k_pos_emb: [S, B, 1, emb_dim] or [T, 1, emb_dim], in the dtype of ``kv``; all heads share it.
+
+    The other arguments, and what is raised, are those of ``fused_apply_mla_rope_for_q``. The gradient of ``k_pos_emb``
+    is summed over the heads in float32 and in one order.
+    """
+    check_floating(kv=kv, k_pos_emb=k_pos_emb, cos=cos, sin=sin)
+    _check_heads("kv", kv, {"k_dim": k_dim, "v_dim": v_dim}, emb_dim)
+    check_shape("k_pos_emb", k_pos_emb, (*kv.shape[:-2], 1, emb_dim), f"one for each token of kv {list(kv.shape)}")
+    if k_pos_emb.dtype != kv.dtype:
+        raise ShapeError(f"k_pos_emb must be {kv.dtype}, as kv: both are parts of a key; got {k_pos_emb.dtype}")
+    check_one_device(kv=kv, k_pos_emb=k_pos_emb)
+    heads, shared = (kv, k_pos_emb) if kv.dim() == 4 else (kv.unsqueeze(1), k_pos_emb.unsqueeze(1))
+    table = _tables(kv, cos, sin, emb_dim, position_ids, cu_seqlens_kv, cp_rank, cp_size, rotary_interleaved)
+    k, v = FUSION.path(kv, backend)(heads, shared.squeeze(2), *table, k_dim, _layout(rotary_interleaved))
+    return k.view(*kv.shape[:-1], k_dim + emb_dim), v.view(*kv.shape[:-1], v_dim)
+
+
+class ApplyMLARotaryEmbQ:
+    """``apply`` is ``fused_apply_mla_rope_for_q``, under the name that the field knows."""
+
+    apply = staticmethod(fused_apply_mla_rope_for_q)
+
+
+class ApplyMLARotaryEmbKV:
+    """``apply`` is ``fused_apply_mla_rope_for_kv``, under the name that the field knows."""
+
+    apply = staticmethod(fused_apply_mla_rope_for_kv)
+
+
+KeysAndValues = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, str], tuple[Tensor, Tensor]]
+
+
+def kv_forward(
+    kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, k_dim: int, layout: str
+) -> tuple[Tensor, Tensor]:
+    """Reference forward: ``kv`` [S, B, A, K + V], ``k_pe`` [S, B, R], the fields of ``Tables`` -> k and v."""
+    shared = k_pe.unsqueeze(2).to(wide(k_pe.dtype))  # [S, B, 1, R]
+    turned = turn(shared, Tables(cos, sin, positions), Rotation(layout)).to(kv.dtype)
+    k = torch.cat((kv[..., :k_dim], turned.expand(*kv.shape[:-1], -1)), dim=-1)
+    return k, kv[..., k_dim:].clone(memory_format=torch.contiguous_format)
+
+
+def outputs(kv: Tensor, k_pe: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """Fresh memory for k [S, B, A, K + R] and v [S, B, A, V], for the arguments of ``kv_forward``."""
+    k_dim = others[3]
+    heads = kv.shape[:-1]
+    return kv.new_empty(*heads, k_dim + k_pe.shape[-1]), kv.new_empty(*heads, kv.shape[-1] - k_dim)
+
+
+def gradients(dk: Tensor, dv: Tensor, cos: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Fresh memory for dkv [S, B, A, K + V] and dk_pe [S, B, R]."""
+    R = 2 * cos.shape[-1]
+    return dk.new_empty(*dk.shape[:-1], dk.shape[-1] - R + dv.shape[-1]), dk.new_empty(*dk.shape[:2], R)
+
+
+def saved(inputs: tuple[Any, ...], _: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """What backward gets beside the gradients: the tables and the layout."""
+    _, _, cos, sin, positions, _, layout = inputs
+    return cos, sin, positions, layout
+
+
+def _copied_forward(
+    kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, k_dim: int, layout: str
+) -> tuple[Tensor, Tensor]:
+    """Each column is copied to where it belongs: with one pass over memory there are no blocks to make."""
+    k, v = outputs(kv, k_pe, cos, sin, positions, k_dim, layout)
+    k[..., :k_dim] = kv[..., :k_dim]
+    turn_into(k[..., k_dim:], k_pe.unsqueeze(2), Tables(cos, sin, positions), Rotation(layout))
+    v.copy_(kv[..., k_dim:])
+    return k, v
+
+
+def _copied_backward(
+    dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, layout: str
+) -> tuple[Tensor, Tensor]:
+    dkv, dk_pe = gradients(dk, dv, cos)
+    k_dim = dkv.shape[-1] - dv.shape[-1]
+    dkv[..., :k_dim] = dk[..., :k_dim]
+    dkv[..., k_dim:] = dv
+    summed = dk[..., k_dim:].sum(dim=2, keepdim=True, dtype=wide(dk.dtype))  # [S, B, 1, R]
+    turn_into(dk_pe.unsqueeze(2), summed, Tables(cos, sin, positions), Rotation(layout, inverse=True))
+    return dkv, dk_pe
+
+
+_copied = register(
+    "mla_rope_kv_blocked",
+    _copied_forward,
+    outputs,
+    _copied_backward,
+    gradients,
+    gradients_of=("kv", "k_pe"),
+    saves=saved,
+    num_differentiable=2,
+    opaque=True,
+)
+
+
+def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
+    from megalith.fusions.kernels.mla_rope import op
+
+    return op(*inputs)
+
+
+_PATHS: Mapping[Backend, KeysAndValues] = {
+    "triton": _triton,
+    "compile": compiled(kv_forward),
+    "blocked": _copied,
+    "reference": kv_forward,
+}
+FUSION = Fusion("mla_rope_kv", _PATHS)
+
+
+def _layout(rotary_interleaved: bool) -> str:
+    return "interleaved" if rotary_interleaved else "deepseek"
+
+
+def _check_heads(name: str, x: Tensor, columns: Mapping[str, int], emb_dim: int) -> None:
+    """Refuses heads of other columns than those named, and an ``emb_dim`` whose features do not pair up."""
+    if emb_dim % 2 or min(emb_dim, *columns.values()) <= 0:
+        given = ", ".join(f"{key}={value}" for key, value in ({"emb_dim": emb_dim} | dict(columns)).items())
+        raise ShapeError(f"columns must be positive, and emb_dim even, as features turn in pairs; got {given}")
+    D = sum(columns.values())
+    if x.dim() not in (3, 4) or x.shape[-1] != D:
+        wanted = " + ".join(columns)
+        raise ShapeError(f"{name} must be [S, B, A, {D}] or [T, A, {D}], {wanted} columns; got {list(x.shape)}")
+
+
+def _tables(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    emb_dim: int,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cp_rank: int,
+    cp_size: int,
+    rotary_interleaved: bool,
+) -> Tables:
+    check_one_device(**{"the heads": x, "cos": cos, "sin": sin, "position_ids": position_ids, "cu_seqlens": cu_seqlens})
+    if cu_seqlens is None and (cp_rank, cp_size) != (0, 1):
+        raise ConfigError(
+            "cp_rank and cp_size say where documents are cut; without cu_seqlens give the position_ids of this rank"
+        )
+    if cu_seqlens is not None and (position_ids is not None or x.dim() == 4):
+        raise ConfigError("cu_seqlens says the positions of packed tokens [T, A, ...]; elsewhere give position_ids")
+    if cu_seqlens is None and position_ids is None and x.dim() == 3:
+        raise ConfigError("the positions of packed tokens [T, A, ...] are not known; give cu_seqlens or position_ids")
+    if cu_seqlens is not None:
+        position_ids = positions_from_cu_seqlens(cu_seqlens, len(x), cp_rank, cp_size)
+    cos, sin = (_half(table, emb_dim, rotary_interleaved) for table in (cos, sin))
+    return tables(cos, sin, position_ids, x.shape[0], x.shape[1] if x.dim() == 4 else 1, emb_dim)
+
+
+def _half(table: Tensor, emb_dim: int, rotary_interleaved: bool) -> Tensor:
+    """[rows, R/2] of a table that holds each angle twice, [rows, 1, 1, R]; others as they are."""
+    if table.dim() != 4:
+        return table
+    check_shape("cos and sin", table, (len(table), 1, 1, emb_dim), "rows of emb_dim, or [rows, emb_dim/2]")
+    return table[:, 0, 0, ::2] if rotary_interleaved else table[:, 0, 0, : emb_dim // 2]

@@ -1,0 +1,224 @@
+"""cos and sin of rotary positions, computed once for all layers; and the positions of packed tokens.
+
+    frequency_i = base^(-2i / R), scaled;   cos, sin [rows, R/2] of position * frequency_i, times the concentration
+
+Su et al. 2021, "RoFormer", arXiv:2104.09864. Scalings: Chen et al. 2023, "Position Interpolation", arXiv:2306.15595;
+Llama 3.1, arXiv:2407.21783; Peng et al. 2023, "YaRN", arXiv:2309.00071.
+
+R rotated features (rotary_dim), T tokens, N documents. Tables are half as wide as the features that turn, as both of a
+pair turn by one angle, and in float32: bfloat16 tables would put every position 2^-9 off.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+
+__all__ = [
+    "llama3_rope_frequencies",
+    "positions_from_cu_seqlens",
+    "rope_cos_sin",
+    "rope_frequencies",
+    "yarn_concentration",
+    "yarn_cos_sin",
+    "yarn_rope_frequencies",
+]
+
+
+def rope_frequencies(
+    rotary_dim: int,
+    base: float = 10000.0,
+    *,
+    interpolation: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Radians per token of each pair, [R/2]. ``interpolation`` stretches the positions: 4 makes of 8,192 tokens 2,048.
+
+    Raises:
+        ConfigError: an R that is not even and positive, or a base or interpolation that is not positive.
+    """
+    if rotary_dim <= 0 or rotary_dim % 2:
+        raise ConfigError(f"rotary_dim must be even and positive, as features turn in pairs; got {rotary_dim}")
+    _check_positive(base=base, interpolation=interpolation)
+    exponents = torch.arange(0, rotary_dim, 2, device=device, dtype=dtype) / rotary_dim
+    return 1.0 / (interpolation * base**exponents)
+
+
+def llama3_rope_frequencies(
+    frequencies: Tensor,
+    factor: float = 8.0,
+    *,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+    original_max_position_embeddings: int = 8192,
+) -> Tensor:
+    """``frequencies`` [R/2] scaled as in Llama 3.1: slow ones divided by ``factor``, fast ones kept, a ramp between.
+
+    A pair is slow if it turns less than ``low_freq_factor`` times over the original context, and fast if it turns more
+    than ``high_freq_factor`` times.
+
+    Raises:
+        ConfigError: a factor that is not positive, or no ramp between the two.
+    """
+    _check_positive(factor=factor, low_freq_factor=low_freq_factor)
+    if not high_freq_factor > low_freq_factor:
+        raise ConfigError(
+            f"high_freq_factor must be above low_freq_factor ({low_freq_factor}), the ramp is between them; "
+            f"got {high_freq_factor}"
+        )
+    turns = frequencies * (original_max_position_embeddings / (2.0 * math.pi))
+    kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
+    return frequencies * kept + frequencies / factor * (1.0 - kept)
+
+
+def yarn_rope_frequencies(
+    rotary_dim: int,
+    base: float = 10000.0,
+    scaling_factor: float = 1.0,
+    original_max_position_embeddings: int = 4096,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    *,
+    correction_range_round_to_int: bool = True,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """YaRN's radians per token of each pair, [R/2]: fast pairs keep theirs, slow ones are interpolated.
+
+    Pairs that turn more than ``beta_fast`` times over the original context are fast, less than ``beta_slow`` times
+    slow; between the two is a ramp over the pairs, from a whole one to a whole one unless the range is not rounded (as
+    in gpt-oss).
+
+    Raises:
+        ConfigError: an R that is not even, or a number that is not positive.
+    """
+    _check_positive(scaling_factor=scaling_factor, beta_fast=beta_fast, beta_slow=beta_slow)
+    kept = rope_frequencies(rotary_dim, base, dtype=dtype, device=device)
+    stretched = kept / scaling_factor
+
+    def pair_that_turns(times: float) -> float:
+        length = original_max_position_embeddings / (times * 2.0 * math.pi)
+        return rotary_dim * math.log(length) / (2.0 * math.log(base))
+
+    low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    if correction_range_round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    width = high - low if high != low else 0.001  # a step, in place of a ramp
+    ramp = ((torch.arange(len(kept), dtype=dtype, device=device) - low) / width).clamp(0.0, 1.0)
+    return stretched * ramp + kept * (1.0 - ramp)
+
+
+def yarn_concentration(
+    scaling_factor: float, mscale: float | None = None, mscale_all_dim: float | None = None
+) -> float:
+    """What YaRN multiplies cos and sin by, so that attention over a longer context stays as sharp.
+
+    0.1 m ln(scaling_factor) + 1 for m = 1; the quotient of those for m = ``mscale`` and m = ``mscale_all_dim``, if both
+    are given, as in DeepSeek-V2 (arXiv:2405.04434).
+    """
+
+    def concentration(m: float) -> float:
+        return 0.1 * m * math.log(scaling_factor) + 1.0 if scaling_factor > 1.0 else 1.0
+
+    if mscale and mscale_all_dim:
+        return concentration(mscale) / concentration(mscale_all_dim)
+    return concentration(1.0)
+
+
+def rope_cos_sin(positions: Tensor | int, frequencies: Tensor, concentration: float = 1.0) -> tuple[Tensor, Tensor]:
+    """cos and sin, [..., R/2] in the dtype of ``frequencies`` [R/2], of integer ``positions`` [...].
+
+    A number N of positions stands for 0 to N - 1, the rows of a table that later positions choose from.
+    """
+    if isinstance(positions, int):
+        positions = torch.arange(positions, device=frequencies.device)
+    angles = positions.unsqueeze(-1).to(frequencies.dtype) * frequencies
+    return angles.cos() * concentration, angles.sin() * concentration
+
+
+def yarn_cos_sin(
+    positions: Tensor | int,
+    rotary_dim: int,
+    base: float = 10000.0,
+    scaling_factor: float = 1.0,
+    original_max_position_embeddings: int = 4096,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    mscale: float | None = None,
+    mscale_all_dim: float | None = None,
+    *,
+    correction_range_round_to_int: bool = True,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of YaRN, [..., R/2] in float32, the concentration included; arguments as those it is made of."""
+    frequencies = yarn_rope_frequencies(
+        rotary_dim,
+        base,
+        scaling_factor,
+        original_max_position_embeddings,
+        beta_fast,
+        beta_slow,
+        correction_range_round_to_int=correction_range_round_to_int,
+        device=positions.device if isinstance(positions, Tensor) else device,
+    )
+    return rope_cos_sin(positions, frequencies, yarn_concentration(scaling_factor, mscale, mscale_all_dim))
+
+
+def positions_from_cu_seqlens(cu_seqlens: Tensor, T: int, cp_rank: int = 0, cp_size: int = 1) -> Tensor:
+    """The position of each packed token in its document, int32 [T]; 0 for padding after the last document.
+
+    Plain torch: a few operations on T integers, once a batch, for all layers.
+
+    Under context parallelism each document is cut into 2 * cp_size chunks of one size, and rank r holds of each the
+    chunks r and 2 * cp_size - 1 - r, one after the other: a zigzag, in which all ranks have the same work.
+
+    Args:
+        cu_seqlens: int32 or int64 [N+1], the borders of whole documents, beginning with 0; padded documents, under
+            context parallelism. Not read on the host, so that a GPU is not waited for; on the CPU, checked.
+        T: tokens on this rank.
+        cp_rank, cp_size: of the group that shares the documents.
+
+    Raises:
+        ShapeError: no documents, or, on the CPU, one that 2 * cp_size does not divide, or more tokens than T.
+        ConfigError: a rank that is not of the group.
+    """
+    if not 0 <= cp_rank < cp_size:
+        raise ConfigError(f"cp_rank must be one of the {cp_size} ranks from 0; got {cp_rank}")
+    _check_borders(cu_seqlens, T, cp_size)
+    borders = cu_seqlens.long() // cp_size
+    token = torch.arange(T, device=cu_seqlens.device)
+    document = (torch.searchsorted(borders, token, right=True) - 1).clamp(max=len(borders) - 2)
+    offset = token - borders[document]
+    if cp_size > 1:
+        chunk = (borders[document + 1] - borders[document]) // 2
+        in_second = offset >= chunk
+        offset += chunk * torch.where(in_second, 2 * cp_size - 2 - cp_rank, cp_rank)
+    return torch.where(token < borders[-1], offset, 0).int()
+
+
+def _check_positive(**values: float) -> None:
+    for name, value in values.items():
+        if not value > 0.0:
+            raise ConfigError(f"{name} must be positive; got {value}")
+
+
+def _check_borders(cu_seqlens: Tensor, T: int, cp_size: int) -> None:
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ShapeError(
+            "cu_seqlens must be int32 or int64 [N+1], the borders of one document or more; "
+            f"got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    lengths = cu_seqlens.diff()
+    if cu_seqlens[0] != 0 or (lengths < 0).any() or cu_seqlens[-1] > T * cp_size:
+        raise ShapeError(f"cu_seqlens must rise from 0 to at most {T * cp_size} tokens; got {cu_seqlens.tolist()}")
+    if cp_size > 1 and (lengths % (2 * cp_size)).any():
+        raise ShapeError(
+            f"documents must be padded to a multiple of 2 * cp_size = {2 * cp_size} tokens, for chunks of one size; "
+            f"got lengths {lengths.tolist()}"
+        )
