@@ -6,7 +6,7 @@ interpreter reads data pointers, which the tensors of a trace do not have. So do
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 Outputs = Callable[..., Any]
 Saves = Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[Any, ...]]
 Passes = Callable[..., Sequence[str]]
+Shares = Callable[..., Mapping[str, str]]
 
 
 def register(
@@ -32,7 +33,9 @@ def register(
     gradients_of: Sequence[str],
     saves: Saves | None = None,
     passes: Passes = lambda *_: (),
+    shares: Shares = lambda *_: {},
     num_differentiable: int = 1,
+    absent_as_none: bool = False,
     opaque: bool = False,
 ) -> Forward:
     """The operator ``megalith::<name>`` with its gradient ``megalith::<name>_back``; schemas come from the annotations.
@@ -48,7 +51,10 @@ def register(
         saves: picks what backward needs, from the inputs and the tuple of outputs; by default all inputs.
         passes: names, from the inputs, those whose gradient is that of the first output, as it is; backward, if it is
             called at all, is not asked for them.
+        shares: from the inputs, names of those whose gradient is that of another input, and its name; backward is asked
+            for the other alone. An operator may not return one tensor twice, but autograd may be given it twice.
         num_differentiable: outputs past these have no gradient: statistics that only backward reads.
+        absent_as_none: backward takes None for the gradient of an output that nothing was computed from; else zeros.
         opaque: not made of Triton kernels.
 
     The gradient has no gradient of its own: a second derivative raises instead of being wrong.
@@ -63,20 +69,24 @@ def register(
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.mark_non_differentiable(*outputs[num_differentiable:])
+        ctx.set_materialize_grads(not absent_as_none)
         kept = inputs if saves is None else saves(inputs, outputs)
         ctx.save_for_backward(*(x for x in kept if isinstance(x, Tensor)))
         ctx.kept = [None if isinstance(x, Tensor) else (x,) for x in kept]  # None: the next of the saved tensors
         ctx.passed = [input_names.index(name) for name in passes(*inputs)]
+        ctx.shared = {input_names.index(name): input_names.index(of) for name, of in shares(*inputs).items()}
 
     def gradients(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
         tensors = iter(ctx.saved_tensors)
         kept = [next(tensors) if x is None else x[0] for x in ctx.kept]
         by_position: dict[int, Tensor] = {}
-        wanted = [ctx.needs_input_grad[position] and position not in ctx.passed for position in positions]
+        asked = {ctx.shared.get(position, position) for position in positions if ctx.needs_input_grad[position]}
+        wanted = [position in asked and position not in ctx.passed for position in positions]
         if any(wanted):
             results = gradient(*dy[:num_differentiable], *kept, *([wanted] if takes_needs else []))
             by_position = dict(zip(positions, results, strict=True))
         by_position |= dict.fromkeys(ctx.passed, dy[0])
+        by_position |= {position: by_position[of] for position, of in ctx.shared.items() if of in by_position}
         return tuple(
             by_position.get(position) if needed else None for position, needed in enumerate(ctx.needs_input_grad)
         )

@@ -1,0 +1,263 @@
+"""The family of norms: one formula, one operator, many names (fused_layer_norm, fused_rms_norm, fused_add_norm).
+
+    h    = residual + m * (x + input_bias) / (1 - p), stored; m the dropout mask. Without a residual, h is x
+    mean = sum of h / H for LayerNorm, 0 for RMSNorm;   rstd = (sum of (h - mean)^2 / H + eps)^(-1/2)
+    h^   = (h - mean) * rstd;   y = h^ * g + b;         g is w, or 1 + w where the gain is zero-centred
+    dh   = rstd * (g dy - h^ mean(h^ g dy) - mean(g dy)) + dh', the last mean for LayerNorm alone, dh' of h as a result
+    dresidual = dh;   dx = m * dh / (1 - p);   dinput_bias = sum over T of dx
+    dw   = sum over T of dy * h^;   db = sum over T of dy
+
+LayerNorm: Ba et al. 2016, arXiv:1607.06450. RMSNorm: Zhang and Sennrich 2019, arXiv:1910.07467.
+
+T tokens, H hidden size. Saved for backward: h, w, and the statistics in float32; of dropout a key, never the mask.
+Floor: a norm reads and writes 2TH elements in forward and 3TH in backward; with a residual it is 4TH each way.
+
+The norm is that of h as it is stored, so that it equals an addition and then a norm bit for bit. The variance is that
+of centred values: E[h^2] - mean^2 loses every digit under a large mean. 1 + w is formed in float32: in bfloat16 it
+would keep 8 bits of w at best.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.dropout_mask import keep
+from megalith.fusions.library import register
+from megalith.fusions.rows import wide
+
+__all__ = [
+    "WIDEST_WHOLE_ROW",
+    "Norm",
+    "Normalization",
+    "add_norm",
+    "check_norm",
+    "float_gain",
+    "gradients_of_norm",
+    "nested_rows",
+    "operator",
+    "outputs_of_norm",
+    "rows_per_program",
+    "statistics",
+    "summed",
+    "triton",
+]
+
+Normalization = Literal["LayerNorm", "RMSNorm"]
+# (x, residual, weight, bias, input_bias, key, tokens, site, p, eps, normalization, zero_centered) -> (y, h, ...)
+Norm = Callable[..., tuple[Tensor, ...]]
+
+# the widest row that a kernel holds in the registers of 512 threads, where twice as many would spill; a wider one is
+# read in tiles, a second time from a cache
+WIDEST_WHOLE_ROW = 2**14
+
+
+def add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
+    key: Tensor | None,
+    tokens: Tensor | None,
+    site: int,
+    p: float,
+    eps: float,
+    normalization: str,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor]:
+    """Reference forward of rows ``x`` [..., H]: y in its dtype, and h in that of ``residual``, empty without one."""
+    h = x.to(wide(x.dtype)) if residual is None else summed(x, residual, input_bias, key, tokens, site, p)
+    stored = h.new_empty(0) if residual is None else h.to(residual.dtype)
+    h = h if residual is None else _as_stored(h, residual.dtype)
+    mean, rstd = statistics(h, eps, normalization)
+    y = (h if mean is None else h - mean) * rstd
+    y = y if weight is None else y * float_gain(y, weight, zero_centered)
+    y = y if bias is None else y + bias.to(y.dtype)
+    return y.to(x.dtype), stored
+
+
+def summed(
+    x: Tensor,
+    residual: Tensor,
+    input_bias: Tensor | None,
+    key: Tensor | None,
+    tokens: Tensor | None,
+    site: int,
+    p: float,
+) -> Tensor:
+    """h of rows [T, H] in float32 or wider, before it is rounded."""
+    acc = wide(torch.promote_types(x.dtype, residual.dtype))
+    h = x.to(acc) if input_bias is None else x.to(acc) + input_bias.to(acc)
+    return dropped(h, key, tokens, site, p) + residual.to(acc)
+
+
+def dropped(h: Tensor, key: Tensor | None, tokens: Tensor | None, site: int, p: float) -> Tensor:
+    """Rows ``h`` [T, H] times their mask / (1 - p); the same where there is no ``key``."""
+    if key is None:
+        return h
+    # a product, so that NaN and inf pass as they do through torch's dropout
+    return h * keep(key, tokens, site, p, h.shape[0], h.shape[1], 0) * (1.0 / (1.0 - p))
+
+
+def statistics(h: Tensor, eps: float, normalization: str) -> tuple[Tensor | None, Tensor]:
+    """Mean, None for RMSNorm, and rstd, [..., 1], of rows in float32 or wider."""
+    mean = h.mean(dim=-1, keepdim=True) if normalization == "LayerNorm" else None
+    centred = h if mean is None else h - mean
+    return mean, torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
+
+
+def float_gain(h: Tensor, weight: Tensor | None, zero_centered: bool) -> Tensor:
+    """The gain [H] in what ``h`` is computed in."""
+    acc = wide(h.dtype)
+    if weight is None:
+        return h.new_ones(h.shape[-1], dtype=acc)
+    return 1.0 + weight.to(acc) if zero_centered else weight.to(acc)
+
+
+class _Rounding(torch.autograd.Function):
+    """Rounds to a narrower dtype and keeps the wide one, also for the gradient, which passes as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, dtype: torch.dtype) -> Tensor:
+        return h.to(dtype).to(h.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
+        return dh, None
+
+
+def _as_stored(h: Tensor, dtype: torch.dtype) -> Tensor:
+    rounded: Tensor = h if h.dtype == dtype else _Rounding.apply(h, dtype)
+    return rounded
+
+
+def nested_rows(x: Tensor) -> Tensor:
+    """``x`` [..., H] as [O, I, H], without a copy if two strides reach every row; else I is 1.
+
+    So are the heads [S, B, A, D] of a projection that holds queries, keys and values: O is S B, and I is A.
+    """
+    T, H = x.shape[:-1].numel(), x.shape[-1]
+    steps = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size != 1]
+    breaks = [i for i in range(1, len(steps)) if steps[i - 1][1] != steps[i][0] * steps[i][1]]
+    if T == 0 or len(breaks) != 1:
+        return x.reshape(T, 1, H)
+    num_outer = math.prod(size for size, _ in steps[: breaks[0]])
+    return x.view(num_outer, T // num_outer, H)
+
+
+def rows_per_program(num_rows: int, at_once: int, num_tiles: int) -> int:
+    """How many of ``num_rows`` rows a program of the backward kernel adds up, ``at_once`` of them in each step.
+
+    At least 512 programs, some for every multiprocessor of today's GPUs; each more writes and reads another part of dw.
+    """
+    return at_once * max(1, num_rows * num_tiles // (512 * at_once))
+
+
+def check_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, normalization: str, zero_centered: bool
+) -> None:
+    """Raises ShapeError or ConfigError unless the rows of ``x`` [..., H] can be normalised like this."""
+    if normalization not in ("LayerNorm", "RMSNorm"):
+        raise ConfigError(f"normalization must be 'LayerNorm' or 'RMSNorm'; got {normalization!r}")
+    if normalization == "RMSNorm" and bias is not None:
+        raise ConfigError("RMSNorm has no bias; leave it out, or take normalization='LayerNorm'")
+    if zero_centered and weight is None:
+        raise ConfigError("zero_centered makes the gain 1 + weight, and there is no weight; give one, or take False")
+    if not eps >= 0.0:
+        raise ConfigError(f"eps must be 0 or more; got {eps}")
+    check_floating(x=x, weight=weight, bias=bias)
+    check_one_device(x=x, weight=weight, bias=bias)
+    if x.dim() == 0:
+        raise ShapeError("x must be [..., H], rows to normalise; got a tensor without dimensions")
+    check_shape("weight", weight, x.shape[-1:], "one for each feature of x")
+    check_shape("bias", bias, x.shape[-1:], "one for each feature of x")
+
+
+def triton(*inputs: Any) -> tuple[Tensor, ...]:
+    """The path of our kernels."""
+    from megalith.fusions.kernels.add_norm import op
+
+    return op(*inputs)
+
+
+def outputs_of_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
+    key: Tensor | None,
+    tokens: Tensor | None,
+    site: int,
+    p: float,
+    eps: float,
+    normalization: str,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Fresh memory for y, h (empty without a residual), mean (empty for RMSNorm) and rstd, both [..., 1]."""
+    h_dtype = x.dtype if residual is None else residual.dtype
+    rstd = x.new_empty((*x.shape[:-1], 1), dtype=wide(h_dtype))
+    mean = torch.empty_like(rstd) if normalization == "LayerNorm" else rstd.new_empty(0)
+    h = x.new_empty(0 if residual is None else x.shape, dtype=h_dtype)
+    return x.new_empty(x.shape), h, mean, rstd
+
+
+def gradients_of_norm(
+    dy: Tensor | None,
+    dh: Tensor | None,
+    h: Tensor,
+    weight: Tensor | None,
+    key: Tensor | None,
+    tokens: Tensor | None,
+    site: int,
+    p: float,
+    zero_centered: bool,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    input_bias_dtype: torch.dtype | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Fresh memory for dx, dresidual, dw, db and dinput_bias, empty what ``needs`` does not ask for."""
+
+    def rows(needed: bool, dtype: torch.dtype) -> Tensor:
+        return h.new_empty(h.shape if needed else 0, dtype=dtype)
+
+    def vector(needed: bool, dtype: torch.dtype | None) -> Tensor:
+        return h.new_empty(h.shape[-1] if needed else 0, dtype=dtype)
+
+    dx, dresidual = rows(needs[0], x_dtype), rows(needs[1], h.dtype)
+    dw = vector(needs[2], None if weight is None else weight.dtype)
+    return dx, dresidual, dw, vector(needs[3], bias_dtype), vector(needs[4], input_bias_dtype)
+
+
+def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    x, residual, weight, bias, input_bias, *mask, _, _, zero_centered = inputs
+    _, h, mean, rstd = outputs
+    dtypes = (None if vector is None else vector.dtype for vector in (bias, input_bias))
+    return x if residual is None else h, weight, *mask, zero_centered, mean, rstd, x.dtype, *dtypes
+
+
+def _shares(x: Tensor, residual: Tensor | None, *rest: Any) -> dict[str, str]:
+    """Without dropout x and residual have one gradient, which is written once if they have one dtype."""
+    key = rest[3]
+    return {"residual": "x"} if residual is not None and key is None and x.dtype == residual.dtype else {}
+
+
+operator = partial(
+    register,
+    forward_outputs=outputs_of_norm,
+    backward_outputs=gradients_of_norm,
+    gradients_of=("x", "residual", "weight", "bias", "input_bias"),
+    saves=_saves,
+    shares=_shares,
+    num_differentiable=2,
+    absent_as_none=True,
+)
