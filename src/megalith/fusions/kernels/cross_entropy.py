@@ -187,10 +187,11 @@ def _gradient_kernel(
         tanh, slope = _tanh_and_slope(x / SOFTCAP)
         x = tanh * SOFTCAP
     shift = tl.where(m == float("-inf"), 0.0, m)
-    dx = tl.exp(x - shift) * scale
+    is_target = col == _column(target, start, n)
+    dx = tl.exp(tl.where(mask & (is_target == 0), x, shift) - shift) * scale  # m bounds the others only
     if SMOOTHING != 0.0:
         dx -= SMOOTHING / vocab_size
-    dx = tl.where(col == _column(target, start, n), at_target, dx) * slope * g
+    dx = tl.where(is_target, at_target, dx) * slope * g
     tl.store(dlogits_ptr + row * out_stride + col, tl.where(mask, dx, 0.0), mask=col < num_columns)
 
 
