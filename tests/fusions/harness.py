@@ -35,6 +35,7 @@ class Case:
         shared: inputs that many programs read; their bytes are counted once.
         widths: the widths that it takes.
         dtypes: other than float32, float16 and bfloat16, where it takes fewer.
+        derivative: whether its gradient is the derivative of its value, and not taken at another point.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Case:
     shared: Sequence[str] = ()
     widths: Sequence[int] = WIDTHS
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16, torch.bfloat16)
+    derivative: bool = True
 
     def __str__(self) -> str:
         return self.name

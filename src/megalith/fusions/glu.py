@@ -27,7 +27,18 @@ from megalith.fusions.checks import check_floating, check_one_device, check_shap
 from megalith.fusions.library import gradients_like, register
 from megalith.fusions.rows import as_rows, wide
 
-__all__ = ["FUSION", "Gating", "check", "glu", "glu_back", "gradients_of", "split", "value_of"]
+__all__ = [
+    "FUSION",
+    "Gating",
+    "check",
+    "glu",
+    "glu_back",
+    "gradients",
+    "gradients_of",
+    "outputs",
+    "split",
+    "value_of",
+]
 
 
 class Gating(NamedTuple):
@@ -37,6 +48,15 @@ class Gating(NamedTuple):
     offset: float
     clamp: float  # infinite for none
     interleaved: bool
+
+    @classmethod
+    def of(cls, activation: str, offset: float, clamp: float | None, interleaved: bool) -> "Gating":
+        """From the arguments of ``glu``; raises ConfigError for those that mean nothing."""
+        if activation not in get_args(Activation):
+            raise ConfigError(f"activation must be one of {', '.join(get_args(Activation))}; got {activation!r}")
+        if clamp is not None and not clamp > 0.0:
+            raise ConfigError(f"clamp must be positive, or None for no clamp; got {clamp}")
+        return cls(activation, float(offset), math.inf if clamp is None else float(clamp), interleaved)
 
 
 def glu(
@@ -72,7 +92,8 @@ def glu(
         ConfigError: an unknown activation, or a clamp that is not positive.
         BackendError: ``backend`` cannot run on ``x``.
     """
-    gating = check(x, up, bias, weights, Gating(activation, offset, math.inf if clamp is None else clamp, interleaved))
+    gating = Gating.of(activation, offset, clamp, interleaved)
+    check(x, up, bias, weights, interleaved)
     compute = FUSION.path(x, backend)
     y = compute(as_rows(x), _rows(up), bias, _rows(weights), *gating)
     return y.view(*x.shape[:-1], y.shape[-1])
@@ -91,7 +112,8 @@ def glu_back(
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Reference backward of ``glu``: dx, dup, dbias and dw, each as what it is the gradient of, or None without it."""
-    gating = check(x, up, bias, weights, Gating(activation, offset, math.inf if clamp is None else clamp, interleaved))
+    gating = Gating.of(activation, offset, clamp, interleaved)
+    check(x, up, bias, weights, interleaved)
     check_shape("dy", dy, (*x.shape[:-1], x.shape[-1] // (2 if up is None else 1)), "as the output")
     da, dl, *rest = gradients_of(as_rows(dy), as_rows(x), _rows(up), bias, _rows(weights), gating)
     dw = None if weights is None else rest.pop(0).to(weights.dtype).view(weights.shape)
@@ -185,7 +207,7 @@ def _blocked_forward(
     clamp: float,
     interleaved: bool,
 ) -> Tensor:
-    y = _outputs(x, up)
+    y = outputs(x, up)
     gating = Gating(activation, offset, clamp, interleaved)
 
     def formula(x: Tensor, up: Tensor | None, weights: Tensor | None) -> tuple[Tensor]:
@@ -223,22 +245,25 @@ def _blocked_backward(
 Glu = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, str, float, float, bool], Tensor]
 
 
-def _outputs(x: Tensor, up: Tensor | None, *_: Any) -> Tensor:
+def outputs(x: Tensor, up: Tensor | None, *_: Any) -> Tensor:
+    """Memory for y [T, F]."""
     return x.new_empty(x.shape[0], x.shape[1] if up is not None else x.shape[1] // 2)
 
 
-def _gradients(
+def gradients(
     dy: Tensor, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *_: Any
-) -> tuple[Tensor, ...]:
-    return gradients_like(x, up, bias, weights)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory for dx, dup, dbias and dw, empty for what was not given."""
+    dx, dup, dbias, dw = gradients_like(x, up, bias, weights)
+    return dx, dup, dbias, dw
 
 
 _blocked = register(
     "glu_blocked",
     _blocked_forward,
-    _outputs,
+    outputs,
     _blocked_backward,
-    _gradients,
+    gradients,
     gradients_of=("x", "up", "bias", "weights"),
     opaque=True,
 )
@@ -259,19 +284,14 @@ _PATHS: Mapping[Backend, Glu] = {
 FUSION = Fusion("glu", _PATHS)
 
 
-def check(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, gating: Gating) -> Gating:
-    """``gating`` again, or what does not fit as ConfigError or ShapeError."""
-    if gating.activation not in get_args(Activation):
-        raise ConfigError(f"activation must be one of {', '.join(get_args(Activation))}; got {gating.activation!r}")
-    if not gating.clamp > 0.0:
-        raise ConfigError(f"clamp must be positive, or None for no clamp; got {gating.clamp}")
+def check(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, interleaved: bool) -> None:
+    """Raises ShapeError, or ConfigError for an order without a packed ``x``, unless the operands fit together."""
     check_floating(x=x, up=up, bias=bias, weights=weights)
     check_one_device(x=x, up=up, bias=bias, weights=weights)
     if x.dim() == 0 or (up is None and x.shape[-1] % 2):
         raise ShapeError(f"x must be [..., 2F], gate and up, or come with up [..., F]; got {list(x.shape)}")
-    if up is not None and gating.interleaved:
+    if up is not None and interleaved:
         raise ConfigError("interleaved is about a packed x; with up given there is nothing to interleave")
     check_shape("up", up, x.shape, "as the gate x")
     check_shape("bias", bias, (x.shape[-1] * (1 if up is None else 2),), "one for each column of gate and up")
     check_shape("weights", weights, (*x.shape[:-1], 1), f"one for each token of x {list(x.shape)}")
-    return gating

@@ -1,0 +1,86 @@
+"""Triton kernels of fused_bias_gelu.
+
+T tokens (rows), F ffn hidden size (columns). Rows may be strided; columns are contiguous.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megalith.fusions.fused_bias_gelu import gradients, outputs
+from megalith.fusions.kernels.activations import activation, activation_and_slope, tile_of
+from megalith.fusions.library import register, wrap_triton
+from megalith.fusions.rows import contiguous_columns, rows_per_sum
+
+__all__ = ["op"]
+
+
+@triton.jit
+def _load(x_ptr, bias_ptr, row, col, x_stride, mask):
+    x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + col, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _forward_kernel(x_ptr, bias_ptr, y_ptr, x_stride, F, KIND: tl.constexpr, BLOCK_F: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)  # row * stride passes 2^31 in a large batch
+    col = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    mask = col < F
+    y = activation(_load(x_ptr, bias_ptr, row, col, x_stride, mask), KIND)
+    tl.store(y_ptr + row * F + col, y, mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr, x_ptr, bias_ptr, dx_ptr, dbias_ptr, dy_stride, x_stride, T, F, num_rows,
+    KIND: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """One block of columns of ``num_rows`` rows: dx of each, and one part of dbias."""
+    group = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    mask = col < F
+    total = tl.zeros([BLOCK_F], dtype=tl.float32)
+    for row in range(group * num_rows, tl.minimum(group * num_rows + num_rows, T)):
+        dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
+        _, slope = activation_and_slope(_load(x_ptr, bias_ptr, row, col, x_stride, mask), KIND)
+        dx = dy * slope
+        tl.store(dx_ptr + row * F + col, dx, mask=mask)
+        total += dx
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + group * F + col, total, mask=mask)
+
+
+def _forward(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    y = outputs(x)
+    T, F = x.shape
+    if y.numel():
+        x, bias = contiguous_columns(x), None if bias is None else bias.contiguous()
+        block, num_warps = tile_of(F)
+        wrap_triton(_forward_kernel)[(T, triton.cdiv(F, block))](
+            x, bias, y, x.stride(0), F, KIND=activation, BLOCK_F=block, num_warps=num_warps
+        )
+    return y
+
+
+def _backward(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    dx, dbias = gradients(dy, x, bias)
+    T, F = x.shape
+    if dx.numel() == 0:
+        return dx, dbias.zero_()
+    block, num_warps = tile_of(F)
+    num_tiles = triton.cdiv(F, block)
+    num_rows = 1 if bias is None else rows_per_sum(T, num_tiles)
+    groups = triton.cdiv(T, num_rows)
+    sums = None if bias is None else x.new_empty(groups, F, dtype=torch.float32)
+    dy, x, bias = contiguous_columns(dy), contiguous_columns(x), None if bias is None else bias.contiguous()
+    wrap_triton(_backward_kernel)[(groups, num_tiles)](
+        dy, x, bias, dx, sums, dy.stride(0), x.stride(0), T, F, num_rows,
+        KIND=activation, BLOCK_F=block, num_warps=num_warps,
+    )  # fmt: skip
+    return dx, dbias if sums is None else sums.sum(dim=0).to(dbias.dtype)
+
+
+op = register("bias_gelu", _forward, outputs, _backward, gradients, gradients_of=("x", "bias"))
