@@ -1,6 +1,8 @@
 """The pages of the fused operations: one for each module, and every example on them runs."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,25 @@ def test_every_module_has_a_page_and_every_page_is_in_the_list():
     assert re.findall(r"^\| \[`(\w+)`\]\(fusions/\1\.md\)", PAGES[0].read_text(), re.MULTILINE) == MODULES
 
 
+def examples(page: Path) -> list[str]:
+    found = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert found
+    return found
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_examples_run(page):
-    examples = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    assert examples
     namespace: dict[str, object] = {"__name__": "example"}
-    for example in examples:
+    for example in examples(page):
         exec(compile(example, page.name, "exec"), namespace)
+
+
+def test_a_patched_llama_has_the_loss_and_the_gradients_of_hugging_faces():
+    program = "\n".join(examples(DOCS / "use_only_the_fusions.md"))  # in a process of its own: it patches a library
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_patch_is_ten_lines_long():
+    patch, _ = examples(DOCS / "use_only_the_fusions.md")
+    lines = [line for line in patch[patch.index("def rope") :].splitlines() if line.strip() not in ("", ")")]
+    assert len(lines) <= 12  # ten, and the two that open the functions

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from megalith.acceleration.recompute import recompute
 from megalith.config import TransformerConfig
-from megalith.numerics.dropout import DropoutKey, dropout
+from megalith.fusions import bias_dropout_add_fused_train
+from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.transformer.attention import KVCache, SelfAttention
 from megalith.transformer.build_options import BuildOptions
@@ -59,12 +60,17 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         attention_key = None if dropout_key is None else dropout_key.at(self.first_site)
         attended = self.self_attn(self.input_layernorm(x), rotary, packed_seq_params, attention_key, cache)
-        x = x + self._dropout(attended, dropout_key, 1)
-        return x + self._dropout(self.mlp(self.post_attention_layernorm(x)), dropout_key, 2)
-
-    def _dropout(self, x: Tensor, key: DropoutKey | None, place: int) -> Tensor:
-        if key is None or self.hidden_dropout == 0.0:
-            return x
-        return dropout(
-            x, self.hidden_dropout, sequence_parallel_key(key, self.sequence_group).at(self.first_site + place)
+        normed, x = self.post_attention_layernorm.after_residual(
+            attended, x, self.hidden_dropout, self._key(dropout_key, 1)
         )
+        return self._add(self.mlp(normed), x, self._key(dropout_key, 2))
+
+    def _key(self, key: DropoutKey | None, place: int) -> DropoutKey | None:
+        """What decides the mask of the dropout at ``place``; None where nothing is dropped."""
+        if key is None or self.hidden_dropout == 0.0:
+            return None
+        return sequence_parallel_key(key, self.sequence_group).at(self.first_site + place)
+
+    def _add(self, x: Tensor, residual: Tensor, key: DropoutKey | None) -> Tensor:
+        p = 0.0 if key is None else self.hidden_dropout
+        return bias_dropout_add_fused_train((x, None), residual, p, key=key)

@@ -7,6 +7,7 @@ gelu       y = gelu(x Wu^T + bu) Wd^T + bd            exact, or in the tanh form
 from torch import Tensor, nn
 
 from megalith.config import TransformerConfig
+from megalith.fusions import bias_gelu_impl, glu
 from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megalith.parallel.tensor.regions import enter_tensor_parallel
 from megalith.transformer.build_options import BuildOptions
@@ -53,8 +54,8 @@ class MLP(nn.Module):
         x = enter_tensor_parallel(x, self.tp_group, self.sequence_parallel)  # [S, B, H]
         up = self.up_proj(x)  # [S, B, F/tp]
         if self.gate_proj is not None:
-            hidden = nn.functional.silu(self.gate_proj(x)) * up
+            hidden = glu(self.gate_proj(x), up, activation="silu")
         else:
-            hidden = nn.functional.gelu(up, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+            hidden = bias_gelu_impl(up, None, approximate="tanh" if self.activation == "gelu_tanh" else "none")
         y: Tensor = self.down_proj(hidden)
         return y

@@ -9,6 +9,8 @@ Under sequence parallelism a rank sees its own tokens only, so each rank's gradi
 from torch import Tensor, nn
 
 from megalith.config import TransformerConfig
+from megalith.fusions import fused_add_norm, fused_layer_norm, fused_rms_norm
+from megalith.numerics.dropout import DropoutKey
 from megalith.parallel.parameters import DeclaringModule, ParameterSpec, local
 from megalith.transformer.build_options import BuildOptions
 
@@ -33,8 +35,24 @@ class Normalization(DeclaringModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H], same dtype."""
-        shape = x.shape[-1:]
-        weight = local(self.weight, partial=self.partial)
+        weight, bias = self._parameters_here()
         if self.normalization == "RMSNorm":
-            return nn.functional.rms_norm(x, shape, weight, self.eps)
-        return nn.functional.layer_norm(x, shape, weight, local(self.bias, partial=self.partial), self.eps)
+            return fused_rms_norm(x, weight, self.eps)
+        return fused_layer_norm(x, weight, bias, self.eps)
+
+    def after_residual(
+        self, x: Tensor, residual: Tensor, dropout: float, key: DropoutKey | None
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of ``residual + dropout(x)``, and that sum; all [..., H].
+
+        ``dropout`` is a probability; without a ``key``, as in evaluation, nothing is dropped.
+        """
+        weight, bias = self._parameters_here()
+        p = 0.0 if key is None else dropout
+        return fused_add_norm(
+            x, residual, weight, bias, normalization=self.normalization, eps=self.eps, p=p, key=key if p else None
+        )
+
+    def _parameters_here(self) -> tuple[Tensor, Tensor | None]:
+        weight = local(self.weight, partial=self.partial)
+        return weight, local(self.bias, partial=self.partial) if self.normalization == "LayerNorm" else None

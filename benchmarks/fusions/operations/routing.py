@@ -1,0 +1,110 @@
+"""The index operations of a mixture of experts."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.fusions.operation import Call, Inputs, Operation
+from megalith import fusions
+
+__all__ = ["OPERATIONS"]
+
+_E, _K, _H = 64, 8, 2048
+
+
+def _indices(T: int, device: str) -> Tensor:
+    return torch.rand(T, _E, device=device).topk(_K, dim=-1).indices
+
+
+def _map(T: int, device: str) -> Tensor:
+    return torch.zeros(T, _E, dtype=torch.bool, device=device).scatter(1, _indices(T, device), True)
+
+
+def _converted(num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:
+    T = max(1, num_bytes // (_E * 4))
+    return {"indices": _indices(T, device), "probs": torch.rand(T, _K, device=device)}
+
+
+def _eager_multihot(indices: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    dense = probs.new_zeros(len(indices), _E)
+    return torch.zeros_like(dense, dtype=torch.bool).scatter(1, indices, True), dense.scatter(1, indices, probs)
+
+
+def _ours_multihot(indices: Tensor, probs: Tensor, backend: str | None = None) -> tuple[Tensor, Tensor]:
+    return fusions.fused_indices_to_multihot(indices, probs, _E, backend=backend)
+
+
+def _megatron_multihot() -> Call:
+    from megatron.core.fusions.fused_indices_converter import fused_indices_to_multihot
+
+    return lambda indices, probs: fused_indices_to_multihot(indices, probs, _E)
+
+
+def _routing_map(num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:
+    return {"routing_map": _map(max(1, num_bytes // _E), device)}
+
+
+def _eager_pad(routing_map: Tensor, *, multiple: int) -> Tensor:
+    missing = -routing_map.sum(dim=0) % multiple
+    return routing_map | ((~routing_map).cumsum(dim=0) <= missing)
+
+
+def _megatron_pad(multiple: int) -> Call:
+    from megatron.core.fusions.fused_pad_routing_map import fused_pad_routing_map
+
+    return lambda routing_map: fused_pad_routing_map(routing_map, multiple)
+
+
+def _tokens(num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:
+    """So many tokens that their permuted rows take ``num_bytes``."""
+    T = max(1, num_bytes // (_K * _H * dtype.itemsize))
+    return {"tokens": torch.randn(T, _H, device=device).to(dtype), "indices": _indices(T, device)}
+
+
+def _ours_there_and_back(tokens: Tensor, indices: Tensor, backend: str | None = None) -> Tensor:
+    permuted, _, row_map = fusions.permute(
+        tokens, indices, num_out_tokens=indices.numel(), num_experts=_E, backend=backend
+    )
+    return fusions.unpermute(permuted, row_map, tokens.shape, backend=backend)
+
+
+def _eager_there_and_back(tokens: Tensor, indices: Tensor) -> Tensor:
+    order = indices.flatten().argsort(stable=True) // _K  # the token of each row
+    return torch.zeros_like(tokens).index_add(0, order, tokens.index_select(0, order))
+
+
+def _logits(num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:
+    return {"logits": torch.randn(max(1, num_bytes // (_E * dtype.itemsize)), _E, device=device).to(dtype)}
+
+
+def _ours_router(logits: Tensor, backend: str | None = None) -> tuple[Any, ...]:
+    return tuple(fusions.fused_topk_router(logits, _K, backend=backend))[:1]
+
+
+def _eager_router(logits: Tensor) -> tuple[Tensor, ...]:
+    scores, indices = logits.float().topk(_K, dim=-1)
+    return (torch.zeros_like(logits, dtype=torch.float32).scatter(1, indices, torch.softmax(scores, dim=-1)),)
+
+
+OPERATIONS = [
+    Operation(
+        "indices to multihot",
+        "indices_to_multihot",
+        _converted,
+        _ours_multihot,
+        _eager_multihot,
+        peers={"Megatron": _megatron_multihot},
+    ),
+    Operation(
+        "pad routing map",
+        "pad_routing_map",
+        _routing_map,
+        partial(fusions.fused_pad_routing_map, pad_multiple=16),
+        partial(_eager_pad, multiple=16),
+        peers={"Megatron": partial(_megatron_pad, 16)},
+    ),
+    Operation("permute and unpermute", "permute", _tokens, _ours_there_and_back, _eager_there_and_back),
+    Operation("top-k router", "topk_router", _logits, _ours_router, _eager_router),
+]
