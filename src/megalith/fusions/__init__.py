@@ -63,9 +63,16 @@ from megalith.fusions.fused_indices_converter import (
 )
 from megalith.fusions.fused_layer_norm import FusedLayerNorm, FusedRMSNorm, fused_layer_norm, fused_rms_norm
 from megalith.fusions.fused_linear_cross_entropy import fused_linear_cross_entropy
+from megalith.fusions.fused_mla_yarn_rope_apply import (
+    ApplyMLARotaryEmbKV,
+    ApplyMLARotaryEmbQ,
+    fused_apply_mla_rope_for_kv,
+    fused_apply_mla_rope_for_q,
+)
 from megalith.fusions.fused_pad_routing_map import fused_pad_routing_map
 from megalith.fusions.fused_permute import permute, unpermute
 from megalith.fusions.fused_quantize import quantize
+from megalith.fusions.fused_rope import fused_rope
 from megalith.fusions.fused_softmax import (
     AttnMaskType,
     FusedScaleMaskSoftmax,
@@ -84,10 +91,22 @@ from megalith.fusions.glu import glu, glu_back
 from megalith.fusions.glu_float8 import glu_float8
 from megalith.fusions.masked_softmax import masked_softmax
 from megalith.fusions.quantized import Quantized, dequantize
+from megalith.fusions.rope_tables import (
+    llama3_rope_frequencies,
+    positions_from_cu_seqlens,
+    rope_cos_sin,
+    rope_frequencies,
+    yarn_concentration,
+    yarn_cos_sin,
+    yarn_rope_frequencies,
+)
+from megalith.fusions.rotation import Layout
 from megalith.fusions.row_map import RowMap, row_map
 
 __all__ = [
     "Activation",
+    "ApplyMLARotaryEmbKV",
+    "ApplyMLARotaryEmbQ",
     "AttnMaskType",
     "Backend",
     "BiasGeGLUFunction",
@@ -98,6 +117,7 @@ __all__ = [
     "GeGLUFunction",
     "GeLUFunction",
     "IndicesToMultihot",
+    "Layout",
     "Quantized",
     "RowMap",
     "ScaledMaskedSoftmax",
@@ -129,12 +149,15 @@ __all__ = [
     "explain",
     "fused_adamw_",
     "fused_add_norm",
+    "fused_apply_mla_rope_for_kv",
+    "fused_apply_mla_rope_for_q",
     "fused_indices_to_multihot",
     "fused_layer_norm",
     "fused_linear_cross_entropy",
     "fused_multihot_to_indices",
     "fused_pad_routing_map",
     "fused_rms_norm",
+    "fused_rope",
     "fused_vocab_parallel_cross_entropy",
     "geglu",
     "geglu_back",
@@ -142,12 +165,16 @@ __all__ = [
     "glu",
     "glu_back",
     "glu_float8",
+    "llama3_rope_frequencies",
     "masked_softmax",
     "permute",
+    "positions_from_cu_seqlens",
     "quantize",
     "quick_geglu",
     "quick_geglu_back",
     "quick_gelu",
+    "rope_cos_sin",
+    "rope_frequencies",
     "row_map",
     "swiglu",
     "swiglu_back",
@@ -164,4 +191,7 @@ __all__ = [
     "weighted_squared_relu_impl",
     "weighted_swiglu",
     "weighted_swiglu_back",
+    "yarn_concentration",
+    "yarn_cos_sin",
+    "yarn_rope_frequencies",
 ]

@@ -107,7 +107,7 @@ def yarn_rope_frequencies(
     if correction_range_round_to_int:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
-    width = high - low if high != low else 0.001  # a step, in place of a ramp
+    width = max(high - low, 0.001)  # where no pair lies between the two, a step
     ramp = ((torch.arange(len(kept), dtype=dtype, device=device) - low) / width).clamp(0.0, 1.0)
     return stretched * ramp + kept * (1.0 - ramp)
 
