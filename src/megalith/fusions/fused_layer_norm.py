@@ -115,6 +115,8 @@ class _FusedNorm(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
+        if hidden_size < 1:
+            raise ConfigError(f"hidden_size must be 1 or more; got {hidden_size}")
         persists = _setting(config, "persist_layer_norm", "persist_layer_norm", persist_layer_norm, True)
         if persists and hidden_size > WIDEST_WHOLE_ROW:
             raise ConfigError(

@@ -116,11 +116,8 @@ def sum_and_norm(name: str, *given: str, **settings: Any) -> Case:
 
 CASES = [
     norm("layer norm", "weight", "bias"),
-    norm("layer norm, zero-centred", "weight", "bias", zero_centered=True),
-    norm("layer norm, no bias", "weight"),
     norm("rms norm", "weight"),
     norm("rms norm, zero-centred", "weight", zero_centered=True),
-    norm("rms norm, no weight"),
     sum_and_norm("add and rms norm", normalization="RMSNorm"),
     sum_and_norm("add and layer norm, float32 residual", "bias", "wide residual", normalization="LayerNorm"),
     sum_and_norm("bias, dropout, add and layer norm", "bias", "input_bias", "tokens", normalization="LayerNorm", p=0.5),

@@ -195,7 +195,8 @@ def backward_kernel(
     dw = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     db = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     dinput_bias = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    for first in range(group * num_rows, tl.minimum(group * num_rows + num_rows, T), ROWS):
+    for begin in range(group * num_rows, tl.minimum(group * num_rows + num_rows, T), ROWS):
+        first = tl.cast(begin, tl.int64)  # the interpreter counts in Python's integers, and takes them for 32 bits
         row = first + tl.arange(0, ROWS)[:, None]
         mask = (row < T) & (col < H)
         dy, dh, x_hat, rstd = _load_for_backward(
