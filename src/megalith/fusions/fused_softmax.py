@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.masked_softmax import broadcasts, check_window, hidden_keys, limits, masked_softmax, tile
+from megalith.fusions.masked_softmax import Rows, broadcasts, check_window, limits, masked_softmax, tile
 
 __all__ = [
     "AttnMaskType",
@@ -208,6 +208,6 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
     def _hidden(self, scores: Tensor, mask: Tensor | None) -> Tensor | None:
         """The mask, the window and causality in one mask, or None if nothing is hidden."""
         Sq, Sk = scores.shape[-2:]
-        queries = torch.arange(Sq, device=scores.device)
-        outside = hidden_keys(queries, None, 1, Sq, Sk, *limits(self._causal, self.window_size, Sq, Sk))
+        of_a_head = Rows(1, Sq, Sk, *limits(self._causal, self.window_size, Sq, Sk))
+        outside = of_a_head.hidden(torch.arange(Sq, device=scores.device), slice(0, Sk), None)
         return outside if mask is None else mask if outside is None else mask | outside

@@ -12,25 +12,27 @@ B micro-batch, A heads, Sq queries, Sk keys, S = B A Sq Sk scores. Saved for bac
 Floor: forward reads the scores that may be seen and writes S, backward reads p and dp there and writes S.
 """
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.backend import Backend, Fusion, compiled
-from megalith.fusions.blocks import by_blocks
+from megalith.fusions.blocks import blocks
 from megalith.fusions.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.library import register
 from megalith.fusions.rows import as_rows, wide
 
 __all__ = [
     "FUSION",
+    "Rows",
     "broadcasts",
     "check_window",
-    "hidden_keys",
     "limits",
     "masked_softmax",
     "operator",
@@ -39,7 +41,8 @@ __all__ = [
     "tile",
 ]
 
-_INF = float("inf")
+_INF = math.inf
+_LOG2_E = 1.0 / math.log(2.0)
 _LARGEST_BLOCK = 16384  # untuned: 32 numbers of each tensor in the registers of a thread
 
 
@@ -97,6 +100,42 @@ def tile(num_keys: int) -> tuple[int, int]:
     return (1, 4096) if columns > _LARGEST_BLOCK else (max(1, 2048 // columns), columns)  # untuned
 
 
+class Rows(NamedTuple):
+    """Rows of scores [B, A, Sq, Sk], numbered as they lie in memory, and the window of their queries."""
+
+    num_heads: int
+    num_queries: int
+    num_keys: int
+    left: int
+    right: int
+
+    def hidden(self, rows: Tensor, keys: slice, mask: Tensor | None) -> Tensor | None:
+        """Which of ``keys`` the queries of ``rows`` do not see: bool [rows, keys], or None if they see all of them."""
+        query = rows % self.num_queries
+        own = (query + (self.num_keys - self.num_queries))[:, None]  # queries and keys end together
+        key = torch.arange(keys.start, keys.stop, device=rows.device)
+        hidden = []
+        if mask is not None:
+            batch, head = rows // (self.num_queries * self.num_heads), rows // self.num_queries % self.num_heads
+            of_keys = mask if mask.shape[3] == 1 else mask[..., keys]
+            hidden.append(of_keys[batch % mask.shape[0], head % mask.shape[1], query % mask.shape[2]])
+        if self.left >= 0:
+            hidden.append(key < own - self.left)
+        if self.right >= 0:
+            hidden.append(key > own + self.right)
+        return functools.reduce(torch.logical_or, hidden) if hidden else None
+
+    def keys_of(self, block: slice) -> slice:
+        """The keys that the windows of a block of rows span, and one at least."""
+        first, last = block.start % self.num_queries, (block.stop - 1) % self.num_queries
+        if block.stop - block.start > last - first + 1:  # rows of more than one head
+            first, last = 0, self.num_queries - 1
+        ahead = self.num_keys - self.num_queries
+        start = 0 if self.left < 0 else min(max(0, first + ahead - self.left), self.num_keys - 1)
+        stop = self.num_keys if self.right < 0 else min(last + ahead + self.right + 1, self.num_keys)
+        return slice(start, max(stop, start + 1))
+
+
 def _reference(
     x: Tensor,
     mask: Tensor | None,
@@ -111,57 +150,33 @@ def _reference(
 
     ``mask`` is [1 | B, 1 | A, 1 | Sq, 1 | Sk], ``sink`` [A]; ``left`` and ``right`` bound the window, or are -1.
     """
-    rows = torch.arange(x.shape[0], device=x.device)
-    return _softmax(x, rows, mask, sink, num_heads, num_queries, left, right, scale)
+    T, Sk = x.shape
+    rows = torch.arange(T, device=x.device)
+    hidden = Rows(num_heads, num_queries, Sk, left, right).hidden(rows, slice(0, Sk), mask)
+    return _softmax(x, hidden, None if sink is None else sink[rows // num_queries % num_heads, None], scale)
 
 
-def _softmax(
-    x: Tensor,
-    rows: Tensor,
-    mask: Tensor | None,
-    sink: Tensor | None,
-    num_heads: int,
-    num_queries: int,
-    left: int,
-    right: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """The reference of some rows, whose numbers among all of them are ``rows``."""
+def _softmax(x: Tensor, hidden: Tensor | None, sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """p of ``x`` [T, Sk], without the keys that are ``hidden``, and the share [T] of a ``sink`` [T, 1]."""
     s = x.to(wide(x.dtype)) * scale
-    hidden = hidden_keys(rows, mask, num_heads, num_queries, x.shape[1], left, right)
     if hidden is not None:
         s = s.masked_fill_(hidden, -_INF)
     top = s.detach().amax(dim=-1, keepdim=True)
-    o = None if sink is None else sink.to(s.dtype)[rows // num_queries % num_heads, None]
+    o = None if sink is None else sink.to(s.dtype)
     top = top if o is None else torch.maximum(top, o.detach())
     top = top.masked_fill(top == -_INF, 0.0)  # -inf - -inf is NaN; -inf - 0 has the exponential 0
-    e = s.sub_(top).exp_()
-    total = e.sum(dim=-1, keepdim=True)
-    share = s.new_empty(0)
+    e = _exp_(s.sub_(top))
+    total, share = e.sum(dim=-1, keepdim=True), s.new_empty(0)
     if o is not None:
-        total = total + torch.exp(o - top)
-        share = (torch.exp(o - top) / total).squeeze(-1)
-    p = e / total.masked_fill(total == 0.0, 1.0)
-    if hidden is not None:
-        p = p.masked_fill_(hidden, 0.0)  # also in a row with NaN
-    return p.to(x.dtype), share
+        of_sink = _exp_(o - top)
+        total = total + of_sink
+        share = (of_sink / total).squeeze(-1)
+    return (e / total.masked_fill(total == 0.0, 1.0)).to(x.dtype), share
 
 
-def hidden_keys(
-    rows: Tensor, mask: Tensor | None, num_heads: int, num_queries: int, num_keys: int, left: int, right: int
-) -> Tensor | None:
-    """Which keys the queries ``rows`` do not see: bool [rows, Sk], or None for all of them."""
-    query, head, batch = rows % num_queries, rows // num_queries % num_heads, rows // (num_queries * num_heads)
-    hidden = None
-    if mask is not None:
-        hidden = mask[batch % mask.shape[0], head % mask.shape[1], query % mask.shape[2]]
-    if left >= 0 or right >= 0:
-        ahead = torch.arange(num_keys, device=rows.device) - (query + (num_keys - num_queries))[:, None]
-        outside = ahead > right if right >= 0 else ahead < -left
-        if left >= 0 and right >= 0:
-            outside |= ahead < -left
-        hidden = outside if hidden is None else hidden | outside
-    return hidden
+def _exp_(x: Tensor) -> Tensor:
+    """exp in place; on a CPU torch's own is 20 to 400 times slower where it underflows, as it does for hidden keys."""
+    return x.mul_(_LOG2_E).exp2_()
 
 
 def softmax_back(dp: Tensor, p: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -169,7 +184,7 @@ def softmax_back(dp: Tensor, p: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     acc = wide(p.dtype)
     dp, wide_p = dp.to(acc), p.to(acc)
     r = (dp * wide_p).sum(dim=-1)
-    return ((dp - r[:, None]) * wide_p * scale).to(p.dtype), r
+    return (dp - r[:, None]).mul_(wide_p).mul_(scale).to(p.dtype), r
 
 
 def _blocked_forward(
@@ -183,13 +198,16 @@ def _blocked_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     p, share = _outputs(x, mask, sink)
-
-    def formula(x: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-        results = _softmax(x, rows, mask, sink, num_heads, num_queries, left, right, scale)
-        return results if sink is not None else results[:1]
-
-    rows = torch.arange(x.shape[0], device=x.device)
-    by_blocks(formula, (x, rows), (p,) if sink is None else (p, share))
+    numbered = Rows(num_heads, num_queries, x.shape[1], left, right)
+    for block in blocks(*x.shape):
+        keys = numbered.keys_of(block)
+        rows = torch.arange(block.start, block.stop)
+        hidden = numbered.hidden(rows, keys, mask)
+        o = None if sink is None else sink[rows // num_queries % num_heads, None]
+        p[block, : keys.start], p[block, keys.stop :] = 0.0, 0.0
+        p[block, keys], of_sink = _softmax(x[block, keys], hidden, o, scale)
+        if sink is not None:
+            share[block] = of_sink
     return p, share
 
 
@@ -205,8 +223,12 @@ def _blocked_backward(
     sink_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     dx, dsink = _gradients(dp, p, share, num_heads, num_queries, left, right, scale, sink_dtype)
-    r = share.new_empty(p.shape[0])
-    by_blocks(lambda dp, p: softmax_back(dp, p, scale), (dp, p), (dx, r))
+    r = p.new_empty(p.shape[0], dtype=wide(p.dtype))
+    numbered = Rows(num_heads, num_queries, p.shape[1], left, right)
+    for block in blocks(*p.shape):
+        keys = numbered.keys_of(block)
+        dx[block, : keys.start], dx[block, keys.stop :] = 0.0, 0.0
+        dx[block, keys], r[block] = softmax_back(dp[block, keys], p[block, keys], scale)
     return dx, dsink if sink_dtype is None else sink_gradient(r, share, num_heads, num_queries).to(sink_dtype)
 
 

@@ -37,7 +37,7 @@ def _scores(
     x_ptr, mask_ptr, row, col, num_rows, x_stride, mask_b, mask_a, mask_q, A, Sq, Sk,
     MASK_K: tl.constexpr, SCALE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Scaled scores, -inf where a key is hidden, and where it is not."""
+    """Scaled scores, -inf where a key is hidden."""
     near = _near(row, col, num_rows, Sq, Sk, LEFT, RIGHT)
     x = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + col[None, :], mask=near, other=0.0).to(tl.float32)
     own = (row % Sq + (Sk - Sq))[:, None]
@@ -51,7 +51,7 @@ def _scores(
         of_row += (row % Sq).to(tl.int64) * mask_q
         hidden = tl.load(mask_ptr + of_row[:, None] + col[None, :] * MASK_K, mask=near, other=1)
         visible &= hidden == 0
-    return tl.where(visible, x * SCALE, float("-inf")), visible
+    return tl.where(visible, x * SCALE, float("-inf"))
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def _forward_kernel(
     """``ROWS`` rows that lie in one block of columns."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK_K)
-    s, visible = _scores(
+    s = _scores(
         x_ptr, mask_ptr, row, col, num_rows, x_stride, mask_b, mask_a, mask_q, A, Sq, Sk, MASK_K, SCALE, LEFT, RIGHT
     )  # fmt: skip
     top, o = _top(tl.max(s, axis=1), sink_ptr, row, A, Sq)
@@ -85,7 +85,7 @@ def _forward_kernel(
         tl.store(share_ptr + row, tl.exp(o) / total, mask=row < num_rows)
     p = e / tl.where(total == 0.0, 1.0, total)[:, None]
     at = row.to(tl.int64)[:, None] * Sk + col[None, :]
-    tl.store(p_ptr + at, tl.where(visible, p, 0.0), mask=(row < num_rows)[:, None] & (col < Sk)[None, :])
+    tl.store(p_ptr + at, p, mask=(row < num_rows)[:, None] & (col < Sk)[None, :])
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def _wide_forward_kernel(
     first, last = _steps(row, Sq, Sk, LEFT, RIGHT, BLOCK_K)
     for start in range(first, last, BLOCK_K):
         col = start + tl.arange(0, BLOCK_K)
-        s, _ = _scores(
+        s = _scores(
             x_ptr, mask_ptr, row, col, num_rows, x_stride, mask_b, mask_a, mask_q, A, Sq, Sk, MASK_K, SCALE, LEFT, RIGHT
         )  # fmt: skip
         step_top = tl.max(s, axis=1)
@@ -117,10 +117,10 @@ def _wide_forward_kernel(
     total = tl.where(total == 0.0, 1.0, total)
     for start in range(0, Sk, BLOCK_K):
         col = start + tl.arange(0, BLOCK_K)
-        s, visible = _scores(
+        s = _scores(
             x_ptr, mask_ptr, row, col, num_rows, x_stride, mask_b, mask_a, mask_q, A, Sq, Sk, MASK_K, SCALE, LEFT, RIGHT
         )  # fmt: skip
-        p = tl.where(visible, tl.exp(s - base[:, None]) / total[:, None], 0.0)
+        p = tl.exp(s - base[:, None]) / total[:, None]
         at = row.to(tl.int64)[:, None] * Sk + col[None, :]
         tl.store(p_ptr + at, p, mask=(row < num_rows)[:, None] & (col < Sk)[None, :])
 
@@ -243,7 +243,7 @@ def _backward(
 
 
 def _num_warps(elements: int) -> int:
-    return max(4, min(16, elements // 1024))  # untuned: 32 numbers a thread
+    return max(4, min(16, elements // 512))  # untuned: 16 numbers a thread
 
 
 op = operator("masked_softmax", _forward, backward=_backward)
