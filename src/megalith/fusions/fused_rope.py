@@ -13,7 +13,7 @@ Floor: forward and backward 2SB(A + G)D elements each, with QK norm 3SB(A + G)D 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -38,11 +38,12 @@ from megalith.fusions.rows import wide
 __all__ = ["FUSION", "Outputs", "fused_rope", "gradients", "outputs", "rope_forward", "saved"]
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+Keys = TypeVar("Keys", Tensor, None)
 
 
 def fused_rope(
     q: Tensor,
-    k: Tensor | None,
+    k: Keys,
     cos: Tensor,
     sin: Tensor,
     *,
@@ -56,7 +57,7 @@ def fused_rope(
     eps: float = 1e-6,
     zero_centered: bool = False,
     backend: Backend | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Keys]:
     """Queries and keys turned by their positions, in fresh memory.
 
     Args:

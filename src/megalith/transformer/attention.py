@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megalith.acceleration.recompute import recompute
 from megalith.config import TransformerConfig
 from megalith.errors import ShapeError
+from megalith.fusions import fused_rope
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
@@ -18,7 +19,7 @@ from megalith.parallel.tensor.regions import enter_tensor_parallel
 from megalith.transformer.build_options import BuildOptions
 from megalith.transformer.dot_product_attention import dot_product_attention, dot_product_attention_with_dropout
 from megalith.transformer.initialization import output_std
-from megalith.transformer.rotary import RotaryTable, apply_rotary
+from megalith.transformer.rotary import RotaryTable
 
 __all__ = ["KVCache", "SelfAttention"]
 
@@ -101,7 +102,7 @@ class SelfAttention(nn.Module):
         x = enter_tensor_parallel(x, self.tp_group, self.sequence_parallel)  # [S, B, H]
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         if rotary is not None:
-            q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+            q, k = fused_rope(q, k, rotary.cos, rotary.sin)
         if cache is not None:
             k, v = cache.append(k, v)
         if self.recompute_core:
