@@ -14,7 +14,7 @@ from megalith.fusions import (
     SoftmaxOne,
     masked_softmax,
 )
-from tests.fusions.cases.masked_softmax import CASES, formula
+from tests.fusions.cases.softmax import CASES, formula
 from tests.kernel_reports import TARGETS, compile_for, in_interpreter, launches, without_interpreter
 
 INF = float("inf")
@@ -128,7 +128,7 @@ def test_large_scores_do_not_overflow(backend, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_wider_than_a_block_are_summed_step_by_step(case, dtype, device, monkeypatch):
-    from megalith.fusions.kernels import masked_softmax as kernels
+    from megalith.fusions.kernels import softmax as kernels
 
     monkeypatch.setattr(kernels, "tile", lambda num_keys: (2, 64))
     case.assert_accurate(case.make(1, 200, dtype, device), "triton")

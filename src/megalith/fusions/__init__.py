@@ -1,10 +1,12 @@
 """Fused operations: tensor functions that know no model and no config. Every public name is importable from here."""
 
 from megalith.fusions.activations import Activation
+from megalith.fusions.attention_parts import merge_attention, sink_correction
 from megalith.fusions.backend import Backend, use
 from megalith.fusions.explain import explain
 from megalith.fusions.fused_adamw import fused_adamw_
 from megalith.fusions.fused_add_norm import fused_add_norm
+from megalith.fusions.fused_attention import fused_attention
 from megalith.fusions.fused_bias_dropout import (
     bias_dropout_add_fused_inference,
     bias_dropout_add_fused_train,
@@ -89,7 +91,6 @@ from megalith.fusions.fused_weighted_squared_relu import (
 )
 from megalith.fusions.glu import glu, glu_back
 from megalith.fusions.glu_float8 import glu_float8
-from megalith.fusions.masked_softmax import masked_softmax
 from megalith.fusions.quantized import Quantized, dequantize
 from megalith.fusions.rope_tables import (
     llama3_rope_frequencies,
@@ -102,6 +103,7 @@ from megalith.fusions.rope_tables import (
 )
 from megalith.fusions.rotation import Layout
 from megalith.fusions.row_map import RowMap, row_map
+from megalith.fusions.softmax import masked_softmax
 
 __all__ = [
     "Activation",

@@ -5,7 +5,9 @@ from typing import NamedTuple
 import torch
 
 from megalith.fusions import (
+    fused_adamw,
     fused_add_norm,
+    fused_attention,
     fused_bias_dropout,
     fused_bias_gelu,
     fused_cross_entropy,
@@ -20,8 +22,8 @@ from megalith.fusions import (
     fused_weighted_squared_relu,
     glu,
     glu_float8,
-    masked_softmax,
     row_map,
+    softmax,
 )
 from megalith.fusions.backend import Fusion, chosen_by_use
 from megalith.fusions.blocks import BLOCK_ELEMENTS
@@ -29,12 +31,14 @@ from megalith.fusions.blocks import BLOCK_ELEMENTS
 __all__ = ["FUSIONS", "explain"]
 
 FUSIONS: tuple[Fusion[object], ...] = (
+    fused_adamw.FUSION,
     fused_add_norm.FUSION,
+    fused_attention.FUSION,
     fused_bias_dropout.FUSION,
     fused_bias_gelu.FUSION,
     glu.FUSION,
     glu_float8.FUSION,
-    masked_softmax.FUSION,
+    softmax.FUSION,
     fused_rope.FUSION,
     fused_mla_yarn_rope_apply.FUSION,
     fused_cross_entropy.FUSION,

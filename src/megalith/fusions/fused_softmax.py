@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.masked_softmax import Rows, broadcasts, check_window, limits, masked_softmax, tile
+from megalith.fusions.softmax import Rows, broadcasts, check_window, limits, masked_softmax, tile
 
 __all__ = [
     "AttnMaskType",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalith.fusions import cost
 from megalith.fusions.backend import Backend
-from megalith.fusions.masked_softmax import FUSION, masked_softmax
+from megalith.fusions.softmax import FUSION, masked_softmax
 from tests.fusions.harness import Case, Inputs
 
 B, Sq = 2, 2

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megalith.fusions.library import wrap_triton
-from megalith.fusions.masked_softmax import operator, sink_gradient, tile
 from megalith.fusions.rows import contiguous_columns
+from megalith.fusions.softmax import operator, sink_gradient, tile
 
 __all__ = ["op"]
 

@@ -203,12 +203,28 @@ def _blocked_forward(
         keys = numbered.keys_of(block)
         rows = torch.arange(block.start, block.stop)
         hidden = numbered.hidden(rows, keys, mask)
-        o = None if sink is None else sink[rows // num_queries % num_heads, None]
         p[block, : keys.start], p[block, keys.stop :] = 0.0, 0.0
-        p[block, keys], of_sink = _softmax(x[block, keys], hidden, o, scale)
-        if sink is not None:
-            share[block] = of_sink
+        if sink is None:
+            p[block, keys] = _torch_softmax(x[block, keys], hidden, scale)
+        else:
+            o = sink[rows // num_queries % num_heads, None]
+            p[block, keys], share[block] = _softmax(x[block, keys], hidden, o, scale)
     return p, share
+
+
+def _torch_softmax(x: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+    """p by torch's own kernel, which computes in float32 and rounds once; in float32 if 16 bits do not hold scale * x."""
+    s = x if _shrinks_exactly(scale) else x.to(wide(x.dtype))
+    s = s if scale == 1.0 else s * scale
+    s = s if hidden is None else s.masked_fill(hidden, -_INF)
+    p = torch.softmax(s, dim=-1)
+    if p[:, 0].isnan().any():  # torch gives a row NaN if it has NaN or inf, or if all of it is hidden
+        p.masked_fill_(s.amax(dim=-1, keepdim=True) == -_INF, 0.0)
+    return p
+
+
+def _shrinks_exactly(scale: float) -> bool:
+    return 0.0 < scale <= 1.0 and math.frexp(scale)[0] == 0.5  # a power of 2
 
 
 def _blocked_backward(
@@ -228,8 +244,17 @@ def _blocked_backward(
     for block in blocks(*p.shape):
         keys = numbered.keys_of(block)
         dx[block, : keys.start], dx[block, keys.stop :] = 0.0, 0.0
-        dx[block, keys], r[block] = softmax_back(dp[block, keys], p[block, keys], scale)
+        if sink_dtype is None:
+            dx[block, keys] = _torch_softmax_back(dp[block, keys], p[block, keys], scale)
+        else:
+            dx[block, keys], r[block] = softmax_back(dp[block, keys], p[block, keys], scale)
     return dx, dsink if sink_dtype is None else sink_gradient(r, share, num_heads, num_queries).to(sink_dtype)
+
+
+def _torch_softmax_back(dp: Tensor, p: Tensor, scale: float) -> Tensor:
+    acc = p.dtype if _shrinks_exactly(scale) else wide(p.dtype)
+    dx: Tensor = torch.ops.aten._softmax_backward_data(dp.to(acc), p.to(acc), -1, acc)
+    return dx if scale == 1.0 else dx.mul_(scale)
 
 
 def sink_gradient(r: Tensor, share: Tensor, num_heads: int, num_queries: int) -> Tensor:
@@ -258,7 +283,7 @@ _blocked = operator("masked_softmax_blocked", _blocked_forward, backward=_blocke
 
 
 def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
-    from megalith.fusions.kernels.masked_softmax import op
+    from megalith.fusions.kernels.softmax import op
 
     return op(*inputs)
 
