@@ -22,6 +22,11 @@ every_path = pytest.mark.parametrize("path", PATHS)
 infinite = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 def loss_and_gradient(logits: Tensor, target: Tensor, path: str | None, **options: Any) -> tuple[Tensor, Tensor]:
     x = logits.detach().requires_grad_()
     loss = fused_vocab_parallel_cross_entropy(x, target, backend=path, **options)
@@ -29,7 +34,7 @@ def loss_and_gradient(logits: Tensor, target: Tensor, path: str | None, **option
 
 
 @every_path
-@pytest.mark.parametrize("gap", [1.0, 17.0, 30.0, 60.0])
+@pytest.mark.parametrize("gap", [1.0, 6.0, 10.0, 60.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_tiny_loss_and_its_gradient_keep_their_digits(gap, dtype, path, device):
     # torch's own float32 says that a loss of 1e-13 is 0

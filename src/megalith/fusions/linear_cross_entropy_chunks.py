@@ -5,7 +5,7 @@ and dropped.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,39 @@ def steps_by_chunks(
     gradient_into: Callable[..., None],
 ) -> Steps:
     """The steps of (x [T, H], weight [n, H], bias [n] or None, chunk_size) from those of logits [T, n]."""
+    of_logits = _OfLogits(statistics, loss, gradient_into)
+    statistics_operator = register_without_gradient(
+        f"{name}_statistics",
+        of_logits.statistics_of_chunks,
+        lambda x, *rest: empty_statistics(x, rest[-1]),
+        opaque=True,
+    )
+    loss_operator = register(
+        name,
+        of_logits.loss_of_chunks,
+        lambda x, *_: empty_loss(x),
+        of_logits.gradients,
+        lambda dloss, x, weight, bias, *rest: tuple(map(x.new_empty, _sizes(x, weight, bias, rest[-1]))),
+        gradients_of=("x", "weight", "bias"),
+        saves=kept_for_gradient,
+        opaque=True,
+    )
+
+    def detached(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        return statistics_operator(x.detach(), weight.detach(), None if bias is None else bias.detach(), *rest)
+
+    return Steps(detached, lambda *inputs: loss_operator(*inputs)[0])
+
+
+class _OfLogits(NamedTuple):
+    """What a path does with the logits of a chunk; its methods are what the operators do with all tokens."""
+
+    statistics: Callable[..., Tensor]
+    loss: Callable[..., tuple[Tensor, Tensor]]
+    gradient_into: Callable[..., None]
 
     def statistics_of_chunks(
+        self,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -43,10 +74,11 @@ def steps_by_chunks(
         with _without_autocast(x):
             for rows in _chunks(x, chunk_size):
                 logits = linear(x[rows], weight, bias)
-                found[rows] = statistics(logits, target[rows], start, vocab_size, softcap, ignore_index, with_sum)
+                found[rows] = self.statistics(logits, target[rows], start, vocab_size, softcap, ignore_index, with_sum)
         return found
 
     def loss_of_chunks(
+        self,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -60,9 +92,10 @@ def steps_by_chunks(
         smoothing: float,
         z_loss: float,
     ) -> tuple[Tensor, Tensor]:
-        return loss(x, target, parts, start, vocab_size, softcap, ignore_index, smoothing, z_loss)
+        return self.loss(x, target, parts, start, vocab_size, softcap, ignore_index, smoothing, z_loss)
 
     def gradients(
+        self,
         dloss: Tensor,
         x: Tensor,
         weight: Tensor,
@@ -85,7 +118,7 @@ def steps_by_chunks(
         with _without_autocast(x):
             for rows in _chunks(x, chunk_size):
                 dlogits = logits = linear(x[rows], weight, bias)
-                gradient_into(dlogits, dloss[rows], logits, target[rows], whole[rows], *options)
+                self.gradient_into(dlogits, dloss[rows], logits, target[rows], whole[rows], *options)
                 if needs[0]:
                     dx[rows] = dlogits @ weight
                 if needs[1]:
@@ -93,25 +126,6 @@ def steps_by_chunks(
                 if needs[2]:
                     dbias += dlogits.sum(dim=0, dtype=dbias.dtype)
         return dx, dweight.to(x.dtype), dbias.to(x.dtype)
-
-    statistics_operator = register_without_gradient(
-        f"{name}_statistics", statistics_of_chunks, lambda x, *rest: empty_statistics(x, rest[-1]), opaque=True
-    )
-    loss_operator = register(
-        name,
-        loss_of_chunks,
-        lambda x, *_: empty_loss(x),
-        gradients,
-        lambda dloss, x, weight, bias, *rest: tuple(map(x.new_empty, _sizes(x, weight, bias, rest[-1]))),
-        gradients_of=("x", "weight", "bias"),
-        saves=kept_for_gradient,
-        opaque=True,
-    )
-
-    def detached(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        return statistics_operator(x.detach(), weight.detach(), None if bias is None else bias.detach(), *rest)
-
-    return Steps(detached, lambda *inputs: loss_operator(*inputs)[0])
 
 
 def _chunks(x: Tensor, chunk_size: int) -> Iterator[slice]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalith.fusions.cross_entropy_formulas import empty_loss, empty_statistics, num_true_columns
 from megalith.fusions.cross_entropy_steps import kept_for_gradient
+from megalith.fusions.kernels.activations import log1p
 from megalith.fusions.library import register, register_without_gradient, wrap_triton
 from megalith.fusions.rows import contiguous_columns
 
@@ -44,13 +45,6 @@ def _capped(x, SOFTCAP: tl.constexpr):
         tanh, _ = _tanh_and_slope(x / SOFTCAP)
         x = tanh * SOFTCAP
     return x
-
-
-@triton.jit
-def _log1p(x):
-    """log(1 + x): what rounding takes from 1 + x is given back as a factor."""
-    u = 1.0 + x
-    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
 
 @triton.jit
@@ -145,7 +139,7 @@ def _loss_kernel(
     x_y = tl.where(outside & (target != IGNORE), float("nan"), x_y)
     t = m - x_y
     near, far = tl.exp(tl.where(t > 0.0, 0.0, t)), tl.exp(tl.where(t > 0.0, -t, 0.0))
-    log_sum = tl.where(t > 0.0, tl.log(d + far), _log1p(d * near))
+    log_sum = tl.where(t > 0.0, tl.log(d + far), log1p(d * near))
     ce = tl.where(t > 0.0, t, 0.0) + log_sum
     lse = tl.where(t > 0.0, m, x_y) + log_sum
     loss = ce
