@@ -48,7 +48,8 @@ def bias_swiglu_impl(
         bias: [2F], or None.
         fp8_input_store: keep the input for backward in 8 bits, with a scale per token; see ``glu_float8``.
         cpu_offload_input: keep what backward needs in CPU memory until then, in pinned memory if it comes from a GPU.
-            Input on a CPU is there already. Not inside torch.compile.
+            Input on a CPU is there already. torch.compile cannot trace it: a graph ends there, or raises if it must be
+            whole.
         clamp_value: the gate's upper bound and up's bounds on both sides, after the bias.
         interleaved: ``input`` and ``bias`` hold gate and up by turns.
         backend: the path to take; by default that of ``use(...)``, else the one of the table.

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-__all__ = ["activation", "activation_and_slope", "normal_cumulative", "relu", "sigmoid", "tile_of"]
+__all__ = ["activation", "activation_and_slope", "log1p", "normal_cumulative", "relu", "sigmoid", "tile_of"]
 
 _WIDEST_TILE = 1024  # untuned
 _COLUMNS_OF_WARP = 256  # eight a thread: in 16 bits, one load of 16 bytes
@@ -25,6 +25,13 @@ def tile_of(F: int) -> tuple[int, int]:
 def sigmoid(x):
     """1 / (1 + exp(-x))."""
     return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x): what rounding takes from 1 + x is given back as a factor."""
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
 
 @triton.jit

@@ -17,11 +17,12 @@ __all__ = ["op"]
 
 
 @triton.jit
-def _load(x_ptr, bias_ptr, row, col, x_stride, mask):
-    x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+def _bias(bias_ptr, col, mask, BLOCK_F: tl.constexpr):
+    """A block of the bias; 0 without one."""
+    bias = tl.zeros([BLOCK_F], dtype=tl.float32)
     if bias_ptr is not None:
-        x += tl.load(bias_ptr + col, mask=mask, other=0.0).to(tl.float32)
-    return x
+        bias += tl.load(bias_ptr + col, mask=mask, other=0.0).to(tl.float32)
+    return bias
 
 
 @triton.jit
@@ -29,7 +30,8 @@ def _forward_kernel(x_ptr, bias_ptr, y_ptr, x_stride, F, KIND: tl.constexpr, BLO
     row = tl.program_id(0).to(tl.int64)  # row * stride passes 2^31 in a large batch
     col = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = col < F
-    y = activation(_load(x_ptr, bias_ptr, row, col, x_stride, mask), KIND)
+    x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+    y = activation(x + _bias(bias_ptr, col, mask, BLOCK_F), KIND)
     tl.store(y_ptr + row * F + col, y, mask=mask)
 
 
@@ -42,10 +44,13 @@ def _backward_kernel(
     group = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = col < F
+    bias = _bias(bias_ptr, col, mask, BLOCK_F)
     total = tl.zeros([BLOCK_F], dtype=tl.float32)
-    for row in range(group * num_rows, tl.minimum(group * num_rows + num_rows, T)):
+    for i in range(0, tl.minimum(num_rows, T - group * num_rows)):
+        row = group * num_rows + i  # in 64 bits, which a loop over rows need not keep
         dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
-        _, slope = activation_and_slope(_load(x_ptr, bias_ptr, row, col, x_stride, mask), KIND)
+        x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+        _, slope = activation_and_slope(x + bias, KIND)
         dx = dy * slope
         tl.store(dx_ptr + row * F + col, dx, mask=mask)
         total += dx

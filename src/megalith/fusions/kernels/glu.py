@@ -49,7 +49,10 @@ def _store(gate_ptr, up_ptr, gate, up, start, F, INTERLEAVED: tl.constexpr, BLOC
 
 
 @triton.jit
-def _add_bias(gate, up, bias_ptr, start, F, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr):
+def _bias(bias_ptr, start, F, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr):
+    """A block of both halves of the bias; 0 without one."""
+    gate = tl.zeros([BLOCK_F], dtype=tl.float32)
+    up = tl.zeros([BLOCK_F], dtype=tl.float32)
     if bias_ptr is not None:
         gate_bias, up_bias = _load(bias_ptr, bias_ptr + F, start, F, INTERLEAVED, BLOCK_F)
         gate += gate_bias.to(tl.float32)
@@ -73,8 +76,8 @@ def _forward_kernel(
     row = tl.program_id(0).to(tl.int64)  # row * stride passes 2^31 in a large batch
     start = tl.program_id(1) * BLOCK_F
     gate, up = _load(gate_ptr + row * gate_stride, up_ptr + row * up_stride, start, F, INTERLEAVED, BLOCK_F)
-    a, linear = _add_bias(gate.to(tl.float32), up.to(tl.float32), bias_ptr, start, F, INTERLEAVED, BLOCK_F)
-    y = _value(a, linear, KIND, OFFSET, CLAMP)
+    gate_bias, up_bias = _bias(bias_ptr, start, F, INTERLEAVED, BLOCK_F)
+    y = _value(gate.to(tl.float32) + gate_bias, up.to(tl.float32) + up_bias, KIND, OFFSET, CLAMP)
     if w_ptr is not None:
         y *= tl.load(w_ptr + row).to(tl.float32)
     col = start + tl.arange(0, BLOCK_F)
@@ -95,8 +98,8 @@ def _forward_float8_kernel(
         gate, up = _load(x_ptr, x_ptr + F, start, F, INTERLEAVED, BLOCK_F)
         gate, up = gate.to(tl.float32), up.to(tl.float32)
         largest = tl.maximum(largest, tl.maximum(_finite_size(gate), _finite_size(up)))
-        a, linear = _add_bias(gate, up, bias_ptr, start, F, INTERLEAVED, BLOCK_F)
-        y = _value(a, linear, KIND, OFFSET, CLAMP)
+        gate_bias, up_bias = _bias(bias_ptr, start, F, INTERLEAVED, BLOCK_F)
+        y = _value(gate + gate_bias, up + up_bias, KIND, OFFSET, CLAMP)
         if w_ptr is not None:
             y *= tl.load(w_ptr + row).to(tl.float32)
         col = start + tl.arange(0, BLOCK_F)
@@ -127,14 +130,16 @@ def _backward_kernel(
     start = tile * BLOCK_F
     col = start + tl.arange(0, BLOCK_F)
     mask = col < F
+    gate_bias, up_bias = _bias(bias_ptr, start, F, INTERLEAVED, BLOCK_F)
     da_sum = tl.zeros([BLOCK_F], dtype=tl.float32)
     dl_sum = tl.zeros([BLOCK_F], dtype=tl.float32)
-    for row in range(group * num_rows, tl.minimum(group * num_rows + num_rows, T)):
+    for i in range(0, tl.minimum(num_rows, T - group * num_rows)):
+        row = group * num_rows + i  # in 64 bits, which a loop over rows need not keep
         gate, up = _load(gate_ptr + row * gate_stride, up_ptr + row * up_stride, start, F, INTERLEAVED, BLOCK_F)
         if scale_ptr is not None:
             scale = tl.load(scale_ptr + row)
             gate, up = decode_e4m3(gate) * scale, decode_e4m3(up) * scale
-        a, linear = _add_bias(gate.to(tl.float32), up.to(tl.float32), bias_ptr, start, F, INTERLEAVED, BLOCK_F)
+        a, linear = gate.to(tl.float32) + gate_bias, up.to(tl.float32) + up_bias
         dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
         a_open, linear_open = mask, mask
         if CLAMP is not None:

@@ -7,13 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalith.fusions.kernels.activations import relu
+from megalith.fusions.kernels.activations import relu, tile_of
 from megalith.fusions.library import gradients_like, register, wrap_triton
 from megalith.fusions.rows import contiguous_columns
 
 __all__ = ["op"]
-
-_BLOCK_F = 1024  # untuned
 
 
 @triton.jit
@@ -46,8 +44,10 @@ def _forward(x: Tensor, weights: Tensor) -> Tensor:
     y = x.new_empty(x.shape)
     if y.numel():
         x, weights = contiguous_columns(x), weights.contiguous()
-        grid = (T, triton.cdiv(F, _BLOCK_F))
-        wrap_triton(_forward_kernel)[grid](x, weights, y, x.stride(0), F, BLOCK_F=_BLOCK_F)
+        block, num_warps = tile_of(F)
+        wrap_triton(_forward_kernel)[(T, triton.cdiv(F, block))](
+            x, weights, y, x.stride(0), F, BLOCK_F=block, num_warps=num_warps
+        )
     return y
 
 
@@ -57,7 +57,10 @@ def _backward(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     if dx.numel() == 0:
         return dx, dw.zero_()
     dy, x, weights = contiguous_columns(dy), contiguous_columns(x), weights.contiguous()
-    wrap_triton(_backward_kernel)[(T,)](dy, x, weights, dx, dw, dy.stride(0), x.stride(0), F, BLOCK_F=_BLOCK_F)
+    block, num_warps = tile_of(F)
+    wrap_triton(_backward_kernel)[(T,)](
+        dy, x, weights, dx, dw, dy.stride(0), x.stride(0), F, BLOCK_F=block, num_warps=num_warps
+    )
     return dx, dw
 
 
