@@ -91,6 +91,7 @@ def compiled_mask(target: str) -> Resources:
     return compile_for(Launch(factor_kernel, given | {"T": threshold(0.1), "S": 1 / 0.9, "B": 1024}), TARGETS[target])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not triton_interprets(), reason="compiles for a GPU that is not there")
 def test_the_mask_stays_in_registers():
     used = without_interpreter(compiled_mask, "sm_90")

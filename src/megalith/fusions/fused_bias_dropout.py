@@ -112,16 +112,31 @@ def _reference(
     feature_offset: int,
 ) -> Tensor:
     """``x`` and ``residual`` [T, H], ``key`` int64 [] or None where ``p`` is 0, ``tokens`` int64 [T] or row numbers."""
+    return _sum(x, bias, residual, key, tokens, site, p, feature_offset).to(residual.dtype)
+
+
+def _sum(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    key: Tensor | None,
+    tokens: Tensor | None,
+    site: int,
+    p: float,
+    feature_offset: int,
+) -> Tensor:
+    """The reference before it is rounded, in float32 or wider."""
     acc = wide(torch.promote_types(x.dtype, residual.dtype))
-    y = x.to(acc) if bias is None else x.to(acc) + bias.to(acc)
-    return (_drop(y, key, tokens, site, p, feature_offset) + residual.to(acc)).to(residual.dtype)
+    y = x.to(acc, copy=True)  # and all else in place
+    y = y if bias is None else y.add_(bias.to(acc))
+    return _drop_(y, key, tokens, site, p, feature_offset).add_(residual.to(acc))
 
 
-def _drop(y: Tensor, key: Tensor | None, tokens: Tensor | None, site: int, p: float, feature_offset: int) -> Tensor:
+def _drop_(y: Tensor, key: Tensor | None, tokens: Tensor | None, site: int, p: float, feature_offset: int) -> Tensor:
     if key is None:
         return y
     # a product with a bool, of which autograd keeps a byte for each element
-    return y * keep(key, tokens, site, p, y.shape[0], y.shape[1], feature_offset) * (1.0 / (1.0 - p))
+    return y.mul_(keep(key, tokens, site, p, y.shape[0], y.shape[1], feature_offset)).mul_(1.0 / (1.0 - p))
 
 
 def _blocked_forward(
@@ -134,10 +149,12 @@ def _blocked_forward(
     p: float,
     feature_offset: int,
 ) -> Tensor:
+    if key is None and bias is None and torch.promote_types(x.dtype, residual.dtype) == residual.dtype:
+        return x + residual  # one sum, which torch rounds once too
     y = _outputs(x, bias, residual)
 
     def formula(x: Tensor, residual: Tensor, tokens: Tensor) -> tuple[Tensor]:
-        return (_reference(x, bias, residual, key, tokens, site, p, feature_offset),)
+        return (_sum(x, bias, residual, key, tokens, site, p, feature_offset),)  # rounded when it is stored
 
     by_blocks(formula, (x, residual, _ids(tokens, x)), (y,))
     return y
@@ -159,7 +176,7 @@ def _blocked_backward(
     total = dbias.zero_().to(acc)
 
     def formula(dy: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-        dx = _drop(dy.to(acc), key, tokens, site, p, feature_offset)
+        dx = _drop_(dy.to(acc, copy=key is not None), key, tokens, site, p, feature_offset)
         return (*([dx] if needs[0] else []), *([dx.sum(dim=0)] if needs[1] else []))
 
     by_blocks(formula, (dy, _ids(tokens, dy)), (dx,) if needs[0] else (), (total,) if needs[1] else ())

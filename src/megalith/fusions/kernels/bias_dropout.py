@@ -70,6 +70,7 @@ def _backward_kernel(
     col, mask = _columns(tile, H, SKIPPED, BLOCK_H)
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
     for row in range(group * num_rows, tl.minimum(group * num_rows + num_rows, T)):
+        row = tl.cast(row, tl.int64)  # the interpreter counts in Python's integers
         dx = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
         if key_ptr is not None:
             dx *= _factor(key_ptr, tokens_ptr, row, tile, first_quad, site, THRESHOLD, SCALE, BLOCK_H)
