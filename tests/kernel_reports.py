@@ -151,11 +151,13 @@ def compile_for(launch: Launch, target: GPUTarget) -> Resources:
 def _type(value: Any) -> str:
     if isinstance(value, Tensor):
         return "*" + type_canonicalisation_dict[str(value.dtype).removeprefix("torch.")]
+    if isinstance(value, float):
+        return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
 def _aligned(value: Any) -> bool:
-    return isinstance(value, Tensor) or value % 16 == 0
+    return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
 def _resources(asm: Any, shared: int) -> Resources:

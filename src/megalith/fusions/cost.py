@@ -18,6 +18,7 @@ from megalith.fusions.rows import rows_per_sum
 
 __all__ = [
     "Cost",
+    "adamw",
     "add_norm",
     "bias_dropout_add",
     "bias_gelu",
@@ -48,6 +49,16 @@ class Cost(NamedTuple):
     saved: int
     forward_visits: int = 1
     backward_visits: int = 1
+
+
+def adamw(weight: Tensor, grad: Tensor, copy: Tensor | None, num_tensors: int) -> Cost:
+    """Reads gradients, reads and writes weights and moments, writes the copies of weights: 30 bytes a parameter.
+
+    Every program looks its tensor up in a table of seven numbers for each.
+    """
+    chunks = num_tensors * -(-weight.numel() // num_tensors // 8192)
+    moved = grad.nbytes + 6 * weight.nbytes + (0 if copy is None else copy.nbytes)
+    return Cost(forward=moved + 7 * 8 * num_tensors, backward=0, saved=0, forward_visits=chunks)
 
 
 def add_norm(
