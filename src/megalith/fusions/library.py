@@ -51,8 +51,8 @@ def register(
         saves: picks what backward needs, from the inputs and the tuple of outputs; by default all inputs.
         passes: names, from the inputs, those whose gradient is that of the first output, as it is; backward, if it is
             called at all, is not asked for them.
-        shares: from the inputs, names of those whose gradient is that of another input, and its name; backward is asked
-            for the other alone. An operator may not return one tensor twice, but autograd may be given it twice.
+        shares: from the inputs, those whose gradient is that of another, by names; backward is asked for the other,
+            as an operator may not return one tensor twice.
         num_differentiable: outputs past these have no gradient: statistics that only backward reads.
         absent_as_none: backward takes None for the gradient of an output that nothing was computed from; else zeros.
         opaque: not made of Triton kernels.
@@ -70,26 +70,15 @@ def register(
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.mark_non_differentiable(*outputs[num_differentiable:])
         ctx.set_materialize_grads(not absent_as_none)
-        kept = inputs if saves is None else saves(inputs, outputs)
-        ctx.save_for_backward(*(x for x in kept if isinstance(x, Tensor)))
-        ctx.kept = [None if isinstance(x, Tensor) else (x,) for x in kept]  # None: the next of the saved tensors
+        _keep(ctx, inputs if saves is None else saves(inputs, outputs))
         ctx.passed = [input_names.index(name) for name in passes(*inputs)]
         ctx.shared = {input_names.index(name): input_names.index(of) for name, of in shares(*inputs).items()}
 
     def gradients(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = iter(ctx.saved_tensors)
-        kept = [next(tensors) if x is None else x[0] for x in ctx.kept]
-        by_position: dict[int, Tensor] = {}
-        asked = {ctx.shared.get(position, position) for position in positions if ctx.needs_input_grad[position]}
-        wanted = [position in asked and position not in ctx.passed for position in positions]
-        if any(wanted):
-            results = gradient(*dy[:num_differentiable], *kept, *([wanted] if takes_needs else []))
-            by_position = dict(zip(positions, results, strict=True))
-        by_position |= dict.fromkeys(ctx.passed, dy[0])
-        by_position |= {position: by_position[of] for position, of in ctx.shared.items() if of in by_position}
-        return tuple(
-            by_position.get(position) if needed else None for position, needed in enumerate(ctx.needs_input_grad)
-        )
+        wanted = _wanted(ctx, positions)
+        needs = [wanted] if takes_needs else []
+        results = gradient(*dy[:num_differentiable], *_kept(ctx), *needs) if any(wanted) else [None] * len(positions)
+        return _by_input(ctx, dict(zip(positions, results, strict=True)), dy[0])
 
     torch.library.register_autograd(f"megalith::{name}", gradients, setup_context=setup_context)
     return operator  # type: ignore[no-any-return]
@@ -116,6 +105,29 @@ def gradients_like(*inputs: Tensor | None) -> tuple[Tensor, ...]:
 def wrap_triton(kernel: Any) -> Any:
     """``kernel`` for an operator to launch. Call it by this bare name: torch's compile cache scans launchers for it."""
     return kernel if triton_interprets() else torch.library.wrap_triton(kernel)
+
+
+def _keep(ctx: Any, kept: Sequence[Any]) -> None:
+    ctx.save_for_backward(*(x for x in kept if isinstance(x, Tensor)))
+    ctx.kept = [None if isinstance(x, Tensor) else (x,) for x in kept]  # None: the next of the saved tensors
+
+
+def _kept(ctx: Any) -> list[Any]:
+    tensors = iter(ctx.saved_tensors)
+    return [next(tensors) if x is None else x[0] for x in ctx.kept]
+
+
+def _wanted(ctx: Any, positions: Sequence[int]) -> list[bool]:
+    """Which of the gradients at ``positions`` backward is asked for."""
+    asked = {ctx.shared.get(position, position) for position in positions if ctx.needs_input_grad[position]}
+    return [position in asked and position not in ctx.passed for position in positions]
+
+
+def _by_input(ctx: Any, found: dict[int, Tensor | None], dy: Tensor) -> tuple[Tensor | None, ...]:
+    """What backward ``found``, and what passes or is shared, for each input that needs a gradient."""
+    found |= dict.fromkeys(ctx.passed, dy)
+    found |= {position: found[of] for position, of in ctx.shared.items()}
+    return tuple(found.get(position) if needed else None for position, needed in enumerate(ctx.needs_input_grad))
 
 
 def _operator(

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megalith.fusions.blocks import by_blocks
+from megalith.fusions.blocks import BLOCK_ELEMENTS, by_blocks
 from megalith.fusions.norm import dropped, float_gain, gradients_of_norm, operator, outputs_of_norm, statistics, summed
 from megalith.fusions.rows import wide
 
@@ -93,16 +93,18 @@ def _backward(
     input_bias_dtype: torch.dtype | None,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    gradients = gradients_of_norm(
-        dy, dh, h, weight, key, tokens, site, p, zero_centered, mean, rstd, x_dtype, bias_dtype, input_bias_dtype, needs
-    )
     gain = float_gain(h, weight, zero_centered)
     dy = torch.zeros_like(h, dtype=x_dtype) if dy is None else dy
     dh = None if dh is None or dh.numel() == 0 else dh  # without a residual there is none
     rows, vectors = needs[:2], needs[2:]
-    if mean.numel() and dh is None and key is None and needs == [True, False, needs[2], needs[3], False]:
-        dx, dw, db = _layer_norm_alone(dy, h, gain, mean, rstd)
-        gradients = dx.to(x_dtype), *gradients[1:]
+    whole = mean.numel() > 0 and key is None and rows == [True, False] and not vectors[2] and x_dtype == h.dtype
+    asked = [rows[0] and not whole, *needs[1:]]
+    gradients = gradients_of_norm(
+        dy, dh, h, weight, key, tokens, site, p, zero_centered, mean, rstd, x_dtype, bias_dtype, input_bias_dtype, asked
+    )
+    if whole:
+        dx, dw, db = _layer_norm_backward(dy, dh, h, gain, mean, rstd)
+        gradients = dx, *gradients[1:]
         sums = _wanted((dw, db), vectors[:2])
     else:
         sums = [torch.zeros_like(gain) for _ in _wanted(vectors, vectors)]
@@ -111,7 +113,7 @@ def _backward(
             dy: Tensor, dh: Tensor | None, h: Tensor, mean: Tensor | None, rstd: Tensor, tokens: Tensor | None
         ) -> tuple[Tensor, ...]:
             total, dw, db = _norm_back(dy.to(gain.dtype), h.to(gain.dtype), gain, mean, rstd)
-            total = total if dh is None else total + dh
+            total = total if dh is None else total.add_(dh)
             dx = dropped(total, key, tokens, site, p)
             dinput_bias = dx.sum(dim=0) if vectors[2] else dx
             return *_wanted((dx, total), rows), *_wanted((dw, db, dinput_bias), vectors)
@@ -123,18 +125,30 @@ def _backward(
     return gradients
 
 
-def _layer_norm_alone(dy: Tensor, x: Tensor, gain: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dgain and dbias of rows of any dtype."""
-    dy, x = _for_torch(dy, x.dtype), _for_torch(x, x.dtype)
-    if x.dtype == gain.dtype:
-        return _layer_norm_back(dy, x, gain, mean, rstd, [True, True, True])
-    dx = _layer_norm_back(dy, x, gain, mean, rstd, [True, False, False])[0]
+def _layer_norm_backward(
+    dy: Tensor, dh: Tensor | None, h: Tensor, gain: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx in the dtype of ``h``, dgain and dbias of all rows, by as few passes as torch's operator takes."""
+    if h.dtype == gain.dtype:
+        dx, dgain, dbias = _layer_norm_back(dy, h, gain, mean, rstd, [True, True, True])
+        return dx if dh is None else dx.add_(dh), dgain, dbias
     dgain, dbias = torch.zeros_like(gain), torch.zeros_like(gain)
-
-    def formula(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, ...]:
-        return _layer_norm_back(dy.to(gain.dtype), x.to(gain.dtype), gain, mean, rstd, [False, True, True])[1:]
-
-    by_blocks(formula, (dy, x, mean, rstd), (), (dgain, dbias))
+    if dh is None:
+        rows = _for_torch(dy, h.dtype), _for_torch(h, h.dtype)
+        dx = _layer_norm_back(*rows, gain, mean, rstd, [True, False, False])[0].to(h.dtype)
+    else:
+        dx = h.new_empty(h.shape)
+    # one memory for the float32 rows of all blocks: fresh pages for each would cost more than the sums
+    num_rows = max(1, BLOCK_ELEMENTS // max(1, 2 * h.shape[1:].numel()))
+    memory = h.new_empty((2, num_rows, *h.shape[1:]), dtype=gain.dtype)
+    for block in (slice(start, start + num_rows) for start in range(0, len(h), num_rows)):
+        wide_dy, wide_h = (wide[: len(x[block])].copy_(x[block]) for wide, x in zip(memory, (dy, h), strict=True))
+        needs = [dh is not None, True, True]
+        total, *parts = _layer_norm_back(wide_dy, wide_h, gain, mean[block], rstd[block], needs)
+        if dh is not None:
+            dx[block] = total.add_(dh[block])
+        dgain += parts[0]
+        dbias += parts[1]
     return dx, dgain, dbias
 
 
