@@ -29,6 +29,8 @@ class PackedSeqParams:
         batch_size: B, rows.
         seq_length: S, tokens in a row.
         qkv_format: always "thd".
+        document_bounds: int32 [B, S, 2], for each token the first token of its document and the one after the last,
+            as positions in the row: what an attention kernel reads.
 
     Raises:
         ShapeError: borders that are no int32 vector, do not tile the rows, or cross one; a wrong maximum.
@@ -41,6 +43,7 @@ class PackedSeqParams:
     batch_size: int
     seq_length: int
     qkv_format: Literal["thd"] = "thd"
+    document_bounds: Tensor = field(init=False, repr=False)
     _rows: list[list[tuple[int, int]]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -60,6 +63,11 @@ class PackedSeqParams:
             row, first = divmod(start, self.seq_length)
             rows[row].append((first, first + end - start))
         object.__setattr__(self, "_rows", rows)
+        # once a batch: made from the borders in every layer, it would be a dozen small kernels in each
+        bounds = self._of_each_token(torch.stack((self.cu_seqlens_q[:-1], self.cu_seqlens_q[1:]), dim=-1))  # [B*S, 2]
+        row_starts = torch.arange(0, borders[-1], self.seq_length, dtype=torch.int32, device=bounds.device)  # [B]
+        bounds = bounds.view(self.batch_size, self.seq_length, 2) - row_starts.view(-1, 1, 1)
+        object.__setattr__(self, "document_bounds", bounds)
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[Sequence[int]]) -> "PackedSeqParams":
@@ -107,13 +115,13 @@ class PackedSeqParams:
     def to(self, device: torch.device | str) -> "PackedSeqParams":
         """The same documents with the borders on ``device``; nothing is checked or counted again."""
         moved = copy(self)
-        object.__setattr__(moved, "cu_seqlens_q", self.cu_seqlens_q.to(device, non_blocking=True))
-        object.__setattr__(moved, "cu_seqlens_kv", self.cu_seqlens_kv.to(device, non_blocking=True))
+        for name in ("cu_seqlens_q", "cu_seqlens_kv", "document_bounds"):
+            object.__setattr__(moved, name, getattr(self, name).to(device, non_blocking=True))
         return moved
 
     def _of_each_token(self, values: Tensor) -> Tensor:
-        """One of ``values`` [N] for each token: [B*S]; the size is given, so that the device is not asked for it."""
-        return values.repeat_interleave(self.cu_seqlens_q.diff(), output_size=self.batch_size * self.seq_length)
+        """One of ``values`` [N, ...] for each token: [B*S, ...]; the size is given, so that the device is not asked."""
+        return values.repeat_interleave(self.cu_seqlens_q.diff(), dim=0, output_size=self.batch_size * self.seq_length)
 
 
 def _checked_borders(name: str, cu_seqlens: Tensor, batch_size: int, seq_length: int) -> list[int]:

@@ -138,7 +138,7 @@ def test_nothing_of_size_s_by_s_is_kept_for_backward(groups):
         return tensor
 
     length = 64
-    leaves = [tensor.requires_grad_() for tensor in qkv(groups=groups, length=length)]
+    leaves = [tensor.requires_grad_() for tensor in qkv(torch.float32, groups=groups, length=length)]
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         dot_product_attention(*leaves, None)
     assert max(sizes) == length * B * A * D < length * length * B * A

@@ -20,6 +20,7 @@ __all__ = [
     "Cost",
     "adamw",
     "add_norm",
+    "attention",
     "bias_dropout_add",
     "bias_gelu",
     "glu",
@@ -86,6 +87,24 @@ def add_norm(
         + kept
         + _partial_sums_of_norm(x, (weight, bias, input_bias)),
         saved=kept,
+    )
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, documents: bool = False) -> Cost:
+    """Reads q, k and v and writes out and lse; backward reads them all with dout and dlse, and writes dq, dk and dv.
+
+    Each block of queries of each head reads the keys again, and each block of keys the queries; blocks have 64 tokens.
+    """
+    (Sq, B, A, _D), (Sk, _, G, Dv) = q.shape, v.shape
+    given, out, lse = _bytes((q, k, v, sink)), Sq * B * A * Dv * q.element_size(), 4 * B * A * Sq
+    bounds = 8 * B * Sq if documents else 0
+    of_queries, of_keys = A // G * -(-Sq // 64), -(-Sk // 64)
+    return Cost(
+        forward=given + bounds + out + lse,
+        backward=2 * given + bounds + 2 * out + 4 * lse,  # lse, dlse, and delta, which is written and read
+        saved=given + bounds + out + lse,
+        forward_visits=of_queries,
+        backward_visits=max(of_queries, of_keys) + 2,
     )
 
 

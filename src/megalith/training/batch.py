@@ -56,6 +56,6 @@ class InputMaker:
             torch.from_numpy(micro_batch.labels).to(self.device),
             torch.from_numpy(micro_batch.loss_mask).to(self.device),
             positions.to(self.device),
-            packed if self.packs_documents else None,
+            packed.to(self.device) if packed is not None and self.packs_documents else None,
             dropout_key,
         )

@@ -2,14 +2,15 @@
 
     o = softmax(q k^T / sqrt(D) + mask) v
 
-Without dropout it is torch's own kernel, once for the batch, or once for each document where documents are packed, so
-that nothing of size S x S is ever made. With dropout it is spelled out, because torch's kernels draw their masks from a
-generator, and a mask here is a function of (seed, step, layer, head, query, key).
+Without dropout it is the fused operation, and nothing of size S x S is ever made (but in float64, whose path is the
+reference). With dropout it is spelled out, because kernels draw their masks from a generator, and a mask here is a
+function of (seed, step, layer, head, query, key).
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from megalith.fusions.fused_attention import fused_attention
 from megalith.numerics.dropout import DropoutKey, attention_dropout
 from megalith.packed_seq_params import PackedSeqParams
 
@@ -27,17 +28,8 @@ def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, packed_seq_params: Pa
     Returns:
         [Sq, B, A, D].
     """
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [B, A or G, S, D]
-    if packed_seq_params is None:
-        out = _sdpa(q, k, v)
-    else:
-        rows = []
-        for b, documents in enumerate(packed_seq_params.rows()):
-            row = slice(b, b + 1)
-            parts = [_sdpa(*(x[row, :, start:end] for x in (q, k, v))) for start, end in documents]
-            rows.append(torch.cat(parts, dim=2))
-        out = torch.cat(rows)
-    return out.permute(2, 0, 1, 3)  # [S, B, A, D]
+    out, _ = fused_attention(q, k, v, packed_seq_params=packed_seq_params)
+    return out
 
 
 def dot_product_attention_with_dropout(
@@ -64,12 +56,3 @@ def dot_product_attention_with_dropout(
     scores = (q @ k.transpose(2, 3) * D**-0.5).to(wide).masked_fill(~visible, float("-inf"))  # [B, A, S, S]
     probs = attention_dropout(torch.softmax(scores, dim=-1), p, key, head_offset)
     return (probs.to(v.dtype) @ v).permute(2, 0, 1, 3)  # [S, B, A, D]
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    Sq, Sk = q.shape[2], k.shape[2]
-    mask = None
-    if 1 < Sq < Sk:  # torch's is_causal would let query i see the first i + 1 keys; a single query sees all
-        mask = torch.ones(Sq, Sk, dtype=torch.bool, device=q.device).tril(Sk - Sq)
-    gqa = q.shape[1] != k.shape[1]
-    return nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=Sq == Sk, enable_gqa=gqa)

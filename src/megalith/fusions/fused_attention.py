@@ -1,0 +1,165 @@
+"""Attention over grouped heads: a window, packed documents and a sink; the output, and the log-sum-exp of its scores.
+
+    s_ij = scale q_i . k_j                          for each key j that query i sees
+    lse  = log(sum_j exp(s_ij) + exp(sink))         natural logarithm; without a sink, without its term
+    p_ij = exp(s_ij - lse_i);   out_i = sum_j p_ij v_j
+    ds   = p (dout . v - delta),   delta_i = dout_i . out_i - dlse_i
+    dq   = scale ds k;   dk = scale ds^T q;   dv = p^T dout;   dsink = -sum_i exp(sink - lse_i) delta_i
+
+Dao et al. 2022, 2023, "FlashAttention", arXiv:2205.14135, 2307.08691; groups: Ainslie et al. 2023, arXiv:2305.13245;
+sink: Xiao et al. 2023, arXiv:2309.17453.
+
+Query i stands beside key i + Sk - Sq: the last ones are together. It sees the keys of one interval, given by the causal
+rule, the window and the bounds of its document, and an interval of queries sees each key: blocks outside are skipped.
+
+S sequence, B micro-batch, A query heads, G groups of heads, D head size, Dv of v. Saved for backward: the inputs, out
+and lse. Floor: forward reads q, k, v and writes out and lse; nothing of size S x S exists.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.backend import Backend, Fusion
+from megalith.fusions.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.rows import wide
+from megalith.packed_seq_params import PackedSeqParams
+
+__all__ = ["FUSION", "Attention", "attention", "fused_attention"]
+
+_UNBOUNDED = 2**30  # tokens on a side of an infinite window; a position and this fit int32
+Attention = Callable[
+    [Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, int, int],
+    tuple[Tensor, Tensor],
+]
+
+
+def fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    packed_seq_params: PackedSeqParams | None = None,
+    sink: Tensor | None = None,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``softmax(scale q k^T) v`` over the keys that each query sees, and the log-sum-exp of its scores.
+
+    Args:
+        q: [Sq, B, A, D], floating; strided as you like.
+        k: [Sk, B, G, D], A divisible by G; query head a reads group a // (A / G).
+        v: [Sk, B, G, Dv].
+        causal: a query sees no key after the one beside it. The last of both are beside each other, so that queries
+            after a cache of keys are the last positions.
+        scale: of the scores; by default 1 / sqrt(D).
+        window: (left, right), how many keys a query sees before and after the one beside it; -1 is all of them.
+        packed_seq_params: tokens see those of their own document only; queries and keys are the same tokens.
+        sink: [A], a score in every softmax of the head that has no value: attention to nothing.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Returns:
+        out [Sq, B, A, Dv] in the dtype of ``q``, and lse [B, A, Sq] in float32 (float64 of float64), which counts the
+        sink. A query that sees no key has out 0 and lse -inf (or the sink), and gives no gradient. Both have
+        gradients: partial results over parts of the keys can be merged.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+        ConfigError: a window that is none.
+        BackendError: ``backend`` cannot run on ``q``.
+    """
+    _check(q, k, v, packed_seq_params, sink)
+    left, right = _sides(causal, window)
+    bounds = None if packed_seq_params is None else packed_seq_params.document_bounds
+    compute = FUSION.path(q, backend)
+    return compute(q, k, v, sink, bounds, q.shape[-1] ** -0.5 if scale is None else scale, left, right)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    bounds: Tensor | None,
+    scale: float,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor]:
+    """Reference, with every score in memory: tensors as in ``fused_attention``, ``bounds`` int32 [B, S, 2]."""
+    acc, groups = wide(q.dtype), k.shape[2]
+    hidden = ~_seen(q, k, bounds, left, right)  # [B or 1, 1, Sq, Sk]
+    scores = torch.einsum("sbghd,tbgd->bghst", (q.to(acc) * scale).unflatten(2, (groups, -1)), k.to(acc))
+    scores = scores.flatten(1, 2).masked_fill(hidden, -torch.inf)  # [B, A, Sq, Sk]
+    lse = torch.logsumexp(scores, dim=-1)  # [B, A, Sq]
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink.to(acc).unsqueeze(-1))
+    probs = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+    out = torch.einsum("bghst,tbgd->sbghd", probs.unflatten(1, (groups, -1)), v.to(acc))
+    return out.flatten(2, 3).to(q.dtype), lse
+
+
+def _seen(q: Tensor, k: Tensor, bounds: Tensor | None, left: int, right: int) -> Tensor:
+    """Which keys each query sees: [B, 1, Sq, Sk], or [1, 1, Sq, Sk] without documents."""
+    Sq, Sk = q.shape[0], k.shape[0]
+    keys = torch.arange(Sk, device=q.device)
+    beside = torch.arange(Sk - Sq, Sk, device=q.device).unsqueeze(1)  # [Sq, 1]
+    seen = (keys >= beside - left) & (keys <= beside + right)
+    if bounds is not None:
+        first, end = bounds.unsqueeze(1).unsqueeze(-2).unbind(-1)  # [B, 1, S, 1]
+        seen = seen & (keys >= first) & (keys < end)
+    return seen.expand(1, 1, Sq, Sk) if bounds is None else seen
+
+
+def _for_torch(q: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    from megalith.fusions.flash_for_cpu import op
+
+    return op(q, *inputs)
+
+
+def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
+    from megalith.fusions.kernels.attention import op
+
+    return op(*inputs)
+
+
+# no `compile`, which would make every score, and no `blocked`: torch's kernels for a CPU are made of blocks
+_PATHS: Mapping[Backend, Attention] = {"triton": _triton, "aten": _for_torch, "reference": attention}
+FUSION = Fusion("attention", _PATHS)
+
+
+def _sides(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
+    """How many keys a query sees before and after the one beside it."""
+    left, right = (-1, -1) if window is None else window
+    if left < -1 or right < -1:
+        raise ConfigError(f"window must be (left, right), numbers of keys, or -1 for all of them; got {window}")
+    if causal and right > 0:
+        raise ConfigError(f"a causal query sees no later key; window must end in 0 or -1, or causal be False: {window}")
+    left = _UNBOUNDED if left == -1 else min(left, _UNBOUNDED)
+    return left, 0 if causal else _UNBOUNDED if right == -1 else min(right, _UNBOUNDED)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams | None, sink: Tensor | None) -> None:
+    check_floating(q=q, k=k, v=v, sink=sink)
+    if q.dim() != 4 or q.shape[2] == 0 or q.shape[3] == 0:
+        raise ShapeError(f"q must be [Sq, B, A, D], with a head and columns; got {list(q.shape)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ShapeError(f"q, k and v must be of one dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
+    Sq, B, A, D = q.shape
+    if k.dim() != 4 or k.shape[2] == 0 or A % k.shape[2]:
+        raise ShapeError(f"k must be [Sk, B, G, D], with G a divisor of the {A} heads of q; got {list(k.shape)}")
+    check_shape("k", k, (k.shape[0], B, k.shape[2], D), f"[Sk, B, G, D] for q {list(q.shape)}")
+    if v.dim() != 4 or v.shape[3] == 0 or v.shape[:3] != k.shape[:3]:
+        raise ShapeError(f"v must be {[*k.shape[:3], 'Dv']}, as k, with columns; got {list(v.shape)}")
+    check_shape("sink", sink, (A,), f"one for each head of q {list(q.shape)}")
+    if packed is not None and (packed.batch_size, packed.seq_length, packed.seq_length) != (B, Sq, k.shape[0]):
+        raise ShapeError(
+            f"packed_seq_params of {packed.batch_size} rows of {packed.seq_length} tokens must be those of q and k; "
+            f"got q {list(q.shape)} and k {list(k.shape)}"
+        )
+    bounds = None if packed is None else packed.document_bounds
+    check_one_device(q=q, k=k, v=v, sink=sink, packed_seq_params=bounds)
