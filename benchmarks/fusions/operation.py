@@ -41,7 +41,7 @@ class Operation:
     cost: Callable[..., Cost] | None = None
     peers: Mapping[str, Callable[[], Call]] = field(default_factory=dict)
     constant: tuple[str, ...] = ()
-    random: bool = False
+    judged: bool = True
 
     def make(self, num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:
         """Fresh random inputs; those that have a gradient ask for it."""

@@ -1,11 +1,11 @@
 """The one list of operations."""
 
 from benchmarks.fusions.operation import Operation
-from benchmarks.fusions.operations import activations, attention, losses, norms, residuals, rotary, routing
+from benchmarks.fusions.operations import activations, attention, casts, losses, norms, residuals, rotary, routing
 
 __all__ = ["OPERATIONS"]
 
-_FAMILIES = (activations, residuals, norms, rotary, attention, losses, routing)
+_FAMILIES = (activations, residuals, norms, rotary, attention, losses, routing, casts)
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation for family in _FAMILIES for operation in family.OPERATIONS
 }

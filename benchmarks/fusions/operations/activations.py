@@ -32,6 +32,23 @@ def _eager_glu(x: Tensor, bias: Tensor | None = None, weights: Tensor | None = N
     return y if weights is None else (y * weights).to(x.dtype)
 
 
+class _Float8(torch.autograd.Function):
+    """SwiGLU that keeps its input in 8 bits, as a user of torch writes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        scale = x.abs().amax(dim=-1, keepdim=True).float() / 448.0
+        ctx.save_for_backward((x / scale).to(torch.float8_e4m3fn), scale)
+        return _eager_glu(x, activate=functional.silu)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        stored, scale = ctx.saved_tensors
+        gate, up = (stored.float() * scale).chunk(2, dim=-1)
+        da = torch.ops.aten.silu_backward(dy * up, gate)
+        return torch.cat((da, dy * functional.silu(gate)), dim=-1).to(dy.dtype)
+
+
 def _liger_swiglu() -> Call:
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
@@ -99,6 +116,32 @@ OPERATIONS = [
     _glu("swiglu, bias", "silu", functional.silu, {"Megatron": _megatron_swiglu}, bias=True),
     _glu("swiglu, weights", "silu", functional.silu, {"Megatron": _megatron_weighted_swiglu}, weights=True),
     _glu("geglu", "gelu_tanh", _tanh_gelu, {"Liger": _liger_geglu, "Megatron": _megatron_geglu}),
+    Operation(
+        "swiglu, kept in 8 bits",
+        "glu_float8",
+        _packed,
+        partial(fusions.glu_float8, activation="silu"),
+        _Float8.apply,
+        cost.glu_float8,
+    ),
+    Operation(
+        "bias gelu",
+        "bias_gelu",
+        partial(_one, second="bias"),
+        fusions.bias_gelu_impl,
+        lambda input, bias: _tanh_gelu(input + bias),
+        cost.bias_gelu,
+        {"Megatron": _megatron_gelu},
+    ),
+    Operation(
+        "swiglu, kept in 8 bits",
+        "glu_float8",
+        _packed,
+        partial(fusions.glu_float8, activation="silu"),
+        partial(_eager_glu, activate=functional.silu),
+        cost.glu_float8,
+        judged=False,  # its gradients are those at the rounded input
+    ),
     Operation(
         "weighted squared relu",
         "weighted_squared_relu",

@@ -45,7 +45,7 @@ def _operation(name: str, prob: float, bias: bool) -> Operation:
         partial(_eager, prob=prob),
         partial(_cost, prob=prob),
         {"Megatron": partial(_megatron, prob)},
-        random=prob > 0.0,
+        judged=prob == 0.0,
     )
 
 

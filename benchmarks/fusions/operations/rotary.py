@@ -48,6 +48,46 @@ def _liger() -> Call:
     return compute
 
 
+_NOPE, _ROPE, _VALUE = 128, 64, 128  # head sizes of DeepSeek-V3: without and with positions, and of values
+
+
+def _mla_inputs(num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:
+    S = min(_S, max(1, num_bytes // (_A * (_NOPE + _VALUE) * dtype.itemsize)))
+    B = max(1, num_bytes // (S * _A * (_NOPE + _VALUE) * dtype.itemsize))
+    angles = torch.rand(S, _ROPE // 2, device=device)
+    return {
+        "kv": torch.randn(S, B, _A, _NOPE + _VALUE, device=device).to(dtype),
+        "k_pos_emb": torch.randn(S, B, 1, _ROPE, device=device).to(dtype),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+    }
+
+
+def _our_mla(
+    kv: Tensor, k_pos_emb: Tensor, cos: Tensor, sin: Tensor, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    return fusions.fused_apply_mla_rope_for_kv(
+        kv, k_pos_emb, cos, sin, emb_dim=_ROPE, k_dim=_NOPE, v_dim=_VALUE, backend=backend
+    )
+
+
+def _eager_mla(kv: Tensor, k_pos_emb: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    nope, value = kv.split((_NOPE, _VALUE), dim=-1)
+    cos, sin = (t.to(kv.dtype)[:, None, None] for t in (cos, sin))
+    first, second = k_pos_emb[..., ::2], k_pos_emb[..., 1::2]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((nope, turned.expand(*nope.shape[:-1], _ROPE)), dim=-1), value.contiguous()
+
+
 OPERATIONS = [
+    Operation(
+        "MLA rope of keys and values",
+        "mla_rope_kv",
+        _mla_inputs,
+        _our_mla,
+        _eager_mla,
+        cost.mla_rope_kv,
+        constant=("cos", "sin"),
+    ),
     Operation("rope", "rope", _inputs, fusions.fused_rope, _eager, cost.rope, {"Liger": _liger}, ("cos", "sin")),
 ]

@@ -85,7 +85,61 @@ def _ours_router(logits: Tensor, backend: str | None = None) -> tuple[Any, ...]:
 
 def _eager_router(logits: Tensor) -> tuple[Tensor, ...]:
     scores, indices = logits.float().topk(_K, dim=-1)
-    return (torch.zeros_like(logits, dtype=torch.float32).scatter(1, indices, torch.softmax(scores, dim=-1)),)
+    indices.flatten().bincount(minlength=_E)
+    return (torch.softmax(scores, dim=-1),)
+
+
+def _our_scores(logits: Tensor, backend: str | None = None) -> tuple[Tensor, ...]:
+    return fusions.compute_routing_scores_for_aux_loss(logits, _K, backend=backend)[1:]
+
+
+def _eager_scores(logits: Tensor) -> tuple[Tensor, ...]:
+    scores = torch.softmax(logits.float(), dim=-1)
+    torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(_K, dim=-1).indices, True)
+    return (scores,)
+
+
+def _our_row_map(indices: Tensor, probs: Tensor, backend: str | None = None) -> None:
+    fusions.row_map(indices, indices.numel(), num_experts=_E, backend=backend)
+
+
+def _eager_row_map(indices: Tensor, probs: Tensor) -> None:
+    order = indices.flatten().argsort(stable=True)
+    order.argsort()
+    indices.flatten().bincount(minlength=_E)
+
+
+def _rows(num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:
+    T = max(1, num_bytes // (_K * _H * dtype.itemsize))
+    indices = _indices(T, device)
+    made: Inputs = {"rows": torch.randn(T * _K, _H, device=device).to(dtype), "probs": torch.rand(T, _K, device=device)}
+    made["row_map"] = fusions.row_map(indices, T * _K, num_experts=_E)
+    return made | {"order": indices.flatten().argsort(stable=True)}
+
+
+def _our_unpermute(
+    rows: Tensor, probs: Tensor, row_map: fusions.RowMap, order: Tensor, backend: str | None = None
+) -> Tensor:
+    return fusions.unpermute(rows, row_map, probs=probs, backend=backend)
+
+
+def _eager_unpermute(rows: Tensor, probs: Tensor, row_map: fusions.RowMap, order: Tensor) -> Tensor:
+    weighted = (rows * probs.flatten()[order, None]).to(rows.dtype)
+    return rows.new_zeros(len(probs), _H).index_add(0, order // _K, weighted)
+
+
+def _dense(num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:
+    T = max(1, num_bytes // (_E * 4))
+    return {"multihot": _map(T, device), "probs": torch.rand(T, _E, device=device)}
+
+
+def _our_indices(multihot: Tensor, probs: Tensor, backend: str | None = None) -> tuple[Tensor, ...]:
+    return fusions.fused_multihot_to_indices(multihot, probs, _K, backend=backend)
+
+
+def _eager_indices(multihot: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+    indices = multihot.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :_K]
+    return indices, probs.gather(1, indices)
 
 
 OPERATIONS = [
@@ -106,5 +160,9 @@ OPERATIONS = [
         peers={"Megatron": partial(_megatron_pad, 16)},
     ),
     Operation("permute and unpermute", "permute", _tokens, _ours_there_and_back, _eager_there_and_back),
+    Operation("row map", "row_map", _converted, _our_row_map, _eager_row_map),
+    Operation("unpermute with weights", "unpermute", _rows, _our_unpermute, _eager_unpermute, constant=("order",)),
+    Operation("multihot to indices", "multihot_to_indices", _dense, _our_indices, _eager_indices),
     Operation("top-k router", "topk_router", _logits, _ours_router, _eager_router),
+    Operation("scores for the auxiliary loss", "aux_loss_scores", _logits, _our_scores, _eager_scores),
 ]
