@@ -2,6 +2,7 @@
 
 from megalith.fusions.activations import Activation
 from megalith.fusions.attention_parts import merge_attention, sink_correction
+from megalith.fusions.aux_loss_scores import compute_routing_scores_for_aux_loss
 from megalith.fusions.backend import Backend, use
 from megalith.fusions.explain import explain
 from megalith.fusions.fused_adamw import fused_adamw_
@@ -83,6 +84,7 @@ from megalith.fusions.fused_softmax import (
     ScaledUpperTriangMaskedSoftmax,
     SoftmaxOne,
 )
+from megalith.fusions.fused_topk_router import Routing, fused_topk_router, topk_routing_with_score_function
 from megalith.fusions.fused_weighted_squared_relu import (
     WeightedSquaredReLUFunction,
     weighted_squared_relu,
@@ -121,6 +123,7 @@ __all__ = [
     "IndicesToMultihot",
     "Layout",
     "Quantized",
+    "Routing",
     "RowMap",
     "ScaledMaskedSoftmax",
     "ScaledSoftmax",
@@ -147,6 +150,7 @@ __all__ = [
     "calculate_gradients",
     "calculate_logits_max",
     "calculate_predicted_logits",
+    "compute_routing_scores_for_aux_loss",
     "dequantize",
     "explain",
     "fused_adamw_",
@@ -161,6 +165,7 @@ __all__ = [
     "fused_pad_routing_map",
     "fused_rms_norm",
     "fused_rope",
+    "fused_topk_router",
     "fused_vocab_parallel_cross_entropy",
     "geglu",
     "geglu_back",
@@ -183,6 +188,7 @@ __all__ = [
     "sink_correction",
     "swiglu",
     "swiglu_back",
+    "topk_routing_with_score_function",
     "unpermute",
     "use",
     "weighted_bias_quick_geglu",

@@ -21,6 +21,7 @@ __all__ = [
     "adamw",
     "add_norm",
     "attention",
+    "aux_loss_scores",
     "bias_dropout_add",
     "bias_gelu",
     "glu",
@@ -36,6 +37,7 @@ __all__ = [
     "quantize",
     "rope",
     "row_map",
+    "topk_router",
     "unpermute",
     "vocab_parallel_cross_entropy",
     "weighted_squared_relu",
@@ -50,16 +52,6 @@ class Cost(NamedTuple):
     saved: int
     forward_visits: int = 1
     backward_visits: int = 1
-
-
-def adamw(weight: Tensor, grad: Tensor, copy: Tensor | None, num_tensors: int) -> Cost:
-    """Reads gradients, reads and writes weights and moments, writes the copies of weights: 30 bytes a parameter.
-
-    Every program looks its tensor up in a table of seven numbers for each.
-    """
-    chunks = num_tensors * -(-weight.numel() // num_tensors // 8192)
-    moved = grad.nbytes + 6 * weight.nbytes + (0 if copy is None else copy.nbytes)
-    return Cost(forward=moved + 7 * 8 * num_tensors, backward=0, saved=0, forward_visits=chunks)
 
 
 def add_norm(
@@ -90,6 +82,16 @@ def add_norm(
     )
 
 
+def adamw(weight: Tensor, grad: Tensor, copy: Tensor | None, num_tensors: int) -> Cost:
+    """Reads gradients, reads and writes weights and moments, writes the copies of weights: 30 bytes a parameter.
+
+    Every program looks its tensor up in a table of seven numbers for each.
+    """
+    chunks = num_tensors * -(-weight.numel() // num_tensors // 8192)
+    moved = grad.nbytes + 6 * weight.nbytes + (0 if copy is None else copy.nbytes)
+    return Cost(forward=moved + 7 * 8 * num_tensors, backward=0, saved=0, forward_visits=chunks)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, documents: bool = False) -> Cost:
     """Reads q, k and v and writes out and lse; backward reads them all with dout and dlse, and writes dq, dk and dv.
 
@@ -106,6 +108,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, docum
         forward_visits=of_queries,
         backward_visits=max(of_queries, of_keys) + 2,
     )
+
+
+def aux_loss_scores(logits: Tensor) -> Cost:
+    """Reads logits and writes scores in float32 and a map of one byte; backward reads dscores and logits."""
+    E = logits.numel()
+    return Cost(forward=logits.nbytes + 5 * E, backward=4 * E + 2 * logits.nbytes, saved=logits.nbytes)
 
 
 def bias_dropout_add(
@@ -288,6 +296,20 @@ def row_map(routing_map: Tensor, num_rows: int, num_experts: int) -> Cost:
     visits = 2 if routing_map.dtype == torch.bool else 3
     written = 4 * (routing_map.numel() + num_rows + num_experts)
     return Cost(forward=routing_map.nbytes + counts + written, backward=0, saved=0, forward_visits=visits)
+
+
+def topk_router(logits: Tensor, expert_bias: Tensor | None = None, *, topk: int, whole: bool = False) -> Cost:
+    """Reads logits and writes K weights and indices, and adds to the counts; backward reads the logits of the chosen.
+
+    With ``whole``, for softmax over all experts, backward reads all of them.
+    """
+    T, e = len(logits), logits.element_size()
+    chosen = T * topk * (8 + e)
+    return Cost(
+        forward=_bytes((logits, expert_bias)) + chosen,
+        backward=(logits.nbytes if whole else T * topk * e) + chosen + logits.nbytes,
+        saved=logits.nbytes + 8 * T * topk,
+    )
 
 
 def unpermute(permuted: Tensor, routing_map: Tensor, probs: Tensor, num_experts: int) -> Cost:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_PATHS"]
 
 DEFAULT_PATHS: "Mapping[str, Mapping[str, Backend]]" = {
+    "aux_loss_scores": {"cuda": "triton", "cpu": "blocked"},
     "adamw": {"cuda": "triton", "cpu": "aten"},
     "bias_dropout_add": {"cuda": "triton", "cpu": "blocked"},
     "add_norm": {"cuda": "triton", "cpu": "blocked"},
@@ -22,7 +23,7 @@ DEFAULT_PATHS: "Mapping[str, Mapping[str, Backend]]" = {
     "glu": {"cuda": "triton", "cpu": "blocked"},
     "glu_float8": {"cuda": "triton", "cpu": "blocked"},
     "indices_to_multihot": {"cuda": "triton", "cpu": "blocked"},
-    "multihot_to_indices": {"cuda": "triton", "cpu": "blocked"},
+    "multihot_to_indices": {"cuda": "triton", "cpu": "reference"},
     "attention": {"cuda": "triton", "cpu": "aten"},
     "masked_softmax": {"cuda": "triton", "cpu": "blocked"},
     "mla_rope_kv": {"cuda": "triton", "cpu": "blocked"},
@@ -33,6 +34,7 @@ DEFAULT_PATHS: "Mapping[str, Mapping[str, Backend]]" = {
     "vocab_parallel_cross_entropy": {"cuda": "triton", "cpu": "blocked"},
     "permute": {"cuda": "triton", "cpu": "blocked"},
     "row_map": {"cuda": "triton", "cpu": "blocked"},
+    "topk_router": {"cuda": "triton", "cpu": "blocked"},
     "unpermute": {"cuda": "triton", "cpu": "blocked"},
     "weighted_squared_relu": {"cuda": "triton", "cpu": "blocked"},
 }

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from megalith.fusions import (
+    aux_loss_scores,
     fused_adamw,
     fused_add_norm,
     fused_attention,
@@ -19,6 +20,7 @@ from megalith.fusions import (
     fused_permute,
     fused_quantize,
     fused_rope,
+    fused_topk_router,
     fused_weighted_squared_relu,
     glu,
     glu_float8,
@@ -52,6 +54,8 @@ FUSIONS: tuple[Fusion[object], ...] = (
     fused_permute.PERMUTE_FUSION,
     fused_permute.UNPERMUTE_FUSION,
     row_map.FUSION,
+    fused_topk_router.FUSION,
+    aux_loss_scores.FUSION,
     fused_weighted_squared_relu.FUSION,
 )
 

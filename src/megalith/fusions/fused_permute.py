@@ -5,8 +5,8 @@
     unpermute    y[t] = sum over s of probs[t, s] * permuted[row_of[t, s]]
                  dpermuted[row_of[t, s]] = probs[t, s] * dy[t];  dprobs[t, s] = dy[t] . permuted[row_of[t, s]]
 
-over the slots s of token t that have a row. One is the other's gradient. A token's rows are added in the order of their
-experts, in float32, by one program: no atomics, and the sum does not depend on which rank an expert is on.
+over the slots s of token t that have a row. One is the other's gradient. A token's rows are added in float32, by one
+program and in one order, that of the experts (of the slots, on a CPU): no atomics.
 
 T tokens, H hidden, E experts, K experts per token, R rows (K T without drops and padding), slots S: E or K.
 Saved for backward: the row map; for weighted unpermute also its input and probs.
@@ -150,16 +150,11 @@ def _permute_blocked(tokens: Tensor, probs: Tensor | None, row_of: Tensor, token
 def _permute_blocked_back(
     dpermuted: Tensor, dweights: Tensor, row_of: Tensor, has_probs: bool
 ) -> tuple[Tensor, Tensor]:
-    token, slot = (row_of >= 0).nonzero(as_tuple=True)
-    token_of = token.new_full((len(dpermuted),), -1)
-    token_of[row_of[token, slot]] = token
-    dtokens = _sums_of(dpermuted, None, token_of, len(row_of))
-    return dtokens, _by_slot(dweights, row_of) if has_probs else dweights.new_empty(0)
+    return _sums_of(dpermuted, None, row_of), _by_slot(dweights, row_of) if has_probs else dweights.new_empty(0)
 
 
 def _unpermute_blocked(permuted: Tensor, probs: Tensor | None, row_of: Tensor, token_of: Tensor) -> Tensor:
-    weights = None if probs is None else _by_row(probs.to(wide(permuted.dtype)), row_of, len(token_of))
-    return _sums_of(permuted, weights, token_of, len(row_of))
+    return _sums_of(permuted, probs, row_of)
 
 
 def _unpermute_blocked_back(
@@ -187,19 +182,27 @@ def _rows_of(tokens: Tensor, token_of: Tensor) -> Tensor:
     return rows.masked_fill_(gap[:, None], 0.0) if gap.any() else rows
 
 
-def _sums_of(permuted: Tensor, weights: Tensor | None, token_of: Tensor, num_tokens: int) -> Tensor:
-    """The sum of each token's rows, in the order of the rows."""
-    acc = wide(permuted.dtype)
-    sums = permuted.new_zeros(num_tokens, permuted.shape[1], dtype=acc)
-    has_gaps = bool((token_of < 0).any())
-    for block in blocks(len(permuted), permuted.shape[1]):
-        token, rows = token_of[block], permuted[block].to(acc)
-        if weights is not None:
-            rows = rows * weights[block, None]
-        if has_gaps:
-            token, rows = token[token >= 0], rows[token >= 0]
-        sums.index_add_(0, token, rows)
-    return sums.to(permuted.dtype)
+def _sums_of(permuted: Tensor, probs: Tensor | None, row_of: Tensor) -> Tensor:
+    """The sum of each token's rows, weighted by ``probs``, in the order of its slots."""
+    routed, acc = row_of >= 0, wide(permuted.dtype)
+    rows, sizes = row_of[routed], routed.sum(dim=1)
+    weights = None if probs is None else probs[routed].to(acc)
+    if weights is None or acc == permuted.dtype:
+        return _bags(permuted, rows, sizes, weights)
+    sums, ends = permuted.new_empty(len(row_of), permuted.shape[1]), torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
+    for block in blocks(len(row_of), permuted.shape[1] * -(-len(rows) // max(1, len(row_of)))):
+        bag = slice(int(ends[block.start]), int(ends[block.stop]))
+        table = permuted.index_select(0, rows[bag]).to(acc)  # bags want weights of the dtype of the table
+        sums[block] = _bags(table, torch.arange(len(table)), sizes[block], weights[bag])
+    return sums
+
+
+def _bags(table: Tensor, rows: Tensor, sizes: Tensor, weights: Tensor | None) -> Tensor:
+    """Sums of ``sizes`` rows each, out of all the ``rows`` of ``table``: accumulated in float32, rounded once."""
+    if rows.numel() == 0 or table.numel() == 0:
+        return table.new_zeros(len(sizes), table.shape[1])
+    first = (sizes.cumsum(0) - sizes).to(rows.dtype)
+    return torch.nn.functional.embedding_bag(rows, table, first, mode="sum", per_sample_weights=weights)
 
 
 def permute_outputs(tokens: Tensor, probs: Tensor | None, row_of: Tensor, token_of: Tensor) -> tuple[Tensor, Tensor]:

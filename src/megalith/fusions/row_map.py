@@ -68,26 +68,29 @@ def row_map(
 
 def _row_map(routing_map: Tensor, num_rows: int, num_experts: int, pad_multiple: int) -> tuple[Tensor, Tensor, Tensor]:
     """Reference: row_of, token_of and rows_per_expert."""
-    T, E = routing_map.shape[0], num_experts
-    counts = _counts(routing_map, E)
+    counts = _counts(routing_map, num_experts)
     padded = _padded(counts, pad_multiple)
     ends = padded.cumsum(0)
     starts = ends - padded
+    token = torch.arange(routing_map.shape[0], device=routing_map.device)
     if routing_map.dtype == torch.bool:
-        routed = routing_map
-        row = starts + routed.t().contiguous().cumsum(dim=1).t() - 1
+        routed = routing_map.t().contiguous()  # [E, T]: counting runs along memory
+        row = routed.cumsum(dim=1, dtype=torch.int32) + (starts - 1)[:, None]
+        token = token.expand(row.shape)
     else:
-        routed = _local(routing_map, E)
-        expert, order = routing_map.where(routed, E).flatten().to(torch.int32).sort(stable=True)
+        routed = _local(routing_map, num_experts)
+        expert, order = routing_map.where(routed, num_experts).flatten().to(torch.int32).sort(stable=True)
         # sorted slots lie densely; their rows lie apart by the gaps of the experts before
         gaps = torch.nn.functional.pad(starts - (counts.cumsum(0) - counts), (0, 1))
         rows = torch.arange(len(order), device=order.device) + gaps[expert]
         row = torch.empty_like(order).scatter(0, order, rows).view(routed.shape)
+        token = token[:, None].expand(row.shape)
     routed = routed & (row < num_rows)
-    token = torch.arange(T, device=row.device)[:, None].expand(row.shape)
     token_of = row.new_full((num_rows + 1,), -1).scatter(0, row.where(routed, num_rows).flatten(), token.flatten())
+    row_of = row.where(routed, -1).int()
+    row_of = row_of.t().contiguous() if routing_map.dtype == torch.bool else row_of
     rows_per_expert = ends.clamp(max=num_rows) - starts.clamp(max=num_rows)
-    return row.where(routed, -1).int(), token_of[:num_rows].int(), rows_per_expert.int()
+    return row_of, token_of[:num_rows].int(), rows_per_expert.int()
 
 
 def _counts(routing_map: Tensor, num_experts: int) -> Tensor:
