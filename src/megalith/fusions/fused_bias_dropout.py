@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.backend import Backend, Fusion, compiled
-from megalith.fusions.blocks import by_blocks
+from megalith.fusions.blocks import blocks, by_blocks
 from megalith.fusions.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.dropout_mask import keep, mask_operands
 from megalith.fusions.library import register
@@ -112,11 +112,12 @@ def _reference(
     feature_offset: int,
 ) -> Tensor:
     """``x`` and ``residual`` [T, H], ``key`` int64 [] or None where ``p`` is 0, ``tokens`` int64 [T] or row numbers."""
-    return _sum(x, bias, residual, key, tokens, site, p, feature_offset).to(residual.dtype)
+    acc = wide(torch.promote_types(x.dtype, residual.dtype))
+    return _add_(x.to(acc, copy=True), bias, residual, key, tokens, site, p, feature_offset).to(residual.dtype)
 
 
-def _sum(
-    x: Tensor,
+def _add_(
+    y: Tensor,
     bias: Tensor | None,
     residual: Tensor,
     key: Tensor | None,
@@ -125,11 +126,9 @@ def _sum(
     p: float,
     feature_offset: int,
 ) -> Tensor:
-    """The reference before it is rounded, in float32 or wider."""
-    acc = wide(torch.promote_types(x.dtype, residual.dtype))
-    y = x.to(acc, copy=True)  # and all else in place
-    y = y if bias is None else y.add_(bias.to(acc))
-    return _drop_(y, key, tokens, site, p, feature_offset).add_(residual.to(acc))
+    """Turns ``y``, a copy of x in float32 or wider, into the sum."""
+    y = y if bias is None else y.add_(bias.to(y.dtype))
+    return _drop_(y, key, tokens, site, p, feature_offset).add_(residual.to(y.dtype))
 
 
 def _drop_(y: Tensor, key: Tensor | None, tokens: Tensor | None, site: int, p: float, feature_offset: int) -> Tensor:
@@ -152,11 +151,12 @@ def _blocked_forward(
     if key is None and bias is None and torch.promote_types(x.dtype, residual.dtype) == residual.dtype:
         return x + residual  # one sum, which torch rounds once too
     y = _outputs(x, bias, residual)
-
-    def formula(x: Tensor, residual: Tensor, tokens: Tensor) -> tuple[Tensor]:
-        return (_sum(x, bias, residual, key, tokens, site, p, feature_offset),)  # rounded when it is stored
-
-    by_blocks(formula, (x, residual, _ids(tokens, x)), (y,))
+    acc, ids = wide(torch.promote_types(x.dtype, y.dtype)), _ids(tokens, x)
+    for block in blocks(*y.shape):
+        total = y[block].copy_(x[block]) if y.dtype == acc else x[block].to(acc, copy=True)
+        _add_(total, bias, residual[block], key, ids[block], site, p, feature_offset)
+        if y.dtype != acc:
+            y[block] = total
     return y
 
 
