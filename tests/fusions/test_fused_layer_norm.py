@@ -51,6 +51,16 @@ def test_a_zero_centred_gain_is_formed_in_float32(path, device):
     assert fused_rms_norm(x, weight, TINY, zero_centered=True, backend=path).tolist() == [[1 + 2.0**-9] * 8]
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_a_row_of_one_is_its_own_mean_and_of_size_one(path, device):
+    x = torch.tensor([[3.0], [-7.0]], device=device, requires_grad=True)
+    layer, rms = fused_layer_norm(x, eps=1e-6, backend=path), fused_rms_norm(x, eps=1e-6, backend=path)
+    torch.testing.assert_close(layer, torch.zeros_like(x), rtol=0.0, atol=1e-3)  # torch's operator: x rstd - mean rstd
+    torch.testing.assert_close(rms, x.sign())
+    for y in (layer, rms):
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.zeros_like(x), rtol=0.0, atol=1e-3)
+
+
 @pytest.mark.parametrize("width", [500, pytest.param(20000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", PATHS)
 def test_a_large_mean_does_not_cancel_the_variance(path, width, device):

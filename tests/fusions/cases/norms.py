@@ -10,9 +10,13 @@ from megalith.fusions import cost
 from megalith.fusions.fused_add_norm import FUSION, fused_add_norm
 from megalith.fusions.fused_layer_norm import LAYER_NORM_FUSION, RMS_NORM_FUSION, fused_layer_norm, fused_rms_norm
 from megalith.numerics.dropout import DropoutKey, keep_mask
-from tests.fusions.harness import Case, Inputs
+from tests.fusions.harness import WIDTHS, Case, Inputs
 
 EPS = 1e-3
+SHARED = ("weight", "bias", "input_bias")
+WIDER_THAN_ONE = tuple(
+    width for width in WIDTHS if width > 1
+)  # a row of one has a gradient of 0, and no relative error
 
 
 def vector(H: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -50,7 +54,8 @@ def norm(name: str, *given: str, **settings: Any) -> Case:
         terms=terms,
         cancels=("0", "dx"),  # x - mean, and the gain's zeros; in dx, what is left of dy beside the row itself
         cost=partial(cost.norm, num_statistics=2 if is_layer_norm else 1),
-        shared=("weight", "bias"),
+        shared=SHARED,
+        widths=WIDER_THAN_ONE,
     )
 
 
@@ -110,7 +115,8 @@ def sum_and_norm(name: str, *given: str, **settings: Any) -> Case:
         terms=terms,
         cancels=("0", "1", "dx", "dresidual"),
         cost=partial(cost.add_norm, num_statistics=2 if settings["normalization"] == "LayerNorm" else 1),
-        shared=("weight", "bias", "input_bias"),
+        shared=SHARED,
+        widths=WIDER_THAN_ONE,
     )
 
 
