@@ -41,12 +41,9 @@ SMALLEST_TENSOR_SCALE = 2.0**-117  # of nvfp4, whose block scales are 2^-9 at le
 
 
 class Format(NamedTuple):
-    """Numbers of few bits: a sign, an exponent, a fraction; the smallest exponent holds subnormal numbers."""
+    """A format of few bits by the field's name, exponent and mantissa, and its largest number."""
 
-    mantissa: int  # bits of the fraction
-    exponent: int  # of the smallest normal number
-    top: int  # the code of the largest number
-    sign: int  # the bit of the sign
+    name: str
     largest: float
 
     @property
@@ -56,9 +53,9 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    torch.float8_e4m3fn: Format(3, -6, 0x7E, 7, 448.0),
-    torch.float8_e5m2: Format(2, -14, 0x7B, 7, 57344.0),
-    torch.float4_e2m1fn_x2: Format(1, 0, 0x7, 3, 6.0),
+    torch.float8_e4m3fn: Format("e4m3", 448.0),
+    torch.float8_e5m2: Format("e5m2", 57344.0),
+    torch.float4_e2m1fn_x2: Format("e2m1", 6.0),
 }
 
 

@@ -22,7 +22,6 @@ _LARGEST = {torch.float16: 0x477FE000, torch.bfloat16: 0x7F7F0000, torch.float32
 _INFINITY = tl.constexpr(0x7F800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _NAN = tl.constexpr(0x7F)  # in both formats of 8 bits
-_E4M3 = tl.constexpr(tuple(FORMATS[torch.float8_e4m3fn]))
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _SMALLEST_TENSOR_SCALE = tl.constexpr(SMALLEST_TENSOR_SCALE)
 
@@ -37,10 +36,11 @@ def _magnitude(x, LARGEST: tl.constexpr):
 @triton.jit
 def _encode(y, FORMAT: tl.constexpr):
     """The code nearest to ``y``, of two the even one; at most that of the largest number."""
-    MANTISSA: tl.constexpr = FORMAT[0]
-    EXPONENT: tl.constexpr = FORMAT[1] + 127  # of the smallest normal number, as float32 holds it
-    TOP: tl.constexpr = FORMAT[2]
-    SIGN: tl.constexpr = FORMAT[3]
+    MANTISSA: tl.constexpr = 3 if FORMAT == "e4m3" else 2 if FORMAT == "e5m2" else 1
+    TOP: tl.constexpr = 0x7E if FORMAT == "e4m3" else 0x7B if FORMAT == "e5m2" else 0x7
+    SIGN: tl.constexpr = 3 if FORMAT == "e2m1" else 7  # its bit
+    # of the smallest normal number, as float32 holds it: 127 more than it is
+    EXPONENT: tl.constexpr = 127 - 6 if FORMAT == "e4m3" else 127 - 14 if FORMAT == "e5m2" else 127
     CUT: tl.constexpr = 23 - MANTISSA
     bits = y.to(tl.int32, bitcast=True)
     magnitude = bits & _MAGNITUDE
@@ -51,7 +51,7 @@ def _encode(y, FORMAT: tl.constexpr):
     step = tl.full(y.shape, STEP, tl.int32).to(tl.float32, bitcast=True)
     subnormal = (magnitude.to(tl.float32, bitcast=True) + step).to(tl.int32, bitcast=True) - STEP
     code = tl.minimum(tl.where(magnitude < (EXPONENT << 23), subnormal, normal), TOP)
-    if SIGN == 7:  # 4 bits have no NaN
+    if FORMAT != "e2m1":  # which has no NaN
         code = tl.where(magnitude > _INFINITY, _NAN, code)
     return code | ((bits >> (31 - SIGN)) & (1 << SIGN))
 
@@ -64,23 +64,29 @@ def _decode_scale(code):
 
 
 @triton.jit
-def _scale(magnitude, MAX: tl.constexpr, SMALLEST: tl.constexpr):
-    return tl.maximum(tl.div_rn(magnitude.to(tl.float32, bitcast=True), MAX), SMALLEST)
+def _scale(magnitude, FORMAT: tl.constexpr):
+    MAX: tl.constexpr = 448.0 if FORMAT == "e4m3" else 57344.0
+    return tl.maximum(tl.div_rn(magnitude.to(tl.float32, bitcast=True), MAX), _SMALLEST_SCALE)
+
+
+@triton.jit
+def _tensor_scale(magnitude):
+    return tl.maximum(tl.div_rn(magnitude.to(tl.float32, bitcast=True), 448.0 * 6.0), _SMALLEST_TENSOR_SCALE)
 
 
 @triton.jit
 def _group_scales(magnitude, amax_ptr, KIND: tl.constexpr, FORMAT: tl.constexpr):
     """The scales of groups as they are stored, and what their elements are multiplied by."""
     if KIND == "mxfp8":
-        LARGEST_EXPONENT: tl.constexpr = FORMAT[5]
+        LARGEST_EXPONENT: tl.constexpr = 8 if FORMAT == "e4m3" else 15
         scale = tl.maximum((magnitude >> 23) - LARGEST_EXPONENT, 0)
         factor = ((254 - scale) << 23).to(tl.float32, bitcast=True)
     elif KIND == "nvfp4":
-        unit = tl.div_rn(1.0, _scale(tl.load(amax_ptr), 448.0 * 6.0, _SMALLEST_TENSOR_SCALE))
-        scale = tl.maximum(_encode(tl.div_rn(magnitude.to(tl.float32, bitcast=True), 6.0) * unit, _E4M3), 1)
+        unit = tl.div_rn(1.0, _tensor_scale(tl.load(amax_ptr)))
+        scale = tl.maximum(_encode(tl.div_rn(magnitude.to(tl.float32, bitcast=True), 6.0) * unit, "e4m3"), 1)
         factor = tl.div_rn(unit, _decode_scale(scale))
     else:
-        scale = _scale(magnitude, FORMAT[4], _SMALLEST_SCALE)
+        scale = _scale(magnitude, FORMAT)
         factor = tl.div_rn(1.0, scale)
     return scale, factor
 
@@ -101,11 +107,11 @@ def _quantize(
             scale = tl.where(worst > _INFINITY, _NAN, scale)
     elif KIND == "row":
         row = tile * BLOCK_R + tl.arange(0, BLOCK_R)
-        scale = _scale(tl.load(amax_ptr + row, mask=row < R, other=0), FORMAT[4], _SMALLEST_SCALE)
+        scale = _scale(tl.load(amax_ptr + row, mask=row < R, other=0), FORMAT)
         codes = _encode(x * tl.div_rn(1.0, scale)[:, None], FORMAT)
     else:
         magnitude = tl.load(amax_ptr) if KIND == "tensor" else tl.max(tl.max(_magnitude(x, LARGEST), axis=1), axis=0)
-        scale = _scale(magnitude, FORMAT[4], _SMALLEST_SCALE)
+        scale = _scale(magnitude, FORMAT)
         codes = _encode(x * tl.div_rn(1.0, scale), FORMAT)
     return codes, scale
 
@@ -196,7 +202,7 @@ def _quantize_kernel(
     scale_ptr += matrix * tl.num_programs(0) * num_scales  # only block128x128 has more matrices than one
     _store_scale(scale, tile_row, tile_col, R, num_scales, scale_ptr, KIND, COLUMNS)
     if tensor_scale_ptr is not None:
-        tensor_scale = _scale(tl.load(amax_ptr), 448.0 * 6.0, _SMALLEST_TENSOR_SCALE)
+        tensor_scale = _tensor_scale(tl.load(amax_ptr))
         tl.store(tensor_scale_ptr, tensor_scale, mask=(tile_row == 0) & (tile_col == 0))
     if values_t_ptr is not None:
         if scale_t_ptr is None:
@@ -224,7 +230,7 @@ def _forward(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Outpu
         x, amax, amax_t, values, scale, tensor_scale if kind == "nvfp4" else None,
         values_t if transpose else None, scale_t if transpose and not layout.symmetric else None,
         x.stride(0), x.stride(1), R, H, triton.cdiv(H, layout.columns or H), triton.cdiv(R, layout.columns or R),
-        KIND=kind, FORMAT=(*FORMATS[dtype], FORMATS[dtype].largest_exponent), COLUMNS=columns,
+        KIND=kind, FORMAT=FORMATS[dtype].name, COLUMNS=columns,
         LARGEST=_LARGEST[x.dtype], BLOCK_R=block_r, BLOCK_H=block_h, WIDE=_is_wide(x),
         num_warps=_num_warps(block_r * block_h),
     )  # fmt: skip
