@@ -15,6 +15,7 @@ Floor: forward 2TF elements, backward 3TF.
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
@@ -75,8 +76,12 @@ def bias_gelu(bias: Tensor | None, y: Tensor, *, approximate: Approximate = "tan
     return _reference(y, bias, _check(y, bias, approximate))
 
 
+@torch.no_grad()
 def bias_gelu_back(g: Tensor, bias: Tensor | None, y: Tensor, *, approximate: Approximate = "tanh") -> Tensor:
-    """Reference backward: the gradient of ``y`` [..., F], of the upstream ``g``; that of ``bias`` is its sum."""
+    """Reference backward: the gradient of ``y`` [..., F], of the upstream ``g``; that of ``bias`` is its sum.
+
+    It is numbers: nothing is differentiated through it.
+    """
     activation = _check(y, bias, approximate)
     check_shape("g", g, y.shape, "as y")
     return _gradient(g, y, bias, activation).to(y.dtype)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.activations import Activation, activate, activate_and_back
+from megalith.fusions.activations import Activation, activate, activate_and_back, clamp_back
 from megalith.fusions.backend import Backend, Fusion, compiled
 from megalith.fusions.blocks import by_blocks
 from megalith.fusions.checks import check_floating, check_one_device, check_shape
@@ -99,6 +99,7 @@ def glu(
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
+@torch.no_grad()
 def glu_back(
     dy: Tensor,
     x: Tensor,
@@ -111,7 +112,10 @@ def glu_back(
     clamp: float | None = None,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Reference backward of ``glu``: dx, dup, dbias and dw, each as what it is the gradient of, or None without it."""
+    """Reference backward of ``glu``: dx, dup, dbias and dw, each as what it is the gradient of, or None without it.
+
+    They are numbers: nothing is differentiated through them.
+    """
     gating = Gating.of(activation, offset, clamp, interleaved)
     check(x, up, bias, weights, interleaved)
     check_shape("dy", dy, (*x.shape[:-1], x.shape[-1] // (2 if up is None else 1)), "as the output")
@@ -138,10 +142,10 @@ def gradients_of(
     """Gradients of gate and up [T, F], of ``weights`` [T, 1] and of both halves of ``bias``, if given; not rounded."""
     a, linear = _biased(x, up, bias, gating.interleaved)
     dy = dy.to(a.dtype)
-    gate_shut = up_shut = None
-    if gating.clamp != math.inf:
-        gate_shut, up_shut = ~(a <= gating.clamp), ~(linear.abs() <= gating.clamp)  # NaN too, as in torch
-        a, linear = a.clamp(max=gating.clamp), linear.clamp(-gating.clamp, gating.clamp)
+    given = a, linear
+    clamp = gating.clamp
+    if clamp != math.inf:
+        a, linear = a.clamp(max=clamp), linear.clamp(-clamp, clamp)
     linear = linear + gating.offset if gating.offset else linear
     act, da = activate_and_back(dy * linear, a, gating.activation)
     dl = act.mul_(dy)
@@ -150,8 +154,8 @@ def gradients_of(
         found.append((dl * linear).sum(dim=-1, keepdim=True))
         w = weights.to(a.dtype)
         da, dl = da.mul_(w), dl.mul_(w)
-    if gate_shut is not None and up_shut is not None:
-        da, dl = da.masked_fill_(gate_shut, 0.0), dl.masked_fill_(up_shut, 0.0)
+    if clamp != math.inf:
+        da, dl = clamp_back(da, given[0], -math.inf, clamp), clamp_back(dl, given[1], -clamp, clamp)
     if bias is not None:
         found += [da.sum(dim=0), dl.sum(dim=0)]
     return da, dl, *found
