@@ -193,6 +193,7 @@ def test_float64_is_rounded_to_float32_first(device):
     assert torch.equal(codes(quantize(x, "row")), codes(quantize(x.float(), "row")))
 
 
+@pytest.mark.slow
 def test_torch_compile_returns_the_record(device):
     torch.compiler.reset()
     x = torch.randn(4, 64, device=device)

@@ -102,7 +102,7 @@ def case(kind: Any, dtype: torch.dtype, transpose: bool) -> Case:
         partial(formula, **settings),
         cost=partial(cost.quantize, **settings),
         constant=("x",),
-        widths=(64, 1000, 1008) if packed else (1, 7, 64, 127, 1000, 1008) if transpose else WIDTHS,
+        widths=(64, 1000, 1008, 90) if packed else (1, 7, 64, 127, 1000, 1008, 176) if transpose else WIDTHS,
     )
 
 
