@@ -209,5 +209,5 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         """The mask, the window and causality in one mask, or None if nothing is hidden."""
         Sq, Sk = scores.shape[-2:]
         of_a_head = Rows(1, Sq, Sk, *limits(self._causal, self.window_size, Sq, Sk))
-        outside = of_a_head.hidden(torch.arange(Sq, device=scores.device), slice(0, Sk), None)
+        outside = of_a_head.hidden(slice(0, Sq), slice(0, Sk), None, scores.device)
         return outside if mask is None else mask if outside is None else mask | outside

@@ -109,21 +109,29 @@ class Rows(NamedTuple):
     left: int
     right: int
 
-    def hidden(self, rows: Tensor, keys: slice, mask: Tensor | None) -> Tensor | None:
-        """Which of ``keys`` the queries of ``rows`` do not see: bool [rows, keys], or None if they see all of them."""
+    def hidden(self, block: slice, keys: slice, mask: Tensor | None, device: torch.device) -> Tensor | None:
+        """Which of ``keys`` the queries of a block do not see: bool [rows, keys], or None if they see all of them."""
+        if mask is None and self.left < 0 and self.right < 0:
+            return None
+        rows, key = (torch.arange(of.start, of.stop, device=device) for of in (block, keys))
         query = rows % self.num_queries
         own = (query + (self.num_keys - self.num_queries))[:, None]  # queries and keys end together
-        key = torch.arange(keys.start, keys.stop, device=rows.device)
         hidden = []
         if mask is not None:
-            batch, head = rows // (self.num_queries * self.num_heads), rows // self.num_queries % self.num_heads
+            batch = rows // (self.num_queries * self.num_heads)
             of_keys = mask if mask.shape[3] == 1 else mask[..., keys]
-            hidden.append(of_keys[batch % mask.shape[0], head % mask.shape[1], query % mask.shape[2]])
+            hidden.append(
+                of_keys[batch % mask.shape[0], self.heads(block, device) % mask.shape[1], query % mask.shape[2]]
+            )
         if self.left >= 0:
             hidden.append(key < own - self.left)
         if self.right >= 0:
             hidden.append(key > own + self.right)
         return functools.reduce(torch.logical_or, hidden) if hidden else None
+
+    def heads(self, block: slice, device: torch.device) -> Tensor:
+        """The head of each row of a block."""
+        return torch.arange(block.start, block.stop, device=device) // self.num_queries % self.num_heads
 
     def keys_of(self, block: slice) -> slice:
         """The keys that the windows of a block of rows span, and one at least."""
@@ -151,9 +159,9 @@ def _reference(
     ``mask`` is [1 | B, 1 | A, 1 | Sq, 1 | Sk], ``sink`` [A]; ``left`` and ``right`` bound the window, or are -1.
     """
     T, Sk = x.shape
-    rows = torch.arange(T, device=x.device)
-    hidden = Rows(num_heads, num_queries, Sk, left, right).hidden(rows, slice(0, Sk), mask)
-    return _softmax(x, hidden, None if sink is None else sink[rows // num_queries % num_heads, None], scale)
+    rows, numbered = slice(0, T), Rows(num_heads, num_queries, Sk, left, right)
+    hidden = numbered.hidden(rows, slice(0, Sk), mask, x.device)
+    return _softmax(x, hidden, None if sink is None else sink[numbered.heads(rows, x.device), None], scale)
 
 
 def _softmax(x: Tensor, hidden: Tensor | None, sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -201,26 +209,35 @@ def _blocked_forward(
     numbered = Rows(num_heads, num_queries, x.shape[1], left, right)
     for block in blocks(*x.shape):
         keys = numbered.keys_of(block)
-        rows = torch.arange(block.start, block.stop)
-        hidden = numbered.hidden(rows, keys, mask)
-        p[block, : keys.start], p[block, keys.stop :] = 0.0, 0.0
+        hidden = numbered.hidden(block, keys, mask, x.device)
+        inside = _zero_outside(p[block], keys)
         if sink is None:
-            p[block, keys] = _torch_softmax(x[block, keys], hidden, scale)
+            _torch_softmax_into(inside, x[block, keys], hidden, scale)
         else:
-            o = sink[rows // num_queries % num_heads, None]
-            p[block, keys], share[block] = _softmax(x[block, keys], hidden, o, scale)
+            o = sink[numbered.heads(block, x.device), None]
+            probabilities, share[block] = _softmax(x[block, keys], hidden, o, scale)
+            inside.copy_(probabilities)
     return p, share
 
 
-def _torch_softmax(x: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
-    """p by torch's own kernel, which computes in float32 and rounds once; in float32 if 16 bits do not hold scale * x."""
+def _zero_outside(block: Tensor, keys: slice) -> Tensor:
+    """The ``keys`` of a block of rows, whose others it makes 0."""
+    if keys.stop - keys.start < block.shape[1]:
+        block[:, : keys.start], block[:, keys.stop :] = 0.0, 0.0
+    return block[:, keys]
+
+
+def _torch_softmax_into(p: Tensor, x: Tensor, hidden: Tensor | None, scale: float) -> None:
+    """By torch's own kernel, which computes in float32 and rounds once; on float32 if 16 bits do not hold scale * x."""
     s = x if _shrinks_exactly(scale) else x.to(wide(x.dtype))
     s = s if scale == 1.0 else s * scale
     s = s if hidden is None else s.masked_fill(hidden, -_INF)
-    p = torch.softmax(s, dim=-1)
+    if s.dtype == p.dtype and p.is_contiguous():
+        torch.softmax(s, dim=-1, out=p)
+    else:
+        p.copy_(torch.softmax(s, dim=-1))
     if p[:, 0].isnan().any():  # torch gives a row NaN if it has NaN or inf, or if all of it is hidden
         p.masked_fill_(s.amax(dim=-1, keepdim=True) == -_INF, 0.0)
-    return p
 
 
 def _shrinks_exactly(scale: float) -> bool:
@@ -243,18 +260,23 @@ def _blocked_backward(
     numbered = Rows(num_heads, num_queries, p.shape[1], left, right)
     for block in blocks(*p.shape):
         keys = numbered.keys_of(block)
-        dx[block, : keys.start], dx[block, keys.stop :] = 0.0, 0.0
+        inside = _zero_outside(dx[block], keys)
         if sink_dtype is None:
-            dx[block, keys] = _torch_softmax_back(dp[block, keys], p[block, keys], scale)
+            _torch_softmax_back_into(inside, dp[block, keys], p[block, keys], scale)
         else:
-            dx[block, keys], r[block] = softmax_back(dp[block, keys], p[block, keys], scale)
+            of_scores, r[block] = softmax_back(dp[block, keys], p[block, keys], scale)
+            inside.copy_(of_scores)
     return dx, dsink if sink_dtype is None else sink_gradient(r, share, num_heads, num_queries).to(sink_dtype)
 
 
-def _torch_softmax_back(dp: Tensor, p: Tensor, scale: float) -> Tensor:
+def _torch_softmax_back_into(dx: Tensor, dp: Tensor, p: Tensor, scale: float) -> None:
+    back = torch.ops.aten._softmax_backward_data
     acc = p.dtype if _shrinks_exactly(scale) else wide(p.dtype)
-    dx: Tensor = torch.ops.aten._softmax_backward_data(dp.to(acc), p.to(acc), -1, acc)
-    return dx if scale == 1.0 else dx.mul_(scale)
+    if acc == dx.dtype and dx.is_contiguous():  # it takes any memory for contiguous
+        back.out(dp, p, -1, acc, grad_input=dx)
+        dx.mul_(scale)
+    else:
+        dx.copy_(back(dp.to(acc), p.to(acc), -1, acc).mul_(scale))
 
 
 def sink_gradient(r: Tensor, share: Tensor, num_heads: int, num_queries: int) -> Tensor:
