@@ -70,7 +70,6 @@ def case(name: str, *given: str, **settings: Any) -> Case:
 
 CASES = [
     case("swiglu", activation="silu"),
-    case("swiglu, bias", "bias", activation="silu"),
     case("swiglu, weights", "weights", activation="silu"),
     case("swiglu, clamped, bias and weights", "bias", "weights", activation="silu", clamp=2.0),
     case("swiglu, interleaved, bias", "bias", activation="silu", interleaved=True),
