@@ -21,11 +21,12 @@ from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.backend import Backend, Fusion, compiled
+from megalith.fusions.blocks import by_blocks
 from megalith.fusions.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.fused_rope import FUSION as ROPE
 from megalith.fusions.library import register
 from megalith.fusions.rope_tables import positions_from_cu_seqlens
-from megalith.fusions.rotation import Rotation, Tables, tables, turn, turn_into
+from megalith.fusions.rotation import Rotation, Tables, tables, turn
 from megalith.fusions.rows import wide
 
 __all__ = [
@@ -141,8 +142,7 @@ def kv_forward(
     kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, k_dim: int, layout: str
 ) -> tuple[Tensor, Tensor]:
     """Reference forward: ``kv`` [S, B, A, K + V], ``k_pe`` [S, B, R], the fields of ``Tables`` -> k and v."""
-    shared = k_pe.unsqueeze(2).to(wide(k_pe.dtype))  # [S, B, 1, R]
-    turned = turn(shared, Tables(cos, sin, positions), Rotation(layout)).to(kv.dtype)
+    turned = turn(k_pe.unsqueeze(2), Tables(cos, sin, positions), Rotation(layout)).to(kv.dtype)  # [S, B, 1, R]
     k = torch.cat((kv[..., :k_dim], turned.expand(*kv.shape[:-1], -1)), dim=-1)
     return k, kv[..., k_dim:].clone(memory_format=torch.contiguous_format)
 
@@ -166,34 +166,27 @@ def saved(inputs: tuple[Any, ...], _: tuple[Tensor, ...]) -> tuple[Any, ...]:
     return cos, sin, positions, layout
 
 
-def _copied_forward(
-    kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, k_dim: int, layout: str
-) -> tuple[Tensor, Tensor]:
-    """Each column is copied to where it belongs: with one pass over memory there are no blocks to make."""
-    k, v = outputs(kv, k_pe, cos, sin, positions, k_dim, layout)
-    k[..., :k_dim] = kv[..., :k_dim]
-    turn_into(k[..., k_dim:], k_pe.unsqueeze(2), Tables(cos, sin, positions), Rotation(layout))
-    v.copy_(kv[..., k_dim:])
-    return k, v
-
-
-def _copied_backward(
+def _blocked_backward(
     dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, layout: str
 ) -> tuple[Tensor, Tensor]:
-    dkv, dk_pe = gradients(dk, dv, cos)
-    k_dim = dkv.shape[-1] - dv.shape[-1]
-    dkv[..., :k_dim] = dk[..., :k_dim]
-    dkv[..., k_dim:] = dv
-    summed = dk[..., k_dim:].sum(dim=2, keepdim=True, dtype=wide(dk.dtype))  # [S, B, 1, R]
-    turn_into(dk_pe.unsqueeze(2), summed, Tables(cos, sin, positions), Rotation(layout, inverse=True))
-    return dkv, dk_pe
+    table, R = Tables(cos, sin, positions), 2 * cos.shape[-1]
+    nope, pe = dk.split((dk.shape[-1] - R, R), dim=-1)
+    dk_pe = dk.new_empty(*dk.shape[:2], 1, R)
+
+    def summed_and_turned_back(pe: Tensor, *rows: Tensor) -> tuple[Tensor]:
+        shared = pe.sum(dim=2, keepdim=True, dtype=wide(pe.dtype))
+        return (turn(shared, table.block(*rows), Rotation(layout, inverse=True)),)
+
+    by_blocks(summed_and_turned_back, (pe, *table.rows()), (dk_pe,))
+    return torch.cat((nope, dv), dim=-1), dk_pe.squeeze(2)
 
 
-_copied = register(
+# forward copies each column once, to where it belongs: there is nothing to gain from blocks
+_blocked = register(
     "mla_rope_kv_blocked",
-    _copied_forward,
+    kv_forward,
     outputs,
-    _copied_backward,
+    _blocked_backward,
     gradients,
     gradients_of=("kv", "k_pe"),
     saves=saved,
@@ -211,7 +204,7 @@ def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
 _PATHS: Mapping[Backend, KeysAndValues] = {
     "triton": _triton,
     "compile": compiled(kv_forward),
-    "blocked": _copied,
+    "blocked": _blocked,
     "reference": kv_forward,
 }
 FUSION = Fusion("mla_rope_kv", _PATHS)

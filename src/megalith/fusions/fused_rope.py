@@ -118,7 +118,7 @@ def rope_forward(
         if x is None:
             return q.new_empty(0), q.new_empty(0)
         if weight is None:
-            return turn(x.to(wide(x.dtype)), table, Rotation(*how)).to(x.dtype), q.new_empty(0)
+            return turn(x, table, Rotation(*how)).to(x.dtype), q.new_empty(0)
         normed, rstd = normalize(x, weight, Rotation(*how))
         return turn(normed, table, Rotation(*how)).to(x.dtype), rstd
 
@@ -208,7 +208,8 @@ def _blocked_backward(
 
 
 def _turn_blocks(x: Tensor, weight: Tensor | None, table: Tables, how: Rotation, y: Tensor, rstd: Tensor) -> None:
-    for block, its_table in _blocks(x, table):
+    R, D = 2 * table.cos.shape[-1], x.shape[-1]
+    for block, its_table in _blocks(x, table, R if weight is None else D):
         rows = x[block]
         if weight is not None:
             rows, rstd[block] = normalize(rows, weight, how)
@@ -226,7 +227,8 @@ def _turn_back_blocks(
     dweight: Tensor,
 ) -> None:
     total = dweight.zero_().to(wide(dy.dtype))
-    for block, its_table in _blocks(dy, table):
+    R, D = 2 * table.cos.shape[-1], dy.shape[-1]
+    for block, its_table in _blocks(dy, table, R if weight is None else D):
         if x is None or weight is None:
             turn_into(dx[block], dy[block], its_table, how)
         else:
@@ -237,9 +239,9 @@ def _turn_back_blocks(
     dweight.copy_(total)
 
 
-def _blocks(x: Tensor, table: Tables) -> Iterator[tuple[slice, Tables]]:
-    """Blocks of the tokens of ``x`` [S, B, A, D], small enough for four widened copies of each in a CPU's cache."""
-    for block in blocks(len(x), 4 * x[:1].numel()):
+def _blocks(x: Tensor, table: Tables, num_columns: int) -> Iterator[tuple[slice, Tables]]:
+    """Blocks of the tokens of ``x`` [S, B, A, D]: a CPU's cache holds ``num_columns`` of each four times, widened."""
+    for block in blocks(len(x), 4 * num_columns * x[:1, ..., 0].numel()):
         yield block, table.block(*(rows[block] for rows in table.rows()))
 
 

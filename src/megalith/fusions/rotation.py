@@ -124,25 +124,25 @@ def reads_pairs(layout: str, inverse: bool) -> bool:
 
 
 def turn(x: Tensor, table: Tables, how: Rotation) -> Tensor:
-    """``x`` [S, B, A, D] turned by its positions, in its dtype: float32 or wider."""
-    first, second = _turned(x, table, how)
-    end = how.offset + 2 * table.cos.shape[-1]
+    """``x`` [S, B, A, D] turned by its positions, in float32 or wider."""
+    before, both, after = _columns(x, table, how)
+    first, second = _turned(both, table, how)
     pairs = reads_pairs(how.layout, not how.inverse)
-    columns = [torch.stack((first, second), dim=-1).flatten(-2)] if pairs else [first, second]
-    if end - how.offset < x.shape[-1]:
-        columns = [x[..., : how.offset], *columns, x[..., end:]]
-    return torch.cat(columns, dim=-1)
+    turned = [torch.stack((first, second), dim=-1).flatten(-2)] if pairs else [first, second]
+    columns = [before.to(first.dtype), *turned, after.to(first.dtype)]
+    return torch.cat([part for part in columns if part.shape[-1]], dim=-1)
 
 
 def turn_into(y: Tensor, x: Tensor, table: Tables, how: Rotation) -> None:
-    """Writes ``turn`` of ``x``, of any floating dtype, to ``y``, with no copy to join its parts."""
-    first, second = _parts(y, table, how.offset, reads_pairs(how.layout, not how.inverse))
-    for part, turned in zip((first, second), _turned(x, table, how), strict=True):
-        part.copy_(turned)
-    end = how.offset + 2 * table.cos.shape[-1]
-    if end - how.offset < x.shape[-1]:
-        y[..., : how.offset] = x[..., : how.offset]
-        y[..., end:] = x[..., end:]
+    """Writes ``turn`` of ``x`` to ``y``, of any floating dtype, with no copy to join its parts."""
+    before, both, after = _columns(x, table, how)
+    y_before, y_both, y_after = _columns(y, table, how)
+    halves = _halves(y_both, reads_pairs(how.layout, not how.inverse))
+    for half, turned in zip(halves, _turned(both, table, how), strict=True):
+        half.copy_(turned)
+    if before.shape[-1] + after.shape[-1]:
+        y_before.copy_(before)
+        y_after.copy_(after)
 
 
 def normalize(x: Tensor, weight: Tensor, how: Rotation) -> tuple[Tensor, Tensor]:
@@ -162,22 +162,27 @@ def normalize_back(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, how: Rot
 
 
 def _turned(x: Tensor, table: Tables, how: Rotation) -> tuple[Tensor, Tensor]:
-    """The two features of each pair [..., R/2], turned."""
+    """The two features of each pair of ``x`` [S, B, A, R], turned: [S, B, A, R/2] in float32 or wider."""
     acc = wide(x.dtype)
     cos, sin = table.of_tokens(how.sections, acc)
-    parts = _parts(x, table, how.offset, reads_pairs(how.layout, how.inverse))
-    first, second = (part.to(acc) for part in parts)
+    first, second = _halves(x.to(acc), reads_pairs(how.layout, how.inverse))
+    if reads_pairs(how.layout, how.inverse):
+        first, second = first.contiguous(), second.contiguous()  # a copy is cheaper than four strided products
     sin = -sin if how.inverse else sin
     return (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
 
 
-def _parts(x: Tensor, table: Tables, offset: int, pairs: bool) -> tuple[Tensor, Tensor]:
-    """Views of the two features of each pair, [..., R/2]."""
-    half = table.cos.shape[-1]
-    if pairs:
-        end = offset + 2 * half
-        return x[..., offset:end:2], x[..., offset + 1 : end : 2]
-    return x[..., offset : offset + half], x[..., offset + half : offset + 2 * half]
+def _columns(x: Tensor, table: Tables, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of the columns before those that turn, of those, and of those after."""
+    R = 2 * table.cos.shape[-1]
+    before, both, after = x.split((how.offset, R, x.shape[-1] - how.offset - R), dim=-1)
+    return before, both, after
+
+
+def _halves(x: Tensor, pairs: bool) -> tuple[Tensor, Tensor]:
+    """Views of the two features of each pair."""
+    first, second = x.unflatten(-1, (-1, 2)).unbind(dim=-1) if pairs else x.chunk(2, dim=-1)
+    return first, second
 
 
 def _gain(weight: Tensor, dtype: torch.dtype, how: Rotation) -> Tensor:
