@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megalith.fusions.default_paths import DEFAULT_PATHS
-from tests.accuracy import DTYPES
-from tests.fusions.harness import SAMPLE, WIDTHS, Case, Inputs, all_cases, as_tuple, first_of_each_operation
+from tests.fusions.harness import SAMPLE, Case, Inputs, all_cases, as_tuple, first_of_each_operation
 from tests.fusions.observe import operator_calls, saved_bytes
 from tests.kernel_reports import in_interpreter, traffic
 
@@ -35,9 +36,7 @@ def on_paths(cases: list[Case], paths: Sequence[str] = EAGER, slow_after_first: 
 
 
 def small(case: Case, device: str, dtype: torch.dtype = torch.float32, num_rows: int = 3) -> Inputs:
-    """Inputs of a width that is no power of two, where the case takes one."""
-    width = 127 if 127 in case.widths else case.widths[-1]
-    return case.make(num_rows, width, dtype, device)
+    return case.make(num_rows, usual_width(case), dtype, device)
 
 
 def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
@@ -46,12 +45,30 @@ def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         assert torch.equal(got[name], value), name
 
 
-@on_paths(CASES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [pytest.param(w, marks=[] if w in SAMPLE else pytest.mark.slow) for w in WIDTHS])
+def matrix() -> list[Any]:
+    """Every case on every path in every dtype at every width; `make test` takes a sample, the first cases most."""
+    parameters = []
+    for case, path in ((case, path) for case in CASES for path in EAGER if path in case.fusion.paths):
+        for dtype, width in itertools.product(case.dtypes, case.widths):
+            often = case in FIRST and width in sample_of(case.widths)
+            sampled = often or (width == usual_width(case) and dtype in (torch.float32, torch.bfloat16))
+            marks = [] if sampled else [pytest.mark.slow]
+            parameters.append(pytest.param(case, path, dtype, width, id=f"{case}-{path}-{dtype}-{width}", marks=marks))
+    return parameters
+
+
+def sample_of(widths: Sequence[int]) -> Sequence[int]:
+    return [width for width in widths if width in SAMPLE] or widths[:3]
+
+
+def usual_width(case: Case) -> int:
+    """A width that is no power of two, where the case takes one."""
+    return 127 if 127 in case.widths else case.widths[-1]
+
+
+@pytest.mark.parametrize(("case", "path", "dtype", "width"), matrix())
 def test_results_and_gradients_match_float64(case, path, dtype, width, device):
-    if width in case.widths and dtype in case.dtypes:
-        case.assert_accurate(case.make(3 if path == "triton" else 5, width, dtype, device), path)
+    case.assert_accurate(case.make(3 if path == "triton" else 5, width, dtype, device), path)
 
 
 @on_paths(CASES)
@@ -90,7 +107,7 @@ def test_backward_can_run_twice_and_nothing_that_was_given_is_written(case, path
         assert given is None or torch.equal(given, want)
 
 
-@on_paths(CASES)
+@on_paths(CASES, slow_after_first=True)
 def test_two_runs_and_a_recomputed_one_are_equal_bit_for_bit(case, path, device):
     inputs = small(case, device)
     dy = case.upstream(inputs, path)
@@ -146,7 +163,7 @@ def through(compiled: Callable[..., object], case: Case) -> Case:
     return dataclasses.replace(case, compute=lambda backend, **inputs: compiled(**inputs))
 
 
-@on_paths(CASES, (*EAGER, "compile"), slow_after_first=True)
+@on_paths(CASES, slow_after_first=True)
 def test_torch_compile_finds_one_graph(case, path, device):
     torch.compiler.reset()
     compute = functools.partial(case.compute, backend=path)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 import triton
 
 from tests.fusions.harness import first_of_each_operation
@@ -17,7 +18,8 @@ def over_budget(report: Report) -> Report:
 
 
 def test_kernels_of_one_case_of_each_operation_compile_and_spill_no_more_than_they_may():
-    report = without_interpreter(compile_kernels, [case.name for case in first_of_each_operation()], ("sm_90",))
+    names = [case.name for case in first_of_each_operation()]
+    report = without_interpreter(compile_kernels, names, ("sm_90",), (torch.bfloat16,))
     assert report
     assert over_budget(report) == {}
 

@@ -4,59 +4,57 @@ from typing import NamedTuple
 
 import torch
 
-from megalith.fusions import (
-    aux_loss_scores,
-    fused_adamw,
-    fused_add_norm,
-    fused_attention,
-    fused_bias_dropout,
-    fused_bias_gelu,
-    fused_cross_entropy,
-    fused_indices_converter,
-    fused_layer_norm,
-    fused_linear_cross_entropy,
-    fused_mla_yarn_rope_apply,
-    fused_pad_routing_map,
-    fused_permute,
-    fused_quantize,
-    fused_rope,
-    fused_topk_router,
-    fused_weighted_squared_relu,
-    glu,
-    glu_float8,
-    row_map,
-    softmax,
-)
+from megalith.fusions.aux_loss_scores import FUSION as AUX_LOSS_SCORES
 from megalith.fusions.backend import Fusion, chosen_by_use
 from megalith.fusions.blocks import BLOCK_ELEMENTS
+from megalith.fusions.fused_adamw import FUSION as ADAMW
+from megalith.fusions.fused_add_norm import FUSION as ADD_NORM
+from megalith.fusions.fused_attention import FUSION as ATTENTION
+from megalith.fusions.fused_bias_dropout import FUSION as BIAS_DROPOUT
+from megalith.fusions.fused_bias_gelu import FUSION as BIAS_GELU
+from megalith.fusions.fused_cross_entropy import FUSION as CROSS_ENTROPY
+from megalith.fusions.fused_indices_converter import INDICES_TO_MULTIHOT_FUSION, MULTIHOT_TO_INDICES_FUSION
+from megalith.fusions.fused_layer_norm import LAYER_NORM_FUSION, RMS_NORM_FUSION
+from megalith.fusions.fused_linear_cross_entropy import FUSION as LINEAR_CROSS_ENTROPY
+from megalith.fusions.fused_mla_yarn_rope_apply import FUSION as MLA_YARN_ROPE_APPLY
+from megalith.fusions.fused_pad_routing_map import FUSION as PAD_ROUTING_MAP
+from megalith.fusions.fused_permute import PERMUTE_FUSION, UNPERMUTE_FUSION
+from megalith.fusions.fused_quantize import FUSION as QUANTIZE
+from megalith.fusions.fused_rope import FUSION as ROPE
+from megalith.fusions.fused_topk_router import FUSION as TOPK_ROUTER
+from megalith.fusions.fused_weighted_squared_relu import FUSION as WEIGHTED_SQUARED_RELU
+from megalith.fusions.glu import FUSION as GLU
+from megalith.fusions.glu_float8 import FUSION as GLU_FLOAT8
+from megalith.fusions.row_map import FUSION as ROW_MAP
+from megalith.fusions.softmax import FUSION as SOFTMAX
 
 __all__ = ["FUSIONS", "explain"]
 
 FUSIONS: tuple[Fusion[object], ...] = (
-    fused_adamw.FUSION,
-    fused_add_norm.FUSION,
-    fused_attention.FUSION,
-    fused_bias_dropout.FUSION,
-    fused_bias_gelu.FUSION,
-    glu.FUSION,
-    glu_float8.FUSION,
-    softmax.FUSION,
-    fused_rope.FUSION,
-    fused_mla_yarn_rope_apply.FUSION,
-    fused_cross_entropy.FUSION,
-    fused_linear_cross_entropy.FUSION,
-    fused_indices_converter.INDICES_TO_MULTIHOT_FUSION,
-    fused_indices_converter.MULTIHOT_TO_INDICES_FUSION,
-    fused_layer_norm.LAYER_NORM_FUSION,
-    fused_layer_norm.RMS_NORM_FUSION,
-    fused_pad_routing_map.FUSION,
-    fused_quantize.FUSION,
-    fused_permute.PERMUTE_FUSION,
-    fused_permute.UNPERMUTE_FUSION,
-    row_map.FUSION,
-    fused_topk_router.FUSION,
-    aux_loss_scores.FUSION,
-    fused_weighted_squared_relu.FUSION,
+    ADAMW,
+    ADD_NORM,
+    ATTENTION,
+    BIAS_DROPOUT,
+    BIAS_GELU,
+    GLU,
+    GLU_FLOAT8,
+    SOFTMAX,
+    ROPE,
+    MLA_YARN_ROPE_APPLY,
+    CROSS_ENTROPY,
+    LINEAR_CROSS_ENTROPY,
+    INDICES_TO_MULTIHOT_FUSION,
+    MULTIHOT_TO_INDICES_FUSION,
+    LAYER_NORM_FUSION,
+    RMS_NORM_FUSION,
+    PAD_ROUTING_MAP,
+    QUANTIZE,
+    PERMUTE_FUSION,
+    UNPERMUTE_FUSION,
+    ROW_MAP,
+    TOPK_ROUTER,
+    AUX_LOSS_SCORES,
+    WEIGHTED_SQUARED_RELU,
 )
 
 
