@@ -44,6 +44,17 @@ def test_every_row_counts_for_itself():
     assert params.document_ids().tolist() == [[0, 0, 0, 1], [0, 0, 0, 0], [0, 1, 2, 2]]
 
 
+def test_every_token_knows_the_bounds_of_its_document_in_its_row():
+    params = PackedSeqParams.from_lengths([[3, 1], [4], [1, 1, 2]])
+    assert params.document_bounds.dtype == torch.int32
+    assert params.document_bounds.tolist() == [
+        [[0, 3], [0, 3], [0, 3], [3, 4]],
+        [[0, 4]] * 4,
+        [[0, 1], [1, 2], [2, 4], [2, 4]],
+    ]
+    assert params.to("meta").document_bounds.device.type == "meta"
+
+
 def test_documents_may_be_numbered_from_anywhere():
     documents = torch.tensor([[7, 7, 9, 9], [9, 9, 9, 9]], dtype=torch.int32)
     params = PackedSeqParams.from_documents(documents)

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.backend import Backend, Fusion
+from megalith.errors import BackendError, ConfigError, ShapeError
+from megalith.fusions.backend import Backend, Fusion, Operand
 from megalith.fusions.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.flash_for_cpu import op as flash_for_cpu
 from megalith.fusions.rows import wide
 from megalith.packed_seq_params import PackedSeqParams
 
@@ -57,7 +58,7 @@ def fused_attention(
         v: [Sk, B, G, Dv].
         causal: a query sees no key after the one beside it. The last of both are beside each other, so that queries
             after a cache of keys are the last positions.
-        scale: of the scores; by default 1 / sqrt(D).
+        scale: of the scores, positive; by default 1 / sqrt(D).
         window: (left, right), how many keys a query sees before and after the one beside it; -1 is all of them.
         packed_seq_params: tokens see those of their own document only; queries and keys are the same tokens.
         sink: [A], a score in every softmax of the head that has no value: attention to nothing.
@@ -70,14 +71,17 @@ def fused_attention(
 
     Raises:
         ShapeError: the tensors do not fit together.
-        ConfigError: a window that is none.
+        ConfigError: a window that is none, or that the causal rule makes idle; a scale that is not positive.
         BackendError: ``backend`` cannot run on ``q``.
     """
     _check(q, k, v, packed_seq_params, sink)
     left, right = _sides(causal, window)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if not 0.0 < scale < torch.inf:
+        raise ConfigError(f"scale must be positive and finite; got {scale}")
     bounds = None if packed_seq_params is None else packed_seq_params.document_bounds
     compute = FUSION.path(q, backend)
-    return compute(q, k, v, sink, bounds, q.shape[-1] ** -0.5 if scale is None else scale, left, right)
+    return compute(q, k, v, sink, bounds, scale, left, right)
 
 
 def attention(
@@ -115,21 +119,31 @@ def _seen(q: Tensor, k: Tensor, bounds: Tensor | None, left: int, right: int) ->
     return seen.expand(1, 1, Sq, Sk) if bounds is None else seen
 
 
-def _for_torch(q: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-    from megalith.fusions.flash_for_cpu import op
+def _triton(q: Tensor, k: Tensor, v: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    from megalith.fusions.kernels.attention import MAX_COLUMNS, op
 
-    return op(q, *inputs)
-
-
-def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
-    from megalith.fusions.kernels.attention import op
-
-    return op(*inputs)
+    if max(q.shape[-1], v.shape[-1]) > MAX_COLUMNS:
+        raise BackendError(
+            f"attention cannot take backend='triton' with heads of {q.shape[-1]} and {v.shape[-1]} columns: its blocks "
+            f"hold {MAX_COLUMNS}; take {'aten or ' if q.device.type == 'cpu' else ''}reference"
+        )
+    return op(q, k, v, *inputs)
 
 
 # no `compile`, which would make every score, and no `blocked`: torch's kernels for a CPU are made of blocks
-_PATHS: Mapping[Backend, Attention] = {"triton": _triton, "aten": _for_torch, "reference": attention}
-FUSION = Fusion("attention", _PATHS)
+_PATHS: Mapping[Backend, Attention] = {"triton": _triton, "aten": flash_for_cpu, "reference": attention}
+
+
+class _AttentionFusion(Fusion[Attention]):
+    """The paths of attention, of which ``aten`` is for a CPU."""
+
+    def why_not(self, backend: Backend, x: Operand) -> str | None:
+        if backend == "aten" and x.device.type != "cpu":
+            return f"torch's kernels on {x.device.type} give the log-sum-exp no gradient"
+        return super().why_not(backend, x)
+
+
+FUSION = _AttentionFusion("attention", _PATHS)
 
 
 def _sides(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:

@@ -62,7 +62,7 @@ def formula(
         for b in range(B):
             parts = lengths(Sq) if b % 2 == 0 else [Sq]
             seen[b] &= torch.block_diag(*(torch.ones(n, n) for n in parts)).bool()
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k.expand(-1, -1, A, -1), v.expand(-1, -1, A, -1)))
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, *(x.repeat_interleave(A // x.shape[2], 2) for x in (k, v))))
     weights = torch.exp(q @ k.mT * (D**-0.5 if scale is None else scale)) * seen.to(q.device)
     total = weights.sum(dim=-1) if sink is None else weights.sum(dim=-1) + torch.exp(sink).unsqueeze(-1)
     return (weights @ v / total.unsqueeze(-1)).permute(2, 0, 1, 3), torch.log(total)

@@ -26,7 +26,9 @@ from megalith.fusions.kernels.attention_tiles import (
 from megalith.fusions.library import gradients_like, register, wrap_triton
 from megalith.fusions.rows import contiguous_columns
 
-__all__ = ["op"]
+__all__ = ["MAX_COLUMNS", "op"]
+
+MAX_COLUMNS = 256  # of a head, that the tables of blocks go up to
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
