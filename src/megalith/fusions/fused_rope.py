@@ -88,7 +88,9 @@ def fused_rope(
     R = q.shape[-1] if rotary_dim is None and q.dim() else rotary_dim or 0
     how = Rotation(layout, inverse, 0, tuple(sections or ()), eps, zero_centered)
     _check(q, k, q_norm_weight, k_norm_weight, R, how)
-    check_one_device(q=q, k=k, cos=cos, sin=sin, positions=positions)
+    check_floating(cos=cos, sin=sin)
+    gains = {"q_norm_weight": q_norm_weight, "k_norm_weight": k_norm_weight}
+    check_one_device(q=q, k=k, cos=cos, sin=sin, positions=positions, **gains)
     compute = FUSION.path(q, backend)
     heads = q if q.dim() == 4 else q.unsqueeze(1)
     k_heads = k if k is None or k.dim() == 4 else k.unsqueeze(1)
@@ -299,5 +301,5 @@ def _check(
             raise ConfigError("zero_centered is about q_norm_weight and k_norm_weight; without them leave it out")
     elif how.inverse:
         raise ConfigError("inverse turns back what was turned, and a norm has no inverse; leave one of them out")
-    if how.sections and (len(how.sections) != 3 or sum(how.sections) != R // 2):
+    if how.sections and (len(how.sections) != 3 or min(how.sections) < 0 or sum(how.sections) != R // 2):
         raise ConfigError(f"sections must be three numbers of pairs, {R // 2} together; got {tuple(how.sections)}")
