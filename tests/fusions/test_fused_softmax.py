@@ -134,6 +134,14 @@ def test_rows_wider_than_a_block_are_summed_step_by_step(case, dtype, device, mo
     case.assert_accurate(case.make(1, 200, dtype, device), "triton")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_of_16385_keys(case, dtype, backend, device):
+    case.assert_accurate(case.make(1, 16385, dtype, device), backend)
+
+
 def test_a_sink_learns_and_0_is_the_off_by_one_softmax():
     x = scores(2, 3, 4, 5)
     offset = torch.nn.Parameter(torch.zeros(3))

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalith.fusions import cost
 from megalith.fusions.backend import Backend
 from megalith.fusions.softmax import FUSION, masked_softmax
-from tests.fusions.harness import Case, Inputs
+from tests.fusions.harness import WIDTHS, Case, Inputs
 
 B, Sq = 2, 2
 
@@ -90,6 +90,8 @@ def case(name: str, *given: str, mask: tuple[int, ...] | None = None, **settings
         terms=lambda scores, **_: {"dscores": scores.shape[-1], "dsink": B * Sq * scores.shape[-1]},
         cost=partial(cost.masked_softmax, **settings),
         shared=("mask",),
+        # a share of 16385 keys is a subnormal number in float16, which has no relative accuracy
+        widths=[width for width in WIDTHS if width <= 4096],
     )
 
 
