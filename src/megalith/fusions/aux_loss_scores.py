@@ -52,7 +52,7 @@ def compute_routing_scores_for_aux_loss(
 def _scores(logits: Tensor, topk: int, score: str) -> tuple[Tensor, Tensor]:
     """Reference: scores, then the map."""
     x = logits.to(wide(logits.dtype))
-    chosen = torch.zeros_like(x, dtype=torch.bool).scatter(1, largest(x.detach(), topk), True)
+    chosen = torch.zeros_like(x, dtype=torch.bool).scatter_(1, largest(x.detach(), topk), True)
     if score == "softmax":
         return torch.softmax(x, dim=-1), chosen
     q = score_of(x, score)
@@ -64,7 +64,8 @@ def _scores_back(dscores: Tensor, logits: Tensor, score: str) -> Tensor:
     x = logits.to(dscores.dtype)
     if score == "softmax":
         p = torch.softmax(x, dim=-1)
-        return (p * (dscores - (dscores * p).sum(dim=-1, keepdim=True))).to(logits.dtype)
+        dlogits: Tensor = torch.ops.aten._softmax_backward_data(dscores, p, -1, x.dtype)  # in one pass
+        return dlogits.to(logits.dtype)
     q = score_of(x, score)
     total = q.sum(dim=-1, keepdim=True) + EPSILON
     dq = (dscores - (dscores * q / total).sum(dim=-1, keepdim=True)) / total

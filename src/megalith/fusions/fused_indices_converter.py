@@ -110,9 +110,10 @@ def _to_multihot(indices: Tensor, probs_indices: Tensor, num_experts: int) -> tu
     T, acc = indices.shape[0], wide(probs_indices.dtype)
     local, column = _columns(indices, num_experts)
     weights = probs_indices.to(acc).where(local, 0.0)
-    probs = weights.new_zeros(T, num_experts).scatter_add(1, column, weights).to(probs_indices.dtype)
-    count = indices.new_zeros(T, num_experts, dtype=torch.int32).scatter_add(1, column, local.to(torch.int32))
-    return probs, count != 0
+    probs = weights.new_zeros(T, num_experts).scatter_add_(1, column, weights)
+    # how often an expert is named; no row has 2^16 slots
+    count = torch.zeros_like(probs, dtype=torch.int16).scatter_add_(1, column, local.to(torch.int16))
+    return probs.to(probs_indices.dtype), count != 0
 
 
 def _to_indices(multihot: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Tensor]:
@@ -130,9 +131,9 @@ def _at_indices(dense: Tensor, indices: Tensor) -> Tensor:
 
 
 def _columns(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Which indices are of an expert, and their columns: 0 for those that are not."""
-    local = (indices >= 0) & (indices < num_experts)
-    return local, indices.where(local, 0).to(torch.int64)
+    """Which indices are of an expert, and their columns; any column for those that are not."""
+    column = indices.clamp(0, num_experts - 1)
+    return column == indices, column.to(torch.int64)
 
 
 def _blocked_to_multihot(indices: Tensor, probs_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

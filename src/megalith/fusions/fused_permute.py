@@ -126,14 +126,14 @@ def _unpermute(permuted: Tensor, probs: Tensor | None, row_of: Tensor, token_of:
     T, rows = len(row_of), permuted.to(wide(permuted.dtype))
     if probs is not None:
         rows = rows * _by_row(probs.to(rows.dtype), row_of, len(token_of))[:, None]
-    y = rows.new_zeros(T + 1, rows.shape[1]).index_add(0, token_of.where(token_of >= 0, T), rows)
+    y = rows.new_zeros(T + 1, rows.shape[1]).index_add_(0, token_of.where(token_of >= 0, T), rows)
     return y[:T].to(permuted.dtype)
 
 
 def _by_row(probs: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
     """``probs`` of the slots, as weights of the rows; slots without a row go past the last."""
     row = row_of.where(row_of >= 0, num_rows).flatten().to(torch.int64)
-    return probs.new_zeros(num_rows + 1).scatter(0, row, probs.flatten())[:num_rows]
+    return probs.new_zeros(num_rows + 1).scatter_(0, row, probs.flatten())[:num_rows]
 
 
 def _by_slot(weights: Tensor, row_of: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from megalith.fusions.blocks import by_blocks
 from megalith.fusions.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.fused_indices_converter import fused_indices_to_multihot
 from megalith.fusions.library import register
-from megalith.fusions.routing_scores import EPSILON, score_of, select, slope_of, weigh
+from megalith.fusions.routing_scores import EPSILON, score_of, select, slope_of, softmax_of_best, weigh
 from megalith.fusions.rows import wide
 
 __all__ = [
@@ -63,7 +63,7 @@ def fused_topk_router(
     """The experts of each token, their weights, and how many tokens each expert gets.
 
     Args:
-        logits: [T, E], floating. NaN is chosen before everything else, and makes the token's weights NaN.
+        logits: [T, E], floating. NaN is chosen as inf would be, and makes the token's weights NaN.
         topk: K. Of equal scores the lower expert is chosen.
         score_function: "softmax", "sigmoid" or "sqrtsoftplus"; the last two are divided by their sum where K > 1.
         use_pre_softmax: softmax over all E before the choice, and no division after it; else over the chosen K.
@@ -136,7 +136,7 @@ def _route(
     x = logits.to(wide(logits.dtype))
     indices = select(x.detach(), expert_bias, topk, score, num_groups, group_topk)
     chosen = indices.flatten()
-    num_tokens = chosen.new_zeros(logits.shape[1]).scatter_add(0, chosen, torch.ones_like(chosen))
+    num_tokens = chosen.new_zeros(logits.shape[1]).scatter_add_(0, chosen, torch.ones_like(chosen))
     return weigh(x, indices, score, scale).to(logits.dtype), indices, num_tokens
 
 
@@ -147,17 +147,17 @@ def _route_back(dprobs: Tensor, logits: Tensor, indices: Tensor, score: str, sca
     if score == "pre_softmax":
         p = torch.softmax(x, dim=-1)
         inner = (g * p.gather(1, indices)).sum(dim=-1, keepdim=True)
-        return (p * (torch.zeros_like(p).scatter(1, indices, g) - inner)).to(logits.dtype)
+        return (p * (torch.zeros_like(p).scatter_(1, indices, g) - inner)).to(logits.dtype)
     chosen = x.gather(1, indices)
     if score == "softmax":
-        w = torch.softmax(chosen, dim=-1)
+        w = softmax_of_best(chosen)
         d = w * (g - (g * w).sum(dim=-1, keepdim=True))
     else:
         q = score_of(chosen, score)
         total = q.sum(dim=-1, keepdim=True) + EPSILON
         dq = g if q.shape[1] == 1 else (g - (g * q / total).sum(dim=-1, keepdim=True)) / total
         d = dq * slope_of(chosen, q, score)
-    return torch.zeros_like(logits).scatter(1, indices, d.to(logits.dtype))
+    return torch.zeros_like(logits).scatter_(1, indices, d.to(logits.dtype))
 
 
 def _blocked_route(

@@ -10,13 +10,14 @@ DeepSeek-V2, arXiv:2405.04434 (groups); DeepSeek-V3, arXiv:2412.19437 (sigmoid a
 
 Scores rise with the logits, so without bias and groups the choice is made on the logits themselves: it is exact, and
 the same in every path. With them it is made on float32 scores, whose last digit may differ between paths. Of equal
-values the lower expert is taken; NaN counts as the greatest, as in torch.topk.
+values the lower expert is taken; NaN counts as inf.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["EPSILON", "FAR", "largest", "score_of", "select", "slope_of", "weigh"]
+__all__ = ["EPSILON", "FAR", "largest", "score_of", "select", "slope_of", "softmax_of_best", "weigh"]
 
 EPSILON = 1e-20  # beside sums of scores, which may all be zero
 # below, log(1 + exp(x)) is exp(x) to the last digit of float64, and its root is in range where it is not
@@ -35,7 +36,7 @@ def select(x: Tensor, bias: Tensor | None, topk: int, score: str, num_groups: in
     of_groups = len(x) * num_groups, x.shape[1] // num_groups
     best = value.reshape(of_groups).gather(1, largest(by.reshape(of_groups), topk // group_topk)).unbind(dim=1)
     worth = sum(best[1:], best[0]).view(len(x), num_groups)  # one after the other, so that every path rounds alike
-    kept = torch.zeros_like(worth, dtype=torch.bool).scatter(1, largest(worth, group_topk), True)
+    kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, largest(worth, group_topk), True)
     return largest(by, topk, among=kept.repeat_interleave(of_groups[1], dim=1))
 
 
@@ -45,9 +46,15 @@ def weigh(x: Tensor, indices: Tensor, score: str, scale: float) -> Tensor:
         return torch.softmax(x, dim=-1).gather(1, indices) * scale
     chosen = x.gather(1, indices)
     if score == "softmax":
-        return torch.softmax(chosen, dim=-1) * scale
+        return softmax_of_best(chosen) * scale
     q = score_of(chosen, score)
     return (q if q.shape[1] == 1 else q / (q.sum(dim=-1, keepdim=True) + EPSILON)) * scale
+
+
+def softmax_of_best(chosen: Tensor) -> Tensor:
+    """softmax over rows whose greatest entry is the first; torch.softmax is slow on rows of a few."""
+    e = torch.exp(chosen - chosen[:, :1].detach())
+    return e / e.sum(dim=-1, keepdim=True)
 
 
 def score_of(x: Tensor, score: str) -> Tensor:
@@ -69,16 +76,28 @@ def slope_of(x: Tensor, q: Tensor, score: str) -> Tensor:
 def largest(values: Tensor, k: int, among: Tensor | None = None) -> Tensor:
     """Columns of the ``k`` largest of each row, of those that ``among`` marks (k or more); of equal ones the lower.
 
-    torch.topk leaves open which of equal entries it takes, so it is given whole numbers that all differ.
+    torch.topk leaves open which of equal entries it takes; here it is given whole numbers that all differ.
     """
+    E = values.shape[1]
+    values = values.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if values.dtype == torch.float64:
         order = values.sort(dim=-1, descending=True, stable=True).indices
         if among is not None:
             order = order.gather(1, among.gather(1, order).int().sort(dim=-1, descending=True, stable=True).indices)
         return order[:, :k]
-    bits = values.where(values != 0.0, 0.0).view(torch.int32)  # -0 equals 0
-    key = torch.where(values.isnan(), 2**31 - 1, bits ^ ((bits >> 31) & (2**31 - 1))).to(torch.int64)
-    key = (key << 32) - torch.arange(values.shape[1], device=values.device)
+    key = _ordered(values).to(torch.int64).mul_(2**32).add_(torch.arange(E - 1, -1, -1, device=values.device))
     if among is not None:
-        key = key.where(among, -(2**63))
-    return key.topk(k, dim=-1).indices
+        key = key.masked_fill_(~among, -(2**63))
+    if values.device.type != "cpu" or torch.compiler.is_compiling():
+        return key.topk(k, dim=-1).indices
+    keys = key.numpy()
+    keys.partition(E - k, axis=-1)  # five times as fast as torch.topk
+    best = torch.from_numpy(np.sort(keys[:, E - k :], axis=-1))
+    return best.flip(-1).bitwise_and_(2**32 - 1).neg_().add_(E - 1)
+
+
+def _ordered(values: Tensor) -> Tensor:
+    """int32 that order as the float32 ``values`` do, none of them NaN, and are equal where those are: 0 and -0."""
+    bits = values.view(torch.int32)
+    sign = bits >> 31
+    return (bits & (2**31 - 1)).bitwise_xor_(sign).sub_(sign)

@@ -83,10 +83,10 @@ def _row_map(routing_map: Tensor, num_rows: int, num_experts: int, pad_multiple:
         # sorted slots lie densely; their rows lie apart by the gaps of the experts before
         gaps = torch.nn.functional.pad(starts - (counts.cumsum(0) - counts), (0, 1))
         rows = torch.arange(len(order), device=order.device) + gaps[expert]
-        row = torch.empty_like(order).scatter(0, order, rows).view(routed.shape)
+        row = torch.empty_like(order).scatter_(0, order, rows).view(routed.shape)
         token = token[:, None].expand(row.shape)
     routed = routed & (row < num_rows)
-    token_of = row.new_full((num_rows + 1,), -1).scatter(0, row.where(routed, num_rows).flatten(), token.flatten())
+    token_of = row.new_full((num_rows + 1,), -1).scatter_(0, row.where(routed, num_rows).flatten(), token.flatten())
     row_of = row.where(routed, -1).int()
     row_of = row_of.t().contiguous() if routing_map.dtype == torch.bool else row_of
     rows_per_expert = ends.clamp(max=num_rows) - starts.clamp(max=num_rows)
@@ -98,7 +98,7 @@ def _counts(routing_map: Tensor, num_experts: int) -> Tensor:
     if routing_map.dtype == torch.bool:
         return routing_map.sum(dim=0)
     expert = routing_map.where(_local(routing_map, num_experts), num_experts).flatten().to(torch.int64)
-    return expert.new_zeros(num_experts + 1).scatter_add(0, expert, torch.ones_like(expert))[:num_experts]
+    return expert.new_zeros(num_experts + 1).scatter_add_(0, expert, torch.ones_like(expert))[:num_experts]
 
 
 def _local(indices: Tensor, num_experts: int) -> Tensor:

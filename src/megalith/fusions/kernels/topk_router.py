@@ -55,10 +55,10 @@ def softmax_of_rows(x, mask):
 
 @triton.jit
 def key_of(x, mask):
-    """Whole numbers in the order of ``x``, NaN the greatest and -0 equal to 0; TAKEN where ``mask`` is False."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    key = tl.where(x != x, _GREATEST, bits ^ ((bits >> 31) & _GREATEST))
-    return tl.where(mask, key, TAKEN)
+    """Whole numbers in the order of ``x``, equal for 0 and -0, and for inf and NaN; TAKEN where ``mask`` is False."""
+    bits = tl.where(x != x, float("inf"), x).to(tl.int32, bitcast=True)
+    sign = bits >> 31
+    return tl.where(mask, ((bits & _GREATEST) ^ sign) - sign, TAKEN)
 
 
 @triton.jit
