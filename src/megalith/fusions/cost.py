@@ -170,7 +170,7 @@ def indices_to_multihot(indices: Tensor, probs_indices: Tensor, num_experts: int
 
 
 def mla_rope_kv(kv: Tensor, k_pos_emb: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None) -> Cost:
-    """Reads kv, the shared part of the keys and tables and writes k and v; backward reads and writes their gradients."""
+    """Reads kv, the shared part of the keys, and tables; writes k and v. Backward reads and writes their gradients."""
     heads, shared = kv.shape[:-1].numel(), _bytes((cos, sin, positions))
     written = kv.nbytes + heads * k_pos_emb.shape[-1] * kv.element_size()
     moved = kv.nbytes + k_pos_emb.nbytes + written + shared

@@ -17,7 +17,7 @@ from megalith.fusions.checks import check_floating, check_one_device, check_shap
 from megalith.fusions.dropout_mask import mask_operands
 from megalith.fusions.norm import Norm, Normalization, add_norm, check_norm, triton
 from megalith.fusions.norm_blocked import op as blocked
-from megalith.fusions.rows import as_rows
+from megalith.fusions.rows import as_rows, in_shape
 from megalith.numerics.dropout import DropoutKey
 
 __all__ = ["FUSION", "fused_add_norm"]
@@ -78,7 +78,7 @@ def fused_add_norm(
         as_rows(x), as_rows(residual), weight, bias, input_bias, words, tokens, site, p, float(eps), normalization,
         zero_centered,
     )  # fmt: skip
-    return y.view(x.shape), h.view(x.shape)
+    return in_shape(y, x.shape), in_shape(h, x.shape)
 
 
 _PATHS: Mapping[Backend, Norm] = {

@@ -25,7 +25,7 @@ from megalith.fusions.blocks import blocks, by_blocks
 from megalith.fusions.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.dropout_mask import keep, mask_operands
 from megalith.fusions.library import register
-from megalith.fusions.rows import as_rows, wide
+from megalith.fusions.rows import as_rows, in_shape, wide
 from megalith.numerics.dropout import DropoutKey
 
 __all__ = [
@@ -75,7 +75,7 @@ def bias_dropout_add_fused_train(
     compute = FUSION.path(x if x.dtype == torch.float64 else residual, backend)
     words, tokens, site = mask_operands(key, x) if prob else (None, None, 0)
     y = compute(as_rows(x), bias, as_rows(residual), words, tokens, site, float(prob), feature_offset)
-    return y.view(residual.shape)
+    return in_shape(y, residual.shape)
 
 
 def bias_dropout_add_fused_inference(

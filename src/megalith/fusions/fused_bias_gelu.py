@@ -24,7 +24,7 @@ from megalith.fusions.backend import Backend, Fusion, compiled
 from megalith.fusions.blocks import by_blocks
 from megalith.fusions.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.library import gradients_like, register
-from megalith.fusions.rows import as_rows, wide
+from megalith.fusions.rows import as_rows, in_shape, wide
 
 __all__ = [
     "FUSION",
@@ -62,7 +62,7 @@ def bias_gelu_impl(
     """
     activation = _check(input, bias, approximate)
     compute = FUSION.path(input, backend)
-    return compute(as_rows(input), bias, activation).view(input.shape)
+    return in_shape(compute(as_rows(input), bias, activation), input.shape)
 
 
 class GeLUFunction:

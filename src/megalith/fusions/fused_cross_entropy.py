@@ -35,7 +35,7 @@ from megalith.fusions.cross_entropy_steps import (
     reference_statistics,
 )
 from megalith.fusions.library import register, register_without_gradient
-from megalith.fusions.rows import as_rows
+from megalith.fusions.rows import as_rows, in_shape
 from megalith.fusions.two_collective_cross_entropy import (
     calculate_cross_entropy_loss,
     calculate_gradients,
@@ -104,7 +104,7 @@ def fused_vocab_parallel_cross_entropy(
     terms = terms_of(label_smoothing, smoothing, z_loss, part.vocab_size)
     steps = FUSION.path(vocab_parallel_logits, backend)
     loss = loss_of_parts(steps, (as_rows(vocab_parallel_logits),), target.reshape(-1), tp_group, part, terms)
-    return loss.view(target.shape)
+    return in_shape(loss, target.shape)
 
 
 def _blocked_gradient(

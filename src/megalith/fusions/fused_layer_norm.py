@@ -25,7 +25,7 @@ from megalith.fusions.norm import (
     triton,
 )
 from megalith.fusions.norm_blocked import op as blocked
-from megalith.fusions.rows import wide
+from megalith.fusions.rows import in_shape, wide
 
 __all__ = [
     "LAYER_NORM_FUSION",
@@ -94,7 +94,7 @@ def _norm(
     y, *_ = compute(
         nested_rows(x), None, weight, bias, None, None, None, 0, 0.0, float(eps), normalization, zero_centered
     )
-    return y.view(x.shape)
+    return in_shape(y, x.shape)
 
 
 class _FusedNorm(nn.Module):

@@ -37,7 +37,7 @@ from megalith.fusions.cross_entropy_steps import (
     reference_statistics,
 )
 from megalith.fusions.linear_cross_entropy_chunks import steps_by_chunks
-from megalith.fusions.rows import as_rows
+from megalith.fusions.rows import as_rows, in_shape
 from megalith.topology.collectives import copy_to_tensor_model_parallel_region
 
 __all__ = ["FUSION", "fused_linear_cross_entropy"]
@@ -103,7 +103,7 @@ def fused_linear_cross_entropy(
     steps = FUSION.path(_Logits(x.device, x.dtype, target.numel() * num_columns), backend)
     rows = as_rows(copy_to_tensor_model_parallel_region(x, tp_group))
     inputs = (rows, weight, bias, chunk_size or _CHUNK_SIZE)
-    return loss_of_parts(steps, inputs, target.reshape(-1), tp_group, part, terms).view(target.shape)
+    return in_shape(loss_of_parts(steps, inputs, target.reshape(-1), tp_group, part, terms), target.shape)
 
 
 class _Logits(NamedTuple):

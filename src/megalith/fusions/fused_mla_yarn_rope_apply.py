@@ -27,7 +27,7 @@ from megalith.fusions.fused_rope import FUSION as ROPE
 from megalith.fusions.library import register
 from megalith.fusions.rope_tables import positions_from_cu_seqlens
 from megalith.fusions.rotation import Rotation, Tables, tables, turn
-from megalith.fusions.rows import wide
+from megalith.fusions.rows import in_shape, wide
 
 __all__ = [
     "FUSION",
@@ -83,7 +83,7 @@ def fused_apply_mla_rope_for_q(
     table = _tables(t, cos, sin, emb_dim, position_ids, cu_seqlens_q, cp_rank, cp_size, rotary_interleaved)
     compute = ROPE.path(t, backend)
     how = Rotation(_layout(rotary_interleaved), inverse, offset=qk_head_dim)
-    return compute(heads, None, *table, None, None, *how)[0].view(t.shape)
+    return in_shape(compute(heads, None, *table, None, None, *how)[0], t.shape)
 
 
 def fused_apply_mla_rope_for_kv(
@@ -120,7 +120,7 @@ def fused_apply_mla_rope_for_kv(
     heads, shared = (kv, k_pos_emb) if kv.dim() == 4 else (kv.unsqueeze(1), k_pos_emb.unsqueeze(1))
     table = _tables(kv, cos, sin, emb_dim, position_ids, cu_seqlens_kv, cp_rank, cp_size, rotary_interleaved)
     k, v = FUSION.path(kv, backend)(heads, shared.squeeze(2), *table, k_dim, _layout(rotary_interleaved))
-    return k.view(*kv.shape[:-1], k_dim + emb_dim), v.view(*kv.shape[:-1], v_dim)
+    return in_shape(k, (*kv.shape[:-1], k_dim + emb_dim)), in_shape(v, (*kv.shape[:-1], v_dim))
 
 
 class ApplyMLARotaryEmbQ:

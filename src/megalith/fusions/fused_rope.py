@@ -33,7 +33,7 @@ from megalith.fusions.rotation import (
     turn,
     turn_into,
 )
-from megalith.fusions.rows import wide
+from megalith.fusions.rows import in_shape, wide
 
 __all__ = ["FUSION", "Outputs", "fused_rope", "gradients", "outputs", "rope_forward", "saved"]
 
@@ -97,7 +97,7 @@ def fused_rope(
     S, B = heads.shape[:2]
     table = tables(cos, sin, positions, S, B, R, num_streams=3 if sections else 1)
     y, y_k, *_ = compute(heads, k_heads, *table, q_norm_weight, k_norm_weight, *how)
-    return y.view(q.shape), None if k is None else y_k.view(k.shape)
+    return in_shape(y, q.shape), None if k is None else in_shape(y_k, k.shape)
 
 
 def rope_forward(

@@ -19,7 +19,7 @@ from megalith.fusions.backend import Backend, Fusion, compiled
 from megalith.fusions.blocks import by_blocks
 from megalith.fusions.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.library import gradients_like, register
-from megalith.fusions.rows import as_rows, wide
+from megalith.fusions.rows import as_rows, in_shape, wide
 
 __all__ = [
     "FUSION",
@@ -49,7 +49,7 @@ def weighted_squared_relu_impl(input: Tensor, weights: Tensor, backend: Backend 
     check_one_device(input=input, weights=weights)
     check_shape("weights", weights, (*input.shape[:-1], 1), f"one for each token of input {list(input.shape)}")
     compute = FUSION.path(input, backend)
-    return compute(as_rows(input), as_rows(weights)).view(input.shape)
+    return in_shape(compute(as_rows(input), as_rows(weights)), input.shape)
 
 
 class WeightedSquaredReLUFunction:

@@ -25,7 +25,7 @@ from megalith.fusions.backend import Backend, Fusion, compiled
 from megalith.fusions.blocks import by_blocks
 from megalith.fusions.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.library import gradients_like, register
-from megalith.fusions.rows import as_rows, wide
+from megalith.fusions.rows import as_rows, in_shape, wide
 
 __all__ = [
     "FUSION",
@@ -96,7 +96,7 @@ def glu(
     check(x, up, bias, weights, interleaved)
     compute = FUSION.path(x, backend)
     y = compute(as_rows(x), _rows(up), bias, _rows(weights), *gating)
-    return y.view(*x.shape[:-1], y.shape[-1])
+    return in_shape(y, (*x.shape[:-1], y.shape[-1]))
 
 
 @torch.no_grad()

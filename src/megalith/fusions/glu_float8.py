@@ -24,7 +24,7 @@ from megalith.fusions.backend import Backend, Fusion
 from megalith.fusions.blocks import by_blocks
 from megalith.fusions.glu import Gating, check, gradients_of, split, value_of
 from megalith.fusions.library import gradients_like, register
-from megalith.fusions.rows import as_rows, wide
+from megalith.fusions.rows import as_rows, in_shape, wide
 
 __all__ = [
     "FUSION",
@@ -60,7 +60,7 @@ def glu_float8(
     check(x, None, bias, weights, interleaved)
     compute = FUSION.path(x, backend)
     y, _, _ = compute(as_rows(x), bias, None if weights is None else as_rows(weights), *gating)
-    return y.view(*x.shape[:-1], y.shape[-1])
+    return in_shape(y, (*x.shape[:-1], y.shape[-1]))
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,11 @@
 """Tensors as rows: leading dimensions flattened, columns contiguous; and what an operation on them computes in."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["as_rows", "contiguous_columns", "rows_per_sum", "wide"]
+__all__ = ["as_rows", "contiguous_columns", "in_shape", "rows_per_sum", "wide"]
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -19,6 +21,15 @@ def contiguous_columns(x: Tensor) -> Tensor:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What an operation on ``dtype`` computes in: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def in_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """``x``, which nobody else holds, under another shape.
+
+    To autograd it is no view: FSDP2 warns of a module that returns one, because writing into it would drop a hook.
+    """
+    y: Tensor = torch.ops.aten._unsafe_view.default(x, list(shape))
+    return y
 
 
 def rows_per_sum(num_rows: int, num_tiles: int) -> int:

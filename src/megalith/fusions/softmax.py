@@ -26,7 +26,7 @@ from megalith.fusions.backend import Backend, Fusion, compiled
 from megalith.fusions.blocks import blocks
 from megalith.fusions.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.library import register
-from megalith.fusions.rows import as_rows, wide
+from megalith.fusions.rows import as_rows, in_shape, wide
 
 __all__ = [
     "FUSION",
@@ -84,7 +84,7 @@ def masked_softmax(
         mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     compute = FUSION.path(scores, backend)
     p, _ = compute(as_rows(scores), mask, sink, A, Sq, *limits(causal, window, Sq, Sk), float(scale))
-    return p.view(scores.shape)
+    return in_shape(p, scores.shape)
 
 
 def limits(causal: bool, window: tuple[int, int] | None, num_queries: int, num_keys: int) -> tuple[int, int]:
