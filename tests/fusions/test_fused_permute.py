@@ -104,10 +104,11 @@ def test_permute_and_unpermute_are_each_others_adjoint(path, device):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_many_tiles_of_tokens_place_as_one_would(path, device):
+@pytest.mark.parametrize("num_experts", [5, 100])  # a tile of tokens at once, and block by block
+def test_many_tiles_of_tokens_place_as_one_would(num_experts, path, device):
     torch.manual_seed(0)
-    indices = torch.randint(-1, 5, (700, 2), device=device)
-    rows = row_map(indices, num_experts=5, pad_multiple=16, backend=path)
+    indices = torch.randint(-1, num_experts, (700, 2), device=device)
+    rows = row_map(indices, num_experts=num_experts, pad_multiple=16, backend=path)
     start = 0
     for expert, size in enumerate(rows.rows_per_expert.tolist()):
         owners = (indices == expert).nonzero()[:, 0]
