@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,11 +10,12 @@ import pytest
 import torch
 
 from megalith.data import loader
+from megalith.fusions import cross_entropy_steps
 from megalith.models import gpt_model
 from megalith.numerics.dropout import DropoutKey
 from megalith.optim import grad_norm
 from megalith.parallel import parameters
-from megalith.parallel.tensor import cross_entropy, layers, regions
+from megalith.parallel.tensor import layers, regions
 from megalith.topology import collectives
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training import setup, step
@@ -96,8 +96,7 @@ def leave_sharded_gradients_out_of_the_norm() -> Any:
 
 
 def leave_the_softmax_unreduced() -> Any:
-    silent = SimpleNamespace(all_reduce=lambda *_: None, ReduceOp=torch.distributed.ReduceOp)
-    return patch.object(cross_entropy, "dist", silent)
+    return patch.object(cross_entropy_steps, "gather_from_sequence_parallel_region", lambda parts, *_, **__: parts)
 
 
 def look_up_tokens_of_other_ranks_as_row_zero() -> Any:
