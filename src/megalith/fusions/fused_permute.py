@@ -27,7 +27,16 @@ from megalith.fusions.library import register
 from megalith.fusions.row_map import RowMap, row_map
 from megalith.fusions.rows import as_rows, wide
 
-__all__ = ["PERMUTE_FUSION", "UNPERMUTE_FUSION", "permute", "permute_outputs", "unpermute", "unpermute_outputs"]
+__all__ = [
+    "PERMUTE_FUSION",
+    "UNPERMUTE_FUSION",
+    "permute",
+    "permute_gradients",
+    "permute_outputs",
+    "unpermute",
+    "unpermute_gradients",
+    "unpermute_outputs",
+]
 
 
 def permute(

@@ -32,6 +32,7 @@ __all__ = [
     "FUSION",
     "Routing",
     "ScoreFunction",
+    "check_logits",
     "fused_topk_router",
     "route_outputs",
     "topk_routing_with_score_function",
