@@ -1,6 +1,7 @@
 """Which path an operation takes by default, by device type; a device that is not listed takes the reference.
 
-cpu    chosen by ``python -m benchmarks.fusions`` on two cores (docs/fusions.md holds the table)
+cpu    what keeps least in memory: blocks, or torch's own operator. ``python -m benchmarks.fusions`` measures it;
+       benchmarks/results holds the last table, in which many still lose time to torch eager with two threads
 cuda   untuned: our kernels wherever there are some, until a benchmark on a GPU says otherwise
 """
 
