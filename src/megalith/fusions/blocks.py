@@ -33,8 +33,8 @@ def by_blocks(
     what the block adds to each of ``sums``: zero at first, and in float32 or wider, for gradients of what all rows
     share. Blocks are added in order, so the result does not depend on the number of threads.
     """
-    num_rows = outputs[0].shape[0] if outputs else rows[0].shape[0]  # type: ignore[union-attr]
-    widest = max(x[:1].numel() for x in (*rows, *outputs) if x is not None)
+    given = [x for x in (*outputs, *rows) if x is not None]
+    num_rows, widest = given[0].shape[0], max(x[:1].numel() for x in given)
     with torch.no_grad():
         for block in blocks(num_rows, widest):
             results = formula(*(None if x is None else x[block] for x in rows))
