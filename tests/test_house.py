@@ -23,9 +23,9 @@ GLOBAL_STATE = {
     "src/megalith/config/recipes.py:preset_names": "remembers names of files of the wheel",
     "src/megalith/config/recipes.py:recipe_names": "remembers names of files of the wheel",
     "src/megalith/data/parts.py:_tokenizer": "the tokenizer that a worker process loads once",
-    "src/megalith/fusions/backend.py:_choice": "what `use` has set, process-wide, for operations inside",
-    "src/megalith/fusions/backend.py:_cxx": "looks for a compiler once",
-    "src/megalith/fusions/backend.py:build": "compiles a path once, when it is first taken",
+    "src/megalith/fusions/paths/backend.py:_choice": "what `use` has set, process-wide, for operations inside",
+    "src/megalith/fusions/paths/backend.py:_cxx": "looks for a compiler once",
+    "src/megalith/fusions/paths/backend.py:build": "compiles a path once, when it is first taken",
     "src/megalith/topology/parallel_state.py:_current": "the one named context, for accessors of users' scripts",
 }
 # __init__ file:what -> why it is more than a docstring, imports and __all__

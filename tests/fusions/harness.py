@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.fusions.backend import Backend, Fusion
 from megalith.fusions.cost import Cost
+from megalith.fusions.paths.backend import Backend, Fusion
 from tests.accuracy import assert_accurate
 
 WIDTHS = (1, 7, 64, 127, 1000, 1536, 4096, 16385)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megalith.errors import BackendError
-from megalith.fusions import backend, use, weighted_squared_relu_impl
-from megalith.fusions.backend import Fusion
-from megalith.fusions.blocks import BLOCK_ELEMENTS
+from megalith.fusions import use, weighted_squared_relu_impl
+from megalith.fusions.paths import backend
+from megalith.fusions.paths.backend import Fusion
+from megalith.fusions.paths.blocks import BLOCK_ELEMENTS
 
 # a path's function is its name here
 FUSION = Fusion("weighted_squared_relu", {name: name for name in ("triton", "compile", "blocked", "reference")})

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalith.errors import ShapeError
-from megalith.fusions.dropout_mask import keep, mask_operands
+from megalith.fusions.formulas.dropout_mask import keep, mask_operands
 from megalith.fusions.kernels.philox import dropout_factor
 from megalith.numerics.dropout import DropoutKey, keep_mask, threshold
 from megalith.optional import triton_interprets

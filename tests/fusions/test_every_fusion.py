@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megalith.fusions.default_paths import DEFAULT_PATHS
+from megalith.fusions.paths.default_paths import DEFAULT_PATHS
 from tests.fusions.harness import SAMPLE, Case, Inputs, all_cases, as_tuple, first_of_each_operation
 from tests.fusions.observe import operator_calls, saved_bytes
 from tests.kernel_reports import in_interpreter, traffic

@@ -3,8 +3,8 @@
 import torch
 
 from megalith import fusions
-from megalith.fusions.default_paths import DEFAULT_PATHS
 from megalith.fusions.explain import FUSIONS
+from megalith.fusions.paths.default_paths import DEFAULT_PATHS
 from tests.fusions.harness import all_cases
 
 
@@ -28,5 +28,5 @@ def test_the_path_is_the_one_that_would_be_taken():
 
 
 def test_a_default_that_cannot_run_here_says_why(monkeypatch):
-    monkeypatch.setattr("megalith.fusions.backend.has_triton", lambda: False)
+    monkeypatch.setattr("megalith.fusions.paths.backend.has_triton", lambda: False)
     assert "the table for cuda, but triton is not installed" in fusions.explain("cuda")

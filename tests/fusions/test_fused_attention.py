@@ -264,7 +264,7 @@ def _counting(function: Any, calls: list[None]) -> Any:
 
 
 def test_tiles_on_a_cpu_are_no_larger_than_what_tokens_see():
-    from megalith.fusions.flash_for_cpu import _tiles
+    from megalith.fusions.formulas.flash_for_cpu import _tiles
 
     x = torch.empty(1, 1, 4096, 8)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megalith.errors import BackendError, ConfigError, ShapeError
 from megalith.fusions import FusedLayerNorm, FusedRMSNorm, fused_layer_norm, fused_rms_norm, use
-from megalith.fusions.norm import WIDEST_WHOLE_ROW, nested_rows, rows_per_program
+from megalith.fusions.formulas.norm import WIDEST_WHOLE_ROW, nested_rows, rows_per_program
 from tests.fusions.cases.norms import CASES
 from tests.fusions.observe import operator_calls
 from tests.kernel_reports import in_interpreter

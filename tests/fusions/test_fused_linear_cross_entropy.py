@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from megalith.errors import BackendError, ConfigError, ShapeError
-from megalith.fusions.blocks import BLOCK_ELEMENTS
 from megalith.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megalith.fusions.fused_linear_cross_entropy import FUSION, fused_linear_cross_entropy
+from megalith.fusions.paths.blocks import BLOCK_ELEMENTS
 from tests.fusions.observe import operator_calls, saved_bytes
 
 T, H, V = 10, 16, 37

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megalith.data import loader
-from megalith.fusions import cross_entropy_steps
+from megalith.fusions.formulas import cross_entropy_steps
 from megalith.models import gpt_model
 from megalith.numerics.dropout import DropoutKey
 from megalith.optim import grad_norm

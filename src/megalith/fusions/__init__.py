@@ -1,10 +1,20 @@
 """Fused operations: tensor functions that know no model and no config. Every public name is importable from here."""
 
-from megalith.fusions.activations import Activation
-from megalith.fusions.attention_parts import merge_attention, sink_correction
 from megalith.fusions.aux_loss_scores import compute_routing_scores_for_aux_loss
-from megalith.fusions.backend import Backend, use
 from megalith.fusions.explain import explain
+from megalith.fusions.formulas.activations import Activation
+from megalith.fusions.formulas.attention import merge_attention, sink_correction
+from megalith.fusions.formulas.quantized import Quantized, dequantize
+from megalith.fusions.formulas.rope_tables import (
+    llama3_rope_frequencies,
+    positions_from_cu_seqlens,
+    rope_cos_sin,
+    rope_frequencies,
+    yarn_concentration,
+    yarn_cos_sin,
+    yarn_rope_frequencies,
+)
+from megalith.fusions.formulas.rotation import Layout
 from megalith.fusions.fused_adamw import fused_adamw_
 from megalith.fusions.fused_add_norm import fused_add_norm
 from megalith.fusions.fused_attention import fused_attention
@@ -93,17 +103,7 @@ from megalith.fusions.fused_weighted_squared_relu import (
 )
 from megalith.fusions.glu import glu, glu_back
 from megalith.fusions.glu_float8 import glu_float8
-from megalith.fusions.quantized import Quantized, dequantize
-from megalith.fusions.rope_tables import (
-    llama3_rope_frequencies,
-    positions_from_cu_seqlens,
-    rope_cos_sin,
-    rope_frequencies,
-    yarn_concentration,
-    yarn_cos_sin,
-    yarn_rope_frequencies,
-)
-from megalith.fusions.rotation import Layout
+from megalith.fusions.paths.backend import Backend, use
 from megalith.fusions.row_map import RowMap, row_map
 from megalith.fusions.softmax import masked_softmax
 

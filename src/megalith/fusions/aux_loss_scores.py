@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megalith.fusions.backend import Backend, Fusion, compiled
-from megalith.fusions.blocks import by_blocks
+from megalith.fusions.formulas.routing_scores import EPSILON, largest, score_of, slope_of
+from megalith.fusions.formulas.rows import wide
 from megalith.fusions.fused_topk_router import ScoreFunction, check_logits
-from megalith.fusions.library import register
-from megalith.fusions.routing_scores import EPSILON, largest, score_of, slope_of
-from megalith.fusions.rows import wide
+from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.blocks import by_blocks
+from megalith.fusions.paths.library import register
 
 __all__ = ["FUSION", "compute_routing_scores_for_aux_loss", "score_outputs"]
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalith.fusions.norm import rows_per_program
-from megalith.fusions.quantized import LAYOUTS, outputs_of
-from megalith.fusions.rows import rows_per_sum
+from megalith.fusions.formulas.norm import rows_per_program
+from megalith.fusions.formulas.quantized import LAYOUTS, outputs_of
+from megalith.fusions.formulas.rows import rows_per_sum
 
 __all__ = [
     "Cost",

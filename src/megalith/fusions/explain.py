@@ -5,8 +5,6 @@ from typing import NamedTuple
 import torch
 
 from megalith.fusions.aux_loss_scores import FUSION as AUX_LOSS_SCORES
-from megalith.fusions.backend import Fusion, chosen_by_use
-from megalith.fusions.blocks import BLOCK_ELEMENTS
 from megalith.fusions.fused_adamw import FUSION as ADAMW
 from megalith.fusions.fused_add_norm import FUSION as ADD_NORM
 from megalith.fusions.fused_attention import FUSION as ATTENTION
@@ -25,6 +23,8 @@ from megalith.fusions.fused_topk_router import FUSION as TOPK_ROUTER
 from megalith.fusions.fused_weighted_squared_relu import FUSION as WEIGHTED_SQUARED_RELU
 from megalith.fusions.glu import FUSION as GLU
 from megalith.fusions.glu_float8 import FUSION as GLU_FLOAT8
+from megalith.fusions.paths.backend import Fusion, chosen_by_use
+from megalith.fusions.paths.blocks import BLOCK_ELEMENTS
 from megalith.fusions.row_map import FUSION as ROW_MAP
 from megalith.fusions.softmax import FUSION as SOFTMAX
 

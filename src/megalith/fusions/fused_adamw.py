@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.backend import Backend, Fusion
-from megalith.fusions.blocks import blocks
-from megalith.fusions.library import register_without_gradient
+from megalith.fusions.paths.backend import Backend, Fusion
+from megalith.fusions.paths.blocks import blocks
+from megalith.fusions.paths.library import register_without_gradient
 
 __all__ = ["FUSION", "adamw", "fused_adamw_"]
 

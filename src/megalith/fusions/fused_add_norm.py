@@ -3,7 +3,7 @@
     h = residual + dropout(x + input_bias);   y = norm(h)
 
 h is the next residual, and what backward needs: it is kept once. Backward takes the gradients of both, and without
-dropout it writes one gradient for x and residual together. Formulas and sources: megalith.fusions.norm.
+dropout it writes one gradient for x and residual together. Formulas and sources: megalith.fusions.formulas.norm.
 Floor: 4TH elements in forward and 4TH in backward, 5TH with dropout; saved: h and 4 or 8 bytes a token.
 """
 
@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from megalith.errors import ConfigError
-from megalith.fusions.backend import Backend, Fusion, compiled
-from megalith.fusions.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.dropout_mask import mask_operands
-from megalith.fusions.norm import Norm, Normalization, add_norm, check_norm, triton
-from megalith.fusions.norm_blocked import op as blocked
-from megalith.fusions.rows import as_rows, in_shape
+from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.formulas.dropout_mask import mask_operands
+from megalith.fusions.formulas.norm import Norm, Normalization, add_norm, check_norm, triton
+from megalith.fusions.formulas.norm_blocked import op as blocked
+from megalith.fusions.formulas.rows import as_rows, in_shape
+from megalith.fusions.paths.backend import Backend, Fusion, compiled
 from megalith.numerics.dropout import DropoutKey
 
 __all__ = ["FUSION", "fused_add_norm"]

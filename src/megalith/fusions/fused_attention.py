@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from megalith.errors import BackendError, ConfigError, ShapeError
-from megalith.fusions.backend import Backend, Fusion, Operand
-from megalith.fusions.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.flash_for_cpu import op as flash_for_cpu
-from megalith.fusions.rows import wide
+from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.formulas.flash_for_cpu import op as flash_for_cpu
+from megalith.fusions.formulas.rows import wide
+from megalith.fusions.paths.backend import Backend, Fusion, Operand
 from megalith.packed_seq_params import PackedSeqParams
 
 __all__ = ["FUSION", "Attention", "attention", "fused_attention"]

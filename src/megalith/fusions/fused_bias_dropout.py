@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.backend import Backend, Fusion, compiled
-from megalith.fusions.blocks import blocks, by_blocks
-from megalith.fusions.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.dropout_mask import keep, mask_operands
-from megalith.fusions.library import register
-from megalith.fusions.rows import as_rows, in_shape, wide
+from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.formulas.dropout_mask import keep, mask_operands
+from megalith.fusions.formulas.rows import as_rows, in_shape, wide
+from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.blocks import blocks, by_blocks
+from megalith.fusions.paths.library import register
 from megalith.numerics.dropout import DropoutKey
 
 __all__ = [

@@ -11,11 +11,11 @@ floor and what is saved are those of ``glu``.
 import torch
 from torch import Tensor
 
-from megalith.fusions.backend import Backend
-from megalith.fusions.checks import check_floating
+from megalith.fusions.formulas.checks import check_floating
+from megalith.fusions.formulas.rows import wide
 from megalith.fusions.glu import glu, glu_back
 from megalith.fusions.glu_float8 import glu_float8
-from megalith.fusions.rows import wide
+from megalith.fusions.paths.backend import Backend
 
 __all__ = [
     "BiasGeGLUFunction",

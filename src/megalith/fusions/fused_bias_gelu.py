@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.activations import activate, activate_and_back
-from megalith.fusions.backend import Backend, Fusion, compiled
-from megalith.fusions.blocks import by_blocks
-from megalith.fusions.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.library import gradients_like, register
-from megalith.fusions.rows import as_rows, in_shape, wide
+from megalith.fusions.formulas.activations import activate, activate_and_back
+from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.formulas.rows import as_rows, in_shape, wide
+from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.blocks import by_blocks
+from megalith.fusions.paths.library import gradients_like, register
 
 __all__ = [
     "FUSION",

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megalith.errors import BackendError
-from megalith.fusions.backend import Backend
 from megalith.fusions.glu import glu, glu_back
 from megalith.fusions.glu_float8 import glu_float8
+from megalith.fusions.paths.backend import Backend
 
 __all__ = [
     "BiasSwiGLUFunction",

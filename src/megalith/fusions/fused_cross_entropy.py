@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalith.errors import ShapeError
-from megalith.fusions.backend import Backend, Fusion, compiled
-from megalith.fusions.checks import check_floating, check_one_device
-from megalith.fusions.cross_entropy_formulas import empty_loss, empty_statistics
-from megalith.fusions.cross_entropy_options import Smoothing, check_target, part_of_rank, terms_of
-from megalith.fusions.cross_entropy_steps import (
+from megalith.fusions.formulas.checks import check_floating, check_one_device
+from megalith.fusions.formulas.cross_entropy import empty_loss, empty_statistics
+from megalith.fusions.formulas.cross_entropy_options import Smoothing, check_target, part_of_rank, terms_of
+from megalith.fusions.formulas.cross_entropy_steps import (
     Steps,
     blocked_gradient_into,
     blocked_loss,
@@ -34,14 +33,15 @@ from megalith.fusions.cross_entropy_steps import (
     reference_loss,
     reference_statistics,
 )
-from megalith.fusions.library import register, register_without_gradient
-from megalith.fusions.rows import as_rows, in_shape
-from megalith.fusions.two_collective_cross_entropy import (
+from megalith.fusions.formulas.rows import as_rows, in_shape
+from megalith.fusions.formulas.two_collective_cross_entropy import (
     calculate_cross_entropy_loss,
     calculate_gradients,
     calculate_logits_max,
     calculate_predicted_logits,
 )
+from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.library import register, register_without_gradient
 
 __all__ = [
     "FUSION",

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.backend import Backend, Fusion, compiled
-from megalith.fusions.blocks import by_blocks
-from megalith.fusions.checks import check_bool, check_floating, check_indices, check_one_device, check_shape
-from megalith.fusions.library import register
-from megalith.fusions.rows import wide
+from megalith.fusions.formulas.checks import check_bool, check_floating, check_indices, check_one_device, check_shape
+from megalith.fusions.formulas.rows import wide
+from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.blocks import by_blocks
+from megalith.fusions.paths.library import register
 
 __all__ = [
     "INDICES_TO_MULTIHOT_FUSION",

@@ -4,7 +4,7 @@
     RMSNorm    y = x / sqrt(mean(x^2) + eps) * g
 
 The gain g is the weight, or 1 + weight where it is zero-centred. Formulas of the gradients, sources, and what is kept
-for them: megalith.fusions.norm. Floor: 2TH elements in forward and 3TH in backward; saved: x and 4 or 8 bytes a token.
+for them: ``formulas.norm``. Floor: 2TH elements in forward and 3TH in backward; saved: x and 4 or 8 bytes a token.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.errors import ConfigError
-from megalith.fusions.backend import Backend, Fusion, compiled
-from megalith.fusions.norm import (
+from megalith.fusions.formulas.norm import (
     WIDEST_WHOLE_ROW,
     Norm,
     Normalization,
@@ -24,8 +23,9 @@ from megalith.fusions.norm import (
     nested_rows,
     triton,
 )
-from megalith.fusions.norm_blocked import op as blocked
-from megalith.fusions.rows import in_shape, wide
+from megalith.fusions.formulas.norm_blocked import op as blocked
+from megalith.fusions.formulas.rows import in_shape, wide
+from megalith.fusions.paths.backend import Backend, Fusion, compiled
 
 __all__ = [
     "LAYER_NORM_FUSION",

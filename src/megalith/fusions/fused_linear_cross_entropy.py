@@ -24,10 +24,9 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.backend import Backend, Fusion, compiled
-from megalith.fusions.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.cross_entropy_options import Smoothing, check_target, part_of_rank, terms_of
-from megalith.fusions.cross_entropy_steps import (
+from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.formulas.cross_entropy_options import Smoothing, check_target, part_of_rank, terms_of
+from megalith.fusions.formulas.cross_entropy_steps import (
     Steps,
     blocked_gradient_into,
     blocked_loss,
@@ -36,8 +35,9 @@ from megalith.fusions.cross_entropy_steps import (
     reference_loss,
     reference_statistics,
 )
-from megalith.fusions.linear_cross_entropy_chunks import steps_by_chunks
-from megalith.fusions.rows import as_rows, in_shape
+from megalith.fusions.formulas.linear_cross_entropy import steps_by_chunks
+from megalith.fusions.formulas.rows import as_rows, in_shape
+from megalith.fusions.paths.backend import Backend, Fusion, compiled
 from megalith.topology.collectives import copy_to_tensor_model_parallel_region
 
 __all__ = ["FUSION", "fused_linear_cross_entropy"]

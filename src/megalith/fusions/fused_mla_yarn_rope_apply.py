@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.backend import Backend, Fusion, compiled
-from megalith.fusions.blocks import by_blocks
-from megalith.fusions.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.formulas.rope_tables import positions_from_cu_seqlens
+from megalith.fusions.formulas.rotation import Rotation, Tables, tables, turn
+from megalith.fusions.formulas.rows import in_shape, wide
 from megalith.fusions.fused_rope import FUSION as ROPE
-from megalith.fusions.library import register
-from megalith.fusions.rope_tables import positions_from_cu_seqlens
-from megalith.fusions.rotation import Rotation, Tables, tables, turn
-from megalith.fusions.rows import in_shape, wide
+from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.blocks import by_blocks
+from megalith.fusions.paths.library import register
 
 __all__ = [
     "FUSION",

@@ -20,11 +20,8 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.backend import Backend, Fusion, compiled
-from megalith.fusions.blocks import blocks
-from megalith.fusions.checks import check_floating
-from megalith.fusions.library import register_without_gradient
-from megalith.fusions.quantized import (
+from megalith.fusions.formulas.checks import check_floating
+from megalith.fusions.formulas.quantized import (
     FORMATS,
     LAYOUTS,
     SMALLEST_SCALE,
@@ -35,6 +32,9 @@ from megalith.fusions.quantized import (
     groups,
     outputs_of,
 )
+from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.blocks import blocks
+from megalith.fusions.paths.library import register_without_gradient
 
 __all__ = ["FUSION", "quantize", "quantize_forward"]
 

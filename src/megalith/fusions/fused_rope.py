@@ -18,11 +18,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.backend import Backend, Fusion, compiled
-from megalith.fusions.blocks import blocks
-from megalith.fusions.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.library import gradients_like, register
-from megalith.fusions.rotation import (
+from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.formulas.rotation import (
     Layout,
     Rotation,
     Tables,
@@ -33,7 +30,10 @@ from megalith.fusions.rotation import (
     turn,
     turn_into,
 )
-from megalith.fusions.rows import in_shape, wide
+from megalith.fusions.formulas.rows import in_shape, wide
+from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.blocks import blocks
+from megalith.fusions.paths.library import gradients_like, register
 
 __all__ = ["FUSION", "Outputs", "fused_rope", "gradients", "outputs", "rope_forward", "saved"]
 

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.backend import Backend, Fusion, compiled
-from megalith.fusions.blocks import by_blocks
-from megalith.fusions.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.formulas.routing_scores import EPSILON, score_of, select, slope_of, softmax_of_best, weigh
+from megalith.fusions.formulas.rows import wide
 from megalith.fusions.fused_indices_converter import fused_indices_to_multihot
-from megalith.fusions.library import register
-from megalith.fusions.routing_scores import EPSILON, score_of, select, slope_of, softmax_of_best, weigh
-from megalith.fusions.rows import wide
+from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.blocks import by_blocks
+from megalith.fusions.paths.library import register
 
 __all__ = [
     "FUSION",

@@ -6,57 +6,26 @@
     dl   = dy * w * act(a)                    where -clamp <= l <= clamp
     dw   = sum over F of dy * act(a) * (l + offset);   dbias = sum over T of da and dl
 
-Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202. Activations: ``megalith.fusions.activations``.
+Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202. Activations: ``formulas.activations``.
 
 T tokens (leading dimensions flattened), F ffn hidden size. Saved for backward: the input, bias and w; no output.
 Floor: forward 3TF elements, backward 5TF, and 4T and 8T bytes for w in float32.
 """
 
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.activations import Activation, activate, activate_and_back, clamp_back
-from megalith.fusions.backend import Backend, Fusion, compiled
-from megalith.fusions.blocks import by_blocks
-from megalith.fusions.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.library import gradients_like, register
-from megalith.fusions.rows import as_rows, in_shape, wide
+from megalith.fusions.formulas.activations import Activation
+from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.formulas.glu import Gating, blocked, gradients_of, join, reference
+from megalith.fusions.formulas.rows import as_rows, in_shape
+from megalith.fusions.paths.backend import Backend, Fusion, compiled
 
-__all__ = [
-    "FUSION",
-    "Gating",
-    "check",
-    "glu",
-    "glu_back",
-    "gradients",
-    "gradients_of",
-    "outputs",
-    "split",
-    "value_of",
-]
-
-
-class Gating(NamedTuple):
-    """What is computed, of ``gate`` and ``up``; the last operands of an operator."""
-
-    activation: str
-    offset: float
-    clamp: float  # infinite for none
-    interleaved: bool
-
-    @classmethod
-    def of(cls, activation: str, offset: float, clamp: float | None, interleaved: bool) -> "Gating":
-        """From the arguments of ``glu``; raises ConfigError for those that mean nothing."""
-        if activation not in get_args(Activation):
-            raise ConfigError(f"activation must be one of {', '.join(get_args(Activation))}; got {activation!r}")
-        if clamp is not None and not clamp > 0.0:
-            raise ConfigError(f"clamp must be positive, or None for no clamp; got {clamp}")
-        return cls(activation, float(offset), math.inf if clamp is None else float(clamp), interleaved)
+__all__ = ["FUSION", "check", "glu", "glu_back"]
 
 
 def glu(
@@ -121,156 +90,17 @@ def glu_back(
     check_shape("dy", dy, (*x.shape[:-1], x.shape[-1] // (2 if up is None else 1)), "as the output")
     da, dl, *rest = gradients_of(as_rows(dy), as_rows(x), _rows(up), bias, _rows(weights), gating)
     dw = None if weights is None else rest.pop(0).to(weights.dtype).view(weights.shape)
-    dbias = None if bias is None else _join(rest[0], rest[1], interleaved).to(bias.dtype)
+    dbias = None if bias is None else join(rest[0], rest[1], interleaved).to(bias.dtype)
     if up is None:
-        return _join(da, dl, interleaved).to(x.dtype).view(x.shape), None, dbias, dw
+        return join(da, dl, interleaved).to(x.dtype).view(x.shape), None, dbias, dw
     return da.to(x.dtype).view(x.shape), dl.to(up.dtype).view(up.shape), dbias, dw
-
-
-def value_of(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, gating: Gating) -> Tensor:
-    """y [T, F], not yet rounded, of rows ``x`` [T, 2F] or [T, F]; by torch alone, and differentiable twice."""
-    a, linear = _biased(x, up, bias, gating.interleaved)
-    if gating.clamp != math.inf:
-        a, linear = a.clamp(max=gating.clamp), linear.clamp(-gating.clamp, gating.clamp)
-    y = activate(a, gating.activation) * (linear + gating.offset if gating.offset else linear)
-    return y if weights is None else y * weights.to(y.dtype)
-
-
-def gradients_of(
-    dy: Tensor, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, gating: Gating
-) -> tuple[Tensor, ...]:
-    """Gradients of gate and up [T, F], of ``weights`` [T, 1] and of both halves of ``bias``, if given; not rounded."""
-    a, linear = _biased(x, up, bias, gating.interleaved)
-    dy = dy.to(a.dtype)
-    given = a, linear
-    clamp = gating.clamp
-    if clamp != math.inf:
-        a, linear = a.clamp(max=clamp), linear.clamp(-clamp, clamp)
-    linear = linear + gating.offset if gating.offset else linear
-    act, da = activate_and_back(dy * linear, a, gating.activation)
-    dl = act.mul_(dy)
-    found: list[Tensor] = []
-    if weights is not None:
-        found.append((dl * linear).sum(dim=-1, keepdim=True))
-        w = weights.to(a.dtype)
-        da, dl = da.mul_(w), dl.mul_(w)
-    if clamp != math.inf:
-        da, dl = clamp_back(da, given[0], -math.inf, clamp), clamp_back(dl, given[1], -clamp, clamp)
-    if bias is not None:
-        found += [da.sum(dim=0), dl.sum(dim=0)]
-    return da, dl, *found
-
-
-def split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Gate and up, as views of a packed ``x``."""
-    F = x.shape[-1] // 2
-    return (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :F], x[..., F:])
-
-
-def _join(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
-    return torch.stack((gate, up), dim=-1).flatten(-2) if interleaved else torch.cat((gate, up), dim=-1)
-
-
-def _biased(x: Tensor, up: Tensor | None, bias: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Gate and up [T, F] in float32 or wider, with their bias."""
-    acc = wide(x.dtype)
-    if up is None:  # together, in half the operations
-        return split(x.to(acc) if bias is None else x.to(acc) + bias.to(acc), interleaved)
-    gate, linear = x.to(acc), up.to(acc)
-    if bias is None:
-        return gate, linear
-    gate_bias, up_bias = split(bias.to(acc), interleaved=False)
-    return gate + gate_bias, linear + up_bias
 
 
 def _rows(x: Tensor | None) -> Tensor | None:
     return None if x is None else as_rows(x)
 
 
-def _reference(
-    x: Tensor,
-    up: Tensor | None,
-    bias: Tensor | None,
-    weights: Tensor | None,
-    activation: str,
-    offset: float,
-    clamp: float,
-    interleaved: bool,
-) -> Tensor:
-    gating = Gating(activation, offset, clamp, interleaved)
-    return value_of(x, up, bias, weights, gating).to(x.dtype)
-
-
-def _blocked_forward(
-    x: Tensor,
-    up: Tensor | None,
-    bias: Tensor | None,
-    weights: Tensor | None,
-    activation: str,
-    offset: float,
-    clamp: float,
-    interleaved: bool,
-) -> Tensor:
-    y = outputs(x, up)
-    gating = Gating(activation, offset, clamp, interleaved)
-
-    def formula(x: Tensor, up: Tensor | None, weights: Tensor | None) -> tuple[Tensor]:
-        return (value_of(x, up, bias, weights, gating),)
-
-    by_blocks(formula, (x, up, weights), (y,))
-    return y
-
-
-def _blocked_backward(
-    dy: Tensor,
-    x: Tensor,
-    up: Tensor | None,
-    bias: Tensor | None,
-    weights: Tensor | None,
-    activation: str,
-    offset: float,
-    clamp: float,
-    interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx, dup, dbias, dw = gradients_like(x, up, bias, weights)
-    gating = Gating(activation, offset, clamp, interleaved)
-
-    def formula(dy: Tensor, x: Tensor, up: Tensor | None, weights: Tensor | None) -> tuple[Tensor, ...]:
-        return gradients_of(dy, x, up, bias, weights, gating)
-
-    halves = split(dx, interleaved) if up is None else (dx, dup)
-    outputs = halves if weights is None else (*halves, dw)
-    total = dbias.zero_().to(wide(dbias.dtype))
-    sums = () if bias is None else split(total, interleaved)
-    by_blocks(formula, (dy, x, up, weights), outputs, sums)
-    return dx, dup, total.to(dbias.dtype), dw
-
-
 Glu = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, str, float, float, bool], Tensor]
-
-
-def outputs(x: Tensor, up: Tensor | None, *_: Any) -> Tensor:
-    """Memory for y [T, F]."""
-    return x.new_empty(x.shape[0], x.shape[1] if up is not None else x.shape[1] // 2)
-
-
-def gradients(
-    dy: Tensor, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for dx, dup, dbias and dw, empty for what was not given."""
-    dx, dup, dbias, dw = gradients_like(x, up, bias, weights)
-    return dx, dup, dbias, dw
-
-
-_blocked = register(
-    "glu_blocked",
-    _blocked_forward,
-    outputs,
-    _blocked_backward,
-    gradients,
-    gradients_of=("x", "up", "bias", "weights"),
-    opaque=True,
-)
 
 
 def _triton(*inputs: Any) -> Tensor:
@@ -281,9 +111,9 @@ def _triton(*inputs: Any) -> Tensor:
 
 _PATHS: Mapping[Backend, Glu] = {
     "triton": _triton,
-    "compile": compiled(_reference),
-    "blocked": _blocked,
-    "reference": _reference,
+    "compile": compiled(reference),
+    "blocked": blocked,
+    "reference": reference,
 }
 FUSION = Fusion("glu", _PATHS)
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.backend import Backend, Fusion, compiled
-from megalith.fusions.checks import check_indices
-from megalith.fusions.library import register_without_gradient
+from megalith.fusions.formulas.checks import check_indices
+from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.library import register_without_gradient
 
 __all__ = ["FUSION", "RowMap", "row_map", "row_map_outputs"]
 

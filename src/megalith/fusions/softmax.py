@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.backend import Backend, Fusion, compiled
-from megalith.fusions.blocks import blocks
-from megalith.fusions.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.library import register
-from megalith.fusions.rows import as_rows, in_shape, wide
+from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.formulas.rows import as_rows, in_shape, wide
+from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.blocks import blocks
+from megalith.fusions.paths.library import register
 
 __all__ = [
     "FUSION",

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megalith.fusions import cost
-from megalith.fusions.backend import Backend
 from megalith.fusions.fused_bias_dropout import FUSION, bias_dropout_add_fused_train
+from megalith.fusions.paths.backend import Backend
 from megalith.numerics.dropout import DropoutKey, keep_mask
 from tests.fusions.harness import Case, Inputs
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megalith.fusions import cost
-from megalith.fusions.backend import Backend
 from megalith.fusions.fused_permute import PERMUTE_FUSION, UNPERMUTE_FUSION, permute, unpermute
+from megalith.fusions.paths.backend import Backend
 from megalith.fusions.row_map import FUSION, RowMap, row_map
 from tests.fusions.harness import Case, Inputs
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megalith.fusions import cost
+from megalith.fusions.formulas.quantized import Quantized
 from megalith.fusions.fused_quantize import FUSION, quantize
-from megalith.fusions.quantized import Quantized
 from tests.fusions.harness import WIDTHS, Case, Inputs
 
 E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.fusions import cost
-from megalith.fusions.backend import Backend
+from megalith.fusions.paths.backend import Backend
 from megalith.fusions.softmax import FUSION, masked_softmax
 from tests.fusions.harness import WIDTHS, Case, Inputs
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalith.fusions.library import register_without_gradient, wrap_triton
+from megalith.fusions.paths.library import register_without_gradient, wrap_triton
 
 __all__ = ["op"]
 

@@ -9,10 +9,16 @@ import torch
 import triton
 from torch import Tensor
 
+from megalith.fusions.formulas.norm import (
+    WIDEST_WHOLE_ROW,
+    gradients_of_norm,
+    operator,
+    outputs_of_norm,
+    rows_per_program,
+)
+from megalith.fusions.formulas.rows import contiguous_columns
 from megalith.fusions.kernels.norm import backward_kernel, coefficients_kernel, forward_kernel, wide_forward_kernel
-from megalith.fusions.library import wrap_triton
-from megalith.fusions.norm import WIDEST_WHOLE_ROW, gradients_of_norm, operator, outputs_of_norm, rows_per_program
-from megalith.fusions.rows import contiguous_columns
+from megalith.fusions.paths.library import wrap_triton
 from megalith.numerics.dropout import threshold
 
 __all__ = ["op"]

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.rows import contiguous_columns
 from megalith.fusions.kernels.attention_backward import backward
 from megalith.fusions.kernels.attention_tiles import (
     Blocks,
@@ -23,8 +24,7 @@ from megalith.fusions.kernels.attention_tiles import (
     strides,
     walk,
 )
-from megalith.fusions.library import gradients_like, register, wrap_triton
-from megalith.fusions.rows import contiguous_columns
+from megalith.fusions.paths.library import gradients_like, register, wrap_triton
 
 __all__ = ["MAX_COLUMNS", "op"]
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.rows import contiguous_columns
 from megalith.fusions.kernels.attention_tiles import (
     Blocks,
     block_columns,
@@ -19,8 +20,7 @@ from megalith.fusions.kernels.attention_tiles import (
     strides,
     walk,
 )
-from megalith.fusions.library import gradients_like, wrap_triton
-from megalith.fusions.rows import contiguous_columns
+from megalith.fusions.paths.library import gradients_like, wrap_triton
 
 __all__ = ["backward"]
 

@@ -5,10 +5,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megalith.fusions.aux_loss_scores import score_outputs
+from megalith.fusions.formulas.routing_scores import EPSILON
+from megalith.fusions.formulas.rows import contiguous_columns
 from megalith.fusions.kernels.topk_router import TAKEN, key_of, score, slope, softmax_of_rows, take, tile
-from megalith.fusions.library import register, wrap_triton
-from megalith.fusions.routing_scores import EPSILON
-from megalith.fusions.rows import contiguous_columns
+from megalith.fusions.paths.library import register, wrap_triton
 
 __all__ = ["op"]
 

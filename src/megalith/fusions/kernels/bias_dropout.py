@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.rows import contiguous_columns, rows_per_sum
 from megalith.fusions.fused_bias_dropout import operator
 from megalith.fusions.kernels.philox import dropout_factor
-from megalith.fusions.library import wrap_triton
-from megalith.fusions.rows import contiguous_columns, rows_per_sum
+from megalith.fusions.paths.library import wrap_triton
 from megalith.numerics.dropout import threshold
 
 __all__ = ["op"]

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.rows import contiguous_columns, rows_per_sum
 from megalith.fusions.fused_bias_gelu import gradients, outputs
 from megalith.fusions.kernels.activations import activation, activation_and_slope, tile_of
-from megalith.fusions.library import register, wrap_triton
-from megalith.fusions.rows import contiguous_columns, rows_per_sum
+from megalith.fusions.paths.library import register, wrap_triton
 
 __all__ = ["op"]
 

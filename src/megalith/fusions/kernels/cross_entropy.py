@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalith.fusions.cross_entropy_formulas import empty_loss, empty_statistics, num_true_columns
-from megalith.fusions.cross_entropy_steps import kept_for_gradient
+from megalith.fusions.formulas.cross_entropy import empty_loss, empty_statistics, num_true_columns
+from megalith.fusions.formulas.cross_entropy_steps import kept_for_gradient
+from megalith.fusions.formulas.rows import contiguous_columns
 from megalith.fusions.kernels.activations import log1p
-from megalith.fusions.library import register, register_without_gradient, wrap_triton
-from megalith.fusions.rows import contiguous_columns
+from megalith.fusions.paths.library import register, register_without_gradient, wrap_triton
 
 __all__ = ["gradient_into", "loss", "loss_operator", "statistics", "statistics_operator"]
 

@@ -5,18 +5,19 @@ contiguous, or lie by turns. A packed tensor is two pointers into one memory her
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalith.fusions.glu import Gating, gradients, outputs
-from megalith.fusions.glu_float8 import gradients_float8, outputs_float8, register_float8
+from megalith.fusions.formulas.glu import OPERATOR, Gating
+from megalith.fusions.formulas.glu_float8 import OPERATOR as OPERATOR_FLOAT8
+from megalith.fusions.formulas.rows import contiguous_columns, rows_per_sum
 from megalith.fusions.kernels.activations import activation, activation_and_slope, tile_of
 from megalith.fusions.kernels.float8 import decode_e4m3, encode_e4m3
-from megalith.fusions.library import register, wrap_triton
-from megalith.fusions.rows import contiguous_columns, rows_per_sum
+from megalith.fusions.paths.library import wrap_triton
 
 __all__ = ["op", "op_float8"]
 
@@ -165,39 +166,25 @@ def _backward_kernel(
         _store(dbias_ptr + group * 2 * F, dbias_ptr + group * 2 * F + F, da_sum, dl_sum, start, F, INTERLEAVED, BLOCK_F)
 
 
-def _forward(
-    x: Tensor,
-    up: Tensor | None,
-    bias: Tensor | None,
-    weights: Tensor | None,
-    activation: str,
-    offset: float,
-    clamp: float,
-    interleaved: bool,
-) -> Tensor:
-    y = outputs(x, up)
+def _forward(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Any) -> Tensor:
+    y, gating = OPERATOR.outputs(x, up, bias, weights, *options), Gating(*options)
     T, F = y.shape
     if y.numel():
         gate, linear = _halves(x, up)
         block, num_warps = tile_of(F)
         wrap_triton(_forward_kernel)[(T, triton.cdiv(F, block))](
             gate, linear, _contiguous(bias), _contiguous(weights), y, gate.stride(0), linear.stride(0), F,
-            KIND=activation, OFFSET=offset, CLAMP=_bound(clamp), INTERLEAVED=interleaved,
+            KIND=gating.activation, OFFSET=gating.offset, CLAMP=_bound(gating.clamp), INTERLEAVED=gating.interleaved,
             BLOCK_F=block, num_warps=num_warps,
         )  # fmt: skip
     return y
 
 
 def _forward_float8(
-    x: Tensor,
-    bias: Tensor | None,
-    weights: Tensor | None,
-    activation: str,
-    offset: float,
-    clamp: float,
-    interleaved: bool,
+    x: Tensor, bias: Tensor | None, weights: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, stored, scale = outputs_float8(x)
+    y, stored, scale = OPERATOR_FLOAT8.outputs(x, bias, weights, *options)
+    gating = Gating(*options)
     T, F = y.shape
     if y.numel() == 0:
         return y, stored, scale.fill_(1.0)
@@ -205,41 +192,24 @@ def _forward_float8(
     block, num_warps = tile_of(F)
     wrap_triton(_forward_float8_kernel)[(T,)](
         x, _contiguous(bias), _contiguous(weights), y, stored, scale, x.stride(0), F,
-        KIND=activation, OFFSET=offset, CLAMP=_bound(clamp), INTERLEAVED=interleaved,
+        KIND=gating.activation, OFFSET=gating.offset, CLAMP=_bound(gating.clamp), INTERLEAVED=gating.interleaved,
         BLOCK_F=block, num_warps=num_warps,
     )  # fmt: skip
     return y, stored, scale
 
 
 def _backward(
-    dy: Tensor,
-    x: Tensor,
-    up: Tensor | None,
-    bias: Tensor | None,
-    weights: Tensor | None,
-    activation: str,
-    offset: float,
-    clamp: float,
-    interleaved: bool,
+    dy: Tensor, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = gradients(dy, x, up, bias, weights)
-    return _launch_backward(dy, x, up, None, bias, weights, results, Gating(activation, offset, clamp, interleaved))
+    results = OPERATOR.gradients(dy, x, up, bias, weights, *options)
+    return _launch_backward(dy, x, up, None, bias, weights, results, Gating(*options))
 
 
 def _backward_float8(
-    dy: Tensor,
-    stored: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    weights: Tensor | None,
-    activation: str,
-    offset: float,
-    clamp: float,
-    interleaved: bool,
+    dy: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None, weights: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dbias, dw = gradients_float8(dy, stored, scale, bias, weights)
-    gating = Gating(activation, offset, clamp, interleaved)
-    results = (dx, dx, dbias, dw)
+    dx, dbias, dw = OPERATOR_FLOAT8.gradients(dy, stored, scale, bias, weights, *options)
+    results, gating = (dx, dx, dbias, dw), Gating(*options)
     dx, _, dbias, dw = _launch_backward(dy, stored, None, scale, bias, weights, results, gating)
     return dx, dbias, dw
 
@@ -295,5 +265,5 @@ def _bound(clamp: float) -> float | None:
     return None if clamp == math.inf else clamp
 
 
-op = register("glu", _forward, outputs, _backward, gradients, gradients_of=("x", "up", "bias", "weights"))
-op_float8 = register_float8("glu_float8", _forward_float8, backward=_backward_float8)
+op = OPERATOR.register("glu", _forward, _backward)
+op_float8 = OPERATOR_FLOAT8.register("glu_float8", _forward_float8, _backward_float8)

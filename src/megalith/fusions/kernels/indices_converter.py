@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalith.fusions.fused_indices_converter import indices_outputs, multihot_outputs
-from megalith.fusions.library import register, wrap_triton
+from megalith.fusions.paths.library import register, wrap_triton
 
 __all__ = ["to_indices_op", "to_multihot_op"]
 

@@ -1,7 +1,7 @@
 """The chunks of fused_linear_cross_entropy on the Triton kernels of cross entropy."""
 
+from megalith.fusions.formulas.linear_cross_entropy import steps_by_chunks
 from megalith.fusions.kernels.cross_entropy import gradient_into, loss, statistics
-from megalith.fusions.linear_cross_entropy_chunks import steps_by_chunks
 
 __all__ = ["STEPS"]
 

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.rotation import Tables, reads_pairs
+from megalith.fusions.formulas.rows import contiguous_columns
 from megalith.fusions.fused_mla_yarn_rope_apply import gradients, outputs, saved
 from megalith.fusions.kernels.rope import load_parts, load_tables, store_parts, table_arguments, turn
-from megalith.fusions.library import register, wrap_triton
-from megalith.fusions.rotation import Tables, reads_pairs
-from megalith.fusions.rows import contiguous_columns
+from megalith.fusions.paths.library import register, wrap_triton
 
 __all__ = ["op"]
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalith.fusions.kernels.routing import Tiling, before_and_total, count
-from megalith.fusions.library import register_without_gradient, wrap_triton
+from megalith.fusions.paths.library import register_without_gradient, wrap_triton
 
 __all__ = ["op"]
 

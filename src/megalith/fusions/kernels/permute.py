@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.rows import contiguous_columns
 from megalith.fusions.fused_permute import (
     permute_gradients,
     permute_outputs,
     unpermute_gradients,
     unpermute_outputs,
 )
-from megalith.fusions.library import register, wrap_triton
-from megalith.fusions.rows import contiguous_columns
+from megalith.fusions.paths.library import register, wrap_triton
 
 __all__ = ["permute_op", "unpermute_op"]
 

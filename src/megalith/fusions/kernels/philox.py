@@ -1,7 +1,7 @@
 """The dropout mask of ``megalith.numerics.dropout`` inside kernels, bit for bit.
 
 Triton's own Philox4x32-10 makes the words; this file lays out its counter. One call of it serves the four features of
-a quad, and none is thrown away. A launcher gets ``key``, ``token`` and ``site`` from ``megalith.fusions.dropout_mask``.
+a quad, and none is thrown away. A launcher gets ``key``, ``token`` and ``site`` from ``formulas.dropout_mask``.
 """
 
 import triton

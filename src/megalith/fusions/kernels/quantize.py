@@ -9,9 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalith.fusions.library import register_without_gradient, wrap_triton
-from megalith.fusions.quantized import FORMATS, LAYOUTS, SMALLEST_SCALE, SMALLEST_TENSOR_SCALE, Outputs, outputs_of
-from megalith.fusions.rows import contiguous_columns
+from megalith.fusions.formulas.quantized import (
+    FORMATS,
+    LAYOUTS,
+    SMALLEST_SCALE,
+    SMALLEST_TENSOR_SCALE,
+    Outputs,
+    outputs_of,
+)
+from megalith.fusions.formulas.rows import contiguous_columns
+from megalith.fusions.paths.library import register_without_gradient, wrap_triton
 
 __all__ = ["op"]
 

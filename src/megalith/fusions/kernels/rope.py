@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.rotation import Rotation, Tables, reads_pairs
+from megalith.fusions.formulas.rows import contiguous_columns, rows_per_sum
 from megalith.fusions.fused_rope import Outputs, gradients, outputs, saved
-from megalith.fusions.library import register, wrap_triton
-from megalith.fusions.rotation import Rotation, Tables, reads_pairs
-from megalith.fusions.rows import contiguous_columns, rows_per_sum
+from megalith.fusions.paths.library import register, wrap_triton
 
 __all__ = ["load_parts", "load_tables", "op", "store_parts", "table_arguments", "turn"]
 

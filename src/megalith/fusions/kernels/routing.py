@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalith.fusions.library import wrap_triton
+from megalith.fusions.paths.library import wrap_triton
 
 __all__ = ["Tiling", "before_and_total", "count", "num_routed"]
 

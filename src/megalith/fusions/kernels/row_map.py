@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalith.fusions.kernels.routing import Tiling, before_and_total, count, num_routed
-from megalith.fusions.library import register_without_gradient, wrap_triton
+from megalith.fusions.paths.library import register_without_gradient, wrap_triton
 from megalith.fusions.row_map import row_map_outputs
 
 __all__ = ["op"]

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalith.fusions.library import wrap_triton
-from megalith.fusions.rows import contiguous_columns
+from megalith.fusions.formulas.rows import contiguous_columns
+from megalith.fusions.paths.library import wrap_triton
 from megalith.fusions.softmax import operator, sink_gradient, tile
 
 __all__ = ["op"]

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.routing_scores import EPSILON, FAR
+from megalith.fusions.formulas.rows import contiguous_columns
 from megalith.fusions.fused_topk_router import route_outputs
 from megalith.fusions.kernels.activations import log1p, sigmoid
-from megalith.fusions.library import register, wrap_triton
-from megalith.fusions.routing_scores import EPSILON, FAR
-from megalith.fusions.rows import contiguous_columns
+from megalith.fusions.paths.library import register, wrap_triton
 
 __all__ = ["key_of", "op", "score", "slope", "softmax_of_rows", "take", "tile"]
 

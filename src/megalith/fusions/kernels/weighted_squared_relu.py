@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.rows import contiguous_columns
 from megalith.fusions.kernels.activations import relu, tile_of
-from megalith.fusions.library import gradients_like, register, wrap_triton
-from megalith.fusions.rows import contiguous_columns
+from megalith.fusions.paths.library import gradients_like, register, wrap_triton
 
 __all__ = ["op"]
 

@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from megalith.fusions.rows import wide
+from megalith.fusions.formulas.rows import wide
 
 __all__ = ["empty_loss", "empty_statistics", "gradient", "loss_of", "merged", "num_true_columns", "statistics"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ShapeError
-from megalith.fusions.library import register_without_gradient
+from megalith.fusions.paths.library import register_without_gradient
 from megalith.numerics.dropout import DropoutKey, keep_mask_of, philox_key
 from megalith.numerics.philox import low_and_high
 

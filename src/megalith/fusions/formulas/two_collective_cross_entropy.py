@@ -13,7 +13,7 @@ that call them by name. No input is written to.
 import torch
 from torch import Tensor
 
-from megalith.fusions.rows import wide
+from megalith.fusions.formulas.rows import wide
 
 __all__ = [
     "calculate_cross_entropy_loss",

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalith.fusions.blocks import by_blocks
-from megalith.fusions.cross_entropy_formulas import empty_statistics, gradient, loss_of, merged, statistics
-from megalith.fusions.cross_entropy_options import Part, Terms
+from megalith.fusions.formulas.cross_entropy import empty_statistics, gradient, loss_of, merged, statistics
+from megalith.fusions.formulas.cross_entropy_options import Part, Terms
+from megalith.fusions.paths.blocks import by_blocks
 from megalith.topology.collectives import gather_from_sequence_parallel_region
 
 __all__ = [

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.dropout_mask import keep
-from megalith.fusions.library import register
-from megalith.fusions.rows import wide
+from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.formulas.dropout_mask import keep
+from megalith.fusions.formulas.rows import wide
+from megalith.fusions.paths.library import register
 
 __all__ = [
     "WIDEST_WHOLE_ROW",

@@ -10,9 +10,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megalith.fusions.blocks import BLOCK_ELEMENTS, by_blocks
-from megalith.fusions.norm import dropped, float_gain, gradients_of_norm, operator, outputs_of_norm, statistics, summed
-from megalith.fusions.rows import wide
+from megalith.fusions.formulas.norm import (
+    dropped,
+    float_gain,
+    gradients_of_norm,
+    operator,
+    outputs_of_norm,
+    statistics,
+    summed,
+)
+from megalith.fusions.formulas.rows import wide
+from megalith.fusions.paths.blocks import BLOCK_ELEMENTS, by_blocks
 
 __all__ = ["op"]
 

@@ -10,8 +10,8 @@ arXiv:2309.17453. Plain torch on every path, differentiable twice. S sequence, B
 import torch
 from torch import Tensor
 
-from megalith.fusions.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.rows import wide
+from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.formulas.rows import wide
 
 __all__ = ["merge_attention", "sink_correction"]
 

@@ -22,8 +22,8 @@ from typing import Generic, Literal, ParamSpec, Protocol, TypeVar, get_args
 import torch
 
 from megalith.errors import BackendError
-from megalith.fusions.blocks import BLOCK_ELEMENTS
-from megalith.fusions.default_paths import DEFAULT_PATHS
+from megalith.fusions.paths.blocks import BLOCK_ELEMENTS
+from megalith.fusions.paths.default_paths import DEFAULT_PATHS
 from megalith.optional import has_triton, triton_interprets
 
 __all__ = ["Backend", "Fusion", "Operand", "chosen_by_use", "compiled", "use"]

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalith.fusions.library import register
-from megalith.fusions.rows import contiguous_columns, wide
+from megalith.fusions.formulas.rows import contiguous_columns, wide
+from megalith.fusions.paths.library import register
 
 __all__ = ["op"]
 

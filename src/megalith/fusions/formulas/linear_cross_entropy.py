@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from megalith.fusions.cross_entropy_formulas import empty_loss, empty_statistics
-from megalith.fusions.cross_entropy_steps import Steps, kept_for_gradient
-from megalith.fusions.library import register, register_without_gradient
-from megalith.fusions.rows import wide
+from megalith.fusions.formulas.cross_entropy import empty_loss, empty_statistics
+from megalith.fusions.formulas.cross_entropy_steps import Steps, kept_for_gradient
+from megalith.fusions.formulas.rows import wide
+from megalith.fusions.paths.library import register, register_without_gradient
 
 __all__ = ["steps_by_chunks"]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megalith.fusions.backend import Backend
+    from megalith.fusions.paths.backend import Backend
 
 __all__ = ["DEFAULT_PATHS"]
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.checks import check_shape
-from megalith.fusions.rows import wide
+from megalith.fusions.formulas.checks import check_shape
+from megalith.fusions.formulas.rows import wide
 
 __all__ = [
     "Layout",

@@ -1,0 +1,1 @@
+"""What the operations compute, in plain torch: references, their gradients, blocks of them, and declared results."""
