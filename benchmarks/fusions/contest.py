@@ -21,13 +21,15 @@ log = logging.getLogger(__name__)
 # of results and gradients, relative to torch eager in float32: what rounding at every operation may do
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
+_FAR_BEHIND, _FEW_ROUNDS = 4.0, 3  # a contender so many times as slow as torch eager runs in so many rounds only
+
 
 @dataclass
 class Figures:
-    """Of one contender: seconds of each round, forward and forward with backward, and memory of the latter."""
+    """Of one contender: seconds by round, forward and forward with backward, and memory of the latter."""
 
-    forward: list[float] = field(default_factory=list)
-    both: list[float] = field(default_factory=list)
+    forward: dict[int, float] = field(default_factory=dict)
+    both: dict[int, float] = field(default_factory=dict)
     memory: Memory | None = None
     failure: str | None = None
 
@@ -44,17 +46,17 @@ class Contest:
 
     def ratio(self, name: str, both: bool) -> Spread | None:
         """How many times as fast as torch eager is ``name``, within each round."""
-        mine, base = self.figures[name], self.figures[BASE]
-        pairs = zip(mine.both, base.both, strict=True) if both else zip(mine.forward, base.forward, strict=True)
-        values = [base_seconds / seconds for seconds, base_seconds in pairs] if not mine.failure else []
-        return Spread.of(values) if values else None
+        if self.figures[name].failure:
+            return None
+        mine, base = (figures.both if both else figures.forward for figures in (self.figures[name], self.figures[BASE]))
+        return Spread.of([base[index] / seconds for index, seconds in mine.items()]) if mine else None
 
     def share(self, name: str, bandwidth: float) -> tuple[float, float] | None:
         """Parts of the bandwidth of a copy that forward and backward reach, counting the bytes of the floor."""
         figures = self.figures[name]
         if self.floor is None or figures.failure or not figures.forward:
             return None
-        forward, both = statistics.median(figures.forward), statistics.median(figures.both)
+        forward, both = statistics.median(figures.forward.values()), statistics.median(figures.both.values())
         backward = max(both - forward, 1e-9)
         return self.floor[0] / forward / bandwidth, self.floor[1] / backward / bandwidth
 
@@ -85,11 +87,13 @@ def contest(operation: Operation, num_bytes: int, dtype: torch.dtype, device: st
         if figures.failure:
             log.warning("%s, %s: %s", operation.name, name, figures.failure)
     running = {name: pair for name, pair in calls.items() if not result.figures[name].failure}
-    repeats = _repeats(clock, running[BASE][1])
-    for _ in range(rounds):
+    seconds = {name: clock.seconds(both) for name, (_, both) in running.items()}
+    repeats = _repeats(seconds[BASE])
+    for index in range(rounds):
         for name, (forward, both) in running.items():
-            result.figures[name].forward.append(clock.seconds(forward, repeats))
-            result.figures[name].both.append(clock.seconds(both, repeats))
+            if index < _FEW_ROUNDS or seconds[name] < _FAR_BEHIND * seconds[BASE]:
+                result.figures[name].forward[index] = clock.seconds(forward, repeats)
+                result.figures[name].both[index] = clock.seconds(both, repeats)
     return result
 
 
@@ -139,6 +143,6 @@ def _wrong(got: list[Tensor], want: list[Tensor], tolerance: float) -> str | Non
     return None if worst <= tolerance else f"wrong: {worst:.1e} from the reference, over {tolerance:.0e}"
 
 
-def _repeats(clock: Clock, call: Callable[[], Any]) -> int:
+def _repeats(seconds: float) -> int:
     """So many calls that a sample takes about 20 ms: the clock and the launch are then small beside it."""
-    return max(1, min(20, int(0.02 / max(clock.seconds(call), 1e-6))))
+    return max(1, min(20, int(0.02 / max(seconds, 1e-6))))

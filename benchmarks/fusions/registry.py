@@ -3,9 +3,9 @@
 from benchmarks.fusions.operation import Operation
 from benchmarks.fusions.operations import activations, attention, casts, losses, norms, residuals, rotary, routing
 
-__all__ = ["OPERATIONS"]
+__all__ = ["FAMILIES", "OPERATIONS"]
 
-_FAMILIES = (activations, residuals, norms, rotary, attention, losses, routing, casts)
+FAMILIES = (activations, residuals, norms, rotary, attention, losses, routing, casts)
 OPERATIONS: dict[str, Operation] = {
-    operation.name: operation for family in _FAMILIES for operation in family.OPERATIONS
+    operation.name: operation for family in FAMILIES for operation in family.OPERATIONS
 }

@@ -36,7 +36,7 @@ def doubling(monkeypatch):
 def test_a_contender_that_is_wrong_gets_no_number_and_one_that_is_absent_no_column(doubling):
     result = contest(doubling, 4096, torch.float32, "cpu", rounds=3)
     assert result.figures["wrong"].failure.startswith("wrong: 2.5e-01 from the reference")
-    assert result.figures["wrong"].both == []
+    assert result.figures["wrong"].both == {}
     assert "absent" not in result.figures
     assert len(result.figures["Megalith"].both) == len(result.figures["torch eager"].forward) == 3
     table = report.as_markdown([report.Run([result], [1e9])], {"device": "CPU"}, "today")
@@ -45,12 +45,25 @@ def test_a_contender_that_is_wrong_gets_no_number_and_one_that_is_absent_no_colu
 
 
 def test_ratios_are_formed_within_rounds_and_shares_count_the_floor():
-    ours = Figures(forward=[1.0, 2.0, 1.0], both=[3.0, 6.0, 3.0])
-    eager = Figures(forward=[2.0, 4.0, 2.0], both=[3.0, 6.0, 6.0])
-    result = Contest("op", "bfloat16", 1 << 20, (100, 400), {"Megalith": ours, "torch eager": eager})
+    ours = Figures(forward={0: 1.0, 1: 2.0, 2: 1.0}, both={0: 3.0, 1: 6.0, 2: 3.0})
+    eager = Figures(forward={0: 2.0, 1: 4.0, 2: 2.0}, both={0: 3.0, 1: 6.0, 2: 6.0})
+    slow = Figures(forward={1: 8.0}, both={1: 12.0})
+    contenders = {"Megalith": ours, "slow": slow, "torch eager": eager}
+    result = Contest("op", "bfloat16", 1 << 20, (100, 400), contenders)
+    assert result.ratio("slow", both=True).median == 0.5
     assert result.ratio("Megalith", both=False).median == 2.0
     assert result.ratio("Megalith", both=True).median == 1.0
     assert result.share("Megalith", bandwidth=1000.0) == (0.1, 0.2)
+
+
+def test_a_contender_far_behind_runs_in_a_few_rounds_only(doubling, monkeypatch):
+    seconds = iter([1.0, 9.0, 1.0])  # of ours, the reference, and eager, before the rounds
+    monkeypatch.setattr(Clock, "seconds", lambda *_: next(seconds, 1.0))
+    monkeypatch.setattr(
+        operation.Operation, "contenders", lambda *_: {"ours": doubled, "slow": doubled, operation.BASE: doubled}
+    )
+    figures = contest(doubling, 4096, torch.float32, "cpu", rounds=5).figures
+    assert [len(figures[name].both) for name in figures] == [5, 3, 5]
 
 
 def test_memory_is_what_is_allocated_and_the_most_at_one_time():
@@ -70,5 +83,6 @@ def test_a_clock_counts_seconds_of_one_call():
     assert len(calls) == 5
 
 
-def test_every_operation_has_a_row():
+def test_every_operation_has_a_row_and_every_row_a_name_of_its_own():
+    assert len(registry.OPERATIONS) == sum(len(family.OPERATIONS) for family in registry.FAMILIES)
     assert {one.fusion for one in registry.OPERATIONS.values()} == {fusion.name for fusion in FUSIONS}

@@ -123,6 +123,7 @@ OPERATIONS = [
         partial(fusions.glu_float8, activation="silu"),
         _Float8.apply,
         cost.glu_float8,
+        judged=False,  # its gradients are those at the rounded input
     ),
     Operation(
         "bias gelu",
@@ -132,15 +133,6 @@ OPERATIONS = [
         lambda input, bias: _tanh_gelu(input + bias),
         cost.bias_gelu,
         {"Megatron": _megatron_gelu},
-    ),
-    Operation(
-        "swiglu, kept in 8 bits",
-        "glu_float8",
-        _packed,
-        partial(fusions.glu_float8, activation="silu"),
-        partial(_eager_glu, activate=functional.silu),
-        cost.glu_float8,
-        judged=False,  # its gradients are those at the rounded input
     ),
     Operation(
         "weighted squared relu",
