@@ -9,13 +9,13 @@ from megalith.errors import BackendError
 from megalith.fusions import use, weighted_squared_relu_impl
 from megalith.fusions.paths import backend
 from megalith.fusions.paths.backend import Fusion
-from megalith.fusions.paths.blocks import BLOCK_ELEMENTS
+from megalith.fusions.paths.blocks import LARGEST_WHOLE
 
 # a path's function is its name here
 FUSION = Fusion("weighted_squared_relu", {name: name for name in ("triton", "compile", "blocked", "reference")})
 
 
-def tensor(device: str = "cpu", dtype: torch.dtype = torch.float32, numel: int = BLOCK_ELEMENTS + 1) -> SimpleNamespace:
+def tensor(device: str = "cpu", dtype: torch.dtype = torch.float32, numel: int = LARGEST_WHOLE + 1) -> SimpleNamespace:
     """All that the choice looks at, so that the row of a GPU can be read without one."""
     return SimpleNamespace(device=torch.device(device), dtype=dtype, numel=lambda: numel)
 
@@ -38,7 +38,7 @@ def test_table_gives_kernels_to_gpus_and_the_reference_to_float64_to_unknown_dev
     assert FUSION.path(tensor("cuda"), None) == "triton"
     assert FUSION.path(tensor("cuda", torch.float64), None) == "reference"
     assert FUSION.path(tensor("mps"), None) == "reference"
-    assert FUSION.path(tensor(numel=BLOCK_ELEMENTS), None) == "reference"
+    assert FUSION.path(tensor(numel=LARGEST_WHOLE), None) == "reference"
 
 
 def test_use_ends_with_an_error_and_refuses_an_unknown_name():

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from megalith.errors import BackendError, ConfigError, ShapeError
 from megalith.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megalith.fusions.fused_linear_cross_entropy import FUSION, fused_linear_cross_entropy
-from megalith.fusions.paths.blocks import BLOCK_ELEMENTS
+from megalith.fusions.paths.blocks import LARGEST_WHOLE
 from tests.fusions.observe import operator_calls, saved_bytes
 
 T, H, V = 10, 16, 37
@@ -100,7 +100,7 @@ def largest_allocation(run: Any) -> int:
 
 
 def test_the_path_is_chosen_by_the_logits_that_are_not_made():
-    x, weight = torch.randn(64, 2), torch.randn(BLOCK_ELEMENTS // 64 + 1, 2)
+    x, weight = torch.randn(64, 2), torch.randn(LARGEST_WHOLE // 64 + 1, 2)
     calls = operator_calls(lambda: fused_linear_cross_entropy(x, weight, torch.zeros(64).long()))
     assert len(calls) == 2
     calls = operator_calls(lambda: fused_linear_cross_entropy(x, weight[:-1], torch.zeros(64).long()))

@@ -34,7 +34,7 @@ def test_the_zeros_that_turn_may_lie_in_any_tile_of_a_long_map(path, device):
 
 
 def test_a_block_of_rows_starts_where_the_one_before_left_off(monkeypatch):
-    monkeypatch.setattr("megalith.fusions.paths.blocks.BLOCK_ELEMENTS", 40)
+    monkeypatch.setattr("megalith.fusions.paths.blocks._THREAD_ELEMENTS", 40)
     torch.manual_seed(0)
     routing_map = torch.rand(97, 4) < 0.8
     got = fused_pad_routing_map(routing_map, 16, backend="blocked")

@@ -11,18 +11,15 @@ T tokens, E experts. Saved for backward: the logits. Floor: forward eTE bytes re
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from megalith.fusions.formulas.routing_scores import EPSILON, largest, score_of, slope_of
-from megalith.fusions.formulas.rows import wide
+from megalith.fusions.formulas.aux_loss_scores import blocked, reference
 from megalith.fusions.fused_topk_router import ScoreFunction, check_logits
 from megalith.fusions.paths.backend import Backend, Fusion, compiled
-from megalith.fusions.paths.blocks import by_blocks
-from megalith.fusions.paths.library import register
 
-__all__ = ["FUSION", "compute_routing_scores_for_aux_loss", "score_outputs"]
+__all__ = ["FUSION", "compute_routing_scores_for_aux_loss"]
 
 
 def compute_routing_scores_for_aux_loss(
@@ -49,69 +46,17 @@ def compute_routing_scores_for_aux_loss(
     return routing_map, scores
 
 
-def _scores(logits: Tensor, topk: int, score: str) -> tuple[Tensor, Tensor]:
-    """Reference: scores, then the map."""
-    x = logits.to(wide(logits.dtype))
-    chosen = torch.zeros_like(x, dtype=torch.bool).scatter_(1, largest(x.detach(), topk), True)
-    if score == "softmax":
-        return torch.softmax(x, dim=-1), chosen
-    q = score_of(x, score)
-    return q / (q.sum(dim=-1, keepdim=True) + EPSILON), chosen
-
-
-def _scores_back(dscores: Tensor, logits: Tensor, score: str) -> Tensor:
-    """Reference backward: dlogits [T, E]."""
-    x = logits.to(dscores.dtype)
-    if score == "softmax":
-        p = torch.softmax(x, dim=-1)
-        dlogits: Tensor = torch.ops.aten._softmax_backward_data(dscores, p, -1, x.dtype)  # in one pass
-        return dlogits.to(logits.dtype)
-    q = score_of(x, score)
-    total = q.sum(dim=-1, keepdim=True) + EPSILON
-    dq = (dscores - (dscores * q / total).sum(dim=-1, keepdim=True)) / total
-    return (dq * slope_of(x, q, score)).to(logits.dtype)
-
-
-def _blocked_scores(logits: Tensor, topk: int, score: str) -> tuple[Tensor, Tensor]:
-    outputs = score_outputs(logits, topk, score)
-    by_blocks(lambda logits: _scores(logits, topk, score), (logits,), outputs)
-    return outputs
-
-
-def _blocked_scores_back(dscores: Tensor, logits: Tensor, score: str) -> tuple[Tensor]:
-    dlogits = logits.new_empty(logits.shape)
-    by_blocks(lambda dscores, logits: (_scores_back(dscores, logits, score),), (dscores, logits), (dlogits,))
-    return (dlogits,)
-
-
-def score_outputs(logits: Tensor, topk: int, score: str) -> tuple[Tensor, Tensor]:
-    """Memory for scores [T, E] and routing_map [T, E]."""
-    scores = logits.new_empty(logits.shape, dtype=wide(logits.dtype))
-    return scores, torch.empty_like(scores, dtype=torch.bool)
-
-
-_blocked = register(
-    "aux_loss_scores_blocked",
-    _blocked_scores,
-    score_outputs,
-    _blocked_scores_back,
-    lambda dscores, logits, score: (logits.new_empty(logits.shape),),
-    gradients_of=("logits",),
-    saves=lambda inputs, outputs: (inputs[0], inputs[2]),
-    opaque=True,
-)
-
-
-def _triton(logits: Tensor, topk: int, score: str) -> tuple[Tensor, Tensor]:
+def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
     from megalith.fusions.kernels.aux_loss_scores import op
 
-    return op(logits, topk, score)
+    results: tuple[Tensor, Tensor] = op(*inputs)
+    return results
 
 
 _PATHS: Mapping[Backend, Callable[[Tensor, int, str], tuple[Tensor, Tensor]]] = {
     "triton": _triton,
-    "compile": compiled(_scores),
-    "blocked": _blocked,
-    "reference": _scores,
+    "compile": compiled(reference),
+    "blocked": blocked,
+    "reference": reference,
 }
 FUSION = Fusion("aux_loss_scores", _PATHS)

@@ -24,7 +24,7 @@ from megalith.fusions.fused_weighted_squared_relu import FUSION as WEIGHTED_SQUA
 from megalith.fusions.glu import FUSION as GLU
 from megalith.fusions.glu_float8 import FUSION as GLU_FLOAT8
 from megalith.fusions.paths.backend import Fusion, chosen_by_use
-from megalith.fusions.paths.blocks import BLOCK_ELEMENTS
+from megalith.fusions.paths.blocks import LARGEST_WHOLE
 from megalith.fusions.row_map import FUSION as ROW_MAP
 from megalith.fusions.softmax import FUSION as SOFTMAX
 
@@ -65,7 +65,7 @@ class _Asked(NamedTuple):
     dtype: torch.dtype
 
     def numel(self) -> int:
-        return BLOCK_ELEMENTS + 1
+        return LARGEST_WHOLE + 1
 
 
 def explain(device: str | torch.device | None = None, dtype: torch.dtype = torch.bfloat16) -> str:

@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.formulas.adamw import aten, reference
 from megalith.fusions.paths.backend import Backend, Fusion
-from megalith.fusions.paths.blocks import blocks
-from megalith.fusions.paths.library import register_without_gradient
 
-__all__ = ["FUSION", "adamw", "fused_adamw_"]
+__all__ = ["FUSION", "fused_adamw_"]
 
 Update = Callable[..., None]
-_MUTATED = ("weights", "copies", "exp_avgs", "exp_avg_sqs")
 
 
 def fused_adamw_(
@@ -81,87 +79,13 @@ def fused_adamw_(
         update(*lists, [lr, *betas, eps, weight_decay, float(step)], scale, stop)
 
 
-def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, settings: list[float]) -> tuple[Tensor, Tensor, Tensor]:
-    """Reference: w, m and v after an update; the operations of ``torch.optim.AdamW``, in its order.
-
-    ``settings`` are the learning rate, both betas, eps, the decay and the number of the update.
-    """
-    lr, beta1, beta2, eps, decay, step = settings
-    m = m.lerp(g, 1 - beta1)
-    v = (v * beta2).addcmul(g, g, value=1 - beta2)
-    root = v.sqrt() / (1 - beta2**step) ** 0.5
-    return (w * (1 - lr * decay)).addcdiv(m, root + eps, value=-lr / (1 - beta1**step)), m, v
-
-
-def _reference(
-    weights: list[Tensor],
-    copies: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    settings: list[float],
-    grad_scale: Tensor | None,
-    found_nonfinite: Tensor | None,
-) -> None:
-    for i, (w, grad, m, v) in enumerate(zip(weights, grads, exp_avgs, exp_avg_sqs, strict=True)):
-        g = grad.to(w.dtype) if grad_scale is None else grad.to(w.dtype) * grad_scale
-        pairs = list(zip((w, m, v), adamw(w, g, m, v, settings), strict=True))
-        _write_(pairs if not copies else [*pairs, (copies[i], pairs[0][1])], found_nonfinite)
-
-
-def _aten(
-    weights: list[Tensor],
-    copies: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    settings: list[float],
-    grad_scale: Tensor | None,
-    found_nonfinite: Tensor | None,
-) -> None:
-    """torch's fused operator; gradients are widened for it, and weights rounded after it, block by block."""
-    lr, beta1, beta2, eps, decay, step = settings
-    number = weights[0].new_full((), step, dtype=torch.float32)
-
-    def update_(w: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor]) -> None:
-        torch._fused_adamw_(
-            w, g, m, v, [], [number] * len(w), lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=eps,
-            amsgrad=False, maximize=False, found_inf=found_nonfinite,
-        )  # fmt: skip
-
-    if not copies and grad_scale is None and grads[0].dtype == weights[0].dtype:
-        update_(weights, [grad.contiguous() for grad in grads], exp_avgs, exp_avg_sqs)
-        return
-    for i, tensors in enumerate(zip(weights, grads, exp_avgs, exp_avg_sqs, strict=True)):
-        w, grad, m, v = (tensor.reshape(-1) for tensor in tensors)
-        for block in blocks(len(w), 1):
-            g = grad[block].to(w.dtype)
-            update_([w[block]], [g if grad_scale is None else g * grad_scale], [m[block]], [v[block]])
-            if copies:
-                _write_([(copies[i].view(-1)[block], w[block])], found_nonfinite)
-
-
-def _write_(pairs: Sequence[tuple[Tensor, Tensor]], found_nonfinite: Tensor | None) -> None:
-    """Copies the second of each pair to the first, unless ``found_nonfinite``."""
-    for old, new in pairs:
-        old.copy_(new if found_nonfinite is None else torch.where(found_nonfinite != 0, old, new.to(old.dtype)))
-
-
-def _no_outputs(*_: Any) -> None:
-    """What tells torch.compile that the operators return nothing."""
-
-
 def _triton(*inputs: Any) -> None:
     from megalith.fusions.kernels.adamw import op
 
     op(*inputs)
 
 
-_PATHS: Mapping[Backend, Update] = {
-    "triton": _triton,
-    "aten": register_without_gradient("adamw_aten_", _aten, _no_outputs, mutates=_MUTATED, opaque=True),
-    "reference": _reference,
-}
+_PATHS: Mapping[Backend, Update] = {"triton": _triton, "aten": aten, "reference": reference}
 FUSION = Fusion("adamw", _PATHS)
 
 

@@ -3,21 +3,19 @@
     h = residual + dropout(x + input_bias);   y = norm(h)
 
 h is the next residual, and what backward needs: it is kept once. Backward takes the gradients of both, and without
-dropout it writes one gradient for x and residual together. Formulas and sources: megalith.fusions.formulas.norm.
+dropout it writes one gradient for x and residual together. Formulas and sources: megalith.fusions.norm.
 Floor: 4TH elements in forward and 4TH in backward, 5TH with dropout; saved: h and 4 or 8 bytes a token.
 """
-
-from collections.abc import Mapping
 
 from torch import Tensor
 
 from megalith.errors import ConfigError
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.formulas.dropout_mask import mask_operands
-from megalith.fusions.formulas.norm import Norm, Normalization, add_norm, check_norm, triton
-from megalith.fusions.formulas.norm_blocked import op as blocked
+from megalith.fusions.formulas.norm import Normalization
 from megalith.fusions.formulas.rows import as_rows, in_shape
-from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.norm import PATHS, check
+from megalith.fusions.paths.backend import Backend, Fusion
 from megalith.numerics.dropout import DropoutKey
 
 __all__ = ["FUSION", "fused_add_norm"]
@@ -66,7 +64,7 @@ def fused_add_norm(
     """
     if not 0.0 <= p < 1.0:
         raise ConfigError(f"p must be in [0, 1), the share of elements to drop; got {p}")
-    check_norm(x, weight, bias, eps, normalization, zero_centered)
+    check(x, weight, bias, eps, normalization, zero_centered)
     check_floating(residual=residual, input_bias=input_bias)
     check_one_device(x=x, residual=residual, input_bias=input_bias)
     check_shape("residual", residual, x.shape, "as x")
@@ -81,10 +79,4 @@ def fused_add_norm(
     return in_shape(y, x.shape), in_shape(h, x.shape)
 
 
-_PATHS: Mapping[Backend, Norm] = {
-    "triton": triton,
-    "compile": compiled(add_norm),
-    "blocked": blocked,
-    "reference": add_norm,
-}
-FUSION = Fusion("add_norm", _PATHS)
+FUSION = Fusion("add_norm", PATHS)

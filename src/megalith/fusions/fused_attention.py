@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from megalith.errors import BackendError, ConfigError, ShapeError
+from megalith.fusions.formulas.attention import reference
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.formulas.flash_for_cpu import op as flash_for_cpu
-from megalith.fusions.formulas.rows import wide
 from megalith.fusions.paths.backend import Backend, Fusion, Operand
 from megalith.packed_seq_params import PackedSeqParams
 
-__all__ = ["FUSION", "Attention", "attention", "fused_attention"]
+__all__ = ["FUSION", "Attention", "fused_attention"]
 
 _UNBOUNDED = 2**30  # tokens on a side of an infinite window; a position and this fit int32
 Attention = Callable[
@@ -84,41 +84,6 @@ def fused_attention(
     return compute(q, k, v, sink, bounds, scale, left, right)
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    bounds: Tensor | None,
-    scale: float,
-    left: int,
-    right: int,
-) -> tuple[Tensor, Tensor]:
-    """Reference, with every score in memory: tensors as in ``fused_attention``, ``bounds`` int32 [B, S, 2]."""
-    acc, groups = wide(q.dtype), k.shape[2]
-    hidden = ~_seen(q, k, bounds, left, right)  # [B or 1, 1, Sq, Sk]
-    scores = torch.einsum("sbghd,tbgd->bghst", (q.to(acc) * scale).unflatten(2, (groups, -1)), k.to(acc))
-    scores = scores.flatten(1, 2).masked_fill(hidden, -torch.inf)  # [B, A, Sq, Sk]
-    lse = torch.logsumexp(scores, dim=-1)  # [B, A, Sq]
-    if sink is not None:
-        lse = torch.logaddexp(lse, sink.to(acc).unsqueeze(-1))
-    probs = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-    out = torch.einsum("bghst,tbgd->sbghd", probs.unflatten(1, (groups, -1)), v.to(acc))
-    return out.flatten(2, 3).to(q.dtype), lse
-
-
-def _seen(q: Tensor, k: Tensor, bounds: Tensor | None, left: int, right: int) -> Tensor:
-    """Which keys each query sees: [B, 1, Sq, Sk], or [1, 1, Sq, Sk] without documents."""
-    Sq, Sk = q.shape[0], k.shape[0]
-    keys = torch.arange(Sk, device=q.device)
-    beside = torch.arange(Sk - Sq, Sk, device=q.device).unsqueeze(1)  # [Sq, 1]
-    seen = (keys >= beside - left) & (keys <= beside + right)
-    if bounds is not None:
-        first, end = bounds.unsqueeze(1).unsqueeze(-2).unbind(-1)  # [B, 1, S, 1]
-        seen = seen & (keys >= first) & (keys < end)
-    return seen.expand(1, 1, Sq, Sk) if bounds is None else seen
-
-
 def _triton(q: Tensor, k: Tensor, v: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
     from megalith.fusions.kernels.attention import MAX_COLUMNS, op
 
@@ -131,7 +96,7 @@ def _triton(q: Tensor, k: Tensor, v: Tensor, *inputs: Any) -> tuple[Tensor, Tens
 
 
 # no `compile`, which would make every score, and no `blocked`: torch's kernels for a CPU are made of blocks
-_PATHS: Mapping[Backend, Attention] = {"triton": _triton, "aten": flash_for_cpu, "reference": attention}
+_PATHS: Mapping[Backend, Attention] = {"triton": _triton, "aten": flash_for_cpu, "reference": reference}
 
 
 class _AttentionFusion(Fusion[Attention]):

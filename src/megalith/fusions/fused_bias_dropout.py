@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.formulas.bias_dropout import blocked, reference
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.formulas.dropout_mask import keep, mask_operands
-from megalith.fusions.formulas.rows import as_rows, in_shape, wide
+from megalith.fusions.formulas.dropout_mask import mask_operands
+from megalith.fusions.formulas.rows import as_rows, in_shape
 from megalith.fusions.paths.backend import Backend, Fusion, compiled
-from megalith.fusions.paths.blocks import blocks, by_blocks
-from megalith.fusions.paths.library import register
 from megalith.numerics.dropout import DropoutKey
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "bias_dropout_add_fused_train",
     "bias_dropout_add_unfused",
     "get_bias_dropout_add",
-    "operator",
 ]
 
 XWithBias = tuple[Tensor, Tensor | None]
@@ -101,131 +99,6 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
     return bias_dropout_add_fused_train if training else bias_dropout_add_fused_inference
 
 
-def _reference(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    key: Tensor | None,
-    tokens: Tensor | None,
-    site: int,
-    p: float,
-    feature_offset: int,
-) -> Tensor:
-    """``x`` and ``residual`` [T, H], ``key`` int64 [] or None where ``p`` is 0, ``tokens`` int64 [T] or row numbers."""
-    acc = wide(torch.promote_types(x.dtype, residual.dtype))
-    return _add_(x.to(acc, copy=True), bias, residual, key, tokens, site, p, feature_offset).to(residual.dtype)
-
-
-def _add_(
-    y: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    key: Tensor | None,
-    tokens: Tensor | None,
-    site: int,
-    p: float,
-    feature_offset: int,
-) -> Tensor:
-    """Turns ``y``, a copy of x in float32 or wider, into the sum."""
-    y = y if bias is None else y.add_(bias.to(y.dtype))
-    return _drop_(y, key, tokens, site, p, feature_offset).add_(residual.to(y.dtype))
-
-
-def _drop_(y: Tensor, key: Tensor | None, tokens: Tensor | None, site: int, p: float, feature_offset: int) -> Tensor:
-    if key is None:
-        return y
-    # a product with a bool, of which autograd keeps a byte for each element
-    return y.mul_(keep(key, tokens, site, p, y.shape[0], y.shape[1], feature_offset)).mul_(1.0 / (1.0 - p))
-
-
-def _blocked_forward(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    key: Tensor | None,
-    tokens: Tensor | None,
-    site: int,
-    p: float,
-    feature_offset: int,
-) -> Tensor:
-    if key is None and bias is None and torch.promote_types(x.dtype, residual.dtype) == residual.dtype:
-        return x + residual  # one sum, which torch rounds once too
-    y = _outputs(x, bias, residual)
-    acc, ids = wide(torch.promote_types(x.dtype, y.dtype)), _ids(tokens, x)
-    for block in blocks(*y.shape):
-        total = y[block].copy_(x[block]) if y.dtype == acc else x[block].to(acc, copy=True)
-        _add_(total, bias, residual[block], key, ids[block], site, p, feature_offset)
-        if y.dtype != acc:
-            y[block] = total
-    return y
-
-
-def _blocked_backward(
-    dy: Tensor,
-    key: Tensor | None,
-    tokens: Tensor | None,
-    site: int,
-    p: float,
-    feature_offset: int,
-    x_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor]:
-    dx, dbias = _gradients(dy, key, tokens, site, p, feature_offset, x_dtype, bias_dtype, needs)
-    acc = wide(torch.promote_types(x_dtype, dy.dtype))
-    total = dbias.zero_().to(acc)
-
-    def formula(dy: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-        dx = _drop_(dy.to(acc, copy=key is not None), key, tokens, site, p, feature_offset)
-        return (*([dx] if needs[0] else []), *([dx.sum(dim=0)] if needs[1] else []))
-
-    by_blocks(formula, (dy, _ids(tokens, dy)), (dx,) if needs[0] else (), (total,) if needs[1] else ())
-    return dx, total.to(dbias.dtype)
-
-
-def _ids(tokens: Tensor | None, x: Tensor) -> Tensor:
-    return torch.arange(len(x), device=x.device) if tokens is None else tokens
-
-
-def _outputs(x: Tensor, bias: Tensor | None, residual: Tensor, *_: Any) -> Tensor:
-    return residual.new_empty(residual.shape)
-
-
-def _gradients(
-    dy: Tensor,
-    key: Tensor | None,
-    tokens: Tensor | None,
-    site: int,
-    p: float,
-    feature_offset: int,
-    x_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor]:
-    dx = dy.new_empty(dy.shape if needs[0] else 0, dtype=x_dtype)
-    return dx, dy.new_empty(dy.shape[1] if needs[1] else 0, dtype=bias_dtype or x_dtype)
-
-
-def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    x, bias, _, *mask = inputs
-    return *mask, x.dtype, None if bias is None else bias.dtype
-
-
-def _passes(x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None, *_: Any) -> tuple[str, ...]:
-    return ("residual", "x") if key is None and x.dtype == residual.dtype else ("residual",)
-
-
-operator = partial(
-    register,
-    forward_outputs=_outputs,
-    backward_outputs=_gradients,
-    gradients_of=("x", "bias"),
-    saves=_saves,
-    passes=_passes,
-)
-_blocked = operator("bias_dropout_add_blocked", _blocked_forward, backward=_blocked_backward, opaque=True)
-
-
 def _triton(*inputs: Any) -> Tensor:
     from megalith.fusions.kernels.bias_dropout import op
 
@@ -234,9 +107,9 @@ def _triton(*inputs: Any) -> Tensor:
 
 _PATHS: Mapping[Backend, Callable[..., Tensor]] = {
     "triton": _triton,
-    "compile": compiled(_reference),
-    "blocked": _blocked,
-    "reference": _reference,
+    "compile": compiled(reference),
+    "blocked": blocked,
+    "reference": reference,
 }
 FUSION = Fusion("bias_dropout_add", _PATHS)
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from megalith.fusions.formulas.checks import check_floating
+from megalith.fusions.formulas.glu import Gating
 from megalith.fusions.formulas.rows import wide
-from megalith.fusions.glu import glu, glu_back
+from megalith.fusions.glu import back, glu, glu_back
 from megalith.fusions.glu_float8 import glu_float8
 from megalith.fusions.paths.backend import Backend
 
@@ -154,16 +155,16 @@ def weighted_quick_geglu_back(
     g: Tensor, y: Tensor, weights: Tensor, linear_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """The gradients of ``y`` [..., 2F] and of ``weights`` [..., 1], each in the dtype of its tensor."""
-    dy, _, _, dw = glu_back(g, y, activation="quick_gelu", weights=weights, offset=linear_offset)
-    return dy, dw  # type: ignore[return-value]
+    dy, _, _, dw = back(g, y, None, None, weights, Gating.of("quick_gelu", linear_offset))
+    return dy, dw
 
 
 def weighted_bias_quick_geglu_back(
     g: Tensor, y: Tensor, bias: Tensor, weights: Tensor, linear_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of ``y`` [..., 2F], of ``bias`` [2F], summed over tokens, and of ``weights`` [..., 1]."""
-    dy, _, dbias, dw = glu_back(g, y, activation="quick_gelu", bias=bias, weights=weights, offset=linear_offset)
-    return dy, dbias, dw  # type: ignore[return-value]
+    dy, _, dbias, dw = back(g, y, None, bias, weights, Gating.of("quick_gelu", linear_offset))
+    return dy, dbias, dw
 
 
 class GeGLUFunction:

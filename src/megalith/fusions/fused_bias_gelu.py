@@ -13,29 +13,18 @@ Floor: forward 2TF elements, backward 3TF.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.formulas.activations import activate, activate_and_back
+from megalith.fusions.formulas.bias_gelu import blocked, gradient_of, reference
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.formulas.rows import as_rows, in_shape, wide
+from megalith.fusions.formulas.rows import as_rows, in_shape
 from megalith.fusions.paths.backend import Backend, Fusion, compiled
-from megalith.fusions.paths.blocks import by_blocks
-from megalith.fusions.paths.library import gradients_like, register
 
-__all__ = [
-    "FUSION",
-    "Approximate",
-    "GeLUFunction",
-    "bias_gelu",
-    "bias_gelu_back",
-    "bias_gelu_impl",
-    "gradients",
-    "outputs",
-]
+__all__ = ["FUSION", "Approximate", "GeLUFunction", "bias_gelu", "bias_gelu_back", "bias_gelu_impl"]
 
 Approximate = Literal["tanh", "none"]
 _ACTIVATIONS = {"tanh": "gelu_tanh", "none": "gelu"}
@@ -73,7 +62,7 @@ class GeLUFunction:
 
 def bias_gelu(bias: Tensor | None, y: Tensor, *, approximate: Approximate = "tanh") -> Tensor:
     """Reference forward of ``y`` [..., F], the bias first; in the dtype of ``y``."""
-    return _reference(y, bias, _check(y, bias, approximate))
+    return reference(y, bias, _check(y, bias, approximate))
 
 
 @torch.no_grad()
@@ -84,63 +73,7 @@ def bias_gelu_back(g: Tensor, bias: Tensor | None, y: Tensor, *, approximate: Ap
     """
     activation = _check(y, bias, approximate)
     check_shape("g", g, y.shape, "as y")
-    return _gradient(g, y, bias, activation).to(y.dtype)
-
-
-def _reference(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    return activate(_biased(x, bias), activation).to(x.dtype)
-
-
-def _gradient(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """dx, not yet rounded."""
-    a = _biased(x, bias)
-    _, dx = activate_and_back(dy.to(a.dtype), a, activation)
-    return dx
-
-
-def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
-    acc = wide(x.dtype)
-    return x.to(acc) if bias is None else x.to(acc) + bias.to(acc)
-
-
-def _blocked_forward(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    y = outputs(x)
-    by_blocks(lambda x: (activate(_biased(x, bias), activation),), (x,), (y,))
-    return y
-
-
-def _blocked_backward(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    dx, dbias = gradients(dy, x, bias)
-    total = dbias.zero_().to(wide(dbias.dtype))
-
-    def formula(dy: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        dx = _gradient(dy, x, bias, activation)
-        return (dx,) if bias is None else (dx, dx.sum(dim=0))
-
-    by_blocks(formula, (dy, x), (dx,), () if bias is None else (total,))
-    return dx, total.to(dbias.dtype)
-
-
-def outputs(x: Tensor, *_: Any) -> Tensor:
-    """Memory for y [T, F]."""
-    return x.new_empty(x.shape)
-
-
-def gradients(dy: Tensor, x: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-    """Memory for dx [T, F] and dbias [F], which is empty without a bias."""
-    dx, dbias = gradients_like(x, bias)
-    return dx, dbias
-
-
-_blocked = register(
-    "bias_gelu_blocked",
-    _blocked_forward,
-    outputs,
-    _blocked_backward,
-    gradients,
-    gradients_of=("x", "bias"),
-    opaque=True,
-)
+    return gradient_of(g, y, bias, activation).to(y.dtype)
 
 
 def _triton(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -151,9 +84,9 @@ def _triton(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
 
 _PATHS: Mapping[Backend, Callable[[Tensor, Tensor | None, str], Tensor]] = {
     "triton": _triton,
-    "compile": compiled(_reference),
-    "blocked": _blocked,
-    "reference": _reference,
+    "compile": compiled(reference),
+    "blocked": blocked,
+    "reference": reference,
 }
 FUSION = Fusion("bias_gelu", _PATHS)
 

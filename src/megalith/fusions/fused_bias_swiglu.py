@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megalith.errors import BackendError
-from megalith.fusions.glu import glu, glu_back
+from megalith.fusions.formulas.glu import Gating
+from megalith.fusions.glu import back, glu, glu_back
 from megalith.fusions.glu_float8 import glu_float8
 from megalith.fusions.paths.backend import Backend
 
@@ -120,8 +121,8 @@ def bias_swiglu_back(g: Tensor, y: Tensor, bias: Tensor) -> Tensor:
 
 def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of ``y`` [..., 2F] and of ``weights`` [..., 1], each in the dtype of its tensor."""
-    dy, _, _, dw = glu_back(g, y, activation="silu", weights=weights)
-    return dy, dw  # type: ignore[return-value]
+    dy, _, _, dw = back(g, y, None, None, weights, Gating.of("silu"))
+    return dy, dw
 
 
 class SwiGLUFunction:

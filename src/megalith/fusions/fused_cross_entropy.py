@@ -6,7 +6,7 @@
 
 Each rank reads its logits once, and says of every row the largest other logit, the sum of exponentials without the
 target, and the target's logit; these few numbers are gathered. The target enters last, so tiny losses and the target's
-gradient keep all digits of float32 (``cross_entropy_formulas``). Smoothing: Szegedy et al. 2015, arXiv:1512.00567;
+gradient keep all digits of float32 (``formulas.cross_entropy``). Smoothing: Szegedy et al. 2015, arXiv:1512.00567;
 z-loss: Chowdhery et al. 2022, "PaLM", arXiv:2204.02311; softcap: Gemma Team 2024, "Gemma 2", arXiv:2408.00118.
 
 T tokens (leading dimensions flattened), V vocabulary. Saved for backward: the logits as they came, 12T bytes of
@@ -21,18 +21,10 @@ from torch.distributed import ProcessGroup
 
 from megalith.errors import ShapeError
 from megalith.fusions.formulas.checks import check_floating, check_one_device
-from megalith.fusions.formulas.cross_entropy import empty_loss, empty_statistics
+from megalith.fusions.formulas.cross_entropy import reference
+from megalith.fusions.formulas.cross_entropy_blocked import blocked
 from megalith.fusions.formulas.cross_entropy_options import Smoothing, check_target, part_of_rank, terms_of
-from megalith.fusions.formulas.cross_entropy_steps import (
-    Steps,
-    blocked_gradient_into,
-    blocked_loss,
-    blocked_statistics,
-    kept_for_gradient,
-    loss_of_parts,
-    reference_loss,
-    reference_statistics,
-)
+from megalith.fusions.formulas.cross_entropy_steps import Steps, loss_of_parts
 from megalith.fusions.formulas.rows import as_rows, in_shape
 from megalith.fusions.formulas.two_collective_cross_entropy import (
     calculate_cross_entropy_loss,
@@ -41,7 +33,6 @@ from megalith.fusions.formulas.two_collective_cross_entropy import (
     calculate_predicted_logits,
 )
 from megalith.fusions.paths.backend import Backend, Fusion, compiled
-from megalith.fusions.paths.library import register, register_without_gradient
 
 __all__ = [
     "FUSION",
@@ -107,66 +98,22 @@ def fused_vocab_parallel_cross_entropy(
     return in_shape(loss, target.shape)
 
 
-def _blocked_gradient(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    whole: Tensor,
-    start: int,
-    vocab_size: int,
-    softcap: float,
-    ignore_index: int,
-    smoothing: float,
-    z_loss: float,
-) -> tuple[Tensor]:
-    dlogits = logits.new_empty(logits.shape)
-    options = (start, vocab_size, softcap, ignore_index, smoothing, z_loss)
-    blocked_gradient_into(dlogits, dloss, logits, target, whole, *options)
-    return (dlogits,)
+def _triton_statistics(*inputs: Any) -> Tensor:
+    from megalith.fusions.kernels.cross_entropy import STEPS
 
-
-_blocked_statistics_operator = register_without_gradient(
-    "cross_entropy_statistics_blocked",
-    blocked_statistics,
-    lambda logits, *rest: empty_statistics(logits, rest[-1]),
-    opaque=True,
-)
-_blocked_loss_operator = register(
-    "cross_entropy_blocked",
-    blocked_loss,
-    lambda logits, *_: empty_loss(logits),
-    _blocked_gradient,
-    lambda dloss, logits, *_: (logits.new_empty(logits.shape),),
-    gradients_of=("logits",),
-    saves=kept_for_gradient,
-    opaque=True,
-)
-
-
-def _blocked_statistics(logits: Tensor, *rest: Any) -> Tensor:
-    return _blocked_statistics_operator(logits.detach(), *rest)  # its gradient is that of the loss
-
-
-def _blocked_loss(*inputs: Any) -> Tensor:
-    return _blocked_loss_operator(*inputs)[0]
-
-
-def _triton_statistics(logits: Tensor, *rest: Any) -> Tensor:
-    from megalith.fusions.kernels.cross_entropy import statistics_operator
-
-    return statistics_operator(logits.detach(), *rest)
+    return STEPS.statistics(*inputs)
 
 
 def _triton_loss(*inputs: Any) -> Tensor:
-    from megalith.fusions.kernels.cross_entropy import loss_operator
+    from megalith.fusions.kernels.cross_entropy import STEPS
 
-    return loss_operator(*inputs)[0]
+    return STEPS.loss(*inputs)
 
 
 _PATHS: Mapping[Backend, Steps] = {
     "triton": Steps(_triton_statistics, _triton_loss),
-    "compile": Steps(compiled(reference_statistics), compiled(reference_loss)),
-    "blocked": Steps(_blocked_statistics, _blocked_loss),
-    "reference": Steps(reference_statistics, reference_loss),
+    "compile": Steps(compiled(reference.statistics), compiled(reference.loss)),
+    "blocked": blocked,
+    "reference": reference,
 }
 FUSION = Fusion("vocab_parallel_cross_entropy", _PATHS)

@@ -4,28 +4,21 @@
     RMSNorm    y = x / sqrt(mean(x^2) + eps) * g
 
 The gain g is the weight, or 1 + weight where it is zero-centred. Formulas of the gradients, sources, and what is kept
-for them: ``formulas.norm``. Floor: 2TH elements in forward and 3TH in backward; saved: x and 4 or 8 bytes a token.
+for them: the head of ``megalith.fusions.norm``.
+Floor: 2TH elements in forward and 3TH in backward; saved: x and 4 or 8 bytes a token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megalith.errors import ConfigError
-from megalith.fusions.formulas.norm import (
-    WIDEST_WHOLE_ROW,
-    Norm,
-    Normalization,
-    add_norm,
-    check_norm,
-    float_gain,
-    nested_rows,
-    triton,
-)
-from megalith.fusions.formulas.norm_blocked import op as blocked
+from megalith.fusions.formulas.norm import WIDEST_WHOLE_ROW, Normalization, Norming, float_gain, nested_rows
 from megalith.fusions.formulas.rows import in_shape, wide
-from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.norm import PATHS, Norm, check
+from megalith.fusions.paths.backend import Backend, Fusion
 
 __all__ = [
     "LAYER_NORM_FUSION",
@@ -89,7 +82,7 @@ def _norm(
     zero_centered: bool,
     backend: Backend | None,
 ) -> Tensor:
-    check_norm(x, weight, bias, eps, normalization, zero_centered)
+    check(x, weight, bias, eps, normalization, zero_centered)
     compute = fusion.path(x, backend)
     y, *_ = compute(
         nested_rows(x), None, weight, bias, None, None, None, 0, 0.0, float(eps), normalization, zero_centered
@@ -134,8 +127,9 @@ class _FusedNorm(nn.Module):
         )
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if has_bias else None
-        for parameter in self.parameters():  # trainers of the field sum such gradients over the ranks of tp
-            parameter.sequence_parallel = bool(getattr(config, "sequence_parallel", False))  # type: ignore[attr-defined]
+        parameters: Iterable[Any] = self.parameters()
+        for parameter in parameters:  # trainers of the field sum such gradients over the ranks of tp
+            parameter.sequence_parallel = bool(getattr(config, "sequence_parallel", False))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -230,20 +224,10 @@ def _check_normalization(config: object, given: str, wanted: Normalization, othe
 
 
 def _torch_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    input_bias: Tensor | None,
-    key: Tensor | None,
-    tokens: Tensor | None,
-    site: int,
-    p: float,
-    eps: float,
-    normalization: str,
-    zero_centered: bool,
+    x: Tensor, residual: None, weight: Tensor | None, bias: None, input_bias: None, *options: Any
 ) -> tuple[Tensor]:
     """torch's operator rounds once, beside a gain of the dtype of ``x``; beside another it would take a slow way."""
+    _, eps, _, zero_centered = Norming.of(*options)
     gain = float_gain(x, weight, zero_centered) if zero_centered else weight
     if gain is None or gain.dtype == x.dtype:
         return (nn.functional.rms_norm(x, x.shape[-1:], gain, eps),)
@@ -252,11 +236,5 @@ def _torch_rms_norm(
 
 
 # torch's own LayerNorm is no path: of 16-bit rows it keeps 16-bit statistics on a CPU, and rounds the sum for dw
-_PATHS: Mapping[Backend, Norm] = {
-    "triton": triton,
-    "compile": compiled(add_norm),
-    "blocked": blocked,
-    "reference": add_norm,
-}
-LAYER_NORM_FUSION = Fusion("layer_norm", _PATHS)
-RMS_NORM_FUSION = Fusion("rms_norm", {**_PATHS, "aten": _torch_rms_norm})
+LAYER_NORM_FUSION = Fusion("layer_norm", PATHS)
+RMS_NORM_FUSION = Fusion("rms_norm", {**PATHS, "aten": _torch_rms_norm})

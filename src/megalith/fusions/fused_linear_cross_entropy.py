@@ -21,21 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.functional import linear
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.formulas.cross_entropy_options import Smoothing, check_target, part_of_rank, terms_of
-from megalith.fusions.formulas.cross_entropy_steps import (
-    Steps,
-    blocked_gradient_into,
-    blocked_loss,
-    blocked_statistics,
-    loss_of_parts,
-    reference_loss,
-    reference_statistics,
-)
-from megalith.fusions.formulas.linear_cross_entropy import steps_by_chunks
+from megalith.fusions.formulas.cross_entropy_steps import Steps, loss_of_parts
+from megalith.fusions.formulas.linear_cross_entropy import blocked, reference
 from megalith.fusions.formulas.rows import as_rows, in_shape
 from megalith.fusions.paths.backend import Backend, Fusion, compiled
 from megalith.topology.collectives import copy_to_tensor_model_parallel_region
@@ -117,19 +108,6 @@ class _Logits(NamedTuple):
         return self.size
 
 
-def _reference_statistics(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int, target: Tensor, *options: Any
-) -> Tensor:
-    with torch.autocast(x.device.type, enabled=False):
-        return reference_statistics(linear(x, weight, bias), target, *options)
-
-
-def _reference_loss(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int, target: Tensor, parts: Tensor, *options: Any
-) -> Tensor:
-    return reference_loss(x, target, parts, *options)
-
-
 def _triton_statistics(*inputs: Any) -> Tensor:
     from megalith.fusions.kernels.linear_cross_entropy import STEPS
 
@@ -144,9 +122,9 @@ def _triton_loss(*inputs: Any) -> Tensor:
 
 _PATHS: Mapping[Backend, Steps] = {
     "triton": Steps(_triton_statistics, _triton_loss),
-    "compile": Steps(compiled(_reference_statistics), compiled(_reference_loss)),
-    "blocked": steps_by_chunks("linear_cross_entropy_blocked", blocked_statistics, blocked_loss, blocked_gradient_into),
-    "reference": Steps(_reference_statistics, _reference_loss),
+    "compile": Steps(compiled(reference.statistics), compiled(reference.loss)),
+    "blocked": blocked,
+    "reference": reference,
 }
 FUSION = Fusion("linear_cross_entropy", _PATHS)
 

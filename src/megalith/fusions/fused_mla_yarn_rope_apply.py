@@ -16,18 +16,16 @@ Keys and values are written once, where attention reads them: no split, no expan
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.formulas.mla_rope import blocked, reference
 from megalith.fusions.formulas.rope_tables import positions_from_cu_seqlens
-from megalith.fusions.formulas.rotation import Rotation, Tables, tables, turn
-from megalith.fusions.formulas.rows import in_shape, wide
+from megalith.fusions.formulas.rotation import Rotation, Tables, tables
+from megalith.fusions.formulas.rows import in_shape
 from megalith.fusions.fused_rope import FUSION as ROPE
 from megalith.fusions.paths.backend import Backend, Fusion, compiled
-from megalith.fusions.paths.blocks import by_blocks
-from megalith.fusions.paths.library import register
 
 __all__ = [
     "FUSION",
@@ -35,10 +33,6 @@ __all__ = [
     "ApplyMLARotaryEmbQ",
     "fused_apply_mla_rope_for_kv",
     "fused_apply_mla_rope_for_q",
-    "gradients",
-    "kv_forward",
-    "outputs",
-    "saved",
 ]
 
 
@@ -138,63 +132,6 @@ class ApplyMLARotaryEmbKV:
 KeysAndValues = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, str], tuple[Tensor, Tensor]]
 
 
-def kv_forward(
-    kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, k_dim: int, layout: str
-) -> tuple[Tensor, Tensor]:
-    """Reference forward: ``kv`` [S, B, A, K + V], ``k_pe`` [S, B, R], the fields of ``Tables`` -> k and v."""
-    turned = turn(k_pe.unsqueeze(2), Tables(cos, sin, positions), Rotation(layout)).to(kv.dtype)  # [S, B, 1, R]
-    k = torch.cat((kv[..., :k_dim], turned.expand(*kv.shape[:-1], -1)), dim=-1)
-    return k, kv[..., k_dim:].clone(memory_format=torch.contiguous_format)
-
-
-def outputs(kv: Tensor, k_pe: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """Fresh memory for k [S, B, A, K + R] and v [S, B, A, V], for the arguments of ``kv_forward``."""
-    k_dim = others[3]
-    heads = kv.shape[:-1]
-    return kv.new_empty(*heads, k_dim + k_pe.shape[-1]), kv.new_empty(*heads, kv.shape[-1] - k_dim)
-
-
-def gradients(dk: Tensor, dv: Tensor, cos: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Fresh memory for dkv [S, B, A, K + V] and dk_pe [S, B, R]."""
-    R = 2 * cos.shape[-1]
-    return dk.new_empty(*dk.shape[:-1], dk.shape[-1] - R + dv.shape[-1]), dk.new_empty(*dk.shape[:2], R)
-
-
-def saved(inputs: tuple[Any, ...], _: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """What backward gets beside the gradients: the tables and the layout."""
-    _, _, cos, sin, positions, _, layout = inputs
-    return cos, sin, positions, layout
-
-
-def _blocked_backward(
-    dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, layout: str
-) -> tuple[Tensor, Tensor]:
-    table, R = Tables(cos, sin, positions), 2 * cos.shape[-1]
-    nope, pe = dk.split((dk.shape[-1] - R, R), dim=-1)
-    dk_pe = dk.new_empty(*dk.shape[:2], 1, R)
-
-    def summed_and_turned_back(pe: Tensor, *rows: Tensor) -> tuple[Tensor]:
-        shared = pe.sum(dim=2, keepdim=True, dtype=wide(pe.dtype))
-        return (turn(shared, table.block(*rows), Rotation(layout, inverse=True)),)
-
-    by_blocks(summed_and_turned_back, (pe, *table.rows()), (dk_pe,))
-    return torch.cat((nope, dv), dim=-1), dk_pe.squeeze(2)
-
-
-# forward copies each column once, to where it belongs: there is nothing to gain from blocks
-_blocked = register(
-    "mla_rope_kv_blocked",
-    kv_forward,
-    outputs,
-    _blocked_backward,
-    gradients,
-    gradients_of=("kv", "k_pe"),
-    saves=saved,
-    num_differentiable=2,
-    opaque=True,
-)
-
-
 def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
     from megalith.fusions.kernels.mla_rope import op
 
@@ -203,9 +140,9 @@ def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 _PATHS: Mapping[Backend, KeysAndValues] = {
     "triton": _triton,
-    "compile": compiled(kv_forward),
-    "blocked": _blocked,
-    "reference": kv_forward,
+    "compile": compiled(reference),
+    "blocked": blocked,
+    "reference": reference,
 }
 FUSION = Fusion("mla_rope_kv", _PATHS)
 

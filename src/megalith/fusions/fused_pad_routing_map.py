@@ -11,13 +11,11 @@ T tokens, E experts. No gradient. Floor: 2TE bytes of a bool map, 8TE of an int3
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.formulas.pad_routing_map import blocked, reference
 from megalith.fusions.paths.backend import Backend, Fusion, compiled
-from megalith.fusions.paths.blocks import blocks
-from megalith.fusions.paths.library import register_without_gradient
 
 __all__ = ["FUSION", "fused_pad_routing_map"]
 
@@ -47,45 +45,17 @@ def fused_pad_routing_map(routing_map: Tensor, pad_multiple: int, *, backend: Ba
     return FUSION.path(routing_map, backend)(routing_map, pad_multiple)
 
 
-def _pad(routing_map: Tensor, pad_multiple: int) -> Tensor:
-    """Reference. Experts come first, so that counting runs along memory."""
-    zero = routing_map.t().contiguous() == 0  # [E, T]
-    num_zeros = zero.cumsum(dim=1, dtype=torch.int32)
-    missing = (zero.sum(dim=1) - zero.shape[1]) % pad_multiple
-    added = zero & (num_zeros <= missing[:, None])
-    return routing_map.clone().masked_fill_(added.t(), 1)  # masked_fill would take the order of strides of the mask
-
-
-def _pad_blocked(routing_map: Tensor, pad_multiple: int) -> Tensor:
-    """As ``_pad``; past the block where the last column has all it needs, rows are only copied."""
-    T, E = routing_map.shape
-    padded = torch.empty_like(routing_map).copy_(routing_map)
-    missing = -routing_map.count_nonzero(dim=0) % pad_multiple
-    for block in blocks(T, E):
-        if not missing.any():
-            break
-        rows = padded[block]
-        zero = rows.t().contiguous() == 0
-        num_zeros = zero.cumsum(dim=1, dtype=torch.int32)
-        rows.masked_fill_((zero & (num_zeros <= missing[:, None])).t(), 1)
-        missing = (missing - zero.sum(dim=1)).clamp_min(0)
-    return padded
-
-
-def _like(routing_map: Tensor, pad_multiple: int) -> Tensor:
-    return torch.empty_like(routing_map)
-
-
 def _triton(routing_map: Tensor, pad_multiple: int) -> Tensor:
     from megalith.fusions.kernels.pad_routing_map import op
 
-    return op(routing_map, pad_multiple)
+    padded: Tensor = op(routing_map, pad_multiple)
+    return padded
 
 
 _PATHS: Mapping[Backend, Callable[[Tensor, int], Tensor]] = {
     "triton": _triton,
-    "compile": compiled(_pad),
-    "blocked": register_without_gradient("pad_routing_map_blocked", _pad_blocked, _like, opaque=True),
-    "reference": _pad,
+    "compile": compiled(reference),
+    "blocked": blocked,
+    "reference": reference,
 }
 FUSION = Fusion("pad_routing_map", _PATHS)

@@ -6,7 +6,7 @@
 
 amax is the largest magnitude among the numbers that share a scale. ``nearest`` is to even at a tie, and the largest
 number from beyond it. An infinity counts as the largest number of its dtype; NaN stays NaN, and counts for nothing.
-Sources: see ``quantized``.
+Sources: see ``formulas.quantized``.
 
 N matrices of R rows and H columns. Saved for backward: nothing, there is no gradient. Floor, in bytes an element of
 bf16, beside the scales: 2 to read, 1 to write (1/2 of nvfp4), and to write the transpose as much again. For a tensor,
@@ -21,24 +21,11 @@ from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.formulas.checks import check_floating
-from megalith.fusions.formulas.quantized import (
-    FORMATS,
-    LAYOUTS,
-    SMALLEST_SCALE,
-    SMALLEST_TENSOR_SCALE,
-    Kind,
-    Outputs,
-    Quantized,
-    groups,
-    outputs_of,
-)
+from megalith.fusions.formulas.quantize import blocked, reference
+from megalith.fusions.formulas.quantized import LAYOUTS, Kind, Outputs, Quantized
 from megalith.fusions.paths.backend import Backend, Fusion, compiled
-from megalith.fusions.paths.blocks import blocks
-from megalith.fusions.paths.library import register_without_gradient
 
-__all__ = ["FUSION", "quantize", "quantize_forward"]
-
-_NAN = 0x7F  # in both formats of 8 bits
+__all__ = ["FUSION", "quantize"]
 
 
 def quantize(
@@ -92,104 +79,6 @@ def quantize(
     return record(values, scale, x.shape[:-1], record(values_t, scale_t, columns))
 
 
-def quantize_forward(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Outputs:
-    """Reference: the outputs that ``outputs_of`` describes, of ``x`` [N, R, H]."""
-    layout, none = LAYOUTS[kind], x.new_empty(0, dtype=torch.uint8)
-    amax_of_all = _amax((x if layout.of_all else none).float().flatten(), x.dtype)
-    values, scale = _quantize_rows(x, kind, dtype, amax_of_all)
-    values_t, scale_t = none, none
-    if transpose and layout.symmetric:
-        values_t = values.mT.contiguous()
-    elif transpose:
-        values_t, scale_t = _quantize_rows(x.mT, kind, dtype, amax_of_all)
-    tensor_scale = _tensor_scale(amax_of_all) if kind == "nvfp4" else none.float()
-    return values, scale, tensor_scale, values_t, scale_t
-
-
-def _quantize_rows(x: Tensor, kind: str, dtype: torch.dtype, amax_of_all: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes and scales of the rows of ``x`` [..., R, H]; only layouts that are ``of_all`` ask for its amax."""
-    layout, (R, H) = LAYOUTS[kind], x.shape[-2:]
-    parts = groups(x.contiguous().float(), layout.columns)  # [..., R, H/columns, columns]
-    amax = amax_of_all if kind == "tensor" else _amax(parts, x.dtype)  # [..., R, H/columns]
-    if layout.tiled:
-        amax = _amax(groups(amax.mT, 128), x.dtype).mT  # [..., R/128, H/128]
-    scale, factor = _scales(amax, kind, dtype, amax_of_all)
-    if layout.tiled:
-        factor = factor.repeat_interleave(128, dim=-2)[..., :R, :]
-    codes = _encode(parts * (factor if kind == "tensor" else factor.unsqueeze(-1)), dtype)
-    codes = codes.flatten(-2)[..., :H].contiguous()
-    if kind == "nvfp4":
-        return codes[..., ::2] | codes[..., 1::2] << 4, torch.where(parts.isnan().any(-1), _NAN, scale)
-    return codes, scale
-
-
-def _scales(amax: Tensor, kind: str, dtype: torch.dtype, amax_of_all: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales as they are stored, and the float32 numbers that their elements are multiplied by."""
-    if kind == "mxfp8":  # the exponent as float32 holds it, 127 more than it is
-        exponent = ((amax.view(torch.int32) >> 23) - FORMATS[dtype].largest_exponent).clamp_min(0)
-        return exponent.to(torch.uint8), ((254 - exponent) << 23).view(torch.float32)
-    if kind == "nvfp4":
-        unit = 1.0 / _tensor_scale(amax_of_all)
-        scale = (amax / 6.0 * unit).clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn)  # at least its smallest number
-        return scale.view(torch.uint8), unit / scale.float()
-    scale = (amax / FORMATS[dtype].largest).clamp_min(SMALLEST_SCALE)
-    return scale, 1.0 / scale
-
-
-def _tensor_scale(amax: Tensor) -> Tensor:
-    return (amax / (448.0 * 6.0)).clamp_min(SMALLEST_TENSOR_SCALE)
-
-
-def _amax(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest magnitude along the last dimension, of numbers that came in ``dtype``."""
-    magnitudes = x.abs().nan_to_num(nan=0.0, posinf=torch.finfo(dtype).max)
-    return magnitudes.amax(-1) if x.numel() else magnitudes.sum(-1)  # a maximum of nothing is an error, and a sum 0
-
-
-def _encode(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """The codes nearest to ``y``, one to a byte."""
-    largest = FORMATS[dtype].largest
-    if dtype != torch.float4_e2m1fn_x2:
-        return y.clamp(-largest, largest).to(dtype).view(torch.uint8)  # casts saturate on some devices only
-    magnitude = y.abs().nan_to_num(nan=largest).clamp_max(largest)
-    # steps of 1/2 below 2, 1 below 4, and 2: the codes count them
-    code = torch.where(magnitude < 2, (2 * magnitude).round(), magnitude.round() + 2)
-    code = torch.where(magnitude < 4, code, (magnitude / 2).round() + 4)
-    return code.to(torch.uint8) | y.signbit().to(torch.uint8) << 3
-
-
-def _blocked_forward(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Outputs:
-    outputs = outputs_of(x, kind, dtype, transpose)
-    values, scale, tensor_scale, values_t, scale_t = outputs
-    layout, rows = LAYOUTS[kind], x.flatten(0, 1)
-    amax = x.new_zeros((), dtype=torch.float32)
-    for block in blocks(*rows.shape) if layout.of_all else ():
-        amax = torch.maximum(amax, _amax(rows[block].float().flatten(), x.dtype))
-    if kind == "nvfp4":
-        tensor_scale.copy_(_tensor_scale(amax))
-    if kind == "tensor":
-        scale.copy_(_scales(amax, kind, dtype, amax)[0])
-
-    def fill(x: Tensor, values: Tensor, scale: Tensor) -> None:
-        step = 128 if layout.tiled else 1
-        for block in blocks(-(-x.shape[0] // step), step * x.shape[1]):
-            rows = slice(block.start * step, block.stop * step)
-            values[rows], scales = _quantize_rows(x[rows], kind, dtype, amax)
-            if kind != "tensor":
-                scale[block] = scales
-
-    for matrix in range(x.shape[0]):
-        fill(x[matrix], values[matrix], scale if kind == "tensor" else scale[matrix])
-        if transpose and layout.symmetric:
-            values_t[matrix] = values[matrix].mT
-        elif transpose:
-            fill(x[matrix].mT, values_t[matrix], scale_t[matrix])
-    return outputs
-
-
-_blocked = register_without_gradient("quantize_blocked", _blocked_forward, outputs_of, opaque=True)
-
-
 def _triton(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Outputs:
     from megalith.fusions.kernels.quantize import op
 
@@ -198,9 +87,9 @@ def _triton(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Output
 
 _PATHS: Mapping[Backend, Callable[[Tensor, str, torch.dtype, bool], Outputs]] = {
     "triton": _triton,
-    "compile": compiled(quantize_forward),
-    "blocked": _blocked,
-    "reference": quantize_forward,
+    "compile": compiled(reference),
+    "blocked": blocked,
+    "reference": reference,
 }
 FUSION = Fusion("quantize", _PATHS)
 

@@ -12,32 +12,20 @@ with QK norm also q, k and 1 / root mean square of each head, in float32.
 Floor: forward and backward 2SB(A + G)D elements each, with QK norm 3SB(A + G)D in backward; tables are read once.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.formulas.rotation import (
-    Layout,
-    Rotation,
-    Tables,
-    check_layout,
-    normalize,
-    normalize_back,
-    tables,
-    turn,
-    turn_into,
-)
-from megalith.fusions.formulas.rows import in_shape, wide
+from megalith.fusions.formulas.rope import Outputs, blocked, reference
+from megalith.fusions.formulas.rotation import Layout, Rotation, check_layout, tables
+from megalith.fusions.formulas.rows import in_shape
 from megalith.fusions.paths.backend import Backend, Fusion, compiled
-from megalith.fusions.paths.blocks import blocks
-from megalith.fusions.paths.library import gradients_like, register
 
-__all__ = ["FUSION", "Outputs", "fused_rope", "gradients", "outputs", "rope_forward", "saved"]
+__all__ = ["FUSION", "fused_rope"]
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 Keys = TypeVar("Keys", Tensor, None)
 
 
@@ -100,166 +88,6 @@ def fused_rope(
     return in_shape(y, q.shape), None if k is None else in_shape(y_k, k.shape)
 
 
-def rope_forward(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    *how: Any,
-) -> Outputs:
-    """Reference forward: q [S, B, A, D], k [S, B, G, D], the fields of ``Tables``, gains, the fields of ``Rotation``.
-
-    Returns q and k, and 1 / root mean square of their heads, [S, B, A] and [S, B, G]; empty what does not exist.
-    """
-    table = Tables(cos, sin, positions)
-
-    def of(x: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        if x is None:
-            return q.new_empty(0), q.new_empty(0)
-        if weight is None:
-            return turn(x, table, Rotation(*how)).to(x.dtype), q.new_empty(0)
-        normed, rstd = normalize(x, weight, Rotation(*how))
-        return turn(normed, table, Rotation(*how)).to(x.dtype), rstd
-
-    (y, rstd), (y_k, k_rstd) = of(q, q_norm_weight), of(k, k_norm_weight)
-    return y, y_k, rstd, k_rstd
-
-
-def outputs(q: Tensor, k: Tensor | None, *others: Any) -> Outputs:
-    """Fresh memory for what ``rope_forward`` returns for the same arguments."""
-    _, _, _, q_norm_weight, k_norm_weight, *_ = others
-
-    def statistics(x: Tensor | None, weight: Tensor | None) -> Tensor:
-        if x is None or weight is None:
-            return q.new_empty(0)
-        return x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
-
-    y_k = q.new_empty(0) if k is None else k.new_empty(k.shape)
-    return q.new_empty(q.shape), y_k, statistics(q, q_norm_weight), statistics(k, k_norm_weight)
-
-
-def gradients(dy: Tensor, dy_k: Tensor, *others: Any) -> Outputs:
-    """Fresh memory for the gradients of q, k and both gains, for the same arguments as backward's."""
-    _, _, _, _, _, q_norm_weight, k_norm_weight, *_ = others
-    dq, dk, dq_weight, dk_weight = gradients_like(dy, dy_k, q_norm_weight, k_norm_weight)
-    return dq, dk, dq_weight, dk_weight
-
-
-def saved(inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """What backward gets: q and k only where they are normalised."""
-    q, k, cos, sin, positions, q_norm_weight, k_norm_weight, *how = inputs
-    kept_q, kept_k = None if q_norm_weight is None else q, None if k_norm_weight is None else k
-    return kept_q, kept_k, cos, sin, positions, q_norm_weight, k_norm_weight, *results[2:], *how
-
-
-def _blocked_forward(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    layout: str,
-    inverse: bool,
-    offset: int,
-    sections: list[int],
-    eps: float,
-    zero_centered: bool,
-) -> Outputs:
-    how = Rotation(layout, inverse, offset, sections, eps, zero_centered)
-    results = outputs(q, k, cos, sin, positions, q_norm_weight, k_norm_weight)
-    y, y_k, q_rstd, k_rstd = results
-    table = Tables(cos, sin, positions)
-    _turn_blocks(q, q_norm_weight, table, how, y, q_rstd)
-    if k is not None:
-        _turn_blocks(k, k_norm_weight, table, how, y_k, k_rstd)
-    return results
-
-
-def _blocked_backward(
-    dy: Tensor,
-    dy_k: Tensor,
-    q: Tensor | None,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    q_rstd: Tensor,
-    k_rstd: Tensor,
-    layout: str,
-    inverse: bool,
-    offset: int,
-    sections: list[int],
-    eps: float,
-    zero_centered: bool,
-) -> Outputs:
-    how = Rotation(layout, not inverse, offset, sections, eps, zero_centered)
-    results = gradients(dy, dy_k, q, k, cos, sin, positions, q_norm_weight, k_norm_weight)
-    dq, dk, dq_weight, dk_weight = results
-    table = Tables(cos, sin, positions)
-    _turn_back_blocks(dy, q, q_norm_weight, q_rstd, table, how, dq, dq_weight)
-    if dy_k.dim() > 1:
-        _turn_back_blocks(dy_k, k, k_norm_weight, k_rstd, table, how, dk, dk_weight)
-    return results
-
-
-def _turn_blocks(x: Tensor, weight: Tensor | None, table: Tables, how: Rotation, y: Tensor, rstd: Tensor) -> None:
-    R, D = 2 * table.cos.shape[-1], x.shape[-1]
-    for block, its_table in _blocks(x, table, R if weight is None else D):
-        rows = x[block]
-        if weight is not None:
-            rows, rstd[block] = normalize(rows, weight, how)
-        turn_into(y[block], rows, its_table, how)
-
-
-def _turn_back_blocks(
-    dy: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    rstd: Tensor,
-    table: Tables,
-    how: Rotation,
-    dx: Tensor,
-    dweight: Tensor,
-) -> None:
-    total = dweight.zero_().to(wide(dy.dtype))
-    R, D = 2 * table.cos.shape[-1], dy.shape[-1]
-    for block, its_table in _blocks(dy, table, R if weight is None else D):
-        if x is None or weight is None:
-            turn_into(dx[block], dy[block], its_table, how)
-        else:
-            g = total.new_empty(dy[block].shape)
-            turn_into(g, dy[block], its_table, how)
-            dx[block], part = normalize_back(g, x[block], weight, rstd[block], how)
-            total += part
-    dweight.copy_(total)
-
-
-def _blocks(x: Tensor, table: Tables, num_columns: int) -> Iterator[tuple[slice, Tables]]:
-    """Blocks of the tokens of ``x`` [S, B, A, D]: a CPU's cache holds ``num_columns`` of each four times, widened."""
-    for block in blocks(len(x), 4 * num_columns * x[:1, ..., 0].numel()):
-        yield block, table.block(*(rows[block] for rows in table.rows()))
-
-
-_blocked = register(
-    "rope_blocked",
-    _blocked_forward,
-    outputs,
-    _blocked_backward,
-    gradients,
-    gradients_of=("q", "k", "q_norm_weight", "k_norm_weight"),
-    saves=saved,
-    num_differentiable=2,
-    opaque=True,
-)
-
-
 def _triton(*inputs: Any) -> Outputs:
     from megalith.fusions.kernels.rope import op
 
@@ -268,9 +96,9 @@ def _triton(*inputs: Any) -> Outputs:
 
 _PATHS: Mapping[Backend, Callable[..., Outputs]] = {
     "triton": _triton,
-    "compile": compiled(rope_forward),
-    "blocked": _blocked,
-    "reference": rope_forward,
+    "compile": compiled(reference),
+    "blocked": blocked,
+    "reference": reference,
 }
 FUSION = Fusion("rope", _PATHS)
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.softmax import Rows, broadcasts, check_window, limits, masked_softmax, tile
+from megalith.fusions.formulas.softmax import Rows, limits, tile
+from megalith.fusions.softmax import broadcasts, check_window, masked_softmax
 
 __all__ = [
     "AttnMaskType",

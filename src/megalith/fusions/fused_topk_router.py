@@ -1,6 +1,7 @@
 """A router behind its logits: scores, the choice of experts, their weights and the tokens of each, in one launch.
 
-What the scores and choices are: ``routing_scores``. With g = scaling_factor * dprobs, w the weights before scaling:
+What the scores and choices are: ``formulas.routing_scores``. With g = scaling_factor * dprobs and w the weights before
+scaling:
 
     softmax      dlogit = w (g - sum over K of g w) at the chosen, zero elsewhere
     pre-softmax  dlogit = p (g - sum over K of g p), p over all E, g zero at the others
@@ -14,19 +15,15 @@ Floor: forward eTE + (8 + e)TK bytes and 8E, with logits of e bytes; backward eT
 """
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.formulas.routing_scores import EPSILON, score_of, select, slope_of, softmax_of_best, weigh
-from megalith.fusions.formulas.rows import wide
+from megalith.fusions.formulas.topk_router import Choice, blocked, reference
 from megalith.fusions.fused_indices_converter import fused_indices_to_multihot
 from megalith.fusions.paths.backend import Backend, Fusion, compiled
-from megalith.fusions.paths.blocks import by_blocks
-from megalith.fusions.paths.library import register
 
 __all__ = [
     "FUSION",
@@ -34,7 +31,6 @@ __all__ = [
     "ScoreFunction",
     "check_logits",
     "fused_topk_router",
-    "route_outputs",
     "topk_routing_with_score_function",
 ]
 
@@ -91,8 +87,9 @@ def fused_topk_router(
     _check_groups(logits.shape[1], topk, num_groups, group_topk)
     score = "pre_softmax" if use_pre_softmax else score_function
     scale = 1.0 if scaling_factor is None else float(scaling_factor)
+    choice = Choice(topk, score, num_groups or 1, group_topk or 1, scale)
     compute = FUSION.path(logits, backend)
-    return Routing(*compute(logits, expert_bias, topk, score, num_groups or 1, group_topk or 1, scale))
+    return Routing(*compute(logits, expert_bias, *choice))
 
 
 def topk_routing_with_score_function(
@@ -127,96 +124,19 @@ def topk_routing_with_score_function(
     return probs, multihot
 
 
-_Routes = Callable[[Tensor, Tensor | None, int, str, int, int, float], tuple[Tensor, Tensor, Tensor]]
-
-
-def _route(
-    logits: Tensor, expert_bias: Tensor | None, topk: int, score: str, num_groups: int, group_topk: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Reference: probs, indices and tokens_per_expert."""
-    x = logits.to(wide(logits.dtype))
-    indices = select(x.detach(), expert_bias, topk, score, num_groups, group_topk)
-    chosen = indices.flatten()
-    num_tokens = chosen.new_zeros(logits.shape[1]).scatter_add_(0, chosen, torch.ones_like(chosen))
-    return weigh(x, indices, score, scale).to(logits.dtype), indices, num_tokens
-
-
-def _route_back(dprobs: Tensor, logits: Tensor, indices: Tensor, score: str, scale: float) -> Tensor:
-    """Reference backward: dlogits [T, E]."""
-    x = logits.to(wide(logits.dtype))
-    g = dprobs.to(x.dtype) * scale
-    if score == "pre_softmax":
-        p = torch.softmax(x, dim=-1)
-        inner = (g * p.gather(1, indices)).sum(dim=-1, keepdim=True)
-        return (p * (torch.zeros_like(p).scatter_(1, indices, g) - inner)).to(logits.dtype)
-    chosen = x.gather(1, indices)
-    if score == "softmax":
-        w = softmax_of_best(chosen)
-        d = w * (g - (g * w).sum(dim=-1, keepdim=True))
-    else:
-        q = score_of(chosen, score)
-        total = q.sum(dim=-1, keepdim=True) + EPSILON
-        dq = g if q.shape[1] == 1 else (g - (g * q / total).sum(dim=-1, keepdim=True)) / total
-        d = dq * slope_of(chosen, q, score)
-    return torch.zeros_like(logits).scatter_(1, indices, d.to(logits.dtype))
-
-
-def _blocked_route(
-    logits: Tensor, expert_bias: Tensor | None, topk: int, score: str, num_groups: int, group_topk: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    probs, indices, num_tokens = route_outputs(logits, expert_bias, topk, score, num_groups, group_topk, scale)
-
-    def formula(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _route(logits, expert_bias, topk, score, num_groups, group_topk, scale)
-
-    by_blocks(formula, (logits,), (probs, indices), (num_tokens.zero_(),))
-    return probs, indices, num_tokens
-
-
-def _blocked_route_back(dprobs: Tensor, logits: Tensor, indices: Tensor, score: str, scale: float) -> tuple[Tensor]:
-    dlogits = logits.new_empty(logits.shape)
-
-    def formula(dprobs: Tensor, logits: Tensor, indices: Tensor) -> tuple[Tensor]:
-        return (_route_back(dprobs, logits, indices, score, scale),)
-
-    by_blocks(formula, (dprobs, logits, indices), (dlogits,))
-    return (dlogits,)
-
-
-def route_outputs(
-    logits: Tensor, expert_bias: Tensor | None, topk: int, score: str, num_groups: int, group_topk: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for probs [T, K], indices [T, K] and tokens_per_expert [E]."""
-    probs = logits.new_empty(logits.shape[0], topk)
-    indices = torch.empty_like(probs, dtype=torch.int64)
-    return probs, indices, indices.new_empty(logits.shape[1])
-
-
-_blocked = register(
-    "topk_router_blocked",
-    _blocked_route,
-    route_outputs,
-    _blocked_route_back,
-    lambda dprobs, logits, indices, score, scale: (logits.new_empty(logits.shape),),
-    gradients_of=("logits",),
-    saves=lambda inputs, outputs: (inputs[0], outputs[1], inputs[3], inputs[6]),
-    opaque=True,
-)
-
-
-def _triton(
-    logits: Tensor, expert_bias: Tensor | None, topk: int, score: str, num_groups: int, group_topk: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _triton(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     from megalith.fusions.kernels.topk_router import op
 
-    return op(logits, expert_bias, topk, score, num_groups, group_topk, scale)
+    results: tuple[Tensor, Tensor, Tensor] = op(*inputs)
+    return results
 
 
+_Routes = Callable[[Tensor, Tensor | None, int, str, int, int, float], tuple[Tensor, Tensor, Tensor]]
 _PATHS: Mapping[Backend, _Routes] = {
     "triton": _triton,
-    "compile": compiled(_route),
-    "blocked": _blocked,
-    "reference": _route,
+    "compile": compiled(reference),
+    "blocked": blocked,
+    "reference": reference,
 }
 FUSION = Fusion("topk_router", _PATHS)
 

@@ -12,14 +12,12 @@ Floor: forward 2TF elements of x and 4T bytes, backward 3TF elements and 8T byte
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
 
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.formulas.rows import as_rows, in_shape, wide
+from megalith.fusions.formulas.rows import as_rows, in_shape
+from megalith.fusions.formulas.weighted_squared_relu import blocked, weighted_squared_relu, weighted_squared_relu_back
 from megalith.fusions.paths.backend import Backend, Fusion, compiled
-from megalith.fusions.paths.blocks import by_blocks
-from megalith.fusions.paths.library import gradients_like, register
 
 __all__ = [
     "FUSION",
@@ -58,44 +56,6 @@ class WeightedSquaredReLUFunction:
     apply = staticmethod(weighted_squared_relu_impl)
 
 
-def weighted_squared_relu(x: Tensor, weights: Tensor) -> Tensor:
-    """Reference forward: ``x`` [T, F], ``weights`` [T, 1] -> y [T, F] in the dtype of ``x``."""
-    acc = wide(x.dtype)
-    return (torch.relu(x.to(acc)).square() * weights.to(acc)).to(x.dtype)
-
-
-def weighted_squared_relu_back(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Reference backward: dx [T, F] and dw [T, 1], each in the dtype of what it is the gradient of."""
-    acc = wide(x.dtype)
-    dy, relu = dy.to(acc), torch.relu(x.to(acc))
-    dx = 2 * dy * weights.to(acc) * relu
-    dw = (dy * relu.square()).sum(dim=-1, keepdim=True)
-    return dx.to(x.dtype), dw.to(weights.dtype)
-
-
-def _blocked_forward(x: Tensor, weights: Tensor) -> Tensor:
-    y = x.new_empty(x.shape)
-    by_blocks(lambda x, weights: (weighted_squared_relu(x, weights),), (x, weights), (y,))
-    return y
-
-
-def _blocked_backward(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    dx, dw = gradients_like(x, weights)
-    by_blocks(weighted_squared_relu_back, (dy, x, weights), (dx, dw))
-    return dx, dw
-
-
-_blocked = register(
-    "weighted_squared_relu_blocked",
-    _blocked_forward,
-    lambda x, weights: x.new_empty(x.shape),
-    _blocked_backward,
-    lambda dy, x, weights: gradients_like(x, weights),
-    gradients_of=("x", "weights"),
-    opaque=True,
-)
-
-
 def _triton(x: Tensor, weights: Tensor) -> Tensor:
     from megalith.fusions.kernels.weighted_squared_relu import op
 
@@ -105,7 +65,7 @@ def _triton(x: Tensor, weights: Tensor) -> Tensor:
 _PATHS: Mapping[Backend, Callable[[Tensor, Tensor], Tensor]] = {
     "triton": _triton,
     "compile": compiled(weighted_squared_relu),
-    "blocked": _blocked,
+    "blocked": blocked,
     "reference": weighted_squared_relu,
 }
 FUSION = Fusion("weighted_squared_relu", _PATHS)

@@ -13,7 +13,7 @@ Floor: forward 3TF elements, backward 5TF, and 4T and 8T bytes for w in float32.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,11 +21,16 @@ from torch import Tensor
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.formulas.activations import Activation
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.formulas.glu import Gating, blocked, gradients_of, join, reference
-from megalith.fusions.formulas.rows import as_rows, in_shape
+from megalith.fusions.formulas.glu import Gating, blocked, gradients_of, halves, join, reference
+from megalith.fusions.formulas.rows import as_rows, in_shape, wide
 from megalith.fusions.paths.backend import Backend, Fusion, compiled
 
-__all__ = ["FUSION", "check", "glu", "glu_back"]
+__all__ = ["FUSION", "back", "check", "glu", "glu_back"]
+
+# the gradient of what is given is a tensor, of None it is None, and of what may be either it may be either
+Up = TypeVar("Up", Tensor, None, Tensor | None)
+Bias = TypeVar("Bias", Tensor, None, Tensor | None)
+Weights = TypeVar("Weights", Tensor, None, Tensor | None)
 
 
 def glu(
@@ -68,7 +73,6 @@ def glu(
     return in_shape(y, (*x.shape[:-1], y.shape[-1]))
 
 
-@torch.no_grad()
 def glu_back(
     dy: Tensor,
     x: Tensor,
@@ -85,14 +89,23 @@ def glu_back(
 
     They are numbers: nothing is differentiated through them.
     """
-    gating = Gating.of(activation, offset, clamp, interleaved)
-    check(x, up, bias, weights, interleaved)
+    return back(dy, x, up, bias, weights, Gating.of(activation, offset, clamp, interleaved))
+
+
+@torch.no_grad()
+def back(
+    dy: Tensor, x: Tensor, up: Up, bias: Bias, weights: Weights, gating: Gating
+) -> tuple[Tensor, Up, Bias, Weights]:
+    """``glu_back`` where a type says which operands there are, and so which gradients."""
+    check(x, up, bias, weights, gating.interleaved)
     check_shape("dy", dy, (*x.shape[:-1], x.shape[-1] // (2 if up is None else 1)), "as the output")
-    da, dl, *rest = gradients_of(as_rows(dy), as_rows(x), _rows(up), bias, _rows(weights), gating)
+    gate, linear = halves(as_rows(x), _rows(up), gating.interleaved)
+    acc = wide(x.dtype)
+    da, dl, *rest = gradients_of(as_rows(dy).to(acc), gate.to(acc), linear.to(acc), bias, _rows(weights), gating)
     dw = None if weights is None else rest.pop(0).to(weights.dtype).view(weights.shape)
-    dbias = None if bias is None else join(rest[0], rest[1], interleaved).to(bias.dtype)
+    dbias = None if bias is None else join(rest[0], rest[1], gating.interleaved).to(bias.dtype)
     if up is None:
-        return join(da, dl, interleaved).to(x.dtype).view(x.shape), None, dbias, dw
+        return join(da, dl, gating.interleaved).to(x.dtype).view(x.shape), None, dbias, dw
     return da.to(x.dtype).view(x.shape), dl.to(up.dtype).view(up.shape), dbias, dw
 
 

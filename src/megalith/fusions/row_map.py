@@ -8,17 +8,17 @@ count by tiles of tokens and once to place them, in whole numbers and without at
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.formulas.checks import check_indices
+from megalith.fusions.formulas.row_map import blocked, counts_of, padded_to, reference
 from megalith.fusions.paths.backend import Backend, Fusion, compiled
-from megalith.fusions.paths.library import register_without_gradient
 
-__all__ = ["FUSION", "RowMap", "row_map", "row_map_outputs"]
+__all__ = ["FUSION", "RowMap", "row_map"]
 
 
 class RowMap(NamedTuple):
@@ -62,73 +62,22 @@ def row_map(
     E = _check(routing_map, num_out_tokens, num_experts, pad_multiple)
     compute = FUSION.path(routing_map, backend)
     if num_out_tokens is None:
-        num_out_tokens = int(_padded(_counts(routing_map, E), pad_multiple).sum())
+        num_out_tokens = int(padded_to(counts_of(routing_map, E), pad_multiple).sum())
     return RowMap(*compute(routing_map, num_out_tokens, E, pad_multiple))
 
 
-def _row_map(routing_map: Tensor, num_rows: int, num_experts: int, pad_multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Reference: row_of, token_of and rows_per_expert."""
-    counts = _counts(routing_map, num_experts)
-    padded = _padded(counts, pad_multiple)
-    ends = padded.cumsum(0)
-    starts = ends - padded
-    token = torch.arange(routing_map.shape[0], device=routing_map.device)
-    if routing_map.dtype == torch.bool:
-        routed = routing_map.t().contiguous()  # [E, T]: counting runs along memory
-        row = routed.cumsum(dim=1, dtype=torch.int32) + (starts - 1)[:, None]
-        token = token.expand(row.shape)
-    else:
-        routed = _local(routing_map, num_experts)
-        expert, order = routing_map.where(routed, num_experts).flatten().to(torch.int32).sort(stable=True)
-        # sorted slots lie densely; their rows lie apart by the gaps of the experts before
-        gaps = torch.nn.functional.pad(starts - (counts.cumsum(0) - counts), (0, 1))
-        rows = torch.arange(len(order), device=order.device) + gaps[expert]
-        row = torch.empty_like(order).scatter_(0, order, rows).view(routed.shape)
-        token = token[:, None].expand(row.shape)
-    routed = routed & (row < num_rows)
-    token_of = row.new_full((num_rows + 1,), -1).scatter_(0, row.where(routed, num_rows).flatten(), token.flatten())
-    row_of = row.where(routed, -1).int()
-    row_of = row_of.t().contiguous() if routing_map.dtype == torch.bool else row_of
-    rows_per_expert = ends.clamp(max=num_rows) - starts.clamp(max=num_rows)
-    return row_of, token_of[:num_rows].int(), rows_per_expert.int()
-
-
-def _counts(routing_map: Tensor, num_experts: int) -> Tensor:
-    """Slots routed to each expert, int64 [E]."""
-    if routing_map.dtype == torch.bool:
-        return routing_map.sum(dim=0)
-    expert = routing_map.where(_local(routing_map, num_experts), num_experts).flatten().to(torch.int64)
-    return expert.new_zeros(num_experts + 1).scatter_add_(0, expert, torch.ones_like(expert))[:num_experts]
-
-
-def _local(indices: Tensor, num_experts: int) -> Tensor:
-    return (indices >= 0) & (indices < num_experts)
-
-
-def _padded(counts: Tensor, pad_multiple: int) -> Tensor:
-    return counts + -counts % pad_multiple
-
-
-def row_map_outputs(
-    routing_map: Tensor, num_rows: int, num_experts: int, pad_multiple: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for row_of, token_of and rows_per_expert."""
-    row_of = torch.empty(routing_map.shape, dtype=torch.int32, device=routing_map.device)
-    return row_of, row_of.new_empty(num_rows), row_of.new_empty(num_experts)
-
-
-def _triton(routing_map: Tensor, num_rows: int, num_experts: int, pad_multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+def _triton(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     from megalith.fusions.kernels.row_map import op
 
-    return op(routing_map, num_rows, num_experts, pad_multiple)
+    rows: tuple[Tensor, Tensor, Tensor] = op(*inputs)
+    return rows
 
 
-# one pass over small whole numbers is all there is to do: blocked differs by the graph that it keeps closed
 _PATHS: Mapping[Backend, Callable[[Tensor, int, int, int], tuple[Tensor, Tensor, Tensor]]] = {
     "triton": _triton,
-    "compile": compiled(_row_map),
-    "blocked": register_without_gradient("row_map_blocked", _row_map, row_map_outputs, opaque=True),
-    "reference": _row_map,
+    "compile": compiled(reference),
+    "blocked": blocked,
+    "reference": reference,
 }
 FUSION = Fusion("row_map", _PATHS)
 

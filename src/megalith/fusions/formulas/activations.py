@@ -36,10 +36,11 @@ def activate(a: Tensor, activation: str) -> Tensor:
     return a * argument.sigmoid_()  # in place: fewer tensors crowd the cache, and autograd needs the sigmoid alone
 
 
-def activate_and_back(da: Tensor, a: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """The activation of each element, and its slope there times ``da``."""
+def activate_and_back(da: Tensor, a: Tensor, activation: str, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The activation of each element, and its slope there times ``da``, which may go into ``out``."""
     if activation == "silu":
-        return torch.nn.functional.silu(a), _aten.silu_backward(da, a)
+        act = torch.nn.functional.silu(a)
+        return act, _aten.silu_backward(da, a) if out is None else _aten.silu_backward.grad_input(da, a, grad_input=out)
     if activation == "quick_gelu":  # silu(1.702 a) / 1.702
         scaled = _QUICK * a
         back = _aten.silu_backward(da, scaled)
@@ -51,11 +52,11 @@ def activate_and_back(da: Tensor, a: Tensor, activation: str) -> tuple[Tensor, T
     if activation == "gelu":
         cumulative = _normal_cumulative(a)
         density = square.mul_(-0.5).exp_().mul_(_ROOT_1_OVER_2_PI)
-        return cumulative * a, density.mul_(a).add_(cumulative).mul_(da)
+        return cumulative * a, torch.mul(density.mul_(a).add_(cumulative), da, out=out)
     s = _tanh_argument(a, square).sigmoid_()
     slope = square.mul_(3.0 * _CUBIC).add_(_LINEAR).mul_(a)  # a (2u)'
     slope = _aten.sigmoid_backward.grad_input(slope, s, grad_input=slope).add_(s)  # s + a (2u)' s (1 - s)
-    return s.mul_(a), slope.mul_(da)
+    return s.mul_(a), torch.mul(slope, da, out=out)
 
 
 def clamp_back(da: Tensor, a: Tensor, low: float, high: float) -> Tensor:

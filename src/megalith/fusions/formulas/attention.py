@@ -1,19 +1,108 @@
-"""What joins attention over parts of the keys, and adds a sink to what is joined: elementwise, from out and lse.
+"""Formulas of ``megalith.fusions.fused_attention``, whose head states them, and what joins parts of the keys.
 
     lse = log(exp(lse_a) + exp(lse_b));   out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
     with a sink: out sigmoid(lse - sink)
 
 Dao et al. 2022, arXiv:2205.14135; Liu et al. 2023, "Ring Attention", arXiv:2310.01889; sink: Xiao et al. 2023,
-arXiv:2309.17453. Plain torch on every path, differentiable twice. S sequence, B micro-batch, A heads, D head size.
+arXiv:2309.17453. What joins is elementwise, in plain torch on every path, and differentiable twice.
+
+S sequence, B micro-batch, A query heads, G groups of heads, D head size, Dv of v. ``bounds`` int32 [B, S, 2] are the
+first token of each token's document, and the one after its last.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.formulas.rows import wide
+from megalith.fusions.paths.library import Operator, gradients_like
 
-__all__ = ["merge_attention", "sink_correction"]
+__all__ = ["OPERATOR", "merge_attention", "operator", "reference", "sink_correction"]
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    bounds: Tensor | None,
+    scale: float,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor]:
+    """out and lse, with every score in memory."""
+    acc, groups = wide(q.dtype), k.shape[2]
+    hidden = ~_seen(q, k, bounds, left, right)  # [B or 1, 1, Sq, Sk]
+    scores = torch.einsum("sbghd,tbgd->bghst", (q.to(acc) * scale).unflatten(2, (groups, -1)), k.to(acc))
+    scores = scores.flatten(1, 2).masked_fill(hidden, -torch.inf)  # [B, A, Sq, Sk]
+    lse = torch.logsumexp(scores, dim=-1)  # [B, A, Sq]
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink.to(acc).unsqueeze(-1))
+    probs = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+    out = torch.einsum("bghst,tbgd->sbghd", probs.unflatten(1, (groups, -1)), v.to(acc))
+    return out.flatten(2, 3).to(q.dtype), lse
+
+
+def _seen(q: Tensor, k: Tensor, bounds: Tensor | None, left: int, right: int) -> Tensor:
+    """Which keys each query sees: [B, 1, Sq, Sk], or [1, 1, Sq, Sk] without documents."""
+    Sq, Sk = q.shape[0], k.shape[0]
+    keys = torch.arange(Sk, device=q.device)
+    beside = torch.arange(Sk - Sq, Sk, device=q.device).unsqueeze(1)  # [Sq, 1]
+    seen = (keys >= beside - left) & (keys <= beside + right)
+    if bounds is not None:
+        first, end = bounds.unsqueeze(1).unsqueeze(-2).unbind(-1)  # [B, 1, S, 1]
+        seen = seen & (keys >= first) & (keys < end)
+    return seen.expand(1, 1, Sq, Sk) if bounds is None else seen
+
+
+def operator(batch_first: bool) -> Operator[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Attention, declared; with ``batch_first``, lse and gradients are laid out in memory as [B, S, heads, ...]."""
+
+    def outputs(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        bounds: Tensor | None,
+        scale: float,
+        left: int,
+        right: int,
+    ) -> tuple[Tensor, Tensor]:
+        Sq, B, A, _ = q.shape
+        lse = q.new_empty((B, Sq, A) if batch_first else (B, A, Sq), dtype=wide(q.dtype))
+        return q.new_empty(Sq, B, A, v.shape[-1]), lse.transpose(1, 2) if batch_first else lse
+
+    def gradients(
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        bounds: Tensor | None,
+        scale: float,
+        left: int,
+        right: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dq, dk, dv, dsink = gradients_like(q, k, v, sink)
+        if batch_first:
+            dq, dk, dv = (x.view(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1) for x in (dq, dk, dv))
+        return dq, dk, dv, dsink
+
+    return Operator(
+        outputs, gradients, of=("q", "k", "v", "sink"), saves=_saves, num_differentiable=2, absent_as_none=True
+    )
+
+
+def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    return (*inputs[:4], *outputs, *inputs[4:])
+
+
+OPERATOR = operator(batch_first=False)
 
 
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Cross entropy of rows whose vocabulary may be split: what a rank says of its part, and loss and gradient from that.
+"""Formulas of ``megalith.fusions.fused_cross_entropy``: what a rank says of its part, and loss and gradient from that.
 
 Of a row with logits x and target y, a part of the vocabulary says
 
@@ -16,65 +16,70 @@ T tokens, n columns of this part, R parts. Statistics are rows of 3, or 4 with s
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalith.fusions.formulas.cross_entropy_options import Part, Terms, part_and_terms
+from megalith.fusions.formulas.cross_entropy_steps import Steps
 from megalith.fusions.formulas.rows import wide
+from megalith.fusions.paths.library import Operator
 
-__all__ = ["empty_loss", "empty_statistics", "gradient", "loss_of", "merged", "num_true_columns", "statistics"]
+__all__ = [
+    "OPERATOR",
+    "capped",
+    "empty_loss",
+    "empty_statistics",
+    "finite_shift",
+    "gradients",
+    "kept_for_gradient",
+    "loss_of_whole",
+    "num_true_columns",
+    "own_column",
+    "reference",
+    "statistics_outputs",
+]
 
 
-def num_true_columns(num_columns: int, start: int, vocab_size: int) -> int:
+def num_true_columns(num_columns: int, part: Part) -> int:
     """How many of a part's columns are words of the vocabulary, and not padding."""
-    return min(max(vocab_size - start, 0), num_columns)
+    return min(max(part.vocab_size - part.start, 0), num_columns)
 
 
-def empty_statistics(x: Tensor, with_sum: bool) -> Tensor:
-    """Fresh memory for the statistics of the rows of ``x``."""
-    return x.new_empty(x.shape[0], 4 if with_sum else 3, dtype=wide(x.dtype))
-
-
-def empty_loss(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Fresh memory for the loss of each row of ``x``, and for what its gradient needs: (m, d, x_y)."""
-    return x.new_empty(x.shape[0], dtype=wide(x.dtype)), x.new_empty(x.shape[0], 3, dtype=wide(x.dtype))
-
-
-def statistics(logits: Tensor, target: Tensor, start: int, vocab_size: int, softcap: float, with_sum: bool) -> Tensor:
+def _statistics(logits: Tensor, target: Tensor, part: Part, with_sum: bool) -> Tensor:
     """What a part [T, n] says of each row: (m, d, x_y) or, ``with_sum``, (m, d, x_y, s) -> [T, 3 or 4]."""
-    x = _true_logits(logits, start, vocab_size)
-    x = x if softcap == math.inf else softcap * torch.tanh(x / softcap)
+    x = capped(_true_logits(logits, part), part)
     sums = [x.sum(dim=-1)] if with_sum else []
     if x.shape[-1] == 0:
         x = torch.nn.functional.pad(x, (0, 1), value=-math.inf)  # a part of padding only
-    column, here = _own_column(target, start, x.shape[-1])
+    column, here = own_column(target, part.start, x.shape[-1])
     at_target = x.gather(-1, column)
     others = x.scatter(-1, column, at_target.masked_fill(here, -math.inf))
     m = others.detach().amax(dim=-1, keepdim=True)
-    d = torch.exp(others - _finite_shift(m)).sum(dim=-1)
+    d = torch.exp(others - finite_shift(m)).sum(dim=-1)
     x_y = at_target.masked_fill(~here, 0.0).squeeze(-1)
     return torch.stack((m.squeeze(-1), d, x_y, *sums), dim=-1)
 
 
-def merged(parts: Tensor, target: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
+def _merged(parts: Tensor, target: Tensor, part: Part) -> Tensor:
     """The statistics [R, T, 3 or 4] of all parts as those of the whole vocabulary [T, 3 or 4].
 
     A target outside of the vocabulary has the logit NaN, so that it is not taken for a loss.
     """
     m, d, *sums = parts.unbind(-1)  # [R, T] each
     top = m.amax(dim=0)
-    d = (d * torch.exp(m - _finite_shift(top))).sum(dim=0)
+    d = (d * torch.exp(m - finite_shift(top))).sum(dim=0)
     x_y, *s = (one.sum(dim=0) for one in sums)
-    outside = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
+    outside = ((target < 0) | (target >= part.vocab_size)) & (target != part.ignore_index)
     # an infinite logit is NaN to softmax
     return torch.stack((top, d, x_y.masked_fill(outside | (x_y == math.inf), math.nan), *s), dim=-1)
 
 
-def loss_of(
-    whole: Tensor, target: Tensor, vocab_size: int, ignore_index: int, smoothing: float, z_loss: float
-) -> Tensor:
+def _loss_of(whole: Tensor, target: Tensor, part: Part, terms: Terms) -> Tensor:
     """The loss of each row, [T], from the statistics of the whole vocabulary; 0 for rows that are ignored."""
     m, d, x_y, *s = whole.unbind(-1)
+    smoothing, z_loss = terms
     t = m - x_y
     q = torch.relu(t)
     # exp(-q) is 1 wherever d exp(p) may be small
@@ -82,13 +87,65 @@ def loss_of(
     loss = q + log_sum
     lse = torch.where(t > 0.0, m, x_y) + log_sum
     if smoothing:
-        loss = (1.0 - smoothing) * loss + smoothing * (lse - s[0] / vocab_size)
+        loss = (1.0 - smoothing) * loss + smoothing * (lse - s[0] / part.vocab_size)
     if z_loss:
         loss = loss + z_loss * lse.square()
-    return loss.masked_fill(target == ignore_index, 0.0)
+    return loss.masked_fill(target == part.ignore_index, 0.0)
 
 
-def gradient(
+def _true_logits(logits: Tensor, part: Part) -> Tensor:
+    """The columns that are words, in float32 or wider."""
+    return logits[:, : num_true_columns(logits.shape[-1], part)].to(wide(logits.dtype))
+
+
+def capped(x: Tensor, part: Part) -> Tensor:
+    """The logits that the loss is of."""
+    return x if part.softcap == math.inf else part.softcap * torch.tanh(x / part.softcap)
+
+
+def own_column(target: Tensor, start: int, num_columns: int) -> tuple[Tensor, Tensor]:
+    """The target's column [T, 1], any one where another part holds it; and whether it is here."""
+    here = (target >= start) & (target < start + num_columns)
+    return (target - start).clamp(0, num_columns - 1).unsqueeze(-1), here.unsqueeze(-1)
+
+
+def finite_shift(m: Tensor) -> Tensor:
+    """``m``, or 0 where there is nothing to shift: -inf - -inf is NaN."""
+    return m.masked_fill(m == -math.inf, 0.0)
+
+
+def empty_statistics(x: Tensor, with_sum: bool) -> Tensor:
+    """Memory for the statistics of the rows of ``x``."""
+    return x.new_empty(x.shape[0], 4 if with_sum else 3, dtype=wide(x.dtype))
+
+
+def empty_loss(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the loss of each row of ``x``, and for what its gradient needs: (m, d, x_y)."""
+    return x.new_empty(x.shape[0], dtype=wide(x.dtype)), x.new_empty(x.shape[0], 3, dtype=wide(x.dtype))
+
+
+def statistics_outputs(
+    logits: Tensor, target: Tensor, start: int, vocab_size: int, softcap: float, ignore_index: int, with_sum: bool
+) -> Tensor:
+    """Memory for what a part says of each row."""
+    return empty_statistics(logits, with_sum)
+
+
+def _outputs(
+    logits: Tensor,
+    target: Tensor,
+    parts: Tensor,
+    start: int,
+    vocab_size: int,
+    softcap: float,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float,
+) -> tuple[Tensor, Tensor]:
+    return empty_loss(logits)
+
+
+def gradients(
     dloss: Tensor,
     logits: Tensor,
     target: Tensor,
@@ -99,43 +156,39 @@ def gradient(
     ignore_index: int,
     smoothing: float,
     z_loss: float,
-) -> Tensor:
-    """The gradient of a part's logits, [T, n], in float32 or float64; 0 in rows that are ignored and in padding."""
-    x = _true_logits(logits, start, vocab_size)
-    n, num_columns = x.shape[-1], logits.shape[-1]
-    if n == 0:
-        return torch.zeros_like(logits)
-    raw, x = x, x if softcap == math.inf else softcap * torch.tanh(x / softcap)
-    m, d, x_y = (one.unsqueeze(-1) for one in whole.unbind(-1)[:3])
-    g = dloss.to(x.dtype).unsqueeze(-1)
-    t = m - x_y
-    near, far = torch.exp(t.clamp(max=0.0)), torch.exp(-torch.relu(t))
-    total = d * near + far
-    k, p_y = near / total, far / total
-    slope_of_lse = 2.0 * z_loss * (torch.where(t > 0.0, m, x_y) + torch.log(total)) if z_loss else 0.0
-    dx = (x - _finite_shift(m)).exp_().mul_(g * k * (1.0 + slope_of_lse))
-    at_target = g * (p_y * (smoothing + slope_of_lse) - (1.0 - smoothing) * d * k)
-    column, here = _own_column(target, start, n)
-    dx.scatter_(-1, column, torch.where(here, at_target, dx.gather(-1, column)))
-    if smoothing:
-        dx -= g * (smoothing / vocab_size)
-    if softcap != math.inf:
-        dx *= torch.cosh(raw / softcap).reciprocal().square()  # 1 - tanh^2 would cancel
-    dx[target == ignore_index] = 0.0  # whatever the logits are there
-    return dx if n == num_columns else torch.nn.functional.pad(dx, (0, num_columns - n))
+) -> tuple[Tensor]:
+    """Memory for the gradient of the logits."""
+    return (logits.new_empty(logits.shape),)
 
 
-def _true_logits(logits: Tensor, start: int, vocab_size: int) -> Tensor:
-    """The columns that are words, in float32 or wider."""
-    return logits[:, : num_true_columns(logits.shape[-1], start, vocab_size)].to(wide(logits.dtype))
+def kept_for_gradient(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """Of (*tensors, target, parts, *part, *terms) all but ``parts``: in its place the statistics of the vocabulary."""
+    tensors, options = inputs[:-7], inputs[-6:]
+    return (*tensors, outputs[1], *options)
 
 
-def _own_column(target: Tensor, start: int, num_columns: int) -> tuple[Tensor, Tensor]:
-    """The target's column [T, 1], any one where another part holds it; and whether it is here."""
-    here = (target >= start) & (target < start + num_columns)
-    return (target - start).clamp(0, num_columns - 1).unsqueeze(-1), here.unsqueeze(-1)
+OPERATOR = Operator(_outputs, gradients, of=("logits",), saves=kept_for_gradient)
 
 
-def _finite_shift(m: Tensor) -> Tensor:
-    """``m``, or 0 where there is nothing to shift: -inf - -inf is NaN."""
-    return m.masked_fill(m == -math.inf, 0.0)
+def _reference_statistics(logits: Tensor, target: Tensor, *options: Any) -> Tensor:
+    """What this part says of each row, differentiable."""
+    part = Part(*options[:-1])
+    ignored = (target == part.ignore_index).unsqueeze(-1)
+    counted = logits.masked_fill(ignored, 0.0)  # NaN times 0 is NaN, also in a gradient
+    return _statistics(counted, target, part, options[-1])
+
+
+def _reference_loss(logits: Tensor, target: Tensor, parts: Tensor, *options: Any) -> Tensor:
+    """The loss, whose gradient flows through ``parts``."""
+    part, terms = part_and_terms(*options)
+    return _loss_of(_merged(parts, target, part), target, part, terms)
+
+
+reference = Steps(_reference_statistics, _reference_loss)
+
+
+def loss_of_whole(logits: Tensor, target: Tensor, parts: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """The loss, and the statistics (m, d, x_y) of the whole vocabulary that its gradient reads."""
+    part, terms = part_and_terms(*options)
+    whole = _merged(parts, target, part)
+    return _loss_of(whole, target, part, terms), whole[:, :3].clone()

@@ -1,7 +1,7 @@
 """What a cross entropy is asked for, checked: which words the columns of this rank are, and the terms of the loss."""
 
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from megalith.errors import ConfigError, ShapeError
 
-__all__ = ["Part", "Smoothing", "Terms", "check_target", "part_of_rank", "terms_of"]
+__all__ = ["Part", "Smoothing", "Terms", "check_target", "part_and_terms", "part_of_rank", "terms_of"]
 
 Smoothing = Literal["torch", "nemo"]
 _NO_TARGET = torch.iinfo(torch.int64).min  # the ignore_index that ignores nothing
@@ -29,6 +29,11 @@ class Terms(NamedTuple):
 
     smoothing: float
     z_loss: float
+
+
+def part_and_terms(*options: Any) -> tuple[Part, Terms]:
+    """Both, from the last operands of an operator."""
+    return Part(*options[:-2]), Terms(*options[-2:])
 
 
 def part_of_rank(

@@ -4,6 +4,8 @@ The mask is that of ``megalith.numerics.dropout``. Its key lies on the device, s
 and that neither a new step nor a newly drawn key compiles anything again.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,17 @@ from megalith.fusions.paths.library import register_without_gradient
 from megalith.numerics.dropout import DropoutKey, keep_mask_of, philox_key
 from megalith.numerics.philox import low_and_high
 
-__all__ = ["keep", "mask_operands"]
+__all__ = ["Mask", "ids_of_rows", "keep", "mask_operands"]
+
+
+class Mask(NamedTuple):
+    """Operands of an operator, in its order, that decide what is dropped of rows [T, H]."""
+
+    key: Tensor | None  # int64 []; None where nothing is dropped
+    tokens: Tensor | None  # int64 [T], ids; None for the numbers of the rows
+    site: int
+    p: float
+    feature_offset: int = 0
 
 
 def mask_operands(key: DropoutKey | None, x: Tensor) -> tuple[Tensor, Tensor | None, int]:
@@ -43,6 +55,13 @@ def keep(
     return keep_mask_of(low_and_high(key), tokens, torch.full_like(tokens, site), p, num_features, feature_offset)
 
 
+def ids_of_rows(mask: Mask, x: Tensor) -> Tensor | None:
+    """One id for each row of ``x``, to be cut into blocks with them; None where nothing is dropped."""
+    if mask.key is None or mask.tokens is not None:
+        return mask.tokens
+    return torch.arange(len(x), device=x.device)
+
+
 def _pack(seed: int, step: int, tokens: Tensor) -> Tensor:
     """Both words of the key in one int64 [] beside ``tokens``; filled, where a copy from the host would wait."""
     low, high = philox_key(seed, step)
@@ -50,7 +69,9 @@ def _pack(seed: int, step: int, tokens: Tensor) -> Tensor:
     return torch.full((), unsigned - (unsigned >> 63 << 64), dtype=torch.int64, device=tokens.device)
 
 
+def _packed(seed: int, step: int, tokens: Tensor) -> Tensor:
+    return tokens.new_empty(())
+
+
 # torch.compile cannot trace a hash; in an operator it takes seed and step as numbers, and compiles no step anew
-_pack_traced = register_without_gradient(
-    "dropout_key", _pack, lambda seed, step, tokens: tokens.new_empty(()), opaque=True
-)
+_pack_traced = register_without_gradient("dropout_key", _pack, _packed, opaque=True)

@@ -11,13 +11,13 @@ backward must add there.
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megalith.fusions.formulas.attention import operator
 from megalith.fusions.formulas.rows import contiguous_columns, wide
-from megalith.fusions.paths.library import register
 
 __all__ = ["op"]
 
@@ -158,18 +158,20 @@ def _is_all(tiles: list[_Tile], q: Tensor, k: Tensor) -> bool:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         tile.of_queries(q), tile.of_keys(k), tile.of_keys(v), 0.0, tile.causal, attn_mask=tile.mask, scale=scale
     )
+    return out, lse
 
 
 def _flash_back(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: _Tile, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout, q, out, lse = (tile.of_queries(x) for x in (dout, q, out, lse))
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, tile.of_keys(k), tile.of_keys(v), out, lse, 0.0, tile.causal, attn_mask=tile.mask, scale=scale
     )
+    return dq, dk, dv
 
 
 def _heads_first(x: Tensor, width: int) -> Tensor:
@@ -188,27 +190,4 @@ def _zeros_heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_zeros(B, S, heads, D, dtype=dtype).transpose(1, 2)
 
 
-def _outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    Sq, B, A, _D = q.shape
-    return q.new_empty(Sq, B, A, v.shape[-1]), q.new_empty(B, Sq, A, dtype=wide(q.dtype)).transpose(1, 2)
-
-
-def _gradients(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *_: Any
-) -> tuple[Tensor, ...]:
-    batch_first = (x.new_empty(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1) for x in (q, k, v))
-    return *batch_first, q.new_empty(0) if sink is None else torch.empty_like(sink)
-
-
-op = register(
-    "attention_for_cpu",
-    _forward,
-    _outputs,
-    _backward,
-    _gradients,
-    gradients_of=("q", "k", "v", "sink"),
-    saves=lambda inputs, outputs: (*inputs[:4], *outputs, *inputs[4:]),
-    num_differentiable=2,
-    absent_as_none=True,
-    opaque=True,
-)
+op = operator(batch_first=True).register("attention_for_cpu", _forward, _backward, opaque=True)

@@ -1,6 +1,7 @@
 """Formulas of ``megalith.fusions.glu``, whose head states them; T tokens, F ffn hidden size, all of them rows."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from megalith.errors import ConfigError
 from megalith.fusions.formulas.activations import Activation, activate, activate_and_back, clamp_back
 from megalith.fusions.formulas.rows import wide
-from megalith.fusions.paths.blocks import by_blocks
+from megalith.fusions.paths.blocks import widened_by_blocks
 from megalith.fusions.paths.library import Operator, gradients_like
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "blocked",
     "gradients",
     "gradients_of",
+    "halves",
     "join",
     "outputs",
     "reference",
@@ -35,7 +37,9 @@ class Gating(NamedTuple):
     interleaved: bool
 
     @classmethod
-    def of(cls, activation: str, offset: float, clamp: float | None, interleaved: bool) -> "Gating":
+    def of(
+        cls, activation: str, offset: float = 0.0, clamp: float | None = None, interleaved: bool = False
+    ) -> "Gating":
         """From the arguments of ``glu``; raises ConfigError for those that mean nothing."""
         if activation not in get_args(Activation):
             raise ConfigError(f"activation must be one of {', '.join(get_args(Activation))}; got {activation!r}")
@@ -44,26 +48,44 @@ class Gating(NamedTuple):
         return cls(activation, float(offset), math.inf if clamp is None else float(clamp), interleaved)
 
 
-def value_of(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, gating: Gating) -> Tensor:
-    """y [T, F], not yet rounded, of rows ``x`` [T, 2F] or [T, F]; by torch alone, and differentiable twice."""
-    a, linear = _biased(x, up, bias, gating.interleaved)
+def value_of(
+    gate: Tensor, up: Tensor, bias: Tensor | None, weights: Tensor | None, gating: Gating, out: Tensor | None = None
+) -> Tensor:
+    """y [T, F] of ``gate`` and ``up`` [T, F] in float32 or wider; by torch alone, and differentiable twice.
+
+    Where nothing is differentiated, the last product may go into ``out``.
+    """
+    a, linear = _moved(gate, up, bias, gating)
     if gating.clamp != math.inf:
         a, linear = a.clamp(max=gating.clamp), linear.clamp(-gating.clamp, gating.clamp)
-    y = activate(a, gating.activation) * (linear + gating.offset if gating.offset else linear)
-    return y if weights is None else y * weights.to(y.dtype)
+    linear = linear + gating.offset if gating.offset else linear
+    act = activate(a, gating.activation)
+    if weights is None:
+        return torch.mul(act, linear, out=out)
+    return torch.mul(act * linear, weights.to(act.dtype), out=out)
 
 
 def gradients_of(
-    dy: Tensor, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, gating: Gating
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    bias: Tensor | None,
+    weights: Tensor | None,
+    gating: Gating,
+    out: Sequence[Tensor | None] = (None, None),
 ) -> tuple[Tensor, ...]:
-    """Gradients of gate and up [T, F], of ``weights`` [T, 1] and of both halves of ``bias``, if given; not rounded."""
-    a, linear = _biased(x, up, bias, gating.interleaved)
-    dy = dy.to(a.dtype)
-    given = a, linear
+    """Gradients of gate and up [T, F], of ``weights`` [T, 1] and of both halves of ``bias``, if given; not rounded.
+
+    All in float32 or wider, as ``dy``. The first two may go into ``out``.
+    """
+    a, linear = given = _moved(gate, up, bias, gating)
     clamp = gating.clamp
     if clamp != math.inf:
         a, linear = a.clamp(max=clamp), linear.clamp(-clamp, clamp)
     linear = linear + gating.offset if gating.offset else linear
+    if weights is None and bias is None and clamp == math.inf:
+        act, da = activate_and_back(dy * linear, a, gating.activation, out[0])
+        return da, torch.mul(act, dy, out=out[1])
     act, da = activate_and_back(dy * linear, a, gating.activation)
     dl = act.mul_(dy)
     found: list[Tensor] = []
@@ -88,16 +110,16 @@ def join(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
     return torch.stack((gate, up), dim=-1).flatten(-2) if interleaved else torch.cat((gate, up), dim=-1)
 
 
-def _biased(x: Tensor, up: Tensor | None, bias: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Gate and up [T, F] in float32 or wider, with their bias."""
-    acc = wide(x.dtype)
-    if up is None:  # together, in half the operations
-        return split(x.to(acc) if bias is None else x.to(acc) + bias.to(acc), interleaved)
-    gate, linear = x.to(acc), up.to(acc)
+def halves(x: Tensor, up: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Gate and up [T, F], of one packed tensor or of two."""
+    return split(x, interleaved) if up is None else (x, up)
+
+
+def _moved(gate: Tensor, up: Tensor, bias: Tensor | None, gating: Gating) -> tuple[Tensor, Tensor]:
     if bias is None:
-        return gate, linear
-    gate_bias, up_bias = split(bias.to(acc), interleaved=False)
-    return gate + gate_bias, linear + up_bias
+        return gate, up
+    gate_bias, up_bias = split(bias.to(gate.dtype), gating.interleaved)
+    return gate + gate_bias, up + up_bias
 
 
 def outputs(
@@ -136,17 +158,17 @@ OPERATOR = Operator(outputs, gradients, of=("x", "up", "bias", "weights"))
 def reference(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Any) -> Tensor:
     """y [T, F], rounded."""
     gating = Gating(*options)
-    return value_of(x, up, bias, weights, gating).to(x.dtype)
+    gate, linear = (half.to(wide(x.dtype)) for half in halves(x, up, gating.interleaved))
+    return value_of(gate, linear, bias, weights, gating).to(x.dtype)
 
 
 def _forward(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Any) -> Tensor:
-    y = outputs(x, up, bias, weights, *options)
-    gating = Gating(*options)
+    y, gating = outputs(x, up, bias, weights, *options), Gating(*options)
 
-    def formula(x: Tensor, up: Tensor | None, weights: Tensor | None) -> tuple[Tensor]:
-        return (value_of(x, up, bias, weights, gating),)
+    def formula(gate: Tensor, up: Tensor, weights: Tensor | None, out: list[Tensor | None]) -> tuple[Tensor]:
+        return (value_of(gate, up, bias, weights, gating, *out),)
 
-    by_blocks(formula, (x, up, weights), (y,))
+    widened_by_blocks(formula, (*halves(x, up, gating.interleaved), weights), (y,), acc=wide(x.dtype))
     return y
 
 
@@ -156,14 +178,16 @@ def _backward(
     dx, dup, dbias, dw = gradients_like(x, up, bias, weights)
     gating = Gating(*options)
 
-    def formula(dy: Tensor, x: Tensor, up: Tensor | None, weights: Tensor | None) -> tuple[Tensor, ...]:
-        return gradients_of(dy, x, up, bias, weights, gating)
+    def formula(
+        dy: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, out: list[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        return gradients_of(dy, gate, up, bias, weights, gating, out)
 
-    halves = split(dx, gating.interleaved) if up is None else (dx, dup)
-    outputs = halves if weights is None else (*halves, dw)
+    given = *halves(x, up, gating.interleaved), weights
+    outputs = [*halves(dx, None if up is None else dup, gating.interleaved), *([] if weights is None else [dw])]
     total = dbias.zero_().to(wide(dbias.dtype))
     sums = () if bias is None else split(total, gating.interleaved)
-    by_blocks(formula, (dy, x, up, weights), outputs, sums)
+    widened_by_blocks(formula, (dy, *given), outputs, sums, acc=wide(x.dtype))
     return dx, dup, total.to(dbias.dtype), dw
 
 

@@ -77,10 +77,11 @@ def _forward(x: Tensor, bias: Tensor | None, weights: Tensor | None, *options: A
     y, stored, scale = _outputs(x, bias, weights, *options)
     if y.numel() == 0:
         return y, stored, scale.fill_(1.0)
-    gating = Gating(*options)
+    gating, acc = Gating(*options), wide(x.dtype)
 
     def formula(x: Tensor, weights: Tensor | None) -> tuple[Tensor, ...]:
-        return value_of(x, None, bias, weights, gating), *quantized(x)
+        gate, up = split(x.to(acc), gating.interleaved)
+        return value_of(gate, up, bias, weights, gating), *quantized(x)
 
     by_blocks(formula, (x, weights), (y, stored, scale))
     return y, stored, scale
@@ -90,10 +91,11 @@ def _backward(
     dy: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None, weights: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, dbias, dw = _gradients(dy, stored, scale, bias, weights, *options)
-    gating = Gating(*options)
+    gating, acc = Gating(*options), wide(dy.dtype)
 
     def formula(dy: Tensor, stored: Tensor, scale: Tensor, weights: Tensor | None) -> tuple[Tensor, ...]:
-        return gradients_of(dy, dequantized(stored, scale).to(wide(dy.dtype)), None, bias, weights, gating)
+        gate, up = split(dequantized(stored, scale).to(acc), gating.interleaved)
+        return gradients_of(dy.to(acc), gate, up, bias, weights, gating)
 
     halves = split(dx, gating.interleaved)
     total = dbias.zero_().to(wide(dbias.dtype))

@@ -1,7 +1,7 @@
-"""Output projection and cross entropy over chunks of tokens: builds the two operators of a path.
+"""Formulas of ``megalith.fusions.fused_linear_cross_entropy``, whose head states them: at once, and by chunks.
 
-The statistics, the loss and the gradient of given logits are the path's own; here the logits of a chunk are made, used,
-and dropped.
+The statistics, the loss and the gradient of given logits are those of a path of cross entropy; here the logits of a
+chunk are made, used, and dropped. T tokens, H hidden, n words of this part.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,12 +11,84 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from megalith.fusions.formulas.cross_entropy import empty_loss, empty_statistics
-from megalith.fusions.formulas.cross_entropy_steps import Steps, kept_for_gradient
+from megalith.fusions.formulas import cross_entropy, cross_entropy_blocked
+from megalith.fusions.formulas.cross_entropy_steps import Steps, steps_of_operators
 from megalith.fusions.formulas.rows import wide
-from megalith.fusions.paths.library import register, register_without_gradient
+from megalith.fusions.paths.library import Operator, register_without_gradient
 
-__all__ = ["steps_by_chunks"]
+__all__ = ["OPERATOR", "blocked", "reference", "steps_by_chunks"]
+
+
+def _statistics_outputs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chunk_size: int,
+    target: Tensor,
+    start: int,
+    vocab_size: int,
+    softcap: float,
+    ignore_index: int,
+    with_sum: bool,
+) -> Tensor:
+    return cross_entropy.empty_statistics(x, with_sum)
+
+
+def _outputs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chunk_size: int,
+    target: Tensor,
+    parts: Tensor,
+    start: int,
+    vocab_size: int,
+    softcap: float,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float,
+) -> tuple[Tensor, Tensor]:
+    return cross_entropy.empty_loss(x)
+
+
+def _gradients(
+    dloss: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chunk_size: int,
+    target: Tensor,
+    whole: Tensor,
+    start: int,
+    vocab_size: int,
+    softcap: float,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for dx, dweight and dbias, empty for what is not wanted."""
+    dx, dweight, dbias = map(x.new_empty, _sizes(x, weight, bias, needs))
+    return dx, dweight, dbias
+
+
+OPERATOR = Operator(_outputs, _gradients, of=("x", "weight", "bias"), saves=cross_entropy.kept_for_gradient)
+
+
+def _reference_statistics(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int, target: Tensor, *options: Any
+) -> Tensor:
+    with _without_autocast(x):
+        return cross_entropy.reference.statistics(linear(x, weight, bias), target, *options)
+
+
+def _reference_loss(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int, target: Tensor, parts: Tensor, *options: Any
+) -> Tensor:
+    return cross_entropy.reference.loss(x, target, parts, *options)
+
+
+reference = Steps(_reference_statistics, _reference_loss)
 
 
 def steps_by_chunks(
@@ -27,27 +99,12 @@ def steps_by_chunks(
 ) -> Steps:
     """The steps of (x [T, H], weight [n, H], bias [n] or None, chunk_size) from those of logits [T, n]."""
     of_logits = _OfLogits(statistics, loss, gradient_into)
-    statistics_operator = register_without_gradient(
-        f"{name}_statistics",
-        of_logits.statistics_of_chunks,
-        lambda x, *rest: empty_statistics(x, rest[-1]),
-        opaque=True,
+    return steps_of_operators(
+        register_without_gradient(
+            f"{name}_statistics", of_logits.statistics_of_chunks, _statistics_outputs, opaque=True
+        ),
+        OPERATOR.register(name, of_logits.loss_of_chunks, of_logits.gradients, opaque=True),
     )
-    loss_operator = register(
-        name,
-        of_logits.loss_of_chunks,
-        lambda x, *_: empty_loss(x),
-        of_logits.gradients,
-        lambda dloss, x, weight, bias, *rest: tuple(map(x.new_empty, _sizes(x, weight, bias, rest[-1]))),
-        gradients_of=("x", "weight", "bias"),
-        saves=kept_for_gradient,
-        opaque=True,
-    )
-
-    def detached(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        return statistics_operator(x.detach(), weight.detach(), None if bias is None else bias.detach(), *rest)
-
-    return Steps(detached, lambda *inputs: loss_operator(*inputs)[0])
 
 
 class _OfLogits(NamedTuple):
@@ -58,23 +115,12 @@ class _OfLogits(NamedTuple):
     gradient_into: Callable[..., None]
 
     def statistics_of_chunks(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        chunk_size: int,
-        target: Tensor,
-        start: int,
-        vocab_size: int,
-        softcap: float,
-        ignore_index: int,
-        with_sum: bool,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int, target: Tensor, *options: Any
     ) -> Tensor:
-        found = empty_statistics(x, with_sum)
+        found = _statistics_outputs(x, weight, bias, chunk_size, target, *options)
         with _without_autocast(x):
             for rows in _chunks(x, chunk_size):
-                logits = linear(x[rows], weight, bias)
-                found[rows] = self.statistics(logits, target[rows], start, vocab_size, softcap, ignore_index, with_sum)
+                found[rows] = self.statistics(linear(x[rows], weight, bias), target[rows], *options)
         return found
 
     def loss_of_chunks(
@@ -85,14 +131,9 @@ class _OfLogits(NamedTuple):
         chunk_size: int,
         target: Tensor,
         parts: Tensor,
-        start: int,
-        vocab_size: int,
-        softcap: float,
-        ignore_index: int,
-        smoothing: float,
-        z_loss: float,
+        *options: Any,
     ) -> tuple[Tensor, Tensor]:
-        return self.loss(x, target, parts, start, vocab_size, softcap, ignore_index, smoothing, z_loss)
+        return self.loss(x, target, parts, *options)
 
     def gradients(
         self,
@@ -103,18 +144,13 @@ class _OfLogits(NamedTuple):
         chunk_size: int,
         target: Tensor,
         whole: Tensor,
-        start: int,
-        vocab_size: int,
-        softcap: float,
-        ignore_index: int,
-        smoothing: float,
-        z_loss: float,
-        needs: list[bool],
+        *options_and_needs: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        options = (start, vocab_size, softcap, ignore_index, smoothing, z_loss)
+        *options, needs = options_and_needs
         sizes = _sizes(x, weight, bias, needs)
         dx = x.new_empty(sizes[0])
-        dweight, dbias = (x.new_zeros(size, dtype=wide(x.dtype)) for size in sizes[1:])
+        in_parts = x.shape[0] > chunk_size  # one product rounds by itself, and needs no wide sum
+        dweight, dbias = (x.new_zeros(size, dtype=wide(x.dtype) if in_parts else x.dtype) for size in sizes[1:])
         with _without_autocast(x):
             for rows in _chunks(x, chunk_size):
                 dlogits = logits = linear(x[rows], weight, bias)
@@ -122,7 +158,7 @@ class _OfLogits(NamedTuple):
                 if needs[0]:
                     dx[rows] = dlogits @ weight
                 if needs[1]:
-                    _add_product(dweight, dlogits.t(), x[rows])
+                    _add_product(dweight, dlogits.t(), x[rows], first=rows.start == 0)
                 if needs[2]:
                     dbias += dlogits.sum(dim=0, dtype=dbias.dtype)
         return dx, dweight.to(x.dtype), dbias.to(x.dtype)
@@ -143,11 +179,19 @@ def _sizes(x: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool]) ->
     return [list(one.shape) if one is not None and needed else [0] for one, needed in given]
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds ``a`` @ ``b`` to ``total``, of the same dtype or in float32."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """Adds ``a`` @ ``b`` to ``total``, of the same dtype or in float32; to what is zero, if it is the ``first``."""
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
+        torch.addmm(total, a, b, beta=0.0 if first else 1.0, out=total)
     elif a.is_cuda and torch.version.hip is None:
         torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
     else:
         total += a @ b  # other devices round the product of a chunk to its own dtype first
+
+
+blocked = steps_by_chunks(
+    "linear_cross_entropy_blocked",
+    cross_entropy_blocked.statistics,
+    cross_entropy.loss_of_whole,
+    cross_entropy_blocked.gradient_into,
+)

@@ -1,78 +1,85 @@
-"""The family of norms: one formula, one operator, many names (fused_layer_norm, fused_rms_norm, fused_add_norm).
+"""Formulas of ``megalith.fusions.norm``, whose head states them: the rows, what is kept of them, and the reference.
 
-    h    = residual + m * (x + input_bias) / (1 - p), stored; m the dropout mask. Without a residual, h is x
-    mean = sum of h / H for LayerNorm, 0 for RMSNorm;   rstd = (sum of (h - mean)^2 / H + eps)^(-1/2)
-    h^   = (h - mean) * rstd;   y = h^ * g + b;         g is w, or 1 + w where the gain is zero-centred
-    dh   = rstd * (g dy - h^ mean(h^ g dy) - mean(g dy)) + dh', the last mean for LayerNorm alone, dh' of h as a result
-    dresidual = dh;   dx = m * dh / (1 - p);   dinput_bias = sum over T of dx
-    dw   = sum over T of dy * h^;   db = sum over T of dy
-
-LayerNorm: Ba et al. 2016, arXiv:1607.06450. RMSNorm: Zhang and Sennrich 2019, arXiv:1910.07467.
-
-T tokens, H hidden size. Saved for backward: h, w, and the statistics in float32; of dropout a key, never the mask.
-Floor: a norm reads and writes 2TH elements in forward and 3TH in backward; with a residual it is 4TH each way.
-
-The norm is that of h as it is stored, so that it equals an addition and then a norm bit for bit. The variance is that
-of centred values: E[h^2] - mean^2 loses every digit under a large mean. 1 + w is formed in float32: in bfloat16 it
-would keep 8 bits of w at best.
+T rows, H features of each.
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.formulas.dropout_mask import keep
+from megalith.fusions.formulas.dropout_mask import Mask, keep
 from megalith.fusions.formulas.rows import wide
-from megalith.fusions.paths.library import register
+from megalith.fusions.paths.library import Operator
 
 __all__ = [
+    "OPERATOR",
     "WIDEST_WHOLE_ROW",
-    "Norm",
+    "Kept",
     "Normalization",
-    "add_norm",
-    "check_norm",
+    "Norming",
+    "dropped",
     "float_gain",
-    "gradients_of_norm",
+    "gradients",
     "nested_rows",
-    "operator",
-    "outputs_of_norm",
+    "outputs",
+    "reference",
     "rows_per_program",
     "statistics",
     "summed",
-    "triton",
 ]
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
-# (x, residual, weight, bias, input_bias, key, tokens, site, p, eps, normalization, zero_centered) -> (y, h, ...)
-Norm = Callable[..., tuple[Tensor, ...]]
 
 # the widest row that a kernel holds in the registers of 512 threads, where twice as many would spill; a wider one is
 # read in tiles, a second time from a cache
 WIDEST_WHOLE_ROW = 2**14
 
 
-def add_norm(
+class Norming(NamedTuple):
+    """What is computed of rows and vectors."""
+
+    mask: Mask
+    eps: float
+    normalization: str
+    zero_centered: bool
+
+    @classmethod
+    def of(cls, *options: Any) -> "Norming":
+        """From the last operands of the operator."""
+        return cls(Mask(*options[:4]), *options[4:])
+
+
+class Kept(NamedTuple):
+    """What backward gets beside the gradients, h and the weight."""
+
+    mask: Mask
+    zero_centered: bool
+    mean: Tensor
+    rstd: Tensor
+    x_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    input_bias_dtype: torch.dtype | None
+    needs: list[bool]
+
+    @classmethod
+    def of(cls, *options: Any) -> "Kept":
+        """From the last operands of the gradient's operator."""
+        return cls(Mask(*options[:4]), *options[4:])
+
+
+def reference(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     input_bias: Tensor | None,
-    key: Tensor | None,
-    tokens: Tensor | None,
-    site: int,
-    p: float,
-    eps: float,
-    normalization: str,
-    zero_centered: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Reference forward of rows ``x`` [..., H]: y in its dtype, and h in that of ``residual``, empty without one."""
-    h = x.to(wide(x.dtype)) if residual is None else summed(x, residual, input_bias, key, tokens, site, p)
+    """y of rows ``x`` [..., H] in its dtype, and h in that of ``residual``, empty without one."""
+    mask, eps, normalization, zero_centered = Norming.of(*options)
+    h = x.to(wide(x.dtype)) if residual is None else summed(x, residual, input_bias, mask)
     stored = h.new_empty(0) if residual is None else h.to(residual.dtype)
     h = h if residual is None else _as_stored(h, residual.dtype)
     mean, rstd = statistics(h, eps, normalization)
@@ -82,27 +89,19 @@ def add_norm(
     return y.to(x.dtype), stored
 
 
-def summed(
-    x: Tensor,
-    residual: Tensor,
-    input_bias: Tensor | None,
-    key: Tensor | None,
-    tokens: Tensor | None,
-    site: int,
-    p: float,
-) -> Tensor:
+def summed(x: Tensor, residual: Tensor, input_bias: Tensor | None, mask: Mask) -> Tensor:
     """h of rows [T, H] in float32 or wider, before it is rounded."""
     acc = wide(torch.promote_types(x.dtype, residual.dtype))
     h = x.to(acc) if input_bias is None else x.to(acc) + input_bias.to(acc)
-    return dropped(h, key, tokens, site, p) + residual.to(acc)
+    return dropped(h, mask) + residual.to(acc)
 
 
-def dropped(h: Tensor, key: Tensor | None, tokens: Tensor | None, site: int, p: float) -> Tensor:
-    """Rows ``h`` [T, H] times their mask / (1 - p); the same where there is no ``key``."""
-    if key is None:
+def dropped(h: Tensor, mask: Mask) -> Tensor:
+    """Rows ``h`` [T, H] times their mask / (1 - p); the same where nothing is dropped."""
+    if mask.key is None:
         return h
     # a product, so that NaN and inf pass as they do through torch's dropout
-    return h * keep(key, tokens, site, p, h.shape[0], h.shape[1], 0) * (1.0 / (1.0 - p))
+    return h * keep(mask.key, mask.tokens, mask.site, mask.p, h.shape[0], h.shape[1], 0) * (1.0 / (1.0 - mask.p))
 
 
 def statistics(h: Tensor, eps: float, normalization: str) -> tuple[Tensor | None, Tensor]:
@@ -138,9 +137,9 @@ def _as_stored(h: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def nested_rows(x: Tensor) -> Tensor:
-    """``x`` [..., H] as [O, I, H], without a copy if two strides reach every row; else I is 1.
+    """``x`` [..., H] as [M, N, H], without a copy if two strides reach every row; else N is 1.
 
-    So are the heads [S, B, A, D] of a projection that holds queries, keys and values: O is S B, and I is A.
+    So are the heads [S, B, A, D] of a projection that holds queries, keys and values: M is S B, and N is A.
     """
     T, H = x.shape[:-1].numel(), x.shape[-1]
     steps = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size != 1]
@@ -159,34 +158,7 @@ def rows_per_program(num_rows: int, at_once: int, num_tiles: int) -> int:
     return at_once * max(1, num_rows * num_tiles // (512 * at_once))
 
 
-def check_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, normalization: str, zero_centered: bool
-) -> None:
-    """Raises ShapeError or ConfigError unless the rows of ``x`` [..., H] can be normalised like this."""
-    if normalization not in ("LayerNorm", "RMSNorm"):
-        raise ConfigError(f"normalization must be 'LayerNorm' or 'RMSNorm'; got {normalization!r}")
-    if normalization == "RMSNorm" and bias is not None:
-        raise ConfigError("RMSNorm has no bias; leave it out, or take normalization='LayerNorm'")
-    if zero_centered and weight is None:
-        raise ConfigError("zero_centered makes the gain 1 + weight, and there is no weight; give one, or take False")
-    if not eps >= 0.0:
-        raise ConfigError(f"eps must be 0 or more; got {eps}")
-    check_floating(x=x, weight=weight, bias=bias)
-    check_one_device(x=x, weight=weight, bias=bias)
-    if x.dim() == 0:
-        raise ShapeError("x must be [..., H], rows to normalise; got a tensor without dimensions")
-    check_shape("weight", weight, x.shape[-1:], "one for each feature of x")
-    check_shape("bias", bias, x.shape[-1:], "one for each feature of x")
-
-
-def triton(*inputs: Any) -> tuple[Tensor, ...]:
-    """The path of our kernels."""
-    from megalith.fusions.kernels.add_norm import op
-
-    return op(*inputs)
-
-
-def outputs_of_norm(
+def outputs(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -208,7 +180,7 @@ def outputs_of_norm(
     return x.new_empty(x.shape), h, mean, rstd
 
 
-def gradients_of_norm(
+def gradients(
     dy: Tensor | None,
     dh: Tensor | None,
     h: Tensor,
@@ -251,11 +223,10 @@ def _shares(x: Tensor, residual: Tensor | None, *rest: Any) -> dict[str, str]:
     return {"residual": "x"} if residual is not None and key is None and x.dtype == residual.dtype else {}
 
 
-operator = partial(
-    register,
-    forward_outputs=outputs_of_norm,
-    backward_outputs=gradients_of_norm,
-    gradients_of=("x", "residual", "weight", "bias", "input_bias"),
+OPERATOR = Operator(
+    outputs,
+    gradients,
+    of=("x", "residual", "weight", "bias", "input_bias"),
     saves=_saves,
     shares=_shares,
     num_differentiable=2,

@@ -5,24 +5,17 @@ dw and db in 16 bits: for these it gets blocks in float32.
 """
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from megalith.fusions.formulas.norm import (
-    dropped,
-    float_gain,
-    gradients_of_norm,
-    operator,
-    outputs_of_norm,
-    statistics,
-    summed,
-)
+from megalith.fusions.formulas.dropout_mask import Mask, ids_of_rows
+from megalith.fusions.formulas.norm import OPERATOR, Kept, Norming, dropped, float_gain, statistics, summed
 from megalith.fusions.formulas.rows import wide
-from megalith.fusions.paths.blocks import BLOCK_ELEMENTS, by_blocks
+from megalith.fusions.paths.blocks import by_blocks, widened_by_blocks
 
-__all__ = ["op"]
+__all__ = ["blocked"]
 
 Item = TypeVar("Item")
 
@@ -33,87 +26,58 @@ def _forward(
     weight: Tensor | None,
     bias: Tensor | None,
     input_bias: Tensor | None,
-    key: Tensor | None,
-    tokens: Tensor | None,
-    site: int,
-    p: float,
-    eps: float,
-    normalization: str,
-    zero_centered: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mask, eps, normalization, zero_centered = Norming.of(*options)
     gain = float_gain(x, weight, zero_centered)
     if normalization == "LayerNorm":
-        h = None if residual is None else _sum(x, residual, input_bias, key, tokens, site, p)
+        h = None if residual is None else _sum(x, residual, input_bias, mask)
         rows = _for_torch(x if h is None else h, x.dtype)
         y, mean, rstd = torch.native_layer_norm(
             rows, gain.shape, gain, None if bias is None else bias.to(gain.dtype), eps
         )
         return y.to(x.dtype), x.new_empty(0) if h is None else h, mean, rstd
-    y, stored, mean, rstd = outputs_of_norm(
-        x, residual, weight, bias, input_bias, key, tokens, site, p, eps, normalization, zero_centered
-    )
+    y, stored, mean, rstd = OPERATOR.outputs(x, residual, weight, bias, input_bias, *options)
 
     def formula(x: Tensor, residual: Tensor | None, tokens: Tensor | None) -> tuple[Tensor, ...]:
-        h = x if residual is None else summed(x, residual, input_bias, key, tokens, site, p).to(residual.dtype)
+        h = x if residual is None else summed(x, residual, input_bias, mask._replace(tokens=tokens)).to(residual.dtype)
         rows = h.to(gain.dtype)
         _, rstd = statistics(rows, eps, normalization)
         return (rows * rstd * gain, rstd, *([] if residual is None else [h]))
 
-    by_blocks(formula, (x, residual, _ids(key, tokens, x)), (y, rstd) if residual is None else (y, rstd, stored))
+    by_blocks(formula, (x, residual, ids_of_rows(mask, x)), (y, rstd) if residual is None else (y, rstd, stored))
     return y, stored, mean, rstd
 
 
-def _sum(
-    x: Tensor,
-    residual: Tensor,
-    input_bias: Tensor | None,
-    key: Tensor | None,
-    tokens: Tensor | None,
-    site: int,
-    p: float,
-) -> Tensor:
+def _sum(x: Tensor, residual: Tensor, input_bias: Tensor | None, mask: Mask) -> Tensor:
     """h of rows, in the dtype of ``residual``."""
-    if key is None and input_bias is None:
+    if mask.key is None and input_bias is None:
         return (x + residual).to(residual.dtype)
     h = residual.new_empty(residual.shape)
     by_blocks(
-        lambda x, residual, tokens: (summed(x, residual, input_bias, key, tokens, site, p),),
-        (x, residual, _ids(key, tokens, x)),
+        lambda x, residual, tokens: (summed(x, residual, input_bias, mask._replace(tokens=tokens)),),
+        (x, residual, ids_of_rows(mask, x)),
         (h,),
     )
     return h
 
 
 def _backward(
-    dy: Tensor | None,
-    dh: Tensor | None,
-    h: Tensor,
-    weight: Tensor | None,
-    key: Tensor | None,
-    tokens: Tensor | None,
-    site: int,
-    p: float,
-    zero_centered: bool,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    input_bias_dtype: torch.dtype | None,
-    needs: list[bool],
+    dy: Tensor | None, dh: Tensor | None, h: Tensor, weight: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    gain = float_gain(h, weight, zero_centered)
-    dy = torch.zeros_like(h, dtype=x_dtype) if dy is None else dy
+    kept = Kept.of(*options)
+    mask, mean, rstd, needs = kept.mask, kept.mean, kept.rstd, kept.needs
+    gain = float_gain(h, weight, kept.zero_centered)
+    dy = torch.zeros_like(h, dtype=kept.x_dtype) if dy is None else dy
     dh = None if dh is None or dh.numel() == 0 else dh  # without a residual there is none
     rows, vectors = needs[:2], needs[2:]
-    whole = mean.numel() > 0 and key is None and rows == [True, False] and not vectors[2] and x_dtype == h.dtype
+    same_dx = mask.key is None and kept.x_dtype == h.dtype  # as what torch's operator writes
+    whole = mean.numel() > 0 and same_dx and rows == [True, False] and not vectors[2]
     asked = [rows[0] and not whole, *needs[1:]]
-    gradients = gradients_of_norm(
-        dy, dh, h, weight, key, tokens, site, p, zero_centered, mean, rstd, x_dtype, bias_dtype, input_bias_dtype, asked
-    )
+    dx, dresidual, dw, db, dinput_bias = OPERATOR.gradients(dy, dh, h, weight, *options[:-1], asked)
     if whole:
-        dx, dw, db = _layer_norm_backward(dy, dh, h, gain, mean, rstd)
-        gradients = dx, *gradients[1:]
-        sums = _wanted((dw, db), vectors[:2])
+        dx, *parts = _layer_norm_backward(dy, dh, h, gain, mean, rstd)
+        sums = _wanted(parts, vectors[:2])
     else:
         sums = [torch.zeros_like(gain) for _ in _wanted(vectors, vectors)]
 
@@ -122,15 +86,15 @@ def _backward(
         ) -> tuple[Tensor, ...]:
             total, dw, db = _norm_back(dy.to(gain.dtype), h.to(gain.dtype), gain, mean, rstd)
             total = total if dh is None else total.add_(dh)
-            dx = dropped(total, key, tokens, site, p)
+            dx = dropped(total, mask._replace(tokens=tokens))
             dinput_bias = dx.sum(dim=0) if vectors[2] else dx
             return *_wanted((dx, total), rows), *_wanted((dw, db, dinput_bias), vectors)
 
-        given = dy, dh, h, mean if mean.numel() else None, rstd, _ids(key, tokens, h)
-        by_blocks(formula, given, _wanted(gradients[:2], rows), sums)
-    for gradient, total in zip(_wanted(gradients[2:], vectors), sums, strict=True):
+        given = dy, dh, h, mean if mean.numel() else None, rstd, ids_of_rows(mask, h)
+        by_blocks(formula, given, _wanted((dx, dresidual), rows), sums)
+    for gradient, total in zip(_wanted((dw, db, dinput_bias), vectors), sums, strict=True):
         gradient.copy_(total)
-    return gradients
+    return dx, dresidual, dw, db, dinput_bias
 
 
 def _layer_norm_backward(
@@ -146,17 +110,15 @@ def _layer_norm_backward(
         dx = _layer_norm_back(*rows, gain, mean, rstd, [True, False, False])[0].to(h.dtype)
     else:
         dx = h.new_empty(h.shape)
-    # one memory for the float32 rows of all blocks: fresh pages for each would cost more than the sums
-    num_rows = max(1, BLOCK_ELEMENTS // max(1, 2 * h.shape[1:].numel()))
-    memory = h.new_empty((2, num_rows, *h.shape[1:]), dtype=gain.dtype)
-    for block in (slice(start, start + num_rows) for start in range(0, len(h), num_rows)):
-        wide_dy, wide_h = (wide[: len(x[block])].copy_(x[block]) for wide, x in zip(memory, (dy, h), strict=True))
-        needs = [dh is not None, True, True]
-        total, *parts = _layer_norm_back(wide_dy, wide_h, gain, mean[block], rstd[block], needs)
-        if dh is not None:
-            dx[block] = total.add_(dh[block])
-        dgain += parts[0]
-        dbias += parts[1]
+
+    def formula(
+        dy: Tensor, h: Tensor, mean: Tensor, rstd: Tensor, dh: Tensor | None, out: list[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        total, *parts = _layer_norm_back(dy, h, gain, mean, rstd, [dh is not None, True, True])
+        return (*parts,) if dh is None else (total.add_(dh), *parts)
+
+    outputs = [] if dh is None else [dx]
+    widened_by_blocks(formula, (dy, h, mean, rstd, dh), outputs, (dgain, dbias), acc=gain.dtype)
     return dx, dgain, dbias
 
 
@@ -184,12 +146,8 @@ def _for_torch(x: Tensor, result: torch.dtype) -> Tensor:
     return x if x.device.type == "cpu" and x.dtype == result else x.to(wide(x.dtype))
 
 
-def _ids(key: Tensor | None, tokens: Tensor | None, x: Tensor) -> Tensor | None:
-    return torch.arange(len(x), device=x.device) if key is not None and tokens is None else tokens
-
-
 def _wanted(values: Sequence[Item], needs: Sequence[bool]) -> list[Item]:
     return [value for value, needed in zip(values, needs, strict=True) if needed]
 
 
-op = operator("norm_blocked", _forward, backward=_backward, opaque=True)
+blocked = OPERATOR.register("norm_blocked", _forward, _backward, opaque=True)

@@ -138,8 +138,10 @@ def turn_into(y: Tensor, x: Tensor, table: Tables, how: Rotation) -> None:
     before, both, after = _columns(x, table, how)
     y_before, y_both, y_after = _columns(y, table, how)
     halves = _halves(y_both, reads_pairs(how.layout, not how.inverse))
-    for half, turned in zip(halves, _turned(both, table, how), strict=True):
-        half.copy_(turned)
+    direct = y.dtype == wide(x.dtype)
+    for half, turned in zip(halves, _turned(both, table, how, halves if direct else (None, None)), strict=True):
+        if not direct:
+            half.copy_(turned)
     if before.shape[-1] + after.shape[-1]:
         y_before.copy_(before)
         y_after.copy_(after)
@@ -161,15 +163,20 @@ def normalize_back(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, how: Rot
     return dx.to(x.dtype), dweight
 
 
-def _turned(x: Tensor, table: Tables, how: Rotation) -> tuple[Tensor, Tensor]:
-    """The two features of each pair of ``x`` [S, B, A, R], turned: [S, B, A, R/2] in float32 or wider."""
+def _turned(
+    x: Tensor, table: Tables, how: Rotation, out: tuple[Tensor | None, Tensor | None] = (None, None)
+) -> tuple[Tensor, Tensor]:
+    """The features of each pair of ``x`` [S, B, A, R], turned: twice [S, B, A, R/2] in float32 or wider, or ``out``."""
     acc = wide(x.dtype)
     cos, sin = table.of_tokens(how.sections, acc)
     first, second = _halves(x.to(acc), reads_pairs(how.layout, how.inverse))
     if reads_pairs(how.layout, how.inverse):
         first, second = first.contiguous(), second.contiguous()  # a copy is cheaper than four strided products
-    sin = -sin if how.inverse else sin
-    return (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
+    sign = -1.0 if how.inverse else 1.0
+    return (
+        torch.mul(first, cos, out=out[0]).addcmul_(second, sin, value=-sign),
+        torch.mul(second, cos, out=out[1]).addcmul_(first, sin, value=sign),
+    )
 
 
 def _columns(x: Tensor, table: Tables, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.adamw import MUTATED, outputs
 from megalith.fusions.paths.library import register_without_gradient, wrap_triton
 
 __all__ = ["op"]
@@ -113,10 +114,4 @@ def _update(
 
 
 # opaque also where kernels are compiled: the addresses of tensors are not known while torch.compile traces
-op = register_without_gradient(
-    "adamw_",
-    _update,
-    lambda *_: None,
-    mutates=("weights", "copies", "exp_avgs", "exp_avg_sqs"),
-    opaque=True,
-)
+op = register_without_gradient("adamw_", _update, outputs, mutates=MUTATED, opaque=True)

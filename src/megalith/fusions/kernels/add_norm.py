@@ -1,6 +1,6 @@
 """The operator on the kernels of norm.py: LayerNorm and RMSNorm, with or without a sum before them.
 
-Rows are [T, H], or [O, I, H] where two strides reach them.
+Rows are [T, H], or [M, N, H] where two strides reach them.
 """
 
 from typing import Any
@@ -9,13 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from megalith.fusions.formulas.norm import (
-    WIDEST_WHOLE_ROW,
-    gradients_of_norm,
-    operator,
-    outputs_of_norm,
-    rows_per_program,
-)
+from megalith.fusions.formulas.norm import OPERATOR, WIDEST_WHOLE_ROW, Kept, Norming, rows_per_program
 from megalith.fusions.formulas.rows import contiguous_columns
 from megalith.fusions.kernels.norm import backward_kernel, coefficients_kernel, forward_kernel, wide_forward_kernel
 from megalith.fusions.paths.library import wrap_triton
@@ -35,59 +29,41 @@ def _forward(
     weight: Tensor | None,
     bias: Tensor | None,
     input_bias: Tensor | None,
-    key: Tensor | None,
-    tokens: Tensor | None,
-    site: int,
-    p: float,
-    eps: float,
-    normalization: str,
-    zero_centered: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y, h, mean, rstd = outputs_of_norm(
-        x, residual, weight, bias, input_bias, key, tokens, site, p, eps, normalization, zero_centered
-    )
+    mask, eps, _, zero_centered = Norming.of(*options)
+    y, h, mean, rstd = OPERATOR.outputs(x, residual, weight, bias, input_bias, *options)
     if y.numel() == 0:
         return y, h, mean, rstd
     x, residual = _nested(x), None if residual is None else contiguous_columns(residual)
-    T, (_, I, H) = rstd.numel(), x.shape  # noqa: E741
+    T, (_, N, H) = rstd.numel(), x.shape
     tensors = (
-        x, residual, _dense(input_bias), key, _dense(tokens), _dense(weight), _dense(bias),
+        x, residual, _dense(input_bias), mask.key, _dense(mask.tokens), _dense(weight), _dense(bias),
         _given(h), y, _given(mean), rstd,
-        x.stride(0), x.stride(1), 0 if residual is None else residual.stride(0), site,
+        x.stride(0), x.stride(1), 0 if residual is None else residual.stride(0), mask.site,
     )  # fmt: skip
-    settings: dict[str, Any] = {"EPS": eps, "ZERO_CENTERED": zero_centered} | _dropout(p)
+    settings: dict[str, Any] = {"EPS": eps, "ZERO_CENTERED": zero_centered} | _dropout(mask.p)
     if H > WIDEST_WHOLE_ROW:
-        wrap_triton(wide_forward_kernel)[(T,)](*tensors, I, H, **settings, BLOCK=_WIDE_BLOCK, num_warps=8)
+        wrap_triton(wide_forward_kernel)[(T,)](*tensors, N, H, **settings, BLOCK=_WIDE_BLOCK, num_warps=8)
     else:
-        tile = _tile(H, key)
-        wrap_triton(forward_kernel)[(triton.cdiv(T, tile["ROWS"]),)](*tensors, T, I, H, **settings, **tile)
+        tile = _tile(H, mask.key)
+        wrap_triton(forward_kernel)[(triton.cdiv(T, tile["ROWS"]),)](*tensors, T, N, H, **settings, **tile)
     return y, h, mean, rstd
 
 
 def _backward(
-    dy: Tensor | None,
-    dh: Tensor | None,
-    h: Tensor,
-    weight: Tensor | None,
-    key: Tensor | None,
-    tokens: Tensor | None,
-    site: int,
-    p: float,
-    zero_centered: bool,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    input_bias_dtype: torch.dtype | None,
-    needs: list[bool],
+    dy: Tensor | None, dh: Tensor | None, h: Tensor, weight: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dx, dresidual, *vectors = gradients = gradients_of_norm(
-        dy, dh, h, weight, key, tokens, site, p, zero_centered, mean, rstd, x_dtype, bias_dtype, input_bias_dtype, needs
-    )
+    kept = Kept.of(*options)
+    mask, zero_centered, mean, rstd = kept.mask, kept.zero_centered, kept.mean, kept.rstd
+    gradients = OPERATOR.gradients(dy, dh, h, weight, *options)
     if h.numel() == 0:
-        return tuple(g.zero_() for g in gradients)  # type: ignore[return-value]
+        for gradient in gradients:
+            gradient.zero_()
+        return gradients
+    dx, dresidual, *vectors = gradients
     T, H, whole = rstd.numel(), h.shape[-1], h.shape[-1] <= _WIDEST_SUMMED_ROW
-    dy = _nested(torch.zeros_like(h, dtype=x_dtype) if dy is None else dy)
+    dy = _nested(torch.zeros_like(h, dtype=kept.x_dtype) if dy is None else dy)
     dh, h = None if dh is None else _given(contiguous_columns(dh)), _nested(h)
     rows = dy, h, _dense(weight), _given(mean), rstd
     strides = dy.stride(0), dy.stride(1), h.stride(0), h.stride(1)
@@ -97,15 +73,15 @@ def _backward(
         wrap_triton(coefficients_kernel)[(T,)](
             *rows, along, across, *strides, h.shape[1], H, ZERO_CENTERED=zero_centered, BLOCK=_WIDE_BLOCK, num_warps=8
         )
-    tile = _tile(H if whole else _ELEMENTS, key)
+    tile = _tile(H if whole else _ELEMENTS, mask.key)
     num_tiles = triton.cdiv(H, tile["BLOCK"])
     num_rows = rows_per_program(T, tile["ROWS"], num_tiles)
     groups = triton.cdiv(T, num_rows)
-    sums = [h.new_empty(groups, H, dtype=torch.float32) if needed else None for needed in needs[2:]]
+    sums = [h.new_empty(groups, H, dtype=torch.float32) if needed else None for needed in kept.needs[2:]]
     wrap_triton(backward_kernel)[(groups, num_tiles)](
-        *rows, dh, key, _dense(tokens), along, across, _given(dx), _given(dresidual), *sums,
-        *strides, 0 if dh is None else dh.stride(0), site, T, h.shape[1], H, num_rows,
-        ZERO_CENTERED=zero_centered, **_dropout(p), **tile,
+        *rows, dh, mask.key, _dense(mask.tokens), along, across, _given(dx), _given(dresidual), *sums,
+        *strides, 0 if dh is None else dh.stride(0), mask.site, T, h.shape[1], H, num_rows,
+        ZERO_CENTERED=zero_centered, **_dropout(mask.p), **tile,
     )  # fmt: skip
     for gradient, parts in zip(vectors, sums, strict=True):
         if parts is not None:
@@ -138,4 +114,4 @@ def _given(x: Tensor) -> Tensor | None:
     return x if x.numel() else None
 
 
-op = operator("norm", _forward, backward=_backward)
+op = OPERATOR.register("norm", _forward, _backward)

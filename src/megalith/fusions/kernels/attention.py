@@ -1,21 +1,20 @@
 """Triton kernel of fused_attention, forward: one program for a block of queries of one head.
 
-It walks over the keys that its queries see, and keeps the softmax of those it has met: their maximum m, the sum l of
+It walks over the keys that its queries see, and keeps the softmax of those it has met: their maximum m, the total of
 exp(s - m), and the sum acc of exp(s - m) v. The logarithms are of base 2 inside, and natural in lse.
 
 q [Sq, B, A, D], k [Sk, B, G, D], v [Sk, B, G, Dv], rows strided, columns contiguous.
 """
 
 import math
-from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.attention import OPERATOR
 from megalith.fusions.formulas.rows import contiguous_columns
-from megalith.fusions.kernels.attention_backward import backward
+from megalith.fusions.kernels.attention_backward import LOG2_E, backward
 from megalith.fusions.kernels.attention_tiles import (
     Blocks,
     block_columns,
@@ -24,13 +23,12 @@ from megalith.fusions.kernels.attention_tiles import (
     strides,
     walk,
 )
-from megalith.fusions.paths.library import gradients_like, register, wrap_triton
+from megalith.fusions.paths.library import wrap_triton
 
 __all__ = ["MAX_COLUMNS", "op"]
 
 MAX_COLUMNS = 256  # of a head, that the tables of blocks go up to
 
-LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
 
 # untuned; (bytes of an element, columns up to)
@@ -45,7 +43,7 @@ _BLOCKS = {
 
 
 @triton.jit
-def _meet(acc, m, l, q, k, v, low, high, j, is_full, SCALE: tl.constexpr):  # noqa: E741
+def _meet(acc, m, total, q, k, v, low, high, j, is_full, SCALE: tl.constexpr):
     """The softmax after the keys ``j`` [N] too."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
     if not is_full:
@@ -55,7 +53,7 @@ def _meet(acc, m, l, q, k, v, low, high, j, is_full, SCALE: tl.constexpr):  # no
     p = tl.exp2(s * (SCALE * LOG2_E) - shift[:, None])
     rest = tl.exp2(m - shift)
     acc = tl.dot(p.to(v.dtype), v, acc * rest[:, None], input_precision="ieee")
-    return acc, new_m, l * rest + tl.sum(p, axis=1)
+    return acc, new_m, total * rest + tl.sum(p, axis=1)
 
 
 @triton.jit
@@ -77,23 +75,23 @@ def _forward_kernel(
     k_ptr += b * k_b + a // GROUP * k_g
     v_ptr += b * v_b + a // GROUP * v_g
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if sink_ptr is not None:  # a key that is met first, and has no value
         m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sink_ptr + a).to(tl.float32) * LOG2_E
-        l = tl.where(m == float("-inf"), 0.0, 1.0)  # noqa: E741
+        total = tl.where(m == float("-inf"), 0.0, 1.0)
     for start in range(begin, end, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         k = load_rows(k_ptr, j, k_s, Sk, D, BLOCK_D)
         v = load_rows(v_ptr, j, v_s, Sk, DV, BLOCK_DV)
         is_full = (full_low <= start) & (start < full_high)
-        acc, m, l = _meet(acc, m, l, q, k, v, low, high, j, is_full, SCALE)  # noqa: E741
+        acc, m, total = _meet(acc, m, total, q, k, v, low, high, j, is_full, SCALE)
     column = tl.arange(0, BLOCK_DV)
-    l = tl.where(l == 0.0, 1.0, l)  # noqa: E741  nothing was met: out is 0, and lse stays -inf
-    out = acc / l[:, None]
+    total = tl.where(total == 0.0, 1.0, total)  # nothing was met: out is 0, and lse stays -inf
+    out = acc / total[:, None]
     at = (i.to(tl.int64) * num_heads + head)[:, None] * DV + column[None, :]
     tl.store(out_ptr + at, out, mask=(i < Sq)[:, None] & (column < DV)[None, :])
-    tl.store(lse_ptr + head * Sq + i, (m + tl.log2(l)) * LN_2, mask=i < Sq)
+    tl.store(lse_ptr + head * Sq + i, (m + tl.log2(total)) * LN_2, mask=i < Sq)
 
 
 def _forward(
@@ -106,7 +104,7 @@ def _forward(
     left: int,
     right: int,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = _outputs(q, k, v)
+    out, lse = OPERATOR.outputs(q, k, v, sink, bounds, scale, left, right)
     (Sq, B, A, D), Sk, DV = q.shape, k.shape[0], v.shape[-1]
     if out.numel() == 0:
         return out, lse
@@ -123,25 +121,4 @@ def _forward(
     return out, lse
 
 
-def _outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    Sq, B, A, _D = q.shape
-    return q.new_empty(Sq, B, A, v.shape[-1]), q.new_empty(B, A, Sq, dtype=torch.float32)
-
-
-def _gradients(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *_: Any
-) -> tuple[Tensor, ...]:
-    return gradients_like(q, k, v, sink)
-
-
-op = register(
-    "attention",
-    _forward,
-    _outputs,
-    backward,
-    _gradients,
-    gradients_of=("q", "k", "v", "sink"),
-    saves=lambda inputs, outputs: (*inputs[:4], *outputs, *inputs[4:]),
-    num_differentiable=2,
-    absent_as_none=True,
-)
+op = OPERATOR.register("attention", _forward, backward)

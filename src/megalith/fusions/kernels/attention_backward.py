@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.attention import OPERATOR
 from megalith.fusions.formulas.rows import contiguous_columns
 from megalith.fusions.kernels.attention_tiles import (
     Blocks,
@@ -20,9 +21,9 @@ from megalith.fusions.kernels.attention_tiles import (
     strides,
     walk,
 )
-from megalith.fusions.paths.library import gradients_like, wrap_triton
+from megalith.fusions.paths.library import wrap_triton
 
-__all__ = ["backward"]
+__all__ = ["LOG2_E", "backward"]
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 _DELTA_ROWS = 32  # untuned
@@ -176,7 +177,7 @@ def backward(
     right: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink of ``fused_attention``; dsink is empty where there is no sink."""
-    dq, dk, dv, dsink = gradients_like(q, k, v, sink)
+    dq, dk, dv, dsink = OPERATOR.gradients(dout, dlse, q, k, v, sink, out, lse, bounds, scale, left, right)
     (Sq, B, A, D), (Sk, _, G, DV) = q.shape, v.shape
     if out.numel() == 0 or Sk == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), dsink.zero_()

@@ -4,11 +4,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalith.fusions.aux_loss_scores import score_outputs
+from megalith.fusions.formulas.aux_loss_scores import OPERATOR
 from megalith.fusions.formulas.routing_scores import EPSILON
 from megalith.fusions.formulas.rows import contiguous_columns
 from megalith.fusions.kernels.topk_router import TAKEN, key_of, score, slope, softmax_of_rows, take, tile
-from megalith.fusions.paths.library import register, wrap_triton
+from megalith.fusions.paths.library import wrap_triton
 
 __all__ = ["op"]
 
@@ -60,7 +60,7 @@ def _scores_back_kernel(
 
 
 def _scores(logits: Tensor, topk: int, score: str) -> tuple[Tensor, Tensor]:
-    scores, routing_map = score_outputs(logits, topk, score)
+    scores, routing_map = OPERATOR.outputs(logits, topk, score)
     T, E = logits.shape
     if T:
         logits, tiling = contiguous_columns(logits), tile(E)
@@ -71,7 +71,7 @@ def _scores(logits: Tensor, topk: int, score: str) -> tuple[Tensor, Tensor]:
 
 
 def _scores_back(dscores: Tensor, logits: Tensor, score: str) -> tuple[Tensor]:
-    dlogits = logits.new_empty(logits.shape)
+    (dlogits,) = OPERATOR.gradients(dscores, logits, score)
     T, E = logits.shape
     if T:
         logits, tiling = contiguous_columns(logits), tile(E)
@@ -81,12 +81,4 @@ def _scores_back(dscores: Tensor, logits: Tensor, score: str) -> tuple[Tensor]:
     return (dlogits,)
 
 
-op = register(
-    "aux_loss_scores",
-    _scores,
-    score_outputs,
-    _scores_back,
-    lambda dscores, logits, score: (logits.new_empty(logits.shape),),
-    gradients_of=("logits",),
-    saves=lambda inputs, outputs: (inputs[0], inputs[2]),
-)
+op = OPERATOR.register("aux_loss_scores", _scores, _scores_back)

@@ -4,13 +4,16 @@ T tokens (rows), H hidden size (columns). Rows may be strided; columns are conti
 feature stands in its quad of random words: not 0 only for odd shards of features, whose loads are then unaligned.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.bias_dropout import OPERATOR
+from megalith.fusions.formulas.dropout_mask import Mask
 from megalith.fusions.formulas.rows import contiguous_columns, rows_per_sum
-from megalith.fusions.fused_bias_dropout import operator
 from megalith.fusions.kernels.philox import dropout_factor
 from megalith.fusions.paths.library import wrap_triton
 from megalith.numerics.dropout import threshold
@@ -81,56 +84,53 @@ def _backward_kernel(
         tl.store(dbias_ptr + group * H + col, total, mask=mask)
 
 
-def _forward(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    key: Tensor | None,
-    tokens: Tensor | None,
-    site: int,
-    p: float,
-    feature_offset: int,
-) -> Tensor:
+def _forward(x: Tensor, bias: Tensor | None, residual: Tensor, *options: Any) -> Tensor:
+    y, mask = OPERATOR.outputs(x, bias, residual, *options), Mask(*options)
     T, H = x.shape
-    y = residual.new_empty(residual.shape)
     if y.numel():
         x, residual = contiguous_columns(x), contiguous_columns(residual)
         bias = None if bias is None else bias.contiguous()
-        tokens = None if tokens is None else tokens.contiguous()
-        wrap_triton(_forward_kernel)[(T, triton.cdiv(H + feature_offset % 4, _BLOCK_H))](
-            x, bias, residual, y, key, tokens, x.stride(0), residual.stride(0), H, feature_offset // 4, site,
-            THRESHOLD=threshold(p), SCALE=1.0 / (1.0 - p), SKIPPED=feature_offset % 4, BLOCK_H=_BLOCK_H,
+        wrap_triton(_forward_kernel)[(T, _num_tiles(H, mask))](
+            x, bias, residual, y, mask.key, _tokens(mask), x.stride(0), residual.stride(0), H,
+            mask.feature_offset // 4, mask.site, **_settings(mask),
         )  # fmt: skip
     return y
 
 
-def _backward(
-    dy: Tensor,
-    key: Tensor | None,
-    tokens: Tensor | None,
-    site: int,
-    p: float,
-    feature_offset: int,
-    x_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor]:
-    T, H = dy.shape
-    dx = dy.new_empty(dy.shape if needs[0] else 0, dtype=x_dtype)
+def _backward(dy: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    dx, dbias = OPERATOR.gradients(dy, *options)
     if dy.numel() == 0:
-        return dx, dy.new_zeros(H if needs[1] else 0, dtype=bias_dtype or x_dtype)
-    num_tiles = triton.cdiv(H + feature_offset % 4, _BLOCK_H)
+        return dx, dbias.zero_()
+    *operands, _, _, needs = options
+    (T, H), mask = dy.shape, Mask(*operands)
+    num_tiles = _num_tiles(H, mask)
     num_rows = rows_per_sum(T, num_tiles) if needs[1] else 1
     groups = triton.cdiv(T, num_rows)
     sums = dy.new_empty(groups, H, dtype=torch.float32) if needs[1] else None
     dy = contiguous_columns(dy)
-    tokens = None if tokens is None else tokens.contiguous()
     wrap_triton(_backward_kernel)[(groups, num_tiles)](
-        dy, dx if needs[0] else None, sums, key, tokens, dy.stride(0), T, H, num_rows, feature_offset // 4, site,
-        THRESHOLD=threshold(p), SCALE=1.0 / (1.0 - p), SKIPPED=feature_offset % 4, BLOCK_H=_BLOCK_H,
+        dy, dx if needs[0] else None, sums, mask.key, _tokens(mask), dy.stride(0), T, H, num_rows,
+        mask.feature_offset // 4, mask.site, **_settings(mask),
     )  # fmt: skip
-    dbias = dx.new_empty(0, dtype=bias_dtype) if sums is None else sums.sum(dim=0).to(bias_dtype)
-    return dx, dbias
+    return dx, dbias if sums is None else sums.sum(dim=0).to(dbias.dtype)
 
 
-op = operator("bias_dropout_add", _forward, backward=_backward)
+def _num_tiles(H: int, mask: Mask) -> int:
+    num_tiles: int = triton.cdiv(H + mask.feature_offset % 4, _BLOCK_H)
+    return num_tiles
+
+
+def _tokens(mask: Mask) -> Tensor | None:
+    return None if mask.tokens is None else mask.tokens.contiguous()
+
+
+def _settings(mask: Mask) -> dict[str, Any]:
+    return {
+        "THRESHOLD": threshold(mask.p),
+        "SCALE": 1.0 / (1.0 - mask.p),
+        "SKIPPED": mask.feature_offset % 4,
+        "BLOCK_H": _BLOCK_H,
+    }
+
+
+op = OPERATOR.register("bias_dropout_add", _forward, _backward)

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.bias_gelu import OPERATOR
 from megalith.fusions.formulas.rows import contiguous_columns, rows_per_sum
-from megalith.fusions.fused_bias_gelu import gradients, outputs
 from megalith.fusions.kernels.activations import activation, activation_and_slope, tile_of
-from megalith.fusions.paths.library import register, wrap_triton
+from megalith.fusions.paths.library import wrap_triton
 
 __all__ = ["op"]
 
@@ -59,7 +59,7 @@ def _backward_kernel(
 
 
 def _forward(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    y = outputs(x)
+    y = OPERATOR.outputs(x, bias, activation)
     T, F = x.shape
     if y.numel():
         x, bias = contiguous_columns(x), None if bias is None else bias.contiguous()
@@ -71,7 +71,7 @@ def _forward(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
 
 
 def _backward(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    dx, dbias = gradients(dy, x, bias)
+    dx, dbias = OPERATOR.gradients(dy, x, bias, activation)
     T, F = x.shape
     if dx.numel() == 0:
         return dx, dbias.zero_()
@@ -88,4 +88,4 @@ def _backward(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tu
     return dx, dbias if sums is None else sums.sum(dim=0).to(dbias.dtype)
 
 
-op = register("bias_gelu", _forward, outputs, _backward, gradients, gradients_of=("x", "bias"))
+op = OPERATOR.register("bias_gelu", _forward, _backward)

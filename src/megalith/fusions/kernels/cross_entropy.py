@@ -1,24 +1,25 @@
 """Triton kernels of cross entropy: statistics of this rank's columns, loss from those of all ranks, gradient.
 
-The letters are those of ``cross_entropy_formulas``: of a row, m and d are the shift and the sum of the exponentials of
+The letters are those of ``formulas.cross_entropy``: of a row, m and d are the shift and the sum of the exponentials of
 all words but the target, x_y the target's logit, s the sum of the logits. T tokens (rows), n columns that are words.
 Rows may be strided; columns are contiguous.
 """
 
 import math
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalith.fusions.formulas.cross_entropy import empty_loss, empty_statistics, num_true_columns
-from megalith.fusions.formulas.cross_entropy_steps import kept_for_gradient
+from megalith.fusions.formulas.cross_entropy import OPERATOR, num_true_columns, statistics_outputs
+from megalith.fusions.formulas.cross_entropy_options import Part, part_and_terms
+from megalith.fusions.formulas.cross_entropy_steps import steps_of_operators
 from megalith.fusions.formulas.rows import contiguous_columns
 from megalith.fusions.kernels.activations import log1p
-from megalith.fusions.paths.library import register, register_without_gradient, wrap_triton
+from megalith.fusions.paths.library import register_without_gradient, wrap_triton
 
-__all__ = ["gradient_into", "loss", "loss_operator", "statistics", "statistics_operator"]
+__all__ = ["STEPS", "gradient_into", "loss", "statistics"]
 
 # untuned
 _BLOCK_V = 2048  # columns of a step of the statistics
@@ -189,21 +190,20 @@ def _gradient_kernel(
     tl.store(dlogits_ptr + row * out_stride + col, tl.where(mask, dx, 0.0), mask=col < num_columns)
 
 
-def statistics(
-    logits: Tensor, target: Tensor, start: int, vocab_size: int, softcap: float, ignore_index: int, with_sum: bool
-) -> Tensor:
-    found = empty_statistics(logits, with_sum)
+def statistics(logits: Tensor, target: Tensor, *options: Any) -> Tensor:
+    found = statistics_outputs(logits, target, *options)
+    part = Part(*options[:-1])
     T, K = found.shape
     if T == 0:
         return found
     logits = contiguous_columns(logits)
-    n = num_true_columns(logits.shape[1], start, vocab_size)
+    n = num_true_columns(logits.shape[1], part)
     num_splits = max(1, min(triton.cdiv(_PROGRAMS, T), n // _BLOCK_V))
     span = triton.cdiv(triton.cdiv(n, num_splits), _BLOCK_V) * _BLOCK_V
     parts = found if num_splits == 1 else found.new_empty(num_splits, T, K)
     wrap_triton(_statistics_kernel)[(T, num_splits)](
-        logits, target.contiguous(), parts, logits.stride(0), T, n, span, start,
-        IGNORE=ignore_index, SOFTCAP=None if softcap == math.inf else softcap, K=K,
+        logits, target.contiguous(), parts, logits.stride(0), T, n, span, part.start,
+        IGNORE=part.ignore_index, SOFTCAP=_cap(part), K=K,
         WORD=_WORD_BYTES // logits.element_size(), BLOCK_V=_BLOCK_V,
     )  # fmt: skip
     if num_splits > 1:
@@ -211,81 +211,45 @@ def statistics(
     return found
 
 
-def loss(
-    logits: Tensor,
-    target: Tensor,
-    parts: Tensor,
-    start: int,
-    vocab_size: int,
-    softcap: float,
-    ignore_index: int,
-    smoothing: float,
-    z_loss: float,
-) -> tuple[Tensor, Tensor]:
-    losses, whole = empty_loss(logits)
+def loss(logits: Tensor, target: Tensor, parts: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    losses, whole = OPERATOR.outputs(logits, target, parts, *options)
+    part, terms = part_and_terms(*options)
     num_parts, T, K = parts.shape
     if T:
         wrap_triton(_loss_kernel)[(triton.cdiv(T, _BLOCK_T),)](
-            parts.contiguous(), target.contiguous(), losses, whole, T, num_parts, vocab_size,
-            IGNORE=ignore_index, SMOOTHING=smoothing, Z_LOSS=z_loss, K=K, BLOCK_T=_BLOCK_T,
+            parts.contiguous(), target.contiguous(), losses, whole, T, num_parts, part.vocab_size,
+            IGNORE=part.ignore_index, SMOOTHING=terms.smoothing, Z_LOSS=terms.z_loss, K=K, BLOCK_T=_BLOCK_T,
         )  # fmt: skip
     return losses, whole
 
 
-def gradient_into(
-    dlogits: Tensor,
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    whole: Tensor,
-    start: int,
-    vocab_size: int,
-    softcap: float,
-    ignore_index: int,
-    smoothing: float,
-    z_loss: float,
-) -> None:
+def gradient_into(dlogits: Tensor, dloss: Tensor, logits: Tensor, target: Tensor, whole: Tensor, *options: Any) -> None:
     """Fills ``dlogits``, which may be ``logits`` itself: an entry is written by who alone has read it."""
+    part, terms = part_and_terms(*options)
     T, num_columns = dlogits.shape
     if dlogits.numel() == 0:
         return
     logits = contiguous_columns(logits)
-    n = num_true_columns(num_columns, start, vocab_size)
+    n = num_true_columns(num_columns, part)
     wrap_triton(_gradient_kernel)[(T, triton.cdiv(num_columns, _TILE_V))](
         dloss.contiguous(), logits, target.contiguous(), whole, dlogits, logits.stride(0), dlogits.stride(0),
-        n, num_columns, start, vocab_size,
-        IGNORE=ignore_index, SOFTCAP=None if softcap == math.inf else softcap, SMOOTHING=smoothing, Z_LOSS=z_loss,
+        n, num_columns, part.start, part.vocab_size,
+        IGNORE=part.ignore_index, SOFTCAP=_cap(part), SMOOTHING=terms.smoothing, Z_LOSS=terms.z_loss,
         TILE_V=_TILE_V, num_warps=8,
     )  # fmt: skip
 
 
-def _gradient(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    whole: Tensor,
-    start: int,
-    vocab_size: int,
-    softcap: float,
-    ignore_index: int,
-    smoothing: float,
-    z_loss: float,
-) -> tuple[Tensor]:
-    dlogits = logits.new_empty(logits.shape)
-    options = (start, vocab_size, softcap, ignore_index, smoothing, z_loss)
-    gradient_into(dlogits, dloss, logits, target, whole, *options)
+def _gradient(dloss: Tensor, logits: Tensor, *rest: Any) -> tuple[Tensor]:
+    (dlogits,) = OPERATOR.gradients(dloss, logits, *rest)
+    gradient_into(dlogits, dloss, logits, *rest)
     return (dlogits,)
 
 
-statistics_operator = register_without_gradient(
-    "cross_entropy_statistics", statistics, lambda logits, *rest: empty_statistics(logits, rest[-1])
-)
-loss_operator = register(
-    "cross_entropy",
-    loss,
-    lambda logits, *_: empty_loss(logits),
-    _gradient,
-    lambda dloss, logits, *_: (torch.empty_like(logits),),
-    gradients_of=("logits",),
-    saves=kept_for_gradient,
+def _cap(part: Part) -> float | None:
+    return None if part.softcap == math.inf else part.softcap
+
+
+STEPS = steps_of_operators(
+    register_without_gradient("cross_entropy_statistics", statistics, statistics_outputs),
+    OPERATOR.register("cross_entropy", loss, _gradient),
 )

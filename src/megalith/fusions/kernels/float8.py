@@ -1,27 +1,47 @@
-"""Numbers of float8_e4m3fn inside kernels, by integers: sm_80 has no such type, and so every path has the same bits."""
+"""Numbers of 8 and 4 bits inside kernels, by integers: sm_80 has no such types, and so every path has the same bits."""
 
 import triton
 import triton.language as tl
 
-__all__ = ["decode_e4m3", "encode_e4m3"]
+__all__ = ["INFINITY", "MAGNITUDE", "NAN", "decode_e4m3", "encode", "encode_e4m3"]
 
-_NAN = tl.constexpr(0x7F)
-_SMALLEST_NORMAL = tl.constexpr(0.015625)  # 2^-6; below it numbers are multiples of 2^-9
-_MULTIPLES = tl.constexpr(16384.0)  # 2^14, whose last bit in float32 is worth 2^-9
-_BITS_OF_MULTIPLES = tl.constexpr(0x46800000)
+# bits of float32
+INFINITY = tl.constexpr(0x7F800000)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+NAN = tl.constexpr(0x7F)  # in both formats of 8 bits
 
 
 @triton.jit
-def encode_e4m3(x):
-    """The byte of the number nearest to ``x``, of two the even one, for abs(x) up to 448; inf and NaN become NaN."""
-    size = tl.abs(x)
-    bits = size.to(tl.int32, bitcast=True)
-    # 20 of 23 bits go; what is added carries into the exponent, whose bias falls from 127 to 7
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    small = (size + _MULTIPLES).to(tl.int32, bitcast=True) - _BITS_OF_MULTIPLES
-    code = tl.where(size < _SMALLEST_NORMAL, small, normal)
-    code = tl.where(size < float("inf"), code, _NAN)
-    return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+def encode(y, FORMAT: tl.constexpr, INFINITY_IS_NAN: tl.constexpr = False):
+    """The code nearest to ``y``, of two the even one; that of the largest number for what is beyond it.
+
+    ``FORMAT`` is "e4m3", "e5m2", or "e2m1", which has no NaN.
+    """
+    MANTISSA: tl.constexpr = 3 if FORMAT == "e4m3" else 2 if FORMAT == "e5m2" else 1
+    TOP: tl.constexpr = 0x7E if FORMAT == "e4m3" else 0x7B if FORMAT == "e5m2" else 0x7
+    SIGN: tl.constexpr = 3 if FORMAT == "e2m1" else 7  # its bit
+    # of the smallest normal number, as float32 holds it: 127 more than it is
+    EXPONENT: tl.constexpr = 127 - 6 if FORMAT == "e4m3" else 127 - 14 if FORMAT == "e5m2" else 127
+    CUT: tl.constexpr = 23 - MANTISSA
+    bits = y.to(tl.int32, bitcast=True)
+    magnitude = bits & MAGNITUDE
+    # half a step less a bit, and that bit where the last one kept is odd; exponents begin at 1 with the smallest normal
+    normal = (magnitude + ((1 << (CUT - 1)) - 1 - ((EXPONENT - 1) << 23)) + ((magnitude >> CUT) & 1)) >> CUT
+    # subnormal numbers count a step; added to a float32 whose last bit is that step, y is rounded to a multiple of it
+    STEP: tl.constexpr = (EXPONENT + CUT) << 23
+    step = tl.full(y.shape, STEP, tl.int32).to(tl.float32, bitcast=True)
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + step).to(tl.int32, bitcast=True) - STEP
+    code = tl.minimum(tl.where(magnitude < (EXPONENT << 23), subnormal, normal), TOP)
+    if FORMAT != "e2m1":
+        LAST: tl.constexpr = INFINITY - 1 if INFINITY_IS_NAN else INFINITY
+        code = tl.where(magnitude > LAST, NAN, code)
+    return code | ((bits >> (31 - SIGN)) & (1 << SIGN))
+
+
+@triton.jit
+def encode_e4m3(y):
+    """The byte of e4m3 nearest to ``y``; inf and NaN become NaN."""
+    return encode(y, "e4m3", INFINITY_IS_NAN=True).to(tl.uint8)
 
 
 @triton.jit
@@ -31,5 +51,5 @@ def decode_e4m3(code):
     size = code & 0x7F
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     x = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)  # of 2^-9
-    x = tl.where(size == _NAN, float("nan"), x)
+    x = tl.where(size == NAN, float("nan"), x)
     return tl.where(code >= 0x80, -x, x)

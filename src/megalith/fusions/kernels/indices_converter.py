@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalith.fusions.fused_indices_converter import indices_outputs, multihot_outputs
-from megalith.fusions.paths.library import register, wrap_triton
+from megalith.fusions.formulas.indices_converter import TO_INDICES_OPERATOR, TO_MULTIHOT_OPERATOR
+from megalith.fusions.paths.library import wrap_triton
 
 __all__ = ["to_indices_op", "to_multihot_op"]
 
@@ -77,13 +77,13 @@ def _to_indices_kernel(
 
 
 def _to_multihot(indices: Tensor, probs_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    probs, multihot = multihot_outputs(indices, probs_indices, num_experts)
+    probs, multihot = TO_MULTIHOT_OPERATOR.outputs(indices, probs_indices, num_experts)
     _spread(indices, probs_indices, probs, multihot)
     return probs, multihot
 
 
 def _to_indices_back(dprobs_indices: Tensor, indices: Tensor, num_experts: int) -> tuple[Tensor]:
-    dprobs = dprobs_indices.new_empty(indices.shape[0], num_experts)
+    (dprobs,) = TO_INDICES_OPERATOR.gradients(dprobs_indices, indices, num_experts)
     _spread(indices, dprobs_indices, dprobs, None)
     return (dprobs,)
 
@@ -99,7 +99,7 @@ def _spread(indices: Tensor, weights: Tensor, probs: Tensor, multihot: Tensor | 
 
 
 def _to_multihot_back(dprobs: Tensor, indices: Tensor) -> tuple[Tensor]:
-    dprobs_indices = dprobs.new_empty(indices.shape)
+    (dprobs_indices,) = TO_MULTIHOT_OPERATOR.gradients(dprobs, indices)
     if size := indices.numel():
         wrap_triton(_at_indices_kernel)[(triton.cdiv(size, 1024),)](
             dprobs, indices, dprobs_indices, *dprobs.stride(), *indices.stride(), size,
@@ -109,7 +109,7 @@ def _to_multihot_back(dprobs: Tensor, indices: Tensor) -> tuple[Tensor]:
 
 
 def _to_indices(multihot: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    probs_indices, indices = indices_outputs(multihot, probs, topk)
+    probs_indices, indices = TO_INDICES_OPERATOR.outputs(multihot, probs, topk)
     T, E = multihot.shape
     block_t, block_e, num_warps = _tile(E)
     if T:
@@ -127,21 +127,5 @@ def _tile(num_experts: int) -> tuple[int, int, int]:
     return max(1, _BLOCK // block_e), block_e, max(4, block_e // 256)
 
 
-to_multihot_op = register(
-    "indices_to_multihot",
-    _to_multihot,
-    multihot_outputs,
-    _to_multihot_back,
-    lambda dprobs, indices: (dprobs.new_empty(indices.shape),),
-    gradients_of=("probs_indices",),
-    saves=lambda inputs, outputs: (inputs[0],),
-)
-to_indices_op = register(
-    "multihot_to_indices",
-    _to_indices,
-    indices_outputs,
-    _to_indices_back,
-    lambda dprobs_indices, indices, num_experts: (dprobs_indices.new_empty(indices.shape[0], num_experts),),
-    gradients_of=("probs",),
-    saves=lambda inputs, outputs: (outputs[1], inputs[0].shape[1]),
-)
+to_multihot_op = TO_MULTIHOT_OPERATOR.register("indices_to_multihot", _to_multihot, _to_multihot_back)
+to_indices_op = TO_INDICES_OPERATOR.register("multihot_to_indices", _to_indices, _to_indices_back)

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.mla_rope import OPERATOR
 from megalith.fusions.formulas.rotation import Tables, reads_pairs
 from megalith.fusions.formulas.rows import contiguous_columns
-from megalith.fusions.fused_mla_yarn_rope_apply import gradients, outputs, saved
 from megalith.fusions.kernels.rope import load_parts, load_tables, store_parts, table_arguments, turn
-from megalith.fusions.paths.library import register, wrap_triton
+from megalith.fusions.paths.library import wrap_triton
 
 __all__ = ["op"]
 
@@ -90,7 +90,7 @@ def _backward_kernel(
 def _forward(
     kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, k_dim: int, layout: str
 ) -> tuple[Tensor, Tensor]:
-    k, v = outputs(kv, k_pe, cos, sin, positions, k_dim, layout)
+    k, v = OPERATOR.outputs(kv, k_pe, cos, sin, positions, k_dim, layout)
     S, B, A, V = v.shape
     if S * B:
         sizes = _sizes(A, k_dim, V, cos.shape[-1], layout)
@@ -105,7 +105,7 @@ def _forward(
 def _backward(
     dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, layout: str
 ) -> tuple[Tensor, Tensor]:
-    dkv, dk_pe = gradients(dk, dv, cos)
+    dkv, dk_pe = OPERATOR.gradients(dk, dv, cos, sin, positions, layout)
     S, B, A, V = dv.shape
     if S * B:
         sizes = _sizes(A, dkv.shape[-1] - V, V, cos.shape[-1], layout)
@@ -136,13 +136,4 @@ def _sizes(A: int, K: int, V: int, HALF: int, layout: str) -> dict[str, int | bo
     }
 
 
-op = register(
-    "mla_rope_kv",
-    _forward,
-    outputs,
-    _backward,
-    gradients,
-    gradients_of=("kv", "k_pe"),
-    saves=saved,
-    num_differentiable=2,
-)
+op = OPERATOR.register("mla_rope_kv", _forward, _backward)

@@ -1,6 +1,6 @@
 """Triton kernels of LayerNorm and RMSNorm, alone or of h = residual + dropout(x + bias); their operators are elsewhere.
 
-T rows of H columns. Row t of x and of dy lies at (t // I) * outer + (t % I) * inner, so that heads inside a packed
+T rows of H columns. Row t of x and of dy lies at (t // N) * outer + (t % N) * inner, so that heads inside a packed
 projection need no copy; columns are contiguous. A program holds whole rows, several if they are short; a row that is
 too wide for that is read in tiles. Backward starts from h: x itself, or the sum that forward stored.
 """
@@ -14,10 +14,10 @@ __all__ = ["backward_kernel", "coefficients_kernel", "forward_kernel", "wide_for
 
 
 @triton.jit
-def _at(first, I, outer, inner, ROWS: tl.constexpr):  # noqa: E741
+def _at(first, N, outer, inner, ROWS: tl.constexpr):
     """Where ``ROWS`` rows begin, [ROWS, 1]; one division in 64 bits a program, where a row each would be dear."""
-    along = (first % I).to(tl.int32) + tl.arange(0, ROWS)[:, None]
-    return (first // I + along // I) * outer + (along % I) * inner
+    along = (first % N).to(tl.int32) + tl.arange(0, ROWS)[:, None]
+    return (first // N + along // N) * outer + (along % N) * inner
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def _store_y(y_ptr, w_ptr, b_ptr, x_hat, row, col, mask, H, ZERO_CENTERED: tl.co
 @triton.jit
 def forward_kernel(
     x_ptr, residual_ptr, input_bias_ptr, key_ptr, token_ptr, w_ptr, b_ptr, h_ptr, y_ptr, mean_ptr, rstd_ptr,
-    x_outer, x_inner, residual_stride, site, T, I, H,  # noqa: E741
+    x_outer, x_inner, residual_stride, site, T, N, H,
     EPS: tl.constexpr, ZERO_CENTERED: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +75,7 @@ def forward_kernel(
     col = tl.arange(0, BLOCK)[None, :]
     mask = (row < T) & (col < H)
     h = _load_h(
-        x_ptr, residual_ptr, input_bias_ptr, h_ptr, key_ptr, token_ptr, _at(first, I, x_outer, x_inner, ROWS),
+        x_ptr, residual_ptr, input_bias_ptr, h_ptr, key_ptr, token_ptr, _at(first, N, x_outer, x_inner, ROWS),
         row * residual_stride, row, first, 0, mask, site, H, THRESHOLD, SCALE, BLOCK,
     )  # fmt: skip
     if mean_ptr is not None:
@@ -90,13 +90,13 @@ def forward_kernel(
 @triton.jit
 def wide_forward_kernel(
     x_ptr, residual_ptr, input_bias_ptr, key_ptr, token_ptr, w_ptr, b_ptr, h_ptr, y_ptr, mean_ptr, rstd_ptr,
-    x_outer, x_inner, residual_stride, site, I, H,  # noqa: E741
+    x_outer, x_inner, residual_stride, site, N, H,
     EPS: tl.constexpr, ZERO_CENTERED: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row in tiles, whose statistics are merged as by Chan et al. 1983; the second reading finds it in a cache."""
     first = tl.program_id(0).to(tl.int64)
     row = first + tl.zeros([1, 1], dtype=tl.int64)
-    x_at = _at(first, I, x_outer, x_inner, 1)
+    x_at = _at(first, N, x_outer, x_inner, 1)
     mean = tl.zeros([1, 1], dtype=tl.float32)
     squares = tl.zeros([1, 1], dtype=tl.float32)  # sum of (h - mean)^2
     for start in range(0, H, BLOCK):
@@ -158,13 +158,13 @@ def _mean_over_row(given_ptr, x, row, T, H):
 
 @triton.jit
 def coefficients_kernel(
-    dy_ptr, h_ptr, w_ptr, mean_ptr, rstd_ptr, along_ptr, across_ptr, dy_outer, dy_inner, h_outer, h_inner, I, H,  # noqa: E741
+    dy_ptr, h_ptr, w_ptr, mean_ptr, rstd_ptr, along_ptr, across_ptr, dy_outer, dy_inner, h_outer, h_inner, N, H,
     ZERO_CENTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What backward takes from a wide row: the means over it of x^ g dy and, for LayerNorm, of g dy."""
     first = tl.program_id(0).to(tl.int64)
     row = first + tl.zeros([1, 1], dtype=tl.int64)
-    dy_at, h_at = _at(first, I, dy_outer, dy_inner, 1), _at(first, I, h_outer, h_inner, 1)
+    dy_at, h_at = _at(first, N, dy_outer, dy_inner, 1), _at(first, N, h_outer, h_inner, 1)
     along = tl.zeros([1, BLOCK], dtype=tl.float32)
     across = tl.zeros([1, BLOCK], dtype=tl.float32)
     for start in range(0, H, BLOCK):
@@ -183,7 +183,7 @@ def coefficients_kernel(
 def backward_kernel(
     dy_ptr, h_ptr, w_ptr, mean_ptr, rstd_ptr, dh_ptr, key_ptr, token_ptr, along_ptr, across_ptr,
     dx_ptr, dresidual_ptr, dw_ptr, db_ptr, dinput_bias_ptr,
-    dy_outer, dy_inner, h_outer, h_inner, dh_stride, site, T, I, H, num_rows,  # noqa: E741
+    dy_outer, dy_inner, h_outer, h_inner, dh_stride, site, T, N, H, num_rows,
     ZERO_CENTERED: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A block of columns of ``num_rows`` rows, ``ROWS`` at a time: their dx, and one part of dw, db and the bias's.
@@ -200,8 +200,8 @@ def backward_kernel(
         row = first + tl.arange(0, ROWS)[:, None]
         mask = (row < T) & (col < H)
         dy, dh, x_hat, rstd = _load_for_backward(
-            dy_ptr, h_ptr, w_ptr, mean_ptr, rstd_ptr, _at(first, I, dy_outer, dy_inner, ROWS),
-            _at(first, I, h_outer, h_inner, ROWS), row, col, T, H, ZERO_CENTERED,
+            dy_ptr, h_ptr, w_ptr, mean_ptr, rstd_ptr, _at(first, N, dy_outer, dy_inner, ROWS),
+            _at(first, N, h_outer, h_inner, ROWS), row, col, T, H, ZERO_CENTERED,
         )  # fmt: skip
         if dw_ptr is not None:
             dw += dy * x_hat

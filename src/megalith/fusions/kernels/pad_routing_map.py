@@ -1,10 +1,10 @@
 """Triton kernels of fused_pad_routing_map: tiles of tokens count, then each turns its share of the first zeros."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.pad_routing_map import outputs
 from megalith.fusions.kernels.routing import Tiling, before_and_total, count
 from megalith.fusions.paths.library import register_without_gradient, wrap_triton
 
@@ -34,7 +34,7 @@ def _pad_kernel(
 
 
 def _pad(routing_map: Tensor, pad_multiple: int) -> Tensor:
-    padded = torch.empty_like(routing_map)
+    padded = outputs(routing_map, pad_multiple)
     if padded.numel():
         T, E = routing_map.shape
         tiling = Tiling.of(T, E)
@@ -47,4 +47,4 @@ def _pad(routing_map: Tensor, pad_multiple: int) -> Tensor:
     return padded
 
 
-op = register_without_gradient("pad_routing_map", _pad, lambda routing_map, pad_multiple: torch.empty_like(routing_map))
+op = register_without_gradient("pad_routing_map", _pad, outputs)

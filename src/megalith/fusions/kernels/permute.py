@@ -9,14 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.permute import PERMUTE_OPERATOR, UNPERMUTE_OPERATOR
 from megalith.fusions.formulas.rows import contiguous_columns
-from megalith.fusions.fused_permute import (
-    permute_gradients,
-    permute_outputs,
-    unpermute_gradients,
-    unpermute_outputs,
-)
-from megalith.fusions.paths.library import register, wrap_triton
+from megalith.fusions.paths.library import wrap_triton
 
 __all__ = ["permute_op", "unpermute_op"]
 
@@ -123,7 +118,7 @@ def _unpermute_back_kernel(
 
 
 def _permute(tokens: Tensor, probs: Tensor | None, row_of: Tensor, token_of: Tensor) -> tuple[Tensor, Tensor]:
-    permuted, weights = permute_outputs(tokens, probs, row_of, token_of)
+    permuted, weights = PERMUTE_OPERATOR.outputs(tokens, probs, row_of, token_of)
     _spread(tokens, probs, row_of, token_of, permuted, None if probs is None else weights)
     return permuted, weights
 
@@ -143,14 +138,14 @@ def _spread(
 
 
 def _permute_back(dpermuted: Tensor, dweights: Tensor, row_of: Tensor, has_probs: bool) -> tuple[Tensor, Tensor]:
-    dtokens, dprobs = permute_gradients(dpermuted, dweights, row_of, has_probs)
+    dtokens, dprobs = PERMUTE_OPERATOR.gradients(dpermuted, dweights, row_of, has_probs)
     gradients = (dweights, dprobs) if has_probs else (None, None)
     _gather(dpermuted, None, row_of, dtokens, *gradients)
     return dtokens, dprobs
 
 
 def _unpermute(permuted: Tensor, probs: Tensor | None, row_of: Tensor, token_of: Tensor) -> Tensor:
-    y = unpermute_outputs(permuted, probs, row_of, token_of)
+    y: Tensor = UNPERMUTE_OPERATOR.outputs(permuted, probs, row_of, token_of)
     _gather(permuted, probs, row_of, y, None, None)
     return y
 
@@ -173,7 +168,7 @@ def _gather(
 def _unpermute_back(
     dy: Tensor, permuted: Tensor | None, probs: Tensor | None, row_of: Tensor, token_of: Tensor
 ) -> tuple[Tensor, Tensor]:
-    dpermuted, dprobs = unpermute_gradients(dy, permuted, probs, row_of, token_of)
+    dpermuted, dprobs = UNPERMUTE_OPERATOR.gradients(dy, permuted, probs, row_of, token_of)
     if permuted is None or probs is None:
         _spread(dy, None, row_of, token_of, dpermuted, None)
         return dpermuted, dprobs
@@ -195,22 +190,5 @@ def _power(size: int) -> int:
     return int(triton.next_power_of_2(max(1, size)))
 
 
-permute_op = register(
-    "permute",
-    _permute,
-    permute_outputs,
-    _permute_back,
-    permute_gradients,
-    gradients_of=("tokens", "probs"),
-    saves=lambda inputs, outputs: (inputs[2], inputs[1] is not None),
-    num_differentiable=2,
-)
-unpermute_op = register(
-    "unpermute",
-    _unpermute,
-    unpermute_outputs,
-    _unpermute_back,
-    unpermute_gradients,
-    gradients_of=("permuted", "probs"),
-    saves=lambda inputs, outputs: (None if inputs[1] is None else inputs[0], *inputs[1:]),
-)
+permute_op = PERMUTE_OPERATOR.register("permute", _permute, _permute_back)
+unpermute_op = UNPERMUTE_OPERATOR.register("unpermute", _unpermute, _unpermute_back)

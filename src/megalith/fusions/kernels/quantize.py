@@ -1,7 +1,7 @@
 """Triton kernels of fused_quantize: tiles of numbers in few bits with their scales, and the same tiles transposed.
 
-N matrices of R rows and H columns. Numbers are rounded by integer arithmetic on the bits of float32, and quotients to
-the nearest float32, so that a GPU, the interpreter and torch give the same bits. Rows may be strided.
+N matrices of R rows and H columns. Numbers are rounded by ``float8``, and quotients to the nearest float32, so that a
+GPU, the interpreter and torch give the same bits. Rows may be strided.
 """
 
 import torch
@@ -18,6 +18,7 @@ from megalith.fusions.formulas.quantized import (
     outputs_of,
 )
 from megalith.fusions.formulas.rows import contiguous_columns
+from megalith.fusions.kernels.float8 import INFINITY, MAGNITUDE, NAN, decode_e4m3, encode
 from megalith.fusions.paths.library import register_without_gradient, wrap_triton
 
 __all__ = ["op"]
@@ -26,9 +27,6 @@ _TILE = 4096  # elements of a tile, but of those that hold 128 x 128; untuned
 _WIDEST_ROW = 16384  # columns of a row that one program holds; a wider one is read twice
 _LARGEST = {torch.float16: 0x477FE000, torch.bfloat16: 0x7F7F0000, torch.float32: 0x7F7FFFFF}  # finite, as float32
 
-_INFINITY = tl.constexpr(0x7F800000)
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_NAN = tl.constexpr(0x7F)  # in both formats of 8 bits
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _SMALLEST_TENSOR_SCALE = tl.constexpr(SMALLEST_TENSOR_SCALE)
 
@@ -36,38 +34,8 @@ _SMALLEST_TENSOR_SCALE = tl.constexpr(SMALLEST_TENSOR_SCALE)
 @triton.jit
 def _magnitude(x, LARGEST: tl.constexpr):
     """The bits of abs(x), whose order is that of numbers; ``LARGEST`` for an infinity, 0 for NaN."""
-    bits = x.to(tl.int32, bitcast=True) & _MAGNITUDE
-    return tl.where(bits > _INFINITY, 0, tl.minimum(bits, LARGEST))
-
-
-@triton.jit
-def _encode(y, FORMAT: tl.constexpr):
-    """The code nearest to ``y``, of two the even one; at most that of the largest number."""
-    MANTISSA: tl.constexpr = 3 if FORMAT == "e4m3" else 2 if FORMAT == "e5m2" else 1
-    TOP: tl.constexpr = 0x7E if FORMAT == "e4m3" else 0x7B if FORMAT == "e5m2" else 0x7
-    SIGN: tl.constexpr = 3 if FORMAT == "e2m1" else 7  # its bit
-    # of the smallest normal number, as float32 holds it: 127 more than it is
-    EXPONENT: tl.constexpr = 127 - 6 if FORMAT == "e4m3" else 127 - 14 if FORMAT == "e5m2" else 127
-    CUT: tl.constexpr = 23 - MANTISSA
-    bits = y.to(tl.int32, bitcast=True)
-    magnitude = bits & _MAGNITUDE
-    # half a step less a bit, and that bit where the last one kept is odd; exponents begin at 1 with the smallest normal
-    normal = (magnitude + ((1 << (CUT - 1)) - 1 - ((EXPONENT - 1) << 23)) + ((magnitude >> CUT) & 1)) >> CUT
-    # subnormal numbers count a step; added to a float32 whose last bit is that step, y is rounded to a multiple of it
-    STEP: tl.constexpr = (EXPONENT + CUT) << 23
-    step = tl.full(y.shape, STEP, tl.int32).to(tl.float32, bitcast=True)
-    subnormal = (magnitude.to(tl.float32, bitcast=True) + step).to(tl.int32, bitcast=True) - STEP
-    code = tl.minimum(tl.where(magnitude < (EXPONENT << 23), subnormal, normal), TOP)
-    if FORMAT != "e2m1":  # which has no NaN
-        code = tl.where(magnitude > _INFINITY, _NAN, code)
-    return code | ((bits >> (31 - SIGN)) & (1 << SIGN))
-
-
-@triton.jit
-def _decode_scale(code):
-    """The positive number of e4m3 that ``code`` stands for."""
-    normal = ((code << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)  # of 2^-9
+    bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
+    return tl.where(bits > INFINITY, 0, tl.minimum(bits, LARGEST))
 
 
 @triton.jit
@@ -90,8 +58,8 @@ def _group_scales(magnitude, amax_ptr, KIND: tl.constexpr, FORMAT: tl.constexpr)
         factor = ((254 - scale) << 23).to(tl.float32, bitcast=True)
     elif KIND == "nvfp4":
         unit = tl.div_rn(1.0, _tensor_scale(tl.load(amax_ptr)))
-        scale = tl.maximum(_encode(tl.div_rn(magnitude.to(tl.float32, bitcast=True), 6.0) * unit, "e4m3"), 1)
-        factor = tl.div_rn(unit, _decode_scale(scale))
+        scale = tl.maximum(encode(tl.div_rn(magnitude.to(tl.float32, bitcast=True), 6.0) * unit, "e4m3"), 1)
+        factor = tl.div_rn(unit, decode_e4m3(scale))
     else:
         scale = _scale(magnitude, FORMAT)
         factor = tl.div_rn(1.0, scale)
@@ -108,18 +76,18 @@ def _quantize(
     if COLUMNS is not None:
         parts = tl.reshape(x, [BLOCK_R, BLOCK_H // COLUMNS, COLUMNS])
         scale, factor = _group_scales(tl.max(_magnitude(parts, LARGEST), axis=2), amax_ptr, KIND, FORMAT)
-        codes = tl.reshape(_encode(parts * factor[:, :, None], FORMAT), [BLOCK_R, BLOCK_H])
+        codes = tl.reshape(encode(parts * factor[:, :, None], FORMAT), [BLOCK_R, BLOCK_H])
         if KIND == "nvfp4":
-            worst = tl.max(parts.to(tl.int32, bitcast=True) & _MAGNITUDE, axis=2)
-            scale = tl.where(worst > _INFINITY, _NAN, scale)
+            worst = tl.max(parts.to(tl.int32, bitcast=True) & MAGNITUDE, axis=2)
+            scale = tl.where(worst > INFINITY, NAN, scale)
     elif KIND == "row":
         row = tile * BLOCK_R + tl.arange(0, BLOCK_R)
         scale = _scale(tl.load(amax_ptr + row, mask=row < R, other=0), FORMAT)
-        codes = _encode(x * tl.div_rn(1.0, scale)[:, None], FORMAT)
+        codes = encode(x * tl.div_rn(1.0, scale)[:, None], FORMAT)
     else:
         magnitude = tl.load(amax_ptr) if KIND == "tensor" else tl.max(tl.max(_magnitude(x, LARGEST), axis=1), axis=0)
         scale = _scale(magnitude, FORMAT)
-        codes = _encode(x * tl.div_rn(1.0, scale), FORMAT)
+        codes = encode(x * tl.div_rn(1.0, scale), FORMAT)
     return codes, scale
 
 

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.rope import OPERATOR, Outputs
 from megalith.fusions.formulas.rotation import Rotation, Tables, reads_pairs
 from megalith.fusions.formulas.rows import contiguous_columns, rows_per_sum
-from megalith.fusions.fused_rope import Outputs, gradients, outputs, saved
-from megalith.fusions.paths.library import register, wrap_triton
+from megalith.fusions.paths.library import wrap_triton
 
 __all__ = ["load_parts", "load_tables", "op", "store_parts", "table_arguments", "turn"]
 
@@ -232,16 +232,10 @@ def _forward(
     positions: Tensor | None,
     q_norm_weight: Tensor | None,
     k_norm_weight: Tensor | None,
-    layout: str,
-    inverse: bool,
-    offset: int,
-    sections: list[int],
-    eps: float,
-    zero_centered: bool,
+    *options: Any,
 ) -> Outputs:
-    how = Rotation(layout, inverse, offset, sections, eps, zero_centered)
-    results = outputs(q, k, cos, sin, positions, q_norm_weight, k_norm_weight)
-    _turn(q, k, Tables(cos, sin, positions), q_norm_weight, k_norm_weight, how, results)
+    results = OPERATOR.outputs(q, k, cos, sin, positions, q_norm_weight, k_norm_weight, *options)
+    _turn(q, k, Tables(cos, sin, positions), q_norm_weight, k_norm_weight, Rotation(*options), results)
     return results
 
 
@@ -257,18 +251,13 @@ def _backward(
     k_norm_weight: Tensor | None,
     q_rstd: Tensor,
     k_rstd: Tensor,
-    layout: str,
-    inverse: bool,
-    offset: int,
-    sections: list[int],
-    eps: float,
-    zero_centered: bool,
+    *options: Any,
 ) -> Outputs:
-    how = Rotation(layout, inverse, offset, sections, eps, zero_centered)
-    table = Tables(cos, sin, positions)
-    results = gradients(dy, dy_k, q, k, cos, sin, positions, q_norm_weight, k_norm_weight)
+    weights = q_norm_weight, k_norm_weight
+    results = OPERATOR.gradients(dy, dy_k, q, k, cos, sin, positions, *weights, q_rstd, k_rstd, *options)
+    table, how = Tables(cos, sin, positions), Rotation(*options)
     dq, dk, dq_weight, dk_weight = results
-    back = how._replace(inverse=not inverse)
+    back = how._replace(inverse=not how.inverse)
     if q is None and k is None:
         _turn(dy, None if dy_k.dim() == 1 else dy_k, table, None, None, back, results)
         return results
@@ -368,13 +357,4 @@ def _tile(num_heads: int, sizes: dict[str, Any]) -> tuple[int, int]:
     return max(1, _TILE // (BLOCK_A * width)), BLOCK_A
 
 
-op = register(
-    "rope",
-    _forward,
-    outputs,
-    _backward,
-    gradients,
-    gradients_of=("q", "k", "q_norm_weight", "k_norm_weight"),
-    saves=saved,
-    num_differentiable=2,
-)
+op = OPERATOR.register("rope", _forward, _backward)

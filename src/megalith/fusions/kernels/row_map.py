@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.formulas.row_map import outputs
 from megalith.fusions.kernels.routing import Tiling, before_and_total, count, num_routed
 from megalith.fusions.paths.library import register_without_gradient, wrap_triton
-from megalith.fusions.row_map import row_map_outputs
 
 __all__ = ["op"]
 
@@ -51,7 +51,7 @@ def _place_kernel(
 
 
 def _row_map(routing_map: Tensor, num_rows: int, num_experts: int, pad_multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    row_of, token_of, rows_per_expert = row_map_outputs(routing_map, num_rows, num_experts, pad_multiple)
+    row_of, token_of, rows_per_expert = outputs(routing_map, num_rows, num_experts, pad_multiple)
     token_of.fill_(-1)  # gaps, of which only the device knows where they are
     T, S = routing_map.shape
     if row_of.numel() == 0:
@@ -67,4 +67,4 @@ def _row_map(routing_map: Tensor, num_rows: int, num_experts: int, pad_multiple:
     return row_of, token_of, rows_per_expert
 
 
-op = register_without_gradient("row_map", _row_map, row_map_outputs)
+op = register_without_gradient("row_map", _row_map, outputs)

@@ -5,14 +5,16 @@ one. LEFT and RIGHT bound a query's window; keys outside of it are not loaded, i
 Masks are read by their strides, 0 where they broadcast; MASK_K is that of their columns.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megalith.fusions.formulas.rows import contiguous_columns
+from megalith.fusions.formulas.softmax import OPERATOR, Settings, sink_gradient, tile
 from megalith.fusions.paths.library import wrap_triton
-from megalith.fusions.softmax import operator, sink_gradient, tile
 
 __all__ = ["op"]
 
@@ -184,66 +186,47 @@ def _wide_backward_kernel(
         tl.store(dx_ptr + at, dx, mask=(row < num_rows)[:, None] & (col < Sk)[None, :])
 
 
-def _forward(
-    x: Tensor,
-    mask: Tensor | None,
-    sink: Tensor | None,
-    num_heads: int,
-    num_queries: int,
-    left: int,
-    right: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _forward(x: Tensor, mask: Tensor | None, sink: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    p, share = OPERATOR.outputs(x, mask, sink, *options)
+    settings = Settings(*options)
     T, Sk = x.shape
-    p = x.new_empty(x.shape)
-    share = x.new_empty(0 if sink is None else T, dtype=torch.float32)
     if T == 0:
         return p, share
+    A, Sq = settings.num_heads, settings.num_queries
     x = contiguous_columns(x)
     strides: tuple[int, ...] = (0, 0, 0, 0)
     if mask is not None:
         mask = contiguous_columns(mask).view(torch.uint8)
-        strides = mask.expand(T // (num_heads * num_queries), num_heads, num_queries, Sk).stride()
+        strides = mask.expand(T // (A * Sq), A, Sq, Sk).stride()
     rows, columns = tile(Sk)
     kernel = wrap_triton(_forward_kernel) if columns >= Sk else wrap_triton(_wide_forward_kernel)
     kernel[(triton.cdiv(T, rows),)](
         x, mask, None if sink is None else sink.contiguous(), p, share if sink is not None else None,
-        T, x.stride(0), *strides[:3], num_heads, num_queries, Sk,
-        MASK_K=strides[3], SCALE=scale, LEFT=left, RIGHT=right, ROWS=rows, BLOCK_K=columns,
+        T, x.stride(0), *strides[:3], A, Sq, Sk,
+        MASK_K=strides[3], SCALE=settings.scale, LEFT=settings.left, RIGHT=settings.right, ROWS=rows, BLOCK_K=columns,
         num_warps=_num_warps(rows * columns),
     )  # fmt: skip
     return p, share
 
 
-def _backward(
-    dp: Tensor,
-    p: Tensor,
-    share: Tensor,
-    num_heads: int,
-    num_queries: int,
-    left: int,
-    right: int,
-    scale: float,
-    sink_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
+def _backward(dp: Tensor, p: Tensor, share: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    dx, dsink = OPERATOR.gradients(dp, p, share, *options)
+    settings = Settings(*options)
     T, Sk = p.shape
-    dx = p.new_empty(p.shape)
-    r = None if sink_dtype is None else share.new_empty(T)
+    r = None if settings.sink_dtype is None else share.new_empty(T)
     if T:
         dp = contiguous_columns(dp)
         rows, columns = tile(Sk)
         kernel = wrap_triton(_backward_kernel) if columns >= Sk else wrap_triton(_wide_backward_kernel)
         kernel[(triton.cdiv(T, rows),)](
-            dp, p, dx, r, T, dp.stride(0), num_queries, Sk,
-            SCALE=scale, LEFT=left, RIGHT=right, ROWS=rows, BLOCK_K=columns, num_warps=_num_warps(rows * columns),
+            dp, p, dx, r, T, dp.stride(0), settings.num_queries, Sk, SCALE=settings.scale, LEFT=settings.left,
+            RIGHT=settings.right, ROWS=rows, BLOCK_K=columns, num_warps=_num_warps(rows * columns),
         )  # fmt: skip
-    if r is None:
-        return dx, p.new_empty(0)
-    return dx, sink_gradient(r, share, num_heads, num_queries).to(sink_dtype)
+    return dx, dsink if r is None else sink_gradient(r, share, settings).to(settings.sink_dtype)
 
 
 def _num_warps(elements: int) -> int:
     return max(4, min(16, elements // 512))  # untuned: 16 numbers a thread
 
 
-op = operator("masked_softmax", _forward, backward=_backward)
+op = OPERATOR.register("masked_softmax", _forward, _backward)

@@ -3,18 +3,19 @@
 T tokens (rows), E experts (columns), K chosen. A program holds whole rows of a few tokens. Rows may be strided.
 """
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megalith.fusions.formulas.routing_scores import EPSILON, FAR
 from megalith.fusions.formulas.rows import contiguous_columns
-from megalith.fusions.fused_topk_router import route_outputs
+from megalith.fusions.formulas.topk_router import OPERATOR, Choice
 from megalith.fusions.kernels.activations import log1p, sigmoid
-from megalith.fusions.paths.library import register, wrap_triton
+from megalith.fusions.paths.library import wrap_triton
 
-__all__ = ["key_of", "op", "score", "slope", "softmax_of_rows", "take", "tile"]
+__all__ = ["TAKEN", "key_of", "op", "score", "slope", "softmax_of_rows", "take", "tile"]
 
 _BLOCK = 1024  # untuned: entries of a tile of several tokens
 _EPSILON, _FAR = tl.constexpr(EPSILON), tl.constexpr(FAR)
@@ -183,11 +184,10 @@ def _route_back_kernel(
     tl.store(dx_ptr + row[:, None] * E + col[None, :], dense, mask=inside & of_row)
 
 
-def _route(
-    logits: Tensor, expert_bias: Tensor | None, topk: int, score: str, num_groups: int, group_topk: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    probs, indices, num_tokens = route_outputs(logits, expert_bias, topk, score, num_groups, group_topk, scale)
+def _route(logits: Tensor, expert_bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    probs, indices, num_tokens = OPERATOR.outputs(logits, expert_bias, *options)
     num_tokens.zero_()
+    topk, score, num_groups, group_topk, scale = Choice(*options)
     T, E = logits.shape
     if T:
         logits, tiling = contiguous_columns(logits), tile(E)
@@ -201,7 +201,7 @@ def _route(
 
 
 def _route_back(dprobs: Tensor, logits: Tensor, indices: Tensor, score: str, scale: float) -> tuple[Tensor]:
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    (dlogits,) = OPERATOR.gradients(dprobs, logits, indices, score, scale)
     (T, E), topk = logits.shape, indices.shape[1]
     if T:
         logits, tiling = contiguous_columns(logits), tile(E)
@@ -212,12 +212,4 @@ def _route_back(dprobs: Tensor, logits: Tensor, indices: Tensor, score: str, sca
     return (dlogits,)
 
 
-op = register(
-    "topk_router",
-    _route,
-    route_outputs,
-    _route_back,
-    lambda dprobs, logits, indices, score, scale: (logits.new_empty(logits.shape),),
-    gradients_of=("logits",),
-    saves=lambda inputs, outputs: (inputs[0], outputs[1], inputs[3], inputs[6]),
-)
+op = OPERATOR.register("topk_router", _route, _route_back)

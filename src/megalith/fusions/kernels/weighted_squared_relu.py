@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megalith.fusions.formulas.rows import contiguous_columns
+from megalith.fusions.formulas.weighted_squared_relu import OPERATOR
 from megalith.fusions.kernels.activations import relu, tile_of
-from megalith.fusions.paths.library import gradients_like, register, wrap_triton
+from megalith.fusions.paths.library import wrap_triton
 
 __all__ = ["op"]
 
@@ -41,7 +42,7 @@ def _backward_kernel(dy_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, dy_stride, x_stride, 
 
 def _forward(x: Tensor, weights: Tensor) -> Tensor:
     T, F = x.shape
-    y = x.new_empty(x.shape)
+    y = OPERATOR.outputs(x, weights)
     if y.numel():
         x, weights = contiguous_columns(x), weights.contiguous()
         block, num_warps = tile_of(F)
@@ -53,7 +54,7 @@ def _forward(x: Tensor, weights: Tensor) -> Tensor:
 
 def _backward(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     T, F = x.shape
-    dx, dw = gradients_like(x, weights)
+    dx, dw = OPERATOR.gradients(dy, x, weights)
     if dx.numel() == 0:
         return dx, dw.zero_()
     dy, x, weights = contiguous_columns(dy), contiguous_columns(x), weights.contiguous()
@@ -64,11 +65,4 @@ def _backward(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return dx, dw
 
 
-op = register(
-    "weighted_squared_relu",
-    _forward,
-    lambda x, weights: x.new_empty(x.shape),
-    _backward,
-    lambda dy, x, weights: gradients_like(x, weights),
-    gradients_of=("x", "weights"),
-)
+op = OPERATOR.register("weighted_squared_relu", _forward, _backward)

@@ -17,18 +17,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Literal, ParamSpec, Protocol, TypeVar, get_args
+from typing import Generic, ParamSpec, Protocol, TypeVar, get_args
 
 import torch
 
 from megalith.errors import BackendError
-from megalith.fusions.paths.blocks import BLOCK_ELEMENTS
+from megalith.fusions.paths.blocks import LARGEST_WHOLE
 from megalith.fusions.paths.default_paths import DEFAULT_PATHS
+from megalith.fusions.paths.names import Backend
 from megalith.optional import has_triton, triton_interprets
 
 __all__ = ["Backend", "Fusion", "Operand", "chosen_by_use", "compiled", "use"]
 
-Backend = Literal["triton", "compile", "aten", "blocked", "reference"]
 Path = TypeVar("Path", covariant=True)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -98,7 +98,7 @@ class Fusion(Generic[Path]):
         compiler makes blocks of its own, and what is one block: there is nothing to cut.
         """
         path: Backend = DEFAULT_PATHS[self.name].get(x.device.type, "reference")
-        if path == "blocked" and (torch.compiler.is_compiling() or x.numel() <= BLOCK_ELEMENTS):
+        if path == "blocked" and (torch.compiler.is_compiling() or x.numel() <= LARGEST_WHOLE):
             return "reference"
         return "reference" if x.dtype == torch.float64 else path
 

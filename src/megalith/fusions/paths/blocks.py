@@ -1,7 +1,8 @@
 """Runs a formula over blocks of rows that stay in a CPU's cache, so that memory sees each tensor once.
 
-A formula in plain torch makes a pass over memory for every operation in it. On blocks of half a megabyte those passes
-stay in the cache, and what is left is what a fused kernel moves: the inputs once, the outputs once.
+A formula in plain torch makes a pass over memory for every operation in it. On blocks of a quarter of a megabyte for
+each thread those passes stay in the caches, and what is left is what a fused kernel moves: inputs and outputs, once.
+Sums over rows are added block by block: their last bits follow the number of threads, as those of torch's own sums do.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,20 +10,24 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK_ELEMENTS", "blocks", "by_blocks"]
+__all__ = ["LARGEST_WHOLE", "blocks", "by_blocks", "widened_by_blocks"]
 
-# elements of the widest tensor in a block; of 2^14 to 2^20, the fastest for gated units on two cores with 2 MiB of L2
-BLOCK_ELEMENTS = 2**17
+# a tensor that is no larger takes the reference by default: there is nothing to cut
+LARGEST_WHOLE = 2**17
+# torch gives a thread 2^15 elements at least; four tensors of twice that are half of an L2 cache of 2 MiB
+_THREAD_ELEMENTS = 2**16
+
+Results = tuple[Tensor, ...]
 
 
 def blocks(num_rows: int, row_elements: int) -> Iterator[slice]:
-    """Slices of ``num_rows`` rows, in order, each of about 130,000 elements, and of one row at least."""
-    step = max(1, BLOCK_ELEMENTS // max(1, row_elements))
+    """Slices of ``num_rows`` rows, in order, each of about 65,000 elements a thread, and of one row at least."""
+    step = max(1, _THREAD_ELEMENTS * torch.get_num_threads() // max(1, row_elements))
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
 def by_blocks(
-    formula: Callable[..., tuple[Tensor, ...]],
+    formula: Callable[..., Results],
     rows: Sequence[Tensor | None],
     outputs: Sequence[Tensor],
     sums: Sequence[Tensor] = (),
@@ -31,14 +36,52 @@ def by_blocks(
 
     ``formula`` gets the block of each of ``rows`` (None stays None) and returns the block of each of ``outputs``, then
     what the block adds to each of ``sums``: zero at first, and in float32 or wider, for gradients of what all rows
-    share. Blocks are added in order, so the result does not depend on the number of threads.
+    share.
     """
     given = [x for x in (*outputs, *rows) if x is not None]
     num_rows, widest = given[0].shape[0], max(x[:1].numel() for x in given)
     with torch.no_grad():
         for block in blocks(num_rows, widest):
             results = formula(*(None if x is None else x[block] for x in rows))
-            for output, result in zip(outputs, results, strict=False):
-                output[block] = result
-            for total, result in zip(sums, results[len(outputs) :], strict=True):
-                total += result
+            _keep(results, [output[block] for output in outputs], sums)
+
+
+def widened_by_blocks(
+    formula: Callable[..., Results],
+    rows: Sequence[Tensor | None],
+    outputs: Sequence[Tensor],
+    sums: Sequence[Tensor] = (),
+    *,
+    acc: torch.dtype,
+) -> None:
+    """``by_blocks`` for a formula of ``rows`` in the dtype ``acc``, that can write its results where they belong.
+
+    Narrower floats come widened, in memory that all blocks share: pages that are fresh to each would cost more than the
+    formula. After its rows ``formula`` gets a list: for the ``out`` of the last operation, the block of each of
+    ``outputs`` that has the dtype ``acc``, and None for the others, which are rounded from what it returns.
+    """
+    given = list(outputs) or [x for x in rows if x is not None]
+    num_rows, widest = given[0].shape[0], max(x[:1].numel() for x in given)
+    memory: dict[int, Tensor] = {}
+
+    def widened(index: int, x: Tensor | None) -> Tensor | None:
+        if x is None or x.dtype == acc or not x.is_floating_point():
+            return x
+        if index not in memory:
+            memory[index] = x.new_empty(x.shape, dtype=acc)  # the first block is the longest
+        return memory[index][: len(x)].copy_(x)
+
+    with torch.no_grad():
+        for block in blocks(num_rows, widest):
+            targets = [output[block] for output in outputs]
+            wide_rows = [widened(index, None if x is None else x[block]) for index, x in enumerate(rows)]
+            out = [target if target.dtype == acc else None for target in targets]
+            _keep(formula(*wide_rows, out), targets, sums)
+
+
+def _keep(results: Results, targets: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+    for target, result in zip(targets, results, strict=False):
+        if result is not target:
+            target.copy_(result)
+    for total, result in zip(sums, results[len(targets) :], strict=True):
+        total += result

@@ -6,14 +6,12 @@ cuda   untuned: our kernels wherever there are some, until a benchmark on a GPU 
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megalith.fusions.paths.backend import Backend
+from megalith.fusions.paths.names import Backend
 
 __all__ = ["DEFAULT_PATHS"]
 
-DEFAULT_PATHS: "Mapping[str, Mapping[str, Backend]]" = {
+DEFAULT_PATHS: Mapping[str, Mapping[str, Backend]] = {
     "aux_loss_scores": {"cuda": "triton", "cpu": "reference"},
     "adamw": {"cuda": "triton", "cpu": "aten"},
     "bias_dropout_add": {"cuda": "triton", "cpu": "blocked"},

@@ -5,10 +5,11 @@ kernels and plans memory around them. Interpreted ones become a ``custom_op``, w
 interpreter reads data pointers, which the tensors of a trace do not have. So do functions over blocks of rows.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,15 +18,15 @@ from megalith.optional import triton_interprets
 
 __all__ = ["Operator", "gradients_like", "register_without_gradient", "wrap_triton"]
 
-Function = Callable[..., Any]
-Outputs = Callable[..., Any]
+Y = TypeVar("Y")
+G = TypeVar("G", bound=tuple[Tensor, ...])
 Saves = Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[Any, ...]]
 Passes = Callable[..., Sequence[str]]
 Shares = Callable[..., Mapping[str, str]]
 
 
 @dataclass(frozen=True)
-class Operator:
+class Operator(Generic[Y, G]):
     """A differentiable operator as it is declared; each of its implementations is registered under a name of its own.
 
     Args:
@@ -45,8 +46,8 @@ class Operator:
         absent_as_none: backward takes None for the gradient of an output that nothing was computed from; else zeros.
     """
 
-    outputs: Outputs
-    gradients: Outputs
+    outputs: Callable[..., Y]
+    gradients: Callable[..., G]
     of: Sequence[str]
     saves: Saves | None = None
     passes: Passes = lambda *_: ()
@@ -54,7 +55,9 @@ class Operator:
     num_differentiable: int = 1
     absent_as_none: bool = False
 
-    def register(self, name: str, forward: Function, backward: Function, *, opaque: bool = False) -> Function:
+    def register(
+        self, name: str, forward: Callable[..., Y], backward: Callable[..., G], *, opaque: bool = False
+    ) -> Callable[..., Y]:
         """``megalith::<name>`` with its gradient ``megalith::<name>_back``, of functions that write fresh tensors only.
 
         The gradient has no gradient of its own: a second derivative raises instead of being wrong.
@@ -88,8 +91,13 @@ class Operator:
 
 
 def register_without_gradient(
-    name: str, function: Function, outputs: Outputs, *, mutates: Sequence[str] = (), opaque: bool = False
-) -> Function:
+    name: str,
+    function: Callable[..., Y],
+    outputs: Callable[..., Y],
+    *,
+    mutates: Sequence[str] = (),
+    opaque: bool = False,
+) -> Callable[..., Y]:
     """The operator ``megalith::<name>``, whose results nothing is differentiated through; the rest as in ``Operator``.
 
     Args:
@@ -132,26 +140,27 @@ def _by_input(ctx: Any, found: dict[int, Tensor | None], dy: Tensor) -> tuple[Te
     return tuple(found.get(position) if needed else None for position, needed in enumerate(ctx.needs_input_grad))
 
 
-def _define(name: str, function: Function, outputs: Outputs, opaque: bool, mutates: Sequence[str] = ()) -> Function:
-    define: Any = torch.library.custom_op if opaque or triton_interprets() else torch.library.triton_op
-    try:
+def _define(
+    name: str, function: Callable[..., Y], outputs: Callable[..., Y], opaque: bool, mutates: Sequence[str] = ()
+) -> Callable[..., Y]:
+    operator: Any
+    if opaque or triton_interprets():
         schema = torch.library.infer_schema(outputs, mutates_args=tuple(mutates))
-    except ValueError:  # SHIM
-        schema = torch.library.infer_schema(function, mutates_args=tuple(mutates))
-    operator: Function = define(f"megalith::{name}", function, mutates_args=tuple(mutates), schema=schema)
+        operator = torch.library.custom_op(f"megalith::{name}", function, mutates_args=tuple(mutates), schema=schema)
+    else:
+        operator = torch.library.triton_op(
+            f"megalith::{name}", _declared_as(function, outputs), mutates_args=tuple(mutates)
+        )
     torch.library.register_fake(f"megalith::{name}", outputs)
-    return operator
+    return operator  # type: ignore[no-any-return]
 
 
-def register(name, forward, forward_outputs, backward, backward_outputs, *, gradients_of, opaque=False, **rest):  # SHIM
-    import functools
+def _declared_as(function: Callable[..., Y], outputs: Callable[..., Y]) -> Callable[..., Y]:
+    """``function`` with the signature of ``outputs``, from which a triton_op takes its schema, whatever it is given."""
 
-    def like(a, f):
-        @functools.wraps(f)
-        def g(*x):
-            return a(*x)
+    @functools.wraps(function)  # torch's search for kernels unwraps it
+    def declared(*inputs: Any) -> Y:
+        return function(*inputs)
 
-        return g
-
-    op = Operator(like(forward_outputs, forward), like(backward_outputs, backward), of=gradients_of, **rest)
-    return op.register(name, forward, backward, opaque=opaque)
+    declared.__signature__ = inspect.signature(outputs)  # type: ignore[attr-defined]
+    return declared

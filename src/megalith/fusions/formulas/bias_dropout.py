@@ -1,0 +1,106 @@
+"""Formulas of ``megalith.fusions.fused_bias_dropout``, whose head states them; T tokens, H hidden size."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.fusions.formulas.dropout_mask import Mask, ids_of_rows, keep
+from megalith.fusions.formulas.rows import wide
+from megalith.fusions.paths.blocks import blocks, by_blocks
+from megalith.fusions.paths.library import Operator
+
+__all__ = ["OPERATOR", "blocked", "gradients", "outputs", "reference"]
+
+
+def reference(x: Tensor, bias: Tensor | None, residual: Tensor, *mask: Any) -> Tensor:
+    """y [T, H] of ``x`` and ``residual`` [T, H], and the operands of a ``Mask``."""
+    acc = wide(torch.promote_types(x.dtype, residual.dtype))
+    return _add_(x.to(acc, copy=True), bias, residual, Mask(*mask)).to(residual.dtype)
+
+
+def _add_(y: Tensor, bias: Tensor | None, residual: Tensor, mask: Mask) -> Tensor:
+    """Turns ``y``, a copy of x in float32 or wider, into the sum."""
+    y = y if bias is None else y.add_(bias.to(y.dtype))
+    return _drop_(y, mask).add_(residual.to(y.dtype))
+
+
+def _drop_(y: Tensor, mask: Mask) -> Tensor:
+    if mask.key is None:
+        return y
+    # a product with a bool, of which autograd keeps a byte for each element
+    kept = keep(mask.key, mask.tokens, mask.site, mask.p, y.shape[0], y.shape[1], mask.feature_offset)
+    return y.mul_(kept).mul_(1.0 / (1.0 - mask.p))
+
+
+def outputs(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    key: Tensor | None,
+    tokens: Tensor | None,
+    site: int,
+    p: float,
+    feature_offset: int,
+) -> Tensor:
+    """Memory for y [T, H]."""
+    return residual.new_empty(residual.shape)
+
+
+def gradients(
+    dy: Tensor,
+    key: Tensor | None,
+    tokens: Tensor | None,
+    site: int,
+    p: float,
+    feature_offset: int,
+    x_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor]:
+    """Memory for dx and dbias, empty what ``needs`` does not ask for."""
+    dx = dy.new_empty(dy.shape if needs[0] else 0, dtype=x_dtype)
+    return dx, dy.new_empty(dy.shape[1] if needs[1] else 0, dtype=bias_dtype or x_dtype)
+
+
+def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    x, bias, _, *mask = inputs
+    return *mask, x.dtype, None if bias is None else bias.dtype
+
+
+def _passes(x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None, *_: Any) -> tuple[str, ...]:
+    return ("residual", "x") if key is None and x.dtype == residual.dtype else ("residual",)
+
+
+OPERATOR = Operator(outputs, gradients, of=("x", "bias"), saves=_saves, passes=_passes)
+
+
+def _forward(x: Tensor, bias: Tensor | None, residual: Tensor, *options: Any) -> Tensor:
+    mask = Mask(*options)
+    if mask.key is None and bias is None and torch.promote_types(x.dtype, residual.dtype) == residual.dtype:
+        return x + residual  # one sum, which torch rounds once too
+    y = outputs(x, bias, residual, *options)
+    acc, ids = wide(torch.promote_types(x.dtype, y.dtype)), ids_of_rows(mask, x)
+    for block in blocks(*y.shape):
+        total = y[block].copy_(x[block]) if y.dtype == acc else x[block].to(acc, copy=True)
+        _add_(total, bias, residual[block], mask._replace(tokens=None if ids is None else ids[block]))
+        if y.dtype != acc:
+            y[block] = total
+    return y
+
+
+def _backward(dy: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    dx, dbias = gradients(dy, *options)
+    *operands, x_dtype, _, needs = options
+    mask, acc = Mask(*operands), wide(torch.promote_types(x_dtype, dy.dtype))
+    total = dbias.zero_().to(acc)
+
+    def formula(dy: Tensor, tokens: Tensor | None) -> tuple[Tensor, ...]:
+        dx = _drop_(dy.to(acc, copy=mask.key is not None), mask._replace(tokens=tokens))
+        return (*([dx] if needs[0] else []), *([dx.sum(dim=0)] if needs[1] else []))
+
+    by_blocks(formula, (dy, ids_of_rows(mask, dy)), (dx,) if needs[0] else (), (total,) if needs[1] else ())
+    return dx, total.to(dbias.dtype)
+
+
+blocked = OPERATOR.register("bias_dropout_add_blocked", _forward, _backward, opaque=True)

@@ -1,0 +1,115 @@
+"""The two halves of cross entropy on a CPU: blocks of rows that stay in its caches, four passes over each.
+
+What is one number for a row is computed for all rows at once, outside of the blocks. The shift m of a row is its
+largest logit, the target's too: where that dominates, the sum d over the others is small and keeps its digits.
+
+T tokens, n columns of this part of the vocabulary that are words.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.fusions.formulas.cross_entropy import (
+    OPERATOR,
+    capped,
+    finite_shift,
+    gradients,
+    loss_of_whole,
+    num_true_columns,
+    own_column,
+    statistics_outputs,
+)
+from megalith.fusions.formulas.cross_entropy_options import Part, Terms, part_and_terms
+from megalith.fusions.formulas.cross_entropy_steps import steps_of_operators
+from megalith.fusions.formulas.rows import wide
+from megalith.fusions.paths.blocks import widened_by_blocks
+from megalith.fusions.paths.library import register_without_gradient
+
+__all__ = ["blocked", "gradient_into", "statistics"]
+
+
+def statistics(logits: Tensor, target: Tensor, *options: Any) -> Tensor:
+    """What this part says of each row, (m, d, x_y) or (m, d, x_y, s): [T, 3 or 4]."""
+    found, part = statistics_outputs(logits, target, *options), Part(*options[:-1])
+    n = num_true_columns(logits.shape[-1], part)
+    m, d, x_y, *s = found.unbind(dim=-1)
+    for total in (d, x_y, *s):
+        total.zero_()
+    m.fill_(-math.inf)
+    if found.numel() == 0 or n == 0:
+        return found  # a part of padding only
+    words = logits[:, :n]
+    column, here = own_column(target, part.start, n)
+    x_y.copy_(capped(words.gather(-1, column).to(found.dtype), part).masked_fill_(~here, 0.0).squeeze(-1))
+
+    def formula(x: Tensor, column: Tensor, here: Tensor, out: list[Tensor | None]) -> tuple[Tensor, ...]:
+        x = capped(x, part)
+        top = x.amax(dim=-1, keepdim=True)
+        e = (x - finite_shift(top)).exp_()
+        e.scatter_(-1, column, e.gather(-1, column).masked_fill_(here, 0.0))
+        return top.squeeze(-1), e.sum(dim=-1), *([x.sum(dim=-1)] if s else [])
+
+    widened_by_blocks(formula, (words, column, here), (m, d, *s), acc=found.dtype)
+    return found
+
+
+def gradient_into(dlogits: Tensor, dloss: Tensor, logits: Tensor, target: Tensor, whole: Tensor, *options: Any) -> None:
+    """Fills ``dlogits``, which may be ``logits`` itself; 0 in rows that are ignored and in padding."""
+    part, terms = part_and_terms(*options)
+    n = num_true_columns(logits.shape[-1], part)
+    words = logits[:, :n]
+    if words.numel():
+        column, here = own_column(target, part.start, n)
+        shift, factor, at_target, from_all = _of_rows(dloss, whole, part, terms)
+        at_target = (at_target - from_all) * _slope(words.gather(-1, column).to(whole.dtype), part)
+
+        def formula(
+            x: Tensor, shift: Tensor, factor: Tensor, from_all: Tensor, out: list[Tensor | None]
+        ) -> tuple[Tensor]:
+            e = (capped(x, part) - shift).exp_()
+            if part.softcap == math.inf and not terms.smoothing:
+                return (torch.mul(e, factor, out=out[0]),)
+            return (e.mul_(factor).sub_(from_all).mul_(_slope(x, part)),)
+
+        result = dlogits[:, :n]
+        widened_by_blocks(formula, (words, shift, factor, from_all), (result,), acc=wide(logits.dtype))
+        at_target = torch.where(here, at_target.to(result.dtype), result.gather(-1, column))
+        result.scatter_(-1, column, at_target)
+    dlogits[:, n:] = 0.0
+    dlogits[target == part.ignore_index] = 0.0  # whatever the logits are there
+
+
+def _of_rows(dloss: Tensor, whole: Tensor, part: Part, terms: Terms) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each row [T, 1]: the shift, the factor of exp(x - shift), what the target has instead, and what all lose."""
+    m, d, x_y = (one.unsqueeze(-1) for one in whole.unbind(-1)[:3])
+    smoothing, z_loss = terms
+    g = dloss.to(whole.dtype).unsqueeze(-1)
+    t = m - x_y
+    near, far = torch.exp(t.clamp(max=0.0)), torch.exp(-torch.relu(t))
+    total = d * near + far
+    k, p_y = near / total, far / total
+    slope_of_lse = 2.0 * z_loss * (torch.where(t > 0.0, m, x_y) + torch.log(total)) if z_loss else 0.0
+    at_target = g * (p_y * (smoothing + slope_of_lse) - (1.0 - smoothing) * d * k)
+    return finite_shift(m), g * k * (1.0 + slope_of_lse), at_target, g * (smoothing / part.vocab_size)
+
+
+def _slope(raw: Tensor, part: Part) -> Tensor | float:
+    """Of the capped logit by the raw one."""
+    return (
+        1.0 if part.softcap == math.inf else torch.cosh(raw / part.softcap).reciprocal_().square_()
+    )  # 1 - tanh^2 cancels
+
+
+def _gradient(dloss: Tensor, logits: Tensor, *rest: Any) -> tuple[Tensor]:
+    (dlogits,) = gradients(dloss, logits, *rest)
+    gradient_into(dlogits, dloss, logits, *rest)
+    return (dlogits,)
+
+
+blocked = steps_of_operators(
+    register_without_gradient("cross_entropy_statistics_blocked", statistics, statistics_outputs, opaque=True),
+    OPERATOR.register("cross_entropy_blocked", loss_of_whole, _gradient, opaque=True),
+)

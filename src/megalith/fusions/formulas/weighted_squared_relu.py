@@ -1,0 +1,54 @@
+"""Formulas of ``megalith.fusions.fused_weighted_squared_relu``, whose head states them; T tokens, F ffn hidden size."""
+
+import torch
+from torch import Tensor
+
+from megalith.fusions.formulas.rows import wide
+from megalith.fusions.paths.blocks import by_blocks
+from megalith.fusions.paths.library import Operator, gradients_like
+
+__all__ = ["OPERATOR", "blocked", "gradients", "outputs", "weighted_squared_relu", "weighted_squared_relu_back"]
+
+
+def weighted_squared_relu(x: Tensor, weights: Tensor) -> Tensor:
+    """Reference forward: ``x`` [T, F], ``weights`` [T, 1] -> y [T, F] in the dtype of ``x``."""
+    acc = wide(x.dtype)
+    return (torch.relu(x.to(acc)).square() * weights.to(acc)).to(x.dtype)
+
+
+def weighted_squared_relu_back(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Reference backward: dx [T, F] and dw [T, 1], each in the dtype of what it is the gradient of."""
+    acc = wide(x.dtype)
+    dy, relu = dy.to(acc), torch.relu(x.to(acc))
+    dx = 2 * dy * weights.to(acc) * relu
+    dw = (dy * relu.square()).sum(dim=-1, keepdim=True)
+    return dx.to(x.dtype), dw.to(weights.dtype)
+
+
+def outputs(x: Tensor, weights: Tensor) -> Tensor:
+    """Memory for y [T, F]."""
+    return x.new_empty(x.shape)
+
+
+def gradients(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for dx and dw."""
+    dx, dw = gradients_like(x, weights)
+    return dx, dw
+
+
+OPERATOR = Operator(outputs, gradients, of=("x", "weights"))
+
+
+def _forward(x: Tensor, weights: Tensor) -> Tensor:
+    y = outputs(x, weights)
+    by_blocks(lambda x, weights: (weighted_squared_relu(x, weights),), (x, weights), (y,))
+    return y
+
+
+def _backward(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    dx, dw = gradients(dy, x, weights)
+    by_blocks(weighted_squared_relu_back, (dy, x, weights), (dx, dw))
+    return dx, dw
+
+
+blocked = OPERATOR.register("weighted_squared_relu_blocked", _forward, _backward, opaque=True)
