@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -105,6 +106,17 @@ def test_no_function_is_longer_than_60_lines():
     long = {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION}
     assert long.keys() == LONG_FUNCTIONS.keys(), long
     assert all(length <= 100 for length in long.values())
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = grimp.build_graph("megalith")
+    circles = [
+        (module, other)
+        for module in sorted(graph.modules)
+        for other in sorted(graph.find_modules_directly_imported_by(module))
+        if graph.chain_exists(importer=other, imported=module)
+    ]
+    assert circles == []
 
 
 def test_only_the_command_line_prints():

@@ -6,6 +6,4 @@ from benchmarks.fusions.operations import activations, attention, casts, losses,
 __all__ = ["FAMILIES", "OPERATIONS"]
 
 FAMILIES = (activations, residuals, norms, rotary, attention, losses, routing, casts)
-OPERATIONS: dict[str, Operation] = {
-    operation.name: operation for family in FAMILIES for operation in family.OPERATIONS
-}
+OPERATIONS: dict[str, Operation] = {operation.name: operation for family in FAMILIES for operation in family.OPERATIONS}

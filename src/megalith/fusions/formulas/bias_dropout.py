@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megalith.fusions.formulas.dropout_mask import Mask, ids_of_rows, keep
 from megalith.fusions.formulas.rows import wide
-from megalith.fusions.paths.blocks import blocks, by_blocks
+from megalith.fusions.paths.blocks import blocks, by_blocks, widened_by_blocks
 from megalith.fusions.paths.library import Operator
 
 __all__ = ["OPERATOR", "blocked", "gradients", "outputs", "reference"]
@@ -81,6 +81,9 @@ def _forward(x: Tensor, bias: Tensor | None, residual: Tensor, *options: Any) ->
         return x + residual  # one sum, which torch rounds once too
     y = outputs(x, bias, residual, *options)
     acc, ids = wide(torch.promote_types(x.dtype, y.dtype)), ids_of_rows(mask, x)
+    if mask.key is None and bias is not None:
+        _sum_into(y, x, bias, residual, acc)
+        return y
     for block in blocks(*y.shape):
         total = y[block].copy_(x[block]) if y.dtype == acc else x[block].to(acc, copy=True)
         _add_(total, bias, residual[block], mask._replace(tokens=None if ids is None else ids[block]))
@@ -89,10 +92,19 @@ def _forward(x: Tensor, bias: Tensor | None, residual: Tensor, *options: Any) ->
     return y
 
 
+def _sum_into(y: Tensor, x: Tensor, bias: Tensor, residual: Tensor, acc: torch.dtype) -> None:
+    def formula(x: Tensor, residual: Tensor, out: list[Tensor | None]) -> tuple[Tensor]:
+        return (torch.add(x, bias.to(acc), out=out[0]).add_(residual),)
+
+    widened_by_blocks(formula, (x, residual), (y,), acc=acc)
+
+
 def _backward(dy: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     dx, dbias = gradients(dy, *options)
     *operands, x_dtype, _, needs = options
     mask, acc = Mask(*operands), wide(torch.promote_types(x_dtype, dy.dtype))
+    if mask.key is None and needs == [False, True] and dy.dtype == acc:
+        return dx, dy.sum(dim=0, dtype=acc).to(dbias.dtype)
     total = dbias.zero_().to(acc)
 
     def formula(dy: Tensor, tokens: Tensor | None) -> tuple[Tensor, ...]:

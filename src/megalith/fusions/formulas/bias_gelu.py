@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from megalith.fusions.formulas.activations import activate, activate_and_back
+from megalith.fusions.formulas.activations import activate, activate_at_once, activation_back
 from megalith.fusions.formulas.rows import wide
-from megalith.fusions.paths.blocks import by_blocks
+from megalith.fusions.paths.blocks import widened_by_blocks
 from megalith.fusions.paths.library import Operator, gradients_like
 
 __all__ = ["OPERATOR", "blocked", "gradient_of", "gradients", "outputs", "reference"]
@@ -15,11 +15,10 @@ def reference(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     return activate(_biased(x, bias), activation).to(x.dtype)
 
 
-def gradient_of(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """dx [..., F], not yet rounded."""
+def gradient_of(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None) -> Tensor:
+    """dx [..., F], not yet rounded; it may go into ``out``."""
     a = _biased(x, bias)
-    _, dx = activate_and_back(dy.to(a.dtype), a, activation)
-    return dx
+    return activation_back(dy.to(a.dtype), a, activation, out)
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -43,7 +42,11 @@ OPERATOR = Operator(outputs, gradients, of=("x", "bias"))
 
 def _forward(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     y = outputs(x, bias, activation)
-    by_blocks(lambda x: (activate(_biased(x, bias), activation),), (x,), (y,))
+
+    def formula(x: Tensor, out: list[Tensor | None]) -> tuple[Tensor]:
+        return (activate_at_once(_biased(x, bias), activation),)
+
+    widened_by_blocks(formula, (x,), (y,), acc=wide(x.dtype))
     return y
 
 
@@ -51,11 +54,11 @@ def _backward(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tu
     dx, dbias = gradients(dy, x, bias, activation)
     total = dbias.zero_().to(wide(dbias.dtype))
 
-    def formula(dy: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        dx = gradient_of(dy, x, bias, activation)
+    def formula(dy: Tensor, x: Tensor, out: list[Tensor | None]) -> tuple[Tensor, ...]:
+        dx = gradient_of(dy, x, bias, activation, *out)
         return (dx,) if bias is None else (dx, dx.sum(dim=0))
 
-    by_blocks(formula, (dy, x), (dx,), () if bias is None else (total,))
+    widened_by_blocks(formula, (dy, x), (dx,), () if bias is None else (total,), acc=wide(x.dtype))
     return dx, total.to(dbias.dtype)
 
 

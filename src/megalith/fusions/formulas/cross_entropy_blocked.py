@@ -76,10 +76,10 @@ def gradient_into(dlogits: Tensor, dloss: Tensor, logits: Tensor, target: Tensor
 
         result = dlogits[:, :n]
         widened_by_blocks(formula, (words, shift, factor, from_all), (result,), acc=wide(logits.dtype))
-        at_target = torch.where(here, at_target.to(result.dtype), result.gather(-1, column))
-        result.scatter_(-1, column, at_target)
+        own = here.squeeze(-1).nonzero().squeeze(-1)  # scatter_ would widen a copy of 16-bit results
+        result.index_put_((own, column[own, 0]), at_target[own, 0].to(result.dtype))
     dlogits[:, n:] = 0.0
-    dlogits[target == part.ignore_index] = 0.0  # whatever the logits are there
+    dlogits.index_fill_(0, (target == part.ignore_index).nonzero().squeeze(-1), 0.0)  # whatever the logits are there
 
 
 def _of_rows(dloss: Tensor, whole: Tensor, part: Part, terms: Terms) -> tuple[Tensor, Tensor, Tensor, Tensor]:

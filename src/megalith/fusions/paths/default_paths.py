@@ -21,7 +21,7 @@ DEFAULT_PATHS: Mapping[str, Mapping[str, Backend]] = {
     "bias_gelu": {"cuda": "triton", "cpu": "blocked"},
     "glu": {"cuda": "triton", "cpu": "blocked"},
     "glu_float8": {"cuda": "triton", "cpu": "blocked"},
-    "indices_to_multihot": {"cuda": "triton", "cpu": "blocked"},
+    "indices_to_multihot": {"cuda": "triton", "cpu": "reference"},
     "multihot_to_indices": {"cuda": "triton", "cpu": "reference"},
     "attention": {"cuda": "triton", "cpu": "aten"},
     "masked_softmax": {"cuda": "triton", "cpu": "blocked"},
