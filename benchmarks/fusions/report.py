@@ -2,14 +2,15 @@
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.fusions.clock import Memory
 from benchmarks.fusions.contest import Contest, Figures
 from benchmarks.fusions.operation import BASE
 from benchmarks.rounds import Spread
 
-__all__ = ["Run", "as_json", "as_markdown"]
+__all__ = ["Run", "as_json", "as_markdown", "from_json", "table"]
 
 MIB = 1 << 20
 
@@ -34,21 +35,31 @@ def as_json(runs: Sequence[Run], machine: Mapping[str, str], date: str) -> dict[
     }
 
 
+def from_json(kept: Mapping[str, Any]) -> list[Run]:
+    """The runs of what ``as_json`` gave, also after a file."""
+    return [Run([_contest(one) for one in run["contests"]], run["bandwidths"]) for run in kept["runs"]]
+
+
 def as_markdown(runs: Sequence[Run], machine: Mapping[str, str], date: str) -> str:
     """A row for each operation and size: how many times as fast as torch eager, forward and with backward; memory."""
     device = machine["device"]
     names = list(dict.fromkeys(name for run in runs for one in run.contests for name in one.figures if name != BASE))
-    head = ["operation", "dtype", "MiB", *names, "of copy, forward / backward", "peak MiB, ours / eager"]
     lines = [f"## Fused operations on {device}, {date}", ""]
     lines += [f"Times as fast as {BASE}: forward / forward and backward [quartiles of the latter]."]
     best = f"the best of {len(runs)} runs" if len(runs) > 1 else "one run"
     rounds = len(runs[0].contests[0].figures[BASE].both)
-    lines += [f"Of {best}, each the median of {rounds} interleaved rounds.", "", _row(head), _row(["---"] * len(head))]
-    lines += [_row(_cells(runs, index, names)) for index in range(len(runs[0].contests))]
+    lines += [f"Of {best}, each the median of {rounds} interleaved rounds.", ""]
+    lines += table(runs, names, range(len(runs[0].contests)))
     rates = [rate / 1e9 for run in runs for rate in run.bandwidths]
     lines += ["", f"Calibration: copy {statistics.median(rates):.1f} GB/s [{min(rates):.1f}..{max(rates):.1f}]."]
     lines += ["", ", ".join(f"{name} {value}" for name, value in machine.items()), ""]
     return "\n".join(lines)
+
+
+def table(runs: Sequence[Run], names: Sequence[str], indices: Iterable[int]) -> list[str]:
+    """Lines of Markdown: the contests of ``indices``, with a column for each contender of ``names``."""
+    head = ["operation", "dtype", "MiB", *names, "of copy, forward / backward", "peak MiB, ours / eager"]
+    return [_row(head), _row(["---"] * len(head)), *(_row(_cells(runs, index, names)) for index in indices)]
 
 
 def _cells(runs: Sequence[Run], index: int, names: Sequence[str]) -> list[str]:
@@ -89,3 +100,15 @@ def _median(spread: Spread | None) -> float:
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def _contest(kept: Mapping[str, Any]) -> Contest:
+    figures = {name: _figures(one) for name, one in kept["figures"].items()}
+    return Contest(kept["operation"], kept["dtype"], kept["num_bytes"], kept["floor"], figures)
+
+
+def _figures(kept: Mapping[str, Any]) -> Figures:
+    """Of a file, whose keys are text, and in which a tuple is a list."""
+    forward, both = ({int(index): one for index, one in kept[name].items()} for name in ("forward", "both"))
+    memory = kept["memory"]
+    return Figures(forward, both, None if memory is None else Memory(*memory), kept["failure"])

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Activation", "activate", "activate_at_once", "activation_back", "clamp_back"]
+__all__ = ["Activation", "activate", "activation_back", "clamp_back"]
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu"]
 
@@ -36,15 +36,11 @@ def activate(a: Tensor, activation: str) -> Tensor:
     return a * argument.sigmoid_()  # in place: fewer tensors crowd the cache, and autograd needs the sigmoid alone
 
 
-def activate_at_once(a: Tensor, activation: str) -> Tensor:
-    """``activate`` in one pass where torch has one, which keeps the digits of the largest results only."""
-    if activation in _GELU:
-        return torch.nn.functional.gelu(a, approximate=_GELU[activation])
-    return activate(a, activation)
-
-
 def activation_back(da: Tensor, a: Tensor, activation: str, out: Tensor | None = None) -> Tensor:
-    """The slope at each element times ``da``, by one operator of torch; it may go into ``out``."""
+    """The slope at each element times ``da``, by one operator of torch; it may go into ``out``.
+
+    A slope near 0 is exact to the last digit of 1, not of its own.
+    """
     options: dict[str, Any] = {}
     if activation in _GELU:
         operator, options = _aten.gelu_backward, {"approximate": _GELU[activation]}

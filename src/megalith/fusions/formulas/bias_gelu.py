@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megalith.fusions.formulas.activations import activate, activate_at_once, activation_back
+from megalith.fusions.formulas.activations import activate, activation_back
 from megalith.fusions.formulas.rows import wide
 from megalith.fusions.paths.blocks import widened_by_blocks
 from megalith.fusions.paths.library import Operator, gradients_like
@@ -44,7 +44,7 @@ def _forward(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     y = outputs(x, bias, activation)
 
     def formula(x: Tensor, out: list[Tensor | None]) -> tuple[Tensor]:
-        return (activate_at_once(_biased(x, bias), activation),)
+        return (activate(_biased(x, bias), activation),)
 
     widened_by_blocks(formula, (x,), (y,), acc=wide(x.dtype))
     return y

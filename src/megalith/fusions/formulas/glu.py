@@ -11,7 +11,6 @@ from megalith.errors import ConfigError
 from megalith.fusions.formulas.activations import (
     Activation,
     activate,
-    activate_at_once,
     activation_back,
     clamp_back,
 )
@@ -65,7 +64,7 @@ def value_of(
     if gating.clamp != math.inf:
         a, linear = a.clamp(max=gating.clamp), linear.clamp(-gating.clamp, gating.clamp)
     linear = linear + gating.offset if gating.offset else linear
-    act = activate(a, gating.activation) if torch.is_grad_enabled() else activate_at_once(a, gating.activation)
+    act = activate(a, gating.activation)
     if weights is None:
         return torch.mul(act, linear, out=out)
     return torch.mul(act * linear, weights.to(act.dtype), out=out)
@@ -90,9 +89,9 @@ def gradients_of(
         a, linear = a.clamp(max=clamp), linear.clamp(-clamp, clamp)
     linear = linear + gating.offset if gating.offset else linear
     if weights is None and bias is None and clamp == math.inf:
-        dl = torch.mul(activate_at_once(a, gating.activation), dy, out=out[1])
+        dl = torch.mul(activate(a, gating.activation), dy, out=out[1])
         return activation_back(dy * linear, a, gating.activation, out[0]), dl
-    dl = activate_at_once(a, gating.activation).mul_(dy)
+    dl = activate(a, gating.activation).mul_(dy)
     da = activation_back(dy * linear, a, gating.activation)
     found: list[Tensor] = []
     if weights is not None:
