@@ -37,7 +37,8 @@ def describe() -> dict[str, str]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = "absent"
-    return {"cpu": _cpu_model(), "threads": str(len(os.sched_getaffinity(0))), "kernel": platform.release(), **versions}
+    threads = os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0)))  # bound, a thread sees its own CPU
+    return {"cpu": _cpu_model(), "threads": threads, "kernel": platform.release(), **versions}
 
 
 def _cpu_model() -> str:

@@ -10,6 +10,7 @@ import tempfile
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,20 +49,29 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     names = options.only or list(OPERATIONS)
     sizes, rounds = ([1 << 16], 1) if options.quick else (SIZES[options.device], options.rounds)
-    runs = [_run(names, options.device, sizes, rounds) for _ in range(options.runs)]
-    device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    machine, now = {"device": device, **describe()}, datetime.now()
-    table = as_markdown(runs, machine, f"{now:%Y-%m-%d %H:%M}")
+    machine = {"device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU", **describe()}
+    runs: list[Run] = []
+    now = datetime.now()
+    file = None if options.quick else options.out / f"fusions-{options.device}-{now:%Y%m%d-%H%M}"
+    table = ""
+    for _ in range(options.runs):
+        runs.append(_run(names, options.device, sizes, rounds))
+        table = as_markdown(runs, machine, f"{now:%Y-%m-%d %H:%M}")
+        _keep(file, table, as_json(runs, machine, now.isoformat()))  # what was measured outlives an interrupted run
     if options.step:
         shape = SHAPES["quick" if options.quick else options.device]
         table += "\n" + steps_as_markdown(measure_steps(shape, options.device, rounds), shape)
+        _keep(file, table, as_json(runs, machine, now.isoformat()))
     print(table)
-    if options.quick:
-        return  # says that it runs, and nothing about speed
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / f"fusions-{options.device}-{now:%Y%m%d-%H%M}"
+
+
+def _keep(file: Path | None, table: str, numbers: dict[str, Any]) -> None:
+    """Beside each other, as Markdown and JSON; a quick run, which says nothing about speed, has no file."""
+    if file is None:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.with_suffix(".md").write_text(table)
-    file.with_suffix(".json").write_text(json.dumps(as_json(runs, machine, now.isoformat()), indent=1) + "\n")
+    file.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
     log.info("kept in %s.md and .json", file)
 
 
@@ -76,7 +86,7 @@ def _again_in_surroundings() -> int:
 def _run(names: list[str], device: str, sizes: list[int], rounds: int) -> Run:
     contests, bandwidths = [], []
     for name in names:
-        for dtype in DTYPES[device]:
+        for dtype in DTYPES[device] if OPERATIONS[name].typed else DTYPES[device][:1]:
             for num_bytes in sizes:
                 start = time.perf_counter()
                 torch.compiler.reset()

@@ -30,7 +30,8 @@ class Operation:
         peers: name -> a function that imports the peer and returns its (**inputs) -> results, if it is installed.
         cost: (**inputs) -> bytes that must move.
         constant: inputs without a gradient.
-        random: its results are drawn, each contender's its own, so that none can be judged.
+        judged: its results are compared; not those that are drawn, or rounded on the way.
+        typed: its inputs follow the dtype that is asked for; else one dtype says all.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Operation:
     peers: Mapping[str, Callable[[], Call]] = field(default_factory=dict)
     constant: tuple[str, ...] = ()
     judged: bool = True
+    typed: bool = True
 
     def make(self, num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:
         """Fresh random inputs; those that have a gradient ask for it."""

@@ -56,5 +56,5 @@ def _torch_update(params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tens
 OPERATIONS = [
     Operation("quantize, row", "quantize", _matrix, partial(_ours, kind="row"), partial(_eager, group=_H)),
     Operation("quantize, block128", "quantize", _matrix, partial(_ours, kind="block128"), partial(_eager, group=128)),
-    Operation("AdamW", "adamw", _weights, _our_update, _torch_update),
+    Operation("AdamW", "adamw", _weights, _our_update, _torch_update, typed=False),
 ]

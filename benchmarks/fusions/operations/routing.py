@@ -152,6 +152,7 @@ OPERATIONS = [
         _ours_multihot,
         _eager_multihot,
         peers={"Megatron": _megatron_multihot},
+        typed=False,
     ),
     Operation(
         "pad routing map",
@@ -160,11 +161,12 @@ OPERATIONS = [
         partial(fusions.fused_pad_routing_map, pad_multiple=16),
         partial(_eager_pad, multiple=16),
         peers={"Megatron": partial(_megatron_pad, 16)},
+        typed=False,
     ),
     Operation("permute and unpermute", "permute", _tokens, _ours_there_and_back, _eager_there_and_back),
-    Operation("row map", "row_map", _converted, _our_row_map, _eager_row_map),
+    Operation("row map", "row_map", _converted, _our_row_map, _eager_row_map, typed=False),
     Operation("unpermute with weights", "unpermute", _rows, _our_unpermute, _eager_unpermute, constant=("order",)),
-    Operation("multihot to indices", "multihot_to_indices", _dense, _our_indices, _eager_indices),
+    Operation("multihot to indices", "multihot_to_indices", _dense, _our_indices, _eager_indices, typed=False),
     Operation("top-k router", "topk_router", _logits, _ours_router, _eager_router),
     Operation("scores for the auxiliary loss", "aux_loss_scores", _logits, _our_scores, _eager_scores),
 ]

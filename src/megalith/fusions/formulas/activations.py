@@ -32,7 +32,7 @@ def activate(a: Tensor, activation: str) -> Tensor:
         return torch.relu(a)
     if activation == "gelu":
         return a * _normal_cumulative(a)
-    argument = _QUICK * a if activation == "quick_gelu" else _tanh_argument(a, a.square())
+    argument = _QUICK * a if activation == "quick_gelu" else _tanh_argument(a)
     return a * argument.sigmoid_()  # in place: fewer tensors crowd the cache, and autograd needs the sigmoid alone
 
 
@@ -65,6 +65,6 @@ def _normal_cumulative(a: Tensor) -> Tensor:
     return 0.5 * torch.erfc(-_ROOT_HALF * a)
 
 
-def _tanh_argument(a: Tensor, square: Tensor) -> Tensor:
+def _tanh_argument(a: Tensor) -> Tensor:
     """2u, in fresh memory."""
-    return (_LINEAR * a).addcmul_(square, a, value=_CUBIC)
+    return torch.addcmul(a.new_tensor(_LINEAR), a, a, value=_CUBIC).mul_(a)

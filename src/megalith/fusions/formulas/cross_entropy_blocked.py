@@ -49,7 +49,10 @@ def statistics(logits: Tensor, target: Tensor, *options: Any) -> Tensor:
         x = capped(x, part)
         top = x.amax(dim=-1, keepdim=True)
         e = (x - finite_shift(top)).exp_()
-        e.scatter_(-1, column, e.gather(-1, column).masked_fill_(here, 0.0))
+        if n == part.vocab_size:  # every target that counts is here
+            e.scatter_(-1, column, 0.0)
+        else:
+            e.scatter_(-1, column, e.gather(-1, column).masked_fill_(here, 0.0))
         return top.squeeze(-1), e.sum(dim=-1), *([x.sum(dim=-1)] if s else [])
 
     widened_by_blocks(formula, (words, column, here), (m, d, *s), acc=found.dtype)
