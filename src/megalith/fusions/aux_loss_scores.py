@@ -49,8 +49,7 @@ def compute_routing_scores_for_aux_loss(
 def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
     from megalith.fusions.kernels.aux_loss_scores import op
 
-    results: tuple[Tensor, Tensor] = op(*inputs)
-    return results
+    return op(*inputs)
 
 
 _PATHS: Mapping[Backend, Callable[[Tensor, int, str], tuple[Tensor, Tensor]]] = {

@@ -109,15 +109,13 @@ def fused_multihot_to_indices(
 def _triton_to_multihot(*inputs: Any) -> tuple[Tensor, Tensor]:
     from megalith.fusions.kernels.indices_converter import to_multihot_op
 
-    results: tuple[Tensor, Tensor] = to_multihot_op(*inputs)
-    return results
+    return to_multihot_op(*inputs)
 
 
 def _triton_to_indices(*inputs: Any) -> tuple[Tensor, Tensor]:
     from megalith.fusions.kernels.indices_converter import to_indices_op
 
-    results: tuple[Tensor, Tensor] = to_indices_op(*inputs)
-    return results
+    return to_indices_op(*inputs)
 
 
 _Conversion = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]

@@ -48,8 +48,7 @@ def fused_pad_routing_map(routing_map: Tensor, pad_multiple: int, *, backend: Ba
 def _triton(routing_map: Tensor, pad_multiple: int) -> Tensor:
     from megalith.fusions.kernels.pad_routing_map import op
 
-    padded: Tensor = op(routing_map, pad_multiple)
-    return padded
+    return op(routing_map, pad_multiple)
 
 
 _PATHS: Mapping[Backend, Callable[[Tensor, int], Tensor]] = {

@@ -124,15 +124,13 @@ def unpermute(
 def _triton_permute(*inputs: Any) -> tuple[Tensor, Tensor]:
     from megalith.fusions.kernels.permute import permute_op
 
-    results: tuple[Tensor, Tensor] = permute_op(*inputs)
-    return results
+    return permute_op(*inputs)
 
 
 def _triton_unpermute(*inputs: Any) -> Tensor:
     from megalith.fusions.kernels.permute import unpermute_op
 
-    y: Tensor = unpermute_op(*inputs)
-    return y
+    return unpermute_op(*inputs)
 
 
 _PERMUTE: Mapping[Backend, Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]]] = {

@@ -127,8 +127,7 @@ def topk_routing_with_score_function(
 def _triton(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     from megalith.fusions.kernels.topk_router import op
 
-    results: tuple[Tensor, Tensor, Tensor] = op(*inputs)
-    return results
+    return op(*inputs)
 
 
 _Routes = Callable[[Tensor, Tensor | None, int, str, int, int, float], tuple[Tensor, Tensor, Tensor]]

@@ -69,8 +69,7 @@ def row_map(
 def _triton(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     from megalith.fusions.kernels.row_map import op
 
-    rows: tuple[Tensor, Tensor, Tensor] = op(*inputs)
-    return rows
+    return op(*inputs)
 
 
 _PATHS: Mapping[Backend, Callable[[Tensor, int, int, int], tuple[Tensor, Tensor, Tensor]]] = {

@@ -1,7 +1,7 @@
 """Which path an operation takes by default, by device type; a device that is not listed takes the reference.
 
 cpu    what keeps least in memory: blocks, or torch's own operator. ``python -m benchmarks.fusions`` measures it;
-       benchmarks/results holds the last table, in which many still lose time to torch eager with two threads
+       the end of each page of docs/fusions holds the last table
 cuda   untuned: our kernels wherever there are some, until a benchmark on a GPU says otherwise
 """
 
