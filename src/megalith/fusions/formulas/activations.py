@@ -19,7 +19,7 @@ _LINEAR = 2.0 * math.sqrt(2.0 / math.pi)  # 2u = _LINEAR a + _CUBIC a^3
 _CUBIC = _LINEAR * 0.044715
 _QUICK = 1.702
 _ROOT_HALF = math.sqrt(0.5)
-_GELU = {"gelu": "none", "gelu_tanh": "tanh"}  # as torch calls them
+_ROOT_1_OVER_2_PI = 1.0 / math.sqrt(2.0 * math.pi)
 
 _aten: Any = torch.ops.aten  # gradients of torch's own, of one pass each where a formula has several
 
@@ -37,20 +37,29 @@ def activate(a: Tensor, activation: str) -> Tensor:
 
 
 def activation_back(da: Tensor, a: Tensor, activation: str, out: Tensor | None = None) -> Tensor:
-    """The slope at each element times ``da``, by one operator of torch; it may go into ``out``.
-
-    A slope near 0 is exact to the last digit of 1, not of its own.
-    """
+    """The slope at each element times ``da``; it may go into ``out``."""
+    if activation in ("gelu", "gelu_tanh"):  # torch's own loses the digits of a slope near 0
+        return torch.mul(_slope_of_gelu(a, activation), da, out=out)
     options: dict[str, Any] = {}
-    if activation in _GELU:
-        operator, options = _aten.gelu_backward, {"approximate": _GELU[activation]}
-    elif activation == "relu":
+    if activation == "relu":
         operator, options = _aten.threshold_backward, {"threshold": 0.0}
     else:
         operator = _aten.silu_backward
         a = _QUICK * a if activation == "quick_gelu" else a  # quick_gelu is silu(1.702 a) / 1.702
     dx: Tensor = operator(da, a, **options) if out is None else operator.grad_input(da, a, **options, grad_input=out)
     return dx
+
+
+def _slope_of_gelu(a: Tensor, activation: str) -> Tensor:
+    # in place: what is allocated is read from memory before it is written, and crowds the cache
+    square = a.square()
+    if activation == "gelu":
+        density = square.mul_(-0.5).exp_().mul_(_ROOT_1_OVER_2_PI)
+        return density.mul_(a).add_(_normal_cumulative(a))
+    s = _tanh_argument(a).sigmoid_()
+    slope: Tensor = square.mul_(3.0 * _CUBIC).add_(_LINEAR).mul_(a)  # a (2u)'
+    _aten.sigmoid_backward.grad_input(slope, s, grad_input=slope)
+    return slope.add_(s)  # s + a (2u)' s (1 - s)
 
 
 def clamp_back(da: Tensor, a: Tensor, low: float, high: float) -> Tensor:
