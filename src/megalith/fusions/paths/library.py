@@ -143,16 +143,15 @@ def _by_input(ctx: Any, found: dict[int, Tensor | None], dy: Tensor) -> tuple[Te
 def _define(
     name: str, function: Callable[..., Y], outputs: Callable[..., Y], opaque: bool, mutates: Sequence[str] = ()
 ) -> Callable[..., Y]:
-    operator: Any
-    if opaque or triton_interprets():
-        schema = torch.library.infer_schema(outputs, mutates_args=tuple(mutates))
-        operator = torch.library.custom_op(f"megalith::{name}", function, mutates_args=tuple(mutates), schema=schema)
+    define: Any = torch.library.custom_op if opaque or triton_interprets() else torch.library.triton_op
+    options: dict[str, Any] = {"mutates_args": tuple(mutates)}
+    if define is torch.library.custom_op:
+        options["schema"] = torch.library.infer_schema(outputs, **options)
     else:
-        operator = torch.library.triton_op(
-            f"megalith::{name}", _declared_as(function, outputs), mutates_args=tuple(mutates)
-        )
+        function = _declared_as(function, outputs)
+    operator: Callable[..., Y] = define(f"megalith::{name}", function, **options)
     torch.library.register_fake(f"megalith::{name}", outputs)
-    return operator  # type: ignore[no-any-return]
+    return operator
 
 
 def _declared_as(function: Callable[..., Y], outputs: Callable[..., Y]) -> Callable[..., Y]:
