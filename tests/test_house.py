@@ -25,7 +25,9 @@ GLOBAL_STATE = {
     "src/megalith/config/recipes.py:recipe_names": "remembers names of files of the wheel",
     "src/megalith/data/parts.py:_tokenizer": "the tokenizer that a worker process loads once",
     "src/megalith/fusions/paths/backend.py:_choice": "what `use` has set, process-wide, for operations inside",
-    "src/megalith/fusions/paths/backend.py:_cxx": "looks for a compiler once",
+    "src/megalith/fusions/paths/compiled_blocks.py:_compiled": "cache: a compiler for each formula's code",
+    "src/megalith/fusions/paths/compiled_blocks.py:build": "cache: the compiled function",
+    "src/megalith/fusions/paths/compiler.py:why_not_compile": "cache: whether torch.compile can build here",
     "src/megalith/fusions/paths/backend.py:build": "compiles a path once, when it is first taken",
     "src/megalith/topology/parallel_state.py:_current": "the one named context, for accessors of users' scripts",
 }

@@ -1,12 +1,13 @@
 """torch_compat: the names that differ between torch 2.11 and 2.13, and that ours are silent on either."""
 
+import inspect
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megalith.torch_compat import all_gather_into, reduce_scatter_into
+from megalith.torch_compat import all_gather_into, compile_apart, reduce_scatter_into
 from tests.rank_pool import ranks
 
 # (since 2.13, until then): both still exist in 2.13, where the older ones warn
@@ -33,3 +34,9 @@ def gather_and_scatter() -> tuple[list[float], list[float]]:
 
 def test_they_gather_and_scatter_without_a_warning():
     assert ranks(2, gather_and_scatter) == [([0, 1, 10, 11], [1]), ([0, 1, 10, 11], [3])]
+
+
+def test_a_compiler_of_its_own_is_asked_for_where_torch_has_one():
+    options = inspect.signature(torch.compile).parameters
+    assert ("isolate_recompiles" in options) == ("recompile_limit" in options)  # both new in 2.13
+    assert compile_apart(torch.neg)  # neither is passed where it does not exist

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from megalith.fusions.cost import Cost
+from megalith.fusions.paths.default_paths import DEFAULT_PATHS
 
-__all__ = ["BASE", "Inputs", "Operation", "outputs_of"]
+__all__ = ["BASE", "WITHOUT_COMPILER", "Inputs", "Operation", "outputs_of"]
 
 Inputs = dict[str, Any]
 Call = Callable[..., Any]
 BASE = "torch eager"  # the contender that ratios are against
+WITHOUT_COMPILER = "Megalith, no compiler"
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,12 @@ class Operation:
         return made
 
     def contenders(self, device: str) -> dict[str, Call]:
-        """By name: ours by default and through the reference, torch eager and compiled, and the peers installed."""
-        found: dict[str, Call] = {
-            "Megalith": lambda **inputs: self.ours(**inputs),
-            "Megalith, reference": lambda **inputs: self.ours(**inputs, backend="reference"),
-            BASE: self.eager,
-            "torch.compile": torch.compile(self.eager, dynamic=False),
-        }
+        """By name: ours, by default and where no compiler is, torch eager and compiled, and the peers installed."""
+        found: dict[str, Call] = {"Megalith": lambda **inputs: self.ours(**inputs)}
+        first, *others = DEFAULT_PATHS[self.fusion][device]
+        if first == "compile":
+            found[WITHOUT_COMPILER] = lambda **inputs: self.ours(**inputs, backend=others[0])
+        found |= {BASE: self.eager, "torch.compile": torch.compile(self.eager, dynamic=False)}
         for name, build in self.peers.items():
             try:
                 found[name] = build()

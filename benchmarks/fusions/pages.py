@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.fusions.operation import WITHOUT_COMPILER
 from benchmarks.fusions.registry import OPERATIONS
 from benchmarks.fusions.report import from_json, table
 
@@ -12,7 +13,7 @@ __all__ = ["FUSIONS_OF", "main", "newest", "section"]
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "fusions"
 HEADING = "## Measured"
-NAMES = ["Megalith", "Megalith, reference", "torch.compile"]
+NAMES = ["Megalith", WITHOUT_COMPILER, "torch.compile"]
 NEWLINE = "\n"
 
 # page -> the operations of ``megalith.fusions.explain()`` that it is about

@@ -1,16 +1,38 @@
 """The one place that knows which torch is installed: names that differ between torch 2.11 and 2.13.
 
 all_gather_single, reduce_scatter_single    new in 2.13, which warns of all_gather_into_tensor, reduce_scatter_tensor
+torch.compile(isolate_recompiles=...)       new in 2.13, with recompile_limit=...
 """
 
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-__all__ = ["all_gather_into", "reduce_scatter_into"]
+__all__ = ["all_gather_into", "compile_apart", "reduce_scatter_into"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+# else a number that is rounded to be stored and widened to be used would be used as it was before
+_ROUNDS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
+_isolates = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+_apart: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 256} if _isolates else {}
+
+
+def compile_apart(function: Callable[P, R]) -> Callable[P, R]:
+    """``torch.compile(function)`` for static shapes, whose code nothing else that compiles ``function`` looks through.
+
+    Before 2.13 they share it, and its eight variants; a ninth runs in plain torch.
+    """
+    return torch.compile(function, dynamic=False, options=_ROUNDS, **_apart)
 
 
 def all_gather_into(out: Tensor, x: Tensor, group: ProcessGroup | None) -> None:

@@ -30,7 +30,7 @@ def doubling(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     peers = {"wrong": lambda: partial(doubled, factor=2.5), "absent": absent}
     floor = cost.Cost(forward=2048, backward=1024, saved=0)
-    return operation.Operation("doubling", "doubling", inputs, doubled, doubled, lambda x: floor, peers)
+    return operation.Operation("doubling", "glu", inputs, doubled, doubled, lambda x: floor, peers)
 
 
 def test_a_contender_that_is_wrong_gets_no_number_and_one_that_is_absent_no_column(doubling):
@@ -57,7 +57,7 @@ def test_ratios_are_formed_within_rounds_and_shares_count_the_floor():
 
 
 def test_a_contender_far_behind_runs_in_a_few_rounds_only(doubling, monkeypatch):
-    seconds = iter([1.0, 9.0, 1.0])  # of ours, the reference, and eager, before the rounds
+    seconds = iter([1.0, 9.0, 1.0])  # of ours, the slow one, and eager, before the rounds
     monkeypatch.setattr(Clock, "seconds", lambda *_: next(seconds, 1.0))
     monkeypatch.setattr(
         operation.Operation, "contenders", lambda *_: {"ours": doubled, "slow": doubled, operation.BASE: doubled}

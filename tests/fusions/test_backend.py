@@ -23,15 +23,16 @@ def tensor(device: str = "cpu", dtype: torch.dtype = torch.float32, numel: int =
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
     monkeypatch.setattr(backend, "triton_interprets", lambda: True)
+    monkeypatch.setattr(backend, "why_not_compile", lambda: None)
 
 
 def test_argument_wins_over_use_and_use_over_the_table():
-    with use("compile"):
+    with use("blocked"):
         assert FUSION.path(tensor(), "reference") == "reference"
         with use("reference"):
             assert FUSION.path(tensor("cuda"), None) == "reference"
-        assert FUSION.path(tensor(), None) == "compile"
-    assert FUSION.path(tensor(), None) == "blocked"
+        assert FUSION.path(tensor(), None) == "blocked"
+    assert FUSION.path(tensor(), None) == "compile"
 
 
 def test_table_gives_kernels_to_gpus_and_the_reference_to_float64_to_unknown_devices_and_to_one_block():
@@ -46,7 +47,7 @@ def test_use_ends_with_an_error_and_refuses_an_unknown_name():
         pass
     with pytest.raises(ZeroDivisionError), use("triton"):
         _ = 1 / 0
-    assert FUSION.path(tensor(), None) == "blocked"
+    assert FUSION.path(tensor(), None) == "compile"
 
 
 @pytest.mark.parametrize(
@@ -57,14 +58,23 @@ def test_use_ends_with_an_error_and_refuses_an_unknown_name():
         ("triton", tensor(), "triton_interprets", r"on cpu, and TRITON_INTERPRET=1 was not set"),
         ("triton", tensor("cuda"), "has_triton", r"not installed \(pip install 'megalith\[triton\]'\)"),
         (None, tensor("cuda"), "has_triton", r"cannot take backend='triton'"),  # nothing stands in for the default
-        ("compile", tensor(), "_cxx", r"no C\+\+ compiler.*can take triton or blocked"),
+        ("compile", tensor(), "why_not_compile", r"'compile': no compiler; here it can take triton or blocked"),
     ],
 )
 def test_a_path_that_cannot_run_is_refused_with_the_reason(monkeypatch, choice, x, absent, message):
     if absent:
-        monkeypatch.setattr(backend, absent, lambda: None)
+        monkeypatch.setattr(backend, absent, lambda: "no compiler" if absent == "why_not_compile" else None)
     with pytest.raises(BackendError, match=message):
         FUSION.path(x, choice)
+
+
+def test_a_path_may_have_a_limit_of_its_own():
+    fusion = Fusion(
+        "layer_norm", FUSION.paths, limits={"blocked": lambda x: f"not {x.dtype}" if x.numel() > 9 else None}
+    )
+    assert fusion.path(tensor(numel=9), "blocked") == "blocked"
+    with pytest.raises(BackendError, match=r"backend='blocked': not torch\.float32; here it can take triton"):
+        fusion.path(tensor(numel=10), "blocked")
 
 
 def test_a_compiled_function_follows_use(device):

@@ -18,7 +18,7 @@ def test_every_operation_is_in_the_table_in_the_list_and_in_the_tests():
 
 def test_the_path_is_the_one_that_would_be_taken():
     row = next(row for row in fusions.explain("cpu").splitlines() if row.startswith("glu "))
-    assert row.split()[1] == DEFAULT_PATHS["glu"]["cpu"]
+    assert row.split()[1] in DEFAULT_PATHS["glu"]["cpu"]
     assert "the table for cpu" in row
     with fusions.use("reference"):
         row = next(row for row in fusions.explain("cpu").splitlines() if row.startswith("glu "))

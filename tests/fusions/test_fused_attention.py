@@ -109,7 +109,7 @@ def test_head_sizes_and_lengths(backend, D, S, device):
     assert_near(got, with_gradients(formula, in_double(leaves)), torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # float16 is widened for torch
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("G", [1, 2, 4])
 def test_on_a_cpu_it_is_torchs_attention_bit_for_bit(dtype, causal, G):

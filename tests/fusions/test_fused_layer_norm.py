@@ -264,6 +264,6 @@ def test_what_does_not_fit_is_refused(arguments, error, message):
         fused_layer_norm(*arguments)
 
 
-def test_torchs_layer_norm_is_no_path_for_it_rounds_statistics():
-    with pytest.raises(BackendError, match="no such path, only triton, compile, blocked, reference"):
-        fused_layer_norm(torch.ones(2, 3), backend="aten")
+def test_torchs_layer_norm_takes_no_16_bits_for_it_rounds_statistics():
+    with pytest.raises(BackendError, match=r"of 16-bit rows torch keeps 16-bit statistics .* can take .*blocked"):
+        fused_layer_norm(torch.ones(2, 3, dtype=torch.bfloat16), backend="aten")

@@ -82,33 +82,30 @@ def _logits(num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:
 
 
 def _ours_router(logits: Tensor, backend: str | None = None) -> tuple[Any, ...]:
-    return tuple(fusions.fused_topk_router(logits, _K, backend=backend))[:1]
+    return tuple(fusions.fused_topk_router(logits, _K, backend=backend))
 
 
 def _eager_router(logits: Tensor) -> tuple[Tensor, ...]:
     scores, indices = logits.float().topk(_K, dim=-1)
-    indices.flatten().bincount(minlength=_E)
-    return (torch.softmax(scores, dim=-1),)
+    return torch.softmax(scores, dim=-1), indices, indices.flatten().bincount(minlength=_E)
 
 
 def _our_scores(logits: Tensor, backend: str | None = None) -> tuple[Tensor, ...]:
-    return fusions.compute_routing_scores_for_aux_loss(logits, _K, backend=backend)[1:]
+    return fusions.compute_routing_scores_for_aux_loss(logits, _K, backend=backend)
 
 
 def _eager_scores(logits: Tensor) -> tuple[Tensor, ...]:
     scores = torch.softmax(logits.float(), dim=-1)
-    torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(_K, dim=-1).indices, True)
-    return (scores,)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(_K, dim=-1).indices, True), scores
 
 
-def _our_row_map(indices: Tensor, probs: Tensor, backend: str | None = None) -> None:
-    fusions.row_map(indices, indices.numel(), num_experts=_E, backend=backend)
+def _our_row_map(indices: Tensor, probs: Tensor, backend: str | None = None) -> fusions.RowMap:
+    return fusions.row_map(indices, indices.numel(), num_experts=_E, backend=backend)
 
 
-def _eager_row_map(indices: Tensor, probs: Tensor) -> None:
+def _eager_row_map(indices: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
     order = indices.flatten().argsort(stable=True)
-    order.argsort()
-    indices.flatten().bincount(minlength=_E)
+    return order, order.argsort(), indices.flatten().bincount(minlength=_E)
 
 
 def _rows(num_bytes: int, dtype: torch.dtype, device: str) -> Inputs:

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megalith.fusions.formulas.aux_loss_scores import blocked, reference
+from megalith.fusions.formulas.aux_loss_scores import blocked, compiled, reference
 from megalith.fusions.fused_topk_router import ScoreFunction, check_logits
-from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.backend import Backend, Fusion
 
 __all__ = ["FUSION", "compute_routing_scores_for_aux_loss"]
 
@@ -54,7 +54,7 @@ def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 _PATHS: Mapping[Backend, Callable[[Tensor, int, str], tuple[Tensor, Tensor]]] = {
     "triton": _triton,
-    "compile": compiled(reference),
+    "compile": compiled,
     "blocked": blocked,
     "reference": reference,
 }

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.formulas.bias_dropout import blocked, reference
+from megalith.fusions.formulas.bias_dropout import blocked, compiled, reference
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.formulas.dropout_mask import mask_operands
 from megalith.fusions.formulas.rows import as_rows, in_shape
-from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.backend import Backend, Fusion
 from megalith.numerics.dropout import DropoutKey
 
 __all__ = [
@@ -107,7 +107,7 @@ def _triton(*inputs: Any) -> Tensor:
 
 _PATHS: Mapping[Backend, Callable[..., Tensor]] = {
     "triton": _triton,
-    "compile": compiled(reference),
+    "compile": compiled,
     "blocked": blocked,
     "reference": reference,
 }

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.formulas.bias_gelu import blocked, gradient_of, reference
+from megalith.fusions.formulas.bias_gelu import blocked, compiled, gradient_of, reference
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.formulas.rows import as_rows, in_shape
-from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.backend import Backend, Fusion
 
 __all__ = ["FUSION", "Approximate", "GeLUFunction", "bias_gelu", "bias_gelu_back", "bias_gelu_impl"]
 
@@ -84,7 +84,7 @@ def _triton(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
 
 _PATHS: Mapping[Backend, Callable[[Tensor, Tensor | None, str], Tensor]] = {
     "triton": _triton,
-    "compile": compiled(reference),
+    "compile": compiled,
     "blocked": blocked,
     "reference": reference,
 }

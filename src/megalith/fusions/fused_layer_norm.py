@@ -18,7 +18,7 @@ from megalith.errors import ConfigError
 from megalith.fusions.formulas.norm import WIDEST_WHOLE_ROW, Normalization, Norming, float_gain, nested_rows
 from megalith.fusions.formulas.rows import in_shape, wide
 from megalith.fusions.norm import PATHS, Norm, check
-from megalith.fusions.paths.backend import Backend, Fusion
+from megalith.fusions.paths.backend import Backend, Fusion, Operand
 
 __all__ = [
     "LAYER_NORM_FUSION",
@@ -235,6 +235,21 @@ def _torch_rms_norm(
     return (nn.functional.rms_norm(x.to(acc), x.shape[-1:], gain.to(acc), eps).to(x.dtype),)
 
 
-# torch's own LayerNorm is no path: of 16-bit rows it keeps 16-bit statistics on a CPU, and rounds the sum for dw
-LAYER_NORM_FUSION = Fusion("layer_norm", PATHS)
+def _torch_layer_norm(
+    x: Tensor, residual: None, weight: Tensor | None, bias: Tensor | None, input_bias: None, *options: Any
+) -> tuple[Tensor]:
+    _, eps, _, zero_centered = Norming.of(*options)
+    gain = None if weight is None else float_gain(x, weight, zero_centered)
+    return (nn.functional.layer_norm(x, x.shape[-1:], gain, None if bias is None else bias.to(x.dtype), eps),)
+
+
+def _why_not_torch_layer_norm(x: Operand) -> str | None:
+    if x.dtype == wide(x.dtype):
+        return None
+    return "of 16-bit rows torch keeps 16-bit statistics on a CPU, and rounds what it adds up for the gain"
+
+
+LAYER_NORM_FUSION = Fusion(
+    "layer_norm", {**PATHS, "aten": _torch_layer_norm}, limits={"aten": _why_not_torch_layer_norm}
+)
 RMS_NORM_FUSION = Fusion("rms_norm", {**PATHS, "aten": _torch_rms_norm})

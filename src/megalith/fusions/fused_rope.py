@@ -19,10 +19,10 @@ from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.formulas.rope import Outputs, blocked, reference
+from megalith.fusions.formulas.rope import Outputs, blocked, compiled, reference
 from megalith.fusions.formulas.rotation import Layout, Rotation, check_layout, tables
 from megalith.fusions.formulas.rows import in_shape
-from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.backend import Backend, Fusion
 
 __all__ = ["FUSION", "fused_rope"]
 
@@ -96,7 +96,7 @@ def _triton(*inputs: Any) -> Outputs:
 
 _PATHS: Mapping[Backend, Callable[..., Outputs]] = {
     "triton": _triton,
-    "compile": compiled(reference),
+    "compile": compiled,
     "blocked": blocked,
     "reference": reference,
 }

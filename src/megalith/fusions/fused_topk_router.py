@@ -21,9 +21,9 @@ from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.formulas.topk_router import Choice, blocked, reference
+from megalith.fusions.formulas.topk_router import Choice, blocked, compiled, reference
 from megalith.fusions.fused_indices_converter import fused_indices_to_multihot
-from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.backend import Backend, Fusion
 
 __all__ = [
     "FUSION",
@@ -133,7 +133,7 @@ def _triton(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 _Routes = Callable[[Tensor, Tensor | None, int, str, int, int, float], tuple[Tensor, Tensor, Tensor]]
 _PATHS: Mapping[Backend, _Routes] = {
     "triton": _triton,
-    "compile": compiled(reference),
+    "compile": compiled,
     "blocked": blocked,
     "reference": reference,
 }

@@ -16,8 +16,13 @@ from torch import Tensor
 
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.formulas.rows import as_rows, in_shape
-from megalith.fusions.formulas.weighted_squared_relu import blocked, weighted_squared_relu, weighted_squared_relu_back
-from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.formulas.weighted_squared_relu import (
+    blocked,
+    compiled,
+    weighted_squared_relu,
+    weighted_squared_relu_back,
+)
+from megalith.fusions.paths.backend import Backend, Fusion
 
 __all__ = [
     "FUSION",
@@ -64,7 +69,7 @@ def _triton(x: Tensor, weights: Tensor) -> Tensor:
 
 _PATHS: Mapping[Backend, Callable[[Tensor, Tensor], Tensor]] = {
     "triton": _triton,
-    "compile": compiled(weighted_squared_relu),
+    "compile": compiled,
     "blocked": blocked,
     "reference": weighted_squared_relu,
 }

@@ -21,9 +21,9 @@ from torch import Tensor
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.formulas.activations import Activation
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.formulas.glu import Gating, blocked, gradients_of, halves, join, reference
+from megalith.fusions.formulas.glu import Gating, blocked, compiled, gradients_of, halves, join, reference
 from megalith.fusions.formulas.rows import as_rows, in_shape, wide
-from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.backend import Backend, Fusion
 
 __all__ = ["FUSION", "back", "check", "glu", "glu_back"]
 
@@ -124,7 +124,7 @@ def _triton(*inputs: Any) -> Tensor:
 
 _PATHS: Mapping[Backend, Glu] = {
     "triton": _triton,
-    "compile": compiled(reference),
+    "compile": compiled,
     "blocked": blocked,
     "reference": reference,
 }

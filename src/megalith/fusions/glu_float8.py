@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megalith.fusions.formulas.activations import Activation
 from megalith.fusions.formulas.glu import Gating
-from megalith.fusions.formulas.glu_float8 import blocked
+from megalith.fusions.formulas.glu_float8 import blocked, compiled
 from megalith.fusions.formulas.rows import as_rows, in_shape
 from megalith.fusions.glu import check
 from megalith.fusions.paths.backend import Backend, Fusion
@@ -58,5 +58,10 @@ def _triton(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 GluFloat8 = Callable[[Tensor, Tensor | None, Tensor | None, str, float, float, bool], tuple[Tensor, Tensor, Tensor]]
 # one operator is both: torch's own autograd of the formula would keep more than the input, and that in full
-_PATHS: Mapping[Backend, GluFloat8] = {"triton": _triton, "blocked": blocked, "reference": blocked}
+_PATHS: Mapping[Backend, GluFloat8] = {
+    "triton": _triton,
+    "compile": compiled,
+    "blocked": blocked,
+    "reference": blocked,
+}
 FUSION = Fusion("glu_float8", _PATHS)

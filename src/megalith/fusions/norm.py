@@ -25,8 +25,8 @@ from torch import Tensor
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.formulas.norm import reference
-from megalith.fusions.formulas.norm_blocked import blocked
-from megalith.fusions.paths.backend import Backend, compiled
+from megalith.fusions.formulas.norm_blocked import blocked, compiled
+from megalith.fusions.paths.backend import Backend
 
 __all__ = ["PATHS", "Norm", "check"]
 
@@ -42,7 +42,7 @@ def _triton(*inputs: Any) -> tuple[Tensor, ...]:
 
 PATHS: Mapping[Backend, Norm] = {
     "triton": _triton,
-    "compile": compiled(reference),
+    "compile": compiled,
     "blocked": blocked,
     "reference": reference,
 }

@@ -71,7 +71,12 @@ def formula(
 def terms(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> dict[str, int]:
     (Sq, B, A, D), Sk = q.shape, k.shape[0]
     keys, queries = max(1, Sk), max(1, Sq) * A
-    return {"0": keys, "1": D * keys, "dq": D * keys, "dk": D * queries, "dv": queries, "dsink": max(1, B * Sq)}
+    # a score's gradient is dout v less dout out, two sums over the columns of v, of whose terms out is rounded
+    of_score = 2 * v.shape[-1] + 1
+    return {
+        "0": keys, "1": D * keys, "dq": of_score * keys, "dk": of_score * queries, "dv": queries,
+        "dsink": max(1, B * Sq),
+    }  # fmt: skip
 
 
 def case(

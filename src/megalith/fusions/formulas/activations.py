@@ -64,7 +64,9 @@ def _slope_of_gelu(a: Tensor, activation: str) -> Tensor:
 
 def clamp_back(da: Tensor, a: Tensor, low: float, high: float) -> Tensor:
     """``da`` where ``a`` is in [low, high] or NaN, else 0."""
-    # torch's leaves the bounds themselves out, so they are moved to the next number
+    if torch.compiler.is_compiling():
+        return torch.where((a < low) | (a > high), 0.0, da)
+    # one pass; torch's leaves the bounds themselves out, so they are moved to the next number
     low, high = torch.nextafter(a.new_tensor([low, high]), a.new_tensor([-math.inf, math.inf])).tolist()
     dx: Tensor = _aten.hardtanh_backward(da, a, low, high)
     return dx

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from megalith.fusions.formulas.routing_scores import EPSILON, largest, score_of, slope_of
 from megalith.fusions.formulas.rows import wide
-from megalith.fusions.paths.blocks import by_blocks
 from megalith.fusions.paths.library import Operator
+from megalith.fusions.paths.row_wise import Runner, register_row_wise
 
-__all__ = ["OPERATOR", "blocked", "gradients", "outputs", "reference"]
+__all__ = ["OPERATOR", "blocked", "compiled", "gradients", "outputs", "reference"]
 
 
 def reference(logits: Tensor, topk: int, score: str) -> tuple[Tensor, Tensor]:
@@ -55,16 +55,16 @@ def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, .
 OPERATOR = Operator(outputs, gradients, of=("logits",), saves=_saves)
 
 
-def _forward(logits: Tensor, topk: int, score: str) -> tuple[Tensor, Tensor]:
+def _forward(run: Runner, logits: Tensor, topk: int, score: str) -> tuple[Tensor, Tensor]:
     results = outputs(logits, topk, score)
-    by_blocks(lambda logits: reference(logits, topk, score), (logits,), results)
+    run.by_blocks(lambda logits: reference(logits, topk, score), (logits,), results)
     return results
 
 
-def _backward(dscores: Tensor, logits: Tensor, score: str) -> tuple[Tensor]:
+def _backward(run: Runner, dscores: Tensor, logits: Tensor, score: str) -> tuple[Tensor]:
     (dlogits,) = gradients(dscores, logits, score)
-    by_blocks(lambda dscores, logits: (_gradient_of(dscores, logits, score),), (dscores, logits), (dlogits,))
+    run.by_blocks(lambda dscores, logits: (_gradient_of(dscores, logits, score),), (dscores, logits), (dlogits,))
     return (dlogits,)
 
 
-blocked = OPERATOR.register("aux_loss_scores_blocked", _forward, _backward, opaque=True)
+blocked, compiled = register_row_wise(OPERATOR, "aux_loss_scores", _forward, _backward)

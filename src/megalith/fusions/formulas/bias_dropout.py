@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.fusions.formulas.dropout_mask import Mask, ids_of_rows, keep
+from megalith.fusions.formulas.dropout_mask import Mask, keep, rows_of_mask
 from megalith.fusions.formulas.rows import wide
-from megalith.fusions.paths.blocks import blocks, by_blocks, widened_by_blocks
 from megalith.fusions.paths.library import Operator
+from megalith.fusions.paths.row_wise import Runner, register_row_wise
 
-__all__ = ["OPERATOR", "blocked", "gradients", "outputs", "reference"]
+__all__ = ["OPERATOR", "blocked", "compiled", "gradients", "outputs", "reference"]
 
 
 def reference(x: Tensor, bias: Tensor | None, residual: Tensor, *mask: Any) -> Tensor:
@@ -75,44 +75,43 @@ def _passes(x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None
 OPERATOR = Operator(outputs, gradients, of=("x", "bias"), saves=_saves, passes=_passes)
 
 
-def _forward(x: Tensor, bias: Tensor | None, residual: Tensor, *options: Any) -> Tensor:
+def _forward(run: Runner, x: Tensor, bias: Tensor | None, residual: Tensor, *options: Any) -> Tensor:
     mask = Mask(*options)
     if mask.key is None and bias is None and torch.promote_types(x.dtype, residual.dtype) == residual.dtype:
         return x + residual  # one sum, which torch rounds once too
     y = outputs(x, bias, residual, *options)
-    acc, ids = wide(torch.promote_types(x.dtype, y.dtype)), ids_of_rows(mask, x)
-    if mask.key is None and bias is not None:
-        _sum_into(y, x, bias, residual, acc)
-        return y
-    for block in blocks(*y.shape):
-        total = y[block].copy_(x[block]) if y.dtype == acc else x[block].to(acc, copy=True)
-        _add_(total, bias, residual[block], mask._replace(tokens=None if ids is None else ids[block]))
-        if y.dtype != acc:
-            y[block] = total
+    acc = wide(torch.promote_types(x.dtype, y.dtype))
+    mask, *mask_rows = rows_of_mask(mask, x)
+
+    def formula(
+        x: Tensor, residual: Tensor, tokens: Tensor | None, sites: Tensor | None, out: list[Tensor | None]
+    ) -> tuple[Tensor]:
+        if out[0] is None:
+            total = x.clone() if bias is None else x + bias.to(acc)
+        else:
+            total = out[0].copy_(x) if bias is None else torch.add(x, bias.to(acc), out=out[0])
+        return (_drop_(total, mask.at(tokens, sites)).add_(residual),)
+
+    run.widened_by_blocks(formula, (x, residual, *mask_rows), (y,), acc=acc)
     return y
 
 
-def _sum_into(y: Tensor, x: Tensor, bias: Tensor, residual: Tensor, acc: torch.dtype) -> None:
-    def formula(x: Tensor, residual: Tensor, out: list[Tensor | None]) -> tuple[Tensor]:
-        return (torch.add(x, bias.to(acc), out=out[0]).add_(residual),)
-
-    widened_by_blocks(formula, (x, residual), (y,), acc=acc)
-
-
-def _backward(dy: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _backward(run: Runner, dy: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     dx, dbias = gradients(dy, *options)
     *operands, x_dtype, _, needs = options
     mask, acc = Mask(*operands), wide(torch.promote_types(x_dtype, dy.dtype))
     if mask.key is None and needs == [False, True] and dy.dtype == acc:
         return dx, dy.sum(dim=0, dtype=acc).to(dbias.dtype)
     total = dbias.zero_().to(acc)
+    mask, *mask_rows = rows_of_mask(mask, dy)
 
-    def formula(dy: Tensor, tokens: Tensor | None) -> tuple[Tensor, ...]:
-        dx = _drop_(dy.to(acc, copy=mask.key is not None), mask._replace(tokens=tokens))
+    def formula(dy: Tensor, tokens: Tensor | None, sites: Tensor | None) -> tuple[Tensor, ...]:
+        dx = _drop_(dy.to(acc, copy=mask.key is not None), mask.at(tokens, sites))
         return (*([dx] if needs[0] else []), *([dx.sum(dim=0)] if needs[1] else []))
 
-    by_blocks(formula, (dy, ids_of_rows(mask, dy)), (dx,) if needs[0] else (), (total,) if needs[1] else ())
+    outputs, sums = (dx,) if needs[0] else (), (total,) if needs[1] else ()
+    run.by_blocks(formula, (dy, *mask_rows), outputs, sums)
     return dx, total.to(dbias.dtype)
 
 
-blocked = OPERATOR.register("bias_dropout_add_blocked", _forward, _backward, opaque=True)
+blocked, compiled = register_row_wise(OPERATOR, "bias_dropout_add", _forward, _backward)

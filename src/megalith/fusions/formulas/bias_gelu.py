@@ -4,10 +4,10 @@ from torch import Tensor
 
 from megalith.fusions.formulas.activations import activate, activation_back
 from megalith.fusions.formulas.rows import wide
-from megalith.fusions.paths.blocks import widened_by_blocks
 from megalith.fusions.paths.library import Operator, gradients_like
+from megalith.fusions.paths.row_wise import Runner, register_row_wise
 
-__all__ = ["OPERATOR", "blocked", "gradient_of", "gradients", "outputs", "reference"]
+__all__ = ["OPERATOR", "blocked", "compiled", "gradient_of", "gradients", "outputs", "reference"]
 
 
 def reference(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -40,17 +40,17 @@ def gradients(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tu
 OPERATOR = Operator(outputs, gradients, of=("x", "bias"))
 
 
-def _forward(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def _forward(run: Runner, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     y = outputs(x, bias, activation)
 
     def formula(x: Tensor, out: list[Tensor | None]) -> tuple[Tensor]:
         return (activate(_biased(x, bias), activation),)
 
-    widened_by_blocks(formula, (x,), (y,), acc=wide(x.dtype))
+    run.widened_by_blocks(formula, (x,), (y,), acc=wide(x.dtype))
     return y
 
 
-def _backward(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+def _backward(run: Runner, dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
     dx, dbias = gradients(dy, x, bias, activation)
     total = dbias.zero_().to(wide(dbias.dtype))
 
@@ -58,8 +58,8 @@ def _backward(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tu
         dx = gradient_of(dy, x, bias, activation, *out)
         return (dx,) if bias is None else (dx, dx.sum(dim=0))
 
-    widened_by_blocks(formula, (dy, x), (dx,), () if bias is None else (total,), acc=wide(x.dtype))
+    run.widened_by_blocks(formula, (dy, x), (dx,), () if bias is None else (total,), acc=wide(x.dtype))
     return dx, total.to(dbias.dtype)
 
 
-blocked = OPERATOR.register("bias_gelu_blocked", _forward, _backward, opaque=True)
+blocked, compiled = register_row_wise(OPERATOR, "bias_gelu", _forward, _backward)

@@ -14,7 +14,7 @@ from megalith.fusions.paths.library import register_without_gradient
 from megalith.numerics.dropout import DropoutKey, keep_mask_of, philox_key
 from megalith.numerics.philox import low_and_high
 
-__all__ = ["Mask", "ids_of_rows", "keep", "mask_operands"]
+__all__ = ["Mask", "keep", "mask_operands", "rows_of_mask"]
 
 
 class Mask(NamedTuple):
@@ -22,9 +22,13 @@ class Mask(NamedTuple):
 
     key: Tensor | None  # int64 []; None where nothing is dropped
     tokens: Tensor | None  # int64 [T], ids; None for the numbers of the rows
-    site: int
+    site: int | Tensor  # int64 [T] where rows are cut into blocks
     p: float
     feature_offset: int = 0
+
+    def at(self, tokens: Tensor | None, sites: Tensor | None) -> "Mask":
+        """The mask of a block, by its part of what ``rows_of_mask`` gives."""
+        return self._replace(tokens=tokens, site=0 if sites is None else sites)
 
 
 def mask_operands(key: DropoutKey | None, x: Tensor) -> tuple[Tensor, Tensor | None, int]:
@@ -48,18 +52,29 @@ def mask_operands(key: DropoutKey | None, x: Tensor) -> tuple[Tensor, Tensor | N
 
 
 def keep(
-    key: Tensor, tokens: Tensor | None, site: int, p: float, num_rows: int, num_features: int, feature_offset: int
+    key: Tensor,
+    tokens: Tensor | None,
+    site: int | Tensor,
+    p: float,
+    num_rows: int,
+    num_features: int,
+    feature_offset: int,
 ) -> Tensor:
     """The mask in plain torch, bool [num_rows, num_features], True with probability 1 - ``p``."""
     tokens = torch.arange(num_rows, device=key.device) if tokens is None else tokens
-    return keep_mask_of(low_and_high(key), tokens, torch.full_like(tokens, site), p, num_features, feature_offset)
+    sites = site if isinstance(site, Tensor) else torch.full_like(tokens, site)
+    return keep_mask_of(low_and_high(key), tokens, sites, p, num_features, feature_offset)
 
 
-def ids_of_rows(mask: Mask, x: Tensor) -> Tensor | None:
-    """One id for each row of ``x``, to be cut into blocks with them; None where nothing is dropped."""
-    if mask.key is None or mask.tokens is not None:
-        return mask.tokens
-    return torch.arange(len(x), device=x.device)
+def rows_of_mask(mask: Mask, x: Tensor) -> tuple[Mask, Tensor | None, Tensor | None]:
+    """``mask`` without what is of rows, and the id and the site of each row of ``x``, to be cut into blocks with them.
+
+    The site too, so that what is compiled for one layer serves all. None for both where nothing is dropped.
+    """
+    if mask.key is None:
+        return mask, None, None
+    tokens = torch.arange(len(x), device=x.device) if mask.tokens is None else mask.tokens
+    return mask._replace(tokens=None, site=0), tokens, torch.full_like(tokens, int(mask.site))
 
 
 def _pack(seed: int, step: int, tokens: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ A tile is a rectangle of queries and keys. A whole row, or a document of it, is 
 none. A window, or queries after a cache, take a tile for every few queries, with a mask of no more than that tile; what
 no token sees is in no tile, and costs nothing.
 
+float16 is widened for them: their own takes longer than that, and adds up the gradient of v in 16 bits.
+
 torch's kernels take one head size for q, k and v, and give the log-sum-exp no gradient. Columns of zeros make up the
 difference in size. In backward two more columns, ones in v and dlse in dout, turn dout v^T into dout v^T + dlse: what
 backward must add there.
@@ -87,7 +89,7 @@ def _forward(
     left: int,
     right: int,
 ) -> tuple[Tensor, Tensor]:
-    (Sq, B, A, D), Dv = q.shape, v.shape[-1]
+    (Sq, B, A, D), Dv, dtype = q.shape, v.shape[-1], q.dtype
     q, k, v = (_heads_first(x, max(D, Dv)) for x in (q, k, v))
     tiles = _tiles(q, k, bounds, left, right)
     if _is_all(tiles, q, k):
@@ -99,8 +101,8 @@ def _forward(
             tile.of_queries(out)[:], tile.of_queries(lse)[:] = _flash(q, k, v, tile, scale)
     if sink is not None:
         of_keys, lse = lse, torch.logaddexp(lse, sink.to(lse.dtype).unsqueeze(-1))
-        out = (out * torch.exp(of_keys - lse).unsqueeze(-1)).to(q.dtype)
-    return out[..., :Dv].permute(2, 0, 1, 3).contiguous(), _heads_last(lse)
+        out = out * torch.exp(of_keys - lse).unsqueeze(-1)
+    return out[..., :Dv].permute(2, 0, 1, 3).to(dtype, memory_format=torch.contiguous_format), _heads_last(lse)
 
 
 def _backward(
@@ -133,7 +135,7 @@ def _backward(
     else:
         # keys in several tiles add up in float32
         shared = any(a.rows == b.rows and a.keys.stop > b.keys.start for a, b in pairwise(tiles))
-        dq, dk, dv = (_zeros_heads_first(x, wide(dtype) if shared and x is not q else dtype) for x in (q, k, v))
+        dq, dk, dv = (_zeros_heads_first(x, wide(x.dtype) if shared and x is not q else x.dtype) for x in (q, k, v))
         for tile in tiles:
             dq_part, dk_part, dv_part = _flash_back(dout, q, k, v, out, lse, tile, scale)
             tile.of_queries(dq)[:] = dq_part
@@ -175,7 +177,11 @@ def _flash_back(
 
 
 def _heads_first(x: Tensor, width: int) -> Tensor:
-    """``x`` [S, B, heads, D] as [B, heads, S, width], columns contiguous and zeros behind them; a view if it can be."""
+    """``x`` [S, B, heads, D] as [B, heads, S, width], columns contiguous and zeros behind them; a view if it can be.
+
+    In the dtype that torch's kernels get.
+    """
+    x = x.float() if x.dtype == torch.float16 else x
     x = contiguous_columns(x) if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
     return x.permute(1, 2, 0, 3)
 

@@ -15,13 +15,14 @@ from megalith.fusions.formulas.activations import (
     clamp_back,
 )
 from megalith.fusions.formulas.rows import wide
-from megalith.fusions.paths.blocks import widened_by_blocks
 from megalith.fusions.paths.library import Operator, gradients_like
+from megalith.fusions.paths.row_wise import Runner, register_row_wise
 
 __all__ = [
     "OPERATOR",
     "Gating",
     "blocked",
+    "compiled",
     "gradients",
     "gradients_of",
     "halves",
@@ -167,18 +168,26 @@ def reference(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor
     return value_of(gate, linear, bias, weights, gating).to(x.dtype)
 
 
-def _forward(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Any) -> Tensor:
+def _forward(
+    run: Runner, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Any
+) -> Tensor:
     y, gating = outputs(x, up, bias, weights, *options), Gating(*options)
 
     def formula(gate: Tensor, up: Tensor, weights: Tensor | None, out: list[Tensor | None]) -> tuple[Tensor]:
         return (value_of(gate, up, bias, weights, gating, *out),)
 
-    widened_by_blocks(formula, (*halves(x, up, gating.interleaved), weights), (y,), acc=wide(x.dtype))
+    run.widened_by_blocks(formula, (*halves(x, up, gating.interleaved), weights), (y,), acc=wide(x.dtype))
     return y
 
 
 def _backward(
-    dy: Tensor, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Any
+    run: Runner,
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor | None,
+    bias: Tensor | None,
+    weights: Tensor | None,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dx, dup, dbias, dw = gradients_like(x, up, bias, weights)
     gating = Gating(*options)
@@ -192,8 +201,8 @@ def _backward(
     outputs = [*halves(dx, None if up is None else dup, gating.interleaved), *([] if weights is None else [dw])]
     total = dbias.zero_().to(wide(dbias.dtype))
     sums = () if bias is None else split(total, gating.interleaved)
-    widened_by_blocks(formula, (dy, *given), outputs, sums, acc=wide(x.dtype))
+    run.widened_by_blocks(formula, (dy, *given), outputs, sums, acc=wide(x.dtype))
     return dx, dup, total.to(dbias.dtype), dw
 
 
-blocked = OPERATOR.register("glu_blocked", _forward, _backward, opaque=True)
+blocked, compiled = register_row_wise(OPERATOR, "glu", _forward, _backward)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megalith.fusions.formulas.glu import Gating, gradients_of, split, value_of
 from megalith.fusions.formulas.rows import wide
-from megalith.fusions.paths.blocks import by_blocks
 from megalith.fusions.paths.library import Operator, gradients_like
+from megalith.fusions.paths.row_wise import Runner, register_row_wise
 
-__all__ = ["OPERATOR", "blocked", "dequantized", "quantized"]
+__all__ = ["OPERATOR", "blocked", "compiled", "dequantized", "quantized"]
 
 _LARGEST = 448.0
 _SMALLEST_SCALE = 2.0**-126  # its inverse is still a number of float32
@@ -73,7 +73,9 @@ def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, .
 OPERATOR = Operator(_outputs, _gradients, of=("x", "bias", "weights"), saves=_saves)
 
 
-def _forward(x: Tensor, bias: Tensor | None, weights: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    run: Runner, x: Tensor, bias: Tensor | None, weights: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     y, stored, scale = _outputs(x, bias, weights, *options)
     if y.numel() == 0:
         return y, stored, scale.fill_(1.0)
@@ -83,12 +85,18 @@ def _forward(x: Tensor, bias: Tensor | None, weights: Tensor | None, *options: A
         gate, up = split(x.to(acc), gating.interleaved)
         return value_of(gate, up, bias, weights, gating), *quantized(x)
 
-    by_blocks(formula, (x, weights), (y, stored, scale))
+    run.by_blocks(formula, (x, weights), (y, stored, scale))
     return y, stored, scale
 
 
 def _backward(
-    dy: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None, weights: Tensor | None, *options: Any
+    run: Runner,
+    dy: Tensor,
+    stored: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    weights: Tensor | None,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, dbias, dw = _gradients(dy, stored, scale, bias, weights, *options)
     gating, acc = Gating(*options), wide(dy.dtype)
@@ -100,8 +108,9 @@ def _backward(
     halves = split(dx, gating.interleaved)
     total = dbias.zero_().to(wide(dbias.dtype))
     outputs = halves if weights is None else (*halves, dw)
-    by_blocks(formula, (dy, stored, scale, weights), outputs, () if bias is None else split(total, gating.interleaved))
+    sums = () if bias is None else split(total, gating.interleaved)
+    run.by_blocks(formula, (dy, stored, scale, weights), outputs, sums)
     return dx, total.to(dbias.dtype), dw
 
 
-blocked = OPERATOR.register("glu_float8_blocked", _forward, _backward, opaque=True)
+blocked, compiled = register_row_wise(OPERATOR, "glu_float8", _forward, _backward)

@@ -20,7 +20,7 @@ def reference(
     kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, k_dim: int, layout: str
 ) -> tuple[Tensor, Tensor]:
     """k [S, B, A, K + R] and v [S, B, A, V], of ``kv`` [S, B, A, K + V], ``k_pe`` [S, B, R] and ``Tables``."""
-    turned = turn(k_pe.unsqueeze(2), Tables(cos, sin, positions), Rotation(layout)).to(kv.dtype)  # [S, B, 1, R]
+    turned = turn(k_pe.unsqueeze(2), Tables(cos, sin, positions), Rotation(layout), kv.dtype)  # [S, B, 1, R]
     k = torch.cat((kv[..., :k_dim], turned.expand(*kv.shape[:-1], -1)), dim=-1)
     return k, kv[..., k_dim:].clone(memory_format=torch.contiguous_format)
 

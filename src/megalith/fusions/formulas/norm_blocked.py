@@ -10,17 +10,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megalith.fusions.formulas.dropout_mask import Mask, ids_of_rows
+from megalith.fusions.formulas.dropout_mask import Mask, rows_of_mask
 from megalith.fusions.formulas.norm import OPERATOR, Kept, Norming, dropped, float_gain, statistics, summed
 from megalith.fusions.formulas.rows import wide
-from megalith.fusions.paths.blocks import by_blocks, widened_by_blocks
+from megalith.fusions.paths.row_wise import Runner, register_row_wise
 
-__all__ = ["blocked"]
+__all__ = ["blocked", "compiled"]
 
 Item = TypeVar("Item")
 
 
 def _forward(
+    run: Runner,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -31,39 +32,42 @@ def _forward(
     mask, eps, normalization, zero_centered = Norming.of(*options)
     gain = float_gain(x, weight, zero_centered)
     if normalization == "LayerNorm":
-        h = None if residual is None else _sum(x, residual, input_bias, mask)
+        h = None if residual is None else _sum(run, x, residual, input_bias, mask)
         rows = _for_torch(x if h is None else h, x.dtype)
         y, mean, rstd = torch.native_layer_norm(
             rows, gain.shape, gain, None if bias is None else bias.to(gain.dtype), eps
         )
         return y.to(x.dtype), x.new_empty(0) if h is None else h, mean, rstd
     y, stored, mean, rstd = OPERATOR.outputs(x, residual, weight, bias, input_bias, *options)
+    mask, *mask_rows = rows_of_mask(mask, x)
 
-    def formula(x: Tensor, residual: Tensor | None, tokens: Tensor | None) -> tuple[Tensor, ...]:
-        h = x if residual is None else summed(x, residual, input_bias, mask._replace(tokens=tokens)).to(residual.dtype)
+    def formula(x: Tensor, residual: Tensor | None, tokens: Tensor | None, sites: Tensor | None) -> tuple[Tensor, ...]:
+        its_mask = mask.at(tokens, sites)
+        h = x if residual is None else summed(x, residual, input_bias, its_mask).to(residual.dtype)
         rows = h.to(gain.dtype)
         _, rstd = statistics(rows, eps, normalization)
         return (rows * rstd * gain, rstd, *([] if residual is None else [h]))
 
-    by_blocks(formula, (x, residual, ids_of_rows(mask, x)), (y, rstd) if residual is None else (y, rstd, stored))
+    run.by_blocks(formula, (x, residual, *mask_rows), (y, rstd) if residual is None else (y, rstd, stored))
     return y, stored, mean, rstd
 
 
-def _sum(x: Tensor, residual: Tensor, input_bias: Tensor | None, mask: Mask) -> Tensor:
+def _sum(run: Runner, x: Tensor, residual: Tensor, input_bias: Tensor | None, mask: Mask) -> Tensor:
     """h of rows, in the dtype of ``residual``."""
     if mask.key is None and input_bias is None:
         return (x + residual).to(residual.dtype)
     h = residual.new_empty(residual.shape)
-    by_blocks(
-        lambda x, residual, tokens: (summed(x, residual, input_bias, mask._replace(tokens=tokens)),),
-        (x, residual, ids_of_rows(mask, x)),
-        (h,),
-    )
+    mask, *mask_rows = rows_of_mask(mask, x)
+
+    def formula(x: Tensor, residual: Tensor, tokens: Tensor | None, sites: Tensor | None) -> tuple[Tensor]:
+        return (summed(x, residual, input_bias, mask.at(tokens, sites)),)
+
+    run.by_blocks(formula, (x, residual, *mask_rows), (h,))
     return h
 
 
 def _backward(
-    dy: Tensor | None, dh: Tensor | None, h: Tensor, weight: Tensor | None, *options: Any
+    run: Runner, dy: Tensor | None, dh: Tensor | None, h: Tensor, weight: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     kept = Kept.of(*options)
     mask, mean, rstd, needs = kept.mask, kept.mean, kept.rstd, kept.needs
@@ -76,29 +80,36 @@ def _backward(
     asked = [rows[0] and not whole, *needs[1:]]
     dx, dresidual, dw, db, dinput_bias = OPERATOR.gradients(dy, dh, h, weight, *options[:-1], asked)
     if whole:
-        dx, *parts = _layer_norm_backward(dy, dh, h, gain, mean, rstd)
+        dx, *parts = _layer_norm_backward(run, dy, dh, h, gain, mean, rstd)
         sums = _wanted(parts, vectors[:2])
     else:
         sums = [torch.zeros_like(gain) for _ in _wanted(vectors, vectors)]
+        mask, *mask_rows = rows_of_mask(mask, h)
 
         def formula(
-            dy: Tensor, dh: Tensor | None, h: Tensor, mean: Tensor | None, rstd: Tensor, tokens: Tensor | None
+            dy: Tensor,
+            dh: Tensor | None,
+            h: Tensor,
+            mean: Tensor | None,
+            rstd: Tensor,
+            tokens: Tensor | None,
+            sites: Tensor | None,
         ) -> tuple[Tensor, ...]:
             total, dw, db = _norm_back(dy.to(gain.dtype), h.to(gain.dtype), gain, mean, rstd)
             total = total if dh is None else total.add_(dh)
-            dx = dropped(total, mask._replace(tokens=tokens))
+            dx = dropped(total, mask.at(tokens, sites))
             dinput_bias = dx.sum(dim=0) if vectors[2] else dx
             return *_wanted((dx, total), rows), *_wanted((dw, db, dinput_bias), vectors)
 
-        given = dy, dh, h, mean if mean.numel() else None, rstd, ids_of_rows(mask, h)
-        by_blocks(formula, given, _wanted((dx, dresidual), rows), sums)
+        given = dy, dh, h, mean if mean.numel() else None, rstd, *mask_rows
+        run.by_blocks(formula, given, _wanted((dx, dresidual), rows), sums)
     for gradient, total in zip(_wanted((dw, db, dinput_bias), vectors), sums, strict=True):
         gradient.copy_(total)
     return dx, dresidual, dw, db, dinput_bias
 
 
 def _layer_norm_backward(
-    dy: Tensor, dh: Tensor | None, h: Tensor, gain: Tensor, mean: Tensor, rstd: Tensor
+    run: Runner, dy: Tensor, dh: Tensor | None, h: Tensor, gain: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx in the dtype of ``h``, dgain and dbias of all rows, by as few passes as torch's operator takes."""
     if h.dtype == gain.dtype:
@@ -118,7 +129,7 @@ def _layer_norm_backward(
         return (*parts,) if dh is None else (total.add_(dh), *parts)
 
     outputs = [] if dh is None else [dx]
-    widened_by_blocks(formula, (dy, h, mean, rstd, dh), outputs, (dgain, dbias), acc=gain.dtype)
+    run.widened_by_blocks(formula, (dy, h, mean, rstd, dh), outputs, (dgain, dbias), acc=gain.dtype)
     return dx, dgain, dbias
 
 
@@ -150,4 +161,4 @@ def _wanted(values: Sequence[Item], needs: Sequence[bool]) -> list[Item]:
     return [value for value, needed in zip(values, needs, strict=True) if needed]
 
 
-blocked = OPERATOR.register("norm_blocked", _forward, _backward, opaque=True)
+blocked, compiled = register_row_wise(OPERATOR, "norm", _forward, _backward)

@@ -3,17 +3,26 @@
 S sequence, B micro-batch, A heads, G kv groups, D head size, R rotated features.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from megalith.fusions.formulas.rotation import Rotation, Tables, normalize, normalize_back, turn, turn_into
+from megalith.fusions.formulas.rotation import (
+    Rotation,
+    Tables,
+    columns,
+    normalize,
+    normalize_back,
+    pairs_written,
+    turn,
+    turn_pairs,
+)
 from megalith.fusions.formulas.rows import wide
-from megalith.fusions.paths.blocks import blocks
+from megalith.fusions.paths.blocks import by_blocks, widened_by_blocks
+from megalith.fusions.paths.compiled_blocks import compiled_whole
 from megalith.fusions.paths.library import Operator, gradients_like
 
-__all__ = ["OPERATOR", "Outputs", "blocked", "gradients", "outputs", "reference"]
+__all__ = ["OPERATOR", "Outputs", "blocked", "compiled", "gradients", "outputs", "reference"]
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -38,9 +47,9 @@ def reference(
         if x is None:
             return q.new_empty(0), q.new_empty(0)
         if weight is None:
-            return turn(x, table, how).to(x.dtype), q.new_empty(0)
+            return turn(x, table, how, x.dtype), q.new_empty(0)
         normed, rstd = normalize(x, weight, how)
-        return turn(normed, table, how).to(x.dtype), rstd
+        return turn(normed, table, how, x.dtype), rstd
 
     (y, rstd), (y_k, k_rstd) = of(q, q_norm_weight), of(k, k_norm_weight)
     return y, y_k, rstd, k_rstd
@@ -121,9 +130,9 @@ def _forward(
     results = outputs(q, k, cos, sin, positions, q_norm_weight, k_norm_weight, *options)
     y, y_k, q_rstd, k_rstd = results
     table, how = Tables(cos, sin, positions), Rotation(*options)
-    _turn_blocks(q, q_norm_weight, table, how, y, q_rstd)
+    _turn_rows(q, q_norm_weight, table, how, y, q_rstd)
     if k is not None:
-        _turn_blocks(k, k_norm_weight, table, how, y_k, k_rstd)
+        _turn_rows(k, k_norm_weight, table, how, y_k, k_rstd)
     return results
 
 
@@ -146,48 +155,93 @@ def _backward(
     dq, dk, dq_weight, dk_weight = results
     table, how = Tables(cos, sin, positions), Rotation(*options)
     back = how._replace(inverse=not how.inverse)
-    _turn_back_blocks(dy, q, q_norm_weight, q_rstd, table, back, dq, dq_weight)
-    if dy_k.dim() > 1:
-        _turn_back_blocks(dy_k, k, k_norm_weight, k_rstd, table, back, dk, dk_weight)
+    for grad, x, weight, rstd, dx, dweight in (
+        (dy, q, q_norm_weight, q_rstd, dq, dq_weight),
+        (dy_k, k, k_norm_weight, k_rstd, dk, dk_weight),
+    ):
+        if x is not None and weight is not None:
+            _turn_and_normalize_back(grad, x, weight, rstd, table, back, dx, dweight)
+        elif grad.dim() > 1:
+            _turn_rows(grad, None, table, back, dx, rstd)
     return results
 
 
-def _turn_blocks(x: Tensor, weight: Tensor | None, table: Tables, how: Rotation, y: Tensor, rstd: Tensor) -> None:
-    R, D = 2 * table.cos.shape[-1], x.shape[-1]
-    for block, its_table in _blocks(x, table, R if weight is None else D):
-        rows = x[block]
-        if weight is not None:
-            rows, rstd[block] = normalize(rows, weight, how)
-        turn_into(y[block], rows, its_table, how)
+def _turn_rows(x: Tensor, weight: Tensor | None, table: Tables, how: Rotation, y: Tensor, rstd: Tensor) -> None:
+    """Fills ``y`` with ``x`` [S, B, A, D], turned, and ``rstd``, if its heads are normalised before."""
+    if weight is not None:
+
+        def normalized(x: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:
+            normed, rstd = normalize(x, weight, how)
+            return turn(normed, table.block(*rows), how), rstd
+
+        by_blocks(normalized, (x, *table.rows()), (y, rstd))
+        return
+
+    def turned(both: Tensor, *rows: Any) -> tuple[Tensor, ...]:
+        *its_rows, out = rows
+        return turn_pairs(both, table.block(*its_rows), how, out)
+
+    before, both, after = columns(x, table, how)
+    y_before, y_both, y_after = columns(y, table, how)
+    widened_by_blocks(turned, (both, *table.rows()), pairs_written(y_both, how), acc=wide(x.dtype))
+    if before.shape[-1] + after.shape[-1]:
+        y_before.copy_(before)
+        y_after.copy_(after)
 
 
-def _turn_back_blocks(
+def _turn_and_normalize_back(
     dy: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
     rstd: Tensor,
     table: Tables,
-    how: Rotation,
+    back: Rotation,
     dx: Tensor,
     dweight: Tensor,
 ) -> None:
     total = dweight.zero_().to(wide(dy.dtype))
-    R, D = 2 * table.cos.shape[-1], dy.shape[-1]
-    for block, its_table in _blocks(dy, table, R if weight is None else D):
-        if x is None or weight is None:
-            turn_into(dx[block], dy[block], its_table, how)
-        else:
-            g = total.new_empty(dy[block].shape)
-            turn_into(g, dy[block], its_table, how)
-            dx[block], part = normalize_back(g, x[block], weight, rstd[block], how)
-            total += part
+
+    def formula(dy: Tensor, x: Tensor, rstd: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:
+        return normalize_back(turn(dy, table.block(*rows), back), x, weight, rstd, back)
+
+    by_blocks(formula, (dy, x, rstd, *table.rows()), (dx,), (total,))
     dweight.copy_(total)
 
 
-def _blocks(x: Tensor, table: Tables, num_columns: int) -> Iterator[tuple[slice, Tables]]:
-    """Blocks of the tokens of ``x`` [S, B, A, D], and their tables; of each token ``num_columns`` are computed."""
-    for block in blocks(len(x), num_columns * x[:1, ..., 0].numel()):
-        yield block, table.block(*(rows[block] for rows in table.rows()))
+def _whole_backward(
+    dy: Tensor,
+    dy_k: Tensor,
+    q: Tensor | None,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    q_rstd: Tensor,
+    k_rstd: Tensor,
+    *options: Any,
+) -> Outputs:
+    table, how = Tables(cos, sin, positions), Rotation(*options)
+    back = how._replace(inverse=not how.inverse)
+
+    def of(dy: Tensor, x: Tensor | None, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
+        if x is None or weight is None:
+            return turn(dy, table, back, dy.dtype) if dy.dim() > 1 else dy.clone(), dy.new_empty(0)
+        dx, dweight = normalize_back(turn(dy, table, back), x, weight, rstd, back)
+        return dx, dweight.to(weight.dtype)
+
+    (dq, dq_weight), (dk, dk_weight) = of(dy, q, q_norm_weight, q_rstd), of(dy_k, k, k_norm_weight, k_rstd)
+    return dq, dk, dq_weight, dk_weight
+
+
+def _has_rows(x: Tensor) -> bool:
+    """All but gains and what is empty has a row for each token, or each position."""
+    return x.dim() > 1
 
 
 blocked = OPERATOR.register("rope_blocked", _forward, _backward, opaque=True)
+# whole, as the compiler joins the halves of a head where it makes them, and would join them twice in given memory
+compiled = OPERATOR.register(
+    "rope_compiled", compiled_whole(reference, _has_rows), compiled_whole(_whole_backward, _has_rows), opaque=True
+)

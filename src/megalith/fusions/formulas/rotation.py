@@ -24,12 +24,14 @@ __all__ = [
     "Rotation",
     "Tables",
     "check_layout",
+    "columns",
     "normalize",
     "normalize_back",
+    "pairs_written",
     "reads_pairs",
     "tables",
     "turn",
-    "turn_into",
+    "turn_pairs",
 ]
 
 Layout = Literal["neox", "interleaved", "deepseek"]
@@ -123,28 +125,42 @@ def reads_pairs(layout: str, inverse: bool) -> bool:
     return layout == "interleaved" or (layout == "deepseek" and not inverse)
 
 
-def turn(x: Tensor, table: Tables, how: Rotation) -> Tensor:
-    """``x`` [S, B, A, D] turned by its positions, in float32 or wider."""
-    before, both, after = _columns(x, table, how)
-    first, second = _turned(both, table, how)
+def turn(x: Tensor, table: Tables, how: Rotation, dtype: torch.dtype | None = None) -> Tensor:
+    """``x`` [S, B, A, D] turned by its positions, in float32 or wider, or rounded to ``dtype``."""
+    before, both, after = columns(x, table, how)
+    first, second = (half if dtype is None else half.to(dtype) for half in turn_pairs(both, table, how))
     pairs = reads_pairs(how.layout, not how.inverse)
     turned = [torch.stack((first, second), dim=-1).flatten(-2)] if pairs else [first, second]
-    columns = [before.to(first.dtype), *turned, after.to(first.dtype)]
-    return torch.cat([part for part in columns if part.shape[-1]], dim=-1)
+    parts = [before.to(first.dtype), *turned, after.to(first.dtype)]
+    return torch.cat([part for part in parts if part.shape[-1]], dim=-1)
 
 
-def turn_into(y: Tensor, x: Tensor, table: Tables, how: Rotation) -> None:
-    """Writes ``turn`` of ``x`` to ``y``, of any floating dtype, with no copy to join its parts."""
-    before, both, after = _columns(x, table, how)
-    y_before, y_both, y_after = _columns(y, table, how)
-    halves = _halves(y_both, reads_pairs(how.layout, not how.inverse))
-    direct = y.dtype == wide(x.dtype)
-    for half, turned in zip(halves, _turned(both, table, how, halves if direct else (None, None)), strict=True):
-        if not direct:
-            half.copy_(turned)
-    if before.shape[-1] + after.shape[-1]:
-        y_before.copy_(before)
-        y_after.copy_(after)
+def columns(x: Tensor, table: Tables, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of the columns before those that turn, of those, and of those after."""
+    R = 2 * table.cos.shape[-1]
+    before, both, after = x.split((how.offset, R, x.shape[-1] - how.offset - R), dim=-1)
+    return before, both, after
+
+
+def pairs_written(y: Tensor, how: Rotation) -> tuple[Tensor, Tensor]:
+    """Views of what ``turn_pairs`` gives, in ``y`` [..., R] that is turned."""
+    return _halves(y, reads_pairs(how.layout, not how.inverse))
+
+
+def turn_pairs(
+    x: Tensor, table: Tables, how: Rotation, out: Sequence[Tensor | None] = (None, None)
+) -> tuple[Tensor, Tensor]:
+    """The features of each pair of ``x`` [S, B, A, R], turned: twice [S, B, A, R/2] in float32 or wider, or ``out``."""
+    acc = wide(x.dtype)
+    cos, sin = table.of_tokens(how.sections, acc)
+    first, second = _halves(x.to(acc), reads_pairs(how.layout, how.inverse))
+    if reads_pairs(how.layout, how.inverse):
+        first, second = first.contiguous(), second.contiguous()  # a copy is cheaper than four strided products
+    sign = -1.0 if how.inverse else 1.0
+    return (
+        torch.mul(first, cos, out=out[0]).addcmul_(second, sin, value=-sign),
+        torch.mul(second, cos, out=out[1]).addcmul_(first, sin, value=sign),
+    )
 
 
 def normalize(x: Tensor, weight: Tensor, how: Rotation) -> tuple[Tensor, Tensor]:
@@ -161,29 +177,6 @@ def normalize_back(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, how: Rot
     dy = dy * _gain(weight, dy.dtype, how)
     dx = rstd.unsqueeze(-1) * (dy - normed * (dy * normed).mean(dim=-1, keepdim=True))
     return dx.to(x.dtype), dweight
-
-
-def _turned(
-    x: Tensor, table: Tables, how: Rotation, out: tuple[Tensor | None, Tensor | None] = (None, None)
-) -> tuple[Tensor, Tensor]:
-    """The features of each pair of ``x`` [S, B, A, R], turned: twice [S, B, A, R/2] in float32 or wider, or ``out``."""
-    acc = wide(x.dtype)
-    cos, sin = table.of_tokens(how.sections, acc)
-    first, second = _halves(x.to(acc), reads_pairs(how.layout, how.inverse))
-    if reads_pairs(how.layout, how.inverse):
-        first, second = first.contiguous(), second.contiguous()  # a copy is cheaper than four strided products
-    sign = -1.0 if how.inverse else 1.0
-    return (
-        torch.mul(first, cos, out=out[0]).addcmul_(second, sin, value=-sign),
-        torch.mul(second, cos, out=out[1]).addcmul_(first, sin, value=sign),
-    )
-
-
-def _columns(x: Tensor, table: Tables, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of the columns before those that turn, of those, and of those after."""
-    R = 2 * table.cos.shape[-1]
-    before, both, after = x.split((how.offset, R, x.shape[-1] - how.offset - R), dim=-1)
-    return before, both, after
 
 
 def _halves(x: Tensor, pairs: bool) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,6 @@ the same in every path. With them it is made on float32 scores, whose last digit
 values the lower expert is taken; NaN counts as inf.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,10 +89,8 @@ def largest(values: Tensor, k: int, among: Tensor | None = None) -> Tensor:
         key = key.masked_fill_(~among, -(2**63))
     if values.device.type != "cpu" or torch.compiler.is_compiling():
         return key.topk(k, dim=-1).indices
-    keys = key.numpy()
-    keys.partition(E - k, axis=-1)  # five times as fast as torch.topk
-    best = torch.from_numpy(np.sort(keys[:, E - k :], axis=-1))
-    return best.flip(-1).bitwise_and_(2**32 - 1).neg_().add_(E - 1)
+    key.numpy().sort(axis=-1)  # up to 256 experts faster than a partition, and five times as fast as torch.topk
+    return key[:, E - k :].flip(-1).bitwise_and_(2**32 - 1).neg_().add_(E - 1)
 
 
 def _ordered(values: Tensor) -> Tensor:

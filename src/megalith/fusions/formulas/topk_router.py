@@ -7,10 +7,10 @@ from torch import Tensor
 
 from megalith.fusions.formulas.routing_scores import EPSILON, score_of, select, slope_of, softmax_of_best, weigh
 from megalith.fusions.formulas.rows import wide
-from megalith.fusions.paths.blocks import by_blocks
 from megalith.fusions.paths.library import Operator
+from megalith.fusions.paths.row_wise import Runner, register_row_wise
 
-__all__ = ["OPERATOR", "Choice", "blocked", "gradients", "outputs", "reference"]
+__all__ = ["OPERATOR", "Choice", "blocked", "compiled", "gradients", "outputs", "reference"]
 
 
 class Choice(NamedTuple):
@@ -33,24 +33,25 @@ def reference(logits: Tensor, expert_bias: Tensor | None, *options: Any) -> tupl
     return weigh(x, indices, score, scale).to(logits.dtype), indices, num_tokens
 
 
-def _gradient_of(dprobs: Tensor, logits: Tensor, indices: Tensor, score: str, scale: float) -> Tensor:
-    """dlogits [T, E]."""
+def _gradient_of_all(dprobs: Tensor, logits: Tensor, indices: Tensor, scale: float) -> Tensor:
+    """dlogits [T, E] where every expert has a part in the weights: of pre_softmax; not rounded."""
     x = logits.to(wide(logits.dtype))
-    g = dprobs.to(x.dtype) * scale
-    if score == "pre_softmax":
-        p = torch.softmax(x, dim=-1)
-        inner = (g * p.gather(1, indices)).sum(dim=-1, keepdim=True)
-        return (p * (torch.zeros_like(p).scatter_(1, indices, g) - inner)).to(logits.dtype)
-    chosen = x.gather(1, indices)
+    g, p = dprobs.to(x.dtype) * scale, torch.softmax(x, dim=-1)
+    inner = (g * p.gather(1, indices)).sum(dim=-1, keepdim=True)
+    return p * (torch.zeros_like(p).scatter_(1, indices, g) - inner)
+
+
+def _gradient_of_chosen(dprobs: Tensor, chosen: Tensor, score: str, scale: float) -> Tensor:
+    """The gradient of ``chosen``, the logits [T, K]; not rounded."""
+    chosen = chosen.to(wide(chosen.dtype))
+    g = dprobs.to(chosen.dtype) * scale
     if score == "softmax":
         w = softmax_of_best(chosen)
-        d = w * (g - (g * w).sum(dim=-1, keepdim=True))
-    else:
-        q = score_of(chosen, score)
-        total = q.sum(dim=-1, keepdim=True) + EPSILON
-        dq = g if q.shape[1] == 1 else (g - (g * q / total).sum(dim=-1, keepdim=True)) / total
-        d = dq * slope_of(chosen, q, score)
-    return torch.zeros_like(logits).scatter_(1, indices, d.to(logits.dtype))
+        return w * (g - (g * w).sum(dim=-1, keepdim=True))
+    q = score_of(chosen, score)
+    total = q.sum(dim=-1, keepdim=True) + EPSILON
+    dq = g if q.shape[1] == 1 else (g - (g * q / total).sum(dim=-1, keepdim=True)) / total
+    return dq * slope_of(chosen, q, score)
 
 
 def outputs(
@@ -77,24 +78,31 @@ def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, .
 OPERATOR = Operator(outputs, gradients, of=("logits",), saves=_saves)
 
 
-def _forward(logits: Tensor, expert_bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(run: Runner, logits: Tensor, expert_bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     probs, indices, num_tokens = outputs(logits, expert_bias, *options)
 
     def formula(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return reference(logits, expert_bias, *options)
 
-    by_blocks(formula, (logits,), (probs, indices), (num_tokens.zero_(),))
+    run.by_blocks(formula, (logits,), (probs, indices), (num_tokens.zero_(),))
     return probs, indices, num_tokens
 
 
-def _backward(dprobs: Tensor, logits: Tensor, indices: Tensor, score: str, scale: float) -> tuple[Tensor]:
+def _backward(run: Runner, dprobs: Tensor, logits: Tensor, indices: Tensor, score: str, scale: float) -> tuple[Tensor]:
     (dlogits,) = gradients(dprobs, logits, indices, score, scale)
 
-    def formula(dprobs: Tensor, logits: Tensor, indices: Tensor) -> tuple[Tensor]:
-        return (_gradient_of(dprobs, logits, indices, score, scale),)
+    def of_all(dprobs: Tensor, logits: Tensor, indices: Tensor) -> tuple[Tensor]:
+        return (_gradient_of_all(dprobs, logits, indices, scale),)
 
-    by_blocks(formula, (dprobs, logits, indices), (dlogits,))
-    return (dlogits,)
+    def of_chosen(dprobs: Tensor, chosen: Tensor) -> tuple[Tensor]:
+        return (_gradient_of_chosen(dprobs, chosen, score, scale),)
+
+    if score == "pre_softmax":
+        run.by_blocks(of_all, (dprobs, logits, indices), (dlogits,))
+        return (dlogits,)
+    dchosen = torch.empty_like(dprobs, dtype=logits.dtype)
+    run.by_blocks(of_chosen, (dprobs, logits.gather(1, indices)), (dchosen,))
+    return (dlogits.zero_().scatter_(1, indices, dchosen),)
 
 
-blocked = OPERATOR.register("topk_router_blocked", _forward, _backward, opaque=True)
+blocked, compiled = register_row_wise(OPERATOR, "topk_router", _forward, _backward)

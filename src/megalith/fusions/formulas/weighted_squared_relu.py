@@ -4,10 +4,18 @@ import torch
 from torch import Tensor
 
 from megalith.fusions.formulas.rows import wide
-from megalith.fusions.paths.blocks import by_blocks
 from megalith.fusions.paths.library import Operator, gradients_like
+from megalith.fusions.paths.row_wise import Runner, register_row_wise
 
-__all__ = ["OPERATOR", "blocked", "gradients", "outputs", "weighted_squared_relu", "weighted_squared_relu_back"]
+__all__ = [
+    "OPERATOR",
+    "blocked",
+    "compiled",
+    "gradients",
+    "outputs",
+    "weighted_squared_relu",
+    "weighted_squared_relu_back",
+]
 
 
 def weighted_squared_relu(x: Tensor, weights: Tensor) -> Tensor:
@@ -39,16 +47,16 @@ def gradients(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 OPERATOR = Operator(outputs, gradients, of=("x", "weights"))
 
 
-def _forward(x: Tensor, weights: Tensor) -> Tensor:
+def _forward(run: Runner, x: Tensor, weights: Tensor) -> Tensor:
     y = outputs(x, weights)
-    by_blocks(lambda x, weights: (weighted_squared_relu(x, weights),), (x, weights), (y,))
+    run.by_blocks(lambda x, weights: (weighted_squared_relu(x, weights),), (x, weights), (y,))
     return y
 
 
-def _backward(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _backward(run: Runner, dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     dx, dw = gradients(dy, x, weights)
-    by_blocks(weighted_squared_relu_back, (dy, x, weights), (dx, dw))
+    run.by_blocks(weighted_squared_relu_back, (dy, x, weights), (dx, dw))
     return dx, dw
 
 
-blocked = OPERATOR.register("weighted_squared_relu_blocked", _forward, _backward, opaque=True)
+blocked, compiled = register_row_wise(OPERATOR, "weighted_squared_relu", _forward, _backward)

@@ -1,7 +1,8 @@
 """Chooses the path of a fused operation: its ``backend`` argument, else ``use(...)``, else the committed table.
 
 triton     our kernels, on a GPU (CUDA or ROCm), or on any tensor in Triton's interpreter
-compile    the reference through torch.compile; on CPU it needs a C++ compiler
+compile    through torch.compile: formulas over rows, forward and backward, that keep what triton keeps; else the
+           reference. On a CPU it needs a C++ compiler
 aten       torch's own operator, for operations that have one with the same numerics
 blocked    the reference over blocks of rows that stay in a CPU's cache, forward and backward; keeps what triton keeps
 reference  plain torch: any device, any dtype, differentiable twice
@@ -11,18 +12,16 @@ and cannot run is an error; no path ever stands in for another.
 """
 
 import functools
-import os
-import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, ParamSpec, Protocol, TypeVar, get_args
 
 import torch
 
 from megalith.errors import BackendError
 from megalith.fusions.paths.blocks import LARGEST_WHOLE
+from megalith.fusions.paths.compiler import why_not_compile
 from megalith.fusions.paths.default_paths import DEFAULT_PATHS
 from megalith.fusions.paths.names import Backend
 from megalith.optional import has_triton, triton_interprets
@@ -72,10 +71,14 @@ def chosen_by_use() -> Backend | None:
 
 @dataclass(frozen=True)
 class Fusion(Generic[Path]):
-    """A fused operation: its name, and a function of one signature for each path that it has."""
+    """A fused operation: its name, and a function of one signature for each path that it has.
+
+    ``limits`` says of a path why it cannot take an operand that others can; None if it can.
+    """
 
     name: str
     paths: Mapping[Backend, Path]
+    limits: Mapping[Backend, Callable[[Operand], str | None]] = field(default_factory=dict)
 
     def path(self, x: Operand, backend: Backend | None) -> Path:
         """The function that computes the operation on ``x``, of those the caller may choose.
@@ -84,6 +87,8 @@ class Fusion(Generic[Path]):
             BackendError: the path chosen cannot run on ``x``; the message says why and names those that can.
         """
         chosen = backend or _choice.backend or self.default(x)
+        if chosen == "compile" and torch.compiler.is_compiling() and chosen in self.paths:
+            return self.paths["reference"]  # its compiler sees through a formula, not through what is compiled
         if reason := self.why_not(chosen, x):
             able = [path for path in self.paths if not self.why_not(path, x)]
             raise BackendError(
@@ -92,36 +97,39 @@ class Fusion(Generic[Path]):
         return self.paths[chosen]
 
     def default(self, x: Operand) -> Backend:
-        """The path of the committed table for the device of ``x``.
+        """The first path that can run here, of those in the committed table for the device of ``x``.
 
-        float64 takes the reference on every device. So does what would be blocked inside of torch.compile, whose
-        compiler makes blocks of its own, and what is one block: there is nothing to cut.
+        float64 takes the reference on every device. So does, inside of torch.compile, what would be compiled or
+        blocked, and what is one block: there is nothing to cut, and nothing to wait for a compiler for.
         """
-        path: Backend = DEFAULT_PATHS[self.name].get(x.device.type, "reference")
-        if path == "blocked" and (torch.compiler.is_compiling() or x.numel() <= LARGEST_WHOLE):
+        ranked = DEFAULT_PATHS[self.name].get(x.device.type, ("reference",))
+        of_loops = ranked[0] in ("compile", "blocked")
+        if x.dtype == torch.float64 or (of_loops and (torch.compiler.is_compiling() or x.numel() <= LARGEST_WHOLE)):
             return "reference"
-        return "reference" if x.dtype == torch.float64 else path
+        return next((path for path in ranked if not self.why_not(path, x)), ranked[-1])
 
     def why_not(self, backend: Backend, x: Operand) -> str | None:
         """Why ``x`` cannot take ``backend``, in one clause; None if it can."""
         if backend not in self.paths:
             return f"it has no such path, only {', '.join(self.paths)}"
+        if backend in self.limits and (reason := self.limits[backend](x)):
+            return reason
         if backend == "triton":
             return _why_not_triton(x)
-        if backend == "compile" and x.device.type == "cpu" and not torch.compiler.is_compiling() and not _cxx():
-            return "torch.compile finds no C++ compiler (install g++, or set CXX)"
+        if backend == "compile" and x.device.type == "cpu" and not torch.compiler.is_compiling():
+            return why_not_compile()
         return None
 
 
 def compiled(reference: Callable[P, R]) -> Callable[P, R]:
-    """``reference`` through torch.compile, built at the first call; as it is, inside another torch.compile."""
+    """``reference`` through torch.compile, built at the first call."""
 
     @functools.cache
     def build() -> Callable[P, R]:
         return torch.compile(reference, dynamic=True)
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        return (reference if torch.compiler.is_compiling() else build())(*args, **kwargs)
+        return build()(*args, **kwargs)
 
     return run
 
@@ -134,8 +142,3 @@ def _why_not_triton(x: Operand) -> str | None:
     if x.device.type != "cuda" and not triton_interprets():
         return f"the input is on {x.device.type}, and TRITON_INTERPRET=1 was not set when megalith was imported"
     return None
-
-
-@functools.cache
-def _cxx() -> str | None:
-    return shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))

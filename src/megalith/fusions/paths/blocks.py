@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["LARGEST_WHOLE", "blocks", "by_blocks", "widened_by_blocks"]
+__all__ = ["LARGEST_WHOLE", "Results", "blocks", "by_blocks", "extent", "widened_by_blocks"]
 
 # a tensor that is no larger takes the reference by default: there is nothing to cut
 LARGEST_WHOLE = 2**17
@@ -20,9 +20,9 @@ _THREAD_ELEMENTS = 2**17
 Results = tuple[Tensor, ...]
 
 
-def blocks(num_rows: int, row_elements: int) -> Iterator[slice]:
-    """Slices of ``num_rows`` rows, in order, each of about 130,000 elements a thread, and of one row at least."""
-    step = max(1, _THREAD_ELEMENTS * torch.get_num_threads() // max(1, row_elements))
+def blocks(num_rows: int, row_elements: int, at_once: int = 1) -> Iterator[slice]:
+    """Slices of ``num_rows`` rows, in order, of about ``at_once`` * 130,000 elements a thread, one row at least."""
+    step = max(1, at_once * _THREAD_ELEMENTS * torch.get_num_threads() // max(1, row_elements))
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
@@ -38,7 +38,7 @@ def by_blocks(
     what the block adds to each of ``sums``: zero at first, and in float32 or wider, for gradients of what all rows
     share.
     """
-    num_rows, widest = _extent((*outputs, *rows))
+    num_rows, widest = extent((*outputs, *rows))
     with torch.no_grad():
         for block in blocks(num_rows, widest):
             results = formula(*(None if x is None else x[block] for x in rows))
@@ -59,7 +59,7 @@ def widened_by_blocks(
     formula. After its rows ``formula`` gets a list: for the ``out`` of the last operation, the block of each of
     ``outputs`` that has the dtype ``acc``, and None for the others, which are rounded from what it returns.
     """
-    num_rows, widest = _extent((*outputs, *rows))
+    num_rows, widest = extent((*outputs, *rows))
     memory: dict[int, Tensor] = {}
 
     def widened(index: int, x: Tensor | None) -> Tensor | None:
@@ -77,7 +77,7 @@ def widened_by_blocks(
             _keep(formula(*wide_rows, out), targets, sums)
 
 
-def _extent(given: Sequence[Tensor | None]) -> tuple[int, int]:
+def extent(given: Sequence[Tensor | None]) -> tuple[int, int]:
     """How many rows there are, and the elements of the widest."""
     tensors = [x for x in given if x is not None]
     return tensors[0].shape[0], max(x[:1].numel() for x in tensors)

@@ -1,0 +1,35 @@
+"""Whether torch.compile can build for the CPU of this machine: asked by building, once in a process."""
+
+import functools
+import os
+import shutil
+import sys
+
+import torch
+
+from megalith.torch_compat import compile_apart
+
+__all__ = ["why_not_compile"]
+
+
+@functools.cache
+def why_not_compile() -> str | None:
+    """Why torch.compile cannot build for the CPU, in one clause; None where it has just built a loop.
+
+    A compiler alone is not enough: headers of Python, or OpenMP, may be missing too.
+    """
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return "TORCH_COMPILE_DISABLE=1 turns torch.compile off"
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if not shutil.which(compiler):
+        return f"torch.compile finds no C++ compiler (install {compiler}, or set CXX)"
+    try:
+        compile_apart(_probe)(torch.zeros(64))
+    except Exception as error:  # of dynamo, of Inductor, of the compiler, of the file system
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return f"torch.compile cannot build here ({lines[0]})"
+    return None
+
+
+def _probe(x: torch.Tensor) -> torch.Tensor:
+    return x.exp() + 1.0

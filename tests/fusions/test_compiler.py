@@ -1,0 +1,51 @@
+"""Whether torch.compile can build here is asked by building, and every reason why not is one clause."""
+
+import pytest
+import torch
+
+from megalith.fusions.paths import backend, compiler
+from megalith.fusions.paths.backend import Fusion
+from megalith.fusions.paths.blocks import LARGEST_WHOLE
+from megalith.fusions.paths.compiler import why_not_compile
+
+
+@pytest.fixture(autouse=True)
+def asked_anew():
+    why_not_compile.cache_clear()
+    yield
+    why_not_compile.cache_clear()
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert why_not_compile() == "torch.compile finds no C++ compiler (install no-such-compiler, or set CXX)"
+
+
+def test_torch_can_be_told_to_compile_nothing(monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    assert "TORCH_COMPILE_DISABLE=1" in why_not_compile()
+
+
+def test_a_compiler_that_cannot_build_is_found_out_once(monkeypatch):
+    tries = []
+
+    def refuse(function):
+        tries.append(function)
+        raise RuntimeError("Python.h: No such file or directory\nlong output")
+
+    monkeypatch.setattr(compiler, "compile_apart", refuse)
+    monkeypatch.setattr(compiler.shutil, "which", lambda _: "/usr/bin/g++")
+    assert (
+        why_not_compile()
+        == why_not_compile()
+        == ("torch.compile cannot build here (Python.h: No such file or directory)")
+    )
+    assert len(tries) == 1
+
+
+def test_without_it_the_default_is_the_next_of_the_table(monkeypatch):
+    x = torch.empty(LARGEST_WHOLE + 1)
+    fusion = Fusion("glu", {"compile": "compile", "blocked": "blocked", "reference": "reference"})
+    for reason, want in ((None, "compile"), ("there is none", "blocked")):
+        monkeypatch.setattr(backend, "why_not_compile", lambda reason=reason: reason)
+        assert fusion.default(x) == want
