@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from megalith.errors import ShapeError
 from megalith.fusions.formulas.checks import check_floating, check_one_device
 from megalith.fusions.formulas.cross_entropy import reference
-from megalith.fusions.formulas.cross_entropy_blocked import blocked
+from megalith.fusions.formulas.cross_entropy_blocked import blocked, compiled
 from megalith.fusions.formulas.cross_entropy_options import Smoothing, check_target, part_of_rank, terms_of
 from megalith.fusions.formulas.cross_entropy_steps import Steps, loss_of_parts
 from megalith.fusions.formulas.rows import as_rows, in_shape
@@ -32,7 +32,7 @@ from megalith.fusions.formulas.two_collective_cross_entropy import (
     calculate_logits_max,
     calculate_predicted_logits,
 )
-from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.backend import Backend, Fusion
 
 __all__ = [
     "FUSION",
@@ -112,7 +112,7 @@ def _triton_loss(*inputs: Any) -> Tensor:
 
 _PATHS: Mapping[Backend, Steps] = {
     "triton": Steps(_triton_statistics, _triton_loss),
-    "compile": Steps(compiled(reference.statistics), compiled(reference.loss)),
+    "compile": compiled,
     "blocked": blocked,
     "reference": reference,
 }

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.formulas.mla_rope import blocked, reference
+from megalith.fusions.formulas.mla_rope import blocked, compiled, reference
 from megalith.fusions.formulas.rope_tables import positions_from_cu_seqlens
 from megalith.fusions.formulas.rotation import Rotation, Tables, tables
 from megalith.fusions.formulas.rows import in_shape
 from megalith.fusions.fused_rope import FUSION as ROPE
-from megalith.fusions.paths.backend import Backend, Fusion, compiled
+from megalith.fusions.paths.backend import Backend, Fusion
 
 __all__ = [
     "FUSION",
@@ -140,7 +140,7 @@ def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 _PATHS: Mapping[Backend, KeysAndValues] = {
     "triton": _triton,
-    "compile": compiled(reference),
+    "compile": compiled,
     "blocked": blocked,
     "reference": reference,
 }

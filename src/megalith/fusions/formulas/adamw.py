@@ -103,5 +103,5 @@ _traced = register_without_gradient("adamw_aten_", _aten, outputs, mutates=MUTAT
 
 
 def aten(*inputs: Any) -> None:
-    """``_aten``, as an operator where torch.compile looks on: to pass five lists through one costs a tenth of a step."""
+    """``_aten``; an operator where torch.compile looks on: to pass five lists through one costs a tenth of a step."""
     (_traced if torch.compiler.is_compiling() else _aten)(*inputs)

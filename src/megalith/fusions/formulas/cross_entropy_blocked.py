@@ -1,4 +1,4 @@
-"""The two halves of cross entropy on a CPU: blocks of rows that stay in its caches, four passes over each.
+"""The two halves of cross entropy on a CPU: formulas over blocks of rows, four passes over each, or compiled.
 
 What is one number for a row is computed for all rows at once, outside of the blocks. The shift m of a row is its
 largest logit, the target's too: where that dominates, the sum d over the others is small and keeps its digits.
@@ -7,6 +7,7 @@ T tokens, n columns of this part of the vocabulary that are words.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +26,13 @@ from megalith.fusions.formulas.cross_entropy import (
 from megalith.fusions.formulas.cross_entropy_options import Part, Terms, part_and_terms
 from megalith.fusions.formulas.cross_entropy_steps import steps_of_operators
 from megalith.fusions.formulas.rows import wide
-from megalith.fusions.paths.blocks import widened_by_blocks
 from megalith.fusions.paths.library import register_without_gradient
+from megalith.fusions.paths.row_wise import RUNNERS, Runner
 
-__all__ = ["blocked", "gradient_into", "statistics"]
+__all__ = ["blocked", "compiled", "gradient_into", "statistics"]
 
 
-def statistics(logits: Tensor, target: Tensor, *options: Any) -> Tensor:
+def statistics(run: Runner, logits: Tensor, target: Tensor, *options: Any) -> Tensor:
     """What this part says of each row, (m, d, x_y) or (m, d, x_y, s): [T, 3 or 4]."""
     found, part = statistics_outputs(logits, target, *options), Part(*options[:-1])
     n = num_true_columns(logits.shape[-1], part)
@@ -49,17 +50,22 @@ def statistics(logits: Tensor, target: Tensor, *options: Any) -> Tensor:
         x = capped(x, part)
         top = x.amax(dim=-1, keepdim=True)
         e = (x - finite_shift(top)).exp_()
-        if n == part.vocab_size:  # every target that counts is here
+        if torch.compiler.is_compiling():
+            own = column.to(torch.int32).masked_fill(~here, -1)
+            e = e.masked_fill(torch.arange(n, dtype=torch.int32) == own, 0.0)  # in one pass, which a scatter would end
+        elif n == part.vocab_size:  # every target that counts is here
             e.scatter_(-1, column, 0.0)
         else:
             e.scatter_(-1, column, e.gather(-1, column).masked_fill_(here, 0.0))
         return top.squeeze(-1), e.sum(dim=-1), *([x.sum(dim=-1)] if s else [])
 
-    widened_by_blocks(formula, (words, column, here), (m, d, *s), acc=found.dtype)
+    run.widened_by_blocks(formula, (words, column, here), (m, d, *s), acc=found.dtype)
     return found
 
 
-def gradient_into(dlogits: Tensor, dloss: Tensor, logits: Tensor, target: Tensor, whole: Tensor, *options: Any) -> None:
+def gradient_into(
+    run: Runner, dlogits: Tensor, dloss: Tensor, logits: Tensor, target: Tensor, whole: Tensor, *options: Any
+) -> None:
     """Fills ``dlogits``, which may be ``logits`` itself; 0 in rows that are ignored and in padding."""
     part, terms = part_and_terms(*options)
     n = num_true_columns(logits.shape[-1], part)
@@ -78,7 +84,7 @@ def gradient_into(dlogits: Tensor, dloss: Tensor, logits: Tensor, target: Tensor
             return (e.mul_(factor).sub_(from_all).mul_(_slope(x, part)),)
 
         result = dlogits[:, :n]
-        widened_by_blocks(formula, (words, shift, factor, from_all), (result,), acc=wide(logits.dtype))
+        run.widened_by_blocks(formula, (words, shift, factor, from_all), (result,), acc=wide(logits.dtype))
         own = here.squeeze(-1).nonzero().squeeze(-1)  # scatter_ would widen a copy of 16-bit results
         result.index_put_((own, column[own, 0]), at_target[own, 0].to(result.dtype))
     dlogits[:, n:] = 0.0
@@ -106,13 +112,18 @@ def _slope(raw: Tensor, part: Part) -> Tensor | float:
     )  # 1 - tanh^2 cancels
 
 
-def _gradient(dloss: Tensor, logits: Tensor, *rest: Any) -> tuple[Tensor]:
+def _gradient(run: Runner, dloss: Tensor, logits: Tensor, *rest: Any) -> tuple[Tensor]:
     (dlogits,) = gradients(dloss, logits, *rest)
-    gradient_into(dlogits, dloss, logits, *rest)
+    gradient_into(run, dlogits, dloss, logits, *rest)
     return (dlogits,)
 
 
-blocked = steps_of_operators(
-    register_without_gradient("cross_entropy_statistics_blocked", statistics, statistics_outputs, opaque=True),
-    OPERATOR.register("cross_entropy_blocked", loss_of_whole, _gradient, opaque=True),
+blocked, compiled = (
+    steps_of_operators(
+        register_without_gradient(
+            f"cross_entropy_statistics_{path}", partial(statistics, run), statistics_outputs, opaque=True
+        ),
+        OPERATOR.register(f"cross_entropy_{path}", loss_of_whole, partial(_gradient, run), opaque=True),
+    )
+    for path, run in RUNNERS.items()
 )

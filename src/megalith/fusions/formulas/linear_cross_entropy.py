@@ -5,6 +5,7 @@ chunk are made, used, and dropped. T tokens, H hidden, n words of this part.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from megalith.fusions.formulas import cross_entropy, cross_entropy_blocked
 from megalith.fusions.formulas.cross_entropy_steps import Steps, steps_of_operators
 from megalith.fusions.formulas.rows import wide
 from megalith.fusions.paths.library import Operator, register_without_gradient
+from megalith.fusions.paths.row_wise import RUNNERS
 
 __all__ = ["OPERATOR", "blocked", "reference", "steps_by_chunks"]
 
@@ -191,7 +193,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 blocked = steps_by_chunks(
     "linear_cross_entropy_blocked",
-    cross_entropy_blocked.statistics,
+    partial(cross_entropy_blocked.statistics, RUNNERS["blocked"]),
     cross_entropy.loss_of_whole,
-    cross_entropy_blocked.gradient_into,
+    partial(cross_entropy_blocked.gradient_into, RUNNERS["blocked"]),
 )

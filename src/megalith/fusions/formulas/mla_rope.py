@@ -11,9 +11,10 @@ from torch import Tensor
 from megalith.fusions.formulas.rotation import Rotation, Tables, turn
 from megalith.fusions.formulas.rows import wide
 from megalith.fusions.paths.blocks import by_blocks
+from megalith.fusions.paths.compiled_blocks import compiled_whole
 from megalith.fusions.paths.library import Operator
 
-__all__ = ["OPERATOR", "blocked", "gradients", "outputs", "reference"]
+__all__ = ["OPERATOR", "blocked", "compiled", "gradients", "outputs", "reference"]
 
 
 def reference(
@@ -65,5 +66,18 @@ def _backward(
     return torch.cat((nope, dv), dim=-1), dk_pe.squeeze(2)
 
 
+def _whole_backward(
+    dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, layout: str
+) -> tuple[Tensor, Tensor]:
+    R = 2 * cos.shape[-1]
+    nope, pe = dk.split((dk.shape[-1] - R, R), dim=-1)
+    shared = pe.sum(dim=2, keepdim=True, dtype=wide(pe.dtype))
+    dk_pe = turn(shared, Tables(cos, sin, positions), Rotation(layout, inverse=True), dk.dtype)
+    return torch.cat((nope, dv), dim=-1), dk_pe.squeeze(2)
+
+
 # forward copies each column once, to where it belongs: there is nothing to gain from blocks
 blocked = OPERATOR.register("mla_rope_kv_blocked", reference, _backward, opaque=True)
+compiled = OPERATOR.register(
+    "mla_rope_kv_compiled", compiled_whole(reference), compiled_whole(_whole_backward), opaque=True
+)

@@ -235,13 +235,6 @@ def _whole_backward(
     return dq, dk, dq_weight, dk_weight
 
 
-def _has_rows(x: Tensor) -> bool:
-    """All but gains and what is empty has a row for each token, or each position."""
-    return x.dim() > 1
-
-
 blocked = OPERATOR.register("rope_blocked", _forward, _backward, opaque=True)
 # whole, as the compiler joins the halves of a head where it makes them, and would join them twice in given memory
-compiled = OPERATOR.register(
-    "rope_compiled", compiled_whole(reference, _has_rows), compiled_whole(_whole_backward, _has_rows), opaque=True
-)
+compiled = OPERATOR.register("rope_compiled", compiled_whole(reference), compiled_whole(_whole_backward), opaque=True)

@@ -48,15 +48,15 @@ def compiled_widened_by_blocks(
     _run(formula, rows, outputs, sums, acc)
 
 
-def compiled_whole(function: Callable[P, R], has_rows: Callable[[Tensor], bool]) -> Callable[P, R]:
-    """``function`` of whole tensors, compiled for any length of the first dimension of those that ``has_rows``."""
+def compiled_whole(function: Callable[P, R]) -> Callable[P, R]:
+    """``function`` of whole tensors, compiled for any number of rows; a vector has none, all rows share it."""
 
     @functools.cache
     def build() -> Callable[..., R]:
         return compile_apart(function)
 
     def run(*inputs: P.args, **_: P.kwargs) -> R:
-        given = [_any_length(x[:]) if isinstance(x, Tensor) and has_rows(x) else x for x in inputs]
+        given = [_any_length(x[:]) if isinstance(x, Tensor) and x.dim() > 1 else x for x in inputs]
         with torch.no_grad():
             return build()(*given)
 

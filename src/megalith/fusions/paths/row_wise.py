@@ -10,7 +10,7 @@ from megalith.fusions.paths.blocks import by_blocks, widened_by_blocks
 from megalith.fusions.paths.compiled_blocks import compiled_by_blocks, compiled_widened_by_blocks
 from megalith.fusions.paths.library import Operator
 
-__all__ = ["Runner", "register_row_wise"]
+__all__ = ["RUNNERS", "Runner", "register_row_wise"]
 
 Y = TypeVar("Y")
 G = TypeVar("G", bound=tuple[Tensor, ...])
@@ -23,7 +23,7 @@ class Runner(NamedTuple):
     widened_by_blocks: Callable[..., None]
 
 
-_RUNNERS = {
+RUNNERS = {
     "blocked": Runner(by_blocks, widened_by_blocks),
     "compiled": Runner(compiled_by_blocks, compiled_widened_by_blocks),
 }
@@ -35,6 +35,6 @@ def register_row_wise(
     """``megalith::<name>_blocked`` and ``megalith::<name>_compiled``, of functions that take a Runner before inputs."""
     blocked, compiled = (
         operator.register(f"{name}_{path}", partial(forward, run), partial(backward, run), opaque=True)
-        for path, run in _RUNNERS.items()
+        for path, run in RUNNERS.items()
     )
     return blocked, compiled
