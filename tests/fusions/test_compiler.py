@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megalith import fusions
 from megalith.fusions.paths import backend, compiler
 from megalith.fusions.paths.backend import Fusion
 from megalith.fusions.paths.blocks import LARGEST_WHOLE
@@ -49,3 +51,15 @@ def test_without_it_the_default_is_the_next_of_the_table(monkeypatch):
     for reason, want in ((None, "compile"), ("there is none", "blocked")):
         monkeypatch.setattr(backend, "why_not_compile", lambda reason=reason: reason)
         assert fusion.default(x) == want
+
+
+def test_a_fake_tensor_asks_no_compiler(monkeypatch):
+    def refuse(function):
+        raise AssertionError("a probe of fake tensors would crash")
+
+    monkeypatch.setattr(compiler, "compile_apart", refuse)
+    with FakeTensorMode():
+        x = torch.empty(512, 1024, requires_grad=True)
+        y = fusions.glu(x, activation="silu")
+        y.sum().backward()
+    assert (y.shape, x.grad.shape) == ((512, 512), (512, 1024))

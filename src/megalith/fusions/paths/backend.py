@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Generic, ParamSpec, Protocol, TypeVar, get_args
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megalith.errors import BackendError
 from megalith.fusions.paths.blocks import LARGEST_WHOLE
@@ -117,7 +118,7 @@ class Fusion(Generic[Path]):
         if backend == "triton":
             return _why_not_triton(x)
         if backend == "compile" and x.device.type == "cpu" and not torch.compiler.is_compiling():
-            return why_not_compile()
+            return None if isinstance(x, FakeTensor) else why_not_compile()  # only its shape is asked for
         return None
 
 
