@@ -1,4 +1,4 @@
-"""The norms on a CPU, in blocks of rows that stay in its caches; what LayerNorm does to a row is torch's own operator.
+"""The norms on a CPU: formulas over blocks of rows, or compiled; what LayerNorm does to a row is torch's own operator.
 
 That operator makes one pass, and beside a float32 gain it keeps float32 statistics of 16-bit rows, but it adds up their
 dw and db in 16 bits: for these it gets blocks in float32.
