@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megalith import fusions
 from megalith.fusions.paths import compiled_blocks
-from megalith.fusions.paths.compiled_blocks import compiled_by_blocks, compiled_widened_by_blocks
+from megalith.fusions.paths.compiled_blocks import compiled_by_blocks
 from megalith.fusions.paths.compiler import why_not_compile
 from megalith.numerics.dropout import DropoutKey
 
@@ -45,7 +45,7 @@ def test_parts_of_one_tensor_are_written_as_if_they_were_tensors():
         return x * 2.0, x - 1.0
 
     for halves in (y.chunk(2, dim=-1), (y[:, ::2], y[:, 1::2])):
-        compiled_widened_by_blocks(formula, (x,), halves, acc=torch.float32)
+        compiled_by_blocks(formula, (x,), halves, acc=torch.float32)
         assert torch.equal(halves[0], (x.float() * 2.0).bfloat16())
         assert torch.equal(halves[1], (x.float() - 1.0).bfloat16())
 

@@ -3,7 +3,7 @@
 S sequence, B micro-batch, A heads, G kv groups, D head size, R rotated features.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -117,18 +117,9 @@ OPERATOR = Operator(
 )
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    *options: Any,
-) -> Outputs:
-    results = outputs(q, k, cos, sin, positions, q_norm_weight, k_norm_weight, *options)
-    y, y_k, q_rstd, k_rstd = results
+def _forward(*inputs: Any) -> Outputs:
+    q, k, cos, sin, positions, q_norm_weight, k_norm_weight, *options = inputs
+    y, y_k, q_rstd, k_rstd = results = outputs(*inputs)
     table, how = Tables(cos, sin, positions), Rotation(*options)
     _turn_rows(q, q_norm_weight, table, how, y, q_rstd)
     if k is not None:
@@ -136,33 +127,32 @@ def _forward(
     return results
 
 
-def _backward(
-    dy: Tensor,
-    dy_k: Tensor,
-    q: Tensor | None,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    q_rstd: Tensor,
-    k_rstd: Tensor,
-    *options: Any,
-) -> Outputs:
-    weights = q_norm_weight, k_norm_weight
-    results = gradients(dy, dy_k, q, k, cos, sin, positions, *weights, q_rstd, k_rstd, *options)
-    dq, dk, dq_weight, dk_weight = results
-    table, how = Tables(cos, sin, positions), Rotation(*options)
+class _Heads(NamedTuple):
+    """What backward has of q, or of k; dy is empty where there is no k."""
+
+    dy: Tensor
+    x: Tensor | None
+    weight: Tensor | None
+    rstd: Tensor
+
+
+def _given_to_backward(*inputs: Any) -> tuple[_Heads, _Heads, Tables, Rotation]:
+    """Of q and of k, the tables, and the rotation back."""
+    dy, dy_k, q, k, cos, sin, positions, q_norm_weight, k_norm_weight, q_rstd, k_rstd, *options = inputs
+    how = Rotation(*options)
     back = how._replace(inverse=not how.inverse)
-    for grad, x, weight, rstd, dx, dweight in (
-        (dy, q, q_norm_weight, q_rstd, dq, dq_weight),
-        (dy_k, k, k_norm_weight, k_rstd, dk, dk_weight),
-    ):
-        if x is not None and weight is not None:
-            _turn_and_normalize_back(grad, x, weight, rstd, table, back, dx, dweight)
-        elif grad.dim() > 1:
-            _turn_rows(grad, None, table, back, dx, rstd)
+    heads = _Heads(dy, q, q_norm_weight, q_rstd), _Heads(dy_k, k, k_norm_weight, k_rstd)
+    return *heads, Tables(cos, sin, positions), back
+
+
+def _backward(*inputs: Any) -> Outputs:
+    of_q, of_k, table, back = _given_to_backward(*inputs)
+    dq, dk, dq_weight, dk_weight = results = gradients(*inputs)
+    for heads, dx, dweight in ((of_q, dq, dq_weight), (of_k, dk, dk_weight)):
+        if heads.weight is not None:
+            _turn_and_normalize_back(heads, table, back, dx, dweight)
+        elif heads.dy.dim() > 1:
+            _turn_rows(heads.dy, None, table, back, dx, heads.rstd)
     return results
 
 
@@ -189,16 +179,9 @@ def _turn_rows(x: Tensor, weight: Tensor | None, table: Tables, how: Rotation, y
         y_after.copy_(after)
 
 
-def _turn_and_normalize_back(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    table: Tables,
-    back: Rotation,
-    dx: Tensor,
-    dweight: Tensor,
-) -> None:
+def _turn_and_normalize_back(heads: _Heads, table: Tables, back: Rotation, dx: Tensor, dweight: Tensor) -> None:
+    dy, x, weight, rstd = heads
+    assert weight is not None, "asked for normalised heads only"
     total = dweight.zero_().to(wide(dy.dtype))
 
     def formula(dy: Tensor, x: Tensor, rstd: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,30 +191,17 @@ def _turn_and_normalize_back(
     dweight.copy_(total)
 
 
-def _whole_backward(
-    dy: Tensor,
-    dy_k: Tensor,
-    q: Tensor | None,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    q_rstd: Tensor,
-    k_rstd: Tensor,
-    *options: Any,
-) -> Outputs:
-    table, how = Tables(cos, sin, positions), Rotation(*options)
-    back = how._replace(inverse=not how.inverse)
+def _whole_backward(*inputs: Any) -> Outputs:
+    of_q, of_k, table, back = _given_to_backward(*inputs)
 
-    def of(dy: Tensor, x: Tensor | None, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    def of(heads: _Heads) -> tuple[Tensor, Tensor]:
+        dy, x, weight, rstd = heads
         if x is None or weight is None:
             return turn(dy, table, back, dy.dtype) if dy.dim() > 1 else dy.clone(), dy.new_empty(0)
         dx, dweight = normalize_back(turn(dy, table, back), x, weight, rstd, back)
         return dx, dweight.to(weight.dtype)
 
-    (dq, dq_weight), (dk, dk_weight) = of(dy, q, q_norm_weight, q_rstd), of(dy_k, k, k_norm_weight, k_rstd)
+    (dq, dq_weight), (dk, dk_weight) = of(of_q), of(of_k)
     return dq, dk, dq_weight, dk_weight
 
 

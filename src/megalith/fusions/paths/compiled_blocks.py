@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 from megalith.fusions.paths.blocks import Results, blocks, extent
 from megalith.torch_compat import compile_apart
 
-__all__ = ["compiled_by_blocks", "compiled_whole", "compiled_widened_by_blocks"]
+__all__ = ["compiled_by_blocks", "compiled_whole"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,21 +31,17 @@ def compiled_by_blocks(
     rows: Sequence[Tensor | None],
     outputs: Sequence[Tensor],
     sums: Sequence[Tensor] = (),
-) -> None:
-    """``blocks.by_blocks``, compiled."""
-    _run(formula, rows, outputs, sums, None)
-
-
-def compiled_widened_by_blocks(
-    formula: Callable[..., Results],
-    rows: Sequence[Tensor | None],
-    outputs: Sequence[Tensor],
-    sums: Sequence[Tensor] = (),
     *,
-    acc: torch.dtype,
+    acc: torch.dtype | None = None,
 ) -> None:
-    """``blocks.widened_by_blocks``, compiled."""
-    _run(formula, rows, outputs, sums, acc)
+    """``blocks.by_blocks``, compiled; with ``acc`` it is ``blocks.widened_by_blocks``."""
+    num_rows, widest = extent((*outputs, *rows))
+    compute = _compiled(formula.__code__)
+    outputs, sums = _apart(outputs), _apart(sums)
+    with torch.no_grad():
+        for block in blocks(num_rows, widest, at_once=_AT_ONCE):
+            given = [None if x is None else _any_length(x[block]) for x in rows]
+            compute(formula, given, [_any_length(output[block]) for output in outputs], sums, acc)
 
 
 def compiled_whole(function: Callable[P, R]) -> Callable[P, R]:
@@ -61,22 +57,6 @@ def compiled_whole(function: Callable[P, R]) -> Callable[P, R]:
             return build()(*given)
 
     return run
-
-
-def _run(
-    formula: Callable[..., Results],
-    rows: Sequence[Tensor | None],
-    outputs: Sequence[Tensor],
-    sums: Sequence[Tensor],
-    acc: torch.dtype | None,
-) -> None:
-    num_rows, widest = extent((*outputs, *rows))
-    compute = _compiled(formula.__code__)
-    outputs, sums = _apart(outputs), _apart(sums)
-    with torch.no_grad():
-        for block in blocks(num_rows, widest, at_once=_AT_ONCE):
-            given = [None if x is None else _any_length(x[block]) for x in rows]
-            compute(formula, given, [_any_length(output[block]) for output in outputs], sums, acc)
 
 
 def _compute(

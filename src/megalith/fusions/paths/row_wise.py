@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from megalith.fusions.paths.blocks import by_blocks, widened_by_blocks
-from megalith.fusions.paths.compiled_blocks import compiled_by_blocks, compiled_widened_by_blocks
+from megalith.fusions.paths.compiled_blocks import compiled_by_blocks
 from megalith.fusions.paths.library import Operator
 
 __all__ = ["RUNNERS", "Runner", "register_row_wise"]
@@ -25,7 +25,7 @@ class Runner(NamedTuple):
 
 RUNNERS = {
     "blocked": Runner(by_blocks, widened_by_blocks),
-    "compiled": Runner(compiled_by_blocks, compiled_widened_by_blocks),
+    "compiled": Runner(compiled_by_blocks, compiled_by_blocks),
 }
 
 
