@@ -20,10 +20,14 @@ CASES = all_cases()
 FIRST = first_of_each_operation()
 OURS = ("triton", "blocked")  # the paths with an operator of ours
 EAGER = (*OURS, "aten", "reference")
+COMPILED = [case for case in CASES if "compile" in DEFAULT_PATHS[case.fusion.name]["cpu"]]  # by default
 
 
 def on_paths(cases: list[Case], paths: Sequence[str] = EAGER, slow_after_first: bool = False) -> pytest.MarkDecorator:
-    """Parametrises a test by case and path; with ``slow_after_first``, `make test` takes one case of an operation."""
+    """Parametrises a test by case and path; with ``slow_after_first``, `make test` takes one case of an operation.
+
+    What holds of blocks must hold of what is compiled by default too: one case of each operation, slow.
+    """
     parameters = [
         pytest.param(
             case, path, id=f"{case}-{path}", marks=[pytest.mark.slow] if slow_after_first and case not in FIRST else []
@@ -31,6 +35,11 @@ def on_paths(cases: list[Case], paths: Sequence[str] = EAGER, slow_after_first: 
         for case in cases
         for path in paths
         if path in case.fusion.paths
+    ]
+    parameters += [
+        pytest.param(case, "compile", id=f"{case}-compile", marks=pytest.mark.slow)
+        for case in cases
+        if "blocked" in paths and case in FIRST and case in COMPILED
     ]
     return pytest.mark.parametrize(("case", "path"), parameters)
 
@@ -189,9 +198,7 @@ def test_inductor_keeps_the_accuracy(case, dtype, device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if "compile" in DEFAULT_PATHS[case.fusion.name]["cpu"]], ids=str
-)
+@pytest.mark.parametrize("case", COMPILED, ids=str)
 def test_what_compiles_by_default_keeps_the_accuracy_in_columns_that_no_vector_divides(case, dtype, device):
     widths = [width for width in case.widths if 64 < width < 4096 and width % 16] or case.widths
     case.assert_accurate(case.make(5, widths[-1], dtype, device), "compile")
