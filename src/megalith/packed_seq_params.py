@@ -92,6 +92,23 @@ class PackedSeqParams:
         return cls._from_borders(borders, *documents.shape)
 
     @classmethod
+    def from_padding(cls, is_token: Tensor) -> "PackedSeqParams":
+        """From which places of padded rows hold tokens, bool [B, S]: a row's tokens are one document.
+
+        What pads it before and after are others, so that no token sees padding, and none of a row's tokens is lost.
+        Raises ShapeError for tokens with padding between them.
+        """
+        if is_token.dtype != torch.bool or is_token.dim() != 2 or is_token.numel() == 0:
+            raise ShapeError(f"is_token must be bool [B, S]; got {is_token.dtype} {list(is_token.shape)}")
+        changes = (is_token[:, 1:] != is_token[:, :-1]).cumsum(dim=1)
+        documents = torch.nn.functional.pad(changes, (1, 0))
+        begins = is_token & ~torch.nn.functional.pad(is_token[:, :-1], (1, 0))
+        if (begins.sum(dim=1) > 1).any():
+            row = int((begins.sum(dim=1) > 1).nonzero()[0])
+            raise ShapeError(f"the tokens of a row must be together; row {row} has padding between them")
+        return cls.from_documents(documents)
+
+    @classmethod
     def _from_borders(cls, borders: list[int], batch_size: int, seq_length: int) -> "PackedSeqParams":
         cu_seqlens = torch.tensor(borders, dtype=torch.int32)
         longest = max((end - start for start, end in pairwise(borders)), default=0)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megalith.errors import CheckpointError, ShapeError
-from megalith.parallel.boxes import local_box
+from megalith.parallel.local_ranges import local_ranges
 
 __all__ = ["Box", "local_part"]
 
@@ -55,7 +55,7 @@ def local_part(name: str, tensor: Tensor) -> tuple[Box, Tensor]:
         CheckpointError: a placement that no box describes; the message says why.
     """
     try:
-        box = Box(local_box(tensor))
+        box = Box(local_ranges(tensor))
     except ShapeError as error:
         raise CheckpointError(f"{name}: {error}") from error
     local: Tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

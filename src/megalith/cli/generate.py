@@ -18,7 +18,7 @@ def generate(
 ) -> None:
     """Sample text, in one process, whatever layout wrote the checkpoint."""
     from megalith.models.generation import Sampling
-    from megalith.training.inference import generate_text
+    from megalith.training.tasks.generation import generate_text
 
     sampling = Sampling(temperature, top_k, top_p)
     print(prompt + generate_text(source, prompt, max_new_tokens, sampling=sampling, seed=seed))

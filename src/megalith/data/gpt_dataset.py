@@ -9,6 +9,7 @@ Sample i depends on (data, seed, S, i) alone. Batch size, number of ranks and le
 run's position in its data is one integer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from megalith.data.indexed_dataset import IndexedDataset
 from megalith.errors import ConfigError, DataError
 from megalith.numerics.permutation import KeyedPermutation
 
-__all__ = ["EvaluationDataset", "GPTDataset", "GPTSample"]
+__all__ = ["EvaluationDataset", "GPTBatch", "GPTDataset", "GPTSample", "stack_samples"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,31 @@ class GPTSample:
     labels: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
     documents: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class GPTBatch:
+    """B samples: tokens and labels int64 [B, S], loss_mask bool [B, S], documents int32 [B, S].
+
+    row_ids: int64 [B], where each row stands in the step's global batch.
+    """
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]
+    documents: NDArray[np.int32]
+    row_ids: NDArray[np.int64]
+
+
+def stack_samples(samples: Sequence[GPTSample], row_ids: Sequence[int]) -> GPTBatch:
+    """The batch of these samples, one a row."""
+    return GPTBatch(
+        np.stack([sample.tokens for sample in samples]),
+        np.stack([sample.labels for sample in samples]),
+        np.stack([sample.loss_mask for sample in samples]),
+        np.stack([sample.documents for sample in samples]),
+        np.array(row_ids, dtype=np.int64),
+    )
 
 
 class GPTDataset:

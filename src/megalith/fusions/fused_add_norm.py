@@ -9,14 +9,13 @@ Floor: 4TH elements in forward and 4TH in backward, 5TH with dropout; saved: h a
 
 from torch import Tensor
 
-from megalith.errors import ConfigError
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.formulas.dropout_mask import mask_operands
 from megalith.fusions.formulas.norm import Normalization
 from megalith.fusions.formulas.rows import as_rows, in_shape
 from megalith.fusions.norm import PATHS, check
 from megalith.fusions.paths.backend import Backend, Fusion
-from megalith.numerics.dropout import DropoutKey
+from megalith.numerics.dropout import Dropout
 
 __all__ = ["FUSION", "fused_add_norm"]
 
@@ -31,9 +30,7 @@ def fused_add_norm(
     eps: float = 1e-5,
     zero_centered: bool = False,
     input_bias: Tensor | None = None,
-    p: float = 0.0,
-    key: DropoutKey | None = None,
-    training: bool = True,
+    dropout: Dropout | None = None,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The norm of ``residual + dropout(x + input_bias)``, and that sum, the next residual.
@@ -47,10 +44,7 @@ def fused_add_norm(
         eps: added to the variance, or to the mean square.
         zero_centered: the gain is 1 + weight, formed in float32.
         input_bias: [H], added to ``x`` before dropout: the bias of the linear layer that made it.
-        p: the share of elements of ``x`` that dropout zeroes, below 1.
-        key: decides the mask, a function of seed, step, site, token id and feature. By default it is drawn from torch's
-            generator: torch.manual_seed repeats it, but another layout of ranks has another mask.
-        training: False drops nothing.
+        dropout: of ``x``; None drops nothing.
         backend: the path to take; by default that of ``use(...)``, else the one of the table.
 
     Returns:
@@ -59,19 +53,17 @@ def fused_add_norm(
 
     Raises:
         ShapeError: the tensors, or the token ids, do not fit together.
-        ConfigError: a probability outside [0, 1), a negative eps, a bias for RMSNorm, an unknown normalization.
+        ConfigError: a negative eps, a bias for RMSNorm, an unknown normalization.
         BackendError: ``backend`` cannot run on ``x``.
     """
-    if not 0.0 <= p < 1.0:
-        raise ConfigError(f"p must be in [0, 1), the share of elements to drop; got {p}")
     check(x, weight, bias, eps, normalization, zero_centered)
     check_floating(residual=residual, input_bias=input_bias)
     check_one_device(x=x, residual=residual, input_bias=input_bias)
     check_shape("residual", residual, x.shape, "as x")
     check_shape("input_bias", input_bias, x.shape[-1:], "one for each feature of x")
-    p = float(p) if training else 0.0
     compute = FUSION.path(x, backend)
-    words, tokens, site = mask_operands(key, x) if p else (None, None, 0)
+    p = 0.0 if dropout is None else float(dropout.p)
+    words, tokens, site = mask_operands(dropout.key, x) if dropout is not None and p else (None, None, 0)
     y, h, *_ = compute(
         as_rows(x), as_rows(residual), weight, bias, input_bias, words, tokens, site, p, float(eps), normalization,
         zero_centered,

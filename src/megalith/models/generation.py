@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megalith.errors import ConfigError
 from megalith.models.gpt_model import GPTModel
-from megalith.transformer.attention import KVCache
 
 __all__ = ["Sampling", "generate"]
 
@@ -66,7 +65,7 @@ def generate(
         max_new_tokens = min(max_new_tokens, limit - len(prompt))
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    caches = [KVCache() for _ in model.model.layers]
+    caches = model.new_caches()
     was_training = model.training
     model.eval()
     tokens = torch.tensor([list(prompt)], device=device)

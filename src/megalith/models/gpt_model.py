@@ -1,8 +1,10 @@
-"""GPT: a causal decoder of Llama shape, GPT-2 shape, or any mix of their parts.
+"""GPT: a causal decoder of Llama shape, GPT-2 shape, or any mix of their parts; the whole of it, or one stage.
 
 Parameter names are those of Hugging Face's Llama in every shape (``model.layers.0.self_attn.q_proj.weight``);
 ``models/hf`` renames them for architectures that call them otherwise.
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,61 +13,63 @@ from megalith.config import TransformerConfig
 from megalith.errors import ConfigError, ShapeError
 from megalith.numerics.dropout import DropoutKey, dropout
 from megalith.packed_seq_params import PackedSeqParams
-from megalith.parallel.boxes import split_evenly
-from megalith.parallel.parameters import local
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.local_ranges import chunk_range
 from megalith.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from megalith.parallel.tensor.layers import ColumnParallelLinear, VocabParallelEmbedding
-from megalith.parallel.tensor.regions import enter_tensor_parallel
 from megalith.topology.collectives import gather_from_tensor_model_parallel_region
 from megalith.topology.process_groups_config import ProcessGroupCollection
-from megalith.transformer.attention import KVCache
-from megalith.transformer.block import TransformerBlock
-from megalith.transformer.build_options import BuildOptions
-from megalith.transformer.embeddings import LearnedPositions, sequence_parallel_key
+from megalith.transformer.dropout import DropoutSite, sequence_parallel_key
+from megalith.transformer.embeddings import LearnedPositions
+from megalith.transformer.layer_context import KVCache, LayerContext
+from megalith.transformer.layer_spec import LayerSpecs, same_layers
 from megalith.transformer.module import ModelModule
+from megalith.transformer.normalization import Normalization
 from megalith.transformer.rotary import rotary_table
+from megalith.transformer.stack import LayerStack
+from megalith.transformer.stage import Stage
 
 __all__ = ["GPTModel"]
 
 
-class GPTDecoder(TransformerBlock):
-    """Embeddings, layers, final norm: tokens to hidden states."""
+class GPTDecoder(nn.Module):
+    """Embeddings, layers, final norm: tokens to hidden states, or the part of that way that a stage has."""
 
-    def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
-        super().__init__(config, options)
+    def __init__(self, config: TransformerConfig, options: BuildOptions, stage: Stage, spec_of: LayerSpecs) -> None:
+        super().__init__()
         assert config.vocab_size is not None, "GPTModel has checked it"
-        self.config = config
-        self.sequence_group = options.pg_collection.tp if options.sequence_parallel else None
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size,
-            config.hidden_size,
-            std=config.init_method_std,
-            dtype=options.dtype,
-            pg_collection=options.pg_collection,
-            sequence_parallel=options.sequence_parallel,
-        )
         learned = config.position_embedding_type == "learned_absolute"
-        self.embed_positions = LearnedPositions(config, options) if learned else None
-        self.rotary_base = None if learned else config.rotary_base
+        self.layers = LayerStack(config, options, stage.layers, spec_of)
+        self.norm = Normalization(config, options) if stage.has_head else None
+        self.embed_tokens: VocabParallelEmbedding | None = None
+        self.embed_positions: LearnedPositions | None = None
+        if stage.has_embedding:
+            std = config.init_method_std
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, options, std=std)
+            self.embed_positions = LearnedPositions(config, options) if learned else None
+        self.embedding_dropout = DropoutSite(config.hidden_dropout)
 
     def forward(
         self,
         tokens: Tensor,
         position_ids: Tensor,
-        packed_seq_params: PackedSeqParams | None,
-        dropout_key: DropoutKey | None,
-        caches: list[KVCache] | None,
+        context: LayerContext,
+        caches: Mapping[int, KVCache] | None,
+        hidden: Tensor | None,
     ) -> Tensor:
-        """int64 tokens [B, S], position_ids [S] or [B, S] -> [S, B, H]; [S/tp, B, H] under sequence parallelism."""
-        x = self.embed_tokens(tokens)
-        rotary = None
-        if self.embed_positions is not None:
-            x = x + self.embed_positions(position_ids)
-        if self.rotary_base is not None:
-            rotary = rotary_table(position_ids, self.config.kv_channels, self.rotary_base, x.dtype)
-        if dropout_key is not None and self.config.hidden_dropout > 0.0:
-            x = dropout(x, self.config.hidden_dropout, sequence_parallel_key(dropout_key, self.sequence_group))
-        return self.run_layers(x, rotary, packed_seq_params, dropout_key, caches)
+        """int64 tokens [B, S], position_ids [S] or [B, S] -> [S, B, H]; [S/tp, B, H] under sequence parallelism.
+
+        ``hidden`` has that shape too: what the stage before gave, for a stage without the embedding.
+        """
+        if self.embed_tokens is not None:
+            hidden = self.embed_tokens(tokens)
+            if self.embed_positions is not None:
+                hidden = hidden + self.embed_positions(position_ids)
+            drops = self.embedding_dropout.of(context.hidden_dropout)
+            if drops is not None and drops.key is not None:
+                hidden = dropout(hidden, drops.p, drops.key)
+        x: Tensor = self.layers(hidden, context, caches)
+        return x if self.norm is None else self.norm(x)
 
 
 class GPTModel(ModelModule):
@@ -73,11 +77,13 @@ class GPTModel(ModelModule):
 
     Args:
         config: the shape; ``vocab_size`` must be set.
-        options: groups, dtype, sequence parallelism, recomputation; by default one process, with no torch.distributed.
+        options: groups, dtype, strategies; by default one process, with no torch.distributed.
+        stage: which part of the model to build; by default all of it.
+        spec_of: what each layer is made of, by its index.
         seed: of the first weights; built under ``torch.device("meta")`` none are drawn, see ``materialize``.
 
     Raises:
-        ConfigError: the vocabulary's size is not known.
+        ConfigError: the vocabulary's size is not known, or tied embeddings would be in two stages.
         ShapeError: sizes that tp cannot split.
     """
 
@@ -86,28 +92,43 @@ class GPTModel(ModelModule):
         config: TransformerConfig,
         options: BuildOptions | None = None,
         *,
+        stage: Stage | None = None,
+        spec_of: LayerSpecs = same_layers,
         seed: int = 1234,
     ) -> None:
         super().__init__()
         if config.vocab_size is None:
             raise ConfigError("model.vocab_size is not set; give it, or name a tokenizer in data.tokenizer")
         options = options or BuildOptions(ProcessGroupCollection.single())
+        self.stage = stage or Stage.whole(config.num_layers)
+        self.tied = config.tie_word_embeddings
+        if self.tied and self.stage.has_head and not self.stage.has_embedding:
+            raise ConfigError(
+                "tied embeddings are one weight, and this stage has the head without the embedding; build both in one "
+                "stage, or set model.tie_word_embeddings=false"
+            )
         self.config = config
-        self.pg_collection = options.pg_collection
-        self.sequence_parallel = options.sequence_parallel
-        self.model = GPTDecoder(config, options)
+        self.options = options
+        self.model = GPTDecoder(config, options, self.stage, spec_of)
         self.lm_head: ColumnParallelLinear | None = None
-        if not config.tie_word_embeddings:
+        if self.stage.has_head:
             self.lm_head = ColumnParallelLinear(
                 config.hidden_size,
                 config.vocab_size,
+                options,
                 bias=False,
                 std=config.init_method_std,
-                dtype=options.dtype,
-                pg_collection=options.pg_collection,
-                sequence_parallel=options.sequence_parallel,
+                has_weight=not self.tied,
             )
         self.finish(seed)
+
+    def layers(self) -> list[nn.Module]:
+        """The transformer layers of this stage."""
+        return list(self.model.layers.values())
+
+    def new_caches(self) -> dict[int, KVCache]:
+        """An empty cache of keys and values for each layer."""
+        return {index: KVCache() for index in self.stage.layers}
 
     def forward(
         self,
@@ -117,9 +138,10 @@ class GPTModel(ModelModule):
         position_ids: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         dropout_key: DropoutKey | None = None,
-        caches: list[KVCache] | None = None,
+        caches: Mapping[int, KVCache] | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """Losses when ``labels`` are given, else logits.
+        """Losses when ``labels`` are given, else logits; hidden states from a stage without the head.
 
         Args:
             tokens: int64 [B, S].
@@ -128,49 +150,61 @@ class GPTModel(ModelModule):
             packed_seq_params: where documents begin; tokens see their own document only.
             dropout_key: of the step, with the global id of each token, int64 [B, S]; in training on one process it
                 may be left out, and is drawn from torch's generator.
-            caches: one for each layer; ``tokens`` then follow those in the caches.
+            caches: one for each layer, by its index; ``tokens`` then follow those in the caches.
+            hidden: [S, B, H], [S/tp, B, H] under sequence parallelism: what the stage before gave.
 
         Returns:
-            The loss of each token, [B, S] in float32 or wider; or logits [B, S, V], whole on every rank.
+            The loss of each token, [B, S] in float32 or wider; or logits [B, S, V], whole on every rank; or [S, B, H].
 
         Raises:
-            ShapeError: more positions than ``max_position_embeddings``, an S that sequence parallelism cannot split, or
-                documents of other rows.
+            ShapeError: more positions than ``max_position_embeddings``, an S that sequence parallelism cannot split,
+                documents of other rows, or ``hidden`` where the stage embeds tokens, or none where it does not.
             ConfigError: training with dropout under tensor parallelism without a ``dropout_key``.
         """
-        num_cached = caches[0].num_tokens if caches else 0
-        self._check_shape(tokens, num_cached, packed_seq_params)
+        num_cached = next(iter(caches.values())).num_tokens if caches else 0
+        self._check_shape(tokens, num_cached, packed_seq_params, hidden)
         if position_ids is None:
             position_ids = torch.arange(num_cached, num_cached + tokens.shape[1], device=tokens.device)
-        dropout_key = self._dropout_key(tokens, dropout_key) if self.training else None
-        x = self.model(tokens, position_ids, packed_seq_params, dropout_key, caches)
-        logits = self._logits(x)  # [S, B, V/tp]
+        context = self._context(tokens, position_ids, packed_seq_params, dropout_key)
+        x: Tensor = self.model(tokens, position_ids, context, caches, hidden)
+        if self.lm_head is None:
+            return x
+        embedding = self.model.embed_tokens
+        logits = self.lm_head(x, embedding.weight if self.tied and embedding is not None else None)  # [S, B, V/tp]
         if labels is None:
             return self._gather(logits).transpose(0, 1)
         assert self.config.vocab_size is not None
-        tp_group = self.pg_collection.tp
+        tp_group = self.options.pg_collection.tp
         losses = vocab_parallel_cross_entropy(logits, labels.t(), self.config.vocab_size, tp_group)  # [S, B]
         return losses.t().clone()  # FSDP2 hooks what a forward returns, and warns of a view
 
-    def _logits(self, x: Tensor) -> Tensor:
-        if self.lm_head is not None:
-            logits: Tensor = self.lm_head(x)
-            return logits
-        x = enter_tensor_parallel(x, self.pg_collection.tp, self.sequence_parallel)
-        return nn.functional.linear(x, local(self.model.embed_tokens.weight))
+    def _context(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        documents: PackedSeqParams | None,
+        given: DropoutKey | None,
+    ) -> LayerContext:
+        rotary = None
+        if self.config.position_embedding_type == "rope":
+            rotary = rotary_table(position_ids, self.config.kv_channels, self.config.rotary_base, self.options.dtype)
+        key = self._dropout_key(tokens, given) if self.training else None
+        sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
+        hidden_key = None if key is None else sequence_parallel_key(key, sequence_group)
+        return LayerContext(documents=documents, rotary=rotary, token_dropout=key, hidden_dropout=hidden_key)
 
     def _gather(self, logits: Tensor) -> Tensor:
         """[S, B, V/tp] -> [S, B, V]; the last ranks' parts may be short, and travel padded."""
-        V, tp_size = self.config.vocab_size, self.pg_collection.tp_size
+        V, groups = self.config.vocab_size, self.options.pg_collection
         assert V is not None
-        longest = split_evenly(V, tp_size, 0)[1]
+        longest = chunk_range(V, groups.size("tp"), 0)[1]
         padded = nn.functional.pad(logits, (0, longest - logits.shape[-1]))
-        return gather_from_tensor_model_parallel_region(padded, self.pg_collection.tp)[..., :V]
+        return gather_from_tensor_model_parallel_region(padded, groups.tp)[..., :V]
 
     def _dropout_key(self, tokens: Tensor, given: DropoutKey | None) -> DropoutKey | None:
         if given is not None or self.config.hidden_dropout + self.config.attention_dropout == 0.0:
             return given
-        if self.pg_collection.tp_size > 1:
+        if self.options.pg_collection.size("tp") > 1:
             raise ConfigError(
                 "the ranks of a tensor-parallel model must drop the same elements; pass each of them the same "
                 "dropout_key=DropoutKey(seed, step, token_ids)"
@@ -178,7 +212,9 @@ class GPTModel(ModelModule):
         token_ids = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
         return DropoutKey(int(torch.randint(2**62, ())), 0, token_ids)
 
-    def _check_shape(self, tokens: Tensor, num_cached: int, packed_seq_params: PackedSeqParams | None) -> None:
+    def _check_shape(
+        self, tokens: Tensor, num_cached: int, packed_seq_params: PackedSeqParams | None, hidden: Tensor | None
+    ) -> None:
         B, S = tokens.shape
         if packed_seq_params is not None and (packed_seq_params.batch_size, packed_seq_params.seq_length) != (B, S):
             raise ShapeError(
@@ -190,8 +226,13 @@ class GPTModel(ModelModule):
             raise ShapeError(
                 f"{num_cached + S} positions are more than max_position_embeddings ({longest}); cut the tokens shorter"
             )
-        if self.sequence_parallel and S % self.pg_collection.tp_size:
+        tp_size = self.options.pg_collection.size("tp")
+        if self.options.sequence_parallel and S % tp_size:
             raise ShapeError(
-                f"sequence parallelism splits S ({S}) over tp ({self.pg_collection.tp_size}); "
-                "use a sequence length that it divides"
+                f"sequence parallelism splits S ({S}) over tp ({tp_size}); use a sequence length that it divides"
+            )
+        if (hidden is None) != self.stage.has_embedding:
+            raise ShapeError(
+                "a stage that embeds tokens takes no hidden states, and one that does not needs those of the stage "
+                f"before; this one has {'the' if self.stage.has_embedding else 'no'} embedding"
             )

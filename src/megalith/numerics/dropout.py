@@ -1,19 +1,22 @@
 """Dropout whose mask is a function of where an element stands in the whole batch, computed again rather than stored.
 
 Any layout drops the same elements, recomputation does too, and backward keeps nothing of the mask. An element's fate is
-one Philox word under the key BLAKE2b(seed, step), kept where word >= p * 2^32. The counter's four words are
+one Philox word under the key BLAKE2b(seed, step), kept where word >= p * 2^32, where each dropout of a model has a seed
+of its own, made of the run's and of its canonical name (``model.layers.3.self_attn_dropout``). The counter's four words
+are
 
     c0, c1  global token id, low and high word
     c2      feature // 4; the feature's word is feature % 4
     c3      site + 2^16 * head: which dropout of which layer, and which attention head
 
 A feature is the hidden index for activations and the position of the key for attention probabilities, whose token is
-the query's. Activations have no heads, and use head 0: no site may serve both kinds.
+the query's. Activations have no heads, and use head 0: no name and site may serve both kinds.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -23,12 +26,14 @@ from megalith.errors import ConfigError, ShapeError
 from megalith.numerics.philox import counters_per_chunk, key_of, low_and_high, philox4x32
 
 __all__ = [
+    "Dropout",
     "DropoutKey",
     "attention_dropout",
     "attention_keep_mask",
     "dropout",
     "keep_mask",
     "keep_mask_of",
+    "name_number",
     "philox_key",
     "threshold",
 ]
@@ -55,8 +60,37 @@ class DropoutKey:
             raise ConfigError(f"site must be in [0, {_SITES}), the low half of a counter word; got {self.site}")
 
     def at(self, site: int) -> "DropoutKey":
-        """The key for another place in the model: no two dropouts of a step may share a site."""
+        """The key for another place under the same name: no two dropouts of a step may share both."""
         return replace(self, site=site)
+
+    def named(self, number: int) -> "DropoutKey":
+        """The key of one of a model's dropouts, whose ``number`` is ``name_number`` of its canonical name."""
+        return replace(self, seed=self.seed ^ number)
+
+
+@dataclass(frozen=True, eq=False)
+class Dropout:
+    """That a share ``p`` of elements is zeroed, and the key that decides which; None in its place drops nothing.
+
+    Without a key one is drawn from torch's generator: torch.manual_seed repeats it, but another layout of ranks has
+    another mask. Raises ConfigError for a ``p`` outside [0, 1).
+    """
+
+    p: float
+    key: DropoutKey | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.p < 1.0:
+            raise ConfigError(f"p must be in [0, 1), the share of elements to drop; got {self.p}")
+
+
+def name_number(name: str) -> int:
+    """A number in [0, 2^63) for the canonical name of a dropout; no two names of a model share one.
+
+    Mixed into the seed, and not counted, because a stage or a stack that counted its dropouts from 0 would draw
+    another's masks.
+    """
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def keep_mask(key: DropoutKey, p: float, num_features: int, feature_offset: int = 0) -> Tensor:

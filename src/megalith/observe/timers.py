@@ -1,60 +1,107 @@
-"""Where the time of a run goes, by named spans that nest."""
+"""Where the time of a run goes, by named spans that nest, without making a device wait."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from time import perf_counter
 from types import TracebackType
+from typing import Any, Protocol
 
-__all__ = ["Span", "Timers"]
+import torch
+
+__all__ = ["Clock", "DeviceClock", "HostClock", "Span", "Timers"]
+
+
+class Clock(Protocol):
+    """Marks instants, and says how far apart two of them are."""
+
+    def mark(self) -> Any:
+        """This instant, in what runs on the device now."""
+
+    def seconds(self, start: Any, end: Any) -> float | None:
+        """The time between two marks; None as long as the device has not come to the second."""
+
+
+class HostClock:
+    """The time of this process, for a CPU."""
+
+    def mark(self) -> float:
+        """Seconds of a clock that never goes back."""
+        return perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        """The difference."""
+        return end - start
+
+
+class DeviceClock:
+    """The time of a GPU's current stream, by events that it passes: nobody waits for it."""
+
+    def mark(self) -> torch.cuda.Event:
+        """An event in the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+        """The time between two events, once the stream has passed the second."""
+        return start.elapsed_time(end) / 1e3 if end.query() else None
 
 
 class Span:
     """One named stretch of code, entered with ``with``; made by ``Timers``."""
 
-    __slots__ = ("_parent", "_started", "_timers", "children", "count", "path", "seconds")
+    __slots__ = ("_open", "_parent", "_started", "_timers", "children", "count", "path", "seconds")
 
     def __init__(self, timers: "Timers", parent: "Span | None", path: str) -> None:
         self._timers = timers
         self._parent = parent
-        self._started = 0.0
+        self._started: Any = None
+        self._open: list[tuple[Any, Any]] = []  # pairs of marks that the device has not passed yet
         self.path = path
         self.seconds = 0.0
         self.count = 0
         self.children: dict[str, Span] = {}
 
     def __enter__(self) -> "Span":
-        timers = self._timers
-        timers.innermost = self
-        if timers.synchronize is not None:
-            timers.synchronize()
-        self._started = perf_counter()
+        self._timers.innermost = self
+        self._started = self._timers.clock.mark()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        timers = self._timers
-        # after an error the device may be beyond waiting for, and a second error would hide the first
-        if timers.synchronize is not None and kind is None:
-            timers.synchronize()
-        self.seconds += perf_counter() - self._started
+        self._open.append((self._started, self._timers.clock.mark()))
         self.count += 1
         assert self._parent is not None, "the root is never entered"
-        timers.innermost = self._parent
+        self._timers.innermost = self._parent
+
+    def settle(self) -> None:
+        """Adds up what the device has passed by now."""
+        waiting = []
+        for marks in self._open:
+            seconds = self._timers.clock.seconds(*marks)
+            if seconds is None:
+                waiting.append(marks)
+            else:
+                self.seconds += seconds
+        self._open = waiting
+
+    def reset(self) -> None:
+        """Begins at zero again; marks that the device has not passed are forgotten."""
+        self._open, self.seconds, self.count = [], 0.0, 0
 
 
 class Timers:
     """Seconds by span: ``with timers("forward-backward"):``.
 
     A span opened inside another has a path (``optimizer/clip``), and its seconds are part of those of the one around
-    it. An entry costs about half a microsecond. One object serves one thread.
+    it. An entry costs about half a microsecond on a CPU. One object serves one thread.
 
-    Args:
-        synchronize: called at both ends of every span, to wait for a device that works on its own
-            (``torch.cuda.synchronize``). Without it, spans on such a device measure the launching only.
+    On a GPU a span is what its stream did between two events, and it is counted once the stream has passed the second:
+    of a step that is still running the last spans are counted with the next.
     """
 
-    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        self.synchronize = synchronize
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock: Clock = HostClock() if clock is None else clock
         self._root = Span(self, None, "")
         self.innermost = self._root  # the span that is open now
 
@@ -66,12 +113,14 @@ class Timers:
 
     def totals(self) -> dict[str, float]:
         """Seconds by path since the last reset, spans before their parts; those never left have none."""
+        for span in _within(self._root):
+            span.settle()
         return {span.path: span.seconds for span in _within(self._root) if span.count}
 
     def reset(self) -> None:
         """Begin the totals again at zero. A span that is open keeps its start."""
         for span in _within(self._root):
-            span.seconds, span.count = 0.0, 0
+            span.reset()
 
     def _new_span(self, name: str) -> Span:
         assert "/" not in name, f"'/' parts the names of a path, so {name!r} cannot be one name"

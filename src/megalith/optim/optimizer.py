@@ -1,44 +1,51 @@
-"""The optimizer: which parameters decay, which follow a learning rate of their own, and AdamW over all of them.
+"""What a run asks of an optimizer, and which parameters it treats alike.
 
-AdamW: Loshchilov and Hutter 2017, arXiv:1711.05101. It is torch's, over DTensors: every rank updates its own shard, and
-the moments are sharded as the weights are.
+A new optimizer is a file beside ``adamw.py`` and a line in ``build.py``: a function of named parameters and settings.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from megalith.config import OptimConfig, ParamGroupOverride
 from megalith.errors import ConfigError
 
-__all__ = ["build_optimizer", "optimizer_tensors", "parameter_groups", "set_num_updates_"]
+__all__ = ["BuildOptimizer", "NamedParameters", "Optimizer", "parameter_groups"]
 
-_OPTIMIZERS = {"adamw": torch.optim.AdamW}
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _OVERRIDABLE = ("max_lr", "min_lr", "wd_mult")
 
-
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over ``model``, in groups that an OptimizerParamScheduler drives, with its moments allocated."""
-    groups = parameter_groups(model.named_parameters(), config.overrides)
-    optimizer = _OPTIMIZERS[config.name](
-        groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.0, fused=True
-    )
-    for parameter in (parameter for group in groups for parameter in group["params"]):
-        # made now rather than at the first step, so that a checkpoint has somewhere to be read into
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
-        }
-    return optimizer
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
-def parameter_groups(
-    parameters: Iterable[tuple[str, nn.Parameter]], overrides: Sequence[ParamGroupOverride]
-) -> list[dict[str, Any]]:
+class Optimizer(Protocol):
+    """Updates parameters, DTensors among them, from their gradients, each rank its own shards.
+
+    ``param_groups`` are dicts as torch's optimizers have them, whose ``lr`` and ``weight_decay`` an
+    OptimizerParamScheduler writes before each step.
+    """
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    def step(self) -> object:
+        """One update of every parameter that has a gradient."""
+
+    def zero_grad(self) -> None:
+        """Drops all gradients."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its state as checkpoints hold it, ``optimizer.<what>.<parameter>``; allocated from the start."""
+
+    def set_num_updates_(self, num_updates: int) -> None:
+        """Says how many updates the state has seen, after it was read from a checkpoint."""
+
+
+BuildOptimizer = Callable[[NamedParameters, OptimConfig], Optimizer]
+
+
+def parameter_groups(parameters: NamedParameters, overrides: Sequence[ParamGroupOverride]) -> list[dict[str, Any]]:
     """Named parameters by what they share: ``wd_mult`` (0 for vectors: norms and biases; else 1) and overrides.
 
     An override's ``match`` is a shell pattern over the whole name: ``*.bias``, ``model.embed_tokens.*``.
@@ -70,18 +77,3 @@ def parameter_groups(
             "patterns are over whole names, such as model.layers.0.self_attn.q_proj.weight"
         )
     return [{"params": members, **dict(settings)} for settings, members in groups.items()]
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The moments of every parameter, as ``optimizer.exp_avg.<name>``: what a checkpoint stores of the optimizer."""
-    return {
-        f"optimizer.{moment}.{name}": optimizer.state[parameter][moment]
-        for name, parameter in model.named_parameters()
-        for moment in _MOMENTS
-    }
-
-
-def set_num_updates_(optimizer: torch.optim.Optimizer, num_updates: int) -> None:
-    """Sets how many updates every moment has seen, which is what AdamW corrects its bias by."""
-    for state in optimizer.state.values():
-        state["step"].fill_(num_updates)

@@ -159,7 +159,8 @@ def weight_decay(n: int, schedule: WeightDecaySchedule) -> float:
 class HasParamGroups(Protocol):
     """What a scheduler needs of an optimizer."""
 
-    param_groups: list[dict[str, Any]]
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
 
 
 class OptimizerParamScheduler:

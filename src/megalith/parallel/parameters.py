@@ -1,12 +1,13 @@
 """Parameters that say where they live and how they begin.
 
-A layer declares each parameter once: its shape before any split, the tensor dimension that tp shards, its first values.
+A layer declares each parameter once: its shape before any split, which axis shards which dimension, its first values.
 Initialisation, sharding, norms, weight decay and checkpoints all follow from that declaration; nothing is pinned on
-tensors. A parameter with tp > 1 is a DTensor on the tp mesh; FSDP2 later adds the data-parallel axes to it.
+tensors. A parameter of a split model is a DTensor on its family's mesh; FSDP2 later adds the data-parallel axes to it.
+Buffers are declared too: one that nobody declared would be garbage once a model built on meta is allocated.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -15,74 +16,132 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from megalith.errors import ShapeError
 from megalith.numerics.initialization import normal_shard
-from megalith.parallel.boxes import local_box, split_evenly
-from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.parallel.local_ranges import chunk_range, local_ranges
+from megalith.topology.process_groups_config import WEIGHT_AXES, Family, ProcessGroupCollection
 
-__all__ = ["DeclaringModule", "ParameterSpec", "declared_parameters", "initialize_parameters_", "local"]
+__all__ = [
+    "BufferSpec",
+    "DeclaringModule",
+    "ParameterSpec",
+    "declared_buffers",
+    "declared_parameters",
+    "initialize_parameters_",
+    "local",
+    "refill_buffers_",
+    "state_tensors",
+]
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """How one parameter is split over tp (``tp_dim``; None: every rank has all of it) and what it begins as."""
+    """What one parameter is before any split, how axes split it, and what it begins as.
+
+    Attributes:
+        shape: of the whole parameter.
+        init: first values; ``std`` is the deviation of "normal".
+        split: for each axis that splits it the dimension that is split, as torch.chunk splits: ``{"tp": 0}``. An axis
+            that is left out has all of it on every rank.
+        family: "dense" weights are split over tp, "expert" ones over ep and etp, and each family is replicated and
+            sharded over data-parallel ranks of its own.
+
+    Raises:
+        ShapeError: an axis that the family is not split over, or a dimension that the shape does not have.
+    """
 
     shape: tuple[int, ...]
-    tp_dim: int | None
     init: Literal["normal", "zeros", "ones"]
     std: float = 0.0
+    split: Mapping[str, int] = field(default_factory=dict)
+    family: Family = "dense"
+
+    def __post_init__(self) -> None:
+        axes = WEIGHT_AXES[self.family]
+        for axis, dim in self.split.items():
+            if axis not in axes or not 0 <= dim < len(self.shape):
+                raise ShapeError(
+                    f"split must map an axis of {self.family} weights ({', '.join(axes)}) to a dimension of "
+                    f"{list(self.shape)}; got {axis!r}: {dim}"
+                )
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """How a buffer is made, on torch's current default device, and whether checkpoints hold it."""
+
+    make: Callable[[], Tensor]
+    saved: bool
 
 
 class DeclaringModule(nn.Module):
-    """An ``nn.Module`` that declares its parameters; one registered otherwise is refused when the model is built."""
+    """An ``nn.Module`` that declares its parameters and buffers; one registered otherwise is refused.
+
+    ``parameter_specs`` and ``buffer_specs`` hold the declarations by name.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.parameter_specs: dict[str, ParameterSpec] = {}
+        self.buffer_specs: dict[str, BufferSpec] = {}
 
     def declare(
         self, name: str, spec: ParameterSpec, pg_collection: ProcessGroupCollection, dtype: torch.dtype
     ) -> None:
         """Registers parameter ``name``, empty, on torch's current default device."""
         self.parameter_specs[name] = spec
-        if pg_collection.tp_size == 1:
+        axes = WEIGHT_AXES[spec.family]
+        if all(pg_collection.size(axis) == 1 for axis in axes):
             self.register_parameter(name, nn.Parameter(torch.empty(spec.shape, dtype=dtype)))
             return
         local_shape = list(spec.shape)
-        placement: Placement = Replicate()
-        if spec.tp_dim is not None:
-            start, stop = split_evenly(spec.shape[spec.tp_dim], pg_collection.tp_size, pg_collection.tp_rank)
-            local_shape[spec.tp_dim] = stop - start
-            placement = Shard(spec.tp_dim)
+        placements: list[Placement] = []
+        for axis in axes:
+            dim = spec.split.get(axis)
+            placements.append(Replicate() if dim is None else Shard(dim))
+            if dim is not None:
+                start, stop = chunk_range(local_shape[dim], pg_collection.size(axis), pg_collection.rank(axis))
+                local_shape[dim] = stop - start
         whole = torch.empty(spec.shape, dtype=dtype, device="meta")
         tensor = DTensor.from_local(
             torch.empty(local_shape, dtype=dtype),
-            pg_collection.tp_mesh,
-            [placement],
+            pg_collection.weight_mesh(spec.family),
+            placements,
             run_check=False,
             shape=whole.shape,
             stride=whole.stride(),
         )
         self.register_parameter(name, nn.Parameter(tensor))
 
+    def declare_buffer(self, name: str, make: Callable[[], Tensor], *, saved: bool = False) -> None:
+        """Registers buffer ``name``, which ``make()`` gives on torch's current default device, the same on all ranks.
+
+        It is made again when a model built on meta is allocated. ``saved``: it changes in training, and checkpoints
+        hold it under its canonical name.
+        """
+        self.buffer_specs[name] = BufferSpec(make, saved)
+        self.register_buffer(name, make(), persistent=saved)
+
 
 def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
     """This rank's part of ``parameter``, for use in a forward.
 
     ``partial=True`` says that the use sees some of the tokens only, so that the gradient here is one term of a sum over
-    tp: sequence-parallel norms and biases. FSDP2 settles the sum when it reduces.
+    the axes of its mesh: sequence-parallel norms and biases. FSDP2 settles the sum when it reduces.
     """
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=[Partial()] if partial else list(parameter.placements))
 
 
-def declared_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
+def declared_parameters(*models: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
     """(canonical name, parameter, declaration) of every parameter once, tied ones under their first name.
+
+    Of several ``models``, the chunks of one that is cut into stages, names continue from one to the next.
 
     Raises:
         ShapeError: a parameter was registered without a declaration.
     """
     seen: set[int] = set()
-    for path, module in model.named_modules():
+    for path, module in _modules(models):
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{path}.{name}" if path else name
             spec = module.parameter_specs.get(name) if isinstance(module, DeclaringModule) else None
@@ -95,18 +154,50 @@ def declared_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, P
                 yield full_name, parameter, spec
 
 
+def declared_buffers(*models: nn.Module) -> Iterator[tuple[str, Tensor, BufferSpec]]:
+    """(canonical name, buffer, declaration) of every buffer. Raises ShapeError for one that was not declared."""
+    for path, module in _modules(models):
+        for name, buffer in module.named_buffers(recurse=False):
+            full_name = f"{path}.{name}" if path else name
+            spec = module.buffer_specs.get(name) if isinstance(module, DeclaringModule) else None
+            if spec is None:
+                raise ShapeError(
+                    f"nothing says what buffer {full_name} begins as, and it would be garbage in a model built on "
+                    "meta; register it with DeclaringModule.declare_buffer(name, make)"
+                )
+            yield full_name, buffer, spec
+
+
+def state_tensors(*models: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds of ``models``, by canonical name: every parameter, tied ones once, and saved buffers."""
+    buffers = {name: buffer for name, buffer, spec in declared_buffers(*models) if spec.saved}
+    return {name: parameter for name, parameter, _ in declared_parameters(*models)} | buffers
+
+
 @torch.no_grad()
 def initialize_parameters_(model: nn.Module, seed: int) -> None:
     """Fills this rank's part of every parameter; a value depends on (seed, name, global element index) alone."""
     for name, parameter, spec in declared_parameters(model):
         values = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if spec.init == "normal":
-            box = local_box(parameter)
-            sizes = tuple(stop - start for start, stop in box)
-            offsets = tuple(start for start, _ in box)
+            ranges = local_ranges(parameter)
+            sizes = tuple(stop - start for start, stop in ranges)
+            offsets = tuple(start for start, _ in ranges)
             drawn = normal_shard(
                 seed, name, spec.shape, offsets, sizes, spec.std, dtype=values.dtype, device=values.device
             )
             values.copy_(drawn)
         else:
             values.fill_(1.0 if spec.init == "ones" else 0.0)
+
+
+@torch.no_grad()
+def refill_buffers_(model: nn.Module) -> None:
+    """Gives every buffer the values of its declaration, on the device that it is on."""
+    for _, buffer, spec in declared_buffers(model):
+        with torch.device(buffer.device):
+            buffer.copy_(spec.make())
+
+
+def _modules(models: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
+    return (named for model in models for named in model.named_modules())

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megalith.errors import TopologyError
-from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.topology.process_groups_config import Family, ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
 
 __all__ = [
@@ -34,6 +34,12 @@ __all__ = [
     "get_tensor_model_parallel_world_size",
     "use",
 ]
+
+# of each family's mesh, its dimensions from the slowest on, and the axes of the grid that each spans
+_MESH_AXES: dict[Family, dict[str, str]] = {
+    "dense": {"dp_replicate": "dp_replicate", "dp_shard": "dp_shard-cp", "tp": "tp"},
+    "expert": {"edp_shard": "edp", "ep": "ep", "etp": "etp"},
+}
 
 
 class ParallelState:
@@ -62,7 +68,7 @@ class ParallelState:
             )
         grid.position("dp", self.global_rank)  # refuses a rank that is not in the grid
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
-        self._mesh: DeviceMesh | None = None
+        self._meshes: dict[Family, DeviceMesh] = {}
 
     def size(self, axes: str) -> int:
         """How many ranks this rank's group along ``axes`` has; axes are named as for ``RankGrid``."""
@@ -76,27 +82,37 @@ class ParallelState:
         """This rank's group along ``axes``, made at the first call; None if this rank is alone in it."""
         return None if self.size(axes) == 1 else self._made(self.grid.group_of(axes, self.global_rank))
 
-    def mesh(self) -> DeviceMesh:
-        """This pipeline stage's ranks as (dp_replicate, dp_shard, tp), of the groups above, made at the first call.
+    def mesh(self, family: Family) -> DeviceMesh:
+        """This pipeline stage's ranks as the mesh of a family of weights, of the groups above, made at the first call.
 
-        Weights are the same on every rank of cp, so that the dimension dp_shard spans cp as well. A dimension of size 1
-        has a group too: DTensor asks for it.
+        Dense: (dp_replicate, dp_shard, tp), where dp_shard spans cp as well, for weights are the same on every rank of
+        it. Expert: (edp_replicate, edp_shard, ep, etp). A dimension of size 1 has a group too: DTensor asks for it.
         """
-        if self._mesh is None:
-            axes = ("dp_replicate", "dp_shard-cp", "tp")
-            ranks = torch.empty([self.size(axis) for axis in axes], dtype=torch.int)
-            for rank in self.grid.group_of("dp-cp-tp", self.global_rank):
-                ranks[tuple(self.grid.position(axis, rank) for axis in axes)] = rank
-            groups = [self._made(self.grid.group_of(axis, self.global_rank)) for axis in axes]
-            names = ("dp_replicate", "dp_shard", "tp")
-            self._mesh = DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=names)
-        return self._mesh
+        if family not in self._meshes:
+            axes = _MESH_AXES[family]
+            ranks = torch.empty([self.size(axis) for axis in axes.values()], dtype=torch.int)
+            for rank in self.grid.group_of("-".join(axes.values()), self.global_rank):
+                ranks[tuple(self.grid.position(axis, rank) for axis in axes.values())] = rank
+            groups = [self._made(self.grid.group_of(axis, self.global_rank)) for axis in axes.values()]
+            self._meshes[family] = DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=tuple(axes))
+        return self._meshes[family]
 
     def collection(self) -> ProcessGroupCollection:
         """The groups that layers are built with; one process without torch.distributed gives ``single()``."""
         if not dist.is_initialized() and self.grid.world_size == 1:
             return ProcessGroupCollection.single()
-        return ProcessGroupCollection(tp=self.group("tp"), dp=self.group("dp"), mesh=self.mesh())
+        return ProcessGroupCollection(
+            tp=self.group("tp"),
+            cp=self.group("cp"),
+            pp=self.group("pp"),
+            dp=self.group("dp"),
+            dp_cp=self.group("dp-cp"),
+            ep=self.group("ep"),
+            etp=self.group("etp"),
+            edp=self.group("edp"),
+            mesh=self.mesh("dense"),
+            expert_mesh=self.mesh("expert"),
+        )
 
     def _made(self, ranks: list[int]) -> ProcessGroup:
         """The group of ``ranks``: one for all axes that mean the same ranks."""

@@ -1,13 +1,20 @@
 """The process groups that a layer, an optimizer or a loss is built with; one that is None has one rank, this one."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megalith.errors import TopologyError
 
-__all__ = ["ProcessGroupCollection"]
+__all__ = ["WEIGHT_AXES", "Axis", "Family", "ProcessGroupCollection"]
+
+Axis = Literal["tp", "cp", "pp", "dp", "dp_cp", "ep", "etp", "edp"]
+Family = Literal["dense", "expert"]
+
+# the axes that may split a weight, outermost first; the data-parallel axes of its mesh replicate and shard it
+WEIGHT_AXES: dict[Family, tuple[Axis, ...]] = {"dense": ("tp",), "expert": ("ep", "etp")}
 
 
 @dataclass(frozen=True, repr=False)
@@ -16,62 +23,70 @@ class ProcessGroupCollection:
 
     Attributes:
         tp: shares out each layer's weights.
-        dp: sees other samples.
-        mesh: this stage's ranks for DTensor and FSDP2, with the dimensions dp_replicate, dp_shard and tp, those of
-            size 1 too; None without torch.distributed.
+        cp: shares out the sequence.
+        pp: shares out the layers.
+        dp: reads other samples; ``dp_cp``: has the same dense weights and other tokens.
+        ep: shares out the experts, ``etp`` each expert's weights; ``edp`` has the same experts and other tokens.
+        mesh: this stage's ranks for the DTensors and FSDP2 of dense weights, with the dimensions dp_replicate, dp_shard
+            and tp, those of size 1 too; None without torch.distributed.
+        expert_mesh: the same ranks for expert weights: edp_replicate, edp_shard, ep and etp.
     """
 
     tp: ProcessGroup | None = None
+    cp: ProcessGroup | None = None
+    pp: ProcessGroup | None = None
     dp: ProcessGroup | None = None
+    dp_cp: ProcessGroup | None = None
+    ep: ProcessGroup | None = None
+    etp: ProcessGroup | None = None
+    edp: ProcessGroup | None = None
     mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
 
     @classmethod
     def single(cls) -> "ProcessGroupCollection":
         """One process that is alone; torch.distributed need not be there."""
         return cls()
 
-    @property
-    def tp_size(self) -> int:
-        return _size(self.tp)
+    def size(self, axis: Axis) -> int:
+        """How many ranks this rank's group along ``axis`` has."""
+        group: ProcessGroup | None = getattr(self, axis)
+        return 1 if group is None else group.size()
+
+    def rank(self, axis: Axis) -> int:
+        """The index of this rank in its group along ``axis``."""
+        group: ProcessGroup | None = getattr(self, axis)
+        return 0 if group is None else group.rank()
 
     @property
-    def tp_rank(self) -> int:
-        return _rank(self.tp)
+    def speaks_for_tokens(self) -> bool:
+        """Whether this rank counts its tokens and their loss in sums over the world.
 
-    @property
-    def dp_size(self) -> int:
-        return _size(self.dp)
+        Of the ranks that see the same tokens one speaks: the first of tp, in the last stage, which has the loss.
+        """
+        return self.rank("tp") == 0 and self.rank("pp") == self.size("pp") - 1
 
-    @property
-    def dp_rank(self) -> int:
-        return _rank(self.dp)
+    def weight_mesh(self, family: Family) -> DeviceMesh:
+        """The mesh of the DTensors of a family, with the dimensions ``WEIGHT_AXES[family]``."""
+        mesh = self._root_mesh(family)
+        return mesh["tp"] if family == "dense" else mesh["ep", "etp"]
 
-    @property
-    def tp_mesh(self) -> DeviceMesh:
-        """The mesh of DTensors that tp splits: one dimension, tp."""
-        return self._root_mesh()["tp"]
+    def data_mesh(self, family: Family) -> DeviceMesh:
+        """The mesh that FSDP2 shards a family over, under a dimension that replicates where there is one."""
+        mesh = self._root_mesh(family)
+        replicate, shard = ("dp_replicate", "dp_shard") if family == "dense" else ("edp_replicate", "edp_shard")
+        return mesh[shard] if mesh[replicate].size() == 1 else mesh[replicate, shard]
 
-    @property
-    def dp_mesh(self) -> DeviceMesh:
-        """The mesh that FSDP2 shards over: dp_shard, under dp_replicate where weights are replicated too."""
-        mesh = self._root_mesh()
-        return mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
-
-    def _root_mesh(self) -> DeviceMesh:
-        if self.mesh is None:
+    def _root_mesh(self, family: Family) -> DeviceMesh:
+        mesh = self.mesh if family == "dense" else self.expert_mesh
+        if mesh is None:
             raise TopologyError(
                 "DTensor and FSDP2 need a device mesh, and this collection is of a process without torch.distributed; "
                 "start it under torchrun, or call init_process_group and take ParallelState(grid).collection()"
             )
-        return self.mesh
+        return mesh
 
     def __repr__(self) -> str:
-        return f"ProcessGroupCollection(tp={self.tp_size}, dp={self.dp_size})"
-
-
-def _size(group: ProcessGroup | None) -> int:
-    return 1 if group is None else group.size()
-
-
-def _rank(group: ProcessGroup | None) -> int:
-    return 0 if group is None else group.rank()
+        axes: tuple[Axis, ...] = ("tp", "cp", "pp", "dp", "ep", "etp", "edp")
+        sizes = ", ".join(f"{axis}={self.size(axis)}" for axis in axes if self.size(axis) > 1)
+        return f"ProcessGroupCollection({sizes})"

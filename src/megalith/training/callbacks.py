@@ -6,8 +6,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megalith.data.gpt_dataset import EvaluationDataset
-from megalith.observe.flops import flops_per_token
 from megalith.observe.metrics import MetricsWriter
 from megalith.observe.peak import peak_flops
 from megalith.observe.progress import progress_line
@@ -15,6 +13,7 @@ from megalith.training.evaluation import evaluate
 from megalith.training.loop import Callback, FinishedStep, Outcome
 from megalith.training.resume import save
 from megalith.training.run import Run
+from megalith.training.tasks.task import SizedSamples
 
 __all__ = ["Checkpoints", "HeldOutLoss", "Metrics"]
 
@@ -34,9 +33,6 @@ class Metrics(Callback):
         self.first_step = run.state.step
         self.seconds = 0.0
         self.writer = MetricsWriter(run.folder, resumed_step=run.state.step) if dist.get_rank() == 0 else None
-        vocab_size = run.config.model.vocab_size
-        assert vocab_size is not None, "preflight has settled it"
-        self.flops_per_token = flops_per_token(run.config.model, vocab_size, run.config.data.seq_length)
         self.peak_flops = peak_flops(run.device, run.config.precision.dtype)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -47,22 +43,25 @@ class Metrics(Callback):
     def on_step(self, run: Run, finished: FinishedStep) -> None:
         result, state = finished.result, run.state
         self.seconds += finished.seconds
-        tokens_per_second = result.num_tokens / finished.seconds
+        samples_per_second = result.num_samples / finished.seconds
+        tokens_per_second = samples_per_second * run.task.tokens_per_sample
         peak = None if self.peak_flops is None else self.peak_flops * dist.get_world_size()
         record = {
             "step": state.step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
-            "tokens": state.consumed_tokens,
+            "tokens": run.consumed_tokens,
             "tokens_per_second": tokens_per_second,
             "step_seconds": finished.seconds,
-            "mfu": None if peak is None else tokens_per_second * self.flops_per_token / peak,
+            "mfu": None if peak is None else samples_per_second * run.task.flops_per_sample / peak,
             "consumed_samples": state.consumed_samples,
             "layout": run.layout,
             "skipped": result.skipped,
             "time": finished.spans,
         }
+        if len(result.terms) > 1:
+            record["terms"] = dict(result.terms)
         if run.loss_scale is not None:
             record["loss_scale"] = run.loss_scale.scale
         self.write(record)
@@ -86,12 +85,12 @@ class HeldOutLoss(Callback):
         self.metrics = metrics
         self.every: int | None = None
         self.max_samples: int | None = None
-        self.dataset: EvaluationDataset | None = None
+        self.dataset: SizedSamples[Any] | None = None
         data, train = run.config.data, run.config.train
         # read only where they count: without data.valid, setting them is an error
         if data.valid is not None:
             self.every, self.max_samples = train.eval_every, train.eval_samples
-            self.dataset = EvaluationDataset(data.valid, data.seq_length, mask_eod=data.eod_mask_loss)
+            self.dataset = run.task.evaluation_dataset(data.valid)
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:
         last = run.state.step == run.config.train.steps
@@ -99,16 +98,19 @@ class HeldOutLoss(Callback):
             return
         with run.timers("evaluation"):
             evaluation = evaluate(
-                run.model,
+                run.task,
+                run.chunks,
                 self.dataset,
-                run.make_inputs,
                 run.config.train.micro_batch_size,
+                pg_collection=run.pg_collection,
+                device=run.device,
                 max_samples=self.max_samples,
-                dp_rank=run.pg_collection.dp_rank,
-                dp_size=run.pg_collection.dp_size,
             )
         step, loss, num_tokens = run.state.step, evaluation.loss, evaluation.num_tokens
-        self.metrics.write({"step": step, "valid_loss": loss, "valid_tokens": num_tokens})
+        record: dict[str, Any] = {"step": step, "valid_loss": loss, "valid_tokens": num_tokens}
+        if len(evaluation.means) > 1:
+            record["valid"] = dict(evaluation.means)
+        self.metrics.write(record)
         self.metrics.show(f"step {step}  held-out loss {loss:.4f} over {num_tokens:,} tokens")
 
 

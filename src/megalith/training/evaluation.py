@@ -1,70 +1,99 @@
-"""The loss on held-out text: every token of it once, in any layout the same mean."""
+"""What is measured on held-out samples: every sample counts once, in any layout with the same result."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from megalith.data.gpt_dataset import EvaluationDataset
-from megalith.data.loader import MicroBatch, stack
-from megalith.models.gpt_model import GPTModel
+from megalith.parallel.pipeline.executor import execute
+from megalith.parallel.pipeline.plan import one_stage_plan
 from megalith.parallel.sharding.fsdp import release_gathered_weights
-from megalith.training.batch import InputMaker
-from megalith.training.loss import loss_sum
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.training.step import weighted_mean
+from megalith.training.tasks.task import AnyTask, SizedSamples
 
 __all__ = ["Evaluation", "evaluate"]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss: nats per token; num_tokens: how many it is the mean of."""
+    """The loss as training has it, and by name the mean of each term and measure and what it is the mean of."""
 
     loss: float
-    num_tokens: int
+    means: Mapping[str, float]
+    counts: Mapping[str, int]
+
+    @property
+    def num_tokens(self) -> int:
+        """What the first term is the mean of: tokens."""
+        return next(iter(self.counts.values()))
 
 
 @torch.no_grad()
 def evaluate(
-    model: GPTModel,
-    dataset: EvaluationDataset,
-    make_inputs: InputMaker,
+    task: AnyTask,
+    chunks: Sequence[nn.Module],
+    dataset: SizedSamples[Any],
     micro_batch_size: int,
     *,
+    pg_collection: ProcessGroupCollection,
+    device: torch.device,
     max_samples: int | None = None,
-    dp_rank: int = 0,
-    dp_size: int = 1,
 ) -> Evaluation:
-    """The mean loss over ``max_samples`` samples spread evenly over ``dataset`` (None: all of them).
+    """The means over ``max_samples`` samples spread evenly over ``dataset`` (None: all of them).
 
     The same samples each time, dealt over the data-parallel ranks; all ranks call it together and get the same answer.
     Nothing of the training is touched: mode, data position and randomness stay as they are.
     """
     num_samples = len(dataset) if max_samples is None else min(max_samples, len(dataset))
-    B = micro_batch_size
+    B, dp_rank, dp_size = micro_batch_size, pg_collection.rank("dp"), pg_collection.size("dp")
+    # each rank runs as many: a sharded model's forward is a collective; the last ones may hold rows that do not count
     num_micro_batches = -(-num_samples // (B * dp_size))
-    sums = torch.zeros(2, dtype=torch.float64, device=make_inputs.device)
-    was_training = model.training
-    model.eval()
-    for index in range(num_micro_batches):
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def forward(model: nn.Module, index: int) -> Tensor:
         first = (index * dp_size + dp_rank) * B
-        micro_batch = _rows(dataset, range(first, first + B), num_samples)
-        inputs = make_inputs(micro_batch, 0)
-        sums += torch.stack((loss_sum(model, inputs).double(), inputs.loss_mask.sum().double()))
-    release_gathered_weights(model)
-    model.train(was_training)
-    if dp_size > 1:
-        dist.all_reduce(sums, group=model.pg_collection.dp)
-    loss, num_tokens = sums.tolist()
-    return Evaluation(loss / max(1.0, num_tokens), int(num_tokens))
+        batch = _batch(task, dataset, range(first, first + B), num_samples)
+        inputs = task.inputs(batch, 0, device)
+        output = task.forward(model, inputs)
+        for name, value in task.sums(output, inputs).items():
+            sums[name] = value.double() + sums.get(name, 0.0)  # on the device: nobody waits for it here
+        for name, count in task.counts(batch).items():
+            counts[name] = counts.get(name, 0) + count
+        return output
+
+    training = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    execute(one_stage_plan(num_micro_batches, backward=False), chunks, forward)
+    for chunk, was_training in zip(chunks, training, strict=True):
+        release_gathered_weights(chunk)
+        chunk.train(was_training)
+    names = list(counts)
+    values = [sums[name].item() for name in names] + [float(counts[name]) for name in names]
+    totals = _summed(values, pg_collection, device)
+    means = {name: totals[i] / max(1.0, totals[len(names) + i]) for i, name in enumerate(names)}
+    whole = {name: int(totals[len(names) + i]) for i, name in enumerate(names)}
+    return Evaluation(weighted_mean(task.terms, means), means, whole)
 
 
-def _rows(dataset: EvaluationDataset, numbers: range, num_samples: int) -> MicroBatch:
-    """The ``numbers`` of ``num_samples`` samples in even steps; past the end the last one, with nothing of it counted.
+def _summed(values: Sequence[float], pg_collection: ProcessGroupCollection, device: torch.device) -> list[float]:
+    """The sums of ``values`` over the ranks that speak for their tokens."""
+    if not dist.is_initialized():
+        return list(values)
+    told = torch.tensor(values, dtype=torch.float64, device=device)
+    if not pg_collection.speaks_for_tokens:
+        told.zero_()
+    dist.all_reduce(told)
+    summed: list[float] = told.tolist()
+    return summed
 
-    Every rank runs the same number of micro-batches, because a sharded model's forward is a collective.
-    """
+
+def _batch(task: AnyTask, dataset: SizedSamples[Any], numbers: range, num_samples: int) -> Any:
+    """The ``numbers`` of ``num_samples`` samples in even steps; past the end the last one, which does not count."""
     rows = [min(number, num_samples - 1) * len(dataset) // num_samples for number in numbers]
-    micro_batch = stack([dataset[row] for row in rows], rows)
-    micro_batch.loss_mask[np.array(numbers) >= num_samples] = False
-    return micro_batch
+    return task.collate([dataset[row] for row in rows], rows, [number < num_samples for number in numbers])

@@ -9,27 +9,26 @@ import torch
 from megalith.checkpoint.folders import find_checkpoint
 from megalith.checkpoint.load import load_tensors, read_state
 from megalith.config import RunConfig, load_run
-from megalith.data.gpt_dataset import EvaluationDataset
 from megalith.errors import CheckpointError
-from megalith.models.generation import Sampling, generate
-from megalith.models.gpt_model import GPTModel
-from megalith.parallel.parameters import declared_parameters
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.parameters import refill_buffers_, state_tensors
 from megalith.topology.process_groups_config import ProcessGroupCollection
-from megalith.training.batch import InputMaker
 from megalith.training.evaluation import evaluate
-from megalith.training.preflight import load_tokenizer
 from megalith.training.process_group import choose_device
 from megalith.training.setup import DTYPES
-from megalith.transformer.build_options import BuildOptions
+from megalith.training.tasks.choose import task_of
+from megalith.training.tasks.task import AnyTask
+from megalith.transformer.module import ModelModule
 
-__all__ = ["CheckpointLoss", "TrainedModel", "evaluate_checkpoint", "generate_text", "load_model"]
+__all__ = ["CheckpointLoss", "TrainedModel", "evaluate_checkpoint", "load_model"]
 
 
 @dataclass(frozen=True)
 class TrainedModel:
     """A model in evaluation mode, the settings that it was trained with, and the step it is of."""
 
-    model: GPTModel
+    model: ModelModule
+    task: AnyTask
     config: RunConfig
     step: int
     device: torch.device
@@ -67,12 +66,14 @@ def load_model(source: str | Path) -> TrainedModel:
     config = load_run(config_file)
     device = choose_device()
     dtype = DTYPES[config.precision.dtype]
+    task = task_of(config)
     with torch.device("meta"):
-        model = GPTModel(config.model, BuildOptions(ProcessGroupCollection.single(), dtype))
+        model = task.build_model(BuildOptions(ProcessGroupCollection.single(), dtype))
     model.to_empty(device=device)
-    weights = {name: parameter.detach() for name, parameter, _ in declared_parameters(model)}
+    refill_buffers_(model)
+    weights = {name: tensor.detach() for name, tensor in state_tensors(model).items()}
     load_tensors(path, weights, only=lambda name: not name.startswith("optimizer."), cast=True)
-    return TrainedModel(model.eval(), config, read_state(path)["train"]["step"], device)
+    return TrainedModel(model.eval(), task, config, read_state(path)["train"]["step"], device)
 
 
 def evaluate_checkpoint(source: str | Path, dataset: str | None, max_samples: int | None) -> CheckpointLoss:
@@ -85,30 +86,16 @@ def evaluate_checkpoint(source: str | Path, dataset: str | None, max_samples: in
     prefix = dataset or trained.config.data.valid
     if prefix is None:
         raise CheckpointError(f"{source} was trained without data.valid; name a dataset with --data PREFIX")
-    data = trained.config.data
     found = evaluate(
-        trained.model,
-        EvaluationDataset(prefix, data.seq_length, mask_eod=data.eod_mask_loss),
-        InputMaker(trained.config, trained.device),
+        trained.task,
+        [trained.model],
+        trained.task.evaluation_dataset(prefix),
         trained.config.train.micro_batch_size,
+        pg_collection=ProcessGroupCollection.single(),
+        device=trained.device,
         max_samples=max_samples,
     )
     return CheckpointLoss(prefix, found.loss, found.num_tokens, trained.step)
-
-
-def generate_text(source: str | Path, prompt: str, max_new_tokens: int, *, sampling: Sampling, seed: int) -> str:
-    """What the model of ``source`` adds to ``prompt``. Raises as ``load_model`` and ``generate`` do."""
-    trained = load_model(source)
-    tokenizer = load_tokenizer(trained.config)
-    tokens = generate(
-        trained.model,
-        tokenizer.encode(prompt),
-        max_new_tokens,
-        sampling=sampling,
-        seed=seed,
-        end_token=tokenizer.eod,
-    )
-    return tokenizer.decode(tokens)
 
 
 def _checkpoint(source: Path) -> Path:

@@ -52,7 +52,7 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest) -> Outcome
             break
         next_one = consumed + run.microbatches.global_batch_size(consumed)
         run.loader.prefetch(next_one, *_sizes(run, next_one))
-        result = train_step(run, micro_batches, agreed.num_tokens)
+        result = train_step(run, micro_batches, agreed.counts)
         spans = {name: seconds - before.get(name, 0.0) for name, seconds in run.timers.totals().items()}
         finished = FinishedStep(result, time.perf_counter() - started, spans)
         for callback in callbacks:

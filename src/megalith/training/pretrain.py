@@ -44,7 +44,7 @@ def pretrain(config: RunConfig, show: Callable[[str], None], show_progress: Call
             _refuse_unread(config)
             if dist.get_rank() == 0:
                 write_text_atomic(run.folder / "config.yaml", dump_yaml(config))
-                about = {"parameters": run.model.num_parameters(), "dtype": config.precision.dtype}
+                about = {"parameters": run.task.num_parameters, "dtype": config.precision.dtype}
                 write_json_atomic(run.folder / "about.json", about | describe_machine())
         outcome = train(run, callbacks, stop)
         if outcome is Outcome.STOPPED:

@@ -10,37 +10,40 @@ from torch import Tensor
 from megalith.config import RunConfig
 from megalith.data.loader import StepLoader
 from megalith.errors import CheckpointError
-from megalith.models.gpt_model import GPTModel
 from megalith.observe.timers import Timers
 from megalith.optim.loss_scale import DynamicLossScale
-from megalith.optim.optimizer import optimizer_tensors, set_num_updates_
+from megalith.optim.optimizer import Optimizer
 from megalith.optim.optimizer_param_scheduler import OptimizerParamScheduler
-from megalith.parallel.parameters import declared_parameters
+from megalith.parallel.parameters import state_tensors
 from megalith.topology.process_groups_config import ProcessGroupCollection
-from megalith.training.batch import InputMaker
 from megalith.training.num_microbatches_calculator import NumMicroBatchesCalculator
-from megalith.training.state import TrainState
+from megalith.training.state import STATE_VERSION, TrainState, upgraded
+from megalith.training.tasks.task import AnyTask
+from megalith.transformer.module import ModelModule
 
 __all__ = ["Run"]
 
 
 @dataclass
 class Run:
-    """Built by ``training.setup.build_run``; ``model`` is sharded, ``config`` resolved.
+    """Built by ``training.setup.build_run``; ``config`` is resolved.
 
-    clip_norm: largest norm of a gradient, 0 for any; nonfinite: what becomes of a step whose gradient is not finite.
+    Attributes:
+        chunks: this rank's parts of the model, sharded: one, the whole of it, without a pipeline.
+        clip_norm: largest norm of a gradient, 0 for any.
+        nonfinite: what becomes of a step whose gradient is not finite.
     """
 
     config: RunConfig
+    task: AnyTask
     device: torch.device
     pg_collection: ProcessGroupCollection
-    model: GPTModel
-    optimizer: torch.optim.AdamW
+    chunks: list[ModelModule]
+    optimizer: Optimizer
     scheduler: OptimizerParamScheduler
     loss_scale: DynamicLossScale | None
     microbatches: NumMicroBatchesCalculator
-    loader: StepLoader
-    make_inputs: InputMaker
+    loader: StepLoader[Any, Any]
     clip_norm: float
     nonfinite: Literal["raise", "skip"]
     timers: Timers
@@ -59,20 +62,30 @@ class Run:
     @property
     def layout(self) -> str:
         """The layout in a few letters, such as ``tp2 sp dp4``."""
-        sequence = " sp" if self.model.sequence_parallel else ""
-        return f"tp{self.pg_collection.tp_size}{sequence} dp{self.pg_collection.dp_size}"
+        tp, dp = self.pg_collection.size("tp"), self.pg_collection.size("dp")
+        return f"tp{tp}{' sp' if self.config.parallel.sequence and tp > 1 else ''} dp{dp}"
+
+    @property
+    def consumed_tokens(self) -> int:
+        """Tokens trained on so far, with a loss or without."""
+        return self.state.consumed_samples * self.task.tokens_per_sample
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Every parameter of this rank's chunks."""
+        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter by its canonical name, tied ones once."""
-        return {name: parameter for name, parameter, _ in declared_parameters(self.model)}
+        """Every parameter by its canonical name, tied ones once, and the buffers that training changes."""
+        return state_tensors(*self.chunks)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors of a checkpoint: weights and moments."""
-        return self.weights() | optimizer_tensors(self.model, self.optimizer)
+        """All tensors of a checkpoint: weights and the optimizer's state."""
+        return self.weights() | self.optimizer.tensors()
 
     def state_dict(self) -> dict[str, Any]:
         """All of a checkpoint that is no tensor: counters, schedule, loss scale, and the keys of all randomness."""
         return {
+            "version": STATE_VERSION,
             "train": self.state.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
@@ -80,11 +93,12 @@ class Run:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state_dict()``.
+        """Continues from ``state_dict()``, also of an earlier version.
 
         Raises:
-            CheckpointError: the checkpoint was drawn from another seed.
+            CheckpointError: the checkpoint was drawn from another seed, or a later version wrote it.
         """
+        state = upgraded(state)
         seed = self.config.train.seed
         if state["rng"]["seed"] != seed:
             raise CheckpointError(
@@ -94,7 +108,7 @@ class Run:
             )
         self.state.load_state_dict(state["train"])
         self.scheduler.load_state_dict(state["scheduler"])
-        set_num_updates_(self.optimizer, self.state.step - self.state.skipped_steps)
+        self.optimizer.set_num_updates_(self.state.step - self.state.skipped_steps)
         # a run may go on in another dtype; float16 then starts with a fresh scale
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])

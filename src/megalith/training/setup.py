@@ -4,25 +4,29 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import linear
 
+from megalith.acceleration.recompute import recompute_modules_
 from megalith.config import RunConfig
 from megalith.config.experimental import require
-from megalith.data.gpt_dataset import GPTDataset
 from megalith.data.loader import StepLoader
-from megalith.models.gpt_model import GPTModel
-from megalith.observe.timers import Timers
+from megalith.observe.timers import DeviceClock, Timers
+from megalith.optim.build import build_optimizer
 from megalith.optim.loss_scale import DynamicLossScale
-from megalith.optim.optimizer import build_optimizer
+from megalith.optim.optimizer import BuildOptimizer
 from megalith.optim.optimizer_param_scheduler import OptimizerParamScheduler
+from megalith.parallel.build_options import BuildOptions, MatrixProduct
+from megalith.parallel.parameters import declared_parameters
 from megalith.parallel.sharding.fsdp import shard_model
 from megalith.topology.parallel_state import ParallelState
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
-from megalith.training.batch import InputMaker
 from megalith.training.num_microbatches_calculator import build_num_microbatches_calculator
 from megalith.training.run import Run
 from megalith.training.state import TrainState
-from megalith.transformer.build_options import BuildOptions
+from megalith.training.tasks.choose import task_of
+from megalith.training.tasks.task import AnyTask
+from megalith.transformer.module import ModelModule
 
 __all__ = ["DTYPES", "build_run", "set_determinism"]
 
@@ -34,26 +38,43 @@ DTYPES = {
 }
 
 
-def build_run(config: RunConfig, device: torch.device) -> Run:
-    """Everything of a run, at step 0, with freshly drawn weights. Needs the default process group."""
+def build_run(
+    config: RunConfig,
+    device: torch.device,
+    *,
+    task: AnyTask | None = None,
+    optimizer_of: BuildOptimizer = build_optimizer,
+    matrix_product: MatrixProduct = linear,
+) -> Run:
+    """Everything of a run, at step 0, with freshly drawn weights. Needs the default process group.
+
+    Args:
+        task: what is learned; by default what the settings ask for.
+        optimizer_of: builds the optimizer; by default that of ``optim.name``.
+        matrix_product: of every linear layer.
+    """
     set_determinism(config.train.deterministic)
+    task = task_of(config) if task is None else task
     pg_collection = _pg_collection(config, device)
-    model = _build_model(config, pg_collection, device)
-    optimizer = build_optimizer(model, config.optim)
+    param_dtype = torch.promote_types(DTYPES[config.precision.dtype], torch.float32)
+    options = BuildOptions(pg_collection, param_dtype, config.parallel.sequence, matrix_product)
+    chunks = [_build_model(config, task, options, device)]
+    named = ((name, parameter) for name, parameter, _ in declared_parameters(*chunks))
+    optimizer = optimizer_of(named, config.optim)
     return Run(
         config=config,
+        task=task,
         device=device,
         pg_collection=pg_collection,
-        model=model,
+        chunks=chunks,
         optimizer=optimizer,
         scheduler=OptimizerParamScheduler.from_config(optimizer, config.optim, config.train.steps),
         loss_scale=_loss_scale(config),
-        microbatches=build_num_microbatches_calculator(config, pg_collection.dp_size),
-        loader=_loader(config, pg_collection),
-        make_inputs=InputMaker(config, device),
+        microbatches=build_num_microbatches_calculator(config, pg_collection.size("dp")),
+        loader=StepLoader(task.train_dataset(), task.collate, pg_collection.rank("dp"), pg_collection.size("dp")),
         clip_norm=config.optim.clip_norm,
         nonfinite=config.train.nonfinite,
-        timers=Timers(torch.cuda.synchronize if device.type == "cuda" else None),
+        timers=Timers(DeviceClock() if device.type == "cuda" else None),
         state=TrainState(),
     )
 
@@ -75,23 +96,23 @@ def _pg_collection(config: RunConfig, device: torch.device) -> ProcessGroupColle
     return ParallelState(grid, device_type=device.type).collection()
 
 
-def _build_model(config: RunConfig, pg_collection: ProcessGroupCollection, device: torch.device) -> GPTModel:
-    compute_dtype = DTYPES[config.precision.dtype]
-    param_dtype = torch.promote_types(compute_dtype, torch.float32)
-    options = BuildOptions(pg_collection, param_dtype, config.parallel.sequence, config.train.recompute)
+def _build_model(config: RunConfig, task: AnyTask, options: BuildOptions, device: torch.device) -> ModelModule:
+    """The model on meta; recomputation, compilation and sharding applied to it; and then its memory and weights."""
     with torch.device("meta"):
-        model = GPTModel(config.model, options)
+        model = task.build_model(options)
+    if config.train.recompute != "none":
+        recompute_modules_(model.layers() if config.train.recompute == "full" else model.attention_cores())
     if config.train.compile:
         require("compile", config)
-        for layer in model.model.layers:
+        for layer in model.layers():
             layer.compile()
     shard_model(
         model,
-        model.model.layers,
-        pg_collection,
-        compute_dtype=compute_dtype,
-        param_dtype=param_dtype,
-        reshard_after_forward=pg_collection.dp_mesh.size(-1) > 1,
+        model.fsdp_units(),
+        options.pg_collection,
+        compute_dtype=DTYPES[config.precision.dtype],
+        param_dtype=options.dtype,
+        reshard_after_forward=options.pg_collection.data_mesh("dense").size(-1) > 1,
     )
     model.materialize(device, config.train.seed)
     return model
@@ -104,11 +125,3 @@ def _loss_scale(config: RunConfig) -> DynamicLossScale | None:
     return DynamicLossScale(
         precision.initial_loss_scale, precision.loss_scale_window, precision.hysteresis, precision.min_loss_scale
     )
-
-
-def _loader(config: RunConfig, pg_collection: ProcessGroupCollection) -> StepLoader:
-    assert config.data.train is not None, "preflight refuses a run without data"
-    dataset = GPTDataset(
-        config.data.train, config.data.seq_length, config.train.seed, mask_eod=config.data.eod_mask_loss
-    )
-    return StepLoader(dataset, pg_collection.dp_rank, pg_collection.dp_size)

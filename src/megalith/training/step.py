@@ -1,74 +1,86 @@
 """One optimizer step: agree, forward and backward over micro-batches, reduce, decide, update.
 
-The loss of the step is  sum over all ranks and micro-batches of (loss * mask)  /  number of masked-in tokens.  That
-number is summed before the first backward and enters as the seed of every backward; nothing else divides, so that a
-gradient does not depend on how the batch was cut. Two small all-reduces a step carry all that ranks must agree on:
+The loss of the step is the sum over the task's terms of  weight * (sum of the term) / (count of the term), sums and
+counts over all ranks and micro-batches.  Counts are summed before the first backward and enter as its seed; nothing
+else divides, so that a gradient does not depend on how the batch was cut. Two small all-reduces a step carry all that
+ranks must agree on:
 
-    before  [tokens with a loss, ranks that were asked to stop]
-    after   [squared gradient norm, loss sum]
+    before  [count of each term, ranks that were asked to stop]
+    after   [squared gradient norm, sum of each term]
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megalith.data.loader import MicroBatch
 from megalith.errors import NonFiniteError
 from megalith.optim.grad_norm import clip_coefficient, local_squared_norm, scale_gradients_
 from megalith.parallel.parameters import declared_parameters
-from megalith.parallel.sharding.fsdp import gradient_sync
-from megalith.training.loss import loss_sum
+from megalith.parallel.pipeline.executor import execute
+from megalith.parallel.pipeline.plan import one_stage_plan
 from megalith.training.run import Run
 
-__all__ = ["Agreement", "StepResult", "agree", "train_step"]
+__all__ = ["StepResult", "StepTotals", "agree", "train_step", "weighted_mean"]
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """What all ranks know before a step begins: tokens that have a loss, and whether any rank was asked to stop."""
+class StepTotals:
+    """What all ranks know before a step begins: the count of each loss term, and whether any rank was asked to stop."""
 
-    num_tokens: int
+    counts: Mapping[str, int]
     stop: bool
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: the mean over the step's tokens, in nats; grad_norm: before clipping; skipped: the weights did not move."""
+    """What a step did.
+
+    Attributes:
+        loss: of the step, in the unit of its terms (nats); ``terms``: the mean of each, without its weight.
+        grad_norm: before clipping.
+        num_samples: in the global batch.
+        skipped: the weights did not move.
+    """
 
     loss: float
+    terms: Mapping[str, float]
     grad_norm: float
     lr: float
-    num_tokens: int
+    num_samples: int
     skipped: bool
 
 
-def agree(run: Run, micro_batches: Sequence[MicroBatch], stop: bool) -> Agreement:
-    """Sums this step's token count over data-parallel ranks, and lets one rank's wish to stop reach all."""
-    # ranks of one tp group read the same rows: the first speaks for them
-    num_tokens = sum(int(micro.loss_mask.sum()) for micro in micro_batches) if run.pg_collection.tp_rank == 0 else 0
-    told = torch.tensor([num_tokens, int(stop)], dtype=torch.int64, device=run.device)
+def agree(run: Run, micro_batches: Sequence[Any], stop: bool) -> StepTotals:
+    """Sums this step's counts over all ranks, and lets one rank's wish to stop reach all."""
+    found = [run.task.counts(micro) for micro in micro_batches] if run.pg_collection.speaks_for_tokens else []
+    here = [sum(counts[name] for counts in found) for name in run.task.terms]
+    told = torch.tensor([*here, int(stop)], dtype=torch.int64, device=run.device)
     dist.all_reduce(told)
-    return Agreement(int(told[0]), bool(told[1]))
+    *counts, stops = told.tolist()
+    return StepTotals(dict(zip(run.task.terms, counts, strict=True)), bool(stops))
 
 
-def train_step(run: Run, micro_batches: Sequence[MicroBatch], num_tokens: int) -> StepResult:
+def train_step(run: Run, micro_batches: Sequence[Any], counts: Mapping[str, int]) -> StepResult:
     """Runs one step and advances ``run``'s weights, optimizer, schedule and counters.
 
     Raises:
         NonFiniteError: on every rank, when the loss or the gradient is not finite and the run is not told to skip.
     """
     scale = 1.0 if run.loss_scale is None else run.loss_scale.scale
+    seeds = {name: weight * scale / max(1, counts[name]) for name, weight in run.task.terms.items()}
     with run.timers("forward-backward"):
-        total = _forward_backward(run, micro_batches, scale / max(1, num_tokens))
-    parameters = list(run.model.parameters())
+        sums = _forward_backward(run, micro_batches, seeds)
+    parameters = run.parameters()
     with run.timers("gradient norm"):
-        loss, grad_norm = _reduce(run, total, local_squared_norm(parameters))
-    loss, grad_norm = loss / max(1, num_tokens), grad_norm / scale
+        terms, grad_norm = _reduce(run, sums, local_squared_norm(parameters))
+    terms = {name: value / max(1, counts[name]) for name, value in terms.items()}
+    loss, grad_norm = weighted_mean(run.task.terms, terms), grad_norm / scale
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
     if not finite:
         _refuse(run, loss, grad_norm)
@@ -82,31 +94,41 @@ def train_step(run: Run, micro_batches: Sequence[MicroBatch], num_tokens: int) -
         run.scheduler.step(1)
     if run.loss_scale is not None:
         run.loss_scale.update(not finite)
+    num_samples = run.microbatches.global_batch_size(run.state.consumed_samples)
     run.state.step += 1
-    run.state.consumed_samples += run.microbatches.global_batch_size(run.state.consumed_samples)
-    run.state.consumed_tokens += num_tokens
+    run.state.consumed_samples += num_samples
     run.state.skipped_steps += not finite
-    return StepResult(loss, grad_norm, lr, num_tokens, not finite)
+    return StepResult(loss, terms, grad_norm, lr, num_samples, not finite)
 
 
-def _forward_backward(run: Run, micro_batches: Sequence[MicroBatch], seed: float) -> Tensor:
-    """Accumulates the gradient of ``seed`` times the loss sum, and returns this rank's loss sum in float64."""
-    total = torch.zeros((), dtype=torch.float64, device=run.device)
-    for index, micro_batch in enumerate(micro_batches):
-        gradient_sync(run.model, last=index == len(micro_batches) - 1)
-        loss = loss_sum(run.model, run.make_inputs(micro_batch, run.state.step))
-        (loss * seed).backward()
-        total += loss.detach()
+def weighted_mean(weights: Mapping[str, float], means: Mapping[str, float]) -> float:
+    """The loss that the terms' ``means`` make, each with its weight."""
+    return math.fsum(weight * means[name] for name, weight in weights.items())
+
+
+def _forward_backward(run: Run, micro_batches: Sequence[Any], seeds: Mapping[str, float]) -> Tensor:
+    """Accumulates the gradient of the terms' sums times ``seeds``, and returns this rank's sums [terms] in float64."""
+    total = torch.zeros(len(seeds), dtype=torch.float64, device=run.device)
+
+    def forward(model: nn.Module, micro_batch: int) -> Tensor:
+        inputs = run.task.inputs(micro_batches[micro_batch], run.state.step, run.device)
+        sums = run.task.sums(run.task.forward(model, inputs), inputs)
+        total.add_(torch.stack([sums[name].detach().double() for name in seeds]))
+        first, *others = (sums[name] * seed for name, seed in seeds.items())
+        return sum(others, start=first)
+
+    execute(one_stage_plan(len(micro_batches), backward=True), run.chunks, forward)
     return total
 
 
-def _reduce(run: Run, total: Tensor, squared_norm: Tensor) -> tuple[float, float]:
-    """The loss sum of the global batch and the norm of its gradient."""
-    mine = total if run.pg_collection.tp_rank == 0 else torch.zeros_like(total)
-    sums = torch.stack((mine, squared_norm.to(run.device)))
-    dist.all_reduce(sums)
-    loss, squares = sums.tolist()
-    return loss, math.sqrt(squares) if squares >= 0.0 else math.nan
+def _reduce(run: Run, sums: Tensor, squared_norm: Tensor) -> tuple[dict[str, float], float]:
+    """The terms' sums over the global batch and the norm of its gradient."""
+    mine = sums if run.pg_collection.speaks_for_tokens else torch.zeros_like(sums)
+    told = torch.cat((mine, squared_norm.to(run.device).view(1)))
+    dist.all_reduce(told)
+    *terms, squares = told.tolist()
+    norm = math.sqrt(squares) if squares >= 0.0 else math.nan
+    return dict(zip(run.task.terms, terms, strict=True)), norm
 
 
 def _refuse(run: Run, loss: float, grad_norm: float) -> None:
@@ -117,7 +139,7 @@ def _refuse(run: Run, loss: float, grad_norm: float) -> None:
     if run.nonfinite == "skip":
         return
     found: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(found, _nonfinite_names(run.model))
+    dist.all_gather_object(found, _nonfinite_names(run.chunks))
     where = [f"{name} on rank {rank}" for rank, names in enumerate(found) for name in names[:2]]
     raise NonFiniteError(
         f"step {run.state.step + 1}: loss {loss}, gradient norm {grad_norm}; not finite: "
@@ -126,9 +148,9 @@ def _refuse(run: Run, loss: float, grad_norm: float) -> None:
     )
 
 
-def _nonfinite_names(model: nn.Module) -> list[str]:
+def _nonfinite_names(chunks: Sequence[nn.Module]) -> list[str]:
     names = []
-    for name, parameter, _ in declared_parameters(model):
+    for name, parameter, _ in declared_parameters(*chunks):
         gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         if gradient is not None and not bool(torch.isfinite(gradient).all()):
             names.append(name)

@@ -1,1 +1,1 @@
-"""The pieces of a transformer: normalisation, rotary positions, attention, mlp, layer, block, embeddings."""
+"""The pieces of a transformer: normalisation, rotary positions, attention, mlp, layer, stack, embeddings."""

@@ -1,58 +1,95 @@
-"""Causal scaled dot-product attention over grouped heads, with packed documents and reproducible dropout.
+"""Scaled dot-product attention over grouped heads, under any mask, with packed documents and reproducible dropout.
 
     o = softmax(q k^T / sqrt(D) + mask) v
 
 Without dropout it is the fused operation, and nothing of size S x S is ever made (but in float64, whose path is the
 reference). With dropout it is spelled out, because kernels draw their masks from a generator, and a mask here is a
-function of (seed, step, layer, head, query, key).
+function of (seed, step, name, head, query, key).
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megalith.fusions.fused_attention import fused_attention
-from megalith.numerics.dropout import DropoutKey, attention_dropout
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions import fused_attention
+from megalith.numerics.dropout import Dropout, attention_dropout
 from megalith.packed_seq_params import PackedSeqParams
+from megalith.transformer.attention_mask import AttentionMask
+from megalith.transformer.dropout import DropoutSite
+from megalith.transformer.layer_context import LayerContext
 
-__all__ = ["dot_product_attention", "dot_product_attention_with_dropout"]
+__all__ = ["DotProductAttention"]
 
 
-def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
-    """Causal attention of the last Sq of Sk positions.
+class DotProductAttention(nn.Module):
+    """Attention itself, between the projections: what "selective" recomputation computes again.
 
     Args:
-        q: [Sq, B, A, D]; Sq < Sk after a cache of keys and values.
-        k, v: [Sk, B, G, D], A divisible by G; query head a reads group a // (A / G).
-        packed_seq_params: where documents begin; tokens see their own document only.
-
-    Returns:
-        [Sq, B, A, D].
+        dropout: the share of attention probabilities to drop in training.
+        head_offset: this rank's first head among all heads, whose masks differ.
+        window: the keys that a query of this layer sees, its own included; None: as many as the batch's mask lets it.
     """
-    out, _ = fused_attention(q, k, v, packed_seq_params=packed_seq_params)
-    return out
+
+    def __init__(self, dropout: float, head_offset: int, window: int | None = None) -> None:
+        super().__init__()
+        self.dropout = DropoutSite(dropout)
+        self.head_offset = head_offset
+        self.window = window
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> Tensor:
+        """Attention of the last Sq of Sk positions.
+
+        Args:
+            q: [Sq, B, A, D]; Sq < Sk after a cache of keys and values.
+            k, v: [Sk, B, G, D], A divisible by G; query head a reads group a // (A / G).
+            context: its mask, documents, and ``token_dropout`` are read.
+
+        Returns:
+            [Sq, B, A, D].
+
+        Raises:
+            ShapeError: dropout or a prefix where queries follow a cache.
+            ConfigError: a prefix over packed documents.
+        """
+        mask, documents = context.mask.within(self.window), context.documents
+        dropout = self.dropout.of(context.token_dropout)
+        if dropout is None and mask.prefix is None:
+            out, _ = fused_attention(q, k, v, causal=mask.causal, window=mask.sides, packed_seq_params=documents)
+            return out
+        if q.shape[0] != k.shape[0]:
+            raise ShapeError("dropout and a prefix are of whole rows, and these queries follow a cache; leave it out")
+        if dropout is not None:
+            return _with_dropout(q, k, v, mask, documents, dropout, self.head_offset)
+        return _with_prefix(q, k, v, mask, documents)
 
 
-def dot_product_attention_with_dropout(
+def _with_dropout(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    packed_seq_params: PackedSeqParams | None,
-    p: float,
-    key: DropoutKey,
+    mask: AttentionMask,
+    documents: PackedSeqParams | None,
+    dropout: Dropout,
     head_offset: int,
 ) -> Tensor:
-    """``dot_product_attention`` for training with dropout ``p`` on the probabilities, Sq = Sk.
-
-    ``key.tokens`` is [B, S]; ``head_offset`` is this rank's first head among all heads.
-    """
+    """Spelled out, Sq = Sk; ``dropout.key.tokens`` is [B, S]."""
+    assert dropout.key is not None, "a dropout site gives one"
     S, _, A, D = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [B, A or G, S, D]
     k, v = (x.repeat_interleave(A // x.shape[1], dim=1) for x in (k, v))
-    visible = torch.ones(S, S, dtype=torch.bool, device=q.device).tril()
-    if packed_seq_params is not None:
-        documents = packed_seq_params.document_ids().to(q.device)  # [B, S]
-        visible = visible & (documents.unsqueeze(2) == documents.unsqueeze(1)).unsqueeze(1)  # [B, 1, S, S]
-    scores = (q @ k.transpose(2, 3) * D**-0.5).to(wide).masked_fill(~visible, float("-inf"))  # [B, A, S, S]
-    probs = attention_dropout(torch.softmax(scores, dim=-1), p, key, head_offset)
+    hidden = ~mask.visible(S, q.device, documents)
+    scores = (q @ k.transpose(2, 3) * D**-0.5).to(wide).masked_fill(hidden, float("-inf"))  # [B, A, S, S]
+    probs = attention_dropout(torch.softmax(scores, dim=-1), dropout.p, dropout.key, head_offset)
     return (probs.to(v.dtype) @ v).permute(2, 0, 1, 3)  # [S, B, A, D]
+
+
+def _with_prefix(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, documents: PackedSeqParams | None) -> Tensor:
+    """Two fused calls: a query within the prefix sees all of the prefix, one after it what is causal."""
+    assert mask.prefix is not None, "the caller has looked"
+    if documents is not None:
+        raise ConfigError("a prefix is of a row that is one document; leave packed documents out")
+    within, _ = fused_attention(q, k, v, causal=False, packed_seq_params=mask.prefix.documents)
+    after, _ = fused_attention(q, k, v)
+    covers = mask.prefix.covers.t()[..., None, None]  # [S, B, 1, 1]
+    return torch.where(covers, within, after)

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from megalith.config import TransformerConfig
 from megalith.fusions import bias_gelu_impl, glu
+from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megalith.parallel.tensor.regions import enter_tensor_parallel
-from megalith.transformer.build_options import BuildOptions
 from megalith.transformer.initialization import output_std
+from megalith.transformer.layer_context import LayerContext
 
 __all__ = ["MLP"]
 
@@ -23,35 +24,19 @@ class MLP(nn.Module):
         super().__init__()
         H, F = config.hidden_size, config.ffn_hidden_size
         self.activation = config.activation
-        self.tp_group = options.pg_collection.tp
-        self.sequence_parallel = options.sequence_parallel
+        self.options = options
+        bias, std = config.add_bias_linear, config.init_method_std
 
         def column() -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                H,
-                F,
-                bias=config.add_bias_linear,
-                std=config.init_method_std,
-                dtype=options.dtype,
-                pg_collection=options.pg_collection,
-                input_is_gathered=True,
-            )
+            return ColumnParallelLinear(H, F, options, bias=bias, std=std, input_is_gathered=True)
 
         self.gate_proj = column() if self.activation == "swiglu" else None
         self.up_proj = column()
-        self.down_proj = RowParallelLinear(
-            F,
-            H,
-            bias=config.add_bias_linear,
-            std=output_std(config),
-            dtype=options.dtype,
-            pg_collection=options.pg_collection,
-            sequence_parallel=options.sequence_parallel,
-        )
+        self.down_proj = RowParallelLinear(F, H, options, bias=bias, std=output_std(config))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
-        x = enter_tensor_parallel(x, self.tp_group, self.sequence_parallel)  # [S, B, H]
+    def forward(self, x: Tensor, context: LayerContext) -> Tensor:
+        """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism; ``context`` is not looked at."""
+        x = enter_tensor_parallel(x, self.options.pg_collection.tp, self.options.sequence_parallel)  # [S, B, H]
         up = self.up_proj(x)  # [S, B, F/tp]
         if self.gate_proj is not None:
             hidden = glu(self.gate_proj(x), up, activation="silu")

@@ -1,28 +1,57 @@
 """The base of whole models: built on meta, made real, initialised, counted."""
 
-import torch
+from abc import ABC, abstractmethod
 
-from megalith.parallel.parameters import DeclaringModule, declared_parameters, initialize_parameters_
+import torch
+from torch import nn
+
+from megalith.parallel.parameters import (
+    DeclaringModule,
+    declared_buffers,
+    declared_parameters,
+    initialize_parameters_,
+    refill_buffers_,
+)
+from megalith.transformer.dot_product_attention import DotProductAttention
+from megalith.transformer.dropout import name_dropout_sites_
 
 __all__ = ["ModelModule"]
 
 
-class ModelModule(DeclaringModule):
-    """A model whose every parameter is declared.
+class ModelModule(DeclaringModule, ABC):
+    """A model whose every parameter and buffer is declared.
 
     Built under ``torch.device("meta")`` it takes no memory; then it is sharded, and ``materialize`` gives this rank its
     part alone, so that no rank ever holds the whole. Built elsewhere, its constructor ends with ``finish``.
     """
 
+    @abstractmethod
+    def layers(self) -> list[nn.Module]:
+        """The layers, in their order: what is recomputed and compiled one at a time, from outside."""
+
+    def fsdp_units(self) -> list[nn.Module]:
+        """What FSDP2 gathers one at a time, from the inside out; the rest of the model is a unit by itself."""
+        return self.layers()
+
+    def attention_cores(self) -> list[nn.Module]:
+        """The attention between projections, one in each layer: what "selective" recomputation computes again."""
+        return [module for module in self.modules() if isinstance(module, DotProductAttention)]
+
     def finish(self, seed: int) -> None:
-        """Called at the end of a model's constructor: checks declarations, and draws weights unless on meta."""
+        """Called at the end of a model's constructor: checks declarations, names dropouts, and draws weights.
+
+        On meta it draws none. Raises ShapeError for a parameter or buffer that nobody declared.
+        """
         parameters = [parameter for _, parameter, _ in declared_parameters(self)]
+        list(declared_buffers(self))
+        name_dropout_sites_(self)
         if not any(parameter.is_meta for parameter in parameters):
             self.initialize_weights(seed)
 
     def materialize(self, device: torch.device | str, seed: int) -> None:
-        """Allocates this rank's part of a model built on meta, on ``device``, and draws its first weights."""
+        """Allocates this rank's part of a model built on meta, on ``device``, and gives it its first values."""
         self.to_empty(device=device)
+        refill_buffers_(self)
         self.initialize_weights(seed)
 
     def initialize_weights(self, seed: int) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from megalith.config import TransformerConfig
 from megalith.fusions import fused_add_norm, fused_layer_norm, fused_rms_norm
-from megalith.numerics.dropout import DropoutKey
+from megalith.numerics.dropout import Dropout
+from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import DeclaringModule, ParameterSpec, local
-from megalith.transformer.build_options import BuildOptions
 
 __all__ = ["Normalization"]
 
@@ -29,9 +29,9 @@ class Normalization(DeclaringModule):
         self.eps = config.layernorm_epsilon
         self.partial = options.sequence_parallel
         shape = (config.hidden_size,)
-        self.declare("weight", ParameterSpec(shape, None, "ones"), options.pg_collection, options.dtype)
+        self.declare("weight", ParameterSpec(shape, "ones"), options.pg_collection, options.dtype)
         if self.normalization == "LayerNorm":
-            self.declare("bias", ParameterSpec(shape, None, "zeros"), options.pg_collection, options.dtype)
+            self.declare("bias", ParameterSpec(shape, "zeros"), options.pg_collection, options.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H], same dtype."""
@@ -40,17 +40,11 @@ class Normalization(DeclaringModule):
             return fused_rms_norm(x, weight, self.eps)
         return fused_layer_norm(x, weight, bias, self.eps)
 
-    def after_residual(
-        self, x: Tensor, residual: Tensor, dropout: float, key: DropoutKey | None
-    ) -> tuple[Tensor, Tensor]:
-        """The norm of ``residual + dropout(x)``, and that sum; all [..., H].
-
-        ``dropout`` is a probability; without a ``key``, as in evaluation, nothing is dropped.
-        """
+    def after_residual(self, x: Tensor, residual: Tensor, dropout: Dropout | None) -> tuple[Tensor, Tensor]:
+        """The norm of ``residual + dropout(x)``, and that sum; all [..., H]."""
         weight, bias = self._parameters_here()
-        p = 0.0 if key is None else dropout
         return fused_add_norm(
-            x, residual, weight, bias, normalization=self.normalization, eps=self.eps, p=p, key=key if p else None
+            x, residual, weight, bias, normalization=self.normalization, eps=self.eps, dropout=dropout
         )
 
     def _parameters_here(self) -> tuple[Tensor, Tensor | None]:

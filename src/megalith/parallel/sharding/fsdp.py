@@ -2,6 +2,7 @@
 
 The loss is seeded with 1 / count, so a gradient is the sum of what each data-parallel rank computed; FSDP's own
 averaging is switched off. Sums are formed in float32 or wider. With tp, FSDP shards the dimension that tp does not.
+Dense and expert weights are sharded over meshes of their own, which a unit's declarations choose.
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from megalith.errors import ShapeError
-from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.parallel.parameters import declared_parameters
+from megalith.topology.process_groups_config import Family, ProcessGroupCollection
 
 __all__ = ["gradient_sync", "release_gathered_weights", "shard_model"]
 
@@ -26,16 +28,19 @@ def shard_model(
     param_dtype: torch.dtype,
     reshard_after_forward: bool,
 ) -> None:
-    """Shards ``model`` in place over its data-parallel mesh, each of ``units`` gathered on its own, then the rest.
+    """Shards ``model`` in place over data-parallel meshes, each of ``units`` gathered on its own, then the rest.
 
     Args:
+        units: from the inside out; what a unit holds besides the units inside it is of one family of weights, and is
+            sharded over that family's mesh.
         compute_dtype: what forward and backward see.
         param_dtype: what the parameters, and the optimizer, are kept in.
         reshard_after_forward: free a unit's gathered weights after its forward (ZeRO-3) or keep them until its
             backward (ZeRO-2): one all-gather a micro-batch less, for the memory of the whole model.
 
     Raises:
-        ShapeError: a parameter is tied between two units, which FSDP2 would part without a word.
+        ShapeError: a parameter is tied between two units, which FSDP2 would part without a word, or a unit holds dense
+            and expert weights.
     """
     num_parameters = len(list(model.parameters()))  # tied ones count once
     policy = MixedPrecisionPolicy(
@@ -43,10 +48,11 @@ def shard_model(
         reduce_dtype=torch.promote_types(param_dtype, torch.float32),
         cast_forward_inputs=False,  # rotary tables stay in float32
     )
+    placed: set[int] = set()
     for module in (*units, model):
         fully_shard(
             module,
-            mesh=pg_collection.dp_mesh,
+            mesh=pg_collection.data_mesh(_family(model, module, placed)),
             mp_policy=policy,
             shard_placement_fn=_other_dimension,
             reshard_after_forward=reshard_after_forward and module is not model,
@@ -76,8 +82,27 @@ def release_gathered_weights(model: nn.Module) -> None:
             module.reshard()
 
 
+def _family(model: nn.Module, unit: nn.Module, placed: set[int]) -> Family:
+    """The family of what ``unit`` holds besides the parameters that are ``placed``, to which it adds them."""
+    held = {id(parameter): spec.family for _, parameter, spec in declared_parameters(unit)}
+    families = {family for parameter, family in held.items() if parameter not in placed}
+    placed.update(held)
+    if len(families) > 1:
+        name = next(name for name, module in model.named_modules() if module is unit)
+        raise ShapeError(
+            f"{name or 'the model'} holds dense and expert weights, which are sharded over other ranks; "
+            "give the module that holds the expert weights as a unit before it"
+        )
+    return families.pop() if families else "dense"
+
+
 def _other_dimension(parameter: nn.Parameter) -> Shard | None:
-    """The dimension that tp leaves whole; FSDP's own choice, dimension 0, where there is no other."""
-    if isinstance(parameter, DTensor) and parameter.ndim > 1 and parameter.placements[0] == Shard(0):
-        return Shard(1)
-    return None
+    """The last dimension that tp, ep and etp leave whole; FSDP's own choice, dimension 0, where none is split or left.
+
+    The last, because a packed weight ([E, F, H], [G, .., H]) has many more of its elements than of its first.
+    """
+    if not isinstance(parameter, DTensor):
+        return None
+    split = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}
+    left = [dim for dim in range(parameter.ndim) if dim not in split]
+    return Shard(left[-1]) if split and left else None

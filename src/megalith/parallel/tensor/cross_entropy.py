@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megalith.errors import ShapeError
 from megalith.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-from megalith.parallel.boxes import split_evenly
+from megalith.parallel.local_ranges import chunk_range
 
 __all__ = ["vocab_parallel_cross_entropy"]
 
@@ -32,7 +32,7 @@ def vocab_parallel_cross_entropy(
         ShapeError: the logits are not this rank's part of the vocabulary, or do not fit the targets.
     """
     size, rank = (1, 0) if tp_group is None else (tp_group.size(), tp_group.rank())
-    first, end = split_evenly(vocab_size, size, rank)
+    first, end = chunk_range(vocab_size, size, rank)
     if logits.shape != (*target.shape, end - first):
         raise ShapeError(
             f"logits must be {[*target.shape, end - first]}: rank {rank} of {size}'s part of {vocab_size} for targets "

@@ -14,34 +14,34 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from megalith.errors import ShapeError
 
-__all__ = ["Ranges", "box_of_placements", "local_box", "split_evenly"]
+__all__ = ["Ranges", "chunk_range", "local_ranges", "ranges_of_placements"]
 
 Ranges = tuple[tuple[int, int], ...]
 
 
-def split_evenly(size: int, parts: int, index: int) -> tuple[int, int]:
+def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
     """The half-open range of part ``index`` when ``size`` elements are cut as torch.chunk cuts them."""
     length = -(-size // parts)
     return min(index * length, size), min((index + 1) * length, size)
 
 
-def local_box(tensor: Tensor) -> Ranges:
+def local_ranges(tensor: Tensor) -> Ranges:
     """The global indices, per dimension, that this rank holds of ``tensor``; all of them for a plain tensor.
 
-    A rank outside a DTensor's mesh holds nothing. Raises ShapeError as ``box_of_placements`` does.
+    A rank outside a DTensor's mesh holds nothing. Raises ShapeError as ``ranges_of_placements`` does.
     """
     if not isinstance(tensor, DTensor):
         return tuple((0, size) for size in tensor.shape)
     coordinates = tensor.device_mesh.get_coordinate()
     if coordinates is None:
         return tuple((0, 0) for _ in tensor.shape)
-    return box_of_placements(tensor.shape, tensor.device_mesh.shape, coordinates, tensor.placements)
+    return ranges_of_placements(tensor.shape, tensor.device_mesh.shape, coordinates, tensor.placements)
 
 
-def box_of_placements(
+def ranges_of_placements(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinates: Sequence[int], placements: Sequence[Placement]
 ) -> Ranges:
-    """The box of the rank at ``coordinates`` of a mesh, one placement for each mesh dimension.
+    """The ranges of the rank at ``coordinates`` of a mesh, one placement for each mesh dimension.
 
     Raises:
         ShapeError: a placement that is neither replicated nor one contiguous range.
@@ -56,6 +56,6 @@ def box_of_placements(
         if not isinstance(placement, Shard | _StridedShard):
             raise ShapeError(f"a tensor placed {placement} has no range of its own; redistribute it to Shard first")
         start, stop = ranges[placement.dim]
-        inner = split_evenly(stop - start, mesh_shape[i], coordinates[i])
+        inner = chunk_range(stop - start, mesh_shape[i], coordinates[i])
         ranges[placement.dim] = (start + inner[0], start + inner[1])
     return tuple(ranges)

@@ -1,0 +1,20 @@
+"""AdamW: Loshchilov and Hutter 2017, arXiv:1711.05101. torch's own, over DTensors."""
+
+import torch
+
+from megalith.config import OptimConfig
+from megalith.optim.optimizer import NamedParameters, Optimizer, parameter_groups
+from megalith.optim.torch_optimizer import TorchOptimizer
+
+__all__ = ["build_adamw"]
+
+
+def build_adamw(parameters: NamedParameters, config: OptimConfig) -> Optimizer:
+    """AdamW in groups that a scheduler drives; state ``exp_avg`` and ``exp_avg_sq``. Raises as parameter_groups."""
+    named = dict(parameters)
+    groups = parameter_groups(named.items(), config.overrides)
+    settings = config
+    optimizer = torch.optim.AdamW(
+        groups, lr=config.lr, betas=settings.betas, eps=settings.eps, weight_decay=0.0, fused=True
+    )
+    return TorchOptimizer(optimizer, named, ("exp_avg", "exp_avg_sq"), counts_updates=True)

@@ -1,0 +1,27 @@
+"""Stochastic gradient descent with momentum: Sutskever et al. 2013, in the form of torch, whose optimizer it is.
+
+b = momentum b + g,    w -= lr (g + momentum b) with nesterov, lr b without;    g includes weight_decay w
+"""
+
+import torch
+
+from megalith.config import OptimConfig
+from megalith.optim.optimizer import NamedParameters, Optimizer, parameter_groups
+from megalith.optim.torch_optimizer import TorchOptimizer
+
+__all__ = ["build_sgd"]
+
+
+def build_sgd(parameters: NamedParameters, config: OptimConfig) -> Optimizer:
+    """SGD in groups that a scheduler drives; state ``momentum_buffer``, none without momentum.
+
+    Raises as parameter_groups.
+    """
+    named = dict(parameters)
+    groups = parameter_groups(named.items(), config.overrides)
+    settings = config.sgd
+    optimizer = torch.optim.SGD(
+        groups, lr=config.lr, momentum=settings.momentum, nesterov=settings.nesterov, weight_decay=0.0
+    )
+    moments = ("momentum_buffer",) if settings.momentum else ()
+    return TorchOptimizer(optimizer, named, moments, counts_updates=False)

@@ -1,0 +1,34 @@
+"""How a model is built, apart from its shape: what every constructor of the house hands down."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from megalith.topology.process_groups_config import ProcessGroupCollection
+
+__all__ = ["BuildOptions", "MatrixProduct"]
+
+# (x [..., in], weight [out, in], bias [out] or None) -> [..., out]: what every linear layer computes
+MatrixProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """The groups to split over, the dtype of parameters, and the strategies that layers are given.
+
+    Attributes:
+        sequence_parallel: activations between layers are [S/tp, B, H]. Without tp there is nothing to split, and it is
+            off.
+        matrix_product: of every linear layer, the output projection included; one of 8 bits is another function.
+    """
+
+    pg_collection: ProcessGroupCollection
+    dtype: torch.dtype = torch.float32
+    sequence_parallel: bool = False
+    matrix_product: MatrixProduct = linear
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sequence_parallel", self.sequence_parallel and self.pg_collection.size("tp") > 1)

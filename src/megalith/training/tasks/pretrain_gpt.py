@@ -1,0 +1,139 @@
+"""Next-token prediction: a causal language model learns each token from those before it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megalith.config import RunConfig
+from megalith.data.gpt_dataset import EvaluationDataset, GPTBatch, GPTDataset, GPTSample, stack_samples
+from megalith.errors import DataError
+from megalith.models.gpt_model import GPTModel
+from megalith.numerics.dropout import DropoutKey
+from megalith.packed_seq_params import PackedSeqParams
+from megalith.parallel.build_options import BuildOptions
+from megalith.training.batch import to_device
+from megalith.training.preflight import load_tokenizer
+from megalith.training.tasks.gpt_size import flops_per_token, parameters
+from megalith.training.tasks.task import Task
+
+__all__ = ["GPTInputs", "PretrainGPT"]
+
+_SHOWN_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class GPTInputs:
+    """tokens and labels int64 [B, S]; loss_mask bool [B, S]; position_ids int64 [S] or [B, S]."""
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    packed_seq_params: PackedSeqParams | None
+    dropout_key: DropoutKey | None
+
+
+class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
+    """The one term ``lm`` is the negative log-likelihood of a token in nats, over the tokens that the mask keeps."""
+
+    terms = MappingProxyType({"lm": 1.0})
+
+    def __init__(self, config: RunConfig) -> None:
+        vocab_size = config.model.vocab_size
+        assert vocab_size is not None, "preflight has settled it"
+        self.config = config
+        self.tokens_per_sample = config.data.seq_length
+        S = config.data.seq_length
+        self.flops_per_sample = flops_per_token(config.model, vocab_size, S) * S
+        self.num_parameters = parameters(config.model, vocab_size)
+        self._packs_documents = config.data.reset_attention_mask
+        self._resets_positions = config.data.reset_position_ids
+        self._drops = config.model.hidden_dropout > 0.0 or config.model.attention_dropout > 0.0
+
+    def build_model(self, options: BuildOptions) -> GPTModel:
+        """The model that ``model`` of the settings describes, first weights by ``train.seed``."""
+        return GPTModel(self.config.model, options, seed=self.config.train.seed)
+
+    def train_dataset(self) -> GPTDataset:
+        """``data.train``, in the order of ``train.seed``."""
+        data = self.config.data
+        assert data.train is not None, "preflight refuses a run without data"
+        return GPTDataset(data.train, data.seq_length, self.config.train.seed, mask_eod=data.eod_mask_loss)
+
+    def evaluation_dataset(self, prefix: str) -> EvaluationDataset:
+        """Every token of ``prefix`` but the first as a label, once."""
+        return EvaluationDataset(prefix, self.config.data.seq_length, mask_eod=self.config.data.eod_mask_loss)
+
+    def collate(
+        self, samples: Sequence[GPTSample], rows: Sequence[int], counted: Sequence[bool] | None = None
+    ) -> GPTBatch:
+        """The samples, one a row."""
+        batch = stack_samples(samples, rows)
+        if counted is not None:
+            batch.loss_mask[~np.array(counted)] = False
+        return batch
+
+    def counts(self, batch: GPTBatch) -> Mapping[str, int]:
+        """The tokens that have a loss."""
+        return {"lm": int(batch.loss_mask.sum())}
+
+    def inputs(self, batch: GPTBatch, step: int, device: torch.device) -> GPTInputs:
+        """``batch`` on ``device``.
+
+        A token's dropout depends on its row in the global batch and its position in the row, so that cutting the batch
+        in another way changes nothing.
+        """
+        S = batch.tokens.shape[1]
+        packed = None
+        if self._packs_documents or self._resets_positions:
+            packed = PackedSeqParams.from_documents(torch.from_numpy(batch.documents))
+        positions = torch.arange(S) if packed is None or not self._resets_positions else packed.position_ids()
+        dropout_key = None
+        if self._drops:
+            rows = torch.from_numpy(batch.row_ids).unsqueeze(1)  # [B, 1]
+            dropout_key = DropoutKey(self.config.train.seed, step, to_device(rows * S + torch.arange(S), device))
+        return GPTInputs(
+            to_device(batch.tokens, device),
+            to_device(batch.labels, device),
+            to_device(batch.loss_mask, device),
+            to_device(positions, device),
+            packed.to(device) if packed is not None and self._packs_documents else None,
+            dropout_key,
+        )
+
+    def forward(self, model: nn.Module, inputs: GPTInputs) -> Tensor:
+        """The loss of each token, [B, S]."""
+        losses: Tensor = model(
+            inputs.tokens,
+            labels=inputs.labels,
+            position_ids=inputs.position_ids,
+            packed_seq_params=inputs.packed_seq_params,
+            dropout_key=inputs.dropout_key,
+        )
+        return losses
+
+    def sums(self, output: Tensor, inputs: GPTInputs) -> Mapping[str, Tensor]:
+        """The sum of the losses of tokens that the mask keeps."""
+        # where, not a product: a loss that is infinite under the mask must not become NaN
+        return {"lm": torch.where(inputs.loss_mask, output, 0.0).sum()}
+
+    def sample_as_text(self, sample: GPTSample) -> list[str]:
+        """Its labels decoded, with those that have no loss in brackets; their numbers, where no tokenizer is known."""
+        labels, mask = sample.labels[:_SHOWN_TOKENS].tolist(), sample.loss_mask[:_SHOWN_TOKENS].tolist()
+        try:
+            tokenizer = load_tokenizer(self.config)
+        except DataError:
+            kept = zip(labels, mask, strict=True)
+            return ["  " + " ".join(str(label) if counts else f"[{label}]" for label, counts in kept)]
+        pieces: list[str] = []
+        start = 0
+        for end in range(1, len(labels) + 1):  # runs of equal mask decode together, so that no character is cut in two
+            if end == len(labels) or mask[end] != mask[start]:
+                text = tokenizer.decode(labels[start:end])
+                pieces.append(text if mask[start] else f"[{text}]")
+                start = end
+        return ["  | " + line for line in "".join(pieces).splitlines()]

@@ -1,0 +1,94 @@
+"""A task: what a run learns. The rest of ``training/`` knows no model, only this."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from megalith.parallel.build_options import BuildOptions
+from megalith.transformer.module import ModelModule
+
+__all__ = ["AnyTask", "Samples", "SizedSamples", "Task"]
+
+Sample = TypeVar("Sample")
+SampleOut = TypeVar("SampleOut", covariant=True)
+Batch = TypeVar("Batch")
+Inputs = TypeVar("Inputs")
+
+
+class Samples(Protocol[SampleOut]):
+    """Samples without end, numbered from 0; a sample depends on its number alone."""
+
+    def __getitem__(self, index: int) -> SampleOut: ...
+
+
+class SizedSamples(Samples[SampleOut], Protocol[SampleOut]):
+    """A given number of samples."""
+
+    def __len__(self) -> int: ...
+
+
+class Task(ABC, Generic[Sample, Batch, Inputs]):
+    """The data, the model and the loss of a run.
+
+    The loss of a step is the sum over ``terms`` of weight * (sum of the term) / (count of the term), sums and counts
+    over the global batch. Counts are known before the first forward, so that gradients do not depend on how the batch
+    was cut. What ``sums`` and ``counts`` have beside ``terms`` is measured in evaluation only: an accuracy, say.
+
+    Attributes:
+        terms: the weight of each loss term, by name; the first is what a run is about.
+        tokens_per_sample: how many tokens a model reads of a sample, with a loss or without.
+        flops_per_sample: model FLOPs of training on a sample, forward and backward, without what recomputation repeats.
+        num_parameters: of the whole model.
+    """
+
+    terms: Mapping[str, float]
+    tokens_per_sample: int
+    flops_per_sample: int
+    num_parameters: int
+
+    @abstractmethod
+    def build_model(self, options: BuildOptions) -> ModelModule:
+        """The model, on torch's current default device."""
+
+    @abstractmethod
+    def train_dataset(self) -> Samples[Sample]:
+        """The samples to train on. Raises DataError if they cannot be read."""
+
+    @abstractmethod
+    def evaluation_dataset(self, prefix: str) -> SizedSamples[Sample]:
+        """The samples of the held-out dataset ``prefix``, each once. Raises DataError if they cannot be read."""
+
+    @abstractmethod
+    def collate(self, samples: Sequence[Sample], rows: Sequence[int], counted: Sequence[bool] | None = None) -> Batch:
+        """The micro-batch of these samples, as arrays of the host.
+
+        Args:
+            rows: where each stands in the step's global batch: what its dropout depends on.
+            counted: False for rows that only fill up the batch and count nothing; None: all count.
+        """
+
+    @abstractmethod
+    def counts(self, batch: Batch) -> Mapping[str, int]:
+        """How much of ``batch`` each name of ``sums`` counts."""
+
+    @abstractmethod
+    def inputs(self, batch: Batch, step: int, device: torch.device) -> Inputs:
+        """``batch`` as the model takes it, on ``device``, for training step ``step``."""
+
+    @abstractmethod
+    def forward(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """What ``model`` makes of ``inputs``."""
+
+    @abstractmethod
+    def sums(self, output: Tensor, inputs: Inputs) -> Mapping[str, Tensor]:
+        """The sum of each loss term over the micro-batch, and of what else is measured: scalars, float32 or wider."""
+
+    @abstractmethod
+    def sample_as_text(self, sample: Sample) -> list[str]:
+        """``sample`` for a person, in lines: what the model reads, and what no loss is taken on."""
+
+
+AnyTask = Task[Any, Any, Any]

@@ -1,0 +1,105 @@
+"""Which keys a query sees, as a value: causal or both ways, near ones only, a prefix that is read both ways.
+
+    causal         key j <= query i
+    bidirectional  every key
+    window w       |i - j| < w besides
+    prefix p       the first p tokens see each other, the rest is causal (Raffel et al. 2019, arXiv:1910.10683)
+
+Tokens of other documents of a packed row are never seen; where those begin is the batch's ``PackedSeqParams``. A padded
+row is two documents: its tokens, and its padding (``PackedSeqParams.from_padding``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError
+from megalith.packed_seq_params import PackedSeqParams
+
+__all__ = ["BIDIRECTIONAL", "CAUSAL", "AttentionMask", "Prefix"]
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """How many tokens at the begin of each row see each other.
+
+    Attributes:
+        documents: each row as a prefix and a rest.
+        covers: bool [B, S], True within the prefix.
+    """
+
+    documents: PackedSeqParams
+    covers: Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], seq_length: int) -> "Prefix":
+        """Of ``lengths`` tokens, one number a row of ``seq_length``. Raises ConfigError for one outside [0, S]."""
+        if any(not 0 <= length <= seq_length for length in lengths):
+            raise ConfigError(
+                f"a prefix must have from 0 to {seq_length} tokens, those of its row; got {list(lengths)}"
+            )
+        rows = [[part for part in (length, seq_length - length) if part] for length in lengths]
+        covers = torch.arange(seq_length) < torch.tensor(lengths).unsqueeze(1)
+        return cls(PackedSeqParams.from_lengths(rows), covers)
+
+    def to(self, device: torch.device | str) -> "Prefix":
+        """The same prefixes on ``device``."""
+        return Prefix(self.documents.to(device), self.covers.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMask:
+    """The keys that a query sees. ``window`` counts the query's own key: 1 is a token alone.
+
+    Raises:
+        ConfigError: a window of nothing, or a prefix beside a window or without the causal rule.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    prefix: Prefix | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ConfigError(
+                f"a window must hold the query's own key at least; got window={self.window}; use 1 or more"
+            )
+        if self.prefix is not None and (self.window is not None or not self.causal):
+            raise ConfigError(
+                "a prefix is read both ways and the rest is causal, without a window; leave one of them out"
+            )
+
+    def within(self, window: int | None) -> "AttentionMask":
+        """This mask in a layer that sees ``window`` keys; None: all. The smaller of two windows holds."""
+        if window is None:
+            return self
+        return replace(self, window=window if self.window is None else min(window, self.window))
+
+    @property
+    def sides(self) -> tuple[int, int] | None:
+        """The window as (keys before, keys after) the query's own, as ``fused_attention`` takes it; None: no window."""
+        if self.window is None:
+            return None
+        return self.window - 1, 0 if self.causal else self.window - 1
+
+    def visible(self, S: int, device: torch.device, documents: PackedSeqParams | None = None) -> Tensor:
+        """bool [1 or B, 1, S, S]: whether the query of a row of S tokens sees the key."""
+        queries = torch.arange(S, device=device).unsqueeze(1)
+        distance = queries - torch.arange(S, device=device)  # [S, S]
+        seen = (distance >= 0) if self.causal else torch.ones_like(distance, dtype=torch.bool)
+        if self.window is not None:
+            seen = seen & (distance.abs() < self.window)
+        seen = seen.expand(1, 1, S, S)
+        if self.prefix is not None:
+            covers = self.prefix.covers.to(device)
+            seen = seen | (covers.unsqueeze(2) & covers.unsqueeze(1)).unsqueeze(1)  # [B, 1, S, S]
+        if documents is not None:
+            ids = documents.document_ids().to(device)  # [B, S]
+            seen = seen & (ids.unsqueeze(2) == ids.unsqueeze(1)).unsqueeze(1)
+        return seen
+
+
+CAUSAL = AttentionMask()
+BIDIRECTIONAL = AttentionMask(causal=False)

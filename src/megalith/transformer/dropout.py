@@ -1,0 +1,55 @@
+"""Where a model drops elements: each place draws a mask of its own, known by its canonical name."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from megalith.errors import ConfigError
+from megalith.numerics.dropout import Dropout, DropoutKey, name_number
+
+__all__ = ["DropoutSite", "name_dropout_sites_", "sequence_parallel_key"]
+
+
+class DropoutSite(nn.Module):
+    """One place where a share ``p`` of elements is dropped in training; it has no tensors.
+
+    Its name in the model (``model.layers.3.self_attn_dropout``) decides its masks, so that a stage of a pipeline drops
+    what the whole model would, and two stacks never share a mask.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+        self.number: int | None = None
+
+    def of(self, key: DropoutKey | None) -> Dropout | None:
+        """The dropout of this place under the ``key`` of the step; None, which drops nothing, without one or p.
+
+        Raises:
+            ConfigError: nobody has named this place.
+        """
+        if key is None or self.p == 0.0:
+            return None
+        if self.number is None:
+            raise ConfigError("a dropout site has no name to draw masks by; call name_dropout_sites_(model) first")
+        return Dropout(self.p, key.named(self.number))
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+def name_dropout_sites_(model: nn.Module) -> None:
+    """Gives every dropout site of ``model`` its canonical name; whole models do so when they are built."""
+    for name, module in model.named_modules():
+        if isinstance(module, DropoutSite):
+            module.number = name_number(name)
+
+
+def sequence_parallel_key(key: DropoutKey, tp_group: ProcessGroup | None) -> DropoutKey:
+    """``key`` for all tokens [B, S] -> the key for this rank's, [S/tp, B]; ``tp_group`` None: [S, B]."""
+    tokens = key.tokens.t()
+    if tp_group is not None:
+        tokens = torch.chunk(tokens, tp_group.size())[tp_group.rank()]
+    return replace(key, tokens=tokens)

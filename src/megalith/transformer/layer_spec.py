@@ -1,0 +1,42 @@
+"""What a layer is made of, told before it is built and chosen by the layer's index.
+
+Another feed-forward, a mixture of experts, a window, another attention: each is an entry, and the layer stays as it is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from megalith.config import TransformerConfig
+from megalith.parallel.build_options import BuildOptions
+from megalith.transformer.attention import SelfAttention
+from megalith.transformer.mlp import MLP
+from megalith.transformer.normalization import Normalization
+
+__all__ = ["LayerSpec", "LayerSpecs", "same_layers"]
+
+BuildPart = Callable[[TransformerConfig, BuildOptions], nn.Module]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """The parts of one layer, each built from the model's settings and options.
+
+    ``norm`` is a ``Normalization``. ``attention`` and ``feed_forward`` are modules called with
+    (x [S, B, H], LayerContext) -> [S, B, H], [S/tp, B, H] each under sequence parallelism:
+    ``functools.partial(SelfAttention, window=4096)``.
+    """
+
+    norm: Callable[[TransformerConfig, BuildOptions], Normalization] = Normalization
+    attention: BuildPart = SelfAttention
+    feed_forward: BuildPart = MLP
+
+
+# the spec of the layer with a global index, from 0
+LayerSpecs = Callable[[int], LayerSpec]
+
+
+def same_layers(index: int) -> LayerSpec:
+    """Every layer with self-attention and the feed-forward that the settings name."""
+    return LayerSpec()

@@ -1,0 +1,37 @@
+"""Transformer layers in a row, kept under their global indices."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from megalith.config import TransformerConfig
+from megalith.parallel.build_options import BuildOptions
+from megalith.transformer.layer import TransformerLayer
+from megalith.transformer.layer_context import KVCache, LayerContext
+from megalith.transformer.layer_spec import LayerSpecs, same_layers
+
+__all__ = ["LayerStack"]
+
+
+class LayerStack(nn.ModuleDict):
+    """The layers ``indices`` of a model, whose keys are those indices ("2", "3"), run in that order.
+
+    A layer's weights and dropout masks follow from its name, and so from its place in the whole model: a stage that
+    counted its layers from 0 would draw another stage's numbers.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        options: BuildOptions,
+        indices: Iterable[int],
+        spec_of: LayerSpecs = same_layers,
+    ) -> None:
+        super().__init__({str(index): TransformerLayer(config, options, spec_of(index)) for index in indices})
+
+    def forward(self, x: Tensor, context: LayerContext, caches: Mapping[int, KVCache] | None = None) -> Tensor:
+        """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism; ``caches`` by layer index."""
+        for index, layer in self.items():
+            x = layer(x, context if caches is None else replace(context, cache=caches[int(index)]))
+        return x
