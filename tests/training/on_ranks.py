@@ -20,7 +20,7 @@ def first_steps(tree: dict[str, Any], world_size: int, num_steps: int = 2) -> Tr
     update = run.optimizer.step
 
     def recording_step() -> None:
-        found.gradients.append({name: _whole(p.grad) for name, p, _ in declared_parameters(run.model)})
+        found.gradients.append({name: _whole(p.grad) for name, p, _ in declared_parameters(*run.chunks)})
         update()
 
     run.optimizer.step = recording_step
@@ -28,7 +28,7 @@ def first_steps(tree: dict[str, Any], world_size: int, num_steps: int = 2) -> Tr
         consumed = run.state.consumed_samples
         sizes = run.microbatches.global_batch_size(consumed), run.config.train.micro_batch_size
         micro_batches = run.loader.batch(consumed, *sizes)
-        result = train_step(run, micro_batches, agree(run, micro_batches, stop=False).num_tokens)
+        result = train_step(run, micro_batches, agree(run, micro_batches, stop=False).counts)
         found.losses.append(result.loss)
         found.norms.append(result.grad_norm)
     found.final = _weights(run)
@@ -36,7 +36,7 @@ def first_steps(tree: dict[str, Any], world_size: int, num_steps: int = 2) -> Tr
 
 
 def _weights(run: Run) -> dict[str, torch.Tensor]:
-    return {name: _whole(parameter) for name, parameter, _ in declared_parameters(run.model)}
+    return {name: _whole(parameter) for name, parameter, _ in declared_parameters(*run.chunks)}
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

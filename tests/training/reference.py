@@ -12,8 +12,8 @@ from megalith.models.gpt_model import GPTModel
 from megalith.numerics.dropout import DropoutKey
 from megalith.numerics.tolerance import LAYOUT_FLOAT64, gradient_error
 from megalith.packed_seq_params import PackedSeqParams
+from megalith.parallel.build_options import BuildOptions
 from megalith.topology.process_groups_config import ProcessGroupCollection
-from megalith.transformer.build_options import BuildOptions
 
 
 @dataclass
@@ -25,6 +25,10 @@ class Trajectory:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     initial: dict[str, Tensor] = field(default_factory=dict)
     final: dict[str, Tensor] = field(default_factory=dict)
+
+    def initial_differs(self, other: "Trajectory") -> bool:
+        """Whether first weights are others, but for the rounding of a narrower dtype."""
+        return any(not torch.equal(self.initial[name].float(), w.float()) for name, w in other.initial.items())
 
 
 def reference(tree: dict[str, Any], num_steps: int = 2) -> Trajectory:

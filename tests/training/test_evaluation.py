@@ -10,11 +10,12 @@ from megalith.config import load_run
 from megalith.data.gpt_dataset import EvaluationDataset, GPTSample
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.models.gpt_model import GPTModel
-from megalith.training.batch import InputMaker
+from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.evaluation import Evaluation, evaluate
 from megalith.training.inference import evaluate_checkpoint, load_model
 from megalith.training.pretrain import pretrain
 from megalith.training.setup import build_run
+from megalith.training.tasks.pretrain_gpt import PretrainGPT
 from tests.rank_pool import ranks
 from tests.tiny_run import settings
 
@@ -22,13 +23,13 @@ from tests.tiny_run import settings
 def evaluation(tree: dict[str, Any], world_size: int, max_samples: int | None) -> Evaluation:
     run = build_run(load_run(tree, world_size=world_size), torch.device("cpu"))
     return evaluate(
-        run.model,
+        run.task,
+        run.chunks,
         EvaluationDataset(tree["data"]["train"], tree["data"]["seq_length"]),
-        run.make_inputs,
         2,
+        pg_collection=run.pg_collection,
+        device=run.device,
         max_samples=max_samples,
-        dp_rank=run.pg_collection.dp_rank,
-        dp_size=run.pg_collection.dp_size,
     )
 
 
@@ -37,11 +38,11 @@ def by_hand(tree: dict[str, Any]) -> tuple[float, int]:
     run = build_run(load_run(tree), torch.device("cpu"))
     tokens = torch.from_numpy(IndexedDataset(tree["data"]["train"]).tokens.astype("int64"))
     total, S = 0.0, tree["data"]["seq_length"]
-    run.model.eval()
+    model = run.chunks[0].eval()
     for start in range(0, len(tokens) - 1, S):
         window = tokens[start : start + S + 1]
         with torch.no_grad():
-            logits = run.model(window[None, :-1])[0]
+            logits = model(window[None, :-1])[0]
         total += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
     return total / (len(tokens) - 1), len(tokens) - 1
 
@@ -75,7 +76,8 @@ def test_a_few_samples_are_spread_over_the_whole_file(tmp_path):
     tree = settings(tmp_path)
     config = load_run(tree)
     watched = Watched(tree["data"]["train"], tree["data"]["seq_length"])
-    evaluate(GPTModel(config.model), watched, InputMaker(config, torch.device("cpu")), 2, max_samples=4)
+    alone = {"pg_collection": ProcessGroupCollection.single(), "device": torch.device("cpu")}
+    evaluate(PretrainGPT(config), [GPTModel(config.model)], watched, 2, max_samples=4, **alone)
     assert seen == [number * len(watched) // 4 for number in range(4)]
 
 

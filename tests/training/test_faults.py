@@ -9,7 +9,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megalith.data import loader
 from megalith.fusions.formulas import cross_entropy_steps
 from megalith.models import gpt_model
 from megalith.numerics.dropout import DropoutKey
@@ -19,8 +18,8 @@ from megalith.parallel.tensor import layers, regions
 from megalith.topology import collectives
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training import setup, step
-from megalith.training.batch import InputMaker
-from megalith.transformer import attention
+from megalith.training.tasks.pretrain_gpt import PretrainGPT
+from megalith.transformer import dot_product_attention
 from tests.rank_pool import ranks
 from tests.tiny_run import GPT2, settings
 from tests.training.on_ranks import first_steps
@@ -80,11 +79,15 @@ def average_over_data_parallel_ranks() -> Any:
 
 
 def take_the_mean_of_the_ranks_means() -> Any:
-    def agree(run: Any, micro_batches: Any, stop: bool) -> step.Agreement:
-        here = sum(int(micro.loss_mask.sum()) for micro in micro_batches)
-        return step.Agreement(here * run.pg_collection.dp_size, stop)
+    def agree(run: Any, micro_batches: Any, stop: bool) -> step.StepTotals:
+        here = sum(run.task.counts(micro)["lm"] for micro in micro_batches)
+        return step.StepTotals({"lm": here * run.pg_collection.size("dp")}, stop)
 
     return patch("tests.training.on_ranks.agree", agree)
+
+
+def let_every_rank_of_tp_speak_for_its_tokens() -> Any:
+    return patch.object(ProcessGroupCollection, "speaks_for_tokens", True)
 
 
 def count_replicated_gradients_on_every_rank() -> Any:
@@ -103,28 +106,28 @@ def look_up_tokens_of_other_ranks_as_row_zero() -> Any:
     def forward(self: layers.VocabParallelEmbedding, tokens: torch.Tensor) -> torch.Tensor:
         rows = (tokens.t() - self.first).clamp(0, self.end - self.first - 1)
         x = torch.nn.functional.embedding(rows, parameters.local(self.weight))
-        return regions.leave_tensor_parallel(x, self.tp_group, self.sequence_parallel)
+        return regions.leave_tensor_parallel(x, self.options.pg_collection.tp, self.options.sequence_parallel)
 
     return patch.object(layers.VocabParallelEmbedding, "forward", forward)
 
 
 def number_rows_by_rank() -> Any:
-    make = InputMaker.__call__
+    make = PretrainGPT.inputs
 
-    def numbered(self: InputMaker, micro_batch: loader.MicroBatch, at_step: int) -> Any:
-        micro_batch.row_ids[:] = range(len(micro_batch.row_ids))
-        return make(self, micro_batch, at_step)
+    def numbered(self: PretrainGPT, batch: Any, at_step: int, device: torch.device) -> Any:
+        batch.row_ids[:] = range(len(batch.row_ids))
+        return make(self, batch, at_step, device)
 
-    return patch.object(InputMaker, "__call__", numbered)
+    return patch.object(PretrainGPT, "inputs", numbered)
 
 
 def draw_attention_dropout_by_local_head() -> Any:
-    with_offset = attention.dot_product_attention_with_dropout
+    with_offset = dot_product_attention._with_dropout
 
-    def without(q: Any, k: Any, v: Any, packed: Any, p: float, key: DropoutKey, head_offset: int) -> torch.Tensor:
-        return with_offset(q, k, v, packed, p, key, 0)
+    def without(*operands: Any) -> torch.Tensor:
+        return with_offset(*operands[:-1], 0)
 
-    return patch.object(attention, "dot_product_attention_with_dropout", without)
+    return patch.object(dot_product_attention, "_with_dropout", without)
 
 
 def drop_local_positions_under_sequence_parallelism() -> Any:
@@ -145,13 +148,8 @@ def begin_every_shard_at_the_first_element() -> Any:
 
 
 def read_the_same_rows_on_every_rank() -> Any:
-    return patch.object(setup, "_loader", _loader_of_rank_0)
-
-
-def _loader_of_rank_0(config: Any, pg_collection: ProcessGroupCollection, make: Any = setup._loader) -> Any:
-    found = make(config, pg_collection)
-    found.dp_rank = 0
-    return found
+    loader = setup.StepLoader
+    return patch.object(setup, "StepLoader", lambda dataset, collate, rank, size: loader(dataset, collate, 0, size))
 
 
 def add_the_row_parallel_bias_on_every_rank() -> Any:
@@ -160,7 +158,7 @@ def add_the_row_parallel_bias_on_every_rank() -> Any:
     def forward(self: layers.RowParallelLinear, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else parameters.local(self.bias)
         y = torch.nn.functional.linear(x, parameters.local(self.weight), bias)
-        return leave(y, self.tp_group, self.sequence_parallel)
+        return leave(y, self.options.pg_collection.tp, self.options.sequence_parallel)
 
     return patch.object(layers.RowParallelLinear, "forward", forward)
 
@@ -189,6 +187,7 @@ FAULTS: dict[Fault, dict[str, Any]] = {
     begin_every_shard_at_the_first_element: SHARD,
     read_the_same_rows_on_every_rank: SHARD,
     add_the_row_parallel_bias_on_every_rank: TENSOR,
+    let_every_rank_of_tp_speak_for_its_tokens: TENSOR,
 }
 
 

@@ -11,7 +11,6 @@ from megalith.config import load_run, read_tree
 from megalith.errors import ConfigError, NonFiniteError
 from megalith.observe.metrics import read_metrics
 from megalith.training import pretrain as pretrain_module
-from megalith.training import step as step_module
 from megalith.training.loop import Callback
 from megalith.training.pretrain import pretrain
 from megalith.training.run import Run
@@ -28,30 +27,28 @@ def one_step(run: Run) -> StepResult:
     consumed = run.state.consumed_samples
     sizes = run.microbatches.global_batch_size(consumed), run.config.train.micro_batch_size
     micro_batches = run.loader.batch(consumed, *sizes)
-    return train_step(run, micro_batches, agree(run, micro_batches, stop=False).num_tokens)
+    return train_step(run, micro_batches, agree(run, micro_batches, stop=False).counts)
 
 
 def steps_with_a_nan(tree: dict[str, Any]) -> tuple[str, list[bool], list[float], bool]:
     """Three steps, the second with a NaN on one rank: the error, what was skipped, rates, whether weights stayed."""
     run = build_run(load_run(tree, world_size=2), torch.device("cpu"))
-    loss_sum = step_module.loss_sum
+    sums = run.task.sums
 
-    def poisoned(model: Any, inputs: Any) -> torch.Tensor:
+    def poisoned(output: torch.Tensor, inputs: Any) -> dict[str, torch.Tensor]:
         bad = run.state.step == BAD_STEP and torch.distributed.get_rank() == BAD_RANK
-        return loss_sum(model, inputs) * (float("nan") if bad else 1.0)
+        return {name: value * (float("nan") if bad else 1.0) for name, value in sums(output, inputs).items()}
 
     skipped, rates, kept = [], [], False
-    with patch.object(step_module, "loss_sum", poisoned):
+    with patch.object(run.task, "sums", poisoned):
         try:
             for _ in range(3):
-                before = [p.to_local().clone() for p in run.model.parameters()]
+                before = [p.to_local().clone() for p in run.parameters()]
                 result = one_step(run)
                 skipped.append(result.skipped)
                 rates.append(result.lr)
                 if result.skipped:
-                    kept = all(
-                        torch.equal(p.to_local(), b) for p, b in zip(run.model.parameters(), before, strict=True)
-                    )
+                    kept = all(torch.equal(p.to_local(), b) for p, b in zip(run.parameters(), before, strict=True))
         except NonFiniteError as error:
             return str(error), skipped, rates, kept
     return "", skipped, rates, kept

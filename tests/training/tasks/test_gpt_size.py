@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalith.config import TransformerConfig
 from megalith.models.gpt_model import GPTModel
-from megalith.observe.flops import flops_per_token, parameters
+from megalith.training.tasks.gpt_size import flops_per_token, parameters
 
 GPT2 = {
     "normalization": "LayerNorm",

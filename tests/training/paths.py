@@ -1,0 +1,50 @@
+"""Runs on a given path of the fused operations: tensors of tests are so small that all would take the reference."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from megalith.fusions.paths import blocks
+from megalith.fusions.paths.backend import Backend, Fusion
+from tests.training.on_ranks import first_steps
+from tests.training.reference import Trajectory
+
+# path -> the dtype that it is taken in, and by shape the operations that must have been seen to take it
+_ROWS = {
+    "llama": {"add_norm", "rms_norm", "rope", "glu", "bias_dropout_add", "vocab_parallel_cross_entropy"},
+    "gpt2": {"add_norm", "layer_norm", "bias_gelu", "bias_dropout_add", "vocab_parallel_cross_entropy"},
+}
+PATHS: dict[Backend, tuple[str, dict[str, set[str]]]] = {
+    "blocked": ("float64", _ROWS),
+    "compile": ("float32", _ROWS),
+    "triton": ("float32", {**_ROWS, "llama": _ROWS["llama"] | {"attention"}}),  # attention dropout is spelled out
+}
+
+
+@contextmanager
+def taking(path: Backend) -> Iterator[set[str]]:
+    """Inside, operations that have ``path`` take it, cut into several blocks; gives the names of those that did."""
+    taken: set[str] = set()
+    default = Fusion.default
+
+    def preferred(self: Fusion[Any], x: Any) -> Backend:
+        if self.why_not(path, x) is not None:
+            return default(self, x)
+        taken.add(self.name)
+        return path
+
+    with (
+        patch.object(Fusion, "default", preferred),
+        patch.object(blocks, "_THREAD_ELEMENTS", 64),
+        patch.object(torch._inductor.config, "compile_threads", 1),  # no pool of compilers beside each rank
+    ):
+        yield taken
+
+
+def first_steps_on(path: Backend, tree: dict[str, Any], num_steps: int = 2) -> tuple[Trajectory, set[str]]:
+    """``first_steps`` on ``path``, and the operations that took it."""
+    with taking(path) as taken:
+        return first_steps(tree, torch.distributed.get_world_size(), num_steps), taken
