@@ -13,9 +13,15 @@ from megalith.training.step import agree, train_step
 from tests.training.reference import Trajectory
 
 
-def first_steps(tree: dict[str, Any], world_size: int, num_steps: int = 2) -> Trajectory:
-    """Builds the run on every rank and takes its first steps; the tensors are gathered from all ranks."""
-    run = build_run(load_run(tree, world_size=world_size), torch.device("cpu"))
+def first_steps(tree: dict[str, Any], world_size: int, num_steps: int = 2, **parts: Any) -> Trajectory:
+    """Builds the run on every rank and takes its first steps; the tensors are gathered from all ranks.
+
+    ``parts`` are those of ``build_run``; ``task`` is the class of one, made of the settings.
+    """
+    config = load_run(tree, world_size=world_size)
+    if "task" in parts:
+        parts["task"] = parts["task"](config)
+    run = build_run(config, torch.device("cpu"), **parts)
     found = Trajectory(initial=_weights(run))
     update = run.optimizer.step
 
