@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from megalith.config import load_run
 from megalith.parallel.parameters import declared_parameters
 from megalith.training.run import Run
-from megalith.training.setup import build_run
+from megalith.training.setup import RunParts, build_run
 from megalith.training.step import agree, train_step
 from tests.training.reference import Trajectory
 
@@ -16,12 +16,12 @@ from tests.training.reference import Trajectory
 def first_steps(tree: dict[str, Any], world_size: int, num_steps: int = 2, **parts: Any) -> Trajectory:
     """Builds the run on every rank and takes its first steps; the tensors are gathered from all ranks.
 
-    ``parts`` are those of ``build_run``; ``task`` is the class of one, made of the settings.
+    ``parts`` are those of ``RunParts``; ``task`` is the class of one, made of the settings.
     """
     config = load_run(tree, world_size=world_size)
     if "task" in parts:
         parts["task"] = parts["task"](config)
-    run = build_run(config, torch.device("cpu"), **parts)
+    run = build_run(config, torch.device("cpu"), RunParts(**parts))
     found = Trajectory(initial=_weights(run))
     update = run.optimizer.step
 

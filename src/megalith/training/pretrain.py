@@ -16,16 +16,22 @@ from megalith.training.callbacks import Checkpoints, HeldOutLoss, Metrics
 from megalith.training.loop import Outcome, train
 from megalith.training.process_group import choose_device, process_group, together
 from megalith.training.resume import resume_or_load
-from megalith.training.setup import build_run
+from megalith.training.setup import RunParts, build_run
 
 __all__ = ["pretrain"]
 
 
-def pretrain(config: RunConfig, show: Callable[[str], None], show_progress: Callable[[str], None]) -> Outcome:
+def pretrain(
+    config: RunConfig,
+    show: Callable[[str], None],
+    show_progress: Callable[[str], None],
+    parts: RunParts | None = None,
+) -> Outcome:
     """Trains as ``config``, which preflight has resolved, says; every rank calls it.
 
     Writes into the folder ``config.run``: config.yaml, about.json, metrics.jsonl, checkpoints/. On rank 0 ``show`` is
-    given lines for a person to read, and ``show_progress`` lines of which the next may replace the last.
+    given lines for a person to read, and ``show_progress`` lines of which the next may replace the last. ``parts`` of a
+    user's own replace the house's.
 
     Raises:
         MegalithError: on every rank; nothing that was there before is lost.
@@ -36,7 +42,7 @@ def pretrain(config: RunConfig, show: Callable[[str], None], show_progress: Call
     with process_group(device), _locked(Path(config.run)), stop:
         if dist.get_rank() != 0:
             show = show_progress = _say_nothing
-        run = build_run(config, device)
+        run = build_run(config, device, parts)
         show(resume_or_load(run))
         with together():
             metrics = Metrics(run, show, show_progress)

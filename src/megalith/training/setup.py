@@ -1,6 +1,7 @@
 """From a resolved config to a run that can take its first step."""
 
 import os
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
 from megalith.transformer.module import ModelModule
 
-__all__ = ["DTYPES", "build_run", "set_determinism"]
+__all__ = ["DTYPES", "RunParts", "build_run", "set_determinism"]
 
 DTYPES = {
     "float64": torch.float64,
@@ -38,29 +39,32 @@ DTYPES = {
 }
 
 
-def build_run(
-    config: RunConfig,
-    device: torch.device,
-    *,
-    task: AnyTask | None = None,
-    optimizer_of: BuildOptimizer = build_optimizer,
-    matrix_product: MatrixProduct = linear,
-) -> Run:
-    """Everything of a run, at step 0, with freshly drawn weights. Needs the default process group.
+@dataclass(frozen=True)
+class RunParts:
+    """What a run is made of besides its settings; each may be a user's own.
 
-    Args:
-        task: what is learned; by default what the settings ask for.
+    Attributes:
+        task: what is learned; None: what the settings ask for.
         optimizer_of: builds the optimizer; by default that of ``optim.name``.
         matrix_product: of every linear layer.
     """
+
+    task: AnyTask | None = None
+    optimizer_of: BuildOptimizer = build_optimizer
+    matrix_product: MatrixProduct = linear
+
+
+def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = None) -> Run:
+    """Everything of a run, at step 0, with freshly drawn weights. Needs the default process group."""
+    parts = parts or RunParts()
     set_determinism(config.train.deterministic)
-    task = task_of(config) if task is None else task
+    task = task_of(config) if parts.task is None else parts.task
     pg_collection = _pg_collection(config, device)
     param_dtype = torch.promote_types(DTYPES[config.precision.dtype], torch.float32)
-    options = BuildOptions(pg_collection, param_dtype, config.parallel.sequence, matrix_product)
+    options = BuildOptions(pg_collection, param_dtype, config.parallel.sequence, parts.matrix_product)
     chunks = [_build_model(config, task, options, device)]
     named = ((name, parameter) for name, parameter, _ in declared_parameters(*chunks))
-    optimizer = optimizer_of(named, config.optim)
+    optimizer = parts.optimizer_of(named, config.optim)
     return Run(
         config=config,
         task=task,

@@ -58,9 +58,11 @@ class DotProductAttention(nn.Module):
             return out
         if q.shape[0] != k.shape[0]:
             raise ShapeError("dropout and a prefix are of whole rows, and these queries follow a cache; leave it out")
+        if mask.prefix is not None and documents is not None:
+            raise ConfigError("a prefix is of a row that is one document; leave packed documents out")
         if dropout is not None:
             return _with_dropout(q, k, v, mask, documents, dropout, self.head_offset)
-        return _with_prefix(q, k, v, mask, documents)
+        return _with_prefix(q, k, v, mask)
 
 
 def _with_dropout(
@@ -84,11 +86,9 @@ def _with_dropout(
     return (probs.to(v.dtype) @ v).permute(2, 0, 1, 3)  # [S, B, A, D]
 
 
-def _with_prefix(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, documents: PackedSeqParams | None) -> Tensor:
+def _with_prefix(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     """Two fused calls: a query within the prefix sees all of the prefix, one after it what is causal."""
     assert mask.prefix is not None, "the caller has looked"
-    if documents is not None:
-        raise ConfigError("a prefix is of a row that is one document; leave packed documents out")
     within, _ = fused_attention(q, k, v, causal=False, packed_seq_params=mask.prefix.documents)
     after, _ = fused_attention(q, k, v)
     covers = mask.prefix.covers.t()[..., None, None]  # [S, B, 1, 1]
