@@ -27,13 +27,13 @@ from megalith.config import TransformerConfig
 from megalith.models.gpt_model import GPTModel
 from megalith.models.hf import llama, parameter_shapes
 from megalith.numerics.tolerance import gradient_error
-from megalith.observe.flops import flops_per_token
+from megalith.training.tasks.gpt_size import flops_per_token
 from megalith.optional import need
 from megalith.parallel.sharding.fsdp import shard_model
 from megalith.topology.parallel_state import ParallelState
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
-from megalith.transformer.build_options import BuildOptions
+from megalith.parallel.build_options import BuildOptions
 
 __all__ = ["CASE", "Size"]
 
@@ -113,7 +113,7 @@ def _ours_as_trained(size: Size, folder: Path, *, compiled: bool) -> Step:
     pg_collection = ParallelState(RankGrid(1), device_type="cpu").collection()
     model = GPTModel(size.config, BuildOptions(pg_collection))
     model.load_state_dict(_weights(folder))
-    layers = model.model.layers
+    layers = model.layers()
     if compiled:
         for layer in layers:
             layer.compile()

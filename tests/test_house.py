@@ -142,6 +142,14 @@ def test_nothing_is_moved_to_a_gpu_by_name():
     assert calls == []
 
 
+def test_the_run_names_no_model_outside_of_its_tasks():
+    run = PACKAGE / "training"
+    files = [file for file in source_files() if run in file.parents and run / "tasks" not in file.parents]
+    naming = [name_of(file) for file in files if re.search(r"megalith\.models|GPT|Bert|T5", file.read_text("utf-8"))]
+    assert len(files) > 10
+    assert naming == []
+
+
 def is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 

@@ -23,7 +23,7 @@ from megalith.models.gpt_model import GPTModel
 from megalith.models.hf import llama
 from megalith.optional import need
 from megalith.topology.process_groups_config import ProcessGroupCollection
-from megalith.transformer.build_options import BuildOptions
+from megalith.parallel.build_options import BuildOptions
 
 __all__ = ["BASE", "SHAPES", "Shape", "StepFigures", "as_markdown", "measure_steps"]
 

@@ -1,9 +1,11 @@
 """recompute: the same bits, computed twice, with nothing kept but the inputs."""
 
-import torch
-from torch import Tensor
+import copy
 
-from megalith.acceleration.recompute import recompute
+import torch
+from torch import Tensor, nn
+
+from megalith.acceleration.recompute import recompute, recompute_modules_
 
 
 def test_it_runs_the_function_again_in_backward_and_changes_no_bit():
@@ -32,6 +34,46 @@ def test_without_gradients_it_runs_once():
         y = recompute(lambda x: calls.append(None) or x * 2.0, torch.ones(3, requires_grad=True))
     assert not y.requires_grad
     assert len(calls) == 1
+
+
+class Counted(nn.Module):
+    """tanh(x W) / 2, which counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4) / 3.0)
+        self.num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += 1
+        return torch.tanh(x @ self.weight) / 2.0
+
+
+def test_modules_are_computed_again_and_those_left_out_are_not():
+    model = nn.Sequential(Counted(), Counted(), Counted())
+    plain = copy.deepcopy(model)
+    recompute_modules_(list(model)[1:])
+    x = torch.linspace(-1.0, 1.0, 12).view(3, 4)
+    y, want = model(x), plain(x)
+    assert torch.equal(y, want)
+    y.sum().backward()
+    want.sum().backward()
+    assert [module.num_forwards for module in model] == [1, 2, 2]
+    for got, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(got.grad, other.grad)
+
+
+def test_names_state_and_hooks_of_recomputed_modules_stay():
+    model, calls = nn.Sequential(Counted()), []
+    model[0].register_forward_pre_hook(lambda module, args: calls.append("before"))
+    model[0].register_forward_hook(lambda module, args, y: calls.append("after"))
+    recompute_modules_([model[0]])
+    assert model.state_dict().keys() == {"0.weight"}
+    y = model(torch.ones(1, 4))
+    assert calls == ["before", "after"]
+    y.sum().backward()
+    assert calls == ["before", "after"], "hooks are around what is computed again"
+    assert model[0].num_forwards == 2
 
 
 def test_torchs_generator_is_left_alone():

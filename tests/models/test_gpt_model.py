@@ -14,7 +14,10 @@ from megalith.models.gpt_model import GPTModel
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.parameters import declared_parameters
-from megalith.transformer.attention import KVCache
+from megalith.transformer.dropout import DropoutSite
+from megalith.transformer.layer_spec import LayerSpec
+from megalith.transformer.normalization import Normalization
+from megalith.transformer.stage import Stage
 from tests.parallel.groups import collection, whole
 from tests.rank_pool import ranks
 from tests.transformer.shapes import SHAPES, config, options
@@ -24,8 +27,8 @@ EXACT = 1e-11
 DROPS = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 
 
-def built(shape: str = "llama", *, training: bool = True, recompute: str = "none", **changes: Any) -> GPTModel:
-    model = GPTModel(config(shape, **changes), options(recompute=recompute), seed=1)
+def built(shape: str = "llama", *, training: bool = True, stage: Stage | None = None, **changes: Any) -> GPTModel:
+    model = GPTModel(config(shape, **changes), options(), stage=stage, seed=1)
     with torch.no_grad():
         for name, parameter, spec in declared_parameters(model):
             if len(spec.shape) == 1:  # gains begin at one and biases at zero, and would not show
@@ -192,7 +195,7 @@ def test_packed_documents_with_positions_of_their_own_are_separate_sequences(sha
 @pytest.mark.parametrize("pieces", [[5, 1, 1, 1], [2, 3, 3]])
 def test_tokens_that_follow_caches_give_what_all_at_once_do(pieces, shape):
     model = built(shape, training=False)
-    caches = [KVCache() for _ in model.model.layers]
+    caches = model.new_caches()
     got = torch.cat([model(piece, caches=caches) for piece in tokens().split(pieces, dim=1)], dim=1)
     torch.testing.assert_close(got, model(tokens()), rtol=EXACT, atol=EXACT)
 
@@ -266,7 +269,7 @@ def test_more_tokens_than_learned_positions_are_refused():
     model = built("gpt2", max_position_embeddings=7)
     with pytest.raises(ShapeError, match=r"8 positions are more than max_position_embeddings \(7\)"):
         model(tokens())
-    caches = [KVCache() for _ in model.model.layers]
+    caches = model.new_caches()
     model(tokens()[:, :6], caches=caches)
     with pytest.raises(ShapeError, match=r"8 positions are more than"):
         model(tokens()[:, 6:], caches=caches)

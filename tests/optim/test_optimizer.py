@@ -166,7 +166,7 @@ def trained_in_layout(tensor: int, replicate: int) -> tuple[dict[str, Tensor], d
     initialize_parameters_(model, seed=1)
     optimizer = build_optimizer(model, config())
     decay_as_the_scheduler_would(optimizer)
-    train(model, optimizer, x_of().chunk(groups.dp_size)[groups.dp_rank])
+    train(model, optimizer, x_of().chunk(groups.size("dp"))[groups.rank("dp")])
     moments = {name: tuple(moment.to_local().shape) for name, moment in optimizer_tensors(model, optimizer).items()}
     return {name: whole(parameter) for name, parameter in model.named_parameters()}, moments
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megalith.parallel.boxes import Ranges, local_box
+from megalith.parallel.local_ranges import Ranges, local_ranges
 from megalith.parallel.parameters import declared_parameters
 from megalith.topology.parallel_state import ParallelState
 from megalith.topology.process_groups_config import ProcessGroupCollection
@@ -24,7 +24,7 @@ def collection(tensor: int = 1, replicate: int = 1) -> ProcessGroupCollection:
 
 def part(tensor: Tensor) -> Part:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local_box(tensor), local.detach().clone()
+    return local_ranges(tensor), local.detach().clone()
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -36,8 +36,8 @@ def load_(model: nn.Module, full: dict[str, Tensor]) -> None:
     """Gives each declared parameter of ``model`` this rank's part of ``full``."""
     for name, parameter, _ in declared_parameters(model):
         values = parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
-        values.copy_(slice_of(full[name], local_box(parameter)))
+        values.copy_(slice_of(full[name], local_ranges(parameter)))
 
 
-def slice_of(tensor: Tensor, box: Ranges) -> Tensor:
-    return tensor[tuple(slice(start, stop) for start, stop in box)]
+def slice_of(tensor: Tensor, ranges: Ranges) -> Tensor:
+    return tensor[tuple(slice(start, stop) for start, stop in ranges)]

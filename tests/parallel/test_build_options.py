@@ -1,9 +1,10 @@
 """build_options: what it settles by itself."""
 
 import torch
+from torch.nn.functional import linear
 
+from megalith.parallel.build_options import BuildOptions
 from megalith.topology.process_groups_config import ProcessGroupCollection
-from megalith.transformer.build_options import BuildOptions
 from tests.parallel.groups import collection
 from tests.rank_pool import ranks
 
@@ -18,6 +19,6 @@ def test_without_tp_there_is_no_sequence_to_split():
     assert ranks(2, sequence_parallel, 2) == [True, True]
 
 
-def test_defaults_are_float32_and_nothing_recomputed():
+def test_defaults_are_float32_and_torchs_own_product():
     options = BuildOptions(ProcessGroupCollection.single())
-    assert (options.dtype, options.recompute, options.sequence_parallel) == (torch.float32, "none", False)
+    assert (options.dtype, options.matrix_product, options.sequence_parallel) == (torch.float32, linear, False)

@@ -1,4 +1,4 @@
-"""boxes: torch.chunk's split, and what DTensor and FSDP2 really put on each rank."""
+"""local_ranges: torch.chunk's split, and what DTensor and FSDP2 really put on each rank."""
 
 import functools
 import itertools
@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megalith.errors import ShapeError
-from megalith.parallel.boxes import Ranges, box_of_placements, local_box, split_evenly
+from megalith.parallel.local_ranges import Ranges, chunk_range, local_ranges, ranges_of_placements
 from tests.parallel.groups import Part, part, slice_of
 from tests.rank_pool import ranks
 
@@ -38,11 +38,11 @@ PLACED = {
 
 
 def covers(full: Tensor, parts: list[Part], copies: int) -> bool:
-    """Whether each part has the values of its box, and the boxes hold every element ``copies`` times."""
+    """Whether each part has the values of its ranges, and the ranges hold every element ``copies`` times."""
     held = torch.zeros(full.shape, dtype=torch.int64)
-    for box, values in parts:
-        assert torch.equal(values, slice_of(full, box))
-        slice_of(held, box).add_(1)
+    for where, values in parts:
+        assert torch.equal(values, slice_of(full, where))
+        slice_of(held, where).add_(1)
     return bool((held == copies).all())
 
 
@@ -57,32 +57,32 @@ def placed(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Plac
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_a_split_is_that_of_torch_chunk(size, parts):
     chunks = torch.arange(size).chunk(parts)
-    ranges = [range(*split_evenly(size, parts, index)) for index in range(parts)]
+    ranges = [range(*chunk_range(size, parts, index)) for index in range(parts)]
     assert [list(each) for each in ranges if each] == [chunk.tolist() for chunk in chunks if len(chunk)]
     assert sum(map(len, ranges)) == size
 
 
 @given(st.data())
-def test_boxes_are_those_of_dtensor_for_any_placements(data):
+def test_ranges_are_those_of_dtensor_for_any_placements(data):
     shape = data.draw(st.lists(st.integers(0, 13), min_size=1, max_size=3))
     mesh_shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     placement = st.sampled_from([Replicate(), *(Shard(dim) for dim in range(len(shape)))])
     placements = data.draw(st.tuples(*[placement] * len(mesh_shape)))
     for coordinates in itertools.product(*map(range, mesh_shape)):
-        box = box_of_placements(shape, mesh_shape, coordinates, placements)
+        found = ranges_of_placements(shape, mesh_shape, coordinates, placements)
         sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinates), placements)
-        assert tuple(stop - start for start, stop in box) == sizes
+        assert tuple(stop - start for start, stop in found) == sizes
         if all(sizes):
-            assert tuple(start for start, _ in box) == offsets
+            assert tuple(start for start, _ in found) == offsets
 
 
 def test_a_plain_tensor_is_held_whole():
-    assert local_box(torch.empty(3, 0, 5)) == ((0, 3), (0, 0), (0, 5))
-    assert local_box(torch.empty(())) == ()
+    assert local_ranges(torch.empty(3, 0, 5)) == ((0, 3), (0, 0), (0, 5))
+    assert local_ranges(torch.empty(())) == ()
 
 
 @pytest.mark.parametrize("name", PLACED)
-def test_each_rank_holds_the_values_of_its_box_and_together_they_hold_all(name):
+def test_each_rank_holds_the_values_of_its_ranges_and_together_they_hold_all(name):
     shape, mesh, placements, copies = PLACED[name]
     assert covers(numbered(shape), ranks(4, placed, shape, mesh, placements), copies)
 
@@ -116,18 +116,18 @@ def test_fsdp_over_what_tp_has_split_leaves_one_range_a_rank(shape, tp_dim, mesh
     assert covers(numbered(shape).double(), [held for _, held in answers], copies)
 
 
-def box_on_a_mesh_of_rank_0() -> Ranges:
+def ranges_on_a_mesh_of_rank_0() -> Ranges:
     mesh = DeviceMesh("cpu", [0], _init_backend=False)
-    return local_box(DTensor.from_local(torch.ones(3 if mesh.get_coordinate() else 0), mesh, [Shard(0)]))
+    return local_ranges(DTensor.from_local(torch.ones(3 if mesh.get_coordinate() else 0), mesh, [Shard(0)]))
 
 
 def test_a_rank_outside_of_the_mesh_holds_nothing():
-    assert ranks(2, box_on_a_mesh_of_rank_0) == [((0, 3),), ((0, 0),)]
+    assert ranks(2, ranges_on_a_mesh_of_rank_0) == [((0, 3),), ((0, 0),)]
 
 
 def refuse_a_partial_tensor() -> None:
     with pytest.raises(ShapeError, match=r"a tensor placed P\(sum\) has no range of its own; redistribute it to Shard"):
-        local_box(DTensor.from_local(torch.ones(3), mesh_of((2,)), [Partial()]))
+        local_ranges(DTensor.from_local(torch.ones(3), mesh_of((2,)), [Partial()]))
 
 
 def test_a_term_of_a_sum_has_no_range():

@@ -1,4 +1,7 @@
-"""parameters: declared or refused, the same bits in every layout, tied ones once, and what a use says of gradients."""
+"""parameters: declared or refused, the same bits in every layout, tied ones once, and what a use says of gradients.
+
+Buffers: made again where a model built on meta is allocated, and in a checkpoint where they are to be saved.
+"""
 
 import pytest
 import torch
@@ -10,23 +13,28 @@ from megalith.numerics.initialization import normal_shard
 from megalith.parallel.parameters import (
     DeclaringModule,
     ParameterSpec,
+    declared_buffers,
     declared_parameters,
     initialize_parameters_,
     local,
+    refill_buffers_,
+    state_tensors,
 )
 from megalith.parallel.sharding.fsdp import shard_model
+from megalith.topology.parallel_state import ParallelState
 from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.topology.rank_grid import RankGrid
 from tests.parallel.groups import Part, collection, part, slice_of
 from tests.rank_pool import ranks
 
 SPECS = {
-    "column": ParameterSpec((13, 8), 0, "normal", 0.5),  # over tp 4: 4, 4, 4 and 1 rows
-    "row": ParameterSpec((8, 7), 1, "normal", 2.0),
-    "whole": ParameterSpec((5, 8), None, "normal", 0.02),
-    "vector": ParameterSpec((11,), 0, "normal", 1.0),
-    "packed": ParameterSpec((2, 7, 8), 1, "normal", 1.0),
-    "gain": ParameterSpec((6,), None, "ones"),
-    "shift": ParameterSpec((9,), 0, "zeros"),
+    "column": ParameterSpec((13, 8), "normal", 0.5, split={"tp": 0}),  # over tp 4: 4, 4, 4 and 1 rows
+    "row": ParameterSpec((8, 7), "normal", 2.0, split={"tp": 1}),
+    "whole": ParameterSpec((5, 8), "normal", 0.02),
+    "vector": ParameterSpec((11,), "normal", 1.0, split={"tp": 0}),
+    "packed": ParameterSpec((2, 7, 8), "normal", 1.0, split={"tp": 1}),
+    "gain": ParameterSpec((6,), "ones"),
+    "shift": ParameterSpec((9,), "zeros", split={"tp": 0}),
 }
 SINGLE = ProcessGroupCollection.single()
 
@@ -96,8 +104,8 @@ def test_weights_are_the_same_bits_in_every_layout(num_ranks, tensor, replicate,
     want = weights_of_one_process()
     for parts, _ in ranks(num_ranks, weights, tensor, replicate, shards):
         assert parts.keys() == want.keys()
-        for name, (box, values) in parts.items():
-            assert torch.equal(values, slice_of(want[name], box)), name
+        for name, (where, values) in parts.items():
+            assert torch.equal(values, slice_of(want[name], where)), name
 
 
 def test_a_parameter_carries_its_placement():
@@ -149,7 +157,7 @@ def gradient_placements(partial: bool) -> dict[str, object]:
     groups = collection(2)
     model = Inner(groups, torch.float64)
     initialize_parameters_(model, seed=7)
-    (local(model.whole, partial=partial).sum() * (groups.tp_rank + 1 if partial else 3)).backward()
+    (local(model.whole, partial=partial).sum() * (groups.rank("tp") + 1 if partial else 3)).backward()
     assert isinstance(model.whole.grad, DTensor)
     return {"placements": model.whole.grad.placements, "whole": model.whole.grad.full_tensor()}
 
@@ -166,3 +174,106 @@ def test_a_use_says_whether_its_gradient_is_one_term_of_a_sum():
 def test_on_one_process_a_parameter_is_plain_and_used_as_it_is():
     model = Inner(SINGLE, torch.float32)
     assert local(model.column) is local(model.column, partial=True) is model.column
+
+
+@pytest.mark.parametrize(
+    ("family", "split", "message"),
+    [
+        ("dense", {"ep": 0}, r"an axis of dense weights \(tp\) to a dimension of \[5, 8\]; got 'ep': 0"),
+        ("dense", {"tp": 2}, r"got 'tp': 2"),
+        ("dense", {"tp": -1}, r"got 'tp': -1"),
+        ("dense", {"cp": 0}, r"got 'cp': 0"),
+        ("expert", {"tp": 0}, r"an axis of expert weights \(ep, etp\) .*got 'tp': 0"),
+        ("expert", {"ep": 0, "etp": 2}, r"got 'etp': 2"),
+    ],
+)
+def test_a_split_of_an_axis_or_dimension_that_there_is_not_is_refused(family, split, message):
+    with pytest.raises(ShapeError, match=message):
+        ParameterSpec((5, 8), "zeros", split=split, family=family)
+
+
+EXPERTS = {
+    "packed": ParameterSpec((5, 6, 3), "normal", 1.0, split={"ep": 0, "etp": 1}, family="expert"),  # 3 and 2 experts
+    "twice": ParameterSpec((13,), "normal", 1.0, split={"ep": 0, "etp": 0}, family="expert"),
+    "every": ParameterSpec((4, 3), "normal", 1.0, family="expert"),
+}
+
+
+def experts(groups: ProcessGroupCollection) -> DeclaringModule:
+    model = DeclaringModule()
+    for name, spec in EXPERTS.items():
+        model.declare(name, spec, groups, torch.float32)
+    initialize_parameters_(model, seed=7)
+    return model
+
+
+def expert_weights(expert: int, expert_tensor: int) -> dict[str, Part]:
+    groups = ParallelState(RankGrid(4, expert=expert, expert_tensor=expert_tensor)).collection()
+    return {name: part(parameter) for name, parameter, _ in declared_parameters(experts(groups))}
+
+
+@pytest.mark.parametrize(("expert", "expert_tensor"), [(2, 2), (4, 1), (1, 4), (2, 1)])
+def test_expert_weights_are_split_over_ep_and_etp_and_are_the_same_bits(expert, expert_tensor):
+    want = {name: parameter.detach() for name, parameter, _ in declared_parameters(experts(SINGLE))}
+    for name, spec in EXPERTS.items():
+        held = torch.zeros(spec.shape)
+        for parts in ranks(4, expert_weights, expert, expert_tensor):
+            where, values = parts[name]
+            assert torch.equal(values, slice_of(want[name], where)), name
+            slice_of(held, where).add_(1)
+        copies = 4 if not spec.split else 4 // (expert * expert_tensor)
+        assert (held == copies).all(), name
+
+
+class Buffered(DeclaringModule):
+    """A table that follows from its shape, and a count that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.declare("gain", SPECS["gain"], SINGLE, torch.float32)
+        self.declare_buffer("table", lambda: torch.arange(4.0))
+        self.declare_buffer("seen", lambda: torch.full((3,), 7, dtype=torch.int64), saved=True)
+
+
+def test_declared_buffers_are_made_again_after_meta():
+    with torch.device("meta"):
+        model = nn.ModuleDict({"a": Buffered(), "b": Buffered()})
+    assert all(buffer.is_meta for buffer in model.buffers())
+    model.to_empty(device="cpu")  # NaN, or garbage
+    refill_buffers_(model)
+    for module in model.values():
+        assert module.table.tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert module.seen.tolist() == [7, 7, 7]
+        assert (module.table.device.type, module.seen.dtype) == ("cpu", torch.int64)
+
+
+def test_declared_buffers_are_given_by_name_with_their_declarations():
+    model = nn.ModuleDict({"a": Buffered()})
+    found = {name: (buffer, spec.saved) for name, buffer, spec in declared_buffers(model)}
+    assert found == {"a.table": (model["a"].table, False), "a.seen": (model["a"].seen, True)}
+
+
+@pytest.mark.parametrize("in_a_declaring_module", [True, False])
+def test_an_undeclared_buffer_is_refused_by_its_name(in_a_declaring_module):
+    model = nn.ModuleDict({"a": Buffered()})
+    if in_a_declaring_module:
+        model["a"].register_buffer("mean", torch.zeros(3))
+    else:
+        model["a"].norm = nn.BatchNorm1d(3, affine=False)
+    name = "mean" if in_a_declaring_module else r"norm\.running_mean"
+    for ask in (lambda: list(declared_buffers(model)), lambda: refill_buffers_(model), lambda: state_tensors(model)):
+        with pytest.raises(ShapeError, match=rf"what buffer a\.{name} begins as.*DeclaringModule.declare_buffer"):
+            ask()
+
+
+def test_a_checkpoint_holds_parameters_and_saved_buffers_of_all_chunks():
+    first, second = nn.ModuleDict({"a": Buffered()}), nn.ModuleDict({"b": Buffered()})
+    got = state_tensors(first, second)
+    assert got.keys() == {"a.gain", "a.seen", "b.gain", "b.seen"}
+    assert got["b.seen"] is second["b"].seen
+    assert got["a.gain"] is first["a"].gain
+    assert first.state_dict().keys() == {"a.gain", "a.seen"}, "torch saves the same"
+
+
+def test_a_checkpoint_holds_tied_parameters_once():
+    assert len(state_tensors(tied())) == 2 * len(SPECS) - 1

@@ -116,8 +116,8 @@ class Column(nn.Module):
 
     def __init__(self, whole: Tensor, pg_collection: ProcessGroupCollection) -> None:
         super().__init__()
-        if pg_collection.tp_size > 1:
-            part = whole.chunk(pg_collection.tp_size)[pg_collection.tp_rank].clone()
+        if pg_collection.size("tp") > 1:
+            part = whole.chunk(pg_collection.size("tp"))[pg_collection.rank("tp")].clone()
             shape = {"shape": whole.shape, "stride": whole.stride()}
             whole = DTensor.from_local(part, pg_collection.tp_mesh, [Shard(0)], run_check=False, **shape)
         self.weight = nn.Parameter(whole)
@@ -137,7 +137,7 @@ def train_on_the_mesh(sizes: dict[str, int]) -> str:
     fully_shard(model, mesh=pg_collection.dp_mesh, shard_placement_fn=lambda parameter: Shard(1))
     model.set_gradient_divide_factor(1.0)
     assert torch.equal(model.weight.full_tensor(), whole)
-    for each, mine in ((alone, xs), (model, xs.chunk(pg_collection.dp_size)[pg_collection.dp_rank])):
+    for each, mine in ((alone, xs), (model, xs.chunk(pg_collection.size("dp"))[pg_collection.rank("dp")])):
         optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
         each(mine).square().sum().backward()
         optimizer.step()
@@ -172,7 +172,7 @@ def collected() -> tuple[str, int, int]:
     pg_collection = state.collection()
     assert pg_collection == state.collection()
     assert pg_collection.tp is state.group("tp")
-    return repr(pg_collection), pg_collection.tp_rank, pg_collection.dp_rank
+    return repr(pg_collection), pg_collection.rank("tp"), pg_collection.rank("dp")
 
 
 def test_a_collection_knows_sizes_and_ranks():

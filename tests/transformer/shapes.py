@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from megalith.config import TransformerConfig
+from megalith.parallel.build_options import BuildOptions
 from megalith.topology.process_groups_config import ProcessGroupCollection
-from megalith.transformer.build_options import BuildOptions
 
 # a prime vocabulary; heads in groups; F is no power of two
 _SIZES = {

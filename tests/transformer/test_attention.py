@@ -1,4 +1,4 @@
-"""attention: its formula from its own weights, rotary, cached and packed; split over tp; what it refuses."""
+"""attention: its formula from its own weights; rotary, cached, packed, under any mask; split over tp; refusals."""
 
 import pytest
 import torch
@@ -9,7 +9,10 @@ from megalith.errors import ShapeError
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.parameters import declared_parameters, initialize_parameters_
-from megalith.transformer.attention import KVCache, SelfAttention
+from megalith.transformer.attention import SelfAttention
+from megalith.transformer.attention_mask import BIDIRECTIONAL, AttentionMask
+from megalith.transformer.dropout import name_dropout_sites_
+from megalith.transformer.layer_context import KVCache, LayerContext
 from megalith.transformer.rotary import RotaryTable, rotary_table
 from tests.parallel.groups import collection, whole
 from tests.rank_pool import ranks
@@ -21,8 +24,10 @@ SHAPE = {"kv_channels": D, "add_bias_linear": True, "attention_dropout": 0.3}
 
 
 def built(**changes: object) -> SelfAttention:
-    layer = SelfAttention(config(**SHAPE), options(**changes))
+    window = changes.pop("window", None)
+    layer = SelfAttention(config(**SHAPE), options(**changes), window=window)
     initialize_parameters_(layer, seed=1)
+    name_dropout_sites_(layer)
     with torch.no_grad():
         for name, parameter, spec in declared_parameters(layer):
             if len(spec.shape) == 1:  # biases begin at zero, and would not show
@@ -39,7 +44,7 @@ def table(start: int = 0, end: int = S) -> RotaryTable:
 
 
 def key() -> DropoutKey:
-    return DropoutKey(3, 0, torch.arange(B * S).view(B, S), site=1)
+    return DropoutKey(3, 0, torch.arange(B * S).view(B, S))
 
 
 def test_it_projects_attends_and_projects_back():
@@ -50,38 +55,61 @@ def test_it_projects_attends_and_projects_back():
     k, v = (each.repeat_interleave(A // G, dim=1) for each in heads[1:])
     attended = scaled_dot_product_attention(heads[0], k, v, is_causal=True)  # [B, A, S, D]
     want = linear(attended.transpose(1, 2).flatten(2), w["o_proj.weight"], w["o_proj.bias"]).transpose(0, 1)
-    torch.testing.assert_close(layer(x_of(), None, None, None, None), want, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(layer(x_of(), LayerContext()), want, rtol=EXACT, atol=EXACT)
 
 
 def test_with_rotary_positions_only_distances_count():
     layer = built()
-    near = layer(x_of(), table(), None, None, None)
-    torch.testing.assert_close(layer(x_of(), table(100, 100 + S), None, None, None), near, rtol=1e-11, atol=1e-11)
-    assert not torch.allclose(layer(x_of(), None, None, None, None), near)
+    near, far = (layer(x_of(), LayerContext(rotary=table(start, start + S))) for start in (0, 100))
+    torch.testing.assert_close(far, near, rtol=1e-11, atol=1e-11)
+    assert not torch.allclose(layer(x_of(), LayerContext()), near)
 
 
 @pytest.mark.parametrize("pieces", [[8], [1] * 8, [3, 1, 1, 3], [2, 6]])
 def test_tokens_one_at_a_time_or_a_few_give_what_all_at_once_do(pieces):
     layer, cache, outs, start = built(), KVCache(), [], 0
     for length in pieces:
-        outs.append(layer(x_of()[start : start + length], table(start, start + length), None, None, cache))
+        context = LayerContext(rotary=table(start, start + length), cache=cache)
+        outs.append(layer(x_of()[start : start + length], context))
         start += length
         assert cache.num_tokens == start
-    torch.testing.assert_close(torch.cat(outs), layer(x_of(), table(), None, None, None), rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(torch.cat(outs), layer(x_of(), LayerContext(rotary=table())), rtol=EXACT, atol=EXACT)
 
 
 def test_dropout_is_drawn_only_with_a_key():
     layer = built()
-    without = layer(x_of(), table(), None, None, None)
-    assert torch.equal(layer(x_of(), table(), None, None, None), without)
-    with_key = layer(x_of(), table(), None, key(), None)
+    without, again = (layer(x_of(), LayerContext(rotary=table())) for _ in range(2))
+    assert torch.equal(again, without)
+    with_key, once_more = (layer(x_of(), LayerContext(rotary=table(), token_dropout=key())) for _ in range(2))
     assert not torch.allclose(with_key, without)
-    assert torch.equal(layer(x_of(), table(), None, key(), None), with_key)
+    assert torch.equal(once_more, with_key)
+
+
+def test_the_mask_of_the_batch_and_the_window_of_the_layer_say_what_is_seen():
+    layer, narrow = built(), built(window=3)
+    x, later = x_of(), x_of()
+    later[6] += 1.0
+    both_ways = LayerContext(mask=BIDIRECTIONAL)
+    assert not torch.equal(layer(later, both_ways)[0], layer(x, both_ways)[0])
+    assert torch.equal(narrow(later, both_ways)[:4], narrow(x, both_ways)[:4]), "token 6 is 3 from token 3"
+    assert not torch.equal(narrow(later, both_ways)[4], narrow(x, both_ways)[4])
+    windowed = LayerContext(mask=AttentionMask(window=3))
+    assert torch.equal(narrow(x, LayerContext()), layer(x, windowed))
+    assert not torch.allclose(narrow(x, LayerContext()), layer(x, LayerContext()))
+
+
+@pytest.mark.parametrize("pieces", [[8], [1] * 8, [3, 1, 1, 3]])
+def test_a_window_counts_back_through_the_cache(pieces):
+    layer, cache, outs = built(window=3), KVCache(), []
+    for x in x_of().split(pieces):
+        outs.append(layer(x, LayerContext(cache=cache)))
+    torch.testing.assert_close(torch.cat(outs), layer(x_of(), LayerContext()), rtol=EXACT, atol=EXACT)
 
 
 def results(layer: SelfAttention, x: Tensor, dy: Tensor, *, packed: bool, drops: bool) -> dict[str, Tensor]:
     documents = PackedSeqParams.from_lengths([[5, 3], [8]]) if packed else None
-    y = layer(x.requires_grad_(), table(), documents, key() if drops else None, None)
+    context = LayerContext(documents=documents, rotary=table(), token_dropout=key() if drops else None)
+    y = layer(x.requires_grad_(), context)
     y.backward(dy)
     return {"y": y.detach(), "dx": x.grad} | {name: whole(p.grad) for name, p in layer.named_parameters()}
 
@@ -91,7 +119,7 @@ def on_this_rank(sequence_parallel: bool, packed: bool, drops: bool) -> dict[str
     layer = built(pg_collection=groups, sequence_parallel=sequence_parallel)
     x, dy = x_of(), x_of().sin()
     if sequence_parallel:
-        x, dy = (each.chunk(2)[groups.tp_rank].clone() for each in (x, dy))
+        x, dy = (each.chunk(2)[groups.rank("tp")].clone() for each in (x, dy))
     return results(layer, x, dy, packed=packed, drops=drops)
 
 

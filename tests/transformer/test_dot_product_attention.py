@@ -8,9 +8,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megalith.acceleration.recompute import recompute
-from megalith.numerics.dropout import DropoutKey, attention_keep_mask
+from megalith.numerics.dropout import DropoutKey, attention_keep_mask, name_number
 from megalith.packed_seq_params import PackedSeqParams
-from megalith.transformer.dot_product_attention import dot_product_attention, dot_product_attention_with_dropout
+from megalith.transformer.dot_product_attention import DotProductAttention
+from megalith.transformer.dropout import name_dropout_sites_
+from megalith.transformer.layer_context import LayerContext
 
 S, B, A, G, D = 7, 3, 4, 2, 6
 EXACT = 1e-12
@@ -32,6 +34,20 @@ def with_gradients(attend: Callable[..., Tensor], *tensors: Tensor) -> list[Tens
 
 def key_of(seed: int = 1) -> DropoutKey:
     return DropoutKey(seed, 0, torch.arange(B * S).view(B, S), site=1)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedSeqParams | None = None,
+    p: float = 0.0,
+    key: DropoutKey | None = None,
+    head_offset: int = 0,
+) -> Tensor:
+    core = DotProductAttention(p, head_offset)
+    name_dropout_sites_(core)
+    return core(q, k, v, LayerContext(documents=packed, token_dropout=key))
 
 
 def spelled_out(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, keep: Tensor | None = None, p: float = 0.0) -> Tensor:
@@ -63,7 +79,7 @@ def visible(lengths: list[list[int]] | None) -> Tensor:
 def test_it_is_the_softmax_spelled_out_forward_and_backward(groups, lengths):
     packed = None if lengths is None else PackedSeqParams.from_lengths(lengths)
     tensors = qkv(groups=groups)
-    got = with_gradients(lambda q, k, v: dot_product_attention(q, k, v, packed), *tensors)
+    got = with_gradients(lambda q, k, v: attend(q, k, v, packed), *tensors)
     want = with_gradients(lambda q, k, v: spelled_out(q, k, v, visible(lengths)), *tensors)
     torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
 
@@ -73,19 +89,19 @@ def test_grouped_heads_are_torchs_attention_over_repeated_heads(dtype):
     q, k, v = qkv(dtype)
     repeated = (x.repeat_interleave(A // G, dim=2) for x in (k, v))
     want = scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in (q, *repeated)), is_causal=True)
-    got = dot_product_attention(q, k, v, None)
+    got = attend(q, k, v)
     assert got.dtype == dtype
     torch.testing.assert_close(got, want.permute(2, 0, 1, 3), rtol=1e-6, atol=1e-6)
 
 
 def test_packed_documents_are_separate_sequences():
     q, k, v = qkv()
-    got = dot_product_attention(q, k, v, PackedSeqParams.from_lengths(LENGTHS))
+    got = attend(q, k, v, PackedSeqParams.from_lengths(LENGTHS))
     for b, lengths in enumerate(LENGTHS):
         start = 0
         for length in lengths:
             document = (slice(start, start + length), slice(b, b + 1))
-            want = dot_product_attention(q[document], k[document], v[document], None)
+            want = attend(q[document], k[document], v[document])
             torch.testing.assert_close(got[document], want, rtol=EXACT, atol=EXACT)
             start += length
 
@@ -95,15 +111,10 @@ def test_packed_documents_are_separate_sequences():
 def test_nothing_leaks_from_one_document_into_another(dtype, p):
     packed, changed = PackedSeqParams.from_lengths(LENGTHS), qkv(dtype)
 
-    def attend(tensors: tuple[Tensor, ...]) -> Tensor:
-        if p:
-            return dot_product_attention_with_dropout(*tensors, packed, p, key_of(), 0)
-        return dot_product_attention(*tensors, packed)
-
-    before = attend(qkv(dtype))
+    before = attend(*qkv(dtype), packed, p, key_of())
     for tensor in changed:
         tensor[1, 0] += 1.0  # a token of the first of two documents of row 0
-    after = attend(changed)
+    after = attend(*changed, packed, p, key_of())
     assert not torch.equal(after[:3, 0], before[:3, 0])
     assert torch.equal(after[3:, 0], before[3:, 0])
     assert torch.equal(after[:, 1:], before[:, 1:])
@@ -114,10 +125,7 @@ def test_no_token_sees_a_later_one(p):
     changed = qkv()
     for tensor in changed:
         tensor[4] += 1.0
-    before, after = (
-        dot_product_attention_with_dropout(*x, None, p, key_of(), 0) if p else dot_product_attention(*x, None)
-        for x in (qkv(), changed)
-    )
+    before, after = (attend(*x, None, p, key_of()) for x in (qkv(), changed))
     assert torch.equal(after[:4], before[:4])
     assert not torch.equal(after[4:], before[4:])
 
@@ -125,8 +133,8 @@ def test_no_token_sees_a_later_one(p):
 @pytest.mark.parametrize("num_new", [1, 3, 6, 7])
 def test_queries_after_a_cache_are_the_last_positions(num_new):
     q, k, v = qkv()
-    got = dot_product_attention(q[-num_new:], k, v, None)
-    torch.testing.assert_close(got, dot_product_attention(q, k, v, None)[-num_new:], rtol=EXACT, atol=EXACT)
+    got = attend(q[-num_new:], k, v)
+    torch.testing.assert_close(got, attend(q, k, v)[-num_new:], rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("groups", [G, A])
@@ -140,7 +148,7 @@ def test_nothing_of_size_s_by_s_is_kept_for_backward(groups):
     length = 64
     leaves = [tensor.requires_grad_() for tensor in qkv(torch.float32, groups=groups, length=length)]
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        dot_product_attention(*leaves, None)
+        attend(*leaves)
     assert max(sizes) == length * B * A * D < length * length * B * A
 
 
@@ -148,8 +156,8 @@ def test_nothing_of_size_s_by_s_is_kept_for_backward(groups):
 def test_dropout_zeroes_the_probabilities_that_its_mask_does_not_keep(lengths):
     packed = None if lengths is None else PackedSeqParams.from_lengths(lengths)
     p, key = 0.3, key_of()
-    keep = attention_keep_mask(key, p, A, S)
-    got = with_gradients(lambda q, k, v: dot_product_attention_with_dropout(q, k, v, packed, p, key, 0), *qkv())
+    keep = attention_keep_mask(key.named(name_number("dropout")), p, A, S)
+    got = with_gradients(lambda q, k, v: attend(q, k, v, packed, p, key), *qkv())
     want = with_gradients(lambda q, k, v: spelled_out(q, k, v, visible(lengths), keep, p), *qkv())
     torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
 
@@ -157,44 +165,40 @@ def test_dropout_zeroes_the_probabilities_that_its_mask_does_not_keep(lengths):
 def test_the_mean_over_many_keys_is_attention_without_dropout():
     q, k, v = qkv()
     num_keys = 400
-    outs = torch.stack([dot_product_attention_with_dropout(q, k, v, None, 0.2, key_of(i), 0) for i in range(num_keys)])
-    error = (outs.mean(dim=0) - dot_product_attention(q, k, v, None)).abs()
+    outs = torch.stack([attend(q, k, v, None, 0.2, key_of(i)) for i in range(num_keys)])
+    error = (outs.mean(dim=0) - attend(q, k, v)).abs()
     assert (error <= 5 * outs.std(dim=0) / num_keys**0.5 + EXACT).all()
 
 
 def test_one_key_gives_one_result_and_another_key_another():
     q, k, v = qkv()
-    first, again, other = (
-        dot_product_attention_with_dropout(q, k, v, None, 0.3, key, 0) for key in (key_of(), key_of(), key_of(2))
-    )
+    first, again, other = (attend(q, k, v, None, 0.3, key) for key in (key_of(), key_of(), key_of(2)))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
 def test_recomputation_drops_the_same_elements():
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return dot_product_attention_with_dropout(q, k, v, None, 0.3, key_of(), 0)
+    def drop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, None, 0.3, key_of())
 
-    kept = with_gradients(attend, *qkv())
-    computed_again = with_gradients(lambda *tensors: recompute(attend, *tensors), *qkv())
+    kept = with_gradients(drop, *qkv())
+    computed_again = with_gradients(lambda *tensors: recompute(drop, *tensors), *qkv())
     for got, want in zip(computed_again, kept, strict=True):
         assert torch.equal(got, want)
 
 
 def test_each_half_of_the_heads_drops_what_the_whole_does():
     q, k, v = qkv()
-    whole = dot_product_attention_with_dropout(q, k, v, None, 0.3, key_of(), 0)
+    whole = attend(q, k, v, None, 0.3, key_of())
     for rank in range(2):  # as ranks of tp 2 hold them
         heads, groups = slice(rank * 2, rank * 2 + 2), slice(rank, rank + 1)
-        half = dot_product_attention_with_dropout(
-            q[:, :, heads], k[:, :, groups], v[:, :, groups], None, 0.3, key_of(), rank * 2
-        )
+        half = attend(q[:, :, heads], k[:, :, groups], v[:, :, groups], None, 0.3, key_of(), rank * 2)
         torch.testing.assert_close(half, whole[:, :, heads], rtol=EXACT, atol=EXACT)
 
 
 def test_narrow_inputs_with_dropout_stay_narrow_and_near():
     q, k, v = qkv(torch.bfloat16)
-    got = dot_product_attention_with_dropout(q, k, v, None, 0.3, key_of(), 0)
-    want = dot_product_attention_with_dropout(q.double(), k.double(), v.double(), None, 0.3, key_of(), 0)
+    got = attend(q, k, v, None, 0.3, key_of())
+    want = attend(q.double(), k.double(), v.double(), None, 0.3, key_of())
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=4e-2)  # scores, probabilities and output rounded

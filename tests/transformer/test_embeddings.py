@@ -1,13 +1,12 @@
-"""embeddings: learned positions as torch's Embedding, split over the sequence, and the tokens that a rank holds."""
+"""embeddings: learned positions as torch's Embedding, split over the sequence."""
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from megalith.numerics.dropout import DropoutKey
 from megalith.parallel.parameters import initialize_parameters_
-from megalith.transformer.embeddings import LearnedPositions, sequence_parallel_key
+from megalith.transformer.embeddings import LearnedPositions
 from tests.parallel.groups import collection, whole
 from tests.rank_pool import ranks
 from tests.transformer.shapes import config, options
@@ -43,7 +42,7 @@ def test_positions_are_rows_of_the_weight_along_the_sequence(name):
 def on_this_rank(name: str, sequence_parallel: bool) -> tuple[Tensor, Tensor]:
     groups = collection(2)
     layer = built(pg_collection=groups, sequence_parallel=sequence_parallel)
-    return results(layer, POSITIONS[name], *((groups.tp_rank, 2) if sequence_parallel else (0, 1)))
+    return results(layer, POSITIONS[name], *((groups.rank("tp"), 2) if sequence_parallel else (0, 1)))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -55,17 +54,3 @@ def test_split_over_the_sequence_they_are_the_same(name, sequence_parallel):
         assert torch.equal(got, y)
     for _, got in answers:
         assert torch.equal(got, dweight)
-
-
-def tokens_on_this_rank() -> list[list[int]]:
-    key = DropoutKey(1, 0, torch.arange(2 * S).view(2, S), site=4)
-    mine = sequence_parallel_key(key, collection(2).tp)
-    assert (mine.seed, mine.step, mine.site) == (1, 0, 4)
-    return mine.tokens.tolist()
-
-
-def test_a_rank_keeps_the_ids_of_its_part_of_the_sequence():
-    every = [[s, S + s] for s in range(S)]  # [S, B]
-    assert ranks(2, tokens_on_this_rank) == [every[: S // 2], every[S // 2 :]]
-    key = DropoutKey(1, 0, torch.arange(2 * S).view(2, S))
-    assert sequence_parallel_key(key, None).tokens.tolist() == every

@@ -6,6 +6,7 @@ import torch
 from megalith.parallel.parameters import initialize_parameters_
 from megalith.transformer.initialization import output_std
 from megalith.transformer.layer import TransformerLayer
+from megalith.transformer.layer_spec import LayerSpec
 from tests.transformer.shapes import config, options
 
 
@@ -16,7 +17,7 @@ def test_output_std_by_hand():
 
 def test_projections_into_the_residual_stream_begin_narrower_and_the_others_do_not():
     wide = config(hidden_size=256, ffn_hidden_size=256, num_attention_heads=2, init_method_std=0.02, num_layers=8)
-    layer = TransformerLayer(wide, options(dtype=torch.float32), 0)
+    layer = TransformerLayer(wide, options(dtype=torch.float32), LayerSpec())
     initialize_parameters_(layer, seed=1)
     for name, parameter in layer.named_parameters():
         if parameter.dim() == 1:

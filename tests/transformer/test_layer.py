@@ -1,16 +1,26 @@
-"""layer: its two halves by formula, what recomputation keeps, and the same numbers split over tp and FSDP2."""
+"""layer: its two halves by formula, of any parts; what recomputation keeps; the same numbers over tp and FSDP2."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalith.numerics.dropout import DropoutKey, dropout
+from megalith.acceleration.recompute import recompute_modules_
+from megalith.config import TransformerConfig
+from megalith.numerics.dropout import DropoutKey, dropout, name_number
 from megalith.packed_seq_params import PackedSeqParams
+from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import DeclaringModule, initialize_parameters_
 from megalith.parallel.sharding.fsdp import shard_model
+from megalith.transformer.attention import SelfAttention
+from megalith.transformer.dot_product_attention import DotProductAttention
+from megalith.transformer.dropout import name_dropout_sites_, sequence_parallel_key
 from megalith.transformer.layer import TransformerLayer
+from megalith.transformer.layer_context import LayerContext
+from megalith.transformer.layer_spec import LayerSpec
 from megalith.transformer.rotary import rotary_table
 from tests.parallel.groups import collection, whole
 from tests.rank_pool import ranks
@@ -23,19 +33,35 @@ LENGTHS = [[5, 3], [8], [1, 7], [2, 2, 4]]
 
 
 class Model(DeclaringModule):
-    """Layers 1 and 2 of a model, without embeddings."""
+    """Two layers, without embeddings."""
 
-    def __init__(self, shape: str, **changes: object) -> None:
+    def __init__(self, shape: str, *, recompute: str = "none", **changes: object) -> None:
         super().__init__()
-        settings = config(shape, **DROPS)
-        self.layers = nn.ModuleList(TransformerLayer(settings, options(**changes), index) for index in (1, 2))
+        settings, build = config(shape, **DROPS), options(**changes)
+        self.sequence_group = build.pg_collection.tp if build.sequence_parallel else None
+        self.layers = nn.ModuleList(TransformerLayer(settings, build, LayerSpec()) for _ in range(2))
+        name_dropout_sites_(self)
+        if recompute == "full":
+            recompute_modules_(self.layers)
+        if recompute == "selective":
+            recompute_modules_(module for module in self.modules() if isinstance(module, DotProductAttention))
 
     def forward(self, x: Tensor, key: DropoutKey | None, lengths: list[list[int]] | None) -> Tensor:
-        rotary = rotary_table(torch.arange(S), D, 10000.0, torch.float64)
-        packed = None if lengths is None else PackedSeqParams.from_lengths(lengths)
+        context = context_of(key, lengths, self.sequence_group)
         for layer in self.layers:
-            x = layer(x, rotary, packed, key, None)
+            x = layer(x, context)
         return x
+
+
+def context_of(
+    key: DropoutKey | None, lengths: list[list[int]] | None = None, sequence_group: dist.ProcessGroup | None = None
+) -> LayerContext:
+    return LayerContext(
+        documents=None if lengths is None else PackedSeqParams.from_lengths(lengths),
+        rotary=rotary_table(torch.arange(S), D, 10000.0, torch.float64),
+        token_dropout=key,
+        hidden_dropout=None if key is None else sequence_parallel_key(key, sequence_group),
+    )
 
 
 def built(shape: str = "llama", **changes: object) -> Model:
@@ -53,14 +79,39 @@ def key() -> DropoutKey:
 
 
 def test_it_adds_attention_and_then_the_feed_forward_each_after_a_norm_and_dropout():
-    layer = built().layers[0]
-    rotary = rotary_table(torch.arange(S), D, 10000.0, torch.float64)
+    layer, context = built().layers[1], context_of(key())
     tokens = replace(key(), tokens=key().tokens.t())  # [S, B]
-    # layer 1: its sites are 4, 5 and 6
-    attended = layer.self_attn(layer.input_layernorm(x_of()), rotary, None, key().at(4), None)
-    h = x_of() + dropout(attended, 0.2, tokens.at(5))
-    want = h + dropout(layer.mlp(layer.post_attention_layernorm(h)), 0.2, tokens.at(6))
-    assert torch.equal(layer(x_of(), rotary, None, key(), None), want)
+    attention, feed_forward = (
+        tokens.named(name_number(f"layers.1.{name}")) for name in ("self_attn_dropout", "mlp_dropout")
+    )
+    attended = layer.self_attn(layer.input_layernorm(x_of()), context)
+    h = x_of() + dropout(attended, 0.2, attention)
+    want = h + dropout(layer.mlp(layer.post_attention_layernorm(h), context), 0.2, feed_forward)
+    assert torch.equal(layer(x_of(), context), want)
+
+
+class Halved(nn.Module):
+    """A feed-forward of another kind, which looks at the context."""
+
+    def __init__(self, settings: TransformerConfig, build: BuildOptions) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor, context: LayerContext) -> Tensor:
+        return x / 2.0 if context.documents is None else torch.zeros_like(x)
+
+
+def test_its_parts_are_those_of_the_spec_and_each_is_given_the_context():
+    narrow = LayerSpec(attention=partial(SelfAttention, window=1), feed_forward=Halved)
+    layer = TransformerLayer(config(), options(), narrow)
+    initialize_parameters_(layer, seed=1)
+    assert [name for name, _ in layer.named_parameters() if name.startswith("mlp")] == []
+    x = x_of()
+    # alone with itself a token's attention is its own value
+    value = layer.self_attn.v_proj(layer.input_layernorm(x)).view(S, B, 2, D).repeat_interleave(2, dim=2).flatten(2)
+    h = x + layer.self_attn.o_proj(value)
+    want = h + layer.post_attention_layernorm(h) / 2.0
+    torch.testing.assert_close(layer(x, context_of(None)), want, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(layer(x, context_of(None, LENGTHS)), h, rtol=EXACT, atol=EXACT)
 
 
 def results(model: Model, **inputs: object) -> dict[str, Tensor]:
@@ -116,10 +167,10 @@ def split(tensor: int, sequence_parallel: bool, recompute: str) -> dict[str, Ten
     shard_model(model, model.layers, groups, reshard_after_forward=True, **dtypes)
     model.to_empty(device="cpu")
     initialize_parameters_(model, seed=1)
-    rows = torch.arange(B).chunk(groups.dp_size)[groups.dp_rank]
+    rows = torch.arange(B).chunk(groups.size("dp"))[groups.rank("dp")]
     x = x_of()[:, rows]
     if sequence_parallel:
-        x = x.chunk(groups.tp_size)[groups.tp_rank]
+        x = x.chunk(groups.size("tp"))[groups.rank("tp")]
     dropout_key = replace(key(), tokens=key().tokens[rows])
     x = x.clone().requires_grad_()
     loss = model(x, dropout_key, [LENGTHS[row] for row in rows]).square().sum()

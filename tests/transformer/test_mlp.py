@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megalith.parallel.parameters import declared_parameters, initialize_parameters_
+from megalith.transformer.layer_context import LayerContext
 from megalith.transformer.mlp import MLP
 from tests.parallel.groups import collection, whole
 from tests.rank_pool import ranks
@@ -47,11 +48,12 @@ def test_it_is_the_formula_of_its_activation(activation):
     layer = built(activation)
     weights = {name: parameter.detach() for name, parameter in layer.named_parameters()}
     assert ("gate_proj.weight" in weights) == (activation == "swiglu")
-    torch.testing.assert_close(layer(x_of()), by_formula(activation, x_of(), weights), rtol=EXACT, atol=EXACT)
+    y = layer(x_of(), LayerContext())
+    torch.testing.assert_close(y, by_formula(activation, x_of(), weights), rtol=EXACT, atol=EXACT)
 
 
 def results(layer: MLP, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    y = layer(x.requires_grad_())
+    y = layer(x.requires_grad_(), LayerContext())
     y.backward(dy)
     return {"y": y.detach(), "dx": x.grad} | {name: whole(p.grad) for name, p in layer.named_parameters()}
 
@@ -61,7 +63,7 @@ def on_this_rank(activation: str, sequence_parallel: bool) -> dict[str, Tensor]:
     layer = built(activation, pg_collection=groups, sequence_parallel=sequence_parallel)
     x, dy = x_of(), x_of().sin()
     if sequence_parallel:
-        x, dy = (each.chunk(2)[groups.tp_rank].clone() for each in (x, dy))
+        x, dy = (each.chunk(2)[groups.rank("tp")].clone() for each in (x, dy))
     return results(layer, x, dy)
 
 

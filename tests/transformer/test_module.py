@@ -1,26 +1,34 @@
-"""module: models built on meta and made real, drawn again, counted; whoever hides a parameter is refused."""
+"""module: models built on meta and made real, drawn again, counted; whoever hides a parameter or buffer is refused."""
 
 import pytest
 import torch
 from torch import nn
 
 from megalith.errors import ShapeError
+from megalith.numerics.dropout import name_number
 from megalith.parallel.parameters import ParameterSpec, declared_parameters
 from megalith.parallel.sharding.fsdp import shard_model
 from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.transformer.dot_product_attention import DotProductAttention
+from megalith.transformer.dropout import DropoutSite
 from megalith.transformer.module import ModelModule
 from tests.parallel.groups import collection
 from tests.rank_pool import ranks
 
 
 class Small(ModelModule):
-    def __init__(self, groups: ProcessGroupCollection, *, undeclared: bool = False) -> None:
+    def __init__(self, groups: ProcessGroupCollection, *, undeclared: nn.Module | None = None) -> None:
         super().__init__()
-        self.declare("matrix", ParameterSpec((5, 8), 0, "normal", 1.0), groups, torch.float32)
-        self.declare("gain", ParameterSpec((8,), None, "ones"), groups, torch.float32)
-        if undeclared:
-            self.extra = nn.Linear(2, 2)
+        self.declare("matrix", ParameterSpec((5, 8), "normal", 1.0, split={"tp": 0}), groups, torch.float32)
+        self.declare("gain", ParameterSpec((8,), "ones"), groups, torch.float32)
+        self.declare_buffer("table", lambda: torch.arange(3.0))
+        self.parts = nn.ModuleList([DotProductAttention(0.5, head_offset=0), DropoutSite(0.1)])
+        if undeclared is not None:
+            self.extra = undeclared
         self.finish(seed=1)
+
+    def layers(self) -> list[nn.Module]:
+        return list(self.parts)
 
 
 SINGLE = ProcessGroupCollection.single()
@@ -41,6 +49,7 @@ def test_built_on_meta_and_materialized_it_has_the_same_bits():
     for name, parameter, _ in declared_parameters(model):
         assert parameter.device.type == "cpu"
         assert torch.equal(parameter, want.get_parameter(name))
+    assert model.table.tolist() == [0.0, 1.0, 2.0]
 
 
 def test_weights_can_be_drawn_anew():
@@ -52,11 +61,37 @@ def test_weights_can_be_drawn_anew():
     assert torch.equal(model.matrix, first)
 
 
-def test_a_hidden_parameter_is_refused_also_on_meta():
-    with pytest.raises(ShapeError, match=r"extra\.weight has no placement"):
-        Small(SINGLE, undeclared=True)
-    with torch.device("meta"), pytest.raises(ShapeError, match=r"extra\.weight has no placement"):
-        Small(SINGLE, undeclared=True)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (nn.Linear(2, 2), r"extra\.weight has no placement"),
+        (nn.BatchNorm1d(2, affine=False), r"what buffer extra\.running_mean begins as"),
+    ],
+    ids=["a parameter", "a buffer"],
+)
+def test_what_nobody_declared_is_refused_also_on_meta(module, message, device):
+    with torch.device(device), pytest.raises(ShapeError, match=message):
+        Small(SINGLE, undeclared=module)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_dropouts_have_their_names_when_it_is_built(device):
+    with torch.device(device):
+        model = Small(SINGLE)
+    assert model.parts[0].dropout.number == name_number("parts.0.dropout")
+    assert model.parts[1].number == name_number("parts.1")
+
+
+def test_layers_are_what_fsdp_gathers_and_attention_is_found_within():
+    model = Small(SINGLE)
+    assert model.fsdp_units() == model.layers() == list(model.parts)
+    assert model.attention_cores() == [model.parts[0]]
+
+
+def test_a_model_that_does_not_say_its_layers_is_none():
+    with pytest.raises(TypeError, match="abstract"):
+        ModelModule()
 
 
 def count(tensor: int) -> tuple[int, int]:

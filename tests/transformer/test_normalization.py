@@ -67,7 +67,7 @@ def gradients_on_this_rank(sequence_parallel: bool) -> dict[str, Tensor]:
     layer = built("LayerNorm", pg_collection=groups, sequence_parallel=sequence_parallel)
     x, dy = x_of(4, 3), x_of(4, 3).square()
     if sequence_parallel:
-        x, dy = (each.chunk(2)[groups.tp_rank] for each in (x, dy))
+        x, dy = (each.chunk(2)[groups.rank("tp")] for each in (x, dy))
     layer(x).backward(dy)
     return {name: whole(parameter.grad) for name, parameter in layer.named_parameters()}
 

@@ -1,9 +1,9 @@
 """The numbers of a run, one JSON object per line in ``RUN/metrics.jsonl``, and TensorBoard's files beside it.
 
 Each step is a record: step, loss (nats per token), grad_norm (before clipping), lr, tokens and consumed_samples (read
-so far, tokens without a loss included), tokens_per_second, step_seconds (this step's, waiting for data included), mfu or
-null, layout ("tp2 dp1"), skipped (the weights did not move), time ({span: seconds in this step}). In float16 there is
-loss_scale too, and for a loss of several terms ``terms`` ({term: mean}). An evaluation is a record of its own: step,
+so far, tokens without a loss included), tokens_per_second, step_seconds (this step's, waiting for data included), mfu
+or null, layout ("tp2 dp1"), skipped (the weights did not move), time ({span: seconds in this step}). In float16 there
+is loss_scale too, and for a loss of several terms ``terms`` ({term: mean}). An evaluation is a record of its own: step,
 valid_loss, valid_tokens, and ``valid`` ({term or measure: mean}) where there are several.
 
 JSON has no NaN. A number that is not finite stands as null, and ``nonfinite`` beside it says what it was:

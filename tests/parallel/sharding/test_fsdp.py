@@ -9,8 +9,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from megalith.errors import ShapeError
-from megalith.parallel.boxes import local_box
-from megalith.parallel.parameters import DeclaringModule, declared_parameters, initialize_parameters_
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.local_ranges import local_ranges
+from megalith.parallel.parameters import (
+    DeclaringModule,
+    ParameterSpec,
+    declared_parameters,
+    initialize_parameters_,
+)
 from megalith.parallel.sharding.fsdp import gradient_sync, release_gathered_weights, shard_model
 from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megalith.topology.process_groups_config import ProcessGroupCollection
@@ -27,9 +33,9 @@ class Pair(DeclaringModule):
 
     def __init__(self, groups: ProcessGroupCollection, dtype: torch.dtype) -> None:
         super().__init__()
-        shared = {"bias": True, "std": 0.5, "dtype": dtype, "pg_collection": groups}
-        self.up = ColumnParallelLinear(H, F, **shared)
-        self.down = RowParallelLinear(F, H, **shared)
+        options = BuildOptions(groups, dtype)
+        self.up = ColumnParallelLinear(H, F, options, bias=True, std=0.5)
+        self.down = RowParallelLinear(F, H, options, bias=True, std=0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))
@@ -39,7 +45,7 @@ class Stack(DeclaringModule):
     def __init__(self, groups: ProcessGroupCollection, dtype: torch.dtype) -> None:
         super().__init__()
         self.pairs = nn.ModuleList(Pair(groups, dtype) for _ in range(2))
-        self.head = ColumnParallelLinear(H, F, bias=False, std=0.5, dtype=dtype, pg_collection=groups)
+        self.head = ColumnParallelLinear(H, F, BuildOptions(groups, dtype), bias=False, std=0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         for pair in self.pairs:
@@ -67,7 +73,7 @@ def gradients(tensor: int, replicate: int, micro_batches: int, reshard_after_for
     """The whole gradient of the sum of squares over all samples, each rank having seen its own."""
     model = sharded(tensor, replicate, reshard_after_forward=reshard_after_forward)
     groups = collection(tensor, replicate)
-    micro = samples().chunk(groups.dp_size)[groups.dp_rank].chunk(micro_batches)
+    micro = samples().chunk(groups.size("dp"))[groups.rank("dp")].chunk(micro_batches)
     for index, x in enumerate(micro):
         gradient_sync(model, last=index == len(micro) - 1)
         model(x).square().sum().backward()
@@ -128,6 +134,27 @@ def test_fsdp_cuts_the_dimension_that_tp_leaves_whole():
     for held in ranks(4, dimensions, 1, 2):
         assert held["pairs.0.up.weight"][1] == F * H // 2
         assert held["pairs.0.up.weight"][0][-1] == Shard(0)
+
+
+class Packed(DeclaringModule):
+    """Queries of groups in one weight, as [groups, out, in], split over tp in the middle."""
+
+    def __init__(self, groups: ProcessGroupCollection) -> None:
+        super().__init__()
+        spec = ParameterSpec((3, 4, 8), "zeros", split={"tp": 1})
+        self.declare("weight", spec, groups, torch.float32)
+
+
+def packed_placements(tensor: int) -> tuple[Any, ...]:
+    model, groups = Packed(collection(tensor)), collection(tensor)
+    dtypes = {"compute_dtype": torch.float32, "param_dtype": torch.float32}
+    shard_model(model, [], groups, reshard_after_forward=False, **dtypes)
+    return model.weight.placements
+
+
+def test_of_two_dimensions_that_tp_leaves_whole_fsdp_cuts_the_last():
+    assert ranks(4, packed_placements, 2) == [(Shard(2), Shard(1))] * 4
+    assert ranks(4, packed_placements, 1) == [(Shard(0),)] * 4  # its own choice, where nothing is split
 
 
 def mixed_precision(param_dtype: torch.dtype, compute_dtype: torch.dtype) -> dict[str, object]:
@@ -206,9 +233,35 @@ def test_weights_tied_between_units_are_refused():
     ranks(2, refuse_weights_tied_between_units)
 
 
+class Mixture(DeclaringModule):
+    """A unit with a router and experts, which no one mesh can shard."""
+
+    def __init__(self, groups: ProcessGroupCollection) -> None:
+        super().__init__()
+        self.block = DeclaringModule()
+        self.block.declare("router", ParameterSpec((4, 8), "zeros"), groups, torch.float32)
+        experts = ParameterSpec((4, 8, 8), "zeros", split={"ep": 0, "etp": 1}, family="expert")
+        self.block.declare("experts", experts, groups, torch.float32)
+
+
+@pytest.mark.parametrize(("units", "name"), [(["block"], "block"), ([], "the model")])
+def test_dense_and_expert_weights_in_one_unit_are_refused_by_the_name_of_the_unit(units, name):
+    groups = ProcessGroupCollection.single()  # refused before any mesh is asked for
+    model = Mixture(groups)
+    with pytest.raises(ShapeError, match=rf"^{name} holds dense and expert weights.*as a unit before it"):
+        shard_model(
+            model,
+            [model.get_submodule(unit) for unit in units],
+            groups,
+            compute_dtype=torch.float32,
+            param_dtype=torch.float32,
+            reshard_after_forward=True,
+        )
+
+
 def parts_of_a_bias() -> tuple[tuple[int, int], ...]:
     model = sharded(tensor=2)
-    return local_box(model.pairs[0].up.bias)
+    return local_ranges(model.pairs[0].up.bias)
 
 
 def test_a_bias_that_tp_and_fsdp_both_cut_is_partitioned():

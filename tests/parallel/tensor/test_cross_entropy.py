@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from megalith.errors import ShapeError
-from megalith.parallel.boxes import split_evenly
+from megalith.parallel.local_ranges import chunk_range
 from megalith.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from tests.rank_pool import ranks
 
@@ -38,7 +38,7 @@ def on_this_rank(dtype: torch.dtype, smoothing: float) -> tuple[Tensor, Tensor]:
     logits, target, dloss = example(dtype)
     group = dist.group.WORLD if dist.is_initialized() else None
     size, rank = (group.size(), group.rank()) if group else (1, 0)
-    part = logits[..., slice(*split_evenly(V, size, rank))].clone().requires_grad_()
+    part = logits[..., slice(*chunk_range(V, size, rank))].clone().requires_grad_()
     losses = vocab_parallel_cross_entropy(part, target, V, group, smoothing)
     return losses.detach(), torch.autograd.grad(losses, part, dloss.to(losses.dtype))[0]
 
@@ -122,7 +122,7 @@ def loss_of_labels_outside_the_vocabulary() -> list[float]:
     target[0, 0], target[1, 1] = -100, V
     rank, size = dist.get_rank(), dist.get_world_size()
     losses = vocab_parallel_cross_entropy(
-        logits[..., slice(*split_evenly(V, size, rank))], target, V, dist.group.WORLD, 0.0
+        logits[..., slice(*chunk_range(V, size, rank))], target, V, dist.group.WORLD, 0.0
     )
     return losses.isnan().nonzero().tolist()
 

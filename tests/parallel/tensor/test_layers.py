@@ -1,6 +1,6 @@
 """layers: on 2 and 4 ranks, with and without sequence parallelism, equal to one torch Linear or Embedding.
 
-Outputs, gradients of inputs, weights and biases; sizes that tp does not divide among them.
+Outputs, gradients of inputs, weights and biases; sizes that tp does not divide among them; another matrix product.
 """
 
 from typing import Any
@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from megalith.errors import ShapeError
-from megalith.parallel.boxes import split_evenly
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.local_ranges import chunk_range
 from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megalith.parallel.tensor.regions import enter_tensor_parallel
 from megalith.topology.process_groups_config import ProcessGroupCollection
@@ -33,6 +35,12 @@ def weights(rows: int = OUT, columns: int = IN) -> dict[str, Tensor]:
     return {"weight": random(rows, columns, seed=1), "bias": random(rows, seed=2)}
 
 
+def options(**changes: Any) -> BuildOptions:
+    """Of this rank, tp over the whole world; of one process outside of ranks."""
+    groups = collection(dist.get_world_size()) if dist.is_initialized() else ProcessGroupCollection.single()
+    return BuildOptions(**{"pg_collection": groups, "dtype": torch.float64} | changes)
+
+
 def by_torch() -> dict[str, Tensor]:
     """Output and gradients of one nn.Linear."""
     layer = nn.Linear(IN, OUT, dtype=torch.float64)
@@ -45,7 +53,7 @@ def by_torch() -> dict[str, Tensor]:
 
 def mine(x: Tensor, dim: int) -> Tensor:
     """This rank's part of ``x``, split as torch.chunk splits it."""
-    start, stop = split_evenly(x.shape[dim], dist.get_world_size(), dist.get_rank())
+    start, stop = chunk_range(x.shape[dim], dist.get_world_size(), dist.get_rank())
     return x.narrow(dim, start, stop - start).clone()
 
 
@@ -57,30 +65,14 @@ def run(layer: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
 
 
 def column_on_this_rank(sequence_parallel: bool) -> dict[str, Tensor]:
-    layer = ColumnParallelLinear(
-        IN,
-        OUT,
-        bias=True,
-        std=1.0,
-        dtype=torch.float64,
-        pg_collection=collection(dist.get_world_size()),
-        sequence_parallel=sequence_parallel,
-    )
+    layer = ColumnParallelLinear(IN, OUT, options(sequence_parallel=sequence_parallel), bias=True, std=1.0)
     load_(layer, weights())
     x, dy = random(S, B, IN, seed=3), mine(random(S, B, OUT, seed=4), -1)
     return run(layer, mine(x, 0) if sequence_parallel else x, dy)
 
 
 def row_on_this_rank(sequence_parallel: bool) -> dict[str, Tensor]:
-    layer = RowParallelLinear(
-        IN,
-        OUT,
-        bias=True,
-        std=1.0,
-        dtype=torch.float64,
-        pg_collection=collection(dist.get_world_size()),
-        sequence_parallel=sequence_parallel,
-    )
+    layer = RowParallelLinear(IN, OUT, options(sequence_parallel=sequence_parallel), bias=True, std=1.0)
     load_(layer, weights())
     x, dy = mine(random(S, B, IN, seed=3), -1), random(S, B, OUT, seed=4)
     return run(layer, x, mine(dy, 0) if sequence_parallel else dy)
@@ -110,18 +102,14 @@ def test_a_row_parallel_linear_is_a_linear_whose_inputs_are_split_and_adds_its_b
 
 def two_columns_on_this_rank(sequence_parallel: bool) -> dict[str, Tensor]:
     """Two layers that share one gathered input, as q, k and v do."""
-    groups = collection(dist.get_world_size())
     first, second = (
-        ColumnParallelLinear(
-            IN, OUT, bias=False, std=1.0, dtype=torch.float64, pg_collection=groups, input_is_gathered=True
-        )
-        for _ in range(2)
+        ColumnParallelLinear(IN, OUT, options(), bias=False, std=1.0, input_is_gathered=True) for _ in range(2)
     )
     for layer in (first, second):
         load_(layer, weights())
     x = random(S, B, IN, seed=3)
     x = (mine(x, 0) if sequence_parallel else x).requires_grad_()
-    gathered = enter_tensor_parallel(x, groups.tp, sequence_parallel)
+    gathered = enter_tensor_parallel(x, options().pg_collection.tp, sequence_parallel)
     y = torch.stack((first(gathered), 2.0 * second(gathered)))
     y.backward(torch.stack([mine(random(S, B, OUT, seed=4), -1)] * 2))
     return {"y": y[0].detach(), "dx": x.grad, "dweight": whole(first.weight.grad)}
@@ -140,14 +128,7 @@ def tokens() -> Tensor:
 
 
 def embedding_on_this_rank(sequence_parallel: bool, repeat: int) -> dict[str, Tensor]:
-    layer = VocabParallelEmbedding(
-        V,
-        H,
-        std=1.0,
-        dtype=torch.float64,
-        pg_collection=collection(dist.get_world_size()),
-        sequence_parallel=sequence_parallel,
-    )
+    layer = VocabParallelEmbedding(V, H, options(sequence_parallel=sequence_parallel), std=1.0)
     load_(layer, weights(V, H))
     y = layer(tokens() // repeat)
     dy = random(S, B, H, seed=4)
@@ -166,7 +147,7 @@ def test_a_vocabulary_parallel_embedding_is_an_embedding(num_ranks, sequence_par
 
 
 def embed_what_is_no_token() -> list[list[int]]:
-    layer = VocabParallelEmbedding(V, H, std=1.0, dtype=torch.float32, pg_collection=collection(2))
+    layer = VocabParallelEmbedding(V, H, options(dtype=torch.float32), std=1.0)
     load_(layer, {"weight": weights(V, H)["weight"].float()})
     y = layer(torch.tensor([[0, -1, 30, 31]]))  # [S, B, H]
     return y.isnan().all(dim=-1).nonzero().tolist() if y.isnan().any() else []
@@ -176,35 +157,79 @@ def test_a_token_that_no_rank_holds_is_not_taken_for_zeros():
     assert ranks(2, embed_what_is_no_token) == [[[1, 0], [3, 0]]] * 2
 
 
-def single(layer_class: Any, **changes: Any) -> nn.Module:
-    sizes = {"std": 0.5, "dtype": torch.float32, "pg_collection": ProcessGroupCollection.single()}
-    return layer_class(IN, OUT, **sizes | changes)
+@pytest.mark.parametrize("layer_class", [ColumnParallelLinear, RowParallelLinear])
+def test_one_process_computes_what_torch_does(layer_class):
+    layer = layer_class(IN, OUT, options(), bias=True, std=0.5)
+    load_(layer, weights())
+    got = run(layer, random(S, B, IN, seed=3), random(S, B, OUT, seed=4))
+    assert_joined([got], by_torch(), {})
 
 
-def test_one_process_computes_what_torch_does():
-    want = by_torch()
-    for layer_class in (ColumnParallelLinear, RowParallelLinear):
-        layer = single(layer_class, bias=True, dtype=torch.float64)
+@pytest.mark.parametrize("layer_class", [ColumnParallelLinear, RowParallelLinear])
+def test_a_layer_without_bias_registers_none(layer_class):
+    layer = layer_class(IN, OUT, options(), bias=False, std=0.5)
+    assert layer.bias is None
+    assert [name for name, _ in layer.named_parameters()] == ["weight"]
+
+
+def tied_on_this_rank(sequence_parallel: bool) -> dict[str, Tensor]:
+    """Tokens looked up and projected with one weight: what leaves, and the gradient of both uses."""
+    here = options(sequence_parallel=sequence_parallel)
+    embedding = VocabParallelEmbedding(V, H, here, std=1.0)
+    head = ColumnParallelLinear(H, V, here, bias=False, std=1.0, has_weight=False)
+    assert list(head.parameters()) == []
+    load_(embedding, weights(V, H))
+    y = head(embedding(tokens()), embedding.weight)
+    y.backward(mine(random(S, B, V, seed=4), -1))
+    return {"y": y.detach(), "dweight": whole(embedding.weight.grad)}
+
+
+@pytest.mark.parametrize(("num_ranks", "sequence_parallel"), SPLITS)
+def test_a_column_parallel_linear_without_a_weight_takes_the_embeddings(num_ranks, sequence_parallel):
+    weight = weights(V, H)["weight"].requires_grad_()
+    y = nn.functional.embedding(tokens().t(), weight) @ weight.t()
+    y.backward(random(S, B, V, seed=4))
+    answers = ranks(num_ranks, tied_on_this_rank, sequence_parallel)
+    assert_joined(answers, {"y": y.detach(), "dweight": weight.grad}, {"y": -1})
+
+
+def test_one_without_a_weight_that_is_given_none_says_so():
+    head = ColumnParallelLinear(H, V, options(), bias=False, std=1.0, has_weight=False)
+    with pytest.raises(AssertionError, match="has_weight=False is called with a weight"):
+        head(random(S, B, H, seed=3))
+
+
+def tripled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return 3.0 * linear(x, weight) if bias is None else 3.0 * linear(x, weight) + bias
+
+
+def tripled_on_this_rank() -> dict[str, Tensor]:
+    here = options(matrix_product=tripled)
+    column = ColumnParallelLinear(IN, OUT, here, bias=True, std=1.0)
+    row = RowParallelLinear(IN, OUT, here, bias=True, std=1.0)
+    without_weight = ColumnParallelLinear(IN, OUT, here, bias=False, std=1.0, has_weight=False)
+    for layer in (column, row):
         load_(layer, weights())
-        got = run(layer, random(S, B, IN, seed=3), random(S, B, OUT, seed=4))
-        assert_joined([got], want, {})
+    x = random(S, B, IN, seed=3)
+    found = {"column": column(x), "row": row(mine(x, -1) if dist.is_initialized() else x)}
+    return {name: y.detach() for name, y in {**found, "tied": without_weight(x, column.weight)}.items()}
 
 
-def test_a_layer_without_bias_registers_none():
-    for layer_class in (ColumnParallelLinear, RowParallelLinear):
-        layer = single(layer_class, bias=False)
-        assert layer.bias is None
-        assert [name for name, _ in layer.named_parameters()] == ["weight"]
+def test_every_linear_layer_computes_the_product_that_its_options_name():
+    x, w = random(S, B, IN, seed=3), weights()
+    want = {"column": 3.0 * linear(x, w["weight"]) + w["bias"], "tied": 3.0 * linear(x, w["weight"])}
+    want["row"] = want["column"]  # its bias is added after the sum over ranks, outside of the product
+    assert_joined([tripled_on_this_rank()], want, {})
+    assert_joined(ranks(2, tripled_on_this_rank), want, {"column": -1, "tied": -1})
 
 
 def refuse_an_empty_rank() -> None:
-    groups, dtype = collection(4), torch.float32
     with pytest.raises(ShapeError, match=r"out_features \(9\) leaves a rank of tp \(4\) with nothing; use fewer ranks"):
-        ColumnParallelLinear(8, 9, bias=False, std=1.0, dtype=dtype, pg_collection=groups)  # 3, 3, 3 and none
+        ColumnParallelLinear(8, 9, options(), bias=False, std=1.0)  # 3, 3, 3 and none
     with pytest.raises(ShapeError, match=r"in_features \(2\) leaves a rank"):
-        RowParallelLinear(2, 8, bias=False, std=1.0, dtype=dtype, pg_collection=groups)
+        RowParallelLinear(2, 8, options(), bias=False, std=1.0)
     with pytest.raises(ShapeError, match=r"num_embeddings \(6\) leaves a rank"):
-        VocabParallelEmbedding(6, 8, std=1.0, dtype=dtype, pg_collection=groups)
+        VocabParallelEmbedding(6, 8, options(), std=1.0)
 
 
 def test_a_size_that_leaves_a_rank_empty_is_refused_on_every_rank():
