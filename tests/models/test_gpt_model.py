@@ -15,9 +15,6 @@ from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.parameters import declared_parameters
 from megalith.transformer.dropout import DropoutSite
-from megalith.transformer.layer_spec import LayerSpec
-from megalith.transformer.normalization import Normalization
-from megalith.transformer.stage import Stage
 from tests.parallel.groups import collection, whole
 from tests.rank_pool import ranks
 from tests.transformer.shapes import SHAPES, config, options
@@ -27,8 +24,8 @@ EXACT = 1e-11
 DROPS = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 
 
-def built(shape: str = "llama", *, training: bool = True, stage: Stage | None = None, **changes: Any) -> GPTModel:
-    model = GPTModel(config(shape, **changes), options(), stage=stage, seed=1)
+def built(shape: str = "llama", *, training: bool = True, **changes: Any) -> GPTModel:
+    model = GPTModel(config(shape, **changes), options(), seed=1)
     with torch.no_grad():
         for name, parameter, spec in declared_parameters(model):
             if len(spec.shape) == 1:  # gains begin at one and biases at zero, and would not show
@@ -229,6 +226,28 @@ def test_with_a_key_rows_drop_the_same_however_the_batch_is_cut(shape, drops):
         alone = DropoutKey(3, 0, key().tokens[row : row + 1])
         got = model(tokens()[row : row + 1], dropout_key=alone)[0]
         torch.testing.assert_close(got, together[row], rtol=EXACT, atol=EXACT)
+
+
+def test_every_dropout_of_a_model_draws_masks_of_its_own():
+    sites = {name: module.number for name, module in built().named_modules() if isinstance(module, DropoutSite)}
+    layer = {"self_attn.core_attention.dropout", "self_attn_dropout", "mlp_dropout"}
+    names = {f"model.layers.{index}.{name}" for index in range(2) for name in layer}
+    assert sites.keys() == names | {"model.embedding_dropout"}
+    assert len(set(sites.values())) == len(sites)
+
+
+@pytest.mark.parametrize(("shape", "of_a_layer"), [("llama", 7), ("gpt2", 6)])
+def test_every_matrix_product_is_the_one_of_the_options(shape, of_a_layer):
+    shapes: list[tuple[int, ...]] = []
+
+    def noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        shapes.append(tuple(weight.shape))
+        return linear(x, weight, bias)
+
+    model = GPTModel(config(shape), options(matrix_product=noted), seed=1)
+    model(tokens(), labels=tokens(2))
+    assert len(shapes) == 2 * of_a_layer + 1
+    assert shapes[-1] == (V, 16), "the output projection too, of tied embeddings as well"
 
 
 def on_this_rank(shape: str, sequence_parallel: bool) -> dict[str, Tensor]:

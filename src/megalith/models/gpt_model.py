@@ -102,10 +102,10 @@ class GPTModel(ModelModule):
         options = options or BuildOptions(ProcessGroupCollection.single())
         self.stage = stage or Stage.whole(config.num_layers)
         self.tied = config.tie_word_embeddings
-        if self.tied and self.stage.has_head and not self.stage.has_embedding:
+        if self.tied and not (self.stage.has_embedding and self.stage.has_head):
             raise ConfigError(
-                "tied embeddings are one weight, and this stage has the head without the embedding; build both in one "
-                "stage, or set model.tie_word_embeddings=false"
+                "tied embeddings are one weight, and this stage does not have both the embedding and the head; build "
+                "the model in one stage, or set model.tie_word_embeddings=false"
             )
         self.config = config
         self.options = options

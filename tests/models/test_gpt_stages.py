@@ -1,0 +1,108 @@
+"""gpt_model in stages: after each other they are the whole, bit for bit; what a stage is given, and which are refused."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.models.gpt_model import GPTModel
+from megalith.numerics.dropout import DropoutKey
+from megalith.packed_seq_params import PackedSeqParams
+from megalith.transformer.layer_spec import LayerSpec
+from megalith.transformer.stage import Stage
+from tests.transformer.shapes import config, options
+
+B, S, V = 2, 8, 31
+EXACT = 1e-11
+DROPS = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+
+
+def tokens(seed: int = 1) -> Tensor:
+    return torch.randint(V, (B, S), generator=torch.Generator().manual_seed(seed))
+
+
+def stages(cuts: list[int], shape: str = "llama", **changes: Any) -> list[GPTModel]:
+    """A model of four layers, cut before the layers ``cuts``."""
+    borders = [0, *cuts, 4]
+    parts = [
+        Stage(first, last, has_embedding=first == 0, has_head=last == 4) for first, last in itertools.pairwise(borders)
+    ]
+    shapes = config(shape, num_layers=4, tie_word_embeddings=False, **changes)
+    return [GPTModel(shapes, options(), stage=part, seed=1) for part in parts]
+
+
+def through(models: list[GPTModel], **inputs: Any) -> dict[str, Tensor]:
+    """What the last stage gives, and every gradient by name; stages hand each other values alone, as ranks would."""
+    given: list[Tensor | None] = [None]
+    made: list[Tensor] = []
+    for model in models:
+        made.append(model(tokens(), hidden=given[-1], **inputs))
+        given.append(made[-1].detach().requires_grad_())
+    y = made[-1]
+    dy = torch.cos(torch.arange(y.numel()).double()).view(y.shape)
+    for out, into in zip(reversed(made), reversed(given[:-1]), strict=True):
+        out.backward(dy)
+        dy = None if into is None else into.grad
+    gradients = [(name, parameter.grad) for model in models for name, parameter in model.named_parameters()]
+    assert len(dict(gradients)) == len(gradients), "no stage has what another has"
+    return {"y": y.detach()} | dict(gradients)
+
+
+@pytest.mark.parametrize("labelled", [False, True], ids=["logits", "losses"])
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+@pytest.mark.parametrize("cuts", [[2], [1, 3]], ids=str)
+def test_stages_after_each_other_are_the_model(cuts, shape, labelled):
+    packed = PackedSeqParams.from_lengths([[3, 5], [8]])
+    key = DropoutKey(3, 0, torch.arange(B * S).view(B, S))
+    inputs = {"labels": tokens(2) if labelled else None, "dropout_key": key, "packed_seq_params": packed}
+    want, got = (through(stages(each, shape, **DROPS), **inputs) for each in ([], cuts))
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+def test_stages_follow_the_caches_of_their_own_layers():
+    (whole,), (first, second) = stages([]), stages([2])
+    caches, others = first.new_caches(), second.new_caches()
+    assert (caches.keys(), others.keys()) == ({0, 1}, {2, 3})
+    for piece, want in zip(tokens().split([5, 3], dim=1), whole(tokens()).split([5, 3], dim=1), strict=True):
+        got = second(piece, caches=others, hidden=first(piece, caches=caches))
+        torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
+
+
+def test_a_stage_asks_for_its_layers_by_their_indices_in_the_whole():
+    asked: list[int] = []
+
+    def spec_of(index: int) -> LayerSpec:
+        asked.append(index)
+        return LayerSpec()
+
+    part = Stage(1, 3, has_embedding=False, has_head=False)
+    model = GPTModel(config(num_layers=4), options(), stage=part, spec_of=spec_of)
+    assert asked == [1, 2]
+    assert model.layers() == [model.get_submodule(f"model.layers.{index}") for index in (1, 2)]
+    assert {name.split(".")[1] for name, _ in model.named_parameters()} == {"layers"}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        Stage(0, 1, has_embedding=True, has_head=False),
+        Stage(1, 2, has_embedding=False, has_head=True),
+    ],
+    ids=["the embedding alone", "the head alone"],
+)
+def test_tied_embeddings_over_two_stages_are_refused_by_each_of_them(part):
+    with pytest.raises(ConfigError, match=r"in one stage, or set model\.tie_word_embeddings=false"):
+        GPTModel(config("gpt2"), options(), stage=part)
+
+
+def test_hidden_states_are_taken_by_a_stage_without_the_embedding_and_by_no_other():
+    first, second = stages([2])
+    with pytest.raises(ShapeError, match="needs those of the stage before; this one has no embedding"):
+        second(tokens())
+    with pytest.raises(ShapeError, match=r"takes no hidden states.*this one has the embedding"):
+        first(tokens(), hidden=first(tokens()))

@@ -1,0 +1,123 @@
+"""executor: every action of a plan in its order, gradients that add up and are reduced once, nothing kept in vain."""
+
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalith.parallel.pipeline import executor
+from megalith.parallel.pipeline.executor import execute
+from megalith.parallel.pipeline.plan import Action, one_stage_plan
+
+NUM = 3
+
+
+class Chunk(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((), factor))
+
+
+@pytest.fixture
+def syncs(monkeypatch) -> list[tuple[nn.Module, bool]]:
+    """What the executor told FSDP2, in place of telling it."""
+    told: list[tuple[nn.Module, bool]] = []
+    monkeypatch.setattr(executor, "gradient_sync", lambda chunk, last: told.append((chunk, last)))
+    return told
+
+
+def forward(seen: list[Tensor]) -> Callable[[nn.Module, int], Tensor]:
+    """(index + 1) * weight, noted in ``seen``."""
+
+    def run(chunk: nn.Module, micro_batch: int) -> Tensor:
+        seen.append((chunk, micro_batch))
+        return (micro_batch + 1.0) * chunk.weight
+
+    return run
+
+
+def test_the_plan_of_one_stage_takes_each_micro_batch_back_at_once_and_reduces_with_the_last():
+    assert one_stage_plan(3, backward=True) == (
+        Action("forward", 0),
+        Action("backward", 0),
+        Action("forward", 1),
+        Action("backward", 1),
+        Action("forward", 2),
+        Action("backward", 2, reduces=True),
+    )
+    assert one_stage_plan(2, backward=False) == (Action("forward", 0), Action("forward", 1))
+    assert one_stage_plan(0, backward=True) == ()
+
+
+def test_gradients_accumulate_over_micro_batches(syncs):
+    chunk, seen = Chunk(5.0), []
+    execute(one_stage_plan(NUM, backward=True), [chunk], forward(seen))
+    assert seen == [(chunk, 0), (chunk, 1), (chunk, 2)]
+    assert chunk.weight.grad.item() == 1.0 + 2.0 + 3.0
+    execute(one_stage_plan(1, backward=True), [chunk], forward(seen))
+    assert chunk.weight.grad.item() == 7.0, "it drops no gradient that was there"
+
+
+def test_only_the_backward_that_the_plan_marks_reduces(syncs):
+    chunk = Chunk(5.0)
+    execute(one_stage_plan(NUM, backward=True), [chunk], forward([]))
+    assert syncs == [(chunk, False), (chunk, False), (chunk, True)]
+
+
+def test_it_is_said_before_each_backward_whether_it_reduces(monkeypatch):
+    gradients = []
+    monkeypatch.setattr(executor, "gradient_sync", lambda chunk, last: gradients.append(chunk.weight.grad is None))
+    execute(one_stage_plan(1, backward=True), [Chunk(1.0)], forward([]))
+    assert gradients == [True], "the backward had not begun"
+
+
+def test_chunks_and_micro_batches_are_told_apart_in_any_order(syncs):
+    first, second = Chunk(5.0), Chunk(7.0)
+    plan = (
+        Action("forward", 0, chunk=0),
+        Action("forward", 0, chunk=1),
+        Action("forward", 1, chunk=0),
+        Action("forward", 1, chunk=1),
+        Action("backward", 0, chunk=1),
+        Action("backward", 1, chunk=1, reduces=True),
+        Action("backward", 1, chunk=0),
+        Action("backward", 0, chunk=0, reduces=True),
+    )
+    seen: list[tuple[nn.Module, int]] = []
+    execute(plan, [first, second], forward(seen))
+    assert seen == [(first, 0), (second, 0), (first, 1), (second, 1)]
+    assert (first.weight.grad.item(), second.weight.grad.item()) == (3.0, 3.0)
+    assert syncs == [(second, False), (second, True), (first, False), (first, True)]
+
+
+def alive_during(plan: tuple[Action, ...]) -> list[int]:
+    """At each forward, how many earlier results are still there."""
+    results: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def run(chunk: nn.Module, micro_batch: int) -> Tensor:
+        alive.append(sum(result() is not None for result in results))
+        y = chunk.weight * 1.0
+        results.append(weakref.ref(y))
+        return y
+
+    execute(plan, [Chunk(1.0)], run)
+    alive.append(sum(result() is not None for result in results))
+    return alive
+
+
+def test_a_plan_of_forwards_keeps_no_result_and_syncs_nothing(syncs):
+    chunk = Chunk(5.0)
+    execute(one_stage_plan(NUM, backward=False), [chunk], forward([]))
+    assert chunk.weight.grad is None
+    assert syncs == []
+    # the loop's own variable holds the last one, until the next
+    assert max(alive_during(one_stage_plan(NUM, backward=False))) <= 1
+
+
+def test_a_result_is_kept_until_its_backward_and_no_longer(syncs):
+    assert max(alive_during(one_stage_plan(NUM, backward=True))) <= 1
+    warm_up = tuple(Action("forward", i) for i in range(NUM)) + tuple(Action("backward", i) for i in range(NUM))
+    assert alive_during(warm_up)[:NUM] == [0, 1, 2]
