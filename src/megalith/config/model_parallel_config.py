@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from megalith.config.layout import Layout
 from megalith.config.settings_group import SettingsGroup
 
 __all__ = ["ModelParallelConfig"]
@@ -26,3 +27,7 @@ class ModelParallelConfig(SettingsGroup):
     shard: Annotated[int, AfterValidator(_positive_or_rest)] = Field(
         default=-1, description="[ranks] over which FSDP shards the weights; -1: what is left of the world"
     )
+
+    def layout(self, world_size: int) -> Layout:
+        """The layout of ``world_size`` ranks. Raises TopologyError if the degrees do not multiply to it."""
+        return Layout.resolve(world_size, tensor=self.tensor, replicate=self.replicate, shard=self.shard)

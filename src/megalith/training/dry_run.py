@@ -19,8 +19,8 @@ def describe(config: RunConfig, world_size: int) -> str:
     assert vocab_size is not None, "preflight has settled it"
     num_parameters = parameters(config.model, vocab_size)
     flops = flops_per_token(config.model, vocab_size, config.data.seq_length)
-    parallel, tensor = config.parallel, config.parallel.tensor
-    shard = parallel.shard if parallel.shard > 0 else world_size // (tensor * parallel.replicate)
+    layout = config.parallel.layout(world_size)
+    tensor, replicate, shard = layout.tensor, layout.replicate, layout.shard
     # weights, gradients and two moments, each in the master dtype; activations come on top
     state_bytes = 4 * _MASTER_BYTES[config.precision.dtype] * num_parameters
     tokens = config.train.global_batch_size * config.data.seq_length
@@ -29,7 +29,7 @@ def describe(config: RunConfig, world_size: int) -> str:
             dump_yaml(config).rstrip(),
             "",
             f"parameters            {num_parameters:,}",
-            f"ranks                 {world_size} = tensor {tensor} x replicate {parallel.replicate} x shard {shard}",
+            f"ranks                 {world_size} = tensor {tensor} x replicate {replicate} x shard {shard}",
             f"state on each rank    about {quantity(state_bytes / (tensor * shard))}B of {quantity(state_bytes)}B",
             f"tokens in a step      {tokens:,}, in all {tokens * config.train.steps:,}",
             f"operations per token  {quantity(flops)}",

@@ -70,9 +70,8 @@ def set_determinism(deterministic: bool) -> None:
 
 
 def _pg_collection(config: RunConfig, device: torch.device) -> ProcessGroupCollection:
-    parallel = config.parallel
-    grid = RankGrid(dist.get_world_size(), tensor=parallel.tensor, replicate=parallel.replicate, shard=parallel.shard)
-    return ParallelState(grid, device_type=device.type).collection()
+    layout = config.parallel.layout(dist.get_world_size())
+    return ParallelState(RankGrid.of(layout), device_type=device.type).collection()
 
 
 def _build_model(config: RunConfig, pg_collection: ProcessGroupCollection, device: torch.device) -> GPTModel:
