@@ -69,7 +69,7 @@ class RankGrid:
         )
         sizes = _sizes(layout)
         tokens = _parse_order(order, sizes)
-        self.world_size = world_size
+        self.world_size = layout.world_size
         self.layout = layout
         self._sizes = sizes
         self._factorisations = [_strides(table, tokens, sizes) for table in (_DENSE, _EXPERT)]
