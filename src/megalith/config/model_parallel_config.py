@@ -1,6 +1,6 @@
 """How the work is laid out over ranks."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
@@ -18,6 +18,8 @@ def _positive_or_rest(degree: int) -> int:
 
 class ModelParallelConfig(SettingsGroup):
     """The layout: tensor x replicate x shard ranks."""
+
+    dotted_name: ClassVar[str] = "parallel"
 
     tensor: int = Field(default=1, ge=1, description="[ranks] that share each weight matrix (tensor parallelism)")
     sequence: bool = Field(default=False, description="norms and dropout split the sequence over the ranks of tensor")

@@ -46,7 +46,7 @@ class GPTDecoder(TransformerBlock):
         )
         learned = config.position_embedding_type == "learned_absolute"
         self.embed_positions = LearnedPositions(config, options) if learned else None
-        self.rotary_base = None if learned else config.rotary_base
+        self.rope = config.rope
 
     def forward(
         self,
@@ -61,8 +61,8 @@ class GPTDecoder(TransformerBlock):
         rotary = None
         if self.embed_positions is not None:
             x = x + self.embed_positions(position_ids)
-        if self.rotary_base is not None:
-            rotary = rotary_table(position_ids, self.config.kv_channels, self.rotary_base, x.dtype)
+        if self.rope is not None:
+            rotary = rotary_table(position_ids, self.config.kv_channels, self.rope.base, x.dtype)
         if dropout_key is not None and self.config.hidden_dropout > 0.0:
             x = dropout(x, self.config.hidden_dropout, sequence_parallel_key(dropout_key, self.sequence_group))
         return self.run_layers(x, rotary, packed_seq_params, dropout_key, caches)

@@ -16,16 +16,20 @@ from megalith.errors import ConfigError
 
 __all__ = ["build_optimizer", "optimizer_tensors", "parameter_groups", "set_num_updates_"]
 
-_OPTIMIZERS = {"adamw": torch.optim.AdamW}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OVERRIDABLE = ("max_lr", "min_lr", "wd_mult")
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over ``model``, in groups that an OptimizerParamScheduler drives, with its moments allocated."""
+    """AdamW over ``model``, in groups that an OptimizerParamScheduler drives, with its moments allocated.
+
+    Raises ConfigError for another optimizer than AdamW, and for overrides that match nothing or disagree.
+    """
+    if config.adamw is None:
+        raise ConfigError(f"optim.name={config.name} cannot be built yet; use optim.name=adamw")
     groups = parameter_groups(model.named_parameters(), config.overrides)
-    optimizer = _OPTIMIZERS[config.name](
-        groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.0, fused=True
+    optimizer = torch.optim.AdamW(
+        groups, lr=config.lr, betas=config.adamw.betas, eps=config.adamw.eps, weight_decay=0.0, fused=True
     )
     for parameter in (parameter for group in groups for parameter in group["params"]):
         # made now rather than at the first step, so that a checkpoint has somewhere to be read into

@@ -97,12 +97,10 @@ def _build_model(config: RunConfig, pg_collection: ProcessGroupCollection, devic
 
 
 def _loss_scale(config: RunConfig) -> DynamicLossScale | None:
-    precision = config.precision
-    if precision.dtype != "float16":
+    scale = config.precision.loss_scale
+    if scale is None:
         return None
-    return DynamicLossScale(
-        precision.initial_loss_scale, precision.loss_scale_window, precision.hysteresis, precision.min_loss_scale
-    )
+    return DynamicLossScale(scale.initial, scale.window, scale.hysteresis, scale.minimum)
 
 
 def _loader(config: RunConfig, pg_collection: ProcessGroupCollection) -> StepLoader:
