@@ -5,9 +5,11 @@ import re
 import pytest
 
 from megalith.config import load_run, violations
+from megalith.config.dotted import parent
 from megalith.config.field_errors import field_violations
+from megalith.config.relevance import CONDITIONS
 from megalith.config.rules import RUN_RULES, broken
-from megalith.config.settings_tree import applied, draft_of, plain_tree
+from megalith.config.settings_tree import FIELDS, GROUPS, applied, draft_of, plain_tree
 from megalith.errors import ConfigError
 from tests.config.mistakes import LEARNED, MISTAKES, SGD, VALID, WSD
 
@@ -30,6 +32,13 @@ def test_every_rule_is_broken_by_some_mistake():
         _, malformed = field_violations(tree)
         seen.update(violation.rule for violation in broken(draft_of(tree, malformed, mistake.world_size)))
     assert {rule.__name__ for rule in RUN_RULES} <= seen
+
+
+def test_every_condition_is_on_a_field_beside_the_one_that_needs_it():
+    for name, condition in CONDITIONS.items():
+        assert name in FIELDS.keys() | GROUPS.keys()
+        assert condition.setting in FIELDS
+        assert parent(condition.setting) == parent(name)
 
 
 def test_all_mistakes_are_told_at_once():

@@ -110,7 +110,7 @@ def _kinds(name: str) -> tuple[Any, ...]:
 
 
 def _is_optional(name: str) -> bool:
-    return name in GROUPS and "." in name and GROUPS[parent(name)].may_lack(name.rpartition(".")[2])
+    return name in GROUPS and "." in name and GROUPS[parent(name)].is_optional(name.rpartition(".")[2])
 
 
 def _with_effect(

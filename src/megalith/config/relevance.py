@@ -29,7 +29,7 @@ class Condition:
 
 _SCHEDULES_THAT_END = ("linear", "cosine", "WSD")
 
-# a field, or a nested group with all of its fields
+# a field, or a nested group with all of its fields; each beside the field that it needs
 CONDITIONS: Mapping[str, Condition] = MappingProxyType(
     {
         "model.rope": Condition("model.position_embedding_type", ("rope",)),

@@ -51,7 +51,7 @@ class SettingsGroup(BaseModel):
         return f"{cls.dotted_name}.{field}" if cls.dotted_name else field
 
     @classmethod
-    def may_lack(cls, field: str) -> bool:
+    def is_optional(cls, field: str) -> bool:
         """Whether the nested group ``field`` is optional."""
         return cls.model_fields[field].default is None
 
@@ -85,7 +85,7 @@ def plain_fields(settings: type[SettingsGroup], fields: Mapping[str, Any]) -> di
         if (group := settings.nested_groups.get(name)) is not None:
             value = given_fields(value) if isinstance(value, SettingsGroup) else value
             value = plain_fields(group, value) if isinstance(value, Mapping) else value
-            value = None if value == {} and settings.may_lack(name) else value
+            value = None if value == {} and settings.is_optional(name) else value
         if value is not None or name not in settings.model_fields:
             plain[name] = value
     return plain

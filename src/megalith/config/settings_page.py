@@ -69,7 +69,7 @@ def _table(settings: type[SettingsGroup]) -> Iterator[str]:
     yield "| field | type | default | unit | meaning |"
     yield "| --- | --- | --- | --- | --- |"
     for name, field in settings.model_fields.items():
-        if name in settings.nested_groups and not settings.may_lack(name):
+        if name in settings.nested_groups and not settings.is_optional(name):
             continue  # it has a heading of its own
         condition = CONDITIONS.get(settings.name_of(name))
         only = f"; only {condition}" if condition is not None else ""

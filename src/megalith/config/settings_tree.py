@@ -50,7 +50,7 @@ def _plain(source: Mapping[str, Any], settings: type[SettingsGroup]) -> dict[str
         value = given_fields(value) if isinstance(value, SettingsGroup) else value
         if isinstance(value, Mapping):
             tree[name] = _plain(value, group)
-        elif value is None and not settings.may_lack(name):
+        elif value is None and not settings.is_optional(name):
             tree[name] = {}
     return tree
 
@@ -92,7 +92,7 @@ def draft_of(tree: Mapping[str, Any], malformed: set[str], world_size: int | Non
             dotted = settings.name_of(name)
             if (group := settings.nested_groups.get(name)) is not None:
                 nested = fields.get(name)
-                if nested is not None or not settings.may_lack(name):
+                if nested is not None or not settings.is_optional(name):
                     add(group, nested if isinstance(nested, Mapping) else {})
             elif name in fields:
                 if dotted not in malformed:
