@@ -27,13 +27,13 @@ from megalith.config import TransformerConfig
 from megalith.models.gpt_model import GPTModel
 from megalith.models.hf import llama, parameter_shapes
 from megalith.numerics.tolerance import gradient_error
-from megalith.training.tasks.gpt_size import flops_per_token
 from megalith.optional import need
+from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.sharding.fsdp import shard_model
 from megalith.topology.parallel_state import ParallelState
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
-from megalith.parallel.build_options import BuildOptions
+from megalith.training.tasks.gpt_size import flops_per_token
 
 __all__ = ["CASE", "Size"]
 

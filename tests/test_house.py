@@ -269,10 +269,9 @@ def fresh_process(program: str) -> str:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_importing_megalith_takes_no_time_and_no_torch():
-    program = "import sys, time; start = time.perf_counter(); import megalith; print(time.perf_counter() - start)"
-    assert min(float(fresh_process(program)) for _ in range(3)) < 0.1
-    assert fresh_process("import sys, megalith; print('torch' in sys.modules)") == "False"
+def test_importing_megalith_imports_nothing_else():
+    program = "import sys; before = set(sys.modules); import megalith; print(*set(sys.modules) - before)"
+    assert fresh_process(program) == "megalith"
 
 
 def test_what_needs_no_torch_imports_none():

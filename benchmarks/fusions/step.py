@@ -22,8 +22,8 @@ from megalith.config import TransformerConfig
 from megalith.models.gpt_model import GPTModel
 from megalith.models.hf import llama
 from megalith.optional import need
-from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.parallel.build_options import BuildOptions
+from megalith.topology.process_groups_config import ProcessGroupCollection
 
 __all__ = ["BASE", "SHAPES", "Shape", "StepFigures", "as_markdown", "measure_steps"]
 

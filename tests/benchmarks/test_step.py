@@ -1,9 +1,10 @@
 """benchmarks/step at its tiny size: both sides pass the gate, and who cannot run says why."""
 
+from megalith.observe.flops import parameters
+
 from benchmarks.measure import measure
 from benchmarks.registry import CASES
 from benchmarks.report import as_markdown
-from megalith.observe.flops import parameters
 
 OURS, BASE = "Megalith, float32", "Hugging Face, bfloat16"
 

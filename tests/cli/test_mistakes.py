@@ -158,7 +158,14 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
         "batch_size_schedule",
     ),
     "a minimum above the rate": (lambda f: train(f, "optim.schedule=cosine", "optim.min_lr=1"), "optim.min_lr"),
-    "a setting without effect": (lambda f: train(f, "precision.hysteresis=3"), "precision.hysteresis"),
+    "a setting without effect": (
+        lambda f: train(f, "precision.loss_scale.hysteresis=3"),
+        "precision.loss_scale.hysteresis",
+    ),
+    "a setting without effect, by the name of an earlier version": (
+        lambda f: train(f, "precision.hysteresis=3"),
+        "precision.loss_scale.hysteresis",
+    ),
     "an experimental feature without its switch": (lambda f: train(f, "train.compile=true"), "experimental"),
     "compiling without a compiler": (
         lambda f: train(f, "train.compile=true", "experimental=[compile]"),

@@ -14,7 +14,8 @@ VALID: dict[str, Any] = {
     "checkpoint": {},
 }
 LEARNED = {"model.position_embedding_type": "learned_absolute"}
-WSD = {"optim.schedule": "WSD", "optim.wsd_decay_steps": 20}
+SGD = {"optim.name": "sgd"}
+WSD = {"optim.schedule": "WSD", "optim.wsd.decay_steps": 20}
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,19 @@ MISTAKES = [
     # names
     Mistake({"train.lr": 0.1}, r"there is no setting train.lr; did you mean optim.lr\? remove train.lr"),
     Mistake({"model.num_layer": 4}, r"there is no setting model.num_layer; did you mean model.num_layers\?"),
-    Mistake({"model.rope_theta": 5e5}, r"did you mean model.rotary_base\? use model.rotary_base=500000.0"),
+    Mistake({"model.rope_theta": 5e5}, r"did you mean model.rope.base\? use model.rope.base=500000.0"),
     Mistake({"parallel.tensor_model_parallel_size": 2}, r"did you mean parallel.tensor\? use parallel.tensor=2"),
     Mistake({"optim.zzz": 1}, r"there is no setting optim.zzz; remove optim.zzz"),
+    Mistake({"optim.adamw.lr": 1}, r"no setting optim.adamw.lr; did you mean optim.lr\? remove optim.adamw.lr"),
+    Mistake({"optim.adamw.beta": [0.8, 0.9]}, r"did you mean optim.adamw.betas\? use optim.adamw.betas=\[0.8, 0.9\]"),
+    Mistake({"optim.eps": 1e-6, "optim.adamw.eps": 1e-7}, r"optim.eps is now optim.adamw.eps, .*; remove optim.eps$"),
+    Mistake({"train.loss_scale_window": 5}, r"did you mean precision.loss_scale.window\?"),
+    Mistake(
+        {"optim.adam": {"eps": 1e-6}}, r"no group optim.adam; did you mean optim.adamw\? use optim.adamw.eps=1.0e-06"
+    ),
+    Mistake({"train.wsd": {"zzz": 1}}, r"no group train.wsd; did you mean optim.wsd\? remove train.wsd"),
+    Mistake({"optim.zzz": {"yyy": 1}}, r"no group optim.zzz; groups are optim.weight_decay_ramp, .*; remove optim.zzz"),
+    Mistake({"optim.adamw": 0.9}, r"optim.adamw must be a group of settings; got 0.9; remove optim.adamw"),
     Mistake({"modle": {"hidden_dropout": 0.1}}, r"no group modle; did you mean model\? use model.hidden_dropout=0.1"),
     Mistake({"zzz": {"a": 1}}, r"there is no group zzz; groups are model, data, .*; remove zzz"),
     Mistake({"lr": 1}, r"there is no setting lr; did you mean optim.lr\?"),
@@ -63,10 +74,12 @@ MISTAKES = [
     Mistake({"optim.lr": 0}, r"optim.lr must be above 0.*; use optim.lr=0.0003"),
     Mistake({"optim.lr": float("nan")}, r"optim.lr must be (above|finite)"),
     Mistake({"optim.lr": float("inf")}, r"optim.lr must be finite; got inf"),
-    Mistake({"optim.betas": 0.9}, r"optim.betas must be a list; got 0.9; use optim.betas=\[0.9, 0.95\]"),
-    Mistake({"optim.betas": [0.9]}, r"optim.betas\[1\] must be given"),
-    Mistake({"optim.betas": [0.9, 0.95, 0.99]}, r"optim.betas must have 2 entries"),
-    Mistake({"optim.betas": [0.9, 1.0]}, r"optim.betas\[1\] must be below 1"),
+    Mistake(
+        {"optim.adamw.betas": 0.9}, r"optim.adamw.betas must be a list; got 0.9; use optim.adamw.betas=\[0.9, 0.95\]"
+    ),
+    Mistake({"optim.adamw.betas": [0.9]}, r"optim.adamw.betas\[1\] must be given"),
+    Mistake({"optim.adamw.betas": [0.9, 0.95, 0.99]}, r"optim.adamw.betas must have 2 entries"),
+    Mistake({"optim.adamw.betas": [0.9, 1.0]}, r"optim.adamw.betas\[1\] must be below 1"),
     Mistake({"optim.weight_decay": -0.1}, r"optim.weight_decay must be at least 0"),
     Mistake({"model.hidden_dropout": 1.0}, r"model.hidden_dropout must be below 1"),
     Mistake({"model.normalization": "rmsnorm"}, r"must be 'RMSNorm' or 'LayerNorm'; got 'rmsnorm'; use .*=RMSNorm"),
@@ -93,7 +106,7 @@ MISTAKES = [
         LEARNED | {"model.max_position_embeddings": 32}, r"\(32\) must be at least data.seq_length \(64\); use .*=64"
     ),
     Mistake({"model.max_position_embeddings": 64}, r"has no effect with model.position_embedding_type=rope"),
-    Mistake(LEARNED | {"model.rotary_base": 1e4}, r"rotary_base \(10000.0\) has no effect with .*=learned_absolute"),
+    Mistake(LEARNED | {"model.rope.base": 1e4}, r"rope.base \(10000.0\) has no effect with .*=learned_absolute"),
     # the layout
     Mistake(
         {"parallel.tensor": 8}, r"heads \(12\) must be divisible by parallel.tensor \(8\); use .*tensor=4", None, 1
@@ -151,19 +164,35 @@ MISTAKES = [
         r"in tokens with data.seq_length=64: .* use train.batch_size_schedule=0:16 100:24",
     ),
     Mistake({"train.batch_size_schedule_unit": "tokens"}, r"no effect without train.batch_size_schedule"),
-    Mistake({"train.eval_every": 10}, r"train.eval_every \(10\) needs data.valid"),
-    Mistake({"train.eval_samples": 10}, r"train.eval_samples \(10\) has no effect without train.eval_every"),
+    Mistake({"train.evaluation.every": 10}, r"train.evaluation needs data.valid, .*; remove train.evaluation$"),
+    Mistake(
+        {"train.evaluation.samples": 10, "data.valid": "held_out"},
+        r"train.evaluation.every is missing; use train.evaluation.every=100",
+    ),
     Mistake({"optim.min_lr": 0.1}, r"optim.min_lr \(0.1\) must be at most optim.lr \(0.001\); use optim.min_lr=0.0001"),
     Mistake({"optim.min_lr": 0.1, "optim.schedule": "constant"}, r"min_lr \(0.1\) has no effect with .*=constant"),
     Mistake({"optim.decay_steps": 9, "optim.schedule": "inverse-square-root"}, r"decay_steps \(9\) has no effect"),
     Mistake({"optim.warmup_steps": 100}, r"warmup_steps \(100\) must be below .*decay_steps \(100\); use .*=10"),
     Mistake({"optim.warmup_steps": 101, "optim.schedule": "constant"}, r"must be at most train.steps \(100\)"),
-    Mistake({"optim.schedule": "WSD"}, r"wsd_decay_steps is missing.*; use optim.wsd_decay_steps=20"),
-    Mistake(WSD | {"optim.wsd_decay_steps": 101}, r"must be at most .*decay_steps - .*warmup_steps \(100\)"),
-    Mistake({"optim.wsd_decay_steps": 20}, r"no effect with optim.schedule=cosine, only with optim.schedule=WSD"),
-    Mistake({"optim.wsd_decay_style": "linear"}, r"wsd_decay_style \(linear\) has no effect"),
-    Mistake({"optim.end_weight_decay": 0.2}, r"end_weight_decay \(0.2\) has no effect with .*=constant"),
-    Mistake({"optim.weight_decay_schedule": "linear"}, r"end_weight_decay is missing.*; use .*=0.2"),
+    Mistake(
+        {"optim.schedule": "WSD"},
+        r"wsd.decay_steps is missing: optim.schedule=WSD needs it; use optim.wsd.decay_steps=20",
+    ),
+    Mistake(WSD | {"optim.wsd.decay_steps": 101}, r"must be at most .*decay_steps - .*warmup_steps \(100\)"),
+    Mistake({"optim.wsd.decay_steps": 20}, r"no effect with optim.schedule=cosine, only with optim.schedule=WSD"),
+    Mistake(
+        {"optim.wsd.decay_style": "linear"}, r"wsd.decay_style \(linear\) has no effect with optim.schedule=cosine"
+    ),
+    Mistake({"optim.weight_decay_ramp.end": 0.2}, r"weight_decay_ramp.schedule is missing; use .*schedule=linear"),
+    Mistake({"optim.weight_decay_ramp.schedule": "linear"}, r"weight_decay_ramp.end is missing; use .*end=0.2"),
+    Mistake(
+        {"optim.weight_decay_ramp": {"schedule": "constant", "end": 0.2}}, r"schedule must be 'linear' or 'cosine'"
+    ),
+    Mistake({"optim.sgd.momentum": 0.9}, r"sgd.momentum \(0.9\) has no effect with optim.name=adamw, only with .*=sgd"),
+    Mistake(SGD | {"optim.adamw.eps": 1e-6}, r"adamw.eps \(1e-06\) has no effect with optim.name=sgd"),
+    Mistake(
+        SGD | {"optim.sgd.nesterov": True}, r"nesterov=true needs optim.sgd.momentum above 0.*; use .*momentum=0.9"
+    ),
     Mistake({"optim.overrides": [{"match": "*"}]}, r"overrides\[0\] must set max_lr, min_lr or wd_mult; .*=null|\[\]"),
     Mistake({"optim.overrides": [{"match": "*", "max_lr": 0.1, "min_lr": 0.2}]}, r"min_lr \(0.2\) must be at most"),
     Mistake({"optim.overrides": [{"mach": "*", "wd_mult": 0.0}]}, r"overrides\[0\].match must be given", None, 1),
@@ -173,10 +202,13 @@ MISTAKES = [
         {"optim.overrides": [{"match": "*", "max_lr": 0.1, "min_lr": 0.0}], "optim.schedule": "constant"},
         r"overrides\[0\]: min_lr has no effect with optim.schedule=constant; use .*max_lr: 0.1",
     ),
-    Mistake({"precision.hysteresis": 2}, r"precision.hysteresis \(2\) has no effect with precision.dtype=float32"),
     Mistake(
-        {"precision.dtype": "float16", "precision.min_loss_scale": 1e6},
-        r"min_loss_scale \(1000000.0\) must be at most precision.initial_loss_scale \(65536.0\)",
+        {"precision.loss_scale.hysteresis": 2},
+        r"precision.loss_scale.hysteresis \(2\) has no effect with precision.dtype=float32",
+    ),
+    Mistake(
+        {"precision.dtype": "float16", "precision.loss_scale.minimum": 1e6},
+        r"loss_scale.minimum \(1000000.0\) must be at most precision.loss_scale.initial \(65536.0\)",
     ),
     Mistake({"train.compile": True}, r"train.compile is experimental .* use experimental=\[compile\]"),
     Mistake(

@@ -1,4 +1,4 @@
-"""From files, recipes, mappings and overrides to a run's settings, and back; and which of them nobody read."""
+"""From files, recipes, mappings and overrides to a run's settings, and back."""
 
 import copy
 import pickle
@@ -7,19 +7,22 @@ import pytest
 import yaml
 
 from megalith.config import (
+    AdamWConfig,
+    EvaluationConfig,
     OptimConfig,
+    RopeConfig,
     RunConfig,
     TransformerConfig,
     as_tree,
     dump_yaml,
     load_run,
     read_tree,
-    unread,
 )
-from megalith.config.settings_tree import FIELDS, GROUPS, applied
+from megalith.config.dotted import leaves
+from megalith.config.settings_tree import applied
 from megalith.config.yaml_text import write_override
 from megalith.errors import ConfigError
-from tests.config.mistakes import LEARNED, VALID, WSD
+from tests.config.mistakes import LEARNED, SGD, VALID, WSD
 
 # runs that differ in which fields have an effect
 RUNS = {
@@ -30,10 +33,11 @@ RUNS = {
     "WSD": WSD | {"optim.min_lr": 1e-5},
     "constant": {"optim.schedule": "constant"},
     "inverse square root": {"optim.schedule": "inverse-square-root", "optim.warmup_steps": 7},
-    "weight decay ramp": {"optim.weight_decay_schedule": "linear", "optim.end_weight_decay": 0.3},
+    "weight decay ramp": {"optim.weight_decay_ramp.schedule": "linear", "optim.weight_decay_ramp.end": 0.3},
     "batch sizes": {"train.batch_size_schedule": "0:16 1K:24", "train.global_batch_size": None},
-    "float16": {"precision.dtype": "float16", "precision.initial_loss_scale": 1024},
-    "evaluation": {"train.eval_every": 10, "train.eval_samples": 5, "data.valid": "held out"},
+    "float16": {"precision.dtype": "float16", "precision.loss_scale.initial": 1024},
+    "evaluation": {"train.evaluation.every": 10, "train.evaluation.samples": 5, "data.valid": "held out"},
+    "sgd": SGD | {"optim.sgd.momentum": 0.9, "optim.sgd.nesterov": True},
     "overrides": {"optim.overrides": [{"match": "*.bias", "wd_mult": 0.0}, {"match": "lm_head.*", "max_lr": 1e-4}]},
     "experimental": {"train.compile": True, "experimental": ["compile"]},
     "odd text": {"run": "1e5", "load": "no", "data.train": "null", "data.valid": "12:30", "data.tokenizer": "ü: #x"},
@@ -59,9 +63,7 @@ def test_any_yaml_reader_reads_the_same_values(config):
 
 def test_overrides_alone_spell_the_same_run(config):
     tree = as_tree(config)
-    leaves = {name: tree[name] for name in tree if name not in GROUPS}
-    leaves |= {f"{group}.{field}": value for group in GROUPS for field, value in tree[group].items()}
-    assert load_run({}, [write_override(name, value) for name, value in leaves.items()]) == config
+    assert load_run({}, [write_override(name, value) for name, value in leaves(tree)]) == config
 
 
 def test_python_objects_spell_the_same_run(config):
@@ -78,7 +80,8 @@ def test_defaults_that_follow_other_fields_are_worked_out():
     assert config.model.ffn_hidden_size == 256  # 8/3 * 96
     assert config.model.max_position_embeddings is None
     assert config.optim.decay_steps == 100
-    assert config.optim.end_weight_decay == 0.1
+    assert (config.model.rope, config.optim.adamw) == (RopeConfig(base=10000.0), AdamWConfig())
+    assert (config.optim.sgd, config.optim.wsd, config.precision.loss_scale) == (None, None, None)
     learned = load_run(applied(VALID, LEARNED | {"model.activation": "gelu"}))
     assert (learned.model.max_position_embeddings, learned.model.ffn_hidden_size) == (64, 384)
     assert load_run(applied(VALID, RUNS["batch sizes"])).train.global_batch_size == 24
@@ -87,7 +90,7 @@ def test_defaults_that_follow_other_fields_are_worked_out():
 def test_overrides_take_numbers_lists_null_and_text():
     changes = [
         "optim.lr=3e-4",
-        "optim.betas=[0.8, 9e-1]",
+        "optim.adamw.betas=[0.8, 9e-1]",
         "train.steps=1_000",
         "optim.decay_steps=null",
         "load=",
@@ -97,9 +100,24 @@ def test_overrides_take_numbers_lists_null_and_text():
         "optim.lr=2e-4",  # the later one stands
     ]
     config = load_run(VALID | {"load": "elsewhere"}, changes)
-    assert (config.optim.lr, config.optim.betas, config.train.steps) == (2e-4, (0.8, 0.9), 1000)
+    assert (config.optim.lr, config.optim.adamw.betas, config.train.steps) == (2e-4, (0.8, 0.9), 1000)
     assert (config.optim.decay_steps, config.load, config.run, config.data.valid) == (1000, None, "2024", "a=b")
     assert [(group.match, group.wd_mult) for group in config.optim.overrides] == [("*", 0.0)]
+
+
+def test_a_nested_group_is_taken_out_by_null_and_set_field_by_field():
+    evaluated = {"data.valid": "held_out", "train.evaluation.every": 5, "train.evaluation.samples": 7}
+    tree = applied(VALID, evaluated)
+    assert load_run(tree, ["train.evaluation.samples=null"]).train.evaluation == EvaluationConfig(every=5)
+    assert load_run(tree, ["train.evaluation=null"]).train.evaluation is None
+    assert load_run(VALID, ["model.rope.base=500"]).model.rope == RopeConfig(base=500.0)
+
+
+def test_a_field_of_a_group_beside_a_preset_overrides_that_field_alone():
+    assert TransformerConfig(preset="llama3-8b").rope == RopeConfig(base=500000.0)
+    assert TransformerConfig(preset="llama3-8b", rope={"base": 1e6}).rope == RopeConfig(base=1e6)
+    learned = {"position_embedding_type": "learned_absolute", "max_position_embeddings": 64}
+    assert TransformerConfig(preset="llama3-8b", **learned).rope is None
 
 
 def test_null_puts_a_field_of_a_recipe_back_to_its_default():
@@ -115,8 +133,11 @@ def test_null_puts_a_field_of_a_recipe_back_to_its_default():
         ("optim.warmup=3", r"there is no setting optim.warmup; did you mean optim.warmup_steps\?"),
         ("train.lr=3", r"did you mean optim.lr\?"),
         ("optim={lr: 3}", r"optim is a group; override one of its fields: name, lr"),
+        ("optim.adamw={eps: 1}", r"optim.adamw is a group; override one of its fields: betas, eps"),
+        ("optim=null", r"optim is a group; override one of its fields: name, lr"),
+        ("optim.adamw.epsilon=1", r"there is no setting optim.adamw.epsilon; did you mean optim.adamw.eps\?"),
         ("optim.overrides.0.max_lr=3", r"there is no setting optim.overrides.0.max_lr"),
-        ("optim.betas=[0.9", r"the value of override 'optim.betas=\[0.9' cannot be read as YAML"),
+        ("optim.adamw.betas=[0.9", r"the value of override 'optim.adamw.betas=\[0.9' cannot be read as YAML"),
         ("optim.lr=fast", r"optim.lr must be a number; got 'fast'"),
     ],
 )
@@ -165,55 +186,18 @@ def test_a_run_built_in_python_keeps_the_same_rules():
     assert RunConfig(model=model, optim=OptimConfig(lr=1.0), **parts).optim.decay_steps == 5
 
 
+def test_a_copy_is_an_equal_run_of_its_own():
+    config = load_run(VALID)
+    assert copy.deepcopy(config) == copy.copy(config) == pickle.loads(pickle.dumps(config)) == config
+    assert RunConfig.model_validate(config) == config
+    resolved = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 512})})
+    assert (resolved.model.vocab_size, resolved.model.num_layers, config.model.vocab_size) == (512, 4, None)
+    assert resolved != config
+
+
 def test_settings_are_frozen():
     config = load_run(VALID)
     with pytest.raises(ValueError, match="frozen"):
         config.optim.lr = 1.0
     with pytest.raises(ValueError, match="frozen"):
         config.run = "elsewhere"
-
-
-def test_what_was_set_and_not_read_is_named():
-    config = load_run(VALID | {"run": "here"}, ["optim.clip_norm=0.5"])
-    explicit = unread(config)
-    assert set(explicit) == {
-        "run",
-        "optim.clip_norm",
-        *(f"{group}.{field}" for group, fields in VALID.items() for field in fields),
-    }
-    for name in explicit:
-        group, _, field = name.rpartition(".")
-        getattr(getattr(config, group) if group else config, field)
-    assert unread(config) == []
-
-
-def test_looking_at_settings_as_a_whole_reads_none_of_them():
-    config, other = load_run(VALID), load_run(VALID)
-    before = unread(config)
-    repr(config), str(config.optim), dump_yaml(config), config.model_dump_json(), hash(config)
-    assert config == other
-    assert config.model != other.model.model_copy(update={"num_layers": 9})
-    copy.deepcopy(config), copy.copy(config), pickle.loads(pickle.dumps(config))
-    RunConfig.model_validate(config)
-    assert unread(config) == before
-
-
-def test_reading_a_copy_is_reading_and_does_not_change_equality():
-    config = load_run(VALID)
-    resolved = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 512})})
-    assert resolved.model.num_layers == 4
-    assert "model.num_layers" not in unread(config)
-    assert "model.hidden_size" in unread(resolved)
-    assert copy.deepcopy(config).model.hidden_size == 96
-    assert "model.hidden_size" not in unread(config)
-    assert config == load_run(VALID)
-
-
-def test_every_field_can_be_read_and_then_is_not_unread():
-    config = load_run("llama-28m")
-    for name in FIELDS:
-        group, _, field = name.rpartition(".")
-        getattr(getattr(config, group) if group else config, field)
-    assert unread(config) == []
-    full = load_run(as_tree(config))
-    assert set(unread(full)) >= {"train.log_every", "precision.dtype", "model.layernorm_epsilon"}

@@ -5,11 +5,13 @@ import re
 import pytest
 
 from megalith.config import load_run, violations
+from megalith.config.dotted import parent
 from megalith.config.field_errors import field_violations
+from megalith.config.relevance import CONDITIONS
 from megalith.config.rules import RUN_RULES, broken
-from megalith.config.settings_tree import applied, draft_of, plain_tree
+from megalith.config.settings_tree import FIELDS, GROUPS, applied, draft_of, plain_tree
 from megalith.errors import ConfigError
-from tests.config.mistakes import LEARNED, MISTAKES, VALID, WSD
+from tests.config.mistakes import LEARNED, MISTAKES, SGD, VALID, WSD
 
 
 def test_the_run_that_mistakes_are_made_in_is_valid():
@@ -32,16 +34,30 @@ def test_every_rule_is_broken_by_some_mistake():
     assert {rule.__name__ for rule in RUN_RULES} <= seen
 
 
+def test_every_condition_is_on_a_field_beside_the_one_that_needs_it():
+    for name, condition in CONDITIONS.items():
+        assert name in FIELDS.keys() | GROUPS.keys()
+        assert condition.setting in FIELDS
+        assert parent(condition.setting) == parent(name)
+
+
 def test_all_mistakes_are_told_at_once():
     tree = applied(
         VALID,
-        {"train.lr": 1, "optim.lr": -1, "parallel.tensor": 8, "optim.wsd_decay_steps": 5, "train.eval_every": 2},
+        {"train.lr": 1, "optim.lr": -1, "parallel.tensor": 8, "optim.wsd.decay_steps": 5, "train.evaluation.every": 2},
     )
     with pytest.raises(ConfigError) as error:
         load_run(tree, world_size=8)
     lines = str(error.value).split("\n")
     assert lines[0] == "6 settings are wrong:"
-    for name in ("train.lr", "optim.lr", "num_attention_heads", "num_query_groups", "wsd_decay_steps", "eval_every"):
+    for name in (
+        "train.lr",
+        "optim.lr",
+        "num_attention_heads",
+        "num_query_groups",
+        "optim.wsd.decay_steps",
+        "train.evaluation",
+    ):
         assert sum(line.strip().split(";")[0].count(name) > 0 for line in lines[1:]) >= 1, name
 
 
@@ -55,15 +71,17 @@ def test_all_mistakes_are_told_at_once():
         ({"parallel.tensor": 4, "model.hidden_size": 100, "model.kv_channels": 8, "model.vocab_size": 257}, 4),
         (LEARNED, None),
         (LEARNED | {"model.kv_channels": 7}, None),  # odd heads are fine without rope
-        (WSD | {"optim.wsd_decay_style": "minus_sqrt", "optim.decay_steps": 80, "optim.warmup_steps": 60}, None),
+        (WSD | {"optim.wsd.decay_style": "minus_sqrt", "optim.decay_steps": 80, "optim.warmup_steps": 60}, None),
         ({"optim.schedule": "constant", "optim.warmup_steps": 100}, None),
         ({"optim.schedule": "inverse-square-root", "optim.min_lr": 1e-5, "optim.warmup_steps": 10}, None),
-        ({"optim.weight_decay_schedule": "linear", "optim.end_weight_decay": 0.0}, None),
+        ({"optim.weight_decay_ramp.schedule": "linear", "optim.weight_decay_ramp.end": 0.0}, None),
         ({"train.compile": True, "experimental": ["compile"]}, None),
-        ({"train.eval_every": 5, "train.eval_samples": 7, "data.valid": "held_out"}, None),
-        ({"precision.dtype": "float16", "precision.hysteresis": 1}, None),
+        ({"train.evaluation.every": 5, "train.evaluation.samples": 7, "data.valid": "held_out"}, None),
+        ({"precision.dtype": "float16", "precision.loss_scale.hysteresis": 1}, None),
+        (SGD | {"optim.sgd.momentum": 0.9, "optim.sgd.nesterov": True}, None),
+        ({"optim.wsd": {}, "train.evaluation": {"every": None}}, None),  # a group of nulls is not set
         ({"optim.overrides": [{"match": "*.bias", "wd_mult": 0}]}, None),
-        ({"model.rotary_base": None, "parallel.sequence": None, "precision": None}, None),  # null: not set
+        ({"model.rope.base": None, "parallel.sequence": None, "precision": None}, None),  # null: not set
     ],
 )
 def test_unusual_settings_that_are_sound_pass(changes, world_size):

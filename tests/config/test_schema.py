@@ -26,6 +26,8 @@ def test_what_may_be_left_out_may_be_null():
         NULL,
     ]
     assert groups["TransformerConfig"]["required"] == []  # the preset may give them
+    assert groups["TransformerConfig"]["properties"]["rope"]["anyOf"] == [{"$ref": "#/$defs/RopeConfig"}, NULL]
+    assert groups["RopeConfig"]["properties"]["base"]["anyOf"][-1] == NULL
     assert sorted(groups["TrainConfig"]["required"]) == ["micro_batch_size", "steps"]
     assert json_schema()["required"] == ["model", "data", "train", "optim"]
 

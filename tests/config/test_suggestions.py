@@ -1,14 +1,12 @@
 """Suggestions are fed back: each mends what it was made for and breaks nothing; one after the other they mend all."""
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalith.config import load_run, violations
+from megalith.config import load_run, suggestions, violations
 from megalith.config.settings_tree import FIELDS, applied, plain_tree
-from megalith.config.suggestions import advise
+from megalith.config.suggestions import _examine, advise
 from megalith.config.yaml_text import read_override
 from tests.config.mistakes import MISTAKES, VALID
 
@@ -65,21 +63,27 @@ DIFFERENT = {
     "train.micro_batch_size": SMALL,
     "train.batch_size_schedule": st.sampled_from(["0:8 1K:16", "0:7 1K:9", "1:8", "16", "0:8 10:16 20:32"]),
     "train.batch_size_schedule_unit": st.sampled_from(["samples", "tokens"]),
-    "train.eval_every": SMALL,
+    "train.evaluation.every": SMALL,
     "train.compile": st.booleans(),
     "optim.lr": st.sampled_from([1e-3, "3e-4", 0, None]),
     "optim.min_lr": st.sampled_from([0, 1e-4, 1.0]),
     "optim.schedule": st.sampled_from(["constant", "linear", "cosine", "inverse-square-root", "WSD", "wsd"]),
     "optim.warmup_steps": st.sampled_from([0, 1, 10, 99, 100, 5000]),
     "optim.decay_steps": SMALL,
-    "optim.wsd_decay_steps": SMALL,
-    "optim.weight_decay_schedule": st.sampled_from(["constant", "cosine"]),
+    "optim.wsd.decay_steps": SMALL,
+    "optim.weight_decay_ramp.schedule": st.sampled_from(["constant", "cosine"]),
     "parallel.tensor": SMALL,
     "parallel.sequence": st.booleans(),
     "parallel.replicate": st.sampled_from([-1, 1, 2, 3]),
     "parallel.shard": st.sampled_from([-1, 0, 1, 2, 4, 7]),
     "precision.dtype": st.sampled_from(["float32", "float16", "fp16"]),
-    "precision.hysteresis": st.sampled_from([0, 2]),
+    "optim.name": st.sampled_from(["adamw", "sgd", "adam"]),
+    "optim.adamw.eps": st.sampled_from([1e-6, 0]),
+    "optim.sgd.momentum": st.sampled_from([0.0, 0.9, 1.0]),
+    "optim.sgd.nesterov": st.booleans(),
+    "optim.wsd.decay_style": st.sampled_from(["linear", "linea"]),
+    "model.rope": st.sampled_from([{"base": 5e5}, {"bas": 5e5}, 5e5]),
+    "precision.loss_scale.hysteresis": st.sampled_from([0, 2]),
     "train.lr": st.just(0.1),
     "experimental": st.sampled_from([["compile"], ["compil"], "compile"]),
 }
@@ -103,12 +107,17 @@ def test_following_suggestions_one_after_the_other_mends_any_run(changes, world_
     load_run(tree, world_size=world_size)
 
 
-def test_a_run_of_many_ranks_is_checked_in_two_seconds():
+def test_a_run_of_many_ranks_is_mended_by_a_few_hundred_tries(monkeypatch):
+    examined = []
+
+    def examine(tree, world_size):
+        examined.append(tree)
+        return _examine(tree, world_size)
+
+    monkeypatch.setattr(suggestions, "_examine", examine)
     tree = plain_tree(applied(VALID, {"parallel.tensor": 48, "train.global_batch_size": 7, "optim.warmup_steps": 500}))
-    start = time.process_time()
-    found = violations(tree, world_size=131_072)
-    assert time.process_time() - start < 2  # half a second on a quiet machine
-    assert len(found) >= 3
+    assert len(violations(tree, world_size=131_072)) >= 3
+    assert len(examined) < 500  # found with 276; a world of this size has thousands of layouts
 
 
 def _readable(text: str) -> bool:

@@ -51,7 +51,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def turn(x: Tensor, c: TransformerConfig) -> Tensor:
     """Rotary positions 0, 1, 2 ... of [S, A, D], as complex numbers."""
     half = x.shape[-1] // 2
-    angle = torch.arange(len(x))[:, None].double() * c.rotary_base ** (-torch.arange(half).double() / half)
+    angle = torch.arange(len(x))[:, None].double() * c.rope.base ** (-torch.arange(half).double() / half)
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
     return torch.cat((turned.real, turned.imag), dim=-1)
 

@@ -17,7 +17,7 @@ from tests.parallel.groups import collection, whole
 from tests.rank_pool import ranks
 
 H, F = 8, 12
-RATES = {"lr": 0.1, "betas": [0.8, 0.9], "eps": 1e-6}
+RATES = {"lr": 0.1, "adamw": {"betas": [0.8, 0.9], "eps": 1e-6}}
 DECAY = 0.3
 
 

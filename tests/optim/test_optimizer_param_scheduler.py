@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalith.config import OptimConfig
+from megalith.config import OptimConfig, WeightDecayRampConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.optim.optimizer_param_scheduler import (
     LearningRateSchedule,
@@ -296,7 +296,7 @@ def test_the_rates_of_a_run_are_its_settings():
     s = OptimizerParamScheduler.from_config(Optimizer({}), config, steps=200)
     s.step(60)
     assert rates(s) == [(pytest.approx(0.3), 0.2)]
-    ramp = config.model_copy(update={"weight_decay_schedule": "linear", "end_weight_decay": 0.4})
+    ramp = config.model_copy(update={"weight_decay_ramp": WeightDecayRampConfig(schedule="linear", end=0.4)})
     s = OptimizerParamScheduler.from_config(Optimizer({}), ramp, steps=200)
     s.step(100)
     assert rates(s)[0][1] == pytest.approx(0.3)

@@ -41,7 +41,7 @@ def reference(tree: dict[str, Any], num_steps: int = 2) -> Trajectory:
     plain = [p for p in named.values() if p.ndim == 1]
     optim = config.optim
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.adamw.betas, eps=optim.adamw.eps)
     dataset = GPTDataset(config.data.train, config.data.seq_length, config.train.seed)
     found = Trajectory(initial={name: p.detach().clone() for name, p in named.items()})
     for step in range(num_steps):

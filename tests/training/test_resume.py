@@ -143,7 +143,7 @@ def test_a_time_limit_stops_a_run_with_its_state_saved(tmp_path):
 def test_evaluating_on_the_way_changes_nothing(tmp_path):
     quiet = settings(tmp_path, model=DROPOUT, train={"steps": 4}, run=str(tmp_path / "quiet"))
     asking = {**quiet, "run": str(tmp_path / "asking"), "data": {**quiet["data"], "valid": quiet["data"]["train"]}}
-    asking["train"] = {**quiet["train"], "eval_every": 1}
+    asking["train"] = {**quiet["train"], "evaluation": {"every": 1}}
     for tree in (quiet, asking):
         ranks(2, run_here, tree, 2)
     want, got = final_tensors(quiet["run"]), final_tensors(asking["run"])

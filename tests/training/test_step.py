@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from megalith.config import load_run, read_tree
-from megalith.errors import ConfigError, NonFiniteError
+from megalith.errors import NonFiniteError
 from megalith.observe.metrics import read_metrics
-from megalith.training import pretrain as pretrain_module
-from megalith.training.loop import Callback
 from megalith.training.pretrain import pretrain
 from megalith.training.run import Run
 from megalith.training.setup import build_run
@@ -87,7 +85,7 @@ def overflow_then_recover(tree: dict[str, Any]) -> tuple[list[bool], list[float]
 
 
 def test_float16_recovers_from_an_overflow_by_halving_its_scale(tmp_path):
-    precision = {"dtype": "float16", "initial_loss_scale": 2.0**21, "hysteresis": 1, "loss_scale_window": 100}
+    precision = {"dtype": "float16", "loss_scale": {"initial": 2.0**21, "hysteresis": 1, "window": 100}}
     [(skipped, scales, losses)] = ranks(1, overflow_then_recover, settings(tmp_path, precision=precision))
     overflows = sum(skipped)
     assert 1 <= overflows < 12
@@ -123,18 +121,6 @@ def test_deterministic_mode_gives_the_same_bits_twice(tmp_path):
     assert all(ranks(2, twice, tree))
 
 
-def refused(tree: dict[str, Any]) -> str:
-    with patch.object(pretrain_module, "Checkpoints", lambda run: Callback()), pytest.raises(ConfigError) as caught:
-        pretrain(load_run(tree), str, str)
-    return str(caught.value)
-
-
-def test_a_setting_that_nothing_reads_is_refused_by_name(tmp_path):
-    # as if somebody had forgotten to read them
-    [message] = ranks(1, refused, settings(tmp_path, checkpoint={"every": 5, "keep": 3}))
-    assert "with no effect in this run: checkpoint.every, checkpoint.keep" in message
-
-
 def test_the_resolved_settings_that_a_run_writes_are_settings_of_a_run(tmp_path):
     tree = settings(tmp_path)
     ranks(1, train, tree)
@@ -151,7 +137,7 @@ def test_the_rate_and_batch_size_follow_their_schedules_over_a_run(tmp_path):
     tree = settings(
         tmp_path,
         train={"steps": 6, "batch_size_schedule": "0:4 8:8", "micro_batch_size": 2},
-        optim={"schedule": "WSD", "warmup_steps": 2, "wsd_decay_steps": 2, "wsd_decay_style": "linear"},
+        optim={"schedule": "WSD", "warmup_steps": 2, "wsd": {"decay_steps": 2, "decay_style": "linear"}},
     )
     del tree["train"]["global_batch_size"]
     ranks(1, train, tree)

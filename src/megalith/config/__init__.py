@@ -2,13 +2,22 @@
 
 from megalith.config import experimental
 from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
-from megalith.config.loading import as_tree, dump_yaml, load_run, read_tree, unread
+from megalith.config.loading import as_tree, dump_yaml, load_run, read_tree
 from megalith.config.model_parallel_config import ModelParallelConfig
-from megalith.config.optim_config import OptimConfig, ParamGroupOverride
+from megalith.config.optim_config import (
+    AdamWConfig,
+    OptimConfig,
+    ParamGroupOverride,
+    SGDConfig,
+    WeightDecayRampConfig,
+    WSDConfig,
+)
 from megalith.config.recipes import preset_names, recipe_names
 from megalith.config.run_config import (
     CheckpointConfig,
     DataConfig,
+    EvaluationConfig,
+    LossScaleConfig,
     PrecisionConfig,
     RunConfig,
     TrainConfig,
@@ -16,19 +25,26 @@ from megalith.config.run_config import (
 )
 from megalith.config.schema import json_schema
 from megalith.config.suggestions import violations
-from megalith.config.transformer_config import TransformerConfig
+from megalith.config.transformer_config import RopeConfig, TransformerConfig
 
 __all__ = [
+    "AdamWConfig",
     "BatchSizeStage",
     "CheckpointConfig",
     "DataConfig",
+    "EvaluationConfig",
+    "LossScaleConfig",
     "ModelParallelConfig",
     "OptimConfig",
     "ParamGroupOverride",
     "PrecisionConfig",
+    "RopeConfig",
     "RunConfig",
+    "SGDConfig",
     "TrainConfig",
     "TransformerConfig",
+    "WSDConfig",
+    "WeightDecayRampConfig",
     "as_tree",
     "batch_size_stages",
     "dump_yaml",
@@ -39,6 +55,5 @@ __all__ = [
     "preset_names",
     "read_tree",
     "recipe_names",
-    "unread",
     "violations",
 ]

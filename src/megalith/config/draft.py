@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from math import isqrt, log
 from typing import Any
 
+from megalith.config.layout import Layout
+from megalith.errors import TopologyError
+
 __all__ = ["Draft", "Fix", "Unknown", "Violation", "divisors", "nearest_first", "round_up"]
 
 # settings to change, by dotted name; None takes the setting out
@@ -34,21 +37,18 @@ class Draft:
         return self.values.get(name)
 
     @property
-    def shard(self) -> int:
-        """Ranks over which FSDP shards the weights, with -1 worked out from the world size."""
-        shard: int = self["parallel.shard"]
-        if shard > 0:
-            return shard
-        rest: int = self["parallel.tensor"] * self["parallel.replicate"]
-        if self.world_size is None or self.world_size % rest:
-            raise Unknown("parallel.shard")
-        return self.world_size // rest
+    def degrees(self) -> dict[str, int]:
+        """The degrees of parallelism as set, for ``Layout.resolve``."""
+        return {name: self[f"parallel.{name}"] for name in ("tensor", "replicate", "shard")}
 
     @property
-    def data_parallel(self) -> int:
-        """Ranks that read different samples."""
-        replicate: int = self["parallel.replicate"]
-        return replicate * self.shard
+    def layout(self) -> Layout:
+        """The resolved layout; if ``shard`` is a number, whatever the world. Raises Unknown if there is none."""
+        degrees = self.degrees
+        try:
+            return Layout.resolve(self.world_size if degrees["shard"] == -1 else None, **degrees)
+        except TopologyError:
+            raise Unknown("parallel.shard") from None
 
 
 @dataclass(frozen=True)

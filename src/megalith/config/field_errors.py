@@ -10,12 +10,15 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from megalith.config.batch_size_schedule import mend_batch_size_schedule
+from megalith.config.dotted import look_up, parent
 from megalith.config.draft import Fix, Violation
-from megalith.config.nearest import nearest_setting
+from megalith.config.moved import MOVED
+from megalith.config.nearest import nearest_group, nearest_setting
 from megalith.config.optim_config import ParamGroupOverride
 from megalith.config.recipes import preset_names
+from megalith.config.relevance import CONDITIONS, has_effect
 from megalith.config.run_config import RunConfig
-from megalith.config.settings_tree import FIELDS, GROUPS
+from megalith.config.settings_tree import FIELDS, GROUPS, applied, values_of
 from megalith.config.yaml_text import read_yaml
 from megalith.errors import ConfigError
 
@@ -26,23 +29,23 @@ _SHAPE = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
 
 def field_violations(tree: Mapping[str, Any]) -> tuple[list[Violation], set[str]]:
     """What is wrong with single fields of a plain tree, and the dotted names of the malformed ones."""
-    no_groups = [name for name in GROUPS if not isinstance(tree[name], Mapping)]
-    found = [_not_a_group(name, tree[name]) for name in no_groups]
+    values = ((name, look_up(tree, name)) for name in GROUPS)
+    no_groups = {name: value for name, value in values if not isinstance(value, Mapping | None)}
+    found = [_not_a_group(name, value) for name, value in no_groups.items()]
     malformed: set[str] = set()
-    for error in _errors({**tree, **{name: {} for name in no_groups}}):
-        loc = error["loc"]
-        name = ".".join(map(str, loc[: 2 if loc[0] in GROUPS else 1]))
-        inside = loc[name.count(".") + 1 :]
+    value_of = values_of(tree)
+    for error in _errors(applied(tree, {name: {} for name in no_groups})):
+        name, inside = _place(error)
         if name not in FIELDS:
             found.append(_unknown(name, error["input"], tree))
             continue
         malformed.add(name)
         if inside:
             found.append(_malformed_inside(name, inside, error, tree))
-        elif error["type"] == "missing" or error["input"] is None:
-            found.append(_missing(name, tree))
-        else:
+        elif error["type"] != "missing" and error["input"] is not None:
             found.append(_malformed(name, error))
+        elif has_effect(parent(name), value_of):  # or else the group is refused
+            found.append(_missing(name, tree, value_of))
     if "model.preset" in malformed:  # the shape is to come from there
         found = [violation for violation in found if violation.rule != "missing" or violation.name not in _SHAPE]
     return found, malformed
@@ -54,9 +57,18 @@ def _errors(tree: Mapping[str, Any]) -> Iterator[ErrorDetails]:
         RunConfig.model_validate(tree)
     except ValidationError as problem:
         for error in problem.errors(include_url=False):
-            of_a_group = error["type"] == "value_error" and len(error["loc"]) < 2
+            name, _ = _place(error)
+            of_a_group = error["type"] == "value_error" and name not in FIELDS
             if not of_a_group and error["type"] != "default_factory_not_called":
                 yield error
+
+
+def _place(error: ErrorDetails) -> tuple[str, tuple[int | str, ...]]:
+    """The dotted name that an error is about, and where inside of its value."""
+    loc, depth = error["loc"], 1
+    while depth < len(loc) and ".".join(map(str, loc[:depth])) in GROUPS:
+        depth += 1
+    return ".".join(map(str, loc[:depth])), loc[depth:]
 
 
 def _not_a_group(name: str, value: Any) -> Violation:
@@ -64,24 +76,31 @@ def _not_a_group(name: str, value: Any) -> Violation:
 
 
 def _unknown(name: str, value: Any, tree: Mapping[str, Any]) -> Violation:
-    if "." not in name and isinstance(value, Mapping):
+    if name in MOVED:
+        message = f"{name} is now {MOVED[name]}, and both are given"
+        return Violation("unknown", name, message, ({name: None},))
+    if isinstance(value, Mapping):
         moved = {near: part for leaf, part in value.items() if (near := nearest_setting(f"{name}.{leaf}"))}
-        near_groups = get_close_matches(name, GROUPS, 1)
-        meant = f"did you mean {near_groups[0]}?" if near_groups else f"groups are {', '.join(GROUPS)}"
+        near_group = nearest_group(name)
+        siblings = [group for group in GROUPS if parent(group) == parent(name)]
+        meant = f"did you mean {near_group}?" if near_group else f"groups are {', '.join(siblings or GROUPS)}"
         return Violation("unknown", name, f"there is no group {name}; {meant}", ({**moved, name: None}, {name: None}))
     near = nearest_setting(name)
     if near is None:
         return Violation("unknown", name, f"there is no setting {name}", ({name: None},))
-    fixes: tuple[Fix, ...] = ({name: None},) if _is_set(near, tree) else ({near: value, name: None}, {name: None})
+    is_set = look_up(tree, near) is not None
+    fixes: tuple[Fix, ...] = ({name: None},) if is_set else ({near: value, name: None}, {name: None})
     return Violation("unknown", name, f"there is no setting {name}; did you mean {near}?", fixes)
 
 
-def _missing(name: str, tree: Mapping[str, Any]) -> Violation:
+def _missing(name: str, tree: Mapping[str, Any], value_of: Callable[[str], Any]) -> Violation:
     examples: list[Fix] = [{name: example} for example in FIELDS[name].examples or ()]
     message = f"{name} is missing"
-    if name in _SHAPE and not any(_is_set(part, tree) for part in _SHAPE):
+    if name in _SHAPE and all(look_up(tree, part) is None for part in _SHAPE):
         message = f"{name} is missing, and so is model.preset ({', '.join(preset_names())})"
         examples = [{"model.preset": preset} for preset in FIELDS["model.preset"].examples or ()] + examples
+    elif (condition := CONDITIONS.get(parent(name))) is not None:
+        message = f"{name} is missing: {condition.setting}={value_of(condition.setting)} needs it"
     return Violation("missing", name, message, tuple(examples))
 
 
@@ -97,8 +116,7 @@ def _malformed_inside(
     index, *field = inside
     where = ".".join([f"{name}[{index}]", *map(str, field)])
     message = f"{where} {_wanted(error)}; got {error['input']!r}"
-    group, _, leaf = name.rpartition(".")
-    entries = list(tree[group][leaf] if group else tree[leaf])
+    entries = list(look_up(tree, name))
     fixes: list[Fix] = []
     if isinstance(index, int) and field and isinstance(entries[index], Mapping):
         without = {key: value for key, value in entries[index].items() if key != field[0]}
@@ -148,12 +166,6 @@ def _nearest_choices(name: str, value: str, context: Mapping[str, Any]) -> list[
     spelled = {choice.lower(): choice for choice in choices}
     near = [spelled[close] for close in get_close_matches(value.lower(), spelled, 3, cutoff=0.5)]
     return [*near, *(choice for choice in choices if choice not in near)]
-
-
-def _is_set(name: str, tree: Mapping[str, Any]) -> bool:
-    group, dot, leaf = name.partition(".")
-    place = tree.get(group) if dot else tree
-    return isinstance(place, Mapping) and place.get(leaf if dot else group) is not None
 
 
 def _wanted(error: ErrorDetails) -> str:

@@ -6,7 +6,8 @@ from math import gcd, lcm
 
 from megalith.config.batch_size_schedule import parse_batch_size_schedule, with_batch_sizes
 from megalith.config.draft import Draft, Fix, Unknown, Violation, divisors, nearest_first, round_up
-from megalith.errors import ConfigError
+from megalith.config.layout import Layout
+from megalith.errors import ConfigError, TopologyError
 
 __all__ = [
     "batches_divide_among_ranks",
@@ -24,11 +25,13 @@ _BATCH, _MICRO, _SCHEDULE = "train.global_batch_size", "train.micro_batch_size",
 
 def degrees_multiply_to_the_world_size(run: Draft) -> Iterator[Violation]:
     """tensor x replicate x shard is the number of ranks; shard=-1 takes what the others leave."""
-    tensor, replicate, shard, world = run[_TENSOR], run[_REPLICATE], run[_SHARD], run.world_size
+    degrees, world = run.degrees, run.world_size
     if world is None:
         return
-    whole = world % (tensor * replicate) == 0 if shard == -1 else tensor * replicate * shard == world
-    if not whole:
+    try:
+        Layout.resolve(world, **degrees)
+    except TopologyError:
+        tensor, replicate, shard = degrees["tensor"], degrees["replicate"], degrees["shard"]
         product = f"{_TENSOR} ({tensor}) x {_REPLICATE} ({replicate})"
         wanted = f"{product} must divide" if shard == -1 else f"{product} x {_SHARD} ({shard}) must be"
         fixes = [{_SHARD: -1}, *_layouts(run)]
@@ -71,7 +74,7 @@ def sequence_divides_among_tensor_ranks(run: Draft) -> Iterator[Violation]:
 
 def hidden_size_divides_among_shards(run: Draft) -> Iterator[Violation]:
     """hidden_size is divisible by shard: FSDP shards that dimension and needs equal parts of it."""
-    hidden, shard = run["model.hidden_size"], run.shard
+    hidden, shard = run["model.hidden_size"], run.layout.shard
     if hidden % shard:
         message = f"model.hidden_size ({hidden}) must be divisible by the {shard} ranks of {_SHARD}"
         fixes = [*_layouts(run), {"model.hidden_size": round_up(hidden, _hidden_unit(run, shard))}]
@@ -80,7 +83,7 @@ def hidden_size_divides_among_shards(run: Draft) -> Iterator[Violation]:
 
 def batches_divide_among_ranks(run: Draft) -> Iterator[Violation]:
     """Every global batch size, also of a schedule, is divisible by micro_batch_size x data-parallel ranks."""
-    micro, ranks = run[_MICRO], run.data_parallel
+    micro, ranks = run[_MICRO], run.layout.data_parallel
     unit = micro * ranks
     of = f"{_MICRO} ({micro}) x data-parallel ranks ({ranks})"
     if schedule := run.get(_SCHEDULE):

@@ -1,23 +1,22 @@
 """From a YAML file, a recipe or a mapping, and overrides, to a run's settings; and back to YAML."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from megalith.config.dotted import look_up, parent, put_
+from megalith.config.moved import MOVED, log_moved, means_not_set
 from megalith.config.nearest import nearest_setting
 from megalith.config.recipes import read_recipe, recipe_names
 from megalith.config.relevance import has_effect
 from megalith.config.run_config import RunConfig
-from megalith.config.settings_group import SettingsGroup, reads_of
-from megalith.config.settings_tree import FIELDS, GROUPS, explicit_names, plain_tree
+from megalith.config.settings_group import SettingsGroup
+from megalith.config.settings_tree import FIELDS, GROUPS, plain_tree
 from megalith.config.suggestions import violations
 from megalith.config.yaml_text import read_override, read_yaml, write_yaml
 from megalith.errors import ConfigError
 
-__all__ = ["as_tree", "dump_yaml", "load_run", "read_tree", "unread"]
-
-# settings that loading itself has put to use
-_READ_BY_LOADING = frozenset({"model.preset", "experimental"})
+__all__ = ["as_tree", "dump_yaml", "load_run", "read_tree"]
 
 
 def load_run(
@@ -37,60 +36,41 @@ def load_run(
     if found := violations(tree, world_size):
         count = f"{len(found)} settings are" if len(found) > 1 else "a setting is"
         raise ConfigError("\n".join([f"{count} wrong:", *(f"  {line}" for line in found)]))
-    config = RunConfig.model_validate(tree)
-    for name in explicit_names(tree):
-        group, field = _place(config, name)
-        reads_of(group).explicit |= {field}
-    return config
+    return RunConfig.model_validate(tree)
 
 
 def read_tree(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The tree of settings that ``source`` and ``overrides`` spell, groups as dicts, not checked."""
+    """The tree of settings that ``source`` and ``overrides`` spell, groups as dicts, not checked.
+
+    Names of earlier versions are replaced by those of today, and a line is logged that gives both.
+    """
     tree = plain_tree(source if isinstance(source, Mapping) else _read(source))
-    for text in overrides:
-        name, value = read_override(text)
-        group, dot, leaf = name.partition(".")
-        if name not in FIELDS:
+    read = [(text, *read_override(text)) for text in overrides]
+    given = {name for _, name, _ in read}
+    for text, name, value in read:
+        if MOVED.get(name) in given:
+            raise ConfigError(f"override {text!r}: {name} is now {MOVED[name]}, and both are given; remove one of them")
+        current = MOVED.get(name, name)
+        if means_not_set(name, value):
+            value = None
+        if current not in FIELDS and not (value is None and _is_optional(current)):
             raise ConfigError(f"override {text!r}: {_why_no_setting(name)}")
-        if isinstance(value, int | float) and str in (annotation := FIELDS[name].annotation, *get_args(annotation)):
+        if isinstance(value, int | float) and str in _kinds(current):
             value = text.partition("=")[2].strip()  # a shell has eaten the quotes of run='2024'
-        if not dot:
-            tree[name] = value
-        elif isinstance(tree[group], dict):
-            tree[group][leaf] = value
+        _override_(tree, current, value)
+    log_moved(name for name in sorted(given) if name in MOVED)
     return tree
 
 
 def as_tree(config: RunConfig) -> dict[str, Any]:
     """The tree of ``config`` in plain values, complete but for settings without effect; ``load_run`` reads it back."""
     values = config.model_dump(mode="json")
-    flat = {name: values[name] for name in FIELDS if "." not in name}
-    flat |= {f"{group}.{field}": value for group in GROUPS for field, value in values[group].items()}
-    tree: dict[str, Any] = {}
-    for name in RunConfig.model_fields:
-        if name in GROUPS:
-            tree[name] = {
-                field: value for field, value in values[name].items() if has_effect(f"{name}.{field}", flat.__getitem__)
-            }
-        else:
-            tree[name] = values[name]
-    return tree
+    return _with_effect(RunConfig, values, lambda name: look_up(values, name))
 
 
 def dump_yaml(config: RunConfig) -> str:
     """``config`` as a YAML file that ``load_run`` reads back as an equal one."""
     return write_yaml(as_tree(config))
-
-
-def unread(config: RunConfig) -> list[str]:
-    """Dotted names of settings that a file or an override set and no code has read since ``load_run``."""
-    groups: dict[str, SettingsGroup] = {f"{name}.": config.__dict__[name] for name in GROUPS}
-    names = [
-        prefix + field
-        for prefix, group in {"": config, **groups}.items()
-        for field in sorted(reads_of(group).explicit - reads_of(group).seen)
-    ]
-    return [name for name in names if name not in _READ_BY_LOADING]
 
 
 def _read(source: str | Path) -> Mapping[str, Any]:
@@ -113,10 +93,38 @@ def _read(source: str | Path) -> Mapping[str, Any]:
     return tree
 
 
-def _place(config: RunConfig, name: str) -> tuple[SettingsGroup, str]:
-    """The group object that holds the setting ``name``, and the field's name in it."""
-    group, dot, field = name.partition(".")
-    return (config.__dict__[group], field) if dot else (config, group)
+def _override_(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Sets ``name``, unless a value that is no group stands in its way, which is reported later."""
+    group = parent(name)
+    while group:
+        if not isinstance(look_up(tree, group), Mapping | None):
+            return
+        group = parent(group)
+    put_(tree, name, value)
+
+
+def _kinds(name: str) -> tuple[Any, ...]:
+    """The types that the setting ``name`` may have; none for a group."""
+    annotation = FIELDS[name].annotation if name in FIELDS else None
+    return annotation, *get_args(annotation)
+
+
+def _is_optional(name: str) -> bool:
+    return name in GROUPS and "." in name and GROUPS[parent(name)].is_optional(name.rpartition(".")[2])
+
+
+def _with_effect(
+    settings: type[SettingsGroup], values: Mapping[str, Any], value_of: Callable[[str], Any]
+) -> dict[str, Any]:
+    """``values`` of a group without fields that have no effect and nested groups that are not there."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in settings.nested_groups:
+            if has_effect(settings.name_of(name), value_of):
+                tree[name] = value
+        elif value is not None:
+            tree[name] = _with_effect(settings.nested_groups[name], value, value_of)
+    return tree
 
 
 def _why_no_setting(name: str) -> str:

@@ -1,9 +1,10 @@
 """How the work is laid out over ranks."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
+from megalith.config.layout import Layout
 from megalith.config.settings_group import SettingsGroup
 
 __all__ = ["ModelParallelConfig"]
@@ -18,6 +19,8 @@ def _positive_or_rest(degree: int) -> int:
 class ModelParallelConfig(SettingsGroup):
     """The layout: tensor x replicate x shard ranks."""
 
+    dotted_name: ClassVar[str] = "parallel"
+
     tensor: int = Field(default=1, ge=1, description="[ranks] that share each weight matrix (tensor parallelism)")
     sequence: bool = Field(default=False, description="norms and dropout split the sequence over the ranks of tensor")
     replicate: int = Field(
@@ -26,3 +29,7 @@ class ModelParallelConfig(SettingsGroup):
     shard: Annotated[int, AfterValidator(_positive_or_rest)] = Field(
         default=-1, description="[ranks] over which FSDP shards the weights; -1: what is left of the world"
     )
+
+    def layout(self, world_size: int) -> Layout:
+        """The layout of ``world_size`` ranks. Raises TopologyError if the degrees do not multiply to it."""
+        return Layout.resolve(world_size, tensor=self.tensor, replicate=self.replicate, shard=self.shard)

@@ -1,23 +1,26 @@
 """The setting that somebody meant: by its spelling, by its place, or by its name in other programs."""
 
 from collections.abc import Mapping
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from types import MappingProxyType
 
+from megalith.config.dotted import parent
+from megalith.config.moved import MOVED
 from megalith.config.settings_tree import FIELDS, GROUPS
 
-__all__ = ["nearest_setting"]
+__all__ = ["nearest_group", "nearest_setting"]
 
-# names of Megatron-LM, Hugging Face and PyTorch
+# names of Megatron-LM, Hugging Face, PyTorch and earlier versions
 _ELSEWHERE: Mapping[str, str] = MappingProxyType(
-    {
-        "adam_eps": "optim.eps",
+    {old.rpartition(".")[2]: new for old, new in MOVED.items()}
+    | {
+        "adam_eps": "optim.adamw.eps",
         "attn_dropout": "model.attention_dropout",
         "batch_size": "train.global_batch_size",
         "clip_grad": "optim.clip_norm",
         "data_path": "data.train",
         "exit_duration_in_mins": "train.time_limit",
-        "eval_interval": "train.eval_every",
+        "eval_interval": "train.evaluation.every",
         "head_dim": "model.kv_channels",
         "intermediate_size": "model.ffn_hidden_size",
         "learning_rate": "optim.lr",
@@ -35,7 +38,7 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "per_device_train_batch_size": "train.micro_batch_size",
         "pretrained_checkpoint": "load",
         "rms_norm_eps": "model.layernorm_epsilon",
-        "rope_theta": "model.rotary_base",
+        "rope_theta": "model.rope.base",
         "save_interval": "checkpoint.every",
         "sequence_length": "data.seq_length",
         "sequence_parallel": "parallel.sequence",
@@ -50,17 +53,28 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType(
 
 def nearest_setting(name: str) -> str | None:
     """The dotted name of a setting that ``name``, which is none, was probably meant to be."""
-    group, dot, leaf = name.partition(".")
-    leaf = (leaf if dot else group).replace("-", "_").lower()
-    leaves = {known.rpartition(".")[2]: known for known in FIELDS}
-    in_group = [known.removeprefix(f"{group}.") for known in FIELDS if known.startswith(f"{group}.")]
-    if leaf in leaves:  # right name, other group
-        near_groups = get_close_matches(group, GROUPS, 1)
-        here = f"{near_groups[0]}.{leaf}" if near_groups else ""
-        return here if here in FIELDS else leaves[leaf]
+    group, _, leaf = name.rpartition(".")
+    leaf = leaf.replace("-", "_").lower()
+    if named_so := [known for known in FIELDS if _leaf(known) == leaf]:  # right name, other group
+        return max(named_so, key=lambda known: SequenceMatcher(None, parent(known), group).ratio())
+    in_group = {_leaf(known): known for known in FIELDS if known.startswith(f"{group}.")}
     if close := get_close_matches(leaf, in_group, 1):
-        return f"{group}.{close[0]}"
+        return in_group[close[0]]
     if leaf in _ELSEWHERE:
         return _ELSEWHERE[leaf]
+    leaves = {_leaf(known): known for known in FIELDS}
     close = get_close_matches(leaf, leaves, 1, cutoff=0.7)
     return leaves[close[0]] if close else None
+
+
+def nearest_group(name: str) -> str | None:
+    """The dotted name of a group that ``name``, which is none, was probably meant to be."""
+    siblings = {_leaf(known): known for known in GROUPS if parent(known) == parent(name)}
+    for groups in (siblings, {_leaf(known): known for known in GROUPS}):
+        if close := get_close_matches(_leaf(name), groups, 1):
+            return groups[close[0]]
+    return None
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]

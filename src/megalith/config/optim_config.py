@@ -1,12 +1,19 @@
 """The optimizer, and how its rates change over the run."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megalith.config.settings_group import Follows, SettingsGroup
+from megalith.config.settings_group import SettingsGroup
 
-__all__ = ["OptimConfig", "ParamGroupOverride"]
+__all__ = [
+    "AdamWConfig",
+    "OptimConfig",
+    "ParamGroupOverride",
+    "SGDConfig",
+    "WSDConfig",
+    "WeightDecayRampConfig",
+]
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -20,30 +27,67 @@ class ParamGroupOverride(SettingsGroup):
     wd_mult: float | None = Field(default=None, ge=0, description="[factor] on the weight decay")
 
 
-class OptimConfig(SettingsGroup):
-    """The optimizer. Schedules are those of ``optim.optimizer_param_scheduler``, counted in steps."""
+class AdamWConfig(SettingsGroup):
+    """Of AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101), with name=adamw."""
 
-    name: Literal["adamw"] = Field(default="adamw", description="the optimizer")
-    lr: float = Field(gt=0, description="[learning rate] at the peak", examples=[3e-4])
-    min_lr: float = Field(default=0.0, ge=0, description="[learning rate] at the end of the schedule and after it")
-    weight_decay: float = Field(
-        default=0.1, ge=0, description="[1/learning rate] decoupled; of matrices, not norms and biases"
-    )
-    end_weight_decay: float = Field(
-        default_factory=Follows(lambda optim: optim["weight_decay"]),
-        ge=0,
-        description="[1/learning rate] weight decay at the end of its schedule",
-    )
-    weight_decay_schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="how weight decay goes from weight_decay to end_weight_decay, over all steps"
-    )
-    clip_norm: float = Field(
-        default=1.0, ge=0, description="[gradient norm] above which gradients are scaled down; 0: off"
-    )
+    dotted_name: ClassVar[str] = "optim.adamw"
+
     betas: tuple[_Decay, _Decay] = Field(
         default=(0.9, 0.95), strict=False, description="[factor] decay of the two moments"
     )
     eps: float = Field(default=1e-8, gt=0, description="[gradient] added to the root of the second moment")
+
+
+class SGDConfig(SettingsGroup):
+    """Of stochastic gradient descent as torch.optim.SGD does it, with name=sgd."""
+
+    dotted_name: ClassVar[str] = "optim.sgd"
+
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="[factor] decay of the momentum; 0: none")
+    nesterov: bool = Field(default=False, description="the momentum is looked ahead by one step; needs momentum")
+
+
+class WSDConfig(SettingsGroup):
+    """The decay that ends a WSD schedule (warm-up, stable, decay), with schedule=WSD."""
+
+    dotted_name: ClassVar[str] = "optim.wsd"
+
+    decay_steps: int = Field(ge=1, description="[steps] of the decay, the last of optim.decay_steps", examples=[1000])
+    decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = Field(
+        default="exponential", description="the shape of the decay"
+    )
+
+
+class WeightDecayRampConfig(SettingsGroup):
+    """Weight decay that goes from weight_decay to another value over all steps; left out, it is constant."""
+
+    dotted_name: ClassVar[str] = "optim.weight_decay_ramp"
+
+    schedule: Literal["linear", "cosine"] = Field(description="the shape of the ramp", examples=["linear"])
+    end: float = Field(ge=0, description="[1/learning rate] weight decay at the last step", examples=[0.2])
+
+
+class OptimConfig(SettingsGroup):
+    """The optimizer. Schedules are those of ``optim.optimizer_param_scheduler``, counted in steps."""
+
+    dotted_name: ClassVar[str] = "optim"
+
+    name: Literal["adamw", "sgd"] = Field(default="adamw", description="the optimizer")
+    lr: float = Field(gt=0, description="[learning rate] at the peak", examples=[3e-4])
+    min_lr: float = Field(default=0.0, ge=0, description="[learning rate] at the end of the schedule and after it")
+    weight_decay: float = Field(
+        default=0.1,
+        ge=0,
+        description="[1/learning rate] of matrices, not norms and biases; decoupled with adamw, L2 with sgd",
+    )
+    weight_decay_ramp: WeightDecayRampConfig | None = Field(
+        default=None, description="how weight decay changes over the run"
+    )
+    clip_norm: float = Field(
+        default=1.0, ge=0, description="[gradient norm] above which gradients are scaled down; 0: off"
+    )
+    adamw: AdamWConfig | None = Field(default=None, description="settings of AdamW")
+    sgd: SGDConfig | None = Field(default=None, description="settings of SGD")
     schedule: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = Field(
         default="cosine", description="the learning rate after warm-up; WSD is warm-up, stable, decay"
     )
@@ -51,12 +95,7 @@ class OptimConfig(SettingsGroup):
     decay_steps: int | None = Field(
         default=None, ge=1, description="[steps] until min_lr is reached; null: train.steps"
     )
-    wsd_decay_steps: int | None = Field(
-        default=None, ge=1, description="[steps] of WSD's decay, the last of decay_steps"
-    )
-    wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = Field(
-        default="exponential", description="the shape of WSD's decay"
-    )
+    wsd: WSDConfig | None = Field(default=None, description="the decay of a WSD schedule")
     overrides: tuple[ParamGroupOverride, ...] = Field(
         default=(), strict=False, description="other rates for some parameters"
     )

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+from megalith.config.dotted import parent
 from megalith.config.draft import Draft, Violation
 
-__all__ = ["CONDITIONS", "Condition", "has_effect", "no_setting_is_without_effect"]
+__all__ = ["CONDITIONS", "Condition", "failed_condition", "has_effect", "no_setting_is_without_effect"]
 
 
 @dataclass(frozen=True)
@@ -27,35 +29,43 @@ class Condition:
 
 _SCHEDULES_THAT_END = ("linear", "cosine", "WSD")
 
-CONDITIONS: Mapping[str, Condition] = {
-    "model.rotary_base": Condition("model.position_embedding_type", ("rope",)),
-    "model.max_position_embeddings": Condition("model.position_embedding_type", ("learned_absolute",)),
-    "train.global_batch_size": Condition("train.batch_size_schedule", (None,)),
-    "train.batch_size_schedule_unit": Condition("train.batch_size_schedule"),
-    "train.eval_samples": Condition("train.eval_every"),
-    "optim.min_lr": Condition("optim.schedule", (*_SCHEDULES_THAT_END, "inverse-square-root")),
-    # inverse-square-root has no end: cut off at decay_steps it would jump down to min_lr
-    "optim.decay_steps": Condition("optim.schedule", _SCHEDULES_THAT_END),
-    "optim.wsd_decay_steps": Condition("optim.schedule", ("WSD",)),
-    "optim.wsd_decay_style": Condition("optim.schedule", ("WSD",)),
-    "optim.end_weight_decay": Condition("optim.weight_decay_schedule", ("linear", "cosine")),
-    "precision.initial_loss_scale": Condition("precision.dtype", ("float16",)),
-    "precision.loss_scale_window": Condition("precision.dtype", ("float16",)),
-    "precision.hysteresis": Condition("precision.dtype", ("float16",)),
-    "precision.min_loss_scale": Condition("precision.dtype", ("float16",)),
-}
+# a field, or a nested group with all of its fields; each beside the field that it needs
+CONDITIONS: Mapping[str, Condition] = MappingProxyType(
+    {
+        "model.rope": Condition("model.position_embedding_type", ("rope",)),
+        "model.max_position_embeddings": Condition("model.position_embedding_type", ("learned_absolute",)),
+        "train.global_batch_size": Condition("train.batch_size_schedule", (None,)),
+        "train.batch_size_schedule_unit": Condition("train.batch_size_schedule"),
+        "optim.adamw": Condition("optim.name", ("adamw",)),
+        "optim.sgd": Condition("optim.name", ("sgd",)),
+        "optim.min_lr": Condition("optim.schedule", (*_SCHEDULES_THAT_END, "inverse-square-root")),
+        # inverse-square-root has no end: cut off at decay_steps it would jump down to min_lr
+        "optim.decay_steps": Condition("optim.schedule", _SCHEDULES_THAT_END),
+        "optim.wsd": Condition("optim.schedule", ("WSD",)),
+        "precision.loss_scale": Condition("precision.dtype", ("float16",)),
+    }
+)
 
 
 def has_effect(name: str, value_of: Callable[[str], Any]) -> bool:
-    """Whether the setting ``name`` does anything, where ``value_of`` gives the value of any setting."""
-    condition = CONDITIONS.get(name)
-    return condition is None or condition.holds(value_of(condition.setting))
+    """Whether the setting or group ``name`` does anything, where ``value_of`` gives the value of any setting."""
+    return failed_condition(name, value_of) is None
+
+
+def failed_condition(name: str, value_of: Callable[[str], Any]) -> Condition | None:
+    """The condition, of ``name`` or of a group that it is in, without which it has no effect; None if all hold."""
+    while name:
+        condition = CONDITIONS.get(name)
+        if condition is not None and not condition.holds(value_of(condition.setting)):
+            return condition
+        name = parent(name)
+    return None
 
 
 def no_setting_is_without_effect(run: Draft) -> Iterator[Violation]:
-    """A field that needs another one (rotary_base needs rope, wsd_decay_steps needs WSD, ...) is set beside it only."""
-    for name, condition in CONDITIONS.items():
-        if name not in run.given or has_effect(name, run.get):
+    """A field or group that needs another field (rope its embedding type, wsd its schedule) is set beside it only."""
+    for name in sorted(run.given):
+        if (condition := failed_condition(name, run.get)) is None:
             continue
         given = run.get(condition.setting)
         beside = f"without {condition.setting}" if given is None else f"with {condition.setting}={given}"

@@ -24,12 +24,12 @@ from megalith.config.training_rules import (
     evaluation_has_data,
     experimental_features_are_switched_on,
     loss_scale_starts_above_its_minimum,
+    nesterov_needs_momentum,
     overrides_change_something,
     rates_fall_to_their_minimum,
     schedule_stages_differ,
     switched_on_features_are_used,
     warmup_ends_before_decay,
-    weight_decay_ramp_has_an_end,
     wsd_decay_fits,
 )
 
@@ -56,7 +56,7 @@ RUN_RULES: tuple[Rule, ...] = (
     wsd_decay_fits,
     rates_fall_to_their_minimum,
     overrides_change_something,
-    weight_decay_ramp_has_an_end,
+    nesterov_needs_momentum,
     evaluation_has_data,
     loss_scale_starts_above_its_minimum,
     experimental_features_are_switched_on,

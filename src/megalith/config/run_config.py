@@ -1,25 +1,36 @@
 """One run: the tree of all settings."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
-from megalith.config.draft import Draft
+from megalith.config.dotted import look_up, parent, put_
 from megalith.config.model_parallel_config import ModelParallelConfig
 from megalith.config.optim_config import OptimConfig
 from megalith.config.relevance import has_effect
 from megalith.config.rules import RUN_RULES, broken
-from megalith.config.settings_group import Follows, SettingsGroup, given_fields
+from megalith.config.settings_group import Follows, SettingsGroup, draft_of_group, group_at, value_in
 from megalith.config.transformer_config import TransformerConfig
 from megalith.errors import ConfigError
 
-__all__ = ["CheckpointConfig", "DataConfig", "PrecisionConfig", "RunConfig", "TrainConfig", "batch_size_stages"]
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "LossScaleConfig",
+    "PrecisionConfig",
+    "RunConfig",
+    "TrainConfig",
+    "batch_size_stages",
+]
 
 
 class DataConfig(SettingsGroup):
     """What is read. Datasets are pairs of files PREFIX.bin and PREFIX.idx."""
+
+    dotted_name: ClassVar[str] = "data"
 
     train: str | None = Field(default=None, min_length=1, description="prefix of the dataset to train on")
     valid: str | None = Field(default=None, min_length=1, description="prefix of the dataset to evaluate on")
@@ -45,8 +56,19 @@ def _last_batch_size(train: Mapping[str, Any]) -> int | None:
     return parse_batch_size_schedule(schedule)[-1].global_batch_size if schedule else None
 
 
+class EvaluationConfig(SettingsGroup):
+    """The loss on data.valid while the run goes on, and how much of it is read."""
+
+    dotted_name: ClassVar[str] = "train.evaluation"
+
+    every: int = Field(ge=1, description="[steps] between evaluations", examples=[100])
+    samples: int | None = Field(default=None, ge=1, description="[samples] in an evaluation; null: all of data.valid")
+
+
 class TrainConfig(SettingsGroup):
     """How long, in which batches, and what happens on the way."""
+
+    dotted_name: ClassVar[str] = "train"
 
     # first, so that global_batch_size waits for no other field
     batch_size_schedule: Annotated[str, AfterValidator(_readable)] | None = Field(
@@ -76,28 +98,39 @@ class TrainConfig(SettingsGroup):
         description="activations computed again in backward: none, whole layers, or the attention core only",
     )
     compile: bool = Field(default=False, description="torch.compile of the layers; experimental, by the name compile")
-    eval_every: int | None = Field(default=None, ge=1, description="[steps] between evaluations; null: none")
-    eval_samples: int | None = Field(
-        default=None, ge=1, description="[samples] in an evaluation; null: all of data.valid"
+    evaluation: EvaluationConfig | None = Field(
+        default=None, description="the loss on data.valid on the way; left out, it is taken at the end only"
     )
     log_every: int = Field(default=10, ge=1, description="[steps] between lines of the log")
     time_limit: float | None = Field(default=None, gt=0, description="[minutes] after which the run saves and stops")
 
 
+class LossScaleConfig(SettingsGroup):
+    """The dynamic loss scale (Micikevicius et al. 2017, arXiv:1710.03740), with dtype=float16."""
+
+    dotted_name: ClassVar[str] = "precision.loss_scale"
+
+    initial: float = Field(default=65536.0, gt=0, description="[factor] on the loss at the start")
+    window: int = Field(default=1000, ge=1, description="[steps] without overflow before the scale doubles")
+    hysteresis: int = Field(default=2, ge=1, description="[overflows] before the scale halves")
+    minimum: float = Field(default=1.0, gt=0, description="[factor] below which the scale does not fall")
+
+
 class PrecisionConfig(SettingsGroup):
-    """The dtype of the computation, and the dynamic loss scale that float16 needs."""
+    """The dtype of the computation, and what it needs."""
+
+    dotted_name: ClassVar[str] = "precision"
 
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = Field(
         default="float32", description="of the computation"
     )
-    initial_loss_scale: float = Field(default=65536.0, gt=0, description="[factor] on the loss at the start")
-    loss_scale_window: int = Field(default=1000, ge=1, description="[steps] without overflow before the scale doubles")
-    hysteresis: int = Field(default=2, ge=1, description="[overflows] before the scale halves")
-    min_loss_scale: float = Field(default=1.0, gt=0, description="[factor] below which the scale does not fall")
+    loss_scale: LossScaleConfig | None = Field(default=None, description="the factor on the loss of float16")
 
 
 class CheckpointConfig(SettingsGroup):
     """When the run saves itself; it always does at its end."""
+
+    dotted_name: ClassVar[str] = "checkpoint"
 
     every: int | None = Field(default=None, ge=1, description="[steps] between checkpoints; null: only at the end")
     keep: int = Field(default=2, ge=1, description="[checkpoints] kept, the newest")
@@ -129,25 +162,14 @@ class RunConfig(SettingsGroup):
 
     @classmethod
     def complete(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        tree = {
-            name: given_fields(group) if isinstance(group, SettingsGroup) else group
-            for name, group in super().complete(fields).items()
-        }
-        _follow(tree, "optim.decay_steps", OptimConfig, "train.steps")
-        _follow(tree, "model.max_position_embeddings", TransformerConfig, "data.seq_length")
+        tree = super().complete(fields)
+        _follow_(tree, "optim.decay_steps", "train.steps")
+        _follow_(tree, "model.max_position_embeddings", "data.seq_length")
         return tree
 
     @model_validator(mode="after")
     def _keeps_the_rules(self) -> Self:
-        values: dict[str, Any] = {}
-        given: set[str] = set()
-        for name, value in self.__dict__.items():
-            if isinstance(value, SettingsGroup):
-                values.update({f"{name}.{field}": part for field, part in value.__dict__.items()})
-                given.update(f"{name}.{field}" for field in value.model_fields_set)
-            else:
-                values[name] = value
-        if found := broken(Draft(values, frozenset(given)), RUN_RULES):
+        if found := broken(draft_of_group(self), RUN_RULES):
             raise ValueError("; ".join(violation.message for violation in found))
         return self
 
@@ -160,20 +182,11 @@ def batch_size_stages(train: TrainConfig, seq_length: int) -> tuple[BatchSizeSta
     return parse_batch_size_schedule(train.batch_size_schedule, seq_length=seq_length if in_tokens else None)
 
 
-def _follow(tree: dict[str, Any], name: str, settings: type[SettingsGroup], other_name: str) -> None:
-    """Sets the field ``name``, if it is left out and has an effect, to the field of another group that it follows."""
-    group, _, field = name.partition(".")
-    other_group, _, other_field = other_name.partition(".")
-    fields, others = tree.get(group), tree.get(other_group)
-    if not isinstance(fields, Mapping) or not isinstance(others, Mapping):
+def _follow_(tree: dict[str, Any], name: str, other_name: str) -> None:
+    """Sets the field ``name``, if it is left out and has an effect, to a field of another group."""
+    fields, followed = look_up(tree, parent(name)), look_up(tree, other_name)
+    if not isinstance(fields, Mapping) or look_up(tree, name) is not None:
         return
-    complete = settings.complete(fields)
-
-    def value_of(setting: str) -> Any:
-        beside = setting.removeprefix(f"{group}.")
-        return complete.get(beside, settings.model_fields[beside].default)
-
-    followed = others.get(other_field)
     sound = type(followed) is int and followed > 0  # or else it is reported in its own place
-    if sound and complete.get(field) is None and has_effect(name, value_of):
-        tree[group] = {**fields, field: followed}
+    if sound and has_effect(name, value_in(group_at(RunConfig, parent(name)), fields)):
+        put_(tree, name, followed)

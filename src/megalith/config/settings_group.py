@@ -1,35 +1,21 @@
-"""The base of every group of settings: frozen, closed to unknown names, and aware of which fields have been read.
+"""The base of every group of settings: frozen, closed to unknown names, and nested where a part is optional.
 
-A field that somebody set and no code reads is a slip on one side or the other, so reading is recorded: each field is
-a descriptor that notes its name (about 0.2 microseconds). Printing, dumping, comparing, hashing and copying go through
-``__dict__`` and note nothing. A copy shares the record of its original.
+A nested group is declared as ``rope: RopeConfig | None = Field(default=None)``. If it has a condition in
+``config.relevance``, it is there, with its defaults, exactly while the condition holds; otherwise it is there if
+somebody sets one of its fields.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+import types
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
-__all__ = ["FieldReads", "Follows", "SettingsGroup", "given_fields", "reads_of"]
+from megalith.config.draft import Draft
+from megalith.config.relevance import CONDITIONS
 
-
-class FieldReads:
-    """Of one group: the fields that the user set (``explicit``), and those that code has read (``seen``)."""
-
-    __slots__ = ("explicit", "seen")
-
-    def __init__(self) -> None:
-        self.explicit: frozenset[str] = frozenset()
-        self.seen: set[str] = set()
-
-    def __eq__(self, other: object) -> bool:
-        # pydantic compares private attributes too, and who has read a setting is no part of its value
-        return isinstance(other, FieldReads)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
+__all__ = ["Follows", "SettingsGroup", "draft_of_group", "given_fields", "group_at", "plain_fields", "value_in"]
 
 
 class Follows:
@@ -46,22 +32,45 @@ class Follows:
 
 
 class SettingsGroup(BaseModel):
-    """A frozen record of settings. ``null`` for any field means that it is not set."""
+    """A frozen record of settings. ``null`` for any field means that it is not set, and so does a group of nulls."""
 
     # strict: "8" is not 8, and true is not 1
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    _reads: FieldReads = PrivateAttr(default_factory=FieldReads)
+    dotted_name: ClassVar[str] = ""  # of the group in the tree of a run
+    nested_groups: ClassVar[Mapping[str, type["SettingsGroup"]]] = MappingProxyType({})  # by field
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        for name in cls.model_fields:
-            setattr(cls, name, _NotedField(name))
+        groups = {name: _group_of(field.annotation) for name, field in cls.model_fields.items()}
+        cls.nested_groups = MappingProxyType({name: group for name, group in groups.items() if group is not None})
+
+    @classmethod
+    def name_of(cls, field: str) -> str:
+        """The dotted name of ``field`` in the tree of a run."""
+        return f"{cls.dotted_name}.{field}" if cls.dotted_name else field
+
+    @classmethod
+    def is_optional(cls, field: str) -> bool:
+        """Whether the nested group ``field`` is optional."""
+        return cls.model_fields[field].default is None
+
+    @classmethod
+    def filled_in(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """``given`` with what its fields stand for; groups that fill in fields of their own override this."""
+        return given
 
     @classmethod
     def complete(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """``fields`` without those that are null; groups that fill in fields of their own extend this."""
-        return {name: value for name, value in fields.items() if value is not None or name not in cls.model_fields}
+        """``fields`` without nulls, every nested group as a dict and there if its condition holds."""
+        complete = cls.filled_in(plain_fields(cls, fields))
+        for name, group in cls.nested_groups.items():
+            condition = CONDITIONS.get(cls.name_of(name))
+            if condition is not None and condition.holds(value_in(cls, complete)(condition.setting)):
+                complete.setdefault(name, {})
+            if isinstance(complete.get(name), Mapping):
+                complete[name] = group.complete(complete[name])
+        return complete
 
     @model_validator(mode="before")
     @classmethod
@@ -69,31 +78,58 @@ class SettingsGroup(BaseModel):
         return cls.complete(fields) if isinstance(fields, Mapping) else fields
 
 
-def reads_of(group: SettingsGroup) -> FieldReads:
-    """The record of what was set and read of ``group``."""
-    return group._reads
+def plain_fields(settings: type[SettingsGroup], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What is set in ``fields``: nested groups as dicts, without nulls and without optional groups that are empty."""
+    plain: dict[str, Any] = {}
+    for name, value in fields.items():
+        if (group := settings.nested_groups.get(name)) is not None:
+            value = given_fields(value) if isinstance(value, SettingsGroup) else value
+            value = plain_fields(group, value) if isinstance(value, Mapping) else value
+            value = None if value == {} and settings.is_optional(name) else value
+        if value is not None or name not in settings.model_fields:
+            plain[name] = value
+    return plain
 
 
 def given_fields(group: SettingsGroup) -> dict[str, Any]:
-    """The fields that ``group`` was made from; no read is noted."""
-    return {name: group.__dict__[name] for name in group.model_fields_set}
+    """The fields that ``group`` was made from."""
+    return {name: getattr(group, name) for name in group.model_fields_set}
 
 
-class _NotedField:
-    """Data descriptor over a field, so that it wins over the ``__dict__`` where pydantic keeps the value."""
+def group_at(settings: type[SettingsGroup], name: str) -> type[SettingsGroup]:
+    """The group with the dotted ``name`` below ``settings``."""
+    for part in name.split("."):
+        settings = settings.nested_groups[part]
+    return settings
 
-    __slots__ = ("name",)
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+def value_in(settings: type[SettingsGroup], fields: Mapping[str, Any]) -> Callable[[str], Any]:
+    """The values of one group's settings by dotted name: those of ``fields``, or else the defaults."""
 
-    def __get__(self, group: SettingsGroup | None, owner: type | None = None) -> Any:
-        if group is None:
-            raise AttributeError(self.name)  # as for any pydantic field looked up on the class
-        private = group.__pydantic_private__
-        if private is not None:  # None only while pydantic still builds the group
-            private["_reads"].seen.add(self.name)
-        return group.__dict__[self.name]
+    def value_of(name: str) -> Any:
+        field = name.removeprefix(f"{settings.dotted_name}.")
+        return fields.get(field, settings.model_fields[field].default)
 
-    def __set__(self, group: SettingsGroup, value: Any) -> None:
-        raise AttributeError(f"{self.name} is frozen; model_copy(update={{...}}) gives a changed copy")
+    return value_of
+
+
+def draft_of_group(group: SettingsGroup) -> Draft:
+    """A group that has been built, for the rules."""
+    found = list(_settings_of(group))
+    values = {name: value for name, value, _ in found}
+    return Draft(values, frozenset(name for name, _, was_given in found if was_given))
+
+
+def _settings_of(group: SettingsGroup) -> Iterator[tuple[str, Any, bool]]:
+    """Dotted name and value of every setting, also of nested groups that are there, and whether it was given."""
+    for name, value in group:
+        if isinstance(value, SettingsGroup):
+            yield from _settings_of(value)
+        elif name not in group.nested_groups:
+            yield group.name_of(name), value, name in group.model_fields_set
+
+
+def _group_of(annotation: Any) -> type[SettingsGroup] | None:
+    """The group that a field holds, also where it may be None."""
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, SettingsGroup)), None)

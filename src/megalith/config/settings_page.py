@@ -10,10 +10,13 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megalith.config.experimental import FEATURES
+from megalith.config.moved import MOVED
 from megalith.config.optim_config import ParamGroupOverride
 from megalith.config.recipes import preset_names, recipe_names
+from megalith.config.relevance import CONDITIONS
 from megalith.config.rules import RUN_RULES
 from megalith.config.run_config import RunConfig
+from megalith.config.settings_group import SettingsGroup
 from megalith.config.settings_tree import GROUPS
 from megalith.config.yaml_text import write_override
 
@@ -35,7 +38,10 @@ as an override, where the value is YAML:
 - `null` means that a field is not set: it takes its default, also where the file or the recipe says otherwise.
 - An unknown name, a value of another type, a field that has no effect beside the others: each is an error. All are
   reported at once, each with a change that mends it.
-- A field that was set and that no code reads stops the run.
+- A group inside a group, such as `optim.adamw`, is one more level of the file, and one more dot in an override:
+  `optim.adamw.eps=1e-6`. Some have an effect beside one value of another field only, which their row gives; others are
+  off until one of their fields is set, and off again with `null`, as in `train.evaluation=null`.
+- Names of earlier versions, at the end of this page, are still read, with a line in the log that gives the new one.
 """
 
 
@@ -43,25 +49,36 @@ def settings_page() -> str:
     """The text of docs/settings.md: every field with its default, unit and meaning, and the rules between fields."""
     lines = [
         _INTRODUCTION.format(
-            recipes=", ".join(recipe_names()), presets=", ".join(preset_names()), features=", ".join(FEATURES)
+            recipes=", ".join(recipe_names()),
+            presets=", ".join(preset_names()),
+            features=", ".join(FEATURES),
         )
     ]
-    top = {name: field for name, field in RunConfig.model_fields.items() if name not in GROUPS}
-    lines += ["## The run", "", *_table(top)]
+    lines += ["## The run", "", *_table(RunConfig)]
     for name, group in GROUPS.items():
-        lines += [f"## {name}", "", _first_line(group), "", *_table(group.model_fields)]
-    lines += ["### An entry of optim.overrides", "", _first_line(ParamGroupOverride), ""]
-    lines += _table(ParamGroupOverride.model_fields)
+        heading = "#" * (2 + name.count("."))
+        lines += [f"{heading} {name}", "", _first_line(group), "", *_table(group)]
+    lines += ["### An entry of optim.overrides", "", _first_line(ParamGroupOverride), "", *_table(ParamGroupOverride)]
     lines += ["## Rules between fields", "", *(f"- {_first_line(rule)}" for rule in RUN_RULES), ""]
+    lines += ["## Names of earlier versions", "", "| earlier | now |", "| --- | --- |"]
+    lines += [*(f"| `{old}` | `{new}` |" for old, new in MOVED.items()), ""]
     return "\n".join(lines)
 
 
-def _table(fields: dict[str, FieldInfo]) -> Iterator[str]:
+def _table(settings: type[SettingsGroup]) -> Iterator[str]:
     yield "| field | type | default | unit | meaning |"
     yield "| --- | --- | --- | --- | --- |"
-    for name, field in fields.items():
+    for name, field in settings.model_fields.items():
+        if name in settings.nested_groups and not settings.is_optional(name):
+            continue  # it has a heading of its own
+        condition = CONDITIONS.get(settings.name_of(name))
+        only = f"; only {condition}" if condition is not None else ""
         unit, _, meaning = (field.description or "").rpartition("] ")
-        cells = (f"`{name}`", _type(field.annotation), _default(field), unit.removeprefix("["), meaning)
+        if name in settings.nested_groups:
+            kind, default = f"group {settings.name_of(name)}", "`null`" if condition is None else "worked out"
+        else:
+            kind, default = _type(field.annotation), _default(field)
+        cells = (f"`{name}`", kind, default, unit.removeprefix("["), meaning + only)
         yield f"| {' | '.join(cells)} |"
     yield ""
 

@@ -1,104 +1,112 @@
 """The tree of settings as a table of dotted names, and a raw tree as a draft for the rules."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from megalith.config.dotted import look_up, put_, take_out_
 from megalith.config.draft import Draft, Fix
+from megalith.config.moved import rename_
 from megalith.config.run_config import RunConfig
 from megalith.config.settings_group import Follows, SettingsGroup, given_fields
 
-__all__ = ["FIELDS", "GROUPS", "applied", "draft_of", "explicit_names", "plain_tree"]
-
-GROUPS: Mapping[str, type[SettingsGroup]] = MappingProxyType(
-    {
-        name: field.annotation
-        for name, field in RunConfig.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, SettingsGroup)
-    }
-)
+__all__ = ["FIELDS", "GROUPS", "applied", "draft_of", "plain_tree", "values_of"]
 
 
-def _fields() -> Iterator[tuple[str, FieldInfo]]:
-    for name, field in RunConfig.model_fields.items():
-        if name in GROUPS:
-            yield from ((f"{name}.{leaf}", part) for leaf, part in GROUPS[name].model_fields.items())
+def _groups(settings: type[SettingsGroup]) -> Iterator[tuple[str, type[SettingsGroup]]]:
+    for name, group in settings.nested_groups.items():
+        yield settings.name_of(name), group
+        yield from _groups(group)
+
+
+def _fields(settings: type[SettingsGroup]) -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in settings.model_fields.items():
+        if name in settings.nested_groups:
+            yield from _fields(settings.nested_groups[name])
         else:
-            yield name, field
+            yield settings.name_of(name), field
 
 
-# every setting by its dotted name, in the order of the tree
-FIELDS: Mapping[str, FieldInfo] = MappingProxyType(dict(_fields()))
+# every group by its dotted name, a group before those inside it
+GROUPS: Mapping[str, type[SettingsGroup]] = MappingProxyType(dict(_groups(RunConfig)))
+# every setting by its dotted name, in the order of the tree; groups are not among them
+FIELDS: Mapping[str, FieldInfo] = MappingProxyType(dict(_fields(RunConfig)))
 
 
 def plain_tree(source: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``source`` with every group a dict, and names text; group objects give what was set of them."""
+    """A copy of ``source`` with every group a dict, names text and today's; group objects give what was set of them."""
+    tree = _plain(source, RunConfig)
+    rename_(tree)
+    return tree
+
+
+def _plain(source: Mapping[str, Any], settings: type[SettingsGroup]) -> dict[str, Any]:
     tree = {str(name): value for name, value in source.items()}
-    for name in GROUPS:
-        group = tree.get(name)
-        if isinstance(group, SettingsGroup):
-            tree[name] = given_fields(group)
-        elif isinstance(group, Mapping):
-            tree[name] = {str(field): value for field, value in group.items()}
-        elif group is None:
+    for name, group in settings.nested_groups.items():
+        value = tree.get(name)
+        value = given_fields(value) if isinstance(value, SettingsGroup) else value
+        if isinstance(value, Mapping):
+            tree[name] = _plain(value, group)
+        elif value is None and not settings.is_optional(name):
             tree[name] = {}
     return tree
 
 
-def explicit_names(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Dotted names of what a plain tree sets, null not counted; also names that are no settings."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from (f"{name}.{leaf}" for leaf, part in value.items() if part is not None)
-        elif value is not None:
-            yield name
-
-
 def applied(tree: Mapping[str, Any], fix: Fix) -> dict[str, Any]:
-    """A copy of a plain tree with ``fix`` applied; a value of None takes the setting out, and empties a group."""
-    changed = {name: dict(value) if isinstance(value, Mapping) else value for name, value in tree.items()}
+    """A copy of a plain tree with ``fix`` applied; a value of None takes a setting or group out."""
+    changed = _copied(tree)
     for name, value in fix.items():
-        group, dot, leaf = name.partition(".")
-        if dot and not isinstance(changed.get(group), dict):
-            changed[group] = {}
-        place, key = (changed[group], leaf) if dot else (changed, group)
-        place.pop(key, None)
-        if name in GROUPS:
-            changed[name] = value or {}
-        elif value is not None:
-            place[key] = value
+        if value is None:
+            take_out_(changed, name)
+        else:
+            put_(changed, name, value)
     return changed
+
+
+def _copied(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _copied(value) if isinstance(value, Mapping) else value for name, value in tree.items()}
+
+
+def values_of(tree: Mapping[str, Any]) -> Callable[[str], Any]:
+    """The value of any setting by dotted name, in a plain tree: what is set, or else the default."""
+    complete = RunConfig.complete(tree)
+
+    def value_of(name: str) -> Any:
+        value = look_up(complete, name)
+        return FIELDS[name].default if value is None else value
+
+    return value_of
 
 
 def draft_of(tree: Mapping[str, Any], malformed: set[str], world_size: int | None) -> Draft:
     """The draft of a plain tree: what is set and not ``malformed``, the preset's fields, and all defaults."""
-    tree = RunConfig.complete(tree)
     values: dict[str, Any] = {}
     given: set[str] = set()
-    for group, settings in GROUPS.items():
-        fields = tree.get(group)
-        fields = settings.complete(fields) if isinstance(fields, Mapping) else {}
+
+    def add(settings: type[SettingsGroup], fields: Mapping[str, Any]) -> None:
         known: dict[str, Any] = {}
         for name, field in settings.model_fields.items():
-            dotted = f"{group}.{name}"
-            if name in fields:
-                if dotted in malformed:
-                    continue
-                known[name] = fields[name]
-                given.add(dotted)
-            elif (value := _default(field, known)) is not None:
+            dotted = settings.name_of(name)
+            if (group := settings.nested_groups.get(name)) is not None:
+                nested = fields.get(name)
+                if nested is not None or not settings.is_optional(name):
+                    add(group, nested if isinstance(nested, Mapping) else {})
+            elif name in fields:
+                if dotted not in malformed:
+                    known[name] = fields[name]
+                    given.add(dotted)
+            elif (value := _default_beside(field, known)) is not None:
                 known[name] = value
-        values.update({f"{group}.{name}": value for name, value in known.items()})
-    for name in RunConfig.model_fields.keys() - GROUPS.keys() - malformed:
-        values[name] = tree.get(name, RunConfig.model_fields[name].default)
-        given.update({name} & tree.keys())
+        values.update({settings.name_of(name): value for name, value in known.items()})
+
+    add(RunConfig, RunConfig.complete(tree))
     return Draft(values, frozenset(given), world_size)
 
 
-def _default(field: FieldInfo, known: dict[str, Any]) -> Any:
+def _default_beside(field: FieldInfo, known: dict[str, Any]) -> Any:
     """The default of ``field`` beside the fields ``known`` so far; None if it has none, or follows an unknown one."""
     if isinstance(field.default_factory, Follows):
         try:

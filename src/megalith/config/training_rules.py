@@ -12,17 +12,18 @@ __all__ = [
     "evaluation_has_data",
     "experimental_features_are_switched_on",
     "loss_scale_starts_above_its_minimum",
+    "nesterov_needs_momentum",
     "overrides_change_something",
     "rates_fall_to_their_minimum",
     "schedule_stages_differ",
     "switched_on_features_are_used",
     "warmup_ends_before_decay",
-    "weight_decay_ramp_has_an_end",
     "wsd_decay_fits",
 ]
 
 _LR, _MIN_LR, _OVERRIDES = "optim.lr", "optim.min_lr", "optim.overrides"
-_WARMUP, _DECAY, _WSD_DECAY = "optim.warmup_steps", "optim.decay_steps", "optim.wsd_decay_steps"
+_WARMUP, _DECAY, _WSD_DECAY = "optim.warmup_steps", "optim.decay_steps", "optim.wsd.decay_steps"
+_FIRST_SCALE, _LEAST_SCALE = "precision.loss_scale.initial", "precision.loss_scale.minimum"
 _BATCHES, _UNIT = "train.batch_size_schedule", "train.batch_size_schedule_unit"
 
 
@@ -76,32 +77,22 @@ def warmup_ends_before_decay(run: Draft) -> Iterator[Violation]:
 
 
 def wsd_decay_fits(run: Draft) -> Iterator[Violation]:
-    """WSD needs wsd_decay_steps, and they lie between the end of warm-up and decay_steps."""
+    """WSD's decay lies between the end of warm-up and decay_steps."""
     if run["optim.schedule"] != "WSD":
         return
-    room = run[_DECAY] - run[_WARMUP]
-    given = run.get(_WSD_DECAY)
-    if room < 1 or (given is not None and given <= room):
+    room, given = run[_DECAY] - run[_WARMUP], run[_WSD_DECAY]
+    if room < 1 or given <= room:
         return  # for no room at all, warmup_ends_before_decay has spoken
-    if given is None:
-        message = f"{_WSD_DECAY} is missing: optim.schedule=WSD needs the length of its final decay"
-    else:
-        message = f"{_WSD_DECAY} ({given}) must be at most {_DECAY} - {_WARMUP} ({room})"
-    yield Violation(
-        "wsd_decay_fits",
-        _WSD_DECAY,
-        message,
-        ({_WSD_DECAY: max(room // 5, 1)}, {_WSD_DECAY: None, "optim.schedule": "cosine"}),
-    )
+    message = f"{_WSD_DECAY} ({given}) must be at most {_DECAY} - {_WARMUP} ({room})"
+    yield Violation("wsd_decay_fits", _WSD_DECAY, message, ({_WSD_DECAY: max(room // 5, 1)},))
 
 
-def weight_decay_ramp_has_an_end(run: Draft) -> Iterator[Violation]:
-    """weight_decay_schedule=linear or cosine needs end_weight_decay."""
-    style = run["optim.weight_decay_schedule"]
-    if style != "constant" and "optim.end_weight_decay" not in run.given:
-        message = f"optim.end_weight_decay is missing: optim.weight_decay_schedule={style} ends at it"
-        fixes = ({"optim.end_weight_decay": 2 * run["optim.weight_decay"] or 0.1},)
-        yield Violation("weight_decay_ramp_has_an_end", "optim.end_weight_decay", message, fixes)
+def nesterov_needs_momentum(run: Draft) -> Iterator[Violation]:
+    """nesterov needs momentum above 0, which it looks ahead by."""
+    if run["optim.sgd.nesterov"] and run["optim.sgd.momentum"] == 0:
+        message = "optim.sgd.nesterov=true needs optim.sgd.momentum above 0; got 0.0"
+        fixes = ({"optim.sgd.momentum": 0.9}, {"optim.sgd.nesterov": False})
+        yield Violation("nesterov_needs_momentum", "optim.sgd.nesterov", message, fixes)
 
 
 def schedule_stages_differ(run: Draft) -> Iterator[Violation]:
@@ -118,20 +109,19 @@ def schedule_stages_differ(run: Draft) -> Iterator[Violation]:
 
 
 def evaluation_has_data(run: Draft) -> Iterator[Violation]:
-    """eval_every needs data.valid."""
-    if (every := run.get("train.eval_every")) is not None and run.get("data.valid") is None:
-        message = f"train.eval_every ({every}) needs data.valid, which is not set"
-        fixes = ({"train.eval_every": None}, {"train.eval_every": None, "train.eval_samples": None})
-        yield Violation("evaluation_has_data", "train.eval_every", message, fixes)
+    """train.evaluation needs data.valid."""
+    if "train.evaluation.every" in run.given and run.get("data.valid") is None:
+        message = "train.evaluation needs data.valid, which is not set"
+        yield Violation("evaluation_has_data", "train.evaluation", message, ({"train.evaluation": None},))
 
 
 def loss_scale_starts_above_its_minimum(run: Draft) -> Iterator[Violation]:
-    """min_loss_scale is at most initial_loss_scale."""
-    least, first = run["precision.min_loss_scale"], run["precision.initial_loss_scale"]
+    """The minimum of a loss scale is at most its initial value."""
+    least, first = run[_LEAST_SCALE], run[_FIRST_SCALE]
     if run["precision.dtype"] == "float16" and least > first:
-        message = f"precision.min_loss_scale ({least}) must be at most precision.initial_loss_scale ({first})"
-        fixes = ({"precision.min_loss_scale": first}, {"precision.initial_loss_scale": least})
-        yield Violation("loss_scale_starts_above_its_minimum", "precision.min_loss_scale", message, fixes)
+        message = f"{_LEAST_SCALE} ({least}) must be at most {_FIRST_SCALE} ({first})"
+        fixes = ({_LEAST_SCALE: first}, {_FIRST_SCALE: least})
+        yield Violation("loss_scale_starts_above_its_minimum", _LEAST_SCALE, message, fixes)
 
 
 def experimental_features_are_switched_on(run: Draft) -> Iterator[Violation]:

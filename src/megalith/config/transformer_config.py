@@ -1,23 +1,33 @@
 """The shape of a transformer, and how its weights start."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from megalith.config.draft import Draft, round_up
+from megalith.config.draft import round_up
 from megalith.config.recipes import known_preset, preset_names, read_preset
 from megalith.config.relevance import has_effect
 from megalith.config.rules import MODEL_RULES, broken
-from megalith.config.settings_group import Follows, SettingsGroup
+from megalith.config.settings_group import Follows, SettingsGroup, draft_of_group, value_in
 
-__all__ = ["TransformerConfig"]
+__all__ = ["RopeConfig", "TransformerConfig"]
 
 
 def _usual_ffn_hidden_size(shape: Mapping[str, Any]) -> int:
     """4 x hidden for two matrices; for the three of swiglu as many parameters, rounded up to a multiple of 64."""
     hidden: int = shape["hidden_size"]
     return round_up(-(-8 * hidden // 3), 64) if shape["activation"] == "swiglu" else 4 * hidden
+
+
+class RopeConfig(SettingsGroup):
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with position_embedding_type=rope."""
+
+    dotted_name: ClassVar[str] = "model.rope"
+
+    base: float = Field(
+        default=10000.0, gt=1, description="[ratio] b: of D features, pair i is rotated by b^(-2i/D) radians a token"
+    )
 
 
 class TransformerConfig(SettingsGroup):
@@ -27,6 +37,8 @@ class TransformerConfig(SettingsGroup):
     construction every size is a number, worked out where it was left out, but for ``vocab_size``, which may wait for
     the tokenizer, and ``max_position_embeddings`` under rope.
     """
+
+    dotted_name: ClassVar[str] = "model"
 
     preset: Annotated[str, AfterValidator(known_preset)] | None = Field(
         default=None,
@@ -62,9 +74,7 @@ class TransformerConfig(SettingsGroup):
     position_embedding_type: Literal["rope", "learned_absolute"] = Field(
         default="rope", description="rotated queries and keys, or a table of learned vectors"
     )
-    rotary_base: float = Field(
-        default=10000.0, gt=1, description="[ratio] b of rope: of D features, pair i turns by b^(-2i/D) a token"
-    )
+    rope: RopeConfig | None = Field(default=None, description="rotary position embedding")
     max_position_embeddings: int | None = Field(
         default=None, ge=1, description="[tokens] rows of the table of learned positions; null: data.seq_length"
     )
@@ -79,23 +89,26 @@ class TransformerConfig(SettingsGroup):
     init_method_std: float = Field(default=0.02, gt=0, description="[standard deviation] of the initial weights")
 
     @classmethod
-    def complete(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        given = super().complete(fields)
+    def filled_in(cls, given: dict[str, Any]) -> dict[str, Any]:
         if given.get("preset") not in preset_names():
             return given
-        merged = read_preset(given["preset"]) | given
-
-        def value_of(name: str) -> Any:
-            field = name.removeprefix("model.")
-            return merged.get(field, cls.model_fields[field].default)
-
+        preset = read_preset(given["preset"])
+        value_of = value_in(cls, preset | given)
         # what the preset says of rope is dropped with rope; what the user says is kept, and refused
-        return {name: value for name, value in merged.items() if name in given or has_effect(f"model.{name}", value_of)}
+        of_preset = {name: value for name, value in preset.items() if has_effect(cls.name_of(name), value_of)}
+        return _merged(of_preset, given)
 
     @model_validator(mode="after")
     def _keeps_the_rules(self) -> Self:
-        values = {f"model.{name}": value for name, value in self.__dict__.items()}
-        given = frozenset(f"model.{name}" for name in self.model_fields_set)
-        if found := broken(Draft(values, given), MODEL_RULES):
+        if found := broken(draft_of_group(self), MODEL_RULES):
             raise ValueError("; ".join(violation.message for violation in found))
         return self
+
+
+def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, group by group; ``over`` stands where both set a field."""
+    merged = {**under, **over}
+    for name in under.keys() & over.keys():
+        if isinstance(under[name], Mapping) and isinstance(over[name], Mapping):
+            merged[name] = _merged(under[name], over[name])
+    return merged

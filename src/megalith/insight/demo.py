@@ -108,8 +108,8 @@ def _overrides(folder: Path, train: str, valid: str, show: Callable[[str], None]
         f"train.micro_batch_size={_BATCH // _RANKS}",
         f"optim.decay_steps={_STEPS}",
         "train.log_every=25",
-        "train.eval_every=50",
-        "train.eval_samples=64",
+        "train.evaluation.every=50",
+        "train.evaluation.samples=64",
         f"run={folder}",
     ]
     shape = load_run(_RECIPE, overrides).model

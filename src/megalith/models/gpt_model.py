@@ -186,8 +186,8 @@ class GPTModel(ModelModule):
         given: DropoutKey | None,
     ) -> LayerContext:
         rotary = None
-        if self.config.position_embedding_type == "rope":
-            rotary = rotary_table(position_ids, self.config.kv_channels, self.config.rotary_base, self.options.dtype)
+        if self.config.rope is not None:
+            rotary = rotary_table(position_ids, self.config.kv_channels, self.config.rope.base, self.options.dtype)
         key = self._dropout_key(tokens, given) if self.training else None
         sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
         hidden_key = None if key is None else sequence_parallel_key(key, sequence_group)

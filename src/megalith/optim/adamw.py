@@ -13,7 +13,8 @@ def build_adamw(parameters: NamedParameters, config: OptimConfig) -> Optimizer:
     """AdamW in groups that a scheduler drives; state ``exp_avg`` and ``exp_avg_sq``. Raises as parameter_groups."""
     named = dict(parameters)
     groups = parameter_groups(named.items(), config.overrides)
-    settings = config
+    settings = config.adamw
+    assert settings is not None, "optim.name says adamw"
     optimizer = torch.optim.AdamW(
         groups, lr=config.lr, betas=settings.betas, eps=settings.eps, weight_decay=0.0, fused=True
     )

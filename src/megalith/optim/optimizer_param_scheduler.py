@@ -228,6 +228,7 @@ class OptimizerParamScheduler:
     @classmethod
     def from_config(cls, optimizer: HasParamGroups, config: OptimConfig, steps: int) -> Self:
         """The scheduler of a run of ``steps`` steps; on resuming, the run's settings stand."""
+        ramp, wsd = config.weight_decay_ramp, config.wsd
         return cls(
             optimizer,
             init_lr=0.0,
@@ -237,13 +238,13 @@ class OptimizerParamScheduler:
             lr_decay_steps=config.decay_steps,
             lr_decay_style=config.schedule,
             start_wd=config.weight_decay,
-            end_wd=config.end_weight_decay,
-            wd_incr_steps=0 if config.weight_decay_schedule == "constant" else steps,
-            wd_incr_style=config.weight_decay_schedule,
+            end_wd=config.weight_decay if ramp is None else ramp.end,
+            wd_incr_steps=0 if ramp is None else steps,
+            wd_incr_style="constant" if ramp is None else ramp.schedule,
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
-            wsd_decay_steps=config.wsd_decay_steps,
-            lr_wsd_decay_style=config.wsd_decay_style,
+            wsd_decay_steps=None if wsd is None else wsd.decay_steps,
+            lr_wsd_decay_style=None if wsd is None else wsd.decay_style,
         )
 
     @property

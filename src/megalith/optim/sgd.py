@@ -20,6 +20,7 @@ def build_sgd(parameters: NamedParameters, config: OptimConfig) -> Optimizer:
     named = dict(parameters)
     groups = parameter_groups(named.items(), config.overrides)
     settings = config.sgd
+    assert settings is not None, "optim.name says sgd"
     optimizer = torch.optim.SGD(
         groups, lr=config.lr, momentum=settings.momentum, nesterov=settings.nesterov, weight_decay=0.0
     )

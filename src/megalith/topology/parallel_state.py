@@ -38,7 +38,7 @@ __all__ = [
 # of each family's mesh, its dimensions from the slowest on, and the axes of the grid that each spans
 _MESH_AXES: dict[Family, dict[str, str]] = {
     "dense": {"dp_replicate": "dp_replicate", "dp_shard": "dp_shard-cp", "tp": "tp"},
-    "expert": {"edp_shard": "edp", "ep": "ep", "etp": "etp"},
+    "expert": {"edp_replicate": "edp_replicate", "edp_shard": "edp_shard", "ep": "ep", "etp": "etp"},
 }
 
 

@@ -1,31 +1,37 @@
 """Which rank sits where: one world factorised along named axes, in two ways, in pure Python.
 
-    dense    tp, cp, dp = dp_replicate x dp_shard, pp    weights that every token passes
-    expert   etp, ep, edp, pp                            experts: the same ranks, cut another way
+    dense    tp, cp, dp = dp_replicate x dp_shard, pp       weights that every token passes
+    expert   etp, ep, edp = edp_replicate x edp_shard, pp   experts: the same ranks, cut another way
 
 The leftmost axis of the order varies fastest: rank = sum of coordinate * stride, where the stride of an axis is the
 product of the sizes to its left. In the order string tp stands for etp too, and dp for dp_shard (faster), dp_replicate,
-and edp; the dense factorisation passes over ep, and the expert one over cp. The convention is Megatron's.
+edp_shard (faster) and edp_replicate; the dense factorisation passes over ep, and the expert one over cp. The convention
+is Megatron's. The sizes are those of ``config.layout``.
 """
 
 from collections.abc import Mapping
 from itertools import product
 from math import prod
+from typing import Self
 
+from megalith.config.layout import Layout
 from megalith.errors import TopologyError
 
 __all__ = ["RankGrid"]
 
 # what each token of the order stands for, fastest axis first
 _DENSE = {"tp": ("tp",), "cp": ("cp",), "ep": (), "dp": ("dp_shard", "dp_replicate"), "pp": ("pp",)}
-_EXPERT = {"tp": ("etp",), "cp": (), "ep": ("ep",), "dp": ("edp",), "pp": ("pp",)}
+_EXPERT = {"tp": ("etp",), "cp": (), "ep": ("ep",), "dp": ("edp_shard", "edp_replicate"), "pp": ("pp",)}
+# an axis by the name of both its parts together
+_JOINED = {"dp": _DENSE["dp"], "edp": _EXPERT["dp"]}
 
 
 class RankGrid:
     """The coordinates of every rank of a world, and the groups of ranks along any axes.
 
     Axes are named alone or joined by hyphens, in any sequence: "tp", "dp-cp", "etp-ep". They are those of one
-    factorisation: tp, cp, dp (or its parts dp_replicate and dp_shard) and pp, or etp, ep, edp and pp.
+    factorisation: tp, cp, dp (or its parts dp_replicate and dp_shard) and pp, or etp, ep, edp (or its parts
+    edp_replicate and edp_shard) and pp.
 
     Args:
         world_size: number of ranks.
@@ -51,28 +57,42 @@ class RankGrid:
         expert_tensor: int | None = None,
         order: str = "tp-cp-ep-dp-pp",
     ) -> None:
-        given = {} if expert_tensor is None else {"expert_tensor": expert_tensor}
-        dense = {"tensor": tensor, "context": context, "pipeline": pipeline, "replicate": replicate}
-        _check_sizes({"world_size": world_size, **dense, "expert": expert, **given}, shard)
-        expert_tensor = tensor if expert_tensor is None else expert_tensor
-        experts = {"expert_tensor": expert_tensor, "expert": expert, "pipeline": pipeline}
-        left = _what_is_left(world_size, dense)
-        if shard not in (-1, left):
-            raise TopologyError(
-                f"{_written({**dense, 'shard': shard})} must be world_size ({world_size}); "
-                f"use shard={left}, or -1 for what is left"
-            )
-        sizes = {"tp": tensor, "cp": context, "pp": pipeline, "dp_replicate": replicate, "dp_shard": left}
-        sizes |= {"etp": expert_tensor, "ep": expert, "edp": _what_is_left(world_size, experts)}
+        layout = Layout.resolve(
+            world_size,
+            tensor=tensor,
+            context=context,
+            pipeline=pipeline,
+            replicate=replicate,
+            shard=shard,
+            expert=expert,
+            expert_tensor=expert_tensor,
+        )
+        sizes = _sizes(layout)
         tokens = _parse_order(order, sizes)
-        self.world_size = world_size
+        self.world_size = layout.world_size
+        self.layout = layout
         self._sizes = sizes
         self._factorisations = [_strides(table, tokens, sizes) for table in (_DENSE, _EXPERT)]
-        if pipeline > 1 and len({strides["pp"] for strides in self._factorisations}) > 1:
+        if layout.pipeline > 1 and len({strides["pp"] for strides in self._factorisations}) > 1:
             raise TopologyError(
                 f"the stages of a pipeline must hold the same ranks for dense and expert weights; with order {order!r} "
                 f"and sizes {sizes} they do not; put pp last in the order"
             )
+
+    @classmethod
+    def of(cls, layout: Layout, *, order: str = "tp-cp-ep-dp-pp") -> Self:
+        """The grid of ``layout``. Raises TopologyError for a wrong ``order``."""
+        return cls(
+            layout.world_size,
+            tensor=layout.tensor,
+            context=layout.context,
+            pipeline=layout.pipeline,
+            replicate=layout.replicate,
+            shard=layout.shard,
+            expert=layout.expert,
+            expert_tensor=layout.expert_tensor,
+            order=order,
+        )
 
     def size(self, axes: str) -> int:
         """How many ranks a group along ``axes`` has."""
@@ -80,9 +100,9 @@ class RankGrid:
         return prod(self._sizes[name] for name in names)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where ``rank`` sits on every axis of both factorisations; dp counts over dp_replicate and dp_shard."""
+        """Where ``rank`` sits on every axis of both factorisations; dp and edp count over both their parts."""
         single = [name for strides in self._factorisations for name in strides]
-        return {name: self.position(name, rank) for name in ("dp", *single)}
+        return {name: self.position(name, rank) for name in (*_JOINED, *single)}
 
     def groups(self, axes: str) -> list[list[int]]:
         """The groups of ranks that differ along ``axes`` only: each ascending, together all ranks, by first rank."""
@@ -112,13 +132,13 @@ class RankGrid:
 
     def _resolve(self, axes: str) -> tuple[Mapping[str, int], list[str]]:
         """The strides of the factorisation that has ``axes``, and the single axes meant, fastest first."""
-        wanted = {name for axis in axes.split("-") for name in (_DENSE["dp"] if axis == "dp" else (axis,))}
+        wanted = {name for axis in axes.split("-") for name in _JOINED.get(axis, (axis,))}
         for strides in self._factorisations:
             if wanted <= strides.keys():
                 return strides, [name for name in strides if name in wanted]
         raise TopologyError(
-            f"axes must be of one factorisation, of {', '.join(_axes(_DENSE))} (or dp, for both its parts) or of "
-            f"{', '.join(_axes(_EXPERT))}, joined by hyphens; got {axes!r}"
+            f"axes must be of one factorisation, of {', '.join(_axes(_DENSE))} (or dp) or of "
+            f"{', '.join(_axes(_EXPERT))} (or edp), joined by hyphens; got {axes!r}"
         )
 
     def _coordinate(self, name: str, strides: Mapping[str, int], rank: int) -> int:
@@ -134,32 +154,19 @@ class RankGrid:
             raise TopologyError(f"a rank of this world must be in [0, {self.world_size}); got {rank}")
 
 
-def _check_sizes(sizes: Mapping[str, object], shard: object) -> None:
-    """Refuses all wrong sizes at once. A bool is no size, though Python counts it among the integers."""
-    wrong = {name: size for name, size in sizes.items() if type(size) is not int or size < 1}
-    if type(shard) is not int or (shard < 1 and shard != -1):
-        wrong["shard"] = shard
-    if wrong:
-        raise TopologyError(
-            f"sizes must be positive integers (shard may be -1, which takes what is left); got "
-            f"{', '.join(f'{name}={size!r}' for name, size in wrong.items())}; use 1 for an axis that is not wanted"
-        )
-
-
-def _what_is_left(world_size: int, sizes: Mapping[str, int]) -> int:
-    """The size of the last axis of a factorisation, from the others'."""
-    taken = prod(sizes.values())
-    if world_size % taken:
-        raise TopologyError(
-            f"{_written(sizes)} must divide world_size ({world_size}); "
-            f"use sizes whose product does, or a multiple of {taken} ranks"
-        )
-    return world_size // taken
-
-
-def _written(sizes: Mapping[str, int]) -> str:
-    """For instance "tensor (2) x pipeline (3) = 6"."""
-    return f"{' x '.join(f'{name} ({size})' for name, size in sizes.items())} = {prod(sizes.values())}"
+def _sizes(layout: Layout) -> dict[str, int]:
+    """The size of every single axis."""
+    return {
+        "tp": layout.tensor,
+        "cp": layout.context,
+        "pp": layout.pipeline,
+        "dp_replicate": layout.replicate,
+        "dp_shard": layout.shard,
+        "etp": layout.expert_tensor,
+        "ep": layout.expert,
+        "edp_replicate": layout.edp_replicate,
+        "edp_shard": layout.edp_shard,
+    }
 
 
 def _parse_order(order: str, sizes: Mapping[str, int]) -> list[str]:

@@ -79,17 +79,17 @@ class Metrics(Callback):
 
 
 class HeldOutLoss(Callback):
-    """Evaluates on ``data.valid`` every ``train.eval_every`` steps, and after the last."""
+    """Evaluates on ``data.valid`` every ``train.evaluation.every`` steps, and after the last."""
 
     def __init__(self, run: Run, metrics: Metrics) -> None:
         self.metrics = metrics
         self.every: int | None = None
         self.max_samples: int | None = None
         self.dataset: SizedSamples[Any] | None = None
-        data, train = run.config.data, run.config.train
-        # read only where they count: without data.valid, setting them is an error
+        data, evaluation = run.config.data, run.config.train.evaluation
+        if evaluation is not None:
+            self.every, self.max_samples = evaluation.every, evaluation.samples
         if data.valid is not None:
-            self.every, self.max_samples = train.eval_every, train.eval_samples
             self.dataset = run.task.evaluation_dataset(data.valid)
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:

@@ -13,8 +13,8 @@ def describe(config: RunConfig, world_size: int) -> str:
     """Several lines for a person: the resolved settings, then what they mean."""
     task = task_of(config)
     flops = task.flops_per_sample / task.tokens_per_sample
-    parallel, tensor = config.parallel, config.parallel.tensor
-    shard = parallel.shard if parallel.shard > 0 else world_size // (tensor * parallel.replicate)
+    layout = config.parallel.layout(world_size)
+    tensor, replicate, shard = layout.tensor, layout.replicate, layout.shard
     # weights, gradients and two moments, each in the master dtype; activations come on top
     state_bytes = 4 * _MASTER_BYTES[config.precision.dtype] * task.num_parameters
     tokens = config.train.global_batch_size * task.tokens_per_sample
@@ -23,7 +23,7 @@ def describe(config: RunConfig, world_size: int) -> str:
             dump_yaml(config).rstrip(),
             "",
             f"parameters            {task.num_parameters:,}",
-            f"ranks                 {world_size} = tensor {tensor} x replicate {parallel.replicate} x shard {shard}",
+            f"ranks                 {world_size} = tensor {tensor} x replicate {replicate} x shard {shard}",
             f"state on each rank    about {quantity(state_bytes / (tensor * shard))}B of {quantity(state_bytes)}B",
             f"tokens in a step      {tokens:,}, in all {tokens * config.train.steps:,}",
             f"operations per token  {quantity(flops)}",

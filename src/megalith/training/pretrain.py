@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megalith.config import RunConfig, dump_yaml, unread
-from megalith.errors import ConfigError
+from megalith.config import RunConfig, dump_yaml
 from megalith.observe.machine import describe_machine
 from megalith.resilience.stop_request import StopRequest
 from megalith.storage.atomic import write_json_atomic, write_text_atomic
@@ -47,7 +46,6 @@ def pretrain(
         with together():
             metrics = Metrics(run, show, show_progress)
             callbacks = [metrics, HeldOutLoss(run, metrics), Checkpoints(run)]
-            _refuse_unread(config)
             if dist.get_rank() == 0:
                 write_text_atomic(run.folder / "config.yaml", dump_yaml(config))
                 about = {"parameters": run.task.num_parameters, "dtype": config.precision.dtype}
@@ -66,14 +64,6 @@ def _locked(folder: Path) -> Iterator[None]:
             if dist.get_rank() == 0:
                 held.enter_context(RunLock(folder))
         yield
-
-
-def _refuse_unread(config: RunConfig) -> None:
-    """What was set and nothing has read has no effect: all that reads settings is built by now."""
-    if fields := unread(config):
-        raise ConfigError(
-            f"set, but with no effect in this run: {', '.join(fields)}; remove them, or set what would make them count"
-        )
 
 
 def _say_nothing(line: str) -> None:

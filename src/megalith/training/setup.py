@@ -95,9 +95,8 @@ def set_determinism(deterministic: bool) -> None:
 
 
 def _pg_collection(config: RunConfig, device: torch.device) -> ProcessGroupCollection:
-    parallel = config.parallel
-    grid = RankGrid(dist.get_world_size(), tensor=parallel.tensor, replicate=parallel.replicate, shard=parallel.shard)
-    return ParallelState(grid, device_type=device.type).collection()
+    layout = config.parallel.layout(dist.get_world_size())
+    return ParallelState(RankGrid.of(layout), device_type=device.type).collection()
 
 
 def _build_model(config: RunConfig, task: AnyTask, options: BuildOptions, device: torch.device) -> ModelModule:
@@ -123,9 +122,7 @@ def _build_model(config: RunConfig, task: AnyTask, options: BuildOptions, device
 
 
 def _loss_scale(config: RunConfig) -> DynamicLossScale | None:
-    precision = config.precision
-    if precision.dtype != "float16":
+    scale = config.precision.loss_scale
+    if scale is None:
         return None
-    return DynamicLossScale(
-        precision.initial_loss_scale, precision.loss_scale_window, precision.hysteresis, precision.min_loss_scale
-    )
+    return DynamicLossScale(scale.initial, scale.window, scale.hysteresis, scale.minimum)

@@ -60,7 +60,7 @@ def test_a_config_of_transformers_4_reads_as_one_of_5():
     old = {name: value for name, value in new.items() if name != "rope_parameters"}
     old |= {"rope_theta": 5e5, "rope_scaling": None, "torch_dtype": "float32"}
     assert llama.config_from_hf(old) == llama.config_from_hf(new)
-    assert llama.config_from_hf(old).rotary_base == 5e5
+    assert llama.config_from_hf(old).rope.base == 5e5
 
 
 @pytest.mark.parametrize(

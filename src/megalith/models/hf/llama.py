@@ -49,7 +49,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
         normalization="RMSNorm",
         layernorm_epsilon=fields.get("rms_norm_eps", 1e-6),
         position_embedding_type="rope",
-        rotary_base=_rotary_base(fields),
+        rope={"base": _rotary_base(fields)},
         activation="swiglu",
         add_bias_linear=attention_bias,
         tie_word_embeddings=fields.get("tie_word_embeddings", False),
@@ -67,6 +67,7 @@ def config_to_hf(
     beside it (as ``"bfloat16"``). Raises ConfigError if ``config`` is no Llama.
     """
     _require_llama(config)
+    assert config.rope is not None, "a Llama has rotary positions"
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -81,8 +82,8 @@ def config_to_hf(
         "max_position_embeddings": max_position_embeddings,
         "initializer_range": config.init_method_std,
         "rms_norm_eps": config.layernorm_epsilon,
-        "rope_theta": config.rotary_base,  # transformers 4 reads this, transformers 5 the next
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
+        "rope_theta": config.rope.base,  # transformers 4 reads this, transformers 5 the next
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.base},
         "attention_bias": config.add_bias_linear,
         "mlp_bias": config.add_bias_linear,
         "attention_dropout": config.attention_dropout,

@@ -1,0 +1,20 @@
+"""dry_run: what a run would do, in numbers worked out by hand."""
+
+import re
+
+from megalith.config import load_run
+from megalith.training.dry_run import describe
+from tests.tiny_run import settings
+
+
+def test_the_layout_and_the_state_of_a_rank_are_those_of_the_world(tmp_path):
+    tree = settings(tmp_path, parallel={"tensor": 2, "replicate": 2}, precision={"dtype": "float32"})
+    text = describe(load_run(tree, world_size=8), 8)
+    assert re.search(r"ranks +8 = tensor 2 x replicate 2 x shard 2\n", text)
+    # embedding and head 2 x 61 x 32; each of 2 layers: qkv 32 x (32 + 2 x 16), out 32 x 32, mlp 3 x 32 x 48, 2 norms;
+    # a last norm
+    num_parameters = 2 * 61 * 32 + 2 * (32 * 64 + 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32
+    assert re.search(rf"parameters +{num_parameters:,}\n", text)
+    # weights, gradients and two moments of 4 bytes, over 2 x 2 ranks
+    assert 16 * num_parameters == 310_784
+    assert re.search(r"state on each rank +about 77.7kB of 311kB\n", text)
