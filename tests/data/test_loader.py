@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from megalith.data.gpt_dataset import GPTDataset, GPTSample
+from megalith.data.gpt_dataset import GPTDataset, GPTSample, stack_samples
 from megalith.data.indexed_dataset import IndexedDatasetBuilder
 from megalith.data.loader import StepLoader
 
@@ -23,7 +23,7 @@ def dataset(tmp_path):
 def test_all_ranks_together_read_the_samples_of_the_step(dataset, dp_size, micro_batch):
     rows = {}
     for rank in range(dp_size):
-        for batch in StepLoader(dataset, rank, dp_size).batch(24, 8, micro_batch):
+        for batch in StepLoader(dataset, stack_samples, rank, dp_size).batch(24, 8, micro_batch):
             assert {array.shape for name, array in vars(batch).items() if name != "row_ids"} == {(micro_batch, 8)}
             dtypes = [array.dtype for array in vars(batch).values()]
             assert dtypes == [np.int64, np.int64, np.bool_, np.int32, np.int64]
@@ -45,7 +45,7 @@ def same(one, other):
 
 
 def test_what_was_read_ahead_is_what_would_be_read(dataset):
-    loader, plain = StepLoader(dataset, 0, 2), StepLoader(dataset, 0, 2)
+    loader, plain = StepLoader(dataset, stack_samples, 0, 2), StepLoader(dataset, stack_samples, 0, 2)
     loader.prefetch(8, 8, 2)
     assert same(loader.batch(8, 8, 2), plain.batch(8, 8, 2))
     loader.prefetch(16, 8, 2)
@@ -69,7 +69,7 @@ class Watched:
 
 def test_reading_is_the_work_of_a_thread_and_its_errors_are_the_callers():
     watched = Watched()
-    loader = StepLoader(watched, 0, 1)
+    loader = StepLoader(watched, stack_samples, 0, 1)
     loader.prefetch(98, 2, 1)
     assert [batch.tokens[0, 0] for batch in loader.batch(98, 2, 1)] == [98, 99]
     loader.prefetch(100, 2, 1)

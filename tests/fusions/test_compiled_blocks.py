@@ -10,7 +10,7 @@ from megalith import fusions
 from megalith.fusions.paths import compiled_blocks
 from megalith.fusions.paths.compiled_blocks import compiled_by_blocks
 from megalith.fusions.paths.compiler import why_not_compile
-from megalith.numerics.dropout import DropoutKey
+from megalith.numerics.dropout import Dropout, DropoutKey
 
 pytestmark = pytest.mark.skipif(bool(why_not_compile()), reason=f"{why_not_compile()}")
 
@@ -62,9 +62,9 @@ def test_other_lengths_steps_and_layers_compile_nothing_again():
 
     def layer(T: int, site: int, step: int) -> None:
         x, residual = torch.randn(T, 8, requires_grad=True), torch.randn(T, 8)
-        key = DropoutKey(seed=1, step=step, tokens=torch.arange(T), site=site)
-        y, h = fusions.fused_add_norm(x, residual, weight, normalization="RMSNorm", p=0.5, key=key, backend="compile")
-        want = fusions.fused_add_norm(x, residual, weight, normalization="RMSNorm", p=0.5, key=key, backend="reference")
+        drop = Dropout(0.5, DropoutKey(seed=1, step=step, tokens=torch.arange(T), site=site))
+        y, h = fusions.fused_add_norm(x, residual, weight, normalization="RMSNorm", dropout=drop, backend="compile")
+        want = fusions.fused_add_norm(x, residual, weight, normalization="RMSNorm", dropout=drop, backend="reference")
         torch.testing.assert_close((y, h), want)
         (y.sum() + h.sum()).backward()
         q, _ = fusions.fused_rope(torch.randn(T, 1, 2, 8), None, torch.ones(T, 4), torch.zeros(T, 4), backend="compile")

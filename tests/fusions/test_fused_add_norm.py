@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions import bias_dropout_add_fused_train, fused_add_norm, fused_layer_norm, fused_rms_norm
-from megalith.numerics.dropout import DropoutKey, keep_mask
+from megalith.numerics.dropout import Dropout, DropoutKey, keep_mask
 from tests.accuracy import assert_accurate
 from tests.fusions.cases.norms import CASES
 from tests.fusions.observe import operator_calls
@@ -42,7 +42,7 @@ def test_values_worked_out_by_hand(path, device):
 def test_it_is_an_addition_and_then_a_norm_bit_for_bit(normalization, dtype, path, device):
     x, residual = rows(4, 200, device, dtype)
     weight, input_bias = (torch.randn(200, device=device) for _ in range(2))
-    options = {"p": 0.3, "key": key(4, device), "input_bias": input_bias, "backend": path}
+    options = {"dropout": Dropout(0.3, key(4, device)), "input_bias": input_bias, "backend": path}
     y, h = fused_add_norm(x, residual, weight, normalization=normalization, **options)
     want = bias_dropout_add_fused_train((x, input_bias), residual, 0.3, key=key(4, device), backend="reference")
     norm = fused_layer_norm if normalization == "LayerNorm" else fused_rms_norm
@@ -53,7 +53,7 @@ def test_it_is_an_addition_and_then_a_norm_bit_for_bit(normalization, dtype, pat
 @pytest.mark.parametrize("path", PATHS)
 def test_the_mask_is_the_documented_one_and_backward_uses_it_again(path, device):
     x, residual = rows(5, 130, device)
-    y, h = fused_add_norm(x, residual, normalization="RMSNorm", p=0.4, key=key(5, device), backend=path)
+    y, h = fused_add_norm(x, residual, normalization="RMSNorm", dropout=Dropout(0.4, key(5, device)), backend=path)
     kept = keep_mask(key(5, device), 0.4, 130)
     assert torch.equal(h == residual, ~kept)
     dx, dresidual = torch.autograd.grad(y.sum() + h.sum(), (x, residual))
@@ -67,17 +67,18 @@ def test_a_mask_without_a_key_repeats_with_torchs_generator(path, device):
     drawn = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        drawn.append(fused_add_norm(x, residual, normalization="RMSNorm", p=0.5, backend=path)[1])
+        drawn.append(fused_add_norm(x, residual, normalization="RMSNorm", dropout=Dropout(0.5), backend=path)[1])
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_nothing_is_dropped_outside_of_training(path, device):
+@pytest.mark.parametrize("dropout", [None, Dropout(0.0)], ids=str)
+def test_nothing_is_dropped_without_dropout_or_a_share_of_it(dropout, path, device):
     x, residual = rows(4, 64, device)
-    given = {"normalization": "LayerNorm", "backend": path}
-    got = fused_add_norm(x, residual, p=0.5, training=False, **given)
-    assert all(map(torch.equal, got, fused_add_norm(x, residual, **given)))
+    y, h = fused_add_norm(x, residual, normalization="LayerNorm", dropout=dropout, backend=path)
+    assert torch.equal(h, residual + x)
+    assert torch.equal(y, fused_layer_norm(h, backend=path))
 
 
 @pytest.mark.parametrize("path", ["triton", "blocked"])
@@ -150,16 +151,21 @@ def test_what_backward_reads_is_the_next_residual_itself(device):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"p": 1.0}, ConfigError, r"p must be in \[0, 1\).*got 1.0"),
         ({"normalization": "L2Norm"}, ConfigError, "must be 'LayerNorm' or 'RMSNorm'; got 'L2Norm'"),
         ({"bias": torch.ones(3)}, ConfigError, "RMSNorm has no bias"),
         ({"residual": torch.ones(3, 3)}, ShapeError, r"residual must be \[2, 3\], as x; got \[3, 3\]"),
         ({"input_bias": torch.ones(2)}, ShapeError, r"input_bias must be \[3\]"),
         ({"residual": torch.ones(2, 3, device="meta")}, ShapeError, "on one device"),
         ({"residual": torch.ones(2, 3).int()}, ShapeError, "residual must be float16"),
-        ({"p": 0.1, "key": DropoutKey(0, 0, torch.arange(3))}, ShapeError, "one token id for each row"),
+        ({"dropout": Dropout(0.1, DropoutKey(0, 0, torch.arange(3)))}, ShapeError, "one token id for each row"),
     ],
 )
 def test_what_does_not_fit_is_refused(given, error, message):
     with pytest.raises(error, match=message):
         fused_add_norm(**{"x": torch.ones(2, 3), "residual": torch.ones(2, 3), "normalization": "RMSNorm"} | given)
+
+
+@pytest.mark.parametrize("p", [1.0, -0.1, float("nan")])
+def test_a_share_of_dropout_that_is_none_is_refused(p):
+    with pytest.raises(ConfigError, match=rf"p must be in \[0, 1\), the share of elements to drop; got {p}"):
+        Dropout(p)

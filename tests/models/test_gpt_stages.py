@@ -1,4 +1,4 @@
-"""gpt_model in stages: after each other they are the whole, bit for bit; what a stage is given, and which are refused."""
+"""gpt_model in stages: after each other they are the whole, bit for bit; what a stage is given, and refusals."""
 
 import itertools
 from typing import Any
@@ -11,27 +11,33 @@ from megalith.errors import ConfigError, ShapeError
 from megalith.models.gpt_model import GPTModel
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
+from megalith.parallel.build_options import BuildOptions
 from megalith.transformer.layer_spec import LayerSpec
 from megalith.transformer.stage import Stage
+from tests.parallel.groups import collection, whole
+from tests.rank_pool import ranks
 from tests.transformer.shapes import config, options
 
 B, S, V = 2, 8, 31
 EXACT = 1e-11
 DROPS = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+ONE_PROCESS = options()
 
 
 def tokens(seed: int = 1) -> Tensor:
     return torch.randint(V, (B, S), generator=torch.Generator().manual_seed(seed))
 
 
-def stages(cuts: list[int], shape: str = "llama", **changes: Any) -> list[GPTModel]:
+def stages(
+    cuts: list[int], shape: str = "llama", options: BuildOptions = ONE_PROCESS, **changes: Any
+) -> list[GPTModel]:
     """A model of four layers, cut before the layers ``cuts``."""
     borders = [0, *cuts, 4]
     parts = [
         Stage(first, last, has_embedding=first == 0, has_head=last == 4) for first, last in itertools.pairwise(borders)
     ]
     shapes = config(shape, num_layers=4, tie_word_embeddings=False, **changes)
-    return [GPTModel(shapes, options(), stage=part, seed=1) for part in parts]
+    return [GPTModel(shapes, options, stage=part, seed=1) for part in parts]
 
 
 def through(models: list[GPTModel], **inputs: Any) -> dict[str, Tensor]:
@@ -62,6 +68,21 @@ def test_stages_after_each_other_are_the_model(cuts, shape, labelled):
     assert got.keys() == want.keys()
     for name, value in want.items():
         assert torch.equal(got[name], value), name
+
+
+def on_this_rank() -> dict[str, Tensor]:
+    """Two stages, each split over tp, with hidden states [S/tp, B, H] in between."""
+    key = DropoutKey(3, 0, torch.arange(B * S).view(B, S))
+    build = options(pg_collection=collection(2), sequence_parallel=True)
+    found = through(stages([2], options=build, **DROPS), dropout_key=key)
+    return {name: whole(value) for name, value in found.items()}
+
+
+def test_split_over_tp_too_they_are_the_model():
+    key = DropoutKey(3, 0, torch.arange(B * S).view(B, S))
+    want = through(stages([], **DROPS), dropout_key=key)
+    for got in ranks(2, on_this_rank):
+        torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
 
 
 def test_stages_follow_the_caches_of_their_own_layers():

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from megalith.config import OptimConfig, ParamGroupOverride
 from megalith.errors import ConfigError
-from megalith.optim.optimizer import build_optimizer, optimizer_tensors, parameter_groups, set_num_updates_
-from megalith.parallel.parameters import DeclaringModule, initialize_parameters_
+from megalith.optim.build import build_optimizer
+from megalith.optim.optimizer import Optimizer, parameter_groups
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.parameters import DeclaringModule, declared_parameters, initialize_parameters_
 from megalith.parallel.sharding.fsdp import shard_model
 from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megalith.topology.process_groups_config import ProcessGroupCollection
@@ -24,10 +26,10 @@ DECAY = 0.3
 class Model(DeclaringModule):
     def __init__(self, groups: ProcessGroupCollection) -> None:
         super().__init__()
-        shared = {"bias": True, "std": 0.5, "dtype": torch.float64, "pg_collection": groups}
-        self.up = ColumnParallelLinear(H, F, **shared)
-        self.norm = nn.ModuleDict({"inner": ColumnParallelLinear(F, F, **shared | {"bias": False})})
-        self.down = RowParallelLinear(F, H, **shared)
+        options = BuildOptions(groups, torch.float64)
+        self.up = ColumnParallelLinear(H, F, options, bias=True, std=0.5)
+        self.norm = nn.ModuleDict({"inner": ColumnParallelLinear(F, F, options, bias=False, std=0.5)})
+        self.down = RowParallelLinear(F, H, options, bias=True, std=0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(x)))
@@ -41,6 +43,10 @@ def single() -> Model:
     model = Model(ProcessGroupCollection.single())
     initialize_parameters_(model, seed=1)
     return model
+
+
+def built_for(model: nn.Module) -> Optimizer:
+    return build_optimizer(((name, parameter) for name, parameter, _ in declared_parameters(model)), config())
 
 
 def settings_of(model: nn.Module, *overrides: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -113,12 +119,12 @@ def test_overrides_that_match_nothing_are_refused_all_at_once():
         settings_of(single(), {"match": "embed*", "max_lr": 1.0}, {"match": "bias", "max_lr": 1.0}, {"match": "*.bias"})
 
 
-def decay_as_the_scheduler_would(optimizer: torch.optim.Optimizer) -> None:
+def decay_as_the_scheduler_would(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         group["weight_decay"] = DECAY * group["wd_mult"]
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, steps: int = 4) -> None:
+def train(model: nn.Module, optimizer: Optimizer | torch.optim.Optimizer, x: Tensor, steps: int = 4) -> None:
     for _ in range(steps):
         model(x).square().sum().backward()
         optimizer.step()
@@ -150,7 +156,7 @@ def trained_by_torch() -> dict[str, Tensor]:
 
 def test_one_process_follows_torchs_adamw():
     model = single()
-    optimizer = build_optimizer(model, config())
+    optimizer = built_for(model)
     decay_as_the_scheduler_would(optimizer)
     train(model, optimizer, x_of())
     for name, want in trained_by_torch().items():
@@ -164,10 +170,10 @@ def trained_in_layout(tensor: int, replicate: int) -> tuple[dict[str, Tensor], d
     dtypes = {"compute_dtype": torch.float64, "param_dtype": torch.float64}
     shard_model(model, [], groups, reshard_after_forward=False, **dtypes)
     initialize_parameters_(model, seed=1)
-    optimizer = build_optimizer(model, config())
+    optimizer = built_for(model)
     decay_as_the_scheduler_would(optimizer)
     train(model, optimizer, x_of().chunk(groups.size("dp"))[groups.rank("dp")])
-    moments = {name: tuple(moment.to_local().shape) for name, moment in optimizer_tensors(model, optimizer).items()}
+    moments = {name: tuple(moment.to_local().shape) for name, moment in optimizer.tensors().items()}
     return {name: whole(parameter) for name, parameter in model.named_parameters()}, moments
 
 
@@ -184,25 +190,25 @@ def test_every_layout_follows_it_too_and_holds_moments_of_its_own_shards(num_ran
 
 def test_moments_are_named_after_their_parameters_and_there_from_the_start():
     model = single()
-    optimizer = build_optimizer(model, config())
-    tensors = optimizer_tensors(model, optimizer)
+    optimizer = built_for(model)
+    tensors = optimizer.tensors()
     names = [name for name, _ in model.named_parameters()]
     assert tensors.keys() == {f"optimizer.{m}.{n}" for m in ("exp_avg", "exp_avg_sq") for n in names}
     assert all((tensor == 0.0).all() for tensor in tensors.values())
     train(model, optimizer, x_of(), steps=1)
-    after = optimizer_tensors(model, optimizer)
+    after = optimizer.tensors()
     assert after["optimizer.exp_avg.up.weight"] is tensors["optimizer.exp_avg.up.weight"], "filled in place"
     assert (after["optimizer.exp_avg.up.weight"] != 0.0).any()
 
 
 def test_an_optimizer_goes_on_from_moments_and_a_number_of_updates():
     model, resumed = single(), single()
-    optimizer, other = build_optimizer(model, config()), build_optimizer(resumed, config())
+    optimizer, other = built_for(model), built_for(resumed)
     train(model, optimizer, x_of(), steps=2)
     resumed.load_state_dict(model.state_dict())
-    for name, moment in optimizer_tensors(resumed, other).items():
-        moment.copy_(optimizer_tensors(model, optimizer)[name])
-    set_num_updates_(other, 2)
+    for name, moment in other.tensors().items():
+        moment.copy_(optimizer.tensors()[name])
+    other.set_num_updates_(2)
     train(model, optimizer, x_of(), steps=2)
     train(resumed, other, x_of(), steps=2)
     for name, parameter in model.named_parameters():

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import megalith
 from megalith.errors import TopologyError
 from megalith.topology import parallel_state
 from megalith.topology.parallel_state import ParallelState, current_parallel_state, use
-from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.topology.process_groups_config import Axis, ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
 from tests.rank_pool import ranks
 
@@ -88,7 +89,7 @@ def test_several_states_live_in_one_process():
 
 
 def mesh_of(sizes: dict[str, int], order: str) -> tuple[tuple[str, ...], list]:
-    mesh = ParallelState(RankGrid(dist.get_world_size(), order=order, **sizes)).mesh()
+    mesh = ParallelState(RankGrid(dist.get_world_size(), order=order, **sizes)).mesh("dense")
     for name in mesh.mesh_dim_names:
         together = torch.tensor(dist.get_rank())
         dist.all_reduce(together, group=mesh[name].get_group())
@@ -119,7 +120,7 @@ class Column(nn.Module):
         if pg_collection.size("tp") > 1:
             part = whole.chunk(pg_collection.size("tp"))[pg_collection.rank("tp")].clone()
             shape = {"shape": whole.shape, "stride": whole.stride()}
-            whole = DTensor.from_local(part, pg_collection.tp_mesh, [Shard(0)], run_check=False, **shape)
+            whole = DTensor.from_local(part, pg_collection.weight_mesh("dense"), [Shard(0)], run_check=False, **shape)
         self.weight = nn.Parameter(whole)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ def train_on_the_mesh(sizes: dict[str, int]) -> str:
     alone = Column(whole.clone(), ProcessGroupCollection.single())
     pg_collection = state_of(**sizes).collection()
     model = Column(whole.clone(), pg_collection)
-    fully_shard(model, mesh=pg_collection.dp_mesh, shard_placement_fn=lambda parameter: Shard(1))
+    fully_shard(model, mesh=pg_collection.data_mesh("dense"), shard_placement_fn=lambda parameter: Shard(1))
     model.set_gradient_divide_factor(1.0)
     assert torch.equal(model.weight.full_tensor(), whole)
     for each, mine in ((alone, xs), (model, xs.chunk(pg_collection.size("dp"))[pg_collection.rank("dp")])):
@@ -167,17 +168,46 @@ def test_fsdp_and_dtensor_share_the_mesh(num_ranks, sizes, placed):
     assert ranks(num_ranks, train_on_the_mesh, sizes) == [placed] * num_ranks
 
 
-def collected() -> tuple[str, int, int]:
-    state = state_of(tensor=2)
+def collected(sizes: dict[str, int]) -> tuple[str, bool, dict[str, tuple[int, int]]]:
+    """What is shown of a collection, whether it speaks for its tokens, and (size, rank) along each axis."""
+    state = state_of(**sizes)
     pg_collection = state.collection()
     assert pg_collection == state.collection()
     assert pg_collection.tp is state.group("tp")
-    return repr(pg_collection), pg_collection.rank("tp"), pg_collection.rank("dp")
+    assert pg_collection.dp_cp is state.group("dp-cp")
+    along = {axis: (pg_collection.size(axis), pg_collection.rank(axis)) for axis in get_args(Axis)}
+    assert along == {axis: (state.size(name), state.rank(name)) for axis, name in ON_GRID.items()}
+    return repr(pg_collection), pg_collection.speaks_for_tokens, along
+
+
+ON_GRID = {axis: axis.replace("_", "-") for axis in get_args(Axis)}
 
 
 def test_a_collection_knows_sizes_and_ranks():
-    shown = "ProcessGroupCollection(tp=2, dp=2)"
-    assert ranks(4, collected) == [(shown, rank % 2, rank // 2) for rank in range(4)]
+    answers = ranks(4, collected, {"tensor": 2})
+    assert {shown for shown, _, _ in answers} == {"ProcessGroupCollection(tp=2, dp=2, etp=2, edp=2)"}
+    assert [(along["tp"], along["dp"]) for _, _, along in answers] == [
+        ((2, rank % 2), (2, rank // 2)) for rank in range(4)
+    ]
+    (shown, _, along), *_ = ranks(4, collected, {"context": 2, "expert": 2})
+    assert shown == "ProcessGroupCollection(cp=2, dp=2, ep=2, edp=2)"
+    assert along["dp_cp"] == (4, 0)
+    assert {along[axis] for axis in ("tp", "pp", "etp")} == {(1, 0)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "speakers"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"tensor": 2}, [0, 2]),
+        ({"pipeline": 2}, [2, 3]),  # the last stage has the loss
+        ({"tensor": 2, "pipeline": 2}, [2]),
+        ({"context": 2}, [0, 1, 2, 3]),  # each has tokens of its own
+    ],
+    ids=str,
+)
+def test_of_the_ranks_that_see_the_same_tokens_one_speaks_for_them(sizes, speakers):
+    assert [rank for rank, (_, speaks, _) in enumerate(ranks(4, collected, sizes)) if speaks] == speakers
 
 
 def test_sizes_and_ranks_need_no_torch_distributed():

@@ -14,17 +14,20 @@ def test_one_process_needs_no_torch_distributed():
 import torch.distributed as dist
 from megalith.topology.process_groups_config import ProcessGroupCollection
 pg_collection = ProcessGroupCollection.single()
-assert (pg_collection.tp_size, pg_collection.tp_rank, pg_collection.dp_size, pg_collection.dp_rank) == (1, 0, 1, 0)
+for axis in ("tp", "cp", "pp", "dp", "dp_cp", "ep", "etp", "edp"):
+    assert (pg_collection.size(axis), pg_collection.rank(axis)) == (1, 0)
+assert pg_collection.speaks_for_tokens
 assert not dist.is_initialized()
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
-def test_it_shows_sizes():
-    assert repr(ProcessGroupCollection.single()) == "ProcessGroupCollection(tp=1, dp=1)"
+def test_it_shows_sizes_above_one():
+    assert repr(ProcessGroupCollection.single()) == "ProcessGroupCollection()"
 
 
-@pytest.mark.parametrize("name", ["tp_mesh", "dp_mesh"])
-def test_without_torch_distributed_there_is_no_mesh(name):
+@pytest.mark.parametrize("family", ["dense", "expert"])
+@pytest.mark.parametrize("mesh", [ProcessGroupCollection.weight_mesh, ProcessGroupCollection.data_mesh])
+def test_without_torch_distributed_there_is_no_mesh(mesh, family):
     with pytest.raises(TopologyError, match=r"need a device mesh.*start it under torchrun"):
-        getattr(ProcessGroupCollection.single(), name)
+        mesh(ProcessGroupCollection.single(), family)

@@ -9,7 +9,7 @@ from torch import Tensor
 from megalith.fusions import cost
 from megalith.fusions.fused_add_norm import FUSION, fused_add_norm
 from megalith.fusions.fused_layer_norm import LAYER_NORM_FUSION, RMS_NORM_FUSION, fused_layer_norm, fused_rms_norm
-from megalith.numerics.dropout import DropoutKey, keep_mask
+from megalith.numerics.dropout import Dropout, DropoutKey, keep_mask
 from tests.fusions.harness import WIDTHS, Case, Inputs
 
 EPS = 1e-3
@@ -83,8 +83,10 @@ def key(tokens: Tensor | None) -> DropoutKey | None:
     return None if tokens is None else DropoutKey(seed=3, step=5, tokens=tokens, site=2)
 
 
-def compute_sum(x: Tensor, residual: Tensor, tokens: Tensor | None = None, **given: Any) -> tuple[Tensor, Tensor]:
-    return fused_add_norm(x, residual, key=key(tokens), eps=EPS, **given)
+def compute_sum(
+    x: Tensor, residual: Tensor, tokens: Tensor | None = None, p: float = 0.0, **given: Any
+) -> tuple[Tensor, Tensor]:
+    return fused_add_norm(x, residual, dropout=Dropout(p, key(tokens)) if p else None, eps=EPS, **given)
 
 
 def formula_of_sum(

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from megalith.errors import ShapeError
-from megalith.parallel.parameters import declared_parameters
+from megalith.parallel.parameters import DeclaringModule
 from megalith.topology.process_groups_config import Family, ProcessGroupCollection
 
 __all__ = ["gradient_sync", "release_gathered_weights", "shard_model"]
@@ -48,7 +48,7 @@ def shard_model(
         reduce_dtype=torch.promote_types(param_dtype, torch.float32),
         cast_forward_inputs=False,  # rotary tables stay in float32
     )
-    placed: set[int] = set()
+    placed: set[nn.Module] = set()
     for module in (*units, model):
         fully_shard(
             module,
@@ -82,11 +82,12 @@ def release_gathered_weights(model: nn.Module) -> None:
             module.reshard()
 
 
-def _family(model: nn.Module, unit: nn.Module, placed: set[int]) -> Family:
-    """The family of what ``unit`` holds besides the parameters that are ``placed``, to which it adds them."""
-    held = {id(parameter): spec.family for _, parameter, spec in declared_parameters(unit)}
-    families = {family for parameter, family in held.items() if parameter not in placed}
-    placed.update(held)
+def _family(model: nn.Module, unit: nn.Module, placed: set[nn.Module]) -> Family:
+    """The family of what ``unit`` holds besides the modules that are ``placed``, to which it adds its own."""
+    held = set(unit.modules()) - placed
+    placed |= held
+    declaring = (module for module in held if isinstance(module, DeclaringModule))
+    families = {spec.family for module in declaring for spec in module.parameter_specs.values()}
     if len(families) > 1:
         name = next(name for name, module in model.named_modules() if module is unit)
         raise ShapeError(
