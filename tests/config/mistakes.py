@@ -191,7 +191,8 @@ MISTAKES = [
     Mistake({"optim.sgd.momentum": 0.9}, r"sgd.momentum \(0.9\) has no effect with optim.name=adamw, only with .*=sgd"),
     Mistake(SGD | {"optim.adamw.eps": 1e-6}, r"adamw.eps \(1e-06\) has no effect with optim.name=sgd"),
     Mistake(
-        SGD | {"optim.sgd.momentum": 0.0, "optim.sgd.nesterov": True}, r"nesterov=true needs optim.sgd.momentum above 0.*; use .*momentum=0.9"
+        SGD | {"optim.sgd.momentum": 0.0, "optim.sgd.nesterov": True},
+        r"nesterov=true needs optim.sgd.momentum above 0.*; use .*momentum=0.9",
     ),
     Mistake({"optim.overrides": [{"match": "*"}]}, r"overrides\[0\] must set max_lr, min_lr or wd_mult; .*=null|\[\]"),
     Mistake({"optim.overrides": [{"match": "*", "max_lr": 0.1, "min_lr": 0.2}]}, r"min_lr \(0.2\) must be at most"),
