@@ -251,9 +251,7 @@ def train_on_ranks_of_the_pool(*arguments: object) -> Ended:
     return Ended(first.code if first.code == second.code else -1, first.out + second.out, first.err + second.err)
 
 
-@pytest.mark.parametrize(
-    "run", [train_on_ranks_of_the_pool, pytest.param(train_as_a_program, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("run", [train_on_ranks_of_the_pool, pytest.param(train_as_a_program, marks=pytest.mark.slow)])
 def test_what_only_ranks_can_find_ends_all_of_them_with_code_2(run, tmp_path):
     arguments = [*other_shape(tmp_path), "parallel.tensor=2"]
     before = snapshot(tmp_path / "run" / "checkpoints")
