@@ -1,11 +1,27 @@
 """Which parameters of an expensive test `make test` runs: the fewest that show everything once; the rest is slow."""
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-__all__ = ["cover"]
+import pytest
+
+__all__ = ["cover", "each_value", "sampled"]
 
 T = TypeVar("T")
+
+
+def each_value(candidate: tuple[Any, ...]) -> set[Hashable]:
+    """Every value of every parameter, by its name."""
+    return {(position, str(value)) for position, value in enumerate(candidate)}
+
+
+def sampled(candidates: Sequence[tuple[Any, ...]], shows: Callable[[Any], set[Hashable]] = each_value) -> list[Any]:
+    """``candidates`` as parameters of a test, those that are not in their ``cover`` slow."""
+    kept = cover(candidates, shows)
+    return [
+        pytest.param(*one, id="-".join(map(str, one)), marks=[] if one in kept else [pytest.mark.slow])
+        for one in candidates
+    ]
 
 
 def cover(candidates: Sequence[T], shows: Callable[[T], set[Hashable]]) -> list[T]:

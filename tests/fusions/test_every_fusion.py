@@ -15,7 +15,7 @@ from megalith.fusions.paths.default_paths import DEFAULT_PATHS
 from tests.fusions.harness import SAMPLE, Case, Inputs, all_cases, as_tuple, first_of_each_operation
 from tests.fusions.observe import operator_calls, saved_bytes
 from tests.kernel_reports import in_interpreter, traffic
-from tests.sampling import cover
+from tests.sampling import sampled
 
 CASES = all_cases()
 FIRST = first_of_each_operation()
@@ -47,11 +47,7 @@ def on_paths(
     What holds of blocks must hold of what is compiled by default too: one case of each operation, slow.
     """
     pairs = [(case, path) for case in cases for path in paths if path in case.fusion.paths]
-    kept = cover(by_turns(pairs) if sample is of_each_operation else pairs, sample)
-    parameters = [
-        pytest.param(case, path, id=f"{case}-{path}", marks=[] if (case, path) in kept else [pytest.mark.slow])
-        for case, path in pairs
-    ]
+    parameters = sampled(by_turns(pairs) if sample is of_each_operation else pairs, sample)
     parameters += [
         pytest.param(case, "compile", id=f"{case}-compile", marks=pytest.mark.slow)
         for case in cases
@@ -96,17 +92,13 @@ def matrix() -> list[Any]:
             for dtype, width in itertools.product(case.dtypes, case.widths)
             if path not in case.fusion.limits or not case.fusion.limits[path](torch.empty(0, dtype=dtype))
         ]
-        kept = cover([call for call in calls if call[3] in sample_of(call[0].widths)], shown_by)
-        parameters += [
-            pytest.param(*call, id="-".join(map(str, call)), marks=[] if call in kept else [pytest.mark.slow])
-            for call in calls
-        ]
+        parameters += sampled(calls, shown_by)
     return parameters
 
 
 def shown_by(call: tuple[Case, str, torch.dtype, int]) -> set[Hashable]:
     case, path, dtype, width = call
-    return {(str(case), path), (path, dtype), width}
+    return set() if width not in sample_of(case.widths) else {(str(case), path), (path, dtype), width}
 
 
 def sample_of(widths: Sequence[int]) -> Sequence[int]:

@@ -55,7 +55,7 @@ def assert_near(got: Sequence[Tensor], want: Sequence[Tensor], dtype: torch.dtyp
     """Within ``NEAR`` of the norm; a gradient also within float32's last digit of the norm of all gradients together.
 
     A query with one key has dout . v = delta, so that the gradient of its score is that of the log-sum-exp alone, a
-    tenth of the two that cancel; their last digits, as large as those of all gradients, are what float32 leaves of them.
+    tenth of the two that cancel. Float32 leaves their last digits, as large as those of all gradients.
     """
     all_norm = torch.stack([g.double().norm() for g in want[2:]]).norm()
     for index, (a, b) in enumerate(zip(got, want, strict=True)):
