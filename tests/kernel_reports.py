@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -87,7 +88,11 @@ def without_interpreter(function: Callable[..., T], *args: object) -> T:
 
     The process takes seconds to start, so it is kept: what a function changes there, it puts back.
     """
-    return _process_without_interpreter().submit(function, *args).result()
+    try:
+        return _process_without_interpreter().submit(function, *args).result()
+    except BrokenProcessPool:  # it died, and the next call starts another
+        _process_without_interpreter.cache_clear()
+        raise
 
 
 @functools.cache
