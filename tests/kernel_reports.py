@@ -1,9 +1,13 @@
 """What can be known of kernels without a GPU: the bytes that they move, and what they take on each target."""
 
+import atexit
+import functools
+import os
 import re
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -80,12 +84,28 @@ def traffic(run: Callable[[], object], shared: Sequence[Tensor] = ()) -> Traffic
 
 
 def without_interpreter(function: Callable[..., T], *args: object) -> T:
-    """``function(*args)`` in a fresh process, where kernels are born compiled; the function travels by name."""
-    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as cache:
+    """``function(*args)`` in a process where kernels are born compiled; the function travels by name.
+
+    The process takes seconds to start, so it is kept: what a function changes there, it puts back.
+    """
+    try:
+        return _process_without_interpreter().submit(function, *args).result()
+    except BrokenProcessPool:  # it died, and the next call starts another
+        _process_without_interpreter.cache_clear()
+        raise
+
+
+@functools.cache
+def _process_without_interpreter() -> ProcessPoolExecutor:
+    cache = TemporaryDirectory(prefix="triton-")
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET", raising=False)
-        patch.setenv("TRITON_CACHE_DIR", cache)
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            return pool.submit(function, *args).result()
+        patch.setenv("TRITON_CACHE_DIR", cache.name)
+        pool.submit(os.getpid).result()  # the first call starts the process, which keeps this environment
+    atexit.register(cache.cleanup)
+    atexit.register(pool.shutdown)  # before the cleanup
+    return pool
 
 
 class Signature(NamedTuple):

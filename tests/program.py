@@ -1,7 +1,6 @@
 """Runs the program itself: in this process for its messages, or in a process of its own to be killed."""
 
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -34,25 +33,21 @@ def here(*arguments: object) -> Ended:
     return Ended(code, out.getvalue(), err.getvalue())
 
 
-def start(*arguments: object, largest_file: int | None = None) -> "subprocess.Popen[str]":
-    """``megalith ARGUMENTS`` in a session of its own, one thread a rank.
+def start(*arguments: object) -> "subprocess.Popen[str]":
+    """``megalith ARGUMENTS`` in a session of its own, one thread a rank. Takes seconds: where ``here`` will do, use it.
 
-    ``largest_file``: bytes past which the system refuses to write a file, as a full disk would.
+    A rank of the pool (tests/rank_pool.py) that runs ``here`` is a rank that torchrun has started.
     """
-    return _start(["-m", "megalith", *arguments], largest_file)
+    return _start(["-m", "megalith", *arguments])
 
 
 def start_torchrun(num_ranks: int, *arguments: object) -> "subprocess.Popen[str]":
     """``torchrun -m megalith ARGUMENTS`` on so many ranks."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
-    return _start([*torchrun, "-m", "megalith", *arguments], None)
+    return _start([*torchrun, "-m", "megalith", *arguments])
 
 
-def _start(arguments: list[object], largest_file: int | None) -> "subprocess.Popen[str]":
-    def limit() -> None:
-        if largest_file is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-
+def _start(arguments: list[object]) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -60,7 +55,6 @@ def _start(arguments: list[object], largest_file: int | None) -> "subprocess.Pop
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=limit,
     )
 
 

@@ -1,14 +1,48 @@
 """benchmarks/step at its tiny size: both sides pass the gate, and who cannot run says why."""
 
-from megalith.observe.flops import parameters
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+import pytest
+
+from benchmarks import calibration, worker
+from benchmarks import measure as measure_module
 from benchmarks.measure import measure
 from benchmarks.registry import CASES
 from benchmarks.report import as_markdown
+from benchmarks.workers import Answer, WorkerError
+from megalith.training.tasks.gpt_size import parameters
 
 OURS, BASE = "Megalith, float32", "Hugging Face, bfloat16"
 
 
+class WorkerHere:
+    """A worker's commands in this process, which has imported already what each of five processes would import."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker, "serve", lambda commands: vars(self).update(commands=commands))
+            worker.ROLES[arguments[0]](*arguments[1:])
+
+    def ask(self, command: str, timeout: float) -> Answer:
+        try:
+            return {**self.commands[command](), "peak_rss": 1}
+        except Exception as error:
+            raise WorkerError(f"{type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """There is no process to end."""
+
+
+@pytest.fixture(params=["here", pytest.param("processes", marks=pytest.mark.slow)])
+def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "here":
+        monkeypatch.setattr(measure_module, "Worker", WorkerHere)
+        monkeypatch.setattr(calibration, "_N", 128)
+        monkeypatch.setattr(calibration, "_COPY", 1 << 16)
+
+
+@pytest.mark.usefixtures("workers")
 def test_ours_and_theirs_pass_the_gate_and_are_timed_in_turns():
     measurement = measure("step", "quick", 1, [OURS, BASE, "nobody"])
     assert measurement.entries[OURS].failure is None

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import yaml
 
 from megalith.data.tokenizer import train_byte_level_bpe
-from tests.program import ended, here, start, start_torchrun, wait_for_steps
+from tests.program import Ended, ended, here, start, start_torchrun, wait_for_steps
+from tests.rank_pool import ranks
 from tests.tiny_run import settings, write_dataset
 
 Mistake = Callable[[Path], list[object]]
@@ -246,10 +248,21 @@ def test_under_torchrun_every_rank_ends_with_code_2_and_one_has_the_message(tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_what_only_ranks_can_find_ends_all_of_them_with_code_2(tmp_path):
-    arguments = [*other_shape(tmp_path), "parallel.tensor=2", "--nproc", 2]
+def train_as_a_program(*arguments: object) -> Ended:
+    return ended(start(*arguments, "--nproc", 2))
+
+
+def train_on_ranks_of_the_pool(*arguments: object) -> Ended:
+    """The same without the seconds that a program takes to start: what each of its ranks runs."""
+    first, second = ranks(2, here, *arguments)
+    return Ended(first.code if first.code == second.code else -1, first.out + second.out, first.err + second.err)
+
+
+@pytest.mark.parametrize("run", [train_on_ranks_of_the_pool, pytest.param(train_as_a_program, marks=pytest.mark.slow)])
+def test_what_only_ranks_can_find_ends_all_of_them_with_code_2(run, tmp_path):
+    arguments = [*other_shape(tmp_path), "parallel.tensor=2"]
     before = snapshot(tmp_path / "run" / "checkpoints")
-    found = ended(start(*arguments))
+    found = run(*arguments)
     assert found.code == 2, found
     assert found.err.count("error: ") == 1
     assert "layers.2" in found.err
@@ -260,7 +273,7 @@ def test_a_second_run_in_one_folder_is_refused_and_the_first_goes_on(tmp_path):
     arguments = train(tmp_path, train={"steps": 100000, "log_every": 1})
     first = start(*arguments)
     wait_for_steps(first, tmp_path / "run", 2)
-    second = ended(start(*arguments))
+    second = here(*arguments)
     assert second.code == 2, second
     assert "already has a run in it" in second.err
     assert f'"pid": {first.pid}' in second.err
@@ -269,11 +282,21 @@ def test_a_second_run_in_one_folder_is_refused_and_the_first_goes_on(tmp_path):
     assert ended(first).code == 75
 
 
+def here_with_files_up_to(size: int, *arguments: object) -> Ended:
+    """``here``, refused by the system what goes past ``size`` bytes of a file, as a full disk would."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
+    try:
+        return here(*arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+
 def test_a_full_disk_ends_the_run_with_earlier_checkpoints_as_they_were(tmp_path):
     arguments = train(tmp_path, train={"steps": 2}, checkpoint={"every": 1})
     assert here(*arguments, "train.steps=1").code == 0
     before = snapshot(tmp_path / "run" / "checkpoints")
-    found = ended(start(*arguments, largest_file=64 * 1024))  # bytes: below a checkpoint, above the metrics
+    [found] = ranks(1, here_with_files_up_to, 64 * 1024, *arguments)  # bytes: below a checkpoint, above the metrics
     assert found.code == 2, found
     assert "step 2 is not saved, earlier checkpoints are as they were" in found.err
     assert snapshot(tmp_path / "run" / "checkpoints") == before

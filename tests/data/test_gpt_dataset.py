@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import time
 from collections import Counter
 
 import numpy as np
@@ -14,6 +13,7 @@ from megalith.data.gpt_dataset import EvaluationDataset, GPTDataset
 from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megalith.errors import ConfigError, DataError
 from megalith.numerics.permutation import KeyedPermutation
+from tests.effort import effort
 
 EOD = 0
 
@@ -41,7 +41,7 @@ def stream(lengths, seed, num_epochs):
     return np.concatenate([np.arange(starts[d], starts[d + 1]) for order in orders for d in order])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(lambda lengths: sum(lengths) >= 2),
     S=st.integers(1, 30),
@@ -106,9 +106,11 @@ def test_ten_billion_tokens_are_reached_at_once(tmp_path):
     os.truncate(tmp_path / "x.bin", 10**10)
     (tmp_path / "x.json").unlink()
     dataset = GPTDataset(prefix, 4096, seed=1)
-    start = time.perf_counter()
-    assert dataset[10**8].tokens.sum() == 0  # in epoch 40
-    assert time.perf_counter() - start < 1
+    found = []
+    cost = effort(lambda: found.append(dataset[10**8]))  # in epoch 40
+    assert found[0].tokens.sum() == 0
+    assert cost.lines < 2000  # nothing is walked: an epoch has 2.4 million windows
+    assert cost.peak_bytes < 1e6  # of which a sample is 86 thousand
 
 
 def test_documents_are_numbered_and_end_where_the_file_or_an_eod_ends_them(tmp_path):
@@ -140,7 +142,7 @@ def test_in_training_documents_are_those_of_the_stream(tmp_path):
 
 
 @given(lengths=st.lists(st.integers(0, 9), max_size=8).filter(lambda lengths: sum(lengths) >= 2), S=st.integers(1, 30))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_evaluation_predicts_every_token_but_the_first_once_and_in_order(lengths, S, tmp_path_factory):
     dataset = EvaluationDataset(numbered(tmp_path_factory.mktemp("x") / "x", lengths), S)
     samples = [dataset[i] for i in range(len(dataset))]

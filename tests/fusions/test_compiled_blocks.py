@@ -37,17 +37,24 @@ def test_a_formula_of_rows_is_compiled_once_and_adds_up_the_sums_of_all_blocks()
         torch.testing.assert_close(total, x.sum(dim=0))
 
 
-def test_parts_of_one_tensor_are_written_as_if_they_were_tensors():
+@pytest.mark.parametrize(
+    "in_parts",
+    [
+        pytest.param(lambda y: y.chunk(2, dim=-1), id="halves"),
+        pytest.param(lambda y: (y[:, ::2], y[:, 1::2]), id="interleaved", marks=pytest.mark.slow),
+    ],
+)
+def test_parts_of_one_tensor_are_written_as_if_they_were_tensors(in_parts):
     x, y = torch.randn(9, 6).bfloat16(), torch.full((9, 12), 7.0, dtype=torch.bfloat16)
 
     def formula(x: Tensor, out: list[Tensor | None]) -> tuple[Tensor, Tensor]:
         assert (x.dtype, out) == (torch.float32, [None, None])
         return x * 2.0, x - 1.0
 
-    for halves in (y.chunk(2, dim=-1), (y[:, ::2], y[:, 1::2])):
-        compiled_by_blocks(formula, (x,), halves, acc=torch.float32)
-        assert torch.equal(halves[0], (x.float() * 2.0).bfloat16())
-        assert torch.equal(halves[1], (x.float() - 1.0).bfloat16())
+    parts = in_parts(y)
+    compiled_by_blocks(formula, (x,), parts, acc=torch.float32)
+    assert torch.equal(parts[0], (x.float() * 2.0).bfloat16())
+    assert torch.equal(parts[1], (x.float() - 1.0).bfloat16())
 
 
 def test_no_rows_compile_nothing():
@@ -57,19 +64,22 @@ def test_no_rows_compile_nothing():
     compiled_by_blocks(formula, (torch.empty(0, 4),), (torch.empty(0, 4),))
 
 
-def test_other_lengths_steps_and_layers_compile_nothing_again():
-    weight = torch.randn(8)
+def norm_after_dropout(T: int, site: int, step: int) -> None:
+    x, residual, weight = torch.randn(T, 8, requires_grad=True), torch.randn(T, 8), torch.ones(8)
+    drop = Dropout(0.5, DropoutKey(seed=1, step=step, tokens=torch.arange(T), site=site))
+    y, h = fusions.fused_add_norm(x, residual, weight, normalization="RMSNorm", dropout=drop, backend="compile")
+    want = fusions.fused_add_norm(x, residual, weight, normalization="RMSNorm", dropout=drop, backend="reference")
+    torch.testing.assert_close((y, h), want)
+    (y.sum() + h.sum()).backward()
 
-    def layer(T: int, site: int, step: int) -> None:
-        x, residual = torch.randn(T, 8, requires_grad=True), torch.randn(T, 8)
-        drop = Dropout(0.5, DropoutKey(seed=1, step=step, tokens=torch.arange(T), site=site))
-        y, h = fusions.fused_add_norm(x, residual, weight, normalization="RMSNorm", dropout=drop, backend="compile")
-        want = fusions.fused_add_norm(x, residual, weight, normalization="RMSNorm", dropout=drop, backend="reference")
-        torch.testing.assert_close((y, h), want)
-        (y.sum() + h.sum()).backward()
-        q, _ = fusions.fused_rope(torch.randn(T, 1, 2, 8), None, torch.ones(T, 4), torch.zeros(T, 4), backend="compile")
-        assert q.shape == (T, 1, 2, 8)
 
+def rope(T: int, site: int, step: int) -> None:
+    q, _ = fusions.fused_rope(torch.randn(T, 1, 2, 8), None, torch.ones(T, 4), torch.zeros(T, 4), backend="compile")
+    assert q.shape == (T, 1, 2, 8)
+
+
+@pytest.mark.parametrize("layer", [norm_after_dropout, pytest.param(rope, marks=pytest.mark.slow)])
+def test_other_lengths_steps_and_layers_compile_nothing_again(layer):
     layer(6, site=1, step=1)
     with torch.compiler.set_stance("fail_on_recompile"):
         layer(10, site=2, step=5)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import pytest
@@ -15,33 +15,56 @@ from megalith.fusions.paths.default_paths import DEFAULT_PATHS
 from tests.fusions.harness import SAMPLE, Case, Inputs, all_cases, as_tuple, first_of_each_operation
 from tests.fusions.observe import operator_calls, saved_bytes
 from tests.kernel_reports import in_interpreter, traffic
+from tests.sampling import sampled
 
 CASES = all_cases()
 FIRST = first_of_each_operation()
 OURS = ("triton", "blocked")  # the paths with an operator of ours
 EAGER = (*OURS, "aten", "reference")
+CaseAndPath = tuple[Case, str]
 COMPILED = [case for case in CASES if "compile" in DEFAULT_PATHS[case.fusion.name]["cpu"]]  # by default
 
 
-def on_paths(cases: list[Case], paths: Sequence[str] = EAGER, slow_after_first: bool = False) -> pytest.MarkDecorator:
-    """Parametrises a test by case and path; with ``slow_after_first``, `make test` takes one case of an operation.
+def of_each_operation(pair: CaseAndPath) -> set[Hashable]:
+    return {pair[0].fusion.name}
+
+
+def of_each_operation_on_each_path(pair: CaseAndPath) -> set[Hashable]:
+    return {(pair[0].fusion.name, pair[1])}
+
+
+def of_each_case_on_each_path(pair: CaseAndPath) -> set[Hashable]:
+    return {(str(pair[0]), pair[1])}
+
+
+def on_paths(
+    cases: list[Case],
+    paths: Sequence[str] = EAGER,
+    sample: Callable[[CaseAndPath], set[Hashable]] = of_each_case_on_each_path,
+) -> pytest.MarkDecorator:
+    """Parametrises a test by case and path; `make test` takes one of everything that ``sample`` names.
 
     What holds of blocks must hold of what is compiled by default too: one case of each operation, slow.
     """
-    parameters = [
-        pytest.param(
-            case, path, id=f"{case}-{path}", marks=[pytest.mark.slow] if slow_after_first and case not in FIRST else []
-        )
-        for case in cases
-        for path in paths
-        if path in case.fusion.paths
-    ]
+    pairs = [(case, path) for case in cases for path in paths if path in case.fusion.paths]
+    parameters = sampled(by_turns(pairs) if sample is of_each_operation else pairs, sample)
     parameters += [
         pytest.param(case, "compile", id=f"{case}-compile", marks=pytest.mark.slow)
         for case in cases
         if "blocked" in paths and case in FIRST and case in COMPILED
     ]
     return pytest.mark.parametrize(("case", "path"), parameters)
+
+
+def by_turns(pairs: list[CaseAndPath]) -> list[CaseAndPath]:
+    """The paths of each case in a sequence that another one begins: a sample of one path each has all of them."""
+    found = []
+    for turn, (_, group) in enumerate(itertools.groupby(pairs, lambda pair: pair[0].fusion.name)):
+        same = list(group)
+        paths = list(dict.fromkeys(path for _, path in same))
+        first = turn % len(paths)
+        found += sorted(same, key=lambda pair: paths.index(pair[1]) != first)
+    return found
 
 
 def small(case: Case, device: str, dtype: torch.dtype = torch.float32, num_rows: int = 3) -> Inputs:
@@ -55,17 +78,27 @@ def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 def matrix() -> list[Any]:
-    """Every case on every path in every dtype at every width; `make test` takes a sample, the first cases most."""
+    """Every case on every path in every dtype at every width; `make test` takes a sample.
+
+    It has each case on each path, and each operation on each path in each dtype and at each width of the sample.
+    """
     parameters = []
-    for case, path in ((case, path) for case in CASES for path in EAGER if path in case.fusion.paths):
-        for dtype, width in itertools.product(case.dtypes, case.widths):
-            if path in case.fusion.limits and case.fusion.limits[path](torch.empty(0, dtype=dtype)):
-                continue
-            often = case in FIRST and width in sample_of(case.widths)
-            sampled = often or (width == usual_width(case) and dtype in (torch.float32, torch.bfloat16))
-            marks = [] if sampled else [pytest.mark.slow]
-            parameters.append(pytest.param(case, path, dtype, width, id=f"{case}-{path}-{dtype}-{width}", marks=marks))
+    for _, cases in itertools.groupby(CASES, lambda case: case.fusion.name):
+        calls = [
+            (case, path, dtype, width)
+            for case in cases
+            for path in EAGER
+            if path in case.fusion.paths
+            for dtype, width in itertools.product(case.dtypes, case.widths)
+            if path not in case.fusion.limits or not case.fusion.limits[path](torch.empty(0, dtype=dtype))
+        ]
+        parameters += sampled(calls, shown_by)
     return parameters
+
+
+def shown_by(call: tuple[Case, str, torch.dtype, int]) -> set[Hashable]:
+    case, path, dtype, width = call
+    return set() if width not in sample_of(case.widths) else {(str(case), path), (path, dtype), width}
 
 
 def sample_of(widths: Sequence[int]) -> Sequence[int]:
@@ -88,7 +121,7 @@ def test_no_rows_give_no_rows_and_zero_sums(case, path, device):
     case.assert_accurate(inputs, path)
 
 
-@on_paths(CASES)
+@on_paths(CASES, sample=of_each_operation_on_each_path)
 def test_strided_inputs_and_expanded_gradients(case, path, device):
     inputs = small(case, device)
     apart = {name: case.leaf(name, x if x is None else strided(x)) for name, x in inputs.items()}
@@ -103,7 +136,7 @@ def strided(x: Tensor) -> Tensor:
     return view.copy_(x.detach())
 
 
-@on_paths(CASES)
+@on_paths(CASES, sample=of_each_operation_on_each_path)
 def test_backward_can_run_twice_and_nothing_that_was_given_is_written(case, path, device):
     inputs = small(case, device)
     dy = case.upstream(inputs, path)
@@ -118,7 +151,7 @@ def test_backward_can_run_twice_and_nothing_that_was_given_is_written(case, path
         assert given is None or torch.equal(given, want)
 
 
-@on_paths(CASES, slow_after_first=True)
+@on_paths(CASES, sample=of_each_operation_on_each_path)
 def test_two_runs_and_a_recomputed_one_are_equal_bit_for_bit(case, path, device):
     inputs = small(case, device)
     dy = case.upstream(inputs, path)
@@ -131,7 +164,7 @@ def test_two_runs_and_a_recomputed_one_are_equal_bit_for_bit(case, path, device)
     assert_equal(dataclasses.replace(case, compute=recomputed).run(inputs, path, dy), want)
 
 
-@on_paths(CASES, ("reference",))
+@on_paths(CASES, ("reference",), sample=of_each_operation)
 def test_the_reference_is_exact_in_float64(case, path):
     inputs = small(case, "cpu", torch.float64) if case.widths[0] > 4 else case.make(3, 4, torch.float64, "cpu")
     case.assert_accurate(inputs, path)
@@ -144,17 +177,17 @@ def test_the_reference_is_exact_in_float64(case, path):
     assert not names or torch.autograd.gradcheck(compute, [inputs[name] for name in names])
 
 
-@on_paths(CASES, OURS, slow_after_first=True)
-def test_operators_are_registered_as_torch_expects(case, path, device):
-    for num_rows in (3, 0):
-        inputs = small(case, device, num_rows=num_rows)
-        dy = case.upstream(inputs, path)
-        calls = operator_calls(lambda: case.run(inputs, path, dy))  # noqa: B023
-        assert calls
-        for operator, arguments in calls:
-            torch.library.opcheck(operator, tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments))
-            if not operator.__name__.startswith("_") and "_back" not in str(operator):
-                torch.library.opcheck(operator, arguments)
+@pytest.mark.parametrize("num_rows", [2, pytest.param(0, marks=pytest.mark.slow)])
+@on_paths(CASES, OURS, sample=of_each_operation)
+def test_operators_are_registered_as_torch_expects(case, path, num_rows, device):
+    inputs = small(case, device, num_rows=num_rows)
+    dy = case.upstream(inputs, path)
+    calls = operator_calls(lambda: case.run(inputs, path, dy))
+    assert calls
+    for operator, arguments in calls:
+        torch.library.opcheck(operator, tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments))
+        if not operator.__name__.startswith("_") and "_back" not in str(operator):
+            torch.library.opcheck(operator, arguments)
 
 
 @on_paths(FIRST, OURS)
@@ -174,7 +207,7 @@ def through(compiled: Callable[..., object], case: Case) -> Case:
     return dataclasses.replace(case, compute=lambda backend, **inputs: compiled(**inputs))
 
 
-@on_paths(CASES, slow_after_first=True)
+@on_paths(CASES, sample=of_each_operation)
 def test_torch_compile_finds_one_graph(case, path, device):
     torch.compiler.reset()
     compute = functools.partial(case.compute, backend=path)
@@ -205,7 +238,7 @@ def test_what_compiles_by_default_keeps_the_accuracy_in_columns_that_no_vector_d
 
 
 @in_interpreter
-@on_paths([case for case in CASES if case.cost], ("triton",))
+@on_paths([case for case in CASES if case.cost], ("triton",), sample=of_each_operation)
 def test_kernels_move_the_bytes_of_the_floor_and_touch_each_once(case, path):
     inputs = case.make(4, 1536 if 1536 in case.widths else case.widths[-1], torch.bfloat16, "cpu")
     floor = case.cost(**inputs)
@@ -221,7 +254,7 @@ def test_kernels_move_the_bytes_of_the_floor_and_touch_each_once(case, path):
     assert backward.visits <= floor.backward_visits
 
 
-@on_paths([case for case in CASES if case.cost], OURS)
+@on_paths([case for case in CASES if case.cost], OURS, sample=of_each_operation_on_each_path)
 def test_what_is_kept_for_backward_is_what_the_table_says(case, path, device):
     inputs = case.make(4, 1536 if 1536 in case.widths else case.widths[-1], torch.bfloat16, device)
     assert saved_bytes(lambda: case.compute(**inputs, backend=path)) == case.cost(**inputs).saved

@@ -1,5 +1,7 @@
 """fused_softmax: masks, windows and sinks by hand, wide rows, the field's names, and what is refused."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from megalith.fusions import (
 )
 from tests.fusions.cases.softmax import CASES, formula
 from tests.kernel_reports import TARGETS, compile_for, in_interpreter, launches, without_interpreter
+from tests.sampling import sampled
 
 INF = float("inf")
 PATHS = ["triton", "blocked", "reference"]
@@ -125,8 +128,7 @@ def test_large_scores_do_not_overflow(backend, device):
     assert masked_softmax(half, scale=100.0, backend=backend).tolist() == [[[0.5, 0.5, 0.0]]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), sampled([*product(CASES, (torch.float32, torch.bfloat16))]))
 def test_rows_wider_than_a_block_are_summed_step_by_step(case, dtype, device, monkeypatch):
     from megalith.fusions.kernels import softmax as kernels
 

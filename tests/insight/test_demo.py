@@ -1,11 +1,12 @@
-"""The demo, with a smaller corpus and fewer steps: every step of it, on two ranks."""
+"""The demo, with a smaller corpus and fewer steps: every step of it, on two ranks of the pool."""
 
 import json
 
 from megalith.insight import demo
 from megalith.insight.corpus import standard_library_sources
 from megalith.observe.metrics import read_metrics
-from tests.program import write_settings
+from tests.program import here, write_settings
+from tests.rank_pool import ranks
 
 TINY = {
     "model": {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2},
@@ -13,6 +14,11 @@ TINY = {
     "train": {"steps": 100, "global_batch_size": 4, "micro_batch_size": 2},
     "optim": {"lr": 1e-2, "warmup_steps": 5},
 }
+
+
+def launch_in_the_pool(num_ranks: int, arguments: list[str]) -> int:
+    """For ``launch``, whose programs take seconds to start; tests/training/test_resume.py holds it to this."""
+    return max(found.code for found in ranks(num_ranks, here, *arguments))
 
 
 def test_it_trains_changes_its_layout_measures_and_shows(tmp_path, monkeypatch):
@@ -23,6 +29,7 @@ def test_it_trains_changes_its_layout_measures_and_shows(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "_SEQUENCE", 32)
     monkeypatch.setattr(demo, "_STEPS", 100)
     monkeypatch.setattr(demo, "_STEPS_BEFORE_CHANGE", 80)
+    monkeypatch.setattr(demo, "launch", launch_in_the_pool)
     lines: list[str] = []
     result = demo.run_demo(tmp_path / "demo", lines.append)
     records = [record for record in read_metrics(result.folder) if "loss" in record]

@@ -1,6 +1,8 @@
 """generation: greedy tokens without a cache, sampled ones by their frequencies, and where it ends."""
 
 from collections import Counter
+from collections.abc import Hashable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from megalith.errors import ConfigError
 from megalith.models.generation import Sampling, generate
 from megalith.models.gpt_model import GPTModel
+from tests.sampling import sampled
 from tests.transformer.shapes import config, options
 
 PROMPT = [3, 14, 15, 9, 2, 6]
@@ -60,21 +63,28 @@ def test_a_single_token_is_prompt_enough():
     assert generate(model, PROMPT[:1], 5, sampling=GREEDY, seed=1) == greedy_without_cache(model, PROMPT[:1], 5)
 
 
+def options_set(drawn: tuple[Sampling, list[float]]) -> set[Hashable]:
+    """What `make test` shows once: each set of options that are not their defaults."""
+    return {frozenset(field.name for field in fields(Sampling) if getattr(drawn[0], field.name) not in (None, 1.0))}
+
+
 @pytest.mark.parametrize(
     ("sampling", "want"),
-    [
-        (Sampling(1.0), PROBABILITIES),
-        (Sampling(2.0), [0.7071 / 1.9142, 0.5 / 1.9142, 0.3536 / 1.9142, 0.3536 / 1.9142]),  # square roots
-        (Sampling(0.5), [0.25 / 0.34375, 0.0625 / 0.34375, 0.015625 / 0.34375, 0.015625 / 0.34375]),  # squares
-        (Sampling(1.0, top_k=2), [2 / 3, 1 / 3, 0.0, 0.0]),
-        (Sampling(1.0, top_k=4), PROBABILITIES),
-        (Sampling(1.0, top_k=99), PROBABILITIES),
-        (Sampling(1.0, top_p=0.5), [1.0, 0.0, 0.0, 0.0]),  # the first alone adds up to it
-        (Sampling(1.0, top_p=0.51), [2 / 3, 1 / 3, 0.0, 0.0]),
-        (Sampling(1.0, top_p=1.0), PROBABILITIES),
-        (Sampling(1.0, top_k=3, top_p=0.6), [2 / 3, 1 / 3, 0.0, 0.0]),
-    ],
-    ids=str,
+    sampled(
+        [
+            (Sampling(1.0), PROBABILITIES),
+            (Sampling(2.0), [0.7071 / 1.9142, 0.5 / 1.9142, 0.3536 / 1.9142, 0.3536 / 1.9142]),  # square roots
+            (Sampling(0.5), [0.25 / 0.34375, 0.0625 / 0.34375, 0.015625 / 0.34375, 0.015625 / 0.34375]),  # squares
+            (Sampling(1.0, top_k=2), [2 / 3, 1 / 3, 0.0, 0.0]),
+            (Sampling(1.0, top_k=4), PROBABILITIES),
+            (Sampling(1.0, top_k=99), PROBABILITIES),
+            (Sampling(1.0, top_p=0.5), [1.0, 0.0, 0.0, 0.0]),  # the first alone adds up to it
+            (Sampling(1.0, top_p=0.51), [2 / 3, 1 / 3, 0.0, 0.0]),
+            (Sampling(1.0, top_p=1.0), PROBABILITIES),
+            (Sampling(1.0, top_k=3, top_p=0.6), [2 / 3, 1 / 3, 0.0, 0.0]),
+        ],
+        options_set,
+    ),
 )
 def test_tokens_come_as_often_as_their_probability_says(sampling, want):
     assert_frequencies(sampling, want)

@@ -1,5 +1,6 @@
 """Held-out loss: every token once, the same in any layout."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megalith.training.pretrain import pretrain
 from megalith.training.setup import build_run
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
 from tests.rank_pool import ranks
+from tests.sampling import sampled
 from tests.tiny_run import settings
 
 
@@ -55,14 +57,17 @@ def test_it_is_the_mean_over_every_token_but_the_first(tmp_path):
     assert found.loss == pytest.approx(want, rel=1e-12)
 
 
-@pytest.mark.parametrize("max_samples", [None, 5, 1])
-def test_it_is_the_same_in_every_layout(max_samples, tmp_path):
+OVER = [(2, {"shard": 2}), (2, {"tensor": 2, "sequence": True}), (4, {"replicate": 2})]
+
+
+@pytest.mark.parametrize(("max_samples", "over"), sampled([*product((None, 5, 1), OVER)]))
+def test_it_is_the_same_in_every_layout(max_samples, over, tmp_path):
+    world_size, parallel = over
     tree = settings(tmp_path)
     [want] = ranks(1, evaluation, tree, 1, max_samples)
-    for world_size, parallel in ((2, {"shard": 2}), (2, {"tensor": 2, "sequence": True}), (4, {"replicate": 2})):
-        for found in ranks(world_size, evaluation, {**tree, "parallel": parallel}, world_size, max_samples):
-            assert found.num_tokens == want.num_tokens
-            assert found.loss == pytest.approx(want.loss, rel=1e-12)
+    for found in ranks(world_size, evaluation, {**tree, "parallel": parallel}, world_size, max_samples):
+        assert found.num_tokens == want.num_tokens
+        assert found.loss == pytest.approx(want.loss, rel=1e-12)
 
 
 def test_a_few_samples_are_spread_over_the_whole_file(tmp_path):

@@ -2,6 +2,9 @@
 
 import os
 import signal
+import threading
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from megalith.numerics.tolerance import LAYOUT_FLOAT64
 from megalith.observe.metrics import read_metrics
 from megalith.training.loop import Outcome
 from megalith.training.pretrain import pretrain
-from tests.program import ended, start, wait_for_steps, write_settings
+from tests.program import Ended, ended, here, start, wait_for_steps, write_settings
 from tests.rank_pool import ranks
 from tests.tiny_run import GPT2, settings
 
@@ -65,23 +68,62 @@ def children(process: Any) -> list[str]:
     return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_killed_after_ten_steps_and_resumed_it_ends_bitwise_as_if_it_were_not(nproc, tmp_path):
-    parallel = {"tensor": nproc}
-    train = {"steps": 20, "log_every": 20}
-    whole = settings(tmp_path, model=DROPOUT, parallel=parallel, train=train, run=str(tmp_path / "whole"))
-    broken = {**whole, "run": str(tmp_path / "broken"), "checkpoint": {"every": 10}}
-    assert set(ranks(nproc, run_here, whole, nproc)) == {Outcome.DONE}
-    command = ("train", write_settings(broken, tmp_path), "--nproc", nproc)
+@dataclass(frozen=True)
+class Interrupted:
+    """A run that was killed, resumed by the same command and stopped by SIGTERM, and one that went as far undisturbed.
+
+    ``killed_at`` is the last step that the killed program recorded, ``stopped`` what became of the resumed one.
+    """
+
+    broken: str
+    whole: str
+    killed_at: int
+    stopped: Ended
+
+
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
+def interrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+    """On 1 or 2 ranks. Programs take seconds to start, so one kill and one signal serve every test of them."""
+    nproc, folder = request.param, tmp_path_factory.mktemp("interrupted")
+    tree = settings(folder, model=DROPOUT, parallel={"tensor": nproc})
+    broken = {**tree, "train": {**tree["train"], "steps": 100000}, "checkpoint": {"every": 10}}
+    command = ("train", write_settings(broken, folder), "--nproc", nproc)
     kill_after_step(broken["run"], 12, start(*command))
-    resumed = ended(start(*command))
-    assert resumed.code == 0, resumed
-    assert "resumed from" in resumed.out
-    assert "at step 10" in resumed.out
-    want, got = final_tensors(whole["run"]), final_tensors(broken["run"])
+    killed_at = num_records(broken["run"])
+    process = start(*command)
+    wait_for_steps(process, broken["run"], killed_at + 2)  # what was recorded after step 10 is dropped first
+    process.send_signal(signal.SIGTERM)
+    stopped = ended(process)
+    steps = num_records(broken["run"])
+    whole = {**tree, "train": {**tree["train"], "steps": steps}, "run": str(folder / "whole")}
+    assert set(ranks(nproc, run_here, whole, nproc)) == {Outcome.DONE}
+    return Interrupted(broken["run"], whole["run"], killed_at, stopped)
+
+
+def num_records(folder: str | Path) -> int:
+    return (Path(folder) / "metrics.jsonl").read_text().count("\n")
+
+
+def test_killed_after_ten_steps_and_resumed_it_ends_bitwise_as_if_it_were_not(interrupted):
+    assert "resumed from" in interrupted.stopped.out
+    assert f"at step {interrupted.killed_at // 10 * 10}" in interrupted.stopped.out
+    want, got = final_tensors(interrupted.whole), final_tensors(interrupted.broken)
     assert want.keys() == got.keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
-    assert losses(broken["run"]) == losses(whole["run"])
+    assert len(losses(interrupted.broken)) > interrupted.killed_at
+    assert losses(interrupted.broken) == losses(interrupted.whole)
+
+
+def test_sigterm_to_the_program_reaches_every_rank_and_is_waited_for(interrupted):
+    assert interrupted.stopped.code == 75, interrupted.stopped
+    assert "the same command goes on from there" in interrupted.stopped.out
+    assert_saved_at_the_last_step(interrupted.broken)
+
+
+def assert_saved_at_the_last_step(folder: str | Path) -> None:
+    saved = find_checkpoint(Path(folder) / "checkpoints")
+    assert saved is not None
+    assert saved.name == f"step-{read_metrics(Path(folder))[-1]['step']:08}"
 
 
 def test_resumed_in_other_layouts_it_learns_the_same(tmp_path):
@@ -104,34 +146,43 @@ def test_resumed_in_other_layouts_it_learns_the_same(tmp_path):
     assert layouts == ["tp2 sp dp1"] * 2 + ["tp1 dp4"] * 2 + ["tp1 dp1"] * 2
 
 
-def test_a_signal_to_one_rank_stops_all_at_a_step_boundary_with_exit_code_75(tmp_path):
-    tree = settings(tmp_path, parallel={"tensor": 2}, train={"steps": 100000, "log_every": 1})
-    process = start("train", write_settings(tree, tmp_path), "--nproc", 2)
+def signalled_program(tree: dict[str, Any], settings_file: Path) -> list[int]:
+    """Exit code of a program of two ranks, one of which is sent SIGUSR1."""
+    process = start("train", settings_file, "--nproc", 2)
     wait_for_steps(process, tree["run"], 2)
     one_rank = next(child for child in children(process) if rank_of(child) == "1")
     os.kill(int(one_rank), signal.SIGUSR1)
-    found = ended(process)
-    assert found.code == 75, found
-    saved = find_checkpoint(Path(tree["run"]) / "checkpoints")
-    steps = [record["step"] for record in read_metrics(Path(tree["run"]))]
-    assert saved is not None
-    assert saved.name == f"step-{steps[-1]:08}"
+    return [ended(process).code]
+
+
+def signalled_ranks(tree: dict[str, Any], settings_file: Path) -> list[int]:
+    """The same of two ranks of the pool: what each would exit with."""
+    return ranks(2, train_until_signalled, settings_file, Path(tree["run"]))
+
+
+def train_until_signalled(settings_file: Path, run: Path) -> int:
+    """``megalith train`` in this rank; rank 1 is sent SIGUSR1 after two steps."""
+
+    def send() -> None:
+        while not (run / "metrics.jsonl").exists() or num_records(run) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    if os.environ["RANK"] == "1":
+        threading.Thread(target=send, daemon=True).start()
+    return here("train", settings_file).code
+
+
+@pytest.mark.parametrize("train", [signalled_ranks, pytest.param(signalled_program, marks=pytest.mark.slow)])
+def test_a_signal_to_one_rank_stops_all_at_a_step_boundary_with_exit_code_75(train, tmp_path):
+    tree = settings(tmp_path, parallel={"tensor": 2}, train={"steps": 100000, "log_every": 1})
+    assert set(train(tree, write_settings(tree, tmp_path))) == {75}
+    assert_saved_at_the_last_step(tree["run"])
 
 
 def rank_of(pid: str) -> str | None:
     entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return next((entry[5:].decode() for entry in entries if entry.startswith(b"RANK=")), None)
-
-
-def test_sigterm_to_the_program_reaches_every_rank_and_is_waited_for(tmp_path):
-    tree = settings(tmp_path, parallel={"shard": 2}, train={"steps": 100000, "log_every": 1})
-    process = start("train", write_settings(tree, tmp_path), "--nproc", 2)
-    wait_for_steps(process, tree["run"], 2)
-    process.send_signal(signal.SIGTERM)
-    found = ended(process)
-    assert found.code == 75, found
-    assert "the same command goes on from there" in found.out
-    assert find_checkpoint(Path(tree["run"]) / "checkpoints") is not None
 
 
 def test_a_time_limit_stops_a_run_with_its_state_saved(tmp_path):

@@ -1,5 +1,6 @@
 """What a step decides: whether its numbers may be used, together on all ranks."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from megalith.training.run import Run
 from megalith.training.setup import build_run
 from megalith.training.step import StepResult, agree, train_step
 from tests.rank_pool import ranks
+from tests.sampling import sampled
 from tests.tiny_run import settings
 from tests.training.on_ranks import first_steps
 
@@ -94,14 +96,18 @@ def test_float16_recovers_from_an_overflow_by_halving_its_scale(tmp_path):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2), ("float16", 2e-3)])
-def test_narrow_dtypes_learn_what_float64_does(dtype, tolerance, tmp_path):
+NARROW = [("float32", 1e-5), ("bfloat16", 2e-2), ("float16", 2e-3)]
+OVER = [(1, {}), (2, {"tensor": 2, "sequence": True}), (2, {"shard": 2})]
+
+
+@pytest.mark.parametrize(("narrow", "over"), sampled([*product(NARROW, OVER)]))
+def test_narrow_dtypes_learn_what_float64_does(narrow, over, tmp_path):
+    (dtype, tolerance), (world_size, parallel) = narrow, over
     # a rounding is 2^-24, 2^-8, 2^-11 of a number; losses here are about 4, and means of 100 tokens
     want = ranks(1, first_steps, settings(tmp_path), 1)[0].losses
-    for world_size, parallel in ((1, {}), (2, {"tensor": 2, "sequence": True}), (2, {"shard": 2})):
-        tree = settings(tmp_path, parallel=parallel, precision={"dtype": dtype})
-        for found in ranks(world_size, first_steps, tree, world_size):
-            assert found.losses == pytest.approx(want, abs=4 * tolerance)
+    tree = settings(tmp_path, parallel=parallel, precision={"dtype": dtype})
+    for found in ranks(world_size, first_steps, tree, world_size):
+        assert found.losses == pytest.approx(want, abs=4 * tolerance)
 
 
 def test_the_same_batch_cut_into_other_micro_batches_gives_the_same_gradient(tmp_path):
