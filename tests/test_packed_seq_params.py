@@ -62,6 +62,52 @@ def test_documents_may_be_numbered_from_anywhere():
     assert params.document_ids().tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]]
 
 
+@pytest.mark.parametrize(
+    ("row", "documents"),
+    [
+        ("ttt..", [(0, 3), (3, 5)]),  # padded on the right
+        ("..ttt", [(0, 2), (2, 5)]),  # on the left
+        (".ttt.", [(0, 1), (1, 4), (4, 5)]),
+        ("ttttt", [(0, 5)]),
+        (".....", [(0, 5)]),  # padding alone is one document
+        ("t....", [(0, 1), (1, 5)]),
+        ("....t", [(0, 4), (4, 5)]),
+    ],
+)
+def test_the_tokens_of_a_padded_row_are_one_document_and_its_padding_is_others(row, documents):
+    is_token = torch.tensor([[place == "t" for place in row]])
+    assert PackedSeqParams.from_padding(is_token).rows() == [documents]
+    # beside other rows too, of which each is padded in its own way
+    together = PackedSeqParams.from_padding(torch.cat((is_token, torch.ones(1, 5, dtype=torch.bool), is_token)))
+    assert together.rows() == [documents, [(0, 5)], documents]
+
+
+def test_positions_of_a_padded_row_begin_with_its_tokens():
+    params = PackedSeqParams.from_padding(torch.tensor([[False, False, True, True, True]]))
+    assert params.position_ids().tolist() == [[0, 1, 0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["tt.t."], r"must be together; row 0 has padding between them"),
+        (["ttttt", "....t", "t...t"], r"row 2 has padding between them"),
+        (["t.t.t"], r"row 0 has padding"),
+    ],
+)
+def test_padding_between_the_tokens_of_a_row_is_refused(rows, message):
+    with pytest.raises(ShapeError, match=message):
+        PackedSeqParams.from_padding(torch.tensor([[place == "t" for place in row] for row in rows]))
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.ones(2, 3), torch.ones(3, dtype=torch.bool), torch.ones(0, 3, dtype=torch.bool)]
+)
+def test_what_does_not_say_of_each_place_whether_it_is_a_token_is_refused(wrong):
+    with pytest.raises(ShapeError, match=r"is_token must be bool \[B, S\]; got"):
+        PackedSeqParams.from_padding(wrong)
+
+
 @settings(deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=11, max_size=11), min_size=1, max_size=4))
 def test_lengths_documents_and_rows_tell_the_same(begins):
