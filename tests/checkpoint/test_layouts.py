@@ -20,7 +20,7 @@ WRITERS = [(1, ALONE), *((size, layout) for size, layouts in LAYOUTS.items() for
 def save_all(folder: Path, first_step: int, layouts: list[Layout]) -> None:
     """Saves the tensors of seed ``step`` in each layout, one step per layout."""
     for step, layout in enumerate(layouts, first_step):
-        save_checkpoint(folder, step, in_layout(full_tensors(step), layout), {"layout": layout}, keep=100)
+        save_checkpoint(folder, step, in_layout(full_tensors(step), layout), {"layout": layout}, keep_last=100)
 
 
 def load_all(folder: Path, steps: int, layouts: list[Layout]) -> list[tuple[Layout, int, list[str]]]:
@@ -37,7 +37,7 @@ def load_all(folder: Path, steps: int, layouts: list[Layout]) -> list[tuple[Layo
 
 def save_and_load_alone(folder: Path, steps: int) -> list[list[str]]:
     """The same without a process group."""
-    save_checkpoint(folder, 0, full_tensors(0), {"layout": ALONE}, keep=100)
+    save_checkpoint(folder, 0, full_tensors(0), {"layout": ALONE}, keep_last=100)
     different = []
     for step in range(steps):
         into = full_tensors(seed=-1)
@@ -114,7 +114,7 @@ def trained(layout: Layout, steps: int) -> tuple[dict[str, torch.Tensor], nn.Mod
 
 def save_trained(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
     tensors, _, _ = trained(layout, steps=2)
-    save_checkpoint(folder, 1, tensors, {}, keep=1)
+    save_checkpoint(folder, 1, tensors, {}, keep_last=1)
     return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors.items()}
 
 

@@ -28,7 +28,7 @@ def code():
 
 def save_all(folder: Path, layouts: list[Layout]) -> None:
     for step, layout in enumerate(layouts):
-        save_checkpoint(folder, step, in_layout(full_tensors(step), layout), {"layout": layout}, keep=100)
+        save_checkpoint(folder, step, in_layout(full_tensors(step), layout), {"layout": layout}, keep_last=100)
 
 
 def test_the_reader_of_the_page_gives_every_tensor_whole(tmp_path, code):

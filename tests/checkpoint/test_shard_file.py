@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from megalith.checkpoint.boxes import Box
+from megalith.checkpoint.box import Box
 from megalith.checkpoint.shard_file import DTYPES, read_part, write_shard
 from megalith.errors import CheckpointError, StorageError
 from megalith.storage import record_of

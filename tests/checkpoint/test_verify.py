@@ -23,7 +23,7 @@ SHARD = "shard-00000-of-00001.safetensors"
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    return save_checkpoint(tmp_path, 1, {"w": torch.arange(100.0)}, {"step": 1}, keep=1)
+    return save_checkpoint(tmp_path, 1, {"w": torch.arange(100.0)}, {"step": 1}, keep_last=1)
 
 
 class Trap:
@@ -85,7 +85,7 @@ def test_a_folder_without_manifest_is_refused(checkpoint):
 
 
 def test_the_run_or_the_folder_of_checkpoints_is_refused_with_the_step_to_give(tmp_path):
-    path = save_checkpoint(tmp_path / "checkpoints", 1, {"w": torch.ones(1)}, {}, keep=1)
+    path = save_checkpoint(tmp_path / "checkpoints", 1, {"w": torch.ones(1)}, {}, keep_last=1)
     assert f"; give one of its steps, as {path}" in refusal(tmp_path)
     assert f"; give one of its steps, as {path}" in refusal(tmp_path / "checkpoints")
     assert "give one of its steps" not in refusal(tmp_path / "none")
@@ -137,6 +137,13 @@ def test_a_manifest_that_points_outside_is_refused(checkpoint):
         ([{"file": SHARD, "key": "w", "ranges": []}], r"does not lie in shape \(100,\)"),
         ([{"file": SHARD, "key": "w", "ranges": [[0, 60]]}], r"gives 60 of the 100 elements of w"),
         ([{"file": SHARD, "key": "w", "ranges": [[0, 100]]}] * 2, r"gives 200 of the 100 elements of w"),
+        (
+            [
+                {"file": SHARD, "key": "w", "ranges": [[0, 60]]},
+                {"file": SHARD, "key": "w", "ranges": [[50, 90]]},
+            ],
+            r"gives w in boxes of which 2 hold element \[50\], not 1",
+        ),
         ([{"file": SHARD, "key": "v", "ranges": [[0, 100]]}], r"shard-.*: .*v"),
         ([{"file": SHARD}], r"index.json is not an index of tensors: KeyError"),
     ],
@@ -187,7 +194,7 @@ def test_a_disk_that_does_not_answer_is_not_taken_for_damage(checkpoint):
 def verify_together(folder: Path) -> str:
     full = torch.arange(64.0).reshape(16, 4)
     tensor = distribute_tensor(full, init_device_mesh("cpu", (4,)), [Shard(0)], src_data_rank=None)
-    path = save_checkpoint(folder, 1, {"w": tensor}, {}, keep=1)
+    path = save_checkpoint(folder, 1, {"w": tensor}, {}, keep_last=1)
     verify_checkpoint(path)
     dist.barrier()
     if dist.get_rank() == 0:

@@ -92,10 +92,10 @@ def rename_damaged(path: Path) -> Path:
     return aside
 
 
-def remove_old(folder: Path, keep: int, but_not: Path) -> None:
-    """Removes complete checkpoints but the ``keep`` newest and ``but_not``. What cannot be removed is only logged."""
+def remove_old(folder: Path, keep_last: int, but_not: Path) -> None:
+    """Removes complete checkpoints but ``but_not`` and the ``keep_last`` newest; what cannot be removed is logged."""
     try:
-        for step, path in list(complete_steps(folder))[keep:]:
+        for step, path in list(complete_steps(folder))[keep_last:]:
             if path != but_not:
                 # renamed first: killed half way, it is a leftover and not half a checkpoint
                 doomed = temporary_folder(folder, step)

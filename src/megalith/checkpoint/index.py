@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalith.checkpoint.boxes import Box
+from megalith.checkpoint.box import Box
 from megalith.checkpoint.shard_file import DTYPES
 from megalith.errors import CheckpointError
 from megalith.storage import write_text_atomic

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalith.checkpoint.agreement import agreed, all_gather
-from megalith.checkpoint.boxes import Box, local_part
+from megalith.checkpoint.box import Box, first_miscount, local_part
 from megalith.checkpoint.index import INDEX, Piece, StoredTensor, parse_index
 from megalith.checkpoint.save import STATE
 from megalith.checkpoint.shard_file import read_part
@@ -122,6 +122,9 @@ def _fill(path: Path, stored: Mapping[str, StoredTensor], parts: Mapping[str, tu
         found = sum(both.num_elements for _, both in overlaps)
         if found != local.num_elements:
             raise CheckpointError(f"{INDEX} gives {found} of the {local.num_elements} elements of {name} wanted here")
+        if miscount := first_miscount(local, (both for _, both in overlaps)):
+            element, count = miscount
+            raise CheckpointError(f"{INDEX} gives {name} in boxes of which {count} hold element {list(element)}, not 1")
         for piece, both in overlaps:
             jobs[piece.file].append((name, piece, both))
     for file, wanted in sorted(jobs.items()):

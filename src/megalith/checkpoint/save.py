@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from megalith.checkpoint.agreement import agreed, gather, rank, scatter, world_size
-from megalith.checkpoint.boxes import Box, local_part
+from megalith.checkpoint.box import Box, local_part
 from megalith.checkpoint.folders import (
     remove_leftovers,
     remove_old,
@@ -49,7 +49,7 @@ STATE = "state.json"
 
 
 def save_checkpoint(
-    folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, keep: int
+    folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, keep_last: int
 ) -> Path:
     """The path of the checkpoint of ``step``, complete and durable; all ranks of the default group call it.
 
@@ -59,7 +59,7 @@ def save_checkpoint(
         folder: RUN/checkpoints, on a file system that all ranks share; made if absent.
         tensors: by name; DTensors (Shard and Replicate), or plain tensors, equal on all ranks that have them.
         state: anything JSON; rank 0's is stored.
-        keep: how many of the newest complete checkpoints stay, at least 1.
+        keep_last: how many of the newest complete checkpoints stay, at least 1.
 
     Raises:
         StorageError: the disk of a rank failed or is full.
@@ -75,7 +75,7 @@ def save_checkpoint(
     with agreed(task):
         if rank() == 0:
             plan = plan_of(offers_by_rank)
-            _check_arguments(step, state, keep)
+            _check_arguments(step, state, keep_last)
             _prepare(folder, temporary, plan.num_bytes)
     try:
         names = scatter(plan.names_by_rank)
@@ -90,7 +90,7 @@ def save_checkpoint(
             if rank() == 0:
                 shards = {name: record for shard in records for name, record in shard.items()}
                 _publish(temporary, step_folder(folder, step), shards, plan.tensors, state)
-                remove_old(folder, keep, but_not=step_folder(folder, step))
+                remove_old(folder, keep_last, but_not=step_folder(folder, step))
     finally:
         if rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -101,9 +101,11 @@ def _offer(name: str, tensor: Tensor, box: Box) -> Offer:
     return Offer(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), box)
 
 
-def _check_arguments(step: int, state: Mapping[str, Any], keep: int) -> None:
-    if step < 0 or keep < 1:
-        raise CheckpointError(f"step must be at least 0 and keep at least 1; got step={step}, keep={keep}")
+def _check_arguments(step: int, state: Mapping[str, Any], keep_last: int) -> None:
+    if step < 0 or keep_last < 1:
+        raise CheckpointError(
+            f"step must be at least 0 and keep_last at least 1; got step={step}, keep_last={keep_last}"
+        )
     try:
         json.dumps(dict(state))
     except (TypeError, ValueError) as error:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.boxes import Box
+from megalith.checkpoint.box import Box
 from megalith.errors import CheckpointError
 from megalith.storage import FileRecord, explained
 

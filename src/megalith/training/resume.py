@@ -13,9 +13,9 @@ from megalith.training.run import Run
 __all__ = ["resume_or_load", "save"]
 
 
-def save(run: Run, keep: int) -> Path:
-    """Writes a checkpoint of this step and keeps the newest ``keep``; collective over all ranks."""
-    return save_checkpoint(run.checkpoints, run.state.step, run.tensors(), run.state_dict(), keep=keep)
+def save(run: Run, keep_last: int) -> Path:
+    """Writes a checkpoint of this step and keeps the newest ``keep_last``; collective over all ranks."""
+    return save_checkpoint(run.checkpoints, run.state.step, run.tensors(), run.state_dict(), keep_last=keep_last)
 
 
 def resume_or_load(run: Run) -> str:
