@@ -12,9 +12,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megalith.checkpoint.agreement import agreed, broadcast, rank
 from megalith.errors import CheckpointError
 from megalith.storage import explained, fsync_folder, has_all_files
+from megalith.topology.agreement import agreed, broadcast, rank
 
 __all__ = [
     "complete_steps",

@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megalith.checkpoint.agreement import agreed, all_gather
 from megalith.checkpoint.box import Box, first_miscount, local_part
 from megalith.checkpoint.index import INDEX, Piece, StoredTensor, parse_index
 from megalith.checkpoint.save import STATE
@@ -20,6 +19,7 @@ from megalith.checkpoint.shard_file import read_part
 from megalith.checkpoint.verify import read_verified, verify_checkpoint
 from megalith.errors import CheckpointError
 from megalith.storage import explained
+from megalith.topology.agreement import agreed, all_gather, everywhere
 
 __all__ = ["load_tensors", "read_state"]
 
@@ -107,10 +107,12 @@ def _refuse(path: Path, misfits: list[_Misfit], stored: Iterable[str]) -> None:
         lines.append(f"missing: {name}{hint}")
     lines += [f"unexpected: {name}" for name in sorted(unexpected)]
     lines += [f"{name}: {wrong[name]}" for name in sorted(wrong)]
-    raise CheckpointError(
-        f"{path} does not fit, and nothing is loaded:\n  "
-        + "\n  ".join(lines)
-        + "\nwas it saved by a model of another shape or dtype? give this run the settings of the one that saved it"
+    raise everywhere(
+        CheckpointError(
+            f"{path} does not fit, and nothing is loaded:\n  "
+            + "\n  ".join(lines)
+            + "\nwas it saved by a model of another shape or dtype? give this run the settings of the one that saved it"
+        )
     )
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megalith.checkpoint.agreement import agreed, gather, rank, scatter, world_size
 from megalith.checkpoint.box import Box, local_part
 from megalith.checkpoint.folders import (
     remove_leftovers,
@@ -39,6 +38,7 @@ from megalith.storage import (
     write_manifest,
     write_text_atomic,
 )
+from megalith.topology.agreement import agreed, gather, rank, scatter, world_size
 
 __all__ = ["LATEST", "STATE", "save_checkpoint"]
 

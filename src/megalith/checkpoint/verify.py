@@ -7,9 +7,9 @@ Only ``.safetensors`` and ``.json`` are ever opened. A file that could hold a pi
 import hashlib
 from pathlib import Path
 
-from megalith.checkpoint.agreement import agreed, all_gather, rank, world_size
 from megalith.errors import CheckpointError
 from megalith.storage import MANIFEST, FileRecord, explained, read_manifest, record_of
+from megalith.topology.agreement import agreed, all_gather, everywhere, rank, world_size
 
 __all__ = ["read_verified", "verify_checkpoint"]
 
@@ -27,10 +27,12 @@ def verify_checkpoint(path: Path) -> None:
         found_here = _problems(path)
     problems = {problem for found in all_gather(found_here) for problem in found}
     if problems:
-        raise CheckpointError(
-            f"{path} is not what was saved, and is not loaded:\n  "
-            + "\n  ".join(sorted(problems))
-            + "\nuse an older checkpoint of the run, or copy this one again from where it came"
+        raise everywhere(
+            CheckpointError(
+                f"{path} is not what was saved, and is not loaded:\n  "
+                + "\n  ".join(sorted(problems))
+                + "\nuse an older checkpoint of the run, or copy this one again from where it came"
+            )
         )
 
 

@@ -4,7 +4,7 @@ The loss of the step is  sum over all ranks and micro-batches of (loss * mask)  
 number is summed before the first backward and enters as the seed of every backward; nothing else divides, so that a
 gradient does not depend on how the batch was cut. Two small all-reduces a step carry all that ranks must agree on:
 
-    before  [tokens with a loss, ranks that were asked to stop]
+    before  [tokens with a loss, ranks that were asked to stop, ranks that could not read their batch]
     after   [squared gradient norm, loss sum]
 """
 
@@ -22,6 +22,7 @@ from megalith.errors import NonFiniteError
 from megalith.optim.grad_norm import clip_coefficient, local_squared_norm, scale_gradients_
 from megalith.parallel.parameters import declared_parameters
 from megalith.parallel.sharding.fsdp import gradient_sync
+from megalith.topology.agreement import everywhere
 from megalith.training.loss import loss_sum
 from megalith.training.run import Run
 
@@ -30,10 +31,14 @@ __all__ = ["Agreement", "StepResult", "agree", "train_step"]
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know before a step begins: tokens that have a loss, and whether any rank was asked to stop."""
+    """What all ranks know before a step begins: how many tokens have a loss, whether any rank was asked to stop, and
+
+    whether any rank ``failed`` to read its batch.
+    """
 
     num_tokens: int
     stop: bool
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,13 +52,13 @@ class StepResult:
     skipped: bool
 
 
-def agree(run: Run, micro_batches: Sequence[MicroBatch], stop: bool) -> Agreement:
-    """Sums this step's token count over data-parallel ranks, and lets one rank's wish to stop reach all."""
+def agree(run: Run, micro_batches: Sequence[MicroBatch], stop: bool, failed: bool = False) -> Agreement:
+    """Sums this step's token count over data-parallel ranks; one rank's wish to stop, or failure, reaches all."""
     # ranks of one tp group read the same rows: the first speaks for them
     num_tokens = sum(int(micro.loss_mask.sum()) for micro in micro_batches) if run.pg_collection.tp_rank == 0 else 0
-    told = torch.tensor([num_tokens, int(stop)], dtype=torch.int64, device=run.device)
+    told = torch.tensor([num_tokens, int(stop), int(failed)], dtype=torch.int64, device=run.device)
     dist.all_reduce(told)
-    return Agreement(int(told[0]), bool(told[1]))
+    return Agreement(int(told[0]), bool(told[1]), bool(told[2]))
 
 
 def train_step(run: Run, micro_batches: Sequence[MicroBatch], num_tokens: int) -> StepResult:
@@ -119,11 +124,12 @@ def _refuse(run: Run, loss: float, grad_norm: float) -> None:
     found: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(found, _nonfinite_names(run.model))
     where = [f"{name} on rank {rank}" for rank, names in enumerate(found) for name in names[:2]]
-    raise NonFiniteError(
+    text = (
         f"step {run.state.step + 1}: loss {loss}, gradient norm {grad_norm}; not finite: "
         f"{', '.join(where[:6]) or 'the loss alone'}. The weights are those of step {run.state.step}. Lower optim.lr, "
         "or set train.nonfinite=skip to pass over such batches"
     )
+    raise everywhere(NonFiniteError(text))
 
 
 def _nonfinite_names(model: nn.Module) -> list[str]:
