@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megalith.checkpoint import load_tensors, save_checkpoint
-from megalith.checkpoint.shard_file import read_part
+from megalith.checkpoint.shard_file import ShardFile
 from megalith.errors import CheckpointError, StorageError
 from tests.rank_pool import ranks
 
@@ -154,12 +154,14 @@ def read_parts(folder: Path) -> list[str]:
     into = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0), Shard(0)])
     opened = []
 
+    read_part = ShardFile.read_part
+
     def read(file, key, box, part, dtype):
         opened.append((key, part.ranges))
         return read_part(file, key, box, part, dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megalith.checkpoint.load.read_part", read)
+        patch.setattr(ShardFile, "read_part", read)
         load_tensors(path, {"w": into})
     assert into.full_tensor().equal(full)
     return opened

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from megalith.checkpoint import find_checkpoint, save_checkpoint, verify_checkpoint
 from megalith.checkpoint.shard_file import write_shard
 from megalith.errors import CheckpointError, StorageError
-from megalith.storage import free_space
+from megalith.storage import LocalStore, free_space
 from tests.rank_pool import ranks
 
 
@@ -113,8 +113,8 @@ def test_ranks_that_disagree_about_a_plain_tensor_are_refused(tmp_path):
 def save_on_a_disk_of_its_own(folder: Path) -> str:
     """Rank 1's file arrives where rank 0 does not see it."""
 
-    def write(path, tensors):
-        return write_shard(folder / "elsewhere" if dist.get_rank() == 1 else path, tensors)
+    def write(staged, name, tensors):
+        return write_shard(LocalStore(folder) if dist.get_rank() == 1 else staged, name, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megalith.checkpoint.save.write_shard", write)

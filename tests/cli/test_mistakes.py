@@ -307,8 +307,8 @@ def test_data_that_one_rank_cannot_read_end_the_run_at_once_with_its_message(
     found = ended(start(*arguments), timeout=60)
     assert found.code == code, found
     assert message in found.err
-    assert found.err.count("this part cannot be read") == 1 + found.err.count("error: rank 1 failed with KeyError")
     assert found.err.count("Traceback") == (error == "KeyError")
+    assert found.err.count("error: ") == 1 or error == "KeyError"
 
 
 FAILING_EVALUATION = (

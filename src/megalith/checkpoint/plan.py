@@ -8,7 +8,7 @@ import torch
 
 from megalith.checkpoint.box import Box, first_miscount
 from megalith.checkpoint.index import Piece, StoredTensor, key_of
-from megalith.checkpoint.shard_file import DTYPES
+from megalith.checkpoint.shard_header import DTYPES
 from megalith.errors import CheckpointError
 
 __all__ = ["Offer", "Plan", "plan_of"]

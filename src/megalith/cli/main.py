@@ -52,9 +52,8 @@ def run() -> int:
     except SystemExit as end:
         return _leave(end.code if isinstance(end.code, int) else int(end.code is not None), for_all_ranks=True)
     except Exception:
-        if _in_several_ranks():
-            print(f"rank {os.environ['RANK']} failed:", file=sys.stderr)
-        traceback.print_exc()
+        where = f"rank {os.environ['RANK']} failed:\n" if _in_several_ranks() else ""
+        print(where + traceback.format_exc(), end="", file=sys.stderr, flush=True)  # at once: ranks share the screen
         # no code is left: where a connection broke, the rank that broke it has the better one
         return 1
     return _leave(0, for_all_ranks=True)
