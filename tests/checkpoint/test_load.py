@@ -156,9 +156,9 @@ def read_parts(folder: Path) -> list[str]:
 
     read_part = ShardFile.read_part
 
-    def read(file, key, box, part, dtype):
+    def read(file, key, box, part, dtype, into):
         opened.append((key, part.ranges))
-        return read_part(file, key, box, part, dtype)
+        read_part(file, key, box, part, dtype, into)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardFile, "read_part", read)

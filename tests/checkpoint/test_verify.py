@@ -178,7 +178,7 @@ def unreadable_on_rank_1(path: Path) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr("os.preadv", fail)
+            patch.setattr("megalith.storage.local_store.os.preadv", fail)
         with pytest.raises(StorageError) as caught:
             verify_checkpoint(path)
     return str(caught.value)

@@ -61,7 +61,7 @@ def first_miscount(whole: Box, boxes: Iterable[Box]) -> tuple[tuple[int, ...], i
         CheckpointError: ``whole`` is cut along more dimensions than any layout cuts.
     """
     pieces = list(boxes)
-    if whole.num_elements == 0 and not pieces:
+    if pieces == [whole] or (whole.num_elements == 0 and not pieces):
         return None
     cut = [d for d, ends in enumerate(whole.ranges) if any(piece.ranges[d] != ends for piece in pieces)]
     # a box has 2 ** dimensions corners, and an index may have been written by anyone

@@ -138,7 +138,6 @@ def _fill(store: Store, stored: Mapping[str, StoredTensor], parts: Mapping[str, 
             shard = ShardFile(store, file)
             for name, piece, both in wanted:
                 local, tensor = parts[name]
-                content = shard.read_part(piece.key, piece.box, both, stored[name].dtype)
-                tensor[both.slices_in(local)] = content.to(tensor.device)
+                shard.read_part(piece.key, piece.box, both, stored[name].dtype, tensor[both.slices_in(local)])
         except CheckpointError as error:
             raise CheckpointError(f"{file}: {error}") from error

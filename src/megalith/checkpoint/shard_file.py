@@ -6,6 +6,7 @@ The safetensors library wants all tensors on the CPU to write them, and a path i
 from collections.abc import Iterator, Mapping
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,9 +48,10 @@ class ShardFile:
         self._store = store
         self._name = name
         self._entries = read_header(store, name)
+        self._map = store.map(name)
 
-    def read_part(self, key: str, box: Box, part: Box, dtype: str) -> Tensor:
-        """``part`` of the stored ``box`` under ``key``, on the CPU. Reads little more than that part.
+    def read_part(self, key: str, box: Box, part: Box, dtype: str, into: Tensor) -> None:
+        """Copies ``part`` of the stored ``box`` under ``key`` to ``into``, of any dtype, device and strides.
 
         Raises:
             CheckpointError: what is stored is not a ``box`` of ``dtype`` (torch's name).
@@ -62,30 +64,36 @@ class ShardFile:
                 f"{key} must be {DTYPES[dtype]} {list(box.shape)} by the index; the file has {entry.dtype} "
                 f"{list(entry.shape)}"
             )
-        content = torch.empty(part.shape, dtype=getattr(torch, dtype))
-        self._fill(content, entry.begin, entry.shape, part.slices_in(box))
-        return content
+        self._copy(getattr(torch, dtype), entry.begin, entry.shape, part.slices_in(box), into)
 
-    def _fill(self, into: Tensor, begin: int, shape: tuple[int, ...], slices: tuple[slice, ...]) -> None:
-        """Copies ``slices`` of the array of ``shape`` that begins at byte ``begin`` of the file.
+    def _copy(
+        self, dtype: torch.dtype, begin: int, shape: tuple[int, ...], slices: tuple[slice, ...], into: Tensor
+    ) -> None:
+        """Copies ``slices`` of the array of ``dtype`` and ``shape`` that begins at byte ``begin`` of the file.
 
-        An array is read by whole rows of its first dimension, many at a time; where they are long, each in this way.
+        A store without a map is read by whole rows of the first dimension, many at a time; where rows are long, each
+        of them in this way.
         """
-        if not shape or (into.is_contiguous() and into.shape[1:] == shape[1:]):
-            skipped = slices[0].start * prod(shape[1:]) if shape else 0
-            self._store.read_into(self._name, begin + skipped * into.element_size(), _bytes_of(into))
+        if not shape:
+            self._copy(dtype, begin, (1,), (slice(0, 1),), into.view(1))
             return
-        row_bytes = prod(shape[1:]) * into.element_size()
-        if row_bytes > _BLOCK:
-            for i, row in enumerate(into):
-                self._fill(row, begin + (slices[0].start + i) * row_bytes, shape[1:], slices[1:])
-            return
-        num_rows = _BLOCK // row_bytes
-        for start in range(0, len(into), num_rows):
-            part = into[start : start + num_rows]
-            rows = torch.empty(len(part), *shape[1:], dtype=into.dtype)
-            self._store.read_into(self._name, begin + (slices[0].start + start) * row_bytes, _bytes_of(rows))
-            part.copy_(rows[:, *slices[1:]])
+        first, row_bytes = slices[0].start, prod(shape[1:]) * dtype.itemsize
+        whole_rows = into.shape[1:] == shape[1:]
+        if whole_rows and into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous():
+            self._store.read_into(self._name, begin + first * row_bytes, _bytes_of(into))
+        elif self._map is not None:
+            array = np.frombuffer(self._map, f"i{dtype.itemsize}", prod(shape), begin).reshape(shape)
+            into.copy_(torch.from_numpy(array[slices].copy()).view(dtype))
+        elif row_bytes > _BLOCK and len(shape) > 1:
+            for i in range(len(into)):
+                self._copy(dtype, begin + (first + i) * row_bytes, shape[1:], slices[1:], into[i])
+        else:
+            num_rows = max(1, _BLOCK // row_bytes)
+            for start in range(0, len(into), num_rows):
+                target = into[start : start + num_rows]
+                rows = torch.empty(len(target), *shape[1:], dtype=dtype)
+                self._store.read_into(self._name, begin + (first + start) * row_bytes, _bytes_of(rows))
+                target.copy_(rows[:, *slices[1:]])
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -3,7 +3,7 @@
 import mmap
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from megalith.storage.free_space import require_free_bytes
 from megalith.storage.store import MANIFEST, Buffer, Store, hidden
 
 __all__ = ["LocalStore"]
+
+_PART = 1 << 18  # bytes; what is hashed stays in a core's cache
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,24 @@ class LocalStore(Store):
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         path = self.path / name
+        with explained("read", path):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                done = 0
+                while done < len(buffer):
+                    num_bytes = os.preadv(descriptor, [buffer[done:]], start + done)
+                    if num_bytes == 0:
+                        raise StorageError(f"cannot read {path}: it ends before byte {start + len(buffer)}")
+                    done += num_bytes
+            finally:
+                os.close(descriptor)
+
+    def parts(self, name: str) -> Iterator[memoryview]:
+        path = self.path / name
+        buffer = memoryview(bytearray(_PART))
         with explained("read", path), path.open("rb", buffering=0) as file:
-            done = 0
-            while done < len(buffer):
-                num_bytes = os.preadv(file.fileno(), [buffer[done:]], start + done)
-                if num_bytes == 0:
-                    raise StorageError(
-                        f"cannot read {path}: it ends before byte {start + len(buffer)}; copy it again"
-                    )
-                done += num_bytes
+            while num_bytes := file.readinto(buffer):
+                yield buffer[:num_bytes]
 
     def map(self, name: str) -> mmap.mmap | bytes:
         path = self.path / name

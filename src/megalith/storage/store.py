@@ -95,15 +95,19 @@ class Store(ABC):
         names = source.names()
         if not names:
             raise MissingFileError(f"cannot rename {source}: there is no such folder; check the path")
+        self.put(hidden(to), b"")
         for file in sorted(names, key=lambda file: file == MANIFEST):
             target.write(file, source.parts(file))
+        self.remove(hidden(to))
         self.remove_folder(name)
 
     def remove_folder(self, name: str) -> None:
-        """Removes the folder ``name`` of files; killed half way, what is left is not complete."""
+        """Removes the folder ``name`` of files; killed half way, what is left is not complete, and a leftover."""
         folder = self / name
+        self.put(hidden(name), b"")
         for file in sorted(folder.names(), key=lambda file: file != MANIFEST):
             folder.remove(file)
+        self.remove(hidden(name))
 
     def stage(self, name: str, num_bytes: int) -> None:
         """Makes ready for the files of the folder ``name``, which does not exist; ``num_bytes`` or more will come."""
@@ -121,9 +125,10 @@ class Store(ABC):
     def abandon(self, name: str) -> None:
         """Drops what is staged of ``name``; after ``commit`` there is nothing to drop."""
         if hidden(name) in self.names():
-            if MANIFEST not in (self / name).names():
+            if MANIFEST in (self / name).names():
+                self.remove(hidden(name))
+            else:
                 self.remove_folder(name)
-            self.remove(hidden(name))
 
     def leftovers(self) -> list[str]:
         """The names that ``abandon`` would find something of."""
