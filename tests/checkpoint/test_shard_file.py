@@ -70,10 +70,12 @@ def test_a_part_of_a_box_is_read(tmp_path):
     save_file({"w@2:6,5:10": full[2:6, 5:10].contiguous()}, tmp_path / "x.safetensors")
     box, part = Box(((2, 6), (5, 10))), Box(((3, 5), (6, 10)))
     file = ShardFile(LocalStore(tmp_path), "x.safetensors")
-    assert file.read_part("w@2:6,5:10", box, part, "float32").equal(full[3:5, 6:10])
+    for into in (torch.zeros(2, 4), torch.zeros(4, 2, dtype=torch.float64).t()):
+        file.read_part("w@2:6,5:10", box, part, "float32", into)
+        assert into.equal(full[3:5, 6:10].to(into.dtype))
     with pytest.raises(CheckpointError, match=r"must be F64 \[4, 5\] by the index; the file has F32 \[4, 5\]"):
-        file.read_part("w@2:6,5:10", box, part, "float64")
+        file.read_part("w@2:6,5:10", box, part, "float64", torch.zeros(2, 4))
     with pytest.raises(CheckpointError, match=r"must be F32 \[2, 4\] by the index; the file has F32 \[4, 5\]"):
-        file.read_part("w@2:6,5:10", part, part, "float32")
+        file.read_part("w@2:6,5:10", part, part, "float32", torch.zeros(2, 4))
     with pytest.raises(CheckpointError, match="it has no tensor w"):
-        file.read_part("w", box, part, "float32")
+        file.read_part("w", box, part, "float32", torch.zeros(2, 4))

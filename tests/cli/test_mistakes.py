@@ -331,7 +331,11 @@ def test_an_error_of_one_rank_alone_is_printed_by_that_rank_and_gives_the_exit_c
 
 def test_input_that_one_rank_alone_cannot_see_ends_all_with_code_2(tmp_path, monkeypatch):
     arguments = [*train(tmp_path), "parallel.shard=2", "--nproc", 2]
-    blind = ("from megalith.data import indexed_dataset", "indexed_dataset.companion = lambda prefix, _: prefix / 'no'")
+    blind = (
+        "from megalith.data import indexed_dataset",
+        "read = indexed_dataset.read_index",
+        "indexed_dataset.read_index = lambda store, name: read(store / 'elsewhere', name)",
+    )
     break_rank(monkeypatch, tmp_path, 1, *blind)
     found = ended(start(*arguments), timeout=60)
     assert found.code == 2, found

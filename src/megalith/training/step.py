@@ -31,9 +31,9 @@ __all__ = ["Agreement", "StepResult", "agree", "train_step"]
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know before a step begins: how many tokens have a loss, whether any rank was asked to stop, and
+    """What all ranks know before a step begins.
 
-    whether any rank ``failed`` to read its batch.
+    num_tokens: how many have a loss; stop: a rank was asked to stop; failed: a rank could not read its batch.
     """
 
     num_tokens: int
