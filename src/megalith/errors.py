@@ -1,4 +1,4 @@
-"""Every error raised on purpose. Each also is the built-in that an older ``except`` clause expects.
+"""The errors that are foreseen: wrong input, or a state of the world that a message can explain.
 
 MegalithError
 ├── ConfigError (ValueError)
@@ -9,11 +9,19 @@ MegalithError
 ├── DataError (ValueError)
 ├── CheckpointError (ValueError)
 ├── StorageError (OSError)
+│   └── MissingFileError (FileNotFoundError)
 ├── MissingDependencyError (ImportError)
-└── NonFiniteError (FloatingPointError)
+├── DemoError (RuntimeError), in insight/demo.py
+├── NonFiniteError (FloatingPointError)
+└── RankFailedError (RuntimeError)
 
-Messages say what was wanted, what was given, and the way out. The command line turns every one of them but
-NonFiniteError, which is no fault of the input, into exit code 2.
+Each also is the built-in in brackets, so that an ``except`` clause that knows no Megalith catches it. Messages say what
+was wanted, what was given, and the way out. The command line prints the message alone and ends with exit code 2, or
+with 1 for the last two, which are no fault of the input.
+
+Plain built-ins are raised for slips of the caller (an index out of range, a write to frozen settings), in validators
+from which pydantic collects them, and by libraries. One that reaches the command line was not foreseen: it keeps its
+traceback, and the exit code is 1.
 """
 
 __all__ = [
@@ -24,7 +32,9 @@ __all__ = [
     "ExperimentalError",
     "MegalithError",
     "MissingDependencyError",
+    "MissingFileError",
     "NonFiniteError",
+    "RankFailedError",
     "ShapeError",
     "StorageError",
     "TopologyError",
@@ -32,7 +42,13 @@ __all__ = [
 
 
 class MegalithError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base of all foreseen errors; a subclass can be made from its message alone, so that it can travel between ranks.
+
+    ``on_every_rank``: every rank raises this error with the same message, so that one of them reports it for all.
+    ``megalith.topology.agreement`` sets it.
+    """
+
+    on_every_rank: bool = False
 
 
 class ConfigError(MegalithError, ValueError):
@@ -64,7 +80,11 @@ class CheckpointError(MegalithError, ValueError):
 
 
 class StorageError(MegalithError, OSError):
-    """A folder or disk that cannot take what must be written."""
+    """A folder or disk that cannot be read, or cannot take what must be written."""
+
+
+class MissingFileError(StorageError, FileNotFoundError):
+    """A file or folder that is not there."""
 
 
 class MissingDependencyError(MegalithError, ImportError):
@@ -73,3 +93,7 @@ class MissingDependencyError(MegalithError, ImportError):
 
 class NonFiniteError(MegalithError, FloatingPointError):
     """A loss or gradient is NaN or infinite, and the run was told to stop at that."""
+
+
+class RankFailedError(MegalithError, RuntimeError):
+    """Another rank has an error that was not foreseen; its traceback is on that rank's output."""

@@ -32,8 +32,8 @@ def tensors_of(step: int) -> dict[str, torch.Tensor]:
     return full
 
 
-def save(folder: Path, step: int, keep: int = 2) -> None:
-    save_checkpoint(folder, step, tensors_of(step), {"step": step}, keep=keep)
+def save(folder: Path, step: int, keep_last: int = 2) -> None:
+    save_checkpoint(folder, step, tensors_of(step), {"step": step}, keep_last=keep_last)
 
 
 def save_forever(rank: int, num_ranks: int, folder: Path, store: str, saved: Connection) -> None:
@@ -116,7 +116,7 @@ FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.lis
 def die_at(number: int, folder: Path) -> None:
     """Saves step 2 after step 1, keeping one; killed before its ``number``-th use of the file system."""
     torch.set_num_threads(1)
-    save(folder, 1, keep=1)
+    save(folder, 1, keep_last=1)
     uses = itertools.count(1)
 
     def count(event: str, _: tuple[object, ...]) -> None:
@@ -124,7 +124,7 @@ def die_at(number: int, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(count)
-    save(folder, 2, keep=1)
+    save(folder, 2, keep_last=1)
     os._exit(0)
 
 
@@ -152,6 +152,6 @@ def test_a_kill_before_any_use_of_the_file_system_leaves_the_old_or_the_new(tmp_
     assert found[-2] == 2
     assert len(found) > 20
     for folder in folders:
-        save(folder, 3, keep=1)
+        save(folder, 3, keep_last=1)
         assert newest_is_sound(folder) == 3
         assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000003"]

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megalith.checkpoint import load_tensors, read_state, save_checkpoint
-from megalith.checkpoint.folders import step_folder
+from megalith.checkpoint.folders import step_name
 from tests.checkpoint.layouts import LAYOUTS, Layout, full_tensors, in_layout, local_bits, mesh_of
 from tests.rank_pool import ranks
 
@@ -20,7 +20,7 @@ WRITERS = [(1, ALONE), *((size, layout) for size, layouts in LAYOUTS.items() for
 def save_all(folder: Path, first_step: int, layouts: list[Layout]) -> None:
     """Saves the tensors of seed ``step`` in each layout, one step per layout."""
     for step, layout in enumerate(layouts, first_step):
-        save_checkpoint(folder, step, in_layout(full_tensors(step), layout), {"layout": layout}, keep=100)
+        save_checkpoint(folder, step, in_layout(full_tensors(step), layout), {"layout": layout}, keep_last=100)
 
 
 def load_all(folder: Path, steps: int, layouts: list[Layout]) -> list[tuple[Layout, int, list[str]]]:
@@ -29,7 +29,7 @@ def load_all(folder: Path, steps: int, layouts: list[Layout]) -> list[tuple[Layo
     for layout in layouts:
         for step in range(steps):
             into = in_layout(full_tensors(seed=-1), layout)
-            load_tensors(step_folder(folder, step), into)
+            load_tensors(folder / step_name(step), into)
             wanted, got = local_bits(in_layout(full_tensors(step), layout)), local_bits(into)
             different.append((layout, step, [name for name in wanted if wanted[name] != got[name]]))
     return different
@@ -37,11 +37,11 @@ def load_all(folder: Path, steps: int, layouts: list[Layout]) -> list[tuple[Layo
 
 def save_and_load_alone(folder: Path, steps: int) -> list[list[str]]:
     """The same without a process group."""
-    save_checkpoint(folder, 0, full_tensors(0), {"layout": ALONE}, keep=100)
+    save_checkpoint(folder, 0, full_tensors(0), {"layout": ALONE}, keep_last=100)
     different = []
     for step in range(steps):
         into = full_tensors(seed=-1)
-        load_tensors(step_folder(folder, step), into)
+        load_tensors(folder / step_name(step), into)
         wanted, got = local_bits(full_tensors(step)), local_bits(into)
         different.append([name for name in wanted if wanted[name] != got[name]])
     return different
@@ -56,7 +56,7 @@ def test_any_layout_reads_what_any_layout_wrote(tmp_path):
     for num_ranks, layouts in LAYOUTS.items():
         wanted = [(layout, step, []) for layout in layouts for step in range(len(WRITERS))]
         assert ranks(num_ranks, load_all, tmp_path, len(WRITERS), layouts) == [wanted] * num_ranks
-    assert [tuple(read_state(step_folder(tmp_path, step))["layout"]) for step in range(len(WRITERS))] == [
+    assert [tuple(read_state(tmp_path / step_name(step))["layout"]) for step in range(len(WRITERS))] == [
         layout for _, layout in WRITERS
     ]
 
@@ -66,7 +66,7 @@ def test_every_layout_stores_each_element_once(tmp_path):
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in full_tensors(0).values())
     for step in range(len(LAYOUTS[4])):
         stored = 0
-        for file in step_folder(tmp_path, step).glob("*.safetensors"):
+        for file in (tmp_path / step_name(step)).glob("*.safetensors"):
             header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
             stored += file.stat().st_size - header
         assert stored == num_bytes
@@ -114,13 +114,13 @@ def trained(layout: Layout, steps: int) -> tuple[dict[str, torch.Tensor], nn.Mod
 
 def save_trained(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
     tensors, _, _ = trained(layout, steps=2)
-    save_checkpoint(folder, 1, tensors, {}, keep=1)
+    save_checkpoint(folder, 1, tensors, {}, keep_last=1)
     return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors.items()}
 
 
 def load_trained(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
     tensors, _, _ = trained(layout, steps=1)
-    load_tensors(step_folder(folder, 1), tensors)
+    load_tensors(folder / step_name(1), tensors)
     return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors.items()}
 
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megalith.checkpoint import load_tensors, save_checkpoint
-from megalith.checkpoint.shard_file import read_part
+from megalith.checkpoint.shard_file import ShardFile
 from megalith.errors import CheckpointError, StorageError
 from tests.rank_pool import ranks
 
@@ -23,7 +23,7 @@ SAVED = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("run"), 1, SAVED, {}, keep=1)
+    return save_checkpoint(tmp_path_factory.mktemp("run"), 1, SAVED, {}, keep_last=1)
 
 
 def empty(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -129,7 +129,7 @@ def test_a_misfit_on_one_rank_is_the_error_of_all(checkpoint):
 def failing_read_on_rank_1(folder: Path) -> str:
     full = torch.arange(8.0)
     tensor = distribute_tensor(full, init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
-    path = save_checkpoint(folder, 1, {"w": tensor}, {}, keep=1)
+    path = save_checkpoint(folder, 1, {"w": tensor}, {}, keep_last=1)
     dist.barrier()
     if dist.get_rank() == 1:
         (path / "shard-00001-of-00002.safetensors").unlink()
@@ -150,16 +150,18 @@ def read_parts(folder: Path) -> list[str]:
     """What a rank reads, (key, ranges), for one of four rows of what was saved in quarters by rows and columns."""
     full = torch.arange(12.0).reshape(4, 3)
     mesh = init_device_mesh("cpu", (2, 2))
-    path = save_checkpoint(folder, 1, {"w": distribute_tensor(full, mesh, [Shard(0), Shard(1)])}, {}, keep=1)
+    path = save_checkpoint(folder, 1, {"w": distribute_tensor(full, mesh, [Shard(0), Shard(1)])}, {}, keep_last=1)
     into = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0), Shard(0)])
     opened = []
 
-    def read(file, key, box, part, dtype):
+    read_part = ShardFile.read_part
+
+    def read(file, key, box, part, dtype, into):
         opened.append((key, part.ranges))
-        return read_part(file, key, box, part, dtype)
+        read_part(file, key, box, part, dtype, into)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megalith.checkpoint.load.read_part", read)
+        patch.setattr(ShardFile, "read_part", read)
         load_tensors(path, {"w": into})
     assert into.full_tensor().equal(full)
     return opened

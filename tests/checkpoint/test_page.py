@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalith.checkpoint import save_checkpoint
-from megalith.checkpoint.folders import step_folder
+from megalith.checkpoint.folders import step_name
 from tests.checkpoint.layouts import LAYOUTS, Layout, full_tensors, in_layout, local_bits
 from tests.rank_pool import ranks
 
@@ -28,20 +28,20 @@ def code():
 
 def save_all(folder: Path, layouts: list[Layout]) -> None:
     for step, layout in enumerate(layouts):
-        save_checkpoint(folder, step, in_layout(full_tensors(step), layout), {"layout": layout}, keep=100)
+        save_checkpoint(folder, step, in_layout(full_tensors(step), layout), {"layout": layout}, keep_last=100)
 
 
 def test_the_reader_of_the_page_gives_every_tensor_whole(tmp_path, code):
     read_checkpoint = code[0]["read_checkpoint"]
     ranks(4, save_all, tmp_path, LAYOUTS[4])
     for step, layout in enumerate(LAYOUTS[4]):
-        tensors, state = read_checkpoint(step_folder(tmp_path, step))
+        tensors, state = read_checkpoint(tmp_path / step_name(step))
         assert local_bits(tensors) == local_bits(full_tensors(step))
         assert state == {"layout": list(layout)}
-    shard = next(step_folder(tmp_path, 0).glob("*.safetensors"))
+    shard = next((tmp_path / step_name(0)).glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     with pytest.raises(ValueError, match=f"{shard.name} is damaged"):
-        read_checkpoint(step_folder(tmp_path, 0))
+        read_checkpoint(tmp_path / step_name(0))
 
 
 def test_the_reader_is_twenty_lines_and_imports_nothing_of_ours(code):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalith.checkpoint.boxes import Box
+from megalith.checkpoint.box import Box
 from megalith.checkpoint.plan import Offer, plan_of
 from megalith.errors import CheckpointError
 
@@ -59,3 +59,29 @@ def test_an_empty_box_is_not_written_and_an_empty_tensor_is_known():
 def test_what_the_format_cannot_hold_is_refused(first, second, message):
     with pytest.raises(CheckpointError, match=message):
         plan_of([[first], [second]])
+
+
+def square(*ranges: tuple[int, int]) -> Offer:
+    return offer("w", *ranges, shape=(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [
+        (
+            [offer("w", (0, 4)), offer("w", (3, 7))],
+            r"each element of w must be in one box of the ranks; \[3\] is in 2 of 2",
+        ),
+        ([offer("w", (1, 5)), offer("w", (4, 8))], r"\[0\] is in 0 of 2"),
+        # the upper rows are whole; of the lower ones a column is there twice and another not at all
+        ([square((0, 2), (0, 4)), square((2, 4), (0, 2)), square((2, 4), (1, 3))], r"\[2, 1\] is in 2 of 3"),
+    ],
+)
+def test_an_overlap_with_a_gap_of_the_same_size_is_refused(boxes, message):
+    with pytest.raises(CheckpointError, match=message):
+        plan_of([[box] for box in boxes])
+
+
+def test_a_pinwheel_that_no_straight_cut_divides_is_a_whole():
+    ranges = [((0, 1), (0, 3)), ((0, 3), (3, 4)), ((3, 4), (1, 4)), ((1, 4), (0, 1)), ((1, 3), (1, 3))]
+    assert len(plan_of([[square(*box)] for box in ranges]).tensors["w"].pieces) == 5

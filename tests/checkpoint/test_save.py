@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from megalith.checkpoint import find_checkpoint, save_checkpoint, verify_checkpoint
 from megalith.checkpoint.shard_file import write_shard
 from megalith.errors import CheckpointError, StorageError
-from megalith.storage import free_space
+from megalith.storage import LocalStore, free_space
 from tests.rank_pool import ranks
 
 
@@ -28,7 +28,7 @@ def content_of(folder: Path) -> dict[str, bytes]:
 
 def test_one_process_writes_one_plain_safetensors_file_and_json(tmp_path):
     tensors = {"model.w": torch.randn(3, 4), "optimizer.step": torch.tensor(7)}
-    path = save_checkpoint(tmp_path / "checkpoints", 100, tensors, {"step": 100, "lr": 0.1}, keep=2)
+    path = save_checkpoint(tmp_path / "checkpoints", 100, tensors, {"step": 100, "lr": 0.1}, keep_last=2)
     assert path == tmp_path / "checkpoints" / "step-00000100"
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000100\n"
     shard = "shard-00000-of-00001.safetensors"
@@ -59,7 +59,7 @@ def save_sharded(folder: Path, step: int, num_rows: int, limit: int | None = Non
     try:
         if limit is not None and dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-        save_checkpoint(folder, step, {"w": tensor}, {"rank": dist.get_rank()}, keep=2)
+        save_checkpoint(folder, step, {"w": tensor}, {"rank": dist.get_rank()}, keep_last=2)
     except (CheckpointError, StorageError) as error:
         return repr(error)
     finally:
@@ -99,7 +99,7 @@ def raise_on_rank_1(folder: Path) -> str:
     state = {} if dist.get_rank() == 0 else {"not": "json"}
     tensor = torch.zeros(2 if dist.get_rank() == 0 else 3)
     with pytest.raises(CheckpointError) as caught:
-        save_checkpoint(folder, 1, {"w": tensor}, state, keep=1)
+        save_checkpoint(folder, 1, {"w": tensor}, state, keep_last=1)
     return str(caught.value)
 
 
@@ -113,8 +113,8 @@ def test_ranks_that_disagree_about_a_plain_tensor_are_refused(tmp_path):
 def save_on_a_disk_of_its_own(folder: Path) -> str:
     """Rank 1's file arrives where rank 0 does not see it."""
 
-    def write(path, tensors):
-        return write_shard(folder / "elsewhere" if dist.get_rank() == 1 else path, tensors)
+    def write(staged, name, tensors):
+        return write_shard(LocalStore(folder) if dist.get_rank() == 1 else staged, name, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megalith.checkpoint.save.write_shard", write)
@@ -128,8 +128,8 @@ def test_machines_that_do_not_share_the_disk_are_told_so_and_nothing_is_publishe
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def save(folder: Path, step: int, value: float = 0.0, keep: int = 2) -> Path:
-    return save_checkpoint(folder, step, {"w": torch.full((3,), value)}, {"step": step}, keep=keep)
+def save(folder: Path, step: int, value: float = 0.0, keep_last: int = 2) -> Path:
+    return save_checkpoint(folder, step, {"w": torch.full((3,), value)}, {"step": step}, keep_last=keep_last)
 
 
 def test_every_byte_is_on_disk_before_the_name_and_the_name_before_latest_and_removal(tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def test_every_byte_is_on_disk_before_the_name_and_the_name_before_latest_and_re
     monkeypatch.setattr(os, "fsync", noted(os.fsync, lambda descriptor: f"fsync {name_of(descriptor)}"))
     monkeypatch.setattr(os, "rename", noted(os.rename, lambda _, to: f"rename {name(to)}"))
     monkeypatch.setattr(os, "replace", noted(os.replace, lambda _, to: f"rename {name(to)}"))
-    save(tmp_path, 2, keep=1)
+    save(tmp_path, 2, keep_last=1)
     assert events == [
         f"fsync {tmp_path.parent.name}",
         "fsync shard-00000-of-00001.safetensors",
@@ -252,22 +252,24 @@ def test_leftovers_of_killed_saves_are_removed(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("step", "state", "keep", "message"),
+    ("step", "state", "keep_last", "message"),
     [
         (1, {"x": torch.ones(1)}, 1, "the state must be JSON: Object of type Tensor is not"),
-        (1, {}, 0, "keep at least 1; got step=1, keep=0"),
+        (1, {}, 0, "keep_last at least 1; got step=1, keep_last=0"),
         (-1, {}, 1, "step must be at least 0"),
     ],
 )
-def test_arguments_that_cannot_be_saved_are_refused_before_anything_is_written(tmp_path, step, state, keep, message):
+def test_arguments_that_cannot_be_saved_are_refused_before_anything_is_written(
+    tmp_path, step, state, keep_last, message
+):
     with pytest.raises(CheckpointError, match=message):
-        save_checkpoint(tmp_path / "new", step, {"w": torch.ones(1)}, state, keep=keep)
+        save_checkpoint(tmp_path / "new", step, {"w": torch.ones(1)}, state, keep_last=keep_last)
     assert not (tmp_path / "new").exists()
 
 
 def test_saving_leaves_the_tensors_and_their_graph_alone(tmp_path):
     weight = torch.ones(3, requires_grad=True)
     version = weight._version
-    save_checkpoint(tmp_path, 1, {"w": weight}, {}, keep=1)
+    save_checkpoint(tmp_path, 1, {"w": weight}, {}, keep_last=1)
     assert weight._version == version
     assert weight.requires_grad

@@ -1,7 +1,6 @@
 """Nothing is loaded that is not, to the byte, what was saved; and nothing is ever unpickled."""
 
 import errno
-import hashlib
 import json
 import os
 import pickle
@@ -15,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from megalith.checkpoint import load_tensors, read_state, save_checkpoint, verify_checkpoint
 from megalith.errors import CheckpointError, StorageError
-from megalith.storage import MANIFEST, read_manifest, record_of, write_manifest
+from megalith.storage import MANIFEST, LocalStore, manifest_of, read_manifest, record_of
 from tests.rank_pool import ranks
 
 SHARD = "shard-00000-of-00001.safetensors"
@@ -23,7 +22,7 @@ SHARD = "shard-00000-of-00001.safetensors"
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    return save_checkpoint(tmp_path, 1, {"w": torch.arange(100.0)}, {"step": 1}, keep=1)
+    return save_checkpoint(tmp_path, 1, {"w": torch.arange(100.0)}, {"step": 1}, keep_last=1)
 
 
 class Trap:
@@ -39,7 +38,8 @@ class Trap:
 def list_in_manifest(checkpoint: Path) -> None:
     """What a forger would do: a manifest that is right about every file."""
     names = [path.name for path in checkpoint.iterdir() if path.name != MANIFEST]
-    write_manifest(checkpoint, {name: record_of(checkpoint / name) for name in names})
+    records = {name: record_of([(checkpoint / name).read_bytes()]) for name in names}
+    (checkpoint / MANIFEST).write_bytes(manifest_of(records))
 
 
 def refusal(checkpoint: Path) -> str:
@@ -85,7 +85,7 @@ def test_a_folder_without_manifest_is_refused(checkpoint):
 
 
 def test_the_run_or_the_folder_of_checkpoints_is_refused_with_the_step_to_give(tmp_path):
-    path = save_checkpoint(tmp_path / "checkpoints", 1, {"w": torch.ones(1)}, {}, keep=1)
+    path = save_checkpoint(tmp_path / "checkpoints", 1, {"w": torch.ones(1)}, {}, keep_last=1)
     assert f"; give one of its steps, as {path}" in refusal(tmp_path)
     assert f"; give one of its steps, as {path}" in refusal(tmp_path / "checkpoints")
     assert "give one of its steps" not in refusal(tmp_path / "none")
@@ -119,8 +119,8 @@ def test_a_file_or_folder_that_the_manifest_does_not_list_is_refused(checkpoint)
 
 def test_a_manifest_that_points_outside_is_refused(checkpoint):
     (checkpoint.parent / "outside.json").write_text("{}")
-    records = read_manifest(checkpoint)
-    write_manifest(checkpoint, records | {"../outside.json": record_of(checkpoint / "../outside.json")})
+    records = read_manifest(LocalStore(checkpoint))
+    (checkpoint / MANIFEST).write_bytes(manifest_of(records | {"../outside.json": record_of([b"{}"])}))
     assert "'../outside.json' must be a file of the folder itself" in refusal(checkpoint)
 
 
@@ -137,6 +137,13 @@ def test_a_manifest_that_points_outside_is_refused(checkpoint):
         ([{"file": SHARD, "key": "w", "ranges": []}], r"does not lie in shape \(100,\)"),
         ([{"file": SHARD, "key": "w", "ranges": [[0, 60]]}], r"gives 60 of the 100 elements of w"),
         ([{"file": SHARD, "key": "w", "ranges": [[0, 100]]}] * 2, r"gives 200 of the 100 elements of w"),
+        (
+            [
+                {"file": SHARD, "key": "w", "ranges": [[0, 60]]},
+                {"file": SHARD, "key": "w", "ranges": [[50, 90]]},
+            ],
+            r"gives w in boxes of which 2 hold element \[50\], not 1",
+        ),
         ([{"file": SHARD, "key": "v", "ranges": [[0, 100]]}], r"shard-.*: .*v"),
         ([{"file": SHARD}], r"index.json is not an index of tensors: KeyError"),
     ],
@@ -160,18 +167,18 @@ def test_a_header_is_not_parsed_before_its_hash_is_known(checkpoint, monkeypatch
     def opened(*_args, **_kwargs):
         pytest.fail("opened")
 
-    monkeypatch.setattr("megalith.checkpoint.load.safe_open", opened)
+    monkeypatch.setattr("megalith.checkpoint.shard_file.read_header", opened)
     (checkpoint / SHARD).write_bytes(b"x" * (checkpoint / SHARD).stat().st_size)
     assert f"{SHARD}: its SHA-256 is not that of what was saved" in refusal(checkpoint)
 
 
 def unreadable_on_rank_1(path: Path) -> str:
-    def fail(_):
+    def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr("megalith.checkpoint.verify.record_of", fail)
+            patch.setattr("megalith.storage.local_store.os.preadv", fail)
         with pytest.raises(StorageError) as caught:
             verify_checkpoint(path)
     return str(caught.value)
@@ -187,7 +194,7 @@ def test_a_disk_that_does_not_answer_is_not_taken_for_damage(checkpoint):
 def verify_together(folder: Path) -> str:
     full = torch.arange(64.0).reshape(16, 4)
     tensor = distribute_tensor(full, init_device_mesh("cpu", (4,)), [Shard(0)], src_data_rank=None)
-    path = save_checkpoint(folder, 1, {"w": tensor}, {}, keep=1)
+    path = save_checkpoint(folder, 1, {"w": tensor}, {}, keep_last=1)
     verify_checkpoint(path)
     dist.barrier()
     if dist.get_rank() == 0:
@@ -213,12 +220,10 @@ def test_ranks_share_the_work_and_the_verdict(tmp_path):
 def count_hashed(path: Path) -> list[str]:
     """The files that this rank hashes."""
     hashed = []
-    digest = hashlib.file_digest
-    hashlib.file_digest = lambda file, kind: hashed.append(os.path.basename(file.name)) or digest(file, kind)
-    try:
+    parts = LocalStore.parts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStore, "parts", lambda store, name: hashed.append(name) or parts(store, name))
         verify_checkpoint(path)
-    finally:
-        hashlib.file_digest = digest
     return hashed
 
 

@@ -1,6 +1,7 @@
 """What people get wrong: each mistake is one message with the way out, exit code 2, and nothing changed on disk."""
 
 import hashlib
+import os
 import re
 import resource
 import signal
@@ -300,3 +301,86 @@ def test_a_full_disk_ends_the_run_with_earlier_checkpoints_as_they_were(tmp_path
     assert found.code == 2, found
     assert "step 2 is not saved, earlier checkpoints are as they were" in found.err
     assert snapshot(tmp_path / "run" / "checkpoints") == before
+
+
+def break_rank(monkeypatch: pytest.MonkeyPatch, folder: Path, rank: int, *lines: str) -> None:
+    """Every program that is started from here on runs ``lines`` first if it is rank ``rank``."""
+    (folder / "site").mkdir()
+    condition = f"import os\nif os.environ.get('RANK') == '{rank}':\n"
+    (folder / "site" / "sitecustomize.py").write_text(condition + "".join(f"    {line}\n" for line in lines))
+    monkeypatch.setenv("PYTHONPATH", str(folder / "site"), prepend=os.pathsep)
+
+
+FAILING_LOADER = (
+    "from megalith.data.loader import StepLoader",
+    "from megalith.errors import DataError",
+    "read = StepLoader.batch",
+    "def batch(self, consumed, *sizes):",
+    "    if consumed: raise {}('this part cannot be read')",
+    "    return read(self, consumed, *sizes)",
+    "StepLoader.batch = batch",
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        ("DataError", 2, "error: rank 1: this part cannot be read\n"),
+        ("KeyError", 1, "rank 1 failed:\nTraceback"),
+    ],
+)
+def test_data_that_one_rank_cannot_read_end_the_run_at_once_with_its_message(
+    error, code, message, tmp_path, monkeypatch
+):
+    arguments = [*train(tmp_path, "parallel.shard=2", train={"log_every": 1}), "--nproc", 2]
+    break_rank(monkeypatch, tmp_path, 1, *(line.format(error) for line in FAILING_LOADER))
+    found = ended(start(*arguments), timeout=60)
+    assert found.code == code, found
+    assert message in found.err
+    assert found.err.count("Traceback") == (error == "KeyError")
+    assert found.err.count("error: ") == 1 or error == "KeyError"
+
+
+FAILING_EVALUATION = (
+    "from megalith.errors import DataError",
+    "from megalith.training import callbacks",
+    "def evaluate(*_, **__): raise DataError('the held-out text cannot be read')",
+    "callbacks.evaluate = evaluate",
+)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_rank_alone_is_printed_by_that_rank_and_gives_the_exit_code(rank, tmp_path, monkeypatch):
+    prefix = tmp_path / "text"
+    arguments = train(tmp_path, "parallel.shard=2", train={"eval_every": 1}, data={"valid": str(prefix)})
+    break_rank(monkeypatch, tmp_path, rank, *FAILING_EVALUATION)
+    found = ended(start(*arguments, "--nproc", 2), timeout=60)
+    assert found.code == 2, found
+    assert f"error: rank {rank}: the held-out text cannot be read\n" in found.err
+
+
+def test_input_that_one_rank_alone_cannot_see_ends_all_with_code_2(tmp_path, monkeypatch):
+    arguments = [*train(tmp_path), "parallel.shard=2", "--nproc", 2]
+    blind = (
+        "from megalith.data import indexed_dataset",
+        "read = indexed_dataset.read_index",
+        "indexed_dataset.read_index = lambda store, name: read(store / 'elsewhere', name)",
+    )
+    break_rank(monkeypatch, tmp_path, 1, *blind)
+    found = ended(start(*arguments), timeout=60)
+    assert found.code == 2, found
+    assert found.err.count("error: ") == 1
+    assert "error: rank 1: " in found.err
+
+
+def test_a_rank_that_is_killed_gives_exit_code_1(tmp_path, monkeypatch):
+    arguments = train(tmp_path, "parallel.shard=2", data={"valid": str(tmp_path / "text")}, train={"eval_every": 1})
+    break_rank(
+        monkeypatch,
+        tmp_path,
+        1,
+        *FAILING_EVALUATION[:2],
+        "callbacks.evaluate = lambda *_, **__: os.kill(os.getpid(), 9)",
+    )
+    found = ended(start(*arguments, "--nproc", 2), timeout=60)
+    assert found.code == 1, found

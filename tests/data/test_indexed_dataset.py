@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from megalith.data import index_file, indexed_dataset
+from megalith.data.gpt_dataset import GPTDataset
 from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, best_dtype
 from megalith.errors import DataError, StorageError
+from tests.storage.memory_store import MemoryStore, OwnBytes
 
 # worked out by hand from the format: uint16, sequences of 3, 2 and 4 tokens, the first two in one document
 INDEX = bytes.fromhex(
@@ -140,6 +142,34 @@ def test_a_sequence_too_long_for_the_format_is_cut_within_its_document(tmp_path,
     assert dataset.sequence_lengths.tolist() == [4, 4, 2, 4]
     assert dataset.document_indices.tolist() == [0, 3, 4]
     assert dataset.tokens[:10].tolist() == list(range(10))
+
+
+def test_a_store_without_a_map_gives_the_same_tokens(prefix, tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "ours", np.uint16) as builder:
+        builder.add_dataset(IndexedDataset(prefix))
+        builder.finalize(eod=5)
+    store = MemoryStore(OwnBytes())
+    for suffix in (".bin", ".idx", ".json"):
+        store.put(f"corpus.v1{suffix}", (tmp_path / f"ours{suffix}").read_bytes())
+    local, stored = IndexedDataset(tmp_path / "ours"), IndexedDataset(store / "corpus.v1")
+    assert stored.sidecar == local.sidecar
+    assert stored.document_starts().tolist() == [0, 5, 9]
+    assert [stored.get(i).tolist() for i in range(3)] == [[1, 2, 3], [4, 5], [6, 7, 8, 65535]]
+    for tokens in (slice(None), slice(2, 5), slice(7, 100), slice(4, 4), slice(-3, None)):
+        assert np.array_equal(stored.tokens[tokens], local.tokens[tokens])
+        assert stored.tokens[tokens].dtype == np.uint16
+    with pytest.raises(ValueError, match="read-only"):
+        stored.tokens[0:2][0] = 1
+    samples = [GPTDataset(dataset, 4, seed=1)[3].tokens.tolist() for dataset in (local, stored)]
+    assert samples[0] == samples[1]
+    with IndexedDatasetBuilder(tmp_path / "copied", np.uint16) as builder:
+        builder.add_dataset(stored)
+        builder.finalize()
+    assert (tmp_path / "copied.bin").read_bytes() == TOKENS
+    assert pickle.loads(pickle.dumps(stored)).get(1).tolist() == [4, 5]
+    store.remove("corpus.v1.bin")
+    with pytest.raises(DataError, match=r"memory:///corpus\.v1\.bin cannot be read .*check the path"):
+        IndexedDataset(store / "corpus.v1")
 
 
 def test_it_pickles_as_its_path(prefix):

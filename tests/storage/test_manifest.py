@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megalith.errors import CheckpointError, StorageError
-from megalith.storage import MANIFEST, FileRecord, has_all_files, read_manifest, record_of, write_manifest
+from megalith.storage import MANIFEST, FileRecord, LocalStore, has_all_files, manifest_of, read_manifest, record_of
 
 # FIPS 180-4's example: one block, "abc"
 ABC = FileRecord(3, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")
@@ -19,16 +19,16 @@ ABC = FileRecord(3, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "a.json").write_text("abc")
-    write_manifest(tmp_path, {"a.json": ABC})
+    (tmp_path / MANIFEST).write_bytes(manifest_of({"a.json": ABC}))
     return tmp_path
 
 
 def test_a_record_holds_size_and_sha256(folder):
-    assert record_of(folder / "a.json") == ABC
+    assert record_of([b"a", b"", b"bc"]) == record_of(LocalStore(folder).parts("a.json")) == ABC
 
 
 def test_a_manifest_reads_back_and_is_plain_json(folder):
-    assert read_manifest(folder) == {"a.json": ABC}
+    assert read_manifest(LocalStore(folder)) == {"a.json": ABC}
     content = json.loads((folder / MANIFEST).read_text())
     assert content["files"] == {"a.json": {"bytes": 3, "sha256": ABC.sha256}}
     assert (content["format"], content["version"]) == ("megalith checkpoint", 1)
@@ -41,7 +41,7 @@ def test_a_flipped_bit_of_any_byte_of_a_manifest_is_blamed_on_the_manifest(folde
         flipped[place] ^= 1 << place % 8
         (folder / MANIFEST).write_bytes(flipped)
         with pytest.raises(CheckpointError, match=re.escape(MANIFEST)):
-            read_manifest(folder)
+            read_manifest(LocalStore(folder))
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_what_is_no_manifest_is_refused(tmp_path, content, message):
     if content is not None:
         (tmp_path / MANIFEST).write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
-        read_manifest(tmp_path)
-    assert not has_all_files(tmp_path)
+        read_manifest(LocalStore(tmp_path))
+    assert not has_all_files(LocalStore(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -79,15 +79,15 @@ def test_a_table_of_another_form_is_refused_though_its_digest_is_right(tmp_path,
     content = {"format": "megalith checkpoint", "version": 1, "files": table, "sha256": digest}
     (tmp_path / MANIFEST).write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
-        read_manifest(tmp_path)
+        read_manifest(LocalStore(tmp_path))
 
 
 def test_all_files_are_there_in_their_sizes_or_not(folder):
-    assert has_all_files(folder)
+    assert has_all_files(LocalStore(folder))
     (folder / "a.json").write_text("ab")
-    assert not has_all_files(folder)
+    assert not has_all_files(LocalStore(folder))
     (folder / "a.json").unlink()
-    assert not has_all_files(folder)
+    assert not has_all_files(LocalStore(folder))
 
 
 def test_a_manifest_of_another_version_is_refused_and_not_taken_for_damaged(folder):
@@ -97,7 +97,7 @@ def test_a_manifest_of_another_version_is_refused_and_not_taken_for_damaged(fold
         with pytest.raises(
             CheckpointError, match=r"must be of format .* 1\); got \('megalith checkpoint', 2\); use the"
         ):
-            read(folder)
+            read(LocalStore(folder))
 
 
 @pytest.mark.parametrize("file", [MANIFEST, "a.json"])
@@ -115,4 +115,4 @@ def test_a_disk_that_does_not_answer_is_not_taken_for_damage(folder, monkeypatch
     monkeypatch.setattr(Path, "stat", fail_on(stat))
     monkeypatch.setattr(Path, "read_bytes", fail_on(read_bytes))
     with pytest.raises(StorageError, match=r"cannot read .*: Input/output error; check the disk"):
-        has_all_files(folder)
+        has_all_files(LocalStore(folder))

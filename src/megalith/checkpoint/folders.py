@@ -1,49 +1,38 @@
 """The folder of a run's checkpoints: names of steps, which are complete, which may go.
 
-``step-00000100`` is a published checkpoint, ``.step-00000100.tmp`` one that is being written or removed, and
-``step-00000100.damaged`` one that was set aside. ``latest`` names the newest, for people and scripts: nothing here
-reads it.
+``step-00000100`` is a published checkpoint, and ``step-00000100.damaged`` one that was set aside. What is being written
+or removed the store hides. ``latest`` names the newest, for people and scripts: nothing here reads it.
 """
 
 import logging
-import os
 import re
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
-from megalith.checkpoint.agreement import agreed, broadcast, rank
-from megalith.errors import CheckpointError
-from megalith.storage import explained, fsync_folder, has_all_files
+from megalith.errors import CheckpointError, StorageError
+from megalith.storage import Location, Store, child, has_all_files, open_store, sibling
+from megalith.topology.agreement import agreed, broadcast, rank
 
 __all__ = [
     "complete_steps",
+    "discard",
     "find_checkpoint",
-    "remove_leftovers",
     "remove_old",
     "rename_damaged",
     "set_aside_damaged",
-    "step_folder",
-    "temporary_folder",
+    "step_name",
 ]
 
 log = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"\.(step-\d{8,}|latest\.[0-9a-f]+)\.tmp")
 
 
-def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is published."""
-    return folder / f"step-{step:08}"
+def step_name(step: int) -> str:
+    """The folder in which the checkpoint of ``step`` is published."""
+    return f"step-{step:08}"
 
 
-def temporary_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is written, and where it goes to be removed."""
-    return folder / f".step-{step:08}.tmp"
-
-
-def find_checkpoint(folder: Path) -> Path | None:
+def find_checkpoint(folder: Location) -> Location | None:
     """The newest complete checkpoint in ``folder``, or None; rank 0 looks, and every rank gets its answer.
 
     Complete is one with a sound manifest and all its files in their sizes; what is in them ``verify_checkpoint`` tells.
@@ -56,79 +45,66 @@ def find_checkpoint(folder: Path) -> Path | None:
     newest = None
     with agreed(f"looking for a checkpoint in {folder}"):
         if rank() == 0:
-            newest = next((path for _, path in complete_steps(folder)), None)
-    return broadcast(newest)
+            newest = next(complete_steps(open_store(folder)), None)
+    newest = broadcast(newest)
+    return None if newest is None else child(folder, newest)
 
 
-def complete_steps(folder: Path) -> Iterator[tuple[int, Path]]:
-    """The complete checkpoints in ``folder``, newest first. Raises as ``find_checkpoint``."""
-    for step, path in sorted(_steps(folder), reverse=True):
-        if has_all_files(path):
-            yield step, path
+def complete_steps(store: Store) -> Iterator[str]:
+    """The names of the complete checkpoints in ``store``, newest first. Raises as ``find_checkpoint``."""
+    for name in sorted(filter(_STEP.fullmatch, store.names()), key=_number_of, reverse=True):
+        if has_all_files(store / name):
+            yield name
         else:
-            log.warning("%s is not a complete checkpoint: it is passed over", path)
+            log.warning("%s is not a complete checkpoint: it is passed over", store / name)
 
 
-def set_aside_damaged(path: Path) -> Path:
-    """Renames the checkpoint ``path`` so that ``find_checkpoint`` no longer sees it; its new path, on every rank.
+def set_aside_damaged(path: Location) -> Location:
+    """Renames the checkpoint ``path`` so that ``find_checkpoint`` no longer sees it; its new place, on every rank.
 
     Raises:
         StorageError: it cannot be renamed.
     """
-    aside = path
+    aside = ""
+    store, name = open_store(path).split()
     with agreed(f"setting {path} aside"):
         if rank() == 0:
-            aside = rename_damaged(path)
-    return broadcast(aside)
+            aside = rename_damaged(store, name)
+    return sibling(path, broadcast(aside))
 
 
-def rename_damaged(path: Path) -> Path:
-    """``set_aside_damaged`` for one process. Raises StorageError."""
-    aside = _free_name(path.with_name(f"{path.name}.damaged"))
-    with explained("rename", path):
-        os.rename(path, aside)
-        fsync_folder(path.parent)
-    log.warning("%s is damaged: it is kept as %s and used no more", path, aside.name)
+def rename_damaged(store: Store, name: str) -> str:
+    """``set_aside_damaged`` for one process; the new name of the folder ``name``. Raises StorageError."""
+    aside = _free_name(f"{name}.damaged", store.names())
+    store.rename(name, aside)
+    log.warning("%s is damaged: it is kept as %s and used no more", store / name, aside)
     return aside
 
 
-def remove_old(folder: Path, keep: int, but_not: Path) -> None:
-    """Removes complete checkpoints but the ``keep`` newest and ``but_not``. What cannot be removed is only logged."""
+def remove_old(store: Store, keep_last: int, but_not: str) -> None:
+    """Removes complete checkpoints but ``but_not`` and the ``keep_last`` newest; what cannot be removed is logged."""
     try:
-        for step, path in list(complete_steps(folder))[keep:]:
-            if path != but_not:
-                # renamed first: killed half way, it is a leftover and not half a checkpoint
-                doomed = temporary_folder(folder, step)
-                os.rename(path, doomed)
-                shutil.rmtree(doomed)
-    except (OSError, CheckpointError) as error:
-        log.warning("old checkpoints in %s cannot be removed: %s", folder, error)
+        for name in list(complete_steps(store))[keep_last:]:
+            if name != but_not:
+                store.remove_folder(name)
+    except (StorageError, CheckpointError) as error:
+        log.warning("old checkpoints in %s cannot be removed: %s", store, error)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Removes what saves and removals that were killed left in ``folder``. What cannot be removed is only logged."""
-    for path in [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)]:
-        log.info("removing %s, which a killed process left behind", path)
-        try:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        except OSError as error:
-            log.warning("%s cannot be removed: %s", path, error)
+def discard(store: Store, name: str) -> None:
+    """Drops what is staged of the folder ``name``; if that fails, it is logged, and left for the next save."""
+    try:
+        store.abandon(name)
+    except StorageError as error:
+        log.warning("%s", error)
 
 
-def _steps(folder: Path) -> Iterator[tuple[int, Path]]:
-    if not folder.exists():
-        return
-    with explained("read", folder):
-        for path in folder.iterdir():
-            if match := _STEP.fullmatch(path.name):
-                yield int(match[1]), path
+def _number_of(name: str) -> int:
+    return int(name.removeprefix("step-"))
 
 
-def _free_name(path: Path) -> Path:
-    candidate, number = path, 2
-    while candidate.exists():
-        candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
+def _free_name(name: str, taken: list[str]) -> str:
+    candidate, number = name, 2
+    while candidate in taken:
+        candidate, number = f"{name}-{number}", number + 1
     return candidate

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalith.checkpoint.boxes import Box
-from megalith.checkpoint.shard_file import DTYPES
+from megalith.checkpoint.box import Box
+from megalith.checkpoint.shard_header import DTYPES
 from megalith.errors import CheckpointError
-from megalith.storage import write_text_atomic
 
-__all__ = ["INDEX", "Piece", "StoredTensor", "key_of", "parse_index", "write_index"]
+__all__ = ["INDEX", "Piece", "StoredTensor", "index_of", "key_of", "parse_index"]
 
 INDEX = "index.json"
 
@@ -41,8 +40,8 @@ def key_of(name: str, shape: Sequence[int], box: Box) -> str:
     return f"{name}@{','.join(f'{start}:{stop}' for start, stop in box.ranges)}"
 
 
-def write_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Writes the index of ``folder``, one line per tensor. Raises StorageError."""
+def index_of(tensors: Mapping[str, StoredTensor]) -> bytes:
+    """The index of ``tensors``, one line each."""
     lines = []
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -50,14 +49,14 @@ def write_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
         lines.append(
             f"{json.dumps(name)}: {json.dumps({'shape': tensor.shape, 'dtype': tensor.dtype, 'boxes': boxes})}"
         )
-    write_text_atomic(folder / INDEX, '{"tensors": {\n' + ",\n".join(lines) + "\n}}\n")
+    return ('{"tensors": {\n' + ",\n".join(lines) + "\n}}\n").encode()
 
 
 def parse_index(content: bytes) -> dict[str, StoredTensor]:
     """The tensors of an index by name, sound in themselves. Raises CheckpointError."""
     try:
         return {name: _stored_tensor(entry) for name, entry in json.loads(content)["tensors"].items()}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(f"{INDEX} is not an index of tensors: {error!r}") from error
 
 

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megalith.checkpoint.agreement import agreed, all_gather
-from megalith.checkpoint.boxes import Box, local_part
+from megalith.checkpoint.box import Box, first_miscount, local_part
 from megalith.checkpoint.index import INDEX, Piece, StoredTensor, parse_index
 from megalith.checkpoint.save import STATE
-from megalith.checkpoint.shard_file import read_part
+from megalith.checkpoint.shard_file import ShardFile
 from megalith.checkpoint.verify import read_verified, verify_checkpoint
 from megalith.errors import CheckpointError
-from megalith.storage import explained
+from megalith.storage import Store, open_store
+from megalith.topology.agreement import agreed, all_gather, everywhere
 
 __all__ = ["load_tensors", "read_state"]
 
@@ -27,14 +26,14 @@ _NEAREST_FOR = 8  # difflib compares with every name: a few dozen milliseconds e
 
 
 def load_tensors(
-    path: Path,
+    location: str | Path | Store,
     into: Mapping[str, Tensor],
     *,
     only: Callable[[str], bool] | None = None,
     cast: bool = False,
     verify: bool = True,
 ) -> None:
-    """Fills the tensors ``into`` in place from the checkpoint ``path``; all ranks of the default group call it.
+    """Fills the tensors ``into`` in place from the checkpoint ``location``; all ranks of the default group call it.
 
     Strict: the names on all ranks together are those stored, and shapes and dtypes agree; else nothing is changed.
 
@@ -42,31 +41,36 @@ def load_tensors(
         into: by name; DTensors of any layout (Shard and Replicate), or plain tensors, which are filled whole.
         only: which stored names count; ``lambda name: name.startswith("model.")`` leaves the optimizer's out.
         cast: also fill floating tensors from stored ones of another floating dtype, rounding to nearest.
-        verify: False for a caller that has just called ``verify_checkpoint(path)`` itself.
+        verify: False for a caller that has just called ``verify_checkpoint`` itself.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit; one error with every name, on every rank.
     """
+    store = open_store(location)
     if verify:
-        verify_checkpoint(path)
-    with agreed(f"{path} cannot be loaded"):
-        index = parse_index(read_verified(path, INDEX))
+        verify_checkpoint(store)
+    with agreed(f"{store} cannot be loaded"):
+        index = parse_index(read_verified(store, INDEX))
         stored = {name: tensor for name, tensor in index.items() if only is None or only(name)}
         parts = {name: local_part(name, tensor) for name, tensor in into.items()}
         misfit = _misfit(stored, into, cast)
-    _refuse(path, all_gather(misfit), stored)
-    with agreed(f"{path} cannot be loaded"):
-        _fill(path, stored, parts)
+    _refuse(store, all_gather(misfit), stored)
+    with agreed(f"{store} cannot be loaded"):
+        _fill(store, stored, parts)
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """The state that was saved with the checkpoint ``path``; all ranks call it.
+def read_state(location: str | Path | Store) -> dict[str, Any]:
+    """The state that was saved with the checkpoint ``location``; all ranks call it.
 
     Raises:
         CheckpointError: the file is damaged or missing, on any rank.
     """
-    with agreed(f"{path} cannot be read"):
-        state: dict[str, Any] = json.loads(read_verified(path, STATE))
+    store = open_store(location)
+    with agreed(f"{store} cannot be read"):
+        try:
+            state: dict[str, Any] = json.loads(read_verified(store, STATE))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{STATE} is not JSON: {error}") from error
     return state
 
 
@@ -92,7 +96,7 @@ def _misfit(stored: Mapping[str, StoredTensor], into: Mapping[str, Tensor], cast
     return misfit
 
 
-def _refuse(path: Path, misfits: list[_Misfit], stored: Iterable[str]) -> None:
+def _refuse(store: Store, misfits: list[_Misfit], stored: Iterable[str]) -> None:
     """Raises CheckpointError with every misfit of every rank, if there is one."""
     missing = set[str]().union(*(misfit.missing for misfit in misfits))
     # a stored tensor is wanted if any rank wants it
@@ -107,14 +111,16 @@ def _refuse(path: Path, misfits: list[_Misfit], stored: Iterable[str]) -> None:
         lines.append(f"missing: {name}{hint}")
     lines += [f"unexpected: {name}" for name in sorted(unexpected)]
     lines += [f"{name}: {wrong[name]}" for name in sorted(wrong)]
-    raise CheckpointError(
-        f"{path} does not fit, and nothing is loaded:\n  "
-        + "\n  ".join(lines)
-        + "\nwas it saved by a model of another shape or dtype? give this run the settings of the one that saved it"
+    raise everywhere(
+        CheckpointError(
+            f"{store} does not fit, and nothing is loaded:\n  "
+            + "\n  ".join(lines)
+            + "\nwas it saved by a model of another shape or dtype? give this run the settings of the one that saved it"
+        )
     )
 
 
-def _fill(path: Path, stored: Mapping[str, StoredTensor], parts: Mapping[str, tuple[Box, Tensor]]) -> None:
+def _fill(store: Store, stored: Mapping[str, StoredTensor], parts: Mapping[str, tuple[Box, Tensor]]) -> None:
     """Copies every stored piece that overlaps a local box into it, file by file."""
     jobs: dict[str, list[tuple[str, Piece, Box]]] = defaultdict(list)
     for name, (local, _) in parts.items():
@@ -122,14 +128,16 @@ def _fill(path: Path, stored: Mapping[str, StoredTensor], parts: Mapping[str, tu
         found = sum(both.num_elements for _, both in overlaps)
         if found != local.num_elements:
             raise CheckpointError(f"{INDEX} gives {found} of the {local.num_elements} elements of {name} wanted here")
+        if miscount := first_miscount(local, (both for _, both in overlaps)):
+            element, count = miscount
+            raise CheckpointError(f"{INDEX} gives {name} in boxes of which {count} hold element {list(element)}, not 1")
         for piece, both in overlaps:
             jobs[piece.file].append((name, piece, both))
     for file, wanted in sorted(jobs.items()):
         try:
-            with explained("read", path / file), safe_open(path / file, framework="pt") as opened:
-                for name, piece, both in wanted:
-                    local, tensor = parts[name]
-                    content = read_part(opened, piece.key, piece.box, both, stored[name].dtype)
-                    tensor[both.slices_in(local)] = content.to(tensor.device)
-        except (CheckpointError, SafetensorError) as error:
+            shard = ShardFile(store, file)
+            for name, piece, both in wanted:
+                local, tensor = parts[name]
+                shard.read_part(piece.key, piece.box, both, stored[name].dtype, tensor[both.slices_in(local)])
+        except CheckpointError as error:
             raise CheckpointError(f"{file}: {error}") from error

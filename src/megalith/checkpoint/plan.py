@@ -6,9 +6,9 @@ from math import prod
 
 import torch
 
-from megalith.checkpoint.boxes import Box
+from megalith.checkpoint.box import Box, first_miscount
 from megalith.checkpoint.index import Piece, StoredTensor, key_of
-from megalith.checkpoint.shard_file import DTYPES
+from megalith.checkpoint.shard_header import DTYPES
 from megalith.errors import CheckpointError
 
 __all__ = ["Offer", "Plan", "plan_of"]
@@ -75,6 +75,11 @@ def _stored(name: str, offer: Offer, pieces: list[Piece]) -> StoredTensor:
     if held != wanted:
         raise CheckpointError(
             f"{name} has {wanted} elements and the ranks together hold {held}, in {len(pieces)} boxes"
+        )
+    if miscount := first_miscount(Box.whole(offer.shape), (piece.box for piece in pieces)):
+        element, count = miscount
+        raise CheckpointError(
+            f"each element of {name} must be in one box of the ranks; {list(element)} is in {count} of {len(pieces)}"
         )
     return StoredTensor(offer.shape, offer.dtype, tuple(sorted(pieces, key=lambda piece: piece.box)))
 

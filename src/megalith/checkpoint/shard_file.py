@@ -1,89 +1,102 @@
-"""One ``.safetensors`` file: written here in one pass that also hashes it, read by the safetensors library.
+"""One ``.safetensors`` file: written in one pass that holds one tensor at a time, read part by part.
 
-The library's own writer wants all tensors on the CPU at once and gives no hash; ours holds one tensor at a time.
-Format (huggingface.co/docs/safetensors, "Format"): 8 bytes N, unsigned little-endian; N bytes of JSON, which begins
-with "{" and may end in spaces, {key: {"dtype", "shape", "data_offsets": [begin, end) after the header}}; then the
-elements, row-major, little-endian, without holes.
+The safetensors library wants all tensors on the CPU to write them, and a path in a file system to read them.
 """
 
-import hashlib
-import json
-import os
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
+from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.boxes import Box
+from megalith.checkpoint.box import Box
+from megalith.checkpoint.shard_header import DTYPES, header_of, read_header
 from megalith.errors import CheckpointError
-from megalith.storage import FileRecord, explained
+from megalith.storage import Buffer, FileRecord, Recorder, Store
 
-__all__ = ["DTYPES", "read_part", "write_shard"]
+__all__ = ["ShardFile", "shard_parts", "write_shard"]
 
-# torch's name of each dtype that a checkpoint may hold -> the format's name
-DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+_BLOCK = 8 << 20  # bytes of one read, unless a row of the innermost dimension is longer
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Writes ``tensors`` (any device, any strides) by their keys, and fsyncs. Raises StorageError."""
+def write_shard(store: Store, name: str, tensors: Mapping[str, Tensor]) -> FileRecord:
+    """Writes ``tensors`` (any device, any strides) by their keys as the file ``name``, durably. Raises StorageError."""
+    recorder = Recorder(shard_parts(tensors))
+    store.write(name, recorder)
+    return recorder.record()
+
+
+def shard_parts(tensors: Mapping[str, Tensor]) -> Iterator[Buffer]:
+    """The content of the file that holds ``tensors``: its header, then one tensor after the other."""
     # wide elements first, so that each tensor begins at a multiple of its element size
     keys = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
-    header = _header({key: tensors[key] for key in keys})
-    sha256, num_bytes = hashlib.sha256(header), len(header)
-    with explained("write", path), path.open("wb") as file:
-        file.write(header)
-        for key in keys:
-            content = tensors[key].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-            file.write(content)
-            sha256.update(content)
-            num_bytes += len(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileRecord(num_bytes, sha256.hexdigest())
+    yield header_of({key: tensors[key] for key in keys})
+    for key in keys:
+        yield _bytes_of(tensors[key].detach().cpu().contiguous())
 
 
-def read_part(file: Any, key: str, box: Box, part: Box, dtype: str) -> Tensor:
-    """``part`` of the stored ``box`` under ``key``, on the CPU; only the pages of that part are read.
-
-    Args:
-        file: an open ``safetensors.safe_open(..., framework="pt")``.
+class ShardFile:
+    """The file ``name`` of the checkpoint ``store``, with its header read and checked.
 
     Raises:
-        CheckpointError: what is stored is not a ``box`` of ``dtype`` (torch's name).
+        CheckpointError: here and in every method, the file is not what it should be.
+        StorageError: likewise, it cannot be read.
     """
-    stored = file.get_slice(key)
-    found, wanted = (stored.get_dtype(), stored.get_shape()), (DTYPES[dtype], list(box.shape))
-    if found != wanted:
-        raise CheckpointError(f"{key} must be {wanted[0]} {wanted[1]} by the index; the file has {found[0]} {found[1]}")
-    content: Tensor = stored[part.slices_in(box)]
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = store
+        self._name = name
+        self._entries = read_header(store, name)
+        self._map = store.map(name)
+
+    def read_part(self, key: str, box: Box, part: Box, dtype: str, into: Tensor) -> None:
+        """Copies ``part`` of the stored ``box`` under ``key`` to ``into``, of any dtype, device and strides.
+
+        Raises:
+            CheckpointError: what is stored is not a ``box`` of ``dtype`` (torch's name).
+        """
+        if key not in self._entries:
+            raise CheckpointError(f"it has no tensor {key}")
+        entry = self._entries[key]
+        if (entry.dtype, entry.shape) != (DTYPES[dtype], box.shape):
+            raise CheckpointError(
+                f"{key} must be {DTYPES[dtype]} {list(box.shape)} by the index; the file has {entry.dtype} "
+                f"{list(entry.shape)}"
+            )
+        self._copy(getattr(torch, dtype), entry.begin, entry.shape, part.slices_in(box), into)
+
+    def _copy(
+        self, dtype: torch.dtype, begin: int, shape: tuple[int, ...], slices: tuple[slice, ...], into: Tensor
+    ) -> None:
+        """Copies ``slices`` of the array of ``dtype`` and ``shape`` that begins at byte ``begin`` of the file.
+
+        A store without a map is read by whole rows of the first dimension, many at a time; where rows are long, each
+        of them in this way.
+        """
+        if not shape:
+            self._copy(dtype, begin, (1,), (slice(0, 1),), into.view(1))
+            return
+        first, row_bytes = slices[0].start, prod(shape[1:]) * dtype.itemsize
+        whole_rows = into.shape[1:] == shape[1:]
+        if whole_rows and into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous():
+            self._store.read_into(self._name, begin + first * row_bytes, _bytes_of(into))
+        elif self._map is not None:
+            array = np.frombuffer(self._map, f"i{dtype.itemsize}", prod(shape), begin).reshape(shape)
+            into.copy_(torch.from_numpy(array[slices].copy()).view(dtype))
+        elif row_bytes > _BLOCK and len(shape) > 1:
+            for i in range(len(into)):
+                self._copy(dtype, begin + (first + i) * row_bytes, shape[1:], slices[1:], into[i])
+        else:
+            num_rows = max(1, _BLOCK // row_bytes)
+            for start in range(0, len(into), num_rows):
+                target = into[start : start + num_rows]
+                rows = torch.empty(len(target), *shape[1:], dtype=dtype)
+                self._store.read_into(self._name, begin + (first + start) * row_bytes, _bytes_of(rows))
+                target.copy_(rows[:, *slices[1:]])
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    content: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
     return content
-
-
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    """The length field and the JSON, padded to a multiple of 8 bytes."""
-    # transformers refuses files that do not say which framework wrote them
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for key, tensor in tensors.items():
-        end = begin + tensor.numel() * tensor.element_size()
-        dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
-        entries[key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

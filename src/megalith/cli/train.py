@@ -3,9 +3,13 @@
 import logging
 import os
 import sys
-from typing import Annotated
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from megalith.config import RunConfig
 
 __all__ = ["train"]
 
@@ -29,22 +33,32 @@ def train(
 
     The same command continues a run that was stopped: exit code 75 says that it was, and that its state is saved.
     """
+    from megalith.topology.agreement import agreed
     from megalith.training.preflight import preflight, resolve_source
+    from megalith.training.process_group import choose_device, process_group
 
-    tree_source, tree_overrides = resolve_source(source, overrides or [])
     launched = "RANK" in os.environ
     world_size = int(os.environ["WORLD_SIZE"]) if launched else nproc
-    config = preflight(tree_source, tree_overrides, world_size)
-    if dry_run:
-        from megalith.training.dry_run import describe
+    # one rank may see other files than the rest, so that ranks judge their input together
+    with process_group(choose_device()) if launched else nullcontext():
+        with agreed():
+            source, overrides = resolve_source(source, overrides or [])
+            config = preflight(source, overrides, world_size)
+        if dry_run:
+            from megalith.training.dry_run import describe
 
-        print(describe(config, world_size))
-        return
+            print(describe(config, world_size))
+            return
+        if launched or nproc == 1:
+            _train_here(config)
     if nproc > 1 and not launched:
         from megalith.training.launch import launch
 
-        raise typer.Exit(launch(nproc, ["train", tree_source, *tree_overrides]))
+        raise typer.Exit(launch(nproc, ["train", source, *overrides]))
 
+
+def _train_here(config: "RunConfig") -> None:
+    """Trains in this process, which is one rank or all of them."""
     from megalith.cli.console import Console
     from megalith.insight.report import write_report_if_possible
     from megalith.training.loop import Outcome

@@ -8,10 +8,11 @@
 S sequences in N documents; a document has zero or more sequences (one, for GPT). The format is Megatron's.
 """
 
-import mmap
 import os
 import shutil
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.errors import DataError
+from megalith.errors import DataError, StorageError
+from megalith.storage import Buffer, Store
 
-__all__ = ["DTYPES", "Index", "companion", "map_file", "read_index", "write_index"]
+__all__ = ["DTYPES", "Index", "companion", "read_index", "readable", "write_index"]
 
 DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
@@ -43,7 +45,7 @@ _WAY_OUT = "copy the files again, or make them again with: megalith data prepare
 
 @dataclass(frozen=True)
 class Index:
-    """What an .idx file holds; the arrays are views of the mapped file. S sequences, N documents."""
+    """What an .idx file holds; the arrays are views of its content. S sequences, N documents."""
 
     dtype: np.dtype[Any]
     lengths: NDArray[np.int32]  # [S], tokens
@@ -57,24 +59,29 @@ def companion(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
 
 
-def map_file(path: Path) -> mmap.mmap | bytes:
-    """The content of a .bin or .idx file, mapped and not read. Raises DataError if it cannot be opened."""
+@contextmanager
+def readable(store: Store, name: str) -> Iterator[None]:
+    """A .bin or .idx file that the store does not give, inside, leaves as DataError with the way out."""
     try:
-        with path.open("rb") as file:
-            # an empty file cannot be mapped
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
-    except OSError as error:
-        suffixed = path.stem.endswith((".bin", ".idx"))
-        way_out = f"give it without the {Path(path.stem).suffix}" if suffixed else "check the path"
+        yield
+    except StorageError as error:
+        stem = name.rpartition(".")[0]
+        suffixed = stem.endswith((".bin", ".idx"))
+        way_out = f"give it without the {stem[-4:]}" if suffixed else "check the path"
+        reason = getattr(error.__cause__, "strerror", None) or error
         raise DataError(
-            f"{path} cannot be read ({error.strerror}); a dataset is given as PREFIX, of PREFIX.bin and PREFIX.idx: "
+            f"{store / name} cannot be read ({reason}); a dataset is given as PREFIX, of PREFIX.bin and PREFIX.idx: "
             f"{way_out}"
         ) from error
 
 
-def read_index(path: Path) -> Index:
-    """The checked content of ``path``. Raises DataError if it is missing, damaged, or of another format."""
-    content = map_file(path)
+def read_index(store: Store, name: str) -> Index:
+    """The checked content of the file ``name``. Raises DataError if it is missing, damaged, or of another format."""
+    path = str(store / name)
+    with readable(store, name):
+        content = store.map(name)
+        if content is None:
+            content = store.read(name)
     dtype, num_sequences, num_indices = _parse_header(path, content)
     at_lengths, at_offsets, at_documents = (_HEADER.size + n for n in (0, 4 * num_sequences, 12 * num_sequences))
     lengths = np.frombuffer(content, "<i4", num_sequences, at_lengths)
@@ -111,7 +118,7 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: Path, document_ends: 
         os.fsync(index.fileno())
 
 
-def _parse_header(path: Path, content: mmap.mmap | bytes) -> tuple[np.dtype[Any], int, int]:
+def _parse_header(path: str, content: Buffer) -> tuple[np.dtype[Any], int, int]:
     """dtype, number of sequences, number of document indices."""
     if len(content) < _HEADER.size:
         raise DataError(f"{path} should begin with a header of {_HEADER.size} bytes; it has {len(content)}; {_WAY_OUT}")
@@ -134,7 +141,7 @@ def _parse_header(path: Path, content: mmap.mmap | bytes) -> tuple[np.dtype[Any]
     return DTYPES[code], num_sequences, num_indices
 
 
-def _check_sequences(path: Path, lengths: NDArray[np.int32], offsets: NDArray[np.int64], itemsize: int) -> int:
+def _check_sequences(path: str, lengths: NDArray[np.int32], offsets: NDArray[np.int64], itemsize: int) -> int:
     """Bytes that all sequences take; each must begin where the one before ends."""
     end = 0
     for start in range(0, len(lengths), _CHUNK):
@@ -151,7 +158,7 @@ def _check_sequences(path: Path, lengths: NDArray[np.int32], offsets: NDArray[np
     return end
 
 
-def _check_documents(path: Path, indices: NDArray[np.int64], num_sequences: int) -> None:
+def _check_documents(path: str, indices: NDArray[np.int64], num_sequences: int) -> None:
     if not indices.size or indices[0] != 0 or indices[-1] != num_sequences or np.any(indices[1:] < indices[:-1]):
         raise DataError(
             f"{path} is damaged: its document indices should rise from 0 to {num_sequences}, the number of sequences; "

@@ -9,20 +9,22 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from megalith.data.index_file import DTYPES, companion, map_file, read_index, write_index
+from megalith.data.index_file import DTYPES, companion, read_index, readable, write_index
 from megalith.data.sidecar import Sidecar
 from megalith.errors import DataError
-from megalith.storage import explained, fsync_folder
+from megalith.storage import Store, explained, fsync_folder, open_store
 
-__all__ = ["IndexedDataset", "IndexedDatasetBuilder", "best_dtype", "files_of", "remove_dataset"]
+__all__ = ["IndexedDataset", "IndexedDatasetBuilder", "Tokens", "best_dtype", "files_of", "remove_dataset"]
 
+_COPIED = 1 << 18  # tokens in memory at once
 _MAX_SEQUENCE_LENGTH = 2**31 - 1  # tokens; lengths are int32 on disk
 
 
@@ -42,15 +44,23 @@ def remove_dataset(prefix: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+class Tokens(Protocol):
+    """All tokens of a dataset in the order of the file, ``[num_tokens]``; a slice is an array that is not writable."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, tokens: slice, /) -> NDArray[Any]: ...
+
+
 class IndexedDataset:
-    """The sequences of ``prefix.bin``, mapped into memory and not read. Pickles as its path.
+    """The sequences of ``prefix.bin``, which is not read until they are asked for. Pickles as its prefix.
 
     Args:
-        prefix: path of the two files without ``.bin`` and ``.idx``.
+        prefix: path, URL, or place in a store (``store / "corpus"``) of the two files without ``.bin`` and ``.idx``.
 
     Attributes:
         dtype: of the tokens on disk.
-        tokens: all of them in the order of the file, ``[num_tokens]``; a view of the map.
+        tokens: all of them; a view of the file mapped into memory, or what reads each slice from the store.
         sequence_lengths: int32 ``[S]``, in tokens.
         document_indices: int64 ``[N + 1]``; document d is sequences ``document_indices[d]`` to ``[d + 1]``.
         sidecar: what the files were made from; None for files made elsewhere.
@@ -59,27 +69,34 @@ class IndexedDataset:
         DataError: a file is missing, damaged, of another format, or of another making than the ones beside it.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
-        self.prefix = Path(prefix)
-        index_path, bin_path = companion(self.prefix, ".idx"), companion(self.prefix, ".bin")
-        index = read_index(index_path)
+    def __init__(self, prefix: str | Path | Store) -> None:
+        self.prefix = prefix
+        store, name = open_store(prefix).split()
+        index_name, bin_name = f"{name}.idx", f"{name}.bin"
+        index = read_index(store, index_name)
         self.dtype = index.dtype
         self.sequence_lengths = index.lengths
         self.document_indices = index.document_indices
         self._offsets = index.offsets
-        content = map_file(bin_path)
-        if len(content) != index.num_bytes:
+        with readable(store, bin_name):
+            num_bytes = store.size(bin_name)
+            content = store.map(bin_name)
+        if num_bytes != index.num_bytes:
             raise DataError(
-                f"{bin_path} should have the {index.num_bytes} bytes that {index_path.name} counts; it has "
-                f"{len(content)}: one of the two is cut short or of another making; copy or make both again"
+                f"{store / bin_name} should have the {index.num_bytes} bytes that {index_name} counts; it has "
+                f"{num_bytes}: one of the two is cut short or of another making; copy or make both again"
             )
-        self.tokens: NDArray[Any] = np.frombuffer(content, self.dtype)
-        self.sidecar = self._read_sidecar()
+        self.tokens: Tokens
+        if content is None:
+            self.tokens = _StoredTokens(store, bin_name, self.dtype, num_bytes // self.dtype.itemsize)
+        else:
+            self.tokens = np.frombuffer(content, self.dtype)
+        self.sidecar = self._read_sidecar(store, f"{name}.json")
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
 
-    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[Path]]:
+    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str | Path | Store]]:
         return IndexedDataset, (self.prefix,)
 
     @property
@@ -109,18 +126,39 @@ class IndexedDataset:
         start = int(self._offsets[index]) // self.dtype.itemsize
         return self.tokens[start + offset : start + stop]
 
-    def _read_sidecar(self) -> Sidecar | None:
-        path = companion(self.prefix, ".json")
-        sidecar = Sidecar.read(path)
+    def _read_sidecar(self, store: Store, name: str) -> Sidecar | None:
+        sidecar = Sidecar.read(store, name)
         if sidecar is not None:
             described = (sidecar.num_documents, sidecar.num_sequences, sidecar.num_tokens)
             found = (self.num_documents, len(self), self.num_tokens)
             if described != found:
                 raise DataError(
-                    f"{path} should describe the .bin and .idx beside it, of {found} documents, sequences and tokens; "
-                    f"it describes {described}: it belongs to other files; copy or make all three again"
+                    f"{store / name} should describe the .bin and .idx beside it, of {found} documents, sequences and "
+                    f"tokens; it describes {described}: it belongs to other files; copy or make all three again"
                 )
         return sidecar
+
+
+@dataclass(frozen=True)
+class _StoredTokens:
+    """Tokens of a store without a map: each slice is one read."""
+
+    store: Store
+    name: str
+    dtype: np.dtype[Any]
+    num_tokens: int
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    def __getitem__(self, tokens: slice, /) -> NDArray[Any]:
+        start, stop, step = tokens.indices(self.num_tokens)
+        assert step == 1, "tokens are read as they follow each other"
+        found = np.empty(max(0, stop - start), self.dtype)
+        with readable(self.store, self.name):
+            self.store.read_into(self.name, start * self.dtype.itemsize, found.view(np.uint8).data)
+        found.flags.writeable = False
+        return found
 
 
 class IndexedDatasetBuilder:
@@ -231,8 +269,8 @@ class IndexedDatasetBuilder:
             )
         starts = dataset.document_starts()
         with explained("write", self.prefix):
-            with companion(dataset.prefix, ".bin").open("rb") as file:
-                shutil.copyfileobj(file, self._bin, 1 << 20)
+            for start in range(0, dataset.num_tokens, _COPIED):
+                self._bin.write(dataset.tokens[start : start + _COPIED].tobytes())
             self._lengths.write(dataset.sequence_lengths.tobytes())
             self._document_ends.write((dataset.document_indices[1:] + self.num_sequences).astype("<i8").tobytes())
         self.num_tokens += dataset.num_tokens

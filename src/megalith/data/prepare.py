@@ -23,7 +23,7 @@ from megalith.data.sources import Sources, find_sources
 from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
 from megalith.data.workers import encode_parts
 from megalith.errors import ConfigError, DataError, StorageError
-from megalith.storage import RunLock, explained, fsync_folder
+from megalith.storage import LocalStore, RunLock, explained, fsync_folder
 
 __all__ = ["PrepareSummary", "Progress", "prepare"]
 
@@ -187,7 +187,9 @@ def _finished(job: _Job, folder: Path) -> PrepareSummary | None:
     """What an identical job has left, if one has ended. Raises DataError if ``job`` would overwrite anything."""
     present = [path for path in job.targets() if path.exists()]
     if len(present) == len(job.targets()):
-        sidecars = {split: Sidecar.read(companion(job.prefix(split), ".json")) for split in job.splits}
+        sidecars = {
+            split: Sidecar.read(LocalStore(job.out.parent), f"{job.prefix(split).name}.json") for split in job.splits
+        }
         train = sidecars["train"]
         if train is not None and train.job == job.fingerprint:
             return _summary(job, train, sidecars.get("valid"), was_done=True)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megalith.errors import DataError
+from megalith.errors import DataError, MissingFileError, StorageError
+from megalith.storage import Store
 
 __all__ = ["Sidecar", "SourceRecord"]
 
@@ -45,16 +46,16 @@ class Sidecar(BaseModel):
     job: str | None = None
 
     @classmethod
-    def read(cls, path: Path) -> "Sidecar | None":
-        """The sidecar at ``path``; None if there is no such file. Raises DataError if it is damaged."""
+    def read(cls, store: Store, name: str) -> "Sidecar | None":
+        """The sidecar in the file ``name``; None if there is no such file. Raises DataError if it is damaged."""
         try:
-            return cls.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
+            return cls.model_validate_json(store.read(name))
+        except MissingFileError:
             return None
-        except (OSError, ValidationError) as error:
+        except (StorageError, ValidationError) as error:
             raise DataError(
-                f"{path} should describe the .bin and .idx beside it and cannot be read: {error}; copy it again from "
-                "where it was made, or delete it: the data are readable without"
+                f"{store / name} should describe the .bin and .idx beside it and cannot be read: {error}; copy it "
+                "again from where it was made, or delete it: the data are readable without"
             ) from error
 
     def write(self, path: Path) -> None:

@@ -1,31 +1,36 @@
-"""What lies on disk: files and folders that appear whole or not at all, manifests, free space, one run per folder."""
+"""Where data lie: stores, files and folders that appear whole or not at all, manifests, one run per folder."""
 
-from megalith.storage.atomic import (
-    fsync_folder,
-    publish_file,
-    publish_folder,
-    write_json_atomic,
-    write_text_atomic,
-)
+from megalith.storage.atomic import fsync_folder, publish_file, publish_folder, write_json_atomic, write_text_atomic
 from megalith.storage.failures import explained
 from megalith.storage.free_space import free_bytes, require_free_bytes
-from megalith.storage.manifest import MANIFEST, FileRecord, has_all_files, read_manifest, record_of, write_manifest
+from megalith.storage.local_store import LocalStore
+from megalith.storage.manifest import FileRecord, Recorder, has_all_files, manifest_of, read_manifest, record_of
+from megalith.storage.open_store import Location, child, open_store, sibling
 from megalith.storage.run_lock import RunLock
+from megalith.storage.store import MANIFEST, Buffer, Store
 
 __all__ = [
     "MANIFEST",
+    "Buffer",
     "FileRecord",
+    "LocalStore",
+    "Location",
+    "Recorder",
     "RunLock",
+    "Store",
+    "child",
     "explained",
     "free_bytes",
     "fsync_folder",
     "has_all_files",
+    "manifest_of",
+    "open_store",
     "publish_file",
     "publish_folder",
     "read_manifest",
     "record_of",
     "require_free_bytes",
+    "sibling",
     "write_json_atomic",
-    "write_manifest",
     "write_text_atomic",
 ]

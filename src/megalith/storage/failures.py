@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megalith.errors import StorageError
+from megalith.errors import MissingFileError, StorageError
 
 __all__ = ["explained"]
 
@@ -26,11 +26,15 @@ _WAYS_OUT = {
 
 @contextmanager
 def explained(action: str, path: Path) -> Iterator[None]:
-    """Any OSError inside leaves as StorageError: ``cannot {action} {path}``, the reason, and the way out."""
+    """Any OSError inside leaves as StorageError: ``cannot {action} {path}``, the reason, and the way out.
+
+    It is a MissingFileError where the file or folder is not there.
+    """
     try:
         yield
     except StorageError:
         raise
     except OSError as error:
         way_out = _WAYS_OUT.get(error.errno or 0, "check the disk and its file system")
-        raise StorageError(f"cannot {action} {path}: {error.strerror or error}; {way_out}") from error
+        kind = MissingFileError if isinstance(error, FileNotFoundError | NotADirectoryError) else StorageError
+        raise kind(f"cannot {action} {path}: {error.strerror or error}; {way_out}") from error

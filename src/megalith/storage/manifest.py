@@ -5,21 +5,16 @@ The manifest also holds the digest of its own table, so that damage to it is tol
 
 import hashlib
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from megalith.errors import CheckpointError
-from megalith.storage.atomic import write_json_atomic
-from megalith.storage.failures import explained
+from megalith.errors import CheckpointError, MissingFileError
+from megalith.storage.store import MANIFEST, Buffer, Store
 
-__all__ = ["MANIFEST", "FileRecord", "has_all_files", "read_manifest", "record_of", "write_manifest"]
+__all__ = ["FileRecord", "Recorder", "has_all_files", "manifest_of", "read_manifest", "record_of"]
 
-MANIFEST = "manifest.json"
 _FORMAT = "megalith checkpoint"
 _VERSION = 1
-_ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
 @dataclass(frozen=True)
@@ -30,37 +25,55 @@ class FileRecord:
     sha256: str
 
 
-def record_of(path: Path) -> FileRecord:
-    """The record of the file ``path`` as it is on disk now."""
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileRecord(os.fstat(file.fileno()).st_size, sha256)
+class Recorder:
+    """Passes on the parts of a file on their way somewhere; ``record`` is that of what has passed."""
+
+    def __init__(self, parts: Iterable[Buffer]) -> None:
+        self._parts = parts
+        self._sha256 = hashlib.sha256()
+        self._num_bytes = 0
+
+    def __iter__(self) -> Iterator[Buffer]:
+        for part in self._parts:
+            self._sha256.update(part)
+            self._num_bytes += len(part)
+            yield part
+
+    def record(self) -> FileRecord:
+        """Size and SHA-256 of all parts taken so far."""
+        return FileRecord(self._num_bytes, self._sha256.hexdigest())
 
 
-def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Writes the manifest of ``folder``. Raises StorageError."""
+def record_of(parts: Iterable[Buffer]) -> FileRecord:
+    """The record of a file whose content is ``parts`` end to end."""
+    recorder = Recorder(parts)
+    for _ in recorder:
+        pass
+    return recorder.record()
+
+
+def manifest_of(files: Mapping[str, FileRecord]) -> bytes:
+    """The manifest of a folder of ``files``."""
     table = {name: asdict(files[name]) for name in sorted(files)}
     content = {"format": _FORMAT, "version": _VERSION, "sha256": _digest(table), "files": table}
-    write_json_atomic(folder / MANIFEST, content)
+    return (json.dumps(content, indent=1) + "\n").encode()
 
 
-def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """The records that the manifest of ``folder`` holds, by file name.
+def read_manifest(store: Store) -> dict[str, FileRecord]:
+    """The records that the manifest of the folder ``store`` holds, by file name.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it is of a format that this version does not read.
-        StorageError: the disk does not let it be read.
+        StorageError: the store does not let it be read.
     """
-    path = folder / MANIFEST
+    path = store / MANIFEST
     try:
-        with explained("read", path):
-            raw = _read_if_there(path)
-        content = json.loads(raw)
+        content = json.loads(store.read(MANIFEST))
         found = (content["format"], content["version"])
         table, sha256 = content["files"], content["sha256"]
-    except CheckpointError:
-        raise
-    except (ValueError, LookupError, TypeError) as error:
+    except MissingFileError as error:
+        raise CheckpointError(f"{store} is not a complete checkpoint: it has no {MANIFEST}") from error
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     if found != (_FORMAT, _VERSION):
         raise _OtherFormatError(f"{path} must be of format {(_FORMAT, _VERSION)}; got {found}; use the Megalith of it")
@@ -72,36 +85,34 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
 
 
-def has_all_files(folder: Path) -> bool:
-    """Whether ``folder`` has a sound manifest and every file that it lists, in the listed size. Reads no other file.
+def has_all_files(store: Store) -> bool:
+    """Whether the folder has a sound manifest and every file that it lists, in the listed size. Reads no other file.
 
     Raises:
         CheckpointError: the manifest is of a format that this version does not read.
-        StorageError: the disk does not tell. In both cases it may be whole, and must not be passed over.
+        StorageError: the store does not tell. In both cases it may be whole, and must not be passed over.
     """
-    with explained("read", folder):
-        try:
-            files = read_manifest(folder)
-            return all((folder / name).stat().st_size == record.bytes for name, record in files.items())
-        except _OtherFormatError:
-            raise
-        except (CheckpointError, *_ABSENT):
-            return False
+    try:
+        return all(store.size(name) == record.bytes for name, record in read_manifest(store).items())
+    except _OtherFormatError:
+        raise
+    except (CheckpointError, MissingFileError):
+        return False
 
 
 class _OtherFormatError(CheckpointError):
     """Written by another version, and not therefore damaged."""
 
 
-def _read_if_there(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except _ABSENT as error:
-        raise CheckpointError(f"{path.parent} is not a complete checkpoint: it has no {path.name}") from error
-
-
 def _record(name: str, bytes: int, sha256: str) -> FileRecord:
-    if Path(name).name != name or "\0" in name or type(bytes) is not int or type(sha256) is not str:
+    if (
+        not name
+        or name in (".", "..")
+        or "/" in name
+        or "\0" in name
+        or type(bytes) is not int
+        or type(sha256) is not str
+    ):
         raise TypeError(f"{name!r} must be a file of the folder itself, with its size and SHA-256")
     return FileRecord(bytes, sha256)
 

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from megalith.data.loader import MicroBatch
 from megalith.resilience.stop_request import StopRequest
+from megalith.topology.agreement import attempt
 from megalith.training.run import Run
 from megalith.training.step import StepResult, agree, train_step
 
@@ -39,14 +41,22 @@ class Callback:
 
 
 def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest) -> Outcome:
-    """Trains until ``train.steps``, or until any rank is asked to stop."""
+    """Trains until ``train.steps``, or until any rank is asked to stop.
+
+    Raises:
+        DataError: a rank could not read its batch; raised on every rank, as ``agreement.agreed`` does.
+        NonFiniteError: as ``train_step``.
+    """
     outcome = Outcome.DONE
     while run.state.step < run.config.train.steps:
         started, before = time.perf_counter(), run.timers.totals()
         consumed = run.state.consumed_samples
-        with run.timers("data"):
+        micro_batches: list[MicroBatch] = []
+        with run.timers("data"), attempt() as reading:
             micro_batches = run.loader.batch(consumed, *_sizes(run, consumed))
-        agreed = agree(run, micro_batches, stop.reason is not None)
+        agreed = agree(run, micro_batches, stop.reason is not None, reading.failed)
+        if agreed.failed:
+            reading.settle()
         if agreed.stop:
             outcome = Outcome.STOPPED
             break

@@ -11,9 +11,10 @@ from megalith.observe.machine import describe_machine
 from megalith.resilience.stop_request import StopRequest
 from megalith.storage.atomic import write_json_atomic, write_text_atomic
 from megalith.storage.run_lock import RunLock
+from megalith.topology.agreement import agreed
 from megalith.training.callbacks import Checkpoints, HeldOutLoss, Metrics
 from megalith.training.loop import Outcome, train
-from megalith.training.process_group import choose_device, process_group, together
+from megalith.training.process_group import choose_device, process_group
 from megalith.training.resume import resume_or_load
 from megalith.training.setup import RunParts, build_run
 
@@ -43,7 +44,7 @@ def pretrain(
             show = show_progress = _say_nothing
         run = build_run(config, device, parts)
         show(resume_or_load(run))
-        with together():
+        with agreed():
             metrics = Metrics(run, show, show_progress)
             callbacks = [metrics, HeldOutLoss(run, metrics), Checkpoints(run)]
             if dist.get_rank() == 0:
@@ -60,7 +61,7 @@ def pretrain(
 def _locked(folder: Path) -> Iterator[None]:
     """The run's folder is this run's alone; rank 0 holds the lock, all ranks hear of a refusal."""
     with ExitStack() as held:
-        with together():
+        with agreed():
             if dist.get_rank() == 0:
                 held.enter_context(RunLock(folder))
         yield

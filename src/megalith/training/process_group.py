@@ -1,4 +1,4 @@
-"""Starts torch.distributed for a run, and lets ranks fail together."""
+"""Starts torch.distributed for a run."""
 
 import os
 from collections.abc import Iterator
@@ -7,10 +7,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megalith.checkpoint.agreement import all_gather
-from megalith.errors import MegalithError
-
-__all__ = ["choose_device", "process_group", "together", "world_size_from_environment"]
+__all__ = ["choose_device", "process_group", "world_size_from_environment"]
 
 
 def world_size_from_environment() -> int:
@@ -42,22 +39,3 @@ def process_group(device: torch.device) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def together() -> Iterator[None]:
-    """A MegalithError inside, on any rank, is raised on every rank at the end of the block.
-
-    For work that needs no collective: a rank that fails alone would leave the others waiting in their next one.
-    """
-    error: MegalithError | None = None
-    try:
-        yield
-    except MegalithError as raised:
-        error = raised
-    errors = all_gather(error)
-    if error is not None:
-        raise error
-    for rank, other in enumerate(errors):
-        if other is not None:
-            raise type(other)(f"rank {rank}: {other}")

@@ -7,15 +7,15 @@ from megalith.checkpoint.load import load_tensors, read_state
 from megalith.checkpoint.save import save_checkpoint
 from megalith.checkpoint.verify import verify_checkpoint
 from megalith.errors import CheckpointError
-from megalith.training.process_group import together
+from megalith.topology.agreement import agreed, everywhere
 from megalith.training.run import Run
 
 __all__ = ["resume_or_load", "save"]
 
 
-def save(run: Run, keep: int) -> Path:
-    """Writes a checkpoint of this step and keeps the newest ``keep``; collective over all ranks."""
-    return save_checkpoint(run.checkpoints, run.state.step, run.tensors(), run.state_dict(), keep=keep)
+def save(run: Run, keep_last: int) -> Path:
+    """Writes a checkpoint of this step and keeps the newest ``keep_last``; collective over all ranks."""
+    return save_checkpoint(run.checkpoints, run.state.step, run.tensors(), run.state_dict(), keep_last=keep_last)
 
 
 def resume_or_load(run: Run) -> str:
@@ -39,13 +39,15 @@ def resume_or_load(run: Run) -> str:
             continue
         state = read_state(path)
         load_tensors(path, run.tensors(), verify=False)
-        with together():
+        with agreed():
             run.load_state_dict(state)
         return "; ".join([*said, f"resumed from {path} at step {run.state.step}, now in layout {run.layout}"])
     if said:
-        raise CheckpointError(
-            f"{'; '.join(said)}; no sound checkpoint is left in {run.checkpoints}: copy one there from a backup, "
-            "or start anew in another folder with run=..."
+        raise everywhere(
+            CheckpointError(
+                f"{'; '.join(said)}; no sound checkpoint is left in {run.checkpoints}: copy one there from a backup, "
+                "or start anew in another folder with run=..."
+            )
         )
     if load is not None:
         path = Path(load)

@@ -5,8 +5,8 @@ counts over all ranks and micro-batches.  Counts are summed before the first bac
 else divides, so that a gradient does not depend on how the batch was cut. Two small all-reduces a step carry all that
 ranks must agree on:
 
-    before  [count of each term, ranks that were asked to stop]
-    after   [squared gradient norm, sum of each term]
+    before  [count of each term, ranks that were asked to stop, ranks that could not read their batch]
+    after   [sum of each term, squared gradient norm]
 """
 
 import math
@@ -24,6 +24,7 @@ from megalith.optim.grad_norm import clip_coefficient, local_squared_norm, scale
 from megalith.parallel.parameters import declared_parameters
 from megalith.parallel.pipeline.executor import execute
 from megalith.parallel.pipeline.plan import one_stage_plan
+from megalith.topology.agreement import everywhere
 from megalith.training.run import Run
 
 __all__ = ["StepResult", "StepTotals", "agree", "train_step", "weighted_mean"]
@@ -31,10 +32,16 @@ __all__ = ["StepResult", "StepTotals", "agree", "train_step", "weighted_mean"]
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What all ranks know before a step begins: the count of each loss term, and whether any rank was asked to stop."""
+    """What all ranks know before a step begins.
+
+    ``counts``: of each loss term, over the global batch; ``stop``: a rank was asked to stop; ``failed``: a rank could
+    not read its batch.
+    """
+
 
     counts: Mapping[str, int]
     stop: bool
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,14 +63,14 @@ class StepResult:
     skipped: bool
 
 
-def agree(run: Run, micro_batches: Sequence[Any], stop: bool) -> StepTotals:
-    """Sums this step's counts over all ranks, and lets one rank's wish to stop reach all."""
+def agree(run: Run, micro_batches: Sequence[Any], stop: bool, failed: bool = False) -> StepTotals:
+    """Sums this step's counts over all ranks; one rank's wish to stop, or its failure to read, reaches all."""
     found = [run.task.counts(micro) for micro in micro_batches] if run.pg_collection.speaks_for_tokens else []
     here = [sum(counts[name] for counts in found) for name in run.task.terms]
-    told = torch.tensor([*here, int(stop)], dtype=torch.int64, device=run.device)
+    told = torch.tensor([*here, int(stop), int(failed)], dtype=torch.int64, device=run.device)
     dist.all_reduce(told)
-    *counts, stops = told.tolist()
-    return StepTotals(dict(zip(run.task.terms, counts, strict=True)), bool(stops))
+    *counts, stops, failures = told.tolist()
+    return StepTotals(dict(zip(run.task.terms, counts, strict=True)), bool(stops), bool(failures))
 
 
 def train_step(run: Run, micro_batches: Sequence[Any], counts: Mapping[str, int]) -> StepResult:
@@ -141,11 +148,12 @@ def _refuse(run: Run, loss: float, grad_norm: float) -> None:
     found: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(found, _nonfinite_names(run.chunks))
     where = [f"{name} on rank {rank}" for rank, names in enumerate(found) for name in names[:2]]
-    raise NonFiniteError(
+    text = (
         f"step {run.state.step + 1}: loss {loss}, gradient norm {grad_norm}; not finite: "
         f"{', '.join(where[:6]) or 'the loss alone'}. The weights are those of step {run.state.step}. Lower optim.lr, "
         "or set train.nonfinite=skip to pass over such batches"
     )
+    raise everywhere(NonFiniteError(text))
 
 
 def _nonfinite_names(chunks: Sequence[nn.Module]) -> list[str]:

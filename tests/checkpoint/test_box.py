@@ -1,11 +1,15 @@
 """Boxes are where torch puts the parts of a DTensor."""
 
+import itertools
+import random
+import time
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from megalith.checkpoint.boxes import Box, local_part
+from megalith.checkpoint.box import Box, first_miscount, local_part
 from megalith.errors import CheckpointError
 from tests.rank_pool import ranks
 
@@ -71,3 +75,52 @@ def test_overlaps_and_places():
     assert saved.overlap(Box(((4, 9), (2, 6)))) is None
     assert Box(()).overlap(Box(())) == Box(())  # a scalar has one element, and it is all of it
     assert Box(()).num_elements == 1
+
+
+def counted(whole: Box, boxes: list[Box]) -> tuple[tuple[int, ...], int] | None:
+    """``first_miscount``, element by element."""
+    for element in itertools.product(*(range(*ends) for ends in whole.ranges)):
+        count = sum(all(a <= i < b for i, (a, b) in zip(element, box.ranges, strict=True)) for box in boxes)
+        if count != 1:
+            return element, count
+    return None
+
+
+def tiles(chance: random.Random, box: Box, cuts: int) -> list[Box]:
+    """``box`` cut in two, each part again, up to ``cuts`` cuts deep."""
+    d = chance.randrange(len(box.ranges))
+    start, stop = box.ranges[d]
+    if cuts == 0 or stop - start < 2:
+        return [box]
+    at = chance.randrange(start + 1, stop)
+    parts = [Box((*box.ranges[:d], ends, *box.ranges[d + 1 :])) for ends in ((start, at), (at, stop))]
+    return [tile for part in parts for tile in tiles(chance, part, cuts - 1)]
+
+
+@pytest.mark.parametrize("num_dimensions", [1, 2, 3])
+def test_the_first_miscount_is_the_one_that_counting_finds(num_dimensions):
+    chance = random.Random(0)
+    whole = Box(tuple((i, i + 5) for i in range(num_dimensions)))
+    for _ in range(60):
+        boxes = tiles(chance, whole, 3)
+        assert first_miscount(whole, boxes) is None
+        assert first_miscount(whole, boxes[1:]) == counted(whole, boxes[1:]) is not None
+        assert first_miscount(whole, [*boxes, boxes[-1]]) == counted(whole, [*boxes, boxes[-1]]) is not None
+        moved = Box(tuple((max(a - 1, i), max(b - 1, i + 1)) for i, (a, b) in enumerate(boxes[-1].ranges)))
+        assert first_miscount(whole, [*boxes[:-1], moved]) == counted(whole, [*boxes[:-1], moved])
+
+
+def test_scalars_and_empty_tensors_are_tiled_by_one_box_and_by_none():
+    assert first_miscount(Box(()), [Box(())]) is None
+    assert first_miscount(Box(()), []) == ((), 0)
+    assert first_miscount(Box.whole((0, 4)), []) is None
+
+
+def test_many_boxes_are_checked_in_time_and_many_dimensions_are_refused():
+    rows = [Box(((i, i + 1), (j, j + 1), (0, 7))) for i in range(128) for j in range(128)]
+    started = time.perf_counter()
+    assert first_miscount(Box.whole((128, 128, 7)), rows) is None
+    assert time.perf_counter() - started < 5  # comparing each pair would take minutes
+    half = Box(((0, 1),) * 9)
+    with pytest.raises(CheckpointError, match="cut along at most 8 dimensions; got 9"):
+        first_miscount(Box.whole((2,) * 9), [half])

@@ -1,7 +1,9 @@
 """The part of a global tensor that a rank holds: a box, one half-open range of indices per dimension."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from torch import Tensor
@@ -10,7 +12,9 @@ from torch.distributed.tensor import DTensor
 from megalith.errors import CheckpointError, ShapeError
 from megalith.parallel.local_ranges import local_ranges
 
-__all__ = ["Box", "local_part"]
+__all__ = ["Box", "first_miscount", "local_part"]
+
+_MOST_CUT_DIMENSIONS = 8  # a device mesh of the house has five axes, and each cuts one dimension
 
 
 @dataclass(frozen=True, order=True)
@@ -44,6 +48,37 @@ class Box:
         """Where this box lies in a tensor that holds ``outer``."""
         pairs = zip(self.ranges, outer.ranges, strict=True)
         return tuple(slice(start - origin, stop - origin) for (start, stop), (origin, _) in pairs)
+
+
+def first_miscount(whole: Box, boxes: Iterable[Box]) -> tuple[tuple[int, ...], int] | None:
+    """The first element that is not in exactly one of ``boxes``, and in how many it is; None if they tile ``whole``.
+
+    A box is an indicator function, and its mixed derivative is +1 or -1 at each of its corners. Boxes tile ``whole`` if
+    and only if their corners add up to its corners, so the time is linear in the number of boxes and no pair of them is
+    compared. Where corners remain, the lexicographically first one is where the count first differs from 1.
+
+    Raises:
+        CheckpointError: ``whole`` is cut along more dimensions than any layout cuts.
+    """
+    pieces = list(boxes)
+    if pieces == [whole] or (whole.num_elements == 0 and not pieces):
+        return None
+    cut = [d for d, ends in enumerate(whole.ranges) if any(piece.ranges[d] != ends for piece in pieces)]
+    # a box has 2 ** dimensions corners, and an index may have been written by anyone
+    if len(cut) > _MOST_CUT_DIMENSIONS:
+        raise CheckpointError(f"a tensor may be cut along at most {_MOST_CUT_DIMENSIONS} dimensions; got {len(cut)}")
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box, weight in [(whole, -1), *((piece, 1) for piece in pieces)]:
+        ends = [((box.ranges[d][0], 1), (box.ranges[d][1], -1)) for d in cut]
+        for corner in product(*ends):
+            corners[tuple(place for place, _ in corner)] += weight * prod(sign for _, sign in corner)
+    excess = min((place for place, count in corners.items() if count), default=None)
+    if excess is None:
+        return None
+    first = [start for start, _ in whole.ranges]
+    for d, place in zip(cut, excess, strict=True):
+        first[d] = place
+    return tuple(first), corners[excess] + 1
 
 
 def local_part(name: str, tensor: Tensor) -> tuple[Box, Tensor]:
