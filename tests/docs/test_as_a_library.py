@@ -100,6 +100,19 @@ def test_the_script_trains_on_four_ranks_as_on_one(straight, tmp_path):
         assert differences(found, straight) == []
 
 
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        (".sum().double() * groups.speaks_for_tokens", ".sum().double()"),  # every rank of tp counts its tokens
+        ("dist.all_reduce(count)", "count = (labels != PAD).sum() * 2.0"),  # a rank divides by its own count
+        ('[groups.rank("dp")]', "[dist.get_rank() % 2]"),  # ranks of tp read different rows
+    ],
+)
+def test_the_comparison_notices_a_mistake(mistake, straight, tmp_path):
+    found = ranks(4, trained, changed(script(), mistake), tmp_path)
+    assert any(differences(each, straight) for each in found)
+
+
 def test_the_script_resumes_in_another_layout(straight, tmp_path):
     ranks(4, trained, script(steps=STEPS // 2), tmp_path)
     [found] = ranks(1, trained, script(resumes=True, alone=True), tmp_path)

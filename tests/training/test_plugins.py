@@ -1,11 +1,19 @@
 """The seams: what is plugged in from outside trains in every layout to the numbers of one process."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megalith.config import load_run
+from megalith.numerics.tolerance import LAYOUT_FLOAT64
+from megalith.observe.metrics import read_metrics
+from megalith.training.pretrain import pretrain
+from megalith.training.setup import RunParts
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
 from tests.rank_pool import ranks
+from tests.storage.memory_store import MemoryStore, SharedBytes
 from tests.tiny_run import settings
 from tests.training import plugins
 from tests.training.on_ranks import first_steps
@@ -27,8 +35,8 @@ PLUGINS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def alone(tree: dict[str, Any], parts: dict[str, Any]) -> Trajectory:
-    [found] = ranks(1, first_steps, tree, 1, **parts)
+def alone(tree: dict[str, Any], parts: dict[str, Any], num_steps: int = 2) -> Trajectory:
+    [found] = ranks(1, first_steps, tree, 1, num_steps, **parts)
     return found
 
 
@@ -50,3 +58,28 @@ def test_it_is_not_what_the_house_does_without_it(name, tmp_path):
     plain, found = alone(tree, {"task": PretrainGPT}), alone(tree, parts)
     same_start = found.initial.keys() == plain.initial.keys() and found.losses[0] == plain.losses[0]
     assert not same_start or found.losses[1] != plain.losses[1]
+
+
+def checkpointed_in_memory(tree: dict[str, Any], world_size: int) -> tuple[list[str], list[float]]:
+    """What is saved of a run of two steps that goes on to four, and the losses of all four."""
+    store = MemoryStore(SharedBytes(f"{tree['run']} {world_size}"), "memory://run/checkpoints")
+    losses: list[float] = []
+    for steps in (2, 4):
+        train = {**tree["train"], "steps": steps}
+        config = load_run({**tree, "train": train}, world_size=world_size)
+        pretrain(config, str, str, RunParts(checkpoints=store))
+    if torch.distributed.get_rank() == 0:
+        losses = [record["loss"] for record in read_metrics(Path(tree["run"]))]
+    return store.names(), losses
+
+
+def test_a_store_in_memory_checkpoints_and_resumes_in_three_layouts(tmp_path):
+    tree = settings(tmp_path, model=DROPS)
+    want = alone(tree, {"task": PretrainGPT}, num_steps=4).losses
+    for parallel in LAYOUTS:
+        num_ranks = parallel.get("tensor", 1) * parallel.get("shard", 1)
+        moved = {**tree, "parallel": parallel, "run": str(tmp_path / f"run-{len(parallel)}-{num_ranks}")}
+        for names, losses in ranks(num_ranks, checkpointed_in_memory, moved, num_ranks):
+            assert names == ["latest", "step-00000002", "step-00000004"]
+            assert losses in ([], pytest.approx(want, rel=LAYOUT_FLOAT64))
+        assert not (Path(moved["run"]) / "checkpoints").exists()

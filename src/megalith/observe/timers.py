@@ -5,9 +5,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Protocol
 
-import torch
-
-__all__ = ["Clock", "DeviceClock", "HostClock", "Span", "Timers"]
+__all__ = ["Clock", "HostClock", "Span", "Timers"]
 
 
 class Clock(Protocol):
@@ -30,20 +28,6 @@ class HostClock:
     def seconds(self, start: float, end: float) -> float:
         """The difference."""
         return end - start
-
-
-class DeviceClock:
-    """The time of a GPU's current stream, by events that it passes: nobody waits for it."""
-
-    def mark(self) -> torch.cuda.Event:
-        """An event in the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
-        """The time between two events, once the stream has passed the second."""
-        return start.elapsed_time(end) / 1e3 if end.query() else None
 
 
 class Span:

@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-from megalith.data.loader import MicroBatch
 from megalith.resilience.stop_request import StopRequest
 from megalith.topology.agreement import attempt
 from megalith.training.run import Run
@@ -51,7 +51,7 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest) -> Outcome
     while run.state.step < run.config.train.steps:
         started, before = time.perf_counter(), run.timers.totals()
         consumed = run.state.consumed_samples
-        micro_batches: list[MicroBatch] = []
+        micro_batches: list[Any] = []
         with run.timers("data"), attempt() as reading:
             micro_batches = run.loader.batch(consumed, *_sizes(run, consumed))
         agreed = agree(run, micro_batches, stop.reason is not None, reading.failed)

@@ -1,19 +1,18 @@
 """Where a run begins: at its own newest checkpoint, at the weights of another, or at nothing."""
 
-from pathlib import Path
-
 from megalith.checkpoint.folders import find_checkpoint, set_aside_damaged
 from megalith.checkpoint.load import load_tensors, read_state
 from megalith.checkpoint.save import save_checkpoint
 from megalith.checkpoint.verify import verify_checkpoint
 from megalith.errors import CheckpointError
+from megalith.storage import Store
 from megalith.topology.agreement import agreed, everywhere
 from megalith.training.run import Run
 
 __all__ = ["resume_or_load", "save"]
 
 
-def save(run: Run, keep_last: int) -> Path:
+def save(run: Run, keep_last: int) -> Store:
     """Writes a checkpoint of this step and keeps the newest ``keep_last``; collective over all ranks."""
     return save_checkpoint(run.checkpoints, run.state.step, run.tensors(), run.state_dict(), keep_last=keep_last)
 
@@ -35,7 +34,7 @@ def resume_or_load(run: Run) -> str:
             verify_checkpoint(path)
         except CheckpointError as error:
             aside = set_aside_damaged(path)
-            said.append(f"{error}; it is kept as {aside.name}")
+            said.append(f"{error}; it is kept as {aside.split()[1]}")
             continue
         state = read_state(path)
         load_tensors(path, run.tensors(), verify=False)
@@ -50,7 +49,6 @@ def resume_or_load(run: Run) -> str:
             )
         )
     if load is not None:
-        path = Path(load)
-        load_tensors(path, run.weights(), only=lambda name: not name.startswith("optimizer."))
-        return f"started at step 0 from the weights of {path}, in layout {run.layout}"
+        load_tensors(load, run.weights(), only=lambda name: not name.startswith("optimizer."))
+        return f"started at step 0 from the weights of {load}, in layout {run.layout}"
     return f"started at step 0 from seed {run.config.train.seed}, in layout {run.layout}"

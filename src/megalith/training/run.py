@@ -15,6 +15,7 @@ from megalith.optim.loss_scale import DynamicLossScale
 from megalith.optim.optimizer import Optimizer
 from megalith.optim.optimizer_param_scheduler import OptimizerParamScheduler
 from megalith.parallel.parameters import state_tensors
+from megalith.storage import Store
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.num_microbatches_calculator import NumMicroBatchesCalculator
 from megalith.training.state import STATE_VERSION, TrainState, upgraded
@@ -32,6 +33,7 @@ class Run:
         chunks: this rank's parts of the model, sharded: one, the whole of it, without a pipeline.
         clip_norm: largest norm of a gradient, 0 for any.
         nonfinite: what becomes of a step whose gradient is not finite.
+        checkpoints: the folder of its checkpoints.
     """
 
     config: RunConfig
@@ -48,16 +50,12 @@ class Run:
     nonfinite: Literal["raise", "skip"]
     timers: Timers
     state: TrainState
+    checkpoints: Store
 
     @property
     def folder(self) -> Path:
-        """Where everything that this run writes goes."""
+        """Where everything that this run writes goes, its checkpoints by default among it."""
         return Path(self.config.run)
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of its checkpoints."""
-        return self.folder / "checkpoints"
 
     @property
     def layout(self) -> str:

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,8 @@ from megalith.acceleration.recompute import recompute_modules_
 from megalith.config import RunConfig
 from megalith.config.experimental import require
 from megalith.data.loader import StepLoader
-from megalith.observe.timers import DeviceClock, Timers
+from megalith.observe.device_clock import DeviceClock
+from megalith.observe.timers import Timers
 from megalith.optim.build import build_optimizer
 from megalith.optim.loss_scale import DynamicLossScale
 from megalith.optim.optimizer import BuildOptimizer
@@ -19,6 +21,7 @@ from megalith.optim.optimizer_param_scheduler import OptimizerParamScheduler
 from megalith.parallel.build_options import BuildOptions, MatrixProduct
 from megalith.parallel.parameters import declared_parameters
 from megalith.parallel.sharding.fsdp import shard_model
+from megalith.storage import Store, open_store
 from megalith.topology.parallel_state import ParallelState
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
@@ -47,11 +50,13 @@ class RunParts:
         task: what is learned; None: what the settings ask for.
         optimizer_of: builds the optimizer; by default that of ``optim.name``.
         matrix_product: of every linear layer.
+        checkpoints: the folder for checkpoints; None: ``checkpoints`` in the run's folder.
     """
 
     task: AnyTask | None = None
     optimizer_of: BuildOptimizer = build_optimizer
     matrix_product: MatrixProduct = linear
+    checkpoints: Path | Store | None = None
 
 
 def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = None) -> Run:
@@ -80,6 +85,7 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
         nonfinite=config.train.nonfinite,
         timers=Timers(DeviceClock() if device.type == "cuda" else None),
         state=TrainState(),
+        checkpoints=open_store(parts.checkpoints or Path(config.run) / "checkpoints"),
     )
 
 

@@ -38,7 +38,6 @@ class StepTotals:
     not read its batch.
     """
 
-
     counts: Mapping[str, int]
     stop: bool
     failed: bool = False
