@@ -2,20 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from megalith.data.sampler import microbatch_sample_ids
+from megalith.data.samples import Samples
 
 __all__ = ["StepLoader"]
 
 Sample = TypeVar("Sample")
-SampleOut = TypeVar("SampleOut", covariant=True)
 Batch = TypeVar("Batch")
 _Step = tuple[int, int, int]  # consumed samples, global batch, micro-batch
-
-
-class _Samples(Protocol[SampleOut]):
-    def __getitem__(self, index: int) -> SampleOut: ...
 
 
 class StepLoader(Generic[Sample, Batch]):
@@ -26,7 +22,7 @@ class StepLoader(Generic[Sample, Batch]):
 
     def __init__(
         self,
-        dataset: _Samples[Sample],
+        dataset: Samples[Sample],
         collate: Callable[[Sequence[Sample], Sequence[int]], Batch],
         dp_rank: int,
         dp_size: int,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megalith.data.samples import SizedSamples
 from megalith.observe.metrics import MetricsWriter
 from megalith.observe.peak import peak_flops
 from megalith.observe.progress import progress_line
@@ -13,7 +14,6 @@ from megalith.training.evaluation import evaluate
 from megalith.training.loop import Callback, FinishedStep, Outcome
 from megalith.training.resume import save
 from megalith.training.run import Run
-from megalith.training.tasks.task import SizedSamples
 
 __all__ = ["Checkpoints", "HeldOutLoss", "Metrics"]
 

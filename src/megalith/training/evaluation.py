@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalith.data.samples import SizedSamples
 from megalith.parallel.pipeline.executor import execute
 from megalith.parallel.pipeline.plan import one_stage_plan
 from megalith.parallel.sharding.fsdp import release_gathered_weights
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.step import weighted_mean
-from megalith.training.tasks.task import AnyTask, SizedSamples
+from megalith.training.tasks.task import AnyTask
 
 __all__ = ["Evaluation", "evaluate"]
 

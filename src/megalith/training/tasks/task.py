@@ -2,32 +2,20 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from megalith.data.samples import Samples, SizedSamples
 from megalith.parallel.build_options import BuildOptions
 from megalith.transformer.module import ModelModule
 
-__all__ = ["AnyTask", "Samples", "SizedSamples", "Task"]
+__all__ = ["AnyTask", "Task"]
 
 Sample = TypeVar("Sample")
-SampleOut = TypeVar("SampleOut", covariant=True)
 Batch = TypeVar("Batch")
 Inputs = TypeVar("Inputs")
-
-
-class Samples(Protocol[SampleOut]):
-    """Samples without end, numbered from 0; a sample depends on its number alone."""
-
-    def __getitem__(self, index: int) -> SampleOut: ...
-
-
-class SizedSamples(Samples[SampleOut], Protocol[SampleOut]):
-    """A given number of samples."""
-
-    def __len__(self) -> int: ...
 
 
 class Task(ABC, Generic[Sample, Batch, Inputs]):
