@@ -17,7 +17,7 @@ from megalith.training.setup import build_run
 from megalith.training.step import StepResult, agree, train_step
 from tests.rank_pool import ranks
 from tests.sampling import sampled
-from tests.tiny_run import settings
+from tests.tiny_run import SEQ, settings
 from tests.training.on_ranks import first_steps
 
 BAD_RANK, BAD_STEP = 1, 1
@@ -150,3 +150,11 @@ def test_the_rate_and_batch_size_follow_their_schedules_over_a_run(tmp_path):
     records = read_metrics(Path(tree["run"]))
     assert [record["consumed_samples"] for record in records] == [4, 8, 16, 24, 32, 40]
     assert [record["lr"] for record in records] == pytest.approx([0.0, 5e-4, 1e-3, 1e-3, 1e-3, 5e-4])
+
+
+def test_tokens_per_second_counts_tokens_without_a_loss_too(tmp_path):
+    tree = settings(tmp_path, train={"steps": 2})  # ends of documents have no loss there
+    ranks(1, train, tree)
+    for record in read_metrics(Path(tree["run"])):
+        assert record["tokens"] == record["consumed_samples"] * SEQ
+        assert record["tokens_per_second"] * record["step_seconds"] == pytest.approx(8 * SEQ)

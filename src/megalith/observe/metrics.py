@@ -43,7 +43,7 @@ class MetricsWriter:
         self._path = Path(run_folder) / _NAME
         with explained("write", self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            _keep_until(self._path, resumed_step)
+            _drop_after(self._path, resumed_step)
             self._file = self._path.open("ab", buffering=0)
         self._tensorboard: Any = None
         if optional.has("torch.utils.tensorboard"):
@@ -90,7 +90,7 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
     return [_restored(record) for _, record in _records(path)]
 
 
-def _keep_until(path: Path, last_step: int) -> None:
+def _drop_after(path: Path, last_step: int) -> None:
     """Leave in ``path`` the whole records of steps up to ``last_step``."""
     if not path.exists():
         return

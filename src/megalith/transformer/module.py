@@ -59,5 +59,5 @@ class ModelModule(DeclaringModule, ABC):
         initialize_parameters_(self, seed)
 
     def num_parameters(self) -> int:
-        """Number of parameters of the whole model over all ranks; tied ones count once."""
+        """Number of parameters over all ranks, of the model or the stage that this is; tied ones once."""
         return sum(parameter.numel() for _, parameter, _ in declared_parameters(self))

@@ -42,7 +42,7 @@ def by_blocks(
     with torch.no_grad():
         for block in blocks(num_rows, widest):
             results = formula(*(None if x is None else x[block] for x in rows))
-            _keep(results, [output[block] for output in outputs], sums)
+            _take_results(results, [output[block] for output in outputs], sums)
 
 
 def widened_by_blocks(
@@ -74,7 +74,7 @@ def widened_by_blocks(
             targets = [output[block] for output in outputs]
             wide_rows = [widened(index, None if x is None else x[block]) for index, x in enumerate(rows)]
             out = [target if target.dtype == acc else None for target in targets]
-            _keep(formula(*wide_rows, out), targets, sums)
+            _take_results(formula(*wide_rows, out), targets, sums)
 
 
 def extent(given: Sequence[Tensor | None]) -> tuple[int, int]:
@@ -83,7 +83,7 @@ def extent(given: Sequence[Tensor | None]) -> tuple[int, int]:
     return tensors[0].shape[0], max(x[:1].numel() for x in tensors)
 
 
-def _keep(results: Results, targets: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+def _take_results(results: Results, targets: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
     for target, result in zip(targets, results, strict=False):
         if result is not target:
             target.copy_(result)

@@ -75,7 +75,7 @@ class Operator(Generic[Y, G]):
             outputs = output if isinstance(output, tuple) else (output,)
             ctx.mark_non_differentiable(*outputs[self.num_differentiable :])
             ctx.set_materialize_grads(not self.absent_as_none)
-            _keep(ctx, inputs if self.saves is None else self.saves(inputs, outputs))
+            _save_for_backward(ctx, inputs if self.saves is None else self.saves(inputs, outputs))
             ctx.passed = [input_names.index(name) for name in self.passes(*inputs)]
             ctx.shared = {input_names.index(name): input_names.index(of) for name, of in self.shares(*inputs).items()}
 
@@ -117,7 +117,7 @@ def wrap_triton(kernel: Any) -> Any:
     return kernel if triton_interprets() else torch.library.wrap_triton(kernel)
 
 
-def _keep(ctx: Any, kept: Sequence[Any]) -> None:
+def _save_for_backward(ctx: Any, kept: Sequence[Any]) -> None:
     ctx.save_for_backward(*(x for x in kept if isinstance(x, Tensor)))
     ctx.kept = [None if isinstance(x, Tensor) else (x,) for x in kept]  # None: the next of the saved tensors
 
