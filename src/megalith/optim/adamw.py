@@ -3,7 +3,7 @@
 import torch
 
 from megalith.config import OptimConfig
-from megalith.optim.optimizer import NamedParameters, Optimizer, parameter_groups
+from megalith.optim.optimizer import NamedParameters, Optimizer, decaying_groups
 from megalith.optim.torch_optimizer import TorchOptimizer
 
 __all__ = ["build_adamw"]
@@ -12,10 +12,8 @@ __all__ = ["build_adamw"]
 def build_adamw(parameters: NamedParameters, config: OptimConfig) -> Optimizer:
     """AdamW in groups that a scheduler drives; state ``exp_avg`` and ``exp_avg_sq``. Raises as parameter_groups."""
     named = dict(parameters)
-    groups = parameter_groups(named.items(), config.overrides)
+    groups = decaying_groups(named.items(), config)
     settings = config.adamw
     assert settings is not None, "optim.name says adamw"
-    optimizer = torch.optim.AdamW(
-        groups, lr=config.lr, betas=settings.betas, eps=settings.eps, weight_decay=0.0, fused=True
-    )
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=settings.betas, eps=settings.eps, fused=True)
     return TorchOptimizer(optimizer, named, ("exp_avg", "exp_avg_sq"), counts_updates=True)

@@ -23,10 +23,11 @@ def local_squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     Raises:
         ShapeError: a gradient is a term of a sum over ranks that nobody has formed yet.
     """
+    parameters = list(parameters)
     owned = [_local(p.grad) for p in parameters if p.grad is not None and _counts_here(p.grad)]
     shards = [gradient for gradient in owned if gradient.numel()]
     if not shards:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=parameters[0].device if parameters else None)
     norms = torch.stack([norm.double() for norm in torch._foreach_norm(shards)])
     return norms.square().sum()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megalith.config import OptimConfig, ParamGroupOverride
 from megalith.errors import ConfigError
 
-__all__ = ["BuildOptimizer", "NamedParameters", "Optimizer", "parameter_groups"]
+__all__ = ["BuildOptimizer", "NamedParameters", "Optimizer", "decaying_groups", "parameter_groups"]
 
 _OVERRIDABLE = ("max_lr", "min_lr", "wd_mult")
 
@@ -43,6 +43,12 @@ class Optimizer(Protocol):
 
 
 BuildOptimizer = Callable[[NamedParameters, OptimConfig], Optimizer]
+
+
+def decaying_groups(parameters: NamedParameters, config: OptimConfig) -> list[dict[str, Any]]:
+    """``parameter_groups``, each with the weight decay that it begins with. Raises as that does."""
+    groups = parameter_groups(parameters, config.overrides)
+    return [{**group, "weight_decay": config.weight_decay * group.get("wd_mult", 1.0)} for group in groups]
 
 
 def parameter_groups(parameters: NamedParameters, overrides: Sequence[ParamGroupOverride]) -> list[dict[str, Any]]:

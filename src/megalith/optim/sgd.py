@@ -6,7 +6,7 @@ b = momentum b + g,    w -= lr (g + momentum b) with nesterov, lr b without;    
 import torch
 
 from megalith.config import OptimConfig
-from megalith.optim.optimizer import NamedParameters, Optimizer, parameter_groups
+from megalith.optim.optimizer import NamedParameters, Optimizer, decaying_groups
 from megalith.optim.torch_optimizer import TorchOptimizer
 
 __all__ = ["build_sgd"]
@@ -18,11 +18,9 @@ def build_sgd(parameters: NamedParameters, config: OptimConfig) -> Optimizer:
     Raises as parameter_groups.
     """
     named = dict(parameters)
-    groups = parameter_groups(named.items(), config.overrides)
+    groups = decaying_groups(named.items(), config)
     settings = config.sgd
     assert settings is not None, "optim.name says sgd"
-    optimizer = torch.optim.SGD(
-        groups, lr=config.lr, momentum=settings.momentum, nesterov=settings.nesterov, weight_decay=0.0
-    )
+    optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=settings.momentum, nesterov=settings.nesterov)
     moments = ("momentum_buffer",) if settings.momentum else ()
     return TorchOptimizer(optimizer, named, moments, counts_updates=False)

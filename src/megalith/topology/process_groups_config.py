@@ -21,6 +21,9 @@ WEIGHT_AXES: dict[Family, tuple[Axis, ...]] = {"dense": ("tp",), "expert": ("ep"
 class ProcessGroupCollection:
     """This rank's groups, by the field's names, each None where its size is 1; handed to constructors.
 
+    torch.distributed reads None as the whole world: whoever calls it asks ``size`` first, or takes a function of
+    ``topology.collectives``, which reads None as this rank alone.
+
     Attributes:
         tp: shares out each layer's weights.
         cp: shares out the sequence.

@@ -130,7 +130,7 @@ def _forward_backward(run: Run, micro_batches: Sequence[Any], seeds: Mapping[str
 def _reduce(run: Run, sums: Tensor, squared_norm: Tensor) -> tuple[dict[str, float], float]:
     """The terms' sums over the global batch and the norm of its gradient."""
     mine = sums if run.pg_collection.speaks_for_tokens else torch.zeros_like(sums)
-    told = torch.cat((mine, squared_norm.to(run.device).view(1)))
+    told = torch.cat((mine, squared_norm.view(1)))
     dist.all_reduce(told)
     *terms, squares = told.tolist()
     norm = math.sqrt(squares) if squares >= 0.0 else math.nan
