@@ -61,7 +61,12 @@ def test_every_setting_is_read_through_its_group():
 
 
 def test_a_setting_that_is_no_longer_read_is_found():
-    readers = ("run.config.checkpoint.every", "run.config.checkpoint.keep", "config.optim.clip_norm", "scale.window")
+    readers = (
+        "run.config.checkpoint.every",
+        "run.config.checkpoint.keep",
+        "run.config.optim.clip_norm",
+        "scale.window",
+    )
     forgotten = {"checkpoint.every", "checkpoint.keep", "optim.clip_norm", "precision.loss_scale.window"}
     assert unread(ALL, readers) == NOT_SEEN.keys() | forgotten
 

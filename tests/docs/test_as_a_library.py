@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megalith.numerics.tolerance import LAYOUT_FLOAT64
+from megalith.training import pretrain as pretrain_module
 from megalith.training.loop import Outcome
+from megalith.training.run import Run
+from megalith.training.setup import build_run
 from tests.docs.pages import python_blocks
 from tests.rank_pool import ranks
 from tests.tiny_run import write_dataset
@@ -141,10 +145,18 @@ def test_the_notebook_makes_logits_losses_gradients_and_tokens(tmp_path):
 
 def plugged(folder: Path) -> tuple[Outcome, int, set[str]]:
     """How the last block of the page ends, after how many steps, and which of its own parts are in the run."""
-    names = run(PLUGINS, folder)
-    run_ = names["run"]
+    runs: list[Run] = []
+
+    def built(*args: Any) -> Run:
+        runs.append(build_run(*args))
+        return runs[-1]
+
+    with patch.object(pretrain_module, "build_run", built):
+        names = run(PLUGINS, folder)
+    [run_] = runs
     parts = {type(module).__name__ for module in run_.chunks[0].modules()}
     parts.add(type(run_.optimizer.torch_optimizer).__name__)
+    assert 0.0 < names["held_out"].loss < 20.0
     return names["outcome"], run_.state.step, parts
 
 
@@ -155,4 +167,5 @@ def test_own_parts_train_a_run(tmp_path):
     assert (outcome, step) == (Outcome.DONE, 4)
     assert {"SquaredReLU", "RMSprop"} <= parts
     assert "MLP" not in parts
-    assert (tmp_path / "runs/squared-relu/checkpoints/step-00000004/manifest.json").exists()
+    for name in ("config.yaml", "metrics.jsonl", "checkpoints/step-00000004/manifest.json"):
+        assert (tmp_path / "runs/squared-relu" / name).exists()

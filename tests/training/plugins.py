@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from megalith.config import OptimConfig, TransformerConfig
 from megalith.data.gpt_dataset import GPTBatch
 from megalith.models.gpt_model import GPTModel
+from megalith.numerics.dropout import dropout
 from megalith.optim.optimizer import NamedParameters, parameter_groups
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions
@@ -19,7 +20,7 @@ from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLin
 from megalith.parallel.tensor.regions import enter_tensor_parallel
 from megalith.training.tasks.pretrain_gpt import GPTInputs, PretrainGPT
 from megalith.transformer.attention_mask import BIDIRECTIONAL
-from megalith.transformer.dropout import sequence_parallel_key
+from megalith.transformer.dropout import DropoutSite, sequence_parallel_key
 from megalith.transformer.layer_context import LayerContext
 from megalith.transformer.layer_spec import LayerSpec
 from megalith.transformer.module import ModelModule
@@ -27,7 +28,7 @@ from megalith.transformer.stack import LayerStack
 
 
 class SquaredReLU(nn.Module):
-    """A feed-forward with another activation: So et al. 2021, arXiv:2109.08668."""
+    """A feed-forward with another activation, So et al. 2021, arXiv:2109.08668, and a dropout of its own."""
 
     def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
         super().__init__()
@@ -35,17 +36,20 @@ class SquaredReLU(nn.Module):
         self.options = options
         self.up = ColumnParallelLinear(H, F, options, bias=True, std=std, input_is_gathered=True)
         self.down = RowParallelLinear(F, H, options, bias=True, std=std)
+        self.dropout = DropoutSite(0.2)
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         x = enter_tensor_parallel(x, self.options.pg_collection.tp, self.options.sequence_parallel)
-        return self.down(torch.relu(self.up(x)).square())
+        y = self.down(torch.relu(self.up(x)).square())
+        drops = self.dropout.of(context.hidden_dropout_key)
+        return y if drops is None else dropout(y, drops.p, drops.key)
 
 
 class OtherSecondLayer(PretrainGPT):
     """GPT whose layer 1 has another feed-forward."""
 
     def build_model(self, options: BuildOptions) -> GPTModel:
-        return GPTModel(self.config.model, options, spec_of=self.spec_of, seed=self.config.train.seed)
+        return GPTModel(self.config.model, options, spec_of=self.spec_of)
 
     @staticmethod
     def spec_of(index: int) -> LayerSpec:
@@ -76,8 +80,8 @@ class Encoder(ModelModule):
         context = LayerContext(
             mask=BIDIRECTIONAL,
             documents=inputs.packed_seq_params,
-            token_dropout=key,
-            hidden_dropout=hidden_key,
+            token_dropout_key=key,
+            hidden_dropout_key=hidden_key,
         )
         x = self.embedding(inputs.tokens)
         x = self.encoder(x * self.sign.to(x.dtype), context)

@@ -10,13 +10,16 @@ import torch
 from megalith.config import load_run
 from megalith.data.gpt_dataset import EvaluationDataset, GPTSample
 from megalith.data.indexed_dataset import IndexedDataset
+from megalith.errors import ConfigError
 from megalith.models.gpt_model import GPTModel
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.evaluation import Evaluation, evaluate
 from megalith.training.inference import evaluate_checkpoint, load_model
+from megalith.training.preflight import preflight
 from megalith.training.pretrain import pretrain
 from megalith.training.setup import build_run
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
+from tests.program import write_settings
 from tests.rank_pool import ranks
 from tests.sampling import sampled
 from tests.tiny_run import settings
@@ -99,3 +102,14 @@ def test_a_checkpoint_of_two_ranks_is_evaluated_by_one_process(tmp_path):
     assert next(trained.model.parameters()).dtype == torch.float64
     assert 3.0 < found.loss < 4.2
     assert found.perplexity == pytest.approx(2.718281828459045**found.loss)
+
+
+def test_a_run_is_found_by_its_url_too(tmp_path):
+    tree = settings(tmp_path, parallel={"tensor": 2}, train={"steps": 1})
+    ranks(2, train, tree)
+    want = evaluate_checkpoint(tree["run"], tree["data"]["train"], 2)
+    assert evaluate_checkpoint(f"file://{tree['run']}", tree["data"]["train"], 2) == want
+    loaded = {**tree, "run": str(tmp_path / "next"), "load": f"file://{tree['run']}/checkpoints/step-00000001"}
+    assert preflight(write_settings(loaded, tmp_path), [], 2).load == loaded["load"]
+    with pytest.raises(ConfigError, match=r"is not a complete checkpoint; give load=file://.*step-00000001"):
+        preflight(write_settings({**loaded, "load": f"file://{tree['run']}"}, tmp_path), [], 2)

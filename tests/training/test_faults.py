@@ -79,11 +79,11 @@ def average_over_data_parallel_ranks() -> Any:
 
 
 def take_the_mean_of_the_ranks_means() -> Any:
-    def agree(run: Any, micro_batches: Any, stop: bool) -> step.StepTotals:
+    def sum_totals(run: Any, micro_batches: Any, stop: bool) -> step.StepTotals:
         here = sum(run.task.counts(micro)["lm"] for micro in micro_batches)
         return step.StepTotals({"lm": here * run.pg_collection.size("dp")}, stop)
 
-    return patch("tests.training.on_ranks.agree", agree)
+    return patch("tests.training.on_ranks.sum_totals", sum_totals)
 
 
 def let_every_rank_of_tp_speak_for_its_tokens() -> Any:

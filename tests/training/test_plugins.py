@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megalith.config import load_run
+from megalith.models.gpt_model import GPTModel
 from megalith.numerics.tolerance import LAYOUT_FLOAT64
 from megalith.observe.metrics import read_metrics
 from megalith.training.pretrain import pretrain
@@ -18,12 +19,13 @@ from tests.tiny_run import settings
 from tests.training import plugins
 from tests.training.on_ranks import first_steps
 from tests.training.reference import Trajectory, differences
+from tests.transformer.shapes import config
 
 DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 LAYOUTS = [{"tensor": 2, "sequence": True}, {"shard": 2}, {"tensor": 2, "shard": 2}]
 # what is plugged in, and the settings over those of a tiny Llama
 PLUGINS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "a second layer with another feed-forward": ({"task": plugins.OtherSecondLayer}, DROPS),
+    "a second layer with another feed-forward": ({"task": plugins.OtherSecondLayer}, {}),
     "a model that reads padded rows both ways": ({"task": plugins.ReadBothWays}, DROPS),
     "a matrix product of 8 bits": ({"matrix_product": plugins.product_of_8_bits}, {}),
     "a matrix product of 8 bits, tied embeddings": (
@@ -66,8 +68,8 @@ def checkpointed_in_memory(tree: dict[str, Any], world_size: int) -> tuple[list[
     losses: list[float] = []
     for steps in (2, 4):
         train = {**tree["train"], "steps": steps}
-        config = load_run({**tree, "train": train}, world_size=world_size)
-        pretrain(config, str, str, RunParts(checkpoints=store))
+        run_config = load_run({**tree, "train": train}, world_size=world_size)
+        pretrain(run_config, str, str, RunParts(checkpoints=store))
     if torch.distributed.get_rank() == 0:
         losses = [record["loss"] for record in read_metrics(Path(tree["run"]))]
     return store.names(), losses
@@ -83,3 +85,12 @@ def test_a_store_in_memory_checkpoints_and_resumes_in_three_layouts(tmp_path):
             assert names == ["latest", "step-00000002", "step-00000004"]
             assert losses in ([], pytest.approx(want, rel=LAYOUT_FLOAT64))
         assert not (Path(moved["run"]) / "checkpoints").exists()
+
+
+def test_a_dropout_of_a_users_layer_drops_where_the_settings_drop_nothing():
+    model = GPTModel(config(hidden_dropout=0.0, attention_dropout=0.0), spec_of=plugins.OtherSecondLayer.spec_of)
+    tokens = torch.arange(16).view(2, 8)
+    first, second = model(tokens), model(tokens)
+    assert not torch.equal(first, second)
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))

@@ -80,7 +80,7 @@ def test_dropout_is_drawn_only_with_a_key():
     layer = built()
     without, again = (layer(x_of(), LayerContext(rotary=table())) for _ in range(2))
     assert torch.equal(again, without)
-    with_key, once_more = (layer(x_of(), LayerContext(rotary=table(), token_dropout=key())) for _ in range(2))
+    with_key, once_more = (layer(x_of(), LayerContext(rotary=table(), token_dropout_key=key())) for _ in range(2))
     assert not torch.allclose(with_key, without)
     assert torch.equal(once_more, with_key)
 
@@ -108,7 +108,7 @@ def test_a_window_counts_back_through_the_cache(pieces):
 
 def results(layer: SelfAttention, x: Tensor, dy: Tensor, *, packed: bool, drops: bool) -> dict[str, Tensor]:
     documents = PackedSeqParams.from_lengths([[5, 3], [8]]) if packed else None
-    context = LayerContext(documents=documents, rotary=table(), token_dropout=key() if drops else None)
+    context = LayerContext(documents=documents, rotary=table(), token_dropout_key=key() if drops else None)
     y = layer(x.requires_grad_(), context)
     y.backward(dy)
     return {"y": y.detach(), "dx": x.grad} | {name: whole(p.grad) for name, p in layer.named_parameters()}

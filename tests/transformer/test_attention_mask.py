@@ -147,7 +147,7 @@ def test_attention_and_its_gradients_are_the_softmax_over_the_visible_keys(kind,
         kept = attention_keep_mask(key().named(name_number("dropout")), p, A, S).double() / (1.0 - p)
     leaves = tuple(x.requires_grad_() for x in qkv(dtype))
     got = with_gradients(
-        built(p)(*leaves, LayerContext(mask=mask, documents=documents, token_dropout=key() if p else None)), leaves
+        built(p)(*leaves, LayerContext(mask=mask, documents=documents, token_dropout_key=key() if p else None)), leaves
     )
     wide = tuple(x.double().requires_grad_() for x in qkv(dtype))
     want = with_gradients(spelled_out(*wide, mask.visible(S, CPU, documents), kept), wide)
@@ -159,8 +159,8 @@ def test_attention_and_its_gradients_are_the_softmax_over_the_visible_keys(kind,
 @pytest.mark.parametrize("mask", [CAUSAL, BIDIRECTIONAL], ids=["causal", "bidirectional"])
 def test_a_window_of_the_layer_is_one_of_the_batch(mask, p):
     drop = key() if p else None
-    got = built(p, window=3)(*qkv(torch.float64), LayerContext(mask=mask, token_dropout=drop))
-    want = built(p)(*qkv(torch.float64), LayerContext(mask=mask.within(3), token_dropout=drop))
+    got = built(p, window=3)(*qkv(torch.float64), LayerContext(mask=mask, token_dropout_key=drop))
+    want = built(p)(*qkv(torch.float64), LayerContext(mask=mask.within(3), token_dropout_key=drop))
     assert torch.equal(got, want)
 
 
@@ -200,7 +200,7 @@ def test_a_prefix_of_packed_documents_is_refused_in_training_and_evaluation_alik
     context = LayerContext(
         mask=AttentionMask(prefix=Prefix.of([2] * B, S)),
         documents=PackedSeqParams.from_lengths(LENGTHS),
-        token_dropout=key(),
+        token_dropout_key=key(),
     )
     with pytest.raises(ConfigError, match="one document; leave packed documents out"):
         built(p)(*qkv(torch.float64), context)
@@ -210,7 +210,7 @@ def test_a_prefix_of_packed_documents_is_refused_in_training_and_evaluation_alik
 def test_dropout_or_a_prefix_after_a_cache_is_refused(what):
     q, k, v = qkv(torch.float64)
     prefix = AttentionMask(prefix=Prefix.of([2] * B, S))
-    context = LayerContext(token_dropout=key()) if what == "dropout" else LayerContext(mask=prefix)
+    context = LayerContext(token_dropout_key=key()) if what == "dropout" else LayerContext(mask=prefix)
     with pytest.raises(ShapeError, match="these queries follow a cache; leave it out"):
         built(0.3)(q[-1:], k, v, context)
 

@@ -47,7 +47,7 @@ def attend(
 ) -> Tensor:
     core = DotProductAttention(p, head_offset)
     name_dropout_sites_(core)
-    return core(q, k, v, LayerContext(documents=packed, token_dropout=key))
+    return core(q, k, v, LayerContext(documents=packed, token_dropout_key=key))
 
 
 def spelled_out(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, keep: Tensor | None = None, p: float = 0.0) -> Tensor:

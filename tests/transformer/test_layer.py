@@ -59,8 +59,8 @@ def context_of(
     return LayerContext(
         documents=None if lengths is None else PackedSeqParams.from_lengths(lengths),
         rotary=rotary_table(torch.arange(S), D, 10000.0, torch.float64),
-        token_dropout=key,
-        hidden_dropout=None if key is None else sequence_parallel_key(key, sequence_group),
+        token_dropout_key=key,
+        hidden_dropout_key=None if key is None else sequence_parallel_key(key, sequence_group),
     )
 
 

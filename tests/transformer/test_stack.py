@@ -42,7 +42,7 @@ def context_of(start: int = 0, end: int = S, **changes: object) -> LayerContext:
 
 def dropping() -> LayerContext:
     key = DropoutKey(1, 0, torch.arange(S * B).view(B, S))
-    return context_of(token_dropout=key, hidden_dropout=replace(key, tokens=key.tokens.t()))
+    return context_of(token_dropout_key=key, hidden_dropout_key=replace(key, tokens=key.tokens.t()))
 
 
 def test_it_runs_its_layers_in_order():

@@ -1,6 +1,7 @@
 """The shape of a transformer, and how its weights start."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -14,10 +15,14 @@ from megalith.config.settings_group import Follows, SettingsGroup, draft_of_grou
 __all__ = ["RopeConfig", "TransformerConfig"]
 
 
+# activations of two projections, act(gate) * up, and what is applied to the gate
+_GATES: Mapping[str, Literal["silu"]] = MappingProxyType({"swiglu": "silu"})
+
+
 def _usual_ffn_hidden_size(shape: Mapping[str, Any]) -> int:
     """4 x hidden for two matrices; for the three of swiglu as many parameters, rounded up to a multiple of 64."""
     hidden: int = shape["hidden_size"]
-    return round_up(-(-8 * hidden // 3), 64) if shape["activation"] == "swiglu" else 4 * hidden
+    return round_up(-(-8 * hidden // 3), 64) if shape["activation"] in _GATES else 4 * hidden
 
 
 class RopeConfig(SettingsGroup):
@@ -97,6 +102,11 @@ class TransformerConfig(SettingsGroup):
         # what the preset says of rope is dropped with rope; what the user says is kept, and refused
         of_preset = {name: value for name, value in preset.items() if has_effect(cls.name_of(name), value_of)}
         return _merged(of_preset, given)
+
+    @property
+    def gate_activation(self) -> Literal["silu"] | None:
+        """What is applied to the gate of a gated MLP, which has a third projection; None for one without a gate."""
+        return _GATES.get(self.activation)
 
     @model_validator(mode="after")
     def _keeps_the_rules(self) -> Self:

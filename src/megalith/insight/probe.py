@@ -97,7 +97,7 @@ def _interleaved(steps: Mapping[torch.dtype, Step], device: torch.device) -> dic
 def _layer_step(config: TransformerConfig, S: int, B: int, dtype: torch.dtype, device: torch.device) -> Step:
     A, G, D = config.num_attention_heads, config.num_query_groups, config.kv_channels
     H, F = config.hidden_size, config.ffn_hidden_size
-    gated = config.activation == "swiglu"
+    gated = config.gate_activation is not None
     shapes = [(A * D, H), (G * D, H), (G * D, H), (H, A * D), (H, F), (F, H), *([(F, H)] if gated else [])]
     weights = [torch.randn(shape, device=device).div_(H**0.5).requires_grad_() for shape in shapes]
     x = torch.randn(S, B, H, device=device).to(dtype).requires_grad_()

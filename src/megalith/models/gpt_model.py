@@ -22,7 +22,7 @@ from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.transformer.dropout import DropoutSite, sequence_parallel_key
 from megalith.transformer.embeddings import LearnedPositions
 from megalith.transformer.layer_context import KVCache, LayerContext
-from megalith.transformer.layer_spec import LayerSpecs, same_layers
+from megalith.transformer.layer_spec import LayerSpecs
 from megalith.transformer.module import ModelModule
 from megalith.transformer.normalization import Normalization
 from megalith.transformer.rotary import rotary_table
@@ -35,7 +35,9 @@ __all__ = ["GPTModel"]
 class GPTDecoder(nn.Module):
     """Embeddings, layers, final norm: tokens to hidden states, or the part of that way that a stage has."""
 
-    def __init__(self, config: TransformerConfig, options: BuildOptions, stage: Stage, spec_of: LayerSpecs) -> None:
+    def __init__(
+        self, config: TransformerConfig, options: BuildOptions, stage: Stage, spec_of: LayerSpecs | None
+    ) -> None:
         super().__init__()
         assert config.vocab_size is not None, "GPTModel has checked it"
         learned = config.position_embedding_type == "learned_absolute"
@@ -62,10 +64,10 @@ class GPTDecoder(nn.Module):
         ``hidden`` has that shape too: what the stage before gave, for a stage without the embedding.
         """
         if self.embed_tokens is not None:
-            hidden = self.embed_tokens(tokens)
+            hidden = self.embed_tokens(tokens)  # [S, B, H]
             if self.embed_positions is not None:
                 hidden = hidden + self.embed_positions(position_ids)
-            drops = self.embedding_dropout.of(context.hidden_dropout)
+            drops = self.embedding_dropout.of(context.hidden_dropout_key)
             if drops is not None and drops.key is not None:
                 hidden = dropout(hidden, drops.p, drops.key)
         x: Tensor = self.layers(hidden, context, caches)
@@ -79,7 +81,7 @@ class GPTModel(ModelModule):
         config: the shape; ``vocab_size`` must be set.
         options: groups, dtype, strategies; by default one process, with no torch.distributed.
         stage: which part of the model to build; by default all of it.
-        spec_of: what each layer is made of, by its index.
+        spec_of: what each layer is built from, by its index; by default what ``config`` asks for.
         seed: of the first weights; built under ``torch.device("meta")`` none are drawn, see ``materialize``.
 
     Raises:
@@ -93,7 +95,7 @@ class GPTModel(ModelModule):
         options: BuildOptions | None = None,
         *,
         stage: Stage | None = None,
-        spec_of: LayerSpecs = same_layers,
+        spec_of: LayerSpecs | None = None,
         seed: int = 1234,
     ) -> None:
         super().__init__()
@@ -172,7 +174,7 @@ class GPTModel(ModelModule):
         embedding = self.model.embed_tokens
         logits = self.lm_head(x, embedding.weight if self.tied and embedding is not None else None)  # [S, B, V/tp]
         if labels is None:
-            return self._gather(logits).transpose(0, 1)
+            return self._gather(logits).transpose(0, 1)  # [B, S, V]
         assert self.config.vocab_size is not None
         tp_group = self.options.pg_collection.tp
         losses = vocab_parallel_cross_entropy(logits, labels.t(), self.config.vocab_size, tp_group)  # [S, B]
@@ -191,7 +193,7 @@ class GPTModel(ModelModule):
         key = self._dropout_key(tokens, given) if self.training else None
         sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
         hidden_key = None if key is None else sequence_parallel_key(key, sequence_group)
-        return LayerContext(documents=documents, rotary=rotary, token_dropout=key, hidden_dropout=hidden_key)
+        return LayerContext(documents=documents, rotary=rotary, token_dropout_key=key, hidden_dropout_key=hidden_key)
 
     def _gather(self, logits: Tensor) -> Tensor:
         """[S, B, V/tp] -> [S, B, V]; the last ranks' parts may be short, and travel padded."""
@@ -202,7 +204,7 @@ class GPTModel(ModelModule):
         return gather_from_tensor_model_parallel_region(padded, groups.tp)[..., :V]
 
     def _dropout_key(self, tokens: Tensor, given: DropoutKey | None) -> DropoutKey | None:
-        if given is not None or self.config.hidden_dropout + self.config.attention_dropout == 0.0:
+        if given is not None or not self.drops():
             return given
         if self.options.pg_collection.size("tp") > 1:
             raise ConfigError(

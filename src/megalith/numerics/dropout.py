@@ -1,9 +1,8 @@
 """Dropout whose mask is a function of where an element stands in the whole batch, computed again rather than stored.
 
 Any layout drops the same elements, recomputation does too, and backward keeps nothing of the mask. An element's fate is
-one Philox word under the key BLAKE2b(seed, step), kept where word >= p * 2^32, where each dropout of a model has a seed
-of its own, made of the run's and of its canonical name (``model.layers.3.self_attn_dropout``). The counter's four words
-are
+one Philox word under the key BLAKE2b(seed, step), kept where word >= p * 2^32. Each dropout site has its own seed: the
+run's seed XOR a hash of the site's canonical name (``model.layers.3.self_attn_dropout``). The counter's four words are
 
     c0, c1  global token id, low and high word
     c2      feature // 4; the feature's word is feature % 4
@@ -70,7 +69,7 @@ class DropoutKey:
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """That a share ``p`` of elements is zeroed, and the key that decides which; None in its place drops nothing.
+    """Zeroes a fraction ``p`` of the elements, chosen by ``key``. Where a Dropout is optional, None means no dropout.
 
     Without a key one is drawn from torch's generator: torch.manual_seed repeats it, but another layout of ranks has
     another mask. Raises ConfigError for a ``p`` outside [0, 1).
@@ -85,10 +84,9 @@ class Dropout:
 
 
 def name_number(name: str) -> int:
-    """A number in [0, 2^63) for the canonical name of a dropout; no two names of a model share one.
+    """A 63-bit hash of the canonical name of a dropout site.
 
-    Mixed into the seed, and not counted, because a stage or a stack that counted its dropouts from 0 would draw
-    another's masks.
+    Hashed, not numbered in order: a stage or a second stack that counted from 0 would reuse another's masks.
     """
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 

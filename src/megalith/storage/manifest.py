@@ -26,7 +26,7 @@ class FileRecord:
 
 
 class Recorder:
-    """Passes on the parts of a file on their way somewhere; ``record`` is that of what has passed."""
+    """Iterates over ``parts``, hashing them; ``record()`` gives size and SHA-256 of what was consumed."""
 
     def __init__(self, parts: Iterable[Buffer]) -> None:
         self._parts = parts

@@ -59,7 +59,7 @@ class Store(ABC):
     def write(self, name: str, parts: Iterable[Buffer]) -> None:
         """Makes the file ``name`` of ``parts`` end to end, each taken once; durable on return.
 
-        A process that is killed meanwhile may leave half a file, if the store knows such a thing.
+        A process killed during the call may leave a partial file.
         """
 
     @abstractmethod
@@ -102,7 +102,7 @@ class Store(ABC):
         self.remove_folder(name)
 
     def remove_folder(self, name: str) -> None:
-        """Removes the folder ``name`` of files; killed half way, what is left is not complete, and a leftover."""
+        """Removes the folder ``name``. If interrupted, the rest counts as incomplete and ``leftovers`` lists it."""
         folder = self / name
         self.put(hidden(name), b"")
         for file in sorted(folder.names(), key=lambda file: file != MANIFEST):
@@ -131,7 +131,7 @@ class Store(ABC):
                 self.remove_folder(name)
 
     def leftovers(self) -> list[str]:
-        """The names that ``abandon`` would find something of."""
+        """Names of folders that killed processes left staged; ``abandon`` removes them."""
         return [match[1] for file in self.names() if (match := _HIDDEN.fullmatch(file))]
 
 

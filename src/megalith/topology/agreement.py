@@ -46,7 +46,7 @@ def world_size() -> int:
 
 @contextmanager
 def agreed(task: str = "") -> Iterator[None]:
-    """Work of this rank alone, with no collective inside; at the end of the block all ranks go on, or all raise.
+    """Runs rank-local work, without collectives; at the end of the block all ranks continue, or all raise.
 
     Raises:
         MegalithError: it was raised on a rank. Every rank gets that class and ``{task}:``, which ranks, and why. Among
@@ -63,8 +63,8 @@ def agreed(task: str = "") -> Iterator[None]:
 def attempt() -> Iterator["Attempt"]:
     """``agreed`` in two halves: an error in the block is kept in what this gives, until ``settle`` is called.
 
-    For a loop that has a collective of its own in each turn: ``failed`` travels in that one, and ``settle`` is called
-    only if any rank has failed, so that a turn without a failure costs nothing.
+    For a loop that already has a collective per iteration: send ``failed`` with it, and call ``settle`` only if a rank
+    failed, so that an iteration without a failure costs nothing.
     """
     work = Attempt()
     try:

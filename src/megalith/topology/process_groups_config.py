@@ -25,11 +25,9 @@ class ProcessGroupCollection:
     ``topology.collectives``, which reads None as this rank alone.
 
     Attributes:
-        tp: shares out each layer's weights.
-        cp: shares out the sequence.
-        pp: shares out the layers.
-        dp: reads other samples; ``dp_cp``: has the same dense weights and other tokens.
-        ep: shares out the experts, ``etp`` each expert's weights; ``edp`` has the same experts and other tokens.
+        tp: splits each layer's weights; ``cp``: the sequence; ``pp``: the layers.
+        dp: ranks that read different samples; ``dp_cp``: that hold the same dense weights and different tokens.
+        ep: splits the experts, ``etp`` each expert's weights; ``edp``: ranks with the same experts, different tokens.
         mesh: this stage's ranks for the DTensors and FSDP2 of dense weights, with the dimensions dp_replicate, dp_shard
             and tp, those of size 1 too; None without torch.distributed.
         expert_mesh: the same ranks for expert weights: edp_replicate, edp_shard, ep and etp.

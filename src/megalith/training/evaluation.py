@@ -21,16 +21,18 @@ __all__ = ["Evaluation", "evaluate"]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss as training has it, and by name the mean of each term and measure and what it is the mean of."""
+    """Means over the held-out samples.
+
+    Attributes:
+        loss: as in training: the weighted sum of the loss terms' means.
+        means, counts: of each loss term and measure, by name.
+        num_tokens: the count of the first loss term.
+    """
 
     loss: float
     means: Mapping[str, float]
     counts: Mapping[str, int]
-
-    @property
-    def num_tokens(self) -> int:
-        """What the first term is the mean of: tokens."""
-        return next(iter(self.counts.values()))
+    num_tokens: int
 
 
 @torch.no_grad()
@@ -51,7 +53,8 @@ def evaluate(
     """
     num_samples = len(dataset) if max_samples is None else min(max_samples, len(dataset))
     B, dp_rank, dp_size = micro_batch_size, pg_collection.rank("dp"), pg_collection.size("dp")
-    # each rank runs as many: a sharded model's forward is a collective; the last ones may hold rows that do not count
+    # every rank runs the same number of micro-batches, because a sharded forward is a collective; the last of them may
+    # hold padding rows that do not count
     num_micro_batches = -(-num_samples // (B * dp_size))
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
@@ -79,18 +82,18 @@ def evaluate(
     totals = _summed(values, pg_collection, device)
     means = {name: totals[i] / max(1.0, totals[len(names) + i]) for i, name in enumerate(names)}
     whole = {name: int(totals[len(names) + i]) for i, name in enumerate(names)}
-    return Evaluation(weighted_mean(task.terms, means), means, whole)
+    return Evaluation(weighted_mean(task.terms, means), means, whole, whole[next(iter(task.terms))])
 
 
 def _summed(values: Sequence[float], pg_collection: ProcessGroupCollection, device: torch.device) -> list[float]:
     """The sums of ``values`` over the ranks that speak for their tokens."""
     if not dist.is_initialized():
         return list(values)
-    told = torch.tensor(values, dtype=torch.float64, device=device)
+    reduced = torch.tensor(values, dtype=torch.float64, device=device)
     if not pg_collection.speaks_for_tokens:
-        told.zero_()
-    dist.all_reduce(told)
-    summed: list[float] = told.tolist()
+        reduced.zero_()
+    dist.all_reduce(reduced)
+    summed: list[float] = reduced.tolist()
     return summed
 
 

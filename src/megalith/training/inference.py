@@ -9,9 +9,11 @@ import torch
 from megalith.checkpoint.folders import find_checkpoint
 from megalith.checkpoint.load import load_tensors, read_state
 from megalith.config import RunConfig, load_run
+from megalith.config.yaml_text import read_yaml
 from megalith.errors import CheckpointError
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import refill_buffers_, state_tensors
+from megalith.storage import MANIFEST, Store, open_store
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.evaluation import evaluate
 from megalith.training.process_group import choose_device
@@ -49,40 +51,42 @@ class CheckpointLoss:
         return math.exp(self.loss) if self.loss < 700.0 else math.inf
 
 
-def load_model(source: str | Path) -> TrainedModel:
+def load_model(source: str | Path, task: AnyTask | None = None) -> TrainedModel:
     """The model of a run's newest checkpoint, or of the checkpoint that ``source`` is.
 
-    Weights are verified, and cast to the dtype that the run computed in.
+    Weights are verified, and cast to the dtype that the run computed in. ``task`` is that of a run with a user's own.
 
     Raises:
         CheckpointError: there is no checkpoint, no config.yaml beside it, or it is damaged.
     """
-    path = _checkpoint(Path(source))
-    config_file = path.parent.parent / "config.yaml"
-    if not config_file.exists():
+    checkpoint = _checkpoint(open_store(source))
+    run = checkpoint.split()[0].split()[0]
+    if "config.yaml" not in run.names():
         raise CheckpointError(
-            f"{config_file} is missing, which says what model {path} holds; keep it with its checkpoints"
+            f"{run}/config.yaml is missing, which says what model {checkpoint} holds; keep it with its checkpoints"
         )
-    config = load_run(config_file)
+    config = load_run(read_yaml(run.read("config.yaml").decode(), f"{run}/config.yaml"))
     device = choose_device()
     dtype = DTYPES[config.precision.dtype]
-    task = task_of(config)
+    task = task_of(config) if task is None else task
     with torch.device("meta"):
         model = task.build_model(BuildOptions(ProcessGroupCollection.single(), dtype))
     model.to_empty(device=device)
     refill_buffers_(model)
     weights = {name: tensor.detach() for name, tensor in state_tensors(model).items()}
-    load_tensors(path, weights, only=lambda name: not name.startswith("optimizer."), cast=True)
-    return TrainedModel(model.eval(), task, config, read_state(path)["train"]["step"], device)
+    load_tensors(checkpoint, weights, only=lambda name: not name.startswith("optimizer."), cast=True)
+    return TrainedModel(model.eval(), task, config, read_state(checkpoint)["train"]["step"], device)
 
 
-def evaluate_checkpoint(source: str | Path, dataset: str | None, max_samples: int | None) -> CheckpointLoss:
-    """The loss of ``source`` on ``dataset``, by default the run's own ``data.valid``.
+def evaluate_checkpoint(
+    source: str | Path, dataset: str | None, max_samples: int | None, task: AnyTask | None = None
+) -> CheckpointLoss:
+    """The loss of ``source`` on ``dataset``, by default the run's own ``data.valid``; ``task`` as in ``load_model``.
 
     Raises:
         CheckpointError: the run has no held-out dataset, and none was given; or as ``load_model``.
     """
-    trained = load_model(source)
+    trained = load_model(source, task)
     prefix = dataset or trained.config.data.valid
     if prefix is None:
         raise CheckpointError(f"{source} was trained without data.valid; name a dataset with --data PREFIX")
@@ -98,8 +102,8 @@ def evaluate_checkpoint(source: str | Path, dataset: str | None, max_samples: in
     return CheckpointLoss(prefix, found.loss, found.num_tokens, trained.step)
 
 
-def _checkpoint(source: Path) -> Path:
-    if (source / "manifest.json").exists():
+def _checkpoint(source: Store) -> Store:
+    if MANIFEST in source.names():
         return source
     found = find_checkpoint(source / "checkpoints")
     if found is None:

@@ -9,7 +9,7 @@ from typing import Any
 from megalith.resilience.stop_request import StopRequest
 from megalith.topology.agreement import attempt
 from megalith.training.run import Run
-from megalith.training.step import StepResult, agree, train_step
+from megalith.training.step import StepResult, sum_totals, train_step
 
 __all__ = ["Callback", "FinishedStep", "Outcome", "train"]
 
@@ -54,15 +54,15 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest) -> Outcome
         micro_batches: list[Any] = []
         with run.timers("data"), attempt() as reading:
             micro_batches = run.loader.batch(consumed, *_sizes(run, consumed))
-        agreed = agree(run, micro_batches, stop.reason is not None, reading.failed)
-        if agreed.failed:
+        totals = sum_totals(run, micro_batches, stop.reason is not None, reading.failed)
+        if totals.failed:
             reading.settle()
-        if agreed.stop:
+        if totals.stop:
             outcome = Outcome.STOPPED
             break
         next_one = consumed + run.microbatches.global_batch_size(consumed)
         run.loader.prefetch(next_one, *_sizes(run, next_one))
-        result = train_step(run, micro_batches, agreed.counts)
+        result = train_step(run, micro_batches, totals.counts)
         spans = {name: seconds - before.get(name, 0.0) for name, seconds in run.timers.totals().items()}
         finished = FinishedStep(result, time.perf_counter() - started, spans)
         for callback in callbacks:

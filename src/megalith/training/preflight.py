@@ -10,6 +10,7 @@ from megalith.config import RunConfig, load_run, recipe_names
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, MegalithError
+from megalith.storage import MANIFEST, child, open_store
 from megalith.training.process_group import choose_device
 
 __all__ = ["load_tokenizer", "preflight", "resolve_source"]
@@ -121,8 +122,8 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
         yield f"run ({folder}) is a file; choose another folder with run=..."
     elif config.resume == "never" and any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         yield f"{folder} holds a run already and resume=never would mix with it; choose another run=..., or resume=auto"
-    if config.load is not None and not (Path(config.load) / "manifest.json").exists():
-        newest = find_checkpoint(Path(config.load) / "checkpoints")
+    if config.load is not None and MANIFEST not in open_store(config.load).names():
+        newest = find_checkpoint(child(config.load, "checkpoints"))
         way_out = f"load={newest}" if newest else "a folder such as RUN/checkpoints/step-00000100"
         yield f"load ({config.load}) is not a complete checkpoint; give {way_out}"
 

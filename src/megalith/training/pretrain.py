@@ -46,10 +46,13 @@ def pretrain(
         show(resume_or_load(run))
         with agreed():
             metrics = Metrics(run, show, show_progress)
-            callbacks = [metrics, HeldOutLoss(run, metrics), Checkpoints(run)]
+            callbacks = [metrics, HeldOutLoss(run, metrics), Checkpoints(run), *(parts.callbacks if parts else ())]
             if dist.get_rank() == 0:
                 write_text_atomic(run.folder / "config.yaml", dump_yaml(config))
-                about = {"parameters": run.task.num_parameters, "dtype": config.precision.dtype}
+                about = {
+                    "parameters": sum(chunk.num_parameters() for chunk in run.chunks),
+                    "dtype": config.precision.dtype,
+                }
                 write_json_atomic(run.folder / "about.json", about | describe_machine())
         outcome = train(run, callbacks, stop)
         if outcome is Outcome.STOPPED:

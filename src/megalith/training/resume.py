@@ -20,31 +20,30 @@ def save(run: Run, keep_last: int) -> Store:
 def resume_or_load(run: Run) -> str:
     """Brings ``run`` to where it begins and says in one line what it did.
 
-    ``resume=auto`` continues from the newest complete checkpoint in the run's folder. One that is damaged is set aside
-    under another name, said so, and the one before it is taken. Without any, ``load`` gives the first weights, or the
-    seed does.
+    ``resume=auto`` continues from the newest complete checkpoint in the run's folder. A damaged one is renamed, the
+    line says so, and the one before it is taken. Without any, the first weights come from ``load``, or from the seed.
 
     Raises:
         CheckpointError: on every rank; what was found belongs to another model or seed, or ``load`` is damaged.
     """
-    said = []
+    notes = []
     resume, load = run.config.resume, run.config.load
     while resume == "auto" and (path := find_checkpoint(run.checkpoints)) is not None:
         try:
             verify_checkpoint(path)
         except CheckpointError as error:
             aside = set_aside_damaged(path)
-            said.append(f"{error}; it is kept as {aside.split()[1]}")
+            notes.append(f"{error}; it is kept as {aside.split()[1]}")
             continue
         state = read_state(path)
         load_tensors(path, run.tensors(), verify=False)
         with agreed():
             run.load_state_dict(state)
-        return "; ".join([*said, f"resumed from {path} at step {run.state.step}, now in layout {run.layout}"])
-    if said:
+        return "; ".join([*notes, f"resumed from {path} at step {run.state.step}, now in layout {run.layout}"])
+    if notes:
         raise everywhere(
             CheckpointError(
-                f"{'; '.join(said)}; no sound checkpoint is left in {run.checkpoints}: copy one there from a backup, "
+                f"{'; '.join(notes)}; no sound checkpoint is left in {run.checkpoints}: copy one there from a backup, "
                 "or start anew in another folder with run=..."
             )
         )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ class Run:
 
     Attributes:
         chunks: this rank's parts of the model, sharded: one, the whole of it, without a pipeline.
-        clip_norm: largest norm of a gradient, 0 for any.
-        nonfinite: what becomes of a step whose gradient is not finite.
         checkpoints: the folder of its checkpoints.
     """
 
@@ -46,8 +44,6 @@ class Run:
     loss_scale: DynamicLossScale | None
     microbatches: NumMicroBatchesCalculator
     loader: StepLoader[Any, Any]
-    clip_norm: float
-    nonfinite: Literal["raise", "skip"]
     timers: Timers
     state: TrainState
     checkpoints: Store

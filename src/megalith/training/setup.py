@@ -25,6 +25,7 @@ from megalith.storage import Store, open_store
 from megalith.topology.parallel_state import ParallelState
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
+from megalith.training.loop import Callback
 from megalith.training.num_microbatches_calculator import build_num_microbatches_calculator
 from megalith.training.run import Run
 from megalith.training.state import TrainState
@@ -51,12 +52,14 @@ class RunParts:
         optimizer_of: builds the optimizer; by default that of ``optim.name``.
         matrix_product: of every linear layer.
         checkpoints: the folder for checkpoints; None: ``checkpoints`` in the run's folder.
+        callbacks: called around steps after those of the run itself, on every rank.
     """
 
     task: AnyTask | None = None
     optimizer_of: BuildOptimizer = build_optimizer
     matrix_product: MatrixProduct = linear
     checkpoints: Path | Store | None = None
+    callbacks: tuple[Callback, ...] = ()
 
 
 def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = None) -> Run:
@@ -81,8 +84,6 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
         loss_scale=_loss_scale(config),
         microbatches=build_num_microbatches_calculator(config, pg_collection.size("dp")),
         loader=StepLoader(task.train_dataset(), task.collate, pg_collection.rank("dp"), pg_collection.size("dp")),
-        clip_norm=config.optim.clip_norm,
-        nonfinite=config.train.nonfinite,
         timers=Timers(DeviceClock() if device.type == "cuda" else None),
         state=TrainState(),
         checkpoints=open_store(parts.checkpoints or Path(config.run) / "checkpoints"),

@@ -24,10 +24,10 @@ from megalith.optim.grad_norm import clip_coefficient, local_squared_norm, scale
 from megalith.parallel.parameters import declared_parameters
 from megalith.parallel.pipeline.executor import execute
 from megalith.parallel.pipeline.plan import one_stage_plan
-from megalith.topology.agreement import everywhere
+from megalith.topology.agreement import all_gather, everywhere
 from megalith.training.run import Run
 
-__all__ = ["StepResult", "StepTotals", "agree", "train_step", "weighted_mean"]
+__all__ = ["StepResult", "StepTotals", "sum_totals", "train_step", "weighted_mean"]
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class StepResult:
     skipped: bool
 
 
-def agree(run: Run, micro_batches: Sequence[Any], stop: bool, failed: bool = False) -> StepTotals:
+def sum_totals(run: Run, micro_batches: Sequence[Any], stop: bool, failed: bool = False) -> StepTotals:
     """Sums this step's counts over all ranks; one rank's wish to stop, or its failure to read, reaches all."""
     found = [run.task.counts(micro) for micro in micro_batches] if run.pg_collection.speaks_for_tokens else []
     here = [sum(counts[name] for counts in found) for name in run.task.terms]
-    told = torch.tensor([*here, int(stop), int(failed)], dtype=torch.int64, device=run.device)
-    dist.all_reduce(told)
-    *counts, stops, failures = told.tolist()
+    reduced = torch.tensor([*here, int(stop), int(failed)], dtype=torch.int64, device=run.device)
+    dist.all_reduce(reduced)
+    *counts, stops, failures = reduced.tolist()
     return StepTotals(dict(zip(run.task.terms, counts, strict=True)), bool(stops), bool(failures))
 
 
@@ -79,9 +79,9 @@ def train_step(run: Run, micro_batches: Sequence[Any], counts: Mapping[str, int]
         NonFiniteError: on every rank, when the loss or the gradient is not finite and the run is not told to skip.
     """
     scale = 1.0 if run.loss_scale is None else run.loss_scale.scale
-    seeds = {name: weight * scale / max(1, counts[name]) for name, weight in run.task.terms.items()}
+    coefficients = {name: weight * scale / max(1, counts[name]) for name, weight in run.task.terms.items()}
     with run.timers("forward-backward"):
-        sums = _forward_backward(run, micro_batches, seeds)
+        sums = _forward_backward(run, micro_batches, coefficients)
     parameters = run.parameters()
     with run.timers("gradient norm"):
         terms, grad_norm = _reduce(run, sums, local_squared_norm(parameters))
@@ -92,7 +92,7 @@ def train_step(run: Run, micro_batches: Sequence[Any], counts: Mapping[str, int]
         _refuse(run, loss, grad_norm)
     with run.timers("optimizer"):
         if finite:
-            scale_gradients_(parameters, clip_coefficient(grad_norm, run.clip_norm) / scale)
+            scale_gradients_(parameters, clip_coefficient(grad_norm, run.config.optim.clip_norm) / scale)
             run.optimizer.step()
         run.optimizer.zero_grad()
     lr = run.scheduler.lr
@@ -112,15 +112,15 @@ def weighted_mean(weights: Mapping[str, float], means: Mapping[str, float]) -> f
     return math.fsum(weight * means[name] for name, weight in weights.items())
 
 
-def _forward_backward(run: Run, micro_batches: Sequence[Any], seeds: Mapping[str, float]) -> Tensor:
-    """Accumulates the gradient of the terms' sums times ``seeds``, and returns this rank's sums [terms] in float64."""
-    total = torch.zeros(len(seeds), dtype=torch.float64, device=run.device)
+def _forward_backward(run: Run, micro_batches: Sequence[Any], coefficients: Mapping[str, float]) -> Tensor:
+    """Accumulates the gradient of the sums times ``coefficients``; returns this rank's sums [terms] in float64."""
+    total = torch.zeros(len(coefficients), dtype=torch.float64, device=run.device)
 
     def forward(model: nn.Module, micro_batch: int) -> Tensor:
         inputs = run.task.inputs(micro_batches[micro_batch], run.state.step, run.device)
         sums = run.task.sums(run.task.forward(model, inputs), inputs)
-        total.add_(torch.stack([sums[name].detach().double() for name in seeds]))
-        first, *others = (sums[name] * seed for name, seed in seeds.items())
+        total.add_(torch.stack([sums[name].detach().double() for name in coefficients]))
+        first, *others = (sums[name] * coefficient for name, coefficient in coefficients.items())
         return sum(others, start=first)
 
     execute(one_stage_plan(len(micro_batches), backward=True), run.chunks, forward)
@@ -130,9 +130,9 @@ def _forward_backward(run: Run, micro_batches: Sequence[Any], seeds: Mapping[str
 def _reduce(run: Run, sums: Tensor, squared_norm: Tensor) -> tuple[dict[str, float], float]:
     """The terms' sums over the global batch and the norm of its gradient."""
     mine = sums if run.pg_collection.speaks_for_tokens else torch.zeros_like(sums)
-    told = torch.cat((mine, squared_norm.view(1)))
-    dist.all_reduce(told)
-    *terms, squares = told.tolist()
+    reduced = torch.cat((mine, squared_norm.view(1)))  # [terms + 1]
+    dist.all_reduce(reduced)
+    *terms, squares = reduced.tolist()
     norm = math.sqrt(squares) if squares >= 0.0 else math.nan
     return dict(zip(run.task.terms, terms, strict=True)), norm
 
@@ -142,10 +142,9 @@ def _refuse(run: Run, loss: float, grad_norm: float) -> None:
     scale = run.loss_scale
     if scale is not None and scale.scale > scale.smallest:
         return  # an overflow that a smaller scale may cure
-    if run.nonfinite == "skip":
+    if run.config.train.nonfinite == "skip":
         return
-    found: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(found, _nonfinite_names(run.chunks))
+    found = all_gather(_nonfinite_names(run.chunks))
     where = [f"{name} on rank {rank}" for rank, names in enumerate(found) for name in names[:2]]
     text = (
         f"step {run.state.step + 1}: loss {loss}, gradient norm {grad_norm}; not finite: "

@@ -21,7 +21,7 @@ __all__ = ["SelfAttention"]
 class SelfAttention(nn.Module):
     """Self-attention: A query heads in G groups of D, A/tp and G/tp of them here.
 
-    ``window``: how many keys a query sees, its own included; None: all that the mask lets it.
+    ``window``: how many keys a query sees, its own included; None: no window of its own.
 
     Raises:
         ShapeError: tp does not divide the heads or the groups.
@@ -50,6 +50,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
         x = enter_tensor_parallel(x, self.options.pg_collection.tp, self.options.sequence_parallel)  # [S, B, H]
+        # [S, B, A/tp, D], and [S, B, G/tp, D] twice
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         if context.rotary is not None:
             q, k = fused_rope(q, k, context.rotary.cos, context.rotary.sin)
@@ -60,4 +61,4 @@ class SelfAttention(nn.Module):
         return y
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], -1, self.head_size)  # [S, B, A/tp, D]
+        return x.view(*x.shape[:2], -1, self.head_size)

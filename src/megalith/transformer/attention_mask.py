@@ -23,7 +23,7 @@ __all__ = ["BIDIRECTIONAL", "CAUSAL", "AttentionMask", "Prefix"]
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """How many tokens at the begin of each row see each other.
+    """The prefix of each row, whose tokens attend to each other in both directions.
 
     Attributes:
         documents: each row as a prefix and a rest.
@@ -51,10 +51,10 @@ class Prefix:
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """The keys that a query sees. ``window`` counts the query's own key: 1 is a token alone.
+    """The keys that a query sees. ``window`` includes the query's own key: with 1 a token attends to itself only.
 
     Raises:
-        ConfigError: a window of nothing, or a prefix beside a window or without the causal rule.
+        ConfigError: ``window`` below 1; a prefix combined with a window or with ``causal=False``.
     """
 
     causal: bool = True
@@ -97,7 +97,7 @@ class AttentionMask:
             seen = seen | (covers.unsqueeze(2) & covers.unsqueeze(1)).unsqueeze(1)  # [B, 1, S, S]
         if documents is not None:
             ids = documents.document_ids().to(device)  # [B, S]
-            seen = seen & (ids.unsqueeze(2) == ids.unsqueeze(1)).unsqueeze(1)
+            seen = seen & (ids.unsqueeze(2) == ids.unsqueeze(1)).unsqueeze(1)  # [B, 1, S, S]
         return seen
 
 

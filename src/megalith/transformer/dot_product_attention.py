@@ -2,8 +2,8 @@
 
     o = softmax(q k^T / sqrt(D) + mask) v
 
-Without dropout it is the fused operation, and nothing of size S x S is ever made (but in float64, whose path is the
-reference). With dropout it is spelled out, because kernels draw their masks from a generator, and a mask here is a
+Without dropout this is ``fused_attention``, which never materialises the S x S scores, except on the reference path of
+float64. With dropout the scores are materialised: kernels draw masks from the state of a generator, and ours must be a
 function of (seed, step, name, head, query, key).
 """
 
@@ -27,7 +27,7 @@ class DotProductAttention(nn.Module):
     Args:
         dropout: the share of attention probabilities to drop in training.
         head_offset: this rank's first head among all heads, whose masks differ.
-        window: the keys that a query of this layer sees, its own included; None: as many as the batch's mask lets it.
+        window: the keys that a query of this layer sees, its own included; None: no window of its own.
     """
 
     def __init__(self, dropout: float, head_offset: int, window: int | None = None) -> None:
@@ -42,7 +42,7 @@ class DotProductAttention(nn.Module):
         Args:
             q: [Sq, B, A, D]; Sq < Sk after a cache of keys and values.
             k, v: [Sk, B, G, D], A divisible by G; query head a reads group a // (A / G).
-            context: its mask, documents, and ``token_dropout`` are read.
+            context: its mask, documents, and ``token_dropout_key`` are read.
 
         Returns:
             [Sq, B, A, D].
@@ -52,7 +52,7 @@ class DotProductAttention(nn.Module):
             ConfigError: a prefix over packed documents.
         """
         mask, documents = context.mask.within(self.window), context.documents
-        dropout = self.dropout.of(context.token_dropout)
+        dropout = self.dropout.of(context.token_dropout_key)
         if dropout is None and mask.prefix is None:
             out, _ = fused_attention(q, k, v, causal=mask.causal, window=mask.sides, packed_seq_params=documents)
             return out
@@ -80,8 +80,8 @@ def _with_dropout(
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [B, A or G, S, D]
     k, v = (x.repeat_interleave(A // x.shape[1], dim=1) for x in (k, v))
-    hidden = ~mask.visible(S, q.device, documents)
-    scores = (q @ k.transpose(2, 3) * D**-0.5).to(wide).masked_fill(hidden, float("-inf"))  # [B, A, S, S]
+    masked = ~mask.visible(S, q.device, documents)  # [1 or B, 1, S, S]
+    scores = (q @ k.transpose(2, 3) * D**-0.5).to(wide).masked_fill(masked, float("-inf"))  # [B, A, S, S]
     probs = attention_dropout(torch.softmax(scores, dim=-1), dropout.p, dropout.key, head_offset)
     return (probs.to(v.dtype) @ v).permute(2, 0, 1, 3)  # [S, B, A, D]
 

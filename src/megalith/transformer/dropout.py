@@ -25,10 +25,10 @@ class DropoutSite(nn.Module):
         self.number: int | None = None
 
     def of(self, key: DropoutKey | None) -> Dropout | None:
-        """The dropout of this place under the ``key`` of the step; None, which drops nothing, without one or p.
+        """The dropout to apply here under the ``key`` of the step; None if ``key`` is None or p is 0.
 
         Raises:
-            ConfigError: nobody has named this place.
+            ConfigError: the site has no name yet; call ``name_dropout_sites_``.
         """
         if key is None or self.p == 0.0:
             return None
@@ -49,7 +49,7 @@ def name_dropout_sites_(model: nn.Module) -> None:
 
 def sequence_parallel_key(key: DropoutKey, tp_group: ProcessGroup | None) -> DropoutKey:
     """``key`` for all tokens [B, S] -> the key for this rank's, [S/tp, B]; ``tp_group`` None: [S, B]."""
-    tokens = key.tokens.t()
+    tokens = key.tokens.t()  # [S, B]
     if tp_group is not None:
-        tokens = torch.chunk(tokens, tp_group.size())[tp_group.rank()]
+        tokens = torch.chunk(tokens, tp_group.size())[tp_group.rank()]  # [S/tp, B]
     return replace(key, tokens=tokens)

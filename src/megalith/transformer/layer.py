@@ -31,8 +31,8 @@ class TransformerLayer(nn.Module):
         """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
         attended = self.self_attn(self.input_layernorm(x), context)
         normed, x = self.post_attention_layernorm.after_residual(
-            attended, x, self.self_attn_dropout.of(context.hidden_dropout)
+            attended, x, self.self_attn_dropout.of(context.hidden_dropout_key)
         )
-        dropout = self.mlp_dropout.of(context.hidden_dropout)
+        dropout = self.mlp_dropout.of(context.hidden_dropout_key)
         p, key = (0.0, None) if dropout is None else (dropout.p, dropout.key)
         return bias_dropout_add_fused_train((self.mlp(normed, context), None), x, p, key=key)

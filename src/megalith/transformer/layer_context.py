@@ -39,14 +39,15 @@ class LayerContext:
         mask: which keys a query sees; a layer may narrow it to a window of its own.
         documents: where documents begin; tokens see their own document only.
         rotary: the table of rotary positions; None where positions are learned.
-        token_dropout: the key of the step for whole rows, ``tokens`` [B, S]: attention. None drops nothing.
-        hidden_dropout: the same for the tokens that this rank holds between layers, [S/tp, B] or [S, B].
+        token_dropout_key: the step's dropout key for attention, with token ids [B, S]; None disables dropout.
+        hidden_dropout_key: the same for the hidden states, whose token ids are [S, B], [S/tp, B] under sequence
+            parallelism.
         cache: keys and values of this layer from earlier calls; the tokens follow them.
     """
 
     mask: AttentionMask = CAUSAL
     documents: PackedSeqParams | None = None
     rotary: RotaryTable | None = None
-    token_dropout: DropoutKey | None = None
-    hidden_dropout: DropoutKey | None = None
+    token_dropout_key: DropoutKey | None = None
+    hidden_dropout_key: DropoutKey | None = None
     cache: KVCache | None = None

@@ -1,4 +1,4 @@
-"""What a layer is made of, told before it is built and chosen by the layer's index.
+"""The modules that each layer is built from, chosen by the layer's global index.
 
 Another feed-forward, a mixture of experts, a window, another attention: each is an entry, and the layer stays as it is.
 """
@@ -14,7 +14,7 @@ from megalith.transformer.attention import SelfAttention
 from megalith.transformer.mlp import MLP
 from megalith.transformer.normalization import Normalization
 
-__all__ = ["LayerSpec", "LayerSpecs", "same_layers"]
+__all__ = ["LayerSpec", "LayerSpecs", "layer_specs"]
 
 BuildPart = Callable[[TransformerConfig, BuildOptions], nn.Module]
 
@@ -37,6 +37,7 @@ class LayerSpec:
 LayerSpecs = Callable[[int], LayerSpec]
 
 
-def same_layers(index: int) -> LayerSpec:
-    """Every layer with self-attention and the feed-forward that the settings name."""
-    return LayerSpec()
+def layer_specs(config: TransformerConfig) -> LayerSpecs:
+    """The specs that ``config`` asks for: of every layer, self-attention and the feed-forward of ``activation``."""
+    same = LayerSpec()
+    return lambda index: same

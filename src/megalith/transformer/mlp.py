@@ -23,23 +23,23 @@ class MLP(nn.Module):
     def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
         super().__init__()
         H, F = config.hidden_size, config.ffn_hidden_size
-        self.activation = config.activation
+        self.activation, self.gate_activation = config.activation, config.gate_activation
         self.options = options
         bias, std = config.add_bias_linear, config.init_method_std
 
         def column() -> ColumnParallelLinear:
             return ColumnParallelLinear(H, F, options, bias=bias, std=std, input_is_gathered=True)
 
-        self.gate_proj = column() if self.activation == "swiglu" else None
+        self.gate_proj = column() if self.gate_activation is not None else None
         self.up_proj = column()
         self.down_proj = RowParallelLinear(F, H, options, bias=bias, std=output_std(config))
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
-        """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism; ``context`` is not looked at."""
+        """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism; ``context`` is not used."""
         x = enter_tensor_parallel(x, self.options.pg_collection.tp, self.options.sequence_parallel)  # [S, B, H]
         up = self.up_proj(x)  # [S, B, F/tp]
-        if self.gate_proj is not None:
-            hidden = glu(self.gate_proj(x), up, activation="silu")
+        if self.gate_proj is not None and self.gate_activation is not None:
+            hidden = glu(self.gate_proj(x), up, activation=self.gate_activation)  # [S, B, F/tp]
         else:
             hidden = bias_gelu_impl(up, None, approximate="tanh" if self.activation == "gelu_tanh" else "none")
         y: Tensor = self.down_proj(hidden)

@@ -13,7 +13,7 @@ from megalith.parallel.parameters import (
     refill_buffers_,
 )
 from megalith.transformer.dot_product_attention import DotProductAttention
-from megalith.transformer.dropout import name_dropout_sites_
+from megalith.transformer.dropout import DropoutSite, name_dropout_sites_
 
 __all__ = ["ModelModule"]
 
@@ -21,8 +21,8 @@ __all__ = ["ModelModule"]
 class ModelModule(DeclaringModule, ABC):
     """A model whose every parameter and buffer is declared.
 
-    Built under ``torch.device("meta")`` it takes no memory; then it is sharded, and ``materialize`` gives this rank its
-    part alone, so that no rank ever holds the whole. Built elsewhere, its constructor ends with ``finish``.
+    Built under ``torch.device("meta")`` it takes no memory; it is then sharded, and ``materialize`` allocates this
+    rank's shard only. Every subclass's ``__init__`` ends with ``self.finish(seed)``.
     """
 
     @abstractmethod
@@ -36,6 +36,10 @@ class ModelModule(DeclaringModule, ABC):
     def attention_cores(self) -> list[nn.Module]:
         """The attention between projections, one in each layer: what "selective" recomputation computes again."""
         return [module for module in self.modules() if isinstance(module, DotProductAttention)]
+
+    def drops(self) -> bool:
+        """Whether anything in the model is dropped in training."""
+        return any(module.p > 0.0 for module in self.modules() if isinstance(module, DropoutSite))
 
     def finish(self, seed: int) -> None:
         """Called at the end of a model's constructor: checks declarations, names dropouts, and draws weights.

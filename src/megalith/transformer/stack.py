@@ -9,7 +9,7 @@ from megalith.config import TransformerConfig
 from megalith.parallel.build_options import BuildOptions
 from megalith.transformer.layer import TransformerLayer
 from megalith.transformer.layer_context import KVCache, LayerContext
-from megalith.transformer.layer_spec import LayerSpecs, same_layers
+from megalith.transformer.layer_spec import LayerSpecs, layer_specs
 
 __all__ = ["LayerStack"]
 
@@ -26,8 +26,9 @@ class LayerStack(nn.ModuleDict):
         config: TransformerConfig,
         options: BuildOptions,
         indices: Iterable[int],
-        spec_of: LayerSpecs = same_layers,
+        spec_of: LayerSpecs | None = None,
     ) -> None:
+        spec_of = spec_of or layer_specs(config)
         super().__init__({str(index): TransformerLayer(config, options, spec_of(index)) for index in indices})
 
     def forward(self, x: Tensor, context: LayerContext, caches: Mapping[int, KVCache] | None = None) -> Tensor:

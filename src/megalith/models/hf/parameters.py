@@ -80,7 +80,7 @@ def _layer_shapes(config: TransformerConfig) -> dict[str, Shape]:
     Q, KV = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels  # A*D, G*D
     linears = {"self_attn.q_proj": (Q, H), "self_attn.k_proj": (KV, H), "self_attn.v_proj": (KV, H)}
     linears["self_attn.o_proj"] = (H, Q)
-    if config.activation == "swiglu":
+    if config.gate_activation is not None:
         linears["mlp.gate_proj"] = (F, H)
     linears |= {"mlp.up_proj": (F, H), "mlp.down_proj": (H, F)}
     shapes: dict[str, Shape] = _norm("input_layernorm", config) | _norm("post_attention_layernorm", config)

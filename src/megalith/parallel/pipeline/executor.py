@@ -9,7 +9,7 @@ from megalith.parallel.sharding.fsdp import gradient_sync
 
 __all__ = ["execute"]
 
-# (the chunk's module, the number of the micro-batch) -> the scalar that backward starts from
+# (the chunk's module, the number of the micro-batch) -> what the forward gives: a scalar if a backward follows
 Forward = Callable[[nn.Module, int], Tensor]
 
 
@@ -19,13 +19,13 @@ def execute(plan: Plan, chunks: Sequence[nn.Module], forward: Forward) -> None:
     A forward's result is kept until its backward, and not at all if it has none. Gradients accumulate in the chunks'
     parameters; they are reduced over data-parallel ranks in the backward that the plan marks.
     """
-    awaited = {(action.chunk, action.micro_batch) for action in plan if action.kind == "backward"}
+    with_backward = {(action.chunk, action.micro_batch) for action in plan if action.kind == "backward"}
     results: dict[tuple[int, int], Tensor] = {}
     for action in plan:
         chunk, place = chunks[action.chunk], (action.chunk, action.micro_batch)
         if action.kind == "forward":
             result = forward(chunk, action.micro_batch)
-            if place in awaited:
+            if place in with_backward:
                 results[place] = result
         else:
             gradient_sync(chunk, last=action.reduces)

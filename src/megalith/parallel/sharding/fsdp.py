@@ -39,7 +39,7 @@ def shard_model(
             backward (ZeRO-2): one all-gather a micro-batch less, for the memory of the whole model.
 
     Raises:
-        ShapeError: a parameter is tied between two units, which FSDP2 would part without a word, or a unit holds dense
+        ShapeError: a parameter is tied between two units, which FSDP2 would silently untie, or a unit holds dense
             and expert weights.
     """
     num_parameters = len(list(model.parameters()))  # tied ones count once

@@ -56,4 +56,4 @@ def _widths(config: TransformerConfig) -> tuple[int, int]:
 
 
 def _mlp_matmuls(config: TransformerConfig) -> int:
-    return 3 if config.activation == "swiglu" else 2
+    return 2 if config.gate_activation is None else 3

@@ -34,7 +34,7 @@ class GPTInputs:
     loss_mask: Tensor
     position_ids: Tensor
     packed_seq_params: PackedSeqParams | None
-    dropout_key: DropoutKey | None
+    dropout_key: DropoutKey
 
 
 class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
@@ -52,11 +52,10 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         self.num_parameters = parameters(config.model, vocab_size)
         self._packs_documents = config.data.reset_attention_mask
         self._resets_positions = config.data.reset_position_ids
-        self._drops = config.model.hidden_dropout > 0.0 or config.model.attention_dropout > 0.0
 
     def build_model(self, options: BuildOptions) -> GPTModel:
-        """The model that ``model`` of the settings describes, first weights by ``train.seed``."""
-        return GPTModel(self.config.model, options, seed=self.config.train.seed)
+        """The model that ``model`` of the settings describes."""
+        return GPTModel(self.config.model, options)
 
     def train_dataset(self) -> GPTDataset:
         """``data.train``, in the order of ``train.seed``."""
@@ -92,17 +91,15 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         if self._packs_documents or self._resets_positions:
             packed = PackedSeqParams.from_documents(torch.from_numpy(batch.documents))
         positions = torch.arange(S) if packed is None or not self._resets_positions else packed.position_ids()
-        dropout_key = None
-        if self._drops:
-            rows = torch.from_numpy(batch.row_ids).unsqueeze(1)  # [B, 1]
-            dropout_key = DropoutKey(self.config.train.seed, step, to_device(rows * S + torch.arange(S), device))
+        rows = torch.from_numpy(batch.row_ids).unsqueeze(1)  # [B, 1]
+        token_ids = to_device(rows * S + torch.arange(S), device)  # [B, S]
         return GPTInputs(
             to_device(batch.tokens, device),
             to_device(batch.labels, device),
             to_device(batch.loss_mask, device),
             to_device(positions, device),
             packed.to(device) if packed is not None and self._packs_documents else None,
-            dropout_key,
+            DropoutKey(self.config.train.seed, step, token_ids),
         )
 
     def forward(self, model: nn.Module, inputs: GPTInputs) -> Tensor:

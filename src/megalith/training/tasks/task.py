@@ -60,7 +60,7 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
 
     @abstractmethod
     def counts(self, batch: Batch) -> Mapping[str, int]:
-        """How much of ``batch`` each name of ``sums`` counts."""
+        """The denominator of each entry of ``sums`` in this micro-batch."""
 
     @abstractmethod
     def inputs(self, batch: Batch, step: int, device: torch.device) -> Inputs:
@@ -68,7 +68,7 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
 
     @abstractmethod
     def forward(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """What ``model`` makes of ``inputs``."""
+        """The model's output; for GPT the loss of each token, [B, S]."""
 
     @abstractmethod
     def sums(self, output: Tensor, inputs: Inputs) -> Mapping[str, Tensor]:
