@@ -66,7 +66,7 @@ def test_replicas_of_experts_are_cut_from_edp_outside_of_its_shards():
 def test_a_grid_of_a_layout_is_the_grid_of_its_degrees():
     sizes = {"tensor": 2, "context": 2, "pipeline": 2, "replicate": 2, "expert": 4, "expert_tensor": 1}
     layout = Layout.resolve(32, **sizes)
-    grid = RankGrid.of(layout, order="tp-ep-cp-dp-pp")
+    grid = RankGrid(layout, order="tp-ep-cp-dp-pp")
     assert grid.layout == layout
     same = RankGrid(32, **sizes, order="tp-ep-cp-dp-pp")
     assert [grid.coordinates(rank) for rank in range(32)] == [same.coordinates(rank) for rank in range(32)]

@@ -11,7 +11,7 @@ from megalith.checkpoint.index import Piece, StoredTensor, key_of
 from megalith.checkpoint.shard_header import DTYPES
 from megalith.errors import CheckpointError
 
-__all__ = ["Offer", "Plan", "plan_of"]
+__all__ = ["Offer", "SavePlan", "plan_of"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """The index of the checkpoint to be, the names of which each rank writes its box, and all elements' bytes."""
 
     tensors: dict[str, StoredTensor]
@@ -33,7 +33,7 @@ class Plan:
     num_bytes: int
 
 
-def plan_of(offers_by_rank: list[list[Offer]]) -> Plan:
+def plan_of(offers_by_rank: list[list[Offer]]) -> SavePlan:
     """The plan for what all ranks offer; equal boxes of one tensor are taken to hold equal values.
 
     Raises:
@@ -67,7 +67,7 @@ def plan_of(offers_by_rank: list[list[Offer]]) -> Plan:
         file = f"shard-{writer:05}-of-{num_ranks:05}.safetensors"
         pieces[name].append(Piece(file, key_of(name, tensors[name].shape, box), box))
     stored = {name: _stored(name, offer, pieces[name]) for name, offer in tensors.items()}
-    return Plan(stored, names_by_rank, sum(load))
+    return SavePlan(stored, names_by_rank, sum(load))
 
 
 def _stored(name: str, offer: Offer, pieces: list[Piece]) -> StoredTensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megalith.checkpoint.box import Box, local_part
 from megalith.checkpoint.folders import discard, remove_old, rename_damaged, step_name
 from megalith.checkpoint.index import INDEX, index_of, key_of
-from megalith.checkpoint.plan import Offer, Plan, plan_of
+from megalith.checkpoint.plan import Offer, SavePlan, plan_of
 from megalith.checkpoint.shard_file import shard_parts, write_shard
 from megalith.errors import CheckpointError, StorageError
 from megalith.storage import (
@@ -62,7 +62,7 @@ def save_checkpoint(
     with agreed(task):
         parts = {name: local_part(name, tensor) for name, tensor in tensors.items()}
     offers_by_rank = gather([_offer(name, tensor, parts[name][0]) for name, tensor in tensors.items()])
-    plan, is_there = Plan({}, [], 0), False
+    plan, is_there = SavePlan({}, [], 0), False
     with agreed(task):
         if rank() == 0:
             plan = plan_of(offers_by_rank)
@@ -122,7 +122,7 @@ def _write(staged: Store | None, tensors: Mapping[str, Tensor]) -> dict[str, Fil
 
 
 def _publish(
-    store: Store, name: str, shards: dict[str, FileRecord], plan: Plan, state: Mapping[str, Any], is_there: bool
+    store: Store, name: str, shards: dict[str, FileRecord], plan: SavePlan, state: Mapping[str, Any], is_there: bool
 ) -> None:
     """Adds to the ``shards`` what rank 0 writes, and commits; if the step is there, only compares."""
     small = {INDEX: index_of(plan.tensors), STATE: (json.dumps(dict(state), indent=1) + "\n").encode()}

@@ -10,11 +10,23 @@ edp, which is replicated as far as ``replicate`` divides it and sharded for the 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd, prod
-from typing import Self
+from typing import Self, TypedDict
 
 from megalith.errors import TopologyError
 
-__all__ = ["Layout"]
+__all__ = ["Degrees", "Layout"]
+
+
+class Degrees(TypedDict, total=False):
+    """The degrees that ``Layout.resolve`` takes, by name."""
+
+    tensor: int
+    context: int
+    pipeline: int
+    replicate: int
+    shard: int
+    expert: int
+    expert_tensor: int | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,18 +45,18 @@ def world_size() -> int:
 
 
 @contextmanager
-def agreed(task: str = "") -> Iterator[None]:
+def agreed(action: str = "") -> Iterator[None]:
     """Runs rank-local work, without collectives; at the end of the block all ranks continue, or all raise.
 
     Raises:
-        MegalithError: it was raised on a rank. Every rank gets that class and ``{task}:``, which ranks, and why. Among
-            several classes a StorageError goes first, because it says nothing against what was read, then the first
-            rank's.
+        MegalithError: it was raised on a rank. Every rank gets that class and ``{action}:``, which ranks, and why.
+            Among several classes a StorageError goes first, because it says nothing against what was read, then the
+            first rank's.
         RankFailedError: another rank has an unforeseen error; on that rank, the error itself.
     """
     with attempt() as work:
         yield
-    work.settle(task)
+    work.settle(action)
 
 
 @contextmanager
@@ -83,7 +83,7 @@ class Attempt:
         """Whether this rank has an error."""
         return self.error is not None
 
-    def settle(self, task: str = "") -> None:
+    def settle(self, action: str = "") -> None:
         """Collective: returns if no rank has failed, else raises on every rank as ``agreed`` does."""
         failures = all_gather(None if self.error is None else _Failure.of(self.error))
         if self.error is not None and not isinstance(self.error, MegalithError):
@@ -92,7 +92,7 @@ class Attempt:
             if failure is not None and failure.kind is None:
                 text = f"rank {number} failed with {failure.text}; its traceback is on its own output"
                 raise everywhere(RankFailedError(text)) from self.error
-        if verdict := _verdict(failures, task):
+        if verdict := _verdict(failures, action):
             raise verdict from self.error
 
 
@@ -154,7 +154,7 @@ class _Failure:
         return cls(None, f"{type(error).__name__}: {error}")
 
 
-def _verdict(failures: list[_Failure | None], task: str) -> MegalithError | None:
+def _verdict(failures: list[_Failure | None], action: str) -> MegalithError | None:
     """The one error for the foreseen ``failures`` of all ranks, or None if there are none."""
     kinds = [failure.kind for failure in failures if failure is not None and failure.kind is not None]
     if not kinds:
@@ -165,7 +165,7 @@ def _verdict(failures: list[_Failure | None], task: str) -> MegalithError | None
         if failure is not None:
             ranks_by_text.setdefault(failure.text, []).append(number)
     texts = "; ".join(_where(numbers, len(failures)) + text for text, numbers in ranks_by_text.items())
-    return everywhere(kind(f"{task}: {texts}" if task else texts))
+    return everywhere(kind(f"{action}: {texts}" if action else texts))
 
 
 def _where(numbers: list[int], num_ranks: int) -> str:

@@ -12,9 +12,9 @@ is Megatron's. The sizes are those of ``config.layout``.
 from collections.abc import Mapping
 from itertools import product
 from math import prod
-from typing import Self
+from typing import Unpack
 
-from megalith.config.layout import Layout
+from megalith.config.layout import Degrees, Layout
 from megalith.errors import TopologyError
 
 __all__ = ["RankGrid"]
@@ -34,39 +34,18 @@ class RankGrid:
     edp_replicate and edp_shard) and pp.
 
     Args:
-        world_size: number of ranks.
-        tensor, context, pipeline, replicate, shard, expert: sizes of tp, cp, pp, dp_replicate, dp_shard and ep;
-            ``shard=-1`` takes what is left of the world, and so does edp always.
-        expert_tensor: size of etp; None: that of tp.
+        world: number of ranks, or their layout, which needs no degrees.
+        degrees: tensor, context, pipeline, replicate, shard and expert are the sizes of tp, cp, pp, dp_replicate,
+            dp_shard and ep; ``shard=-1`` takes what is left of the world, and so does edp always. ``expert_tensor`` is
+            the size of etp; None: that of tp.
         order: which axis varies fastest, from left to right; axes of size 1 may be left out.
 
     Raises:
         TopologyError: sizes that are not positive integers, or whose product is not the world; a wrong ``order``.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        *,
-        tensor: int = 1,
-        context: int = 1,
-        pipeline: int = 1,
-        replicate: int = 1,
-        shard: int = -1,
-        expert: int = 1,
-        expert_tensor: int | None = None,
-        order: str = "tp-cp-ep-dp-pp",
-    ) -> None:
-        layout = Layout.resolve(
-            world_size,
-            tensor=tensor,
-            context=context,
-            pipeline=pipeline,
-            replicate=replicate,
-            shard=shard,
-            expert=expert,
-            expert_tensor=expert_tensor,
-        )
+    def __init__(self, world: int | Layout, *, order: str = "tp-cp-ep-dp-pp", **degrees: Unpack[Degrees]) -> None:
+        layout = world if isinstance(world, Layout) else Layout.resolve(world, **degrees)
         sizes = _sizes(layout)
         tokens = _parse_order(order, sizes)
         self.world_size = layout.world_size
@@ -78,21 +57,6 @@ class RankGrid:
                 f"the stages of a pipeline must hold the same ranks for dense and expert weights; with order {order!r} "
                 f"and sizes {sizes} they do not; put pp last in the order"
             )
-
-    @classmethod
-    def of(cls, layout: Layout, *, order: str = "tp-cp-ep-dp-pp") -> Self:
-        """The grid of ``layout``. Raises TopologyError for a wrong ``order``."""
-        return cls(
-            layout.world_size,
-            tensor=layout.tensor,
-            context=layout.context,
-            pipeline=layout.pipeline,
-            replicate=layout.replicate,
-            shard=layout.shard,
-            expert=layout.expert,
-            expert_tensor=layout.expert_tensor,
-            order=order,
-        )
 
     def size(self, axes: str) -> int:
         """How many ranks a group along ``axes`` has."""

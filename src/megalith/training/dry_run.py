@@ -2,11 +2,12 @@
 
 from megalith.config import RunConfig, dump_yaml
 from megalith.observe.units import quantity
+from megalith.training.setup import param_dtype
 from megalith.training.tasks.choose import task_of
 
 __all__ = ["describe"]
 
-_MASTER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4}
+_MOMENTS = {"adamw": 2, "sgd": 1}  # of each parameter
 
 
 def describe(config: RunConfig, world_size: int) -> str:
@@ -15,8 +16,8 @@ def describe(config: RunConfig, world_size: int) -> str:
     flops = task.flops_per_sample / task.tokens_per_sample
     layout = config.parallel.layout(world_size)
     tensor, replicate, shard = layout.tensor, layout.replicate, layout.shard
-    # weights, gradients and two moments, each in the master dtype; activations come on top
-    state_bytes = 4 * _MASTER_BYTES[config.precision.dtype] * task.num_parameters
+    # weights, gradients and moments; activations come on top
+    state_bytes = (2 + _MOMENTS[config.optim.name]) * param_dtype(config).itemsize * task.num_parameters
     tokens = config.train.global_batch_size * task.tokens_per_sample
     return "\n".join(
         [

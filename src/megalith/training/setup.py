@@ -33,8 +33,9 @@ from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
 from megalith.transformer.module import ModelModule
 
-__all__ = ["DTYPES", "RunParts", "build_run", "set_determinism"]
+__all__ = ["DTYPES", "RunParts", "build_run", "param_dtype", "set_determinism"]
 
+# precision.dtype -> the dtype of the computation
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -68,8 +69,7 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
     set_determinism(config.train.deterministic)
     task = task_of(config) if parts.task is None else parts.task
     pg_collection = _pg_collection(config, device)
-    param_dtype = torch.promote_types(DTYPES[config.precision.dtype], torch.float32)
-    options = BuildOptions(pg_collection, param_dtype, config.parallel.sequence, parts.matrix_product)
+    options = BuildOptions(pg_collection, param_dtype(config), config.parallel.sequence, parts.matrix_product)
     chunks = [_build_model(config, task, options, device)]
     named = ((name, parameter) for name, parameter, _ in declared_parameters(*chunks))
     optimizer = parts.optimizer_of(named, config.optim)
@@ -90,6 +90,11 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
     )
 
 
+def param_dtype(config: RunConfig) -> torch.dtype:
+    """What parameters, gradients and the optimizer's state are kept in: float32, or wider for a wider computation."""
+    return torch.promote_types(DTYPES[config.precision.dtype], torch.float32)
+
+
 def set_determinism(deterministic: bool) -> None:
     """Makes torch refuse operations whose result may change from run to run, or lets it choose the fastest again."""
     if deterministic:
@@ -103,7 +108,7 @@ def set_determinism(deterministic: bool) -> None:
 
 def _pg_collection(config: RunConfig, device: torch.device) -> ProcessGroupCollection:
     layout = config.parallel.layout(dist.get_world_size())
-    return ParallelState(RankGrid.of(layout), device_type=device.type).collection()
+    return ParallelState(RankGrid(layout), device_type=device.type).collection()
 
 
 def _build_model(config: RunConfig, task: AnyTask, options: BuildOptions, device: torch.device) -> ModelModule:
