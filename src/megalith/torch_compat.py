@@ -5,15 +5,15 @@ torch.compile(isolate_recompiles=...)       new in 2.13, with recompile_limit=..
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-__all__ = ["all_gather_into", "compile_apart", "reduce_scatter_into"]
+__all__ = ["all_gather_into", "compile_apart", "compile_layers_", "reduce_scatter_into"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,6 +33,17 @@ def compile_apart(function: Callable[P, R]) -> Callable[P, R]:
     Before 2.13 they share it, and its eight variants; a ninth runs in plain torch.
     """
     return torch.compile(function, dynamic=False, options=_ROUNDS, **_apart)
+
+
+def compile_layers_(layers: Sequence[nn.Module]) -> None:
+    """``layer.compile()`` of each of ``layers``, in place; layers alike share their code.
+
+    Layers that drop elements are not alike, because each has a name of its own, so the limit of variants follows their
+    number: torch gives up at eight. Before 2.13 that limit is torch's own, and later layers run in plain torch.
+    """
+    limit: dict[str, Any] = {"recompile_limit": 8 + len(layers)} if _isolates else {}
+    for layer in layers:
+        layer.compile(**limit)
 
 
 def all_gather_into(out: Tensor, x: Tensor, group: ProcessGroup | None) -> None:

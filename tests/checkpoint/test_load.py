@@ -1,16 +1,19 @@
 """Loading is strict: what does not fit is named, all of it at once, and nothing has changed."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megalith.checkpoint import load_tensors, save_checkpoint
 from megalith.checkpoint.shard_file import ShardFile
 from megalith.errors import CheckpointError, StorageError
+from megalith.storage.manifest import manifest_of, record_of
 from tests.rank_pool import ranks
 
 SAVED = {
@@ -171,3 +174,30 @@ def test_a_rank_reads_only_what_overlaps_its_own_part(tmp_path):
     opened = ranks(4, read_parts, tmp_path)
     assert opened[2] == [("w@2:4,0:2", ((2, 3), (0, 2))), ("w@2:4,2:3", ((2, 3), (2, 3)))]
     assert sum(map(len, opened)) == 8
+
+
+def crafted(folder: Path, boxes: list[list[list[int]]]) -> Path:
+    """A checkpoint whose hashes all hold, of one tensor [4, 2] in these boxes."""
+    path = folder / "step-00000001"
+    path.mkdir(parents=True)
+    keys = [f"w@{number}" for number in range(len(boxes))]
+    shapes = [tuple(stop - start for start, stop in ranges) for ranges in boxes]
+    save_file({key: torch.ones(shape) for key, shape in zip(keys, shapes, strict=True)}, path / "shard.safetensors")
+    pieces = [{"file": "shard.safetensors", "key": key, "ranges": r} for key, r in zip(keys, boxes, strict=True)]
+    index = {"tensors": {"w": {"shape": [4, 2], "dtype": "float32", "boxes": pieces}}}
+    (path / "index.json").write_text(json.dumps(index))
+    (path / "state.json").write_text("{}")
+    files = {file.name: record_of([file.read_bytes()]) for file in path.iterdir()}
+    (path / "manifest.json").write_bytes(manifest_of(files))
+    return path
+
+
+def test_boxes_that_overlap_and_leave_a_gap_as_large_are_refused(tmp_path):
+    into = {"w": torch.zeros(4, 2)}
+    load_tensors(crafted(tmp_path / "sound", [[[0, 2], [0, 2]], [[2, 4], [0, 2]]]), into)
+    assert (into["w"] == 1.0).all()
+    path = crafted(tmp_path / "crafted", [[[0, 2], [0, 2]], [[1, 3], [0, 2]]])
+    into = {"w": torch.zeros(4, 2)}
+    with pytest.raises(CheckpointError, match=r"index.json gives w in boxes of which 2 hold element \[1, 0\], not 1"):
+        load_tensors(path, into)
+    assert (into["w"] == 0.0).all()

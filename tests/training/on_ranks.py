@@ -9,7 +9,7 @@ from megalith.config import load_run
 from megalith.parallel.parameters import declared_parameters
 from megalith.training.run import Run
 from megalith.training.setup import RunParts, build_run
-from megalith.training.step import sum_totals, train_step
+from megalith.training.step import local_counts, sum_totals, train_step
 from tests.training.reference import Trajectory
 
 
@@ -34,7 +34,7 @@ def first_steps(tree: dict[str, Any], world_size: int, num_steps: int = 2, **par
         consumed = run.state.consumed_samples
         sizes = run.microbatches.global_batch_size(consumed), run.config.train.micro_batch_size
         micro_batches = run.loader.batch(consumed, *sizes)
-        result = train_step(run, micro_batches, sum_totals(run, micro_batches, stop=False).counts)
+        result = train_step(run, micro_batches, sum_totals(run, local_counts(run, micro_batches), stop=False).counts)
         found.losses.append(result.loss)
         found.norms.append(result.grad_norm)
     found.final = _weights(run)

@@ -7,15 +7,19 @@ import pytest
 import torch
 
 from megalith.config import load_run
+from megalith.data.gpt_dataset import GPTDataset
 from megalith.models.gpt_model import GPTModel
 from megalith.numerics.tolerance import LAYOUT_FLOAT64
 from megalith.observe.metrics import read_metrics
+from megalith.parallel.build_options import BuildOptions
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.training.inference import evaluate_checkpoint
 from megalith.training.pretrain import pretrain
 from megalith.training.setup import RunParts
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
 from tests.rank_pool import ranks
 from tests.storage.memory_store import MemoryStore, SharedBytes
-from tests.tiny_run import settings
+from tests.tiny_run import EOD, SEQ, settings
 from tests.training import plugins
 from tests.training.on_ranks import first_steps
 from tests.training.reference import Trajectory, differences
@@ -94,3 +98,43 @@ def test_a_dropout_of_a_users_layer_drops_where_the_settings_drop_nothing():
     assert not torch.equal(first, second)
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
+
+
+def two_terms_by_autograd(tree: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The first loss and gradients of ``lm.mean() + 0.25 * (l ** 2).mean()``."""
+    run_config = load_run(tree)
+    model = GPTModel(run_config.model, BuildOptions(ProcessGroupCollection.single(), torch.float64))
+    dataset = GPTDataset(run_config.data.train, SEQ, run_config.train.seed)
+    samples = [dataset[row] for row in range(run_config.train.global_batch_size)]
+    tokens, labels = (torch.tensor([list(getattr(s, name)) for s in samples]) for name in ("tokens", "labels"))
+    losses = model(tokens, labels=labels)
+    loss = losses[tokens != EOD].mean() + 0.25 * losses.square().mean()
+    loss.backward()
+    return [loss.item()], {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_a_loss_of_two_terms_is_its_formula(tmp_path):
+    tree = settings(tmp_path, optim={"clip_norm": 0.0})
+    [loss], gradients = two_terms_by_autograd(tree)
+    for num_ranks in (1, 2):
+        moved = {**tree, "parallel": {"shard": num_ranks}}
+        found = ranks(num_ranks, first_steps, moved, num_ranks, 1, task=plugins.TwoTerms)
+        assert found[0].losses == [pytest.approx(loss, rel=LAYOUT_FLOAT64)]
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[0].gradients[0][name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def evaluated(tree: dict[str, Any]) -> tuple[float, float]:
+    """The last held-out loss of a run with a model of its own, and what evaluating its checkpoint gives."""
+    run_config = load_run(tree)
+    task = plugins.ReadBothWays(run_config)
+    pretrain(run_config, str, str, RunParts(task))
+    held_out = [record["valid_loss"] for record in read_metrics(Path(tree["run"])) if "valid_loss" in record]
+    return held_out[-1], evaluate_checkpoint(tree["run"], None, None, task=task).loss
+
+
+def test_a_run_of_a_users_own_model_is_evaluated_from_its_checkpoint(tmp_path):
+    tree = settings(tmp_path, model=DROPS, train={"steps": 2})
+    tree["data"]["valid"] = tree["data"]["train"]
+    [(held_out, again)] = ranks(1, evaluated, tree)
+    assert again == pytest.approx(held_out, rel=LAYOUT_FLOAT64)

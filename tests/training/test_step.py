@@ -14,7 +14,7 @@ from megalith.observe.metrics import read_metrics
 from megalith.training.pretrain import pretrain
 from megalith.training.run import Run
 from megalith.training.setup import build_run
-from megalith.training.step import StepResult, sum_totals, train_step
+from megalith.training.step import StepResult, local_counts, sum_totals, train_step
 from tests.rank_pool import ranks
 from tests.sampling import sampled
 from tests.tiny_run import SEQ, settings
@@ -27,7 +27,7 @@ def one_step(run: Run) -> StepResult:
     consumed = run.state.consumed_samples
     sizes = run.microbatches.global_batch_size(consumed), run.config.train.micro_batch_size
     micro_batches = run.loader.batch(consumed, *sizes)
-    return train_step(run, micro_batches, sum_totals(run, micro_batches, stop=False).counts)
+    return train_step(run, micro_batches, sum_totals(run, local_counts(run, micro_batches), stop=False).counts)
 
 
 def steps_with_a_nan(tree: dict[str, Any]) -> tuple[str, list[bool], list[float], bool]:

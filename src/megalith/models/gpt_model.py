@@ -85,7 +85,8 @@ class GPTModel(ModelModule):
         seed: of the first weights; built under ``torch.device("meta")`` none are drawn, see ``materialize``.
 
     Raises:
-        ConfigError: the vocabulary's size is not known, or tied embeddings would be in two stages.
+        ConfigError: the vocabulary's size is not known, the stage is not one of this model, or tied embeddings would
+            be in two stages.
         ShapeError: sizes that tp cannot split.
     """
 
@@ -103,6 +104,7 @@ class GPTModel(ModelModule):
             raise ConfigError("model.vocab_size is not set; give it, or name a tokenizer in data.tokenizer")
         options = options or BuildOptions(ProcessGroupCollection.single())
         self.stage = stage or Stage.whole(config.num_layers)
+        _check_stage(self.stage, config.num_layers)
         self.tied = config.tie_word_embeddings
         if self.tied and not (self.stage.has_embedding and self.stage.has_head):
             raise ConfigError(
@@ -238,3 +240,14 @@ class GPTModel(ModelModule):
                 "a stage that embeds tokens takes no hidden states, and one that does not needs those of the stage "
                 f"before; this one has {'the' if self.stage.has_embedding else 'no'} embedding"
             )
+
+
+def _check_stage(stage: Stage, num_layers: int) -> None:
+    """Raises ConfigError for a stage that no model of ``num_layers`` layers has."""
+    if stage.last > num_layers:
+        raise ConfigError(f"the stage [{stage.first}, {stage.last}) goes past the model's {num_layers} layers")
+    if (stage.has_embedding and stage.first != 0) or (stage.has_head and stage.last != num_layers):
+        raise ConfigError(
+            f"the embedding goes before layer 0 and the head after layer {num_layers - 1}; the stage "
+            f"[{stage.first}, {stage.last}) has {'the embedding' if stage.has_embedding else 'the head'}"
+        )

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megalith.errors import MegalithError, RankFailedError, StorageError
@@ -21,6 +22,7 @@ __all__ = [
     "Attempt",
     "agreed",
     "all_gather",
+    "any_rank",
     "attempt",
     "broadcast",
     "everywhere",
@@ -100,6 +102,15 @@ def everywhere(error: E) -> E:
     """``error``, marked as one that every rank raises here with the same message, so that it is reported once."""
     error.on_every_rank = True
     return error
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether ``flag`` is set on any rank: one small all-reduce over ``device``."""
+    if world_size() == 1:
+        return flag
+    reduced = torch.tensor(int(flag), device=device)
+    dist.all_reduce(reduced)
+    return bool(reduced)
 
 
 def all_gather(item: T) -> list[T]:

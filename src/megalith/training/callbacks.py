@@ -10,6 +10,7 @@ from megalith.data.samples import SizedSamples
 from megalith.observe.metrics import MetricsWriter
 from megalith.observe.peak import peak_flops
 from megalith.observe.progress import progress_line
+from megalith.topology.agreement import agreed, attempt
 from megalith.training.evaluation import evaluate
 from megalith.training.loop import Callback, FinishedStep, Outcome
 from megalith.training.resume import save
@@ -41,6 +42,12 @@ class Metrics(Callback):
             self.writer.write(record)
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:
+        with attempt() as writing:  # of rank 0 alone: the others hear of an error with the next step's totals
+            self._write_step(run, finished)
+        if writing.failed:
+            run.pending = writing
+
+    def _write_step(self, run: Run, finished: FinishedStep) -> None:
         result, state = finished.result, run.state
         self.seconds += finished.seconds
         samples_per_second = result.num_samples / finished.seconds
@@ -110,7 +117,8 @@ class HeldOutLoss(Callback):
         record: dict[str, Any] = {"step": step, "valid_loss": loss, "valid_tokens": num_tokens}
         if len(evaluation.means) > 1:
             record["valid"] = dict(evaluation.means)
-        self.metrics.write(record)
+        with agreed():
+            self.metrics.write(record)
         self.metrics.show(f"step {step}  held-out loss {loss:.4f} over {num_tokens:,} tokens")
 
 

@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.data.samples import SizedSamples
+from megalith.errors import DataError
 from megalith.parallel.pipeline.executor import execute
 from megalith.parallel.pipeline.plan import one_stage_plan
 from megalith.parallel.sharding.fsdp import release_gathered_weights
+from megalith.topology.agreement import any_rank, attempt, everywhere
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.step import weighted_mean
 from megalith.training.tasks.task import AnyTask
@@ -51,8 +53,11 @@ def evaluate(
     The same samples each time, dealt over the data-parallel ranks; all ranks call it together and get the same answer.
     Nothing of the training is touched: mode, data position and randomness stay as they are.
     """
+    if not len(dataset):
+        raise everywhere(DataError("there is nothing to evaluate on: the held-out dataset has no samples"))
     num_samples = len(dataset) if max_samples is None else min(max_samples, len(dataset))
     B, dp_rank, dp_size = micro_batch_size, pg_collection.rank("dp"), pg_collection.size("dp")
+    together = pg_collection.mesh is not None  # a model of one process is its own matter, whatever runs beside it
     # every rank runs the same number of micro-batches, because a sharded forward is a collective; the last of them may
     # hold padding rows that do not count
     num_micro_batches = -(-num_samples // (B * dp_size))
@@ -61,12 +66,16 @@ def evaluate(
 
     def forward(model: nn.Module, index: int) -> Tensor:
         first = (index * dp_size + dp_rank) * B
-        batch = _batch(task, dataset, range(first, first + B), num_samples)
+        with attempt() as reading:
+            batch = _batch(task, dataset, range(first, first + B), num_samples)
+            counted = task.counts(batch)
+        if any_rank(reading.failed, device) if together else reading.failed:
+            reading.settle("the held-out data cannot be read")
         inputs = task.inputs(batch, 0, device)
         output = task.forward(model, inputs)
         for name, value in task.sums(output, inputs).items():
             sums[name] = value.double() + sums.get(name, 0.0)  # on the device: nobody waits for it here
-        for name, count in task.counts(batch).items():
+        for name, count in counted.items():
             counts[name] = counts.get(name, 0) + count
         return output
 
@@ -87,7 +96,7 @@ def evaluate(
 
 def _summed(values: Sequence[float], pg_collection: ProcessGroupCollection, device: torch.device) -> list[float]:
     """The sums of ``values`` over the ranks that speak for their tokens."""
-    if not dist.is_initialized():
+    if pg_collection.mesh is None:
         return list(values)
     reduced = torch.tensor(values, dtype=torch.float64, device=device)
     if not pg_collection.speaks_for_tokens:

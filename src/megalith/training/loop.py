@@ -9,7 +9,7 @@ from typing import Any
 from megalith.resilience.stop_request import StopRequest
 from megalith.topology.agreement import attempt
 from megalith.training.run import Run
-from megalith.training.step import StepResult, sum_totals, train_step
+from megalith.training.step import StepResult, local_counts, sum_totals, train_step
 
 __all__ = ["Callback", "FinishedStep", "Outcome", "train"]
 
@@ -52,11 +52,14 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest) -> Outcome
         started, before = time.perf_counter(), run.timers.totals()
         consumed = run.state.consumed_samples
         micro_batches: list[Any] = []
+        counts: dict[str, int] = {}
         with run.timers("data"), attempt() as reading:
             micro_batches = run.loader.batch(consumed, *_sizes(run, consumed))
-        totals = sum_totals(run, micro_batches, stop.reason is not None, reading.failed)
+            counts = local_counts(run, micro_batches)
+        trouble = run.pending if run.pending.failed else reading
+        totals = sum_totals(run, counts, stop.reason is not None, trouble.failed)
         if totals.failed:
-            reading.settle()
+            trouble.settle()
         if totals.stop:
             outcome = Outcome.STOPPED
             break
@@ -67,6 +70,7 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest) -> Outcome
         finished = FinishedStep(result, time.perf_counter() - started, spans)
         for callback in callbacks:
             callback.on_step(run, finished)
+    run.pending.settle()
     for callback in callbacks:
         callback.on_end(run, outcome)
     return outcome

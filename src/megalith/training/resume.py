@@ -14,7 +14,9 @@ __all__ = ["resume_or_load", "save"]
 
 def save(run: Run, keep_last: int) -> Store:
     """Writes a checkpoint of this step and keeps the newest ``keep_last``; collective over all ranks."""
-    return save_checkpoint(run.checkpoints, run.state.step, run.tensors(), run.state_dict(), keep_last=keep_last)
+    with agreed(f"step {run.state.step} is not saved"):
+        tensors, state = run.tensors(), run.state_dict()
+    return save_checkpoint(run.checkpoints, run.state.step, tensors, state, keep_last=keep_last)
 
 
 def resume_or_load(run: Run) -> str:

@@ -1,6 +1,6 @@
 """A run in progress: what its steps, evaluations and checkpoints work on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megalith.optim.optimizer import Optimizer
 from megalith.optim.optimizer_param_scheduler import OptimizerParamScheduler
 from megalith.parallel.parameters import state_tensors
 from megalith.storage import Store
+from megalith.topology.agreement import Attempt
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.num_microbatches_calculator import NumMicroBatchesCalculator
 from megalith.training.state import STATE_VERSION, TrainState, upgraded
@@ -32,6 +33,7 @@ class Run:
     Attributes:
         chunks: this rank's parts of the model, sharded: one, the whole of it, without a pipeline.
         checkpoints: the folder of its checkpoints.
+        pending: an error of this rank alone, outside of any collective, that the next step's totals tell all ranks.
     """
 
     config: RunConfig
@@ -47,6 +49,7 @@ class Run:
     timers: Timers
     state: TrainState
     checkpoints: Store
+    pending: Attempt = field(default_factory=Attempt)
 
     @property
     def folder(self) -> Path:

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import linear
 
 from megalith.acceleration.recompute import recompute_modules_
 from megalith.config import RunConfig
 from megalith.config.experimental import require
 from megalith.data.loader import StepLoader
+from megalith.errors import ConfigError
 from megalith.observe.device_clock import DeviceClock
 from megalith.observe.timers import Timers
 from megalith.optim.build import build_optimizer
@@ -22,9 +24,11 @@ from megalith.parallel.build_options import BuildOptions, MatrixProduct
 from megalith.parallel.parameters import declared_parameters
 from megalith.parallel.sharding.fsdp import shard_model
 from megalith.storage import Store, open_store
+from megalith.topology.agreement import agreed
 from megalith.topology.parallel_state import ParallelState
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
+from megalith.torch_compat import compile_layers_
 from megalith.training.loop import Callback
 from megalith.training.num_microbatches_calculator import build_num_microbatches_calculator
 from megalith.training.run import Run
@@ -71,6 +75,8 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
     pg_collection = _pg_collection(config, device)
     options = BuildOptions(pg_collection, param_dtype(config), config.parallel.sequence, parts.matrix_product)
     chunks = [_build_model(config, task, options, device)]
+    with agreed("the training data cannot be read"):
+        dataset = task.train_dataset()
     named = ((name, parameter) for name, parameter, _ in declared_parameters(*chunks))
     optimizer = parts.optimizer_of(named, config.optim)
     return Run(
@@ -83,7 +89,7 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
         scheduler=OptimizerParamScheduler.from_config(optimizer, config.optim, config.train.steps),
         loss_scale=_loss_scale(config),
         microbatches=build_num_microbatches_calculator(config, pg_collection.size("dp")),
-        loader=StepLoader(task.train_dataset(), task.collate, pg_collection.rank("dp"), pg_collection.size("dp")),
+        loader=StepLoader(dataset, task.collate, pg_collection.rank("dp"), pg_collection.size("dp")),
         timers=Timers(DeviceClock() if device.type == "cuda" else None),
         state=TrainState(),
         checkpoints=open_store(parts.checkpoints or Path(config.run) / "checkpoints"),
@@ -115,12 +121,13 @@ def _build_model(config: RunConfig, task: AnyTask, options: BuildOptions, device
     """The model on meta; recomputation, compilation and sharding applied to it; and then its memory and weights."""
     with torch.device("meta"):
         model = task.build_model(options)
-    if config.train.recompute != "none":
-        recompute_modules_(model.layers() if config.train.recompute == "full" else model.attention_cores())
+    if config.train.recompute == "full":
+        recompute_modules_(model.layers())
+    elif config.train.recompute == "selective":
+        recompute_modules_(_attention_cores(model))
     if config.train.compile:
         require("compile", config)
-        for layer in model.layers():
-            layer.compile()
+        compile_layers_(model.layers())
     shard_model(
         model,
         model.fsdp_units(),
@@ -131,6 +138,15 @@ def _build_model(config: RunConfig, task: AnyTask, options: BuildOptions, device
     )
     model.materialize(device, config.train.seed)
     return model
+
+
+def _attention_cores(model: ModelModule) -> list[nn.Module]:
+    if not (cores := model.attention_cores()):
+        raise ConfigError(
+            f"train.recompute=selective recomputes the attention cores (DotProductAttention), and this "
+            f"{type(model).__name__} has none; use train.recompute=full or none"
+        )
+    return cores
 
 
 def _loss_scale(config: RunConfig) -> DynamicLossScale | None:

@@ -5,7 +5,7 @@ counts over all ranks and micro-batches.  Counts are summed before the first bac
 else divides, so that a gradient does not depend on how the batch was cut. Two small all-reduces a step carry all that
 ranks must agree on:
 
-    before  [count of each term, ranks that were asked to stop, ranks that could not read their batch]
+    before  [count of each term, ranks that were asked to stop, ranks with an error]
     after   [sum of each term, squared gradient norm]
 """
 
@@ -27,15 +27,15 @@ from megalith.parallel.pipeline.plan import one_stage_plan
 from megalith.topology.agreement import all_gather, everywhere
 from megalith.training.run import Run
 
-__all__ = ["StepResult", "StepTotals", "sum_totals", "train_step", "weighted_mean"]
+__all__ = ["StepResult", "StepTotals", "local_counts", "sum_totals", "train_step", "weighted_mean"]
 
 
 @dataclass(frozen=True)
 class StepTotals:
     """What all ranks know before a step begins.
 
-    ``counts``: of each loss term, over the global batch; ``stop``: a rank was asked to stop; ``failed``: a rank could
-    not read its batch.
+    ``counts``: of each loss term, over the global batch; ``stop``: a rank was asked to stop; ``failed``: a rank has an
+    error of its own, with its batch or since the last step.
     """
 
     counts: Mapping[str, int]
@@ -62,14 +62,19 @@ class StepResult:
     skipped: bool
 
 
-def sum_totals(run: Run, micro_batches: Sequence[Any], stop: bool, failed: bool = False) -> StepTotals:
-    """Sums this step's counts over all ranks; one rank's wish to stop, or its failure to read, reaches all."""
+def local_counts(run: Run, micro_batches: Sequence[Any]) -> dict[str, int]:
+    """What this rank adds to the count of each loss term; nothing, where another rank speaks for its tokens."""
     found = [run.task.counts(micro) for micro in micro_batches] if run.pg_collection.speaks_for_tokens else []
-    here = [sum(counts[name] for counts in found) for name in run.task.terms]
+    return {name: sum(counts[name] for counts in found) for name in run.task.terms}
+
+
+def sum_totals(run: Run, counts: Mapping[str, int], stop: bool, failed: bool = False) -> StepTotals:
+    """Sums this step's ``counts`` over all ranks; one rank's wish to stop, or its failure, reaches all."""
+    here = [counts.get(name, 0) for name in run.task.terms]
     reduced = torch.tensor([*here, int(stop), int(failed)], dtype=torch.int64, device=run.device)
     dist.all_reduce(reduced)
-    *counts, stops, failures = reduced.tolist()
-    return StepTotals(dict(zip(run.task.terms, counts, strict=True)), bool(stops), bool(failures))
+    *sums, stops, failures = reduced.tolist()
+    return StepTotals(dict(zip(run.task.terms, sums, strict=True)), bool(stops), bool(failures))
 
 
 def train_step(run: Run, micro_batches: Sequence[Any], counts: Mapping[str, int]) -> StepResult:

@@ -25,12 +25,12 @@ class DropoutSite(nn.Module):
         self.number: int | None = None
 
     def of(self, key: DropoutKey | None) -> Dropout | None:
-        """The dropout to apply here under the ``key`` of the step; None if ``key`` is None or p is 0.
+        """The dropout to apply here under the ``key`` of the step; None in evaluation, without a ``key`` and for p = 0.
 
         Raises:
             ConfigError: the site has no name yet; call ``name_dropout_sites_``.
         """
-        if key is None or self.p == 0.0:
+        if key is None or self.p == 0.0 or not self.training:
             return None
         if self.number is None:
             raise ConfigError("a dropout site has no name to draw masks by; call name_dropout_sites_(model) first")
@@ -42,9 +42,11 @@ class DropoutSite(nn.Module):
 
 def name_dropout_sites_(model: nn.Module) -> None:
     """Gives every dropout site of ``model`` its canonical name; whole models do so when they are built."""
-    for name, module in model.named_modules():
-        if isinstance(module, DropoutSite):
-            module.number = name_number(name)
+    sites = {name: module for name, module in model.named_modules() if isinstance(module, DropoutSite)}
+    numbers = {name: name_number(name) for name in sites}
+    assert len(set(numbers.values())) == len(numbers), "two names hash alike, which happens once in 2^63"
+    for name, site in sites.items():
+        site.number = numbers[name]
 
 
 def sequence_parallel_key(key: DropoutKey, tp_group: ProcessGroup | None) -> DropoutKey:

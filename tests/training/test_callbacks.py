@@ -1,0 +1,102 @@
+"""callbacks: what a record says of speed and of a loss of several terms, by hand; errors of rank 0 alone reach all."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megalith.config import load_run
+from megalith.data.gpt_dataset import EvaluationDataset
+from megalith.errors import DataError, StorageError
+from megalith.observe.metrics import MetricsWriter, read_metrics
+from megalith.training import callbacks
+from megalith.training.pretrain import pretrain
+from megalith.training.setup import RunParts
+from megalith.training.tasks.pretrain_gpt import PretrainGPT
+from tests.rank_pool import ranks
+from tests.tiny_run import SEQ, settings
+from tests.training.plugins import TwoTerms
+
+PEAK = 1e9
+
+
+def trained(tree: dict[str, Any], world_size: int, task: type[PretrainGPT]) -> None:
+    config = load_run(tree, world_size=world_size)
+    with patch.object(callbacks, "peak_flops", lambda device, dtype: PEAK):
+        pretrain(config, str, str, RunParts(task(config)))
+
+
+def test_mfu_is_model_flops_a_second_over_the_peak_of_all_ranks(tmp_path):
+    tree = settings(tmp_path, train={"steps": 1}, parallel={"shard": 2})
+    ranks(2, trained, tree, 2, PretrainGPT)
+    [record] = read_metrics(Path(tree["run"]))
+    H, A, G, D, F, L, V = 32, 8, 4, 4, 48, 2, 61
+    weights = L * (H * (A + 2 * G) * D + A * D * H + 3 * H * F) + V * H
+    flops = 3 * (2 * weights + 2 * A * D * SEQ * L)  # of a token
+    assert record["mfu"] == pytest.approx(8 * SEQ * flops / record["step_seconds"] / (2 * PEAK), rel=1e-9)
+
+
+def test_a_loss_of_several_terms_is_recorded_term_by_term(tmp_path):
+    tree = settings(tmp_path, train={"steps": 1})
+    tree["data"]["valid"] = tree["data"]["train"]
+    ranks(1, trained, tree, 1, TwoTerms)
+    step, held_out = read_metrics(Path(tree["run"]))
+    assert step["terms"].keys() == held_out["valid"].keys() == {"lm", "square"}
+    assert step["loss"] == pytest.approx(step["terms"]["lm"] + 0.25 * step["terms"]["square"])
+    assert held_out["valid_loss"] == pytest.approx(held_out["valid"]["lm"] + 0.25 * held_out["valid"]["square"])
+
+
+def error_of(tree: dict[str, Any], where: str) -> tuple[str, str, bool]:
+    """The error that ends a run on this rank, where something fails on rank 1, or on rank 0 for metrics."""
+    config = load_run(tree, world_size=2)
+
+    class Failing(PretrainGPT):
+        def train_dataset(self) -> Any:
+            return self._fails_at("train_dataset") or super().train_dataset()
+
+        def counts(self, batch: Any) -> Any:
+            return self._fails_at("counts") or super().counts(batch)
+
+        def evaluation_dataset(self, prefix: str) -> Any:
+            torn_here = where == "evaluation" and callbacks.dist.get_rank() == 1
+            return Torn(prefix, SEQ) if torn_here else super().evaluation_dataset(prefix)
+
+        def _fails_at(self, what: str) -> None:
+            if where == what and callbacks.dist.get_rank() == 1:
+                torn()
+
+    def write(self: MetricsWriter, record: Any) -> None:
+        raise StorageError("the disk is full")
+
+    writing = patch.object(MetricsWriter, "write", write if where == "metrics" else MetricsWriter.write)
+    try:
+        with writing:
+            pretrain(config, str, str, RunParts(Failing(config)))
+    except (DataError, StorageError) as error:
+        return type(error).__name__, str(error), error.on_every_rank
+    return "", "", False
+
+
+class Torn(EvaluationDataset):
+    def __getitem__(self, index: int) -> Any:
+        return torn()
+
+
+def torn() -> Any:
+    raise DataError("the file is torn")
+
+
+@pytest.mark.parametrize(
+    ("where", "want"),
+    [
+        ("train_dataset", ("DataError", "the training data cannot be read: rank 1: the file is torn", True)),
+        ("counts", ("DataError", "rank 1: the file is torn", True)),
+        ("evaluation", ("DataError", "the held-out data cannot be read: rank 1: the file is torn", True)),
+        ("metrics", ("StorageError", "rank 0: the disk is full", True)),
+    ],
+)
+def test_an_error_of_one_rank_is_one_error_of_all(where, want, tmp_path):
+    tree = settings(tmp_path, train={"steps": 2}, parallel={"shard": 2})
+    tree["data"]["valid"] = tree["data"]["train"]
+    assert ranks(2, error_of, tree, where) == [want] * 2

@@ -1,0 +1,79 @@
+"""What the settings ask for is applied to the model from outside: recomputation and compilation, layer by layer."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megalith.config import load_run
+from megalith.errors import ConfigError
+from megalith.parallel.build_options import BuildOptions
+from megalith.training.setup import RunParts, build_run
+from megalith.training.step import local_counts, sum_totals, train_step
+from megalith.training.tasks.pretrain_gpt import PretrainGPT
+from megalith.transformer.dot_product_attention import DotProductAttention
+from megalith.transformer.layer import TransformerLayer
+from tests.rank_pool import ranks
+from tests.tiny_run import settings
+from tests.training.plugins import OtherSecondLayer
+
+
+def forwards(tree: dict[str, Any]) -> tuple[int, int]:
+    """How often layers and attention cores ran forward in a step of one micro-batch."""
+    counts = {TransformerLayer: 0, DotProductAttention: 0}
+
+    def counted(kind: type) -> Any:
+        forward = kind.forward
+
+        def run(self: Any, *args: Any) -> Any:
+            counts[kind] += 1
+            return forward(self, *args)
+
+        return patch.object(kind, "forward", run)
+
+    with counted(TransformerLayer), counted(DotProductAttention):
+        run = build_run(load_run(tree), torch.device("cpu"))
+        micro_batches = run.loader.batch(0, 8, 8)
+        train_step(run, micro_batches, sum_totals(run, local_counts(run, micro_batches), stop=False).counts)
+    return counts[TransformerLayer], counts[DotProductAttention]
+
+
+# of the two layers: a forward, and one more in backward where they are recomputed
+@pytest.mark.parametrize(("recompute", "want"), [("none", (2, 2)), ("full", (4, 4)), ("selective", (2, 4))])
+def test_recomputation_runs_again_what_the_setting_names(recompute, want, tmp_path):
+    tree = settings(tmp_path, train={"micro_batch_size": 8, "recompute": recompute})
+    assert ranks(1, forwards, tree) == [want]
+
+
+class NoCores(OtherSecondLayer):
+    """A model whose attention is not the house's."""
+
+    def build_model(self, options: BuildOptions) -> Any:
+        model = super().build_model(options)
+        for layer in model.layers():
+            layer.self_attn.core_attention = torch.nn.Identity()
+        return model
+
+
+def refused(tree: dict[str, Any]) -> str:
+    config = load_run(tree)
+    with pytest.raises(ConfigError) as refusal:
+        build_run(config, torch.device("cpu"), RunParts(NoCores(config)))
+    return str(refusal.value)
+
+
+def test_selective_recomputation_of_nothing_is_refused(tmp_path):
+    [message] = ranks(1, refused, settings(tmp_path, train={"recompute": "selective"}))
+    assert "GPTModel has none; use train.recompute=full or none" in message
+
+
+def compiled(tree: dict[str, Any]) -> list[bool]:
+    run = build_run(load_run(tree), torch.device("cpu"), RunParts(PretrainGPT(load_run(tree))))
+    return [layer._compiled_call_impl is not None for layer in run.chunks[0].layers()]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_compilation_is_asked_of_every_layer(on, tmp_path):
+    tree = settings(tmp_path, train={"compile": on}, experimental=["compile"] if on else [])
+    assert ranks(1, compiled, tree) == [[on, on]]
