@@ -1,11 +1,14 @@
 """dropout_mask: one mask in torch and in Triton, whatever the block, the shard or the device that asks for it."""
 
+import shutil
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith import fusions
 from megalith.errors import ShapeError
 from megalith.fusions.formulas.dropout_mask import keep, mask_operands
 from megalith.fusions.kernels.philox import dropout_factor
@@ -96,3 +99,16 @@ def compiled_mask(target: str) -> Resources:
 def test_the_mask_stays_in_registers():
     used = without_interpreter(compiled_mask, "sm_90")
     assert (used.spilled, used.shared) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
+def test_inside_of_torch_compile_each_step_drops_what_it_drops_outside():
+    def dropped(x: torch.Tensor, tokens: torch.Tensor, step: int) -> torch.Tensor:
+        return fusions.bias_dropout_add_fused_train(
+            (x, None), torch.zeros_like(x), 0.5, key=DropoutKey(7, step, tokens)
+        )
+
+    x, tokens, through = torch.ones(16, 8, 32), torch.arange(128).view(16, 8), torch.compile(dropped)
+    for step in range(6):
+        assert torch.equal(through(x, tokens, step), dropped(x, tokens, step)), step

@@ -6,8 +6,15 @@ from torch.utils.checkpoint import checkpoint
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.numerics import dropout as module
-from megalith.numerics.dropout import DropoutKey, attention_dropout, attention_keep_mask, dropout, keep_mask
-from megalith.numerics.philox import key_of, philox4x32
+from megalith.numerics.dropout import (
+    DropoutKey,
+    attention_dropout,
+    attention_keep_mask,
+    dropout,
+    keep_mask,
+    philox_key,
+)
+from megalith.numerics.philox import philox4x32
 
 TOKENS = torch.arange(12).view(3, 4) + 2**40  # ids past 32 bits
 KEY = DropoutKey(seed=1234, step=7, tokens=TOKENS, site=5)
@@ -20,7 +27,7 @@ def key_for(tokens: torch.Tensor) -> DropoutKey:
 def test_an_element_stays_by_its_word_of_the_documented_counter():
     token, feature, site, head = 2**40 + 6, 10, 5, 3
     counter = (torch.tensor([word]) for word in (6, 2**8, feature // 4, site + 2**16 * head))
-    word = philox4x32(*counter, *key_of(1234, "dropout:7"))[feature % 4].item()
+    word = philox4x32(*counter, *philox_key(1234, 7))[feature % 4].item()
     key = key_for(torch.tensor([[token]]))
     for p in (word / 2**32, (word + 1) / 2**32):  # exact in float64
         kept = attention_keep_mask(key, p, num_heads=5, num_keys=16)[0, head, 0, feature].item()
@@ -156,3 +163,9 @@ def test_empty_tensors_stay_empty():
 def test_what_does_not_fit_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_key_of_masks_packed_in_an_int64_is_never_negative():
+    words = [philox_key(seed, step) for seed in (0, 1234) for step in range(50)]
+    assert all(0 <= low < 2**32 and 0 <= high < 2**31 for low, high in words)
+    assert len(set(words)) == len(words)

@@ -145,8 +145,13 @@ def keep_mask_of(
 
 
 def philox_key(seed: int, step: int) -> tuple[int, int]:
-    """The two words of the Philox key of all dropout masks of a step."""
-    return key_of(seed, f"dropout:{step}")
+    """The two words of the Philox key of a seed's dropout masks of a step: 63 bits of the hash.
+
+    Packed in an int64 they are never negative: of a negative key, what Inductor compiles for a CPU (torch 2.13) draws
+    other words than torch does.
+    """
+    low, high = key_of(seed, f"dropout:{step}")
+    return low, high & 0x7FFFFFFF
 
 
 def threshold(p: float) -> int:

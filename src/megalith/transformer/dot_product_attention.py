@@ -61,7 +61,10 @@ class DotProductAttention(nn.Module):
         if mask.prefix is not None and documents is not None:
             raise ConfigError("a prefix is of a row that is one document; leave packed documents out")
         if dropout is not None:
-            return _with_dropout(q, k, v, mask, documents, dropout, self.head_offset)
+            # Inductor shifts the mask's integers as floats, and its C++ does not build (torch 2.13): not traced
+            attend = torch.compiler.disable(_with_dropout)
+            spelled_out: Tensor = attend(q, k, v, mask, documents, dropout, self.head_offset)
+            return spelled_out
         return _with_prefix(q, k, v, mask)
 
 

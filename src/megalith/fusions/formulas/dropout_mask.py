@@ -1,4 +1,4 @@
-"""Hands a dropout mask to operators: a 64-bit key in a tensor, the ids of tokens, and a site, but never the mask.
+"""Hands a dropout mask to operators: a 63-bit key in a tensor, the ids of tokens, and a site, but never the mask.
 
 The mask is that of ``megalith.numerics.dropout``. Its key lies on the device, so that no operator waits for the host,
 and that neither a new step nor a newly drawn key compiles anything again.
@@ -41,7 +41,7 @@ def mask_operands(key: DropoutKey | None, x: Tensor) -> tuple[Tensor, Tensor | N
     Raises ShapeError unless there is one token id for each row of ``x``, on its device.
     """
     if key is None:
-        return torch.randint(-(2**63), 2**63 - 1, (), device=x.device), None, 0
+        return torch.randint(2**63 - 1, (), device=x.device), None, 0
     if key.tokens.shape != x.shape[:-1] or key.tokens.device != x.device:
         raise ShapeError(
             f"the key must have one token id for each row of x, {list(x.shape[:-1])} on {x.device}; "
@@ -80,8 +80,7 @@ def rows_of_mask(mask: Mask, x: Tensor) -> tuple[Mask, Tensor | None, Tensor | N
 def _pack(seed: int, step: int, tokens: Tensor) -> Tensor:
     """Both words of the key in one int64 [] beside ``tokens``; filled, where a copy from the host would wait."""
     low, high = philox_key(seed, step)
-    unsigned = low | high << 32
-    return torch.full((), unsigned - (unsigned >> 63 << 64), dtype=torch.int64, device=tokens.device)
+    return torch.full((), low | high << 32, dtype=torch.int64, device=tokens.device)
 
 
 def _packed(seed: int, step: int, tokens: Tensor) -> Tensor:
