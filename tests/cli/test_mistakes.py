@@ -325,7 +325,7 @@ FAILING_LOADER = (
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        ("DataError", 2, "error: rank 1: this part cannot be read\n"),
+        pytest.param("DataError", 2, "error: rank 1: this part cannot be read\n", marks=pytest.mark.slow),
         ("KeyError", 1, "rank 1 failed:\nTraceback"),
     ],
 )
@@ -349,7 +349,7 @@ FAILING_EVALUATION = (
 )
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_error_of_one_rank_alone_is_printed_by_that_rank_and_gives_the_exit_code(rank, tmp_path, monkeypatch):
     prefix = tmp_path / "text"
     arguments = train(tmp_path, "parallel.shard=2", train={"eval_every": 1}, data={"valid": str(prefix)})

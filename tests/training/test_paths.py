@@ -97,7 +97,7 @@ def first_steps_with(fault: Fault, path: Backend, tree: dict[str, Any]) -> Traje
 @pytest.mark.parametrize(
     ("path", "fault"),
     [
-        pytest.param(path, fault, marks=() if path == "blocked" and index % 4 == 0 else slow)
+        pytest.param(path, fault, marks=() if path == "blocked" and index % 8 == 0 else slow)
         for path in PATHS
         for index, fault in enumerate(FAULTS)
     ],

@@ -46,15 +46,22 @@ def alone(tree: dict[str, Any], parts: dict[str, Any], num_steps: int = 2) -> Tr
     return found
 
 
-@pytest.mark.parametrize("name", PLUGINS)
-def test_it_trains_in_three_layouts_to_the_numbers_of_one_process(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        pytest.param(name, parallel, marks=() if number % 3 == at else pytest.mark.slow)
+        for number, name in enumerate(PLUGINS)
+        for at, parallel in enumerate(LAYOUTS)
+    ],
+    ids=str,
+)
+def test_it_trains_in_three_layouts_to_the_numbers_of_one_process(name, parallel, tmp_path):
     parts, model = PLUGINS[name]
     tree = settings(tmp_path, model=model, train={"micro_batch_size": 1})
     want = alone({**tree, "train": {**tree["train"], "micro_batch_size": 8}}, parts)
-    for parallel in LAYOUTS:
-        num_ranks = parallel.get("tensor", 1) * parallel.get("shard", 1)
-        for found in ranks(num_ranks, first_steps, {**tree, "parallel": parallel}, num_ranks, **parts):
-            assert differences(found, want) == []
+    num_ranks = parallel.get("tensor", 1) * parallel.get("shard", 1)
+    for found in ranks(num_ranks, first_steps, {**tree, "parallel": parallel}, num_ranks, **parts):
+        assert differences(found, want) == []
 
 
 @pytest.mark.parametrize("name", PLUGINS)
