@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class ReadBothWays(PretrainGPT):
 class TwoTerms(PretrainGPT):
     """The mean loss of tokens under the mask, and a quarter of the mean square of all tokens' losses."""
 
-    terms = {"lm": 1.0, "square": 0.25}  # noqa: RUF012 (read only)
+    terms = MappingProxyType({"lm": 1.0, "square": 0.25})
 
     def counts(self, batch: GPTBatch) -> Mapping[str, int]:
         return {**super().counts(batch), "square": batch.tokens.size}
