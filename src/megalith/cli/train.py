@@ -4,9 +4,15 @@ import logging
 import os
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from megalith.cli.console import say
+from megalith.resilience.rank_link import is_supervised, tell
+from megalith.resilience.stop_request import StopRequest
+from megalith.resilience.verdict import SAVED
 
 if TYPE_CHECKING:
     from megalith.config import RunConfig
@@ -33,32 +39,59 @@ def train(
 
     The same command continues a run that was stopped: exit code 75 says that it was, and that its state is saved.
     """
+    launched = "RANK" in os.environ
+    if nproc > 1 and not launched:
+        raise typer.Exit(_train_on_ranks(nproc, source, overrides or [], dry_run=dry_run))
+    with StopRequest(_announce) as stop:
+        tell(listening=True)
+        _train_here(source, overrides or [], stop, dry_run=dry_run)
+
+
+def _train_on_ranks(num_ranks: int, source: str | None, overrides: list[str], *, dry_run: bool) -> int:
+    """Checks the run in this process and trains on ranks of their own; returns the exit code."""
+    from megalith.training.preflight import preflight, resolve_source
+
+    source, overrides = resolve_source(source, overrides)
+    config = preflight(source, overrides, num_ranks)
+    if dry_run:
+        _describe(config, num_ranks)
+        return 0
+    from megalith.resilience.launch import launch
+    from megalith.training.resume import where_it_goes_on
+
+    say(f"starting {num_ranks} ranks")
+    return launch(
+        num_ranks,
+        ["train", source, *overrides],
+        Path(config.run, "logs"),
+        say,
+        goes_on=lambda: where_it_goes_on(Path(config.run, "checkpoints")),
+    )
+
+
+def _train_here(source: str | None, overrides: list[str], stop: StopRequest, *, dry_run: bool) -> None:
+    """Trains in this process, which is one rank or all of them."""
     from megalith.topology.agreement import agreed
     from megalith.training.preflight import preflight, resolve_source
-    from megalith.training.process_group import choose_device, process_group
+    from megalith.training.process_group import choose_device, process_group, world_size_from_environment
 
-    launched = "RANK" in os.environ
-    world_size = int(os.environ["WORLD_SIZE"]) if launched else nproc
     # one rank may see other files than the rest, so that ranks judge their input together
-    with process_group(choose_device()) if launched else nullcontext():
+    with process_group(choose_device()) if "RANK" in os.environ else nullcontext():
         with agreed():
-            source, overrides = resolve_source(source, overrides or [])
-            config = preflight(source, overrides, world_size)
+            config = preflight(*resolve_source(source, overrides), world_size_from_environment())
         if dry_run:
-            from megalith.training.dry_run import describe
-
-            print(describe(config, world_size))
-            return
-        if launched or nproc == 1:
-            _train_here(config)
-    if nproc > 1 and not launched:
-        from megalith.training.launch import launch
-
-        raise typer.Exit(launch(nproc, ["train", source, *overrides]))
+            _describe(config, world_size_from_environment())
+        else:
+            _train(config, stop)
 
 
-def _train_here(config: "RunConfig") -> None:
-    """Trains in this process, which is one rank or all of them."""
+def _describe(config: "RunConfig", world_size: int) -> None:
+    from megalith.training.dry_run import describe
+
+    print(describe(config, world_size))
+
+
+def _train(config: "RunConfig", stop: StopRequest) -> None:
     from megalith.cli.console import Console
     from megalith.insight.report import write_report_if_possible
     from megalith.training.loop import Outcome
@@ -66,9 +99,17 @@ def _train_here(config: "RunConfig") -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     console = Console()
-    outcome = pretrain(config, console.show, console.show_progress)
+    outcome = pretrain(config, console.show, console.show_progress, stop=stop)
     console.close()
     if os.environ.get("RANK", "0") == "0":
         console.show(write_report_if_possible(config.run))
     if outcome is Outcome.STOPPED:
-        raise typer.Exit(75)
+        raise typer.Exit(SAVED)
+
+
+def _announce(line: str) -> None:
+    """Says that this process was asked to stop: through its supervisor, or rank 0 for all."""
+    if is_supervised():
+        tell(asked=line)
+    elif os.environ.get("RANK", "0") == "0":
+        say(line)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from megalith.resilience.rank_link import tell
 from megalith.resilience.stop_request import StopRequest
 from megalith.topology.agreement import attempt
 from megalith.training.run import Run
@@ -70,6 +71,7 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest) -> Outcome
         finished = FinishedStep(result, time.perf_counter() - started, spans)
         for callback in callbacks:
             callback.on_step(run, finished)
+        tell(step=run.state.step)
     run.pending.settle()
     for callback in callbacks:
         callback.on_end(run, outcome)

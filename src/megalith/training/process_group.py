@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from megalith.resilience.launch import RENDEZVOUS
+
 __all__ = ["choose_device", "process_group", "world_size_from_environment"]
 
 
@@ -24,7 +26,10 @@ def choose_device() -> torch.device:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """The default process group: torchrun's, or one of this process alone. One that exists already is left as it is."""
+    """The default process group: of torchrun's ranks, of ``launch``'s, or of this process alone.
+
+    One that exists already is left as it is.
+    """
     if dist.is_initialized():
         yield
         return
@@ -32,7 +37,8 @@ def process_group(device: torch.device) -> Iterator[None]:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        rank, world_size = int(os.environ["RANK"]), world_size_from_environment()
+        dist.init_process_group(backend, os.environ.get(RENDEZVOUS), rank=rank, world_size=world_size)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # torch exports it unsaid
     try:

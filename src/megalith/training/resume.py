@@ -5,11 +5,11 @@ from megalith.checkpoint.load import load_tensors, read_state
 from megalith.checkpoint.save import save_checkpoint
 from megalith.checkpoint.verify import verify_checkpoint
 from megalith.errors import CheckpointError
-from megalith.storage import Store
+from megalith.storage import Location, Store, open_store
 from megalith.topology.agreement import agreed, everywhere
 from megalith.training.run import Run
 
-__all__ = ["resume_or_load", "save"]
+__all__ = ["resume_or_load", "save", "where_it_goes_on"]
 
 
 def save(run: Run, keep_last: int) -> Store:
@@ -17,6 +17,14 @@ def save(run: Run, keep_last: int) -> Store:
     with agreed(f"step {run.state.step} is not saved"):
         tensors, state = run.tensors(), run.state_dict()
     return save_checkpoint(run.checkpoints, run.state.step, tensors, state, keep_last=keep_last)
+
+
+def where_it_goes_on(checkpoints: Location) -> str:
+    """What starting the same command again would do, for a person whose run has just ended too early."""
+    newest = find_checkpoint(checkpoints)
+    if newest is None:
+        return "no checkpoint was saved: the same command starts again from step 0"
+    return f"the same command goes on from step {int(open_store(newest).split()[1].removeprefix('step-'))}"
 
 
 def resume_or_load(run: Run) -> str:
