@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megalith.config import RunConfig, dump_yaml
 from megalith.observe.machine import describe_machine
+from megalith.observe.run_log import RunLog
 from megalith.resilience.stop_request import StopRequest
 from megalith.storage.atomic import write_json_atomic, write_text_atomic
 from megalith.storage.run_lock import RunLock
@@ -30,9 +31,10 @@ def pretrain(
 ) -> Outcome:
     """Trains as ``config``, which preflight has resolved, says; every rank calls it.
 
-    Writes into the folder ``config.run``: config.yaml, about.json, metrics.jsonl, checkpoints/. On rank 0 ``show`` is
-    given lines for a person to read, and ``show_progress`` lines of which the next may replace the last. ``parts`` of a
-    user's own replace the house's. ``stop`` is entered already; without it signals are heard from here on.
+    Writes into the folder ``config.run``: config.yaml, about.json, metrics.jsonl, logs/, checkpoints/. On rank 0
+    ``show`` is given lines for a person to read, and ``show_progress`` lines of which the next may replace the last.
+    ``parts`` of a user's own replace the house's. ``stop`` is entered already; without it signals are heard from here
+    on.
 
     Raises:
         MegalithError: on every rank; nothing that was there before is lost.
@@ -45,6 +47,10 @@ def pretrain(
         stack.enter_context(_locked(Path(config.run)))
         if dist.get_rank() != 0:
             show = show_progress = _say_nothing
+        with agreed():
+            if dist.get_rank() == 0:
+                run_log = stack.enter_context(RunLog(Path(config.run, "logs", "run.log")))
+                show, show_progress = run_log.kept(show), run_log.kept(show_progress)
         run = build_run(config, device, parts)
         show(resume_or_load(run))
         with agreed():
