@@ -33,6 +33,8 @@ def pretrain(
     given lines for a person to read, and ``show_progress`` lines of which the next may replace the last. ``parts`` of a
     user's own replace the house's.
 
+    A run whose steps are all done writes nothing.
+
     Raises:
         MegalithError: on every rank; nothing that was there before is lost.
     """
@@ -43,7 +45,11 @@ def pretrain(
         if dist.get_rank() != 0:
             show = show_progress = _say_nothing
         run = build_run(config, device, parts)
-        show(resume_or_load(run))
+        beginning = resume_or_load(run)
+        for line in beginning.lines:
+            show(line)
+        if beginning.is_done:
+            return Outcome.WAS_DONE
         with agreed():
             metrics = Metrics(run, show, show_progress)
             callbacks = [metrics, HeldOutLoss(run, metrics), Checkpoints(run), *(parts.callbacks if parts else ())]
