@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from megalith.checkpoint import load_tensors, read_state, save_checkpoint, verify_checkpoint
 from megalith.errors import CheckpointError, StorageError
 from megalith.storage import MANIFEST, LocalStore, manifest_of, read_manifest, record_of
+from tests.checkpoint.manifests import list_in_manifest
 from tests.rank_pool import ranks
 
 SHARD = "shard-00000-of-00001.safetensors"
@@ -34,13 +35,6 @@ class Trap:
 
     def __reduce__(self):
         return os.mkdir, (str(self.marker),)
-
-
-def list_in_manifest(checkpoint: Path) -> None:
-    """What a forger would do: a manifest that is right about every file."""
-    names = [path.name for path in checkpoint.iterdir() if path.name != MANIFEST]
-    records = {name: record_of([(checkpoint / name).read_bytes()]) for name in names}
-    (checkpoint / MANIFEST).write_bytes(manifest_of(records))
 
 
 def refusal(checkpoint: Path) -> str:

@@ -1,12 +1,12 @@
 """A short name for the content of a dataset: what a checkpoint keeps to recognise the data that it was trained on.
 
-    TOKENS tokens in DOCUMENTS documents, sha256 of (tokens read | where documents begin | their number | of tokens)
+    sha256(tokens | number of tokens | where documents begin | how many of those), its first 128 bits, and the counts
 
 Values are hashed, not files: another path, another type on disk or another sidecar is still the same data. Up to 2^20
-values of either kind are all read. Of more, 16 blocks of 4,096, the first, the last and 14 at even distances, so that a
-terabyte costs a few dozen reads, milliseconds on a local disk. Other text, another tokenizer, more or fewer documents
-and another order of them change what is read. A change that keeps every length and lies between the blocks does not:
-nobody makes one by preparing data, and whoever looks for one finds it.
+tokens, and as many documents, all of them are hashed; of more, 16 blocks of 4,096: the first, the last, and 14 at even
+distances. So a terabyte costs a few dozen reads, milliseconds on a local disk. Other text, another tokenizer, documents
+that were added, taken away or put in another order are noticed. Tokens of a large dataset that are changed in place,
+between the blocks and with every length kept, are not. The hash tells accidents apart, it does not stop a forger.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def fingerprint(tokens: Tokens, document_starts: NDArray[np.int64]) -> str:
         for part in _read(values):
             digest.update(part.astype("<i8").tobytes())
         digest.update(len(values).to_bytes(8, "little"))
-    return f"{len(tokens):,} tokens in {len(document_starts) - 1:,} documents, sha256 {digest.hexdigest()}"
+    return f"{digest.hexdigest()[:32]} ({len(tokens):,} tokens in {len(document_starts) - 1:,} documents)"
 
 
 def _read(values: Tokens) -> Iterator[NDArray[np.int64]]:

@@ -12,7 +12,7 @@ __all__ = ["MOST_COUNTED", "JsonFields", "shown"]
 
 # no run counts further, and sample numbers times the tokens of a sample stay within int64
 MOST_COUNTED = 10**14
-_SHOWN = 60  # characters of a value in a message
+_SHOWN = 100  # characters of a value in a message
 
 
 def shown(value: Any) -> str:
