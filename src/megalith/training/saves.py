@@ -30,18 +30,19 @@ def note_save(run_folder: Path, step: int, checkpoint: Store) -> None:
 def refuse_if_saved(run_folder: Path, checkpoints: Store, damaged: Mapping[str, CheckpointError]) -> None:
     """Raises CheckpointError if the run in ``run_folder`` has saved, none of whose checkpoints is sound.
 
-    ``damaged`` are those with a sound manifest that were found damaged, and why.
+    Otherwise removes a note that an earlier run has left. ``damaged``: why those are not sound whose manifest is.
     """
     traces = traces_of_saves(checkpoints)
     metrics = run_folder / "metrics.jsonl"
     last_step = max((record["step"] for record in read_metrics(run_folder)), default=0) if metrics.is_file() else 0
     lost = last_step > 0 and ((run_folder / _NOTE).exists() or _is_past_a_save(run_folder, last_step))
     if not (traces or lost):
-        (run_folder / _NOTE).unlink(
-            missing_ok=True
-        )  # of a run whose metrics were moved away: it says nothing of this one
+        with explained("remove", run_folder / _NOTE):
+            # it is of a run whose metrics were moved away, and would say of this one that it had saved
+            (run_folder / _NOTE).unlink(missing_ok=True)
         return
-    reasons = [str(damaged[name]) if name in damaged else _why(checkpoints, name) for name in traces]
+    steps = [name for name in traces if name != LATEST] or traces
+    reasons = [str(damaged[name]) if name in damaged else _why(checkpoints, name) for name in steps]
     if last_step:
         reasons.append(f"{metrics} goes to step {last_step}")
     to_move = [str(metrics)] * metrics.exists() + [str(checkpoints)] * bool(traces)
