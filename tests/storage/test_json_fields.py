@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megalith.errors import CheckpointError
-from megalith.storage import MOST_COUNTED, JsonFields, shown
+from megalith.storage import MOST_COUNTED, WAY_OUT, JsonFields, shown
 
 
 def nested(depth: int) -> list[object]:
@@ -45,11 +45,9 @@ def test_fields_are_given_as_they_are():
 @pytest.mark.parametrize("value", [-1, MOST_COUNTED + 1, 2.0, True, "2", None, math.nan])
 def test_what_is_no_count_is_refused_by_its_dotted_name(value):
     fields = JsonFields({"o": {"n": value}}).object("o")
-    with pytest.raises(
-        CheckpointError, match=r"^o\.n must be a whole number from 0 to 100000000000000; got "
-    ) as caught:
+    with pytest.raises(CheckpointError) as caught:
         fields.count("n")
-    assert str(caught.value).endswith(shown(value))
+    assert str(caught.value) == f"o.n must be a whole number from 0 to 100000000000000; got {shown(value)}; {WAY_OUT}"
 
 
 @pytest.mark.parametrize("value", [-0.5, math.nan, math.inf, 10**400, True, "2", None, [1.0]])

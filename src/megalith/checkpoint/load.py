@@ -17,7 +17,7 @@ from megalith.checkpoint.save import MOST_STATE_BYTES, STATE
 from megalith.checkpoint.shard_file import ShardFile
 from megalith.checkpoint.verify import read_verified, verify_checkpoint
 from megalith.errors import CheckpointError
-from megalith.storage import Store, open_store, read_manifest, shown
+from megalith.storage import WAY_OUT, Store, open_store, read_manifest, shown
 from megalith.topology.agreement import agreed, all_gather, everywhere
 
 __all__ = ["load_tensors", "read_state"]
@@ -70,14 +70,14 @@ def read_state(location: str | Path | Store) -> dict[str, Any]:
         path = store / STATE
         record = read_manifest(store).get(STATE)
         if record is not None and record.bytes > MOST_STATE_BYTES:
-            raise CheckpointError(f"{path} may have {MOST_STATE_BYTES} bytes at most; it has {record.bytes}")
+            raise CheckpointError(f"{path} may have {MOST_STATE_BYTES} bytes at most; it has {record.bytes}; {WAY_OUT}")
         content = read_verified(store, STATE)
         try:
             state = json.loads(content.decode("utf-8"))  # of bytes, json would take UTF-16 too
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} must be JSON in UTF-8, and is not: {error}") from error
+            raise CheckpointError(f"{path} must be JSON in UTF-8, and is not: {error}; {WAY_OUT}") from error
         if not isinstance(state, dict):
-            raise CheckpointError(f"{path} must be a JSON object; got {shown(state)}")
+            raise CheckpointError(f"{path} must be a JSON object; got {shown(state)}; {WAY_OUT}")
     return state
 
 

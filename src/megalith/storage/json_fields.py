@@ -8,7 +8,9 @@ from typing import Any
 
 from megalith.errors import CheckpointError
 
-__all__ = ["MOST_COUNTED", "JsonFields", "shown"]
+__all__ = ["MOST_COUNTED", "WAY_OUT", "JsonFields", "shown"]
+
+WAY_OUT = "use an older checkpoint, or copy this one again from where it came"
 
 # no run counts further, and sample numbers times the tokens of a sample stay within int64
 MOST_COUNTED = 10**14
@@ -70,13 +72,13 @@ class JsonFields:
         """Refuses any other field."""
         if other := sorted(self.values.keys() - set(fields)):
             raise CheckpointError(
-                f"{self.name or 'it'} must have {', '.join(fields)} and no other; it has {shown(other[0])}"
+                f"{self.name or 'it'} must have {', '.join(fields)} and no other; it has {shown(other[0])}; {WAY_OUT}"
             )
 
     def wrong(self, field: str, wanted: str) -> CheckpointError:
         """The error that says what the field should be."""
         given = f"got {shown(self.values[field])}" if field in self.values else "it is missing"
-        return CheckpointError(f"{self._name_of(field)} must be {wanted}; {given}")
+        return CheckpointError(f"{self._name_of(field)} must be {wanted}; {given}; {WAY_OUT}")
 
     def _name_of(self, field: str) -> str:
         return f"{self.name}.{field}" if self.name else field

@@ -9,7 +9,7 @@ from megalith.checkpoint.load import load_tensors
 from megalith.checkpoint.save import STATE, save_checkpoint
 from megalith.checkpoint.verify import verify_checkpoint
 from megalith.errors import CheckpointError, StorageError
-from megalith.storage import Store
+from megalith.storage import WAY_OUT, Store
 from megalith.topology.agreement import agreed, everywhere, rank
 from megalith.training.continuity import changed, compared, kept_settings
 from megalith.training.run import Run
@@ -77,7 +77,9 @@ def _resume(run: Run, path: Store, damaged: dict[str, CheckpointError]) -> Begin
     saved = read_saved_state(path)
     with agreed(f"{path} cannot be resumed"):
         if step_name(saved.train.step) != path.split()[1]:
-            raise CheckpointError(f"train.step of {STATE} must be that of the folder's name; got {saved.train.step}")
+            raise CheckpointError(
+                f"train.step of {STATE} must be that of the folder's name; got {saved.train.step}; {WAY_OUT}"
+            )
         _refuse_a_break(run, saved, path)
     step, steps = saved.train.step, run.config.train.steps
     lines = [str(error) for error in damaged.values()]

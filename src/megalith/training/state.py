@@ -14,7 +14,7 @@ from megalith.checkpoint.save import STATE
 from megalith.errors import CheckpointError
 from megalith.optim.loss_scale import checked_loss_scale_state
 from megalith.optim.optimizer_param_scheduler import checked_scheduler_state
-from megalith.storage import MOST_COUNTED, JsonFields, Store, shown
+from megalith.storage import MOST_COUNTED, JsonFields, Store
 from megalith.topology.agreement import agreed
 
 __all__ = ["STATE_VERSION", "SavedState", "TrainState", "checked_state", "read_saved_state", "upgraded"]
@@ -107,12 +107,13 @@ def checked_state(state: State) -> SavedState:
     """``read_saved_state`` of what the file holds. Raises CheckpointError."""
     fields = JsonFields(upgraded(state))
     train = TrainState.read(fields.object("train"))
-    rng = fields.object("rng")
+    scheduler, rng = fields.object("scheduler"), fields.object("rng")
+    scheduler.count("num_steps", at_most=train.step)
     rng.count("step")
     return SavedState(
         train,
-        scheduler=checked_scheduler_state(fields.object("scheduler")),
-        loss_scale=None if fields.is_null("loss_scale") else checked_loss_scale_state(fields.object("loss_scale")),
+        scheduler=checked_scheduler_state(scheduler),
+        loss_scale=None if fields.is_null("loss_scale") else _loss_scale(fields.object("loss_scale"), train.step),
         seed=rng.count("seed", at_most=2**63 - 1),
         data=None if fields.is_null("data") else _identity(fields.object("data"), train.consumed_samples),
         settings=None if fields.is_null("settings") else fields.object("settings").values,
@@ -139,6 +140,12 @@ def upgraded(
     return {**state, "version": wanted}
 
 
+def _loss_scale(fields: JsonFields, steps: int) -> Mapping[str, Any]:
+    """The loss scale's state after so many ``steps``: past its window, a count of clean ones would never be reset."""
+    fields.count("clean_steps", at_most=steps)
+    return checked_loss_scale_state(fields)
+
+
 def _identity(fields: JsonFields, consumed_samples: int) -> Mapping[str, Any]:
     """The identity of the data in ``fields``, whose position in tokens must be that of the samples."""
     tokens_per_sample = fields.count("tokens_per_sample", at_least=1)
@@ -147,8 +154,8 @@ def _identity(fields: JsonFields, consumed_samples: int) -> Mapping[str, Any]:
         raise fields.wrong(
             "tokens", f"{consumed_samples * tokens_per_sample}, of {consumed_samples} samples of {tokens_per_sample}"
         )
-    identity = fields.object("identity").values
-    for name, value in identity.items():
+    identity = fields.object("identity")
+    for name, value in identity.values.items():
         if isinstance(value, Mapping | list):
-            raise CheckpointError(f"data.identity.{name} must be a plain value; got {shown(value)}")
-    return {"tokens_per_sample": tokens_per_sample, **identity}
+            raise identity.wrong(name, "a plain value")
+    return {"tokens_per_sample": tokens_per_sample, **identity.values}
