@@ -101,7 +101,7 @@ def _train(config: "RunConfig", stop: StopRequest) -> None:
     console = Console()
     outcome = pretrain(config, console.show, console.show_progress, stop=stop)
     console.close()
-    if os.environ.get("RANK", "0") == "0":
+    if outcome is not Outcome.WAS_DONE and os.environ.get("RANK", "0") == "0":
         console.show(write_report_if_possible(config.run))
     if outcome is Outcome.STOPPED:
         raise typer.Exit(SAVED)

@@ -16,9 +16,10 @@ __all__ = ["Callback", "FinishedStep", "Outcome", "train"]
 
 
 class Outcome(Enum):
-    """How a run ended: every step done, or stopped on request with its state saved."""
+    """How a run ended: every step done, now or by an earlier start; or stopped on request with its state saved."""
 
     DONE = "done"
+    WAS_DONE = "was done"
     STOPPED = "stopped"
 
 

@@ -36,6 +36,8 @@ def pretrain(
     ``parts`` of a user's own replace the house's. ``stop`` is entered already; without it signals are heard from here
     on.
 
+    A run whose steps are all done writes nothing.
+
     Raises:
         MegalithError: on every rank; nothing that was there before is lost.
     """
@@ -52,7 +54,11 @@ def pretrain(
                 run_log = stack.enter_context(RunLog(Path(config.run, "logs", "run.log")))
                 show, show_progress = run_log.kept(show), run_log.kept(show_progress)
         run = build_run(config, device, parts)
-        show(resume_or_load(run))
+        beginning = resume_or_load(run)
+        for line in beginning.lines:
+            show(line)
+        if beginning.is_done:
+            return Outcome.WAS_DONE
         with agreed():
             metrics = Metrics(run, show, show_progress)
             callbacks = [metrics, HeldOutLoss(run, metrics), Checkpoints(run), *(parts.callbacks if parts else ())]
