@@ -49,16 +49,16 @@ def pretrain(
         stack.enter_context(_locked(Path(config.run)))
         if dist.get_rank() != 0:
             show = show_progress = _say_nothing
-        with agreed():
-            if dist.get_rank() == 0:
-                run_log = stack.enter_context(RunLog(Path(config.run, "logs", "run.log")))
-                show, show_progress = run_log.kept(show), run_log.kept(show_progress)
         run = build_run(config, device, parts)
         beginning = resume_or_load(run)
-        for line in beginning.lines:
-            show(line)
         if beginning.is_done:
+            show("\n".join(beginning.lines))
             return Outcome.WAS_DONE
+        with agreed():
+            if dist.get_rank() == 0:
+                run_log = stack.enter_context(RunLog(run.folder / "logs" / "run.log"))
+                show, show_progress = run_log.kept(show), run_log.kept(show_progress)
+        show("\n".join(beginning.lines))
         with agreed():
             metrics = Metrics(run, show, show_progress)
             callbacks = [metrics, HeldOutLoss(run, metrics), Checkpoints(run), *(parts.callbacks if parts else ())]
