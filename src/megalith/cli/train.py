@@ -39,6 +39,8 @@ def train(
 
     launched = "RANK" in os.environ
     world_size = int(os.environ["WORLD_SIZE"]) if launched else nproc
+    if launched or nproc == 1:  # ranks say it for the process that starts them
+        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     # one rank may see other files than the rest, so that ranks judge their input together
     with process_group(choose_device()) if launched else nullcontext():
         with agreed():
@@ -64,7 +66,6 @@ def _train_here(config: "RunConfig") -> None:
     from megalith.training.loop import Outcome
     from megalith.training.pretrain import pretrain
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     console = Console()
     outcome = pretrain(config, console.show, console.show_progress)
     console.close()

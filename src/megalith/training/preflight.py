@@ -1,5 +1,6 @@
 """Everything that can be wrong with a run, found before a rank starts or torch is loaded, and told at once."""
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -8,12 +9,15 @@ from pathlib import Path
 from megalith.checkpoint.folders import find_checkpoint
 from megalith.config import RunConfig, load_run, recipe_names
 from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.token_ids import check_dataset
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, MegalithError
 from megalith.storage import MANIFEST, child, open_store
 from megalith.training.process_group import choose_device
 
 __all__ = ["load_tokenizer", "preflight", "resolve_source"]
+
+log = logging.getLogger(__name__)
 
 
 def resolve_source(source: str | None, overrides: Sequence[str]) -> tuple[str, list[str]]:
@@ -34,7 +38,7 @@ def preflight(source: str, overrides: Sequence[str], world_size: int) -> RunConf
     """
     config = load_run(source, overrides, world_size=world_size)
     problems: list[str] = []
-    for check in (_check_datasets, _check_vocabulary, _check_folders, _check_compiler):
+    for check in (_check_datasets, _check_vocabulary, _check_token_ids, _check_folders, _check_compiler):
         problems += _problems(check, config)
     if problems:
         raise ConfigError(problems[0] if len(problems) == 1 else "this run cannot start:\n  " + "\n  ".join(problems))
@@ -115,6 +119,26 @@ def _check_vocabulary(config: RunConfig) -> Iterator[str]:
         yield f"model.vocab_size ({given}) is smaller than the tokenizer's vocabulary ({needed}); use {needed} or more"
 
 
+def _check_token_ids(config: RunConfig) -> Iterator[str]:
+    """Every token id has a row in the embedding, as far as can be told before samples are read."""
+    train = _dataset(config)
+    if train is None:
+        return
+    needed, given = _vocabulary(config, train), config.model.vocab_size
+    vocab_size = needed if given is None else given
+    if vocab_size is None or (needed is not None and vocab_size < needed):
+        return  # told by _check_vocabulary
+    for name, prefix in (("data.train", config.data.train), ("data.valid", config.data.valid)):
+        dataset = _opened(prefix)
+        if dataset is None:
+            continue
+        found = check_dataset(dataset, vocab_size)
+        if found.problem is not None:
+            yield f"{name}: {found.problem}"
+        if found.scanned is not None and os.environ.get("RANK", "0") == "0":
+            log.info("%s: %s", name, found.scanned)
+
+
 def _check_folders(config: RunConfig) -> Iterator[str]:
     """What is to be loaded is there, and a run that is there already is not mixed with a new one."""
     folder = Path(config.run)
@@ -139,10 +163,15 @@ def _check_compiler(config: RunConfig) -> Iterator[str]:
 
 def _dataset(config: RunConfig) -> IndexedDataset | None:
     """The training data, or None where another check has told what is wrong with them."""
-    if config.data.train is None:
+    return _opened(config.data.train)
+
+
+def _opened(prefix: str | None) -> IndexedDataset | None:
+    """The dataset, or None where another check has told what is wrong with it."""
+    if prefix is None:
         return None
     try:
-        return IndexedDataset(config.data.train)
+        return IndexedDataset(prefix)
     except DataError:
         return None
 
