@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megalith.checkpoint.folders import find_checkpoint
 from megalith.config import RunConfig, load_run, recipe_names
+from megalith.config.yaml_text import write_override
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.token_ids import check_dataset
 from megalith.data.tokenizer import Tokenizer
@@ -15,18 +16,39 @@ from megalith.errors import ConfigError, DataError, MegalithError
 from megalith.storage import MANIFEST, child, open_store
 from megalith.training.process_group import choose_device
 
-__all__ = ["load_tokenizer", "preflight", "resolve_source"]
+__all__ = ["KEPT_TOKENIZER", "load_tokenizer", "preflight", "resolve_source"]
 
 log = logging.getLogger(__name__)
 
+KEPT_TOKENIZER = "tokenizer.json"  # in the run's folder
+
 
 def resolve_source(source: str | None, overrides: Sequence[str]) -> tuple[str, list[str]]:
-    """The recipe or file, and the overrides. Raises ConfigError naming the recipes when there is none."""
+    """The recipe or file, and the overrides.
+
+    A run's folder stands for its config.yaml, and a config.yaml that a run has written stands for the run in the folder
+    where it lies now, which is an override in front of the others.
+
+    Raises:
+        ConfigError: there is no recipe or file, or the folder holds no run; it names the recipes.
+    """
     if source is None or "=" in source:
         raise ConfigError(
             f"name a recipe or a YAML file first: {', '.join(recipe_names())}; "
             "for example: megalith train llama-4m data.train=PREFIX"
         )
+    settings = Path(source)
+    if source in recipe_names():
+        return source, list(overrides)
+    if settings.is_dir():
+        settings = settings / "config.yaml"
+        if not settings.is_file():
+            raise ConfigError(
+                f"{source} is a folder without a config.yaml, so that it holds no run to go on with; give a run's "
+                f"folder, a YAML file, or one of the recipes {', '.join(recipe_names())}"
+            )
+    if settings.name == "config.yaml" and (settings.parent / "about.json").is_file():
+        return str(settings), [write_override("run", os.path.abspath(settings.parent)), *overrides]
     return source, list(overrides)
 
 
@@ -48,6 +70,8 @@ def preflight(source: str, overrides: Sequence[str], world_size: int) -> RunConf
 def load_tokenizer(config: RunConfig) -> Tokenizer:
     """The tokenizer of a run: ``data.tokenizer``, or the one named beside its training data.
 
+    Where the latter is not there any more, the run's own copy of it is taken.
+
     Raises:
         DataError: neither names one, or it cannot be read.
     """
@@ -60,7 +84,12 @@ def load_tokenizer(config: RunConfig) -> Tokenizer:
         raise DataError(
             f"{config.data.train} does not say which tokenizer made it; give data.tokenizer=PATH of a tokenizer.json"
         )
-    return Tokenizer.load(Path(config.data.train).parent / sidecar.tokenizer, eod)
+    named = Path(config.data.train).parent / sidecar.tokenizer
+    if not named.exists() and (kept := Path(config.run) / KEPT_TOKENIZER).exists():
+        tokenizer = Tokenizer.load(kept, eod)
+        if tokenizer.sha256 == sidecar.tokenizer_sha256:
+            return tokenizer
+    return Tokenizer.load(named, eod)
 
 
 def _problems(check: Callable[[RunConfig], Iterator[str]], config: RunConfig) -> list[str]:
@@ -146,7 +175,8 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
         yield f"run ({folder}) is a file; choose another folder with run=..."
     elif config.resume == "never" and any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         yield f"{folder} holds a run already and resume=never would mix with it; choose another run=..., or resume=auto"
-    if config.load is not None and MANIFEST not in open_store(config.load).names():
+    goes_on = config.resume == "auto" and any(folder.glob("checkpoints/step-*"))  # and loads nothing
+    if config.load is not None and not goes_on and MANIFEST not in open_store(config.load).names():
         newest = find_checkpoint(child(config.load, "checkpoints"))
         way_out = f"load={newest}" if newest else "a folder such as RUN/checkpoints/step-00000100"
         yield f"load ({config.load}) is not a complete checkpoint; give {way_out}"

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megalith.config import RunConfig, dump_yaml
-from megalith.observe.machine import describe_machine
+from megalith.config import RunConfig
 from megalith.resilience.stop_request import StopRequest
-from megalith.storage.atomic import write_json_atomic, write_text_atomic
 from megalith.storage.run_lock import RunLock
 from megalith.topology.agreement import agreed
 from megalith.training.callbacks import Checkpoints, HeldOutLoss, Metrics
 from megalith.training.loop import Outcome, train
 from megalith.training.process_group import choose_device, process_group
 from megalith.training.resume import resume_or_load
+from megalith.training.run_folder import write_run_files
 from megalith.training.setup import RunParts, build_run
 
 __all__ = ["pretrain"]
@@ -29,9 +28,9 @@ def pretrain(
 ) -> Outcome:
     """Trains as ``config``, which preflight has resolved, says; every rank calls it.
 
-    Writes into the folder ``config.run``: config.yaml, about.json, metrics.jsonl, checkpoints/. On rank 0 ``show`` is
-    given lines for a person to read, and ``show_progress`` lines of which the next may replace the last. ``parts`` of a
-    user's own replace the house's.
+    Writes into the folder ``config.run``: config.yaml, about.json, tokenizer.json, metrics.jsonl, checkpoints/. On rank
+    0 ``show`` is given lines for a person to read, and ``show_progress`` lines of which the next may replace the last.
+    ``parts`` of a user's own replace the house's.
 
     Raises:
         MegalithError: on every rank; nothing that was there before is lost.
@@ -48,12 +47,7 @@ def pretrain(
             metrics = Metrics(run, show, show_progress)
             callbacks = [metrics, HeldOutLoss(run, metrics), Checkpoints(run), *(parts.callbacks if parts else ())]
             if dist.get_rank() == 0:
-                write_text_atomic(run.folder / "config.yaml", dump_yaml(config))
-                about = {
-                    "parameters": sum(chunk.num_parameters() for chunk in run.chunks),
-                    "dtype": config.precision.dtype,
-                }
-                write_json_atomic(run.folder / "about.json", about | describe_machine())
+                write_run_files(run)
         outcome = train(run, callbacks, stop)
         if outcome is Outcome.STOPPED:
             show(f"saved at step {run.state.step}; the same command goes on from there")
