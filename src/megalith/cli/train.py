@@ -15,7 +15,10 @@ __all__ = ["train"]
 
 Source = Annotated[
     str | None,
-    typer.Argument(help="A recipe's name or a YAML file; left out, the recipes are listed.", metavar="RECIPE"),
+    typer.Argument(
+        help="A recipe's name, a YAML file, or the folder of a run to go on with; left out, the recipes are listed.",
+        metavar="RECIPE",
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
