@@ -90,7 +90,9 @@ def test_tokens_come_as_often_as_their_probability_says(sampling, want):
     assert_frequencies(sampling, want)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-9), Sampling(1e-40)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-9), Sampling(1e-40), Sampling(1e-320)], ids=str
+)
 def test_at_their_limits_all_are_greedy(sampling):
     model = GPTModel(config(), seed=1)  # float32: a logit divided by 1e-40 is infinite
     assert generate(model, PROMPT, 8, sampling=sampling, seed=1) == generate(model, PROMPT, 8, sampling=GREEDY, seed=2)

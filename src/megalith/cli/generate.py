@@ -50,8 +50,6 @@ def generate(
         text = _prompt(prompt, prompt_file)
         check_prompt(text)
         generator = TextGenerator.load(source, tokenizer, eod)
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")  # a model may write what this terminal cannot show
         for number in range(samples):
             pieces = generator.stream(text, max_new_tokens, sampling=sampling, seed=seed + number)
             if samples > 1:

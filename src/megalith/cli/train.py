@@ -37,7 +37,7 @@ def train(
     The same command continues a run that was stopped: exit code 75 says that it was, and that its state is saved.
     """
     from megalith.topology.agreement import agreed
-    from megalith.training.preflight import preflight, resolve_source
+    from megalith.training.preflight import preflight, resolve_run_folder, resolve_source
     from megalith.training.process_group import choose_device, process_group
 
     launched = "RANK" in os.environ
@@ -48,6 +48,7 @@ def train(
     with process_group(choose_device()) if launched else nullcontext():
         with agreed():
             source, overrides = resolve_source(source, overrides or [])
+            source, overrides = resolve_run_folder(source, overrides)
             config = preflight(source, overrides, world_size)
         if dry_run:
             from megalith.training.dry_run import describe

@@ -125,7 +125,8 @@ def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.temperature == 0.0:
         return int(logits.argmax())
-    logits = (logits - logits.max()) / sampling.temperature  # at most 0, so that no temperature makes it overflow
+    # at most 0, so that no temperature makes it overflow; a divisor that rounds to 0 would make it NaN
+    logits = (logits - logits.max()) / max(sampling.temperature, torch.finfo(logits.dtype).tiny)
     if sampling.top_k is not None:
         smallest = logits.topk(min(sampling.top_k, logits.numel())).values[-1]
         logits = logits.masked_fill(logits < smallest, float("-inf"))

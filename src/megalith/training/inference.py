@@ -20,7 +20,7 @@ from megalith.storage import MANIFEST, Store, open_store
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.evaluation import evaluate
 from megalith.training.process_group import choose_device
-from megalith.training.run_folder import find_tokenizer, read_config
+from megalith.training.run_folder import kept_tokenizer, read_config
 from megalith.training.setup import DTYPES
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
@@ -126,6 +126,10 @@ def evaluate_checkpoint(
         max_samples=max_samples,
         progress=progress,
     )
+    if not found.num_tokens:
+        raise DataError(
+            f"{prefix}: no token that was read has a loss, so that there is nothing to measure; use more text"
+        )
     return CheckpointLoss(prefix, found.loss, found.num_tokens, trained.step)
 
 
@@ -150,16 +154,15 @@ def _check_fits(dataset: IndexedDataset, folder: Store, config: RunConfig) -> No
 
 
 def _tokenizer_sha256(folder: Store, config: RunConfig) -> str | None:
-    """The digest of the run's tokenizer; None where nothing is left that tells."""
+    """The digest of the run's tokenizer; None where nothing is left that tells. Raises DataError if it is damaged."""
+    if (kept := kept_tokenizer(folder)) is not None:
+        return kept.sha256
+    assert config.data.train is not None, "a run was trained on something"
     try:
-        return find_tokenizer(folder, config).sha256
-    except DataError:
-        pass
-    try:
-        train = None if config.data.train is None else IndexedDataset(config.data.train)
+        sidecar = IndexedDataset(config.data.train).sidecar
     except DataError:
         return None
-    return None if train is None or train.sidecar is None else train.sidecar.tokenizer_sha256
+    return None if sidecar is None else sidecar.tokenizer_sha256
 
 
 def _checkpoint(source: Store) -> Store:

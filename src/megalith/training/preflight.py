@@ -16,7 +16,7 @@ from megalith.errors import ConfigError, DataError, MegalithError
 from megalith.storage import MANIFEST, child, open_store
 from megalith.training.process_group import choose_device
 
-__all__ = ["KEPT_TOKENIZER", "load_tokenizer", "preflight", "resolve_source"]
+__all__ = ["KEPT_TOKENIZER", "load_tokenizer", "preflight", "resolve_run_folder", "resolve_source"]
 
 log = logging.getLogger(__name__)
 
@@ -24,19 +24,24 @@ KEPT_TOKENIZER = "tokenizer.json"  # in the run's folder
 
 
 def resolve_source(source: str | None, overrides: Sequence[str]) -> tuple[str, list[str]]:
-    """The recipe or file, and the overrides.
-
-    A run's folder stands for its config.yaml, and a config.yaml that a run has written stands for the run in the folder
-    where it lies now, which is an override in front of the others.
-
-    Raises:
-        ConfigError: there is no recipe or file, or the folder holds no run; it names the recipes.
-    """
+    """The recipe or file, and the overrides. Raises ConfigError naming the recipes when there is none."""
     if source is None or "=" in source:
         raise ConfigError(
             f"name a recipe or a YAML file first: {', '.join(recipe_names())}; "
             "for example: megalith train llama-4m data.train=PREFIX"
         )
+    return source, list(overrides)
+
+
+def resolve_run_folder(source: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
+    """A run's folder as a source of settings: its config.yaml, and the folder itself as the run to go on with.
+
+    A config.yaml that a run has written stands for the run in the folder where it lies now, too. What is neither comes
+    back as it is.
+
+    Raises:
+        ConfigError: the source is a folder, but holds no run.
+    """
     settings = Path(source)
     if source in recipe_names():
         return source, list(overrides)
@@ -48,6 +53,7 @@ def resolve_source(source: str | None, overrides: Sequence[str]) -> tuple[str, l
                 f"folder, a YAML file, or one of the recipes {', '.join(recipe_names())}"
             )
     if settings.name == "config.yaml" and (settings.parent / "about.json").is_file():
+        # in front, so that run=... still names another folder
         return str(settings), [write_override("run", os.path.abspath(settings.parent)), *overrides]
     return source, list(overrides)
 
@@ -59,9 +65,9 @@ def preflight(source: str, overrides: Sequence[str], world_size: int) -> RunConf
         ConfigError: with every violation, each naming a way out.
     """
     config = load_run(source, overrides, world_size=world_size)
-    problems: list[str] = []
-    for check in (_check_datasets, _check_vocabulary, _check_token_ids, _check_folders, _check_compiler):
-        problems += _problems(check, config)
+    checks = (_check_datasets, _check_vocabulary, _check_token_ids, _check_folders, _check_compiler)
+    # two checks may trip over one file
+    problems = list(dict.fromkeys(problem for check in checks for problem in _problems(check, config)))
     if problems:
         raise ConfigError(problems[0] if len(problems) == 1 else "this run cannot start:\n  " + "\n  ".join(problems))
     return _with_vocabulary(config)
@@ -78,14 +84,20 @@ def load_tokenizer(config: RunConfig) -> Tokenizer:
     assert config.data.train is not None, "the checks before have passed"
     sidecar = IndexedDataset(config.data.train).sidecar
     eod = None if sidecar is None else sidecar.eod  # a tokenizer may end documents with an unusual token
+    kept = Path(config.run) / KEPT_TOKENIZER
     if config.data.tokenizer is not None:
-        return Tokenizer.load(config.data.tokenizer, eod)
+        try:
+            return Tokenizer.load(config.data.tokenizer, eod)
+        except DataError as error:
+            if not kept.exists():
+                raise
+            raise DataError(f"{error}; the run keeps its own: data.tokenizer={kept}") from error
     if sidecar is None or sidecar.tokenizer is None:
         raise DataError(
             f"{config.data.train} does not say which tokenizer made it; give data.tokenizer=PATH of a tokenizer.json"
         )
     named = Path(config.data.train).parent / sidecar.tokenizer
-    if not named.exists() and (kept := Path(config.run) / KEPT_TOKENIZER).exists():
+    if not named.exists() and kept.exists():
         tokenizer = Tokenizer.load(kept, eod)
         if tokenizer.sha256 == sidecar.tokenizer_sha256:
             return tokenizer

@@ -7,14 +7,16 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megalith.config import RunConfig
+from megalith.observe.machine import describe_machine
 from megalith.resilience.stop_request import StopRequest
+from megalith.storage.atomic import write_json_atomic
 from megalith.storage.run_lock import RunLock
 from megalith.topology.agreement import agreed
 from megalith.training.callbacks import Checkpoints, HeldOutLoss, Metrics
 from megalith.training.loop import Outcome, train
 from megalith.training.process_group import choose_device, process_group
 from megalith.training.resume import resume_or_load
-from megalith.training.run_folder import write_run_files
+from megalith.training.run_folder import keep_settings, keep_tokenizer
 from megalith.training.setup import RunParts, build_run
 
 __all__ = ["pretrain"]
@@ -47,7 +49,13 @@ def pretrain(
             metrics = Metrics(run, show, show_progress)
             callbacks = [metrics, HeldOutLoss(run, metrics), Checkpoints(run), *(parts.callbacks if parts else ())]
             if dist.get_rank() == 0:
-                write_run_files(run)
+                keep_settings(run)
+                keep_tokenizer(run)
+                about = {
+                    "parameters": sum(chunk.num_parameters() for chunk in run.chunks),
+                    "dtype": config.precision.dtype,
+                }
+                write_json_atomic(run.folder / "about.json", about | describe_machine())
         outcome = train(run, callbacks, stop)
         if outcome is Outcome.STOPPED:
             show(f"saved at step {run.state.step}; the same command goes on from there")

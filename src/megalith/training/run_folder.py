@@ -1,10 +1,8 @@
-"""What a run keeps in its folder beside metrics and checkpoints, so that the folder can be used from elsewhere.
+"""What a run keeps in its folder so that the folder can be used from elsewhere, whatever became of the training data.
 
 config.yaml        the resolved settings, every path absolute
-about.json         the size of the model, its dtype, which token ends a document, the machine
-tokenizer.json     the tokenizer of the training data, if it is known
-
-With these, text is generated and data are evaluated wherever the folder is, whatever became of the training data.
+tokenizer.json     the tokenizer of the training data, byte for byte, if it is known
+eod.json           {"id"}: the token that ends a document, which a tokenizer.json does not say
 """
 
 import json
@@ -14,38 +12,50 @@ from pathlib import Path
 from megalith.config import RunConfig, dump_yaml, load_run
 from megalith.config.yaml_text import read_yaml
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import CheckpointError, DataError, MissingFileError
-from megalith.observe.machine import describe_machine
-from megalith.storage import LocalStore, Store
+from megalith.errors import CheckpointError, ConfigError, DataError, MissingFileError
+from megalith.storage import LocalStore, Store, explained
 from megalith.storage.atomic import write_json_atomic, write_text_atomic
 from megalith.training.preflight import KEPT_TOKENIZER, load_tokenizer
 from megalith.training.run import Run
 
-__all__ = ["find_tokenizer", "kept_tokenizer", "read_config", "write_run_files"]
+__all__ = ["find_tokenizer", "keep_settings", "keep_tokenizer", "kept_tokenizer", "read_config"]
 
-_EOD = "end_of_document"  # in about.json
+_EOD = "eod.json"
 
 
-def write_run_files(run: Run) -> None:
-    """Writes the files above, on one rank, when ``run`` has been resumed or is new. Raises StorageError."""
+def keep_settings(run: Run) -> None:
+    """Writes config.yaml, on one rank. Raises StorageError."""
     write_text_atomic(run.folder / "config.yaml", dump_yaml(_with_absolute_paths(run.config)))
-    about = {"parameters": sum(chunk.num_parameters() for chunk in run.chunks), "dtype": run.config.precision.dtype}
+
+
+def keep_tokenizer(run: Run) -> None:
+    """Writes the tokenizer of ``run``, which is new or has been resumed, on one rank. Raises StorageError."""
     tokenizer = _training_tokenizer(run)
-    if tokenizer is None:
-        (run.folder / KEPT_TOKENIZER).unlink(missing_ok=True)
-    else:
+    if tokenizer is not None:
+        write_json_atomic(run.folder / _EOD, {"id": tokenizer.eod})
         tokenizer.save(run.folder / KEPT_TOKENIZER)
-        about[_EOD] = tokenizer.eod
-    write_json_atomic(run.folder / "about.json", about | describe_machine())
+        return
+    for name in (KEPT_TOKENIZER, _EOD):  # those of an earlier run that was never saved
+        with explained("remove", run.folder / name):
+            (run.folder / name).unlink(missing_ok=True)
 
 
 def read_config(folder: Store) -> RunConfig:
-    """The settings of the run in ``folder``. Raises CheckpointError if they are not there."""
+    """The settings of the run in ``folder``. Raises CheckpointError if they are not there, or damaged."""
+    path = folder / "config.yaml"
     if "config.yaml" not in folder.names():
+        raise CheckpointError(f"{path} is missing, which says what model its checkpoints hold; keep it with them")
+    try:
+        settings = read_yaml(folder.read("config.yaml").decode(), str(path))
+        if not isinstance(settings, dict):
+            raise ConfigError(
+                f"it must hold groups of settings (model:, data:, train:, ...); it holds {settings!r:.80}"
+            )
+        return load_run(settings)
+    except (ConfigError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"{folder}/config.yaml is missing, which says what model its checkpoints hold; keep it with them"
-        )
-    return load_run(read_yaml(folder.read("config.yaml").decode(), f"{folder}/config.yaml"))
+            f"{path} does not say what model its checkpoints hold: {error}; copy it again from a backup"
+        ) from error
 
 
 def kept_tokenizer(folder: Store) -> Tokenizer | None:
@@ -99,11 +109,14 @@ def _training_tokenizer(run: Run) -> Tokenizer | None:
 
 def _kept_eod(folder: Store) -> int | None:
     try:
-        about = json.loads(folder.read("about.json"))
-    except (MissingFileError, ValueError):
+        kept = json.loads(folder.read(_EOD))
+    except MissingFileError:
         return None
-    found = about.get(_EOD) if isinstance(about, dict) else None
-    return found if isinstance(found, int) else None
+    except ValueError:
+        kept = None
+    if not isinstance(kept, dict) or type(kept.get("id")) is not int:
+        raise DataError(f'{folder / _EOD} must hold {{"id": number}}; delete it, and the usual names are looked for')
+    return int(kept["id"])
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
