@@ -21,7 +21,10 @@ __all__ = ["train"]
 
 Source = Annotated[
     str | None,
-    typer.Argument(help="A recipe's name or a YAML file; left out, the recipes are listed.", metavar="RECIPE"),
+    typer.Argument(
+        help="A recipe's name, a YAML file, or the folder of a run to go on with; left out, the recipes are listed.",
+        metavar="RECIPE",
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -49,9 +52,9 @@ def train(
 
 def _train_on_ranks(num_ranks: int, source: str | None, overrides: list[str], *, dry_run: bool) -> int:
     """Checks the run in this process and trains on ranks of their own; returns the exit code."""
-    from megalith.training.preflight import preflight, resolve_source
+    from megalith.training.preflight import preflight, resolve_run_folder, resolve_source
 
-    source, overrides = resolve_source(source, overrides)
+    source, overrides = resolve_run_folder(*resolve_source(source, overrides))
     config = preflight(source, overrides, num_ranks)
     if dry_run:
         _describe(config, num_ranks)
@@ -72,13 +75,15 @@ def _train_on_ranks(num_ranks: int, source: str | None, overrides: list[str], *,
 def _train_here(source: str | None, overrides: list[str], stop: StopRequest, *, dry_run: bool) -> None:
     """Trains in this process, which is one rank or all of them."""
     from megalith.topology.agreement import agreed
-    from megalith.training.preflight import preflight, resolve_source
+    from megalith.training.preflight import preflight, resolve_run_folder, resolve_source
     from megalith.training.process_group import choose_device, process_group, world_size_from_environment
 
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     # one rank may see other files than the rest, so that ranks judge their input together
     with process_group(choose_device()) if "RANK" in os.environ else nullcontext():
         with agreed():
-            config = preflight(*resolve_source(source, overrides), world_size_from_environment())
+            source, overrides = resolve_run_folder(*resolve_source(source, overrides))
+            config = preflight(source, overrides, world_size_from_environment())
         if dry_run:
             _describe(config, world_size_from_environment())
         else:
@@ -97,7 +102,6 @@ def _train(config: "RunConfig", stop: StopRequest) -> None:
     from megalith.training.loop import Outcome
     from megalith.training.pretrain import pretrain
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     console = Console()
     outcome = pretrain(config, console.show, console.show_progress, stop=stop)
     console.close()
