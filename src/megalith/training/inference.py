@@ -22,7 +22,7 @@ from megalith.training.evaluation import evaluate
 from megalith.training.process_group import choose_device
 from megalith.training.run_folder import kept_tokenizer, read_config
 from megalith.training.setup import DTYPES
-from megalith.training.state import read_saved_state
+from megalith.training.state import read_train_state
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
 from megalith.transformer.module import ModelModule
@@ -79,7 +79,7 @@ def load_model(source: str | Path, task: AnyTask | None = None) -> TrainedModel:
     refill_buffers_(model)
     weights = {name: tensor.detach() for name, tensor in state_tensors(model).items()}
     load_tensors(checkpoint, weights, only=lambda name: not name.startswith("optimizer."), cast=True)
-    return TrainedModel(model.eval(), task, config, folder, read_saved_state(checkpoint).train.step, device)
+    return TrainedModel(model.eval(), task, config, folder, read_train_state(checkpoint).step, device)
 
 
 def evaluate_checkpoint(
