@@ -20,7 +20,7 @@ def regular_file_size(path: str | Path) -> int:
         OSError: there is none, it is something else, such as a folder or a FIFO, or no file can have such a name.
     """
     try:
-        status = os.stat(path)
+        status = Path(path).stat()
     except ValueError as error:  # a NUL character, or half of a surrogate pair
         raise OSError(errno.EINVAL, f"no file can have this name: {error}") from error
     if stat.S_ISDIR(status.st_mode):

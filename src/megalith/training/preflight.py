@@ -82,6 +82,7 @@ def _check_datasets(config: RunConfig) -> Iterator[str]:
             continue
         try:
             opened[name] = IndexedDataset(prefix)
+            opened[name].require_token_ids()
         except DataError as error:
             yield f"{name}: {error}"
     hashes = {name: dataset.sidecar.tokenizer_sha256 for name, dataset in opened.items() if dataset.sidecar is not None}

@@ -76,7 +76,7 @@ def test_a_config_of_transformers_4_reads_as_one_of_5():
         ({"model_type": "mistral"}, r"model_type 'llama'; got 'mistral'"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder must be False"),
         ({"hidden_size": None}, r"must have hidden_size; it does not"),
-        ({"num_hidden_layers": "two"}, r"cannot be:\n- num_layers: Input should be a valid integer"),
+        ({"num_hidden_layers": "two"}, r"num_hidden_layers must be a whole number; got 'two'"),
         ({"num_attention_heads": 5}, r"num_attention_heads \(5\) must be divisible by model.num_query_groups \(2\)"),
     ],
 )
