@@ -25,6 +25,7 @@ def test_settings_import_pydantic_and_yaml_alone_and_read_no_recipe():
         "megalith.config",
         "megalith.errors",
         "megalith.input_file",
+        "megalith.recipe_files",
     }
     others = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names - {"megalith"}
     # names with an underscore are compiled parts of these packages and of Python

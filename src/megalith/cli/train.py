@@ -4,22 +4,49 @@ import logging
 import os
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from megalith.cli.recipes import complete_recipe
+from megalith.recipe_files import require_source
 
 if TYPE_CHECKING:
     from megalith.config import RunConfig
 
 __all__ = ["train"]
 
+
+def _complete_source(incomplete: str) -> list[tuple[str, str]]:
+    """Recipes, and files of settings, for a shell."""
+    folder = Path(incomplete).parent
+    files = sorted(str(path) for path in folder.glob("*.yaml") if str(path).startswith(incomplete))
+    return [*complete_recipe(incomplete), *((file, "") for file in files)]
+
+
+def _complete_override(incomplete: str) -> list[tuple[str, str]]:
+    """Settings, each with what it means, for a shell."""
+    from megalith.config.settings_tree import FIELDS
+
+    return [(f"{name}=", field.description or "") for name, field in FIELDS.items() if name.startswith(incomplete)]
+
+
 Source = Annotated[
     str | None,
-    typer.Argument(help="A recipe's name or a YAML file; left out, the recipes are listed.", metavar="RECIPE"),
+    typer.Argument(
+        help="A recipe's name or a YAML file; left out, the recipes are listed.",
+        metavar="RECIPE",
+        autocompletion=_complete_source,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Settings over it, such as optim.lr=3e-4 parallel.tensor=2.", metavar="[KEY=VALUE]..."),
+    typer.Argument(
+        help="Settings over it, such as optim.lr=3e-4 parallel.tensor=2.",
+        metavar="[KEY=VALUE]...",
+        autocompletion=_complete_override,
+    ),
 ]
 
 
@@ -33,17 +60,24 @@ def train(
 
     The same command continues a run that was stopped: exit code 75 says that it was, and that its state is saved.
     """
+    source = require_source(source)  # answered before torch is loaded
+    overrides = overrides or []
+    from megalith.training.torchrun_environment import launched_rank, num_ranks
+
+    launched = launched_rank()
+    world_size = num_ranks(nproc, launched)
+
     from megalith.topology.agreement import agreed
-    from megalith.training.preflight import preflight, resolve_source
+    from megalith.training.machine_fit import check_machine
+    from megalith.training.preflight import preflight
     from megalith.training.process_group import choose_device, process_group
 
-    launched = "RANK" in os.environ
-    world_size = int(os.environ["WORLD_SIZE"]) if launched else nproc
     # one rank may see other files than the rest, so that ranks judge their input together
     with process_group(choose_device()) if launched else nullcontext():
         with agreed():
-            source, overrides = resolve_source(source, overrides or [])
             config = preflight(source, overrides, world_size)
+            if not dry_run:
+                check_machine(config, world_size, nproc if launched is None else launched.local_world_size)
         if dry_run:
             from megalith.training.dry_run import describe
 

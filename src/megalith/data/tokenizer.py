@@ -125,9 +125,7 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     Raises ConfigError if ``vocab_size`` has no room for the bytes, or is larger than any vocabulary.
     """
     if vocab_size > _MOST_ENTRIES:  # the trainer sets memory aside for all of them, and dies if there is none
-        raise ConfigError(
-            f"a vocabulary has at most {_MOST_ENTRIES:,} entries; got {vocab_size}; use 32000"
-        )
+        raise ConfigError(f"a vocabulary has at most {_MOST_ENTRIES:,} entries; got {vocab_size}; use 32000")
     if vocab_size < 257:
         raise ConfigError(f"the vocabulary must hold 256 bytes and {EOD}, so at least 257 entries; got {vocab_size}")
     trained = tokenizers.Tokenizer(models.BPE())

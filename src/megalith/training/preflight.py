@@ -6,24 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megalith.checkpoint.folders import find_checkpoint
-from megalith.config import RunConfig, load_run, recipe_names
+from megalith.config import RunConfig, load_run
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, MegalithError
 from megalith.storage import MANIFEST, child, open_store
 from megalith.training.process_group import choose_device
 
-__all__ = ["load_tokenizer", "preflight", "resolve_source"]
-
-
-def resolve_source(source: str | None, overrides: Sequence[str]) -> tuple[str, list[str]]:
-    """The recipe or file, and the overrides. Raises ConfigError naming the recipes when there is none."""
-    if source is None or "=" in source:
-        raise ConfigError(
-            f"name a recipe or a YAML file first: {', '.join(recipe_names())}; "
-            "for example: megalith train llama-4m data.train=PREFIX"
-        )
-    return source, list(overrides)
+__all__ = ["load_tokenizer", "preflight"]
 
 
 def preflight(source: str, overrides: Sequence[str], world_size: int) -> RunConfig:

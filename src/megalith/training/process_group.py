@@ -7,19 +7,23 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-__all__ = ["choose_device", "process_group", "world_size_from_environment"]
+from megalith.errors import ConfigError
+from megalith.training.torchrun_environment import check_rendezvous
 
-
-def world_size_from_environment() -> int:
-    """The number of ranks that torchrun has started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+__all__ = ["choose_device", "process_group"]
 
 
 def choose_device() -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    """This rank's GPU, or the CPU where there is none. Raises ConfigError for a rank more than there are GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= num_gpus:
+        raise ConfigError(
+            f"LOCAL_RANK ({local_rank}) must be below the number of GPUs of this machine ({num_gpus}); start at most "
+            f"{num_gpus} ranks on it, or set CUDA_VISIBLE_DEVICES=  to train on CPUs"
+        )
+    return torch.device("cuda", local_rank)
 
 
 @contextmanager
@@ -32,6 +36,7 @@ def process_group(device: torch.device) -> Iterator[None]:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
+        check_rendezvous()
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # torch exports it unsaid
