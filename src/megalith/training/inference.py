@@ -9,8 +9,8 @@ import torch
 from megalith.checkpoint.folders import find_checkpoint
 from megalith.checkpoint.load import load_tensors, read_state
 from megalith.config import RunConfig, load_run
-from megalith.config.yaml_text import read_yaml
-from megalith.errors import CheckpointError
+from megalith.config.yaml_text import MOST_BYTES, read_yaml
+from megalith.errors import CheckpointError, ConfigError
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import refill_buffers_, state_tensors
 from megalith.storage import MANIFEST, Store, open_store
@@ -65,7 +65,7 @@ def load_model(source: str | Path, task: AnyTask | None = None) -> TrainedModel:
         raise CheckpointError(
             f"{run}/config.yaml is missing, which says what model {checkpoint} holds; keep it with its checkpoints"
         )
-    config = load_run(read_yaml(run.read("config.yaml").decode(), f"{run}/config.yaml"))
+    config = _settings_of(run)
     device = choose_device()
     dtype = DTYPES[config.precision.dtype]
     task = task_of(config) if task is None else task
@@ -100,6 +100,21 @@ def evaluate_checkpoint(
         max_samples=max_samples,
     )
     return CheckpointLoss(prefix, found.loss, found.num_tokens, trained.step)
+
+
+def _settings_of(run: Store) -> RunConfig:
+    """The settings that the run in the folder ``run`` was trained with."""
+    path = f"{run}/config.yaml"
+    content = run.read("config.yaml", 0, min(run.size("config.yaml"), MOST_BYTES + 1))
+    try:
+        tree = read_yaml(content, path)
+        if not isinstance(tree, dict):
+            raise ConfigError(f"it must hold groups of settings (model:, data:, train:, ...); it holds {tree!r:.80}")
+        return load_run(tree)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{path} does not say what model is in its checkpoints: {error}; copy it again from where it was trained"
+        ) from error
 
 
 def _checkpoint(source: Store) -> Store:

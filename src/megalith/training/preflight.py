@@ -10,7 +10,7 @@ from megalith.config import RunConfig, load_run
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, MegalithError
-from megalith.storage import MANIFEST, child, open_store
+from megalith.storage import MANIFEST, child, explained, open_store
 from megalith.training.process_group import choose_device
 
 __all__ = ["load_tokenizer", "preflight"]
@@ -109,7 +109,9 @@ def _check_vocabulary(config: RunConfig) -> Iterator[str]:
 def _check_folders(config: RunConfig) -> Iterator[str]:
     """What is to be loaded is there, and a run that is there already is not mixed with a new one."""
     folder = Path(config.run)
-    if folder.exists() and not folder.is_dir():
+    with explained("read", folder):  # a name that is too long, a link to itself
+        is_file = folder.exists() and not folder.is_dir()
+    if is_file:
         yield f"run ({folder}) is a file; choose another folder with run=..."
     elif config.resume == "never" and any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         yield f"{folder} holds a run already and resume=never would mix with it; choose another run=..., or resume=auto"
