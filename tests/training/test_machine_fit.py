@@ -50,9 +50,7 @@ def test_what_ranks_on_this_machine_hold_together_must_fit(
     monkeypatch.setattr(machine_fit, "memory_bytes", lambda: takes)
     check_machine(config, world_size, num_local_ranks)
     monkeypatch.setattr(machine_fit, "memory_bytes", lambda: takes - 16)
-    with pytest.raises(
-        ConfigError, match=r"does not fit: .* take [\d.]+\wB on .*, and it has [\d.]+\wB; use"
-    ):
+    with pytest.raises(ConfigError, match=r"does not fit: .* take [\d.]+\wB on .*, and it has [\d.]+\wB; use"):
         check_machine(config, world_size, num_local_ranks)
     monkeypatch.setattr(machine_fit, "memory_bytes", lambda: None)
     check_machine(config, world_size, num_local_ranks)
