@@ -21,8 +21,8 @@ LONG_FUNCTIONS: dict[str, str] = {}
 GLOBAL_STATE = {
     "src/megalith/config/layout_rules.py:_other_layouts": "remembers a formula that many suggestions ask for",
     "src/megalith/config/recipes.py:_preset": "remembers a file of the wheel",
-    "src/megalith/config/recipes.py:preset_names": "remembers names of files of the wheel",
-    "src/megalith/config/recipes.py:recipe_names": "remembers names of files of the wheel",
+    "src/megalith/recipe_files.py:preset_names": "remembers names of files of the wheel",
+    "src/megalith/recipe_files.py:recipe_names": "remembers names of files of the wheel",
     "src/megalith/data/parts.py:_tokenizer": "the tokenizer that a worker process loads once",
     "src/megalith/fusions/paths/backend.py:_choice": "what `use` has set, process-wide, for operations inside",
     "src/megalith/fusions/paths/compiled_blocks.py:_compiled": "cache: a compiler for each formula's code",
@@ -38,6 +38,7 @@ CODE_IN_INIT = {
 }
 # what imports no torch, so that commands answer at once and data can be prepared on a machine without it
 WITHOUT_TORCH = [
+    "megalith.cli.main",
     "megalith.config",
     "megalith.data.indexed_dataset",
     "megalith.data.prepare",
@@ -49,6 +50,7 @@ WITHOUT_TORCH = [
     "megalith.optional",
     "megalith.storage.atomic",
     "megalith.topology.rank_grid",
+    "megalith.recipe_files",
     "megalith.training.num_microbatches_calculator",
 ]
 MUTATORS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "set", "setdefault"}

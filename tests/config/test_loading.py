@@ -1,6 +1,7 @@
 """From files, recipes, mappings and overrides to a run's settings, and back."""
 
 import copy
+import os
 import pickle
 
 import pytest
@@ -154,7 +155,7 @@ def test_an_override_that_cannot_be_read_is_refused(override, message):
         ("model: [1", r"run.yaml cannot be read as YAML: .* line 1"),
         ("train:\n  steps: 1\n  steps: 2", r"'steps' is given twice"),
         ("model: &a {}\n? [1]\n: 2", r"cannot be read as YAML"),
-        (b"\xff\xfe\x00", r"settings cannot be read from .*run.yaml"),
+        (b"\xff\xfe\x00", r"run.yaml cannot be read as YAML: byte 0 is not UTF-8"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused(tmp_path, text, message):
@@ -162,6 +163,67 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, text, message):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=message):
         load_run(str(path))
+
+
+def test_unknown_overrides_wrong_types_and_broken_rules_are_told_together():
+    changes = ["optim.lr=-1", "train.steps=x", "foo=1", "optim", "optim.eps=1", "optim.adamw.eps=2", "model.rope=3"]
+    with pytest.raises(ConfigError) as refusal:
+        load_run(VALID | {"bar": 2}, [*changes, "model.num_attention_heads=20"])
+    first, *lines = str(refusal.value).splitlines()
+    assert first == "8 settings are wrong:"
+    for wanted in (
+        "optim.lr must be above 0",
+        "train.steps must be a whole number; got 'x'",
+        "there is no setting foo",
+        "must look like optim.lr=3e-4; got 'optim'",
+        "optim.eps is now optim.adamw.eps, and both are given",
+        "model.rope is a group",
+        "there is no setting bar",
+        "hidden_size (96) must be divisible by model.num_attention_heads (20)",
+    ):
+        assert sum(wanted in line for line in lines) == 1, wanted
+
+
+def test_of_thousands_of_mistakes_the_first_are_told_and_the_rest_counted():
+    with pytest.raises(ConfigError) as refusal:
+        load_run(VALID | {f"key{number}": 1 for number in range(500)})
+    lines = str(refusal.value).splitlines()
+    assert (lines[0], len(lines), lines[-1]) == ("500 settings are wrong:", 52, "  and 450 more")
+
+
+@pytest.mark.parametrize("name", ["run", "load", "data.train", "data.valid", "data.tokenizer"])
+def test_a_path_that_no_file_can_have_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"{name} must have no NUL character"):
+        load_run(applied(VALID, {name: "a\0b"}))
+    with pytest.raises(ConfigError, match=rf"{name} must be text in UTF-8; got 'a\\ud800'"):
+        load_run(applied(VALID, {name: "a\ud800"}))
+
+
+@pytest.mark.parametrize("name", ["model.hidden_size", "train.global_batch_size", "parallel.shard", "train.steps"])
+@pytest.mark.parametrize("value", [2**63, 10**99])
+def test_a_number_that_nothing_can_have_is_refused_at_once(name, value):
+    with pytest.raises(ConfigError, match=rf"{name} must be at most (2147483647|9223372036854775807)"):
+        load_run(applied(VALID, {name: value}))
+
+
+def make_fifo(path):
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (make_fifo, "it is a FIFO, not a regular file"),
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a regular file"),
+        (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
+        (lambda path: path.write_bytes(b"#" * 300_000), "it has 300,000 bytes, and at most 262,144 are read"),
+    ],
+)
+def test_what_is_no_file_of_settings_is_refused_without_opening_it(make, message, tmp_path):
+    make(tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match=message):
+        load_run(str(tmp_path / "run.yaml"))
 
 
 def test_a_file_or_recipe_that_is_not_there_is_refused_with_the_recipes_that_are():

@@ -9,33 +9,54 @@ import os
 import sys
 import time
 import traceback
-from typing import NoReturn
+from io import TextIOWrapper
+from typing import Annotated, NoReturn
 
 import typer
 
-from megalith.cli import data, demo, evaluate, generate, train
+from megalith import __version__
+from megalith.cli import data, demo, evaluate, generate, recipes, train
 from megalith.cli.console import say
 from megalith.errors import MegalithError, NonFiniteError, RankFailedError
 from megalith.resilience.rank_link import Failure, is_supervised, tell_failure
 
 __all__ = ["app", "main", "run"]
 
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"megalith {__version__}")
+        raise typer.Exit
+
+
 app = typer.Typer(
-    help="Train transformer models that do not fit one device: the same numbers in every layout.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.command("demo")(demo.demo)
 app.add_typer(data.app, name="data")
+app.add_typer(recipes.app, name="recipes")
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 
 
+@app.callback()
+def megalith(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version, and end.")
+    ] = False,
+) -> None:
+    """Train transformer models that do not fit one device: the same numbers in every layout."""
+
+
 def main() -> NoReturn:
     """Runs the command line and exits."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # a path or a text may hold what the terminal's encoding has not, which must not end a command
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(run())
 
 

@@ -10,25 +10,48 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megalith.cli.console import say
+from megalith.cli.recipes import complete_recipe
+from megalith.recipe_files import require_source
 from megalith.resilience.rank_link import is_supervised, tell
 from megalith.resilience.stop_request import StopRequest
 from megalith.resilience.verdict import SAVED
 
 if TYPE_CHECKING:
     from megalith.config import RunConfig
+    from megalith.training.torchrun_environment import LaunchedRank
 
 __all__ = ["train"]
+
+
+def _complete_source(incomplete: str) -> list[tuple[str, str]]:
+    """Recipes, and files of settings, for a shell."""
+    folder = Path(incomplete).parent
+    files = sorted(str(path) for path in folder.glob("*.yaml") if str(path).startswith(incomplete))
+    return [*complete_recipe(incomplete), *((file, "") for file in files)]
+
+
+def _complete_override(incomplete: str) -> list[tuple[str, str]]:
+    """Settings, each with what it means, for a shell."""
+    from megalith.config.settings_tree import FIELDS
+
+    return [(f"{name}=", field.description or "") for name, field in FIELDS.items() if name.startswith(incomplete)]
+
 
 Source = Annotated[
     str | None,
     typer.Argument(
         help="A recipe's name, a YAML file, or the folder of a run to go on with; left out, the recipes are listed.",
         metavar="RECIPE",
+        autocompletion=_complete_source,
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Settings over it, such as optim.lr=3e-4 parallel.tensor=2.", metavar="[KEY=VALUE]..."),
+    typer.Argument(
+        help="Settings over it, such as optim.lr=3e-4 parallel.tensor=2.",
+        metavar="[KEY=VALUE]...",
+        autocompletion=_complete_override,
+    ),
 ]
 
 
@@ -42,23 +65,29 @@ def train(
 
     The same command continues a run that was stopped: exit code 75 says that it was, and that its state is saved.
     """
-    launched = "RANK" in os.environ
-    if nproc > 1 and not launched:
-        raise typer.Exit(_train_on_ranks(nproc, source, overrides or [], dry_run=dry_run))
+    source = require_source(source)  # answered before torch is loaded
+    from megalith.training.torchrun_environment import launched_rank, num_ranks
+
+    launched = launched_rank()
+    world_size = num_ranks(nproc, launched)
+    if world_size > 1 and launched is None:
+        raise typer.Exit(_train_on_ranks(world_size, source, overrides or [], dry_run=dry_run))
     with StopRequest(_announce) as stop:
         tell(listening=True)
-        _train_here(source, overrides or [], stop, dry_run=dry_run)
+        _train_here(source, overrides or [], launched, stop, dry_run=dry_run)
 
 
-def _train_on_ranks(num_ranks: int, source: str | None, overrides: list[str], *, dry_run: bool) -> int:
+def _train_on_ranks(num_ranks: int, source: str, overrides: list[str], *, dry_run: bool) -> int:
     """Checks the run in this process and trains on ranks of their own; returns the exit code."""
-    from megalith.training.preflight import preflight, resolve_run_folder, resolve_source
+    from megalith.training.machine_fit import check_machine
+    from megalith.training.preflight import preflight, resolve_run_folder
 
-    source, overrides = resolve_run_folder(*resolve_source(source, overrides))
+    source, overrides = resolve_run_folder(source, overrides)
     config = preflight(source, overrides, num_ranks)
     if dry_run:
         _describe(config, num_ranks)
         return 0
+    check_machine(config, num_ranks, num_ranks)
     from megalith.resilience.launch import launch
     from megalith.training.resume import where_it_goes_on
 
@@ -72,20 +101,26 @@ def _train_on_ranks(num_ranks: int, source: str | None, overrides: list[str], *,
     )
 
 
-def _train_here(source: str | None, overrides: list[str], stop: StopRequest, *, dry_run: bool) -> None:
+def _train_here(
+    source: str, overrides: list[str], launched: "LaunchedRank | None", stop: StopRequest, *, dry_run: bool
+) -> None:
     """Trains in this process, which is one rank or all of them."""
     from megalith.topology.agreement import agreed
-    from megalith.training.preflight import preflight, resolve_run_folder, resolve_source
-    from megalith.training.process_group import choose_device, process_group, world_size_from_environment
+    from megalith.training.machine_fit import check_machine
+    from megalith.training.preflight import preflight, resolve_run_folder
+    from megalith.training.process_group import choose_device, process_group
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    world_size, local_world_size = (1, 1) if launched is None else (launched.world_size, launched.local_world_size)
     # one rank may see other files than the rest, so that ranks judge their input together
-    with process_group(choose_device()) if "RANK" in os.environ else nullcontext():
+    with process_group(choose_device()) if launched else nullcontext():
         with agreed():
-            source, overrides = resolve_run_folder(*resolve_source(source, overrides))
-            config = preflight(source, overrides, world_size_from_environment())
+            source, overrides = resolve_run_folder(source, overrides)
+            config = preflight(source, overrides, world_size)
+            if not dry_run:
+                check_machine(config, world_size, local_world_size)
         if dry_run:
-            _describe(config, world_size_from_environment())
+            _describe(config, world_size)
         else:
             _train(config, stop)
 

@@ -14,7 +14,7 @@ from megalith.errors import ConfigError
 __all__ = ["BatchSizeStage", "mend_batch_size_schedule", "parse_batch_size_schedule", "with_batch_sizes"]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_STAGE = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", re.ASCII)
+_STAGE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)([KMBT]?):(\d{1,18})", re.ASCII)
 
 
 @dataclass(frozen=True)

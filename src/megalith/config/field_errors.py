@@ -24,6 +24,7 @@ from megalith.errors import ConfigError
 
 __all__ = ["field_violations"]
 
+_LONGEST_SHOWN = 200  # characters of a wrong value
 _SHAPE = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
 
 
@@ -72,7 +73,7 @@ def _place(error: ErrorDetails) -> tuple[str, tuple[int | str, ...]]:
 
 
 def _not_a_group(name: str, value: Any) -> Violation:
-    return Violation("group", name, f"{name} must be a group of settings; got {value!r}", ({name: None},))
+    return Violation("group", name, f"{name} must be a group of settings; got {_shown(value)}", ({name: None},))
 
 
 def _unknown(name: str, value: Any, tree: Mapping[str, Any]) -> Violation:
@@ -105,7 +106,7 @@ def _missing(name: str, tree: Mapping[str, Any], value_of: Callable[[str], Any])
 
 
 def _malformed(name: str, error: ErrorDetails) -> Violation:
-    message = f"{name} {_wanted(error)}; got {error['input']!r}"
+    message = f"{name} {_wanted(error)}; got {_shown(error['input'])}"
     return Violation("malformed", name, message, tuple(_replacements(name, error)))
 
 
@@ -115,7 +116,7 @@ def _malformed_inside(
     """An entry of a list, or a field of one."""
     index, *field = inside
     where = ".".join([f"{name}[{index}]", *map(str, field)])
-    message = f"{where} {_wanted(error)}; got {error['input']!r}"
+    message = f"{where} {_wanted(error)}; got {_shown(error['input'])}"
     entries = list(look_up(tree, name))
     fixes: list[Fix] = []
     if isinstance(index, int) and field and isinstance(entries[index], Mapping):
@@ -128,6 +129,12 @@ def _malformed_inside(
     if isinstance(index, int):
         fixes.append({name: entries[:index] + entries[index + 1 :]})
     return Violation("malformed", where, message, (*fixes, *_defaults(name)))
+
+
+def _shown(value: Any) -> str:
+    """``value`` as Python spells it, cut where it is longer than a line."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _replacements(name: str, error: ErrorDetails) -> Iterator[Fix]:
@@ -179,6 +186,7 @@ _WANTED: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "float_type": lambda _: "must be a number",
     "finite_number": lambda _: "must be finite",
     "string_type": lambda _: "must be text",
+    "string_unicode": lambda _: "must be text in UTF-8",
     "string_too_short": lambda _: "must not be empty",
     "tuple_type": lambda _: "must be a list",
     "model_type": lambda _: "must be a group of settings",

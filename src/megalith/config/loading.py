@@ -13,10 +13,13 @@ from megalith.config.run_config import RunConfig
 from megalith.config.settings_group import SettingsGroup
 from megalith.config.settings_tree import FIELDS, GROUPS, plain_tree
 from megalith.config.suggestions import violations
-from megalith.config.yaml_text import read_override, read_yaml, write_yaml
+from megalith.config.yaml_text import MOST_BYTES, read_override, read_yaml, write_yaml
 from megalith.errors import ConfigError
+from megalith.input_file import read_regular_file
 
 __all__ = ["as_tree", "dump_yaml", "load_run", "read_tree"]
+
+_MOST_TOLD = 50  # violations; who has more wants to see the first ones
 
 
 def load_run(
@@ -32,10 +35,11 @@ def load_run(
     Raises:
         ConfigError: the source cannot be read, or the settings are not valid; it lists all violations at once.
     """
-    tree = read_tree(source, overrides)
-    if found := violations(tree, world_size):
-        count = f"{len(found)} settings are" if len(found) > 1 else "a setting is"
-        raise ConfigError("\n".join([f"{count} wrong:", *(f"  {line}" for line in found)]))
+    tree, found = _read_tree(source, overrides)
+    if found := found + violations(tree, world_size):
+        count = f"{len(found):,} settings are" if len(found) > 1 else "a setting is"
+        more = [f"  and {len(found) - _MOST_TOLD:,} more"] if len(found) > _MOST_TOLD else []
+        raise ConfigError("\n".join([f"{count} wrong:", *(f"  {line}" for line in found[:_MOST_TOLD]), *more]))
     return RunConfig.model_validate(tree)
 
 
@@ -43,22 +47,13 @@ def read_tree(source: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     """The tree of settings that ``source`` and ``overrides`` spell, groups as dicts, not checked.
 
     Names of earlier versions are replaced by those of today, and a line is logged that gives both.
+
+    Raises:
+        ConfigError: the source or an override cannot be read, or an override names no setting.
     """
-    tree = plain_tree(source if isinstance(source, Mapping) else _read(source))
-    read = [(text, *read_override(text)) for text in overrides]
-    given = {name for _, name, _ in read}
-    for text, name, value in read:
-        if MOVED.get(name) in given:
-            raise ConfigError(f"override {text!r}: {name} is now {MOVED[name]}, and both are given; remove one of them")
-        current = MOVED.get(name, name)
-        if means_not_set(name, value):
-            value = None
-        if current not in FIELDS and not (value is None and _is_optional(current)):
-            raise ConfigError(f"override {text!r}: {_why_no_setting(name)}")
-        if isinstance(value, int | float) and str in _kinds(current):
-            value = text.partition("=")[2].strip()  # a shell has eaten the quotes of run='2024'
-        _override_(tree, current, value)
-    log_moved(name for name in sorted(given) if name in MOVED)
+    tree, found = _read_tree(source, overrides)
+    if found:
+        raise ConfigError("\n".join(found))
     return tree
 
 
@@ -73,6 +68,34 @@ def dump_yaml(config: RunConfig) -> str:
     return write_yaml(as_tree(config))
 
 
+def _read_tree(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """``read_tree`` without the overrides that it refuses, and what is wrong with each of these."""
+    tree = plain_tree(source if isinstance(source, Mapping) else _read(source))
+    wrong: list[str] = []
+    read: list[tuple[str, str, Any]] = []
+    for text in overrides:
+        try:
+            read.append((text, *read_override(text)))
+        except ConfigError as error:
+            wrong.append(str(error))
+    given = {name for _, name, _ in read}
+    for text, name, value in read:
+        if MOVED.get(name) in given:
+            wrong.append(f"override {text!r}: {name} is now {MOVED[name]}, and both are given; remove one of them")
+            continue
+        current = MOVED.get(name, name)
+        if means_not_set(name, value):
+            value = None
+        if current not in FIELDS and not (value is None and _is_optional(current)):
+            wrong.append(f"override {text!r}: {_why_no_setting(name)}")
+            continue
+        if isinstance(value, int | float) and str in _kinds(current):
+            value = text.partition("=")[2].strip()  # a shell has eaten the quotes of run='2024'
+        _override_(tree, current, value)
+    log_moved(name for name in sorted(given) if name in MOVED)
+    return tree, wrong
+
+
 def _read(source: str | Path) -> Mapping[str, Any]:
     path = Path(source)
     if isinstance(source, str) and path.suffix not in (".yaml", ".yml") and path.name == source:
@@ -83,11 +106,12 @@ def _read(source: str | Path) -> Mapping[str, Any]:
         tree = read_recipe(source)
     else:
         try:
-            tree = read_yaml(path.read_text("utf-8"), str(path))
-        except (OSError, UnicodeDecodeError) as error:
+            content = read_regular_file(path, MOST_BYTES)
+        except OSError as error:
             raise ConfigError(
-                f"settings cannot be read from {path}: {error}; recipes are {', '.join(recipe_names())}"
+                f"settings cannot be read from {path}: {error.strerror}; recipes are {', '.join(recipe_names())}"
             ) from error
+        tree = read_yaml(content, str(path))
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{source} must hold groups of settings (model:, data:, train:, ...); got {tree!r:.80}")
     return tree

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 from pydantic import AfterValidator, Field
 
 from megalith.config.layout import Layout
-from megalith.config.settings_group import SettingsGroup
+from megalith.config.settings_group import LARGEST_SIZE, SettingsGroup
 
 __all__ = ["ModelParallelConfig"]
 
@@ -13,6 +13,8 @@ __all__ = ["ModelParallelConfig"]
 def _positive_or_rest(degree: int) -> int:
     if degree == 0 or degree < -1:
         raise ValueError("must be at least 1, or -1 for what the other degrees leave")
+    if degree > LARGEST_SIZE:
+        raise ValueError(f"must be at most {LARGEST_SIZE}")
     return degree
 
 
@@ -21,10 +23,15 @@ class ModelParallelConfig(SettingsGroup):
 
     dotted_name: ClassVar[str] = "parallel"
 
-    tensor: int = Field(default=1, ge=1, description="[ranks] that share each weight matrix (tensor parallelism)")
+    tensor: int = Field(
+        default=1, ge=1, le=LARGEST_SIZE, description="[ranks] that share each weight matrix (tensor parallelism)"
+    )
     sequence: bool = Field(default=False, description="norms and dropout split the sequence over the ranks of tensor")
     replicate: int = Field(
-        default=1, ge=1, description="[ranks] copies of the weights (data parallelism without sharding)"
+        default=1,
+        ge=1,
+        le=LARGEST_SIZE,
+        description="[ranks] copies of the weights (data parallelism without sharding)",
     )
     shard: Annotated[int, AfterValidator(_positive_or_rest)] = Field(
         default=-1, description="[ranks] over which FSDP shards the weights; -1: what is left of the world"

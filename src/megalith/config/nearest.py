@@ -57,11 +57,11 @@ def nearest_setting(name: str) -> str | None:
     leaf = leaf.replace("-", "_").lower()
     if named_so := [known for known in FIELDS if _leaf(known) == leaf]:  # right name, other group
         return max(named_so, key=lambda known: SequenceMatcher(None, parent(known), group).ratio())
+    if leaf in _ELSEWHERE:
+        return _ELSEWHERE[leaf]
     in_group = {_leaf(known): known for known in FIELDS if known.startswith(f"{group}.")}
     if close := get_close_matches(leaf, in_group, 1):
         return in_group[close[0]]
-    if leaf in _ELSEWHERE:
-        return _ELSEWHERE[leaf]
     leaves = {_leaf(known): known for known in FIELDS}
     close = get_close_matches(leaf, leaves, 1, cutoff=0.7)
     return leaves[close[0]] if close else None

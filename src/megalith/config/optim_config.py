@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megalith.config.settings_group import SettingsGroup
+from megalith.config.settings_group import LARGEST_COUNT, SettingsGroup
 
 __all__ = [
     "AdamWConfig",
@@ -52,7 +52,9 @@ class WSDConfig(SettingsGroup):
 
     dotted_name: ClassVar[str] = "optim.wsd"
 
-    decay_steps: int = Field(ge=1, description="[steps] of the decay, the last of optim.decay_steps", examples=[1000])
+    decay_steps: int = Field(
+        ge=1, le=LARGEST_COUNT, description="[steps] of the decay, the last of optim.decay_steps", examples=[1000]
+    )
     decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = Field(
         default="exponential", description="the shape of the decay"
     )
@@ -91,9 +93,9 @@ class OptimConfig(SettingsGroup):
     schedule: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = Field(
         default="cosine", description="the learning rate after warm-up; WSD is warm-up, stable, decay"
     )
-    warmup_steps: int = Field(default=0, ge=0, description="[steps] of linear warm-up from 0")
+    warmup_steps: int = Field(default=0, ge=0, le=LARGEST_COUNT, description="[steps] of linear warm-up from 0")
     decay_steps: int | None = Field(
-        default=None, ge=1, description="[steps] until min_lr is reached; null: train.steps"
+        default=None, ge=1, le=LARGEST_COUNT, description="[steps] until min_lr is reached; null: train.steps"
     )
     wsd: WSDConfig | None = Field(default=None, description="the decay of a WSD schedule")
     overrides: tuple[ParamGroupOverride, ...] = Field(

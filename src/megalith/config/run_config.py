@@ -11,7 +11,16 @@ from megalith.config.model_parallel_config import ModelParallelConfig
 from megalith.config.optim_config import OptimConfig
 from megalith.config.relevance import has_effect
 from megalith.config.rules import RUN_RULES, broken
-from megalith.config.settings_group import Follows, SettingsGroup, draft_of_group, group_at, value_in
+from megalith.config.settings_group import (
+    LARGEST_COUNT,
+    LARGEST_SIZE,
+    FilePath,
+    Follows,
+    SettingsGroup,
+    draft_of_group,
+    group_at,
+    value_in,
+)
 from megalith.config.transformer_config import TransformerConfig
 from megalith.errors import ConfigError
 
@@ -32,12 +41,12 @@ class DataConfig(SettingsGroup):
 
     dotted_name: ClassVar[str] = "data"
 
-    train: str | None = Field(default=None, min_length=1, description="prefix of the dataset to train on")
-    valid: str | None = Field(default=None, min_length=1, description="prefix of the dataset to evaluate on")
-    tokenizer: str | None = Field(
-        default=None, min_length=1, description="path of a tokenizer.json; null: the one that the dataset names"
+    train: FilePath | None = Field(default=None, description="prefix of the dataset to train on")
+    valid: FilePath | None = Field(default=None, description="prefix of the dataset to evaluate on")
+    tokenizer: FilePath | None = Field(
+        default=None, description="path of a tokenizer.json; null: the one that the dataset names"
     )
-    seq_length: int = Field(ge=1, description="[tokens] in a sample", examples=[1024])
+    seq_length: int = Field(ge=1, le=LARGEST_SIZE, description="[tokens] in a sample", examples=[1024])
     reset_attention_mask: bool = Field(default=False, description="documents in one sample do not attend to each other")
     reset_position_ids: bool = Field(default=False, description="positions start again at 0 with every document")
     eod_mask_loss: bool = Field(default=False, description="no loss where the input token ends a document")
@@ -61,8 +70,10 @@ class EvaluationConfig(SettingsGroup):
 
     dotted_name: ClassVar[str] = "train.evaluation"
 
-    every: int = Field(ge=1, description="[steps] between evaluations", examples=[100])
-    samples: int | None = Field(default=None, ge=1, description="[samples] in an evaluation; null: all of data.valid")
+    every: int = Field(ge=1, le=LARGEST_COUNT, description="[steps] between evaluations", examples=[100])
+    samples: int | None = Field(
+        default=None, ge=1, le=LARGEST_COUNT, description="[samples] in an evaluation; null: all of data.valid"
+    )
 
 
 class TrainConfig(SettingsGroup):
@@ -81,11 +92,14 @@ class TrainConfig(SettingsGroup):
         default_factory=Follows(_last_batch_size),
         validate_default=True,  # None is refused: without a schedule this field is required
         ge=1,
+        le=LARGEST_SIZE,
         description="[samples] in a step, over all ranks; required without batch_size_schedule",
         examples=[32],
     )
-    steps: int = Field(ge=1, description="[steps] of the optimizer in the whole run", examples=[1000])
-    micro_batch_size: int = Field(ge=1, description="[samples] in one forward pass of one rank", examples=[4])
+    steps: int = Field(ge=1, le=LARGEST_COUNT, description="[steps] of the optimizer in the whole run", examples=[1000])
+    micro_batch_size: int = Field(
+        ge=1, le=LARGEST_SIZE, description="[samples] in one forward pass of one rank", examples=[4]
+    )
     seed: int = Field(default=1234, ge=0, lt=2**63, description="of weights, data order and dropout")
     deterministic: bool = Field(
         default=False, description="the same run twice gives the same bits, at some cost in speed"
@@ -101,7 +115,7 @@ class TrainConfig(SettingsGroup):
     evaluation: EvaluationConfig | None = Field(
         default=None, description="the loss on data.valid on the way; left out, it is taken at the end only"
     )
-    log_every: int = Field(default=10, ge=1, description="[steps] between lines of the log")
+    log_every: int = Field(default=10, ge=1, le=LARGEST_COUNT, description="[steps] between lines of the log")
     time_limit: float | None = Field(default=None, gt=0, description="[minutes] after which the run saves and stops")
 
 
@@ -111,8 +125,10 @@ class LossScaleConfig(SettingsGroup):
     dotted_name: ClassVar[str] = "precision.loss_scale"
 
     initial: float = Field(default=65536.0, gt=0, description="[factor] on the loss at the start")
-    window: int = Field(default=1000, ge=1, description="[steps] without overflow before the scale doubles")
-    hysteresis: int = Field(default=2, ge=1, description="[overflows] before the scale halves")
+    window: int = Field(
+        default=1000, ge=1, le=LARGEST_COUNT, description="[steps] without overflow before the scale doubles"
+    )
+    hysteresis: int = Field(default=2, ge=1, le=LARGEST_COUNT, description="[overflows] before the scale halves")
     minimum: float = Field(default=1.0, gt=0, description="[factor] below which the scale does not fall")
 
 
@@ -132,8 +148,10 @@ class CheckpointConfig(SettingsGroup):
 
     dotted_name: ClassVar[str] = "checkpoint"
 
-    every: int | None = Field(default=None, ge=1, description="[steps] between checkpoints; null: only at the end")
-    keep: int = Field(default=2, ge=1, description="[checkpoints] kept, the newest")
+    every: int | None = Field(
+        default=None, ge=1, le=LARGEST_COUNT, description="[steps] between checkpoints; null: only at the end"
+    )
+    keep: int = Field(default=2, ge=1, le=LARGEST_COUNT, description="[checkpoints] kept, the newest")
 
 
 class RunConfig(SettingsGroup):
@@ -149,13 +167,11 @@ class RunConfig(SettingsGroup):
     parallel: ModelParallelConfig = Field(default_factory=ModelParallelConfig, description="the layout")
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="the dtype")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="when the run saves itself")
-    load: str | None = Field(
-        default=None, min_length=1, description="checkpoint folder whose weights the run starts from"
-    )
+    load: FilePath | None = Field(default=None, description="checkpoint folder whose weights the run starts from")
     resume: Literal["auto", "never"] = Field(
         default="auto", description="go on from the newest checkpoint in the run's folder"
     )
-    run: str = Field(default="runs/default", min_length=1, description="folder of the run")
+    run: FilePath = Field(default="runs/default", description="folder of the run")
     experimental: tuple[str, ...] = Field(
         default=(), strict=False, description="names of experimental features switched on"
     )

@@ -8,14 +8,38 @@ somebody sets one of its fields.
 import types
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from megalith.config.draft import Draft
 from megalith.config.relevance import CONDITIONS
 
-__all__ = ["Follows", "SettingsGroup", "draft_of_group", "given_fields", "group_at", "plain_fields", "value_in"]
+__all__ = [
+    "LARGEST_COUNT",
+    "LARGEST_SIZE",
+    "Follows",
+    "SettingsGroup",
+    "draft_of_group",
+    "given_fields",
+    "group_at",
+    "plain_fields",
+    "value_in",
+]
+
+# A bound on every whole number keeps rules fast (they look for divisors) and products within what tensors can index.
+LARGEST_SIZE = 2**31 - 1  # of a dimension, a batch, or a number of ranks
+LARGEST_COUNT = 2**63 - 1  # of steps or samples
+
+
+def _without_nul(path: str) -> str:
+    if "\0" in path:
+        raise ValueError("must have no NUL character, which no path has")
+    return path
+
+
+FilePath = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
+"""The path or URL of a file or folder; whether it is there, preflight says."""
 
 
 class Follows:

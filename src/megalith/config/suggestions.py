@@ -13,6 +13,8 @@ from megalith.config.yaml_text import write_override
 
 __all__ = ["Advice", "advise", "violations"]
 
+_MOST_ADVISED = 40  # every fix is tried on all settings, so that the time grows with the square of what is wrong
+_LONGEST_FIX = 400  # characters; a longer one nobody types
 _TRIES = 400  # single fixes tried for one violation; a try takes about 1 ms
 _STARTS = 5  # of those that lead to other violations, how many are followed
 _FURTHER = 4  # and by how many more fixes
@@ -26,9 +28,10 @@ class Advice:
     fix: Fix | None
 
     def __str__(self) -> str:
-        if self.fix is None:
+        spelled = "" if self.fix is None else _spelled(self.fix)
+        if not spelled or len(spelled) > _LONGEST_FIX:
             return self.message
-        return f"{self.message}{' ' if self.message.endswith('?') else '; '}{_spelled(self.fix)}"
+        return f"{self.message}{' ' if self.message.endswith('?') else '; '}{spelled}"
 
 
 def violations(tree: Mapping[str, Any], world_size: int | None = None) -> list[str]:
@@ -45,6 +48,8 @@ def advise(tree: Mapping[str, Any], world_size: int | None = None) -> list[Advic
     """``violations`` with each suggestion as settings to change."""
     tree = plain_tree(tree)
     found = _examine(tree, world_size)
+    if len(found) > _MOST_ADVISED:
+        return [Advice(violation.message, None) for violation in found]
     standing = frozenset(violation.key for violation in found)
     return [Advice(violation.message, _way_out(tree, world_size, violation, standing)) for violation in found]
 

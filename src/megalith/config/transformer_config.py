@@ -10,10 +10,12 @@ from megalith.config.draft import round_up
 from megalith.config.recipes import known_preset, preset_names, read_preset
 from megalith.config.relevance import has_effect
 from megalith.config.rules import MODEL_RULES, broken
-from megalith.config.settings_group import Follows, SettingsGroup, draft_of_group, value_in
+from megalith.config.settings_group import LARGEST_SIZE, Follows, SettingsGroup, draft_of_group, value_in
 
 __all__ = ["RopeConfig", "TransformerConfig"]
 
+
+_MOST_LAYERS = 10_000  # the deepest transformers have 1000 (Wang et al. 2022, arXiv:2203.00555)
 
 # activations of two projections, act(gate) * up, and what is applied to the gate
 _GATES: Mapping[str, Literal["silu"]] = MappingProxyType({"swiglu": "silu"})
@@ -51,19 +53,23 @@ class TransformerConfig(SettingsGroup):
         examples=["llama-28m"],
     )
     vocab_size: int | None = Field(
-        default=None, ge=1, description="[entries] size of the vocabulary; null: the tokenizer's"
+        default=None, ge=1, le=LARGEST_SIZE, description="[entries] size of the vocabulary; null: the tokenizer's"
     )
-    num_layers: int = Field(ge=1, description="[layers] transformer layers", examples=[12])
-    hidden_size: int = Field(ge=1, description="[features] width of the residual stream", examples=[768])
-    num_attention_heads: int = Field(ge=1, description="[heads] query heads", examples=[12])
+    num_layers: int = Field(ge=1, le=_MOST_LAYERS, description="[layers] transformer layers", examples=[12])
+    hidden_size: int = Field(
+        ge=1, le=LARGEST_SIZE, description="[features] width of the residual stream", examples=[768]
+    )
+    num_attention_heads: int = Field(ge=1, le=LARGEST_SIZE, description="[heads] query heads", examples=[12])
     num_query_groups: int = Field(
         default_factory=Follows(lambda shape: shape["num_attention_heads"]),
         ge=1,
+        le=LARGEST_SIZE,
         description="[heads] key and value heads (grouped-query attention); null: as many as query heads",
     )
     kv_channels: int = Field(
         default_factory=Follows(lambda shape: max(shape["hidden_size"] // shape["num_attention_heads"], 1)),
         ge=1,
+        le=LARGEST_SIZE,
         description="[features] size of a head; null: hidden_size / num_attention_heads",
     )
     activation: Literal["swiglu", "gelu_tanh", "gelu"] = Field(
@@ -72,6 +78,7 @@ class TransformerConfig(SettingsGroup):
     ffn_hidden_size: int = Field(
         default_factory=Follows(_usual_ffn_hidden_size),
         ge=1,
+        le=LARGEST_SIZE,
         description="[features] inner width of the MLP; null: 4 x hidden_size, for swiglu 8/3 up to a multiple of 64",
     )
     normalization: Literal["RMSNorm", "LayerNorm"] = Field(default="RMSNorm", description="of the residual stream")
@@ -81,7 +88,10 @@ class TransformerConfig(SettingsGroup):
     )
     rope: RopeConfig | None = Field(default=None, description="rotary position embedding")
     max_position_embeddings: int | None = Field(
-        default=None, ge=1, description="[tokens] rows of the table of learned positions; null: data.seq_length"
+        default=None,
+        ge=1,
+        le=LARGEST_SIZE,
+        description="[tokens] rows of the table of learned positions; null: data.seq_length",
     )
     add_bias_linear: bool = Field(default=False, description="linear layers have biases")
     tie_word_embeddings: bool = Field(default=False, description="the output projection is the embedding table")

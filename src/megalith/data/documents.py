@@ -17,6 +17,7 @@ from megalith.errors import DataError
 __all__ = ["BLOCK_BYTES", "Piece", "read_pieces", "row_group_bytes"]
 
 BLOCK_BYTES = 1 << 16  # encoding takes about 250 bytes of memory for each
+_LONGEST_LINE = 1 << 27  # bytes of a document in .jsonl; parsing takes a few times as many
 _ROWS = 64  # of a parquet file in memory at once
 
 
@@ -106,7 +107,12 @@ def _read_lines(source: Source, file: BinaryIO, key: str, start: int, stop: int 
     if start:
         file.readline()
     offset = file.tell()
-    while (stop is None or offset < stop) and (line := file.readline()):
+    while (stop is None or offset < stop) and (line := file.readline(_LONGEST_LINE + 1)):
+        if len(line) > _LONGEST_LINE:
+            raise DataError(
+                f"{_place(source, offset)} is longer than {_LONGEST_LINE:,} bytes, and a line is read as a whole; are "
+                "its documents one a line?"
+            )
         if line.strip():
             yield from _cut(offset, _text_of(source, line, offset, key))
         offset += len(line)

@@ -78,8 +78,8 @@ class GPTDataset:
 
     Raises:
         ConfigError: ``seq_length`` is below 1.
-        DataError: the files cannot be read, or hold fewer than two tokens; when a sample is read, it has a token id
-            that is not below ``vocab_size``.
+        DataError: the files cannot be read, hold no token ids, or fewer than two; when a sample is read, it has
+            a token id that is not below ``vocab_size``.
     """
 
     def __init__(
@@ -221,6 +221,7 @@ def _open(dataset: str | Path | IndexedDataset, seq_length: int) -> IndexedDatas
     if seq_length < 1:
         raise ConfigError(f"data.seq_length must be at least 1; got {seq_length}; use 1024")
     found = dataset if isinstance(dataset, IndexedDataset) else IndexedDataset(dataset)
+    found.require_token_ids()
     if found.num_tokens < 2:
         raise DataError(
             f"{found.prefix} must hold two tokens at least, one to read and one to predict; it holds "

@@ -107,6 +107,14 @@ class IndexedDataset:
     def num_documents(self) -> int:
         return len(self.document_indices) - 1
 
+    def require_token_ids(self) -> None:
+        """Raises DataError if the numbers are floating: features of something, and not the ids of tokens."""
+        if self.dtype.kind == "f":
+            raise DataError(
+                f"{self.prefix} should hold token ids, which are whole numbers; its .idx says {self.dtype.name}; give "
+                "a dataset of text, or make one with: megalith data prepare"
+            )
+
     def document_starts(self) -> NDArray[np.int64]:
         """int64 ``[N + 1]``: document d is ``tokens[starts[d]:starts[d + 1]]``."""
         sequence_starts = np.append(self._offsets // self.dtype.itemsize, self.num_tokens)

@@ -4,12 +4,15 @@ import json
 import os
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megalith.errors import DataError, MissingFileError, StorageError
 from megalith.storage import Store
 
 __all__ = ["Sidecar", "SourceRecord"]
+
+
+_MOST_BYTES = 1 << 26  # each source takes about 100
 
 
 class SourceRecord(BaseModel):
@@ -33,19 +36,19 @@ class Sidecar(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    num_documents: int
-    num_sequences: int
-    num_tokens: int
-    bin_bytes: int
-    num_empty_documents: int = 0
+    num_documents: int = Field(ge=0)
+    num_sequences: int = Field(ge=0)
+    num_tokens: int = Field(ge=0)
+    bin_bytes: int = Field(ge=0)
+    num_empty_documents: int = Field(default=0, ge=0)
     min_token_id: int | None = None
     max_token_id: int | None = None
     tokenizer: str | None = None
     tokenizer_sha256: str | None = None
-    vocab_size: int | None = None
-    eod: int | None = None
-    text_bytes: int = 0
-    num_skipped_files: int = 0
+    vocab_size: int | None = Field(default=None, ge=1, lt=2**31)
+    eod: int | None = Field(default=None, ge=0, lt=2**31)
+    text_bytes: int = Field(default=0, ge=0)
+    num_skipped_files: int = Field(default=0, ge=0)
     sources: tuple[SourceRecord, ...] = ()
     job: str | None = None
 
@@ -60,13 +63,15 @@ class Sidecar(BaseModel):
     def read(cls, store: Store, name: str) -> "Sidecar | None":
         """The sidecar in the file ``name``; None if there is no such file. Raises DataError if it is damaged."""
         try:
+            if (size := store.size(name)) > _MOST_BYTES:
+                raise StorageError(f"it has {size:,} bytes, and at most {_MOST_BYTES:,} are read")
             return cls.model_validate_json(store.read(name))
         except MissingFileError:
             return None
         except (StorageError, ValidationError) as error:
             raise DataError(
-                f"{store / name} should describe the .bin and .idx beside it and cannot be read: {error}; copy it "
-                "again from where it was made, or delete it: the data are readable without"
+                f"{store / name} should describe the .bin and .idx beside it and cannot be read: {_reason(error)}; "
+                "copy it again from where it was made, or delete it: the data are readable without"
             ) from error
 
     def write(self, path: Path) -> None:
@@ -75,3 +80,11 @@ class Sidecar(BaseModel):
             file.write(json.dumps(self.model_dump(), indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _reason(error: StorageError | ValidationError) -> str:
+    """What is wrong, in one line: of pydantic's errors the first."""
+    if isinstance(error, StorageError):
+        return str(error)
+    first = error.errors(include_url=False, include_input=False)[0]
+    return ": ".join(part for part in (".".join(map(str, first["loc"])), first["msg"]) if part)

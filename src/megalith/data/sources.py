@@ -91,7 +91,7 @@ def find_sources(
     num_skipped = 0
     for given, is_held_out in [*((path, False) for path in inputs), *((path, True) for path in held_out)]:
         path = Path(os.path.abspath(given))
-        if not path.is_dir():
+        if not os.path.isdir(path):  # which, unlike Path.is_dir, answers for any name
             found.append(_source(path, path.parent, path, is_held_out))
             continue
         candidates = [_source(file, path.parent, path, is_held_out) for file in _walk(path, leave_out)]
@@ -129,6 +129,8 @@ def _source(path: Path, root: Path, given: Path, held_out: bool) -> Source:
         status = path.stat()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; check the path") from error
+    except ValueError as error:
+        raise DataError(f"{str(path)!r} is no path: {error}; check it") from error
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path} must be a file or a folder; it is something else, which cannot be read twice")
     if not os.access(path, os.R_OK):

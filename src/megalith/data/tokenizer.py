@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megalith.errors import ConfigError, DataError
+from megalith.input_file import read_regular_file
 from megalith.storage import explained, publish_file
 
 __all__ = ["EOD", "TextStream", "Tokenizer", "train_byte_level_bpe"]
@@ -23,6 +24,8 @@ EOD = "<|endoftext|>"
 _REPLACEMENT = "\ufffd"
 _MOST_BYTES_OPEN = 3  # of a character in UTF-8, before its last
 _CONTEXT = 16  # ids: more than a character, or the rule of a decoder for spaces, reaches over
+_MOST_BYTES = 1 << 28  # of a tokenizer.json; the largest published ones have about 40 MB
+_MOST_ENTRIES = 1 << 24  # of a trained vocabulary; the largest published ones have a million
 _EOD_NAMES = (EOD, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 
 
@@ -67,7 +70,7 @@ class Tokenizer:
     def load(cls, path: str | Path, eod: str | int | None = None) -> "Tokenizer":
         """The tokenizer in the file ``path``. Raises DataError, as the constructor does, or if it cannot be read."""
         try:
-            content = Path(path).read_bytes()
+            content = read_regular_file(path, _MOST_BYTES)
         except OSError as error:
             raise DataError(
                 f"{path} must be a tokenizer.json; it cannot be read: {error.strerror}; check the path, or train one "
@@ -85,8 +88,17 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, by as many threads as TOKENIZERS_PARALLELISM grants (by default all cores)."""
-        return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        """The ids of each text, by as many threads as TOKENIZERS_PARALLELISM grants (by default all cores).
+
+        Raises DataError for a text that the tokenizer cannot encode.
+        """
+        try:
+            return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        except Exception as error:  # the library raises no narrower class
+            raise DataError(
+                f"{self.name} cannot encode this text: {error}; give a tokenizer.json that has a token for unknown "
+                "words (unk_token), or train one with: megalith data prepare FILES... --out PREFIX --vocab-size N"
+            ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, special tokens spelled out."""
@@ -158,8 +170,10 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
     The same texts in the same order give the same bytes. Few texts may not support as many entries as asked.
 
-    Raises ConfigError if ``vocab_size`` has no room for the bytes.
+    Raises ConfigError if ``vocab_size`` has no room for the bytes, or is larger than any vocabulary.
     """
+    if vocab_size > _MOST_ENTRIES:  # the trainer sets memory aside for all of them, and dies if there is none
+        raise ConfigError(f"a vocabulary has at most {_MOST_ENTRIES:,} entries; got {vocab_size}; use 32000")
     if vocab_size < 257:
         raise ConfigError(f"the vocabulary must hold 256 bytes and {EOD}, so at least 257 entries; got {vocab_size}")
     trained = tokenizers.Tokenizer(models.BPE())

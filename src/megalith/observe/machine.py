@@ -5,7 +5,9 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["describe_machine"]
+__all__ = ["describe_machine", "memory_bytes"]
+
+_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of the container that this process is in
 
 
 def describe_machine() -> dict[str, str]:
@@ -19,9 +21,18 @@ def describe_machine() -> dict[str, str]:
     facts["system"] = platform.platform(terse=True)
     facts["processor"] = _processor()
     facts["cores"] = str(_cores())
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        facts["memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB"
+    if (memory := memory_bytes()) is not None:
+        facts["memory"] = f"{memory / 2**30:.0f} GiB"
     return {name: fact for name, fact in facts.items() if fact}
+
+
+def memory_bytes() -> int | None:
+    """Bytes of memory that processes of this machine, or of this container, have together; None if nothing says."""
+    if not (hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names):
+        return None
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _LIMIT.read_text().strip() if _LIMIT.exists() else ""
+    return min(memory, int(limit)) if limit.isdigit() else memory
 
 
 def _cores() -> int:

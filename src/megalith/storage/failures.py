@@ -19,6 +19,10 @@ _WAYS_OUT = {
     errno.EPERM: _RIGHTS,
     errno.EROFS: _RIGHTS,
     errno.ENOENT: "check the path; with several machines the folder must be on a file system that all of them share",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "check where the links lead",
+    errno.EISDIR: "a folder stands where a file is wanted: check the path",
+    errno.EINVAL: "check the path",
     errno.ENOTDIR: "a file stands where a folder is wanted: choose another folder",
     errno.EEXIST: "a file stands where a folder is wanted: choose another folder",
 }
@@ -30,6 +34,8 @@ def explained(action: str, path: Path) -> Iterator[None]:
 
     It is a MissingFileError where the file or folder is not there.
     """
+    if "\0" in str(path):
+        raise StorageError(f"cannot {action} {str(path)!r}: no path has a NUL character; check the path")
     try:
         yield
     except StorageError:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalith.errors import StorageError
+from megalith.input_file import regular_file_size
 from megalith.storage.atomic import fsync_folder, publish_file, publish_folder
 from megalith.storage.failures import explained
 from megalith.storage.free_space import require_free_bytes
@@ -43,11 +44,12 @@ class LocalStore(Store):
     def size(self, name: str) -> int:
         path = self.path / name
         with explained("read", path):
-            return path.stat().st_size
+            return regular_file_size(path)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         path = self.path / name
         with explained("read", path):
+            regular_file_size(path)  # or raises, where opening would wait
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 done = 0
@@ -62,15 +64,19 @@ class LocalStore(Store):
     def parts(self, name: str) -> Iterator[memoryview]:
         path = self.path / name
         buffer = memoryview(bytearray(_PART))
-        with explained("read", path), path.open("rb", buffering=0) as file:
-            while num_bytes := file.readinto(buffer):
-                yield buffer[:num_bytes]
+        with explained("read", path):
+            regular_file_size(path)
+            with path.open("rb", buffering=0) as file:
+                while num_bytes := file.readinto(buffer):
+                    yield buffer[:num_bytes]
 
     def map(self, name: str) -> mmap.mmap | bytes:
         path = self.path / name
-        with explained("read", path), path.open("rb") as file:
-            # an empty file cannot be mapped
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+        with explained("read", path):
+            if not regular_file_size(path):
+                return b""  # an empty file cannot be mapped
+            with path.open("rb") as file:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def write(self, name: str, parts: Iterable[Buffer]) -> None:
         path = self.path / name

@@ -15,6 +15,7 @@ __all__ = ["FileRecord", "Recorder", "has_all_files", "manifest_of", "read_manif
 
 _FORMAT = "megalith checkpoint"
 _VERSION = 1
+_MOST_BYTES = 1 << 26  # a file takes about 150
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ def read_manifest(store: Store) -> dict[str, FileRecord]:
     """
     path = store / MANIFEST
     try:
+        if (num_bytes := store.size(MANIFEST)) > _MOST_BYTES:
+            raise CheckpointError(
+                f"{path} is damaged: it has {num_bytes:,} bytes, and at most {_MOST_BYTES:,} are read"
+            )
         content = json.loads(store.read(MANIFEST))
         found = (content["format"], content["version"])
         table, sha256 = content["files"], content["sha256"]

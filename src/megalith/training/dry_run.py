@@ -2,12 +2,10 @@
 
 from megalith.config import RunConfig, dump_yaml
 from megalith.observe.units import quantity
-from megalith.training.setup import param_dtype
+from megalith.training.machine_fit import state_bytes
 from megalith.training.tasks.choose import task_of
 
 __all__ = ["describe"]
-
-_MOMENTS = {"adamw": 2, "sgd": 1}  # of each parameter
 
 
 def describe(config: RunConfig, world_size: int) -> str:
@@ -16,8 +14,7 @@ def describe(config: RunConfig, world_size: int) -> str:
     flops = task.flops_per_sample / task.tokens_per_sample
     layout = config.parallel.layout(world_size)
     tensor, replicate, shard = layout.tensor, layout.replicate, layout.shard
-    # weights, gradients and moments; activations come on top
-    state_bytes = (2 + _MOMENTS[config.optim.name]) * param_dtype(config).itemsize * task.num_parameters
+    state = state_bytes(config, task.num_parameters)
     tokens = config.train.global_batch_size * task.tokens_per_sample
     return "\n".join(
         [
@@ -25,7 +22,7 @@ def describe(config: RunConfig, world_size: int) -> str:
             "",
             f"parameters            {task.num_parameters:,}",
             f"ranks                 {world_size} = tensor {tensor} x replicate {replicate} x shard {shard}",
-            f"state on each rank    about {quantity(state_bytes / (tensor * shard))}B of {quantity(state_bytes)}B",
+            f"state on each rank    about {quantity(state / (tensor * shard))}B of {quantity(state)}B",
             f"tokens in a step      {tokens:,}, in all {tokens * config.train.steps:,}",
             f"operations per token  {quantity(flops)}",
             "first sample          the text, with [what no loss is taken on] in brackets:",

@@ -7,30 +7,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megalith.checkpoint.folders import find_checkpoint
-from megalith.config import RunConfig, load_run, recipe_names
+from megalith.config import RunConfig, load_run
 from megalith.config.yaml_text import write_override
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.token_ids import check_dataset
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, MegalithError
-from megalith.storage import MANIFEST, child, open_store
+from megalith.recipe_files import recipe_names
+from megalith.storage import MANIFEST, child, explained, open_store
 from megalith.training.process_group import choose_device
 
-__all__ = ["KEPT_TOKENIZER", "load_tokenizer", "preflight", "resolve_run_folder", "resolve_source"]
+__all__ = ["KEPT_TOKENIZER", "load_tokenizer", "preflight", "resolve_run_folder"]
 
 log = logging.getLogger(__name__)
 
 KEPT_TOKENIZER = "tokenizer.json"  # in the run's folder
-
-
-def resolve_source(source: str | None, overrides: Sequence[str]) -> tuple[str, list[str]]:
-    """The recipe or file, and the overrides. Raises ConfigError naming the recipes when there is none."""
-    if source is None or "=" in source:
-        raise ConfigError(
-            f"name a recipe or a YAML file first: {', '.join(recipe_names())}; "
-            "for example: megalith train llama-4m data.train=PREFIX"
-        )
-    return source, list(overrides)
 
 
 def resolve_run_folder(source: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
@@ -127,6 +118,7 @@ def _check_datasets(config: RunConfig) -> Iterator[str]:
             continue
         try:
             opened[name] = IndexedDataset(prefix)
+            opened[name].require_token_ids()
         except DataError as error:
             yield f"{name}: {error}"
     hashes = {name: dataset.sidecar.tokenizer_sha256 for name, dataset in opened.items() if dataset.sidecar is not None}
@@ -183,7 +175,9 @@ def _check_token_ids(config: RunConfig) -> Iterator[str]:
 def _check_folders(config: RunConfig) -> Iterator[str]:
     """What is to be loaded is there, and a run that is there already is not mixed with a new one."""
     folder = Path(config.run)
-    if folder.exists() and not folder.is_dir():
+    with explained("read", folder):  # a name that is too long, a link to itself
+        is_file = folder.exists() and not folder.is_dir()
+    if is_file:
         yield f"run ({folder}) is a file; choose another folder with run=..."
     elif config.resume == "never" and any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         yield f"{folder} holds a run already and resume=never would mix with it; choose another run=..., or resume=auto"

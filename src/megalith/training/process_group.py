@@ -7,21 +7,26 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from megalith.errors import ConfigError
 from megalith.resilience.launch import RENDEZVOUS
+from megalith.training.torchrun_environment import check_rendezvous
 
-__all__ = ["choose_device", "process_group", "world_size_from_environment"]
+__all__ = ["choose_device", "process_group"]
 
-
-def world_size_from_environment() -> int:
-    """The number of ranks that torchrun has started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+__all__ = ["choose_device", "process_group"]
 
 
 def choose_device() -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    """This rank's GPU, or the CPU where there is none. Raises ConfigError for a rank more than there are GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= num_gpus:
+        raise ConfigError(
+            f"LOCAL_RANK ({local_rank}) must be below the number of GPUs of this machine ({num_gpus}); start at most "
+            f"{num_gpus} ranks on it, or set CUDA_VISIBLE_DEVICES=  to train on CPUs"
+        )
+    return torch.device("cuda", local_rank)
 
 
 @contextmanager
@@ -37,8 +42,11 @@ def process_group(device: torch.device) -> Iterator[None]:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        rank, world_size = int(os.environ["RANK"]), world_size_from_environment()
-        dist.init_process_group(backend, os.environ.get(RENDEZVOUS), rank=rank, world_size=world_size)
+        meeting_point = os.environ.get(RENDEZVOUS)
+        if meeting_point is None:
+            check_rendezvous()
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, meeting_point, rank=rank, world_size=world_size)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # torch exports it unsaid
     try:

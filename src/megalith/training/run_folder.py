@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from megalith.config import RunConfig, dump_yaml, load_run
-from megalith.config.yaml_text import read_yaml
+from megalith.config.yaml_text import MOST_BYTES, read_yaml
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError, MissingFileError
 from megalith.storage import LocalStore, Store, explained
@@ -46,13 +46,14 @@ def read_config(folder: Store) -> RunConfig:
     if "config.yaml" not in folder.names():
         raise CheckpointError(f"{path} is missing, which says what model its checkpoints hold; keep it with them")
     try:
-        settings = read_yaml(folder.read("config.yaml").decode(), str(path))
+        content = folder.read("config.yaml", 0, min(folder.size("config.yaml"), MOST_BYTES + 1))
+        settings = read_yaml(content, str(path))
         if not isinstance(settings, dict):
             raise ConfigError(
                 f"it must hold groups of settings (model:, data:, train:, ...); it holds {settings!r:.80}"
             )
         return load_run(settings)
-    except (ConfigError, UnicodeDecodeError) as error:
+    except ConfigError as error:
         raise CheckpointError(
             f"{path} does not say what model its checkpoints hold: {error}; copy it again from a backup"
         ) from error

@@ -1,6 +1,7 @@
 """models/hf/folder: folders that transformers wrote, whole and in shards; and folders that must be refused."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -28,6 +29,17 @@ def test_a_folder_that_transformers_saved_is_read(build, architecture, max_shard
 def test_an_architecture_that_we_do_not_have_is_refused():
     with pytest.raises(ConfigError, match=r"model_type of llama, gpt2; got 'mamba'"):
         detect({"model_type": "mamba"})
+    with pytest.raises(ConfigError, match=r"model_type of llama, gpt2; got \['llama'\]"):
+        detect({"model_type": ["llama"]})
+
+
+def test_of_thousands_of_tensors_that_do_not_fit_the_first_are_told_and_the_rest_counted(tmp_path):
+    peers.llama().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10_000}))
+    with pytest.raises(CheckpointError, match=r"and 89,932 more$") as refusal:
+        read_folder(tmp_path)
+    assert len(str(refusal.value).splitlines()) == 52
 
 
 @pytest.fixture
@@ -50,6 +62,21 @@ def break_config(folder):
 
 def list_as_config(folder):
     (folder / "config.json").write_text("[]")
+
+
+def nest_config(folder):
+    (folder / "config.json").write_text("[" * 100_000)
+
+
+def pipe_as_config(folder):
+    remove_config(folder)
+    os.mkfifo(folder / "config.json")
+
+
+def pipe_as_shard(folder):
+    shard = shards(folder)[0]
+    shard.unlink()
+    os.mkfifo(shard)
 
 
 def truncate_shard(folder):
@@ -91,6 +118,9 @@ def nothing(folder):
         (remove_config, r"config\.json cannot be read: No such file"),
         (break_config, r"config\.json is not JSON"),
         (list_as_config, r"config\.json must hold a JSON object; it holds a list"),
+        (nest_config, r"config\.json is not JSON"),
+        (pipe_as_config, r"config\.json cannot be read: it is a FIFO, not a regular file"),
+        (pipe_as_shard, r"cannot be read as safetensors: it is a FIFO, not a regular file"),
         (truncate_shard, r"safetensors cannot be read as safetensors"),
         (remove_shard, r"safetensors cannot be read as safetensors: No such file"),
         (smuggle_a_tensor, r"must list the same tensors; only one has: \['model\."),

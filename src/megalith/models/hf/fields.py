@@ -5,7 +5,8 @@ without changing a single name or shape, and then only the loss would tell.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -13,6 +14,13 @@ from megalith.config import TransformerConfig
 from megalith.errors import ConfigError
 
 __all__ = ["Fields"]
+
+T = TypeVar("T")
+
+_SPELLED: Mapping[type, str] = MappingProxyType(
+    {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "an object"}
+)
+_LARGEST = 2**63  # of a whole number where a number is wanted
 
 # what the library or a tokenizer needs to know, and the network does not
 _INERT = frozenset(
@@ -66,22 +74,37 @@ class Fields:
         self._read = set(required)
         self._violations: list[str] = []
         if (given := self._fields.get("model_type")) != model_type:
-            raise ConfigError(f"config.json must have model_type {model_type!r}; got {given!r}")
+            raise ConfigError(f"config.json must have model_type {model_type!r}; got {_shown(given)}")
         if missing := [name for name in required if name not in self._fields]:
             raise ConfigError(f"config.json of a {model_type} model must have {', '.join(missing)}; it does not")
 
-    def __getitem__(self, name: str) -> Any:
-        return self._fields[name]
+    def __getitem__(self, name: str) -> int:
+        """A required field, all of which are sizes."""
+        return self.get(name, 1)
 
-    def get(self, name: str, default: Any) -> Any:
-        """The field, or ``default``, which is the one of transformers' own class for it."""
+    def get(self, name: str, default: T) -> T:
+        """The field, or ``default``, which is the one of transformers' own class for it.
+
+        A value of another type is noted as a violation, and counts as absent.
+        """
+        found = self.optional(name, type(default))
+        return default if found is None else found
+
+    def optional(self, name: str, kind: type[T]) -> T | None:
+        """The field, or None; a value that is no ``kind`` is noted as a violation, and counts as absent."""
         self._read.add(name)
-        return self._fields.get(name, default)
+        value = self._fields.get(name)
+        if kind is float and type(value) is int and abs(value) < _LARGEST:
+            value = float(value)
+        if value is None or type(value) is kind:
+            return value
+        self.refuse(f"{name} must be {_SPELLED[kind]}; got {_shown(value)}")
+        return None
 
-    def expect(self, name: str, only: Any) -> None:
+    def expect(self, name: str, only: bool) -> None:
         """Notes a violation unless the field is absent or equals ``only``."""
-        if (given := self.get(name, only)) != only:
-            self.refuse(f"{name} must be {only!r}, the only value our model has; got {given!r}")
+        if self.get(name, only) != only:
+            self.refuse(f"{name} must be {only!r}, the only value our model has; got {not only!r}")
 
     def refuse(self, violation: str) -> None:
         """Notes a violation, for ``build`` to raise together with all others."""
@@ -96,7 +119,7 @@ class Fields:
         self.expect("is_encoder_decoder", False)
         for name in sorted(self._fields.keys() - self._read - _INERT):
             self.refuse(
-                f"{name} ({self._fields[name]!r}) is a field that our model does not know; "
+                f"{name} ({_shown(self._fields[name])}) is a field that our model does not know; "
                 f"delete it from config.json if it does not change what the network computes"
             )
         if self._violations:
@@ -106,3 +129,8 @@ class Fields:
         except ValidationError as error:
             wrong = [": ".join((".".join(map(str, one["loc"])), one["msg"])) for one in error.errors()]
             raise ConfigError("config.json gives a model that cannot be:\n- " + "\n- ".join(wrong)) from error
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

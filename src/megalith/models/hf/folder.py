@@ -15,19 +15,21 @@ from torch import Tensor
 
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, ConfigError
+from megalith.input_file import read_regular_file, regular_file_size
 from megalith.models.hf import gpt2, llama
 
 __all__ = ["detect", "read_folder"]
 
 _ARCHITECTURES = {"llama": llama, "gpt2": gpt2}
 _WHOLE = "model.safetensors"
+_MOST_BYTES = 1 << 26  # of a .json file; the index of the largest models has about 10 MB
 _INDEX = "model.safetensors.index.json"
 
 
 def detect(hf_config: Mapping[str, Any]) -> ModuleType:
     """The module (``llama`` or ``gpt2``) for the ``model_type`` of a config.json. Raises ConfigError for any other."""
     model_type = hf_config.get("model_type")
-    if model_type not in _ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
         raise ConfigError(f"config.json must have a model_type of {', '.join(_ARCHITECTURES)}; got {model_type!r}")
     return _ARCHITECTURES[model_type]
 
@@ -77,17 +79,19 @@ def _read_shards(folder: Path, shard_of: Any) -> dict[str, Tensor]:
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
     try:
+        regular_file_size(file)  # or raises, where opening would wait
         return load_file(file)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{file} cannot be read as safetensors: {reason}") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
+        tree = json.loads(read_regular_file(file, _MOST_BYTES).decode("utf-8"))
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}; give the folder of a model") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
     if not isinstance(tree, dict):
         raise CheckpointError(f"{file} must hold a JSON object; it holds a {type(tree).__name__}")

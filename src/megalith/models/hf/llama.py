@@ -37,7 +37,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
             f"our add_bias_linear sets both at once"
         )
     num_attention_heads = fields["num_attention_heads"]
-    fields.get("max_position_embeddings", None)  # rotary positions have no table, so no bound
+    fields.optional("max_position_embeddings", int)  # rotary positions have no table, so no bound
     return fields.build(
         vocab_size=fields["vocab_size"],
         num_layers=fields["num_hidden_layers"],
@@ -45,7 +45,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
         ffn_hidden_size=fields["intermediate_size"],
         num_attention_heads=num_attention_heads,
         num_query_groups=fields.get("num_key_value_heads", num_attention_heads),
-        kv_channels=fields.get("head_dim", None),
+        kv_channels=fields.optional("head_dim", int),
         normalization="RMSNorm",
         layernorm_epsilon=fields.get("rms_norm_eps", 1e-6),
         position_embedding_type="rope",
@@ -122,22 +122,29 @@ def to_hf(state: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, T
 
 def _rotary_base(fields: Fields) -> float:
     """The base, from ``rope_theta`` (transformers 4) or ``rope_parameters`` (transformers 5)."""
-    bases = {}
-    if (base := fields.get("rope_theta", None)) is not None:
+    bases: dict[str, float] = {}
+    if (base := fields.optional("rope_theta", float)) is not None:
         bases["rope_theta"] = base
     for name in ("rope_scaling", "rope_parameters"):  # one thing, under its old and its new name
-        rope = dict(fields.get(name, {}))
+        rope = dict[str, Any](fields.optional(name, dict) or {})
         kind = rope.pop("rope_type", rope.pop("type", "default"))
-        if "rope_theta" in rope:
-            bases[f"{name}.rope_theta"] = rope.pop("rope_theta")
+        base = rope.pop("rope_theta", None)
+        if isinstance(base, int | float):
+            bases[f"{name}.rope_theta"] = base
+        elif base is not None:
+            fields.refuse(f"{name}.rope_theta must be a number; got {base!r:.80}")
         if kind != "default" or rope:
             fields.refuse(
                 f"{name} must be absent, or of rope_type 'default' with nothing but a rope_theta: our rotary positions "
-                f"are not scaled; got rope_type {kind!r} with {sorted(rope)}"
+                f"are not scaled; got rope_type {kind!r:.80} with {sorted(rope)}"
             )
     if len(set(bases.values())) > 1:
         fields.refuse(f"the bases of the rotary positions differ: {bases}; delete the wrong one")
-    return float(next(iter(bases.values()), 10000.0))
+    base = next(iter(bases.values()), 10000.0)
+    if abs(base) >= 2**63:
+        fields.refuse("rope_theta must be below 2^63")
+        base = 10000.0
+    return float(base)
 
 
 def _require_llama(config: TransformerConfig) -> None:

@@ -15,6 +15,8 @@ __all__ = ["check", "drop_tied_head", "parameter_shapes", "require"]
 
 Shape = tuple[int, ...]
 
+_MOST_TOLD = 50  # tensors that do not fit; a wrong number of layers makes thousands
+
 
 def parameter_shapes(config: TransformerConfig) -> dict[str, Shape]:
     """Name -> shape of every parameter of ``GPTModel(config)``, unsharded.
@@ -46,7 +48,9 @@ def check(state: Mapping[str, Tensor], shapes: Mapping[str, Shape], source: str)
         if name in state and tuple(state[name].shape) != shape
     ]
     if wrong:
-        raise CheckpointError(f"the tensors of {source} do not fit its config:\n- " + "\n- ".join(wrong))
+        more = [f"and {len(wrong) - _MOST_TOLD:,} more"] if len(wrong) > _MOST_TOLD else []
+        lines = "\n- ".join([*wrong[:_MOST_TOLD], *more])
+        raise CheckpointError(f"the tensors of {source} do not fit its config:\n- {lines}")
 
 
 def require(architecture: str, config: TransformerConfig, **allowed: tuple[Any, ...]) -> None:

@@ -1,0 +1,65 @@
+"""``megalith recipes``: the runs that come with the package, to read and to change."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megalith.recipe_files import recipe_names, recipe_purpose, recipe_text
+
+__all__ = ["app", "complete_recipe"]
+
+app = typer.Typer(no_args_is_help=True)
+
+
+def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
+    """The recipes whose names begin so, each with what it is for, for a shell."""
+    return [(name, recipe_purpose(name)) for name in recipe_names() if name.startswith(incomplete)]
+
+
+Name = Annotated[str, typer.Argument(help="A recipe's name.", metavar="NAME", autocompletion=complete_recipe)]
+
+
+@app.callback()
+def recipes() -> None:
+    """List, show or copy the runs that come with the package."""
+
+
+@app.command("list")
+def list_recipes() -> None:
+    """Name every recipe, and say what it is for."""
+    width = max(map(len, recipe_names()))
+    for name in recipe_names():
+        print(f"{name:<{width}}  {recipe_purpose(name)}")
+
+
+@app.command()
+def show(name: Name) -> None:
+    """Print a recipe's settings."""
+    print(recipe_text(name), end="")
+
+
+@app.command()
+def copy(
+    name: Name,
+    to: Annotated[
+        Path | None, typer.Argument(help="The file to write, or its folder; by default NAME.yaml.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Write a recipe into a file of your own, to change it."""
+    from megalith.errors import ConfigError
+    from megalith.storage import explained
+
+    text = recipe_text(name)
+    path = Path() if to is None else to
+    with explained("write", path):
+        if path.is_dir():
+            path = path / f"{name}.yaml"
+        if path.suffix not in (".yaml", ".yml"):
+            raise ConfigError(f"{path} must end in .yaml, or `megalith train` would look for a recipe of that name")
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError as error:
+            raise ConfigError(f"{path} exists, and nothing is overwritten; choose another name") from error
+    print(f"{path}: change it, then run: megalith train {path} data.train=PREFIX")

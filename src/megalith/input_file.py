@@ -1,0 +1,40 @@
+"""Files that somebody else named, looked at before they are opened.
+
+Opening a FIFO waits for its writer, /dev/zero never ends, and a wrong path may lead to a file larger than the memory.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+__all__ = ["read_regular_file", "regular_file_size"]
+
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+
+
+def regular_file_size(path: str | Path) -> int:
+    """Bytes of the regular file ``path``, links followed. Does not open it.
+
+    Raises:
+        OSError: there is none, it is something else, such as a folder or a FIFO, or no file can have such a name.
+    """
+    try:
+        status = Path(path).stat()
+    except ValueError as error:  # a NUL character, or half of a surrogate pair
+        raise OSError(errno.EINVAL, f"no file can have this name: {error}") from error
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file")
+    return status.st_size
+
+
+def read_regular_file(path: str | Path, most_bytes: int) -> bytes:
+    """The content of the regular file ``path``. Raises OSError as ``regular_file_size``, or if it is larger."""
+    size = regular_file_size(path)
+    if size > most_bytes:
+        raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most_bytes:,} are read")
+    with open(path, "rb") as file:
+        return file.read(most_bytes)

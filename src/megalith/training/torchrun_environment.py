@@ -1,0 +1,87 @@
+"""What torchrun says to the ranks that it starts, checked: another launcher may say half of it.
+
+Needs no torch, so that a wrong number of ranks is refused at once.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megalith.errors import ConfigError
+from megalith.observe.machine import memory_bytes
+from megalith.observe.units import quantity
+
+__all__ = ["LaunchedRank", "check_rendezvous", "launched_rank", "num_ranks"]
+
+_WAY_OUT = "start ranks with torchrun or --nproc, or unset RANK to train in this process alone"
+_LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+_LARGEST = 2**31 - 1
+_RANK_BYTES = 100 << 20  # that a rank takes by itself once torch is loaded; measured: 150 MiB and more
+
+
+@dataclass(frozen=True)
+class LaunchedRank:
+    """This process among those that a launcher has started; ``local_world_size`` of them are on this machine."""
+
+    rank: int
+    world_size: int
+    local_world_size: int
+
+
+def launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
+    """This process as a launcher's rank; None where RANK is not set, which is without a launcher.
+
+    Raises:
+        ConfigError: the variables are incomplete, no numbers, or contradict each other; it names all of them at once.
+    """
+    if "RANK" not in environment:
+        return None
+    found: dict[str, int] = {}
+    wrong = [] if "WORLD_SIZE" in environment else ["WORLD_SIZE is not set, and RANK is"]
+    for name in _LEAST.keys() & environment.keys():
+        text = environment[name]
+        number = int(text) if text.isascii() and text.isdigit() and len(text) < 11 else -1
+        if _LEAST[name] <= number <= _LARGEST:
+            found[name] = number
+        else:
+            wrong.append(f"{name} must be a whole number of at least {_LEAST[name]}; got {text[:40]!r}")
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if rank in found and size in found and found[rank] >= found[size]:
+            wrong.append(f"{rank} ({found[rank]}) must be below {size} ({found[size]})")
+    if wrong:
+        raise ConfigError(f"this is no rank of a launcher: {'; '.join(sorted(wrong))}; {_WAY_OUT}")
+    return LaunchedRank(found["RANK"], found["WORLD_SIZE"], found.get("LOCAL_WORLD_SIZE", 1))
+
+
+def num_ranks(nproc: int, launched: LaunchedRank | None) -> int:
+    """The number of ranks of a run.
+
+    Raises:
+        ConfigError: ``nproc`` is none, has no effect beside a launcher, or is more than this machine has memory for.
+    """
+    if launched is not None:
+        if nproc != 1:
+            raise ConfigError(
+                f"--nproc ({nproc}) has no effect here: a launcher has started {launched.world_size} ranks (RANK and "
+                "WORLD_SIZE are set); leave --nproc out, or unset RANK"
+            )
+        return launched.world_size
+    if nproc < 1:
+        raise ConfigError(f"--nproc must be at least 1, the number of ranks to start on this machine; got {nproc}")
+    memory = memory_bytes()
+    if memory is not None and nproc * _RANK_BYTES > memory:
+        raise ConfigError(
+            f"--nproc ({nproc}) is more than fits this machine: so many ranks take {quantity(nproc * _RANK_BYTES)}B "
+            f"before they have a model, and it has {quantity(memory)}B; use at most {memory // _RANK_BYTES}"
+        )
+    return nproc
+
+
+def check_rendezvous(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError if the place where ranks meet, MASTER_ADDR and MASTER_PORT, is not given."""
+    port = environment.get("MASTER_PORT", "")
+    wrong = [] if environment.get("MASTER_ADDR") else ["MASTER_ADDR is not set"]
+    if not (port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 2**16):
+        wrong.append(f"MASTER_PORT must be a port; got {port[:40]!r}" if port else "MASTER_PORT is not set")
+    if wrong:
+        raise ConfigError(f"ranks cannot meet: {'; '.join(wrong)}, and RANK is; {_WAY_OUT}")

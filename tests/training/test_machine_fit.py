@@ -1,0 +1,85 @@
+"""training/machine_fit: what surely cannot be is refused with both numbers, and nothing else is."""
+
+import pytest
+import torch
+
+from megalith.config import load_run
+from megalith.errors import ConfigError
+from megalith.training import machine_fit, process_group
+from megalith.training.machine_fit import check_machine, state_bytes
+from megalith.training.tasks.choose import task_of
+from tests.tiny_run import settings
+
+
+@pytest.fixture
+def config(tmp_path):
+    return load_run(settings(tmp_path))
+
+
+def needed(config):
+    return state_bytes(config, task_of(config).num_parameters)
+
+
+def test_the_state_is_weights_gradients_and_moments_in_float32_or_wider(config):
+    parameters = task_of(config).num_parameters
+    assert needed(config) == 4 * 8 * parameters  # the tiny run computes in float64
+    for dtype, optimizer, bytes_each in (("bfloat16", "adamw", 16), ("float32", "sgd", 12)):
+        precision = config.precision.model_copy(update={"dtype": dtype})
+        changed = config.model_copy(
+            update={"precision": precision, "optim": config.optim.model_copy(update={"name": optimizer})}
+        )
+        assert needed(changed) == bytes_each * parameters
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "num_local_ranks", "share"),
+    [
+        ({}, 1, 1, 1.0),
+        ({"shard": 2}, 2, 2, 1.0),  # two halves on one machine
+        ({"shard": 4, "tensor": 2}, 8, 2, 0.25),  # two of eight parts; the rest are on other machines
+        ({"replicate": 2}, 2, 2, 2.0),
+        ({"replicate": 2}, 2, 1, 1.0),
+    ],
+)
+def test_what_ranks_on_this_machine_hold_together_must_fit(
+    layout, world_size, num_local_ranks, share, config, monkeypatch
+):
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update=layout)})
+    takes = int(needed(config) * share)
+    monkeypatch.setattr(process_group.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine_fit, "memory_bytes", lambda: takes)
+    check_machine(config, world_size, num_local_ranks)
+    monkeypatch.setattr(machine_fit, "memory_bytes", lambda: takes - 16)
+    with pytest.raises(ConfigError, match=r"does not fit: .* take [\d.]+\wB on .*, and it has [\d.]+\wB; use"):
+        check_machine(config, world_size, num_local_ranks)
+    monkeypatch.setattr(machine_fit, "memory_bytes", lambda: None)
+    check_machine(config, world_size, num_local_ranks)
+
+
+class Device:
+    def __init__(self, total_memory):
+        self.total_memory = total_memory
+
+
+def test_on_gpus_each_rank_has_one_and_its_part_must_fit_there(config, monkeypatch):
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard": 2})})
+    half = needed(config) // 2
+    monkeypatch.setattr(machine_fit, "choose_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device(half))
+    check_machine(config, 2, 2)
+    with pytest.raises(ConfigError, match=r"--nproc \(3\) must be at most the number of GPUs here, 2"):
+        check_machine(config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard": 3})}), 3, 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device(half - 16))
+    with pytest.raises(ConfigError, match=r"on each rank, before any activation, and its GPU has"):
+        check_machine(config, 2, 2)
+
+
+def test_a_rank_more_than_there_are_gpus_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert process_group.choose_device() == torch.device("cuda", 0)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK \(1\) must be below the number of GPUs of this machine \(1\)"):
+        process_group.choose_device()
