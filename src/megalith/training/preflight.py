@@ -36,7 +36,7 @@ def resolve_run_folder(source: str, overrides: Sequence[str]) -> tuple[str, list
     settings = Path(source)
     if source in recipe_names():
         return source, list(overrides)
-    if settings.is_dir():
+    if os.path.isdir(source):  # False for what no file system takes, where Path raises
         settings = settings / "config.yaml"
         if not settings.is_file():
             raise ConfigError(
