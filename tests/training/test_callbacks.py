@@ -1,15 +1,18 @@
 """callbacks: what a record says of speed and of a loss of several terms, by hand; errors of rank 0 alone reach all."""
 
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from megalith.config import load_run
 from megalith.data.gpt_dataset import EvaluationDataset
 from megalith.errors import DataError, StorageError
 from megalith.observe.metrics import MetricsWriter, read_metrics
+from megalith.observe.time_left import TimeLeft
 from megalith.training import callbacks
 from megalith.training.pretrain import pretrain
 from megalith.training.setup import RunParts
@@ -45,6 +48,56 @@ def test_a_loss_of_several_terms_is_recorded_term_by_term(tmp_path):
     assert step["terms"].keys() == held_out["valid"].keys() == {"lm", "square"}
     assert step["loss"] == pytest.approx(step["terms"]["lm"] + 0.25 * step["terms"]["square"])
     assert held_out["valid_loss"] == pytest.approx(held_out["valid"]["lm"] + 0.25 * held_out["valid"]["square"])
+
+
+class Compiling(PretrainGPT):
+    """A task whose forward is built by torch.compile when it is first taken, for 0.3 s."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+
+        def slow(graph: Any, _inputs: Any) -> Any:
+            time.sleep(0.3)
+            return graph.forward
+
+        self.scaled = torch.compile(lambda x: x * 1.0, backend=slow, dynamic=False)
+
+    def forward(self, model: Any, inputs: Any) -> Any:
+        return self.scaled(super().forward(model, inputs))
+
+
+def lines_of(tree: dict[str, Any]) -> tuple[list[str], list[float]]:
+    """What the run shows, and the seconds of each step that its estimate of the time left is made of."""
+    config, lines, seconds = load_run(tree), [], []
+    with patch.object(TimeLeft, "add_step", lambda _, step: seconds.append(step)):
+        pretrain(config, lines.append, lines.append, RunParts(Compiling(config)))
+    return lines, seconds
+
+
+def test_waiting_for_a_compiler_is_announced_and_is_no_part_of_speed_or_of_the_time_left(tmp_path):
+    tree = settings(tmp_path, train={"steps": 20, "log_every": 100, "evaluation": {"every": 10, "samples": 2}})
+    tree["data"]["valid"] = tree["data"]["train"]
+    tree["checkpoint"] = {"every": 15}
+    [(lines, estimated_from)] = ranks(1, lines_of, tree)
+    assert sum("compiling the fused operations for this machine, once" in line for line in lines) == 1
+    records = read_metrics(Path(tree["run"]))
+    steps = [record for record in records if "loss" in record]
+    first, *later = steps
+    assert first["time"]["compile"] >= 0.3
+    assert not [record for record in later if "compile" in record["time"]]
+    assert first["time"]["forward-backward"] < first["step_seconds"] - 0.3
+    work = first["step_seconds"] - first["time"]["compile"]
+    assert first["tokens_per_second"] * work == pytest.approx(8 * SEQ)
+    [line] = [line for line in lines if "1/20" in line]  # though log_every is 100
+    assert line.endswith("compiling)")
+    assert estimated_from == [work, *(record["step_seconds"] for record in later)]
+    assert all(record["peak_memory"] > 1e7 for record in steps)
+    # an evaluation without gradients is built anew
+    held_out = [list(record["time"]) for record in records if "valid_loss" in record]
+    assert held_out == [["evaluation", "compile"], ["evaluation"]]
+    assert [(record["step"], list(record["between"])) for record in steps if "between" in record] == [
+        (16, ["checkpoint"])
+    ]
 
 
 def error_of(tree: dict[str, Any], where: str) -> tuple[str, str, bool]:

@@ -2,8 +2,10 @@
 
 import logging
 import os
+import shlex
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -50,14 +52,20 @@ def train(
             print(describe(config, world_size))
             return
         if launched or nproc == 1:
-            _train_here(config)
+            _train_here(config, _origin(source, overrides, world_size))
     if nproc > 1 and not launched:
         from megalith.training.launch import launch
 
         raise typer.Exit(launch(nproc, ["train", source, *overrides]))
 
 
-def _train_here(config: "RunConfig") -> None:
+def _origin(source: str, overrides: list[str], world_size: int) -> dict[str, str]:
+    """What the run's folder says of where it comes from: ``--nproc`` stands for torchrun too."""
+    ranks = ["--nproc", str(world_size)] if world_size > 1 else []
+    return {"recipe": Path(source).stem, "command": shlex.join(["megalith", "train", source, *overrides, *ranks])}
+
+
+def _train_here(config: "RunConfig", origin: dict[str, str]) -> None:
     """Trains in this process, which is one rank or all of them."""
     from megalith.cli.console import Console
     from megalith.insight.report import write_report_if_possible
@@ -66,7 +74,7 @@ def _train_here(config: "RunConfig") -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     console = Console()
-    outcome = pretrain(config, console.show, console.show_progress)
+    outcome = pretrain(config, console.show, console.show_progress, origin=origin)
     console.close()
     if os.environ.get("RANK", "0") == "0":
         console.show(write_report_if_possible(config.run))

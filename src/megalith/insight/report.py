@@ -5,7 +5,7 @@ from importlib import resources
 from pathlib import Path
 
 from megalith.errors import DataError, MissingDependencyError
-from megalith.insight.report_sections import sections, summary, tiles
+from megalith.insight.report_sections import origin, sections, summary, tiles, title
 from megalith.insight.run_history import RunHistory, read_run
 from megalith.storage.atomic import write_text_atomic
 
@@ -37,14 +37,13 @@ def write_report_if_possible(run_folder: Path | str) -> str:
 
 def _page(run: RunHistory) -> str:
     style = resources.files("megalith.insight").joinpath("report.css").read_text(encoding="utf-8")
-    name = escape(run.name)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>{name} · Megalith</title>
+<title>{title(run)} · Megalith</title>
 <style>
 {style}</style>
 </head>
@@ -52,7 +51,8 @@ def _page(run: RunHistory) -> str:
 <main>
 <header>
 <p class="brand">Megalith</p>
-<h1>{name}</h1>
+<h1>{escape(run.name)}</h1>
+{origin(run)}
 <p class="summary">{summary(run)}</p>
 </header>
 <dl class="tiles">{tiles(run)}</dl>

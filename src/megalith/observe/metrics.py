@@ -1,10 +1,12 @@
 """The numbers of a run, one JSON object per line in ``RUN/metrics.jsonl``, and TensorBoard's files beside it.
 
 Each step is a record: step, loss (nats per token), grad_norm (before clipping), lr, tokens and consumed_samples (read
-so far, tokens without a loss included), tokens_per_second, step_seconds (this step's, waiting for data included), mfu
-or null, layout ("tp2 dp1"), skipped (the weights did not move), time ({span: seconds in this step}). In float16 there
-is loss_scale too, and for a loss of several terms ``terms`` ({term: mean}). An evaluation is a record of its own: step,
-valid_loss, valid_tokens, and ``valid`` ({term or measure: mean}) where there are several.
+so far, tokens without a loss included), step_seconds (this step's, waiting for data and for a compiler included),
+tokens_per_second and mfu or null (both without waiting for a compiler), layout ("tp2 dp1"), skipped (the weights did
+not move), peak_memory (bytes, of rank 0, so far), time ({span: seconds in this step}, ``compile`` among them where
+torch.compile was waited for), and after a checkpoint ``between`` ({span: seconds between the last step and this one}).
+In float16 there is loss_scale too, and for a loss of several terms ``terms`` ({term: mean}). An evaluation is a record
+of its own: step, valid_loss, valid_tokens, time, and ``valid`` ({term or measure: mean}) where there are several.
 
 JSON has no NaN. A number that is not finite stands as null, and ``nonfinite`` beside it says what it was:
 ``{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}``. ``read_metrics`` puts the numbers back.
@@ -22,7 +24,9 @@ from megalith.errors import DataError
 from megalith.storage.atomic import publish_file
 from megalith.storage.failures import explained
 
-__all__ = ["MetricsWriter", "read_metrics"]
+__all__ = ["COMPILE", "MetricsWriter", "read_metrics"]
+
+COMPILE = "compile"  # the span of waiting for torch.compile, which is part of no other span
 
 _NAME = "metrics.jsonl"
 _NONFINITE = "nonfinite"

@@ -1,15 +1,19 @@
 """What happens around the steps of a run: metrics, evaluation, checkpoints. Each reads its own settings, once."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch.distributed as dist
 
 from megalith.data.samples import SizedSamples
-from megalith.observe.metrics import MetricsWriter
+from megalith.observe.memory import peak_memory
+from megalith.observe.metrics import COMPILE, MetricsWriter
 from megalith.observe.peak import peak_flops
 from megalith.observe.progress import progress_line
+from megalith.observe.time_left import TimeLeft
 from megalith.topology.agreement import agreed, attempt
 from megalith.training.evaluation import evaluate
 from megalith.training.loop import Callback, FinishedStep, Outcome
@@ -24,15 +28,17 @@ log = logging.getLogger(__name__)
 class Metrics(Callback):
     """Writes a record of every step to metrics.jsonl, and shows a line every ``train.log_every`` steps; rank 0 only.
 
-    ``show`` takes a line that stays, ``show_progress`` one that the next may replace.
+    The first step that it sees is shown too. ``show`` takes a line that stays, ``show_progress`` one that the next may
+    replace.
     """
 
     def __init__(self, run: Run, show: Callable[[str], None], show_progress: Callable[[str], None]) -> None:
         self.show = show
         self.show_progress = show_progress
         self.every = run.config.train.log_every
-        self.first_step = run.state.step
-        self.seconds = 0.0
+        self.first_step = run.state.step + 1
+        self.left = TimeLeft(run.config.train.steps)
+        self.between: dict[str, float] = {}
         self.writer = MetricsWriter(run.folder, resumed_step=run.state.step) if dist.get_rank() == 0 else None
         self.peak_flops = peak_flops(run.device, run.config.precision.dtype)
 
@@ -40,6 +46,19 @@ class Metrics(Callback):
         """Adds one record, on rank 0."""
         if self.writer is not None:
             self.writer.write(record)
+
+    @contextmanager
+    def timed(self, run: Run, name: str, every: int | None) -> Iterator[dict[str, float]]:
+        """Times what comes after every so many steps; at the end of the block it has given {span: seconds}."""
+        started, before = perf_counter(), run.timers.totals().get(COMPILE, 0.0)
+        spans: dict[str, float] = {}
+        with run.timers(name):
+            yield spans
+        compiling = run.timers.totals().get(COMPILE, 0.0) - before
+        spans[name] = perf_counter() - started - compiling
+        if compiling:
+            spans[COMPILE] = compiling
+        self.left.add(name, every, spans[name])
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:
         with attempt() as writing:  # of rank 0 alone: the others hear of an error with the next step's totals
@@ -49,8 +68,8 @@ class Metrics(Callback):
 
     def _write_step(self, run: Run, finished: FinishedStep) -> None:
         result, state = finished.result, run.state
-        self.seconds += finished.seconds
-        samples_per_second = result.num_samples / finished.seconds
+        self.left.add_step(finished.work_seconds)
+        samples_per_second = result.num_samples / finished.work_seconds
         tokens_per_second = samples_per_second * run.task.tokens_per_sample
         peak = None if self.peak_flops is None else self.peak_flops * dist.get_world_size()
         record = {
@@ -65,8 +84,11 @@ class Metrics(Callback):
             "consumed_samples": state.consumed_samples,
             "layout": run.layout,
             "skipped": result.skipped,
+            "peak_memory": peak_memory(run.device),
             "time": finished.spans,
         }
+        if self.between:
+            record["between"], self.between = self.between, {}
         if len(result.terms) > 1:
             record["terms"] = dict(result.terms)
         if run.loss_scale is not None:
@@ -74,11 +96,9 @@ class Metrics(Callback):
         self.write(record)
         if result.skipped and run.loss_scale is None:
             log.warning("step %d skipped: loss %s, gradient norm %s", state.step, result.loss, result.grad_norm)
-        if state.step % self.every == 0 or state.step == run.config.train.steps:
-            left = self.seconds / (state.step - self.first_step) * (run.config.train.steps - state.step)
-            steps = run.config.train.steps
-            line = progress_line(state.step, steps, result.loss, tokens_per_second, left, result.lr, result.grad_norm)
-            self.show_progress(line)
+        steps = run.config.train.steps
+        if state.step % self.every == 0 or state.step in (self.first_step, steps):
+            self.show_progress(progress_line(record, steps, self.left.after(state.step)))
 
     def on_end(self, run: Run, outcome: Outcome) -> None:
         if self.writer is not None:
@@ -103,7 +123,7 @@ class HeldOutLoss(Callback):
         last = run.state.step == run.config.train.steps
         if self.dataset is None or not (last or (self.every is not None and run.state.step % self.every == 0)):
             return
-        with run.timers("evaluation"):
+        with self.metrics.timed(run, "evaluation", self.every) as time:
             evaluation = evaluate(
                 run.task,
                 run.chunks,
@@ -114,7 +134,7 @@ class HeldOutLoss(Callback):
                 max_samples=self.max_samples,
             )
         step, loss, num_tokens = run.state.step, evaluation.loss, evaluation.num_tokens
-        record: dict[str, Any] = {"step": step, "valid_loss": loss, "valid_tokens": num_tokens}
+        record: dict[str, Any] = {"step": step, "valid_loss": loss, "valid_tokens": num_tokens, "time": time}
         if len(evaluation.means) > 1:
             record["valid"] = dict(evaluation.means)
         with agreed():
@@ -125,7 +145,8 @@ class HeldOutLoss(Callback):
 class Checkpoints(Callback):
     """Saves every ``checkpoint.every`` steps and wherever the run ends, once a step."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, metrics: Metrics) -> None:
+        self.metrics = metrics
         self.every, self.keep = run.config.checkpoint.every, run.config.checkpoint.keep
         self.saved_step = run.state.step
 
@@ -138,8 +159,9 @@ class Checkpoints(Callback):
             self._save(run)
 
     def _save(self, run: Run) -> None:
-        with run.timers("checkpoint"):
+        with self.metrics.timed(run, "checkpoint", self.every) as time:
             path = save(run, self.keep)
+        self.metrics.between = time
         self.saved_step = run.state.step
         if dist.get_rank() == 0:
             log.info("saved %s", path)

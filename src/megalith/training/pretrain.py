@@ -1,17 +1,19 @@
 """The main job: a resolved config in, a trained run folder out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import torch.distributed as dist
 
 from megalith.config import RunConfig, dump_yaml
-from megalith.observe.machine import describe_machine
+from megalith.observe.compiler_wait import CompilerWait
 from megalith.resilience.stop_request import StopRequest
-from megalith.storage.atomic import write_json_atomic, write_text_atomic
+from megalith.storage.atomic import write_text_atomic
 from megalith.storage.run_lock import RunLock
 from megalith.topology.agreement import agreed
+from megalith.training.about import write_about
 from megalith.training.callbacks import Checkpoints, HeldOutLoss, Metrics
 from megalith.training.loop import Outcome, train
 from megalith.training.process_group import choose_device, process_group
@@ -26,12 +28,14 @@ def pretrain(
     show: Callable[[str], None],
     show_progress: Callable[[str], None],
     parts: RunParts | None = None,
+    origin: Mapping[str, str] = MappingProxyType({}),
 ) -> Outcome:
     """Trains as ``config``, which preflight has resolved, says; every rank calls it.
 
     Writes into the folder ``config.run``: config.yaml, about.json, metrics.jsonl, checkpoints/. On rank 0 ``show`` is
     given lines for a person to read, and ``show_progress`` lines of which the next may replace the last. ``parts`` of a
-    user's own replace the house's.
+    user's own replace the house's. ``origin`` is what about.json says of where the run comes from: its recipe, and the
+    command that started it.
 
     Raises:
         MegalithError: on every rank; nothing that was there before is lost.
@@ -46,15 +50,17 @@ def pretrain(
         show(resume_or_load(run))
         with agreed():
             metrics = Metrics(run, show, show_progress)
-            callbacks = [metrics, HeldOutLoss(run, metrics), Checkpoints(run), *(parts.callbacks if parts else ())]
+            callbacks = [
+                metrics,
+                HeldOutLoss(run, metrics),
+                Checkpoints(run, metrics),
+                *(parts.callbacks if parts else ()),
+            ]
             if dist.get_rank() == 0:
                 write_text_atomic(run.folder / "config.yaml", dump_yaml(config))
-                about = {
-                    "parameters": sum(chunk.num_parameters() for chunk in run.chunks),
-                    "dtype": config.precision.dtype,
-                }
-                write_json_atomic(run.folder / "about.json", about | describe_machine())
-        outcome = train(run, callbacks, stop)
+                write_about(run, origin)
+        with CompilerWait(run.timers, show, show_progress).watched():
+            outcome = train(run, callbacks, stop)
         if outcome is Outcome.STOPPED:
             show(f"saved at step {run.state.step}; the same command goes on from there")
         return outcome
