@@ -10,6 +10,7 @@ import pytest
 
 from megalith import optional
 from megalith.errors import DataError, MissingDependencyError
+from megalith.insight import report_curves
 from megalith.insight.report import write_report, write_report_if_possible
 from megalith.observe.metrics import MetricsWriter
 from tests.insight.run_folder import record, write_run
@@ -282,3 +283,18 @@ def test_without_matplotlib_a_run_is_told_how_to_get_its_report(tmp_path, monkey
     assert write_report_if_possible(str(tmp_path)) == f"report: {tmp_path / 'report.html'}"
     monkeypatch.setattr(optional, "need", missing)
     assert write_report_if_possible(tmp_path) == "no report: drawing needs matplotlib.figure"
+
+
+def test_a_page_that_cannot_be_written_or_drawn_is_one_line_and_no_error(tmp_path, monkeypatch):
+    page_with(tmp_path, record(1))
+    (tmp_path / "report.html").unlink()
+    (tmp_path / "report.html").mkdir()
+    assert write_report_if_possible(tmp_path).startswith("no report: cannot write ")
+
+    def broken(chart, width, height):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(report_curves, "svg", broken)
+    assert write_report_if_possible(tmp_path) == (
+        f"no report: RuntimeError: no fonts; the run is complete, try: megalith report {tmp_path}"
+    )

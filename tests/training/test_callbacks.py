@@ -1,5 +1,6 @@
 """callbacks: what a record says of speed and of a loss of several terms, by hand; errors of rank 0 alone reach all."""
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megalith import optional
 from megalith.config import load_run
 from megalith.data.gpt_dataset import EvaluationDataset
 from megalith.errors import DataError, StorageError
@@ -17,6 +19,7 @@ from megalith.training import callbacks
 from megalith.training.pretrain import pretrain
 from megalith.training.setup import RunParts
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
+from tests.program import here, write_settings
 from tests.rank_pool import ranks
 from tests.tiny_run import SEQ, settings
 from tests.training.plugins import TwoTerms
@@ -153,3 +156,28 @@ def test_an_error_of_one_rank_is_one_error_of_all(where, want, tmp_path):
     tree = settings(tmp_path, train={"steps": 2}, parallel={"shard": 2})
     tree["data"]["valid"] = tree["data"]["train"]
     assert ranks(2, error_of, tree, where) == [want] * 2
+
+
+def test_a_side_product_that_cannot_be_written_does_not_fail_the_run(tmp_path):
+    tree = settings(tmp_path, train={"steps": 2})
+    (tmp_path / "run" / "report.html").mkdir(parents=True)  # a folder where a file is wanted
+    (tmp_path / "run" / "tensorboard").write_text("")  # and the reverse
+    [ended] = ranks(1, train_here, write_settings(tree, tmp_path))
+    assert ended.code == 0, ended
+    assert "tensorboard gets no more of this run, which goes on: " in ended.out
+    assert "no report: cannot write " in ended.out
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2]
+
+
+def train_here(settings_file: Path) -> Any:
+    return here("train", settings_file, "tracking=[tensorboard]")
+
+
+def test_a_dashboard_that_is_not_installed_is_refused_before_the_start(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(optional, "has", lambda package: package != "wandb")
+    ended = here("train", write_settings(settings(tmp_path), tmp_path), "tracking=[wandb]")
+    assert ended.code == 2
+    assert "tracking (wandb): writing for Weights & Biases needs wandb" in ended.err
+    assert "pip install 'megalith[tracking]'" in ended.err
+    assert not (tmp_path / "run").exists()

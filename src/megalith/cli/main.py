@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import typer
 
-from megalith.cli import data, demo, evaluate, generate, train
+from megalith.cli import data, demo, evaluate, generate, report, train
 from megalith.errors import MegalithError, NonFiniteError, RankFailedError
 
 __all__ = ["app", "main", "run"]
@@ -30,6 +30,7 @@ app.add_typer(data.app, name="data")
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
+app.command("report")(report.report)
 
 
 def main() -> NoReturn:

@@ -156,6 +156,11 @@ class RunConfig(SettingsGroup):
         default="auto", description="go on from the newest checkpoint in the run's folder"
     )
     run: str = Field(default="runs/default", min_length=1, description="folder of the run")
+    tracking: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = Field(
+        default=None,
+        strict=False,
+        description="dashboards that get the numbers too, in files of the run's folder; null: tensorboard if installed",
+    )
     experimental: tuple[str, ...] = Field(
         default=(), strict=False, description="names of experimental features switched on"
     )

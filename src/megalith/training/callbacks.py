@@ -14,6 +14,7 @@ from megalith.observe.metrics import COMPILE, MetricsWriter
 from megalith.observe.peak import peak_flops
 from megalith.observe.progress import progress_line
 from megalith.observe.time_left import TimeLeft
+from megalith.observe.trackers import Trackers
 from megalith.topology.agreement import agreed, attempt
 from megalith.training.evaluation import evaluate
 from megalith.training.loop import Callback, FinishedStep, Outcome
@@ -26,13 +27,16 @@ log = logging.getLogger(__name__)
 
 
 class Metrics(Callback):
-    """Writes a record of every step to metrics.jsonl, and shows a line every ``train.log_every`` steps; rank 0 only.
+    """Writes a record of every step to metrics.jsonl and to the dashboards of ``tracking``; rank 0 only.
 
-    The first step that it sees is shown too. ``show`` takes a line that stays, ``show_progress`` one that the next may
-    replace.
+    It shows a line after the first step that it sees, and every ``train.log_every`` steps. ``show`` takes a line that
+    stays, ``show_progress`` one that the next may replace.
     """
 
-    def __init__(self, run: Run, show: Callable[[str], None], show_progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, run: Run, show: Callable[[str], None], show_progress: Callable[[str], None], trackers: Trackers
+    ) -> None:
+        self.trackers = trackers
         self.show = show
         self.show_progress = show_progress
         self.every = run.config.train.log_every
@@ -46,6 +50,7 @@ class Metrics(Callback):
         """Adds one record, on rank 0."""
         if self.writer is not None:
             self.writer.write(record)
+            self.trackers.write(record)
 
     @contextmanager
     def timed(self, run: Run, name: str, every: int | None) -> Iterator[dict[str, float]]:

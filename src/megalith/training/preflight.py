@@ -5,11 +5,13 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from megalith import optional
 from megalith.checkpoint.folders import find_checkpoint
 from megalith.config import RunConfig, load_run, recipe_names
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import ConfigError, DataError, MegalithError
+from megalith.errors import ConfigError, DataError, MegalithError, MissingDependencyError
+from megalith.observe.trackers import packages
 from megalith.storage import MANIFEST, child, open_store
 from megalith.training.process_group import choose_device
 
@@ -34,7 +36,7 @@ def preflight(source: str, overrides: Sequence[str], world_size: int) -> RunConf
     """
     config = load_run(source, overrides, world_size=world_size)
     problems: list[str] = []
-    for check in (_check_datasets, _check_vocabulary, _check_folders, _check_compiler):
+    for check in (_check_datasets, _check_vocabulary, _check_folders, _check_compiler, _check_trackers):
         problems += _problems(check, config)
     if problems:
         raise ConfigError(problems[0] if len(problems) == 1 else "this run cannot start:\n  " + "\n  ".join(problems))
@@ -152,6 +154,16 @@ def _vocabulary(config: RunConfig, train: IndexedDataset) -> int | None:
     if config.data.tokenizer is not None:
         return load_tokenizer(config).vocab_size
     return None if train.sidecar is None else train.sidecar.vocab_size
+
+
+def _check_trackers(config: RunConfig) -> Iterator[str]:
+    """What writes the dashboards that were asked for is installed."""
+    for package in packages(config.tracking):
+        if not optional.has(package):
+            try:
+                optional.need(package)
+            except MissingDependencyError as error:
+                yield f"tracking ({', '.join(config.tracking or ())}): {error}"
 
 
 def _with_vocabulary(config: RunConfig) -> RunConfig:

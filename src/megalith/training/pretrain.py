@@ -1,7 +1,7 @@
 """The main job: a resolved config in, a trained run folder out."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megalith.config import RunConfig, dump_yaml
 from megalith.observe.compiler_wait import CompilerWait
+from megalith.observe.trackers import Trackers
 from megalith.resilience.stop_request import StopRequest
 from megalith.storage.atomic import write_text_atomic
 from megalith.storage.run_lock import RunLock
@@ -49,7 +50,10 @@ def pretrain(
         run = build_run(config, device, parts)
         show(resume_or_load(run))
         with agreed():
-            metrics = Metrics(run, show, show_progress)
+            names = config.tracking if dist.get_rank() == 0 else ()
+            settings = config.model_dump(mode="json")
+            trackers = Trackers(run.folder, names, resumed_step=run.state.step, settings=settings)
+            metrics = Metrics(run, show, show_progress, trackers)
             callbacks = [
                 metrics,
                 HeldOutLoss(run, metrics),
@@ -59,7 +63,7 @@ def pretrain(
             if dist.get_rank() == 0:
                 write_text_atomic(run.folder / "config.yaml", dump_yaml(config))
                 write_about(run, origin)
-        with CompilerWait(run.timers, show, show_progress).watched():
+        with closing(trackers), CompilerWait(run.timers, show, show_progress).watched():
             outcome = train(run, callbacks, stop)
         if outcome is Outcome.STOPPED:
             show(f"saved at step {run.state.step}; the same command goes on from there")
