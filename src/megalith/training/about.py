@@ -14,14 +14,14 @@ _NAME = "about.json"
 
 
 def write_about(run: Run, origin: Mapping[str, str]) -> None:
-    """Size, model, dtype, when it first started, ``origin`` (recipe and command), versions and the machine.
+    """Size, preset, dtype, when it first started, ``origin`` (recipe and command), versions and the machine.
 
     Raises:
         StorageError: the folder does not take the file.
     """
     about: dict[str, object] = {
         "parameters": sum(chunk.num_parameters() for chunk in run.chunks),
-        "model": run.config.model.preset or type(run.chunks[0]).__name__,
+        **({"model": run.config.model.preset} if run.config.model.preset else {}),
         "dtype": run.config.precision.dtype,
         "started": _first_start(run) or f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
