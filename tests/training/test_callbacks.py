@@ -16,6 +16,7 @@ from megalith.errors import DataError, StorageError
 from megalith.observe.metrics import MetricsWriter, read_metrics
 from megalith.observe.time_left import TimeLeft
 from megalith.training import callbacks
+from megalith.training.evaluation import Evaluation
 from megalith.training.pretrain import pretrain
 from megalith.training.setup import RunParts
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
@@ -156,6 +157,31 @@ def test_an_error_of_one_rank_is_one_error_of_all(where, want, tmp_path):
     tree = settings(tmp_path, train={"steps": 2}, parallel={"shard": 2})
     tree["data"]["valid"] = tree["data"]["train"]
     assert ranks(2, error_of, tree, where) == [want] * 2
+
+
+def run_with_held_out_losses(tree: dict[str, Any], losses: dict[int, float]) -> None:
+    """A run whose evaluations find ``losses``, by how many there were before."""
+    found = iter(losses.values())
+
+    def evaluate(*_: Any, **__: Any) -> Evaluation:
+        return Evaluation(loss := next(found), {"lm": loss}, {"lm": 1}, 1)
+
+    with patch.object(callbacks, "evaluate", evaluate):
+        pretrain(load_run(tree, world_size=2), str, str)
+
+
+def test_the_best_checkpoint_by_held_out_loss_stays_over_a_restart_too(tmp_path):
+    tree = settings(tmp_path, train={"steps": 8, "evaluation": {"every": 2}}, parallel={"shard": 2})
+    tree["data"]["valid"] = tree["data"]["train"]
+    tree["optim"] |= {"schedule": "constant"}
+    tree["checkpoint"] = {"every": 2, "keep": 1, "keep_best": True}
+    folder = tmp_path / "run" / "checkpoints"
+    ranks(2, run_with_held_out_losses, tree, {2: 3.0, 4: 1.0, 6: float("nan"), 8: 2.0})
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000004", "step-00000008"]
+    tree["train"]["steps"] = 12
+    ranks(2, run_with_held_out_losses, tree, {10: 1.5, 12: 1.25})
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000004", "step-00000012"]
+    assert (folder / "best").read_text() == "step-00000004\n"
 
 
 def test_a_side_product_that_cannot_be_written_does_not_fail_the_run(tmp_path):

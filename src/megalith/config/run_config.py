@@ -134,6 +134,7 @@ class CheckpointConfig(SettingsGroup):
 
     every: int | None = Field(default=None, ge=1, description="[steps] between checkpoints; null: only at the end")
     keep: int = Field(default=2, ge=1, description="[checkpoints] kept, the newest")
+    keep_best: bool = Field(default=False, description="keep the one with the lowest held-out loss too, however old")
 
 
 class RunConfig(SettingsGroup):

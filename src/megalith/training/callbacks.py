@@ -1,6 +1,7 @@
 """What happens around the steps of a run: metrics, evaluation, checkpoints. Each reads its own settings, once."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -8,9 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megalith.checkpoint.folders import complete_steps, step_name
 from megalith.data.samples import SizedSamples
 from megalith.observe.memory import peak_memory
-from megalith.observe.metrics import COMPILE, MetricsWriter
+from megalith.observe.metrics import COMPILE, MetricsWriter, read_metrics
 from megalith.observe.peak import peak_flops
 from megalith.observe.progress import progress_line
 from megalith.observe.time_left import TimeLeft
@@ -43,6 +45,7 @@ class Metrics(Callback):
         self.first_step = run.state.step + 1
         self.left = TimeLeft(run.config.train.steps)
         self.between: dict[str, float] = {}
+        self.held_out = (-1, math.nan)  # the last evaluation: its step and loss
         self.writer = MetricsWriter(run.folder, resumed_step=run.state.step) if dist.get_rank() == 0 else None
         self.peak_flops = peak_flops(run.device, run.config.precision.dtype)
 
@@ -142,18 +145,26 @@ class HeldOutLoss(Callback):
         record: dict[str, Any] = {"step": step, "valid_loss": loss, "valid_tokens": num_tokens, "time": time}
         if len(evaluation.means) > 1:
             record["valid"] = dict(evaluation.means)
+        self.metrics.held_out = step, loss
         with agreed():
             self.metrics.write(record)
         self.metrics.show(f"step {step}  held-out loss {loss:.4f} over {num_tokens:,} tokens")
 
 
 class Checkpoints(Callback):
-    """Saves every ``checkpoint.every`` steps and wherever the run ends, once a step."""
+    """Saves every ``checkpoint.every`` steps and wherever the run ends, once a step.
+
+    With ``checkpoint.keep_best`` the one with the lowest held-out loss stays besides the newest.
+    """
 
     def __init__(self, run: Run, metrics: Metrics) -> None:
         self.metrics = metrics
         self.every, self.keep = run.config.checkpoint.every, run.config.checkpoint.keep
         self.saved_step = run.state.step
+        config = run.config.checkpoint
+        self.keep_best = config.keep_best
+        # (loss, step); rank 0 alone knows those of an earlier start, and it alone removes checkpoints
+        self.best = _best_so_far(run) if self.keep_best and dist.get_rank() == 0 else None
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:
         if self.every is not None and run.state.step % self.every == 0:
@@ -165,8 +176,21 @@ class Checkpoints(Callback):
 
     def _save(self, run: Run) -> None:
         with self.metrics.timed(run, "checkpoint", self.every) as time:
-            path = save(run, self.keep)
+            step, loss = self.metrics.held_out
+            evaluated = step == run.state.step and math.isfinite(loss)
+            if self.keep_best and evaluated and (self.best is None or loss < self.best[0]):
+                self.best = loss, step
+            path = save(run, self.keep, None if self.best is None else self.best[1])
         self.metrics.between = time
         self.saved_step = run.state.step
         if dist.get_rank() == 0:
             log.info("saved %s", path)
+
+
+def _best_so_far(run: Run) -> tuple[float, int] | None:
+    """The lowest held-out loss of a checkpoint that the run has, and its step; None if none was evaluated."""
+    saved = set(complete_steps(run.checkpoints))
+    losses = [(record["valid_loss"], record["step"]) for record in read_metrics(run.folder) if "valid_loss" in record]
+    return min(
+        ((loss, step) for loss, step in losses if step_name(step) in saved and math.isfinite(loss)), default=None
+    )

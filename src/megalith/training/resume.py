@@ -12,11 +12,11 @@ from megalith.training.run import Run
 __all__ = ["resume_or_load", "save"]
 
 
-def save(run: Run, keep_last: int) -> Store:
-    """Writes a checkpoint of this step and keeps the newest ``keep_last``; collective over all ranks."""
+def save(run: Run, keep_last: int, best: int | None = None) -> Store:
+    """Writes a checkpoint of this step and keeps the newest ``keep_last``, and that of step ``best``; collective."""
     with agreed(f"step {run.state.step} is not saved"):
         tensors, state = run.tensors(), run.state_dict()
-    return save_checkpoint(run.checkpoints, run.state.step, tensors, state, keep_last=keep_last)
+    return save_checkpoint(run.checkpoints, run.state.step, tensors, state, keep_last=keep_last, best=best)
 
 
 def resume_or_load(run: Run) -> str:
