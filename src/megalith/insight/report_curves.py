@@ -100,7 +100,7 @@ def _throughput(run: RunHistory) -> str:
     if not steps:
         return ""
     settled = [value for phase in run.phases for value in _settled(steps, values, phase)]
-    limits = _usual(settled, widen=_LEAST_SPREAD)
+    limits = _usual(settled, room=0.3, least=_LEAST_SPREAD)
     outside = sum(not limits[0] <= value <= limits[1] for value in values) if limits else 0
     note = "tokens per second" + (f"; {num_steps(outside)} beyond the axis" if outside else "")
     lines = [Line(steps, values, width=1.6, colour="--measure")]
@@ -127,14 +127,17 @@ def _settled(steps: Sequence[int], values: Sequence[float], phase: Phase) -> lis
     return [value for value in inside if low <= value <= high]
 
 
-def _usual(values: Sequence[float], widen: float = 0.0) -> tuple[float, float] | None:
-    """An axis for nearly all of ``values`` and some room, at least ``widen`` of their median long; None for none."""
+def _usual(values: Sequence[float], room: float = 0.1, least: float = 0.0) -> tuple[float, float] | None:
+    """An axis for nearly all of ``values`` and some ``room`` on both sides, relative to their range; None for none.
+
+    It is at least ``least`` of their median long.
+    """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return None
     low, high = (float(limit) for limit in np.quantile(finite, (0.005, 0.995)))
-    room = max(0.1 * (high - low), 0.5 * (widen * abs(float(np.median(finite))) - (high - low)))
-    return (low - room, high + room) if room > 0 else None
+    around = max(room * (high - low), 0.5 * (least * abs(float(np.median(finite))) - (high - low)))
+    return (low - around, high + around) if around > 0 else None
 
 
 def _since(line: Line, first: int) -> Line:
