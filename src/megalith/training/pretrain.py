@@ -82,12 +82,14 @@ def pretrain(
         with closing(trackers), CompilerWait(run.timers, show, show_progress).watched():
             outcome = train(run, callbacks, stop)
         if outcome is Outcome.STOPPED:
-            show(
-                f"saved at step {run.state.step}; the same command goes on from there"
-                if run.state.step
-                else "stopped before the first step: there was nothing to save; the same command starts it again"
-            )
+            show(_where_it_stopped(run.state.step))
         return outcome
+
+
+def _where_it_stopped(step: int) -> str:
+    if step == 0:
+        return "stopped before the first step: there was nothing to save; the same command starts it again"
+    return f"saved at step {step}; the same command goes on from there"
 
 
 @contextmanager
