@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# one worker a core, up to a number that fits into memory; a file stays with one worker, which shares its fixtures
+PYTEST := $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile
 
 .PHONY: demo test test-all check bench clean
 
@@ -9,10 +11,10 @@ demo: $(VENV)/.demo
 	$(BIN)/megalith demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(PYTEST) -m "slow or not slow"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,19 +1,29 @@
 """Runs the program itself: in this process for its messages, or in a process of its own to be killed."""
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
 import time
+import uuid
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import yaml
 
-from megalith.cli.main import run
+from megalith.cli.main import main, run
+from tests.rank_pool import fork_context
+
+ROOT = Path(__file__).parent.parent
+MARK = "MEGALITH_TEST_PROGRAM"  # in the environment of a program's ranks, by which what is left of it is found
 
 
 @dataclass(frozen=True)
@@ -33,23 +43,77 @@ def here(*arguments: object) -> Ended:
     return Ended(code, out.getvalue(), err.getvalue())
 
 
-def start(*arguments: object) -> "subprocess.Popen[str]":
-    """``megalith ARGUMENTS`` in a session of its own, one thread a rank. Takes seconds: where ``here`` will do, use it.
+class Program:
+    """``megalith ARGUMENTS`` in a session of its own, one thread a rank, forked from the server of ``rank_pool``.
+
+    It is what a shell starts, without the seconds that imports take. The ranks of ``--nproc`` have a server of its own.
+    ``first`` are lines of Python that run before it, in the program and in each of its ranks. ``terminal`` is the path
+    of the one that it is started from; else what it prints is kept.
+    """
+
+    def __init__(self, *arguments: object, first: Sequence[str] = (), terminal: str | None = None) -> None:
+        folder = Path(mkdtemp(prefix="program-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        self._out, self._err = (Path(terminal),) * 2 if terminal else (folder / "out", folder / "err")
+        self.mark = uuid.uuid4().hex
+        environment = os.environ | {"OMP_NUM_THREADS": "1", MARK: self.mark}
+        if first:
+            # the server of the ranks, and not Python's own tracker of resources beside it
+            script = ["import sys", "if any('forkserver' in word for word in sys.orig_argv):"]
+            (folder / "sitecustomize.py").write_text("\n".join([*script, *(f"    {line}" for line in first)]))
+            environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        script = "\n".join(first)
+        self._process = fork_context().Process(
+            target=_be_program, args=([*map(str, arguments)], environment, script, self._out, self._err)
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, below 0 the signal that killed it, or None while it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def err(self) -> str:
+        """What it has written so far."""
+        return self._err.read_text()
+
+    def ended(self, timeout: float = 120) -> "Ended":
+        """What became of it."""
+        self._process.join(timeout)
+        assert self.code is not None, f"it runs on after {timeout} s"
+        return Ended(self.code, *(path.read_text() if path.is_file() else "" for path in (self._out, self._err)))
+
+
+def _be_program(arguments: list[str], environment: dict[str, str], first: str, out: Path, err: Path) -> None:
+    os.setsid()
+    for descriptor, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    exec(first, {})  # one namespace, in which its functions find its names
+    sys.argv = ["megalith", *arguments]
+    main()
+
+
+def start(*arguments: object, first: Sequence[str] = (), terminal: str | None = None) -> Program:
+    """``megalith ARGUMENTS`` as a process. With ``--nproc`` it takes seconds: where ``here`` will do, use it.
 
     A rank of the pool (tests/rank_pool.py) that runs ``here`` is a rank that torchrun has started.
     """
-    return _start(["-m", "megalith", *arguments])
+    return Program(*arguments, first=first, terminal=terminal)
 
 
 def start_torchrun(num_ranks: int, *arguments: object) -> "subprocess.Popen[str]":
     """``torchrun -m megalith ARGUMENTS`` on so many ranks."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
-    return _start([*torchrun, "-m", "megalith", *arguments])
-
-
-def _start(arguments: list[object]) -> "subprocess.Popen[str]":
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     return subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
+        [sys.executable, *torchrun, "-m", "megalith", *map(str, arguments)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -58,20 +122,14 @@ def _start(arguments: list[object]) -> "subprocess.Popen[str]":
     )
 
 
-def wait_for_steps(process: "subprocess.Popen[str]", run: str | Path, num_steps: int, timeout: float = 120) -> None:
+def wait_for_steps(program: Program, run: str | Path, num_steps: int, timeout: float = 120) -> None:
     """Returns when the started run has written so many records; fails if it ends before."""
     metrics = Path(run) / "metrics.jsonl"
     deadline = time.monotonic() + timeout
     while not metrics.exists() or metrics.read_text().count("\n") < num_steps:
-        assert process.poll() is None, process.communicate()
+        assert program.code is None, program.ended()
         assert time.monotonic() < deadline, "the run never got there"
         time.sleep(0.02)
-
-
-def ended(process: "subprocess.Popen[str]", timeout: float = 120) -> Ended:
-    """What became of a started program."""
-    out, err = process.communicate(timeout=timeout)
-    return Ended(process.returncode, out, err)
 
 
 def write_settings(tree: dict[str, Any], folder: Path) -> Path:

@@ -4,7 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
-from tests.program import Ended, ended, here, start
+from tests.program import Ended, here, start
 from tests.training.test_faults import FAULTS
 from tests.training.test_layouts import LAYOUTS
 
@@ -21,7 +21,7 @@ def commands(heading: str) -> list[list[str]]:
 
 
 def in_a_program(*arguments: object) -> Ended:
-    return ended(start(*arguments))
+    return start(*arguments).ended()
 
 
 def test_the_three_commands_for_your_own_text_work(tmp_path, monkeypatch):

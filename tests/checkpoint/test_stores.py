@@ -1,5 +1,6 @@
 """A store that cannot rename holds checkpoints as a file system does; nothing in the product knows this one."""
 
+import contextlib
 import itertools
 import logging
 
@@ -16,6 +17,7 @@ from megalith.checkpoint import (
     verify_checkpoint,
 )
 from megalith.checkpoint.box import Box
+from megalith.checkpoint.folders import traces_of_saves
 from megalith.checkpoint.shard_file import ShardFile, write_shard
 from megalith.errors import CheckpointError, StorageError
 from megalith.storage import MANIFEST
@@ -130,6 +132,22 @@ def test_one_that_is_not_committed_is_not_seen_and_removed_by_the_next_save(capl
     assert (found[0], found[-2]) == (1, 2)
     assert len(found) > 8
     assert "which a killed process left behind" in caplog.text
+
+
+def test_a_first_save_that_is_killed_leaves_a_checkpoint_or_no_trace():
+    complete = []
+    for uses in itertools.count():
+        held = OwnBytes()
+        held.left = uses
+        with contextlib.suppress(KeyboardInterrupt):
+            save(Dies(held), 2)
+        store = MemoryStore(held)
+        complete.append(find_checkpoint(store) is not None)
+        assert complete[-1] or traces_of_saves(store) == []
+        if traces_of_saves(store) == ["latest", "step-00000002"] and store.leftovers() == []:
+            break
+    assert complete[0] is False
+    assert len(complete) > 5
 
 
 def test_the_same_step_is_left_as_it_is_and_another_of_its_name_refused(store):

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import pickle
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from megalith.checkpoint import load_tensors, read_state, save_checkpoint, verify_checkpoint
 from megalith.errors import CheckpointError, StorageError
 from megalith.storage import MANIFEST, LocalStore, manifest_of, read_manifest, record_of
+from tests.checkpoint.manifests import list_in_manifest
 from tests.rank_pool import ranks
 
 SHARD = "shard-00000-of-00001.safetensors"
@@ -33,13 +35,6 @@ class Trap:
 
     def __reduce__(self):
         return os.mkdir, (str(self.marker),)
-
-
-def list_in_manifest(checkpoint: Path) -> None:
-    """What a forger would do: a manifest that is right about every file."""
-    names = [path.name for path in checkpoint.iterdir() if path.name != MANIFEST]
-    records = {name: record_of([(checkpoint / name).read_bytes()]) for name in names}
-    (checkpoint / MANIFEST).write_bytes(manifest_of(records))
 
 
 def refusal(checkpoint: Path) -> str:
@@ -91,14 +86,45 @@ def test_the_run_or_the_folder_of_checkpoints_is_refused_with_the_step_to_give(t
     assert "give one of its steps" not in refusal(tmp_path / "none")
 
 
-@pytest.mark.parametrize("listed", [False, True])
-@pytest.mark.parametrize("name", ["data.pkl", "model.pt", "pytorch_model.bin", "__0_0.distcp", ".metadata", "x.ckpt"])
-def test_a_pickle_is_refused_by_name_even_if_the_manifest_lists_it(checkpoint, tmp_path, name, listed):
+PICKLES = ["data.pkl", "model.pt", "pytorch_model.bin", "__0_0.distcp", ".metadata", "x.ckpt"]
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_a_pickle_that_the_manifest_lists_is_refused_by_name(checkpoint, tmp_path, name):
     (checkpoint / name).write_bytes(pickle.dumps(Trap(tmp_path / "executed")))
-    if listed:
-        list_in_manifest(checkpoint)
+    list_in_manifest(checkpoint)
     assert f"{name}: only .safetensors and .json files are read" in refusal(checkpoint)
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_a_pickle_that_the_manifest_does_not_list_is_ignored_and_never_opened(checkpoint, tmp_path, name, monkeypatch):
+    """Refusing it would protect nobody, since no file is opened that is not listed; and it would damage the sound."""
+    (checkpoint / name).write_bytes(pickle.dumps(Trap(tmp_path / "executed")))
+    opened = files_opened_in(checkpoint, monkeypatch)
+    into = torch.zeros(100)
+    load_tensors(checkpoint, {"w": into})
+    assert read_state(checkpoint) == {"step": 1}
+    assert into.equal(torch.arange(100.0))
+    assert set(opened) == {MANIFEST, "index.json", "state.json", SHARD}
+    assert not (tmp_path / "executed").exists()
+
+
+def files_opened_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names in ``folder`` that are opened from here on."""
+    opened: list[str] = []
+
+    def recording(usual):
+        def open_recorded(path, *args, **kwargs):
+            if isinstance(path, str | Path) and Path(path).parent == folder:
+                opened.append(Path(path).name)
+            return usual(path, *args, **kwargs)
+
+        return open_recorded
+
+    monkeypatch.setattr("os.open", recording(os.open))
+    monkeypatch.setattr(Path, "open", recording(Path.open))
+    return opened
 
 
 def test_a_pickle_in_the_clothes_of_a_tensor_file_is_refused_and_not_executed(checkpoint, tmp_path):
@@ -109,12 +135,71 @@ def test_a_pickle_in_the_clothes_of_a_tensor_file_is_refused_and_not_executed(ch
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_file_or_folder_that_the_manifest_does_not_list_is_refused(checkpoint):
-    (checkpoint / "more.safetensors").write_bytes(b"")
+STRAYS = [".DS_Store", "README.md", "more.safetensors", "notes.json", "state.json~"]
+
+
+def add_strays(checkpoint: Path) -> None:
+    for name in STRAYS:
+        (checkpoint / name).write_bytes(b"mine")
     (checkpoint / "folder").mkdir()
-    message = refusal(checkpoint)
-    assert "more.safetensors: manifest.json does not list it" in message
-    assert "folder: only .safetensors and .json files are read" in message
+
+
+def test_files_that_the_manifest_does_not_list_are_warned_about_once_and_ignored(checkpoint, caplog):
+    add_strays(checkpoint)
+    into = torch.zeros(100)
+    load_tensors(checkpoint, {"w": into})
+    assert into.equal(torch.arange(100.0))
+    [warning] = [record.message for record in caplog.records]
+    assert warning == (
+        f"{checkpoint} has files that manifest.json does not list, and they are ignored: "
+        ".DS_Store, README.md, folder, more.safetensors, notes.json, state.json~"
+    )
+
+
+def verify_with_a_stray_on_rank_1(path: Path) -> list[str]:
+    """The warnings of this rank, where rank 1 alone sees another file."""
+    log, names = Recorded(), LocalStore.names
+    logging.getLogger("megalith.checkpoint.verify").addHandler(log)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(LocalStore, "names", lambda store: [*names(store), "stray"])
+        verify_checkpoint(path)
+    logging.getLogger("megalith.checkpoint.verify").removeHandler(log)
+    return log.messages
+
+
+class Recorded(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def test_one_rank_warns_of_what_any_rank_sees(checkpoint):
+    [[warning], nothing] = ranks(2, verify_with_a_stray_on_rank_1, checkpoint)
+    assert warning.endswith("ignored: stray")
+    assert nothing == []
+
+
+def verify_own_folder(folder: Path) -> str:
+    """The refusal of a checkpoint of which each rank has its own, sound one, as without a shared disk."""
+    save_alone(folder / str(dist.get_rank()), float(dist.get_rank()))
+    with pytest.raises(CheckpointError) as caught:
+        verify_checkpoint(folder / str(dist.get_rank()) / "step-00000001")
+    return str(caught.value)
+
+
+def save_alone(folder: Path, value: float) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megalith.topology.agreement.dist.is_initialized", lambda: False)
+        save_checkpoint(folder, 1, {"w": torch.full((3,), value)}, {}, keep_last=1)
+
+
+def test_ranks_that_see_different_checkpoints_are_refused(tmp_path):
+    for message in ranks(2, verify_own_folder, tmp_path):
+        assert "manifest.json: ranks read different ones; all machines must share the file system" in message
 
 
 def test_a_manifest_that_points_outside_is_refused(checkpoint):

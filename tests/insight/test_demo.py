@@ -16,8 +16,8 @@ TINY = {
 }
 
 
-def launch_in_the_pool(num_ranks: int, arguments: list[str]) -> int:
-    """For ``launch``, whose programs take seconds to start; tests/training/test_resume.py holds it to this."""
+def launch_in_the_pool(num_ranks: int, arguments: list[str], *where_and_how: object, **more: object) -> int:
+    """For ``launch``, whose ranks take seconds to start; tests/resilience/test_deaths.py holds it to this."""
     return max(found.code for found in ranks(num_ranks, here, *arguments))
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -126,13 +127,15 @@ def test_a_folder_without_metrics_says_what_was_wanted(tmp_path):
         read_metrics(tmp_path)
 
 
-def test_tensorboard_reads_the_scalars_and_resumed_steps_replace_lost_ones(tmp_path):
+def test_tensorboard_reads_the_scalars_and_resumed_steps_replace_lost_ones(tmp_path, monkeypatch):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     write(
         tmp_path,
         {"step": 1, "loss": -1.5, "layout": "tp1", "mfu": None, "time": {"data": 0.25}},
         {"step": 2, "loss": 7.0},
     )
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 10.0)  # its files are read in the order of their seconds
     write(tmp_path, {"step": 2, "loss": -2.5}, resumed_step=1)
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megalith.observe.metrics import read_metrics
-from tests.program import ended, start, write_settings
+from tests.program import start, write_settings
 from tests.tiny_run import GPT2, settings
 
 # dropout whose masks each layer draws by a name of its own, in more layers than torch keeps variants of code for
@@ -16,7 +16,7 @@ DROPOUT = {**GPT2, "ffn_hidden_size": None, "num_query_groups": None, "num_layer
 
 def losses(tree: dict[str, Any], folder: Path, nproc: int) -> list[float]:
     # in processes of its own: a compiler leaves threads and workers behind, which ranks of other tests would share
-    found = ended(start("train", write_settings(tree, folder), "--nproc", nproc), timeout=400)
+    found = start("train", write_settings(tree, folder), "--nproc", nproc).ended(timeout=400)
     assert found.code == 0, found
     return [record["loss"] for record in read_metrics(Path(tree["run"]))]
 

@@ -20,8 +20,11 @@ LOSSES = ["0x1.079068cd0a098p+2", "0x1.0737dd6e280c2p+2", "0x1.0704ea61c38f9p+2"
 ROUNDING = 1e-14  # another processor's matrix products add up in another order
 
 
-def go_on(config_file: Path, overrides: list[str], world_size: int) -> None:
-    pretrain(load_run(config_file, overrides, world_size=world_size), str, str)
+def go_on(config_file: Path, overrides: list[str], world_size: int) -> list[str]:
+    """What the run shows."""
+    lines: list[str] = []
+    pretrain(load_run(config_file, overrides, world_size=world_size), lines.append, str)
+    return lines
 
 
 @pytest.fixture
@@ -31,7 +34,8 @@ def overrides(tmp_path):
 
 def test_it_is_resumed_and_ends_as_it_would_have(tmp_path, overrides):
     shutil.copytree(OLD, tmp_path / "run")
-    ranks(1, go_on, OLD / "config.yaml", overrides, 1)
+    [lines] = ranks(1, go_on, OLD / "config.yaml", overrides, 1)
+    assert lines[1].startswith("the checkpoint is of an earlier version")
     found = [record["loss"] for record in read_metrics(tmp_path / "run")]
     assert found == pytest.approx([float.fromhex(loss) for loss in LOSSES[2:]], rel=ROUNDING)
 

@@ -6,66 +6,27 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megalith.checkpoint.folders import find_checkpoint
-from megalith.checkpoint.load import load_tensors
-from megalith.config import load_run
 from megalith.numerics.tolerance import LAYOUT_FLOAT64
 from megalith.observe.metrics import read_metrics
 from megalith.training.loop import Outcome
-from megalith.training.pretrain import pretrain
-from tests.program import Ended, ended, here, start, wait_for_steps, write_settings
+from tests.program import Ended, Program, here, start, wait_for_steps, write_settings
 from tests.rank_pool import ranks
 from tests.tiny_run import GPT2, settings
+from tests.training.outcomes import final_tensors, losses, run_here
 
-NOTHING = str  # takes a line and drops it
 DROPOUT = {**GPT2, "ffn_hidden_size": None, "num_query_groups": None}
 
 
-def run_here(tree: dict[str, Any], world_size: int) -> Outcome:
-    """Trains on this rank of the test's own process group."""
-    return pretrain(load_run(tree, world_size=world_size), NOTHING, NOTHING)
-
-
-def final_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
-    """Weights and moments of the newest checkpoint, whole, whatever layout wrote it."""
-    path = find_checkpoint(Path(folder) / "checkpoints")
-    assert path is not None
-    pieces: dict[str, torch.Tensor] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        pieces |= load_file(file)
-    if not any("@" in key for key in pieces):
-        return pieces
-    wholes = {key.partition("@")[0]: None for key in pieces}
-    ends: dict[str, list[int]] = {}
-    for key, piece in pieces.items():
-        name, _, ranges = key.partition("@")
-        here = [int(r.split(":")[1]) for r in ranges.split(",")] if ranges else list(piece.shape)
-        ends[name] = [max(a, b) for a, b in zip(ends.get(name, here), here, strict=True)]
-    into = {name: torch.empty(ends[name], dtype=torch.float64) for name in wholes}
-    load_tensors(path, into)
-    return into
-
-
-def losses(folder: str | Path) -> list[float]:
-    return [record["loss"] for record in read_metrics(Path(folder)) if "loss" in record]
-
-
-def kill_after_step(folder: str | Path, step: int, process: Any) -> None:
-    """kill -9 of a program and its ranks, once its metrics reach ``step``."""
-    wait_for_steps(process, folder, step)
-    for pid in (*children(process), process.pid):  # ranks are in sessions of their own
-        os.kill(int(pid), signal.SIGKILL)
-    process.communicate()
-
-
-def children(process: Any) -> list[str]:
-    return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+def kill_after_step(folder: str | Path, step: int, program: Program) -> None:
+    """kill -9 of a program, once its metrics reach ``step``; its ranks end for that."""
+    wait_for_steps(program, folder, step)
+    program.send_signal(signal.SIGKILL)
+    assert program.ended().code == -signal.SIGKILL
 
 
 @dataclass(frozen=True)
@@ -93,7 +54,7 @@ def interrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     process = start(*command)
     wait_for_steps(process, broken["run"], killed_at + 2)  # what was recorded after step 10 is dropped first
     process.send_signal(signal.SIGTERM)
-    stopped = ended(process)
+    stopped = process.ended()
     steps = num_records(broken["run"])
     whole = {**tree, "train": {**tree["train"], "steps": steps}, "run": str(folder / "whole")}
     assert set(ranks(nproc, run_here, whole, nproc)) == {Outcome.DONE}
@@ -146,20 +107,6 @@ def test_resumed_in_other_layouts_it_learns_the_same(tmp_path):
     assert layouts == ["tp2 sp dp1"] * 2 + ["tp1 dp4"] * 2 + ["tp1 dp1"] * 2
 
 
-def signalled_program(tree: dict[str, Any], settings_file: Path) -> list[int]:
-    """Exit code of a program of two ranks, one of which is sent SIGUSR1."""
-    process = start("train", settings_file, "--nproc", 2)
-    wait_for_steps(process, tree["run"], 2)
-    one_rank = next(child for child in children(process) if rank_of(child) == "1")
-    os.kill(int(one_rank), signal.SIGUSR1)
-    return [ended(process).code]
-
-
-def signalled_ranks(tree: dict[str, Any], settings_file: Path) -> list[int]:
-    """The same of two ranks of the pool: what each would exit with."""
-    return ranks(2, train_until_signalled, settings_file, Path(tree["run"]))
-
-
 def train_until_signalled(settings_file: Path, run: Path) -> int:
     """``megalith train`` in this rank; rank 1 is sent SIGUSR1 after two steps."""
 
@@ -173,16 +120,11 @@ def train_until_signalled(settings_file: Path, run: Path) -> int:
     return here("train", settings_file).code
 
 
-@pytest.mark.parametrize("train", [signalled_ranks, pytest.param(signalled_program, marks=pytest.mark.slow)])
-def test_a_signal_to_one_rank_stops_all_at_a_step_boundary_with_exit_code_75(train, tmp_path):
+def test_a_signal_to_one_rank_stops_all_at_a_step_boundary_with_exit_code_75(tmp_path):
     tree = settings(tmp_path, parallel={"tensor": 2}, train={"steps": 100000, "log_every": 1})
-    assert set(train(tree, write_settings(tree, tmp_path))) == {75}
+    codes = ranks(2, train_until_signalled, write_settings(tree, tmp_path), Path(tree["run"]))
+    assert codes == [75, 75]
     assert_saved_at_the_last_step(tree["run"])
-
-
-def rank_of(pid: str) -> str | None:
-    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next((entry[5:].decode() for entry in entries if entry.startswith(b"RANK=")), None)
 
 
 def test_a_time_limit_stops_a_run_with_its_state_saved(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from megalith.config import load_run
 from megalith.errors import CheckpointError
 from megalith.training.setup import build_run
-from megalith.training.state import STATE_VERSION, upgraded
+from megalith.training.state import STATE_VERSION, checked_state, upgraded
 from tests.rank_pool import ranks
 from tests.tiny_run import settings
 
@@ -27,7 +27,7 @@ def test_a_state_goes_through_every_upgrade_between_its_version_and_this_one():
 
 def test_the_first_version_had_a_counter_that_is_gone():
     old = {"train": {**TRAIN, "consumed_tokens": 600}}
-    assert upgraded(old) == {"train": TRAIN, "version": STATE_VERSION}
+    assert upgraded(old)["train"] == TRAIN
     assert "consumed_tokens" in old["train"], "what is given stays as it is"
 
 
@@ -40,10 +40,11 @@ def loaded(tree: dict[str, Any]) -> tuple[dict[str, Any], set[float], str]:
     """The state of a run that was loaded, the updates that its moments have seen, and a refusal."""
     run = build_run(load_run(tree), torch.device("cpu"))
     state = run.state_dict()
-    run.load_state_dict({**state, "train": TRAIN})
+    tokens = TRAIN["consumed_samples"] * state["data"]["tokens_per_sample"]
+    run.load_state(checked_state({**state, "train": TRAIN, "data": {**state["data"], "tokens": tokens}}))
     updates = {float(entry["step"]) for entry in run.optimizer.torch_optimizer.state.values()}
     with pytest.raises(CheckpointError) as refusal:
-        run.load_state_dict({**state, "version": 99})
+        checked_state({**state, "version": 99})
     return run.state_dict(), updates, str(refusal.value)
 
 

@@ -1,18 +1,19 @@
 """The folder of a run's checkpoints: names of steps, which are complete, which may go.
 
 ``step-00000100`` is a published checkpoint, and ``step-00000100.damaged`` one that was set aside. What is being written
-or removed the store hides. ``latest`` names the newest, for people and scripts: nothing here reads it.
+or removed the store hides. ``latest`` names the newest, for people and scripts: nothing here reads what it says.
 """
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from megalith.errors import CheckpointError, StorageError
 from megalith.storage import Location, Store, child, has_all_files, open_store, sibling
 from megalith.topology.agreement import agreed, broadcast, rank
 
 __all__ = [
+    "LATEST",
     "complete_steps",
     "discard",
     "find_checkpoint",
@@ -20,11 +21,14 @@ __all__ = [
     "rename_damaged",
     "set_aside_damaged",
     "step_name",
+    "traces_of_saves",
 ]
 
 log = logging.getLogger(__name__)
 
+LATEST = "latest"
 _STEP = re.compile(r"step-(\d{8,})")
+_TRACE = re.compile(rf"{_STEP.pattern}(\.damaged.*)?$")
 
 
 def step_name(step: int) -> str:
@@ -32,11 +36,11 @@ def step_name(step: int) -> str:
     return f"step-{step:08}"
 
 
-def find_checkpoint(folder: Location) -> Location | None:
+def find_checkpoint(folder: Location, *, but_not: Collection[str] = ()) -> Location | None:
     """The newest complete checkpoint in ``folder``, or None; rank 0 looks, and every rank gets its answer.
 
     Complete is one with a sound manifest and all its files in their sizes; what is in them ``verify_checkpoint`` tells.
-    A newer one that is not complete is passed over with a warning.
+    A newer one that is not complete is passed over with a warning, and so are the names in ``but_not``, without one.
 
     Raises:
         CheckpointError: a newer one is of a format that this version does not read.
@@ -45,9 +49,18 @@ def find_checkpoint(folder: Location) -> Location | None:
     newest = None
     with agreed(f"looking for a checkpoint in {folder}"):
         if rank() == 0:
-            newest = next(complete_steps(open_store(folder)), None)
+            newest = next((name for name in complete_steps(open_store(folder)) if name not in but_not), None)
     newest = broadcast(newest)
     return None if newest is None else child(folder, newest)
+
+
+def traces_of_saves(store: Store) -> list[str]:
+    """Names in ``store`` that a finished save has left, of checkpoints that may be damaged or set aside since.
+
+    A folder that a killed save has left half written is none of them.
+    """
+    unfinished = set(store.leftovers())
+    return [name for name in store.names() if name == LATEST or (_TRACE.match(name) and name not in unfinished)]
 
 
 def complete_steps(store: Store) -> Iterator[str]:

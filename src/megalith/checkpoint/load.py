@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megalith.checkpoint.box import Box, first_miscount, local_part
 from megalith.checkpoint.index import INDEX, Piece, StoredTensor, parse_index
-from megalith.checkpoint.save import STATE
+from megalith.checkpoint.save import MOST_STATE_BYTES, STATE
 from megalith.checkpoint.shard_file import ShardFile
 from megalith.checkpoint.verify import read_verified, verify_checkpoint
 from megalith.errors import CheckpointError
-from megalith.storage import Store, open_store
+from megalith.storage import WAY_OUT, Store, open_store, read_manifest, shown
 from megalith.topology.agreement import agreed, all_gather, everywhere
 
 __all__ = ["load_tensors", "read_state"]
@@ -63,14 +63,21 @@ def read_state(location: str | Path | Store) -> dict[str, Any]:
     """The state that was saved with the checkpoint ``location``; all ranks call it.
 
     Raises:
-        CheckpointError: the file is damaged or missing, on any rank.
+        CheckpointError: the file is damaged or missing, too large, or no JSON object, on any rank.
     """
     store = open_store(location)
-    with agreed(f"{store} cannot be read"):
+    with agreed():
+        path = store / STATE
+        record = read_manifest(store).get(STATE)
+        if record is not None and record.bytes > MOST_STATE_BYTES:
+            raise CheckpointError(f"{path} may have {MOST_STATE_BYTES} bytes at most; it has {record.bytes}; {WAY_OUT}")
+        content = read_verified(store, STATE)
         try:
-            state: dict[str, Any] = json.loads(read_verified(store, STATE))
+            state = json.loads(content.decode("utf-8"))  # of bytes, json would take UTF-16 too
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{STATE} is not JSON: {error}") from error
+            raise CheckpointError(f"{path} must be JSON in UTF-8, and is not: {error}; {WAY_OUT}") from error
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{path} must be a JSON object; got {shown(state)}; {WAY_OUT}")
     return state
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megalith.checkpoint.box import Box, local_part
-from megalith.checkpoint.folders import discard, remove_old, rename_damaged, step_name
+from megalith.checkpoint.folders import LATEST, discard, remove_old, rename_damaged, step_name
 from megalith.checkpoint.index import INDEX, index_of, key_of
 from megalith.checkpoint.plan import Offer, SavePlan, plan_of
 from megalith.checkpoint.shard_file import shard_parts, write_shard
@@ -31,12 +31,12 @@ from megalith.storage import (
 )
 from megalith.topology.agreement import agreed, gather, rank, scatter, world_size
 
-__all__ = ["LATEST", "STATE", "save_checkpoint"]
+__all__ = ["MOST_STATE_BYTES", "STATE", "save_checkpoint"]
 
 log = logging.getLogger(__name__)
 
-LATEST = "latest"
 STATE = "state.json"
+MOST_STATE_BYTES = 16 << 20  # it is held in memory whole, several times as large when it is parsed
 
 
 def save_checkpoint(
@@ -49,7 +49,7 @@ def save_checkpoint(
     Args:
         folder: RUN/checkpoints, in a store that all ranks share; made if absent.
         tensors: by name; DTensors (Shard and Replicate), or plain tensors, equal on all ranks that have them.
-        state: anything JSON; rank 0's is stored.
+        state: anything JSON, up to 16 MiB of it; rank 0's is stored.
         keep_last: how many of the newest complete checkpoints stay, at least 1.
 
     Raises:
@@ -95,9 +95,17 @@ def _check_arguments(step: int, state: Mapping[str, Any], keep_last: int) -> Non
             f"step must be at least 0 and keep_last at least 1; got step={step}, keep_last={keep_last}"
         )
     try:
-        json.dumps(dict(state))
+        num_bytes = len(_json_of(state))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the state must be JSON: {error}") from error
+    if num_bytes > MOST_STATE_BYTES:
+        raise CheckpointError(
+            f"the state may have {MOST_STATE_BYTES} bytes of JSON at most; it has {num_bytes}; save arrays as tensors"
+        )
+
+
+def _json_of(state: Mapping[str, Any]) -> bytes:
+    return (json.dumps(dict(state), indent=1) + "\n").encode()
 
 
 def _prepare(store: Store, name: str, num_bytes: int) -> bool:
@@ -125,7 +133,7 @@ def _publish(
     store: Store, name: str, shards: dict[str, FileRecord], plan: SavePlan, state: Mapping[str, Any], is_there: bool
 ) -> None:
     """Adds to the ``shards`` what rank 0 writes, and commits; if the step is there, only compares."""
-    small = {INDEX: index_of(plan.tensors), STATE: (json.dumps(dict(state), indent=1) + "\n").encode()}
+    small = {INDEX: index_of(plan.tensors), STATE: _json_of(state)}
     files = shards | {file: record_of([content]) for file, content in small.items()}
     if is_there:
         if read_manifest(store / name) != files:

@@ -1,38 +1,53 @@
-"""Whether a checkpoint is what was saved: every byte of it, and nothing besides, before any of it is interpreted.
+"""Whether a checkpoint is what was saved: every byte that its manifest lists, before any of it is interpreted.
 
-Only ``.safetensors`` and ``.json`` are ever opened. A file that could hold a pickle (.pt, .bin, .distcp, .metadata,
-.pkl) is refused by its name, and so is any other that the manifest does not list; nothing is unpickled anywhere.
+Only ``.safetensors`` and ``.json`` files that the manifest lists are ever opened; a manifest that lists any other file,
+which could hold a pickle (.pt, .bin, .distcp, .metadata, .pkl), is refused. What it does not list is no part of the
+checkpoint, whatever its name: it is warned about and never opened. Nothing is unpickled anywhere.
 """
 
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megalith.errors import CheckpointError, MissingFileError
-from megalith.storage import MANIFEST, FileRecord, Store, open_store, read_manifest, record_of
+from megalith.storage import MANIFEST, FileRecord, Store, manifest_of, open_store, read_manifest, record_of
 from megalith.topology.agreement import agreed, all_gather, everywhere, rank, world_size
 
 __all__ = ["read_verified", "verify_checkpoint"]
 
+log = logging.getLogger(__name__)
+
 _SUFFIXES = {".json", ".safetensors"}
+_SHOWN = 8  # names in a warning
 
 
 def verify_checkpoint(location: str | Path | Store) -> None:
-    """Reads and hashes every file of the checkpoint ``location``, split over the ranks, all of which call it.
+    """Reads and hashes every listed file of the checkpoint ``location``, split over the ranks, all of which call it.
+
+    Files and folders that the manifest does not list are ignored, with one warning.
 
     Raises:
-        CheckpointError: on every rank alike; it names each file that is damaged, missing, foreign or of a refused kind.
+        CheckpointError: on every rank alike; it names each file that is damaged, missing or of a refused kind.
         StorageError: the disk of a rank does not let a file be read, which says nothing about the checkpoint.
     """
     store = open_store(location)
     with agreed(f"{store} cannot be verified"):
-        found_here = _problems(store)
-    problems = {problem for found in all_gather(found_here) for problem in found}
-    if problems:
+        found_here = _inspect(store)
+    found = all_gather(found_here)
+    if problems := {problem for each in found for problem in each.problems} | _disagreement(found):
         raise everywhere(
             CheckpointError(
                 f"{store} is not what was saved, and is not loaded:\n  "
                 + "\n  ".join(sorted(problems))
                 + "\nuse an older checkpoint of the run, or copy this one again from where it came"
             )
+        )
+    if (unlisted := sorted({name for each in found for name in each.unlisted})) and rank() == 0:
+        more = f" and {len(unlisted) - _SHOWN} more" if len(unlisted) > _SHOWN else ""
+        log.warning(
+            "%s has files that %s does not list, and they are ignored: %s%s",
+            *(store, MANIFEST, ", ".join(unlisted[:_SHOWN]), more),
         )
 
 
@@ -44,31 +59,53 @@ def read_verified(store: Store, name: str) -> bytes:
         StorageError: it cannot be read.
     """
     wanted = read_manifest(store).get(name)
-    content = store.read(name)
-    if wanted != record_of([content]):
-        raise CheckpointError(f"{store / name} is damaged: its content is not what {MANIFEST} lists")
-    return content
+    # the size first, so that a file is not read that has grown past what memory holds
+    if wanted is not None and store.size(name) == wanted.bytes:
+        content = store.read(name)
+        if wanted == record_of([content]):
+            return content
+    raise CheckpointError(f"{store / name} is damaged: its content is not what {MANIFEST} lists")
 
 
-def _problems(store: Store) -> list[str]:
-    """What is wrong with the folder, and with the files that fall to this rank, one line each."""
+@dataclass(frozen=True)
+class _Findings:
+    """What a rank has seen of a checkpoint: ``manifest`` is the digest of the table that it read."""
+
+    manifest: str | None
+    problems: list[str]
+    unlisted: list[str] = field(default_factory=list)
+
+
+def _inspect(store: Store) -> _Findings:
+    """What is wrong with the manifest, and with the files that fall to this rank, one line each."""
     try:
         records = read_manifest(store)
     except CheckpointError as error:
-        return [f"{error}{_steps_nearby(store)}"]
-    present = set(store.names()) - {MANIFEST}
-    problems = []
-    for name in sorted(present | set(records)):
-        if Path(name).suffix not in _SUFFIXES:
-            problems.append(f"{name}: only .safetensors and .json files are read, and no other may lie here")
-        elif name not in records:
-            problems.append(f"{name}: {MANIFEST} does not list it")
+        return _Findings(None, [f"{error}{_steps_nearby(store)}"])
+    problems = [
+        f"{name}: only .safetensors and .json files are read, and {MANIFEST} may list no other"
+        for name in records
+        if Path(name).suffix not in _SUFFIXES
+    ]
     # the largest first, so that the ranks' shares are even
     by_size = sorted(records, key=lambda name: (-records[name].bytes, name))
     for name in by_size[rank() :: world_size()]:
         if problem := _damage(store, name, records[name]):
             problems.append(problem)
-    return problems
+    unlisted = sorted(set(store.names()) - {MANIFEST} - set(records))
+    return _Findings(_digest(records), problems, unlisted)
+
+
+def _disagreement(found: list[_Findings]) -> set[str]:
+    """Why the ranks cannot load one checkpoint: each has read a sound manifest, of different files."""
+    manifests = {each.manifest for each in found}
+    if None in manifests or len(manifests) == 1:
+        return set()
+    return {f"{MANIFEST}: ranks read different ones; all machines must share the file system of the checkpoints"}
+
+
+def _digest(records: Mapping[str, FileRecord]) -> str:
+    return record_of([manifest_of(records)]).sha256
 
 
 def _damage(store: Store, name: str, wanted: FileRecord) -> str | None:

@@ -1,8 +1,8 @@
 """The program ``megalith``: its commands, and what an error becomes.
 
-Exit codes: 0 done, 2 bad input, 75 saved on a signal or time limit (start it again), 1 anything else, such as an error
-that was not foreseen. Commands import
-what they need when they run, so that ``megalith --help`` does not wait for torch.
+Exit codes: 0 done, 2 bad input, 75 saved on a signal or time limit (start it again), 128 + number quit by a signal, 1
+anything else, such as an error that was not foreseen or the death of a rank. Commands import what they need when they
+run, so that ``megalith --help`` does not wait for torch.
 """
 
 import os
@@ -16,7 +16,9 @@ import typer
 
 from megalith import __version__
 from megalith.cli import data, demo, evaluate, generate, recipes, train
+from megalith.cli.console import say
 from megalith.errors import MegalithError, NonFiniteError, RankFailedError
+from megalith.resilience.rank_link import Failure, is_supervised, tell_failure
 
 __all__ = ["app", "main", "run"]
 
@@ -62,42 +64,40 @@ def run() -> int:
     """Runs the command line, prints the error that ends it, and returns the exit code.
 
     A foreseen error is one message: of rank 0 if every rank has it, else of the rank that has it, by its number. Any
-    other error is printed with its traceback by every rank that has it.
+    other error is printed with its traceback by every rank that has it. Ranks that ``launch`` has started tell it of
+    their errors too, and it says what is to be said.
     """
     try:
         app()
     except MegalithError as error:
-        _print(error)
         code = 1 if isinstance(error, NonFiniteError | RankFailedError) else 2
-        return _leave(code, for_all_ranks=error.on_every_rank)
+        second_hand = isinstance(error, RankFailedError)
+        return _fail(Failure(str(error), code, True, error.on_every_rank, second_hand))
     except SystemExit as end:
-        return _leave(end.code if isinstance(end.code, int) else int(end.code is not None), for_all_ranks=True)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        _let_rank_0_end_first(code)
+        return code
     except Exception:
-        where = f"rank {os.environ['RANK']} failed:\n" if _in_several_ranks() else ""
-        print(where + traceback.format_exc(), end="", file=sys.stderr, flush=True)  # at once: ranks share the screen
-        # no code is left: where a connection broke, the rank that broke it has the better one
-        return 1
-    return _leave(0, for_all_ranks=True)
+        return _fail(Failure(traceback.format_exc(), 1, foreseen=False))
+    return 0
 
 
-def _print(error: MegalithError) -> None:
-    if error.on_every_rank and os.environ.get("RANK", "0") != "0":
-        return
-    where = f"rank {os.environ['RANK']}: " if _in_several_ranks() and not error.on_every_rank else ""
-    print(f"error: {where}{error}", file=sys.stderr, flush=True)
+def _fail(failure: Failure) -> int:
+    tell_failure(failure)
+    rank = os.environ.get("RANK", "0")
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if not failure.foreseen:
+        say(("" if alone else f"rank {rank} failed:\n") + failure.text.rstrip("\n"))
+    elif not failure.on_every_rank:
+        say(f"error: {'' if alone else f'rank {rank}: '}{failure.text}")
+    elif rank == "0":
+        say(f"error: {failure.text}")
+    if failure.on_every_rank:
+        _let_rank_0_end_first(failure.code)
+    return failure.code
 
 
-def _in_several_ranks() -> bool:
-    return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
-
-
-def _leave(code: int, *, for_all_ranks: bool) -> int:
-    """``code``, which is left for the launcher too, if there is one."""
-    rank = os.environ.get("RANK")
-    if rank is not None:
-        from megalith.training.launch import leave_exit_code  # torch.distributed is loaded in a rank anyway
-
-        leave_exit_code(code)
-        if code and for_all_ranks and rank != "0":
-            time.sleep(5.0)  # torchrun ends all ranks with the first: let that be rank 0, which has the message
-    return code
+def _let_rank_0_end_first(code: int) -> None:
+    """torchrun ends all ranks with the first: let that be rank 0, which has the message."""
+    if code and os.environ.get("RANK", "0") != "0" and not is_supervised():
+        time.sleep(5.0)

@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megalith.cli.console import say
 from megalith.cli.recipes import complete_recipe
 from megalith.recipe_files import require_source
+from megalith.resilience.rank_link import is_supervised, tell
+from megalith.resilience.stop_request import StopRequest
+from megalith.resilience.verdict import SAVED
+from megalith.training.torchrun_environment import check_nproc, launched_rank
 
 if TYPE_CHECKING:
     from megalith.config import RunConfig
@@ -60,39 +65,66 @@ def train(
 
     The same command continues a run that was stopped: exit code 75 says that it was, and that its state is saved.
     """
-    source = require_source(source)  # answered before torch is loaded
-    overrides = overrides or []
-    from megalith.training.torchrun_environment import launched_rank, num_ranks
+    source = require_source(source)  # answered before torch is loaded, as the next
+    check_nproc(nproc, launched_rank())
+    if nproc > 1:
+        raise typer.Exit(_train_on_ranks(nproc, source, overrides or [], dry_run=dry_run))
+    with StopRequest(_announce) as stop:
+        tell(listening=True)
+        _train_here(source, overrides or [], stop, dry_run=dry_run)
 
-    launched = launched_rank()
-    world_size = num_ranks(nproc, launched)
 
+def _train_on_ranks(nproc: int, source: str, overrides: list[str], *, dry_run: bool) -> int:
+    """Checks the run in this process and trains on ranks of their own; returns the exit code."""
+    from megalith.training.machine_fit import check_machine
+    from megalith.training.preflight import preflight
+
+    config = preflight(source, overrides, nproc)
+    if dry_run:
+        _describe(config, nproc)
+        return 0
+    check_machine(config, nproc, nproc)
+    from megalith.resilience.launch import launch
+    from megalith.training.resume import where_it_goes_on
+
+    say(f"starting {nproc} ranks")
+    return launch(
+        nproc,
+        ["train", source, *overrides],
+        Path(config.run, "logs"),
+        say,
+        goes_on=lambda: where_it_goes_on(Path(config.run, "checkpoints")),
+    )
+
+
+def _train_here(source: str, overrides: list[str], stop: StopRequest, *, dry_run: bool) -> None:
+    """Trains in this process, which is one rank or all of them."""
     from megalith.topology.agreement import agreed
     from megalith.training.machine_fit import check_machine
     from megalith.training.preflight import preflight
     from megalith.training.process_group import choose_device, process_group
 
+    launched = launched_rank()
+    world_size, num_local = (launched.world_size, launched.local_world_size) if launched else (1, 1)
     # one rank may see other files than the rest, so that ranks judge their input together
     with process_group(choose_device()) if launched else nullcontext():
         with agreed():
             config = preflight(source, overrides, world_size)
             if not dry_run:
-                check_machine(config, world_size, nproc if launched is None else launched.local_world_size)
+                check_machine(config, world_size, num_local)
         if dry_run:
-            from megalith.training.dry_run import describe
-
-            print(describe(config, world_size))
-            return
-        if launched or nproc == 1:
-            _train_here(config)
-    if nproc > 1 and not launched:
-        from megalith.training.launch import launch
-
-        raise typer.Exit(launch(nproc, ["train", source, *overrides]))
+            _describe(config, world_size)
+        else:
+            _train(config, stop)
 
 
-def _train_here(config: "RunConfig") -> None:
-    """Trains in this process, which is one rank or all of them."""
+def _describe(config: "RunConfig", world_size: int) -> None:
+    from megalith.training.dry_run import describe
+
+    print(describe(config, world_size))
+
+
+def _train(config: "RunConfig", stop: StopRequest) -> None:
     from megalith.cli.console import Console
     from megalith.insight.report import write_report_if_possible
     from megalith.training.loop import Outcome
@@ -100,9 +132,17 @@ def _train_here(config: "RunConfig") -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     console = Console()
-    outcome = pretrain(config, console.show, console.show_progress)
+    outcome = pretrain(config, console.show, console.show_progress, stop=stop)
     console.close()
-    if os.environ.get("RANK", "0") == "0":
+    if outcome is not Outcome.WAS_DONE and os.environ.get("RANK", "0") == "0":
         console.show(write_report_if_possible(config.run))
     if outcome is Outcome.STOPPED:
-        raise typer.Exit(75)
+        raise typer.Exit(SAVED)
+
+
+def _announce(line: str) -> None:
+    """Says that this process was asked to stop: through its supervisor, or rank 0 for all."""
+    if is_supervised():
+        tell(asked=line)
+    elif os.environ.get("RANK", "0") == "0":
+        say(line)

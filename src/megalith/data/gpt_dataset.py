@@ -12,10 +12,12 @@ run's position in its data is one integer.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megalith.data.fingerprint import fingerprint
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.errors import ConfigError, DataError
 from megalith.numerics.permutation import KeyedPermutation
@@ -92,6 +94,14 @@ class GPTDataset:
     def tokens_per_epoch(self) -> int:
         """How many tokens the data have."""
         return self._data.num_tokens
+
+    def identity(self) -> dict[str, Any]:
+        """The text, by its fingerprint; the tokenizer, by the SHA-256 of its file, where the sidecar tells it."""
+        sidecar = self._data.sidecar
+        return {
+            "text": fingerprint(self._data.tokens, self._starts),
+            "tokenizer": None if sidecar is None else sidecar.tokenizer_sha256,
+        }
 
     def __getitem__(self, index: int) -> GPTSample:
         """Sample ``index``, from 0 on. Raises IndexError below 0."""

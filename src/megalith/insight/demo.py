@@ -11,6 +11,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -24,9 +25,10 @@ from megalith.insight.probe import probe_dtype
 from megalith.insight.report import write_report
 from megalith.models.generation import Sampling
 from megalith.observe.units import duration
+from megalith.resilience.launch import launch
 from megalith.storage.atomic import write_json_atomic
 from megalith.training.inference import CheckpointLoss, evaluate_checkpoint
-from megalith.training.launch import launch
+from megalith.training.resume import where_it_goes_on
 from megalith.training.tasks.generation import generate_text
 
 __all__ = ["DemoError", "DemoResult", "run_demo"]
@@ -72,7 +74,8 @@ def run_demo(folder: Path, show: Callable[[str], None]) -> DemoResult:
     ):
         show(f"\ntraining on {_RANKS} ranks: {layout}")
         arguments = ["train", _RECIPE, *overrides, *changes]
-        if code := launch(_RANKS, arguments):
+        way_on = partial(where_it_goes_on, folder / "checkpoints")
+        if code := launch(_RANKS, arguments, folder / "logs", show, goes_on=way_on):
             raise DemoError(f"megalith {' '.join(arguments)} ended with exit code {code}; its message is above")
     training_seconds = perf_counter() - started
     show(f"trained in {duration(training_seconds)}")

@@ -4,9 +4,13 @@ Micikevicius et al. 2017, "Mixed Precision Training", arXiv:1710.03740. Hysteres
 of a stretch are borne, and the count is refilled when the scale grows.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["DynamicLossScale"]
+from megalith.storage import JsonFields
+
+__all__ = ["DynamicLossScale", "checked_loss_scale_state"]
 
 
 @dataclass
@@ -44,7 +48,16 @@ class DynamicLossScale:
         """What changes from step to step."""
         return {"scale": self.scale, "clean_steps": self.clean_steps, "borne": self.borne}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continues from ``state_dict()``."""
-        self.scale = state["scale"]
-        self.clean_steps, self.borne = int(state["clean_steps"]), int(state["borne"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from ``state_dict()``. Raises CheckpointError for anything else."""
+        checked = checked_loss_scale_state(JsonFields(state, "loss_scale"))
+        self.scale, self.clean_steps, self.borne = checked["scale"], checked["clean_steps"], checked["borne"]
+
+
+def checked_loss_scale_state(state: JsonFields) -> dict[str, Any]:
+    """``state``, with every field of its type and no other. Raises CheckpointError naming the first that is not."""
+    state.only("scale", "clean_steps", "borne")
+    scale = state.number("scale")
+    if scale == 0.0:
+        raise state.wrong("scale", "above 0")  # gradients are divided by it
+    return {"scale": scale, "clean_steps": state.count("clean_steps"), "borne": state.count("borne")}

@@ -25,8 +25,16 @@ from typing import Any, Literal, Protocol, Self
 
 from megalith.config import OptimConfig
 from megalith.errors import CheckpointError, ConfigError
+from megalith.storage import JsonFields
 
-__all__ = ["LearningRateSchedule", "OptimizerParamScheduler", "WeightDecaySchedule", "lr", "weight_decay"]
+__all__ = [
+    "LearningRateSchedule",
+    "OptimizerParamScheduler",
+    "WeightDecaySchedule",
+    "checked_scheduler_state",
+    "lr",
+    "weight_decay",
+]
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +48,12 @@ _WSD_DECAYS: Mapping[str, Callable[[float], float]] = MappingProxyType(
 )
 _LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 _WD_STYLES = ("constant", "linear", "cosine")
+
+# the fields of a state but its position, by kind, and those that may be null
+_RATES = ("init_lr", "max_lr", "min_lr", "start_wd", "end_wd")
+_LENGTHS = ("lr_warmup_steps", "lr_decay_steps", "wsd_decay_steps", "wd_incr_steps")  # Megatron's may be fractions
+_TEXTS = ("unit", "lr_decay_style", "lr_wsd_decay_style", "wd_incr_style")
+_NULLABLE = ("lr_decay_steps", "wsd_decay_steps", "lr_wsd_decay_style")
 
 # what older Megatron checkpoints call the entries of the state
 _ALIASES: Mapping[str, str] = MappingProxyType(
@@ -299,13 +313,11 @@ class OptimizerParamScheduler:
         Entries that ``state`` lacks stay as they are; Megatron's states, old and new, are read.
 
         Raises:
-            CheckpointError: the state has no position, or counts in another unit.
+            CheckpointError: the state has no position, a field of another type, or counts in another unit.
             ConfigError: the constants differ and no policy says which to take, or do not fit together.
         """
         ours = self.state_dict()
-        loaded = {_ALIASES.get(name, name): value for name, value in state.items()}
-        if "num_steps" not in loaded:
-            raise CheckpointError(f"the state of a scheduler must have num_steps; it has {sorted(state)}")
+        loaded = checked_scheduler_state(JsonFields(state, "scheduler"))
         if loaded.get("unit", self.unit) != self.unit:
             raise CheckpointError(f"this scheduler counts {self.unit}, the loaded state {loaded['unit']}")
         constants = ours.keys() - {"num_steps", "unit"}
@@ -320,7 +332,7 @@ class OptimizerParamScheduler:
             log.info("the schedule goes on with changed constants: %s", listed)
         if self._use_checkpoint:
             self._set_constants(ours | {name: loaded[name] for name in changed})
-        self.num_steps = int(loaded["num_steps"])
+        self.num_steps = loaded["num_steps"]
         self._write()
 
     def _set_constants(self, state: Mapping[str, Any]) -> None:
@@ -348,6 +360,17 @@ class OptimizerParamScheduler:
             else:
                 group["lr"] = rate
             group["weight_decay"] = decay
+
+
+def checked_scheduler_state(state: JsonFields) -> dict[str, Any]:
+    """``state`` by today's names, each value of its type. Raises CheckpointError naming the first that is not."""
+    given = JsonFields({_ALIASES.get(name, name): value for name, value in state.values.items()}, state.name)
+    given.count("num_steps")
+    for names, check in ((_RATES + _LENGTHS, given.number), (_TEXTS, given.text)):
+        for name in names:
+            if name in given.values and not (name in _NULLABLE and given.is_null(name)):
+                check(name)
+    return dict(given.values)
 
 
 def _own(param_group: Mapping[str, Any], name: str, default: float) -> float:

@@ -1,1 +1,1 @@
-"""What keeps a run alive or ends it in order: requests to stop."""
+"""What keeps a run alive or ends it in order: ranks and their supervisor, requests to stop."""

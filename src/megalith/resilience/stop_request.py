@@ -1,29 +1,37 @@
-"""Requests to stop a run at the next step boundary: SIGTERM, SIGUSR1, or the end of its time.
+"""Requests to stop a run at the next step boundary: a signal, or the end of its time.
 
-A scheduler asks one process, perhaps; the ranks agree through the step's own reduction, so that all stop together.
+The first signal asks, the second ends the process at once. A scheduler asks one process, perhaps; the ranks agree
+through the step's own reduction, so that all stop together.
 """
 
-import logging
+import os
 import signal
 import time
-from types import FrameType, TracebackType
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
 
-__all__ = ["StopRequest"]
+from megalith.resilience.stop_signals import FORWARDED, REQUESTS, Requests, handled, heard_at_once
 
-log = logging.getLogger(__name__)
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+__all__ = ["SAVING", "StopRequest"]
+
+SAVING = "saving at the next step boundary, once more quits now"
 
 
 class StopRequest:
-    """Inside the ``with`` block the signals set ``reason`` instead of ending the process.
+    """Inside the ``with`` block the first signal sets ``reason`` instead of ending the process; a second one ends it.
 
-    ``time_limit`` is in minutes from the construction of this object; None: no limit.
+    The exit code is then 128 + the signal's number. ``announce`` is given a line at each of the two, in a thread of its
+    own. A signal that a supervisor forwards sets ``reason`` only: the supervisor counts and announces.
     """
 
-    def __init__(self, time_limit: float | None) -> None:
-        self._deadline = None if time_limit is None else time.monotonic() + 60.0 * time_limit
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        self._announce = announce
+        self._started = time.monotonic()
+        self._deadline: float | None = None
         self._signal: str | None = None
-        self._handlers: dict[int, object] = {}
+        self._requests = Requests()
+        self._stack = ExitStack()
 
     @property
     def reason(self) -> str | None:
@@ -32,15 +40,33 @@ class StopRequest:
             return "the time limit"
         return self._signal
 
+    def limit_time(self, minutes: float | None) -> None:
+        """Asks to stop ``minutes`` after this object was made; None: never."""
+        self._deadline = None if minutes is None else self._started + 60.0 * minutes
+
     def __enter__(self) -> "StopRequest":
-        self._handlers = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        with ExitStack() as stack:
+            if stack.enter_context(handled((*REQUESTS, FORWARDED), self._note)):
+                stack.enter_context(heard_at_once(self._count))
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned, given back
+        self._stack.close()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signal = signal.Signals(number).name
+    def _note(self, number: signal.Signals) -> None:
+        self._signal = self._signal or number.name
+
+    def _count(self, number: signal.Signals) -> None:
+        self._note(number)
+        if number not in REQUESTS:
+            return
+        known = self._requests.first
+        self._requests.add(number)
+        if self._requests.second is not None:
+            self._announce(f"{number.name}: quit")
+            os._exit(128 + number)
+        elif known is None:
+            self._announce(f"{number.name}: {SAVING}")

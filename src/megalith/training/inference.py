@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from megalith.checkpoint.folders import find_checkpoint
-from megalith.checkpoint.load import load_tensors, read_state
+from megalith.checkpoint.load import load_tensors
 from megalith.config import RunConfig, load_run
 from megalith.config.yaml_text import MOST_BYTES, read_yaml
 from megalith.errors import CheckpointError, ConfigError
@@ -18,6 +18,7 @@ from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.evaluation import evaluate
 from megalith.training.process_group import choose_device
 from megalith.training.setup import DTYPES
+from megalith.training.state import read_saved_state
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
 from megalith.transformer.module import ModelModule
@@ -75,7 +76,7 @@ def load_model(source: str | Path, task: AnyTask | None = None) -> TrainedModel:
     refill_buffers_(model)
     weights = {name: tensor.detach() for name, tensor in state_tensors(model).items()}
     load_tensors(checkpoint, weights, only=lambda name: not name.startswith("optimizer."), cast=True)
-    return TrainedModel(model.eval(), task, config, read_state(checkpoint)["train"]["step"], device)
+    return TrainedModel(model.eval(), task, config, read_saved_state(checkpoint).train.step, device)
 
 
 def evaluate_checkpoint(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from megalith.resilience.rank_link import tell
 from megalith.resilience.stop_request import StopRequest
 from megalith.topology.agreement import attempt
 from megalith.training.run import Run
@@ -15,9 +16,10 @@ __all__ = ["Callback", "FinishedStep", "Outcome", "train"]
 
 
 class Outcome(Enum):
-    """How a run ended: every step done, or stopped on request with its state saved."""
+    """How a run ended: every step done, now or by an earlier start; or stopped on request with its state saved."""
 
     DONE = "done"
+    WAS_DONE = "was done"
     STOPPED = "stopped"
 
 
@@ -70,6 +72,7 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest) -> Outcome
         finished = FinishedStep(result, time.perf_counter() - started, spans)
         for callback in callbacks:
             callback.on_step(run, finished)
+        tell(step=run.state.step)
     run.pending.settle()
     for callback in callbacks:
         callback.on_end(run, outcome)

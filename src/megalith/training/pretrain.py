@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megalith.config import RunConfig, dump_yaml
 from megalith.observe.machine import describe_machine
+from megalith.observe.run_log import RunLog
 from megalith.resilience.stop_request import StopRequest
 from megalith.storage.atomic import write_json_atomic, write_text_atomic
 from megalith.storage.run_lock import RunLock
@@ -26,24 +27,38 @@ def pretrain(
     show: Callable[[str], None],
     show_progress: Callable[[str], None],
     parts: RunParts | None = None,
+    stop: StopRequest | None = None,
 ) -> Outcome:
     """Trains as ``config``, which preflight has resolved, says; every rank calls it.
 
-    Writes into the folder ``config.run``: config.yaml, about.json, metrics.jsonl, checkpoints/. On rank 0 ``show`` is
-    given lines for a person to read, and ``show_progress`` lines of which the next may replace the last. ``parts`` of a
-    user's own replace the house's.
+    Writes into the folder ``config.run``: config.yaml, about.json, metrics.jsonl, logs/, checkpoints/. On rank 0
+    ``show`` is given lines for a person to read, and ``show_progress`` lines of which the next may replace the last.
+    ``parts`` of a user's own replace the house's. ``stop`` is entered already; without it signals are heard from here
+    on.
+
+    A run whose steps are all done writes nothing.
 
     Raises:
         MegalithError: on every rank; nothing that was there before is lost.
     """
     device = choose_device()
-    # the clock of the time limit starts here, so that set-up counts too
-    stop = StopRequest(config.train.time_limit)
-    with process_group(device), _locked(Path(config.run)), stop:
+    with ExitStack() as stack:
+        stop = stop or stack.enter_context(StopRequest(show))
+        stop.limit_time(config.train.time_limit)
+        stack.enter_context(process_group(device))
+        stack.enter_context(_locked(Path(config.run)))
         if dist.get_rank() != 0:
             show = show_progress = _say_nothing
+        with agreed():
+            if dist.get_rank() == 0:
+                run_log = stack.enter_context(RunLog(Path(config.run, "logs", "run.log")))
+                show, show_progress = run_log.kept(show), run_log.kept(show_progress)
         run = build_run(config, device, parts)
-        show(resume_or_load(run))
+        beginning = resume_or_load(run)
+        for line in beginning.lines:
+            show(line)
+        if beginning.is_done:
+            return Outcome.WAS_DONE
         with agreed():
             metrics = Metrics(run, show, show_progress)
             callbacks = [metrics, HeldOutLoss(run, metrics), Checkpoints(run), *(parts.callbacks if parts else ())]
@@ -56,7 +71,11 @@ def pretrain(
                 write_json_atomic(run.folder / "about.json", about | describe_machine())
         outcome = train(run, callbacks, stop)
         if outcome is Outcome.STOPPED:
-            show(f"saved at step {run.state.step}; the same command goes on from there")
+            show(
+                f"saved at step {run.state.step}; the same command goes on from there"
+                if run.state.step
+                else "stopped before the first step: there was nothing to save; the same command starts it again"
+            )
         return outcome
 
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megalith.errors import ConfigError
-from megalith.training.torchrun_environment import check_rendezvous
+from megalith.resilience.launch import RENDEZVOUS
+from megalith.training.torchrun_environment import check_rendezvous, launched_rank
 
 __all__ = ["choose_device", "process_group"]
 
@@ -28,16 +29,20 @@ def choose_device() -> torch.device:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """The default process group: torchrun's, or one of this process alone. One that exists already is left as it is."""
+    """The default process group: of torchrun's ranks, of ``launch``'s, or of this process alone.
+
+    One that exists already is left as it is.
+    """
     if dist.is_initialized():
         yield
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        check_rendezvous()
-        dist.init_process_group(backend)
+    if (launched := launched_rank()) is not None:
+        if (place := os.environ.get(RENDEZVOUS)) is None:
+            check_rendezvous()
+        dist.init_process_group(backend, place, rank=launched.rank, world_size=launched.world_size)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # torch exports it unsaid
     try:

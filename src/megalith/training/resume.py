@@ -1,55 +1,144 @@
 """Where a run begins: at its own newest checkpoint, at the weights of another, or at nothing."""
 
-from megalith.checkpoint.folders import find_checkpoint, set_aside_damaged
-from megalith.checkpoint.load import load_tensors, read_state
-from megalith.checkpoint.save import save_checkpoint
-from megalith.checkpoint.verify import verify_checkpoint
-from megalith.errors import CheckpointError
-from megalith.storage import Store
-from megalith.topology.agreement import agreed, everywhere
-from megalith.training.run import Run
+import logging
+from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["resume_or_load", "save"]
+from megalith.checkpoint.folders import find_checkpoint, set_aside_damaged, step_name
+from megalith.checkpoint.load import load_tensors
+from megalith.checkpoint.save import STATE, save_checkpoint
+from megalith.checkpoint.verify import verify_checkpoint
+from megalith.errors import CheckpointError, StorageError
+from megalith.storage import WAY_OUT, Location, Store, open_store
+from megalith.topology.agreement import agreed, everywhere, rank
+from megalith.training.continuity import changed, compared, kept_settings
+from megalith.training.run import Run
+from megalith.training.saves import note_save, refuse_if_saved
+from megalith.training.state import SavedState, read_saved_state
+
+__all__ = ["Beginning", "resume_or_load", "save", "where_it_goes_on"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What ``resume_or_load`` did, in ``lines`` for a person; ``is_done``: no step is left, and nothing was loaded."""
+
+    lines: list[str]
+    is_done: bool = False
 
 
 def save(run: Run, keep_last: int) -> Store:
     """Writes a checkpoint of this step and keeps the newest ``keep_last``; collective over all ranks."""
     with agreed(f"step {run.state.step} is not saved"):
         tensors, state = run.tensors(), run.state_dict()
-    return save_checkpoint(run.checkpoints, run.state.step, tensors, state, keep_last=keep_last)
+    path = save_checkpoint(run.checkpoints, run.state.step, tensors, state, keep_last=keep_last)
+    if rank() == 0:
+        try:
+            note_save(run.folder, run.state.step, path)
+        except StorageError as error:  # the checkpoint stands, and is found without it
+            log.warning("%s is saved, but %s", path, error)
+    return path
 
 
-def resume_or_load(run: Run) -> str:
-    """Brings ``run`` to where it begins and says in one line what it did.
+def where_it_goes_on(checkpoints: Location) -> str:
+    """What starting the same command again would do, for a person whose run has just ended too early."""
+    newest = find_checkpoint(checkpoints)
+    if newest is None:
+        return "no checkpoint was saved: the same command starts again from step 0"
+    return f"the same command goes on from step {int(open_store(newest).split()[1].removeprefix('step-'))}"
 
-    ``resume=auto`` continues from the newest complete checkpoint in the run's folder. A damaged one is renamed, the
-    line says so, and the one before it is taken. Without any, the first weights come from ``load``, or from the seed.
+
+def resume_or_load(run: Run) -> Beginning:
+    """Brings ``run`` to where it begins.
+
+    ``resume=auto`` continues from the newest sound checkpoint in the run's folder; damaged ones that are newer are
+    renamed. Where the folder shows that the run had saved and none is sound, it is an error: a run never begins again
+    over an earlier one. In a new folder the first weights come from ``load``, or from the seed.
 
     Raises:
-        CheckpointError: on every rank; what was found belongs to another model or seed, or ``load`` is damaged.
+        CheckpointError: on every rank, with nothing changed; what was found is damaged, or belongs to another model,
+            other data or another seed.
     """
-    notes = []
-    resume, load = run.config.resume, run.config.load
-    while resume == "auto" and (path := find_checkpoint(run.checkpoints)) is not None:
-        try:
-            verify_checkpoint(path)
-        except CheckpointError as error:
-            aside = set_aside_damaged(path)
-            notes.append(f"{error}; it is kept as {aside.split()[1]}")
-            continue
-        state = read_state(path)
-        load_tensors(path, run.tensors(), verify=False)
+    load, layout = run.config.load, run.layout
+    if run.config.resume == "auto":
+        damaged: dict[str, CheckpointError] = {}
+        while (path := find_checkpoint(run.checkpoints, but_not=damaged)) is not None:
+            try:
+                verify_checkpoint(path)
+            except CheckpointError as error:
+                damaged[path.split()[1]] = error
+            else:
+                return _resume(run, path, damaged)
         with agreed():
-            run.load_state_dict(state)
-        return "; ".join([*notes, f"resumed from {path} at step {run.state.step}, now in layout {run.layout}"])
-    if notes:
-        raise everywhere(
-            CheckpointError(
-                f"{'; '.join(notes)}; no sound checkpoint is left in {run.checkpoints}: copy one there from a backup, "
-                "or start anew in another folder with run=..."
-            )
-        )
+            if rank() == 0:
+                refuse_if_saved(run.folder, run.checkpoints, damaged)
     if load is not None:
         load_tensors(load, run.weights(), only=lambda name: not name.startswith("optimizer."))
-        return f"started at step 0 from the weights of {load}, in layout {run.layout}"
-    return f"started at step 0 from seed {run.config.train.seed}, in layout {run.layout}"
+        return Beginning([f"started at step 0 from the weights of {load}, in layout {layout}"])
+    return Beginning([f"started at step 0 from seed {run.config.train.seed}, in layout {layout}"])
+
+
+def _resume(run: Run, path: Store, damaged: dict[str, CheckpointError]) -> Beginning:
+    """Continues from the verified checkpoint ``path``, and sets aside the ``damaged`` ones, which are newer."""
+    saved = read_saved_state(path)
+    with agreed(f"{path} cannot be resumed"):
+        if step_name(saved.train.step) != path.split()[1]:
+            raise CheckpointError(
+                f"train.step of {STATE} must be that of the folder's name; got {saved.train.step}; {WAY_OUT}"
+            )
+        _refuse_a_break(run, saved, path)
+    step, steps = saved.train.step, run.config.train.steps
+    lines = [str(error) for error in damaged.values()]
+    if step >= steps:
+        more = f"a train.steps above {step} goes on from there"
+        return Beginning([*lines, f"nothing to do: {path} is of step {step}, and train.steps is {steps}; {more}"], True)
+    changes = _told_changes(run, saved)
+    try:
+        load_tensors(path, run.tensors(), verify=False)
+    except CheckpointError as error:
+        raise everywhere(CheckpointError("\n".join([str(error), *changes]))) from error
+    run.load_state(saved)
+    for name in damaged:
+        aside = set_aside_damaged(run.checkpoints / name)
+        lines.append(f"{name} is kept as {aside.split()[1]}")
+    return Beginning([*lines, f"resumed from {path} at step {step}, now in layout {run.layout}", *changes])
+
+
+def _refuse_a_break(run: Run, saved: SavedState, path: Store) -> None:
+    """Raises CheckpointError where going on would repeat or skip text."""
+    problems, way_out = [], "set back what has changed"
+    before, now = saved.data or {}, _identity(run)
+    if broken := changed(*({name: each[name] for name in compared(before, now)} for each in (before, now))):
+        problems.append(f"the data are not those that it was trained on: {', '.join(broken)}")
+    if saved.seed != (seed := run.config.train.seed):
+        problems.append(f"its seed is {saved.seed} and train.seed is {seed}, which gives another order and dropout")
+        way_out = f"set train.seed={saved.seed}" + (" and what else has changed back" if broken else "")
+    if problems:
+        changes = "".join(f" ({line})" for line in _told_changes(run, saved) if saved.settings is not None)
+        raise CheckpointError(
+            f"{'; '.join(problems)}. Going on would repeat or skip text{changes}; {way_out}, or start from its weights "
+            f"alone, in another folder: load={path} run=..."
+        )
+
+
+def _identity(run: Run) -> dict[str, Any]:
+    """What ``SavedState.data`` of this run would be."""
+    return {"tokens_per_sample": run.task.tokens_per_sample, **run.data_identity}
+
+
+def _told_changes(run: Run, saved: SavedState) -> list[str]:
+    """A line on the settings that differ from those of the checkpoint, and one on what cannot be compared."""
+    if saved.settings is None or saved.data is None:
+        return ["the checkpoint is of an earlier version, which did not store its data and settings: none are compared"]
+    before = {**saved.settings, "layout": saved.layout}
+    now = {**kept_settings(run.config), "layout": run.layout}
+    lines = []
+    if found := changed(before, now):
+        lines.append(f"changed since step {saved.train.step}: {', '.join(found)}")
+    if compared(saved.data, _identity(run)) == ["tokens_per_sample"]:
+        lines.append(
+            f"{type(run.task).__name__} does not tell which data it trains on (data_identity): a change is not noticed"
+        )
+    return lines

@@ -1,6 +1,7 @@
 """A run in progress: what its steps, evaluations and checkpoints work on."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from megalith.config import RunConfig
 from megalith.data.loader import StepLoader
-from megalith.errors import CheckpointError
 from megalith.observe.timers import Timers
 from megalith.optim.loss_scale import DynamicLossScale
 from megalith.optim.optimizer import Optimizer
@@ -18,8 +18,9 @@ from megalith.parallel.parameters import state_tensors
 from megalith.storage import Store
 from megalith.topology.agreement import Attempt
 from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.training.continuity import kept_settings
 from megalith.training.num_microbatches_calculator import NumMicroBatchesCalculator
-from megalith.training.state import STATE_VERSION, TrainState, upgraded
+from megalith.training.state import STATE_VERSION, SavedState, TrainState
 from megalith.training.tasks.task import AnyTask
 from megalith.transformer.module import ModelModule
 
@@ -33,6 +34,7 @@ class Run:
     Attributes:
         chunks: this rank's parts of the model, sharded: one, the whole of it, without a pipeline.
         checkpoints: the folder of its checkpoints.
+        data_identity: what the task tells of the training data, for ``state_dict``.
         pending: an error of this rank alone, outside of any collective, that the next step's totals tell all ranks.
     """
 
@@ -49,6 +51,7 @@ class Run:
     timers: Timers
     state: TrainState
     checkpoints: Store
+    data_identity: Mapping[str, Any]
     pending: Attempt = field(default_factory=Attempt)
 
     @property
@@ -80,32 +83,27 @@ class Run:
         return self.weights() | self.optimizer.tensors()
 
     def state_dict(self) -> dict[str, Any]:
-        """All of a checkpoint that is no tensor: counters, schedule, loss scale, and the keys of all randomness."""
+        """All of a checkpoint that is no tensor: counters, schedule, loss scale, seed, data, settings."""
         return {
             "version": STATE_VERSION,
             "train": self.state.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
             "rng": {"seed": self.config.train.seed, "step": self.state.step},
+            "data": {
+                "tokens": self.consumed_tokens,
+                "tokens_per_sample": self.task.tokens_per_sample,
+                "identity": dict(self.data_identity),
+            },
+            "settings": kept_settings(self.config),
+            "layout": self.layout,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state_dict()``, also of an earlier version.
-
-        Raises:
-            CheckpointError: the checkpoint was drawn from another seed, or a later version wrote it.
-        """
-        state = upgraded(state)
-        seed = self.config.train.seed
-        if state["rng"]["seed"] != seed:
-            raise CheckpointError(
-                f"the checkpoint's seed is {state['rng']['seed']} and train.seed is {seed}: data order and dropout "
-                f"would change in the middle of the run; set train.seed={state['rng']['seed']}, "
-                "or start from its weights alone with load=..."
-            )
-        self.state.load_state_dict(state["train"])
-        self.scheduler.load_state_dict(state["scheduler"])
+    def load_state(self, saved: SavedState) -> None:
+        """Continues from the ``state_dict()`` that ``read_saved_state`` has checked."""
+        self.state = replace(saved.train)
+        self.scheduler.load_state_dict(saved.scheduler)
         self.optimizer.set_num_updates_(self.state.step - self.state.skipped_steps)
         # a run may go on in another dtype; float16 then starts with a fresh scale
-        if self.loss_scale is not None and state["loss_scale"] is not None:
-            self.loss_scale.load_state_dict(state["loss_scale"])
+        if self.loss_scale is not None and saved.loss_scale is not None:
+            self.loss_scale.load_state_dict(saved.loss_scale)

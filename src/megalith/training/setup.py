@@ -29,6 +29,7 @@ from megalith.topology.parallel_state import ParallelState
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
 from megalith.torch_compat import compile_layers_
+from megalith.training.continuity import data_identity
 from megalith.training.loop import Callback
 from megalith.training.num_microbatches_calculator import build_num_microbatches_calculator
 from megalith.training.run import Run
@@ -77,6 +78,7 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
     chunks = [_build_model(config, task, options, device)]
     with agreed("the training data cannot be read"):
         dataset = task.train_dataset()
+    identity = data_identity(task, dataset)
     named = ((name, parameter) for name, parameter, _ in declared_parameters(*chunks))
     optimizer = parts.optimizer_of(named, config.optim)
     return Run(
@@ -93,6 +95,7 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
         timers=Timers(DeviceClock() if device.type == "cuda" else None),
         state=TrainState(),
         checkpoints=open_store(parts.checkpoints or Path(config.run) / "checkpoints"),
+        data_identity=identity,
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 
 from megalith.config import RunConfig
 from megalith.data.gpt_dataset import EvaluationDataset, GPTBatch, GPTDataset, GPTSample, stack_samples
+from megalith.data.samples import Samples
 from megalith.errors import DataError
 from megalith.models.gpt_model import GPTModel
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions
+from megalith.storage import open_store, record_of
 from megalith.training.batch import to_device
 from megalith.training.preflight import load_tokenizer
 from megalith.training.tasks.gpt_size import flops_per_token, parameters
@@ -62,6 +65,14 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         data = self.config.data
         assert data.train is not None, "preflight refuses a run without data"
         return GPTDataset(data.train, data.seq_length, self.config.train.seed, mask_eod=data.eod_mask_loss)
+
+    def data_identity(self, dataset: Samples[GPTSample]) -> Mapping[str, Any]:
+        """As the dataset says; where its files do not name their tokenizer, ``data.tokenizer`` does."""
+        identity, path = super().data_identity(dataset), self.config.data.tokenizer
+        if path is None or identity.get("tokenizer") is not None:
+            return identity
+        folder, name = open_store(path).split()
+        return {**identity, "tokenizer": record_of(folder.parts(name)).sha256}
 
     def evaluation_dataset(self, prefix: str) -> EvaluationDataset:
         """Every token of ``prefix`` but the first as a label, once."""

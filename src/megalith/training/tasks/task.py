@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megalith.data.samples import Samples, SizedSamples
+from megalith.data.samples import Identified, Samples, SizedSamples
 from megalith.parallel.build_options import BuildOptions
 from megalith.transformer.module import ModelModule
 
@@ -44,6 +44,15 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
     @abstractmethod
     def train_dataset(self) -> Samples[Sample]:
         """The samples to train on. Raises DataError if they cannot be read."""
+
+    def data_identity(self, dataset: Samples[Sample]) -> Mapping[str, Any]:
+        """What decides which sample a number of ``dataset``, the training data, stands for: plain values by name.
+
+        Kept in checkpoints: a run does not go on where a value differs; null is not compared. By default what the
+        dataset itself says (``data.samples.Identified``), or nothing: then a change of data is not noticed, and
+        resuming says so. ``train.seed`` and ``tokens_per_sample`` are compared anyway.
+        """
+        return dataset.identity() if isinstance(dataset, Identified) else {}
 
     @abstractmethod
     def evaluation_dataset(self, prefix: str) -> SizedSamples[Sample]:

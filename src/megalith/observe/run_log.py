@@ -1,0 +1,55 @@
+"""What a run says to a person, kept in ``RUN/logs/run.log``: every line with its time, and what Megalith logs."""
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from megalith.storage.failures import explained
+
+__all__ = ["RunLog"]
+
+log = logging.getLogger(__name__)
+_FORMAT = logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
+
+
+class RunLog:
+    """Inside the ``with`` block, what ``kept`` functions show and what Megalith logs is appended to the file as well.
+
+    A disk that fills up later ends the log and not the run.
+
+    Raises:
+        StorageError: the file cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with explained("write", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._handler = _Quiet(path, encoding="utf-8", errors="backslashreplace")
+        self._handler.setFormatter(_FORMAT)
+
+    def kept(self, show: Callable[[str], None]) -> Callable[[str], None]:
+        """``show``, which keeps each line too."""
+
+        def show_and_keep(line: str) -> None:
+            self._handler.handle(log.makeRecord(log.name, logging.INFO, "", 0, line.strip("\n"), (), None))
+            show(line)
+
+        return show_and_keep
+
+    def __enter__(self) -> "RunLog":
+        logging.getLogger("megalith").addHandler(self._handler)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        logging.getLogger("megalith").removeHandler(self._handler)
+        with suppress(OSError):
+            self._handler.close()
+
+
+class _Quiet(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name that logging calls
+        """Says nothing: the line was shown."""

@@ -1,0 +1,64 @@
+"""Stops a program where a test wants it: the nth call of a function waits, and says so, until it may go on."""
+
+import functools
+import importlib
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+# place -> the function that a rank calls there
+PLACES = {
+    "building": "megalith.training.pretrain:build_run",
+    "reading data": "megalith.training.loop:local_counts",
+    "in a step": "megalith.training.loop:train_step",
+    "evaluating": "megalith.training.callbacks:evaluate",
+    "saving": "megalith.checkpoint.save:_write",
+}
+
+
+def lines(place: str, nth: int, folder: Path, rank: int | None = None) -> list[str]:
+    """Python that makes every rank, or one, wait at the ``nth`` call of ``place``, for ``Program(first=...)``."""
+    return ["from tests.resilience.pauses import pause", f"pause({place!r}, {nth}, {str(folder)!r}, {rank})"]
+
+
+def pause(place: str, nth: int, folder: str, rank: int | None) -> None:
+    """Installs the pause in this process and those that it forks."""
+    module_name, _, name = PLACES[place].partition(":")
+    module = importlib.import_module(module_name)
+    function = getattr(module, name)
+    num_calls = 0
+
+    @functools.wraps(function)
+    def paused(*args, **kwargs):
+        nonlocal num_calls
+        num_calls += 1
+        this_rank = os.environ.get("RANK", "0")
+        if num_calls == nth and (rank is None or this_rank == str(rank)):
+            Path(folder, f"rank-{this_rank}").write_text(str(os.getpid()))
+            while not Path(folder, "go").exists():
+                time.sleep(0.01)
+        return function(*args, **kwargs)
+
+    setattr(module, name, paused)
+
+
+class Pause:
+    """The test's side: who waits in ``folder``."""
+
+    def __init__(self, folder: Path, ranks: Iterable[int]) -> None:
+        self.folder = folder
+        self.ranks = ranks
+
+    def pids(self, timeout: float = 60) -> list[int]:
+        """The processes of the ranks, in their order, as soon as all of them wait."""
+        deadline = time.monotonic() + timeout
+        files = [self.folder / f"rank-{rank}" for rank in self.ranks]
+        while not all(file.exists() and file.read_text() for file in files):
+            assert time.monotonic() < deadline, "no rank got there"
+            time.sleep(0.02)
+        return [int(file.read_text()) for file in files]
+
+    def end(self) -> None:
+        """Lets all go on."""
+        (self.folder / "go").touch()

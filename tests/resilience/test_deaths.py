@@ -1,0 +1,233 @@
+"""Signals and deaths: nothing is left running, the exit code and the last line say why, and the run goes on bitwise."""
+
+import functools
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.training.loop import Outcome
+from tests.program import MARK, Program, start, write_settings
+from tests.rank_pool import ranks
+from tests.resilience.pauses import Pause, lines
+from tests.tiny_run import GPT2, settings
+from tests.training.outcomes import final_tensors, losses, run_here, saved_step
+
+KILL, SEGV, TERM, INT, HUP, USR1 = (
+    signal.SIGKILL,
+    signal.SIGSEGV,
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+)
+STEPS, EVERY = 6, 2
+# place -> which call of it, and the step that is saved when the run is asked to stop there
+CALLS = {"building": (1, 0), "reading data": (4, 3), "in a step": (4, 4), "evaluating": (2, 4), "saving": (2, 4)}
+LAYOUTS: dict[int, dict[str, Any]] = {1: {}, 2: {"tensor": 2}, 4: {"tensor": 2, "replicate": 2}}
+STOPPED, PARENT, ALL = 75, -1, -2
+
+
+@dataclass(frozen=True)
+class Case:
+    """``signals`` go to ``target``, a rank, ``PARENT`` (the program that was started) or ``ALL`` of them at once."""
+
+    num_ranks: int
+    place: str
+    target: int
+    signals: tuple[signal.Signals, ...]
+    code: int
+    says: str = ""
+
+    def __str__(self) -> str:
+        target = {PARENT: "the program", ALL: "all"}.get(self.target, f"rank {self.target}")
+        return f"{self.num_ranks} ranks, {self.place}: {' '.join(one.name for one in self.signals)} to {target}"
+
+
+def stops(num_ranks: int, place: str, target: int, number: signal.Signals) -> Case:
+    return Case(num_ranks, place, target, (number,), STOPPED, f"{number.name}: saving at the next step boundary")
+
+
+def quits(num_ranks: int, place: str, target: int, number: signal.Signals) -> Case:
+    return Case(num_ranks, place, target, (number, number), 128 + number, "quit" if target == PARENT else "")
+
+
+def dies(num_ranks: int, place: str, number: signal.Signals = KILL) -> Case:
+    return Case(num_ranks, place, PARENT, (number,), -number)
+
+
+def loses(num_ranks: int, place: str, rank: int, number: signal.Signals = KILL) -> Case:
+    return Case(num_ranks, place, rank, (number,), 1, rf"rank {rank} was killed by {number.name} \({number}\)")
+
+
+SAMPLE = [
+    stops(1, "in a step", PARENT, INT),
+    stops(1, "building", PARENT, TERM),
+    stops(1, "evaluating", PARENT, HUP),
+    stops(1, "saving", PARENT, USR1),
+    quits(1, "in a step", PARENT, INT),
+    dies(1, "saving"),
+    dies(1, "evaluating"),
+    stops(2, "in a step", PARENT, INT),
+    stops(2, "reading data", 1, TERM),
+    dies(2, "in a step"),
+    loses(2, "saving", 1),
+    quits(2, "evaluating", PARENT, TERM),
+]
+REST = [
+    *(stops(1, "in a step", PARENT, number) for number in (TERM, HUP, USR1)),
+    stops(1, "reading data", PARENT, TERM),
+    stops(1, "evaluating", PARENT, TERM),
+    quits(1, "evaluating", PARENT, TERM),
+    quits(1, "saving", PARENT, HUP),
+    dies(1, "in a step"),
+    dies(1, "building"),
+    stops(2, "evaluating", PARENT, HUP),
+    stops(2, "saving", PARENT, USR1),
+    stops(2, "building", PARENT, TERM),
+    stops(2, "in a step", 0, USR1),
+    stops(2, "in a step", ALL, TERM),
+    quits(2, "in a step", PARENT, INT),
+    quits(2, "in a step", 1, TERM),
+    quits(2, "building", PARENT, HUP),
+    dies(2, "evaluating"),
+    dies(2, "saving"),
+    dies(2, "building"),
+    dies(2, "reading data"),
+    loses(2, "in a step", 1),
+    loses(2, "in a step", 0),
+    loses(2, "building", 1),
+    loses(2, "evaluating", 1),
+    loses(2, "reading data", 0),
+    loses(2, "in a step", 1, SEGV),
+    stops(4, "in a step", PARENT, TERM),
+    stops(4, "saving", 2, USR1),
+    loses(4, "in a step", 3),
+    dies(4, "evaluating"),
+    quits(4, "saving", PARENT, INT),
+]
+
+
+@functools.cache
+def undisturbed(num_ranks: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Tensors and losses of the run that nothing happens to."""
+    tree = tree_in(Path(mkdtemp(prefix="undisturbed-")), num_ranks)
+    assert set(ranks(num_ranks, run_here, tree, num_ranks)) == {Outcome.DONE}
+    return final_tensors(tree["run"]), losses(tree["run"])
+
+
+def tree_in(folder: Path, num_ranks: int) -> dict[str, Any]:
+    return settings(
+        folder,
+        model={**GPT2, "ffn_hidden_size": None, "num_query_groups": None},
+        data={"valid": str(folder / "text")},
+        train={"steps": STEPS, "evaluation": {"every": 2, "samples": 4}},
+        checkpoint={"every": EVERY},
+        parallel=LAYOUTS[num_ranks],
+    )
+
+
+def processes_of(program: Program) -> list[int]:
+    """What of it still runs: itself, and what carries its mark in the environment."""
+    mark = f"{MARK}={program.mark}".encode()
+    left = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in environment.read_bytes() and b"\nState:\tZ" not in (environment.parent / "status").read_bytes():
+                left.append(int(environment.parent.name))
+        except OSError:
+            continue  # ended meanwhile, or another user's
+    return [*left, *([program.pid] if program.code is None else [])]
+
+
+def deliver(case: Case, program: Program, pids: list[int]) -> None:
+    targets = {PARENT: [program.pid], ALL: [program.pid, *pids]}.get(case.target) or [pids[case.target]]
+    for count, number in enumerate(case.signals):
+        if count:
+            time.sleep(1.2)  # within a second it would be the same request
+        for pid in targets:
+            os.kill(pid, number)
+
+
+def wait_until_nothing_runs(program: Program) -> None:
+    deadline = time.monotonic() + 10
+    while left := processes_of(program):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def wait_until_told(program: Program, words: str) -> None:
+    deadline = time.monotonic() + 10
+    while words not in program.err():
+        assert time.monotonic() < deadline, program.err()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("case", [*SAMPLE, *(pytest.param(case, marks=pytest.mark.slow) for case in REST)], ids=str)
+def test_nothing_is_left_running_and_the_run_goes_on_bitwise(case, tmp_path):
+    tree = tree_in(tmp_path, case.num_ranks)
+    call, stopped_at = CALLS[case.place]
+    pause = Pause(tmp_path, range(case.num_ranks))
+    command = ("train", write_settings(tree, tmp_path), "--nproc", case.num_ranks)
+    program = start(*command, first=lines(case.place, call, tmp_path))
+    deliver(case, program, pause.pids())
+    if case.code == STOPPED:
+        wait_until_told(program, "saving at the next step boundary")
+        pause.end()
+    found = program.ended(timeout=20)
+    assert found.code == case.code, found
+    assert re.search(case.says, found.err.splitlines()[-1] if found.err else ""), found
+    wait_until_nothing_runs(program)
+    if case.code == STOPPED:
+        assert saved_step(tree["run"]) == stopped_at
+    else:
+        assert saved_step(tree["run"]) >= stopped_at - EVERY
+    assert set(ranks(case.num_ranks, run_here, tree, case.num_ranks)) == {Outcome.DONE}
+    tensors, curve = undisturbed(case.num_ranks)
+    got = final_tensors(tree["run"])
+    assert got.keys() == tensors.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
+    assert losses(tree["run"]) == curve
+
+
+def test_a_terminal_that_is_closed_ends_a_run_with_its_state_saved(tmp_path):
+    tree = tree_in(tmp_path, 1)
+    ours, theirs = os.openpty()
+    pause = Pause(tmp_path, [0])
+    first = lines("in a step", 4, tmp_path)
+    program = start("train", write_settings(tree, tmp_path), first=first, terminal=os.ttyname(theirs))
+    pause.pids()
+    os.close(theirs)
+    os.close(ours)  # the kernel sends SIGHUP, and refuses what is written from here on
+    time.sleep(0.2)
+    pause.end()
+    assert program.ended().code == STOPPED
+    assert saved_step(tree["run"]) == 4
+
+
+def test_a_rank_that_stands_still_is_named(tmp_path):
+    tree = tree_in(tmp_path, 2)
+    hurried = [
+        "from functools import partial",
+        "from megalith.resilience import launch",
+        "launch.launch = partial(launch.launch, stall_seconds=1.0)",
+    ]
+    pause = Pause(tmp_path, [1])
+    command = ("train", write_settings(tree, tmp_path), "--nproc", 2)
+    program = start(*command, first=[*hurried, *lines("in a step", 4, tmp_path, rank=1)])
+    [rank_1] = pause.pids()
+    wait_until_told(program, "waiting for rank 1 since step 3: rank 1 is at training/loop.py:")
+    os.kill(rank_1, signal.SIGSTOP)
+    wait_until_told(program, "waiting for rank 1 since step 3: rank 1 does not answer")
+    program.send_signal(INT)
+    time.sleep(1.2)
+    program.send_signal(INT)
+    assert program.ended(timeout=20).code == 128 + INT
+    wait_until_nothing_runs(program)
