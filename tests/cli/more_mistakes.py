@@ -148,7 +148,7 @@ MORE_MISTAKES: dict[str, tuple[Mistake, str]] = {
     "a tokenizer of 300 characters": (lambda f: train(f, f"data.tokenizer={f / ('x' * 300)}"), "too long"),
     "a checkpoint of 300 characters": (lambda f: train(f, f"load={f / ('x' * 300)}"), "too long.*shorter name"),
     "a settings file of 300 characters": (lambda f: ["train", f / f"{'x' * 300}.yaml"], "too long"),
-    "a settings file that is a folder": (lambda f: ["train", f"{f}/"], "directory"),
+    "a settings file that is a folder": (lambda f: ["train", f"{f}/"], "folder without a config.yaml"),
     "a URL of a store that is not there": (override("data.train=s3://bucket/text"), "s3"),
     # files of settings
     "a settings file that is empty": (settings_file(b""), "must hold groups of settings"),

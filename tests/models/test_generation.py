@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalith.errors import ConfigError
-from megalith.models.generation import Sampling, generate
+from megalith.models.generation import Sampling, generate, stream
 from megalith.models.gpt_model import GPTModel
 from tests.sampling import sampled
 from tests.transformer.shapes import config, options
@@ -90,7 +90,9 @@ def test_tokens_come_as_often_as_their_probability_says(sampling, want):
     assert_frequencies(sampling, want)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-9), Sampling(1e-40)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-9), Sampling(1e-40), Sampling(1e-320)], ids=str
+)
 def test_at_their_limits_all_are_greedy(sampling):
     model = GPTModel(config(), seed=1)  # float32: a logit divided by 1e-40 is infinite
     assert generate(model, PROMPT, 8, sampling=sampling, seed=1) == generate(model, PROMPT, 8, sampling=GREEDY, seed=2)
@@ -123,6 +125,33 @@ def test_a_prompt_that_fills_all_positions_is_refused(length):
         generate(model, [1] * length, 1, sampling=GREEDY, seed=1)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_new_tokens": -5}, "the number of new tokens must be 0 or more; got -5"),
+        ({"seed": -1}, r"the seed must be 0 or more and below 2\^63; got -1"),
+        ({"seed": 2**63}, "got 9223372036854775808"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused_at_the_call(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        stream(built(), PROMPT, **{"max_new_tokens": 1, "sampling": GREEDY, "seed": 1, **arguments})
+
+
+def test_tokens_can_be_taken_one_by_one():
+    model = built(hidden_dropout=0.5).train()
+    tokens = stream(model, PROMPT, 8, sampling=Sampling(1.0), seed=1)
+    first = next(tokens)
+    assert not model.training
+    assert torch.is_grad_enabled()
+    assert [first, *tokens] == generate(model, PROMPT, 8, sampling=Sampling(1.0), seed=1)
+    assert model.training
+    abandoned = stream(model, PROMPT, 8, sampling=GREEDY, seed=1)
+    next(abandoned)
+    abandoned.close()
+    assert model.training
+
+
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ConfigError, match="the prompt has no tokens; give some text"):
         generate(built(), [], 1, sampling=GREEDY, seed=1)
@@ -153,9 +182,12 @@ def test_the_model_generates_without_dropout_and_is_left_in_its_mode(training):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": -0.1}, r"temperature must be 0 .* or more; got -0\.1"),
+        ({"temperature": -0.1}, r"temperature must be 0 .* or more, and finite; got -0\.1"),
+        ({"temperature": float("nan")}, "got nan"),
+        ({"temperature": float("inf")}, "got inf"),
         ({"top_k": 0}, r"top_k must be 1 or more; got 0; leave it out"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\]; got 0\.0"),
+        ({"top_p": float("nan")}, r"top_p must be in \(0, 1\]; got nan"),
         ({"top_p": 1.01}, r"top_p must be in \(0, 1\]; got 1\.01"),
     ],
 )

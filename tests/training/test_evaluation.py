@@ -9,9 +9,10 @@ import torch
 
 from megalith.config import load_run
 from megalith.data.gpt_dataset import EvaluationDataset, GPTSample
-from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megalith.errors import ConfigError
 from megalith.models.gpt_model import GPTModel
+from megalith.observe.metrics import read_metrics
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.evaluation import Evaluation, evaluate
 from megalith.training.inference import evaluate_checkpoint, load_model
@@ -22,7 +23,7 @@ from megalith.training.tasks.pretrain_gpt import PretrainGPT
 from tests.program import write_settings
 from tests.rank_pool import ranks
 from tests.sampling import sampled
-from tests.tiny_run import settings
+from tests.tiny_run import EOD, VOCAB, settings
 
 
 def evaluation(tree: dict[str, Any], world_size: int, max_samples: int | None) -> Evaluation:
@@ -91,6 +92,23 @@ def test_a_few_samples_are_spread_over_the_whole_file(tmp_path):
 
 def train(tree: dict[str, Any]) -> None:
     pretrain(load_run(tree, world_size=2), str, str)
+
+
+def lines_of(tree: dict[str, Any]) -> list[str]:
+    shown: list[str] = []
+    pretrain(load_run(tree), shown.append, shown.append)
+    return shown
+
+
+def test_held_out_text_without_a_loss_is_told_and_ends_no_run(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "ends", "uint16") as builder:
+        builder.add_document([EOD, EOD, EOD])
+        builder.finalize(vocab_size=VOCAB, eod=EOD)
+    tree = settings(tmp_path, data={"valid": str(tmp_path / "ends")}, train={"steps": 2})
+    [shown] = ranks(1, lines_of, tree)
+    assert "step 2  held-out loss not measured: no token of data.valid that was read has one" in shown
+    assert not any("valid_loss" in record for record in read_metrics(tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").exists()
 
 
 def test_a_checkpoint_of_two_ranks_is_evaluated_by_one_process(tmp_path):

@@ -1,11 +1,20 @@
-"""Lines for a person: messages that stay, and in a terminal one progress line that renews itself."""
+"""Lines for a person: messages that stay, progress lines that renew themselves in a terminal, what takes long."""
 
 import os
 import shutil
 import sys
+import threading
 from contextlib import suppress
+from time import perf_counter
+from types import TracebackType
+from typing import TextIO
 
-__all__ = ["Console", "say"]
+from megalith.observe.units import duration
+
+__all__ = ["Announcer", "Console", "SampleProgress", "say"]
+
+_ANNOUNCED_AFTER = 2.0  # seconds
+_IN_TERMINAL, _IN_FILE = 0.2, 10.0  # seconds between progress lines
 
 
 def say(line: str) -> None:
@@ -15,40 +24,102 @@ def say(line: str) -> None:
 
 
 class Console:
-    """Writes to standard output; in a file or pipe every progress line stays too.
+    """Writes to ``stream``, by default standard output; in a file or pipe every progress line stays too.
 
     Where nobody reads any more (a closed terminal, a pipe whose reader has ended) lines are dropped, and the run
     goes on.
     """
 
-    def __init__(self) -> None:
-        self._terminal = sys.stdout.isatty()
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._terminal = self._stream.isatty()
         self._open = False
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether a progress line replaces the one before."""
+        return self._terminal
 
     def show(self, line: str) -> None:
         """A line that stays."""
         self.close()
-        _print(line)
+        self._print(line)
 
     def show_progress(self, line: str) -> None:
         """A line that the next one may replace."""
         if not self._terminal:
-            _print(line)
+            self._print(line)
             return
         width = shutil.get_terminal_size().columns - 1
-        _print("\r" + line[:width].ljust(width), end="")
+        self._print("\r" + line[:width].ljust(width), end="")
         self._open = True
 
     def close(self) -> None:
         """Leaves the progress line standing and begins a new one."""
         if self._open:
-            _print("")
+            self._print("")
             self._open = False
 
+    def _print(self, text: str, end: str = "\n") -> None:
+        try:
+            print(text, end=end, file=self._stream, flush=True)
+        except OSError:
+            # what is left in the buffer would fail again when Python ends, and change the exit code
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
-def _print(text: str, end: str = "\n") -> None:
-    try:
-        print(text, end=end, flush=True)
-    except OSError:
-        # what is left in the buffer would fail again when Python ends, and change the exit code
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+class SampleProgress:
+    """How many samples are done and how long the rest takes, as a progress line now and then.
+
+    The first call is where the clock starts: what came before it held the time that compiling took.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._interval = _IN_TERMINAL if console.is_terminal else _IN_FILE
+        self._first: tuple[float, int] | None = None  # when, and how many were done
+        self._shown = perf_counter()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = perf_counter()
+        if self._first is None:
+            self._first = now, done
+        if now - self._shown < self._interval:
+            return
+        self._shown = now
+        started, first = self._first
+        line = f"{done:,} of {total:,} samples"
+        if done > first:
+            line += f", {duration((now - started) / (done - first) * (total - done))} left"
+        self._console.show_progress(line)
+
+
+class Announcer:
+    """Says on standard error what goes on, once that has taken two seconds; what is faster goes without a word.
+
+    Used as a context, it falls silent at the end of the block.
+    """
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+
+    def begin(self, what: str) -> None:
+        """``what`` begins, and what was going on before has ended."""
+        self.end()
+        self._timer = threading.Timer(_ANNOUNCED_AFTER, lambda: say(f"{what} ..."))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def end(self) -> None:
+        """What was going on has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def __enter__(self) -> "Announcer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()

@@ -1,4 +1,4 @@
-"""``megalith data prepare``: from text files to the two files that training reads."""
+"""``megalith data``: ``prepare``, from text files to the two files that training reads; ``inspect`` is beside it."""
 
 import os
 from collections.abc import Iterator
@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megalith.cli.inspect import inspect
+
 if TYPE_CHECKING:
     from megalith.data.prepare import PrepareSummary, Progress
 
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True)
+app.command("inspect")(inspect)
 
 Files = Annotated[
     list[Path],
@@ -27,7 +30,7 @@ Files = Annotated[
 
 @app.callback()
 def data() -> None:
-    """Make datasets from text."""
+    """Make datasets from text, and look into them."""
 
 
 @app.command()

@@ -1,8 +1,12 @@
 """``megalith eval``: the loss of a trained run, or of one checkpoint, on a dataset."""
 
+import logging
+import sys
 from typing import Annotated
 
 import typer
+
+from megalith.cli.console import Announcer, Console, SampleProgress
 
 __all__ = ["evaluate"]
 
@@ -15,9 +19,22 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure held-out loss, in one process, whatever layout wrote the checkpoint."""
-    from megalith.training.inference import evaluate_checkpoint
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    console = Console(sys.stderr)
+    show_progress = SampleProgress(console)
+    with Announcer() as announcer:
+        announcer.begin(f"loading {source}")
+        from megalith.training.inference import evaluate_checkpoint
 
-    evaluation = evaluate_checkpoint(source, data, samples)
+        def progress(done: int, total: int) -> None:
+            if not done:
+                announcer.begin("evaluating the first samples; operations may be compiled for them")
+            else:
+                announcer.end()
+                show_progress(done, total)
+
+        evaluation = evaluate_checkpoint(source, data, samples, progress=progress)
+    console.close()
     print(
         f"{evaluation.dataset}: loss {evaluation.loss:.4f} nats per token, perplexity {evaluation.perplexity:.2f}, "
         f"over {evaluation.num_tokens:,} tokens, at step {evaluation.step}"

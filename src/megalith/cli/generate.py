@@ -1,24 +1,79 @@
 """``megalith generate``: text from a trained run."""
 
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from megalith.cli.console import Announcer
 
 __all__ = ["generate"]
 
 
 def generate(
     source: Annotated[str, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")],
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
+    prompt: Annotated[str | None, typer.Option(help="The text to go on from.")] = None,
+    prompt_file: Annotated[
+        str | None, typer.Option(help="A file with that text, as it stands; - for standard input.", metavar="PATH")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add, at most.")] = 128,
+    samples: Annotated[int, typer.Option(help="Texts to draw, each with the next seed.")] = 1,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token; 1: the model's own odds.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Draw among the k likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw among the likeliest tokens that add up to p.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Its tokenizer.json, for a run that keeps none.", metavar="PATH")
+    ] = None,
+    eod: Annotated[
+        str | None, typer.Option(help="Token of --tokenizer that ends a document, if it has none of the usual names.")
+    ] = None,
 ) -> None:
-    """Sample text, in one process, whatever layout wrote the checkpoint."""
-    from megalith.models.generation import Sampling
-    from megalith.training.tasks.generation import generate_text
+    """Sample text, in one process, whatever layout wrote the checkpoint. It is shown as it is drawn."""
+    from megalith.errors import ConfigError
 
-    sampling = Sampling(temperature, top_k, top_p)
-    print(prompt + generate_text(source, prompt, max_new_tokens, sampling=sampling, seed=seed))
+    if eod is not None and tokenizer is None:
+        raise ConfigError("--eod names a token of --tokenizer, which is not given; leave it out")
+    if samples < 1:
+        raise ConfigError(f"--samples must be 1 or more; got {samples}")
+    with Announcer() as announcer:
+        announcer.begin(f"loading {source}")
+        from megalith.models.generation import Sampling, check_length, check_seed
+        from megalith.training.tasks.generation import TextGenerator, check_prompt
+
+        # all that can be told without the model, which takes long to load
+        sampling = Sampling(temperature, top_k, top_p)
+        check_length(max_new_tokens)
+        for drawn in (seed, seed + samples - 1):
+            check_seed(drawn)
+        text = _prompt(prompt, prompt_file)
+        check_prompt(text)
+        generator = TextGenerator.load(source, tokenizer, eod)
+        for number in range(samples):
+            pieces = generator.stream(text, max_new_tokens, sampling=sampling, seed=seed + number)
+            if samples > 1:
+                _show(f"=== sample {number + 1} of {samples}, seed {seed + number}\n")
+            _show(text)
+            announcer.begin("computing the first token; operations may be compiled for it")
+            for piece in pieces:
+                announcer.end()
+                _show(piece)
+            _show("\n")
+
+
+def _prompt(prompt: str | None, path: str | None) -> str:
+    """The one that is given of the two."""
+    from megalith.errors import ConfigError
+    from megalith.training.tasks.generation import read_prompt
+
+    if (prompt is None) == (path is None):
+        raise ConfigError("give either --prompt TEXT or --prompt-file PATH (- for standard input)")
+    if path is not None:
+        return read_prompt(path, sys.stdin.buffer)
+    assert prompt is not None, "one of the two is given"
+    return prompt
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)

@@ -40,7 +40,7 @@ def _complete_override(incomplete: str) -> list[tuple[str, str]]:
 Source = Annotated[
     str | None,
     typer.Argument(
-        help="A recipe's name or a YAML file; left out, the recipes are listed.",
+        help="A recipe's name, a YAML file, or the folder of a run to go on with; left out, the recipes are listed.",
         metavar="RECIPE",
         autocompletion=_complete_source,
     ),
@@ -77,8 +77,9 @@ def train(
 def _train_on_ranks(nproc: int, source: str, overrides: list[str], *, dry_run: bool) -> int:
     """Checks the run in this process and trains on ranks of their own; returns the exit code."""
     from megalith.training.machine_fit import check_machine
-    from megalith.training.preflight import preflight
+    from megalith.training.preflight import preflight, resolve_run_folder
 
+    source, overrides = resolve_run_folder(source, overrides)
     config = preflight(source, overrides, nproc)
     if dry_run:
         _describe(config, nproc)
@@ -101,14 +102,16 @@ def _train_here(source: str, overrides: list[str], stop: StopRequest, *, dry_run
     """Trains in this process, which is one rank or all of them."""
     from megalith.topology.agreement import agreed
     from megalith.training.machine_fit import check_machine
-    from megalith.training.preflight import preflight
+    from megalith.training.preflight import preflight, resolve_run_folder
     from megalith.training.process_group import choose_device, process_group
 
     launched = launched_rank()
     world_size, num_local = (launched.world_size, launched.local_world_size) if launched else (1, 1)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     # one rank may see other files than the rest, so that ranks judge their input together
     with process_group(choose_device()) if launched else nullcontext():
         with agreed():
+            source, overrides = resolve_run_folder(source, overrides)
             config = preflight(source, overrides, world_size)
             if not dry_run:
                 check_machine(config, world_size, num_local)
@@ -130,7 +133,6 @@ def _train(config: "RunConfig", stop: StopRequest) -> None:
     from megalith.training.loop import Outcome
     from megalith.training.pretrain import pretrain
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     console = Console()
     outcome = pretrain(config, console.show, console.show_progress, stop=stop)
     console.close()

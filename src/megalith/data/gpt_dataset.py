@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from megalith.data.fingerprint import fingerprint
 from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.token_ids import check_sample
 from megalith.errors import ConfigError, DataError
 from megalith.numerics.permutation import KeyedPermutation
 
@@ -73,17 +74,26 @@ class GPTDataset:
         seq_length: S.
         seed: of the orders of documents and windows.
         mask_eod: no loss where the token is the last of its document: what follows it is unrelated.
+        vocab_size: of the model that reads the samples; None: unknown.
 
     Raises:
         ConfigError: ``seq_length`` is below 1.
-        DataError: the files cannot be read, hold no token ids, or fewer than two.
+        DataError: the files cannot be read, hold no token ids, or fewer than two; when a sample is read, it has a
+            token id that is not below ``vocab_size``.
     """
 
     def __init__(
-        self, dataset: str | Path | IndexedDataset, seq_length: int, seed: int, *, mask_eod: bool = False
+        self,
+        dataset: str | Path | IndexedDataset,
+        seq_length: int,
+        seed: int,
+        *,
+        mask_eod: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
         self.seq_length = seq_length
         self.mask_eod = mask_eod
+        self.vocab_size = vocab_size
         self._seed = seed
         self._data = _open(dataset, seq_length)
         self._eod = _eod_of(self._data)
@@ -108,7 +118,7 @@ class GPTDataset:
         if index < 0:
             raise IndexError(f"samples are numbered from 0; asked for {index}")
         window = self._window(index)
-        stretch, documents = self._read(window * self.seq_length, self.seq_length + 1)
+        stretch, documents = self._read(window * self.seq_length, self.seq_length + 1, index)
         return _sample(stretch, documents, self._eod, self.mask_eod)
 
     def _window(self, index: int) -> int:
@@ -120,8 +130,11 @@ class GPTDataset:
         visit = KeyedPermutation(end - first, self._seed, f"windows-{epoch}")
         return first + visit(index - first)
 
-    def _read(self, position: int, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """``length`` tokens of the stream from ``position``, and the number of the document that each belongs to."""
+    def _read(self, position: int, length: int, sample: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """``length`` tokens of the stream from ``position``, and the number of the document that each belongs to.
+
+        ``sample``: which one they are for.
+        """
         tokens: list[NDArray[np.int64]] = []
         documents: list[NDArray[np.int64]] = []
         while length > 0:
@@ -131,6 +144,7 @@ class GPTDataset:
             end = int(self._starts[order.documents[slot] + 1])
             begin = end - (int(order.ends[slot]) - offset)
             piece = self._data.tokens[begin : min(end, begin + length)]
+            check_sample(self._data, sample, begin, piece, self.vocab_size)
             tokens.append(piece.astype(np.int64))
             documents.append(np.full(len(piece), epoch * len(order.documents) + slot))
             position += len(piece)
@@ -152,9 +166,17 @@ class EvaluationDataset:
     The last window is filled up with zeros that the loss mask leaves out. Arguments and errors as in GPTDataset.
     """
 
-    def __init__(self, dataset: str | Path | IndexedDataset, seq_length: int, *, mask_eod: bool = False) -> None:
+    def __init__(
+        self,
+        dataset: str | Path | IndexedDataset,
+        seq_length: int,
+        *,
+        mask_eod: bool = False,
+        vocab_size: int | None = None,
+    ) -> None:
         self.seq_length = seq_length
         self.mask_eod = mask_eod
+        self.vocab_size = vocab_size
         self._data = _open(dataset, seq_length)
         self._eod = _eod_of(self._data)
         self._starts = self._data.document_starts()
@@ -168,6 +190,7 @@ class EvaluationDataset:
             raise IndexError(f"samples are numbered 0 to {len(self) - 1}; asked for {index}")
         S = self.seq_length
         stretch = self._data.tokens[index * S : (index + 1) * S + 1].astype(np.int64)
+        check_sample(self._data, index, index * S, stretch, self.vocab_size)
         documents = np.searchsorted(self._starts, np.arange(index * S, index * S + len(stretch)), side="right")
         sample = _sample(stretch, documents, self._eod, self.mask_eod)
         missing = S - len(sample.tokens)

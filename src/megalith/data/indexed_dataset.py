@@ -212,6 +212,7 @@ class IndexedDatasetBuilder:
         self.num_sequences = 0
         self.num_documents = 0
         self.num_empty_documents = 0
+        self._token_ids: tuple[int, int] | None = None  # the smallest and the largest so far
 
     def write(self, tokens: ArrayLike) -> None:
         """Appends ``tokens`` [T] to the open sequence; cuts it where it would grow too long for the format.
@@ -225,6 +226,7 @@ class IndexedDatasetBuilder:
                 f"tokens must fit in {self.dtype.name}; got {given.min()} to {given.max()}; choose a wider type, "
                 "as best_dtype(vocab_size) does"
             )
+        self._note_token_ids(stored)
         while stored.size:
             room = _MAX_SEQUENCE_LENGTH - self._open_tokens
             with explained("write", companion(self.prefix, ".bin")):
@@ -278,7 +280,9 @@ class IndexedDatasetBuilder:
         starts = dataset.document_starts()
         with explained("write", self.prefix):
             for start in range(0, dataset.num_tokens, _COPIED):
-                self._bin.write(dataset.tokens[start : start + _COPIED].tobytes())
+                tokens = dataset.tokens[start : start + _COPIED]
+                self._note_token_ids(tokens)
+                self._bin.write(tokens.tobytes())
             self._lengths.write(dataset.sequence_lengths.tobytes())
             self._document_ends.write((dataset.document_indices[1:] + self.num_sequences).astype("<i8").tobytes())
         self.num_tokens += dataset.num_tokens
@@ -289,12 +293,15 @@ class IndexedDatasetBuilder:
     def finalize(self, **origin: Any) -> Sidecar:
         """Publishes the files and returns what ``prefix.json`` says; ``origin`` are fields of ``Sidecar``."""
         assert not self._open_tokens, "end the open document first"
+        smallest, largest = self._token_ids or (None, None)
         sidecar = Sidecar(
             num_documents=self.num_documents,
             num_sequences=self.num_sequences,
             num_tokens=self.num_tokens,
             bin_bytes=self.num_tokens * self.dtype.itemsize,
             num_empty_documents=self.num_empty_documents,
+            min_token_id=smallest,
+            max_token_id=largest,
             **origin,
         )
         with explained("write", self.prefix):
@@ -316,6 +323,12 @@ class IndexedDatasetBuilder:
             with contextlib.suppress(OSError):  # a full disk refuses the last buffer once more
                 file.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _note_token_ids(self, tokens: NDArray[Any]) -> None:
+        if tokens.size and self.dtype.kind != "f":
+            smallest, largest = int(tokens.min()), int(tokens.max())
+            before = self._token_ids or (smallest, largest)
+            self._token_ids = min(smallest, before[0]), max(largest, before[1])
 
     def __enter__(self) -> "IndexedDatasetBuilder":
         return self

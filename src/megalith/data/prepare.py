@@ -17,7 +17,7 @@ from pathlib import Path
 from megalith.data.documents import BLOCK_BYTES
 from megalith.data.index_file import companion
 from megalith.data.indexed_dataset import IndexedDatasetBuilder, best_dtype, files_of, remove_dataset
-from megalith.data.parts import Encoding, Part, Split, append_part, plan_parts, training_texts
+from megalith.data.parts import Encoding, Part, Split, append_part, plan_parts, settled_fraction, training_texts
 from megalith.data.sidecar import Sidecar
 from megalith.data.sources import Sources, find_sources
 from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
@@ -29,7 +29,7 @@ __all__ = ["PrepareSummary", "Progress", "prepare"]
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
 
-_FORMAT_VERSION = 1  # of what the bytes depend on beside inputs and settings; raise it with any change to them
+_FORMAT_VERSION = 2  # of what the bytes depend on beside inputs and settings; raise it with any change to them
 _PUBLISHING = "publishing"  # this file says that the job has begun to move its files into place
 
 
@@ -120,7 +120,8 @@ def prepare(
         tokenizer: a tokenizer.json; or
         vocab_size: entries of a byte-level BPE tokenizer to train on the training documents, kept beside the data as
             ``out-tokenizer.json``.
-        valid: held out into ``out-valid``: this share of the documents, by a hash of their names; or these files.
+        valid: held out into ``out-valid``: this share of the documents, by a hash of their names, and of two or more
+            documents at least one; or these files.
         key: of the text in .jsonl and .parquet.
         eod: the token that ends a document, where the tokenizer has none of the usual names.
         processes: how many encode. With more than one, a script must call this under ``if __name__ == "__main__"``.
@@ -206,13 +207,14 @@ def _run(job: _Job, folder: Path, processes: int, progress: Progress) -> Prepare
     with explained("write", folder):
         folder.mkdir(parents=True, exist_ok=True)
     parts = plan_parts(job.sources.files)
-    tokenizer = _settle_tokenizer(job, parts, folder / "tokenizer.json", progress)
-    encoding = Encoding(folder, tokenizer.eod, job.key, job.valid_fraction, job.splits)
+    fraction = settled_fraction(parts, job.key, job.valid_fraction)
+    tokenizer = _settle_tokenizer(job, parts, fraction, folder / "tokenizer.json", progress)
+    encoding = Encoding(folder, tokenizer.eod, job.key, fraction, job.splits)
     encode_parts(encoding, parts, processes, lambda done, total: progress("encode", done, total))
     return _publish(job, parts, folder, tokenizer, progress)
 
 
-def _settle_tokenizer(job: _Job, parts: Sequence[Part], path: Path, progress: Progress) -> Tokenizer:
+def _settle_tokenizer(job: _Job, parts: Sequence[Part], fraction: float, path: Path, progress: Progress) -> Tokenizer:
     """The job's tokenizer, in ``path``, where every process reads it and a second run finds it."""
     if job.tokenizer is not None:
         job.tokenizer.save(path)
@@ -220,14 +222,14 @@ def _settle_tokenizer(job: _Job, parts: Sequence[Part], path: Path, progress: Pr
     if path.exists():
         return Tokenizer.load(path)
     assert job.vocab_size is not None, "one of the two is given"
-    tokenizer = train_byte_level_bpe(_training_texts(job, parts, progress), job.vocab_size)
+    tokenizer = train_byte_level_bpe(_training_texts(job, parts, fraction, progress), job.vocab_size)
     tokenizer.save(path)
     return tokenizer
 
 
-def _training_texts(job: _Job, parts: Sequence[Part], progress: Progress) -> Iterator[str]:
+def _training_texts(job: _Job, parts: Sequence[Part], fraction: float, progress: Progress) -> Iterator[str]:
     total = sum(part.num_bytes for part in parts)
-    for text, done in training_texts(parts, job.key, job.valid_fraction):
+    for text, done in training_texts(parts, job.key, fraction):
         progress("tokenizer", done, total)
         yield text
     progress("tokenizer", total, total)

@@ -30,6 +30,8 @@ class Sidecar(BaseModel):
 
     ``tokenizer`` is the path of a tokenizer.json from the folder of the sidecar, ``tokenizer_sha256`` the digest of its
     bytes. ``text_bytes`` counts the text in UTF-8. ``job`` is the fingerprint of the command that made the files.
+    ``min_token_id`` and ``max_token_id`` are those of the tokens in ``.bin``; None if there are none, or if an earlier
+    version wrote the file.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -39,6 +41,8 @@ class Sidecar(BaseModel):
     num_tokens: int = Field(ge=0)
     bin_bytes: int = Field(ge=0)
     num_empty_documents: int = Field(default=0, ge=0)
+    min_token_id: int | None = None
+    max_token_id: int | None = None
     tokenizer: str | None = None
     tokenizer_sha256: str | None = None
     vocab_size: int | None = Field(default=None, ge=1, lt=2**31)
@@ -47,6 +51,13 @@ class Sidecar(BaseModel):
     num_skipped_files: int = Field(default=0, ge=0)
     sources: tuple[SourceRecord, ...] = ()
     job: str | None = None
+
+    @property
+    def token_id_range(self) -> tuple[int, int] | None:
+        """The smallest and the largest token id, where they are recorded."""
+        if self.min_token_id is None or self.max_token_id is None:
+            return None
+        return self.min_token_id, self.max_token_id
 
     @classmethod
     def read(cls, store: Store, name: str) -> "Sidecar | None":

@@ -16,13 +16,16 @@ from megalith.errors import ConfigError, DataError
 from megalith.input_file import read_regular_file
 from megalith.storage import explained, publish_file
 
-__all__ = ["EOD", "Tokenizer", "train_byte_level_bpe"]
+__all__ = ["EOD", "TextStream", "Tokenizer", "train_byte_level_bpe"]
 
 log = logging.getLogger(__name__)
 
 EOD = "<|endoftext|>"
 _MOST_BYTES = 1 << 28  # of a tokenizer.json; the largest published ones have about 40 MB
 _MOST_ENTRIES = 1 << 24  # of a trained vocabulary; the largest published ones have a million
+_REPLACEMENT = "\ufffd"
+_MOST_BYTES_OPEN = 3  # of a character in UTF-8, before its last
+_CONTEXT = 16  # ids: more than a character, or the rule of a decoder for spaces, reaches over
 _EOD_NAMES = (EOD, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 
 
@@ -115,6 +118,51 @@ class Tokenizer:
             f"{self.name} needs a token that ends a document, {' or '.join(map(repr, names))}; it has none; name one "
             f"of its own with --eod (eod=... in Python); its special tokens are {special or 'none'}"
         )
+
+
+class TextStream:
+    """Text from ids that come one at a time: each character once, when all of its bytes are there.
+
+    What ``add`` and ``end`` give, end to end, is the text that the ids add to that of ``before``: to decode them alone
+    would lose the space that some tokenizers leave out at the beginning of a text.
+
+    Args:
+        before: the ids in front of them; the last few count.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._num_open = 0  # ids since the text last ended with a whole character
+        self._given = 0  # characters of the text of _ids that have been given
+        self._restart(before)
+
+    def add(self, id: int) -> str:
+        """The text that is complete with ``id``; may be empty."""
+        self._ids.append(id)
+        text = self._tokenizer.decode(self._ids)
+        complete = text.rstrip(_REPLACEMENT)
+        self._num_open = self._num_open + 1 if len(complete) < len(text) else 0
+        if self._num_open > _MOST_BYTES_OPEN:  # no character has so many: but for the last ones, these bytes make none
+            complete = text[: max(len(complete), len(text) - _MOST_BYTES_OPEN)]
+        new, self._given = complete[self._given :], max(self._given, len(complete))
+        if not self._num_open and len(self._ids) > 2 * _CONTEXT:
+            self._restart(self._ids)
+        return new
+
+    def end(self) -> str:
+        """What is left: bytes that make no character, as replacement characters."""
+        text = self._tokenizer.decode(self._ids)
+        new, self._given = text[self._given :], len(text)
+        return new
+
+    def _restart(self, ids: Sequence[int]) -> None:
+        """Keeps the last few of ``ids``, whose text has been given, from where a character begins."""
+        first = max(0, len(ids) - _CONTEXT)
+        starts = range(first, max(-1, first - _MOST_BYTES_OPEN - 1), -1)
+        texts = {start: self._tokenizer.decode(ids[start:]) for start in starts}
+        start = next((start for start, text in texts.items() if not text.startswith(_REPLACEMENT)), first)
+        self._ids = list(ids[start:])
+        self._given = len(texts[start])
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

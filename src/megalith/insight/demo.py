@@ -29,7 +29,7 @@ from megalith.resilience.launch import launch
 from megalith.storage.atomic import write_json_atomic
 from megalith.training.inference import CheckpointLoss, evaluate_checkpoint
 from megalith.training.resume import where_it_goes_on
-from megalith.training.tasks.generation import generate_text
+from megalith.training.tasks.generation import TextGenerator
 
 __all__ = ["DemoError", "DemoResult", "run_demo"]
 
@@ -133,8 +133,9 @@ def _write_findings(folder: Path, found: CheckpointLoss, baselines: BaselineLoss
 
 def _write_samples(folder: Path) -> list[dict[str, str]]:
     sampling = Sampling(temperature=0.7, top_p=0.95)
+    generator = TextGenerator.load(folder)
     samples = [
-        {"prompt": prompt, "text": generate_text(str(folder), prompt, 120, sampling=sampling, seed=seed)}
+        {"prompt": prompt, "text": "".join(generator.stream(prompt, 120, sampling=sampling, seed=seed))}
         for seed, prompt in enumerate(_PROMPTS)
     ]
     write_json_atomic(folder / "samples.json", samples)

@@ -114,6 +114,9 @@ class HeldOutLoss(Callback):
                 max_samples=self.max_samples,
             )
         step, loss, num_tokens = run.state.step, evaluation.loss, evaluation.num_tokens
+        if not num_tokens:
+            self.metrics.show(f"step {step}  held-out loss not measured: no token of data.valid that was read has one")
+            return
         record: dict[str, Any] = {"step": step, "valid_loss": loss, "valid_tokens": num_tokens}
         if len(evaluation.means) > 1:
             record["valid"] = dict(evaluation.means)

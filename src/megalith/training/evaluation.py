@@ -1,6 +1,6 @@
 """What is measured on held-out samples: every sample counts once, in any layout with the same result."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class Evaluation:
     Attributes:
         loss: as in training: the weighted sum of the loss terms' means.
         means, counts: of each loss term and measure, by name.
-        num_tokens: the count of the first loss term.
+        num_tokens: the count of the first loss term; if it is 0, the loss means nothing.
     """
 
     loss: float
@@ -47,11 +47,17 @@ def evaluate(
     pg_collection: ProcessGroupCollection,
     device: torch.device,
     max_samples: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """The means over ``max_samples`` samples spread evenly over ``dataset`` (None: all of them).
 
+    ``progress`` is told the samples done, over all ranks, and how many there are, first and after every micro-batch.
+
     The same samples each time, dealt over the data-parallel ranks; all ranks call it together and get the same answer.
     Nothing of the training is touched: mode, data position and randomness stay as they are.
+
+    Raises:
+        DataError: on every rank; the samples cannot be read.
     """
     if not len(dataset):
         raise everywhere(DataError("there is nothing to evaluate on: the held-out dataset has no samples"))
@@ -77,15 +83,28 @@ def evaluate(
             sums[name] = value.double() + sums.get(name, 0.0)  # on the device: nobody waits for it here
         for name, count in counted.items():
             counts[name] = counts.get(name, 0) + count
+        progress(min(num_samples, (index + 1) * dp_size * B), num_samples)
         return output
 
     training = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()
+    progress(0, num_samples)
     execute(one_stage_plan(num_micro_batches, backward=False), chunks, forward)
     for chunk, was_training in zip(chunks, training, strict=True):
         release_gathered_weights(chunk)
         chunk.train(was_training)
+    return _evaluation(task, sums, counts, pg_collection, device)
+
+
+def _evaluation(
+    task: AnyTask,
+    sums: Mapping[str, Tensor],
+    counts: Mapping[str, int],
+    pg_collection: ProcessGroupCollection,
+    device: torch.device,
+) -> Evaluation:
+    """The means that this rank's ``sums`` and ``counts`` make with those of the others."""
     names = list(counts)
     values = [sums[name].item() for name in names] + [float(counts[name]) for name in names]
     totals = _summed(values, pg_collection, device)

@@ -1,6 +1,8 @@
 """A trained model from a run's folder: loaded whole into one process, whatever layout wrote it."""
 
+import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,31 +10,36 @@ import torch
 
 from megalith.checkpoint.folders import find_checkpoint
 from megalith.checkpoint.load import load_tensors
-from megalith.config import RunConfig, load_run
-from megalith.config.yaml_text import MOST_BYTES, read_yaml
-from megalith.errors import CheckpointError, ConfigError
+from megalith.config import RunConfig
+from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.token_ids import check_dataset
+from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import refill_buffers_, state_tensors
 from megalith.storage import MANIFEST, Store, open_store
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.evaluation import evaluate
 from megalith.training.process_group import choose_device
+from megalith.training.run_folder import kept_tokenizer, read_config
 from megalith.training.setup import DTYPES
-from megalith.training.state import read_saved_state
+from megalith.training.state import read_train_state
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
 from megalith.transformer.module import ModelModule
 
 __all__ = ["CheckpointLoss", "TrainedModel", "evaluate_checkpoint", "load_model"]
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model in evaluation mode, the settings that it was trained with, and the step it is of."""
+    """A model in evaluation mode, the settings that it was trained with, its run's folder, and the step it is of."""
 
     model: ModelModule
     task: AnyTask
     config: RunConfig
+    folder: Store
     step: int
     device: torch.device
 
@@ -61,12 +68,8 @@ def load_model(source: str | Path, task: AnyTask | None = None) -> TrainedModel:
         CheckpointError: there is no checkpoint, no config.yaml beside it, or it is damaged.
     """
     checkpoint = _checkpoint(open_store(source))
-    run = checkpoint.split()[0].split()[0]
-    if "config.yaml" not in run.names():
-        raise CheckpointError(
-            f"{run}/config.yaml is missing, which says what model {checkpoint} holds; keep it with its checkpoints"
-        )
-    config = _settings_of(run)
+    folder = _run_of(checkpoint)
+    config = read_config(folder)
     device = choose_device()
     dtype = DTYPES[config.precision.dtype]
     task = task_of(config) if task is None else task
@@ -76,46 +79,91 @@ def load_model(source: str | Path, task: AnyTask | None = None) -> TrainedModel:
     refill_buffers_(model)
     weights = {name: tensor.detach() for name, tensor in state_tensors(model).items()}
     load_tensors(checkpoint, weights, only=lambda name: not name.startswith("optimizer."), cast=True)
-    return TrainedModel(model.eval(), task, config, read_saved_state(checkpoint).train.step, device)
+    return TrainedModel(model.eval(), task, config, folder, read_train_state(checkpoint).step, device)
 
 
 def evaluate_checkpoint(
-    source: str | Path, dataset: str | None, max_samples: int | None, task: AnyTask | None = None
+    source: str | Path,
+    dataset: str | None,
+    max_samples: int | None,
+    task: AnyTask | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> CheckpointLoss:
-    """The loss of ``source`` on ``dataset``, by default the run's own ``data.valid``; ``task`` as in ``load_model``.
+    """The loss of ``source`` on ``dataset``, by default the run's own ``data.valid``.
+
+    Args:
+        task: as in ``load_model``.
+        progress: as in ``evaluate``.
 
     Raises:
+        ConfigError: ``max_samples`` is below 1.
+        DataError: the dataset cannot be read, was made with another tokenizer than the training data, has token ids
+            beyond the model's vocabulary, or has no token with a loss.
         CheckpointError: the run has no held-out dataset, and none was given; or as ``load_model``.
     """
-    trained = load_model(source, task)
-    prefix = dataset or trained.config.data.valid
+    if max_samples is not None and max_samples < 1:
+        raise ConfigError(f"the number of samples must be 1 or more; got {max_samples}; leave it out to take all")
+    folder = _run_of(_checkpoint(open_store(source)))
+    config = read_config(folder)
+    prefix = dataset or config.data.valid
     if prefix is None:
         raise CheckpointError(f"{source} was trained without data.valid; name a dataset with --data PREFIX")
+    try:
+        held_out = (task or task_of(config)).evaluation_dataset(prefix)
+        if task is None:  # what a user's own task reads is its own matter
+            _check_fits(IndexedDataset(prefix), folder, config)
+    except DataError as error:
+        if dataset is not None:
+            raise
+        raise DataError(f"data.valid of {source}: {error}; name other data with --data PREFIX") from error
+    trained = load_model(source, task)
     found = evaluate(
         trained.task,
         [trained.model],
-        trained.task.evaluation_dataset(prefix),
-        trained.config.train.micro_batch_size,
+        held_out,
+        config.train.micro_batch_size,
         pg_collection=ProcessGroupCollection.single(),
         device=trained.device,
         max_samples=max_samples,
+        progress=progress,
     )
+    if not found.num_tokens:
+        raise DataError(
+            f"{prefix}: no token that was read has a loss, so that there is nothing to measure; use more text"
+        )
     return CheckpointLoss(prefix, found.loss, found.num_tokens, trained.step)
 
 
-def _settings_of(run: Store) -> RunConfig:
-    """The settings that the run in the folder ``run`` was trained with."""
-    path = f"{run}/config.yaml"
-    content = run.read("config.yaml", 0, min(run.size("config.yaml"), MOST_BYTES + 1))
+def _check_fits(dataset: IndexedDataset, folder: Store, config: RunConfig) -> None:
+    """Raises DataError unless ``dataset`` is of the tokenizer and the vocabulary of the run in ``folder``."""
+    assert config.model.vocab_size is not None, "a run keeps its resolved settings"
+    made_with = None if dataset.sidecar is None else dataset.sidecar.tokenizer_sha256
+    trained_with = _tokenizer_sha256(folder, config)
+    if made_with is None or trained_with is None:
+        which = dataset.prefix if made_with is None else folder
+        log.warning("%s does not say which tokenizer it is of, so that only its token ids are compared", which)
+    elif made_with != trained_with:
+        raise DataError(
+            f"{dataset.prefix} was made with another tokenizer than the training data of {folder}; prepare the text "
+            "again with that one: megalith data prepare FILES... --out PREFIX --tokenizer PATH"
+        )
+    found = check_dataset(dataset, config.model.vocab_size)
+    if found.problem is not None:
+        raise DataError(found.problem)
+    if found.scanned is not None:
+        log.info("%s", found.scanned)
+
+
+def _tokenizer_sha256(folder: Store, config: RunConfig) -> str | None:
+    """The digest of the run's tokenizer; None where nothing is left that tells. Raises DataError if it is damaged."""
+    if (kept := kept_tokenizer(folder)) is not None:
+        return kept.sha256
+    assert config.data.train is not None, "a run was trained on something"
     try:
-        tree = read_yaml(content, path)
-        if not isinstance(tree, dict):
-            raise ConfigError(f"it must hold groups of settings (model:, data:, train:, ...); it holds {tree!r:.80}")
-        return load_run(tree)
-    except ConfigError as error:
-        raise CheckpointError(
-            f"{path} does not say what model is in its checkpoints: {error}; copy it again from where it was trained"
-        ) from error
+        sidecar = IndexedDataset(config.data.train).sidecar
+    except DataError:
+        return None
+    return None if sidecar is None else sidecar.tokenizer_sha256
 
 
 def _checkpoint(source: Store) -> Store:
@@ -127,3 +175,8 @@ def _checkpoint(source: Store) -> Store:
             f"{source} is neither a run with a complete checkpoint nor a checkpoint; give one of them"
         )
     return found
+
+
+def _run_of(checkpoint: Store) -> Store:
+    """The folder of the run that wrote ``checkpoint`` to RUN/checkpoints/step-..."""
+    return checkpoint.split()[0].split()[0]

@@ -1,5 +1,6 @@
 """Everything that can be wrong with a run, found before a rank starts or torch is loaded, and told at once."""
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -7,13 +8,45 @@ from pathlib import Path
 
 from megalith.checkpoint.folders import find_checkpoint
 from megalith.config import RunConfig, load_run
+from megalith.config.yaml_text import write_override
 from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.token_ids import check_dataset
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, MegalithError
+from megalith.recipe_files import recipe_names
 from megalith.storage import MANIFEST, child, explained, open_store
 from megalith.training.process_group import choose_device
 
-__all__ = ["load_tokenizer", "preflight"]
+__all__ = ["KEPT_TOKENIZER", "load_tokenizer", "preflight", "resolve_run_folder"]
+
+log = logging.getLogger(__name__)
+
+KEPT_TOKENIZER = "tokenizer.json"  # in the run's folder
+
+
+def resolve_run_folder(source: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
+    """A run's folder as a source of settings: its config.yaml, and the folder itself as the run to go on with.
+
+    A config.yaml that a run has written stands for the run in the folder where it lies now, too. What is neither comes
+    back as it is.
+
+    Raises:
+        ConfigError: the source is a folder, but holds no run.
+    """
+    settings = Path(source)
+    if source in recipe_names():
+        return source, list(overrides)
+    if os.path.isdir(settings):  # which, unlike Path.is_dir, answers for any name
+        settings = settings / "config.yaml"
+        if not settings.is_file():
+            raise ConfigError(
+                f"{source} is a folder without a config.yaml, so that it holds no run to go on with; give a run's "
+                f"folder, a YAML file, or one of the recipes {', '.join(recipe_names())}"
+            )
+    if settings.name == "config.yaml" and (settings.parent / "about.json").is_file():
+        # in front, so that run=... still names another folder
+        return str(settings), [write_override("run", os.path.abspath(settings.parent)), *overrides]
+    return source, list(overrides)
 
 
 def preflight(source: str, overrides: Sequence[str], world_size: int) -> RunConfig:
@@ -23,9 +56,9 @@ def preflight(source: str, overrides: Sequence[str], world_size: int) -> RunConf
         ConfigError: with every violation, each naming a way out.
     """
     config = load_run(source, overrides, world_size=world_size)
-    problems: list[str] = []
-    for check in (_check_datasets, _check_vocabulary, _check_folders, _check_compiler):
-        problems += _problems(check, config)
+    checks = (_check_datasets, _check_vocabulary, _check_token_ids, _check_folders, _check_compiler)
+    # two checks may trip over one file
+    problems = list(dict.fromkeys(problem for check in checks for problem in _problems(check, config)))
     if problems:
         raise ConfigError(problems[0] if len(problems) == 1 else "this run cannot start:\n  " + "\n  ".join(problems))
     return _with_vocabulary(config)
@@ -34,19 +67,32 @@ def preflight(source: str, overrides: Sequence[str], world_size: int) -> RunConf
 def load_tokenizer(config: RunConfig) -> Tokenizer:
     """The tokenizer of a run: ``data.tokenizer``, or the one named beside its training data.
 
+    Where the latter is not there any more, the run's own copy of it is taken.
+
     Raises:
         DataError: neither names one, or it cannot be read.
     """
     assert config.data.train is not None, "the checks before have passed"
     sidecar = IndexedDataset(config.data.train).sidecar
     eod = None if sidecar is None else sidecar.eod  # a tokenizer may end documents with an unusual token
+    kept = Path(config.run) / KEPT_TOKENIZER
     if config.data.tokenizer is not None:
-        return Tokenizer.load(config.data.tokenizer, eod)
+        try:
+            return Tokenizer.load(config.data.tokenizer, eod)
+        except DataError as error:
+            if not kept.exists():
+                raise
+            raise DataError(f"{error}; the run keeps its own: data.tokenizer={kept}") from error
     if sidecar is None or sidecar.tokenizer is None:
         raise DataError(
             f"{config.data.train} does not say which tokenizer made it; give data.tokenizer=PATH of a tokenizer.json"
         )
-    return Tokenizer.load(Path(config.data.train).parent / sidecar.tokenizer, eod)
+    named = Path(config.data.train).parent / sidecar.tokenizer
+    if not named.exists() and kept.exists():
+        tokenizer = Tokenizer.load(kept, eod)
+        if tokenizer.sha256 == sidecar.tokenizer_sha256:
+            return tokenizer
+    return Tokenizer.load(named, eod)
 
 
 def _problems(check: Callable[[RunConfig], Iterator[str]], config: RunConfig) -> list[str]:
@@ -106,6 +152,26 @@ def _check_vocabulary(config: RunConfig) -> Iterator[str]:
         yield f"model.vocab_size ({given}) is smaller than the tokenizer's vocabulary ({needed}); use {needed} or more"
 
 
+def _check_token_ids(config: RunConfig) -> Iterator[str]:
+    """Every token id has a row in the embedding, as far as can be told before samples are read."""
+    train = _dataset(config)
+    if train is None:
+        return
+    needed, given = _vocabulary(config, train), config.model.vocab_size
+    vocab_size = needed if given is None else given
+    if vocab_size is None or (needed is not None and vocab_size < needed):
+        return  # told by _check_vocabulary
+    for name, prefix in (("data.train", config.data.train), ("data.valid", config.data.valid)):
+        dataset = _opened(prefix)
+        if dataset is None:
+            continue
+        found = check_dataset(dataset, vocab_size)
+        if found.problem is not None:
+            yield f"{name}: {found.problem}"
+        if found.scanned is not None and os.environ.get("RANK", "0") == "0":
+            log.info("%s: %s", name, found.scanned)
+
+
 def _check_folders(config: RunConfig) -> Iterator[str]:
     """What is to be loaded is there, and a run that is there already is not mixed with a new one."""
     folder = Path(config.run)
@@ -115,7 +181,8 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
         yield f"run ({folder}) is a file; choose another folder with run=..."
     elif config.resume == "never" and any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         yield f"{folder} holds a run already and resume=never would mix with it; choose another run=..., or resume=auto"
-    if config.load is not None and MANIFEST not in open_store(config.load).names():
+    goes_on = config.resume == "auto" and any(folder.glob("checkpoints/step-*"))  # and loads nothing
+    if config.load is not None and not goes_on and MANIFEST not in open_store(config.load).names():
         newest = find_checkpoint(child(config.load, "checkpoints"))
         way_out = f"load={newest}" if newest else "a folder such as RUN/checkpoints/step-00000100"
         yield f"load ({config.load}) is not a complete checkpoint; give {way_out}"
@@ -132,10 +199,15 @@ def _check_compiler(config: RunConfig) -> Iterator[str]:
 
 def _dataset(config: RunConfig) -> IndexedDataset | None:
     """The training data, or None where another check has told what is wrong with them."""
-    if config.data.train is None:
+    return _opened(config.data.train)
+
+
+def _opened(prefix: str | None) -> IndexedDataset | None:
+    """The dataset, or None where another check has told what is wrong with it."""
+    if prefix is None:
         return None
     try:
-        return IndexedDataset(config.data.train)
+        return IndexedDataset(prefix)
     except DataError:
         return None
 

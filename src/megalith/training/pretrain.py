@@ -6,17 +6,18 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megalith.config import RunConfig, dump_yaml
+from megalith.config import RunConfig
 from megalith.observe.machine import describe_machine
 from megalith.observe.run_log import RunLog
 from megalith.resilience.stop_request import StopRequest
-from megalith.storage.atomic import write_json_atomic, write_text_atomic
+from megalith.storage.atomic import write_json_atomic
 from megalith.storage.run_lock import RunLock
 from megalith.topology.agreement import agreed
 from megalith.training.callbacks import Checkpoints, HeldOutLoss, Metrics
 from megalith.training.loop import Outcome, train
 from megalith.training.process_group import choose_device, process_group
 from megalith.training.resume import resume_or_load
+from megalith.training.run_folder import keep_settings, keep_tokenizer
 from megalith.training.setup import RunParts, build_run
 
 __all__ = ["pretrain"]
@@ -31,10 +32,10 @@ def pretrain(
 ) -> Outcome:
     """Trains as ``config``, which preflight has resolved, says; every rank calls it.
 
-    Writes into the folder ``config.run``: config.yaml, about.json, metrics.jsonl, logs/, checkpoints/. On rank 0
-    ``show`` is given lines for a person to read, and ``show_progress`` lines of which the next may replace the last.
-    ``parts`` of a user's own replace the house's. ``stop`` is entered already; without it signals are heard from here
-    on.
+    Writes into the folder ``config.run``: config.yaml, about.json, tokenizer.json, metrics.jsonl, logs/, checkpoints/.
+    On rank 0 ``show`` is given lines for a person to read, and ``show_progress`` lines of which the next may replace
+    the last. ``parts`` of a user's own replace the house's. ``stop`` is entered already; without it signals are heard
+    from here on.
 
     A run whose steps are all done writes nothing.
 
@@ -49,21 +50,22 @@ def pretrain(
         stack.enter_context(_locked(Path(config.run)))
         if dist.get_rank() != 0:
             show = show_progress = _say_nothing
-        with agreed():
-            if dist.get_rank() == 0:
-                run_log = stack.enter_context(RunLog(Path(config.run, "logs", "run.log")))
-                show, show_progress = run_log.kept(show), run_log.kept(show_progress)
         run = build_run(config, device, parts)
         beginning = resume_or_load(run)
-        for line in beginning.lines:
-            show(line)
         if beginning.is_done:
+            show("\n".join(beginning.lines))
             return Outcome.WAS_DONE
+        with agreed():
+            if dist.get_rank() == 0:
+                run_log = stack.enter_context(RunLog(run.folder / "logs" / "run.log"))
+                show, show_progress = run_log.kept(show), run_log.kept(show_progress)
+        show("\n".join(beginning.lines))
         with agreed():
             metrics = Metrics(run, show, show_progress)
             callbacks = [metrics, HeldOutLoss(run, metrics), Checkpoints(run), *(parts.callbacks if parts else ())]
             if dist.get_rank() == 0:
-                write_text_atomic(run.folder / "config.yaml", dump_yaml(config))
+                keep_settings(run)
+                keep_tokenizer(run)
                 about = {
                     "parameters": sum(chunk.num_parameters() for chunk in run.chunks),
                     "dtype": config.precision.dtype,

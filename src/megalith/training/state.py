@@ -17,7 +17,15 @@ from megalith.optim.optimizer_param_scheduler import checked_scheduler_state
 from megalith.storage import MOST_COUNTED, JsonFields, Store
 from megalith.topology.agreement import agreed
 
-__all__ = ["STATE_VERSION", "SavedState", "TrainState", "checked_state", "read_saved_state", "upgraded"]
+__all__ = [
+    "STATE_VERSION",
+    "SavedState",
+    "TrainState",
+    "checked_state",
+    "read_saved_state",
+    "read_train_state",
+    "upgraded",
+]
 
 State = dict[str, Any]
 
@@ -101,6 +109,13 @@ def read_saved_state(checkpoint: Store) -> SavedState:
     content = read_state(checkpoint)
     with agreed(f"{checkpoint / STATE}"):
         return checked_state(content)
+
+
+def read_train_state(checkpoint: Store) -> TrainState:
+    """The counters of ``checkpoint`` alone, for who wants no more of its state. As ``read_saved_state``."""
+    content = read_state(checkpoint)
+    with agreed(f"{checkpoint / STATE}"):
+        return TrainState.read(JsonFields(upgraded(content)).object("train"))
 
 
 def checked_state(state: State) -> SavedState:

@@ -64,7 +64,13 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         """``data.train``, in the order of ``train.seed``."""
         data = self.config.data
         assert data.train is not None, "preflight refuses a run without data"
-        return GPTDataset(data.train, data.seq_length, self.config.train.seed, mask_eod=data.eod_mask_loss)
+        return GPTDataset(
+            data.train,
+            data.seq_length,
+            self.config.train.seed,
+            mask_eod=data.eod_mask_loss,
+            vocab_size=self.config.model.vocab_size,
+        )
 
     def data_identity(self, dataset: Samples[GPTSample]) -> Mapping[str, Any]:
         """As the dataset says; where its files do not name their tokenizer, ``data.tokenizer`` does."""
@@ -76,7 +82,10 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
 
     def evaluation_dataset(self, prefix: str) -> EvaluationDataset:
         """Every token of ``prefix`` but the first as a label, once."""
-        return EvaluationDataset(prefix, self.config.data.seq_length, mask_eod=self.config.data.eod_mask_loss)
+        data = self.config.data
+        return EvaluationDataset(
+            prefix, data.seq_length, mask_eod=data.eod_mask_loss, vocab_size=self.config.model.vocab_size
+        )
 
     def collate(
         self, samples: Sequence[GPTSample], rows: Sequence[int], counted: Sequence[bool] | None = None

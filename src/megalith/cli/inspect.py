@@ -1,0 +1,94 @@
+"""``megalith data inspect``: what is in a dataset."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from megalith.data.inspection import Inspection
+
+__all__ = ["inspect"]
+
+_BAR = 30  # characters of the most frequent token
+
+
+def inspect(
+    prefix: Annotated[str, typer.Argument(help="Prefix of the dataset: PREFIX.bin and .idx.", metavar="PREFIX")],
+    documents: Annotated[int, typer.Option(help="Documents to show, from the first on.", metavar="N")] = 3,
+    top: Annotated[int, typer.Option(help="Tokens to show, the most frequent.", metavar="N")] = 15,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Its tokenizer.json, if the dataset does not name it.", metavar="PATH")
+    ] = None,
+) -> None:
+    """Show counts, the first documents as text, and which tokens occur how often."""
+    from megalith.data.inspection import inspect_dataset
+    from megalith.errors import ConfigError
+
+    if top < 0:
+        raise ConfigError(f"--top must be 0 or more; got {top}; use 15")
+    found = inspect_dataset(prefix, tokenizer, documents)
+    print("\n".join([*_counts(prefix, found), *_documents(found), *_histogram(found, top)]))
+
+
+def _counts(prefix: str, found: "Inspection") -> list[str]:
+    dataset, sidecar, lengths = found.dataset, found.dataset.sidecar, found.document_lengths
+    num_empty = int((lengths == 0).sum())
+    size = dataset.num_tokens * dataset.dtype.itemsize
+    lines = [
+        f"dataset     {prefix}",
+        f"documents   {dataset.num_documents:,}" + (f", {num_empty:,} of them empty" if num_empty else ""),
+        f"tokens      {dataset.num_tokens:,} of {dataset.dtype.name}, {size:,} bytes",
+    ]
+    if len(lengths):
+        lines.append(f"lengths     {lengths.min():,} to {lengths.max():,} tokens, median {found.median_length:,}")
+    if sidecar is not None and sidecar.text_bytes and sidecar.num_tokens:
+        lines.append(f"text        {sidecar.text_bytes / sidecar.num_tokens:.2f} bytes per token")
+    if found.tokenizer is not None:
+        eod = found.tokenizer.eod
+        name = f"{found.tokenizer.vocab_size:,} entries, {found.tokenizer.name}"
+        lines.append(f"tokenizer   {name}; {eod} {_on_one_line(found.token_text(eod))} ends a document")
+    else:
+        lines.append(f"tokenizer   {found.why_no_tokenizer}")
+    if sidecar is not None and sidecar.sources:
+        names = ", ".join(_printable(source.name) for source in sidecar.sources[:5])
+        rest = f" and {len(sidecar.sources) - 5:,} more" if sidecar.sources[5:] else ""
+        lines.append(f"sources     {names}{rest}")
+    return lines
+
+
+def _documents(found: "Inspection") -> list[str]:
+    lines = []
+    for document in found.documents:
+        lines += ["", f"document {document.number}, {document.num_tokens:,} tokens"]
+        lines += [f"  | {_printable(line)}" for line in document.text.split("\n")]
+        lines += ["  | ..."] if document.is_cut else []
+    return lines
+
+
+def _histogram(found: "Inspection", top: int) -> list[str]:
+    if not found.num_counted or not top:
+        return []
+    ids = found.token_ids
+    part = "" if found.num_counted == found.dataset.num_tokens else f"{found.num_counted:,}, evenly spread, of "
+    entries = "" if found.vocab_size is None else f" of {found.vocab_size:,}"
+    lines = [
+        "",
+        f"most frequent of {part}{found.dataset.num_tokens:,} tokens; {len(ids):,}{entries} ids occur, "
+        f"{ids.min():,} to {ids.max():,}",
+    ]
+    width = len(str(ids[:top].max()))
+    for token_id, count in zip(ids[:top].tolist(), found.counts[:top].tolist(), strict=True):
+        bar = "#" * max(1, round(_BAR * count / int(found.counts[0])))
+        text = _on_one_line(found.token_text(token_id))
+        lines.append(f"{100 * count / found.num_counted:6.2f} %  {token_id:>{width}}  {text:<16} {bar}".rstrip())
+    return lines
+
+
+def _on_one_line(text: str | None) -> str:
+    return "" if text is None else repr(text)
+
+
+def _printable(text: str) -> str:
+    """``text`` without what would move the cursor or colour a terminal."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

@@ -1,0 +1,144 @@
+"""What is in a dataset: counts, the first documents as text, and which tokens occur how often."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.sidecar import Sidecar
+from megalith.data.token_ids import spread_chunks
+from megalith.data.tokenizer import Tokenizer
+from megalith.errors import ConfigError, DataError
+
+__all__ = ["Inspection", "ShownDocument", "inspect_dataset"]
+
+_SHOWN_TOKENS = 200  # of a document
+
+
+@dataclass(frozen=True)
+class ShownDocument:
+    """The beginning of a document.
+
+    Attributes:
+        num_tokens: in all of it.
+        text: its first 200 tokens, or their ids where the tokenizer is not known.
+        is_cut: it goes on.
+    """
+
+    number: int
+    num_tokens: int
+    text: str
+    is_cut: bool
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What ``inspect_dataset`` found.
+
+    Attributes:
+        tokenizer: None if it is not known; ``why_no_tokenizer`` says why.
+        document_lengths: [N], in tokens.
+        token_ids, counts: the ids that occur, the most frequent first, and how often each does.
+        num_counted: tokens that were counted: all, or of a large file 67 million, evenly spread.
+    """
+
+    dataset: IndexedDataset
+    tokenizer: Tokenizer | None
+    why_no_tokenizer: str | None
+    document_lengths: NDArray[np.int64]
+    documents: list[ShownDocument]
+    token_ids: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    @property
+    def num_counted(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def median_length(self) -> int:
+        """Of the documents, in tokens; there must be some."""
+        return int(np.median(self.document_lengths))
+
+    @property
+    def vocab_size(self) -> int | None:
+        """That of the tokenizer, if anything tells."""
+        if self.tokenizer is not None:
+            return self.tokenizer.vocab_size
+        return None if self.dataset.sidecar is None else self.dataset.sidecar.vocab_size
+
+    def token_text(self, token_id: int) -> str | None:
+        """The text of a token; None where the tokenizer is not known or has no such token."""
+        if self.tokenizer is None or not 0 <= token_id < self.tokenizer.vocab_size:
+            return None
+        return self.tokenizer.decode([token_id])
+
+
+def inspect_dataset(prefix: str | Path, tokenizer: str | Path | None = None, num_documents: int = 3) -> Inspection:
+    """Reads the dataset ``prefix`` and shows its first ``num_documents``.
+
+    Args:
+        tokenizer: path of a tokenizer.json; by default the one that the dataset names, if that is there.
+
+    Raises:
+        ConfigError: ``num_documents`` is below 0.
+        DataError: the dataset or the given tokenizer cannot be read, or it is not the one that made the dataset.
+    """
+    if num_documents < 0:
+        raise ConfigError(f"the number of documents to show must be 0 or more; got {num_documents}; use 3")
+    dataset = IndexedDataset(prefix)
+    if dataset.dtype.kind == "f":
+        raise DataError(f"{prefix} holds {dataset.dtype.name}; token ids are whole numbers, as in int32")
+    found, why_not = _tokenizer(prefix, dataset.sidecar, tokenizer)
+    token_ids, counts = _count(dataset)
+    return Inspection(
+        dataset=dataset,
+        tokenizer=found,
+        why_no_tokenizer=why_not,
+        document_lengths=np.diff(dataset.document_starts()),
+        documents=_first_documents(dataset, found, num_documents),
+        token_ids=token_ids,
+        counts=counts,
+    )
+
+
+def _tokenizer(
+    prefix: str | Path, sidecar: Sidecar | None, given: str | Path | None
+) -> tuple[Tokenizer | None, str | None]:
+    """The tokenizer, or why there is none."""
+    eod = None if sidecar is None else sidecar.eod
+    if given is not None:
+        tokenizer = Tokenizer.load(given, eod)
+        if sidecar is not None and sidecar.tokenizer_sha256 not in (None, tokenizer.sha256):
+            raise DataError(f"{given} is not the tokenizer that made {prefix}; leave --tokenizer out")
+        return tokenizer, None
+    if sidecar is None or sidecar.tokenizer is None:
+        return None, f"{prefix} does not say which made it; give --tokenizer PATH"
+    try:
+        return Tokenizer.load(Path(prefix).parent / sidecar.tokenizer, eod), None
+    except DataError as error:
+        return None, f"{error}; or give --tokenizer PATH"
+
+
+def _first_documents(dataset: IndexedDataset, tokenizer: Tokenizer | None, number: int) -> list[ShownDocument]:
+    starts = dataset.document_starts()[: number + 1].tolist()
+    found = []
+    for document, (start, end) in enumerate(pairwise(starts)):
+        shown = dataset.tokens[start : min(end, start + _SHOWN_TOKENS)].tolist()
+        fits = tokenizer is not None and all(0 <= token_id < tokenizer.vocab_size for token_id in shown)
+        text = tokenizer.decode(shown) if tokenizer is not None and fits else " ".join(map(str, shown))
+        found.append(ShownDocument(document, end - start, text, is_cut=end - start > len(shown)))
+    return found
+
+
+def _count(dataset: IndexedDataset) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Ids that occur and how often, the most frequent first, of equals the smaller id."""
+    ids, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    for _, chunk in spread_chunks(dataset):
+        chunk_ids, chunk_counts = np.unique(chunk, return_counts=True)
+        ids, place = np.unique(np.concatenate((ids, chunk_ids.astype(np.int64))), return_inverse=True)
+        counts = np.bincount(place, np.concatenate((counts, chunk_counts))).astype(np.int64)
+    order = np.argsort(-counts, kind="stable")
+    return ids[order], counts[order]

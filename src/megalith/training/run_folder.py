@@ -1,0 +1,131 @@
+"""What a run keeps in its folder so that the folder can be used from elsewhere, whatever became of the training data.
+
+config.yaml        the resolved settings, every path absolute
+tokenizer.json     the tokenizer of the training data, byte for byte, if it is known
+eod.json           {"id"}: the token that ends a document, which a tokenizer.json does not say
+"""
+
+import json
+import os
+from pathlib import Path
+
+from megalith.config import RunConfig, dump_yaml, load_run
+from megalith.config.yaml_text import MOST_BYTES, read_yaml
+from megalith.data.tokenizer import Tokenizer
+from megalith.errors import CheckpointError, ConfigError, DataError, MissingFileError
+from megalith.storage import LocalStore, Store, explained
+from megalith.storage.atomic import write_json_atomic, write_text_atomic
+from megalith.training.preflight import KEPT_TOKENIZER, load_tokenizer
+from megalith.training.run import Run
+
+__all__ = ["find_tokenizer", "keep_settings", "keep_tokenizer", "kept_tokenizer", "read_config"]
+
+_EOD = "eod.json"
+
+
+def keep_settings(run: Run) -> None:
+    """Writes config.yaml, on one rank. Raises StorageError."""
+    write_text_atomic(run.folder / "config.yaml", dump_yaml(_with_absolute_paths(run.config)))
+
+
+def keep_tokenizer(run: Run) -> None:
+    """Writes the tokenizer of ``run``, which is new or has been resumed, on one rank. Raises StorageError."""
+    tokenizer = _training_tokenizer(run)
+    if tokenizer is not None:
+        write_json_atomic(run.folder / _EOD, {"id": tokenizer.eod})
+        tokenizer.save(run.folder / KEPT_TOKENIZER)
+        return
+    for name in (KEPT_TOKENIZER, _EOD):  # those of an earlier run that was never saved
+        with explained("remove", run.folder / name):
+            (run.folder / name).unlink(missing_ok=True)
+
+
+def read_config(folder: Store) -> RunConfig:
+    """The settings of the run in ``folder``. Raises CheckpointError if they are not there, or damaged."""
+    path = folder / "config.yaml"
+    if "config.yaml" not in folder.names():
+        raise CheckpointError(f"{path} is missing, which says what model its checkpoints hold; keep it with them")
+    try:
+        content = folder.read("config.yaml", 0, min(folder.size("config.yaml"), MOST_BYTES + 1))
+        settings = read_yaml(content, str(path))
+        if not isinstance(settings, dict):
+            raise ConfigError(
+                f"it must hold groups of settings (model:, data:, train:, ...); it holds {settings!r:.80}"
+            )
+        return load_run(settings)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{path} does not say what model its checkpoints hold: {error}; copy it again from a backup"
+        ) from error
+
+
+def kept_tokenizer(folder: Store) -> Tokenizer | None:
+    """The tokenizer that the run in ``folder`` keeps; None if it keeps none. Raises DataError if it is damaged."""
+    try:
+        content = folder.read(KEPT_TOKENIZER)
+    except MissingFileError:
+        return None
+    return Tokenizer(content, _kept_eod(folder), f"{folder}/{KEPT_TOKENIZER}")
+
+
+def find_tokenizer(
+    folder: Store, config: RunConfig, given: str | Path | None = None, eod: str | int | None = None
+) -> Tokenizer:
+    """The tokenizer of the run in ``folder``: ``given``, the one that it keeps, or the one that its data name.
+
+    Args:
+        given: path of a tokenizer.json.
+        eod: the token of ``given`` that ends a document, as in ``Tokenizer``.
+
+    Raises:
+        DataError: none of them can be read, or ``given`` is another tokenizer than the one that is kept.
+    """
+    kept = kept_tokenizer(folder)
+    if given is not None:
+        tokenizer = Tokenizer.load(given, _kept_eod(folder) if eod is None else eod)
+        if kept is not None and kept.sha256 != tokenizer.sha256:
+            raise DataError(
+                f"{given} is not the tokenizer that {folder} was trained with, which it keeps as {KEPT_TOKENIZER}; "
+                "leave --tokenizer out"
+            )
+        return tokenizer
+    if kept is not None:
+        return kept
+    try:
+        return load_tokenizer(config)
+    except DataError as error:
+        raise DataError(f"{folder} keeps no {KEPT_TOKENIZER}, and {error}; or give --tokenizer PATH") from error
+
+
+def _training_tokenizer(run: Run) -> Tokenizer | None:
+    """The tokenizer of the training data; None where nothing tells which it is."""
+    if run.config.data.train is None:
+        return None
+    try:
+        return load_tokenizer(run.config)
+    except DataError:
+        # data without their tokenizer, in a run that goes on: what it kept at its start is still right
+        return kept_tokenizer(LocalStore(run.folder)) if run.state.step else None
+
+
+def _kept_eod(folder: Store) -> int | None:
+    try:
+        kept = json.loads(folder.read(_EOD))
+    except MissingFileError:
+        return None
+    except ValueError:
+        kept = None
+    if not isinstance(kept, dict) or type(kept.get("id")) is not int:
+        raise DataError(f'{folder / _EOD} must hold {{"id": number}}; delete it, and the usual names are looked for')
+    return int(kept["id"])
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """``config`` as it reads from any working folder."""
+    data = {name: _absolute(getattr(config.data, name)) for name in ("train", "valid", "tokenizer")}
+    update = {"data": config.data.model_copy(update=data), "load": _absolute(config.load), "run": _absolute(config.run)}
+    return config.model_copy(update=update)
+
+
+def _absolute(location: str | None) -> str | None:
+    return location if location is None or "://" in location else os.path.abspath(location)

@@ -1,0 +1,98 @@
+"""megalith eval: what it refuses, what it says while it works, and that no loss of nothing is printed."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalith.cli.console import Console, SampleProgress
+from megalith.data.indexed_dataset import IndexedDatasetBuilder
+from tests.program import here
+
+
+@pytest.fixture(scope="module")
+def run(original, tmp_path_factory):
+    return shutil.copytree(original.kept, tmp_path_factory.mktemp("copy"), dirs_exist_ok=True) / "run"
+
+
+def dataset(prefix: Path, tokens: list[int], **origin: object) -> Path:
+    with IndexedDatasetBuilder(prefix, np.int32) as builder:
+        builder.add_document(tokens)
+        builder.finalize(**origin)
+    return prefix
+
+
+MISTAKES = {
+    "no samples": (lambda _: ["--samples", 0], "the number of samples must be 1 or more; got 0"),
+    "a negative number of samples": (lambda _: ["--samples", -3], "got -3"),
+    "data that are not there": (lambda f: ["--data", f / "none"], "none.idx cannot be read"),
+    "one token": (lambda f: ["--data", dataset(f / "x", [1])], "must hold two tokens at least"),
+    "ids beyond the vocabulary": (
+        lambda f: ["--data", dataset(f / "x", [1, 2, 280])],
+        "token 2 of document 0 in {folder}/x has the id 280; the model's vocabulary has 280 entries",
+    ),
+    "another tokenizer": (
+        lambda f: ["--data", dataset(f / "x", [1, 2, 3], tokenizer_sha256="another")],
+        "x was made with another tokenizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_message_and_no_loss(name, run, tmp_path, monkeypatch):
+    monkeypatch.setattr("megalith.training.inference.load_model", None)  # told before the model is loaded
+    arguments, says = MISTAKES[name]
+    found = here("eval", run, *arguments(tmp_path))
+    assert (found.code, found.out) == (2, ""), found
+    assert found.err.startswith("error: ")
+    assert found.err.count("\n") == 1
+    assert says.format(folder=tmp_path) in found.err
+
+
+def test_no_perplexity_is_printed_where_no_token_has_a_loss(run, tmp_path):
+    settings = run / "config.yaml"
+    kept = settings.read_text()
+    assert "eod_mask_loss: false" in kept
+    settings.write_text(kept.replace("eod_mask_loss: false", "eod_mask_loss: true"))
+    try:
+        found = here("eval", run, "--data", dataset(tmp_path / "x", [0, 0, 0], eod=0))
+    finally:
+        settings.write_text(kept)
+    assert (found.code, found.out) == (2, ""), found
+    assert "x: no token that was read has a loss" in found.err
+
+
+def test_data_of_an_unknown_tokenizer_are_evaluated_with_a_warning(run, tmp_path, caplog):
+    found = here("eval", run, "--data", dataset(tmp_path / "x", [1, 2, 3]))
+    assert found.code == 0, found
+    assert "over 2 tokens" in found.out
+    assert f"{tmp_path / 'x'} does not say which tokenizer it is of" in caplog.text
+
+
+def test_it_says_what_takes_long(run, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("megalith.cli.console.Announcer.begin", lambda _, what: said.append(what))
+    monkeypatch.setattr("megalith.cli.console._IN_FILE", 0.0)
+    found = here("eval", run, "--data", run.parent / "data" / "text-valid")
+    assert found.code == 0, found
+    assert said[0] == f"loading {run}"
+    assert said[1].startswith("evaluating the first samples; operations may be compiled")
+    first, *_, last = found.err.splitlines()
+    total = last.split()[2]
+    assert first == f"2 of {total} samples"  # a micro-batch; how long it took says nothing of the others
+    assert last.startswith(f"{total} of {total} samples, 0 ms left")
+
+
+def test_progress_comes_now_and_then_with_the_time_that_is_left(monkeypatch, capsys):
+    times = iter([0.0, 100.0, 105.0, 111.0, 112.0, 131.0])
+    monkeypatch.setattr("megalith.cli.console.perf_counter", lambda: next(times))
+    progress = SampleProgress(Console())
+    for done in (10, 20, 40, 50, 90):
+        progress(done, 100)
+    # the first line after 100 s, which compiling took; then one in ten seconds
+    assert capsys.readouterr().out.splitlines() == [
+        "10 of 100 samples",
+        "40 of 100 samples, 22 s left",
+        "90 of 100 samples, 3.9 s left",
+    ]

@@ -1,0 +1,142 @@
+"""megalith generate: prompts from everywhere, several samples, text as it is drawn, and one message for a mistake."""
+
+import io
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalith.cli import generate as command
+from tests.program import Ended, here
+
+DRAW = ["--max-new-tokens", 12, "--temperature", 1.0]
+
+
+@pytest.fixture(scope="module")
+def run(original, tmp_path_factory):
+    return shutil.copytree(original.kept, tmp_path_factory.mktemp("copy"), dirs_exist_ok=True) / "run"
+
+
+def generate(run: Path, *arguments: object) -> Ended:
+    return here("generate", run, *arguments)
+
+
+def with_standard_input(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_a_prompt_comes_from_the_command_line_a_file_or_standard_input(run, tmp_path, monkeypatch):
+    want = generate(run, "--prompt", "Once über\n", *DRAW)
+    assert want.code == 0
+    assert want.out.startswith("Once über\n")
+    (tmp_path / "prompt.txt").write_text("Once über\n")
+    assert generate(run, "--prompt-file", tmp_path / "prompt.txt", *DRAW) == want
+    with_standard_input(monkeypatch, "Once über\n".encode())
+    assert generate(run, "--prompt-file", "-", *DRAW) == want
+
+
+def test_several_samples_are_those_of_the_seeds_in_a_row(run):
+    alone = [generate(run, "--prompt", "Once", "--seed", seed, *DRAW).out for seed in (7, 8, 9)]
+    assert len(set(alone)) == 3
+    found = generate(run, "--prompt", "Once", "--seed", 7, "--samples", 3, *DRAW)
+    headings = [f"=== sample {number} of 3, seed {number + 6}\n" for number in (1, 2, 3)]
+    assert found.out == "".join(heading + text for heading, text in zip(headings, alone, strict=True))
+
+
+def test_text_is_shown_as_it_is_drawn(run, monkeypatch):
+    shown: list[str] = []
+    monkeypatch.setattr(command, "_show", shown.append)
+    whole = generate(run, "--prompt", "Once", *DRAW)
+    assert whole.code == 0
+    assert (shown[0], shown[-1]) == ("Once", "\n")
+    assert len(shown) > 5  # 12 tokens, some of which are not a whole character
+    monkeypatch.undo()
+    assert generate(run, "--prompt", "Once", *DRAW).out == "".join(shown)
+
+
+def test_what_takes_long_is_announced(run, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("megalith.cli.console.Announcer.begin", lambda _, what: said.append(what))
+    assert generate(run, "--prompt", "Once", *DRAW).code == 0
+    assert said[0] == f"loading {run}"
+    assert said[1].startswith("computing the first token; operations may be compiled")
+
+
+def huge(folder: Path) -> list[object]:
+    (folder / "huge").write_bytes(b"a" * (2**20 + 1))
+    return ["--prompt-file", folder / "huge"]
+
+
+def not_utf8(folder: Path) -> list[object]:
+    (folder / "latin1").write_bytes("über".encode("latin1"))
+    return ["--prompt-file", folder / "latin1"]
+
+
+X = ["--prompt", "x"]
+MISTAKES = {
+    "no prompt": (lambda _: [], "give either --prompt TEXT or --prompt-file PATH"),
+    "two prompts": (lambda f: [*X, "--prompt-file", f / "x"], "give either --prompt"),
+    "an empty prompt": (lambda _: ["--prompt", ""], "the prompt is empty; give some text"),
+    "a surrogate": (lambda _: ["--prompt", "a\udcff"], "must be text in UTF-8; character 1 is "),
+    "a prompt longer than the positions": (lambda _: ["--prompt", "qx" * 40], "the model 32 positions; shorten"),
+    "a prompt file that is not there": (lambda f: ["--prompt-file", f / "none"], "none' cannot be read: No such file"),
+    "a prompt file that is a folder": (lambda f: ["--prompt-file", f], "cannot be read: Is a directory"),
+    "a prompt file with NUL in its name": (lambda _: ["--prompt-file", "a\0b"], "cannot be read: embedded null byte"),
+    "a prompt file of 300 characters": (lambda _: ["--prompt-file", "a" * 300], "File name too long"),
+    "a huge prompt file": (huge, "must have at most 1,048,576 bytes"),
+    "a device without end": (lambda _: ["--prompt-file", "/dev/zero"], "must have at most 1,048,576 bytes"),
+    "a prompt file in another encoding": (not_utf8, "must be text in UTF-8; byte 0 is not"),
+    "a temperature below 0": (lambda _: [*X, "--temperature", -1], "temperature must be 0"),
+    "a temperature that is no number": (lambda _: [*X, "--temperature", "nan"], "got nan"),
+    "an infinite temperature": (lambda _: [*X, "--temperature", "inf"], "got inf"),
+    "top_k = 0": (lambda _: [*X, "--top-k", 0], "top_k must be 1 or more"),
+    "top_p that is no number": (lambda _: [*X, "--top-p", "nan"], "top_p must be in"),
+    "a negative seed": (lambda _: [*X, "--seed", -1], "the seed must be 0 or more and below 2^63"),
+    "a seed that is too large": (lambda _: [*X, "--seed", 2**63], "below 2^63"),
+    "a last seed that is too large": (lambda _: [*X, "--seed", 2**63 - 1, "--samples", 2], "below 2^63"),
+    "a seed of 5,000 digits": (lambda _: [*X, "--seed", "9" * 5000], "--seed"),
+    "a negative number of tokens": (lambda _: [*X, "--max-new-tokens", -5], "0 or more; got -5"),
+    "no samples": (lambda _: [*X, "--samples", 0], "--samples must be 1 or more"),
+    "an eod without its tokenizer": (lambda _: [*X, "--eod", "</s>"], "--eod names a token of --tokenizer"),
+    "a tokenizer that is not there": (lambda f: [*X, "--tokenizer", f / "none"], "none must be a tokenizer.json"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_message(name, run, tmp_path):
+    arguments, says = MISTAKES[name]
+    found = generate(run, *arguments(tmp_path))
+    assert (found.code, found.out) == (2, ""), found
+    assert says in found.err, found.err
+    assert "Traceback" not in found.err
+    if found.err.startswith("error: "):
+        assert found.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("prompt", [b"a\0b", b"\xef\xbb\xbfwith a byte order mark", "🙂".encode()])
+def test_unusual_text_is_a_prompt(prompt, run, monkeypatch):
+    with_standard_input(monkeypatch, prompt)
+    found = generate(run, "--prompt-file", "-", *DRAW)
+    assert found.code == 0
+    assert found.out.startswith(prompt.decode("utf-8-sig"))
+
+
+def test_no_new_tokens_give_the_prompt(run):
+    assert generate(run, *X, "--max-new-tokens", 0).out == "x\n"
+
+
+def test_a_tokenizer_with_more_entries_than_the_model_is_refused(run, tmp_path):
+    kept = run / "tokenizer.json"
+    content = kept.read_bytes()
+    words = [f'{{"id": {300 + n}, "content": "<{n}>", "special": false, "single_word": false, "lstrip": false, '
+             f'"rstrip": false, "normalized": false}}' for n in range(1)]  # fmt: skip
+    kept.unlink()
+    try:
+        larger = tmp_path / "larger.json"
+        larger.write_bytes(content.replace(b'"added_tokens": [', f'"added_tokens": [{words[0]},'.encode()))
+        found = generate(run, *X, "--tokenizer", larger)
+    finally:
+        kept.write_bytes(content)
+    assert found.code == 2
+    assert "entries and the model of" in found.err
