@@ -11,7 +11,13 @@ from megalith.errors import ConfigError
 from megalith.resilience.launch import RENDEZVOUS
 from megalith.training.torchrun_environment import check_rendezvous, launched_rank
 
-__all__ = ["choose_device", "process_group"]
+__all__ = ["choose_device", "process_group", "world_size_from_environment"]
+
+
+def world_size_from_environment() -> int:
+    """The number of ranks that a launcher has started; 1 without one. Raises ConfigError if it says half of it."""
+    launched = launched_rank()
+    return 1 if launched is None else launched.world_size
 
 
 def choose_device() -> torch.device:
