@@ -33,8 +33,10 @@ def evaluate(
                 announcer.end()
                 show_progress(done, total)
 
-        evaluation = evaluate_checkpoint(source, data, samples, progress=progress)
-    console.close()
+        try:
+            evaluation = evaluate_checkpoint(source, data, samples, progress=progress)
+        finally:
+            console.close()
     print(
         f"{evaluation.dataset}: loss {evaluation.loss:.4f} nats per token, perplexity {evaluation.perplexity:.2f}, "
         f"over {evaluation.num_tokens:,} tokens, at step {evaluation.step}"

@@ -1,5 +1,6 @@
 """``megalith generate``: text from a trained run."""
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -52,14 +53,13 @@ def generate(
         generator = TextGenerator.load(source, tokenizer, eod)
         for number in range(samples):
             pieces = generator.stream(text, max_new_tokens, sampling=sampling, seed=seed + number)
+            announcer.begin("computing the first token; operations may be compiled for it")
+            first = next(pieces, "")
+            announcer.end()
             if samples > 1:
                 _show(f"=== sample {number + 1} of {samples}, seed {seed + number}\n")
-            _show(text)
-            announcer.begin("computing the first token; operations may be compiled for it")
-            for piece in pieces:
-                announcer.end()
+            for piece in itertools.chain([text, first], pieces, ["\n"]):
                 _show(piece)
-            _show("\n")
 
 
 def _prompt(prompt: str | None, path: str | None) -> str:

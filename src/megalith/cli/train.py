@@ -15,10 +15,10 @@ from megalith.recipe_files import require_source
 from megalith.resilience.rank_link import is_supervised, tell
 from megalith.resilience.stop_request import StopRequest
 from megalith.resilience.verdict import SAVED
-from megalith.training.torchrun_environment import check_nproc, launched_rank
 
 if TYPE_CHECKING:
     from megalith.config import RunConfig
+    from megalith.training.torchrun_environment import LaunchedRank
 
 __all__ = ["train"]
 
@@ -65,32 +65,35 @@ def train(
 
     The same command continues a run that was stopped: exit code 75 says that it was, and that its state is saved.
     """
-    source = require_source(source)  # answered before torch is loaded, as the next
-    check_nproc(nproc, launched_rank())
-    if nproc > 1:
-        raise typer.Exit(_train_on_ranks(nproc, source, overrides or [], dry_run=dry_run))
+    source = require_source(source)  # answered before torch is loaded
+    from megalith.training.torchrun_environment import launched_rank, num_ranks
+
+    launched = launched_rank()
+    world_size = num_ranks(nproc, launched)
+    if world_size > 1 and launched is None:
+        raise typer.Exit(_train_on_ranks(world_size, source, overrides or [], dry_run=dry_run))
     with StopRequest(_announce) as stop:
         tell(listening=True)
-        _train_here(source, overrides or [], stop, dry_run=dry_run)
+        _train_here(source, overrides or [], launched, stop, dry_run=dry_run)
 
 
-def _train_on_ranks(nproc: int, source: str, overrides: list[str], *, dry_run: bool) -> int:
+def _train_on_ranks(num_ranks: int, source: str, overrides: list[str], *, dry_run: bool) -> int:
     """Checks the run in this process and trains on ranks of their own; returns the exit code."""
     from megalith.training.machine_fit import check_machine
     from megalith.training.preflight import preflight, resolve_run_folder
 
     source, overrides = resolve_run_folder(source, overrides)
-    config = preflight(source, overrides, nproc)
+    config = preflight(source, overrides, num_ranks)
     if dry_run:
-        _describe(config, nproc)
+        _describe(config, num_ranks)
         return 0
-    check_machine(config, nproc, nproc)
+    check_machine(config, num_ranks, num_ranks)
     from megalith.resilience.launch import launch
     from megalith.training.resume import where_it_goes_on
 
-    say(f"starting {nproc} ranks")
+    say(f"starting {num_ranks} ranks")
     return launch(
-        nproc,
+        num_ranks,
         ["train", source, *overrides],
         Path(config.run, "logs"),
         say,
@@ -98,23 +101,24 @@ def _train_on_ranks(nproc: int, source: str, overrides: list[str], *, dry_run: b
     )
 
 
-def _train_here(source: str, overrides: list[str], stop: StopRequest, *, dry_run: bool) -> None:
+def _train_here(
+    source: str, overrides: list[str], launched: "LaunchedRank | None", stop: StopRequest, *, dry_run: bool
+) -> None:
     """Trains in this process, which is one rank or all of them."""
     from megalith.topology.agreement import agreed
     from megalith.training.machine_fit import check_machine
     from megalith.training.preflight import preflight, resolve_run_folder
     from megalith.training.process_group import choose_device, process_group
 
-    launched = launched_rank()
-    world_size, num_local = (launched.world_size, launched.local_world_size) if launched else (1, 1)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    world_size, local_world_size = (1, 1) if launched is None else (launched.world_size, launched.local_world_size)
     # one rank may see other files than the rest, so that ranks judge their input together
     with process_group(choose_device()) if launched else nullcontext():
         with agreed():
             source, overrides = resolve_run_folder(source, overrides)
             config = preflight(source, overrides, world_size)
             if not dry_run:
-                check_machine(config, world_size, num_local)
+                check_machine(config, world_size, local_world_size)
         if dry_run:
             _describe(config, world_size)
         else:

@@ -78,8 +78,8 @@ class GPTDataset:
 
     Raises:
         ConfigError: ``seq_length`` is below 1.
-        DataError: the files cannot be read, hold no token ids, or fewer than two; when a sample is read, it has a
-            token id that is not below ``vocab_size``.
+        DataError: the files cannot be read, hold no token ids, or fewer than two; when a sample is read, it has
+            a token id that is not below ``vocab_size``.
     """
 
     def __init__(

@@ -21,11 +21,11 @@ __all__ = ["EOD", "TextStream", "Tokenizer", "train_byte_level_bpe"]
 log = logging.getLogger(__name__)
 
 EOD = "<|endoftext|>"
-_MOST_BYTES = 1 << 28  # of a tokenizer.json; the largest published ones have about 40 MB
-_MOST_ENTRIES = 1 << 24  # of a trained vocabulary; the largest published ones have a million
 _REPLACEMENT = "\ufffd"
 _MOST_BYTES_OPEN = 3  # of a character in UTF-8, before its last
 _CONTEXT = 16  # ids: more than a character, or the rule of a decoder for spaces, reaches over
+_MOST_BYTES = 1 << 28  # of a tokenizer.json; the largest published ones have about 40 MB
+_MOST_ENTRIES = 1 << 24  # of a trained vocabulary; the largest published ones have a million
 _EOD_NAMES = (EOD, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 
 

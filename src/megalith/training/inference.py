@@ -27,19 +27,18 @@ from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
 from megalith.transformer.module import ModelModule
 
-__all__ = ["CheckpointLoss", "TrainedModel", "evaluate_checkpoint", "load_model"]
+__all__ = ["CheckpointLoss", "TrainedModel", "evaluate_checkpoint", "load_model", "open_run"]
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model in evaluation mode, the settings that it was trained with, its run's folder, and the step it is of."""
+    """A model in evaluation mode, the settings that it was trained with, and the step it is of."""
 
     model: ModelModule
     task: AnyTask
     config: RunConfig
-    folder: Store
     step: int
     device: torch.device
 
@@ -59,6 +58,12 @@ class CheckpointLoss:
         return math.exp(self.loss) if self.loss < 700.0 else math.inf
 
 
+def open_run(source: str | Path) -> tuple[Store, RunConfig]:
+    """The folder and the settings of a run; ``source`` and errors as in ``load_model``."""
+    folder = _run_of(_checkpoint(open_store(source)))
+    return folder, read_config(folder)
+
+
 def load_model(source: str | Path, task: AnyTask | None = None) -> TrainedModel:
     """The model of a run's newest checkpoint, or of the checkpoint that ``source`` is.
 
@@ -68,8 +73,7 @@ def load_model(source: str | Path, task: AnyTask | None = None) -> TrainedModel:
         CheckpointError: there is no checkpoint, no config.yaml beside it, or it is damaged.
     """
     checkpoint = _checkpoint(open_store(source))
-    folder = _run_of(checkpoint)
-    config = read_config(folder)
+    config = read_config(_run_of(checkpoint))
     device = choose_device()
     dtype = DTYPES[config.precision.dtype]
     task = task_of(config) if task is None else task
@@ -79,7 +83,7 @@ def load_model(source: str | Path, task: AnyTask | None = None) -> TrainedModel:
     refill_buffers_(model)
     weights = {name: tensor.detach() for name, tensor in state_tensors(model).items()}
     load_tensors(checkpoint, weights, only=lambda name: not name.startswith("optimizer."), cast=True)
-    return TrainedModel(model.eval(), task, config, folder, read_train_state(checkpoint).step, device)
+    return TrainedModel(model.eval(), task, config, read_train_state(checkpoint).step, device)
 
 
 def evaluate_checkpoint(
@@ -103,8 +107,7 @@ def evaluate_checkpoint(
     """
     if max_samples is not None and max_samples < 1:
         raise ConfigError(f"the number of samples must be 1 or more; got {max_samples}; leave it out to take all")
-    folder = _run_of(_checkpoint(open_store(source)))
-    config = read_config(folder)
+    folder, config = open_run(source)
     prefix = dataset or config.data.valid
     if prefix is None:
         raise CheckpointError(f"{source} was trained without data.valid; name a dataset with --data PREFIX")

@@ -9,15 +9,11 @@ import torch.distributed as dist
 
 from megalith.errors import ConfigError
 from megalith.resilience.launch import RENDEZVOUS
-from megalith.training.torchrun_environment import check_rendezvous, launched_rank
+from megalith.training.torchrun_environment import check_rendezvous
 
-__all__ = ["choose_device", "process_group", "world_size_from_environment"]
+__all__ = ["choose_device", "process_group"]
 
-
-def world_size_from_environment() -> int:
-    """The number of ranks that a launcher has started; 1 without one. Raises ConfigError if it says half of it."""
-    launched = launched_rank()
-    return 1 if launched is None else launched.world_size
+__all__ = ["choose_device", "process_group"]
 
 
 def choose_device() -> torch.device:
@@ -45,10 +41,12 @@ def process_group(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if (launched := launched_rank()) is not None:
-        if (place := os.environ.get(RENDEZVOUS)) is None:
+    if "RANK" in os.environ:
+        meeting_point = os.environ.get(RENDEZVOUS)
+        if meeting_point is None:
             check_rendezvous()
-        dist.init_process_group(backend, place, rank=launched.rank, world_size=launched.world_size)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, meeting_point, rank=rank, world_size=world_size)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # torch exports it unsaid
     try:

@@ -11,7 +11,7 @@ from megalith.errors import ConfigError
 from megalith.observe.machine import memory_bytes
 from megalith.observe.units import quantity
 
-__all__ = ["LaunchedRank", "check_nproc", "check_rendezvous", "launched_rank"]
+__all__ = ["LaunchedRank", "check_rendezvous", "launched_rank", "num_ranks"]
 
 _WAY_OUT = "start ranks with torchrun or --nproc, or unset RANK to train in this process alone"
 _LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
@@ -53,11 +53,11 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank |
     return LaunchedRank(found["RANK"], found["WORLD_SIZE"], found.get("LOCAL_WORLD_SIZE", 1))
 
 
-def check_nproc(nproc: int, launched: LaunchedRank | None) -> None:
-    """Refuses a number of ranks to start that is none, has no effect beside a launcher, or is too large for the memory.
+def num_ranks(nproc: int, launched: LaunchedRank | None) -> int:
+    """The number of ranks of a run.
 
     Raises:
-        ConfigError: with the way out.
+        ConfigError: ``nproc`` is none, has no effect beside a launcher, or is more than this machine has memory for.
     """
     if launched is not None:
         if nproc != 1:
@@ -65,7 +65,7 @@ def check_nproc(nproc: int, launched: LaunchedRank | None) -> None:
                 f"--nproc ({nproc}) has no effect here: a launcher has started {launched.world_size} ranks (RANK and "
                 "WORLD_SIZE are set); leave --nproc out, or unset RANK"
             )
-        return
+        return launched.world_size
     if nproc < 1:
         raise ConfigError(f"--nproc must be at least 1, the number of ranks to start on this machine; got {nproc}")
     memory = memory_bytes()
@@ -74,6 +74,7 @@ def check_nproc(nproc: int, launched: LaunchedRank | None) -> None:
             f"--nproc ({nproc}) is more than fits this machine: so many ranks take {quantity(nproc * _RANK_BYTES)}B "
             f"before they have a model, and it has {quantity(memory)}B; use at most {memory // _RANK_BYTES}"
         )
+    return nproc
 
 
 def check_rendezvous(environment: Mapping[str, str] = os.environ) -> None:

@@ -10,7 +10,7 @@ from megalith.data.tokenizer import TextStream, Tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.models.generation import Sampling, stream
 from megalith.models.gpt_model import GPTModel
-from megalith.training.inference import load_model
+from megalith.training.inference import load_model, open_run
 from megalith.training.run_folder import find_tokenizer
 
 __all__ = ["TextGenerator", "check_prompt", "read_prompt"]
@@ -34,20 +34,19 @@ class TextGenerator:
         Raises as ``load_model`` and ``find_tokenizer`` do, CheckpointError for a model that does not write text, and
         DataError for a tokenizer that has more entries than the model.
         """
-        trained = load_model(source)
-        if not isinstance(trained.model, GPTModel):
-            raise CheckpointError(
-                f"{source} holds a {type(trained.model).__name__}, which writes no text; name a GPT run"
-            )
-        found = find_tokenizer(trained.folder, trained.config, tokenizer, eod)
-        vocab_size = trained.config.model.vocab_size
+        folder, config = open_run(source)
+        found = find_tokenizer(folder, config, tokenizer, eod)
+        vocab_size = config.model.vocab_size
         assert vocab_size is not None, "a run keeps its resolved settings"
         if found.vocab_size > vocab_size:
             raise DataError(
                 f"{found.name} has {found.vocab_size} entries and the model of {source} {vocab_size}; give the "
                 "tokenizer that it was trained with"
             )
-        return cls(trained.model, found)
+        model = load_model(source).model
+        if not isinstance(model, GPTModel):
+            raise CheckpointError(f"{source} holds a {type(model).__name__}, which writes no text; name a GPT run")
+        return cls(model, found)
 
     def stream(self, prompt: str, max_new_tokens: int, *, sampling: Sampling, seed: int) -> Iterator[str]:
         """What the model adds to ``prompt``, in whole characters, as soon as they are drawn.
