@@ -15,6 +15,8 @@ _EXTRAS = {
     "matplotlib": ("drawing report.html", "report"),
     "matplotlib.figure": ("drawing report.html", "report"),
     "torch.utils.tensorboard": ("writing TensorBoard files", "tracking"),
+    "wandb": ("writing for Weights & Biases", "tracking"),
+    "mlflow": ("writing for MLflow", "tracking"),
     "transformers": ("comparing with Hugging Face", "hf"),
     "triton": ("a Triton kernel", "triton"),
 }

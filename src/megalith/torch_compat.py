@@ -5,7 +5,8 @@ torch.compile(isolate_recompiles=...)       new in 2.13, with recompile_limit=..
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-__all__ = ["all_gather_into", "compile_apart", "compile_layers_", "reduce_scatter_into"]
+__all__ = ["all_gather_into", "compile_apart", "compile_layers_", "reduce_scatter_into", "watch_compiler"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,6 +45,31 @@ def compile_layers_(layers: Sequence[nn.Module]) -> None:
     limit: dict[str, Any] = {"recompile_limit": 8 + len(layers)} if _isolates else {}
     for layer in layers:
         layer.compile(**limit)
+
+
+@contextmanager
+def watch_compiler(started: Callable[[], None], ended: Callable[[], None]) -> Iterator[None]:
+    """Calls ``started`` and ``ended`` around each build of torch.compile in this process, in the thread that builds.
+
+    Whoever asked for the build, a fused operation, a layer, or a function of the user's own, waits for it. What a build
+    makes it build is part of it. Neither function may compile.
+    """
+    handler = torch._dynamo.callback.callback_handler
+
+    def begin(_: object) -> None:
+        started()
+
+    def end(_: object) -> None:
+        ended()
+
+    handler.register_start_callback(begin)
+    handler.register_end_callback(end)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # torch._dynamo.reset() has removed them
+            handler.remove_start_callback(begin)
+            handler.remove_end_callback(end)
 
 
 def all_gather_into(out: Tensor, x: Tensor, group: ProcessGroup | None) -> None:

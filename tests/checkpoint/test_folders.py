@@ -13,8 +13,8 @@ from megalith.errors import CheckpointError, StorageError
 from tests.rank_pool import ranks
 
 
-def save(folder: Path, step: int, keep_last: int = 100) -> Path:
-    return save_checkpoint(folder, step, {"w": torch.full((2,), float(step))}, {}, keep_last=keep_last)
+def save(folder: Path, step: int, keep_last: int = 100, best: int | None = None) -> Path:
+    return save_checkpoint(folder, step, {"w": torch.full((2,), float(step))}, {}, keep_last=keep_last, best=best)
 
 
 def steps(folder: Path) -> list[str]:
@@ -91,6 +91,17 @@ def test_the_one_just_written_stays_even_if_newer_ones_are_there(tmp_path):
         save(tmp_path, step)
     save(tmp_path, 1, keep_last=2)
     assert steps(tmp_path) == ["step-00000001", "step-00000008", "step-00000009"]
+
+
+def test_the_best_one_stays_besides_the_newest_and_is_named_until_another_is_better(tmp_path):
+    for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2)):
+        save(tmp_path, step, keep_last=2, best=best)
+    assert steps(tmp_path) == ["step-00000002", "step-00000004", "step-00000005"]
+    assert (tmp_path / "best").read_text() == "step-00000002\n"
+    assert (tmp_path / "latest").read_text() == "step-00000005\n"
+    save(tmp_path, 6, keep_last=2, best=6)
+    assert steps(tmp_path) == ["step-00000005", "step-00000006"]
+    assert (tmp_path / "best").read_text() == "step-00000006\n"
 
 
 def test_an_old_one_that_cannot_be_removed_is_told_and_the_save_stands(tmp_path, monkeypatch, caplog):

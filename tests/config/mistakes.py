@@ -165,6 +165,19 @@ MISTAKES = [
     ),
     Mistake({"train.batch_size_schedule_unit": "tokens"}, r"no effect without train.batch_size_schedule"),
     Mistake({"train.evaluation.every": 10}, r"train.evaluation needs data.valid, .*; remove train.evaluation$"),
+    Mistake({"checkpoint.keep_best": True}, r"keep_best needs data.valid, .*; use checkpoint.keep_best=false$"),
+    Mistake(
+        {"checkpoint.keep_best": True, "data.valid": "held_out", "train.evaluation.every": 10},
+        r"keep_best needs checkpoint.every, .*; use checkpoint.every=10$",
+    ),
+    Mistake(
+        {"checkpoint.keep_best": True, "checkpoint.every": 25, "data.valid": "held_out", "train.evaluation.every": 10},
+        r"checkpoint.every \(25\) must be a multiple of train.evaluation.every \(10\); use train.evaluation.every=25$",
+    ),
+    Mistake(
+        {"checkpoint.keep_best": True, "checkpoint.every": 25, "data.valid": "held_out"},
+        r"needs an evaluation at every checkpoint: .*; use train.evaluation.every=25$",
+    ),
     Mistake(
         {"train.evaluation.samples": 10, "data.valid": "held_out"},
         r"train.evaluation.every is missing; use train.evaluation.every=100",

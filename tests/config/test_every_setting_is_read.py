@@ -17,7 +17,8 @@ from tests.config.setting_reads import Program
 PACKAGE = Path(megalith.__file__).parent
 CONFIG = PACKAGE / "config"
 # to translate or to report a setting is not to put it to use
-REPORTS = {PACKAGE / "models" / "hf", PACKAGE / "insight", PACKAGE / "observe", PACKAGE / "training" / "dry_run.py"}
+REPORTS = {PACKAGE / "models" / "hf", PACKAGE / "insight", PACKAGE / "observe"}
+REPORTS |= {PACKAGE / "training" / "dry_run.py", PACKAGE / "training" / "about.py"}
 
 # every class of settings by the name of its place in the tree
 ALL: dict[str, type[SettingsGroup]] = {"": RunConfig, **GROUPS, "optim.overrides[]": ParamGroupOverride}

@@ -10,6 +10,7 @@ import pytest
 
 from megalith import optional
 from megalith.errors import DataError, MissingDependencyError
+from megalith.insight import report_curves
 from megalith.insight.report import write_report, write_report_if_possible
 from megalith.observe.metrics import MetricsWriter
 from tests.insight.run_folder import record, write_run
@@ -68,7 +69,7 @@ def test_a_whole_run_shows_every_part(whole):
     for part in (
         "stdlib", "Held-out loss", "2.243", "perplexity 9.4", "1.50M", "4.01M", "0.971 below an interpolated bigram",
         "Loss", "unigram 5.87", "interpolated bigram 3.21", "Against counting", "Learning rate", "Gradient norm",
-        "Throughput", "Layouts", "rank 1", "forward-backward", "optimizer", "other", "Samples", "import os",
+        "Throughput", "Time", "Layouts", "rank 1", "forward-backward", "optimizer", "other", "Samples", "import os",
         "Machine and versions", "2.13.0+cpu", "Resolved settings", "hidden_size: 256",
     ):  # fmt: skip
         assert part in page.text, part
@@ -157,6 +158,108 @@ def test_many_changes_are_counted_and_more_spans_than_colours_become_other(tmp_p
     assert "other" in page.text
 
 
+def section(html, title):
+    """The card under ``title``, as it stands in the page."""
+    (found,) = re.findall(rf'<section class="card"><h2>{title}\b.*?</section>', html, flags=re.DOTALL)
+    return found
+
+
+def test_the_page_opens_with_recipe_model_date_and_command(whole):
+    page = page_of(whole)
+    assert "<title>stdlib · llama-4m · Megalith</title>" in page.html
+    head = page.html[: page.html.index("</header>")]
+    assert "recipe llama-4m · model llama-4m · 4,012,288 parameters · 2026-02-03 14:05 UTC" in head
+    assert "megalith train llama-4m data.train=corpus &#x27;model.rope={base: 1e5}&#x27; --nproc 2</pre>" in head
+    assert "corpus" not in section(page.html, "Machine and versions")
+
+
+def test_without_a_command_the_settings_of_the_folder_are_what_runs_again(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "my run")
+    (folder / "about.json").unlink()
+    assert f"megalith train '{folder / 'config.yaml'}'".replace("'", "&#x27;") in page_of(folder).html
+
+
+def test_numbers_of_a_step_are_medians_that_agree_with_each_other(whole, tmp_path):
+    steps = range(1, 41)
+    records = [record(step, step_seconds=0.5, tokens_per_second=4096.0, time={"forward": 0.5}) for step in steps]
+    records[0] |= {"step_seconds": 48.6, "tokens_per_second": 42.1, "time": {"forward": 48.6}}  # as written by 0.1.0
+    text = page_with(tmp_path / "run", *records).text
+    assert "median step 500 ms" in text
+    assert "steps 1 to 40, 500 ms each (median)" in text
+    assert "4.10k" in text
+    assert "1.2 s" not in text  # the mean step
+
+    text = page_of(whole).text
+    assert "34 s of it waiting for the compiler" in text
+    assert "waiting for the compiler\n34 s" in text
+    assert "median step 322 ms" in text
+
+
+def test_the_axis_of_the_throughput_is_that_of_settled_steps(tmp_path):
+    speeds = {step: 30.0 if step <= 3 else 3000.0 + step for step in range(1, 101)}
+    records = [record(step, layout="tp1 dp1", tokens_per_second=speed) for step, speed in speeds.items()]
+    card = section(page_with(tmp_path / "run", *records).html, "Throughput")
+    ticks = [float(text.replace(",", "")) for text in re.findall(r">([\d,]+)</text>", card)]
+    assert min(tick for tick in ticks if tick > 100) >= 2700  # the others are steps
+    assert "tokens per second; 3 steps beyond the axis" in card
+
+
+def test_both_layouts_are_on_the_axis_of_the_throughput(tmp_path):
+    speeds = {step: 3000.0 if step <= 90 else 500.0 for step in range(1, 101)}
+    records = [
+        record(step, layout="tp1 dp2" if step <= 90 else "tp2 dp1", tokens_per_second=speed)
+        for step, speed in speeds.items()
+    ]
+    assert "beyond" not in section(page_with(tmp_path / "run", *records).html, "Throughput")
+
+
+def test_the_loss_says_how_it_is_smoothed_and_is_enlarged_after_its_fall(whole, tmp_path):
+    text = page_of(whole).text
+    assert "smoothed over 28 steps" in text  # 7 records of 184, 4 steps apart
+    assert "From step 144 on, enlarged" in text
+    assert "interpolated bigram 3.21" in section(page_of(whole).html, "Loss").partition("enlarged</h3>")[2]
+    assert "unigram 5.87" not in section(page_of(whole).html, "Loss").partition("enlarged</h3>")[2].replace("inter", "")
+    # a loss that has not fallen is not drawn twice, and few values are not smoothed
+    flat = [record(step, loss=3.0 + step % 2) for step in range(1, 61)]
+    assert "enlarged" not in page_with(tmp_path / "flat", *flat).text
+    few = page_with(tmp_path / "few", *(record(step) for step in range(1, 11))).text
+    assert "smoothed" not in few
+    assert "enlarged" not in few
+
+
+def test_a_colour_has_one_meaning(whole):
+    html = page_of(whole).html
+    style, body = html.split("</style>", 1)
+    meanings = {
+        "training": {"Loss", "Time"},
+        "held-out": {"Loss", "Against counting", "Time"},
+        "measure": {"Learning rate", "Gradient norm", "Throughput"},
+    }
+    assert "var(--held-out)" in re.search(r"\.ours > i {[^}]*}", style)[0]
+    for colour, places in meanings.items():
+        found = {
+            re.match(r'<section class="card"><h2>([^<]*?) ?<', card)[1]
+            for card in re.findall(r'<section class="card">.*?</section>', body, flags=re.DOTALL)
+            if re.search(rf'var\(--{colour}\)|class="?{colour}["> ]', card)
+        }
+        assert found - {"Against counting"} == places - {"Against counting"}, colour
+    light, dark = re.findall(r":root {(.*?)}", style, flags=re.DOTALL)[:2]
+    names = ("training", "held-out", "measure", "compile", "checkpoint", *(f"span-{n}" for n in range(1, 7)), "other")
+    for scheme in (light, dark):
+        values = [re.search(rf"--{name}: (#\w+);", scheme)[1] for name in names]
+        assert len(set(values)) == len(names)
+    assert {f".{name} {{" for name in names if name != "measure"} <= set(re.findall(r"\.[\w-]+ {", style))
+
+
+def test_a_span_that_takes_nearly_all_of_a_step_leaves_the_others_readable(tmp_path):
+    time = {"data": 0.004, "forward-backward": 0.98, "optimizer": 0.012}
+    page = page_with(tmp_path / "run", *(record(n, step_seconds=1.0, time=time, between={}) for n in range(3, 9)))
+    assert "without forward-backward: the other 1.6%, enlarged" in page.text
+    assert "98.4%" in page.text  # of what was measured
+    assert "0.4%" in page.text
+    assert "1.2%" in page.text
+
+
 def test_losses_that_are_not_finite_are_said(tmp_path):
     page = page_with(tmp_path / "run", record(1), record(2, loss=math.nan), record(3))
     assert "The loss was not finite in 1 of 3 records." in page.text
@@ -180,3 +283,18 @@ def test_without_matplotlib_a_run_is_told_how_to_get_its_report(tmp_path, monkey
     assert write_report_if_possible(str(tmp_path)) == f"report: {tmp_path / 'report.html'}"
     monkeypatch.setattr(optional, "need", missing)
     assert write_report_if_possible(tmp_path) == "no report: drawing needs matplotlib.figure"
+
+
+def test_a_page_that_cannot_be_written_or_drawn_is_one_line_and_no_error(tmp_path, monkeypatch):
+    page_with(tmp_path, record(1))
+    (tmp_path / "report.html").unlink()
+    (tmp_path / "report.html").mkdir()
+    assert write_report_if_possible(tmp_path).startswith("no report: cannot write ")
+
+    def broken(chart, width, height):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(report_curves, "svg", broken)
+    assert write_report_if_possible(tmp_path) == (
+        f"no report: RuntimeError: no fonts; the run is complete, try: megalith report {tmp_path}"
+    )

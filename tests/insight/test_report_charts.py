@@ -31,9 +31,9 @@ def test_names_of_levels_and_marks_are_text_in_the_drawing():
 
 
 def test_a_drawing_is_one_element_with_the_pages_colours_and_fonts_and_no_address():
-    drawn = svg(chart(Line(STEPS, STEPS, colour="--series-2", dots=True), marks=[Mark(2, "x")]), 600, 300)
+    drawn = svg(chart(Line(STEPS, STEPS, colour="--held-out", dots=True), marks=[Mark(2, "x")]), 600, 300)
     assert drawn.startswith('<svg role="img" ')
-    assert "var(--series-2)" in drawn
+    assert "var(--held-out)" in drawn
     for foreign in ("http", "font-family", "<style", "<!DOCTYPE", "xmlns", "#00000"):
         assert foreign not in drawn, foreign
 
@@ -76,7 +76,7 @@ def test_of_many_points_the_extremes_are_kept():
     values[[777, 50_000]] = 9.0, -9.0
     values[30_000:40_000] = math.nan
     drawn = svg(chart(Line(range(100_000), values.tolist())), 300, 200)
-    (path,) = re.findall(r'<path d="([^"]*)"[^>]*var\(--series-1\)', drawn)
+    (path,) = re.findall(r'<path d="([^"]*)"[^>]*var\(--training\)', drawn)
     points = [tuple(map(float, point)) for point in re.findall(r"([\d.]+) ([\d.]+)", path)]
     assert len(points) <= 4 * 300
     assert path.count("M") == 2  # NaN parts the line

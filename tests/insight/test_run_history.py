@@ -21,7 +21,7 @@ def run_of(folder, *records):
 def test_everything_in_a_folder_is_read(tmp_path):
     run = read_run(write_run(tmp_path / "my run"))
     assert run.name == "my run"
-    assert (run.training[0]["step"], run.training[-1]["step"]) == (4, 730)
+    assert (run.training[0]["step"], run.training[-1]["step"]) == (1, 730)
     assert [step for step, _ in run.evaluations] == [73 * n for n in range(1, 11)]
     assert run.settings == SETTINGS
     assert run.valid_loss == run.evaluation["valid_loss"] == 2.243
@@ -29,13 +29,15 @@ def test_everything_in_a_folder_is_read(tmp_path):
     assert len(run.samples) == 2
 
 
-def test_phases_are_steps_in_a_row_under_one_layout_and_means_weigh_steps(tmp_path):
-    def timed(step, layout, seconds, time):
-        return {"step": step, "loss": 1.0, "layout": layout, "step_seconds": seconds, "time": time}
+def timed(step, layout, seconds, time, **fields):
+    return {"step": step, "loss": 1.0, "layout": layout, "step_seconds": seconds, "time": time, **fields}
 
+
+def test_phases_are_steps_in_a_row_under_one_layout_and_hold_medians(tmp_path):
     run = run_of(
         tmp_path,
         timed(10, "tp1 dp2", 1.0, {"data": 0.1, "forward": 0.8, "forward/attention": 0.5}),
+        timed(20, "tp1 dp2", 30.0, {"data": 0.2, "forward": 1.0}),
         timed(40, "tp1 dp2", 3.0, {"data": 0.3, "forward": 1.6, "checkpoint": 0.0}),
         timed(50, "tp2 dp1", 2.0, {"data": 0.2}),
         timed(60, "tp1 dp2", 1.0, {}),
@@ -45,9 +47,25 @@ def test_phases_are_steps_in_a_row_under_one_layout_and_means_weigh_steps(tmp_pa
         ("tp2 dp1", 41, 50),
         ("tp1 dp2", 51, 60),
     ]
-    assert run.phases[0].step_seconds == pytest.approx((10 * 1.0 + 30 * 3.0) / 40)
-    assert run.phases[0].time == pytest.approx({"data": (1 + 9) / 40, "forward": (8 + 48) / 40})
-    assert run.seconds == pytest.approx(10 * 1.0 + 30 * 3.0 + 10 * 2.0 + 10 * 1.0)
+    assert run.phases[0].step_seconds == 3.0
+    assert run.phases[0].time == {"data": 0.2, "forward": 1.0}
+    assert run.step_seconds == 2.0
+    assert run.seconds == pytest.approx(10 * 1.0 + 10 * 30.0 + 20 * 3.0 + 10 * 2.0 + 10 * 1.0)
+
+
+def test_the_compiler_is_an_item_of_its_own_and_no_part_of_any_step(tmp_path):
+    run = run_of(
+        tmp_path,
+        timed(1, "tp1 dp1", 41.0, {"compile": 40.0, "forward": 0.9}),
+        timed(2, "tp1 dp1", 1.0, {"forward": 0.8}),
+        {"step": 2, "valid_loss": 2.0, "time": {"evaluation": 3.0, "evaluation/reading": 1.0, "compile": 2.0}},
+        timed(3, "tp1 dp1", 1.0, {"forward": 0.7}, between={"checkpoint": 0.5}),
+    )
+    assert run.time == {"training": 3.0, "compile": 42.0, "evaluation": 3.0, "checkpoint": 0.5}
+    assert run.seconds == 48.5
+    assert run.step_seconds == 1.0
+    assert run.phases[0].step_seconds == 1.0
+    assert run.phases[0].time == {"forward": 0.8}
 
 
 def test_a_run_may_hold_losses_alone(tmp_path):

@@ -1,21 +1,14 @@
-"""metrics.jsonl and TensorBoard: what was written is what is read, whatever instant a run dies at."""
+"""metrics.jsonl: what was written is what is read, whatever instant a run dies at."""
 
 import json
 import math
 import os
-import time
 from pathlib import Path
 
 import pytest
 
-from megalith import optional
 from megalith.errors import DataError, StorageError
 from megalith.observe.metrics import MetricsWriter, read_metrics
-
-
-@pytest.fixture
-def without_tensorboard(monkeypatch):
-    monkeypatch.setattr(optional, "has", lambda package: False)
 
 
 def write(folder, *records, resumed_step=0):
@@ -28,7 +21,7 @@ def steps(folder):
     return [record["step"] for record in read_metrics(folder)]
 
 
-def test_records_come_back_as_written_and_a_negative_loss_is_one_of_them(tmp_path, without_tensorboard):
+def test_records_come_back_as_written_and_a_negative_loss_is_one_of_them(tmp_path):
     records = [
         {"step": 1, "loss": -0.25, "mfu": None, "layout": "tp2 dp1", "time": {"data": 0.5, "optimizer/clip": 1e-9}},
         {"step": 1, "valid_loss": 2.5},
@@ -39,14 +32,14 @@ def test_records_come_back_as_written_and_a_negative_loss_is_one_of_them(tmp_pat
     assert [json.loads(line) for line in lines] == records
 
 
-def test_a_record_is_on_file_before_the_next_is_written(tmp_path, without_tensorboard):
+def test_a_record_is_on_file_before_the_next_is_written(tmp_path):
     metrics = MetricsWriter(tmp_path, resumed_step=0)
     metrics.write({"step": 1, "loss": 2.0})
     assert steps(tmp_path) == [1]  # as another process would see it
     metrics.close()
 
 
-def test_numbers_that_are_not_finite_are_valid_json_and_come_back(tmp_path, without_tensorboard):
+def test_numbers_that_are_not_finite_are_valid_json_and_come_back(tmp_path):
     write(tmp_path, {"step": 3, "loss": math.nan, "grad_norm": math.inf, "time": {"a/b": -math.inf, "c": 1.0}})
 
     def refuse(constant):
@@ -64,20 +57,20 @@ def test_numbers_that_are_not_finite_are_valid_json_and_come_back(tmp_path, with
     assert str(record) == "{'step': 3, 'loss': nan, 'grad_norm': inf, 'time': {'a/b': -inf, 'c': 1.0}}"
 
 
-def test_a_nan_where_it_cannot_be_named_is_refused_and_nothing_is_written(tmp_path, without_tensorboard):
+def test_a_nan_where_it_cannot_be_named_is_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         write(tmp_path, {"step": 1, "losses": [math.nan]})
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
 
-def test_resuming_drops_the_steps_that_will_be_done_again(tmp_path, without_tensorboard):
+def test_resuming_drops_the_steps_that_will_be_done_again(tmp_path):
     write(tmp_path, *({"step": step, "loss": 1.0} for step in (1, 2, 3, 4)), {"step": 2, "valid_loss": 1.0})
     write(tmp_path, {"step": 3, "loss": 9.0}, resumed_step=2)
     assert read_metrics(tmp_path)[2:] == [{"step": 2, "valid_loss": 1.0}, {"step": 3, "loss": 9.0}]
     assert steps(tmp_path) == [1, 2, 2, 3]
 
 
-def test_a_last_line_torn_at_any_byte_is_healed(tmp_path, without_tensorboard):
+def test_a_last_line_torn_at_any_byte_is_healed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     whole, last = b'{"step": 1, "loss": 2.5}\n', b'{"step": 2, "loss": 2.25}'
     for length in range(len(last) + 1):
@@ -89,7 +82,7 @@ def test_a_last_line_torn_at_any_byte_is_healed(tmp_path, without_tensorboard):
         assert path.read_bytes().endswith(b'}\n{"step": 3}\n')
 
 
-def test_a_damaged_line_before_the_last_is_refused_by_number(tmp_path, without_tensorboard):
+def test_a_damaged_line_before_the_last_is_refused_by_number(tmp_path):
     for damaged in (b"\xff\x00", b"[1]", b'{"loss": 1}', b'{"step": 1', b""):
         content = b'{"step": 1}\n' + damaged + b'\n{"step": 3}\n'
         (tmp_path / "metrics.jsonl").write_bytes(content)
@@ -100,7 +93,7 @@ def test_a_damaged_line_before_the_last_is_refused_by_number(tmp_path, without_t
         assert (tmp_path / "metrics.jsonl").read_bytes() == content
 
 
-def test_a_rewrite_that_fails_leaves_the_old_file(tmp_path, without_tensorboard, monkeypatch):
+def test_a_rewrite_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     write(tmp_path, {"step": 1}, {"step": 2})
 
     def fail(*_):
@@ -114,7 +107,7 @@ def test_a_rewrite_that_fails_leaves_the_old_file(tmp_path, without_tensorboard,
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
-def test_a_full_disk_is_a_storage_error(tmp_path, without_tensorboard):
+def test_a_full_disk_is_a_storage_error(tmp_path):
     metrics = MetricsWriter(tmp_path, resumed_step=0)
     metrics.close()
     refused = pytest.raises(StorageError, match=r"metrics\.jsonl: No space left")
@@ -125,25 +118,3 @@ def test_a_full_disk_is_a_storage_error(tmp_path, without_tensorboard):
 def test_a_folder_without_metrics_says_what_was_wanted(tmp_path):
     with pytest.raises(DataError, match=r"holds metrics\.jsonl; .* does not; name the folder"):
         read_metrics(tmp_path)
-
-
-def test_tensorboard_reads_the_scalars_and_resumed_steps_replace_lost_ones(tmp_path, monkeypatch):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    write(
-        tmp_path,
-        {"step": 1, "loss": -1.5, "layout": "tp1", "mfu": None, "time": {"data": 0.25}},
-        {"step": 2, "loss": 7.0},
-    )
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 10.0)  # its files are read in the order of their seconds
-    write(tmp_path, {"step": 2, "loss": -2.5}, resumed_step=1)
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert sorted(events.Tags()["scalars"]) == ["loss", "time/data"]
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, -1.5), (2, -2.5)]
-    assert [event.value for event in events.Scalars("time/data")] == [0.25]
-
-
-def test_without_tensorboard_only_metrics_are_written(tmp_path, without_tensorboard):
-    write(tmp_path, {"step": 1})
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

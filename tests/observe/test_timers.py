@@ -39,6 +39,33 @@ def test_a_span_inside_itself_is_another(clock):
     assert timers.totals() == {"a": 1, "a/a": 1}
 
 
+def test_an_interruption_stands_at_the_top_and_is_no_part_of_the_spans_that_it_interrupts(clock):
+    timers = Timers()
+    for _ in range(2):
+        with timers("forward"):
+            clock(1)
+            with timers("layer"):
+                clock(2)
+                with timers.interrupt("compile"):
+                    clock(30)
+                with timers("mlp"):
+                    clock(4)
+    assert timers.totals() == {"forward": 14, "forward/layer": 12, "forward/layer/mlp": 8, "compile": 60}
+    with timers.interrupt("compile"):
+        clock(1)
+    timers.reset()
+    assert timers.totals() == {}
+
+
+def test_an_interruption_of_a_late_device_is_taken_away_when_the_device_has_passed_it():
+    device = LateDevice()
+    timers = Timers(device)
+    with timers("a"), timers.interrupt("compile"):  # marks 1 2, 3 4
+        pass
+    device.passed = 4
+    assert timers.totals() == {"a": 2.0, "compile": 1.0}  # by hand: 4 - 1 seconds, of which 3 - 2 were compiling
+
+
 def test_an_error_ends_the_span_and_passes(clock):
     timers = Timers()
 

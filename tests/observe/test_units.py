@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megalith.observe.units import duration, quantity
+from megalith.observe.units import duration, gibibytes, quantity
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,12 @@ def test_quantities_have_three_digits_and_the_suffix_of_their_size(value, text):
 )
 def test_durations_are_in_their_largest_units(seconds, text):
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0.00 GiB"), (2**28, "0.25 GiB"), (9.99 * 2**30, "9.99 GiB"), (9.996 * 2**30, "10.0 GiB"),
+     (99.96 * 2**30, "100 GiB"), (2000 * 2**30, "2,000 GiB")],
+)  # fmt: skip
+def test_memory_is_in_gibibytes_to_three_digits(num_bytes, text):
+    assert gibibytes(num_bytes) == text

@@ -1,19 +1,26 @@
 """callbacks: what a record says of speed and of a loss of several terms, by hand; errors of rank 0 alone reach all."""
 
+import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
+from megalith import optional
 from megalith.config import load_run
 from megalith.data.gpt_dataset import EvaluationDataset
 from megalith.errors import DataError, StorageError
 from megalith.observe.metrics import MetricsWriter, read_metrics
+from megalith.observe.time_left import TimeLeft
 from megalith.training import callbacks
+from megalith.training.evaluation import Evaluation
 from megalith.training.pretrain import pretrain
 from megalith.training.setup import RunParts
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
+from tests.program import here, write_settings
 from tests.rank_pool import ranks
 from tests.tiny_run import SEQ, settings
 from tests.training.plugins import TwoTerms
@@ -45,6 +52,56 @@ def test_a_loss_of_several_terms_is_recorded_term_by_term(tmp_path):
     assert step["terms"].keys() == held_out["valid"].keys() == {"lm", "square"}
     assert step["loss"] == pytest.approx(step["terms"]["lm"] + 0.25 * step["terms"]["square"])
     assert held_out["valid_loss"] == pytest.approx(held_out["valid"]["lm"] + 0.25 * held_out["valid"]["square"])
+
+
+class Compiling(PretrainGPT):
+    """A task whose forward is built by torch.compile when it is first taken, for 0.3 s."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+
+        def slow(graph: Any, _inputs: Any) -> Any:
+            time.sleep(0.3)
+            return graph.forward
+
+        self.scaled = torch.compile(lambda x: x * 1.0, backend=slow, dynamic=False)
+
+    def forward(self, model: Any, inputs: Any) -> Any:
+        return self.scaled(super().forward(model, inputs))
+
+
+def lines_of(tree: dict[str, Any]) -> tuple[list[str], list[float]]:
+    """What the run shows, and the seconds of each step that its estimate of the time left is made of."""
+    config, lines, seconds = load_run(tree), [], []
+    with patch.object(TimeLeft, "add_step", lambda _, step: seconds.append(step)):
+        pretrain(config, lines.append, lines.append, RunParts(Compiling(config)))
+    return lines, seconds
+
+
+def test_waiting_for_a_compiler_is_announced_and_is_no_part_of_speed_or_of_the_time_left(tmp_path):
+    tree = settings(tmp_path, train={"steps": 20, "log_every": 100, "evaluation": {"every": 10, "samples": 2}})
+    tree["data"]["valid"] = tree["data"]["train"]
+    tree["checkpoint"] = {"every": 15}
+    [(lines, estimated_from)] = ranks(1, lines_of, tree)
+    assert sum("compiling the fused operations for this machine, once" in line for line in lines) == 1
+    records = read_metrics(Path(tree["run"]))
+    steps = [record for record in records if "loss" in record]
+    first, *later = steps
+    assert first["time"]["compile"] >= 0.3
+    assert not [record for record in later if "compile" in record["time"]]
+    assert first["time"]["forward-backward"] < first["step_seconds"] - 0.3
+    work = first["step_seconds"] - first["time"]["compile"]
+    assert first["tokens_per_second"] * work == pytest.approx(8 * SEQ)
+    [line] = [line for line in lines if "1/20" in line]  # though log_every is 100
+    assert line.endswith("compiling)")
+    assert estimated_from == [work, *(record["step_seconds"] for record in later)]
+    assert all(record["peak_memory"] > 1e7 for record in steps)
+    # an evaluation without gradients is built anew
+    held_out = [list(record["time"]) for record in records if "valid_loss" in record]
+    assert held_out == [["evaluation", "compile"], ["evaluation"]]
+    assert [(record["step"], list(record["between"])) for record in steps if "between" in record] == [
+        (16, ["checkpoint"])
+    ]
 
 
 def error_of(tree: dict[str, Any], where: str) -> tuple[str, str, bool]:
@@ -100,3 +157,53 @@ def test_an_error_of_one_rank_is_one_error_of_all(where, want, tmp_path):
     tree = settings(tmp_path, train={"steps": 2}, parallel={"shard": 2})
     tree["data"]["valid"] = tree["data"]["train"]
     assert ranks(2, error_of, tree, where) == [want] * 2
+
+
+def run_with_held_out_losses(tree: dict[str, Any], losses: dict[int, float]) -> None:
+    """A run whose evaluations find ``losses``, by how many there were before."""
+    found = iter(losses.values())
+
+    def evaluate(*_: Any, **__: Any) -> Evaluation:
+        return Evaluation(loss := next(found), {"lm": loss}, {"lm": 1}, 1)
+
+    with patch.object(callbacks, "evaluate", evaluate):
+        pretrain(load_run(tree, world_size=2), str, str)
+
+
+def test_the_best_checkpoint_by_held_out_loss_stays_over_a_restart_too(tmp_path):
+    tree = settings(tmp_path, train={"steps": 8, "evaluation": {"every": 2}}, parallel={"shard": 2})
+    tree["data"]["valid"] = tree["data"]["train"]
+    tree["optim"] |= {"schedule": "constant"}
+    tree["checkpoint"] = {"every": 2, "keep": 1, "keep_best": True}
+    folder = tmp_path / "run" / "checkpoints"
+    ranks(2, run_with_held_out_losses, tree, {2: 3.0, 4: 1.0, 6: float("nan"), 8: 2.0})
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000004", "step-00000008"]
+    tree["train"]["steps"] = 12
+    ranks(2, run_with_held_out_losses, tree, {10: 1.5, 12: 1.25})
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000004", "step-00000012"]
+    assert (folder / "best").read_text() == "step-00000004\n"
+
+
+def test_a_side_product_that_cannot_be_written_does_not_fail_the_run(tmp_path):
+    tree = settings(tmp_path, train={"steps": 2})
+    (tmp_path / "run" / "report.html").mkdir(parents=True)  # a folder where a file is wanted
+    (tmp_path / "run" / "tensorboard").write_text("")  # and the reverse
+    [ended] = ranks(1, train_here, write_settings(tree, tmp_path))
+    assert ended.code == 0, ended
+    assert "tensorboard gets no more of this run, which goes on: " in ended.out
+    assert "no report: cannot write " in ended.out
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2]
+
+
+def train_here(settings_file: Path) -> Any:
+    return here("train", settings_file, "tracking=[tensorboard]")
+
+
+def test_a_dashboard_that_is_not_installed_is_refused_before_the_start(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(optional, "has", lambda package: package != "wandb")
+    ended = here("train", write_settings(settings(tmp_path), tmp_path), "tracking=[wandb]")
+    assert ended.code == 2
+    assert "tracking (wandb): writing for Weights & Biases needs wandb" in ended.err
+    assert "pip install 'megalith[tracking]'" in ended.err
+    assert not (tmp_path / "run").exists()

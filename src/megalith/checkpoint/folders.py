@@ -1,7 +1,8 @@
 """The folder of a run's checkpoints: names of steps, which are complete, which may go.
 
 ``step-00000100`` is a published checkpoint, and ``step-00000100.damaged`` one that was set aside. What is being written
-or removed the store hides. ``latest`` names the newest, for people and scripts: nothing here reads what it says.
+or removed the store hides. ``latest`` names the newest, and ``best`` one that is kept for its loss, both for people and
+scripts: nothing here reads what they say.
 """
 
 import logging
@@ -94,11 +95,11 @@ def rename_damaged(store: Store, name: str) -> str:
     return aside
 
 
-def remove_old(store: Store, keep_last: int, but_not: str) -> None:
+def remove_old(store: Store, keep_last: int, but_not: Collection[str]) -> None:
     """Removes complete checkpoints but ``but_not`` and the ``keep_last`` newest; what cannot be removed is logged."""
     try:
         for name in list(complete_steps(store))[keep_last:]:
-            if name != but_not:
+            if name not in but_not:
                 store.remove_folder(name)
     except (StorageError, CheckpointError) as error:
         log.warning("old checkpoints in %s cannot be removed: %s", store, error)

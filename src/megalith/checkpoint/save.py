@@ -31,16 +31,23 @@ from megalith.storage import (
 )
 from megalith.topology.agreement import agreed, gather, rank, scatter, world_size
 
-__all__ = ["MOST_STATE_BYTES", "STATE", "save_checkpoint"]
+__all__ = ["BEST", "MOST_STATE_BYTES", "STATE", "save_checkpoint"]
 
 log = logging.getLogger(__name__)
 
+BEST = "best"
 STATE = "state.json"
 MOST_STATE_BYTES = 16 << 20  # it is held in memory whole, several times as large when it is parsed
 
 
 def save_checkpoint(
-    folder: Location, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, keep_last: int
+    folder: Location,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    *,
+    keep_last: int,
+    best: int | None = None,
 ) -> Location:
     """Where the checkpoint of ``step`` is, complete and durable; all ranks of the default group call it.
 
@@ -51,6 +58,7 @@ def save_checkpoint(
         tensors: by name; DTensors (Shard and Replicate), or plain tensors, equal on all ranks that have them.
         state: anything JSON, up to 16 MiB of it; rank 0's is stored.
         keep_last: how many of the newest complete checkpoints stay, at least 1.
+        best: a step whose checkpoint stays however old it is, and that the file ``best`` names; rank 0's counts.
 
     Raises:
         StorageError: the store of a rank failed or is full.
@@ -78,7 +86,10 @@ def save_checkpoint(
             if rank() == 0:
                 shards = {file: record for records in records_by_rank for file, record in records.items()}
                 _publish(store, name, shards, plan, state, is_there)
-                remove_old(store, keep_last, but_not=name)
+                kept = {name} if best is None else {name, step_name(best)}
+                if best is not None:
+                    _point(store, BEST, step_name(best))
+                remove_old(store, keep_last, but_not=kept)
     finally:
         if rank() == 0:
             discard(store, name)
@@ -147,8 +158,13 @@ def _publish(
         staged.put(file, content)
     _check_sizes(staged, files)
     store.commit(name, manifest_of(files))
+    _point(store, LATEST, name)
+
+
+def _point(store: Store, pointer: str, name: str) -> None:
+    """Lets the file ``pointer`` name the checkpoint ``name``."""
     try:
-        store.put(LATEST, f"{name}\n".encode())
+        store.put(pointer, f"{name}\n".encode())
     except StorageError as error:  # the checkpoint stands, and is found without it
         log.warning("%s is saved, but %s", store / name, error)
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -122,7 +123,7 @@ def _train_here(
         if dry_run:
             _describe(config, world_size)
         else:
-            _train(config, stop)
+            _train(config, stop, _origin(source, overrides, world_size))
 
 
 def _describe(config: "RunConfig", world_size: int) -> None:
@@ -131,14 +132,20 @@ def _describe(config: "RunConfig", world_size: int) -> None:
     print(describe(config, world_size))
 
 
-def _train(config: "RunConfig", stop: StopRequest) -> None:
+def _origin(source: str, overrides: list[str], world_size: int) -> dict[str, str]:
+    """What the run's folder says of where it comes from: ``--nproc`` stands for torchrun too."""
+    ranks = ["--nproc", str(world_size)] if world_size > 1 else []
+    return {"recipe": Path(source).stem, "command": shlex.join(["megalith", "train", source, *overrides, *ranks])}
+
+
+def _train(config: "RunConfig", stop: StopRequest, origin: dict[str, str]) -> None:
     from megalith.cli.console import Console
     from megalith.insight.report import write_report_if_possible
     from megalith.training.loop import Outcome
     from megalith.training.pretrain import pretrain
 
     console = Console()
-    outcome = pretrain(config, console.show, console.show_progress, stop=stop)
+    outcome = pretrain(config, console.show, console.show_progress, origin=origin, stop=stop)
     console.close()
     if outcome is not Outcome.WAS_DONE and os.environ.get("RANK", "0") == "0":
         console.show(write_report_if_possible(config.run))

@@ -21,6 +21,7 @@ from megalith.config.model_rules import (
 )
 from megalith.config.relevance import no_setting_is_without_effect
 from megalith.config.training_rules import (
+    best_checkpoint_is_evaluated,
     evaluation_has_data,
     experimental_features_are_switched_on,
     loss_scale_starts_above_its_minimum,
@@ -58,6 +59,7 @@ RUN_RULES: tuple[Rule, ...] = (
     overrides_change_something,
     nesterov_needs_momentum,
     evaluation_has_data,
+    best_checkpoint_is_evaluated,
     loss_scale_starts_above_its_minimum,
     experimental_features_are_switched_on,
     switched_on_features_are_used,

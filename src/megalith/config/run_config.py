@@ -152,6 +152,7 @@ class CheckpointConfig(SettingsGroup):
         default=None, ge=1, le=LARGEST_COUNT, description="[steps] between checkpoints; null: only at the end"
     )
     keep: int = Field(default=2, ge=1, le=LARGEST_COUNT, description="[checkpoints] kept, the newest")
+    keep_best: bool = Field(default=False, description="keep the one with the lowest held-out loss too, however old")
 
 
 class RunConfig(SettingsGroup):
@@ -172,6 +173,11 @@ class RunConfig(SettingsGroup):
         default="auto", description="go on from the newest checkpoint in the run's folder"
     )
     run: FilePath = Field(default="runs/default", description="folder of the run")
+    tracking: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = Field(
+        default=None,
+        strict=False,
+        description="dashboards that get the numbers too, in files of the run's folder; null: tensorboard if installed",
+    )
     experimental: tuple[str, ...] = Field(
         default=(), strict=False, description="names of experimental features switched on"
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from difflib import get_close_matches
+from typing import Any
 
 from megalith.config.batch_size_schedule import mend_batch_size_schedule, parse_batch_size_schedule
 from megalith.config.draft import Draft, Violation
@@ -9,6 +10,7 @@ from megalith.config.experimental import FEATURES, USED_BY, refusal
 from megalith.errors import ConfigError
 
 __all__ = [
+    "best_checkpoint_is_evaluated",
     "evaluation_has_data",
     "experimental_features_are_switched_on",
     "loss_scale_starts_above_its_minimum",
@@ -24,6 +26,7 @@ __all__ = [
 _LR, _MIN_LR, _OVERRIDES = "optim.lr", "optim.min_lr", "optim.overrides"
 _WARMUP, _DECAY, _WSD_DECAY = "optim.warmup_steps", "optim.decay_steps", "optim.wsd.decay_steps"
 _FIRST_SCALE, _LEAST_SCALE = "precision.loss_scale.initial", "precision.loss_scale.minimum"
+_KEEP_BEST = "checkpoint.keep_best"
 _BATCHES, _UNIT = "train.batch_size_schedule", "train.batch_size_schedule_unit"
 
 
@@ -113,6 +116,28 @@ def evaluation_has_data(run: Draft) -> Iterator[Violation]:
     if "train.evaluation.every" in run.given and run.get("data.valid") is None:
         message = "train.evaluation needs data.valid, which is not set"
         yield Violation("evaluation_has_data", "train.evaluation", message, ({"train.evaluation": None},))
+
+
+def best_checkpoint_is_evaluated(run: Draft) -> Iterator[Violation]:
+    """checkpoint.keep_best needs data.valid, and an evaluation at every checkpoint on the way."""
+    if not run[_KEEP_BEST]:
+        return
+    saved, evaluated = run.get("checkpoint.every"), run.get("train.evaluation.every")
+    fixes: tuple[dict[str, Any], ...] = ()
+    if run.get("data.valid") is None:
+        message = f"{_KEEP_BEST} needs data.valid, which is not set"
+    elif saved is None:
+        message = f"{_KEEP_BEST} needs checkpoint.every, without which there is one checkpoint only, at the end"
+        fixes = ({"checkpoint.every": evaluated},) if evaluated else ()
+    elif evaluated is None or saved % evaluated:
+        message = (
+            f"{_KEEP_BEST} needs an evaluation at every checkpoint: checkpoint.every ({saved}) must be a multiple of "
+            f"train.evaluation.every ({evaluated})"
+        )
+        fixes = ({"train.evaluation.every": saved},)
+    else:
+        return
+    yield Violation("best_checkpoint_is_evaluated", _KEEP_BEST, message, (*fixes, {_KEEP_BEST: False}))
 
 
 def loss_scale_starts_above_its_minimum(run: Draft) -> Iterator[Violation]:

@@ -1,28 +1,31 @@
 """``RUN/report.html``: how a run went, as one page that needs no network, no script and no other file."""
 
+import logging
 from html import escape
 from importlib import resources
 from pathlib import Path
 
-from megalith.errors import DataError, MissingDependencyError
-from megalith.insight.report_sections import sections, summary, tiles
+from megalith.errors import MegalithError
+from megalith.insight.report_sections import origin, sections, summary, tiles, title
 from megalith.insight.run_history import RunHistory, read_run
 from megalith.storage.atomic import write_text_atomic
 
 __all__ = ["write_report", "write_report_if_possible"]
 
+log = logging.getLogger(__name__)
 
-def write_report(run_folder: Path) -> Path:
-    """Write ``report.html`` into ``run_folder`` from what lies there (see run_history), and return its path.
 
-    Only metrics.jsonl must be there; a part without its file is left out.
+def write_report(run_folder: Path, page: Path | None = None) -> Path:
+    """Write ``page``, by default ``report.html`` in ``run_folder``, from what lies there; return its path.
+
+    Only metrics.jsonl must be there; a part without its file is left out. The run may still be training.
 
     Raises:
         DataError: there is no record of a training step, or a file is damaged.
         MissingDependencyError: matplotlib is not installed.
-        StorageError: the folder does not take the page.
+        StorageError: the page cannot be written there.
     """
-    page = run_folder / "report.html"
+    page = run_folder / "report.html" if page is None else page
     write_text_atomic(page, _page(read_run(run_folder)))
     return page
 
@@ -31,20 +34,22 @@ def write_report_if_possible(run_folder: Path | str) -> str:
     """One line that says where the report is, or why there is none; a run that has trained does not fail for a page."""
     try:
         return f"report: {write_report(Path(run_folder))}"
-    except (DataError, MissingDependencyError) as error:
+    except MegalithError as error:
         return f"no report: {error}"
+    except Exception as error:  # of matplotlib, say
+        log.warning("report.html cannot be drawn", exc_info=True)
+        return f"no report: {type(error).__name__}: {error}; the run is complete, try: megalith report {run_folder}"
 
 
 def _page(run: RunHistory) -> str:
     style = resources.files("megalith.insight").joinpath("report.css").read_text(encoding="utf-8")
-    name = escape(run.name)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>{name} · Megalith</title>
+<title>{title(run)} · Megalith</title>
 <style>
 {style}</style>
 </head>
@@ -52,7 +57,8 @@ def _page(run: RunHistory) -> str:
 <main>
 <header>
 <p class="brand">Megalith</p>
-<h1>{name}</h1>
+<h1>{escape(run.name)}</h1>
+{origin(run)}
 <p class="summary">{summary(run)}</p>
 </header>
 <dl class="tiles">{tiles(run)}</dl>

@@ -17,16 +17,16 @@ import numpy as np
 
 from megalith import optional
 
-__all__ = ["Chart", "Level", "Line", "Mark", "is_spread_out", "smoothed", "svg"]
+__all__ = ["Chart", "Level", "Line", "Mark", "is_spread_out", "smoothed", "smoothing_window", "svg"]
 
 # drawn colour: the page's variable that replaces it
 _VARIABLES = {
     "#000001": "--ink",
     "#000002": "--muted",
     "#000003": "--line",
-    "#000004": "--series-1",
-    "#000005": "--series-2",
-    "#000006": "--series-3",
+    "#000004": "--training",
+    "#000005": "--held-out",
+    "#000006": "--measure",
 }
 _COLOURS = {variable: drawn for drawn, variable in _VARIABLES.items()}
 _LABEL_ROOM = 130  # pixels between the labels of two marks
@@ -38,7 +38,7 @@ class Line:
 
     steps: Sequence[int]
     values: Sequence[float]
-    colour: str = "--series-1"
+    colour: str = "--training"
     width: float = 1.8
     opacity: float = 1.0
     dots: bool = False
@@ -62,7 +62,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """What to draw; ``name`` is unique on its page, ``describe`` says it to who cannot see it."""
+    """What to draw; ``name`` is unique on its page, ``describe`` says it to who cannot see it.
+
+    ``limits``: of the values shown; what lies beyond is cut off. ``from_step``: where the axis of steps begins.
+    """
 
     name: str
     describe: str
@@ -72,16 +75,23 @@ class Chart:
     format_value: Callable[[float], str] = "{:.3g}".format
     logarithmic: bool = False
     from_zero: bool = False
+    limits: tuple[float, float] | None = None
+    from_step: int = 0
+
+
+def smoothing_window(num_values: int) -> int:
+    """How many values ``smoothed`` takes the mean of: a thirtieth of them, an odd number."""
+    return 2 * (num_values // 60) + 1
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean around each of ``values``, over a thirtieth of them, so that nothing shifts; skips NaN and inf."""
+    """The mean around each of ``values``, over ``smoothing_window`` of them, nothing shifted; skips NaN and inf."""
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
     places = np.arange(len(values))
     # at the beginning the window narrows: a lopsided one would bend the curve where it is steepest
-    reach = np.minimum(places, len(values) // 60)
+    reach = np.minimum(places, smoothing_window(len(values)) // 2)
     first, after = places - reach, places + np.minimum(reach, places[::-1]) + 1
     with np.errstate(invalid="ignore"):
         means = (sums[after] - sums[first]) / (counts[after] - counts[first])
@@ -139,8 +149,10 @@ def _figure(chart: Chart, width: int, height: int) -> Any:
             solid_joinstyle="round",
         )
     last_step = max(line.steps[-1] for line in chart.lines if line.steps)
-    axes.set_xlim(0, last_step * 1.01)
-    if chart.from_zero and not chart.logarithmic:
+    axes.set_xlim(chart.from_step, last_step + 0.01 * (last_step - chart.from_step))
+    if chart.limits is not None:
+        axes.set_ylim(*chart.limits)
+    elif chart.from_zero and not chart.logarithmic:
         axes.set_ylim(bottom=0)
     _annotate(axes, chart, last_step, width)
     return figure
@@ -184,7 +196,7 @@ def _annotate(axes: Any, chart: Chart, last_step: int, width: int) -> None:
     labelled_at = -math.inf
     for mark in chart.marks:
         axes.axvline(mark.step, color=ink, linewidth=1, linestyle=(0, (4, 3)))
-        pixel = mark.step / last_step * width
+        pixel = (mark.step - chart.from_step) / max(1, last_step - chart.from_step) * width
         if mark.label and pixel - labelled_at > _LABEL_ROOM:
             labelled_at = pixel
             _write(axes, mark.label, (mark.step, 1), ("data", "axes fraction"), 6, _side(pixel, width), ink)

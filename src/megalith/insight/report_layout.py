@@ -8,14 +8,14 @@ __all__ = ["layout_svg"]
 
 _WIDTH, _HEIGHT, _GAP = 58, 66, 6  # of a box, in pixels
 _MOST_COLUMNS, _MOST_ROWS = 8, 4
-_COLOURS = 6  # series of the page
+_SHADES = 6  # of the page
 
 
 def layout_svg(layout: str) -> str:
     """The ranks of ``layout`` ("tp2 dp4") as an ``<svg>`` element; "" where it does not name both axes.
 
-    A column is a tensor parallel coordinate, and so a colour: these ranks hold the same slice of every weight. A row is
-    a data parallel coordinate. Of a large world the first rows and columns are drawn, and the rest is counted.
+    A column, and a shade, is a tensor parallel coordinate: its ranks hold the same slice of every weight. A row is a
+    data parallel coordinate. Of a large world the first rows and columns are drawn, and the rest is counted.
     """
     sizes = {axis: int(size) for axis, size in re.findall(r"\b(tp|dp)([1-9]\d*)\b", layout)}
     if sizes.keys() != {"tp", "dp"}:
@@ -41,7 +41,7 @@ def _box(rank: int, grid: RankGrid) -> str:
     tp, dp = grid.position("tp", rank), grid.position("dp", rank)
     x, y = tp * (_WIDTH + _GAP), dp * (_HEIGHT + _GAP)
     return (
-        f'<g transform="translate({x} {y})" class="series-{tp % _COLOURS + 1}">'
+        f'<g transform="translate({x} {y})" class="shade-{tp % _SHADES + 1}">'
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" rx="8"/>'
         f'<text class="rank" x="{_WIDTH / 2:g}" y="22">rank {rank}</text>'
         f'<text x="{_WIDTH / 2:g}" y="39">tp {tp}</text><text x="{_WIDTH / 2:g}" y="54">dp {dp}</text></g>'

@@ -3,20 +3,22 @@
 metrics.jsonl      training records and evaluations (observe/metrics.py); the one part that must be there
 evaluation.json    {"valid_loss", "unigram_loss", "bigram_loss"}, nats per token of held-out text
 samples.json       [{"prompt", "text"}, ...]
-about.json         {"parameters": count, and whatever is worth knowing: versions, the machine, the dtype}
+about.json         {"parameters": count, "recipe", "model", "started", "command", and whatever is worth knowing besides:
+                   versions, the machine, the dtype}
 config.yaml        the resolved settings
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeGuard
 
 from megalith.errors import DataError
-from megalith.observe.metrics import read_metrics
+from megalith.observe.metrics import COMPILE, read_metrics
 
 __all__ = ["Phase", "RunHistory", "read_run"]
 
@@ -28,8 +30,8 @@ class Phase:
     layout: str
     first_step: int
     last_step: int
-    step_seconds: float  # mean; NaN where it was not recorded
-    time: Mapping[str, float]  # mean seconds per step by span, outermost spans only
+    step_seconds: float  # median, without waiting for a compiler; NaN where it was not recorded
+    time: Mapping[str, float]  # median seconds per step by span, outermost spans only, without the compiler's
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,11 @@ class RunHistory:
     """A run's records, in order of steps, and the files beside them; what is missing is empty."""
 
     name: str
+    folder: Path
     training: list[dict[str, Any]]
     evaluations: list[tuple[int, float]]  # (step, held-out loss)
     phases: list[Phase]
+    time: Mapping[str, float]  # seconds of the whole run: "training" steps, "compile", what came between the steps
     evaluation: Mapping[str, Any]
     samples: list[Mapping[str, Any]]
     about: Mapping[str, Any]
@@ -57,9 +61,13 @@ class RunHistory:
 
     @property
     def seconds(self) -> float:
-        """Time spent in steps; work that a crash undid is not in it. NaN where no step was timed."""
-        timed = [p.step_seconds * (p.last_step - p.first_step + 1) for p in self.phases if p.step_seconds > 0]
-        return math.fsum(timed) if timed else math.nan
+        """All time that was recorded; work that a crash undid is not in it. NaN where no step was timed."""
+        return math.fsum(self.time.values()) if "training" in self.time else math.nan
+
+    @property
+    def step_seconds(self) -> float:
+        """The median step, without waiting for a compiler; NaN where no step was timed."""
+        return _median([seconds for record in self.training if (seconds := _work_seconds(record)) > 0])
 
     @property
     def valid_loss(self) -> float | None:
@@ -83,9 +91,11 @@ def read_run(folder: Path) -> RunHistory:
     settings = folder / "config.yaml"
     return RunHistory(
         name=folder.resolve().name,
+        folder=folder,
         training=training,
         evaluations=sorted(evaluations.items()),
         phases=_phases(training),
+        time=_time(records),
         evaluation=_json(folder / "evaluation.json", dict),
         samples=[sample for sample in _json(folder / "samples.json", list) if isinstance(sample, dict)],
         about=_json(folder / "about.json", dict),
@@ -94,31 +104,59 @@ def read_run(folder: Path) -> RunHistory:
 
 
 def _phases(training: list[dict[str, Any]]) -> list[Phase]:
-    # a record stands for the steps since the one before it
-    steps = [b["step"] - a["step"] for a, b in pairwise([{"step": 0}, *training])]
     phases = []
-    for layout, run in groupby(zip(steps, training, strict=True), lambda pair: str(pair[1].get("layout", ""))):
+    for layout, run in groupby(_with_num_steps(training), lambda pair: str(pair[1].get("layout", ""))):
         group = list(run)
-        times = [(count, record["time"]) for count, record in group if isinstance(record.get("time"), dict)]
-        names = dict.fromkeys(name for _, time in times for name in time if "/" not in name)
-        first = group[0][1]["step"] - group[0][0] + 1
+        records = [record for _, record in group]
+        times = [spans for record in records if (spans := _spans(record, "time"))]
+        names = dict.fromkeys(name for time in times for name in time if name != COMPILE)
+        medians = {name: _median([time.get(name, 0.0) for time in times]) for name in names}
         phases.append(
             Phase(
                 layout=layout,
-                first_step=min(first, group[0][1]["step"]),
-                last_step=group[-1][1]["step"],
-                step_seconds=_mean([(n, record.get("step_seconds")) for n, record in group]),
-                time={name: mean for name in names if (mean := _mean([(n, t.get(name, 0.0)) for n, t in times])) > 0},
+                first_step=min(records[0]["step"] - group[0][0] + 1, records[0]["step"]),
+                last_step=records[-1]["step"],
+                step_seconds=_median([seconds for record in records if (seconds := _work_seconds(record)) > 0]),
+                time={name: seconds for name, seconds in medians.items() if seconds > 0},
             )
         )
     return phases
 
 
-def _mean(weighted: list[tuple[int, Any]]) -> float:
-    """The mean of the numbers among (weight, value), NaN when there is none."""
-    numbers = [(weight, value) for weight, value in weighted if _is_number(value) and weight > 0]
-    total = sum(weight for weight, _ in numbers)
-    return math.fsum(weight * value for weight, value in numbers) / total if total else math.nan
+def _time(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds of the whole run, by what they were spent on."""
+    steps = sorted((record for record in records if "loss" in record), key=lambda record: record["step"])
+    trained = [num_steps * _work_seconds(record) for num_steps, record in _with_num_steps(steps)]
+    found = {"training": math.fsum(seconds for seconds in trained if seconds > 0)}
+    for record in records:
+        own, between = _spans(record, "time"), _spans(record, "between")
+        if "loss" in record:  # its other spans are parts of the step
+            own = {COMPILE: own[COMPILE]} if COMPILE in own else {}
+        for name, seconds in [*own.items(), *between.items()]:
+            found[name] = found.get(name, 0.0) + seconds
+    return {name: seconds for name, seconds in found.items() if seconds > 0}
+
+
+def _with_num_steps(training: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+    """Each record with how many steps it stands for: those since the record before it."""
+    return [(after["step"] - before["step"], after) for before, after in pairwise([{"step": 0}, *training])]
+
+
+def _work_seconds(record: Mapping[str, Any]) -> float:
+    """What the step took without waiting for a compiler; NaN where it was not recorded."""
+    seconds = record.get("step_seconds")
+    return float(seconds) - _spans(record, "time").get(COMPILE, 0.0) if _is_number(seconds) else math.nan
+
+
+def _spans(record: Mapping[str, Any], field: str) -> dict[str, float]:
+    """Seconds by outermost span."""
+    time = record.get(field)
+    spans = time.items() if isinstance(time, dict) else ()
+    return {name: float(seconds) for name, seconds in spans if "/" not in name and _is_number(seconds)}
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(median(values)) if values else math.nan
 
 
 def _is_number(value: object) -> TypeGuard[float]:

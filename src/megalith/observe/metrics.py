@@ -1,10 +1,12 @@
-"""The numbers of a run, one JSON object per line in ``RUN/metrics.jsonl``, and TensorBoard's files beside it.
+"""The numbers of a run, one JSON object per line in ``RUN/metrics.jsonl``.
 
 Each step is a record: step, loss (nats per token), grad_norm (before clipping), lr, tokens and consumed_samples (read
-so far, tokens without a loss included), tokens_per_second, step_seconds (this step's, waiting for data included), mfu
-or null, layout ("tp2 dp1"), skipped (the weights did not move), time ({span: seconds in this step}). In float16 there
-is loss_scale too, and for a loss of several terms ``terms`` ({term: mean}). An evaluation is a record of its own: step,
-valid_loss, valid_tokens, and ``valid`` ({term or measure: mean}) where there are several.
+so far, tokens without a loss included), step_seconds (this step's, waiting for data and for a compiler included),
+tokens_per_second and mfu or null (both without waiting for a compiler), layout ("tp2 dp1"), skipped (the weights did
+not move), peak_memory (bytes, of rank 0, so far), time ({span: seconds in this step}, ``compile`` among them where
+torch.compile was waited for), and after a checkpoint ``between`` ({span: seconds between the last step and this one}).
+In float16 there is loss_scale too, and for a loss of several terms ``terms`` ({term: mean}). An evaluation is a record
+of its own: step, valid_loss, valid_tokens, time, and ``valid`` ({term or measure: mean}) where there are several.
 
 JSON has no NaN. A number that is not finite stands as null, and ``nonfinite`` beside it says what it was:
 ``{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}``. ``read_metrics`` puts the numbers back.
@@ -17,19 +19,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megalith import optional
 from megalith.errors import DataError
 from megalith.storage.atomic import publish_file
 from megalith.storage.failures import explained
 
-__all__ = ["MetricsWriter", "read_metrics"]
+__all__ = ["COMPILE", "MetricsWriter", "read_metrics"]
+
+COMPILE = "compile"  # the span of waiting for torch.compile, which is part of no other span
 
 _NAME = "metrics.jsonl"
 _NONFINITE = "nonfinite"
 
 
 class MetricsWriter:
-    """Appends records to ``RUN/metrics.jsonl``, and to ``RUN/tensorboard`` where TensorBoard is installed; on one rank.
+    """Appends records to ``RUN/metrics.jsonl``; on one rank.
 
     A run that resumes at ``resumed_step`` will do the later steps again, so records of those are dropped, as is a last
     line that a crash has torn. Of any instant at which the process is killed, all earlier records remain.
@@ -45,11 +48,6 @@ class MetricsWriter:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             _drop_after(self._path, resumed_step)
             self._file = self._path.open("ab", buffering=0)
-        self._tensorboard: Any = None
-        if optional.has("torch.utils.tensorboard"):
-            writer = optional.need("torch.utils.tensorboard").SummaryWriter
-            # steps from here on replace what an earlier attempt has drawn
-            self._tensorboard = writer(str(self._path.parent / "tensorboard"), purge_step=resumed_step + 1)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append ``record``, which has a ``step``; it is with the operating system when this returns."""
@@ -58,15 +56,10 @@ class MetricsWriter:
         with explained("write", self._path):
             while line:  # a disk that fills up takes a part first, and refuses the rest
                 line = line[self._file.write(line) :]
-        if self._tensorboard is not None:
-            for name, value in _scalars(record):
-                self._tensorboard.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
-        """Close the files; nothing can be written afterwards."""
+        """Close the file; nothing can be written afterwards."""
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -136,12 +129,3 @@ def _restored(record: dict[str, Any]) -> dict[str, Any]:
     nonfinite = {name: float(value) for name, value in record.pop(_NONFINITE, {}).items()}
     nested = {name: _restored(value) for name, value in record.items() if isinstance(value, dict)}
     return {**record, **nested, **nonfinite}
-
-
-def _scalars(record: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of ``record`` but its step, by name, with those of nested fields as ``time/forward``."""
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            yield from _scalars(value, f"{inside}{name}/")
-        elif isinstance(value, (int, float)) and name != "step":
-            yield inside + name, value

@@ -33,13 +33,14 @@ class HostClock:
 class Span:
     """One named stretch of code, entered with ``with``; made by ``Timers``."""
 
-    __slots__ = ("_open", "_parent", "_started", "_timers", "children", "count", "path", "seconds")
+    __slots__ = ("_interruptions", "_open", "_parent", "_started", "_timers", "children", "count", "path", "seconds")
 
     def __init__(self, timers: "Timers", parent: "Span | None", path: str) -> None:
         self._timers = timers
         self._parent = parent
         self._started: Any = None
         self._open: list[tuple[Any, Any]] = []  # pairs of marks that the device has not passed yet
+        self._interruptions: list[tuple[Any, Any]] = []  # the same, of time that is counted elsewhere
         self.path = path
         self.seconds = 0.0
         self.count = 0
@@ -60,18 +61,43 @@ class Span:
 
     def settle(self) -> None:
         """Adds up what the device has passed by now."""
-        waiting = []
-        for marks in self._open:
+        passed, self._open = self._passed(self._open)
+        interrupted, self._interruptions = self._passed(self._interruptions)
+        self.seconds += passed - interrupted
+
+    def reset(self) -> None:
+        """Begins at zero again; marks that the device has not passed are forgotten."""
+        self._open, self._interruptions, self.seconds, self.count = [], [], 0.0, 0
+
+    def _passed(self, pairs: list[tuple[Any, Any]]) -> tuple[float, list[tuple[Any, Any]]]:
+        """The seconds between the marks of ``pairs``, and the pairs that the device has not passed yet."""
+        total, waiting = 0.0, []
+        for marks in pairs:
             seconds = self._timers.clock.seconds(*marks)
             if seconds is None:
                 waiting.append(marks)
             else:
-                self.seconds += seconds
-        self._open = waiting
+                total += seconds
+        return total, waiting
 
-    def reset(self) -> None:
-        """Begins at zero again; marks that the device has not passed are forgotten."""
-        self._open, self.seconds, self.count = [], 0.0, 0
+
+class _Interruption(Span):
+    """A span at the top that interrupts the spans that are open: its seconds are not part of theirs."""
+
+    __slots__ = ("_interrupted",)
+
+    def __enter__(self) -> Span:
+        self._interrupted = self._timers.innermost
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        self._timers.innermost = around = self._interrupted
+        while around._parent is not None:
+            around._interruptions.append(self._open[-1])
+            around = around._parent
 
 
 class Timers:
@@ -94,6 +120,14 @@ class Timers:
         children = self.innermost.children
         span = children.get(name)
         return span if span is not None else self._new_span(name)
+
+    def interrupt(self, name: str) -> Span:
+        """The span ``name`` at the top, whose seconds are not counted in the spans that are open now."""
+        span = self._root.children.get(name)
+        if span is None:
+            span = self._root.children[name] = _Interruption(self, self._root, name)
+        assert isinstance(span, _Interruption), f"{name!r} is the name of a span that does not interrupt"
+        return span
 
     def totals(self) -> dict[str, float]:
         """Seconds by path since the last reset, spans before their parts; those never left have none."""

@@ -2,7 +2,7 @@
 
 import math
 
-__all__ = ["duration", "quantity"]
+__all__ = ["duration", "gibibytes", "quantity"]
 
 _SUFFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -14,6 +14,12 @@ def quantity(value: float) -> str:
         if math.isfinite(value) and abs(value) >= 0.9995 * size:
             return f"{value / size:#.3g}".rstrip(".") + suffix
     return f"{value:.3g}"
+
+
+def gibibytes(num_bytes: float) -> str:
+    """``num_bytes`` in GiB: 3e8 -> "0.28 GiB", 8.4e10 -> "78.2 GiB", 2e12 -> "1,863 GiB"."""
+    value = num_bytes / 2**30
+    return f"{value:,.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} GiB"
 
 
 def duration(seconds: float) -> str:

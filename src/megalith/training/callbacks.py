@@ -1,15 +1,22 @@
 """What happens around the steps of a run: metrics, evaluation, checkpoints. Each reads its own settings, once."""
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch.distributed as dist
 
+from megalith.checkpoint.folders import complete_steps, step_name
 from megalith.data.samples import SizedSamples
-from megalith.observe.metrics import MetricsWriter
+from megalith.observe.memory import peak_memory
+from megalith.observe.metrics import COMPILE, MetricsWriter, read_metrics
 from megalith.observe.peak import peak_flops
 from megalith.observe.progress import progress_line
+from megalith.observe.time_left import TimeLeft
+from megalith.observe.trackers import Trackers
 from megalith.topology.agreement import agreed, attempt
 from megalith.training.evaluation import evaluate
 from megalith.training.loop import Callback, FinishedStep, Outcome
@@ -22,17 +29,23 @@ log = logging.getLogger(__name__)
 
 
 class Metrics(Callback):
-    """Writes a record of every step to metrics.jsonl, and shows a line every ``train.log_every`` steps; rank 0 only.
+    """Writes a record of every step to metrics.jsonl and to the dashboards of ``tracking``; rank 0 only.
 
-    ``show`` takes a line that stays, ``show_progress`` one that the next may replace.
+    It shows a line after the first step that it sees, and every ``train.log_every`` steps. ``show`` takes a line that
+    stays, ``show_progress`` one that the next may replace.
     """
 
-    def __init__(self, run: Run, show: Callable[[str], None], show_progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, run: Run, show: Callable[[str], None], show_progress: Callable[[str], None], trackers: Trackers
+    ) -> None:
+        self.trackers = trackers
         self.show = show
         self.show_progress = show_progress
         self.every = run.config.train.log_every
-        self.first_step = run.state.step
-        self.seconds = 0.0
+        self.first_step = run.state.step + 1
+        self.left = TimeLeft(run.config.train.steps)
+        self.between: dict[str, float] = {}
+        self.held_out = (-1, math.nan)  # the last evaluation: its step and loss
         self.writer = MetricsWriter(run.folder, resumed_step=run.state.step) if dist.get_rank() == 0 else None
         self.peak_flops = peak_flops(run.device, run.config.precision.dtype)
 
@@ -40,6 +53,20 @@ class Metrics(Callback):
         """Adds one record, on rank 0."""
         if self.writer is not None:
             self.writer.write(record)
+            self.trackers.write(record)
+
+    @contextmanager
+    def timed(self, run: Run, name: str, every: int | None) -> Iterator[dict[str, float]]:
+        """Times what comes after every so many steps; at the end of the block it has given {span: seconds}."""
+        started, before = perf_counter(), run.timers.totals().get(COMPILE, 0.0)
+        spans: dict[str, float] = {}
+        with run.timers(name):
+            yield spans
+        compiling = run.timers.totals().get(COMPILE, 0.0) - before
+        spans[name] = perf_counter() - started - compiling
+        if compiling:
+            spans[COMPILE] = compiling
+        self.left.add(name, every, spans[name])
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:
         with attempt() as writing:  # of rank 0 alone: the others hear of an error with the next step's totals
@@ -49,8 +76,8 @@ class Metrics(Callback):
 
     def _write_step(self, run: Run, finished: FinishedStep) -> None:
         result, state = finished.result, run.state
-        self.seconds += finished.seconds
-        samples_per_second = result.num_samples / finished.seconds
+        self.left.add_step(finished.work_seconds)
+        samples_per_second = result.num_samples / finished.work_seconds
         tokens_per_second = samples_per_second * run.task.tokens_per_sample
         peak = None if self.peak_flops is None else self.peak_flops * dist.get_world_size()
         record = {
@@ -65,8 +92,11 @@ class Metrics(Callback):
             "consumed_samples": state.consumed_samples,
             "layout": run.layout,
             "skipped": result.skipped,
+            "peak_memory": peak_memory(run.device),
             "time": finished.spans,
         }
+        if self.between:
+            record["between"], self.between = self.between, {}
         if len(result.terms) > 1:
             record["terms"] = dict(result.terms)
         if run.loss_scale is not None:
@@ -74,11 +104,9 @@ class Metrics(Callback):
         self.write(record)
         if result.skipped and run.loss_scale is None:
             log.warning("step %d skipped: loss %s, gradient norm %s", state.step, result.loss, result.grad_norm)
-        if state.step % self.every == 0 or state.step == run.config.train.steps:
-            left = self.seconds / (state.step - self.first_step) * (run.config.train.steps - state.step)
-            steps = run.config.train.steps
-            line = progress_line(state.step, steps, result.loss, tokens_per_second, left, result.lr, result.grad_norm)
-            self.show_progress(line)
+        steps = run.config.train.steps
+        if state.step % self.every == 0 or state.step in (self.first_step, steps):
+            self.show_progress(progress_line(record, steps, self.left.after(state.step)))
 
     def on_end(self, run: Run, outcome: Outcome) -> None:
         if self.writer is not None:
@@ -103,7 +131,7 @@ class HeldOutLoss(Callback):
         last = run.state.step == run.config.train.steps
         if self.dataset is None or not (last or (self.every is not None and run.state.step % self.every == 0)):
             return
-        with run.timers("evaluation"):
+        with self.metrics.timed(run, "evaluation", self.every) as time:
             evaluation = evaluate(
                 run.task,
                 run.chunks,
@@ -117,20 +145,29 @@ class HeldOutLoss(Callback):
         if not num_tokens:
             self.metrics.show(f"step {step}  held-out loss not measured: no token of data.valid that was read has one")
             return
-        record: dict[str, Any] = {"step": step, "valid_loss": loss, "valid_tokens": num_tokens}
+        record: dict[str, Any] = {"step": step, "valid_loss": loss, "valid_tokens": num_tokens, "time": time}
         if len(evaluation.means) > 1:
             record["valid"] = dict(evaluation.means)
+        self.metrics.held_out = step, loss
         with agreed():
             self.metrics.write(record)
         self.metrics.show(f"step {step}  held-out loss {loss:.4f} over {num_tokens:,} tokens")
 
 
 class Checkpoints(Callback):
-    """Saves every ``checkpoint.every`` steps and wherever the run ends, once a step."""
+    """Saves every ``checkpoint.every`` steps and wherever the run ends, once a step.
 
-    def __init__(self, run: Run) -> None:
+    With ``checkpoint.keep_best`` the one with the lowest held-out loss stays besides the newest.
+    """
+
+    def __init__(self, run: Run, metrics: Metrics) -> None:
+        self.metrics = metrics
         self.every, self.keep = run.config.checkpoint.every, run.config.checkpoint.keep
         self.saved_step = run.state.step
+        config = run.config.checkpoint
+        self.keep_best = config.keep_best
+        # (loss, step); rank 0 alone knows those of an earlier start, and it alone removes checkpoints
+        self.best = _best_so_far(run) if self.keep_best and dist.get_rank() == 0 else None
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:
         if self.every is not None and run.state.step % self.every == 0:
@@ -141,8 +178,22 @@ class Checkpoints(Callback):
             self._save(run)
 
     def _save(self, run: Run) -> None:
-        with run.timers("checkpoint"):
-            path = save(run, self.keep)
+        with self.metrics.timed(run, "checkpoint", self.every) as time:
+            step, loss = self.metrics.held_out
+            evaluated = step == run.state.step and math.isfinite(loss)
+            if self.keep_best and evaluated and (self.best is None or loss < self.best[0]):
+                self.best = loss, step
+            path = save(run, self.keep, None if self.best is None else self.best[1])
+        self.metrics.between = time
         self.saved_step = run.state.step
         if dist.get_rank() == 0:
             log.info("saved %s", path)
+
+
+def _best_so_far(run: Run) -> tuple[float, int] | None:
+    """The lowest held-out loss of a checkpoint that the run has, and its step; None if none was evaluated."""
+    saved = set(complete_steps(run.checkpoints))
+    losses = [(record["valid_loss"], record["step"]) for record in read_metrics(run.folder) if "valid_loss" in record]
+    return min(
+        ((loss, step) for loss, step in losses if step_name(step) in saved and math.isfinite(loss)), default=None
+    )

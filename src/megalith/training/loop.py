@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from megalith.observe.metrics import COMPILE
 from megalith.resilience.rank_link import tell
 from megalith.resilience.stop_request import StopRequest
 from megalith.topology.agreement import attempt
@@ -25,11 +26,16 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """What a step did, how long it took, waiting for data included, and where that time went."""
+    """What a step did, how long it took, waiting for data and for a compiler included, and where that time went."""
 
     result: StepResult
     seconds: float
     spans: dict[str, float]
+
+    @property
+    def work_seconds(self) -> float:
+        """``seconds`` without those spent waiting for a compiler, which no later step will wait for again."""
+        return self.seconds - self.spans.get(COMPILE, 0.0)
 
 
 class Callback:
@@ -69,6 +75,7 @@ def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest) -> Outcome
         run.loader.prefetch(next_one, *_sizes(run, next_one))
         result = train_step(run, micro_batches, totals.counts)
         spans = {name: seconds - before.get(name, 0.0) for name, seconds in run.timers.totals().items()}
+        spans = {name: seconds for name, seconds in spans.items() if seconds > 0.0}
         finished = FinishedStep(result, time.perf_counter() - started, spans)
         for callback in callbacks:
             callback.on_step(run, finished)

@@ -6,13 +6,15 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from megalith import optional
 from megalith.checkpoint.folders import find_checkpoint
 from megalith.config import RunConfig, load_run
 from megalith.config.yaml_text import write_override
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.token_ids import check_dataset
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import ConfigError, DataError, MegalithError
+from megalith.errors import ConfigError, DataError, MegalithError, MissingDependencyError
+from megalith.observe.trackers import packages
 from megalith.recipe_files import recipe_names
 from megalith.storage import MANIFEST, child, explained, open_store
 from megalith.training.process_group import choose_device
@@ -36,7 +38,7 @@ def resolve_run_folder(source: str, overrides: Sequence[str]) -> tuple[str, list
     settings = Path(source)
     if source in recipe_names():
         return source, list(overrides)
-    if os.path.isdir(settings):  # which, unlike Path.is_dir, answers for any name
+    if os.path.isdir(source):  # False for what no file system takes, where Path raises
         settings = settings / "config.yaml"
         if not settings.is_file():
             raise ConfigError(
@@ -56,7 +58,14 @@ def preflight(source: str, overrides: Sequence[str], world_size: int) -> RunConf
         ConfigError: with every violation, each naming a way out.
     """
     config = load_run(source, overrides, world_size=world_size)
-    checks = (_check_datasets, _check_vocabulary, _check_token_ids, _check_folders, _check_compiler)
+    checks = (
+        _check_datasets,
+        _check_vocabulary,
+        _check_token_ids,
+        _check_folders,
+        _check_compiler,
+        _check_trackers,
+    )
     # two checks may trip over one file
     problems = list(dict.fromkeys(problem for check in checks for problem in _problems(check, config)))
     if problems:
@@ -217,6 +226,16 @@ def _vocabulary(config: RunConfig, train: IndexedDataset) -> int | None:
     if config.data.tokenizer is not None:
         return load_tokenizer(config).vocab_size
     return None if train.sidecar is None else train.sidecar.vocab_size
+
+
+def _check_trackers(config: RunConfig) -> Iterator[str]:
+    """What writes the dashboards that were asked for is installed."""
+    for package in packages(config.tracking):
+        if not optional.has(package):
+            try:
+                optional.need(package)
+            except MissingDependencyError as error:
+                yield f"tracking ({', '.join(config.tracking or ())}): {error}"
 
 
 def _with_vocabulary(config: RunConfig) -> RunConfig:

@@ -1,18 +1,20 @@
 """The main job: a resolved config in, a trained run folder out."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import torch.distributed as dist
 
 from megalith.config import RunConfig
-from megalith.observe.machine import describe_machine
+from megalith.observe.compiler_wait import CompilerWait
 from megalith.observe.run_log import RunLog
+from megalith.observe.trackers import Trackers
 from megalith.resilience.stop_request import StopRequest
-from megalith.storage.atomic import write_json_atomic
 from megalith.storage.run_lock import RunLock
 from megalith.topology.agreement import agreed
+from megalith.training.about import write_about
 from megalith.training.callbacks import Checkpoints, HeldOutLoss, Metrics
 from megalith.training.loop import Outcome, train
 from megalith.training.process_group import choose_device, process_group
@@ -28,14 +30,16 @@ def pretrain(
     show: Callable[[str], None],
     show_progress: Callable[[str], None],
     parts: RunParts | None = None,
+    origin: Mapping[str, str] = MappingProxyType({}),
     stop: StopRequest | None = None,
 ) -> Outcome:
     """Trains as ``config``, which preflight has resolved, says; every rank calls it.
 
     Writes into the folder ``config.run``: config.yaml, about.json, tokenizer.json, metrics.jsonl, logs/, checkpoints/.
     On rank 0 ``show`` is given lines for a person to read, and ``show_progress`` lines of which the next may replace
-    the last. ``parts`` of a user's own replace the house's. ``stop`` is entered already; without it signals are heard
-    from here on.
+    the last. ``parts`` of a user's own replace the house's. ``origin`` is what about.json says of where the run comes
+    from: its recipe, and the command that started it. ``stop`` is entered already; without it signals are heard from
+    here on.
 
     A run whose steps are all done writes nothing.
 
@@ -61,17 +65,22 @@ def pretrain(
                 show, show_progress = run_log.kept(show), run_log.kept(show_progress)
         show("\n".join(beginning.lines))
         with agreed():
-            metrics = Metrics(run, show, show_progress)
-            callbacks = [metrics, HeldOutLoss(run, metrics), Checkpoints(run), *(parts.callbacks if parts else ())]
+            names = config.tracking if dist.get_rank() == 0 else ()
+            settings = config.model_dump(mode="json")
+            trackers = Trackers(run.folder, names, resumed_step=run.state.step, settings=settings)
+            metrics = Metrics(run, show, show_progress, trackers)
+            callbacks = [
+                metrics,
+                HeldOutLoss(run, metrics),
+                Checkpoints(run, metrics),
+                *(parts.callbacks if parts else ()),
+            ]
             if dist.get_rank() == 0:
                 keep_settings(run)
                 keep_tokenizer(run)
-                about = {
-                    "parameters": sum(chunk.num_parameters() for chunk in run.chunks),
-                    "dtype": config.precision.dtype,
-                }
-                write_json_atomic(run.folder / "about.json", about | describe_machine())
-        outcome = train(run, callbacks, stop)
+                write_about(run, origin)
+        with closing(trackers), CompilerWait(run.timers, show, show_progress).watched():
+            outcome = train(run, callbacks, stop)
         if outcome is Outcome.STOPPED:
             show(
                 f"saved at step {run.state.step}; the same command goes on from there"

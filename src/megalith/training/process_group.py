@@ -9,11 +9,15 @@ import torch.distributed as dist
 
 from megalith.errors import ConfigError
 from megalith.resilience.launch import RENDEZVOUS
-from megalith.training.torchrun_environment import check_rendezvous
+from megalith.training.torchrun_environment import check_rendezvous, launched_rank
 
-__all__ = ["choose_device", "process_group"]
+__all__ = ["choose_device", "process_group", "world_size_from_environment"]
 
-__all__ = ["choose_device", "process_group"]
+
+def world_size_from_environment() -> int:
+    """The number of ranks that a launcher has started; 1 without one. Raises ConfigError if it says half of it."""
+    launched = launched_rank()
+    return 1 if launched is None else launched.world_size
 
 
 def choose_device() -> torch.device:
@@ -41,12 +45,10 @@ def process_group(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        meeting_point = os.environ.get(RENDEZVOUS)
-        if meeting_point is None:
+    if (launched := launched_rank()) is not None:
+        if (place := os.environ.get(RENDEZVOUS)) is None:
             check_rendezvous()
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(backend, meeting_point, rank=rank, world_size=world_size)
+        dist.init_process_group(backend, place, rank=launched.rank, world_size=launched.world_size)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # torch exports it unsaid
     try:

@@ -29,11 +29,11 @@ class Beginning:
     is_done: bool = False
 
 
-def save(run: Run, keep_last: int) -> Store:
-    """Writes a checkpoint of this step and keeps the newest ``keep_last``; collective over all ranks."""
+def save(run: Run, keep_last: int, best: int | None = None) -> Store:
+    """Writes a checkpoint of this step and keeps the newest ``keep_last``, and that of step ``best``; collective."""
     with agreed(f"step {run.state.step} is not saved"):
         tensors, state = run.tensors(), run.state_dict()
-    path = save_checkpoint(run.checkpoints, run.state.step, tensors, state, keep_last=keep_last)
+    path = save_checkpoint(run.checkpoints, run.state.step, tensors, state, keep_last=keep_last, best=best)
     if rank() == 0:
         try:
             note_save(run.folder, run.state.step, path)

@@ -1,7 +1,6 @@
 """Whether torch.compile can build for the CPU of this machine: asked by building, once in a process."""
 
 import functools
-import logging
 import os
 import shutil
 import sys
@@ -11,8 +10,6 @@ import torch
 from megalith.torch_compat import compile_apart
 
 __all__ = ["why_not_compile"]
-
-log = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -26,7 +23,6 @@ def why_not_compile() -> str | None:
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if not shutil.which(compiler):
         return f"torch.compile finds no C++ compiler (install {compiler}, or set CXX)"
-    log.info("compiling fused operations for this CPU, once a machine; TORCH_COMPILE_DISABLE=1 does without")
     try:
         compile_apart(_probe)(torch.zeros(64))
     except Exception as error:  # of dynamo, of Inductor, of the compiler, of the file system

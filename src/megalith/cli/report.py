@@ -1,0 +1,18 @@
+"""``megalith report``: the page of a run, drawn again at any time."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["report"]
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="A run's folder, finished or still training.", metavar="RUN")],
+    out: Annotated[Path | None, typer.Option(help="The file to write; by default RUN/report.html.")] = None,
+) -> None:
+    """Draw report.html from what a run has recorded so far."""
+    from megalith.insight.report import write_report
+
+    print(write_report(run, out))

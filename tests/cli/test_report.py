@@ -1,0 +1,41 @@
+"""``megalith report``: the page at any time, while the run goes on too, and what stands in its way."""
+
+import pytest
+
+from tests.insight.run_folder import write_run
+from tests.program import here
+
+
+def test_it_draws_the_page_again_and_says_where(tmp_path):
+    folder = write_run(tmp_path / "run", steps=20)
+    ended = here("report", folder)
+    assert (ended.code, ended.out, ended.err) == (0, f"{folder / 'report.html'}\n", "")
+    assert "smoothed" not in (folder / "report.html").read_text()
+
+
+def test_a_run_that_is_writing_a_record_is_shown_up_to_the_record_before(tmp_path):
+    folder = write_run(tmp_path / "run", steps=8)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "lo')
+    ended = here("report", folder, "--out", tmp_path / "page.html")
+    assert (ended.code, ended.out) == (0, f"{tmp_path / 'page.html'}\n")
+    assert "in 8 steps" in (tmp_path / "page.html").read_text()
+    assert not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: None, "a run's folder holds metrics.jsonl"),
+        (lambda folder: folder.mkdir(), "a run's folder holds metrics.jsonl"),
+        (lambda folder: write_run(folder, steps=4) and (folder / "about.json").write_text("{"), "should be JSON"),
+        (lambda folder: write_run(folder, steps=4) and (folder / "report.html").mkdir(), "cannot write"),
+    ],
+)
+def test_what_stands_in_its_way_is_one_message(tmp_path, make, message):
+    make(tmp_path / "run")
+    ended = here("report", tmp_path / "run")
+    assert ended.code == 2
+    assert ended.err.startswith("error: ")
+    assert message in ended.err
+    assert ended.err.count("\n") == 1

@@ -1,0 +1,114 @@
+"""Dashboards: what they are given is what they hold, and one that fails costs itself and nothing else."""
+
+import sqlite3
+import time
+
+import pytest
+
+from megalith import optional
+from megalith.observe import trackers as module
+from megalith.observe.trackers import Trackers
+
+SETTINGS = {"model": {"num_layers": 2, "rope": None}, **{f"field{number}": number for number in range(150)}}
+
+
+def write(folder, names, *records, resumed_step=0):
+    trackers = Trackers(folder, names, resumed_step=resumed_step, settings=SETTINGS)
+    for record in records:
+        trackers.write(record)
+    trackers.close()
+
+
+STEPS = (
+    {"step": 1, "loss": -1.5, "layout": "tp1", "mfu": None, "time": {"data": 0.25}},
+    {"step": 2, "loss": 7.0},
+)
+
+
+def test_tensorboard_reads_the_scalars_and_resumed_steps_replace_lost_ones(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    write(tmp_path, ["tensorboard"], *STEPS)
+    time.sleep(1.0 - time.time() % 1.0)  # files of one second are in the order of a number that is compared as text
+    write(tmp_path, None, {"step": 2, "loss": -2.5}, resumed_step=1)  # installed, so it is the default
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["loss", "time/data"]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, -1.5), (2, -2.5)]
+    assert [event.value for event in events.Scalars("time/data")] == [0.25]
+
+
+@pytest.mark.slow  # seconds to import and to start
+@pytest.mark.filterwarnings("ignore")  # of the package, to itself
+def test_mlflow_keeps_the_numbers_and_the_settings_in_the_runs_folder(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "run", ["mlflow"], *STEPS)
+    write(tmp_path / "run", ["mlflow"], {"step": 2, "loss": -2.5}, resumed_step=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    database = sqlite3.connect(tmp_path / "run" / "mlflow.db")
+    metrics = database.execute("select name, key, value, step from metrics join runs using (run_uuid)").fetchall()
+    assert sorted(metrics) == [
+        ("run", "loss", -1.5, 1),
+        ("run", "loss", 7.0, 2),
+        ("run", "time/data", 0.25, 1),
+        ("run from step 1", "loss", -2.5, 2),
+    ]
+    parameters = dict(database.execute("select key, value from params join runs using (run_uuid) where name = 'run'"))
+    assert parameters == {"model.num_layers": "2", "model.rope": "None"} | {f"field{n}": str(n) for n in range(150)}
+    assert database.execute("select distinct status from runs").fetchall() == [("FINISHED",)]
+
+
+@pytest.mark.slow  # seconds to import and to start
+@pytest.mark.filterwarnings("ignore")  # of the package, to itself
+def test_weights_and_biases_writes_an_offline_run_into_the_runs_folder(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "online")  # nothing goes anywhere whatever the environment says
+    write(tmp_path / "run", ["wandb"], *STEPS)
+    [file] = tmp_path.glob("run/wandb/offline-run-*/run-*.wandb")
+    assert b"time/data" in file.read_bytes()
+
+
+def test_without_packages_and_without_a_wish_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(optional, "has", lambda package: False)
+    write(tmp_path, None, *STEPS)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Fails:
+    """A dashboard that fails where it is told to."""
+
+    def __init__(self, where):
+        self.where, self.logged = where, 0
+        self.fail("open")
+
+    def fail(self, where):
+        if where == self.where:
+            raise OSError(28, "No space left on device")
+
+    def log(self, step, scalars):
+        self.fail("log")
+        self.logged += 1
+
+    def close(self):
+        self.fail("close")
+
+
+@pytest.mark.parametrize("where", ["open", "log", "close"])
+def test_one_that_fails_is_given_up_with_one_warning_and_the_others_go_on(tmp_path, monkeypatch, caplog, where):
+    sound = Fails("nowhere")
+    made = {"tensorboard": lambda *_: Fails(where), "mlflow": lambda *_: sound}
+    monkeypatch.setattr(module, "TRACKERS", made)
+    write(tmp_path, ["tensorboard", "mlflow"], *STEPS)
+    assert sound.logged == 2
+    [warning] = caplog.messages
+    assert warning.startswith("tensorboard gets no more of this run, which goes on: OSError: ")
+    assert "No space left" in warning
+
+
+def test_an_interrupt_is_not_held_back(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "TRACKERS", {"mlflow": interrupted})
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, ["mlflow"])
