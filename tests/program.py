@@ -1,10 +1,12 @@
 """Runs the program itself: in this process for its messages, or in a process of its own to be killed."""
 
 import atexit
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -91,14 +93,24 @@ class Program:
 
 def _be_program(arguments: list[str], environment: dict[str, str], first: str, out: Path, err: Path) -> None:
     os.setsid()
+    threading.Thread(target=_end_with_the_test, daemon=True).start()
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
+    # what the server has opened remembers what it was: a file that can seek
+    sys.stdout, sys.stderr = (open(descriptor, "w", encoding="utf-8", closefd=False) for descriptor in (1, 2))  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
     exec(first, {})  # one namespace, in which its functions find its names
     sys.argv = ["megalith", *arguments]
     main()
+
+
+def _end_with_the_test() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def start(*arguments: object, first: Sequence[str] = (), terminal: str | None = None) -> Program:

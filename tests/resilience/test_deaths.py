@@ -4,7 +4,10 @@ import functools
 import os
 import re
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -197,13 +200,33 @@ def test_nothing_is_left_running_and_the_run_goes_on_bitwise(case, tmp_path):
     assert losses(tree["run"]) == curve
 
 
+@contextmanager
+def read_in_the_background(terminal: int) -> Iterator[None]:
+    os.set_blocking(terminal, False)
+    over = threading.Event()
+
+    def read() -> None:
+        while not over.wait(0.02):
+            with suppress(BlockingIOError):
+                os.read(terminal, 65536)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_a_terminal_that_is_closed_ends_a_run_with_its_state_saved(tmp_path):
     tree = tree_in(tmp_path, 1)
     ours, theirs = os.openpty()
     pause = Pause(tmp_path, [0])
     first = lines("in a step", 4, tmp_path)
     program = start("train", write_settings(tree, tmp_path), first=first, terminal=os.ttyname(theirs))
-    pause.pids()
+    with read_in_the_background(ours):  # or its buffer fills up, and the program waits
+        pause.pids()
     os.close(theirs)
     os.close(ours)  # the kernel sends SIGHUP, and refuses what is written from here on
     time.sleep(0.2)

@@ -4,7 +4,6 @@ import os
 import shutil
 import sys
 import threading
-from contextlib import suppress
 from time import perf_counter
 from types import TracebackType
 from typing import TextIO
@@ -19,8 +18,7 @@ _IN_TERMINAL, _IN_FILE = 0.2, 10.0  # seconds between progress lines
 
 def say(line: str) -> None:
     """Writes ``line`` to standard error, at once because ranks share the screen."""
-    with suppress(OSError):  # a terminal that was closed is no reason to lose a run
-        print(line, file=sys.stderr, flush=True)
+    _print(sys.stderr, line)
 
 
 class Console:
@@ -43,29 +41,22 @@ class Console:
     def show(self, line: str) -> None:
         """A line that stays."""
         self.close()
-        self._print(line)
+        _print(self._stream, line)
 
     def show_progress(self, line: str) -> None:
         """A line that the next one may replace."""
         if not self._terminal:
-            self._print(line)
+            _print(self._stream, line)
             return
         width = shutil.get_terminal_size().columns - 1
-        self._print("\r" + line[:width].ljust(width), end="")
+        _print(self._stream, "\r" + line[:width].ljust(width), end="")
         self._open = True
 
     def close(self) -> None:
         """Leaves the progress line standing and begins a new one."""
         if self._open:
-            self._print("")
+            _print(self._stream, "")
             self._open = False
-
-    def _print(self, text: str, end: str = "\n") -> None:
-        try:
-            print(text, end=end, file=self._stream, flush=True)
-        except OSError:
-            # what is left in the buffer would fail again when Python ends, and change the exit code
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 class SampleProgress:
@@ -123,3 +114,11 @@ class Announcer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end()
+
+
+def _print(stream: TextIO, text: str, end: str = "\n") -> None:
+    try:
+        print(text, end=end, file=stream, flush=True)
+    except OSError:
+        # what is left in the buffer would fail again when Python ends, and change the exit code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -56,14 +56,14 @@ def pretrain(
             show = show_progress = _say_nothing
         run = build_run(config, device, parts)
         beginning = resume_or_load(run)
-        if beginning.is_done:
-            show("\n".join(beginning.lines))
-            return Outcome.WAS_DONE
         with agreed():
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and not beginning.is_done:
                 run_log = stack.enter_context(RunLog(run.folder / "logs" / "run.log"))
                 show, show_progress = run_log.kept(show), run_log.kept(show_progress)
-        show("\n".join(beginning.lines))
+        for line in beginning.lines:
+            show(line)
+        if beginning.is_done:
+            return Outcome.WAS_DONE
         with agreed():
             names = config.tracking if dist.get_rank() == 0 else ()
             settings = config.model_dump(mode="json")
