@@ -19,6 +19,8 @@ QUOTED = [
     "no step in",
     "already has a run in it",
     "is not a complete checkpoint: it is passed over",
+    "changed since step",
+    "nothing to do: ",
 ]
 
 

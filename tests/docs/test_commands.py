@@ -1,0 +1,99 @@
+"""Every command that README and docs/ show runs, in an empty folder, with less text and fewer steps."""
+
+import contextlib
+import gzip
+import io
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT
+from tests.program import Ended, here, start
+from tests.rank_pool import ranks
+
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+SMALLER = ["train.global_batch_size=4", "train.micro_batch_size=1", "optim.warmup_steps=0", "data.seq_length=32"]
+SMALLER += ["model.num_layers=1", "optim.decay_steps=8"]
+# what a page says -> what is as good here
+FEWER = {"train.steps=2000": "train.steps=6", "500": "5", "200": "2", "data/other-valid": "data/mine-valid"}
+# commands that are held elsewhere
+ELSEWHERE = {
+    "torchrun --nproc-per-node 4 train.py": "tests/docs/test_as_a_library.py",
+    "make demo": "tests/insight/test_demo.py",
+    "make test": "is what runs this",
+    "make check": "CI",
+    "make test-all": "by hand, into docs/test_all.md",
+    "pip install megalith": "tests/test_wheel.py",
+    "pip install 'megalith[report]'": "tests/test_wheel.py",
+}
+
+
+def commands() -> dict[str, str]:
+    """Each command, without its comment, and the page that shows it, in the order of the pages."""
+    found: dict[str, str] = {}
+    for page in PAGES:
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.M | re.S):
+            lines = [line.split("  #")[0].strip() for line in block.splitlines()]
+            if not language and re.match(r"(megalith|cat|torchrun|make|pip) ", lines[0]):
+                found |= {line: page for line in lines if line not in found}
+    return found
+
+
+def write_texts(folder: Path) -> None:
+    """The files that the commands name."""
+    for place in ("my_texts", "notes"):
+        (folder / place).mkdir()
+        for number in range(60):
+            text = f"Once there were {number} ships, and each had a name. " * 20
+            (folder / place / f"{number}.txt").write_text(text)
+    (folder / "a.jsonl").write_text(json.dumps({"text": "Once upon a time. " * 50}) + "\n")
+    with gzip.open(folder / "b.txt.gz", "wt") as file:
+        file.write("Twice upon a time. " * 50)
+    (folder / "chapter.txt").write_text("Once")
+
+
+def here_in(folder: Path, *arguments: str) -> Ended:
+    with contextlib.chdir(folder):
+        return here(*arguments)
+
+
+def run(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
+    words = [FEWER.get(word, word) for word in shlex.split(command)]
+    if words[0] == "cat":
+        piped = io.TextIOWrapper(io.BytesIO((folder / words[1]).read_bytes()))
+        monkeypatch.setattr(sys, "stdin", piped)
+        words = words[3:]
+    words = [re.sub(r"step-\d+", "step-00000004", word) for word in words]
+    arguments = words[1:]
+    if arguments[0] == "train" and not arguments[1].startswith("runs/"):
+        arguments += [*SMALLER, "train.steps=4"]
+    elif arguments[0] == "generate" and "--max-new-tokens" not in arguments:
+        arguments += ["--max-new-tokens", "5"]
+    if "--nproc" not in arguments:
+        return here(*arguments)
+    at = arguments.index("--nproc")
+    num_ranks = int(arguments[at + 1])
+    if num_ranks == 2:  # once as the page says it; a start takes seconds
+        return start(*arguments).ended()
+    return ranks(num_ranks, here_in, folder, *arguments[:at], *arguments[at + 2 :])[0]
+
+
+def test_each_runs_from_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_texts(tmp_path)
+    for command, page in commands().items():
+        if command not in ELSEWHERE:
+            found = run(command, tmp_path, monkeypatch)
+            assert found.code == 0, (page, command, found)
+            if "generate" in command:
+                assert "Once" in found.out, (page, command, found)
+    for name in ("config.yaml", "metrics.jsonl", "checkpoints/step-00000004", "report.html"):
+        assert (tmp_path / "runs" / "mine" / name).exists(), name
+
+
+def test_what_is_held_elsewhere_is_still_shown():
+    assert ELSEWHERE.keys() <= commands().keys()
