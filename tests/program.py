@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from io import StringIO
+from io import FileIO, StringIO, TextIOWrapper
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -97,7 +97,7 @@ def _be_program(arguments: list[str], environment: dict[str, str], first: str, o
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
     # what the server has opened remembers what it was: a file that can seek
-    sys.stdout, sys.stderr = (open(descriptor, "w", encoding="utf-8", closefd=False) for descriptor in (1, 2))  # noqa: SIM115
+    sys.stdout, sys.stderr = (TextIOWrapper(FileIO(number, "w", closefd=False), "utf-8") for number in (1, 2))
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)

@@ -110,7 +110,8 @@ class _Rank:
 
 def _start(number: int, num_ranks: int, arguments: Sequence[str], logs: Path, store: Path) -> _Rank:
     # a fork of this process would share the locks of its threads; on macOS the system's libraries survive no fork
-    context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
+    darwin = sys.platform == "darwin"
+    context = multiprocessing.get_context("spawn") if darwin else multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     environment = {
         "RANK": str(number),
@@ -122,7 +123,7 @@ def _start(number: int, num_ranks: int, arguments: Sequence[str], logs: Path, st
     ours, theirs = socket.socketpair()
     with theirs:
         log = logs / f"rank-{number}.log"
-        process = context.Process(target=_rank_main, args=(environment, tuple(arguments), theirs, log))  # type: ignore[attr-defined]  # both have it
+        process = context.Process(target=_rank_main, args=(environment, tuple(arguments), theirs, log))
         process.start()
     return _Rank(number, process, ours)
 
