@@ -1,6 +1,7 @@
-"""Lets Triton kernels run without a GPU, poisons fresh memory, and keeps every test deterministic."""
+"""Lets Triton kernels run without a GPU, poisons fresh memory, lets signals through, keeps every test deterministic."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -8,6 +9,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when megalith and triton are imported, so set before any test is
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic matmuls on a GPU ask for it
+for number in (signal.SIGINT, signal.SIGHUP):  # ignored under nohup and in a script's background, as in all children
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGHUP else signal.default_int_handler)
 torch.set_num_threads(1)  # tensors are small, and threads that share a busy core wait 8 ms for each other
 
 

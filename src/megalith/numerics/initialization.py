@@ -2,23 +2,26 @@
 
 A rank asks for its own slice of a tensor, of any size at any offset, and gets the bits that one process would have
 computed for the whole. Element (row r, column c) of a tensor of R rows and C columns is word c % 4 of the Philox
-counter r * ceil(C / 4) + c // 4; leading dimensions are flattened into rows. Box-Muller in float32 turns two words into
-two normal numbers. Wider and narrower dtypes are casts of the same float32 values. The words are the same on every
-device; ``log`` and ``cos`` are not, so that CPU and GPU may differ in a value's last bits.
+counter r * ceil(C / 4) + c // 4; leading dimensions are flattened into rows. Box-Muller in float64 turns 24 bits of
+each of two words into two normal numbers, which are rounded to float32. Other dtypes are casts of these float32 values.
+Every operation on the way has one correct result (``numerics.elementary``), so that the bits are the same on every
+processor and every device.
 
 Source: Box and Muller 1958, "A note on the generation of random normal deviates".
 """
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from megalith.errors import ShapeError
+from megalith.numerics.elementary import cos_sin_of_turn, log
 from megalith.numerics.philox import counters_per_chunk, key_of, low_and_high, philox4x32
 
 __all__ = ["normal_shard"]
+
+_BITS = 24  # of each word
 
 
 def normal_shard(
@@ -109,7 +112,7 @@ def _box_muller(w0: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     """Four standard normal numbers from four words: [..., 4], float32."""
     radius = torch.stack([w0, w2], dim=-1)
     angle = torch.stack([w1, w3], dim=-1)
-    # 24 bits are what float32 holds; the radius takes (0, 1], since log(0) is infinite
-    radius = torch.sqrt(-2.0 * torch.log(((radius >> 8).float() + 1.0) * 2.0**-24))
-    angle = (angle >> 8).float() * (2.0 * math.pi * 2.0**-24)
-    return torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1).flatten(-2)
+    # the radius takes (0, 1], since log(0) is infinite; log(1) may come out as a little above 0
+    radius = (-2.0 * log(((radius >> 8) + 1).double() * 2.0**-_BITS)).clamp_(min=0.0).sqrt_()
+    cos, sin = cos_sin_of_turn(angle >> 8, _BITS)
+    return torch.stack([radius * cos, radius * sin], dim=-1).flatten(-2).float()
