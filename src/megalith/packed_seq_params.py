@@ -45,6 +45,7 @@ class PackedSeqParams:
     qkv_format: Literal["thd"] = "thd"
     document_bounds: Tensor = field(init=False, repr=False)
     _rows: list[list[tuple[int, int]]] = field(init=False, repr=False)
+    _parts: dict[tuple[int, int], "PackedSeqParams"] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.qkv_format != "thd":
@@ -129,11 +130,24 @@ class PackedSeqParams:
         ids = ordinals.view(self.batch_size, self.seq_length)
         return ids - ids[:, :1]
 
+    def within(self, start: int, stop: int) -> "PackedSeqParams":
+        """The documents in columns [start, stop) of every row, cut off there; made once for all layers that ask."""
+        if (start, stop) == (0, self.seq_length):
+            return self
+        if (start, stop) not in self._parts:
+            lengths = [
+                [min(end, stop) - max(first, start) for first, end in row if first < stop and end > start]
+                for row in self._rows
+            ]
+            self._parts[start, stop] = PackedSeqParams.from_lengths(lengths).to(self.cu_seqlens_q.device)
+        return self._parts[start, stop]
+
     def to(self, device: torch.device | str) -> "PackedSeqParams":
         """The same documents with the borders on ``device``; nothing is checked or counted again."""
         moved = copy(self)
         for name in ("cu_seqlens_q", "cu_seqlens_kv", "document_bounds"):
             object.__setattr__(moved, name, getattr(self, name).to(device, non_blocking=True))
+        object.__setattr__(moved, "_parts", {})
         return moved
 
     def _of_each_token(self, values: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ VALID: dict[str, Any] = {
 }
 LEARNED = {"model.position_embedding_type": "learned_absolute"}
 SGD = {"optim.name": "sgd"}
+TWO_LEVEL = {"parallel.context_method": "two_level"}
 WSD = {"optim.schedule": "WSD", "optim.wsd.decay_steps": 20}
 
 
@@ -125,6 +126,44 @@ MISTAKES = [
     ),
     Mistake({"parallel.tensor": 2, "parallel.shard": 2}, r"shard \(2\) must be the number of ranks \(8\)", 8),
     Mistake({"parallel.tensor": 4}, r"tensor \(4\) x .*replicate \(1\) must divide the number of ranks \(6\)", 6),
+    Mistake({"parallel.context": 0}, r"parallel.context must be at least 1; got 0; use parallel.context=1"),
+    Mistake({"parallel.context_parallel_size": 2}, r"did you mean parallel.context\? use parallel.context=2"),
+    Mistake(
+        {"parallel.context_method": "all_gather"},
+        r"context_method=all_gather needs parallel.context above 1; got 1; use parallel.context_method=null$",
+    ),
+    Mistake({"parallel.context": 2, "parallel.context_inner": 2}, r"context_inner \(2\) has no effect with .*=ring"),
+    Mistake(
+        {"parallel.context": 4, "data.seq_length": 68},
+        r"data.seq_length \(68\) must be divisible by 8 with parallel.context=4; use data.seq_length=72",
+    ),
+    Mistake(
+        {"parallel.context": 2, "parallel.tensor": 4, "parallel.sequence": True, "data.seq_length": 68},
+        r"seq_length \(68\) must be divisible by 8 with parallel.context=2 and .*=true over 4 ranks; use .*=72",
+    ),
+    Mistake(
+        TWO_LEVEL | {"parallel.context": 8},
+        r"two_level needs a parallel.context_inner that divides parallel.context \(8\) and is less; got None; use .*=2",
+    ),
+    Mistake(
+        TWO_LEVEL | {"parallel.context": 2, "parallel.context_inner": 2},
+        r"divides parallel.context \(2\) and is less; got 2; use parallel.context_method=null, .*inner=null",
+    ),
+    Mistake(
+        {"parallel.context": 8, "parallel.context_method": "all_to_all", "parallel.tensor": 2},
+        r"splits the 6 attention heads of a rank over parallel.context \(8\), .*; use parallel.context_method=null",
+    ),
+    Mistake(
+        {
+            "parallel.context": 8,
+            "parallel.context_method": "two_level",
+            "parallel.context_inner": 4,
+            "parallel.tensor": 2,
+        },
+        r"splits the 6 attention heads of a rank over parallel.context_inner \(4\)",
+    ),
+    Mistake({"parallel.context": 4}, r"tensor \(1\) x .*context \(4\) x .*replicate \(1\) must divide .*\(6\)", 6),
+    Mistake({"parallel.context": 16, "parallel.shard": 4}, r"divisible by the 64 ranks of parallel.shard x .*context"),
     Mistake({"parallel.shard": 5}, r"hidden_size \(96\) must be divisible by the 5 ranks of parallel.shard", None, 1),
     Mistake({}, r"model.hidden_size \(96\) must be divisible by the 5 ranks", 5, 1),
     Mistake(

@@ -66,6 +66,9 @@ def test_all_mistakes_are_told_at_once():
     [
         ({"parallel.tensor": 4, "parallel.sequence": True}, 4),
         ({"parallel.tensor": 2, "parallel.replicate": 2, "parallel.shard": 2}, 8),
+        ({"parallel.context": 2, "parallel.context_method": "all_to_all", "parallel.tensor": 2}, 8),
+        ({"parallel.context": 4, "parallel.context_method": "two_level", "parallel.context_inner": 2}, 4),
+        ({"parallel.tensor": 4, "parallel.sequence": True, "parallel.context": 2, "data.seq_length": 8}, 8),
         ({"parallel.tensor": 2}, None),  # the world is not known yet
         ({"model.hidden_size": 100, "model.kv_channels": 8}, None),  # heads need not fill the hidden size
         ({"parallel.tensor": 4, "model.hidden_size": 100, "model.kv_channels": 8, "model.vocab_size": 257}, 4),

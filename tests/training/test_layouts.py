@@ -15,8 +15,8 @@ Layout = tuple[int, dict[str, Any]]
 
 
 def layout(world_size: int, tensor: int = 1, replicate: int = 1, shard: int = -1, **groups: Any) -> Layout:
-    sequence = groups.pop("sequence", False)
-    parallel = {"tensor": tensor, "replicate": replicate, "shard": shard, "sequence": sequence}
+    parallel = {"tensor": tensor, "replicate": replicate, "shard": shard, "sequence": groups.pop("sequence", False)}
+    parallel |= {name: groups.pop(name) for name in ("context", "context_method", "context_inner") if name in groups}
     return world_size, {"parallel": parallel, **groups}
 
 
@@ -40,6 +40,17 @@ LAYOUTS: dict[str, Layout] = {
     "tensor 2 x replicate 2, sequence, accumulation": layout(
         4, tensor=2, replicate=2, shard=1, sequence=True, train={"micro_batch_size": 1}
     ),
+    "context 2": layout(2, context=2),
+    "context 2, gathered, packed": layout(2, context=2, context_method="all_gather", data=PACKED),
+    "context 2, heads traded, packed, recompute": layout(
+        2, context=2, context_method="all_to_all", data=PACKED, train={"recompute": "full"}
+    ),
+    "context 4, packed, selective": layout(4, context=4, data=PACKED, train={"recompute": "selective"}),
+    "context 4, two levels": layout(4, context=4, context_method="two_level", context_inner=2),
+    "tensor 2 x context 2, sequence, packed": layout(4, tensor=2, context=2, sequence=True, data=PACKED),
+    "tensor 2 x context 2, heads traded": layout(4, tensor=2, context=2, context_method="all_to_all"),
+    "context 2 x shard 2, accumulation": layout(4, context=2, shard=2, train={"micro_batch_size": 1}),
+    "context 2 x replicate 2, gathered": layout(4, context=2, replicate=2, shard=1, context_method="all_gather"),
 }
 # a sample of them for the other shape, whose dropout, biases, tied weights and learned positions the first lacks
 FOR_GPT2 = [
@@ -52,6 +63,12 @@ FOR_GPT2 = [
     "tensor 2 x shard 2, selective",
     "tensor 2 x shard 2, sequence, packed",
     "tensor 2 x replicate 2, sequence, accumulation",
+    "context 2",
+    "context 2, gathered, packed",
+    "context 4, two levels",
+    "tensor 2 x context 2, sequence, packed",
+    "tensor 2 x context 2, heads traded",
+    "context 2 x shard 2, accumulation",
 ]
 # tests/training/reference.py does not depend on these
 NOT_IN_REFERENCE = ("parallel",)

@@ -39,7 +39,7 @@ class Draft:
     @property
     def degrees(self) -> dict[str, int]:
         """The degrees of parallelism as set, for ``Layout.resolve``."""
-        return {name: self[f"parallel.{name}"] for name in ("tensor", "replicate", "shard")}
+        return {name: self[f"parallel.{name}"] for name in ("tensor", "context", "replicate", "shard")}
 
     @property
     def layout(self) -> Layout:

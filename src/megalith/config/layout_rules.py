@@ -11,28 +11,35 @@ from megalith.errors import ConfigError, TopologyError
 
 __all__ = [
     "batches_divide_among_ranks",
+    "context_method_needs_context_parallel",
     "degrees_multiply_to_the_world_size",
+    "heads_divide_among_context_ranks",
     "heads_divide_among_tensor_ranks",
     "hidden_size_divides_among_shards",
+    "sequence_divides_among_context_ranks",
     "sequence_divides_among_tensor_ranks",
     "sequence_parallel_needs_tensor_parallel",
+    "two_levels_divide_context",
 ]
 
 _TENSOR, _SEQUENCE = "parallel.tensor", "parallel.sequence"
+_CONTEXT, _METHOD, _INNER = "parallel.context", "parallel.context_method", "parallel.context_inner"
 _REPLICATE, _SHARD = "parallel.replicate", "parallel.shard"
 _BATCH, _MICRO, _SCHEDULE = "train.global_batch_size", "train.micro_batch_size", "train.batch_size_schedule"
 
 
 def degrees_multiply_to_the_world_size(run: Draft) -> Iterator[Violation]:
-    """tensor x replicate x shard is the number of ranks; shard=-1 takes what the others leave."""
+    """tensor x context x replicate x shard is the number of ranks; shard=-1 takes what the others leave."""
     degrees, world = run.degrees, run.world_size
     if world is None:
         return
     try:
         Layout.resolve(world, **degrees)
     except TopologyError:
-        tensor, replicate, shard = degrees["tensor"], degrees["replicate"], degrees["shard"]
-        product = f"{_TENSOR} ({tensor}) x {_REPLICATE} ({replicate})"
+        tensor, context = degrees["tensor"], degrees["context"]
+        replicate, shard = degrees["replicate"], degrees["shard"]
+        of_context = f" x {_CONTEXT} ({context})" if context > 1 else ""
+        product = f"{_TENSOR} ({tensor}){of_context} x {_REPLICATE} ({replicate})"
         wanted = f"{product} must divide" if shard == -1 else f"{product} x {_SHARD} ({shard}) must be"
         fixes = [{_SHARD: -1}, *_layouts(run)]
         message = f"{wanted} the number of ranks ({world})"
@@ -72,11 +79,61 @@ def sequence_divides_among_tensor_ranks(run: Draft) -> Iterator[Violation]:
         yield Violation("sequence_divides_among_tensor_ranks", "data.seq_length", message, tuple(fixes))
 
 
+def context_method_needs_context_parallel(run: Draft) -> Iterator[Violation]:
+    """context_method needs context above 1: it says how those ranks exchange keys and values."""
+    if run[_METHOD] != "ring" and run[_CONTEXT] == 1:
+        message = f"{_METHOD}={run[_METHOD]} needs {_CONTEXT} above 1; got 1"
+        yield Violation("context_method_needs_context_parallel", _METHOD, message, (_ring(run), {_CONTEXT: 2}))
+
+
+def sequence_divides_among_context_ranks(run: Draft) -> Iterator[Violation]:
+    """seq_length is divisible by 2 x context, and each rank's part by tensor under sequence parallelism."""
+    context, length = run[_CONTEXT], run["data.seq_length"]
+    unit = lcm(2 * context, context * (run[_TENSOR] if run[_SEQUENCE] else 1))
+    if context > 1 and length % unit:
+        sequence = f" and {_SEQUENCE}=true over {run[_TENSOR]} ranks" if run[_SEQUENCE] else ""
+        message = f"data.seq_length ({length}) must be divisible by {unit} with {_CONTEXT}={context}{sequence}"
+        sizes = [size for size in (round_up(length, unit), length - length % unit) if size]
+        fewer = [degree for degree in reversed(divisors(context)) if degree < context]
+        fixes = [{"data.seq_length": size} for size in sizes] + [_context(run, degree) for degree in fewer]
+        yield Violation("sequence_divides_among_context_ranks", "data.seq_length", message, tuple(fixes))
+
+
+def two_levels_divide_context(run: Draft) -> Iterator[Violation]:
+    """Under two_level, context_inner divides context and is neither 1 nor all of it."""
+    context, inner = run[_CONTEXT], run.get(_INNER)
+    if run[_METHOD] != "two_level" or context == 1:
+        return
+    able = [degree for degree in divisors(context) if 1 < degree < context]
+    if inner not in able:
+        message = f"{_METHOD}=two_level needs a {_INNER} that divides {_CONTEXT} ({context}) and is less; got {inner}"
+        better = [{_INNER: degree} for degree in nearest_first(able, inner or 2)]
+        fixes: list[Fix] = [*better, _ring(run)]
+        yield Violation("two_levels_divide_context", _INNER, message, tuple(fixes))
+
+
+def heads_divide_among_context_ranks(run: Draft) -> Iterator[Violation]:
+    """The heads of a rank of tensor are divisible by the ranks that trade them: context, or context_inner."""
+    method, heads, tensor = run[_METHOD], run["model.num_attention_heads"], run[_TENSOR]
+    if method not in ("all_to_all", "two_level") or heads % tensor:
+        return
+    name = _CONTEXT if method == "all_to_all" else _INNER
+    if heads // tensor % run[name]:
+        message = (
+            f"{_METHOD}={method} splits the {heads // tensor} attention heads of a rank over {name} ({run[name]}), "
+            "which must divide them"
+        )
+        fixes = [_ring(run)]
+        fixes += [{name: degree} for degree in nearest_first(divisors(heads // tensor), run[name]) if degree > 1]
+        yield Violation("heads_divide_among_context_ranks", name, message, tuple(fixes))
+
+
 def hidden_size_divides_among_shards(run: Draft) -> Iterator[Violation]:
-    """hidden_size is divisible by shard: FSDP shards that dimension and needs equal parts of it."""
-    hidden, shard = run["model.hidden_size"], run.layout.shard
+    """hidden_size is divisible by shard x context: FSDP shards that dimension and needs equal parts of it."""
+    hidden, shard = run["model.hidden_size"], run.layout.shard * run.layout.context
     if hidden % shard:
-        message = f"model.hidden_size ({hidden}) must be divisible by the {shard} ranks of {_SHARD}"
+        of_context = f" x {_CONTEXT}" if run.layout.context > 1 else ""
+        message = f"model.hidden_size ({hidden}) must be divisible by the {shard} ranks of {_SHARD}{of_context}"
         fixes = [*_layouts(run), {"model.hidden_size": round_up(hidden, _hidden_unit(run, shard))}]
         yield Violation("hidden_size_divides_among_shards", "model.hidden_size", message, tuple(fixes))
 
@@ -106,10 +163,27 @@ def batches_divide_among_ranks(run: Draft) -> Iterator[Violation]:
         yield Violation("batches_divide_among_ranks", _BATCH, message, tuple(fixes))
 
 
+def _ring(run: Draft) -> Fix:
+    """The change to the exchange that any number of ranks can do."""
+    return {name: None for name in (_METHOD, _INNER) if name in run.given}
+
+
+def _context(run: Draft, degree: int) -> Fix:
+    """The change to ``degree`` ranks of context, without what would have no effect then."""
+    return {_CONTEXT: degree, **(_ring(run) if degree == 1 else {})}
+
+
 def _layouts(run: Draft) -> tuple[Fix, ...]:
-    """Other layouts of the same world, or of any where it is not known, nearest degrees of tensor first."""
+    """Other layouts of the same world, or of any where it is not known, nearest degrees of tensor first.
+
+    They keep context where it divides the world, and leave it out where it does not.
+    """
     heads = run.get("model.num_attention_heads") or run[_TENSOR]
-    return _other_layouts(run[_TENSOR], run.get(_SHARD) or -1, bool(run.get(_SEQUENCE)), heads, run.world_size)
+    context, world = run.get(_CONTEXT) or 1, run.world_size
+    kept = world is None or world % context == 0
+    left = world // context if world is not None and kept else world
+    found = _other_layouts(run[_TENSOR], run.get(_SHARD) or -1, bool(run.get(_SEQUENCE)), heads, left)
+    return found if kept else tuple({**change, **_context(run, 1)} for change in ({_SHARD: -1}, *found))
 
 
 @functools.cache  # hundreds for a large world, and asked for with every suggestion that is tried

@@ -1,6 +1,6 @@
 """How the work is laid out over ranks."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -19,7 +19,7 @@ def _positive_or_rest(degree: int) -> int:
 
 
 class ModelParallelConfig(SettingsGroup):
-    """The layout: tensor x replicate x shard ranks."""
+    """The layout: tensor x context x replicate x shard ranks."""
 
     dotted_name: ClassVar[str] = "parallel"
 
@@ -27,6 +27,17 @@ class ModelParallelConfig(SettingsGroup):
         default=1, ge=1, le=LARGEST_SIZE, description="[ranks] that share each weight matrix (tensor parallelism)"
     )
     sequence: bool = Field(default=False, description="norms and dropout split the sequence over the ranks of tensor")
+    context: int = Field(
+        default=1, ge=1, le=LARGEST_SIZE, description="[ranks] that share each sequence (context parallelism)"
+    )
+    context_method: Literal["ring", "all_gather", "all_to_all", "two_level"] = Field(
+        default="ring",
+        description="how ranks of context exchange keys and values: from rank to rank, all at once, heads against "
+        "sequence, or two_level: heads against sequence among context_inner neighbours, and a ring over those groups",
+    )
+    context_inner: int | None = Field(
+        default=None, ge=2, le=LARGEST_SIZE, description="[ranks] neighbours that trade heads in two_level"
+    )
     replicate: int = Field(
         default=1,
         ge=1,
@@ -39,4 +50,5 @@ class ModelParallelConfig(SettingsGroup):
 
     def layout(self, world_size: int) -> Layout:
         """The layout of ``world_size`` ranks. Raises TopologyError if the degrees do not multiply to it."""
-        return Layout.resolve(world_size, tensor=self.tensor, replicate=self.replicate, shard=self.shard)
+        degrees = {"tensor": self.tensor, "context": self.context, "replicate": self.replicate, "shard": self.shard}
+        return Layout.resolve(world_size, **degrees)

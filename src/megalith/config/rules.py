@@ -6,11 +6,15 @@ from contextlib import suppress
 from megalith.config.draft import Draft, Unknown, Violation
 from megalith.config.layout_rules import (
     batches_divide_among_ranks,
+    context_method_needs_context_parallel,
     degrees_multiply_to_the_world_size,
+    heads_divide_among_context_ranks,
     heads_divide_among_tensor_ranks,
     hidden_size_divides_among_shards,
+    sequence_divides_among_context_ranks,
     sequence_divides_among_tensor_ranks,
     sequence_parallel_needs_tensor_parallel,
+    two_levels_divide_context,
 )
 from megalith.config.model_rules import (
     head_size_is_even_under_rope,
@@ -50,6 +54,10 @@ RUN_RULES: tuple[Rule, ...] = (
     heads_divide_among_tensor_ranks,
     sequence_parallel_needs_tensor_parallel,
     sequence_divides_among_tensor_ranks,
+    context_method_needs_context_parallel,
+    sequence_divides_among_context_ranks,
+    two_levels_divide_context,
+    heads_divide_among_context_ranks,
     hidden_size_divides_among_shards,
     batches_divide_among_ranks,
     schedule_stages_differ,

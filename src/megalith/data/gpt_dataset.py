@@ -44,6 +44,8 @@ class GPTBatch:
     """B samples: tokens and labels int64 [B, S], loss_mask bool [B, S], documents int32 [B, S].
 
     row_ids: int64 [B], where each row stands in the step's global batch.
+    positions: int64 [S], where each column stands in its row. Of rows that are split over ranks, tokens, labels,
+        loss_mask and positions hold this rank's columns; documents are of whole rows.
     """
 
     tokens: NDArray[np.int64]
@@ -51,6 +53,7 @@ class GPTBatch:
     loss_mask: NDArray[np.bool_]
     documents: NDArray[np.int32]
     row_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
 
 
 def stack_samples(samples: Sequence[GPTSample], row_ids: Sequence[int]) -> GPTBatch:
@@ -61,6 +64,7 @@ def stack_samples(samples: Sequence[GPTSample], row_ids: Sequence[int]) -> GPTBa
         np.stack([sample.loss_mask for sample in samples]),
         np.stack([sample.documents for sample in samples]),
         np.array(row_ids, dtype=np.int64),
+        np.arange(len(samples[0].tokens)),
     )
 
 

@@ -17,24 +17,30 @@ and lse. Floor: forward reads q, k, v and writes out and lse; nothing of size S 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megalith.errors import BackendError, ConfigError, ShapeError
-from megalith.fusions.formulas.attention import reference
+from megalith.fusions.formulas.attention import reference, reference_gradients
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.formulas.flash_for_cpu import op as flash_for_cpu
 from megalith.fusions.paths.backend import Backend, Fusion, Operand
 from megalith.packed_seq_params import PackedSeqParams
 
-__all__ = ["FUSION", "Attention", "fused_attention"]
+__all__ = ["FUSION", "Attention", "attention_gradients", "fused_attention"]
 
+Path = TypeVar("Path", covariant=True)
 _UNBOUNDED = 2**30  # tokens on a side of an infinite window; a position and this fit int32
 Attention = Callable[
     [Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, int, int],
     tuple[Tensor, Tensor],
+]
+# (dout, q, k, v, out, lse, bounds, scale, left, right) -> dq, dk, dv
+_Gradients = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, float, int, int],
+    tuple[Tensor, Tensor, Tensor],
 ]
 
 
@@ -84,22 +90,69 @@ def fused_attention(
     return compute(q, k, v, sink, bounds, scale, left, right)
 
 
+def attention_gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    packed_seq_params: PackedSeqParams | None = None,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The terms that the keys ``k`` add to dq, and their own dk and dv, where ``out`` and ``lse`` are over all keys.
+
+    Attention over parts of the keys, one after another, is merged by ``merge_attention``; this goes back through one
+    part, from the merged result, and computes no forward again. Args and errors are those of ``fused_attention``;
+    dout and out are [Sq, B, A, Dv], lse [B, A, Sq]. Not differentiable.
+    """
+    _check(q, k, v, packed_seq_params, None)
+    left, right = _sides(causal, window)
+    bounds = None if packed_seq_params is None else packed_seq_params.document_bounds
+    compute = _GRADIENTS.path(q, backend)
+    return compute(dout, q, k, v, out, lse, bounds, q.shape[-1] ** -0.5, left, right)
+
+
 def _triton(q: Tensor, k: Tensor, v: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-    from megalith.fusions.kernels.attention import MAX_COLUMNS, op
+    from megalith.fusions.kernels.attention import op
+
+    _check_columns(q, v)
+    return op(q, k, v, *inputs)
+
+
+def _check_columns(q: Tensor, v: Tensor) -> None:
+    from megalith.fusions.kernels.attention import MAX_COLUMNS
 
     if max(q.shape[-1], v.shape[-1]) > MAX_COLUMNS:
         raise BackendError(
             f"attention cannot take backend='triton' with heads of {q.shape[-1]} and {v.shape[-1]} columns: its blocks "
             f"hold {MAX_COLUMNS}; take {'aten or ' if q.device.type == 'cpu' else ''}reference"
         )
-    return op(q, k, v, *inputs)
+
+
+def _triton_gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *inputs: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_columns(q, v)  # imports the kernels, which registers their operators
+    dq, dk, dv, _ = torch.ops.megalith.attention_back(dout, None, q, k, v, None, out, lse, *inputs)
+    return dq, dk, dv
+
+
+def _gradients_for_cpu(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *inputs: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv, _ = torch.ops.megalith.attention_for_cpu_back(dout, None, q, k, v, None, out, lse, *inputs)
+    return dq, dk, dv
 
 
 # no `compile`, which would make every score, and no `blocked`: torch's kernels for a CPU are made of blocks
 _PATHS: Mapping[Backend, Attention] = {"triton": _triton, "aten": flash_for_cpu, "reference": reference}
 
 
-class _AttentionFusion(Fusion[Attention]):
+class _AttentionFusion(Fusion[Path]):
     """The paths of attention, of which ``aten`` is for a CPU."""
 
     def why_not(self, backend: Backend, x: Operand) -> str | None:
@@ -109,6 +162,9 @@ class _AttentionFusion(Fusion[Attention]):
 
 
 FUSION = _AttentionFusion("attention", _PATHS)
+_GRADIENTS = _AttentionFusion[_Gradients](
+    "attention", {"triton": _triton_gradients, "aten": _gradients_for_cpu, "reference": reference_gradients}
+)
 
 
 def _sides(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:

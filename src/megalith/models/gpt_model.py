@@ -151,22 +151,28 @@ class GPTModel(ModelModule):
             tokens: int64 [B, S].
             labels: int64 [B, S], the token after each.
             position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ..., or what follows the caches.
-            packed_seq_params: where documents begin; tokens see their own document only.
+            packed_seq_params: where documents begin, in whole rows; tokens see their own document only.
             dropout_key: of the step, with the global id of each token, int64 [B, S]; in training on one process it
                 may be left out, and is drawn from torch's generator.
             caches: one for each layer, by its index; ``tokens`` then follow those in the caches.
             hidden: [S, B, H], [S/tp, B, H] under sequence parallelism: what the stage before gave.
+
+        Under context parallelism S stands for S/cp: this rank's tokens of each row, those at ``zigzag_positions``, and
+        their labels, positions and ids.
 
         Returns:
             The loss of each token, [B, S] in float32 or wider; or logits [B, S, V], whole on every rank; or [S, B, H].
 
         Raises:
             ShapeError: more positions than ``max_position_embeddings``, an S that sequence parallelism cannot split,
-                documents of other rows, or ``hidden`` where the stage embeds tokens, or none where it does not.
-            ConfigError: training with dropout under tensor parallelism without a ``dropout_key``.
+                documents of other rows, or ``hidden`` where the stage embeds tokens, or none where it does not; under
+                context parallelism no ``position_ids``, or caches.
+            ConfigError: training with dropout under tensor or context parallelism without a ``dropout_key``.
         """
         num_cached = next(iter(caches.values())).num_tokens if caches else 0
         self._check_shape(tokens, num_cached, packed_seq_params, hidden)
+        if self.options.pg_collection.size("cp") > 1 and (caches is not None or position_ids is None):
+            raise _not_split(self.options.pg_collection.size("cp"))
         if position_ids is None:
             position_ids = torch.arange(num_cached, num_cached + tokens.shape[1], device=tokens.device)
         context = self._context(tokens, position_ids, packed_seq_params, dropout_key)
@@ -208,10 +214,11 @@ class GPTModel(ModelModule):
     def _dropout_key(self, tokens: Tensor, given: DropoutKey | None) -> DropoutKey | None:
         if given is not None or not self.drops():
             return given
-        if self.options.pg_collection.size("tp") > 1:
+        groups = self.options.pg_collection
+        if groups.size("tp") > 1 or groups.size("cp") > 1:
             raise ConfigError(
-                "the ranks of a tensor-parallel model must drop the same elements; pass each of them the same "
-                "dropout_key=DropoutKey(seed, step, token_ids)"
+                "the ranks of a tensor- or context-parallel model must drop the same elements; pass each of them "
+                "dropout_key=DropoutKey(seed, step, token_ids) with the same seed and step"
             )
         token_ids = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
         return DropoutKey(int(torch.randint(2**62, ())), 0, token_ids)
@@ -219,16 +226,17 @@ class GPTModel(ModelModule):
     def _check_shape(
         self, tokens: Tensor, num_cached: int, packed_seq_params: PackedSeqParams | None, hidden: Tensor | None
     ) -> None:
-        B, S = tokens.shape
-        if packed_seq_params is not None and (packed_seq_params.batch_size, packed_seq_params.seq_length) != (B, S):
+        (B, S), cp = tokens.shape, self.options.pg_collection.size("cp")
+        whole = S * cp
+        if packed_seq_params is not None and (packed_seq_params.batch_size, packed_seq_params.seq_length) != (B, whole):
             raise ShapeError(
-                f"packed_seq_params must be of the tokens' rows, [{B}, {S}]; "
+                f"packed_seq_params must be of the tokens' rows, [{B}, {whole}]; "
                 f"got those of [{packed_seq_params.batch_size}, {packed_seq_params.seq_length}]"
             )
-        longest = self.config.max_position_embeddings
-        if self.model.embed_positions is not None and longest is not None and longest < num_cached + S:
+        longest, num_positions = self.config.max_position_embeddings, num_cached + whole
+        if self.model.embed_positions is not None and longest is not None and longest < num_positions:
             raise ShapeError(
-                f"{num_cached + S} positions are more than max_position_embeddings ({longest}); cut the tokens shorter"
+                f"{num_positions} positions are more than max_position_embeddings ({longest}); cut the tokens shorter"
             )
         tp_size = self.options.pg_collection.size("tp")
         if self.options.sequence_parallel and S % tp_size:
@@ -240,6 +248,15 @@ class GPTModel(ModelModule):
                 "a stage that embeds tokens takes no hidden states, and one that does not needs those of the stage "
                 f"before; this one has {'the' if self.stage.has_embedding else 'no'} embedding"
             )
+
+
+def _not_split(cp_size: int) -> ShapeError:
+    """The error for a call of a model whose rows are split over cp that does not say how they are."""
+    return ShapeError(
+        f"each of the {cp_size} ranks of context parallelism holds chunks of every row, without caches, and must be "
+        "told which: pass tokens[:, positions] and position_ids=positions, where positions = zigzag_positions(S, "
+        f"{cp_size}, cp_rank) of megalith.parallel.context.zigzag; or build the model without context parallelism"
+    )
 
 
 def _check_stage(stage: Stage, num_layers: int) -> None:

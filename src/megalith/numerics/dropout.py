@@ -101,10 +101,12 @@ def keep_mask(key: DropoutKey, p: float, num_features: int, feature_offset: int 
     return keep_mask_of(philox_key(key.seed, key.step), key.tokens, sites, p, num_features, feature_offset)
 
 
-def attention_keep_mask(key: DropoutKey, p: float, num_heads: int, num_keys: int, head_offset: int = 0) -> Tensor:
+def attention_keep_mask(
+    key: DropoutKey, p: float, num_heads: int, num_keys: int, head_offset: int = 0, key_offset: int = 0
+) -> Tensor:
     """Which attention probabilities stay: bool [B, num_heads, Q, num_keys] for ``key.tokens`` [B, Q] of the queries.
 
-    ``head_offset`` is this rank's first head among all of them; keys are those of the row, from its position 0.
+    ``head_offset`` is this rank's first head among all of them, ``key_offset`` the first key's position in its row.
     Raises ConfigError for a ``p`` outside [0, 1], or heads past 2^16.
     """
     if not 0 <= head_offset <= head_offset + num_heads <= _SITES:
@@ -113,7 +115,7 @@ def attention_keep_mask(key: DropoutKey, p: float, num_heads: int, num_keys: int
     heads = torch.arange(head_offset, head_offset + num_heads, device=key.tokens.device)
     sites = (key.site + _SITES * heads)[:, None].expand(B, num_heads, Q)
     tokens = key.tokens[:, None].expand(B, num_heads, Q)
-    return keep_mask_of(philox_key(key.seed, key.step), tokens, sites, p, num_keys)
+    return keep_mask_of(philox_key(key.seed, key.step), tokens, sites, p, num_keys, key_offset)
 
 
 def keep_mask_of(

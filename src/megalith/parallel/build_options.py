@@ -1,12 +1,13 @@
 """How a model is built, apart from its shape: what every constructor of the house hands down."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from megalith.parallel.context.attention import ContextMethod
 from megalith.topology.process_groups_config import ProcessGroupCollection
 
 __all__ = ["BuildOptions", "MatrixProduct"]
@@ -23,12 +24,14 @@ class BuildOptions:
         sequence_parallel: activations between layers are [S/tp, B, H]. Without tp there is nothing to split, and it is
             off.
         matrix_product: of every linear layer, the output projection included; one of 8 bits is another function.
+        context_method: how the ranks of cp exchange keys and values.
     """
 
     pg_collection: ProcessGroupCollection
     dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
     matrix_product: MatrixProduct = linear
+    context_method: ContextMethod = field(default_factory=ContextMethod)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence_parallel", self.sequence_parallel and self.pg_collection.size("tp") > 1)

@@ -1,12 +1,28 @@
-"""Batches on their way from the loader's arrays to the device."""
+"""Batches on their way from samples to the device."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["to_device"]
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.training.tasks.task import AnyTask
+
+__all__ = ["collate_for", "to_device"]
+
+
+def collate_for(task: AnyTask, pg_collection: ProcessGroupCollection) -> Callable[..., Any]:
+    """``task.collate``, and of rows that are split over cp this rank's part."""
+    rank, size = pg_collection.rank("cp"), pg_collection.size("cp")
+    if size == 1:
+        return task.collate
+
+    def collate(*samples: Any) -> Any:
+        return task.context_part(task.collate(*samples), rank, size)
+
+    return collate
 
 
 def to_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:

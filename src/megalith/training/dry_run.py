@@ -13,7 +13,9 @@ def describe(config: RunConfig, world_size: int) -> str:
     task = task_of(config)
     flops = task.flops_per_sample / task.tokens_per_sample
     layout = config.parallel.layout(world_size)
-    tensor, replicate, shard = layout.tensor, layout.replicate, layout.shard
+    axes = {"tensor": layout.tensor, "replicate": layout.replicate, "shard": layout.shard}
+    if layout.context > 1:
+        axes = {"tensor": layout.tensor, "context": layout.context, **axes}
     state = state_bytes(config, task.num_parameters)
     tokens = config.train.global_batch_size * task.tokens_per_sample
     return "\n".join(
@@ -21,8 +23,8 @@ def describe(config: RunConfig, world_size: int) -> str:
             dump_yaml(config).rstrip(),
             "",
             f"parameters            {task.num_parameters:,}",
-            f"ranks                 {world_size} = tensor {tensor} x replicate {replicate} x shard {shard}",
-            f"state on each rank    about {quantity(state / (tensor * shard))}B of {quantity(state)}B",
+            f"ranks                 {world_size} = {' x '.join(f'{name} {degree}' for name, degree in axes.items())}",
+            f"state on each rank    about {quantity(state * layout.replicate / world_size)}B of {quantity(state)}B",
             f"tokens in a step      {tokens:,}, in all {tokens * config.train.steps:,}",
             f"operations per token  {quantity(flops)}",
             "first sample          the text, with [what no loss is taken on] in brackets:",

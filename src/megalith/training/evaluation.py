@@ -15,6 +15,7 @@ from megalith.parallel.pipeline.plan import one_stage_plan
 from megalith.parallel.sharding.fsdp import release_gathered_weights
 from megalith.topology.agreement import any_rank, attempt, everywhere
 from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.training.batch import collate_for
 from megalith.training.step import weighted_mean
 from megalith.training.tasks.task import AnyTask
 
@@ -67,13 +68,14 @@ def evaluate(
     # every rank runs the same number of micro-batches, because a sharded forward is a collective; the last of them may
     # hold padding rows that do not count
     num_micro_batches = -(-num_samples // (B * dp_size))
+    collate = collate_for(task, pg_collection)
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 
     def forward(model: nn.Module, index: int) -> Tensor:
         first = (index * dp_size + dp_rank) * B
         with attempt() as reading:
-            batch = _batch(task, dataset, range(first, first + B), num_samples)
+            batch = _batch(collate, dataset, range(first, first + B), num_samples)
             counted = task.counts(batch)
         if any_rank(reading.failed, device) if together else reading.failed:
             reading.settle("the held-out data cannot be read")
@@ -125,7 +127,7 @@ def _summed(values: Sequence[float], pg_collection: ProcessGroupCollection, devi
     return summed
 
 
-def _batch(task: AnyTask, dataset: SizedSamples[Any], numbers: range, num_samples: int) -> Any:
+def _batch(collate: Callable[..., Any], dataset: SizedSamples[Any], numbers: range, num_samples: int) -> Any:
     """The ``numbers`` of ``num_samples`` samples in even steps; past the end the last one, which does not count."""
     rows = [min(number, num_samples - 1) * len(dataset) // num_samples for number in numbers]
-    return task.collate([dataset[row] for row in rows], rows, [number < num_samples for number in numbers])
+    return collate([dataset[row] for row in rows], rows, [number < num_samples for number in numbers])

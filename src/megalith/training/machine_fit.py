@@ -30,7 +30,7 @@ def check_machine(config: RunConfig, world_size: int, num_local_ranks: int) -> N
     """
     num_parameters = task_of(config).num_parameters
     layout = config.parallel.layout(world_size)
-    each = state_bytes(config, num_parameters) // (layout.tensor * layout.shard)
+    each = state_bytes(config, num_parameters) // (layout.tensor * layout.context * layout.shard)
     device = choose_device()
     if device.type == "cuda":
         if num_local_ranks > (num_gpus := torch.cuda.device_count()):

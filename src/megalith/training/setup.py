@@ -21,6 +21,7 @@ from megalith.optim.loss_scale import DynamicLossScale
 from megalith.optim.optimizer import BuildOptimizer
 from megalith.optim.optimizer_param_scheduler import OptimizerParamScheduler
 from megalith.parallel.build_options import BuildOptions, MatrixProduct
+from megalith.parallel.context.attention import ContextMethod
 from megalith.parallel.parameters import declared_parameters
 from megalith.parallel.sharding.fsdp import shard_model
 from megalith.storage import Store, open_store
@@ -29,6 +30,7 @@ from megalith.topology.parallel_state import ParallelState
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
 from megalith.torch_compat import compile_layers_
+from megalith.training.batch import collate_for
 from megalith.training.continuity import data_identity
 from megalith.training.loop import Callback
 from megalith.training.num_microbatches_calculator import build_num_microbatches_calculator
@@ -74,7 +76,9 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
     set_determinism(config.train.deterministic)
     task = task_of(config) if parts.task is None else parts.task
     pg_collection = _pg_collection(config, device)
-    options = BuildOptions(pg_collection, param_dtype(config), config.parallel.sequence, parts.matrix_product)
+    parallel = config.parallel
+    method = ContextMethod(parallel.context_method, parallel.context_inner or 1)
+    options = BuildOptions(pg_collection, param_dtype(config), parallel.sequence, parts.matrix_product, method)
     chunks = [_build_model(config, task, options, device)]
     with agreed("the training data cannot be read"):
         dataset = task.train_dataset()
@@ -91,7 +95,9 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
         scheduler=OptimizerParamScheduler.from_config(optimizer, config.optim, config.train.steps),
         loss_scale=_loss_scale(config),
         microbatches=build_num_microbatches_calculator(config, pg_collection.size("dp")),
-        loader=StepLoader(dataset, task.collate, pg_collection.rank("dp"), pg_collection.size("dp")),
+        loader=StepLoader(
+            dataset, collate_for(task, pg_collection), pg_collection.rank("dp"), pg_collection.size("dp")
+        ),
         timers=Timers(DeviceClock() if device.type == "cuda" else None),
         state=TrainState(),
         checkpoints=open_store(parts.checkpoints or Path(config.run) / "checkpoints"),

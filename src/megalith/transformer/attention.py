@@ -38,7 +38,9 @@ class SelfAttention(nn.Module):
             )
         self.head_size = D
         self.options = options
-        self.core_attention = DotProductAttention(config.attention_dropout, groups.rank("tp") * (A // tp), window)
+        self.core_attention = DotProductAttention(
+            config.attention_dropout, groups.rank("tp") * (A // tp), window, groups.cp, options.context_method
+        )
         bias, std = config.add_bias_linear, config.init_method_std
 
         def column(heads: int) -> ColumnParallelLinear:

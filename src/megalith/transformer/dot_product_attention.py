@@ -9,11 +9,13 @@ function of (seed, step, name, head, query, key).
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions import fused_attention
 from megalith.numerics.dropout import Dropout, attention_dropout
 from megalith.packed_seq_params import PackedSeqParams
+from megalith.parallel.context.attention import ContextMethod, context_attention
 from megalith.transformer.attention_mask import AttentionMask
 from megalith.transformer.dropout import DropoutSite
 from megalith.transformer.layer_context import LayerContext
@@ -28,10 +30,21 @@ class DotProductAttention(nn.Module):
         dropout: the share of attention probabilities to drop in training.
         head_offset: this rank's first head among all heads, whose masks differ.
         window: the keys that a query of this layer sees, its own included; None: no window of its own.
+        cp_group: the ranks that rows are split over, zig-zag; None: rows are whole.
+        context_method: how those ranks exchange keys and values.
     """
 
-    def __init__(self, dropout: float, head_offset: int, window: int | None = None) -> None:
+    def __init__(
+        self,
+        dropout: float,
+        head_offset: int,
+        window: int | None = None,
+        cp_group: ProcessGroup | None = None,
+        context_method: ContextMethod | None = None,
+    ) -> None:
         super().__init__()
+        self.cp_group = cp_group
+        self.context_method = context_method or ContextMethod()
         self.dropout = DropoutSite(dropout)
         self.head_offset = head_offset
         self.window = window
@@ -40,7 +53,7 @@ class DotProductAttention(nn.Module):
         """Attention of the last Sq of Sk positions.
 
         Args:
-            q: [Sq, B, A, D]; Sq < Sk after a cache of keys and values.
+            q: [Sq, B, A, D]; Sq < Sk after a cache of keys and values; [S/cp, B, A, D] of rows split over cp.
             k, v: [Sk, B, G, D], A divisible by G; query head a reads group a // (A / G).
             context: its mask, documents, and ``token_dropout_key`` are read.
 
@@ -48,11 +61,13 @@ class DotProductAttention(nn.Module):
             [Sq, B, A, D].
 
         Raises:
-            ShapeError: dropout or a prefix where queries follow a cache.
-            ConfigError: a prefix over packed documents.
+            ShapeError: dropout, a prefix, or rows split over cp where queries follow a cache.
+            ConfigError: a prefix over packed documents, or in rows split over cp.
         """
         mask, documents = context.mask.within(self.window), context.documents
         dropout = self.dropout.of(context.token_dropout_key)
+        if self.cp_group is not None:
+            return self._over_context_ranks(self.cp_group, q, k, v, mask, documents, dropout)
         if dropout is None and mask.prefix is None:
             out, _ = fused_attention(q, k, v, causal=mask.causal, window=mask.sides, packed_seq_params=documents)
             return out
@@ -66,6 +81,36 @@ class DotProductAttention(nn.Module):
             spelled_out: Tensor = attend(q, k, v, mask, documents, dropout, self.head_offset)
             return spelled_out
         return _with_prefix(q, k, v, mask)
+
+    def _over_context_ranks(
+        self,
+        group: ProcessGroup,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        documents: PackedSeqParams | None,
+        dropout: Dropout | None,
+    ) -> Tensor:
+        if q.shape[0] != k.shape[0]:
+            raise ShapeError("context parallelism is of whole rows, and these queries follow a cache; leave it out")
+        if mask.prefix is not None:
+            raise ConfigError("context parallelism has no prefix that is read both ways; set parallel.context=1")
+        # a compiler would cut what travels between ranks apart from what is computed meanwhile: not traced
+        attend = torch.compiler.disable(context_attention)
+        out: Tensor = attend(
+            q,
+            k,
+            v,
+            group,
+            self.context_method,
+            causal=mask.causal,
+            window=mask.sides,
+            packed_seq_params=documents,
+            dropout=dropout,
+            head_offset=self.head_offset,
+        )
+        return out
 
 
 def _with_dropout(

@@ -19,7 +19,7 @@ from megalith.fusions.formulas.checks import check_floating, check_one_device, c
 from megalith.fusions.formulas.rows import wide
 from megalith.fusions.paths.library import Operator, gradients_like
 
-__all__ = ["OPERATOR", "merge_attention", "operator", "reference", "sink_correction"]
+__all__ = ["OPERATOR", "merge_attention", "operator", "reference", "reference_gradients", "sink_correction"]
 
 
 def reference(
@@ -31,8 +31,9 @@ def reference(
     scale: float,
     left: int,
     right: int,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse, with every score in memory."""
+    """out and lse, with every score in memory. ``factors`` [B, A, Sq, Sk] multiply the probabilities: dropout."""
     acc, groups = wide(q.dtype), k.shape[2]
     hidden = ~_seen(q, k, bounds, left, right)  # [B or 1, 1, Sq, Sk]
     scores = torch.einsum("sbghd,tbgd->bghst", (q.to(acc) * scale).unflatten(2, (groups, -1)), k.to(acc))
@@ -41,8 +42,39 @@ def reference(
     if sink is not None:
         lse = torch.logaddexp(lse, sink.to(acc).unsqueeze(-1))
     probs = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+    probs = probs if factors is None else probs * factors
     out = torch.einsum("bghst,tbgd->sbghd", probs.unflatten(1, (groups, -1)), v.to(acc))
     return out.flatten(2, 3).to(q.dtype), lse
+
+
+def reference_gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bounds: Tensor | None,
+    scale: float,
+    left: int,
+    right: int,
+    factors: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of attention over some of the keys, where ``out`` and ``lse`` are over all of them."""
+    acc, groups = wide(q.dtype), k.shape[2]
+    hidden = ~_seen(q, k, bounds, left, right)  # [B or 1, 1, Sq, Sk]
+    q_by_group, dout_by_group = (x.to(acc).unflatten(2, (groups, -1)) for x in (q, dout))  # [Sq, B, G, A/G, D]
+    scores = torch.einsum("sbghd,tbgd->bghst", q_by_group * scale, k.to(acc)).flatten(1, 2)  # [B, A, Sq, Sk]
+    probs = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(hidden, 0.0)
+    dprobs = torch.einsum("sbghd,tbgd->bghst", dout_by_group, v.to(acc)).flatten(1, 2)  # [B, A, Sq, Sk]
+    dprobs = dprobs if factors is None else dprobs * factors
+    delta = (dout.to(acc) * out.to(acc)).sum(dim=-1).permute(1, 2, 0)  # [B, A, Sq]
+    dscores = (scale * probs * (dprobs - delta.unsqueeze(-1))).unflatten(1, (groups, -1))  # [B, G, A/G, Sq, Sk]
+    weights = (probs if factors is None else probs * factors).unflatten(1, (groups, -1))
+    dq = torch.einsum("bghst,tbgd->sbghd", dscores, k.to(acc)).flatten(2, 3)  # [Sq, B, A, D]
+    dk = torch.einsum("bghst,sbghd->tbgd", dscores, q_by_group)
+    dv = torch.einsum("bghst,sbghd->tbgd", weights, dout_by_group)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _seen(q: Tensor, k: Tensor, bounds: Tensor | None, left: int, right: int) -> Tensor:

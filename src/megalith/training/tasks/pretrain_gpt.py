@@ -1,7 +1,7 @@
 """Next-token prediction: a causal language model learns each token from those before it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,7 @@ from megalith.models.gpt_model import GPTModel
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.context.zigzag import zigzag_positions
 from megalith.storage import open_store, record_of
 from megalith.training.batch import to_device
 from megalith.training.preflight import load_tokenizer
@@ -30,7 +31,7 @@ _SHOWN_TOKENS = 64
 
 @dataclass(frozen=True)
 class GPTInputs:
-    """tokens and labels int64 [B, S]; loss_mask bool [B, S]; position_ids int64 [S] or [B, S]."""
+    """tokens and labels int64 [B, S/cp]; loss_mask bool [B, S/cp]; position_ids int64 [S/cp] or [B, S/cp]."""
 
     tokens: Tensor
     labels: Tensor
@@ -96,6 +97,12 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
             batch.loss_mask[~np.array(counted)] = False
         return batch
 
+    def context_part(self, batch: GPTBatch, rank: int, size: int) -> GPTBatch:
+        """The columns that ``rank`` holds; documents stay whole."""
+        columns = zigzag_positions(batch.tokens.shape[1], size, rank).numpy()
+        own = {name: getattr(batch, name)[:, columns] for name in ("tokens", "labels", "loss_mask")}
+        return replace(batch, positions=columns, **own)
+
     def counts(self, batch: GPTBatch) -> Mapping[str, int]:
         """The tokens that have a loss."""
         return {"lm": int(batch.loss_mask.sum())}
@@ -106,13 +113,15 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         A token's dropout depends on its row in the global batch and its position in the row, so that cutting the batch
         in another way changes nothing.
         """
-        S = batch.tokens.shape[1]
+        S, columns = batch.documents.shape[1], torch.from_numpy(batch.positions)  # [S/cp]
         packed = None
         if self._packs_documents or self._resets_positions:
             packed = PackedSeqParams.from_documents(torch.from_numpy(batch.documents))
-        positions = torch.arange(S) if packed is None or not self._resets_positions else packed.position_ids()
+        positions = columns
+        if packed is not None and self._resets_positions:
+            positions = packed.position_ids()[:, columns]  # [B, S/cp]
         rows = torch.from_numpy(batch.row_ids).unsqueeze(1)  # [B, 1]
-        token_ids = to_device(rows * S + torch.arange(S), device)  # [B, S]
+        token_ids = to_device(rows * S + columns, device)  # [B, S/cp]
         return GPTInputs(
             to_device(batch.tokens, device),
             to_device(batch.labels, device),

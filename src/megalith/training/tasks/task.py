@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.data.samples import Identified, Samples, SizedSamples
+from megalith.errors import ConfigError
 from megalith.parallel.build_options import BuildOptions
 from megalith.transformer.module import ModelModule
 
@@ -66,6 +67,16 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
             rows: where each stands in the step's global batch: what its dropout depends on.
             counted: False for rows that only fill up the batch and count nothing; None: all count.
         """
+
+    def context_part(self, batch: Batch, rank: int, size: int) -> Batch:
+        """What ``rank`` of ``size`` keeps of ``batch``, whose rows are split over them zig-zag.
+
+        Every token that counts must count on one rank. Raises ConfigError: by default rows cannot be split.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} does not split rows over ranks, and parallel.context is {size}; "
+            "set parallel.context=1, or give the task a context_part"
+        )
 
     @abstractmethod
     def counts(self, batch: Batch) -> Mapping[str, int]:

@@ -1,0 +1,148 @@
+"""Attention over a sequence that is split zig-zag over cp, by the exchange that a run chooses.
+
+    method       what travels                                      each rank computes
+    ring         k and v, from rank to rank, cp - 1 times          its queries, over one part of the keys after another
+    all_gather   k and v, to all ranks at once                     its queries, over all keys
+    all_to_all   q, k, v and out, heads against sequence           all queries, for A/cp heads
+    two_level    all_to_all among `inner` neighbours, and a ring over the groups of them
+
+A ring holds two parts of the keys at a time, all_gather all of them. all_to_all sends least, and needs heads that the
+ranks divide. two_level keeps all_to_all where links are fast, and rings between machines.
+
+Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509; Fang and Zhao 2024, "USP", arXiv:2405.07719.
+"""
+
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megalith.errors import ShapeError
+from megalith.fusions.paths.backend import chosen_by_use
+from megalith.numerics.dropout import Dropout
+from megalith.packed_seq_params import PackedSeqParams
+from megalith.parallel.context.blocks import Sight
+from megalith.parallel.context.partial_attention import HeadDropout, PartialAttention
+from megalith.parallel.context.ring import Ring, ring_attention
+from megalith.parallel.context.zigzag import zigzag_join, zigzag_spans, zigzag_split
+from megalith.topology.collectives import all_to_all, gather_from_sequence_parallel_region
+
+__all__ = ["ContextMethod", "context_attention"]
+
+
+@dataclass(frozen=True)
+class ContextMethod:
+    """How ranks of cp exchange keys and values; ``inner``: how many neighbours trade heads in ``two_level``."""
+
+    name: Literal["ring", "all_gather", "all_to_all", "two_level"] = "ring"
+    inner: int = 1
+
+    def ranks_trading_heads(self, size: int) -> int:
+        """How many neighbours of ``size`` ranks trade heads for the sequence."""
+        return {"all_to_all": size, "two_level": self.inner}.get(self.name, 1)
+
+
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: ProcessGroup,
+    method: ContextMethod,
+    *,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    packed_seq_params: PackedSeqParams | None = None,
+    dropout: Dropout | None = None,
+    head_offset: int = 0,
+) -> Tensor:
+    """``fused_attention``'s out, [S/cp, B, A, D], of rows that ``group`` holds zig-zag.
+
+    Args:
+        q: [S/cp, B, A, D].
+        k, v: [S/cp, B, G, D], A divisible by G.
+        group: cp.
+        method: the exchange.
+        causal, window: as in ``fused_attention``, over positions in the whole row.
+        packed_seq_params: of the whole rows, the same on all ranks.
+        dropout: of probabilities; the key's tokens are the global ids of this rank's, [B, S/cp].
+        head_offset: this rank's first head among all of tp.
+
+    Raises:
+        ShapeError: documents of other rows; or heads that the ranks that trade them do not divide.
+    """
+    W, S = group.size(), q.shape[0] * group.size()
+    if packed_seq_params is not None and packed_seq_params.seq_length != S:
+        raise ShapeError(
+            f"packed_seq_params must be of whole rows of {S} tokens, {q.shape[0]} on each of the {W} ranks of cp; "
+            f"got those of {packed_seq_params.seq_length}"
+        )
+    sight = Sight.of(S, causal, window, packed_seq_params)
+    drops = None if dropout is None else HeadDropout(dropout, head_offset)
+    if method.name == "all_gather":
+        attention = PartialAttention(zigzag_spans(S, W, group.rank()), sight, drops, chosen_by_use())
+        k, v = (zigzag_join(gather_from_sequence_parallel_region(x, group), W) for x in (k, v))  # [S, B, G, D]
+        return ring_attention(q, k, v, attention, Ring(None), [[range(S)]])
+    inner = method.ranks_trading_heads(W)
+    ring = Ring(group if inner < W else None, inner)
+    spans = [zigzag_spans(S, ring.size, index) for index in range(ring.size)]
+    trade = _HeadTrade(group, inner)
+    q, k, v = (trade.for_sequence(x) for x in trade.divisible(q, k, v))  # [S/cp inner, B, A/inner, D]
+    drops = None if drops is None else trade.dropout(drops, q.shape[2])
+    attention = PartialAttention(spans[ring.index], sight, drops, chosen_by_use())
+    return trade.for_heads(ring_attention(q, k, v, attention, ring, spans))
+
+
+@dataclass(frozen=True)
+class _HeadTrade:
+    """All-to-all among ``inner`` neighbours of ``group``: all heads of a part of the sequence for a share of the heads.
+
+    It is one over the whole group, whose other ranks exchange nothing with these.
+    """
+
+    group: ProcessGroup
+    inner: int
+
+    def divisible(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same attention with as many groups of keys and values as the ranks divide, by repeating them."""
+        A, G = q.shape[2], k.shape[2]
+        if A % self.inner:
+            raise ShapeError(
+                f"all-to-all splits the {A} heads of a rank over {self.inner} ranks of cp, which do not divide them; "
+                "use another number of ranks, or the ring"
+            )
+        copies = self.inner // gcd(G, self.inner)
+        return q, k.repeat_interleave(copies, dim=2), v.repeat_interleave(copies, dim=2)
+
+    def for_sequence(self, x: Tensor) -> Tensor:
+        """[S/cp, B, A, D] -> [S/cp inner, B, A/inner, D], the neighbours' parts joined in the order of positions."""
+        if self.inner == 1:
+            return x
+        parts = torch.cat(x.chunk(self.inner, dim=2))  # [inner S/cp, B, A/inner, D], one part for each neighbour
+        return zigzag_join(self._exchanged(parts), self.inner)
+
+    def for_heads(self, x: Tensor) -> Tensor:
+        """The inverse of ``for_sequence``."""
+        if self.inner == 1:
+            return x
+        parts = self._exchanged(zigzag_split(x, self.inner))
+        return torch.cat(parts.chunk(self.inner), dim=2)
+
+    def dropout(self, drops: HeadDropout, num_heads: int) -> HeadDropout:
+        """``drops`` for the queries and the ``num_heads`` heads that this rank has after the trade."""
+        key = drops.dropout.key
+        if self.inner == 1 or key is None:
+            return drops
+        tokens = key.tokens.t().repeat(self.inner, 1)  # [inner S/cp, B]: every neighbour needs all ids
+        tokens = zigzag_join(self._exchanged(tokens), self.inner).t()  # [B, S/cp inner]
+        offset = drops.head_offset + self.group.rank() % self.inner * num_heads
+        return HeadDropout(Dropout(drops.dropout.p, replace(key, tokens=tokens)), offset)
+
+    def _exchanged(self, parts: Tensor) -> Tensor:
+        """Part i of ``parts`` for neighbour i -> what each neighbour had for this rank."""
+        first = self.group.rank() // self.inner * self.inner
+        size = parts.shape[0] // self.inner
+        counts = [size if first <= rank < first + self.inner else 0 for rank in range(self.group.size())]
+        return all_to_all(parts, self.group, counts, counts)

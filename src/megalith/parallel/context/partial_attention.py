@@ -1,0 +1,126 @@
+"""Attention of this rank's queries over keys that arrive part by part; and the way back through each part.
+
+forward    out, lse = merge(out, lse, attention over one part)
+backward   p = exp(s - lse) with the merged lse, so that each part gives its terms of dq, and its dk and dv
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalith.fusions import merge_attention
+from megalith.fusions.formulas.attention import reference, reference_gradients
+from megalith.fusions.fused_attention import attention_gradients, fused_attention
+from megalith.fusions.paths.backend import Backend
+from megalith.numerics.dropout import Dropout, attention_keep_mask
+from megalith.parallel.context.blocks import Block, Sight, blocks_between
+
+__all__ = ["HeadDropout", "Part", "PartialAttention"]
+
+
+@dataclass(frozen=True)
+class HeadDropout:
+    """Attention dropout of this rank's heads: ``dropout.key.tokens`` [B, Sq] are the ids of its queries."""
+
+    dropout: Dropout
+    head_offset: int
+
+
+class Part(NamedTuple):
+    """A block, and where its queries and keys stand in what this rank holds of them."""
+
+    block: Block
+    queries: slice
+    keys: slice
+
+
+@dataclass(frozen=True)
+class PartialAttention:
+    """Attention of the queries at ``spans``, with what they see.
+
+    With ``dropout`` every score of a block is spelled out: kernels draw their own masks, and ours are a function of the
+    ids of the query and the key.
+    """
+
+    spans: Sequence[range]
+    sight: Sight
+    dropout: HeadDropout | None = None
+    backend: Backend | None = None
+
+    def parts(self, key_spans: Sequence[range]) -> Iterator[Part]:
+        """All blocks of the queries with keys at ``key_spans``."""
+        for queries, to_query in _placed(self.spans):
+            for keys, to_key in _placed(key_spans):
+                for block in blocks_between(queries, keys, self.sight):
+                    at, of = to_query + block.queries.start, to_key + block.keys.start
+                    yield Part(block, slice(at, at + len(block.queries)), slice(of, of + len(block.keys)))
+
+    def add_(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, key_spans: Sequence[range]) -> None:
+        """Merges attention over ``k`` and ``v`` into ``out`` [Sq, B, A, Dv], in float32 or wider, and ``lse``."""
+        for part in self.parts(key_spans):
+            rows, queries, keys = part.block.rows, part.queries, part.keys
+            found = self._forward(part.block, q[queries, rows], k[keys, rows], v[keys, rows], queries)
+            merged = merge_attention(out[queries, rows], lse[rows, :, queries], *found)
+            out[queries, rows], lse[rows, :, queries] = merged
+
+    def add_gradients_(
+        self,
+        gradients: tuple[Tensor, Tensor, Tensor],
+        dout: Tensor,
+        q: Tensor,
+        kv: tuple[Tensor, Tensor],
+        merged: tuple[Tensor, Tensor],
+        key_spans: Sequence[range],
+    ) -> None:
+        """Adds to ``gradients``, dq, dk and dv, what comes back through the keys and values ``kv``."""
+        (dq, dk, dv), (k, v), (out, lse) = gradients, kv, merged
+        for part in self.parts(key_spans):
+            rows, queries, keys = part.block.rows, part.queries, part.keys
+            here = dout[queries, rows], q[queries, rows], k[keys, rows], v[keys, rows]
+            found = self._backward(part.block, *here, out[queries, rows], lse[rows, :, queries], queries)
+            for whole, at, term in ((dq, queries, found[0]), (dk, keys, found[1]), (dv, keys, found[2])):
+                whole[at, rows] += term
+
+    def _forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor, at: slice) -> tuple[Tensor, Tensor]:
+        if self.dropout is not None:
+            return reference(q, k, v, None, *self._spelled_out(block, q, at, self.dropout))
+        return fused_attention(q, k, v, **self._fused(block))
+
+    def _backward(
+        self, block: Block, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: slice
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.dropout is not None:
+            return reference_gradients(dout, q, k, v, out, lse, *self._spelled_out(block, q, at, self.dropout))
+        return attention_gradients(dout, q, k, v, out, lse, **self._fused(block))
+
+    def _fused(self, block: Block) -> dict[str, Any]:
+        return {
+            "causal": False,  # the window says so
+            "window": block.window,
+            "packed_seq_params": block.documents,
+            "backend": self.backend,
+        }
+
+    def _spelled_out(
+        self, block: Block, q: Tensor, at: slice, drops: HeadDropout
+    ) -> tuple[Tensor | None, float, int, int, Tensor]:
+        """bounds, scale, left, right and factors of the formulas; a mask depends on positions in the whole row."""
+        p, key = drops.dropout.p, drops.dropout.key
+        assert key is not None, "a dropout site gives one"
+        ids = replace(key, tokens=key.tokens[block.rows, at])
+        kept = attention_keep_mask(ids, p, q.shape[2], len(block.keys), drops.head_offset, block.keys.start)
+        bounds = None if block.documents is None else block.documents.document_bounds
+        left, right = (2**30 if side == -1 else side for side in block.window)
+        factors = kept.to(torch.promote_types(q.dtype, torch.float32)) / (1.0 - p)
+        return bounds, q.shape[-1] ** -0.5, left, right, factors
+
+
+def _placed(spans: Sequence[range]) -> Iterator[tuple[range, int]]:
+    """Each of ``spans``, and what turns its positions into indices of all of them one after another."""
+    first = 0
+    for span in spans:
+        yield span, first - span.start
+        first += len(span)

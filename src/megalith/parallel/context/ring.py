@@ -1,0 +1,138 @@
+"""Ring attention: keys and values travel from rank to rank, and each computes with those that it has meanwhile.
+
+After cp steps every rank has met all keys. Backward sends keys and values round once more, and with them their
+gradients, to which each rank adds its terms, until they are back where they belong. What travels is under way while a
+rank computes.
+
+Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv:2310.01889.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megalith.parallel.context.partial_attention import PartialAttention
+
+__all__ = ["Ring", "ring_attention"]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """``size`` ranks of ``group``, of which this one is at ``index``, those before and after it ``stride`` away.
+
+    ``stride`` is above 1 where every so many neighbours share one part of the sequence. None: this rank alone.
+    """
+
+    group: ProcessGroup | None
+    stride: int = 1
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size() // self.stride
+
+    @property
+    def index(self) -> int:
+        return 0 if self.group is None else self.group.rank() // self.stride
+
+    def pass_on(self, *tensors: Tensor) -> "_Arriving":
+        """Begins to send ``tensors`` to the next rank, and to receive as many of the same shapes from the one before.
+
+        They must not change until what arrives has been waited for.
+        """
+        assert self.group is not None, "a rank alone has nobody to send to"
+        W, rank = self.group.size(), self.group.rank()
+        sent = [tensor.contiguous() for tensor in tensors]
+        received = [torch.empty_like(tensor) for tensor in sent]
+        after, before = (rank + self.stride) % W, (rank - self.stride) % W
+        sends = [dist.P2POp(dist.isend, x, group=self.group, group_peer=after) for x in sent]
+        receives = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=before) for x in received]
+        return _Arriving(received, sent, dist.batch_isend_irecv(sends + receives))
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """Tensors under way; ``sent`` keeps the memory of those that leave."""
+
+    received: list[Tensor]
+    sent: list[Tensor]
+    works: list[Any]
+
+    def wait(self) -> list[Tensor]:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, attention: PartialAttention, ring: Ring, key_spans: list[list[range]]
+) -> Tensor:
+    """Attention of this rank's queries over the keys of all ranks of ``ring``.
+
+    Args:
+        q: [Sq, B, A, D], at the positions of ``attention.spans``.
+        k, v: [Sk, B, G, D] and [Sk, B, G, Dv], this rank's.
+        attention: what a query sees.
+        ring: the ranks.
+        key_spans: for each of them the positions of its keys.
+
+    Returns:
+        [Sq, B, A, Dv] in the dtype of ``q``; merged in float32 or wider, and rounded once.
+    """
+    out: Tensor = _RingAttention.apply(q, k, v, attention, ring, key_spans)
+    return out
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention: PartialAttention,
+        ring: Ring,
+        key_spans: list[list[range]],
+    ) -> Tensor:
+        (Sq, B, A, _), wide = q.shape, torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros(Sq, B, A, v.shape[-1], dtype=wide)
+        lse = q.new_full((B, A, Sq), -torch.inf, dtype=wide)
+        here_k, here_v = k, v
+        for step in range(ring.size):
+            is_last = step + 1 == ring.size
+            arriving = None if is_last else ring.pass_on(here_k, here_v)
+            attention.add_(out, lse, q, here_k, here_v, key_spans[(ring.index - step) % ring.size])
+            if arriving is not None:
+                here_k, here_v = arriving.wait()
+        out = out.to(q.dtype)
+        ctx.attention, ctx.ring, ctx.key_spans = attention, ring, key_spans
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        attention, ring = ctx.attention, ctx.ring
+        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+        here_k, here_v = k, v
+        on_their_way: _Arriving | None = None  # dk and dv of the keys that come next, from the ranks that had them
+        for step in range(ring.size):
+            is_last = step + 1 == ring.size
+            arriving = None if is_last else ring.pass_on(here_k, here_v)
+            if step > 0:
+                dk, dv = torch.zeros_like(dk), torch.zeros_like(dv)
+            spans = ctx.key_spans[(ring.index - step) % ring.size]
+            attention.add_gradients_((dq, dk, dv), dout, q, (here_k, here_v), (out, lse), spans)
+            if on_their_way is not None:
+                dk, dv = (ours + theirs for ours, theirs in zip((dk, dv), on_their_way.wait(), strict=True))
+            if ring.size > 1:
+                on_their_way = ring.pass_on(dk, dv)
+            if arriving is not None:
+                here_k, here_v = arriving.wait()
+        if on_their_way is not None:
+            dk, dv = on_their_way.wait()  # home again
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
