@@ -27,6 +27,13 @@ def test_ranks_of_a_tensor_parallel_group_stand_in_a_row():
         assert (x, y) == (tp * (found[1][3]), dp * (found[2][4]))
 
 
+def test_parts_of_a_sequence_stand_below_each_other():
+    # Megatron's order: tensor parallel varies fastest, then context parallel
+    found = boxes(layout_svg("tp2 cp2 dp2"))
+    assert [box[:4] for box in found][:5] == [(0, 0, 0, 0), (1, 1, 0, 0), (2, 0, 1, 0), (3, 1, 1, 0), (4, 0, 0, 1)]
+    assert len({box[4:] for box in found}) == 8
+
+
 def test_of_a_large_world_the_first_ranks_are_drawn_and_the_rest_is_counted():
     drawn = layout_svg("tp16 dp128")
     assert len(boxes(drawn)) == 8 * 4

@@ -310,5 +310,25 @@ def refuse_on_tp() -> None:
         model(tokens())
 
 
+def refuse_on_cp() -> None:
+    drops = GPTModel(config(**DROPS), options(pg_collection=collection(context=2)))
+    positions = torch.arange(4)
+    whole = r"each of the 2 ranks .* chunks of every row, .*position_ids=positions, .*zigzag_positions\(S, 2, cp_rank\)"
+    with pytest.raises(ShapeError, match=whole):
+        drops(tokens())
+    with pytest.raises(ShapeError, match=whole):
+        drops(tokens()[:, :4], position_ids=positions, caches=drops.new_caches())
+    with pytest.raises(ConfigError, match=r"must drop the same elements; pass each of them dropout_key="):
+        drops(tokens()[:, :4], position_ids=positions)
+    with pytest.raises(
+        ShapeError, match=r"packed_seq_params must be of the tokens' rows, \[2, 8\]; got those of \[2, 4\]"
+    ):
+        drops(tokens()[:, :4], position_ids=positions, packed_seq_params=PackedSeqParams.from_lengths([[4], [1, 3]]))
+
+
+def test_rows_that_nobody_has_split_over_ranks_are_refused():
+    ranks(2, refuse_on_cp)
+
+
 def test_an_uneven_sequence_and_dropout_that_ranks_would_draw_apart_are_refused():
     ranks(2, refuse_on_tp)

@@ -17,9 +17,10 @@ Part = tuple[Ranges, Tensor]
 
 
 @functools.cache
-def collection(tensor: int = 1, replicate: int = 1) -> ProcessGroupCollection:
-    """The groups of this rank; what tp and replicate leave of the world is sharded."""
-    return ParallelState(RankGrid(dist.get_world_size(), tensor=tensor, replicate=replicate)).collection()
+def collection(tensor: int = 1, replicate: int = 1, context: int = 1) -> ProcessGroupCollection:
+    """The groups of this rank; what tp, cp and replicate leave of the world is sharded."""
+    grid = RankGrid(dist.get_world_size(), tensor=tensor, replicate=replicate, context=context)
+    return ParallelState(grid).collection()
 
 
 def part(tensor: Tensor) -> Part:

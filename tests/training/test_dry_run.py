@@ -18,3 +18,10 @@ def test_the_layout_and_the_state_of_a_rank_are_those_of_the_world(tmp_path):
     # weights, gradients and two moments of 4 bytes, over 2 x 2 ranks
     assert 16 * num_parameters == 310_784
     assert re.search(r"state on each rank +about 77.7kB of 311kB\n", text)
+
+
+def test_ranks_that_share_a_sequence_share_the_state_too(tmp_path):
+    tree = settings(tmp_path, parallel={"tensor": 2, "context": 2, "replicate": 2}, precision={"dtype": "float32"})
+    text = describe(load_run(tree, world_size=8), 8)
+    assert re.search(r"ranks +8 = tensor 2 x context 2 x replicate 2 x shard 1\n", text)
+    assert re.search(r"state on each rank +about 77.7kB of 311kB\n", text)

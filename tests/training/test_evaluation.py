@@ -61,7 +61,7 @@ def test_it_is_the_mean_over_every_token_but_the_first(tmp_path):
     assert found.loss == pytest.approx(want, rel=1e-12)
 
 
-OVER = [(2, {"shard": 2}), (2, {"tensor": 2, "sequence": True}), (4, {"replicate": 2})]
+OVER = [(2, {"shard": 2}), (2, {"tensor": 2, "sequence": True}), (4, {"replicate": 2}), (4, {"context": 2, "shard": 2})]
 
 
 @pytest.mark.parametrize(("max_samples", "over"), sampled([*product((None, 5, 1), OVER)]))

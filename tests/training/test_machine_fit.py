@@ -37,6 +37,7 @@ def test_the_state_is_weights_gradients_and_moments_in_float32_or_wider(config):
         ({}, 1, 1, 1.0),
         ({"shard": 2}, 2, 2, 1.0),  # two halves on one machine
         ({"shard": 4, "tensor": 2}, 8, 2, 0.25),  # two of eight parts; the rest are on other machines
+        ({"shard": 2, "context": 2}, 4, 1, 0.25),  # ranks of one sequence share the weights too
         ({"replicate": 2}, 2, 2, 2.0),
         ({"replicate": 2}, 2, 1, 1.0),
     ],

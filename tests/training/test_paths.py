@@ -5,6 +5,7 @@ other path. Here operations are made to take theirs: blocked in float64, compile
 float32, each against the reference in float64.
 """
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.training.test_faults import FAULTS, Fault
 
 SEQUENCE = {"tensor": 2, "sequence": True}
 SHARD = {"shard": 2}
+CONTEXT = {"context": 2}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {**GPT2, "ffn_hidden_size": None, "num_query_groups": None},
@@ -72,9 +74,12 @@ def apart(got: Trajectory, want: Trajectory, dtype: str) -> list[str]:
         pytest.param("compile", "gpt2", SHARD, marks=slow),
         pytest.param("compile", "llama", SEQUENCE, marks=slow),
         pytest.param("compile", "llama", SHARD, marks=slow),
+        pytest.param("compile", "llama", CONTEXT, marks=slow),
+        pytest.param("compile", "gpt2", CONTEXT, marks=slow),
         pytest.param("triton", "gpt2", SEQUENCE, marks=slow),
         pytest.param("triton", "gpt2", SHARD, marks=slow),
         pytest.param("triton", "llama", SHARD, marks=slow),
+        pytest.param("triton", "llama", CONTEXT, marks=slow),
     ],
     ids=str,
 )
@@ -83,7 +88,7 @@ def test_every_layout_learns_the_same_on_every_path(path, shape, parallel, tmp_p
     tree = tree_of(tmp_path, path, shape)
     want = reference(tree, STEPS[path])
     tree |= {"parallel": parallel, "precision": {"dtype": dtype}}
-    num_ranks = parallel.get("tensor", 1) * parallel.get("shard", 1)
+    num_ranks = prod(parallel.get(axis, 1) for axis in ("tensor", "context", "shard"))
     for got, taken in ranks(num_ranks, first_steps_on, path, tree, STEPS[path], timeout=300):
         assert seen[shape] <= taken
         assert apart(got, want, dtype) == []

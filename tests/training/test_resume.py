@@ -88,13 +88,14 @@ def assert_saved_at_the_last_step(folder: str | Path) -> None:
 
 
 def test_resumed_in_other_layouts_it_learns_the_same(tmp_path):
-    whole = settings(tmp_path, model=DROPOUT, train={"steps": 6}, run=str(tmp_path / "whole"))
+    whole = settings(tmp_path, model=DROPOUT, train={"steps": 8}, run=str(tmp_path / "whole"))
     moved = {**whole, "run": str(tmp_path / "moved")}
     ranks(1, run_here, whole, 1)
     for steps, world_size, parallel in (
         (2, 2, {"tensor": 2, "sequence": True}),
         (4, 4, {"replicate": 2, "shard": 2}),
-        (6, 1, {}),
+        (6, 4, {"tensor": 2, "context": 2}),
+        (8, 1, {}),
     ):
         stage = {**moved, "parallel": parallel, "train": {**moved["train"], "steps": steps}}
         assert set(ranks(world_size, run_here, stage, world_size)) == {Outcome.DONE}
@@ -104,7 +105,7 @@ def test_resumed_in_other_layouts_it_learns_the_same(tmp_path):
         assert (got[name] - tensor).norm() / size < LAYOUT_FLOAT64, name
     assert losses(moved["run"]) == pytest.approx(losses(whole["run"]), rel=LAYOUT_FLOAT64)
     layouts = [record["layout"] for record in read_metrics(Path(moved["run"])) if "layout" in record]
-    assert layouts == ["tp2 sp dp1"] * 2 + ["tp1 dp4"] * 2 + ["tp1 dp1"] * 2
+    assert layouts == ["tp2 sp dp1"] * 2 + ["tp1 dp4"] * 2 + ["tp2 cp2 dp1"] * 2 + ["tp1 dp1"] * 2
 
 
 def train_until_signalled(settings_file: Path, run: Path) -> int:

@@ -137,6 +137,7 @@ def _triton_gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_columns(q, v)  # imports the kernels, which registers their operators
+    out, lse = out.contiguous(), lse.contiguous()  # as forward leaves them, and the kernels read them
     dq, dk, dv, _ = torch.ops.megalith.attention_back(dout, None, q, k, v, None, out, lse, *inputs)
     return dq, dk, dv
 

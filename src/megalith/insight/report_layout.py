@@ -12,15 +12,17 @@ _SHADES = 6  # of the page
 
 
 def layout_svg(layout: str) -> str:
-    """The ranks of ``layout`` ("tp2 dp4") as an ``<svg>`` element; "" where it does not name both axes.
+    """The ranks of ``layout`` ("tp2 cp2 dp4") as an ``<svg>`` element; "" where it does not name tp and dp.
 
     A column, and a shade, is a tensor parallel coordinate: its ranks hold the same slice of every weight. A row is a
-    data parallel coordinate. Of a large world the first rows and columns are drawn, and the rest is counted.
+    data parallel coordinate, and with cp a part of its sequences. Of a large world the first rows and columns are
+    drawn, and the rest is counted.
     """
-    sizes = {axis: int(size) for axis, size in re.findall(r"\b(tp|dp)([1-9]\d*)\b", layout)}
-    if sizes.keys() != {"tp", "dp"}:
+    sizes = {axis: int(size) for axis, size in re.findall(r"\b(tp|cp|dp)([1-9]\d*)\b", layout)}
+    if not {"tp", "dp"} <= sizes.keys():
         return ""
-    grid = RankGrid(sizes["tp"] * sizes["dp"], tensor=sizes["tp"])
+    cp = sizes.get("cp", 1)
+    grid = RankGrid(sizes["tp"] * cp * sizes["dp"], tensor=sizes["tp"], context=cp)
     rows = [row[:_MOST_COLUMNS] for row in grid.groups("tp")[:_MOST_ROWS]]
     boxes = [_box(rank, grid) for row in rows for rank in row]
     width = len(rows[0]) * (_WIDTH + _GAP) - _GAP
@@ -30,7 +32,8 @@ def layout_svg(layout: str) -> str:
         boxes.append(
             f'<text class="rest" x="0" y="{height - 4}">and {grid.world_size - len(boxes):,} more ranks</text>'
         )
-    label = f"{grid.world_size} ranks: tensor parallel {sizes['tp']}, data parallel {sizes['dp']}"
+    of_context = f", context parallel {cp}" if cp > 1 else ""
+    label = f"{grid.world_size} ranks: tensor parallel {sizes['tp']}{of_context}, data parallel {sizes['dp']}"
     return (
         f'<svg class="layout" role="img" aria-label="{label}" viewBox="0 0 {width} {height}" '
         f'style="max-width: {width}px">{"".join(boxes)}</svg>'
@@ -38,11 +41,12 @@ def layout_svg(layout: str) -> str:
 
 
 def _box(rank: int, grid: RankGrid) -> str:
-    tp, dp = grid.position("tp", rank), grid.position("dp", rank)
-    x, y = tp * (_WIDTH + _GAP), dp * (_HEIGHT + _GAP)
+    tp, cp, dp = (grid.position(axis, rank) for axis in ("tp", "cp", "dp"))
+    x, y = tp * (_WIDTH + _GAP), grid.position("cp-dp", rank) * (_HEIGHT + _GAP)
+    row = f"dp {dp}" if grid.size("cp") == 1 else f"cp {cp} dp {dp}"
     return (
         f'<g transform="translate({x} {y})" class="shade-{tp % _SHADES + 1}">'
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" rx="8"/>'
         f'<text class="rank" x="{_WIDTH / 2:g}" y="22">rank {rank}</text>'
-        f'<text x="{_WIDTH / 2:g}" y="39">tp {tp}</text><text x="{_WIDTH / 2:g}" y="54">dp {dp}</text></g>'
+        f'<text x="{_WIDTH / 2:g}" y="39">tp {tp}</text><text x="{_WIDTH / 2:g}" y="54">{row}</text></g>'
     )

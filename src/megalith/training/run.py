@@ -61,9 +61,10 @@ class Run:
 
     @property
     def layout(self) -> str:
-        """The layout in a few letters, such as ``tp2 sp dp4``."""
-        tp, dp = self.pg_collection.size("tp"), self.pg_collection.size("dp")
-        return f"tp{tp}{' sp' if self.config.parallel.sequence and tp > 1 else ''} dp{dp}"
+        """The layout in a few letters, such as ``tp2 sp dp4``, or ``tp2 cp2 dp4`` of rows split over ranks."""
+        tp, cp, dp = (self.pg_collection.size(axis) for axis in ("tp", "cp", "dp"))
+        sp = " sp" if self.config.parallel.sequence and tp > 1 else ""
+        return f"tp{tp}{sp}{f' cp{cp}' if cp > 1 else ''} dp{dp}"
 
     @property
     def consumed_tokens(self) -> int:

@@ -1,16 +1,25 @@
 """context_attention: on 2 and 4 ranks, by every exchange, the softmax spelled out in one process, and its gradients."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalith import fusions
+from megalith.errors import ShapeError
 from megalith.numerics.dropout import Dropout, DropoutKey, attention_keep_mask
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.context.attention import ContextMethod, context_attention
+from megalith.parallel.context.partial_attention import PartialAttention
+from megalith.parallel.context.ring import Ring
 from megalith.parallel.context.zigzag import zigzag_positions
+from megalith.torch_compat import all_gather_into, reduce_scatter_into
 from tests.rank_pool import ranks
 
 S, D = 24, 6  # on 4 ranks a chunk is 3 tokens
@@ -30,7 +39,6 @@ class Case:
     documents: list[list[int]] | None = None
     heads: tuple[int, int] = (4, 2)
     drops: bool = False
-    sizes: tuple[int, ...] = field(default=(2, 4))
 
     @property
     def num_rows(self) -> int:
@@ -70,6 +78,7 @@ CASES = {
     "window over several chunks": Case(window=8),
     "window both ways": Case(causal=False, window=5),
     "documents": Case(documents=DOCUMENTS),
+    "two rows": Case(documents=[[7, 17], [24]], window=6),
     "documents both ways": Case(documents=DOCUMENTS, causal=False),
     "documents and a window": Case(documents=DOCUMENTS, window=4),
     "dropout": Case(drops=True),
@@ -97,28 +106,20 @@ def in_one_process(case: Case) -> Answer:
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def on_this_rank(method: ContextMethod, names: list[str]) -> dict[str, Answer]:
-    """The rank's part of each case's answer."""
+def attended(method: ContextMethod, case: Case, dtype: torch.dtype = torch.float64) -> Answer:
+    """This rank's part of the answer."""
     mine = zigzag_positions(S, dist.get_world_size(), dist.get_rank())
-    answers = {}
-    for name in names:
-        case = CASES[name]
-        *leaves, dout = (x[mine].clone() for x in example(case))
-        leaves = [x.requires_grad_() for x in leaves]
-        key = case.key()
-        drops = None if key is None else Dropout(P, DropoutKey(key.seed, key.step, key.tokens[:, mine]))
-        out = context_attention(
-            *leaves,
-            dist.group.WORLD,
-            method,
-            causal=case.causal,
-            window=case.sides(),
-            packed_seq_params=case.packed,
-            dropout=drops,
-            head_offset=1,
-        )
-        answers[name] = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-    return answers
+    *leaves, dout = (x[mine].to(dtype) for x in example(case))
+    leaves = [x.requires_grad_() for x in leaves]
+    key = case.key()
+    drops = None if key is None else Dropout(P, DropoutKey(key.seed, key.step, key.tokens[:, mine]))
+    attend = partial(context_attention, *leaves, dist.group.WORLD, method, dropout=drops, head_offset=1)
+    out = attend(causal=case.causal, window=case.sides(), packed_seq_params=case.packed)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def on_this_rank(method: ContextMethod) -> dict[str, Answer]:
+    return {name: attended(method, case) for name, case in CASES.items()}
 
 
 def joined(answers: list[Answer]) -> Answer:
@@ -129,8 +130,116 @@ def joined(answers: list[Answer]) -> Answer:
 
 @pytest.mark.parametrize(("size", "method"), [(size, method) for size in METHODS for method in METHODS[size]], ids=str)
 def test_every_exchange_gives_what_one_process_does(size, method):
-    answers = ranks(size, on_this_rank, method, list(CASES))
+    answers = ranks(size, on_this_rank, method)
     for name, case in CASES.items():
         got, want = joined([answer[name] for answer in answers]), in_one_process(case)
         for what, tensor, expected in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
             assert torch.allclose(tensor, expected, rtol=EXACT, atol=EXACT), (name, what)
+
+
+NARROW = {"aten": [name for name, case in CASES.items() if not case.drops], "triton": ["two rows"]}
+# relative L2 error: of float32; and of inputs rounded to 16 bits, with probabilities rounded once more in the kernels
+NEAR = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+
+
+def on_a_path(path: str, dtype: torch.dtype) -> dict[str, Answer]:
+    with fusions.use(path):
+        return {name: attended(ContextMethod("ring"), CASES[name], dtype) for name in NARROW[path]}
+
+
+@pytest.mark.parametrize(
+    ("path", "dtype"), [("aten", torch.float32), ("aten", torch.bfloat16), ("triton", torch.float32)]
+)
+def test_fused_paths_give_it_too(path, dtype):
+    answers = ranks(2, on_a_path, path, dtype, timeout=200)
+    for name in NARROW[path]:
+        got, want = joined([answer[name] for answer in answers]), in_one_process(CASES[name])
+        for tensor, expected in zip(got, want, strict=True):
+            assert tensor.dtype == dtype
+            assert (tensor - expected).norm() <= NEAR[dtype] * expected.norm(), name
+
+
+def traffic(method: ContextMethod) -> dict[str, list[int]]:
+    """Elements that this rank gives away in each message or collective, forward and backward, by their kind."""
+    found: dict[str, list[int]] = {"sent": [], "gathered": [], "reduced": [], "traded": []}
+    send, batch = dist.isend, dist.batch_isend_irecv
+
+    def noting(kind: str, compute: Callable[..., Any], at: int) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found[kind].append(args[at].numel())
+            return compute(*args, **kwargs)
+
+        return call
+
+    def exchange(ops: list[dist.P2POp]) -> Any:
+        found["sent"].extend(op.tensor.numel() for op in ops if op.op is send)
+        return batch(ops)
+
+    collectives = "megalith.topology.collectives"
+    with (
+        patch.object(dist, "batch_isend_irecv", exchange),
+        patch(f"{collectives}.all_gather_into", noting("gathered", all_gather_into, 1)),
+        patch(f"{collectives}.reduce_scatter_into", noting("reduced", reduce_scatter_into, 1)),
+        patch.object(dist, "all_to_all_single", noting("traded", dist.all_to_all_single, 1)),
+    ):
+        attended(method, CASES["causal"])
+    return {kind: sizes for kind, sizes in found.items() if sizes}
+
+
+@pytest.mark.parametrize("method", METHODS[4], ids=str)
+def test_what_travels_is_what_the_method_says(method):
+    B, (A, G), part = CASES["causal"].num_rows, CASES["causal"].heads, S // 4
+    kv, q = part * B * G * D, part * B * A * D
+    rounds = {  # of a ring of n: k and v go n - 1 times forward, as often in backward, and their gradients n times
+        "ring": {"sent": [kv] * 2 * (3 + 3 + 4)},
+        "all_gather": {"gathered": [kv] * 2, "reduced": [4 * kv] * 2},
+        # of 2 groups each is doubled, for 4 ranks; q, k, v, out, and their gradients back
+        "all_to_all": {"traded": [q, 2 * kv, 2 * kv, q] * 2},
+        "two_level": {"sent": [kv] * 2 * (1 + 1 + 2), "traded": [q, kv, kv, q] * 2},
+    }
+    for found in ranks(4, traffic, method):
+        assert {kind: sorted(sizes) for kind, sizes in found.items()} == {
+            kind: sorted(sizes) for kind, sizes in rounds[method.name].items()
+        }
+
+
+def order_of_work() -> list[str]:
+    seen: list[str] = []
+    pass_on, add_, add_gradients_ = Ring.pass_on, PartialAttention.add_, PartialAttention.add_gradients_
+
+    def noting(what: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            seen.append(what)
+            return compute(*args)
+
+        return call
+
+    with (
+        patch.object(Ring, "pass_on", noting("send", pass_on)),
+        patch.object(PartialAttention, "add_", noting("attend", add_)),
+        patch.object(PartialAttention, "add_gradients_", noting("back", add_gradients_)),
+    ):
+        attended(ContextMethod("ring"), CASES["causal"])
+    return seen
+
+
+def test_the_next_keys_are_under_way_while_a_rank_computes():
+    for seen in ranks(2, order_of_work):
+        assert seen == ["send", "attend", "attend", "send", "back", "send", "back", "send"]
+
+
+def refusals() -> None:
+    def x(length: int, heads: int) -> Tensor:
+        return torch.zeros(length, 1, heads, D)
+
+    group, packed = dist.group.WORLD, PackedSeqParams.from_lengths([[4]])
+    with pytest.raises(ShapeError, match=r"splits the 3 heads of a rank over 2 ranks of cp, which do not divide them"):
+        context_attention(x(4, 3), x(4, 3), x(4, 3), group, ContextMethod("all_to_all"))
+    with pytest.raises(ShapeError, match=r"whole rows of 8 tokens, 4 on each of the 2 ranks of cp; got those of 4"):
+        context_attention(x(4, 2), x(4, 2), x(4, 2), group, ContextMethod(), packed_seq_params=packed)
+    with pytest.raises(ShapeError, match=r"cuts a row into 4 chunks, .* and 6 tokens are not divisible"):
+        context_attention(x(3, 2), x(3, 2), x(3, 2), group, ContextMethod())
+
+
+def test_what_does_not_fit_is_refused_on_every_rank():
+    ranks(2, refusals)

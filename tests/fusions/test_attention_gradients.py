@@ -1,0 +1,61 @@
+"""attention_gradients: back through one part of the keys from the merged result, as autograd goes through the merge."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.errors import ShapeError
+from megalith.fusions import fused_attention, merge_attention
+from megalith.fusions.fused_attention import attention_gradients
+from megalith.packed_seq_params import PackedSeqParams
+
+SQ, B, A, G, D = 9, 3, 4, 2, 16
+NEAR = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
+PARTS = [  # keys in the part, window, documents
+    (9, (-1, 0), None),
+    (9, (-1, -1), None),
+    (5, (-1, -1), None),
+    (14, (3, 1), None),
+    (4, (6, 0), None),
+    (9, (-1, 0), PackedSeqParams.from_lengths([[4, 5], [9], [1, 1, 7]])),
+    (9, (2, 2), PackedSeqParams.from_lengths([[4, 5], [9], [1, 1, 7]])),
+]
+
+
+def example(num_keys: int) -> tuple[Tensor, ...]:
+    """q, the part's k and v, other keys and values, and dout; in float64."""
+    generator = torch.Generator().manual_seed(num_keys)
+    shapes = ((SQ, A), (num_keys, G), (num_keys, G), (6, G), (6, G), (SQ, A))
+    return tuple(torch.randn(S, B, heads, D, generator=generator, dtype=torch.float64) for S, heads in shapes)
+
+
+@pytest.mark.parametrize(("num_keys", "window", "documents"), PARTS, ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("reference", torch.float64), ("aten", torch.float32), ("triton", torch.float32), ("aten", torch.bfloat16)],
+)
+def test_it_is_the_gradient_through_a_merge(backend, dtype, num_keys, window, documents):
+    q, k, v, k_other, v_other, dout = example(num_keys)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    sees = {"causal": False, "window": window, "packed_seq_params": documents}
+    part = fused_attention(*leaves, **sees)
+    # queries of their own for the other part: the gradient of q is through this part alone
+    merged = merge_attention(*part, *fused_attention(q.detach(), k_other, v_other, causal=False))
+    want = torch.autograd.grad(merged[0], leaves, dout)
+    narrow = [strided(x.detach().to(dtype)) for x in (dout, *leaves, merged[0])]
+    lse = strided(merged[1].detach().to(torch.promote_types(dtype, torch.float32)))
+    got = attention_gradients(*narrow, lse, backend=backend, **sees)
+    for gradient, expected in zip(got, want, strict=True):
+        assert gradient.dtype == dtype
+        assert (gradient - expected).norm() <= NEAR[dtype] * expected.norm()
+
+
+def strided(x: Tensor) -> Tensor:
+    """``x`` as a part of more columns, as the queries and rows of a block are."""
+    return torch.cat((x, torch.full_like(x, torch.nan)), dim=-1)[..., : x.shape[-1]]
+
+
+def test_operands_that_do_not_fit_are_refused():
+    q, k, v, *_ = example(5)
+    with pytest.raises(ShapeError, match=r"v must be \[5, 3, 2, 'Dv'\]"):
+        attention_gradients(q, q, k, v[:3], q, q[..., 0])
