@@ -24,10 +24,12 @@ def losses(tree: dict[str, Any], folder: Path, nproc: int) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
 @pytest.mark.parametrize(
-    ("parallel", "drops"), [({}, False), ({"tensor": 2, "sequence": True}, False), ({"tensor": 2}, True)], ids=str
+    ("parallel", "drops"),
+    [({}, False), ({"tensor": 2, "sequence": True}, False), ({"tensor": 2}, True), ({"context": 2}, False)],
+    ids=str,
 )
 def test_compiled_layers_learn_the_same(parallel, drops, tmp_path):
-    nproc = parallel.get("tensor", 1)
+    nproc = parallel.get("tensor", 1) * parallel.get("context", 1)
     model = DROPOUT if drops else {}
     plain = settings(
         tmp_path, model=model, parallel=parallel, precision={"dtype": "float32"}, run=str(tmp_path / "plain")

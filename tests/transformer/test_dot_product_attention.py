@@ -4,15 +4,20 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megalith.acceleration.recompute import recompute
+from megalith.errors import ConfigError, ShapeError
 from megalith.numerics.dropout import DropoutKey, attention_keep_mask, name_number
 from megalith.packed_seq_params import PackedSeqParams
+from megalith.parallel.context.zigzag import zigzag_positions
+from megalith.transformer.attention_mask import BIDIRECTIONAL, AttentionMask, Prefix
 from megalith.transformer.dot_product_attention import DotProductAttention
 from megalith.transformer.dropout import name_dropout_sites_
 from megalith.transformer.layer_context import LayerContext
+from tests.rank_pool import ranks
 
 S, B, A, G, D = 7, 3, 4, 2, 6
 EXACT = 1e-12
@@ -202,3 +207,33 @@ def test_narrow_inputs_with_dropout_stay_narrow_and_near():
     want = attend(q.double(), k.double(), v.double(), None, 0.3, key_of())
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=4e-2)  # scores, probabilities and output rounded
+
+
+def over_ranks(mask: AttentionMask, p: float, window: int | None) -> Tensor:
+    """This rank's part of a row of 8 tokens."""
+    core = DotProductAttention(p, 0, window, dist.group.WORLD if dist.is_initialized() else None)
+    name_dropout_sites_(core)
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mine = zigzag_positions(8, size, rank)
+    ids = torch.arange(B * 8).view(B, 8)[:, mine]
+    return core(*(x[mine] for x in qkv(length=8)), LayerContext(mask, token_dropout_key=DropoutKey(1, 0, ids)))
+
+
+@pytest.mark.parametrize("mask", [AttentionMask(window=3), BIDIRECTIONAL, AttentionMask(causal=False, window=4)])
+@pytest.mark.parametrize(("p", "window"), [(0.0, None), (0.3, None), (0.0, 2)])
+def test_rows_split_over_ranks_keep_the_mask_and_the_window_of_their_layer(mask, p, window):
+    want = over_ranks(mask, p, window)
+    for rank, got in enumerate(ranks(2, over_ranks, mask, p, window)):
+        torch.testing.assert_close(got, want[zigzag_positions(8, 2, rank)], rtol=EXACT, atol=EXACT)
+
+
+def refuse_over_ranks() -> None:
+    core, (q, k, v) = DotProductAttention(0.0, 0, None, dist.group.WORLD), qkv(length=4)
+    with pytest.raises(ShapeError, match=r"context parallelism is of whole rows, and these queries follow a cache"):
+        core(q[-2:], k, v, LayerContext())
+    with pytest.raises(ConfigError, match=r"context parallelism has no prefix .*; set parallel.context=1"):
+        core(q, k, v, LayerContext(AttentionMask(prefix=Prefix.of([1, 2, 0], 8))))
+
+
+def test_a_cache_and_a_prefix_over_split_rows_are_refused():
+    ranks(2, refuse_over_ranks)

@@ -29,7 +29,7 @@ from megalith.fusions.formulas.flash_for_cpu import op as flash_for_cpu
 from megalith.fusions.paths.backend import Backend, Fusion, Operand
 from megalith.packed_seq_params import PackedSeqParams
 
-__all__ = ["FUSION", "Attention", "attention_gradients", "fused_attention"]
+__all__ = ["FUSION", "Attention", "attention_gradients", "fused_attention", "key_range"]
 
 Path = TypeVar("Path", covariant=True)
 _UNBOUNDED = 2**30  # tokens on a side of an infinite window; a position and this fit int32
@@ -81,7 +81,7 @@ def fused_attention(
         BackendError: ``backend`` cannot run on ``q``.
     """
     _check(q, k, v, packed_seq_params, sink)
-    left, right = _sides(causal, window)
+    left, right = key_range(causal, window)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not 0.0 < scale < torch.inf:
         raise ConfigError(f"scale must be positive and finite; got {scale}")
@@ -110,10 +110,24 @@ def attention_gradients(
     dout and out are [Sq, B, A, Dv], lse [B, A, Sq]. Not differentiable.
     """
     _check(q, k, v, packed_seq_params, None)
-    left, right = _sides(causal, window)
+    left, right = key_range(causal, window)
     bounds = None if packed_seq_params is None else packed_seq_params.document_bounds
     compute = _GRADIENTS.path(q, backend)
     return compute(dout, q, k, v, out, lse, bounds, q.shape[-1] ** -0.5, left, right)
+
+
+def key_range(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
+    """How many keys a query sees before and after the one beside it; without end, more than any row has.
+
+    Raises ConfigError for a window that is none, or that the causal rule makes idle.
+    """
+    left, right = (-1, -1) if window is None else window
+    if left < -1 or right < -1:
+        raise ConfigError(f"window must be (left, right), numbers of keys, or -1 for all of them; got {window}")
+    if causal and right > 0:
+        raise ConfigError(f"a causal query sees no later key; window must end in 0 or -1, or causal be False: {window}")
+    left = _UNBOUNDED if left == -1 else min(left, _UNBOUNDED)
+    return left, 0 if causal else _UNBOUNDED if right == -1 else min(right, _UNBOUNDED)
 
 
 def _triton(q: Tensor, k: Tensor, v: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -166,17 +180,6 @@ FUSION = _AttentionFusion("attention", _PATHS)
 _GRADIENTS = _AttentionFusion[_Gradients](
     "attention", {"triton": _triton_gradients, "aten": _gradients_for_cpu, "reference": reference_gradients}
 )
-
-
-def _sides(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
-    """How many keys a query sees before and after the one beside it."""
-    left, right = (-1, -1) if window is None else window
-    if left < -1 or right < -1:
-        raise ConfigError(f"window must be (left, right), numbers of keys, or -1 for all of them; got {window}")
-    if causal and right > 0:
-        raise ConfigError(f"a causal query sees no later key; window must end in 0 or -1, or causal be False: {window}")
-    left = _UNBOUNDED if left == -1 else min(left, _UNBOUNDED)
-    return left, 0 if causal else _UNBOUNDED if right == -1 else min(right, _UNBOUNDED)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams | None, sink: Tensor | None) -> None:

@@ -37,7 +37,8 @@ class LayerContext:
 
     Attributes:
         mask: which keys a query sees; a layer may narrow it to a window of its own.
-        documents: where documents begin; tokens see their own document only.
+        documents: where documents begin, in whole rows also where ranks of cp hold parts of them; tokens see their own
+            document only.
         rotary: the table of rotary positions; None where positions are learned.
         token_dropout_key: the step's dropout key for attention, with token ids [B, S]; None disables dropout.
         hidden_dropout_key: the same for the hidden states, whose token ids are [S, B], [S/tp, B] under sequence

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith import fusions
-from megalith.errors import ShapeError
+from megalith.errors import ConfigError, ShapeError
 from megalith.numerics.dropout import Dropout, DropoutKey, attention_keep_mask
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.context.attention import ContextMethod, context_attention
@@ -237,6 +237,10 @@ def refusals() -> None:
         context_attention(x(4, 3), x(4, 3), x(4, 3), group, ContextMethod("all_to_all"))
     with pytest.raises(ShapeError, match=r"whole rows of 8 tokens, 4 on each of the 2 ranks of cp; got those of 4"):
         context_attention(x(4, 2), x(4, 2), x(4, 2), group, ContextMethod(), packed_seq_params=packed)
+    with pytest.raises(ConfigError, match=r"inner \(3\) must divide the 2 ranks of cp"):
+        context_attention(x(4, 3), x(4, 3), x(4, 3), group, ContextMethod("two_level", 3))
+    with pytest.raises(ConfigError, match=r"a causal query sees no later key"):
+        context_attention(x(4, 2), x(4, 2), x(4, 2), group, ContextMethod(), window=(1, 1))
     with pytest.raises(ShapeError, match=r"cuts a row into 4 chunks, .* and 6 tokens are not divisible"):
         context_attention(x(3, 2), x(3, 2), x(3, 2), group, ContextMethod())
 

@@ -51,7 +51,7 @@ def test_every_pair_that_sees_each_other_is_in_one_block(size, causal, left, rig
     documents = None if rows is None else PackedSeqParams.from_lengths(rows)
     num_rows = 1 if rows is None else len(rows)
     window = (left, min(right, 0)) if causal else (left, right)
-    sight = Sight.of(S, causal, window, documents)
+    sight = Sight.of(causal, window, documents)
     distance = torch.arange(S) - torch.arange(S).unsqueeze(1)
     want = ((distance >= -left) | (left == -1)) & (distance <= (S if right == -1 else right))
     want = (want & (distance <= 0) if causal else want).expand(num_rows, S, S)
@@ -79,7 +79,7 @@ def num_pairs(size: int, rank: int, other: int, sight: Sight) -> int:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_rank_computes_the_same_number_of_pairs_in_every_step_of_a_ring(size, causal):
-    sight, n = Sight.of(S, causal, None, None), S // (2 * size)
+    sight, n = Sight.of(causal, None, None), S // (2 * size)
     for step in range(size):
         counts = {num_pairs(size, rank, (rank - step) % size, sight) for rank in range(size)}
         own = n * (n + 1) + n * n  # two triangles, and the late chunk over the early one
@@ -89,5 +89,5 @@ def test_every_rank_computes_the_same_number_of_pairs_in_every_step_of_a_ring(si
 def test_a_row_of_one_document_needs_no_more_blocks_than_one_without():
     documents = PackedSeqParams.from_lengths([[S], [S], [S]])
     for queries, keys in ((range(12, 18), range(6)), (range(6), range(12, 18))):
-        packed = list(blocks_between(queries, keys, Sight.of(S, False, None, documents)))
+        packed = list(blocks_between(queries, keys, Sight.of(False, None, documents)))
         assert [(block.rows, block.queries, block.keys) for block in packed] == [(slice(0, 3), queries, keys)]

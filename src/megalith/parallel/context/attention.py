@@ -7,7 +7,8 @@
     two_level    all_to_all among `inner` neighbours, and a ring over the groups of them
 
 A ring holds two parts of the keys at a time, all_gather all of them. all_to_all sends least, and needs heads that the
-ranks divide. two_level keeps all_to_all where links are fast, and rings between machines.
+ranks divide. two_level keeps all_to_all where links are fast, and rings between machines. Gradients of k and v are
+summed in float32 or wider by a ring, and in their own dtype by the reduce-scatter of all_gather.
 
 Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509; Fang and Zhao 2024, "USP", arXiv:2405.07719.
 """
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalith.errors import ShapeError
+from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.paths.backend import chosen_by_use
 from megalith.numerics.dropout import Dropout
 from megalith.packed_seq_params import PackedSeqParams
@@ -41,7 +42,13 @@ class ContextMethod:
     inner: int = 1
 
     def ranks_trading_heads(self, size: int) -> int:
-        """How many neighbours of ``size`` ranks trade heads for the sequence."""
+        """How many neighbours of ``size`` ranks trade heads for the sequence.
+
+        Raises:
+            ConfigError: ``inner`` does not divide ``size``.
+        """
+        if self.name == "two_level" and size % self.inner:
+            raise ConfigError(f"inner ({self.inner}) must divide the {size} ranks of cp; use another, or the ring")
         return {"all_to_all": size, "two_level": self.inner}.get(self.name, 1)
 
 
@@ -71,7 +78,9 @@ def context_attention(
         head_offset: this rank's first head among all of tp.
 
     Raises:
-        ShapeError: documents of other rows; or heads that the ranks that trade them do not divide.
+        ShapeError: a row without whole chunks, documents of other rows, or heads that the ranks that trade them do not
+            divide.
+        ConfigError: groups of ranks that do not divide cp; a window as in ``fused_attention``.
     """
     W, S = group.size(), q.shape[0] * group.size()
     if packed_seq_params is not None and packed_seq_params.seq_length != S:
@@ -79,7 +88,7 @@ def context_attention(
             f"packed_seq_params must be of whole rows of {S} tokens, {q.shape[0]} on each of the {W} ranks of cp; "
             f"got those of {packed_seq_params.seq_length}"
         )
-    sight = Sight.of(S, causal, window, packed_seq_params)
+    sight = Sight.of(causal, window, packed_seq_params)
     drops = None if dropout is None else HeadDropout(dropout, head_offset)
     if method.name == "all_gather":
         attention = PartialAttention(zigzag_spans(S, W, group.rank()), sight, drops, chosen_by_use())

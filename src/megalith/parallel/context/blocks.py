@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
+from megalith.fusions.fused_attention import key_range
 from megalith.packed_seq_params import PackedSeqParams
 
 __all__ = ["Block", "Sight", "blocks_between"]
@@ -27,14 +28,9 @@ class Sight:
     documents: PackedSeqParams | None = None
 
     @classmethod
-    def of(
-        cls, seq_length: int, causal: bool, window: tuple[int, int] | None, documents: PackedSeqParams | None
-    ) -> "Sight":
-        """From what ``fused_attention`` takes, over rows of ``seq_length`` tokens."""
-        before, after = (-1, -1) if window is None else window
-        before = seq_length if before == -1 else before
-        after = 0 if causal else seq_length if after == -1 else after
-        return cls(before, after, documents)
+    def of(cls, causal: bool, window: tuple[int, int] | None, documents: PackedSeqParams | None) -> "Sight":
+        """From what ``fused_attention`` takes; documents of whole rows. Raises ConfigError as that does."""
+        return cls(*key_range(causal, window), documents)
 
 
 @dataclass(frozen=True)

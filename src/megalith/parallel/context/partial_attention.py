@@ -1,7 +1,9 @@
 """Attention of this rank's queries over keys that arrive part by part; and the way back through each part.
 
-forward    out, lse = merge(out, lse, attention over one part)
-backward   p = exp(s - lse) with the merged lse, so that each part gives its terms of dq, and its dk and dv
+    forward    out, lse = merge(out, lse, attention over one part)
+    backward   p = exp(s - lse) with the merged lse, so that each part gives its terms of dq, and its dk and dv
+
+Liu et al. 2023, arXiv:2310.01889; Dao 2023, "FlashAttention-2", arXiv:2307.08691, whose backward it is.
 """
 
 from collections.abc import Iterator, Sequence

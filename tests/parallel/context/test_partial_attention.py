@@ -1,0 +1,64 @@
+"""PartialAttention: one process that plays every rank of a ring gets what one call over the whole row does."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.fusions import fused_attention
+from megalith.packed_seq_params import PackedSeqParams
+from megalith.parallel.context.blocks import Sight
+from megalith.parallel.context.partial_attention import PartialAttention
+from megalith.parallel.context.zigzag import zigzag_positions, zigzag_spans
+
+S, B, A, G, D = 48, 2, 4, 2, 16
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+# relative L2 error: sums in another order; of float32; of inputs and probabilities rounded to 16 bits
+NEAR = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-2}
+SIGHTS = {
+    "causal": (True, None, None),
+    "both ways": (False, None, None),
+    "window": (True, (10, 0), None),
+    "documents": (True, None, [[48], [5, 20, 23]]),
+    "documents, window both ways": (False, (7, 7), [[48], [5, 20, 23]]),
+}
+
+
+def played(size: int, sight: Sight, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """out, dq, dk and dv, from every rank over the keys of every other."""
+    spans = [zigzag_spans(S, size, rank) for rank in range(size)]
+    held = [zigzag_positions(S, size, rank).to(q.device) for rank in range(size)]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    found = [torch.zeros_like(x, dtype=wide) for x in (q, q, k, v)]
+    for rank, mine in enumerate(held):
+        attention = PartialAttention(spans[rank], sight)
+        out = torch.zeros_like(q[mine], dtype=wide)
+        lse = q.new_full((B, A, len(mine)), -torch.inf, dtype=wide)
+        for other, theirs in enumerate(held):
+            attention.add_(out, lse, q[mine], k[theirs], v[theirs], spans[other])
+        found[0][mine], out = out, out.to(q.dtype)
+        for other, theirs in enumerate(held):
+            terms = tuple(torch.zeros_like(x, dtype=wide) for x in (q[mine], k[theirs], v[theirs]))
+            attention.add_gradients_(terms, dout[mine], q[mine], (k[theirs], v[theirs]), (out, lse), spans[other])
+            for whole, at, term in zip(found[1:], (mine, theirs, theirs), terms, strict=True):
+                whole[at] += term
+    return [x.to(q.dtype) for x in found]
+
+
+@pytest.mark.parametrize("name", SIGHTS)
+@pytest.mark.parametrize("dtype", NEAR, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_ranks_together_give_the_whole(device, dtype, name):
+    causal, window, lengths = SIGHTS[name]
+    documents = None if lengths is None else PackedSeqParams.from_lengths(lengths)
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, dout = (torch.randn(S, B, n, D, generator=generator, dtype=torch.float64) for n in (A, G, G, A))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, _ = fused_attention(*leaves, causal=causal, window=window, packed_seq_params=documents)
+    want = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    moved = None if documents is None else documents.to(device)
+    for size in (1, 2, 4):
+        sight = Sight.of(causal, window, moved)
+        got = played(size, sight, *(x.detach().to(device, dtype) for x in (q, k, v, dout)))
+        for tensor, expected in zip(got, want, strict=True):
+            error = (tensor.double().cpu() - expected).norm() / expected.norm()
+            assert error <= NEAR[dtype], size
