@@ -199,7 +199,10 @@ REFUSALS = [
         "put pp last in the order",
     ),
     ({"distributed_timeout_minutes": 0}, "timeout must be positive; got 0.0 s"),
-    ({"get_embedding_ranks": sum}, "get_embedding_ranks must return one or more different ranks of"),
+    (
+        {"get_embedding_ranks": lambda pp_ranks: [sum(pp_ranks) + 1]},
+        "get_embedding_ranks must return one or more different ranks of",
+    ),
     ({"group_options": {"zz": GroupOptions()}}, "got 'zz'"),
     ({"rank_offset": 1, "local_world_size": 4}, "rank_offset (1) must be in [0, 0], so that the 4 ranks of the grid"),
     ({"local_world_size": 0}, "got world_size=0"),
@@ -209,8 +212,6 @@ REFUSALS = [
 def refused() -> list[str]:
     messages = []
     for arguments, _ in REFUSALS:
-        if arguments.get("get_embedding_ranks") is sum:
-            arguments = {"get_embedding_ranks": lambda pp_ranks: [sum(pp_ranks) + 1]}
         with pytest.raises(TopologyError) as refusal:
             initialize_model_parallel(**arguments)
         messages.append(str(refusal.value))
