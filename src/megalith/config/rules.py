@@ -9,6 +9,7 @@ from megalith.config.layout_rules import (
     degrees_multiply_to_the_world_size,
     heads_divide_among_tensor_ranks,
     hidden_size_divides_among_shards,
+    query_groups_divide_among_tensor_ranks,
     sequence_divides_among_tensor_ranks,
     sequence_parallel_needs_tensor_parallel,
 )
@@ -48,6 +49,7 @@ RUN_RULES: tuple[Rule, ...] = (
     positions_reach_the_sequence,
     degrees_multiply_to_the_world_size,
     heads_divide_among_tensor_ranks,
+    query_groups_divide_among_tensor_ranks,
     sequence_parallel_needs_tensor_parallel,
     sequence_divides_among_tensor_ranks,
     hidden_size_divides_among_shards,
