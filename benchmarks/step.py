@@ -30,9 +30,9 @@ from megalith.numerics.tolerance import gradient_error
 from megalith.optional import need
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.sharding.fsdp import shard_model
-from megalith.topology.parallel_state import ParallelState
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
+from megalith.topology.rank_groups import ParallelState
 from megalith.training.tasks.gpt_size import flops_per_token
 
 __all__ = ["CASE", "Size"]

@@ -29,7 +29,8 @@ GLOBAL_STATE = {
     "src/megalith/fusions/paths/compiled_blocks.py:build": "cache: the compiled function",
     "src/megalith/fusions/paths/compiler.py:why_not_compile": "cache: whether torch.compile can build here",
     "src/megalith/fusions/paths/backend.py:build": "compiles a path once, when it is first taken",
-    "src/megalith/topology/parallel_state.py:_current": "the one named context, for accessors of users' scripts",
+    "src/megalith/torch_compat.py:distributed_c10d": "how torch names a process group, while it makes one",
+    "src/megalith/topology/current_state.py:_current": "the one named context, for accessors of users' scripts",
 }
 # __init__ file:what -> why it is more than a docstring, imports and __all__
 CODE_IN_INIT = {

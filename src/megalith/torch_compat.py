@@ -1,20 +1,30 @@
-"""The one place that knows which torch is installed: names that differ between torch 2.11 and 2.13.
+"""The one place that knows which torch is installed: names that differ between torch 2.11 and 2.13, or are private.
 
 all_gather_single, reduce_scatter_single    new in 2.13, which warns of all_gather_into_tensor, reduce_scatter_tensor
 torch.compile(isolate_recompiles=...)       new in 2.13, with recompile_limit=...
+distributed_c10d._process_group_name        private; names a new process group
 """
 
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
-__all__ = ["all_gather_into", "compile_apart", "compile_layers_", "reduce_scatter_into", "watch_compiler"]
+__all__ = [
+    "all_gather_into",
+    "compile_apart",
+    "compile_layers_",
+    "new_group",
+    "reduce_scatter_into",
+    "watch_compiler",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -86,3 +96,26 @@ def reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup | None) -> N
     As everywhere in torch.distributed, None is the default group.
     """
     _reduce_scatter(out, x, group=group)
+
+
+def new_group(
+    ranks: Sequence[int], backend: str | None, timeout: timedelta | None, pg_options: object | None
+) -> ProcessGroup:
+    """A process group of ``ranks``, of the default group, made by these ranks alone.
+
+    torch would name it by its ranks and the number of groups that this process has, and its members find each other
+    under that name in the store of the default group. Where they have different numbers of other groups they would
+    wait for each other in vain; where a group of the same ranks was destroyed they would find what it left behind, and
+    fail to connect. Here the name is the ranks and how many groups these ranks have made, counted in that store.
+    """
+    text = hashlib.sha1(repr(list(ranks)).encode(), usedforsecurity=False).hexdigest()
+    count = distributed_c10d._get_default_store().add(f"megalith/{text}/{dist.get_rank()}", 1)
+    naming = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda *_, **__: distributed_c10d.GroupName(f"{text}-{count}")
+    try:
+        group: ProcessGroup = dist.new_group(
+            list(ranks), timeout=timeout, backend=backend, pg_options=pg_options, use_local_synchronization=True
+        )
+        return group
+    finally:
+        distributed_c10d._process_group_name = naming

@@ -109,14 +109,19 @@ MISTAKES = [
     Mistake({"model.max_position_embeddings": 64}, r"has no effect with model.position_embedding_type=rope"),
     Mistake(LEARNED | {"model.rope.base": 1e4}, r"rope.base \(10000.0\) has no effect with .*=learned_absolute"),
     # the layout
+    Mistake({"parallel.tensor": 8}, r"heads \(12\) must be divisible by parallel.tensor \(8\); use .*tensor=4"),
     Mistake(
-        {"parallel.tensor": 8}, r"heads \(12\) must be divisible by parallel.tensor \(8\); use .*tensor=4", None, 1
+        {"parallel.tensor": 3, "model.ffn_hidden_size": 258},
+        r"groups \(4\) must be divisible by parallel.tensor \(3\), or divide it; use parallel.tensor=2",
     ),
     Mistake(
-        {"parallel.tensor": 3},
-        r"groups \(4\) must be divisible by parallel.tensor \(3\); use parallel.tensor=4",
-        None,
-        1,
+        {"parallel.tensor": 2, "model.num_query_groups": 3},
+        r"groups \(3\) must be divisible by parallel.tensor \(2\), or divide it; use parallel.tensor=1",
+    ),
+    Mistake(
+        {"parallel.tensor": 4, "model.num_query_groups": 6},
+        r"groups \(6\) must be divisible by parallel.tensor \(4\), or divide it; use parallel.tensor=2",
+        4,
     ),
     Mistake({"parallel.tensor": 4, "model.ffn_hidden_size": 258}, r"ffn_hidden_size \(258\) .*; use .*=260"),
     Mistake({"parallel.sequence": True}, r"parallel.sequence=true needs parallel.tensor above 1.*=false"),

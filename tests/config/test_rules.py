@@ -44,7 +44,14 @@ def test_every_condition_is_on_a_field_beside_the_one_that_needs_it():
 def test_all_mistakes_are_told_at_once():
     tree = applied(
         VALID,
-        {"train.lr": 1, "optim.lr": -1, "parallel.tensor": 8, "optim.wsd.decay_steps": 5, "train.evaluation.every": 2},
+        {
+            "train.lr": 1,
+            "optim.lr": -1,
+            "parallel.tensor": 8,
+            "model.num_query_groups": 3,
+            "optim.wsd.decay_steps": 5,
+            "train.evaluation.every": 2,
+        },
     )
     with pytest.raises(ConfigError) as error:
         load_run(tree, world_size=8)
@@ -69,6 +76,8 @@ def test_all_mistakes_are_told_at_once():
         ({"parallel.context": 2, "parallel.context_method": "all_to_all", "parallel.tensor": 2}, 8),
         ({"parallel.context": 4, "parallel.context_method": "two_level", "parallel.context_inner": 2}, 4),
         ({"parallel.tensor": 4, "parallel.sequence": True, "parallel.context": 2, "data.seq_length": 8}, 8),
+        ({"parallel.tensor": 4, "model.num_query_groups": 2}, 4),  # two ranks share a group
+        ({"parallel.tensor": 12, "model.num_query_groups": 1, "model.ffn_hidden_size": 240}, 12),
         ({"parallel.tensor": 2}, None),  # the world is not known yet
         ({"model.hidden_size": 100, "model.kv_channels": 8}, None),  # heads need not fill the hidden size
         ({"parallel.tensor": 4, "model.hidden_size": 100, "model.kv_channels": 8, "model.vocab_size": 257}, 4),

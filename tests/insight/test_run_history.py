@@ -33,6 +33,14 @@ def timed(step, layout, seconds, time, **fields):
     return {"step": step, "loss": 1.0, "layout": layout, "step_seconds": seconds, "time": time, **fields}
 
 
+def test_without_samples_json_the_newest_texts_of_training_are_shown(tmp_path):
+    texts = [[{"prompt": "a", "text": f"b{step}"}] for step in range(3)]
+    run = run_of(tmp_path, {"step": 1, "loss": 1.0}, *({"step": 1, "samples": text} for text in texts))
+    assert run.samples == texts[-1]
+    (tmp_path / "samples.json").write_text('[{"prompt": "c", "text": "d"}]')
+    assert read_run(tmp_path).samples == [{"prompt": "c", "text": "d"}]
+
+
 def test_phases_are_steps_in_a_row_under_one_layout_and_hold_medians(tmp_path):
     run = run_of(
         tmp_path,

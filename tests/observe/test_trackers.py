@@ -1,5 +1,6 @@
 """Dashboards: what they are given is what they hold, and one that fails costs itself and nothing else."""
 
+import json
 import sqlite3
 import time
 
@@ -19,6 +20,7 @@ def write(folder, names, *records, resumed_step=0):
     trackers.close()
 
 
+TEXTS = {"step": 2, "samples": [{"prompt": "Once", "text": " upon\na time"}, {"prompt": "The", "text": " end"}]}
 STEPS = (
     {"step": 1, "loss": -1.5, "layout": "tp1", "mfu": None, "time": {"data": 0.25}},
     {"step": 2, "loss": 7.0},
@@ -37,14 +39,29 @@ def test_tensorboard_reads_the_scalars_and_resumed_steps_replace_lost_ones(tmp_p
     assert [event.value for event in events.Scalars("time/data")] == [0.25]
 
 
+def test_tensorboard_has_the_texts_of_a_step(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    write(tmp_path, ["tensorboard"], *STEPS, TEXTS)
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = {tag: events.Tensors(tag) for tag in events.Tags()["tensors"]}
+    texts = {tag: [(event.step, event.tensor_proto.string_val[0].decode()) for event in found[tag]] for tag in found}
+    assert texts == {
+        "samples/0/text_summary": [(2, "    Once upon\n    a time")],
+        "samples/1/text_summary": [(2, "    The end")],
+    }
+
+
 @pytest.mark.slow  # seconds to import and to start
 @pytest.mark.filterwarnings("ignore")  # of the package, to itself
 def test_mlflow_keeps_the_numbers_and_the_settings_in_the_runs_folder(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "run", ["mlflow"], *STEPS)
+    write(tmp_path / "run", ["mlflow"], *STEPS, TEXTS)
     write(tmp_path / "run", ["mlflow"], {"step": 2, "loss": -2.5}, resumed_step=1)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    [file] = tmp_path.glob("run/mlartifacts/*/artifacts/samples/step-00000002.txt")
+    assert file.read_text() == "Once upon\na time\n\nThe end"
     database = sqlite3.connect(tmp_path / "run" / "mlflow.db")
     metrics = database.execute("select name, key, value, step from metrics join runs using (run_uuid)").fetchall()
     assert sorted(metrics) == [
@@ -63,9 +80,11 @@ def test_mlflow_keeps_the_numbers_and_the_settings_in_the_runs_folder(tmp_path, 
 def test_weights_and_biases_writes_an_offline_run_into_the_runs_folder(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "online")  # nothing goes anywhere whatever the environment says
-    write(tmp_path / "run", ["wandb"], *STEPS)
+    write(tmp_path / "run", ["wandb"], *STEPS, TEXTS)
     [file] = tmp_path.glob("run/wandb/offline-run-*/run-*.wandb")
     assert b"time/data" in file.read_bytes()
+    [table] = file.parent.glob("files/media/table/samples_*.table.json")
+    assert json.loads(table.read_text())["data"] == [["Once", " upon\na time"], ["The", " end"]]
 
 
 def test_without_packages_and_without_a_wish_there_is_none(tmp_path, monkeypatch):

@@ -8,9 +8,9 @@ from torch.distributed.tensor import DTensor
 
 from megalith.parallel.local_ranges import Ranges, local_ranges
 from megalith.parallel.parameters import declared_parameters
-from megalith.topology.parallel_state import ParallelState
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
+from megalith.topology.rank_groups import ParallelState
 
 # as a rank returns it: which part of a tensor it holds, and the values
 Part = tuple[Ranges, Tensor]

@@ -15,9 +15,9 @@ from megalith.parallel.parameters import (
     local,
 )
 from megalith.parallel.sharding.fsdp import shard_model
-from megalith.topology.parallel_state import ParallelState
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
+from megalith.topology.rank_groups import ParallelState
 from tests.parallel.groups import Part, part, slice_of, whole
 from tests.rank_pool import ranks
 

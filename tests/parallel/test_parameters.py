@@ -21,9 +21,9 @@ from megalith.parallel.parameters import (
     state_tensors,
 )
 from megalith.parallel.sharding.fsdp import shard_model
-from megalith.topology.parallel_state import ParallelState
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
+from megalith.topology.rank_groups import ParallelState
 from tests.parallel.groups import Part, collection, part, slice_of
 from tests.rank_pool import ranks
 

@@ -1,244 +1,212 @@
-"""parallel_state: groups over the right ranks, made when first needed, and a mesh that FSDP2 and DTensor take."""
+"""parallel_state: the field's accessors, against the numbers that Megatron-Core gives for the same 16 ranks."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 import megalith
 from megalith.errors import TopologyError
-from megalith.topology import parallel_state
+from megalith.topology import current_state, parallel_state
 from megalith.topology.parallel_state import ParallelState, current_parallel_state, use
-from megalith.topology.process_groups_config import Axis, ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
-from tests.rank_pool import ranks
+from megalith.topology.script_options import ScriptOptions
+
+# Megatron-Core's enumerations for world 16, tp 2, cp 2, dp 2, pp 2 and etp 1, ep 4, edp 2: of rank 13, which is
+# (tp 1, cp 0, dp 1, pp 1) and (ep 1, edp 1, pp 1)
+DENSE_13 = {
+    "tensor_model_parallel": [12, 13],
+    "context_parallel": [13, 15],
+    "data_parallel": [9, 13],
+    "pipeline_model_parallel": [5, 13],
+    "model_parallel": [4, 5, 12, 13],
+    "tensor_and_context_parallel": [12, 13, 14, 15],
+    "tensor_and_data_parallel": [8, 9, 12, 13],
+}
+EXPERT_13 = {
+    "expert_model_parallel": [12, 13, 14, 15],
+    "expert_tensor_parallel": [13],
+    "expert_tensor_and_model_parallel": [12, 13, 14, 15],
+    "expert_tensor_model_pipeline_parallel": [4, 5, 6, 7, 12, 13, 14, 15],
+    "expert_data_parallel": [9, 13],
+}
 
 
-def state_of(**sizes: int) -> ParallelState:
-    return ParallelState(RankGrid(dist.get_world_size(), **sizes))
+class RecordedState(ParallelState):
+    """Gives the ranks of a group for the group, so that no process is needed."""
+
+    def _made(self, ranks, axes):
+        return ranks
 
 
-def sums_of_ranks(axes: list[str], sizes: dict[str, int]) -> None:
-    state = state_of(**sizes)
-    for each in axes:
-        together = torch.tensor(dist.get_rank())
-        group = state.group(each)
-        assert (group is None) == (state.size(each) == 1)
-        if group is not None:
-            dist.all_reduce(together, group=group)
-            assert (group.size(), group.rank()) == (state.size(each), state.rank(each))
-        assert together.item() == sum(state.grid.group_of(each, dist.get_rank()))
+def state_of(rank: int, script: ScriptOptions | None = None, **sizes: int) -> ParallelState:
+    sizes = sizes or {"tensor": 2, "context": 2, "pipeline": 2, "expert": 4, "expert_tensor": 1}
+    return RecordedState(RankGrid(16, **sizes), rank=rank, script=script)
+
+
+@pytest.mark.parametrize(("name", "members"), [*DENSE_13.items(), *EXPERT_13.items()])
+def test_a_rank_is_where_megatron_puts_it(name, members):
+    with use(state_of(13)):
+        group = getattr(parallel_state, f"get_{name}_group")()
+        assert group == (None if members == [13] else members)
+        if of_rank := getattr(parallel_state, f"get_{name}_rank", None):
+            assert of_rank() == members.index(13)
+            assert getattr(parallel_state, f"get_{name}_world_size")() == len(members)
+
+
+def test_context_parallelism_joins_groups_on_request():
+    with use(state_of(13)):
+        assert parallel_state.get_data_parallel_group(with_context_parallel=True) == [9, 11, 13, 15]
+        assert parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True) == [*range(8, 16)]
+        assert parallel_state.get_context_parallel_global_ranks() == [13, 15]
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}, {"replicate": 2}], ids=str
-)
-def test_an_all_reduce_adds_the_ranks_of_the_group(sizes):
-    ranks(4, sums_of_ranks, ["tp", "dp", "pp", "cp", "dp_shard", "tp-dp", "tp-pp", "ep", "edp"], sizes)
-
-
-def test_an_all_reduce_adds_the_ranks_of_the_group_in_three_dimensions():
-    ranks(8, sums_of_ranks, ["tp", "dp", "pp", "tp-dp", "dp-pp"], {"tensor": 2, "pipeline": 2})
-
-
-def count_groups(sizes: dict[str, int], asked: list[str]) -> int:
-    """How many groups are made when ``asked`` are asked for, twice each; and none before."""
-    made = []
-    new_group = dist.new_group
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "new_group", lambda ranks, **how: made.append(ranks) or new_group(ranks, **how))
-        state = state_of(**sizes)
-        assert not made
-        assert [state.group(axes) for axes in asked] == [state.group(axes) for axes in asked]
-    return len(made)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "asked", "count"),
+    ("arguments", "members"),
     [
-        ({"tensor": 2}, [], 0),
-        ({"tensor": 2}, ["tp"], 1),
-        ({"tensor": 2}, ["cp", "pp", "dp_replicate"], 0),
-        ({"tensor": 2}, ["dp", "dp_shard", "dp-cp"], 1),  # three names of the same ranks
-        ({"tensor": 2, "pipeline": 2}, ["tp", "dp", "pp", "tp-pp"], 3),  # Megatron-Core makes 21 for these four ranks
-        ({"replicate": 2}, ["dp_shard", "dp_replicate", "dp", "tp-dp-cp"], 3),
+        ({"tp_only_amax_red": True}, [12, 13]),
+        ({"tp_only_amax_red": True, "with_context_parallel": True}, [12, 13, 14, 15]),
+        ({}, [8, 9, 12, 13]),
+        ({"with_context_parallel": True}, [*range(8, 16)]),
     ],
 )
-def test_groups_are_made_when_first_needed_and_once(sizes, asked, count):
-    assert ranks(4, count_groups, sizes, asked) == [count] * 4
+def test_the_scale_of_a_float8_tensor_is_agreed_upon_along_tp_and_more(arguments, members):
+    with use(state_of(13)):
+        assert parallel_state.get_amax_reduction_group(**arguments) == members
 
 
-def two_states() -> list[int]:
-    sums = []
-    for state in (states := [state_of(tensor=2), state_of(tensor=4), state_of(tensor=2)]):
-        together = torch.tensor(dist.get_rank())
-        dist.all_reduce(together, group=state.group("tp"))
-        sums.append(together.item())
-    assert len({id(state.group("tp")) for state in states}) == 3
-    return sums
+def test_instances_of_the_optimizer_are_contiguous_parts_of_dp_and_cp():
+    # 16 ranks, tp 2, cp 2, dp 4, 2 instances: dp-cp of rank 13 is 1, 3, ..., 15, and its instance the second half
+    with use(state_of(13, tensor=2, context=2, replicate=2)):
+        partial = {"with_context_parallel": True, "partial_data_parallel": True}
+        assert parallel_state.get_data_parallel_group(**partial) == [9, 11, 13, 15]
+        assert parallel_state.get_data_parallel_rank(**partial) == 2
+        assert parallel_state.get_data_parallel_world_size(**partial) == 4
+        assert parallel_state.get_inter_distributed_optimizer_instance_group() == [5, 13]
+        assert parallel_state.get_intra_distributed_optimizer_instance_group() == [*range(8, 16)]
+        assert parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True) == [9, 11, 13, 15]
+        with pytest.raises(TopologyError, match="spans cp as well; give with_context_parallel=True"):
+            parallel_state.get_data_parallel_group(partial_data_parallel=True)
 
 
-def test_several_states_live_in_one_process():
-    assert ranks(4, two_states) == [[1, 6, 1], [1, 6, 1], [5, 6, 5], [5, 6, 5]]
+def test_levels_of_context_parallelism_are_those_of_the_script():
+    script = ScriptOptions(hierarchical_context_parallel_sizes=(4, 2))
+    with use(state_of(13, script, tensor=2, context=8)):
+        assert parallel_state.get_hierarchical_context_parallel_groups() == [[9, 11, 13, 15], [5, 13]]
+    with use(state_of(13)), pytest.raises(TopologyError, match=r"no levels; give .*hierarchical_context_parallel_siz"):
+        parallel_state.get_hierarchical_context_parallel_groups()
 
 
-def mesh_of(sizes: dict[str, int], order: str) -> tuple[tuple[str, ...], list]:
-    mesh = ParallelState(RankGrid(dist.get_world_size(), order=order, **sizes)).mesh("dense")
-    for name in mesh.mesh_dim_names:
-        together = torch.tensor(dist.get_rank())
-        dist.all_reduce(together, group=mesh[name].get_group())
-        assert together.item() == mesh[name].mesh.sum()
-    return mesh.mesh_dim_names, mesh.mesh.tolist()
+FOUR_STAGES = {"tensor": 2, "pipeline": 4}  # rank 13 is stage 3, of ranks 1, 5, 9, 13
 
 
-@pytest.mark.parametrize(
-    ("sizes", "order", "meshes"),
-    [
-        ({"tensor": 2}, "tp-dp", [[[[0, 1], [2, 3]]]] * 4),
-        ({"tensor": 2}, "dp-tp", [[[[0, 2], [1, 3]]]] * 4),
-        ({"replicate": 2}, "tp-dp", [[[[0], [1]], [[2], [3]]]] * 4),
-        ({"tensor": 2, "pipeline": 2}, "tp-dp-pp", [[[[0, 1]]], [[[0, 1]]], [[[2, 3]]], [[[2, 3]]]]),
-        ({"tensor": 2, "context": 2}, "tp-cp-dp", [[[[0, 1], [2, 3]]]] * 4),  # weights are the same over cp
-    ],
-)
-def test_the_mesh_is_of_this_stage(sizes, order, meshes):
-    got = ranks(4, mesh_of, sizes, order)
-    assert got == [(("dp_replicate", "dp_shard", "tp"), mesh) for mesh in meshes]
+def answers(ask: Callable[[], object], script: ScriptOptions | None = None) -> list[object]:
+    """What each stage of the pipeline of rank 1 says."""
+    found = []
+    for rank in (1, 5, 9, 13):
+        with use(state_of(rank, script, **FOUR_STAGES)):
+            found.append(ask())
+    return found
 
 
-class Column(nn.Module):
-    """x W^T for a W [7, 8] whose 7 rows are split over tp, unevenly."""
-
-    def __init__(self, whole: Tensor, pg_collection: ProcessGroupCollection) -> None:
-        super().__init__()
-        if pg_collection.size("tp") > 1:
-            part = whole.chunk(pg_collection.size("tp"))[pg_collection.rank("tp")].clone()
-            shape = {"shape": whole.shape, "stride": whole.stride()}
-            whole = DTensor.from_local(part, pg_collection.weight_mesh("dense"), [Shard(0)], run_check=False, **shape)
-        self.weight = nn.Parameter(whole)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        return x @ weight.t()
+def test_stages_know_their_neighbours_and_where_to_broadcast_from():
+    assert answers(parallel_state.get_pipeline_model_parallel_next_rank) == [5, 9, 13, 1]
+    assert answers(parallel_state.get_pipeline_model_parallel_prev_rank) == [13, 1, 5, 9]
+    assert answers(parallel_state.get_pipeline_model_parallel_first_rank) == [1] * 4
+    assert answers(parallel_state.get_pipeline_model_parallel_last_rank) == [13] * 4
+    assert answers(parallel_state.is_pipeline_first_stage) == [True, False, False, False]
+    assert answers(parallel_state.is_pipeline_last_stage) == [False, False, False, True]
+    with use(state_of(13)):
+        assert parallel_state.get_tensor_model_parallel_src_rank() == 12
+        assert parallel_state.get_model_parallel_src_rank() == 4
+        assert parallel_state.get_data_parallel_src_rank() == 9
+        assert parallel_state.get_data_parallel_src_rank(with_context_parallel=True) == 9
 
 
-def train_on_the_mesh(sizes: dict[str, int]) -> str:
-    """One AdamW step on gradients summed over dp, held to the same step in one process; the placements at the end."""
-    torch.manual_seed(0)
-    whole, xs = torch.randn(7, 8, dtype=torch.float64), torch.randn(4, 3, 8, dtype=torch.float64)
-    alone = Column(whole.clone(), ProcessGroupCollection.single())
-    pg_collection = state_of(**sizes).collection()
-    model = Column(whole.clone(), pg_collection)
-    fully_shard(model, mesh=pg_collection.data_mesh("dense"), shard_placement_fn=lambda parameter: Shard(1))
-    model.set_gradient_divide_factor(1.0)
-    assert torch.equal(model.weight.full_tensor(), whole)
-    for each, mine in ((alone, xs), (model, xs.chunk(pg_collection.size("dp"))[pg_collection.rank("dp")])):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
-        each(mine).square().sum().backward()
-        optimizer.step()
-    torch.testing.assert_close(model.weight.grad.full_tensor(), alone.weight.grad, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(model.weight.full_tensor(), alone.weight.detach(), rtol=1e-13, atol=1e-13)
-    return f"{model.weight.device_mesh.mesh_dim_names} {model.weight.placements}"
+def test_the_embedding_is_on_the_first_and_last_stage_and_positions_on_the_first():
+    assert answers(parallel_state.is_rank_in_embedding_group) == [True, False, False, True]
+    assert answers(parallel_state.is_rank_in_position_embedding_group) == [True, False, False, False]
+    for rank in (1, 13):
+        with use(state_of(rank, **FOUR_STAGES)):
+            assert parallel_state.get_embedding_group() == [1, 13]
+    with use(state_of(1, **FOUR_STAGES)):
+        assert parallel_state.get_position_embedding_group() is None
+    with use(state_of(5, **FOUR_STAGES)):
+        with pytest.raises(TopologyError, match=r"rank 5 is not in the group embd of ranks \[1, 13\]; ask"):
+            parallel_state.get_embedding_group()
+        with pytest.raises(TopologyError, match=r"rank 5 is not in the group pos_embd of ranks \[1\]; ask"):
+            parallel_state.get_position_embedding_group()
+    with use(state_of(3, tensor=2)):  # one stage
+        assert parallel_state.is_rank_in_embedding_group()
+        assert parallel_state.get_embedding_group() is None
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "sizes", "placed"),
-    [
-        (4, {"tensor": 2}, "('dp_shard', 'tp') (Shard(dim=1), Shard(dim=0))"),
-        (
-            4,
-            {"tensor": 2, "replicate": 2},
-            "('dp_replicate', 'dp_shard', 'tp') (Replicate(), Shard(dim=1), Shard(dim=0))",
-        ),
-        (4, {"tensor": 4}, "('dp_shard', 'tp') (Shard(dim=1), Shard(dim=0))"),
-        (4, {"replicate": 2}, "('dp_replicate', 'dp_shard') (Replicate(), Shard(dim=1))"),
-        (4, {"replicate": 4}, "('dp_replicate', 'dp_shard') (Replicate(), Shard(dim=1))"),
-        (4, {}, "('dp_shard',) (Shard(dim=1),)"),
-        (1, {}, "('dp_shard',) (Shard(dim=1),)"),
-    ],
-    ids=str,
-)
-def test_fsdp_and_dtensor_share_the_mesh(num_ranks, sizes, placed):
-    assert ranks(num_ranks, train_on_the_mesh, sizes) == [placed] * num_ranks
+def encoder_and_decoder(pp_ranks: list[int]) -> list[int]:
+    return [pp_ranks[0], pp_ranks[2], pp_ranks[-1]]
 
 
-def collected(sizes: dict[str, int]) -> tuple[str, bool, dict[str, tuple[int, int]]]:
-    """What is shown of a collection, whether it speaks for its tokens, and (size, rank) along each axis."""
-    state = state_of(**sizes)
-    pg_collection = state.collection()
-    assert pg_collection == state.collection()
-    assert pg_collection.tp is state.group("tp")
-    assert pg_collection.dp_cp is state.group("dp-cp")
-    along = {axis: (pg_collection.size(axis), pg_collection.rank(axis)) for axis in get_args(Axis)}
-    assert along == {axis: (state.size(name), state.rank(name)) for axis, name in ON_GRID.items()}
-    return repr(pg_collection), pg_collection.speaks_for_tokens, along
+def test_a_script_says_which_stages_hold_the_embedding():
+    script = ScriptOptions(get_embedding_ranks=encoder_and_decoder, get_position_embedding_ranks=lambda pp: pp[0:3:2])
+    assert answers(parallel_state.is_rank_in_embedding_group, script) == [True, False, True, True]
+    assert answers(parallel_state.is_rank_in_position_embedding_group, script) == [True, False, True, False]
+    with use(state_of(9, script, **FOUR_STAGES)):
+        assert parallel_state.get_embedding_group() == [1, 9, 13]
+        assert parallel_state.get_position_embedding_group() == [1, 9]
 
 
-ON_GRID = {axis: axis.replace("_", "-") for axis in get_args(Axis)}
+@pytest.mark.parametrize("chosen", [[], [0], [1, 1], [1, 14]])
+def test_ranks_outside_of_the_pipeline_hold_no_embedding(chosen):
+    for name in ("get_embedding_ranks", "get_position_embedding_ranks"):
+        script = ScriptOptions(**{name: lambda pp_ranks: chosen})
+        with pytest.raises(
+            TopologyError, match=rf"{name} must return one or more different ranks of \[1, 5, 9, 13\]; "
+        ):
+            state_of(1, script, **FOUR_STAGES)
 
 
-def test_a_collection_knows_sizes_and_ranks():
-    answers = ranks(4, collected, {"tensor": 2})
-    assert {shown for shown, _, _ in answers} == {"ProcessGroupCollection(tp=2, dp=2, etp=2, edp=2)"}
-    assert [(along["tp"], along["dp"]) for _, _, along in answers] == [
-        ((2, rank % 2), (2, rank // 2)) for rank in range(4)
-    ]
-    (shown, _, along), *_ = ranks(4, collected, {"context": 2, "expert": 2})
-    assert shown == "ProcessGroupCollection(cp=2, dp=2, ep=2, edp=2)"
-    assert along["dp_cp"] == (4, 0)
-    assert {along[axis] for axis in ("tp", "pp", "etp")} == {(1, 0)}
+def test_of_several_parts_of_the_model_the_first_and_last_hold_the_embedding():
+    script = ScriptOptions(virtual_pipeline_model_parallel_size=3, get_embedding_ranks=encoder_and_decoder)
+
+    def first(vp_stage: int) -> list[object]:
+        return answers(lambda: parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage), script)
+
+    def last(vp_stage: int) -> list[object]:
+        return answers(lambda: parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage), script)
+
+    def embeds(vp_stage: int) -> list[object]:
+        return answers(lambda: parallel_state.is_rank_in_embedding_group(False, vp_stage), script)
+
+    none = [False] * 4
+    assert [first(part) for part in range(3)] == [[True, False, False, False], none, none]
+    assert [last(part) for part in range(3)] == [none, none, [False, False, False, True]]
+    middle = [False, False, True, False]
+    assert [embeds(part) for part in range(3)] == [[True, False, True, False], middle, [False, False, True, True]]
+    assert answers(parallel_state.get_virtual_pipeline_model_parallel_world_size, script) == [3] * 4
 
 
-@pytest.mark.parametrize(
-    ("sizes", "speakers"),
-    [
-        ({}, [0, 1, 2, 3]),
-        ({"tensor": 2}, [0, 2]),
-        ({"pipeline": 2}, [2, 3]),  # the last stage has the loss
-        ({"tensor": 2, "pipeline": 2}, [2]),
-        ({"context": 2}, [0, 1, 2, 3]),  # each has tokens of its own
-    ],
-    ids=str,
-)
-def test_of_the_ranks_that_see_the_same_tokens_one_speaks_for_them(sizes, speakers):
-    assert [rank for rank, (_, speaks, _) in enumerate(ranks(4, collected, sizes)) if speaks] == speakers
-
-
-def test_sizes_and_ranks_need_no_torch_distributed():
-    state = ParallelState(RankGrid(131_072, tensor=8, pipeline=16), rank=100_001)
-    assert (state.size("tp"), state.rank("tp"), state.rank("pp")) == (8, 1, 12)
-    with pytest.raises(TopologyError, match=r"groups of rank 100001.*outside torch.distributed; call.*init_process"):
-        state.group("tp")
-
-
-def test_one_process_without_torch_distributed_is_single():
-    assert ParallelState(RankGrid(1)).collection() == ProcessGroupCollection.single()
-
-
-def test_a_grid_of_another_world_is_refused():
-    with pytest.raises(TopologyError, match=r"the grid is of 4 ranks, and this world has 1; start 4 processes"):
-        ParallelState(RankGrid(4))
-    with pytest.raises(TopologyError, match=r"in \[0, 4\); got 4"):
-        ParallelState(RankGrid(4), rank=4)
-
-
-def other_ranks_group() -> str:
-    with pytest.raises(TopologyError) as refusal:
-        ParallelState(RankGrid(2, tensor=2), rank=1 - dist.get_rank()).group("tp")
-    return str(refusal.value)
-
-
-def test_the_groups_of_another_rank_are_refused():
-    assert (
-        "the groups of rank 1 can be made on that rank only, and this process is rank 0"
-        in ranks(2, other_ranks_group)[0]
-    )
+def test_the_part_of_the_model_is_that_of_use_or_given():
+    script = ScriptOptions(virtual_pipeline_model_parallel_size=2)
+    state = state_of(1, script, **FOUR_STAGES)
+    with use(state, vp_stage=1):
+        assert parallel_state.get_virtual_pipeline_model_parallel_rank() == 1
+        assert not parallel_state.is_pipeline_first_stage(ignore_virtual=False)
+        assert parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=0)
+        with use(state, vp_stage=0):
+            assert parallel_state.is_pipeline_first_stage(ignore_virtual=False)
+        assert parallel_state.get_virtual_pipeline_model_parallel_rank() == 1
+    with use(state):
+        assert parallel_state.get_virtual_pipeline_model_parallel_rank() is None
+        assert parallel_state.is_pipeline_first_stage()
+        with pytest.raises(TopologyError, match=r"vp_stage must be in \[0, 2\), .*; got None"):
+            parallel_state.is_pipeline_first_stage(ignore_virtual=False)
+        with pytest.raises(TopologyError, match=r"got 2"):
+            parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=2)
+    with pytest.raises(TopologyError, match=r"vp_stage must be in \[0, 2\), .*; got -1"), use(state, vp_stage=-1):
+        pass
+    with use(state_of(1, **FOUR_STAGES)):  # one part, without a number
+        assert parallel_state.is_pipeline_first_stage(ignore_virtual=False)
+        assert parallel_state.get_virtual_pipeline_model_parallel_world_size() is None
 
 
 def test_accessors_speak_of_the_innermost_state():
@@ -268,13 +236,17 @@ def test_accessors_speak_of_the_innermost_state():
 def test_outside_of_use_no_state_is_current():
     with pytest.raises(RuntimeError, match="inside"), use(ParallelState(RankGrid(1))):
         raise RuntimeError("inside")
-    with pytest.raises(TopologyError, match=r"no parallel state is current; wanted: with use"):
+    with pytest.raises(TopologyError, match=r"no parallel state is current; wanted: initialize.*with use"):
         parallel_state.get_data_parallel_rank()
+    assert not parallel_state.model_parallel_is_initialized()
 
 
 def test_nothing_in_the_package_asks_the_accessors():
-    accessor = re.compile(r"\bget_\w+_parallel_(group|rank|world_size)\b|\bcurrent_parallel_state\b")
-    own = Path(parallel_state.__file__)
-    callers = [path for path in own.parents[1].rglob("*.py") if path != own and accessor.search(path.read_text())]
-    assert own.is_relative_to(Path(megalith.__file__).parent)
+    accessor = re.compile(
+        r"\bget_\w+_parallel_(group|rank|world_size)\b|\bcurrent_parallel_state\b|\b(initialize|destroy)_model_parallel\("
+    )
+    own = {Path(parallel_state.__file__), Path(current_state.__file__)}
+    package = Path(megalith.__file__).parent
+    callers = [path for path in package.rglob("*.py") if path not in own and accessor.search(path.read_text())]
+    assert all(path.is_relative_to(package) for path in own)
     assert callers == []

@@ -217,3 +217,45 @@ def test_it_needs_no_torch():
 def test_it_shows_the_sizes_that_matter():
     assert repr(RankGrid(8, tensor=2)) == "RankGrid(world_size=8, tp=2, dp_shard=4, etp=2, edp_shard=4)"
     assert repr(RankGrid(1)) == "RankGrid(world_size=1)"
+
+
+def test_levels_of_a_group_differ_in_one_digit_of_mixed_radix():
+    # 16 ranks, tp 2, cp 8 of levels (4, 2): rank 13 is tp 1, and number 6 = 2 + 4 * 1 along cp
+    grid = RankGrid(16, tensor=2, context=8)
+    assert grid.hierarchical_groups_of("cp", [4, 2], rank=13) == [[9, 11, 13, 15], [5, 13]]
+    assert grid.hierarchical_groups_of("cp", [2, 2, 2], rank=13) == [[13, 15], [9, 13], [5, 13]]
+    assert grid.hierarchical_groups_of("cp", [8], rank=13) == [grid.group_of("cp", 13)]
+    assert grid.hierarchical_groups_of("cp", [1, 8], rank=13) == [[13], grid.group_of("cp", 13)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(grids(), st.data())
+def test_levels_partition_the_world_and_from_level_to_level_reach_the_whole_group(made, data):
+    grid, _ = made
+    axes = data.draw(st.sampled_from(["cp", "dp", "dp-cp", "tp-dp", "edp", "ep"]))
+    sizes, left = [], grid.size(axes)
+    while left > 1:
+        sizes.append(data.draw(st.sampled_from([n for n in range(2, left + 1) if left % n == 0])))
+        left //= sizes[-1]
+    every = [grid.hierarchical_groups_of(axes, sizes, rank) for rank in range(grid.world_size)]
+    for level, size in enumerate(sizes):
+        groups = {tuple(groups[level]) for groups in every}
+        assert {len(group) for group in groups} == {size}
+        assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
+    rank = data.draw(st.integers(0, grid.world_size - 1))
+    reached = {rank}
+    for level in range(len(sizes)):
+        reached = {other for each in reached for other in every[each][level]}
+    assert sorted(reached) == grid.group_of(axes, rank)
+
+
+@pytest.mark.parametrize("sizes", [[2, 2], [3], [0, 8], [-2, -4], [2, 4.0], [True, 8], []])
+def test_levels_that_do_not_make_up_the_group_are_refused(sizes):
+    with pytest.raises(TopologyError, match=r"positive integers whose product is the 8 ranks of cp; got \["):
+        RankGrid(16, context=8).hierarchical_groups_of("cp", sizes, rank=0)
+
+
+def test_axes_are_known_by_any_sequence_of_their_names():
+    grid = RankGrid(8, tensor=2)
+    assert grid.single_axes("cp-dp") == grid.single_axes("dp-cp") == {"cp", "dp_shard", "dp_replicate"}
+    assert grid.single_axes("etp-ep") == {"etp", "ep"}

@@ -61,13 +61,19 @@ def test_it_is_the_mean_over_every_token_but_the_first(tmp_path):
     assert found.loss == pytest.approx(want, rel=1e-12)
 
 
-OVER = [(2, {"shard": 2}), (2, {"tensor": 2, "sequence": True}), (4, {"replicate": 2}), (4, {"context": 2, "shard": 2})]
+OVER = [
+    (2, {"shard": 2}),
+    (2, {"tensor": 2, "sequence": True}),
+    (4, {"replicate": 2}),
+    (4, {"tensor": 4}),  # two ranks share a group of heads
+    (4, {"context": 2, "shard": 2}),
+]
 
 
 @pytest.mark.parametrize(("max_samples", "over"), sampled([*product((None, 5, 1), OVER)]))
 def test_it_is_the_same_in_every_layout(max_samples, over, tmp_path):
     world_size, parallel = over
-    tree = settings(tmp_path)
+    tree = settings(tmp_path, model={"num_query_groups": 2})
     [want] = ranks(1, evaluation, tree, 1, max_samples)
     for found in ranks(world_size, evaluation, {**tree, "parallel": parallel}, world_size, max_samples):
         assert found.num_tokens == want.num_tokens

@@ -162,6 +162,25 @@ def add_the_row_parallel_bias_on_every_rank() -> Any:
     return patch.object(layers.RowParallelLinear, "forward", forward)
 
 
+def take_the_gradient_of_a_shared_group_for_whole() -> Any:
+    def forward(self: layers.BlockReplicatedLinear, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = (parameters.local(each)[self.rows] for each in (self.weight, self.bias))
+        return torch.nn.functional.linear(x, weight, bias)
+
+    return patch.object(layers.BlockReplicatedLinear, "forward", forward)
+
+
+def deal_shared_groups_in_turn() -> Any:
+    begin = layers.BlockReplicatedLinear.__init__
+
+    def strided(self: layers.BlockReplicatedLinear, H: int, D: int, G: int, options: Any, **more: Any) -> None:
+        begin(self, H, D, G, options, **more)
+        first = options.pg_collection.rank("tp") % G * D
+        self.rows = slice(first, first + D)
+
+    return patch.object(layers.BlockReplicatedLinear, "__init__", strided)
+
+
 TENSOR = {"tensor": 2}
 SEQUENCE = {"tensor": 2, "sequence": True}
 SHARD = {"shard": 2}
@@ -188,6 +207,12 @@ FAULTS: dict[Fault, dict[str, Any]] = {
     add_the_row_parallel_bias_on_every_rank: TENSOR,
     let_every_rank_of_tp_speak_for_its_tokens: TENSOR,
 }
+# with fewer groups of heads than ranks; test_layouts.py holds the same layout without a fault
+SHARED = {"tensor": 4, "sequence": True}
+FAULTS_OF_SHARED_GROUPS: list[Fault] = [
+    take_the_gradient_of_a_shared_group_for_whole,
+    deal_shared_groups_in_turn,
+]
 
 
 @contextmanager
@@ -207,6 +232,13 @@ def tree_and_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[s
     return tree, reference(tree)
 
 
+@pytest.fixture(scope="module")
+def shared_tree_and_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Trajectory]:
+    model = {**GPT2, "ffn_hidden_size": None, "num_query_groups": 2}
+    tree = settings(tmp_path_factory.mktemp("shared"), model=model, parallel=SHARED)
+    return tree, reference({name: group for name, group in tree.items() if name != "parallel"})
+
+
 @pytest.mark.parametrize("parallel", [TENSOR, SEQUENCE, SHARD], ids=str)
 def test_without_a_fault_nothing_is_found(parallel, tree_and_reference):
     tree, want = tree_and_reference
@@ -221,3 +253,9 @@ def test_a_fault_is_caught(fault, tree_and_reference):
     num_ranks = parallel.get("tensor", 1) * parallel.get("shard", 1)
     found = ranks(num_ranks, first_steps_with, fault, {**tree, "parallel": parallel})
     assert any(differences(trajectory, want) for trajectory in found)
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_SHARED_GROUPS, ids=lambda fault: fault.__name__)
+def test_a_fault_of_heads_that_ranks_share_is_caught(fault, shared_tree_and_reference):
+    tree, want = shared_tree_and_reference
+    assert any(differences(trajectory, want) for trajectory in ranks(4, first_steps_with, fault, tree))

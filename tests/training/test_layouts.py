@@ -70,28 +70,42 @@ FOR_GPT2 = [
     "tensor 2 x context 2, heads traded",
     "context 2 x shard 2, accumulation",
 ]
+# of layouts with fewer groups of heads than ranks of tp: that number
+SHARED_GROUPS = [
+    ("tensor 2, sequence, packed, recompute", 1),
+    ("tensor 4", 1),
+    ("tensor 4", 2),
+    ("tensor 4, sequence, one micro-batch", 1),
+    ("tensor 4, sequence, one micro-batch", 2),
+    ("tensor 2 x shard 2, selective", 1),
+    ("tensor 2 x shard 2, sequence, packed", 1),
+    ("tensor 2 x replicate 2, sequence, accumulation", 1),
+    ("tensor 2 x context 2, sequence, packed", 1),
+    ("tensor 2 x context 2, heads traded", 1),
+]
+IN_MAKE_TEST = [("tensor 4, sequence, one micro-batch", 2), ("tensor 2 x replicate 2, sequence, accumulation", 1)]
 # tests/training/reference.py does not depend on these
 NOT_IN_REFERENCE = ("parallel",)
 
 
-def check(name: str, model: dict[str, Any], tmp_path: Any, references: dict[str, Trajectory]) -> None:
+def check(name: str, model: dict[str, Any], tmp_path: Any, references: dict[Hashable, Trajectory]) -> None:
     world_size, groups = LAYOUTS[name]
     groups = {**groups, "model": model}
     tree = settings(tmp_path, **groups)
-    packs = "data" in groups
-    if packs not in references:
-        references[packs] = reference({key: group for key, group in tree.items() if key not in NOT_IN_REFERENCE})
+    same = "data" in groups, tree["model"]["num_query_groups"]  # what a reference depends on
+    if same not in references:
+        references[same] = reference({key: group for key, group in tree.items() if key not in NOT_IN_REFERENCE})
     for rank, found in enumerate(ranks(world_size, first_steps, tree, world_size)):
-        assert differences(found, references[packs]) == [], f"on rank {rank}"
+        assert differences(found, references[same]) == [], f"on rank {rank}"
 
 
 @pytest.fixture(scope="module")
-def llama_references() -> dict[str, Trajectory]:
+def llama_references() -> dict[Hashable, Trajectory]:
     return {}
 
 
 @pytest.fixture(scope="module")
-def gpt2_references() -> dict[str, Trajectory]:
+def gpt2_references() -> dict[Hashable, Trajectory]:
     return {}
 
 
@@ -110,3 +124,18 @@ def test_a_llama_learns_the_same_in_every_layout(name, tmp_path, llama_reference
 @pytest.mark.parametrize("name", sampled([*zip(FOR_GPT2)], settings_of))
 def test_a_gpt2_with_dropout_learns_the_same_in_every_layout(name, tmp_path, gpt2_references):
     check(name, {**GPT2, "ffn_hidden_size": None, "num_query_groups": None}, tmp_path, gpt2_references)
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [pytest.param(*each, marks=[] if each in IN_MAKE_TEST else [pytest.mark.slow]) for each in SHARED_GROUPS],
+)
+def test_ranks_that_share_a_group_of_heads_learn_the_same(name, groups, tmp_path, gpt2_references):
+    check(name, {**GPT2, "ffn_hidden_size": None, "num_query_groups": groups}, tmp_path, gpt2_references)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", ["tensor 4", "tensor 4, sequence, one micro-batch"])
+def test_a_llama_whose_ranks_share_a_group_of_heads_learns_the_same(name, groups, tmp_path, llama_references):
+    check(name, {"num_query_groups": groups}, tmp_path, llama_references)

@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,25 +88,32 @@ def assert_saved_at_the_last_step(folder: str | Path) -> None:
     assert saved.name == f"step-{read_metrics(Path(folder))[-1]['step']:08}"
 
 
-def test_resumed_in_other_layouts_it_learns_the_same(tmp_path):
-    whole = settings(tmp_path, model=DROPOUT, train={"steps": 8}, run=str(tmp_path / "whole"))
-    moved = {**whole, "run": str(tmp_path / "moved")}
+def check_moved(folder: Path, model: dict[str, Any], layouts: list[tuple[int, dict[str, Any]]]) -> Path:
+    """Two steps in each of ``layouts`` (ranks, parallel) learn what one process does; the folder of that run."""
+    whole = settings(folder, model=model, train={"steps": 2 * len(layouts)}, run=str(folder / "whole"))
+    moved = {**whole, "run": str(folder / "moved")}
     ranks(1, run_here, whole, 1)
-    for steps, world_size, parallel in (
-        (2, 2, {"tensor": 2, "sequence": True}),
-        (4, 4, {"replicate": 2, "shard": 2}),
-        (6, 4, {"tensor": 2, "context": 2}),
-        (8, 1, {}),
-    ):
-        stage = {**moved, "parallel": parallel, "train": {**moved["train"], "steps": steps}}
+    for number, (world_size, parallel) in enumerate(layouts, 1):
+        stage = {**moved, "parallel": parallel, "train": {**moved["train"], "steps": 2 * number}}
         assert set(ranks(world_size, run_here, stage, world_size)) == {Outcome.DONE}
     want, got = final_tensors(whole["run"]), final_tensors(moved["run"])
     for name, tensor in want.items():
         size = tensor.norm() + 1e-6 * sum(other.norm() for other in want.values())
         assert (got[name] - tensor).norm() / size < LAYOUT_FLOAT64, name
     assert losses(moved["run"]) == pytest.approx(losses(whole["run"]), rel=LAYOUT_FLOAT64)
-    layouts = [record["layout"] for record in read_metrics(Path(moved["run"])) if "layout" in record]
+    return Path(moved["run"])
+
+
+def test_resumed_in_other_layouts_it_learns_the_same(tmp_path):
+    parallel = [{"tensor": 2, "sequence": True}, {"replicate": 2, "shard": 2}, {"tensor": 2, "context": 2}, {}]
+    run = check_moved(tmp_path, DROPOUT, list(zip((2, 4, 4, 1), parallel, strict=True)))
+    layouts = [record["layout"] for record in read_metrics(run) if "layout" in record]
     assert layouts == ["tp2 sp dp1"] * 2 + ["tp1 dp4"] * 2 + ["tp2 cp2 dp1"] * 2 + ["tp1 dp1"] * 2
+
+
+def test_heads_that_ranks_share_move_to_ranks_that_split_them_and_back(tmp_path):
+    layouts = [(4, {"tensor": 4}), (2, {"tensor": 2, "sequence": True}), (4, {"tensor": 4, "sequence": True}), (1, {})]
+    check_moved(tmp_path, {**DROPOUT, "num_query_groups": 2}, layouts)
 
 
 def train_until_signalled(settings_file: Path, run: Path) -> int:

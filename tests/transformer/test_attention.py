@@ -25,7 +25,8 @@ SHAPE = {"kv_channels": D, "add_bias_linear": True, "attention_dropout": 0.3}
 
 def built(**changes: object) -> SelfAttention:
     window = changes.pop("window", None)
-    layer = SelfAttention(config(**SHAPE), options(**changes), window=window)
+    shape = {name: changes.pop(name) for name in ("num_attention_heads", "num_query_groups") if name in changes}
+    layer = SelfAttention(config(**SHAPE | shape), options(**changes), window=window)
     initialize_parameters_(layer, seed=1)
     name_dropout_sites_(layer)
     with torch.no_grad():
@@ -114,34 +115,65 @@ def results(layer: SelfAttention, x: Tensor, dy: Tensor, *, packed: bool, drops:
     return {"y": y.detach(), "dx": x.grad} | {name: whole(p.grad) for name, p in layer.named_parameters()}
 
 
-def on_this_rank(sequence_parallel: bool, packed: bool, drops: bool) -> dict[str, Tensor]:
-    groups = collection(2)
-    layer = built(pg_collection=groups, sequence_parallel=sequence_parallel)
+def on_this_rank(groups: int, sequence_parallel: bool, packed: bool, drops: bool) -> dict[str, Tensor]:
+    tp = torch.distributed.get_world_size()
+    pg_collection = collection(tp)
+    layer = built(num_query_groups=groups, pg_collection=pg_collection, sequence_parallel=sequence_parallel)
     x, dy = x_of(), x_of().sin()
     if sequence_parallel:
-        x, dy = (each.chunk(2)[groups.rank("tp")].clone() for each in (x, dy))
+        x, dy = (each.chunk(tp)[pg_collection.rank("tp")].clone() for each in (x, dy))
     return results(layer, x, dy, packed=packed, drops=drops)
 
 
-@pytest.mark.parametrize("drops", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_split_over_tp_it_is_the_same(sequence_parallel, packed, drops):
-    want = results(built(), x_of(), x_of().sin(), packed=packed, drops=drops)
-    answers = ranks(2, on_this_rank, sequence_parallel, packed, drops)
+def check_split(tp: int, groups: int, sequence_parallel: bool, packed: bool, drops: bool) -> None:
+    """Output and every gradient on ``tp`` ranks are those of one process."""
+    want = results(built(num_query_groups=groups), x_of(), x_of().sin(), packed=packed, drops=drops)
+    answers = ranks(tp, on_this_rank, groups, sequence_parallel, packed, drops)
     for name, value in want.items():
         parts = [answer[name] for answer in answers]
         for got in [torch.cat(parts)] if sequence_parallel and name in ("y", "dx") else parts:
             torch.testing.assert_close(got, value, rtol=EXACT, atol=EXACT)
 
 
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_split_over_tp_it_is_the_same(sequence_parallel, packed, drops):
+    check_split(2, G, sequence_parallel, packed, drops)
+
+
+@pytest.mark.parametrize(("packed", "drops"), [(False, False), (True, True)])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("tp", "groups"), [(2, 1), (4, 1), (4, 2)])
+def test_ranks_that_share_a_group_of_heads_have_its_exact_gradient(tp, groups, sequence_parallel, packed, drops):
+    check_split(tp, groups, sequence_parallel, packed, drops)
+
+
+def read_in_pieces(groups: int) -> tuple[Tensor, list[int]]:
+    """What one token at a time gives on this rank, and the shape of its cache."""
+    layer, cache = built(num_query_groups=groups, pg_collection=collection(4)), KVCache()
+    outs = [layer(x, LayerContext(rotary=table(i, i + 1), cache=cache)) for i, x in enumerate(x_of().split(1))]
+    return torch.cat(outs).detach(), list(cache.keys[0].shape)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_rank_caches_only_the_group_that_it_reads(groups):
+    want = built(num_query_groups=groups)(x_of(), LayerContext(rotary=table()))
+    for out, shape in ranks(4, read_in_pieces, groups):
+        torch.testing.assert_close(out, want, rtol=EXACT, atol=EXACT)
+        assert shape == [S, B, 1, D]
+
+
 def refuse_groups_that_tp_cannot_split() -> None:
     with pytest.raises(
         ShapeError,
-        match=r"num_attention_heads \(4\) and num_query_groups \(2\) must be divisible by parallel.tensor \(4\)",
+        match=r"parallel.tensor \(2\) must divide num_attention_heads \(6\), and divide num_query_groups \(3\) or be a "
+        r"multiple of it; use 1, 3, 6$",
     ):
-        built(pg_collection=collection(4))
+        built(num_attention_heads=6, num_query_groups=3, pg_collection=collection(2))
+    with pytest.raises(ShapeError, match=r"parallel.tensor \(2\) must divide num_attention_heads \(3\).*; use 1, 3$"):
+        built(num_attention_heads=3, num_query_groups=1, pg_collection=collection(2))
 
 
 def test_heads_and_groups_that_tp_cannot_split_are_refused():
-    ranks(4, refuse_groups_that_tp_cannot_split)
+    ranks(2, refuse_groups_that_tp_cannot_split)

@@ -126,8 +126,8 @@ def _malformed_inside(
         fixes = [{name: [*entries[:index], entry, *entries[index + 1 :]]} for entry in mended]
         if error["type"] == "extra_forbidden":
             message = f"{where} is no setting" + (f"; did you mean {near[0]}?" if near else "")
-    if isinstance(index, int):
-        fixes.append({name: entries[:index] + entries[index + 1 :]})
+    if isinstance(index, int) and (left := entries[:index] + entries[index + 1 :]):
+        fixes.append({name: left})
     return Violation("malformed", where, message, (*fixes, *_defaults(name)))
 
 
@@ -192,7 +192,7 @@ _WANTED: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "model_type": lambda _: "must be a group of settings",
     "missing": lambda _: "must be given",
     "too_long": lambda context: f"must have {context['max_length']} entries",
-    "too_short": lambda context: f"must have {context['min_length']} entries",
+    "too_short": lambda context: f"must have {context['min_length']} entries or more",
     "greater_than": lambda context: f"must be above {context['gt']}",
     "greater_than_equal": lambda context: f"must be at least {context['ge']}",
     "less_than": lambda context: f"must be below {context['lt']}",

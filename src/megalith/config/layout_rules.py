@@ -16,12 +16,14 @@ __all__ = [
     "heads_divide_among_context_ranks",
     "heads_divide_among_tensor_ranks",
     "hidden_size_divides_among_shards",
+    "query_groups_divide_among_tensor_ranks",
     "sequence_divides_among_context_ranks",
     "sequence_divides_among_tensor_ranks",
     "sequence_parallel_needs_tensor_parallel",
     "two_levels_divide_context",
 ]
 
+_HEADS, _GROUPS = "model.num_attention_heads", "model.num_query_groups"
 _TENSOR, _SEQUENCE = "parallel.tensor", "parallel.sequence"
 _CONTEXT, _METHOD, _INNER = "parallel.context", "parallel.context_method", "parallel.context_inner"
 _REPLICATE, _SHARD = "parallel.replicate", "parallel.shard"
@@ -47,17 +49,27 @@ def degrees_multiply_to_the_world_size(run: Draft) -> Iterator[Violation]:
 
 
 def heads_divide_among_tensor_ranks(run: Draft) -> Iterator[Violation]:
-    """num_attention_heads, num_query_groups and ffn_hidden_size are divisible by tensor."""
+    """num_attention_heads and ffn_hidden_size are divisible by tensor."""
     tensor = run[_TENSOR]
-    for name in ("model.num_attention_heads", "model.num_query_groups", "model.ffn_hidden_size"):
+    for name in (_HEADS, "model.ffn_hidden_size"):
         if (size := run.get(name)) is None or size % tensor == 0:
             continue
-        if name == "model.num_query_groups" and name not in run.given:
-            continue  # it equals the number of heads, which has its own line
         more = {name: round_up(size, tensor)}
-        fixes = [more, *_layouts(run)] if name == "model.ffn_hidden_size" else [*_layouts(run), more]
+        fixes = [*_layouts(run), more] if name == _HEADS else [more, *_layouts(run)]
         message = f"{name} ({size}) must be divisible by {_TENSOR} ({tensor})"
         yield Violation("heads_divide_among_tensor_ranks", name, message, tuple(fixes))
+
+
+def query_groups_divide_among_tensor_ranks(run: Draft) -> Iterator[Violation]:
+    """num_query_groups is divisible by tensor, or tensor by num_query_groups, and then several ranks share a group."""
+    tensor, groups, heads = run[_TENSOR], run[_GROUPS], run[_HEADS]
+    # groups that are not given are as many as the heads, which have a rule of their own
+    if _GROUPS not in run.given or groups % tensor == 0 or tensor % groups == 0:
+        return
+    others = [count for count in divisors(heads) if count % tensor == 0 or tensor % count == 0]
+    fixes = [*_layouts(run), *({_GROUPS: count} for count in nearest_first(others, groups))]
+    message = f"{_GROUPS} ({groups}) must be divisible by {_TENSOR} ({tensor}), or divide it"
+    yield Violation("query_groups_divide_among_tensor_ranks", _GROUPS, message, tuple(fixes))
 
 
 def sequence_parallel_needs_tensor_parallel(run: Draft) -> Iterator[Violation]:
@@ -114,7 +126,7 @@ def two_levels_divide_context(run: Draft) -> Iterator[Violation]:
 
 def heads_divide_among_context_ranks(run: Draft) -> Iterator[Violation]:
     """The heads of a rank of tensor are divisible by the ranks that trade them: context, or context_inner."""
-    method, heads, tensor = run[_METHOD], run["model.num_attention_heads"], run[_TENSOR]
+    method, heads, tensor = run[_METHOD], run[_HEADS], run[_TENSOR]
     if method not in ("all_to_all", "two_level") or heads % tensor:
         return
     name = _CONTEXT if method == "all_to_all" else _INNER
@@ -178,7 +190,7 @@ def _layouts(run: Draft) -> tuple[Fix, ...]:
 
     They keep context where it divides the world, and leave it out where it does not.
     """
-    heads = run.get("model.num_attention_heads") or run[_TENSOR]
+    heads = run.get(_HEADS) or run[_TENSOR]
     context, world = run.get(_CONTEXT) or 1, run.world_size
     kept = world is None or world % context == 0
     left = world // context if world is not None and kept else world
@@ -206,4 +218,4 @@ def _other_layouts(tensor: int, shard: int, sequence: bool, heads: int, world: i
 
 def _hidden_unit(run: Draft, shard: int) -> int:
     """What a hidden size must be a multiple of, so that its heads stay whole and even as well."""
-    return lcm(shard, 2 * (run.get("model.num_attention_heads") or 1))
+    return lcm(shard, 2 * (run.get(_HEADS) or 1))

@@ -28,6 +28,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "EvaluationConfig",
+    "GenerationConfig",
     "LossScaleConfig",
     "PrecisionConfig",
     "RunConfig",
@@ -76,6 +77,23 @@ class EvaluationConfig(SettingsGroup):
     )
 
 
+class GenerationConfig(SettingsGroup):
+    """Text that the model adds to prompts while the run goes on."""
+
+    dotted_name: ClassVar[str] = "train.generation"
+
+    every: int = Field(ge=1, le=LARGEST_COUNT, description="[steps] between samples of text", examples=[500])
+    prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        min_length=1, strict=False, description="what to go on from, each on its own", examples=[["Once upon a time"]]
+    )
+    max_new_tokens: int = Field(
+        default=64, ge=1, le=LARGEST_SIZE, description="[tokens] added to a prompt, at most; each is a forward pass"
+    )
+    temperature: float = Field(
+        default=0.8, ge=0, description="[factor] that divides the logits; 0: the likeliest token"
+    )
+
+
 class TrainConfig(SettingsGroup):
     """How long, in which batches, and what happens on the way."""
 
@@ -115,6 +133,7 @@ class TrainConfig(SettingsGroup):
     evaluation: EvaluationConfig | None = Field(
         default=None, description="the loss on data.valid on the way; left out, it is taken at the end only"
     )
+    generation: GenerationConfig | None = Field(default=None, description="text that the model writes on the way")
     log_every: int = Field(default=10, ge=1, le=LARGEST_COUNT, description="[steps] between lines of the log")
     time_limit: float | None = Field(default=None, gt=0, description="[minutes] after which the run saves and stops")
 

@@ -2,7 +2,7 @@
 
 metrics.jsonl      training records and evaluations (observe/metrics.py); the one part that must be there
 evaluation.json    {"valid_loss", "unigram_loss", "bigram_loss"}, nats per token of held-out text
-samples.json       [{"prompt", "text"}, ...]
+samples.json       [{"prompt", "text"}, ...]; without it, the newest texts that training has recorded
 about.json         {"parameters": count, "recipe", "model", "started", "command", and whatever is worth knowing besides:
                    versions, the machine, the dtype}
 config.yaml        the resolved settings
@@ -97,10 +97,16 @@ def read_run(folder: Path) -> RunHistory:
         phases=_phases(training),
         time=_time(records),
         evaluation=_json(folder / "evaluation.json", dict),
-        samples=[sample for sample in _json(folder / "samples.json", list) if isinstance(sample, dict)],
+        samples=_samples(folder, records),
         about=_json(folder / "about.json", dict),
         settings=settings.read_text(encoding="utf-8", errors="replace") if settings.is_file() else "",
     )
+
+
+def _samples(folder: Path, records: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
+    on_the_way = (record["samples"] for record in reversed(records) if isinstance(record.get("samples"), list))
+    found: list[Any] = _json(folder / "samples.json", list) or next(on_the_way, [])
+    return [sample for sample in found if isinstance(sample, dict)]
 
 
 def _phases(training: list[dict[str, Any]]) -> list[Phase]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megalith.errors import ConfigError
 from megalith.models.gpt_model import GPTModel
 
-__all__ = ["Sampling", "check_length", "check_seed", "generate", "stream"]
+__all__ = ["Sampling", "check_length", "check_seed", "draw_token", "generate", "stream"]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _drawn(
     try:
         for _ in range(max_new_tokens):
             logits = model(tokens, caches=caches)[0, -1]  # [V]
-            token = _draw(logits, sampling, generator)
+            token = draw_token(logits, sampling, generator)
             if token == end_token:
                 break
             yield token
@@ -121,7 +121,8 @@ def _drawn(
         model.train(was_training)
 
 
-def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+def draw_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """One of the tokens [V], floating; ``generator`` is of the device of ``logits``."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.temperature == 0.0:
         return int(logits.argmax())

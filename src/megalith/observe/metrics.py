@@ -6,7 +6,8 @@ tokens_per_second and mfu or null (both without waiting for a compiler), layout 
 not move), peak_memory (bytes, of rank 0, so far), time ({span: seconds in this step}, ``compile`` among them where
 torch.compile was waited for), and after a checkpoint ``between`` ({span: seconds between the last step and this one}).
 In float16 there is loss_scale too, and for a loss of several terms ``terms`` ({term: mean}). An evaluation is a record
-of its own: step, valid_loss, valid_tokens, time, and ``valid`` ({term or measure: mean}) where there are several.
+of its own: step, valid_loss, valid_tokens, time, and ``valid`` ({term or measure: mean}) where there are several. So
+are the texts of ``train.generation``: step, samples ([{"prompt", "text"}, ...]), time.
 
 JSON has no NaN. A number that is not finite stands as null, and ``nonfinite`` beside it says what it was:
 ``{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}``. ``read_metrics`` puts the numbers back.

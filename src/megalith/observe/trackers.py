@@ -29,6 +29,7 @@ _LONGEST_PARAMETER, _MOST_PARAMETERS = 500, 100  # characters of a setting's val
 
 class _Tracker(Protocol):
     def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
+    def log_texts(self, step: int, texts: Sequence[Mapping[str, str]]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -51,11 +52,13 @@ class Trackers:
                 self._open[name] = TRACKERS[name](run_folder, resumed_step, settings)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """The numbers of ``record``, those of nested fields as ``time/forward-backward``."""
+        """The numbers of ``record``, those of nested fields as ``time/forward-backward``, and its samples of text."""
         scalars = dict(_scalars(record))
         for name, tracker in list(self._open.items()):
             with self._side_product(name):
                 tracker.log(record["step"], scalars)
+                if texts := record.get("samples"):
+                    tracker.log_texts(record["step"], texts)
 
     def close(self) -> None:
         """Writes what is left to write."""
@@ -88,6 +91,12 @@ class _TensorBoard:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
+    def log_texts(self, step: int, texts: Sequence[Mapping[str, str]]) -> None:
+        for number, sample in enumerate(texts):
+            lines = (sample["prompt"] + sample["text"]).splitlines()
+            # Markdown takes indented lines as they stand
+            self._writer.add_text(f"samples/{number}", "\n".join("    " + line for line in lines), step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -99,6 +108,7 @@ class _WeightsAndBiases:
         wandb = optional.need("wandb")
         (run_folder / "wandb").mkdir(parents=True, exist_ok=True)
         name = run_folder.resolve().name
+        self._table = wandb.Table
         self._run = wandb.init(
             mode="offline",
             dir=str(run_folder),
@@ -114,6 +124,10 @@ class _WeightsAndBiases:
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log(dict(scalars), step=step)
+
+    def log_texts(self, step: int, texts: Sequence[Mapping[str, str]]) -> None:
+        rows = [[sample["prompt"], sample["text"]] for sample in texts]
+        self._run.log({"samples": self._table(columns=["prompt", "text"], data=rows)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -143,6 +157,10 @@ class _MLflow:
         metric, now = self._mlflow.entities.Metric, int(1000 * time.time())
         metrics = [metric(name, value, now, step) for name, value in scalars.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
+
+    def log_texts(self, step: int, texts: Sequence[Mapping[str, str]]) -> None:
+        text = "\n\n".join(sample["prompt"] + sample["text"] for sample in texts)
+        self._client.log_text(self._run_id, text, f"samples/step-{step:08d}.txt")
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)

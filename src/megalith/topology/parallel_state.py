@@ -1,158 +1,80 @@
-"""This process' place in the layout: its groups, made when first needed, and the device mesh of FSDP2 and DTensor.
+"""The accessors that the field knows, for users' scripts: each speaks of the parallel state that is current.
 
-Nothing here is global but one named context: ``with use(state):`` makes ``state`` current for the accessors that the
-field knows (``get_tensor_model_parallel_rank`` and its kin), for users' scripts. Inside this package groups are handed
-to constructors as a ``ProcessGroupCollection``. Several states can live in one process.
+Nothing inside this package calls them: groups are handed to constructors as a ``ProcessGroupCollection``. A group
+is made when it is first asked for, by its members, and one of a single rank is None.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from megalith.errors import TopologyError
-from megalith.topology.process_groups_config import Family, ProcessGroupCollection
-from megalith.topology.rank_grid import RankGrid
+from megalith.topology.current_state import (
+    current_parallel_state,
+    current_vp_stage,
+    destroy_model_parallel,
+    initialize_model_parallel,
+    model_parallel_is_initialized,
+    use,
+)
+from megalith.topology.rank_groups import ParallelState
 
 __all__ = [
     "ParallelState",
     "current_parallel_state",
+    "destroy_model_parallel",
+    "get_amax_reduction_group",
+    "get_context_parallel_global_ranks",
     "get_context_parallel_group",
     "get_context_parallel_rank",
     "get_context_parallel_world_size",
     "get_data_parallel_group",
     "get_data_parallel_rank",
+    "get_data_parallel_src_rank",
     "get_data_parallel_world_size",
+    "get_embedding_group",
+    "get_expert_data_parallel_group",
+    "get_expert_data_parallel_rank",
+    "get_expert_data_parallel_world_size",
+    "get_expert_model_parallel_group",
+    "get_expert_model_parallel_rank",
+    "get_expert_model_parallel_world_size",
+    "get_expert_tensor_and_model_parallel_group",
+    "get_expert_tensor_and_model_parallel_rank",
+    "get_expert_tensor_and_model_parallel_world_size",
+    "get_expert_tensor_model_pipeline_parallel_group",
+    "get_expert_tensor_parallel_group",
+    "get_expert_tensor_parallel_rank",
+    "get_expert_tensor_parallel_world_size",
+    "get_hierarchical_context_parallel_groups",
+    "get_inter_distributed_optimizer_instance_group",
+    "get_intra_distributed_optimizer_instance_group",
+    "get_model_parallel_group",
+    "get_model_parallel_src_rank",
+    "get_pipeline_model_parallel_first_rank",
     "get_pipeline_model_parallel_group",
+    "get_pipeline_model_parallel_last_rank",
+    "get_pipeline_model_parallel_next_rank",
+    "get_pipeline_model_parallel_prev_rank",
     "get_pipeline_model_parallel_rank",
     "get_pipeline_model_parallel_world_size",
+    "get_position_embedding_group",
+    "get_tensor_and_context_parallel_group",
+    "get_tensor_and_context_parallel_rank",
+    "get_tensor_and_context_parallel_world_size",
+    "get_tensor_and_data_parallel_group",
     "get_tensor_model_parallel_group",
     "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_src_rank",
     "get_tensor_model_parallel_world_size",
+    "get_virtual_pipeline_model_parallel_rank",
+    "get_virtual_pipeline_model_parallel_world_size",
+    "initialize_model_parallel",
+    "is_pipeline_first_stage",
+    "is_pipeline_last_stage",
+    "is_rank_in_embedding_group",
+    "is_rank_in_position_embedding_group",
+    "model_parallel_is_initialized",
     "use",
 ]
-
-# of each family's mesh, its dimensions from the slowest on, and the axes of the grid that each spans
-_MESH_AXES: dict[Family, dict[str, str]] = {
-    "dense": {"dp_replicate": "dp_replicate", "dp_shard": "dp_shard-cp", "tp": "tp"},
-    "expert": {"edp_replicate": "edp_replicate", "edp_shard": "edp_shard", "ep": "ep", "etp": "etp"},
-}
-
-
-class ParallelState:
-    """The groups of one rank of a grid.
-
-    Sizes and ranks need no torch.distributed. Groups and the mesh do, and making one is a collective of its members:
-    all of them must ask for the same groups in the same order.
-
-    Args:
-        grid: the layout.
-        rank: this process' place in it; None: its rank in the default process group, or 0 without one.
-        device_type: of the mesh, "cpu" or "cuda".
-
-    Raises:
-        TopologyError: the default group has another number of ranks than the grid, or ``rank`` is not in it.
-    """
-
-    def __init__(self, grid: RankGrid, rank: int | None = None, device_type: str = "cpu") -> None:
-        self.grid = grid
-        self.device_type = device_type
-        self.global_rank = (dist.get_rank() if dist.is_initialized() else 0) if rank is None else rank
-        if rank is None and (world := dist.get_world_size() if dist.is_initialized() else 1) != grid.world_size:
-            raise TopologyError(
-                f"the grid is of {grid.world_size} ranks, and this world has {world}; start {grid.world_size} "
-                f"processes (torchrun --nproc-per-node), or change the layout"
-            )
-        grid.position("dp", self.global_rank)  # refuses a rank that is not in the grid
-        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
-        self._meshes: dict[Family, DeviceMesh] = {}
-
-    def size(self, axes: str) -> int:
-        """How many ranks this rank's group along ``axes`` has; axes are named as for ``RankGrid``."""
-        return self.grid.size(axes)
-
-    def rank(self, axes: str) -> int:
-        """The index of this rank in its group along ``axes``."""
-        return self.grid.position(axes, self.global_rank)
-
-    def group(self, axes: str) -> ProcessGroup | None:
-        """This rank's group along ``axes``, made at the first call; None if this rank is alone in it."""
-        return None if self.size(axes) == 1 else self._made(self.grid.group_of(axes, self.global_rank))
-
-    def mesh(self, family: Family) -> DeviceMesh:
-        """This pipeline stage's ranks as the mesh of a family of weights, of the groups above, made at the first call.
-
-        Dense: (dp_replicate, dp_shard, tp), where dp_shard spans cp as well, for weights are the same on every rank of
-        it. Expert: (edp_replicate, edp_shard, ep, etp). A dimension of size 1 has a group too: DTensor asks for it.
-        """
-        if family not in self._meshes:
-            axes = _MESH_AXES[family]
-            ranks = torch.empty([self.size(axis) for axis in axes.values()], dtype=torch.int)
-            for rank in self.grid.group_of("-".join(axes.values()), self.global_rank):
-                ranks[tuple(self.grid.position(axis, rank) for axis in axes.values())] = rank
-            groups = [self._made(self.grid.group_of(axis, self.global_rank)) for axis in axes.values()]
-            self._meshes[family] = DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=tuple(axes))
-        return self._meshes[family]
-
-    def collection(self) -> ProcessGroupCollection:
-        """The groups that layers are built with; one process without torch.distributed gives ``single()``."""
-        if not dist.is_initialized() and self.grid.world_size == 1:
-            return ProcessGroupCollection.single()
-        return ProcessGroupCollection(
-            tp=self.group("tp"),
-            cp=self.group("cp"),
-            pp=self.group("pp"),
-            dp=self.group("dp"),
-            dp_cp=self.group("dp-cp"),
-            ep=self.group("ep"),
-            etp=self.group("etp"),
-            edp=self.group("edp"),
-            mesh=self.mesh("dense"),
-            expert_mesh=self.mesh("expert"),
-        )
-
-    def _made(self, ranks: list[int]) -> ProcessGroup:
-        """The group of ``ranks``: one for all axes that mean the same ranks."""
-        if not dist.is_initialized() or dist.get_rank() != self.global_rank:
-            here = f"rank {dist.get_rank()}" if dist.is_initialized() else "outside torch.distributed"
-            raise TopologyError(
-                f"the groups of rank {self.global_rank} can be made on that rank only, and this process is {here}; "
-                f"call torch.distributed.init_process_group first, and leave rank=None"
-            )
-        if tuple(ranks) not in self._groups:
-            self._groups[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
-        return self._groups[tuple(ranks)]
-
-
-class _Current:
-    """What ``use`` has set, for the whole process: threads that autograd starts see it as well."""
-
-    state: ParallelState | None = None
-
-
-_current = _Current()
-
-
-@contextmanager
-def use(state: ParallelState) -> Iterator[ParallelState]:
-    """``state`` is current inside."""
-    outer, _current.state = _current.state, state
-    try:
-        yield state
-    finally:
-        _current.state = outer
-
-
-def current_parallel_state() -> ParallelState:
-    """The state of the innermost ``use``. Raises TopologyError outside of any."""
-    if _current.state is None:
-        raise TopologyError(
-            "no parallel state is current; wanted: with use(ParallelState(RankGrid(world_size, tensor=...))): ..."
-        )
-    return _current.state
 
 
 def get_tensor_model_parallel_group() -> ProcessGroup | None:
@@ -167,16 +89,16 @@ def get_tensor_model_parallel_world_size() -> int:
     return current_parallel_state().size("tp")
 
 
-def get_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup | None:
-    return current_parallel_state().group(_data_axes(with_context_parallel))
+def get_pipeline_model_parallel_group() -> ProcessGroup | None:
+    return current_parallel_state().group("pp")
 
 
-def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
-    return current_parallel_state().rank(_data_axes(with_context_parallel))
+def get_pipeline_model_parallel_rank() -> int:
+    return current_parallel_state().rank("pp")
 
 
-def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
-    return current_parallel_state().size(_data_axes(with_context_parallel))
+def get_pipeline_model_parallel_world_size() -> int:
+    return current_parallel_state().size("pp")
 
 
 def get_context_parallel_group() -> ProcessGroup | None:
@@ -191,17 +113,228 @@ def get_context_parallel_world_size() -> int:
     return current_parallel_state().size("cp")
 
 
-def get_pipeline_model_parallel_group() -> ProcessGroup | None:
-    return current_parallel_state().group("pp")
+def get_data_parallel_group(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> ProcessGroup | None:
+    return current_parallel_state().group(_data_axes(with_context_parallel, partial_data_parallel))
 
 
-def get_pipeline_model_parallel_rank() -> int:
-    return current_parallel_state().rank("pp")
+def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+    return current_parallel_state().rank(_data_axes(with_context_parallel, partial_data_parallel))
 
 
-def get_pipeline_model_parallel_world_size() -> int:
-    return current_parallel_state().size("pp")
+def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+    return current_parallel_state().size(_data_axes(with_context_parallel, partial_data_parallel))
 
 
-def _data_axes(with_context_parallel: bool) -> str:
-    return "dp-cp" if with_context_parallel else "dp"
+def get_model_parallel_group() -> ProcessGroup | None:
+    return current_parallel_state().group("tp-pp")
+
+
+def get_tensor_and_context_parallel_group() -> ProcessGroup | None:
+    return current_parallel_state().group("tp-cp")
+
+
+def get_tensor_and_context_parallel_rank() -> int:
+    return current_parallel_state().rank("tp-cp")
+
+
+def get_tensor_and_context_parallel_world_size() -> int:
+    return current_parallel_state().size("tp-cp")
+
+
+def get_tensor_and_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup | None:
+    return current_parallel_state().group("tp-dp-cp" if with_context_parallel else "tp-dp")
+
+
+def get_expert_model_parallel_group() -> ProcessGroup | None:
+    return current_parallel_state().group("ep")
+
+
+def get_expert_model_parallel_rank() -> int:
+    return current_parallel_state().rank("ep")
+
+
+def get_expert_model_parallel_world_size() -> int:
+    return current_parallel_state().size("ep")
+
+
+def get_expert_tensor_parallel_group() -> ProcessGroup | None:
+    return current_parallel_state().group("etp")
+
+
+def get_expert_tensor_parallel_rank() -> int:
+    return current_parallel_state().rank("etp")
+
+
+def get_expert_tensor_parallel_world_size() -> int:
+    return current_parallel_state().size("etp")
+
+
+def get_expert_tensor_and_model_parallel_group() -> ProcessGroup | None:
+    return current_parallel_state().group("etp-ep")
+
+
+def get_expert_tensor_and_model_parallel_rank() -> int:
+    return current_parallel_state().rank("etp-ep")
+
+
+def get_expert_tensor_and_model_parallel_world_size() -> int:
+    return current_parallel_state().size("etp-ep")
+
+
+def get_expert_tensor_model_pipeline_parallel_group() -> ProcessGroup | None:
+    return current_parallel_state().group("etp-ep-pp")
+
+
+def get_expert_data_parallel_group(partial_expert_data_parallel: bool = False) -> ProcessGroup | None:
+    return current_parallel_state().group("edp_shard" if partial_expert_data_parallel else "edp")
+
+
+def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
+    return current_parallel_state().rank("edp_shard" if partial_expert_data_parallel else "edp")
+
+
+def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
+    return current_parallel_state().size("edp_shard" if partial_expert_data_parallel else "edp")
+
+
+def get_context_parallel_global_ranks() -> list[int]:
+    return current_parallel_state().ranks("cp")
+
+
+def get_hierarchical_context_parallel_groups() -> list[ProcessGroup | None]:
+    """One for each of ``hierarchical_context_parallel_sizes``. Raises TopologyError if there are none."""
+    state = current_parallel_state()
+    if (sizes := state.script.hierarchical_context_parallel_sizes) is None:
+        raise TopologyError(
+            "context parallelism has no levels; give initialize_model_parallel(hierarchical_context_parallel_sizes=...)"
+        )
+    return state.hierarchical_groups("cp", sizes)
+
+
+def get_intra_distributed_optimizer_instance_group() -> ProcessGroup | None:
+    """All ranks of this instance of the distributed optimizer."""
+    return current_parallel_state().group("tp-cp-dp_shard-pp")
+
+
+def get_inter_distributed_optimizer_instance_group() -> ProcessGroup | None:
+    """The ranks that hold what this one holds, one of each instance, for dense and expert weights alike."""
+    return current_parallel_state().group("dp_replicate")
+
+
+def get_amax_reduction_group(
+    with_context_parallel: bool = False, tp_only_amax_red: bool = False
+) -> ProcessGroup | None:
+    """The ranks that agree on the scale of an FP8 tensor."""
+    axes = "tp" if tp_only_amax_red else "tp-dp"
+    return current_parallel_state().group(f"{axes}-cp" if with_context_parallel else axes)
+
+
+def get_embedding_group() -> ProcessGroup | None:
+    """Raises TopologyError on a rank that is not in it; ask ``is_rank_in_embedding_group`` first."""
+    return current_parallel_state().embedding_group()
+
+
+def get_position_embedding_group() -> ProcessGroup | None:
+    """Raises TopologyError on a rank that is not in it; ask ``is_rank_in_position_embedding_group`` first."""
+    return current_parallel_state().position_embedding_group()
+
+
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank shares the embedding table; without ``ignore_virtual``, whether this part of its model does.
+
+    Of the first rank that is its first part, and of the last its last.
+    """
+    state = current_parallel_state()
+    ranks, rank = state.embedding_ranks, state.global_rank
+    if ignore_virtual or rank not in ranks:
+        return rank in ranks
+    if rank == ranks[0]:
+        return is_pipeline_first_stage(False, vp_stage)
+    return rank != ranks[-1] or is_pipeline_last_stage(False, vp_stage)
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    state = current_parallel_state()
+    return state.global_rank in state.position_embedding_ranks
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this is the first stage; without ``ignore_virtual``, and this part of the model its first.
+
+    ``vp_stage``: the part, where stages hold several; None: that of ``use``. Raises TopologyError if neither is given.
+    """
+    virtual = 0 if ignore_virtual else _virtual_rank(vp_stage)
+    return get_pipeline_model_parallel_rank() == 0 and virtual == 0
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this is the last stage; without ``ignore_virtual``, and this part of the model its last; as above."""
+    last = (get_virtual_pipeline_model_parallel_world_size() or 1) - 1
+    virtual = last if ignore_virtual else _virtual_rank(vp_stage)
+    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1 and virtual == last
+
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """The part of the model that ``use(state, vp_stage)`` has made current; None outside of it."""
+    return current_vp_stage()
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """How many parts of the model each stage holds; None where there is one, without a number."""
+    return current_parallel_state().script.virtual_pipeline_model_parallel_size
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    return current_parallel_state().ranks("pp")[0]
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    return current_parallel_state().ranks("pp")[-1]
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """The rank of the next stage; of the last stage, that of the first."""
+    return _rank_of_stage(1)
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """The rank of the stage before; of the first stage, that of the last."""
+    return _rank_of_stage(-1)
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """The first rank of this rank's group, to broadcast from."""
+    return current_parallel_state().ranks("tp")[0]
+
+
+def get_model_parallel_src_rank() -> int:
+    return current_parallel_state().ranks("tp-pp")[0]
+
+
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    return current_parallel_state().ranks(_data_axes(with_context_parallel))[0]
+
+
+def _data_axes(with_context_parallel: bool, partial: bool = False) -> str:
+    if not partial:
+        return "dp-cp" if with_context_parallel else "dp"
+    if not with_context_parallel:
+        raise TopologyError("an optimizer's instance spans cp as well; give with_context_parallel=True")
+    return "dp_shard-cp"
+
+
+def _rank_of_stage(step: int) -> int:
+    state = current_parallel_state()
+    ranks = state.ranks("pp")
+    return ranks[(state.rank("pp") + step) % len(ranks)]
+
+
+def _virtual_rank(vp_stage: int | None) -> int:
+    """The part of the model that is meant, 0 where there is one."""
+    script = current_parallel_state().script
+    vp_stage = current_vp_stage() if vp_stage is None else vp_stage
+    if vp_stage is None and script.virtual_pipeline_model_parallel_size is None:
+        return 0
+    return script.checked_vp_stage(vp_stage)

@@ -9,7 +9,7 @@ edp_shard (faster) and edp_replicate; the dense factorisation passes over ep, an
 is Megatron's. The sizes are those of ``config.layout``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Unpack
@@ -80,6 +80,29 @@ class RankGrid:
         self._check_rank(rank)
         first = rank - sum(self._coordinate(name, strides, rank) * strides[name] for name in names)
         return self._span(first, strides, names)
+
+    def hierarchical_groups_of(self, axes: str, sizes: Sequence[int], rank: int) -> list[list[int]]:
+        """For each of ``sizes`` a group of ``rank``, of members of its group along ``axes``.
+
+        Members are numbered in mixed radix with those sizes, digit 0 the fastest; the group of level k has those whose
+        numbers differ in digit k only. Raises TopologyError unless the sizes multiply to the size of ``axes``.
+        """
+        if any(type(size) is not int or size < 1 for size in sizes) or prod(sizes) != self.size(axes):
+            raise TopologyError(
+                f"hierarchical sizes must be positive integers whose product is the {self.size(axes)} ranks of {axes}; "
+                f"got {list(sizes)}"
+            )
+        members, index = self.group_of(axes, rank), self.position(axes, rank)
+        levels, stride = [], 1
+        for size in sizes:
+            first = index - index // stride % size * stride  # with 0 for its digit
+            levels.append([members[first + digit * stride] for digit in range(size)])
+            stride *= size
+        return levels
+
+    def single_axes(self, axes: str) -> frozenset[str]:
+        """The axes that ``axes`` names, each by itself: the same for any sequence, and for a name of both its parts."""
+        return frozenset(self._resolve(axes)[1])
 
     def position(self, axes: str, rank: int) -> int:
         """The index of ``rank`` in ``group_of(axes, rank)``."""

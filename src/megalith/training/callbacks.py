@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
@@ -23,9 +24,11 @@ from megalith.training.loop import Callback, FinishedStep, Outcome
 from megalith.training.resume import save
 from megalith.training.run import Run
 
-__all__ = ["Checkpoints", "HeldOutLoss", "Metrics"]
+__all__ = ["Checkpoints", "HeldOutLoss", "Metrics", "TextSamples"]
 
 log = logging.getLogger(__name__)
+
+_SHOWN_LINES = 8  # of a sample, on the screen; metrics.jsonl has all of it
 
 
 class Metrics(Callback):
@@ -154,6 +157,30 @@ class HeldOutLoss(Callback):
         self.metrics.show(f"step {step}  held-out loss {loss:.4f} over {num_tokens:,} tokens")
 
 
+class TextSamples(Callback):
+    """Writes what the model adds to the prompts of ``train.generation``, every so many steps and after the last.
+
+    Raises, when built, what ``Task.text_writer`` does.
+    """
+
+    def __init__(self, run: Run, metrics: Metrics) -> None:
+        self.metrics = metrics
+        generation = run.config.train.generation
+        self.every = None if generation is None else generation.every
+        self.writer = None if generation is None else run.task.text_writer(run.pg_collection, run.device)
+
+    def on_step(self, run: Run, finished: FinishedStep) -> None:
+        step = run.state.step
+        if self.writer is None or self.every is None or (step % self.every and step != run.config.train.steps):
+            return
+        with self.metrics.timed(run, "generation", self.every) as time:
+            samples = self.writer(run.chunks)
+        with agreed():
+            self.metrics.write({"step": step, "samples": [asdict(sample) for sample in samples], "time": time})
+        for sample in samples:
+            self.metrics.show("\n".join([f"step {step}  text after {sample.prompt!r}:", *_shown(sample.text)]))
+
+
 class Checkpoints(Callback):
     """Saves every ``checkpoint.every`` steps and wherever the run ends, once a step.
 
@@ -188,6 +215,13 @@ class Checkpoints(Callback):
         self.saved_step = run.state.step
         if dist.get_rank() == 0:
             log.info("saved %s", path)
+
+
+def _shown(text: str) -> list[str]:
+    """The first lines of ``text``, with escapes for what a terminal would obey."""
+    lines = text.splitlines() or [""]
+    kept = ["  | " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines[:_SHOWN_LINES]]
+    return kept if len(lines) <= _SHOWN_LINES else [*kept, "  | ..."]
 
 
 def _best_so_far(run: Run) -> tuple[float, int] | None:

@@ -18,6 +18,7 @@ from megalith.observe.trackers import packages
 from megalith.recipe_files import recipe_names
 from megalith.storage import MANIFEST, child, explained, open_store
 from megalith.training.process_group import choose_device
+from megalith.training.prompts import encode_prompts
 
 __all__ = ["KEPT_TOKENIZER", "load_tokenizer", "preflight", "resolve_run_folder"]
 
@@ -65,6 +66,7 @@ def preflight(source: str, overrides: Sequence[str], world_size: int) -> RunConf
         _check_folders,
         _check_compiler,
         _check_trackers,
+        _check_prompts,
     )
     # two checks may trip over one file
     problems = list(dict.fromkeys(problem for check in checks for problem in _problems(check, config)))
@@ -236,6 +238,16 @@ def _check_trackers(config: RunConfig) -> Iterator[str]:
                 optional.need(package)
             except MissingDependencyError as error:
                 yield f"tracking ({', '.join(config.tracking or ())}): {error}"
+
+
+def _check_prompts(config: RunConfig) -> Iterator[str]:
+    """A tokenizer is there for the prompts of train.generation, and the model has room for them."""
+    if config.train.generation is None or _dataset(config) is None:
+        return
+    try:
+        encode_prompts(config, load_tokenizer(config))
+    except MegalithError as error:
+        yield f"train.generation: {error}"
 
 
 def _with_vocabulary(config: RunConfig) -> RunConfig:

@@ -15,7 +15,7 @@ from megalith.resilience.stop_request import StopRequest
 from megalith.storage.run_lock import RunLock
 from megalith.topology.agreement import agreed
 from megalith.training.about import write_about
-from megalith.training.callbacks import Checkpoints, HeldOutLoss, Metrics
+from megalith.training.callbacks import Checkpoints, HeldOutLoss, Metrics, TextSamples
 from megalith.training.loop import Outcome, train
 from megalith.training.process_group import choose_device, process_group
 from megalith.training.resume import resume_or_load
@@ -72,6 +72,7 @@ def pretrain(
             callbacks = [
                 metrics,
                 HeldOutLoss(run, metrics),
+                TextSamples(run, metrics),
                 Checkpoints(run, metrics),
                 *(parts.callbacks if parts else ()),
             ]

@@ -26,9 +26,9 @@ from megalith.parallel.parameters import declared_parameters
 from megalith.parallel.sharding.fsdp import shard_model
 from megalith.storage import Store, open_store
 from megalith.topology.agreement import agreed
-from megalith.topology.parallel_state import ParallelState
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
+from megalith.topology.rank_groups import ParallelState
 from megalith.torch_compat import compile_layers_
 from megalith.training.batch import collate_for
 from megalith.training.continuity import data_identity

@@ -1,15 +1,17 @@
 """Self-attention with its heads split over tp; grouped queries, rotary positions, any mask, a key-value cache.
 
-Ainslie et al. 2023, "GQA", arXiv:2305.13245. q, k and v read one gathered input; o sums over tp.
+Ainslie et al. 2023, "GQA", arXiv:2305.13245. q, k and v read one gathered input; o sums over tp. With fewer groups than
+ranks, the tp/G ranks whose query heads share a group each compute its keys and values.
 """
 
 from torch import Tensor, nn
 
 from megalith.config import TransformerConfig
+from megalith.config.draft import divisors
 from megalith.errors import ShapeError
 from megalith.fusions import fused_rope
 from megalith.parallel.build_options import BuildOptions
-from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megalith.parallel.tensor.layers import BlockReplicatedLinear, ColumnParallelLinear, RowParallelLinear
 from megalith.parallel.tensor.regions import enter_tensor_parallel
 from megalith.transformer.dot_product_attention import DotProductAttention
 from megalith.transformer.initialization import output_std
@@ -19,12 +21,12 @@ __all__ = ["SelfAttention"]
 
 
 class SelfAttention(nn.Module):
-    """Self-attention: A query heads in G groups of D, A/tp and G/tp of them here.
+    """Self-attention: A query heads in G groups of D, A/tp and max(G/tp, 1) of them here.
 
     ``window``: how many keys a query sees, its own included; None: no window of its own.
 
     Raises:
-        ShapeError: tp does not divide the heads or the groups.
+        ShapeError: tp does not divide the heads, or neither divides the groups nor is a multiple of them.
     """
 
     def __init__(self, config: TransformerConfig, options: BuildOptions, *, window: int | None = None) -> None:
@@ -32,9 +34,11 @@ class SelfAttention(nn.Module):
         A, G, D, H = config.num_attention_heads, config.num_query_groups, config.kv_channels, config.hidden_size
         groups = options.pg_collection
         tp = groups.size("tp")
-        if A % tp or G % tp:
+        if A % tp or (G % tp and tp % G):
+            fitting = [degree for degree in divisors(A) if G % degree == 0 or degree % G == 0]
             raise ShapeError(
-                f"num_attention_heads ({A}) and num_query_groups ({G}) must be divisible by parallel.tensor ({tp})"
+                f"parallel.tensor ({tp}) must divide num_attention_heads ({A}), and divide num_query_groups ({G}) or "
+                f"be a multiple of it; use {', '.join(map(str, fitting))}"
             )
         self.head_size = D
         self.options = options
@@ -43,7 +47,9 @@ class SelfAttention(nn.Module):
         )
         bias, std = config.add_bias_linear, config.init_method_std
 
-        def column(heads: int) -> ColumnParallelLinear:
+        def column(heads: int) -> ColumnParallelLinear | BlockReplicatedLinear:
+            if heads % tp:
+                return BlockReplicatedLinear(H, D, heads, options, bias=bias, std=std)
             return ColumnParallelLinear(H, heads * D, options, bias=bias, std=std, input_is_gathered=True)
 
         self.q_proj, self.k_proj, self.v_proj = column(A), column(G), column(G)
@@ -52,7 +58,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
         x = enter_tensor_parallel(x, self.options.pg_collection.tp, self.options.sequence_parallel)  # [S, B, H]
-        # [S, B, A/tp, D], and [S, B, G/tp, D] twice
+        # [S, B, A/tp, D], and [S, B, max(G/tp, 1), D] twice
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         if context.rotary is not None:
             q, k = fused_rope(q, k, context.rotary.cos, context.rotary.sin)

@@ -15,7 +15,7 @@ __all__ = ["KVCache", "LayerContext"]
 
 @dataclass
 class KVCache:
-    """Keys and values of one layer for the tokens seen so far, [S, B, G/tp, D] each; empty at first."""
+    """Keys and values of one layer for the tokens seen so far, [S, B, max(G/tp, 1), D] each; empty at first."""
 
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)

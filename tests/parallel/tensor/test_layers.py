@@ -14,7 +14,12 @@ from torch.nn.functional import linear
 from megalith.errors import ShapeError
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.local_ranges import chunk_range
-from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megalith.parallel.tensor.layers import (
+    BlockReplicatedLinear,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from megalith.parallel.tensor.regions import enter_tensor_parallel
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from tests.parallel.groups import collection, load_, whole
@@ -98,6 +103,33 @@ def test_a_column_parallel_linear_is_a_linear_whose_outputs_are_split(num_ranks,
 def test_a_row_parallel_linear_is_a_linear_whose_inputs_are_split_and_adds_its_bias_once(num_ranks, sequence_parallel):
     answers = ranks(num_ranks, row_on_this_rank, sequence_parallel)
     assert_joined(answers, by_torch(), {"y": 0, "dx": -1} if sequence_parallel else {"dx": -1})
+
+
+def blocks_on_this_rank(num_blocks: int, sequence_parallel: bool) -> dict[str, Tensor]:
+    """Each rank takes its own share of the gradient of the block that it computes."""
+    layer = BlockReplicatedLinear(IN, OUT, num_blocks, options(), bias=True, std=1.0)
+    load_(layer, weights(num_blocks * OUT))
+    x = random(S, B, IN, seed=3)
+    x = (mine(x, 0) if sequence_parallel else x).requires_grad_()
+    y = layer(enter_tensor_parallel(x, options().pg_collection.tp, sequence_parallel))
+    y.backward(random(dist.get_world_size(), S, B, OUT, seed=4)[dist.get_rank()])
+    gradients = {f"d{name}": whole(parameter.grad) for name, parameter in layer.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad, **gradients}
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_ranks_that_read_the_same_block_sum_their_gradients(num_blocks, sequence_parallel):
+    layer = nn.Linear(IN, num_blocks * OUT, dtype=torch.float64)
+    layer.load_state_dict(weights(num_blocks * OUT))
+    x = random(S, B, IN, seed=3).requires_grad_()
+    blocks = layer(x).chunk(num_blocks, dim=-1)
+    y = torch.stack([blocks[rank * num_blocks // 4] for rank in range(4)])  # [tp, S, B, OUT]
+    y.backward(random(4, S, B, OUT, seed=4))
+    want = {"dx": x.grad, "dweight": layer.weight.grad, "dbias": layer.bias.grad}
+    answers = ranks(4, blocks_on_this_rank, num_blocks, sequence_parallel)
+    assert_joined(answers, want, {"dx": 0} if sequence_parallel else {})
+    torch.testing.assert_close(torch.stack([answer["y"] for answer in answers]), y, rtol=EXACT, atol=EXACT)
 
 
 def two_columns_on_this_rank(sequence_parallel: bool) -> dict[str, Tensor]:
@@ -230,6 +262,8 @@ def refuse_an_empty_rank() -> None:
         RowParallelLinear(2, 8, options(), bias=False, std=1.0)
     with pytest.raises(ShapeError, match=r"num_embeddings \(6\) leaves a rank"):
         VocabParallelEmbedding(6, 8, options(), std=1.0)
+    with pytest.raises(ShapeError, match=r"num_blocks \(3\) must divide the ranks of tp \(4\); use 1, 2, 4"):
+        BlockReplicatedLinear(8, 8, 3, options(), bias=False, std=1.0)
 
 
 def test_a_size_that_leaves_a_rank_empty_is_refused_on_every_rank():

@@ -1,6 +1,7 @@
 """Linear layers and the embedding, split over tp.
 
     column  Y = X W^T + b, W [out/tp, in]: each rank computes some of the outputs
+    block   Y = X W_i^T + b_i, W [out, in] on every rank: each computes the one block of outputs that it reads
     row     Y = sum over tp of X W^T, + b, W [out, in/tp]: each rank has some of the inputs
     embedding  E [V/tp, H]: each rank looks up the tokens that it holds, the others add zero
 
@@ -11,13 +12,14 @@ over tp: the split is torch.chunk's.
 import torch
 from torch import Tensor, nn
 
+from megalith.config.draft import divisors
 from megalith.errors import ShapeError
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.local_ranges import chunk_range
 from megalith.parallel.parameters import DeclaringModule, ParameterSpec, local
 from megalith.parallel.tensor.regions import enter_tensor_parallel, leave_tensor_parallel
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
+__all__ = ["BlockReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
 
 
 class ColumnParallelLinear(DeclaringModule):
@@ -74,6 +76,55 @@ class ColumnParallelLinear(DeclaringModule):
         if not self.input_is_gathered:
             x = enter_tensor_parallel(x, self.options.pg_collection.tp, self.options.sequence_parallel)
         return self.options.matrix_product(x, local(weight), None if self.bias is None else local(self.bias))
+
+
+class BlockReplicatedLinear(DeclaringModule):
+    """A linear layer of fewer blocks of outputs than ranks of tp: those that read the same block each compute it.
+
+    Rank r of tp computes block r * num_blocks // tp. The weight is whole on every rank, which costs the memory of
+    num_blocks - 1 blocks that the rank does not use, and needs no collective in forward. The gradient is summed over
+    tp once a step.
+
+    Args:
+        in_features: size of the input, which the caller has gathered already.
+        block_features: outputs of a block.
+        num_blocks: blocks of the whole layer, for instance heads of keys.
+        options: groups, dtype and product.
+        bias: whether there is one.
+        std: standard deviation of the first weights; biases begin at zero.
+
+    Raises:
+        ShapeError: the ranks of tp are not divisible by the blocks.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, in_features: int, block_features: int, num_blocks: int, options: BuildOptions, *, bias: bool, std: float
+    ) -> None:
+        super().__init__()
+        tp_size, tp_rank = options.pg_collection.size("tp"), options.pg_collection.rank("tp")
+        if tp_size % num_blocks:
+            fitting = ", ".join(map(str, divisors(tp_size)))
+            raise ShapeError(f"num_blocks ({num_blocks}) must divide the ranks of tp ({tp_size}); use {fitting}")
+        self.options = options
+        first = tp_rank * num_blocks // tp_size * block_features
+        self.rows = slice(first, first + block_features)
+        spec = ParameterSpec((num_blocks * block_features, in_features), "normal", std)
+        self.declare("weight", spec, options.pg_collection, options.dtype)
+        if bias:
+            spec = ParameterSpec((num_blocks * block_features,), "zeros")
+            self.declare("bias", spec, options.pg_collection, options.dtype)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, in] -> [S, B, block_features]."""
+        # what a rank computes is one of several uses of a block, and none of the others: its gradient is partial
+        weight = local(self.weight, partial=True)[self.rows]
+        bias = None if self.bias is None else local(self.bias, partial=True)[self.rows]
+        return self.options.matrix_product(x, weight, bias)
 
 
 class RowParallelLinear(DeclaringModule):

@@ -19,10 +19,12 @@ from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.context.zigzag import zigzag_positions
 from megalith.storage import open_store, record_of
+from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.batch import to_device
 from megalith.training.preflight import load_tokenizer
 from megalith.training.tasks.gpt_size import flops_per_token, parameters
 from megalith.training.tasks.task import Task
+from megalith.training.tasks.text_samples import GPTTextWriter
 
 __all__ = ["GPTInputs", "PretrainGPT"]
 
@@ -163,3 +165,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
                 pieces.append(text if mask[start] else f"[{text}]")
                 start = end
         return ["  | " + line for line in "".join(pieces).splitlines()]
+
+    def text_writer(self, pg_collection: ProcessGroupCollection, device: torch.device) -> GPTTextWriter:
+        """Goes on from the prompts of ``train.generation``, by the run's tokenizer."""
+        return GPTTextWriter(self.config, load_tokenizer(self.config), pg_collection, device)

@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +11,28 @@ from torch import Tensor, nn
 from megalith.data.samples import Identified, Samples, SizedSamples
 from megalith.errors import ConfigError
 from megalith.parallel.build_options import BuildOptions
+from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.transformer.module import ModelModule
 
-__all__ = ["AnyTask", "Task"]
+__all__ = ["AnyTask", "Task", "TextSample", "TextWriter"]
 
 Sample = TypeVar("Sample")
 Batch = TypeVar("Batch")
 Inputs = TypeVar("Inputs")
+
+
+@dataclass(frozen=True)
+class TextSample:
+    """What a model has added to a prompt."""
+
+    prompt: str
+    text: str
+
+
+class TextWriter(Protocol):
+    """Draws a text for each prompt of a run. All ranks call it together, and get the same texts."""
+
+    def __call__(self, chunks: Sequence[nn.Module]) -> list[TextSample]: ...
 
 
 class Task(ABC, Generic[Sample, Batch, Inputs]):
@@ -97,6 +113,10 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
     @abstractmethod
     def sample_as_text(self, sample: Sample) -> list[str]:
         """``sample`` for a person, in lines: what the model reads, and what no loss is taken on."""
+
+    def text_writer(self, pg_collection: ProcessGroupCollection, device: torch.device) -> TextWriter:
+        """What ``train.generation`` asks for. By default a ConfigError: not every model writes text."""
+        raise ConfigError(f"{type(self).__name__} writes no text; leave train.generation out")
 
 
 AnyTask = Task[Any, Any, Any]

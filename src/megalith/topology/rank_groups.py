@@ -1,0 +1,211 @@
+"""This process' place in a layout: its groups, made when first needed, and the device meshes of FSDP2 and DTensor."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from megalith.errors import TopologyError
+from megalith.topology.group_options import GroupOptions
+from megalith.topology.process_groups_config import Family, ProcessGroupCollection
+from megalith.topology.rank_grid import RankGrid
+from megalith.topology.script_options import ScriptOptions
+from megalith.torch_compat import new_group
+
+__all__ = ["ParallelState"]
+
+# of each family's mesh, its dimensions from the slowest on, and the axes of the grid that each spans
+_MESH_AXES: dict[Family, dict[str, str]] = {
+    "dense": {"dp_replicate": "dp_replicate", "dp_shard": "dp_shard-cp", "tp": "tp"},
+    "expert": {"edp_replicate": "edp_replicate", "edp_shard": "edp_shard", "ep": "ep", "etp": "etp"},
+}
+# groups that are no axes, by the names that their options have
+_EMBEDDING, _POSITION_EMBEDDING = "embd", "pos_embd"
+
+
+class ParallelState:
+    """The groups of one rank of a grid.
+
+    Sizes and ranks need no torch.distributed. Groups and meshes do, and making one is a collective of its members:
+    all of them must ask for the same groups in the same order. Ranks are numbered as in the default group.
+
+    Args:
+        grid: the layout.
+        rank: this process' rank; None: its rank in the default process group, or 0 without one.
+        device_type: of the mesh, "cpu" or "cuda".
+        rank_offset: the first rank of the grid, in a world that several jobs share; None: the grid is the whole world.
+        timeout: of collectives over all groups made here; None: torch's.
+        group_options: how to make the groups that are asked for by these axes ("dp-cp", in any sequence; "dp_shard-cp"
+            is the one that FSDP2 shards over), and those named "embd" and "pos_embd"; default: as the default group.
+        script: what only the accessors of ``parallel_state`` read.
+
+    Raises:
+        TopologyError: the default group has another number of ranks than the grid, or too few, ``rank`` is not in the
+            grid, options are of axes that it has not, or ``script`` does not fit it.
+    """
+
+    def __init__(
+        self,
+        grid: RankGrid,
+        rank: int | None = None,
+        device_type: str = "cpu",
+        *,
+        rank_offset: int | None = None,
+        timeout: timedelta | None = None,
+        group_options: Mapping[str, GroupOptions] | None = None,
+        script: ScriptOptions | None = None,
+    ) -> None:
+        self.grid = grid
+        self.device_type = device_type
+        self.rank_offset = rank_offset or 0
+        self.global_rank = (dist.get_rank() if dist.is_initialized() else 0) if rank is None else rank
+        if rank is None:
+            _check_world(grid, rank_offset)
+        self._place = self.global_rank - self.rank_offset
+        if not 0 <= self._place < grid.world_size:
+            raise TopologyError(
+                f"a rank of this grid must be in [{self.rank_offset}, {self.rank_offset + grid.world_size}); "
+                f"got {self.global_rank}"
+            )
+        self.script = script or ScriptOptions()
+        self.script.check(grid)
+        pipeline = self.ranks("pp")
+        self.embedding_ranks = self.script.embedding_ranks(pipeline)
+        self.position_embedding_ranks = self.script.position_embedding_ranks(pipeline)
+        self._default = GroupOptions(timeout=timeout)
+        self._options = _by_axes(grid, group_options or {})
+        self._groups: dict[tuple[tuple[int, ...], GroupOptions], ProcessGroup] = {}
+        self._meshes: dict[Family, DeviceMesh] = {}
+
+    def size(self, axes: str) -> int:
+        """How many ranks this rank's group along ``axes`` has; axes are named as for ``RankGrid``."""
+        return self.grid.size(axes)
+
+    def rank(self, axes: str) -> int:
+        """The index of this rank in its group along ``axes``."""
+        return self.grid.position(axes, self._place)
+
+    def ranks(self, axes: str) -> list[int]:
+        """This rank's group along ``axes``, as ranks of the default group, ascending."""
+        return self._of_world(self.grid.group_of(axes, self._place))
+
+    def group(self, axes: str) -> ProcessGroup | None:
+        """This rank's group along ``axes``, made at the first call; None if this rank is alone in it."""
+        return self._made_unless_alone(self.ranks(axes), self.grid.single_axes(axes))
+
+    def hierarchical_groups(self, axes: str, sizes: Sequence[int]) -> list[ProcessGroup | None]:
+        """This rank's groups along ``axes`` cut into levels of ``sizes``, as ``RankGrid.hierarchical_groups_of``."""
+        levels = self.grid.hierarchical_groups_of(axes, sizes, self._place)
+        return [self._made_unless_alone(self._of_world(level), self.grid.single_axes(axes)) for level in levels]
+
+    def embedding_group(self) -> ProcessGroup | None:
+        """The ranks of this pipeline that share the embedding table. Raises TopologyError on any other rank."""
+        return self._group_of_some(self.embedding_ranks, _EMBEDDING)
+
+    def position_embedding_group(self) -> ProcessGroup | None:
+        """The ranks of this pipeline that share the table of positions. Raises TopologyError on any other rank."""
+        return self._group_of_some(self.position_embedding_ranks, _POSITION_EMBEDDING)
+
+    def mesh(self, family: Family) -> DeviceMesh:
+        """This pipeline stage's ranks as the mesh of a family of weights, of the groups above, made at the first call.
+
+        Dense: (dp_replicate, dp_shard, tp), where dp_shard spans cp as well, for weights are the same on every rank of
+        it. Expert: (edp_replicate, edp_shard, ep, etp). A dimension of size 1 has a group too: DTensor asks for it.
+        """
+        if family not in self._meshes:
+            axes = _MESH_AXES[family]
+            ranks = torch.empty([self.size(axis) for axis in axes.values()], dtype=torch.int)
+            for place in self.grid.group_of("-".join(axes.values()), self._place):
+                index = tuple(self.grid.position(axis, place) for axis in axes.values())
+                ranks[index] = self.rank_offset + place
+            groups = [self._made(self.ranks(axis), self.grid.single_axes(axis)) for axis in axes.values()]
+            self._meshes[family] = DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=tuple(axes))
+        return self._meshes[family]
+
+    def collection(self) -> ProcessGroupCollection:
+        """The groups that layers are built with; one process without torch.distributed gives ``single()``."""
+        if not dist.is_initialized() and self.grid.world_size == 1:
+            return ProcessGroupCollection.single()
+        return ProcessGroupCollection(
+            tp=self.group("tp"),
+            cp=self.group("cp"),
+            pp=self.group("pp"),
+            dp=self.group("dp"),
+            dp_cp=self.group("dp-cp"),
+            ep=self.group("ep"),
+            etp=self.group("etp"),
+            edp=self.group("edp"),
+            mesh=self.mesh("dense"),
+            expert_mesh=self.mesh("expert"),
+        )
+
+    def destroy(self) -> None:
+        """Destroys every group made here; meshes and whatever was built with them are of no use afterwards.
+
+        What is asked for later is made anew. No rank waits for another.
+        """
+        self._meshes.clear()
+        while self._groups:
+            _, group = self._groups.popitem()
+            if dist.is_initialized():
+                with suppress(ValueError):  # it has ended already, with the default group
+                    dist.destroy_process_group(group)
+
+    def _of_world(self, places: Sequence[int]) -> list[int]:
+        return [self.rank_offset + place for place in places]
+
+    def _group_of_some(self, ranks: list[int], name: str) -> ProcessGroup | None:
+        if self.global_rank not in ranks:
+            raise TopologyError(
+                f"rank {self.global_rank} is not in the group {name} of ranks {ranks}; ask for it on those ranks only"
+            )
+        return self._made_unless_alone(sorted(ranks), frozenset({name}))
+
+    def _made_unless_alone(self, ranks: list[int], axes: frozenset[str]) -> ProcessGroup | None:
+        return None if len(ranks) == 1 else self._made(ranks, axes)
+
+    def _made(self, ranks: list[int], axes: frozenset[str]) -> ProcessGroup:
+        """The group of ``ranks`` with the options of ``axes``: one for all that mean the same ranks and options."""
+        if not dist.is_initialized() or dist.get_rank() != self.global_rank:
+            here = f"rank {dist.get_rank()}" if dist.is_initialized() else "outside torch.distributed"
+            raise TopologyError(
+                f"the groups of rank {self.global_rank} can be made on that rank only, and this process is {here}; "
+                f"call torch.distributed.init_process_group first, and leave rank=None"
+            )
+        options = self._options.get(axes, GroupOptions())
+        key = tuple(ranks), options
+        if key not in self._groups:
+            pg_options = None if options.nccl is None else options.nccl.for_torch()
+            self._groups[key] = new_group(ranks, options.backend, options.timeout or self._default.timeout, pg_options)
+        return self._groups[key]
+
+
+def _check_world(grid: RankGrid, rank_offset: int | None) -> None:
+    """Refuses a grid that the default group does not have room for, or room to spare if it is the whole world."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    room = world - grid.world_size
+    if room < 0 or (room > 0 and rank_offset is None):
+        raise TopologyError(
+            f"the grid is of {grid.world_size} ranks, and this world has {world}; start {grid.world_size} "
+            f"processes (torchrun --nproc-per-node), or change the layout"
+        )
+    if rank_offset is not None and not 0 <= rank_offset <= room:
+        raise TopologyError(
+            f"rank_offset ({rank_offset}) must be in [0, {room}], so that the {grid.world_size} ranks of the grid are "
+            f"in this world of {world}"
+        )
+
+
+def _by_axes(grid: RankGrid, group_options: Mapping[str, GroupOptions]) -> dict[frozenset[str], GroupOptions]:
+    """``group_options`` under one key for all sequences of the same axes."""
+    found: dict[frozenset[str], GroupOptions] = {}
+    for axes, options in group_options.items():
+        key = frozenset({axes}) if axes in (_EMBEDDING, _POSITION_EMBEDDING) else grid.single_axes(axes)
+        if key in found:
+            raise TopologyError(f"group_options must name each group once; got {axes!r} a second time")
+        found[key] = options
+    return found

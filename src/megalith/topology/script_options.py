@@ -1,0 +1,73 @@
+"""What users' scripts ask a parallel state for besides the axes of its grid; nothing else in this package reads it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megalith.errors import TopologyError
+from megalith.topology.rank_grid import RankGrid
+
+__all__ = ["RanksOfPipeline", "ScriptOptions", "first_and_last_rank", "first_rank"]
+
+# the ranks of a pipeline, in the order of its stages -> those of them that hold something
+RanksOfPipeline = Callable[[list[int]], Sequence[int]]
+
+
+def first_and_last_rank(pp_ranks: list[int]) -> list[int]:
+    """The ranks with the embedding table: of the first stage, and of the last, whose head is tied to it."""
+    return sorted({pp_ranks[0], pp_ranks[-1]})
+
+
+def first_rank(pp_ranks: list[int]) -> list[int]:
+    """The rank with the learned positions."""
+    return pp_ranks[:1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptOptions:
+    """Arguments of ``initialize_model_parallel`` that say nothing about the axes.
+
+    Attributes:
+        virtual_pipeline_model_parallel_size: parts of the model that each stage holds; None: one, without a number.
+        hierarchical_context_parallel_sizes: of the levels that the context-parallel groups are cut into.
+        get_embedding_ranks, get_position_embedding_ranks: which ranks of a pipeline share the embedding table, and
+            which the table of positions.
+    """
+
+    virtual_pipeline_model_parallel_size: int | None = None
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None
+    get_embedding_ranks: RanksOfPipeline = first_and_last_rank
+    get_position_embedding_ranks: RanksOfPipeline = first_rank
+
+    def check(self, grid: RankGrid) -> None:
+        """Raises TopologyError for what ``grid`` cannot have."""
+        virtual, stages = self.virtual_pipeline_model_parallel_size, grid.size("pp")
+        if virtual is not None and (type(virtual) is not int or virtual < 1 or stages == 1):
+            raise TopologyError(
+                "virtual_pipeline_model_parallel_size must be a positive integer, with pipeline_model_parallel_size "
+                f"above 1; got {virtual!r} with {stages}; use None for stages that hold one part of the model"
+            )
+        if (sizes := self.hierarchical_context_parallel_sizes) is not None:
+            grid.hierarchical_groups_of("cp", sizes, rank=0)
+
+    def checked_vp_stage(self, vp_stage: int | None) -> int:
+        """``vp_stage``. Raises TopologyError unless it is one of the parts of the model that a stage holds."""
+        parts = self.virtual_pipeline_model_parallel_size or 1
+        if vp_stage is None or not 0 <= vp_stage < parts:
+            raise TopologyError(
+                f"vp_stage must be in [0, {parts}), the parts of the model that a stage holds; got {vp_stage}"
+            )
+        return vp_stage
+
+    def embedding_ranks(self, pp_ranks: list[int]) -> list[int]:
+        """What ``get_embedding_ranks`` says of a pipeline. Raises TopologyError unless these are ranks of it."""
+        return _some_of(pp_ranks, self.get_embedding_ranks(list(pp_ranks)), "get_embedding_ranks")
+
+    def position_embedding_ranks(self, pp_ranks: list[int]) -> list[int]:
+        """What ``get_position_embedding_ranks`` says of a pipeline, as above."""
+        return _some_of(pp_ranks, self.get_position_embedding_ranks(list(pp_ranks)), "get_position_embedding_ranks")
+
+
+def _some_of(pp_ranks: list[int], chosen: Sequence[int], name: str) -> list[int]:
+    if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(pp_ranks):
+        raise TopologyError(f"{name} must return one or more different ranks of {pp_ranks}; got {list(chosen)}")
+    return list(chosen)

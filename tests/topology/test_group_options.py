@@ -1,0 +1,64 @@
+"""group_options: what a group is made with is checked when it is said, and reaches torch as torch has it."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from megalith.errors import TopologyError
+from megalith.topology.group_options import GroupOptions, NCCLOptions
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"backend": "smoke"}, r"backend must be one that this torch has, .*; got 'smoke'"),
+        ({"backend": "cpu:gloo,cuda:smoke"}, r"got 'smoke'"),
+        ({"backend": ""}, r"got ''"),
+        ({"timeout": timedelta(0)}, r"timeout must be positive; got 0.0 s"),
+        ({"timeout": timedelta(seconds=-1)}, r"got -1.0 s"),
+        (
+            {"backend": "gloo", "nccl": NCCLOptions()},
+            r"nccl options need the backend nccl, and this group's is gloo; leave",
+        ),
+        ({"nccl": NCCLOptions()}, r"this group's is none, before init_process_group; leave them out, or give backend="),
+    ],
+)
+def test_options_that_no_group_can_have_are_refused(given, message):
+    with pytest.raises(TopologyError, match=message):
+        GroupOptions(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cga_cluster_size": 9}, r"cga_cluster_size must be in \[0, 8\] .*; got cga_cluster_size=9"),
+        ({"cga_cluster_size": -1}, r"got cga_cluster_size=-1"),
+        ({"min_ctas": 0}, r"1 <= min_ctas <= max_ctas; got .*min_ctas=0, max_ctas=None"),
+        ({"min_ctas": 8, "max_ctas": 4}, r"min_ctas=8, max_ctas=4"),
+        ({"net_name": "ethernet"}, r"net_name must be 'IB' or 'Socket'; got 'ethernet'"),
+    ],
+)
+def test_nccl_options_out_of_range_are_refused(given, message):
+    with pytest.raises(TopologyError, match=message):
+        NCCLOptions(**given)
+
+
+def test_nccl_is_told_what_was_given_and_nothing_else(monkeypatch):
+    class Options:
+        def __init__(self, is_high_priority_stream: bool) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+            self.config = SimpleNamespace()
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    given = NCCLOptions(cga_cluster_size=0, max_ctas=16, net_name="IB", high_priority_stream=True)
+    options = given.for_torch()
+    assert options.is_high_priority_stream
+    assert vars(options.config) == {"cga_cluster_size": 0, "max_ctas": 16, "net_name": "IB"}
+    assert vars(NCCLOptions(min_ctas=2).for_torch().config) == {"min_ctas": 2}
+
+
+def test_a_group_of_nccl_may_have_nccl_options(monkeypatch):
+    monkeypatch.setattr(dist, "is_backend_available", lambda backend: backend == "nccl")
+    assert GroupOptions(backend="cuda:nccl", nccl=NCCLOptions()).nccl == NCCLOptions()

@@ -1,0 +1,190 @@
+"""Text written during training: in every layout what ``megalith generate`` draws from the checkpoint of that step."""
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.config import load_run
+from megalith.data.prepare import prepare
+from megalith.data.tokenizer import Tokenizer
+from megalith.errors import ConfigError
+from megalith.models.generation import Sampling
+from megalith.observe.metrics import read_metrics
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.training.preflight import preflight
+from megalith.training.pretrain import pretrain
+from megalith.training.setup import RunParts
+from megalith.training.tasks.generation import TextGenerator
+from megalith.training.tasks.pretrain_gpt import PretrainGPT
+from megalith.training.tasks.task import Task
+from megalith.training.tasks.text_samples import GPTTextWriter
+from tests.program import here, write_settings
+from tests.rank_pool import ranks
+from tests.tiny_run import GPT2, LLAMA, settings
+
+PROMPTS = ["Once", "The ships were many, and", "über "]
+STEPS = [2, 3]  # every second, and the last
+POSITIONS = 26  # even: sequence parallelism over two ranks can use all of them
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """The prefix of a dataset with its tokenizer."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "ships.txt").write_text("Once there were many ships, and each had a name.\n" * 40)
+    prepare([folder / "ships.txt"], folder / "text", vocab_size=270)
+    return folder / "text"
+
+
+def run_settings(text: Path, folder: Path, shape: dict[str, Any], **generation: Any) -> dict[str, Any]:
+    model = {**shape, "vocab_size": 275, "hidden_dropout": 0.0, "attention_dropout": 0.0}  # more than the tokenizer has
+    if shape is GPT2:
+        model["max_position_embeddings"] = POSITIONS
+    tree = settings(folder, data={"train": str(text), "eod_mask_loss": False}, model=model)
+    tree["train"] |= {"steps": 3, "generation": {"every": 2, "prompts": PROMPTS, "max_new_tokens": 12, **generation}}
+    return tree | {"checkpoint": {"every": 2}, "optim": {**tree["optim"], "lr": 0.05}}
+
+
+def lines_of(tree: dict[str, Any], world_size: int) -> list[str]:
+    lines: list[str] = []
+    pretrain(load_run(tree, world_size=world_size), lines.append, str)
+    return lines
+
+
+def texts_of(run: str) -> dict[int, list[dict[str, str]]]:
+    return {record["step"]: record["samples"] for record in read_metrics(Path(run)) if "samples" in record}
+
+
+@pytest.mark.parametrize(
+    ("shape", "parallel"),
+    [
+        (LLAMA, {}),
+        (LLAMA, {"tensor": 2, "sequence": True}),
+        (GPT2, {"shard": 2}),
+        (LLAMA, {"context": 2}),
+        pytest.param(LLAMA, {"context": 2, "tensor": 2, "sequence": True}, marks=pytest.mark.slow),
+        pytest.param(GPT2, {"tensor": 2, "sequence": True, "shard": 2}, marks=pytest.mark.slow),
+        pytest.param(LLAMA, {"tensor": 2, "replicate": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_texts_are_those_that_generate_draws_from_the_checkpoint(text, tmp_path, shape, parallel):
+    tree = run_settings(text, tmp_path, shape) | {"parallel": parallel}
+    world_size = prod(parallel.get(axis, 1) for axis in ("tensor", "context", "shard", "replicate"))
+    lines, *_ = ranks(world_size, lines_of, tree, world_size)
+    found = texts_of(tree["run"])
+    assert list(found) == STEPS
+    for step, samples in found.items():
+        generator = TextGenerator.load(f"{tree['run']}/checkpoints/step-{step:08d}")
+        for prompt, sample in zip(PROMPTS, samples, strict=True):
+            drawn = generator.stream(prompt, 12, sampling=Sampling(0.8), seed=0)
+            assert sample == {"prompt": prompt, "text": "".join(drawn)}
+            assert any(line.startswith(f"step {step}  text after {prompt!r}:\n  | ") for line in lines)
+    assert len({sample["text"] for samples in found.values() for sample in samples}) > 1  # they say something
+    assert all(letter.isprintable() or letter == "\n" for line in lines for letter in line), "escaped for a terminal"
+
+
+def written(tree: dict[str, Any], logits_of: Any) -> list[str]:
+    """What a writer makes of a model whose logits at a position are ``logits_of`` the token there."""
+
+    class Model(torch.nn.Module):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            assert not self.training
+            return logits_of(tokens)
+
+    config, model = load_run(tree), Model()
+    tokenizer = Tokenizer.load(f"{tree['data']['train']}-tokenizer.json")
+    writer = GPTTextWriter(config, tokenizer, ProcessGroupCollection.single(), torch.device("cpu"))
+    samples = writer([model])
+    assert model.training
+    return [sample.text for sample in samples]
+
+
+def test_a_text_ends_before_the_token_that_ends_a_document_and_others_go_on(text, tmp_path):
+    tree = run_settings(text, tmp_path, LLAMA, prompts=["a", "c"], temperature=0.0, max_new_tokens=4)
+    tokenizer = Tokenizer.load(f"{text}-tokenizer.json")
+    [a], [b], [c], [d] = (tokenizer.encode(letter) for letter in "abcd")
+    follows = {a: b, b: tokenizer.eod, c: d, d: c}
+
+    def logits_of(tokens: torch.Tensor) -> torch.Tensor:
+        following = tokens.clone().apply_(lambda token: follows.get(token, 0))
+        return torch.nn.functional.one_hot(following, 275).double()
+
+    assert written(tree, logits_of) == ["b", "dcdc"]
+
+
+def test_a_text_ends_where_learned_positions_end(text, tmp_path):
+    tree = run_settings(text, tmp_path, GPT2, prompts=["Once ships"], temperature=0.0, max_new_tokens=200)
+    tokenizer = Tokenizer.load(f"{text}-tokenizer.json")
+    [letter] = tokenizer.encode("x")
+
+    def logits_of(tokens: torch.Tensor) -> torch.Tensor:
+        assert tokens.shape[1] == POSITIONS
+        return torch.nn.functional.one_hot(torch.full_like(tokens, letter), 275).double()
+
+    assert written(tree, logits_of) == ["x" * (POSITIONS - len(tokenizer.encode("Once ships")))]
+
+
+def test_weights_are_the_same_with_and_without_texts(text, tmp_path):
+    with_texts = run_settings(text, tmp_path / "with", LLAMA)
+    without = run_settings(text, tmp_path / "without", LLAMA)
+    del without["train"]["generation"]
+    for tree in (with_texts, without):
+        ranks(2, lines_of, tree | {"parallel": {"shard": 2}}, 2)
+    losses = [
+        [record["loss"] for record in read_metrics(Path(tree["run"])) if "loss" in record]
+        for tree in (with_texts, without)
+    ]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "prompts", "message"),
+    [
+        (
+            GPT2,
+            ["Once " * 30],
+            r"train.generation: the prompt 'Once Once .* tokens and the model 26 positions; shorten",
+        ),
+        (
+            LLAMA,
+            [],
+            r"train.generation.prompts must have 1 entries or more; .*use train.generation.prompts=\[Once upon a",
+        ),
+        (LLAMA, [""], r"train.generation.prompts\[0\] must not be empty"),
+    ],
+)
+def test_prompts_that_do_not_fit_are_refused(text, tmp_path, shape, prompts, message):
+    source = write_settings(run_settings(text, tmp_path, shape, prompts=prompts), tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        preflight(str(source), [], 1)
+
+
+def test_data_without_a_tokenizer_are_refused(tmp_path):
+    tree = settings(tmp_path)
+    tree["train"]["generation"] = {"every": 2, "prompts": ["Once"]}
+    ended = here("train", write_settings(tree, tmp_path))
+    assert ended.code == 2
+    assert "train.generation: " in ended.err
+    assert "does not say which tokenizer made it; give data.tokenizer=PATH" in ended.err
+    assert not Path(tree["run"]).exists()
+
+
+class WritesNothing(PretrainGPT):
+    text_writer = Task.text_writer
+
+
+def refused(tree: dict[str, Any]) -> str:
+    config = load_run(tree)
+    with pytest.raises(ConfigError) as refusal:
+        pretrain(config, str, str, RunParts(WritesNothing(config)))
+    return str(refusal.value)
+
+
+def test_a_task_that_writes_no_text_refuses_before_the_first_step(text, tmp_path):
+    tree = run_settings(text, tmp_path, LLAMA)
+    [message] = ranks(1, refused, tree)
+    assert "WritesNothing writes no text; leave train.generation out" in message
+    assert read_metrics(Path(tree["run"])) == []
