@@ -121,6 +121,17 @@ def test_lengths_documents_and_rows_tell_the_same(begins):
     assert params.max_seqlen_q == max(max(row) for row in lengths)
 
 
+@pytest.mark.parametrize(("start", "stop"), [(0, 4), (3, 9), (4, 5), (8, 9)])
+def test_documents_are_cut_off_at_the_ends_of_a_range_of_columns(start, stop):
+    params = PackedSeqParams.from_lengths([[2, 3, 4], [9], [1] * 9])
+    part = params.within(start, stop)
+    ids = params.document_ids()[:, start:stop]
+    assert torch.equal(part.document_ids(), ids - ids[:, :1])
+    assert (part.batch_size, part.seq_length) == (3, stop - start)
+    assert params.within(start, stop) is part, "made once for all layers"
+    assert params.within(0, 9) is params
+
+
 def test_moving_keeps_the_rows_and_asks_the_device_for_nothing(monkeypatch):
     params = PackedSeqParams.from_lengths([[3, 1], [4]])
     monkeypatch.setattr(torch.Tensor, "tolist", None)  # what would wait for a device

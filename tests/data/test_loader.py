@@ -24,9 +24,11 @@ def test_all_ranks_together_read_the_samples_of_the_step(dataset, dp_size, micro
     rows = {}
     for rank in range(dp_size):
         for batch in StepLoader(dataset, stack_samples, rank, dp_size).batch(24, 8, micro_batch):
-            assert {array.shape for name, array in vars(batch).items() if name != "row_ids"} == {(micro_batch, 8)}
+            per_token = {name: array for name, array in vars(batch).items() if name not in ("row_ids", "positions")}
+            assert {array.shape for array in per_token.values()} == {(micro_batch, 8)}
             dtypes = [array.dtype for array in vars(batch).values()]
-            assert dtypes == [np.int64, np.int64, np.bool_, np.int32, np.int64]
+            assert dtypes == [np.int64, np.int64, np.bool_, np.int32, np.int64, np.int64]
+            assert batch.positions.tolist() == list(range(8))
             for row, index in enumerate(batch.row_ids.tolist()):
                 rows[index] = [vars(batch)[name][row] for name in ("tokens", "labels", "loss_mask", "documents")]
     assert sorted(rows) == list(range(8))

@@ -51,6 +51,7 @@ def test_the_attention_mask_does_not_depend_on_how_it_is_cut():
     assert mask.shape == (3, 6, 4, 9)
     assert torch.equal(attention_keep_mask(KEY, 0.3, 2, 9, head_offset=4), mask[:, 4:])
     assert torch.equal(attention_keep_mask(KEY, 0.3, 6, 5), mask[..., :5])
+    assert torch.equal(attention_keep_mask(KEY, 0.3, 6, 4, key_offset=5), mask[..., 5:])
     assert torch.equal(attention_keep_mask(key_for(TOKENS[1:, 2:]), 0.3, 6, 9), mask[1:, :, 2:])
 
 
