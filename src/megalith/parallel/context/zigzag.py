@@ -1,7 +1,8 @@
 """The zig-zag split of a sequence: which positions each rank of cp holds.
 
 A row of S tokens is cut into 2 cp chunks; rank r holds chunks r and 2 cp - 1 - r. Under the causal rule an early chunk
-sees few keys and its late partner many: together every rank has the same number of pairs of a query and a key.
+sees few keys and its late partner many: together every rank has the same number of pairs of a query and a key. Packed
+documents are cut as they come, so that ranks whose chunks hold short ones have less to do.
 
 The ranks [i m, i m + i) of a split over cp hold what rank m of a split over cp / i would hold, which is why a group of
 ranks may put its parts together and go on as one.
