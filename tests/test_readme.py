@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from tests.training.test_faults import FAULTS
+from tests.training.test_context_faults import FAULTS as FAULTS_OF_CONTEXT
+from tests.training.test_faults import FAULTS, FAULTS_OF_SHARED_GROUPS
 from tests.training.test_layouts import LAYOUTS
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -11,7 +12,8 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 
 def test_the_numbers_of_layouts_and_faults_are_those_of_the_suites():
     assert f"| {len(LAYOUTS)} layouts of" in README
-    assert f"{len(FAULTS)} seeded faults" in README
+    num_faults = len(FAULTS) + len(FAULTS_OF_SHARED_GROUPS) + len(FAULTS_OF_CONTEXT)
+    assert f"{num_faults} seeded faults" in README
 
 
 def test_every_page_that_the_readme_names_is_there():

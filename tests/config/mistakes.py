@@ -130,6 +130,26 @@ MISTAKES = [
         r"data.seq_length \(66\) must be divisible by parallel.tensor \(4\).* use data.seq_length=68",
     ),
     Mistake({"parallel.tensor": 2, "parallel.shard": 2}, r"shard \(2\) must be the number of ranks \(8\)", 8),
+    Mistake({"parallel.pipeline": 3}, r"tensor \(1\) x parallel.pipeline \(3\) x .*; use parallel.pipeline=4$", 4),
+    Mistake({"parallel.pipeline": 8}, r"num_layers \(4\) must be at least parallel.pipeline \(8\) x .*; use .*=4", 8),
+    Mistake({"parallel.pipeline": 2, "parallel.virtual": 3}, r"num_layers \(4\) must be at least .* \(3\); use .*=2"),
+    Mistake({"parallel.virtual": 2}, r"parallel.virtual \(2\) has no effect with parallel.pipeline=1; use .*=null"),
+    Mistake(
+        {"parallel.pipeline": 2, "parallel.schedule": "interleaved"},
+        r"parallel.schedule \(interleaved\) must be 1f1b or gpipe with parallel.virtual=1; use .*=null",
+    ),
+    Mistake(
+        {"parallel.pipeline": 2, "parallel.virtual": 2, "parallel.schedule": "1f1b"},
+        r"parallel.schedule \(1f1b\) must be interleaved with parallel.virtual=2",
+    ),
+    Mistake(
+        {"parallel.pipeline": 2, "parallel.stage_layers": [1, 2]},
+        r"stage_layers \(1, 2\) must have 2 entries, one a stage, that add up to model.num_layers \(4\); use .*=null",
+    ),
+    Mistake(
+        {"parallel.pipeline": 2, "parallel.virtual": 2, "train.global_batch_size": 6, "parallel.shard": 1},
+        r"micro-batches of a step \(3\) must be a multiple of parallel.pipeline \(2\); use train.global_batch_size=8",
+    ),
     Mistake({"parallel.tensor": 4}, r"tensor \(4\) x .*replicate \(1\) must divide the number of ranks \(6\)", 6),
     Mistake({"parallel.context": 0}, r"parallel.context must be at least 1; got 0; use parallel.context=1"),
     Mistake({"parallel.context_parallel_size": 2}, r"did you mean parallel.context\? use parallel.context=2"),

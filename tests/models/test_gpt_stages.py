@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.errors import ConfigError, ShapeError
+from megalith.errors import ShapeError
 from megalith.models.gpt_model import GPTModel
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
@@ -108,17 +108,18 @@ def test_a_stage_asks_for_its_layers_by_their_indices_in_the_whole():
     assert {name.split(".")[1] for name, _ in model.named_parameters()} == {"layers"}
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        Stage(0, 1, has_embedding=True, has_head=False),
-        Stage(1, 2, has_embedding=False, has_head=True),
-    ],
-    ids=["the embedding alone", "the head alone"],
-)
-def test_tied_embeddings_over_two_stages_are_refused_by_each_of_them(part):
-    with pytest.raises(ConfigError, match=r"in one stage, or set model\.tie_word_embeddings=false"):
-        GPTModel(config("gpt2"), options(), stage=part)
+def test_tied_embeddings_are_one_weight_in_two_stages_which_counts_in_the_first():
+    first, middle, last = (
+        GPTModel(config("gpt2", num_layers=3), options(), stage=Stage(i, i + 1, i == 0, i == 2), seed=1)
+        for i in range(3)
+    )
+    [embedding], [copy] = first.shared_weights(), last.shared_weights()
+    assert torch.equal(embedding, copy)
+    assert [name for name, weight in last.named_parameters() if weight is copy] == ["model.embed_tokens.weight"]
+    assert (first.copied_weights(), [each is copy for each in last.copied_weights()]) == ([], [True])
+    assert middle.shared_weights() == middle.copied_weights() == []
+    whole = GPTModel(config("gpt2", num_layers=3), options(), seed=1)
+    assert whole.shared_weights() == whole.copied_weights() == []
 
 
 def test_hidden_states_are_taken_by_a_stage_without_the_embedding_and_by_no_other():

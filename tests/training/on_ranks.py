@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from megalith.config import load_run
 from megalith.parallel.parameters import declared_parameters
+from megalith.topology.agreement import all_gather
 from megalith.training.run import Run
 from megalith.training.setup import RunParts, build_run
 from megalith.training.step import local_counts, sum_totals, train_step
@@ -38,7 +39,16 @@ def first_steps(tree: dict[str, Any], world_size: int, num_steps: int = 2, **par
         found.losses.append(result.loss)
         found.norms.append(result.grad_norm)
     found.final = _weights(run)
-    return found
+    return _of_all_stages(found)
+
+
+def _of_all_stages(mine: Trajectory) -> Trajectory:
+    """``mine`` with the tensors of other ranks' stages."""
+    for tensors in (mine.initial, mine.final, *mine.gradients):
+        for found in all_gather(dict(tensors)):
+            for name, tensor in found.items():
+                tensors.setdefault(name, tensor)
+    return mine
 
 
 def _weights(run: Run) -> dict[str, torch.Tensor]:

@@ -20,12 +20,14 @@ from megalith.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megalith.parallel.tensor.regions import enter_tensor_parallel
 from megalith.training.tasks.pretrain_gpt import GPTInputs, PretrainGPT
+from megalith.training.tasks.task import Task
 from megalith.transformer.attention_mask import BIDIRECTIONAL
 from megalith.transformer.dropout import DropoutSite, sequence_parallel_key
 from megalith.transformer.layer_context import LayerContext
 from megalith.transformer.layer_spec import LayerSpec
 from megalith.transformer.module import ModelModule
 from megalith.transformer.stack import LayerStack
+from megalith.transformer.stage import Stage
 
 
 class SquaredReLU(nn.Module):
@@ -49,8 +51,8 @@ class SquaredReLU(nn.Module):
 class OtherSecondLayer(PretrainGPT):
     """GPT whose layer 1 has another feed-forward."""
 
-    def build_model(self, options: BuildOptions) -> GPTModel:
-        return GPTModel(self.config.model, options, spec_of=self.spec_of)
+    def build_model(self, options: BuildOptions, stage: Stage | None = None) -> GPTModel:
+        return GPTModel(self.config.model, options, stage=stage, spec_of=self.spec_of)
 
     @staticmethod
     def spec_of(index: int) -> LayerSpec:
@@ -93,7 +95,9 @@ class Encoder(ModelModule):
 class ReadBothWays(PretrainGPT):
     """An encoder on padded rows: row i of the global batch has i % 4 tokens fewer than the others."""
 
-    def build_model(self, options: BuildOptions) -> Encoder:
+    costs = Task.costs  # it has no stages
+
+    def build_model(self, options: BuildOptions, stage: Stage | None = None) -> Encoder:
         return Encoder(self.config.model, options, self.config.train.seed)
 
     def collate(self, samples: Sequence[Any], rows: Sequence[int], counted: Sequence[bool] | None = None) -> GPTBatch:
@@ -108,7 +112,7 @@ class ReadBothWays(PretrainGPT):
         found = super().inputs(batch, step, device)
         return GPTInputs(**{**vars(found), "packed_seq_params": PackedSeqParams.from_padding(is_token)})
 
-    def forward(self, model: nn.Module, inputs: GPTInputs) -> Tensor:
+    def forward(self, model: nn.Module, inputs: GPTInputs, hidden: Tensor | None) -> Tensor:
         return model(inputs)
 
 

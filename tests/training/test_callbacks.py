@@ -66,8 +66,8 @@ class Compiling(PretrainGPT):
 
         self.scaled = torch.compile(lambda x: x * 1.0, backend=slow, dynamic=False)
 
-    def forward(self, model: Any, inputs: Any) -> Any:
-        return self.scaled(super().forward(model, inputs))
+    def forward(self, model: Any, inputs: Any, hidden: Any) -> Any:
+        return self.scaled(super().forward(model, inputs, hidden))
 
 
 def lines_of(tree: dict[str, Any]) -> tuple[list[str], list[float]]:

@@ -25,3 +25,16 @@ def test_ranks_that_share_a_sequence_share_the_state_too(tmp_path):
     text = describe(load_run(tree, world_size=8), 8)
     assert re.search(r"ranks +8 = tensor 2 x context 2 x replicate 2 x shard 1\n", text)
     assert re.search(r"state on each rank +about 77.7kB of 311kB\n", text)
+
+
+def test_the_layers_of_each_stage_and_the_bubble_are_told(tmp_path):
+    model = {"num_layers": 5, "hidden_size": 32, "vocab_size": 509}
+    train = {"global_batch_size": 8, "micro_batch_size": 1}
+    text = describe(load_run(settings(tmp_path, parallel={"pipeline": 2}, model=model, train=train), world_size=2), 2)
+    assert re.search(r"ranks +2 = tensor 1 x pipeline 2 x replicate 1 x shard 1\n", text)
+    layer = 2 * (32 * 64 + 32 * 32 + 3 * 32 * 48) + 2 * 32 * 16
+    first, last, m = 3 * layer, 2 * layer + 2 * 509 * 32, 8
+    # the last stage is never without work, once the first has begun, and the first ends with a backward of its own
+    idle = 2 * (m * last + first) - m * (first + last)
+    assert re.search(rf"stages +3 \+ 2 layers, 1f1b: ranks wait {idle / m / (first + last):.0%} as long as they", text)
+    assert "stages" not in describe(load_run(settings(tmp_path), world_size=1), 1)

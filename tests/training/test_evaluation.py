@@ -13,6 +13,8 @@ from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megalith.errors import ConfigError
 from megalith.models.gpt_model import GPTModel
 from megalith.observe.metrics import read_metrics
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.evaluation import Evaluation, evaluate
 from megalith.training.inference import evaluate_checkpoint, load_model
@@ -30,10 +32,10 @@ def evaluation(tree: dict[str, Any], world_size: int, max_samples: int | None) -
     run = build_run(load_run(tree, world_size=world_size), torch.device("cpu"))
     return evaluate(
         run.task,
-        run.chunks,
+        run.pipeline,
         EvaluationDataset(tree["data"]["train"], tree["data"]["seq_length"]),
         2,
-        pg_collection=run.pg_collection,
+        options=run.options,
         device=run.device,
         max_samples=max_samples,
     )
@@ -65,6 +67,7 @@ OVER = [
     (2, {"shard": 2}),
     (2, {"tensor": 2, "sequence": True}),
     (4, {"replicate": 2}),
+    (2, {"pipeline": 2}),
     (4, {"tensor": 4}),  # two ranks share a group of heads
     (4, {"context": 2, "shard": 2}),
 ]
@@ -91,8 +94,8 @@ def test_a_few_samples_are_spread_over_the_whole_file(tmp_path):
     tree = settings(tmp_path)
     config = load_run(tree)
     watched = Watched(tree["data"]["train"], tree["data"]["seq_length"])
-    alone = {"pg_collection": ProcessGroupCollection.single(), "device": torch.device("cpu")}
-    evaluate(PretrainGPT(config), [GPTModel(config.model)], watched, 2, max_samples=4, **alone)
+    alone = {"options": BuildOptions(ProcessGroupCollection.single()), "device": torch.device("cpu")}
+    evaluate(PretrainGPT(config), Pipeline([GPTModel(config.model)]), watched, 2, max_samples=4, **alone)
     assert seen == [number * len(watched) // 4 for number in range(4)]
 
 

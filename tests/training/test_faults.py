@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
@@ -14,10 +15,13 @@ from megalith.models import gpt_model
 from megalith.numerics.dropout import DropoutKey
 from megalith.optim import grad_norm
 from megalith.parallel import parameters
+from megalith.parallel.pipeline.links import Messages
+from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.parallel.tensor import layers, regions
 from megalith.topology import collectives
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training import setup, step
+from megalith.training.run import Run
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
 from megalith.transformer import dot_product_attention
 from tests.rank_pool import ranks
@@ -162,6 +166,29 @@ def add_the_row_parallel_bias_on_every_rank() -> Any:
     return patch.object(layers.RowParallelLinear, "forward", forward)
 
 
+def let_every_stage_speak_for_its_tokens() -> Any:
+    return patch.object(ProcessGroupCollection, "speaks_for_tokens", property(lambda self: self.rank("tp") == 0))
+
+
+def keep_the_gradients_of_tied_embeddings_apart() -> Any:
+    return patch.object(Pipeline, "_sum_shared_gradients", lambda self: None)
+
+
+def count_tied_embeddings_in_both_stages() -> Any:
+    return patch.object(Run, "counted_parameters", Run.parameters)
+
+
+def give_the_gradient_of_another_micro_batch() -> Any:
+    send = Messages.send_gradient
+
+    def of_the_first(self: Messages, micro_batch: int, chunk: int, gradient: torch.Tensor) -> None:
+        if micro_batch == 0:
+            self.first = gradient
+        send(self, micro_batch, chunk, self.first)
+
+    return patch.object(Messages, "send_gradient", of_the_first)
+
+
 def take_the_gradient_of_a_shared_group_for_whole() -> Any:
     def forward(self: layers.BlockReplicatedLinear, x: torch.Tensor) -> torch.Tensor:
         weight, bias = (parameters.local(each)[self.rows] for each in (self.weight, self.bias))
@@ -182,6 +209,7 @@ def deal_shared_groups_in_turn() -> Any:
 
 
 TENSOR = {"tensor": 2}
+PIPELINE = {"pipeline": 2}
 SEQUENCE = {"tensor": 2, "sequence": True}
 SHARD = {"shard": 2}
 # fault: the layout that it breaks
@@ -206,6 +234,10 @@ FAULTS: dict[Fault, dict[str, Any]] = {
     read_the_same_rows_on_every_rank: SHARD,
     add_the_row_parallel_bias_on_every_rank: TENSOR,
     let_every_rank_of_tp_speak_for_its_tokens: TENSOR,
+    let_every_stage_speak_for_its_tokens: PIPELINE,
+    keep_the_gradients_of_tied_embeddings_apart: PIPELINE,
+    count_tied_embeddings_in_both_stages: PIPELINE,
+    give_the_gradient_of_another_micro_batch: PIPELINE,
 }
 # with fewer groups of heads than ranks; test_layouts.py holds the same layout without a fault
 SHARED = {"tensor": 4, "sequence": True}
@@ -239,7 +271,7 @@ def shared_tree_and_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple
     return tree, reference({name: group for name, group in tree.items() if name != "parallel"})
 
 
-@pytest.mark.parametrize("parallel", [TENSOR, SEQUENCE, SHARD], ids=str)
+@pytest.mark.parametrize("parallel", [TENSOR, SEQUENCE, SHARD, PIPELINE], ids=str)
 def test_without_a_fault_nothing_is_found(parallel, tree_and_reference):
     tree, want = tree_and_reference
     for found in ranks(2, first_steps_with, nothing, {**tree, "parallel": parallel}):
@@ -250,7 +282,7 @@ def test_without_a_fault_nothing_is_found(parallel, tree_and_reference):
 def test_a_fault_is_caught(fault, tree_and_reference):
     tree, want = tree_and_reference
     parallel = FAULTS[fault]
-    num_ranks = parallel.get("tensor", 1) * parallel.get("shard", 1)
+    num_ranks = prod(degree for name, degree in parallel.items() if name != "sequence")
     found = ranks(num_ranks, first_steps_with, fault, {**tree, "parallel": parallel})
     assert any(differences(trajectory, want) for trajectory in found)
 

@@ -15,11 +15,21 @@ Layout = tuple[int, dict[str, Any]]
 
 
 def layout(world_size: int, tensor: int = 1, replicate: int = 1, shard: int = -1, **groups: Any) -> Layout:
-    parallel = {"tensor": tensor, "replicate": replicate, "shard": shard, "sequence": groups.pop("sequence", False)}
-    parallel |= {name: groups.pop(name) for name in ("context", "context_method", "context_inner") if name in groups}
-    return world_size, {"parallel": parallel, **groups}
+    of_parallel = (
+        "sequence",
+        "context",
+        "context_method",
+        "context_inner",
+        "pipeline",
+        "virtual",
+        "schedule",
+        "stage_layers",
+    )
+    more = {name: groups.pop(name) for name in of_parallel if name in groups}
+    return world_size, {"parallel": {"tensor": tensor, "replicate": replicate, "shard": shard, **more}, **groups}
 
 
+FIVE_LAYERS = {"num_layers": 5}
 PACKED = {"reset_attention_mask": True, "reset_position_ids": True}
 LAYOUTS: dict[str, Layout] = {
     "one rank": layout(1),
@@ -40,6 +50,24 @@ LAYOUTS: dict[str, Layout] = {
     "tensor 2 x replicate 2, sequence, accumulation": layout(
         4, tensor=2, replicate=2, shard=1, sequence=True, train={"micro_batch_size": 1}
     ),
+    "pipeline 2": layout(2, pipeline=2),
+    "pipeline 2, gpipe, packed, recompute": layout(
+        2, pipeline=2, schedule="gpipe", data=PACKED, train={"recompute": "full"}
+    ),
+    "pipeline 2, interleaved, five layers": layout(2, pipeline=2, virtual=2, model=FIVE_LAYERS),
+    "pipeline 4, listed layers": layout(
+        4, pipeline=4, stage_layers=[1, 2, 1, 1], model=FIVE_LAYERS, train={"micro_batch_size": 1}
+    ),
+    "pipeline 2 x tensor 2, sequence": layout(4, tensor=2, sequence=True, pipeline=2),
+    "pipeline 2 x shard 2, interleaved": layout(
+        4, shard=2, pipeline=2, virtual=2, model=FIVE_LAYERS, train={"micro_batch_size": 1}
+    ),
+    "pipeline 2 x tensor 2 x shard 2, sequence, packed": layout(
+        8, tensor=2, shard=2, sequence=True, pipeline=2, data=PACKED, train={"micro_batch_size": 1}
+    ),
+    "pipeline 2 x replicate 2, selective": layout(
+        4, replicate=2, shard=1, pipeline=2, train={"recompute": "selective"}
+    ),
     "context 2": layout(2, context=2),
     "context 2, gathered, packed": layout(2, context=2, context_method="all_gather", data=PACKED),
     "context 2, heads traded, packed, recompute": layout(
@@ -50,6 +78,10 @@ LAYOUTS: dict[str, Layout] = {
     "tensor 2 x context 2, sequence, packed": layout(4, tensor=2, context=2, sequence=True, data=PACKED),
     "tensor 2 x context 2, heads traded": layout(4, tensor=2, context=2, context_method="all_to_all"),
     "context 2 x shard 2, accumulation": layout(4, context=2, shard=2, train={"micro_batch_size": 1}),
+    "context 2 x pipeline 2": layout(4, context=2, pipeline=2),
+    "tensor 2 x context 2 x pipeline 2, sequence, packed": layout(
+        8, tensor=2, context=2, sequence=True, pipeline=2, data=PACKED
+    ),
     "context 2 x replicate 2, gathered": layout(4, context=2, replicate=2, shard=1, context_method="all_gather"),
 }
 # a sample of them for the other shape, whose dropout, biases, tied weights and learned positions the first lacks
@@ -63,12 +95,17 @@ FOR_GPT2 = [
     "tensor 2 x shard 2, selective",
     "tensor 2 x shard 2, sequence, packed",
     "tensor 2 x replicate 2, sequence, accumulation",
+    "pipeline 2",
+    "pipeline 2, interleaved, five layers",
+    "pipeline 2 x tensor 2, sequence",
+    "pipeline 2 x shard 2, interleaved",
     "context 2",
     "context 2, gathered, packed",
     "context 4, two levels",
     "tensor 2 x context 2, sequence, packed",
     "tensor 2 x context 2, heads traded",
     "context 2 x shard 2, accumulation",
+    "context 2 x pipeline 2",
 ]
 # of layouts with fewer groups of heads than ranks of tp: that number
 SHARED_GROUPS = [
@@ -90,9 +127,10 @@ NOT_IN_REFERENCE = ("parallel",)
 
 def check(name: str, model: dict[str, Any], tmp_path: Any, references: dict[Hashable, Trajectory]) -> None:
     world_size, groups = LAYOUTS[name]
-    groups = {**groups, "model": model}
-    tree = settings(tmp_path, **groups)
-    same = "data" in groups, tree["model"]["num_query_groups"]  # what a reference depends on
+    model = {**model, **groups.get("model", {})}
+    tree = settings(tmp_path, **{**groups, "model": model})
+    # what a reference depends on
+    same = "data" in groups, tree["model"]["num_query_groups"], tree["model"]["num_layers"]
     if same not in references:
         references[same] = reference({key: group for key, group in tree.items() if key not in NOT_IN_REFERENCE})
     for rank, found in enumerate(ranks(world_size, first_steps, tree, world_size)):
@@ -112,7 +150,7 @@ def gpt2_references() -> dict[Hashable, Trajectory]:
 def settings_of(parameters: tuple[str]) -> set[Hashable]:
     """What `make test` shows once: every size of every axis, every other setting."""
     world_size, groups = LAYOUTS[parameters[0]]
-    fields = {(group, key, value) for group, tree in groups.items() for key, value in tree.items()}
+    fields = {(group, key, str(value)) for group, tree in groups.items() for key, value in tree.items()}
     return fields | {("world", world_size)}
 
 

@@ -105,10 +105,26 @@ def check_moved(folder: Path, model: dict[str, Any], layouts: list[tuple[int, di
 
 
 def test_resumed_in_other_layouts_it_learns_the_same(tmp_path):
-    parallel = [{"tensor": 2, "sequence": True}, {"replicate": 2, "shard": 2}, {"tensor": 2, "context": 2}, {}]
-    run = check_moved(tmp_path, DROPOUT, list(zip((2, 4, 4, 1), parallel, strict=True)))
+    parallel = [
+        {"tensor": 2, "sequence": True},
+        {"pipeline": 2},
+        {"tensor": 2, "context": 2},
+        {"replicate": 2, "shard": 2},
+    ]
+    run = check_moved(tmp_path, DROPOUT, [*zip((2, 2, 4, 4), parallel, strict=True), (1, {})])
     layouts = [record["layout"] for record in read_metrics(run) if "layout" in record]
-    assert layouts == ["tp2 sp dp1"] * 2 + ["tp1 dp4"] * 2 + ["tp2 cp2 dp1"] * 2 + ["tp1 dp1"] * 2
+    assert layouts[::2] == layouts[1::2] == ["tp2 sp dp1", "tp1 pp2 dp1", "tp2 cp2 dp1", "tp1 dp4", "tp1 dp1"]
+
+
+@pytest.mark.slow
+def test_stages_move_between_ranks(tmp_path):
+    layouts = [
+        (2, {"pipeline": 2, "virtual": 2}),
+        (4, {"pipeline": 2, "tensor": 2, "sequence": True}),
+        (4, {"pipeline": 4}),
+        (4, {"pipeline": 2, "shard": 2}),
+    ]
+    check_moved(tmp_path, {**DROPOUT, "num_layers": 5, "tie_word_embeddings": True}, layouts)
 
 
 def test_heads_that_ranks_share_move_to_ranks_that_split_them_and_back(tmp_path):

@@ -14,6 +14,7 @@ from megalith.training.step import local_counts, sum_totals, train_step
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
 from megalith.transformer.dot_product_attention import DotProductAttention
 from megalith.transformer.layer import TransformerLayer
+from megalith.transformer.stage import Stage
 from tests.rank_pool import ranks
 from tests.tiny_run import settings
 from tests.training.plugins import OtherSecondLayer
@@ -49,8 +50,8 @@ def test_recomputation_runs_again_what_the_setting_names(recompute, want, tmp_pa
 class NoCores(OtherSecondLayer):
     """A model whose attention is not the house's."""
 
-    def build_model(self, options: BuildOptions) -> Any:
-        model = super().build_model(options)
+    def build_model(self, options: BuildOptions, stage: Stage | None = None) -> Any:
+        model = super().build_model(options, stage)
         for layer in model.layers():
             layer.self_attn.core_attention = torch.nn.Identity()
         return model

@@ -10,6 +10,8 @@ from megalith.errors import TopologyError
 
 __all__ = ["Draft", "Fix", "Unknown", "Violation", "divisors", "nearest_first", "round_up"]
 
+_DEGREES = ("tensor", "context", "pipeline", "replicate", "shard")  # of dense weights
+
 # settings to change, by dotted name; None takes the setting out
 Fix = Mapping[str, Any]
 
@@ -39,7 +41,7 @@ class Draft:
     @property
     def degrees(self) -> dict[str, int]:
         """The degrees of parallelism as set, for ``Layout.resolve``."""
-        return {name: self[f"parallel.{name}"] for name in ("tensor", "context", "replicate", "shard")}
+        return {name: self[f"parallel.{name}"] for name in _DEGREES}
 
     @property
     def layout(self) -> Layout:

@@ -27,23 +27,24 @@ _HEADS, _GROUPS = "model.num_attention_heads", "model.num_query_groups"
 _TENSOR, _SEQUENCE = "parallel.tensor", "parallel.sequence"
 _CONTEXT, _METHOD, _INNER = "parallel.context", "parallel.context_method", "parallel.context_inner"
 _REPLICATE, _SHARD = "parallel.replicate", "parallel.shard"
+_PIPELINE = "parallel.pipeline"
 _BATCH, _MICRO, _SCHEDULE = "train.global_batch_size", "train.micro_batch_size", "train.batch_size_schedule"
 
 
 def degrees_multiply_to_the_world_size(run: Draft) -> Iterator[Violation]:
-    """tensor x context x replicate x shard is the number of ranks; shard=-1 takes what the others leave."""
+    """tensor x context x pipeline x replicate x shard is the number of ranks; shard=-1 takes what the others leave."""
     degrees, world = run.degrees, run.world_size
     if world is None:
         return
     try:
         Layout.resolve(world, **degrees)
     except TopologyError:
-        tensor, context = degrees["tensor"], degrees["context"]
-        replicate, shard = degrees["replicate"], degrees["shard"]
-        of_context = f" x {_CONTEXT} ({context})" if context > 1 else ""
-        product = f"{_TENSOR} ({tensor}){of_context} x {_REPLICATE} ({replicate})"
+        shard = degrees.pop("shard")
+        always = ("tensor", "replicate")
+        named = {f"parallel.{name}": degree for name, degree in degrees.items() if name in always or degree > 1}
+        product = " x ".join(f"{name} ({degree})" for name, degree in named.items())
         wanted = f"{product} must divide" if shard == -1 else f"{product} x {_SHARD} ({shard}) must be"
-        fixes = [{_SHARD: -1}, *_layouts(run)]
+        fixes = [{_SHARD: -1}, *_layouts(run), *_shorter_pipelines(run)]
         message = f"{wanted} the number of ranks ({world})"
         yield Violation("degrees_multiply_to_the_world_size", _TENSOR, message, tuple(fixes))
 
@@ -188,12 +189,15 @@ def _context(run: Draft, degree: int) -> Fix:
 def _layouts(run: Draft) -> tuple[Fix, ...]:
     """Other layouts of the same world, or of any where it is not known, nearest degrees of tensor first.
 
-    They keep context where it divides the world, and leave it out where it does not.
+    They keep pipeline, and context where it divides what that leaves of the world; else they leave context out.
     """
     heads = run.get(_HEADS) or run[_TENSOR]
-    context, world = run.get(_CONTEXT) or 1, run.world_size
-    kept = world is None or world % context == 0
-    left = world // context if world is not None and kept else world
+    context, pipeline, world = run.get(_CONTEXT) or 1, run[_PIPELINE], run.world_size
+    if world is not None and world % pipeline:
+        return ()  # no layout with so many stages
+    left = None if world is None else world // pipeline
+    kept = left is None or left % context == 0
+    left = left // context if left is not None and kept else left
     found = _other_layouts(run[_TENSOR], run.get(_SHARD) or -1, bool(run.get(_SEQUENCE)), heads, left)
     return found if kept else tuple({**change, **_context(run, 1)} for change in ({_SHARD: -1}, *found))
 
@@ -214,6 +218,13 @@ def _other_layouts(tensor: int, shard: int, sequence: bool, heads: int, world: i
         elif shard > 1:
             found += [change | {_SHARD: part} for part in nearest_first(divisors(shard), shard)]
     return tuple(found)
+
+
+def _shorter_pipelines(run: Draft) -> Iterator[Fix]:
+    """Pipelines that divide the world, alone and with what they leave to data parallelism."""
+    for stages in nearest_first(divisors(run.world_size or 1), run[_PIPELINE]):
+        yield {_PIPELINE: stages}
+        yield {_PIPELINE: stages, _TENSOR: 1, _SEQUENCE: False, _REPLICATE: 1, _SHARD: -1}
 
 
 def _hidden_unit(run: Draft, shard: int) -> int:

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from megalith.config.layout import Layout
-from megalith.config.settings_group import LARGEST_SIZE, SettingsGroup
+from megalith.config.settings_group import LARGEST_SIZE, Follows, SettingsGroup
 
 __all__ = ["ModelParallelConfig"]
 
@@ -19,7 +19,7 @@ def _positive_or_rest(degree: int) -> int:
 
 
 class ModelParallelConfig(SettingsGroup):
-    """The layout: tensor x context x replicate x shard ranks."""
+    """The layout: tensor x context x pipeline x replicate x shard ranks."""
 
     dotted_name: ClassVar[str] = "parallel"
 
@@ -38,6 +38,19 @@ class ModelParallelConfig(SettingsGroup):
     context_inner: int | None = Field(
         default=None, ge=2, le=LARGEST_SIZE, description="[ranks] neighbours that trade heads in two_level"
     )
+    pipeline: int = Field(
+        default=1, ge=1, le=LARGEST_SIZE, description="[ranks] that share the layers, some each (pipeline parallelism)"
+    )
+    virtual: int = Field(
+        default=1, ge=1, le=LARGEST_SIZE, description="[stages] on each rank of pipeline, far apart in the model"
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = Field(
+        default_factory=Follows(lambda parallel: "1f1b" if parallel["virtual"] == 1 else "interleaved"),
+        description="in which order the stages take a step's micro-batches",
+    )
+    stage_layers: tuple[Annotated[int, Field(ge=1, le=LARGEST_SIZE)], ...] | None = Field(
+        default=None, strict=False, description="[layers] of each stage; null: dealt out by their cost"
+    )
     replicate: int = Field(
         default=1,
         ge=1,
@@ -50,5 +63,11 @@ class ModelParallelConfig(SettingsGroup):
 
     def layout(self, world_size: int) -> Layout:
         """The layout of ``world_size`` ranks. Raises TopologyError if the degrees do not multiply to it."""
-        degrees = {"tensor": self.tensor, "context": self.context, "replicate": self.replicate, "shard": self.shard}
-        return Layout.resolve(world_size, **degrees)
+        return Layout.resolve(
+            world_size,
+            tensor=self.tensor,
+            context=self.context,
+            pipeline=self.pipeline,
+            replicate=self.replicate,
+            shard=self.shard,
+        )

@@ -24,6 +24,13 @@ from megalith.config.model_rules import (
     positions_reach_the_sequence,
     query_groups_divide_heads,
 )
+from megalith.config.pipeline_rules import (
+    interleaved_micro_batches_fill_the_pipeline,
+    pipeline_settings_need_a_pipeline,
+    schedule_fits_the_stages,
+    stage_layers_are_those_of_the_model,
+    stages_have_layers,
+)
 from megalith.config.relevance import no_setting_is_without_effect
 from megalith.config.training_rules import (
     best_checkpoint_is_evaluated,
@@ -62,6 +69,11 @@ RUN_RULES: tuple[Rule, ...] = (
     heads_divide_among_context_ranks,
     hidden_size_divides_among_shards,
     batches_divide_among_ranks,
+    pipeline_settings_need_a_pipeline,
+    schedule_fits_the_stages,
+    stages_have_layers,
+    stage_layers_are_those_of_the_model,
+    interleaved_micro_batches_fill_the_pipeline,
     schedule_stages_differ,
     warmup_ends_before_decay,
     wsd_decay_fits,

@@ -29,7 +29,7 @@ from megalith.transformer.rotary import rotary_table
 from megalith.transformer.stack import LayerStack
 from megalith.transformer.stage import Stage
 
-__all__ = ["GPTModel"]
+__all__ = ["GPTModel", "hidden_shape"]
 
 
 class GPTDecoder(nn.Module):
@@ -41,14 +41,16 @@ class GPTDecoder(nn.Module):
         super().__init__()
         assert config.vocab_size is not None, "GPTModel has checked it"
         learned = config.position_embedding_type == "learned_absolute"
+        self.stage = stage
         self.layers = LayerStack(config, options, stage.layers, spec_of)
         self.norm = Normalization(config, options) if stage.has_head else None
         self.embed_tokens: VocabParallelEmbedding | None = None
         self.embed_positions: LearnedPositions | None = None
-        if stage.has_embedding:
+        if stage.has_embedding or (stage.has_head and config.tie_word_embeddings):
             std = config.init_method_std
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, options, std=std)
-            self.embed_positions = LearnedPositions(config, options) if learned else None
+        if stage.has_embedding and learned:
+            self.embed_positions = LearnedPositions(config, options)
         self.embedding_dropout = DropoutSite(config.hidden_dropout)
 
     def forward(
@@ -63,7 +65,8 @@ class GPTDecoder(nn.Module):
 
         ``hidden`` has that shape too: what the stage before gave, for a stage without the embedding.
         """
-        if self.embed_tokens is not None:
+        if self.stage.has_embedding:
+            assert self.embed_tokens is not None, "built in this stage"
             hidden = self.embed_tokens(tokens)  # [S, B, H]
             if self.embed_positions is not None:
                 hidden = hidden + self.embed_positions(position_ids)
@@ -85,8 +88,7 @@ class GPTModel(ModelModule):
         seed: of the first weights; built under ``torch.device("meta")`` none are drawn, see ``materialize``.
 
     Raises:
-        ConfigError: the vocabulary's size is not known, the stage is not one of this model, or tied embeddings would
-            be in two stages.
+        ConfigError: the vocabulary's size is not known, or the stage is not one of this model.
         ShapeError: sizes that tp cannot split.
     """
 
@@ -106,11 +108,6 @@ class GPTModel(ModelModule):
         self.stage = stage or Stage.whole(config.num_layers)
         _check_stage(self.stage, config.num_layers)
         self.tied = config.tie_word_embeddings
-        if self.tied and not (self.stage.has_embedding and self.stage.has_head):
-            raise ConfigError(
-                "tied embeddings are one weight, and this stage does not have both the embedding and the head; build "
-                "the model in one stage, or set model.tie_word_embeddings=false"
-            )
         self.config = config
         self.options = options
         self.model = GPTDecoder(config, options, self.stage, spec_of)
@@ -129,6 +126,16 @@ class GPTModel(ModelModule):
     def layers(self) -> list[nn.Module]:
         """The transformer layers of this stage."""
         return list(self.model.layers.values())
+
+    def shared_weights(self) -> list[nn.Parameter]:
+        """The embedding, where it is the output projection of another stage, or this stage's of another's."""
+        embedding = self.model.embed_tokens
+        apart = self.stage.has_embedding != self.stage.has_head
+        return [embedding.weight] if self.tied and apart and embedding is not None else []
+
+    def copied_weights(self) -> list[nn.Parameter]:
+        """The embedding that is an output projection only."""
+        return [] if self.stage.has_embedding else self.shared_weights()
 
     def new_caches(self) -> dict[int, KVCache]:
         """An empty cache of keys and values for each layer."""
@@ -248,6 +255,11 @@ class GPTModel(ModelModule):
                 "a stage that embeds tokens takes no hidden states, and one that does not needs those of the stage "
                 f"before; this one has {'the' if self.stage.has_embedding else 'no'} embedding"
             )
+
+
+def hidden_shape(config: TransformerConfig, options: BuildOptions, B: int, S: int) -> tuple[int, int, int]:
+    """The shape of a stage's hidden states on this rank, for B rows of S tokens."""
+    return S // (options.pg_collection.size("tp") if options.sequence_parallel else 1), B, config.hidden_size
 
 
 def _not_split(cp_size: int) -> ShapeError:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megalith.config import OptimConfig, ParamGroupOverride
 from megalith.errors import ConfigError
 
-__all__ = ["BuildOptimizer", "NamedParameters", "Optimizer", "decaying_groups", "parameter_groups"]
+__all__ = ["BuildOptimizer", "NamedParameters", "Optimizer", "decaying_groups", "matches", "parameter_groups"]
 
 _OVERRIDABLE = ("max_lr", "min_lr", "wd_mult")
 
@@ -49,6 +49,11 @@ def decaying_groups(parameters: NamedParameters, config: OptimConfig) -> list[di
     """``parameter_groups``, each with the weight decay that it begins with. Raises as that does."""
     groups = parameter_groups(parameters, config.overrides)
     return [{**group, "weight_decay": config.weight_decay * group.get("wd_mult", 1.0)} for group in groups]
+
+
+def matches(override: ParamGroupOverride, parameters: NamedParameters) -> bool:
+    """Whether ``override`` is for any of ``parameters``."""
+    return any(fnmatchcase(name, override.match) for name, _ in parameters)
 
 
 def parameter_groups(parameters: NamedParameters, overrides: Sequence[ParamGroupOverride]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ def write_about(run: Run, origin: Mapping[str, str]) -> None:
         StorageError: the folder does not take the file.
     """
     about: dict[str, object] = {
-        "parameters": sum(chunk.num_parameters() for chunk in run.chunks),
+        "parameters": run.task.num_parameters,
         **({"model": run.config.model.preset} if run.config.model.preset else {}),
         "dtype": run.config.precision.dtype,
         "started": _first_start(run) or f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",

@@ -137,10 +137,10 @@ class HeldOutLoss(Callback):
         with self.metrics.timed(run, "evaluation", self.every) as time:
             evaluation = evaluate(
                 run.task,
-                run.chunks,
+                run.pipeline,
                 self.dataset,
                 run.config.train.micro_batch_size,
-                pg_collection=run.pg_collection,
+                options=run.options,
                 device=run.device,
                 max_samples=self.max_samples,
             )
@@ -167,14 +167,14 @@ class TextSamples(Callback):
         self.metrics = metrics
         generation = run.config.train.generation
         self.every = None if generation is None else generation.every
-        self.writer = None if generation is None else run.task.text_writer(run.pg_collection, run.device)
+        self.writer = None if generation is None else run.task.text_writer(run.options, run.device)
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:
         step = run.state.step
         if self.writer is None or self.every is None or (step % self.every and step != run.config.train.steps):
             return
         with self.metrics.timed(run, "generation", self.every) as time:
-            samples = self.writer(run.chunks)
+            samples = self.writer(run.pipeline)
         with agreed():
             self.metrics.write({"step": step, "samples": [asdict(sample) for sample in samples], "time": time})
         for sample in samples:

@@ -1,11 +1,18 @@
 """What a run would do, without doing it: settings, size, memory, and its first batch as text."""
 
 from megalith.config import RunConfig, dump_yaml
+from megalith.config.layout import Layout
 from megalith.observe.units import quantity
+from megalith.parallel.pipeline.schedules import build_schedule
+from megalith.parallel.pipeline.simulate import Costs, simulate
+from megalith.training.build_model import stages_of
 from megalith.training.machine_fit import state_bytes
 from megalith.training.tasks.choose import task_of
+from megalith.training.tasks.task import AnyTask
 
 __all__ = ["describe"]
+
+_ALWAYS = ("tensor", "replicate", "shard")  # axes that are named though they have one rank
 
 
 def describe(config: RunConfig, world_size: int) -> str:
@@ -13,9 +20,8 @@ def describe(config: RunConfig, world_size: int) -> str:
     task = task_of(config)
     flops = task.flops_per_sample / task.tokens_per_sample
     layout = config.parallel.layout(world_size)
-    axes = {"tensor": layout.tensor, "replicate": layout.replicate, "shard": layout.shard}
-    if layout.context > 1:
-        axes = {"tensor": layout.tensor, "context": layout.context, **axes}
+    degrees = {name: getattr(layout, name) for name in ("tensor", "context", "pipeline", "replicate", "shard")}
+    axes = {name: degree for name, degree in degrees.items() if name in _ALWAYS or degree > 1}
     state = state_bytes(config, task.num_parameters)
     tokens = config.train.global_batch_size * task.tokens_per_sample
     return "\n".join(
@@ -24,6 +30,7 @@ def describe(config: RunConfig, world_size: int) -> str:
             "",
             f"parameters            {task.num_parameters:,}",
             f"ranks                 {world_size} = {' x '.join(f'{name} {degree}' for name, degree in axes.items())}",
+            *_stages(config, task, layout),
             f"state on each rank    about {quantity(state * layout.replicate / world_size)}B of {quantity(state)}B",
             f"tokens in a step      {tokens:,}, in all {tokens * config.train.steps:,}",
             f"operations per token  {quantity(flops)}",
@@ -31,3 +38,23 @@ def describe(config: RunConfig, world_size: int) -> str:
             *task.sample_as_text(task.train_dataset()[0]),
         ]
     )
+
+
+def _stages(config: RunConfig, task: AnyTask, layout: Layout) -> list[str]:
+    """The layers of each stage, and how long ranks wait in the last batch's steps, as far as FLOPs tell."""
+    parallel, parts = config.parallel, task.costs() if layout.pipeline > 1 else None
+    if parts is None:
+        return []
+    stages = stages_of(config, task)
+    forward = [sum(parts.layers[stage.first : stage.last]) for stage in stages]
+    forward[0] += parts.embedding
+    forward[-1] += parts.head
+    num_microbatches = config.train.global_batch_size // (config.train.micro_batch_size * layout.data_parallel)
+    schedule = build_schedule(parallel.schedule, parallel.pipeline, num_microbatches, parallel.virtual)
+    costs = [Costs(forward=cost, backward_input=cost, backward_weight=cost) for cost in forward]
+    bubble = simulate(schedule, costs).bubble
+    layers = " + ".join(str(len(stage.layers)) for stage in stages)
+    return [
+        f"stages                {layers} layers, {parallel.schedule}: ranks wait {bubble:.0%} as long as they work, "
+        "by counted operations"
+    ]

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from megalith.data.samples import SizedSamples
 from megalith.errors import DataError
-from megalith.parallel.pipeline.executor import execute
-from megalith.parallel.pipeline.plan import one_stage_plan
-from megalith.parallel.sharding.fsdp import release_gathered_weights
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.topology.agreement import any_rank, attempt, everywhere
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.batch import collate_for
@@ -20,6 +19,8 @@ from megalith.training.step import weighted_mean
 from megalith.training.tasks.task import AnyTask
 
 __all__ = ["Evaluation", "evaluate"]
+
+_AT_ONCE = 4  # micro-batches for each rank of a pipeline, so that most of them are busy most of the time
 
 
 @dataclass(frozen=True)
@@ -41,18 +42,19 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(
     task: AnyTask,
-    chunks: Sequence[nn.Module],
+    pipeline: Pipeline[Any],
     dataset: SizedSamples[Any],
     micro_batch_size: int,
     *,
-    pg_collection: ProcessGroupCollection,
+    options: BuildOptions,
     device: torch.device,
     max_samples: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """The means over ``max_samples`` samples spread evenly over ``dataset`` (None: all of them).
 
-    ``progress`` is told the samples done, over all ranks, and how many there are, first and after every micro-batch.
+    ``progress`` is told the samples done, over all ranks, and how many there are, first and after every few
+    micro-batches. ``options`` are those that the model was built with.
 
     The same samples each time, dealt over the data-parallel ranks; all ranks call it together and get the same answer.
     Nothing of the training is touched: mode, data position and randomness stay as they are.
@@ -62,41 +64,56 @@ def evaluate(
     """
     if not len(dataset):
         raise everywhere(DataError("there is nothing to evaluate on: the held-out dataset has no samples"))
+    groups = options.pg_collection
     num_samples = len(dataset) if max_samples is None else min(max_samples, len(dataset))
-    B, dp_rank, dp_size = micro_batch_size, pg_collection.rank("dp"), pg_collection.size("dp")
-    together = pg_collection.mesh is not None  # a model of one process is its own matter, whatever runs beside it
+    B, dp_rank, dp_size = micro_batch_size, groups.rank("dp"), groups.size("dp")
     # every rank runs the same number of micro-batches, because a sharded forward is a collective; the last of them may
     # hold padding rows that do not count
     num_micro_batches = -(-num_samples // (B * dp_size))
-    collate = collate_for(task, pg_collection)
-    sums: dict[str, Tensor] = {}
-    counts: dict[str, int] = {}
-
-    def forward(model: nn.Module, index: int) -> Tensor:
-        first = (index * dp_size + dp_rank) * B
-        with attempt() as reading:
-            batch = _batch(collate, dataset, range(first, first + B), num_samples)
-            counted = task.counts(batch)
-        if any_rank(reading.failed, device) if together else reading.failed:
-            reading.settle("the held-out data cannot be read")
-        inputs = task.inputs(batch, 0, device)
-        output = task.forward(model, inputs)
-        for name, value in task.sums(output, inputs).items():
-            sums[name] = value.double() + sums.get(name, 0.0)  # on the device: nobody waits for it here
-        for name, count in counted.items():
-            counts[name] = counts.get(name, 0) + count
-        progress(min(num_samples, (index + 1) * dp_size * B), num_samples)
-        return output
-
-    training = [chunk.training for chunk in chunks]
-    for chunk in chunks:
-        chunk.eval()
+    collate = collate_for(task, groups)
+    found = _Sums(task, pipeline, device)
     progress(0, num_samples)
-    execute(one_stage_plan(num_micro_batches, backward=False), chunks, forward)
-    for chunk, was_training in zip(chunks, training, strict=True):
-        release_gathered_weights(chunk)
-        chunk.train(was_training)
-    return _evaluation(task, sums, counts, pg_collection, device)
+    with pipeline.evaluating():
+        # a few at a time: ranks agree on what they have read before they wait for each other in the pipeline
+        at_once = 1 if pipeline.placement.num_stages == 1 else _AT_ONCE * pipeline.placement.num_ranks
+        for first in range(0, num_micro_batches, at_once):
+            numbers = range(first, min(first + at_once, num_micro_batches))
+            starts = [(number * dp_size + dp_rank) * B for number in numbers]
+            with attempt() as reading:
+                batches = [_batch(collate, dataset, range(start, start + B), num_samples) for start in starts]
+            # a model of one process is its own matter, whatever runs beside it
+            if any_rank(reading.failed, device) if groups.mesh is not None else reading.failed:
+                reading.settle("the held-out data cannot be read")
+            found.add(batches, options)
+            progress(min(num_samples, numbers.stop * dp_size * B), num_samples)
+    return _evaluation(task, found.sums, found.counts, groups, device)
+
+
+class _Sums:
+    """What this rank has summed and counted: sums in the last stage only."""
+
+    def __init__(self, task: AnyTask, pipeline: Pipeline[Any], device: torch.device) -> None:
+        self.task, self.pipeline, self.device = task, pipeline, device
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, int] = {}
+
+    def add(self, batches: Sequence[Any], options: BuildOptions) -> None:
+        """Takes the micro-batches through the model."""
+        task = self.task
+
+        def forward(model: nn.Module, index: int, hidden: Tensor | None) -> Tensor:
+            inputs = task.inputs(batches[index], 0, self.device)
+            output = task.forward(model, inputs, hidden)
+            if self.pipeline.holds_output(model):
+                for name, value in task.sums(output, inputs).items():
+                    # on the device: nobody waits for it here
+                    self.sums[name] = value.double() + self.sums.get(name, 0.0)
+            return output
+
+        for batch in batches:
+            for name, count in task.counts(batch).items():
+                self.counts[name] = self.counts.get(name, 0) + count
+        self.pipeline.evaluate(len(batches), forward, lambda index: task.hidden_shape(batches[index], options))
 
 
 def _evaluation(
@@ -108,7 +125,7 @@ def _evaluation(
 ) -> Evaluation:
     """The means that this rank's ``sums`` and ``counts`` make with those of the others."""
     names = list(counts)
-    values = [sums[name].item() for name in names] + [float(counts[name]) for name in names]
+    values = [float(sums.get(name, 0.0)) for name in names] + [float(counts[name]) for name in names]
     totals = _summed(values, pg_collection, device)
     means = {name: totals[i] / max(1.0, totals[len(names) + i]) for i, name in enumerate(names)}
     whole = {name: int(totals[len(names) + i]) for i, name in enumerate(names)}

@@ -16,12 +16,13 @@ from megalith.data.token_ids import check_dataset
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import refill_buffers_, state_tensors
+from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.storage import MANIFEST, Store, open_store
 from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.training.build_model import DTYPES
 from megalith.training.evaluation import evaluate
 from megalith.training.process_group import choose_device
 from megalith.training.run_folder import kept_tokenizer, read_config
-from megalith.training.setup import DTYPES
 from megalith.training.state import read_train_state
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
@@ -41,6 +42,7 @@ class TrainedModel:
     config: RunConfig
     step: int
     device: torch.device
+    options: BuildOptions
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,15 @@ def load_model(source: str | Path, task: AnyTask | None = None) -> TrainedModel:
     checkpoint = _checkpoint(open_store(source))
     config = read_config(_run_of(checkpoint))
     device = choose_device()
-    dtype = DTYPES[config.precision.dtype]
+    options = BuildOptions(ProcessGroupCollection.single(), DTYPES[config.precision.dtype])
     task = task_of(config) if task is None else task
     with torch.device("meta"):
-        model = task.build_model(BuildOptions(ProcessGroupCollection.single(), dtype))
+        model = task.build_model(options)
     model.to_empty(device=device)
     refill_buffers_(model)
     weights = {name: tensor.detach() for name, tensor in state_tensors(model).items()}
     load_tensors(checkpoint, weights, only=lambda name: not name.startswith("optimizer."), cast=True)
-    return TrainedModel(model.eval(), task, config, read_train_state(checkpoint).step, device)
+    return TrainedModel(model.eval(), task, config, read_train_state(checkpoint).step, device, options)
 
 
 def evaluate_checkpoint(
@@ -122,10 +124,10 @@ def evaluate_checkpoint(
     trained = load_model(source, task)
     found = evaluate(
         trained.task,
-        [trained.model],
+        Pipeline([trained.model]),
         held_out,
         config.train.micro_batch_size,
-        pg_collection=ProcessGroupCollection.single(),
+        options=trained.options,
         device=trained.device,
         max_samples=max_samples,
         progress=progress,

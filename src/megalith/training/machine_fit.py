@@ -6,8 +6,8 @@ from megalith.config import RunConfig
 from megalith.errors import ConfigError
 from megalith.observe.machine import memory_bytes
 from megalith.observe.units import quantity
+from megalith.training.build_model import param_dtype
 from megalith.training.process_group import choose_device
-from megalith.training.setup import param_dtype
 from megalith.training.tasks.choose import task_of
 
 __all__ = ["check_machine", "state_bytes"]
@@ -30,7 +30,7 @@ def check_machine(config: RunConfig, world_size: int, num_local_ranks: int) -> N
     """
     num_parameters = task_of(config).num_parameters
     layout = config.parallel.layout(world_size)
-    each = state_bytes(config, num_parameters) // (layout.tensor * layout.context * layout.shard)
+    each = state_bytes(config, num_parameters) * layout.replicate // world_size
     device = choose_device()
     if device.type == "cuda":
         if num_local_ranks > (num_gpus := torch.cuda.device_count()):

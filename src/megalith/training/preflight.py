@@ -4,17 +4,20 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from megalith import optional
 from megalith.checkpoint.folders import find_checkpoint
-from megalith.config import RunConfig, load_run
+from megalith.config import RunConfig, batch_size_stages, load_run
 from megalith.config.yaml_text import write_override
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.token_ids import check_dataset
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, MegalithError, MissingDependencyError
 from megalith.observe.trackers import packages
+from megalith.parallel.pipeline.schedules import build_schedule
+from megalith.parallel.pipeline.validate import validate
 from megalith.recipe_files import recipe_names
 from megalith.storage import MANIFEST, child, explained, open_store
 from megalith.training.process_group import choose_device
@@ -67,6 +70,7 @@ def preflight(source: str, overrides: Sequence[str], world_size: int) -> RunConf
         _check_compiler,
         _check_trackers,
         _check_prompts,
+        partial(_check_schedule, world_size=world_size),
     )
     # two checks may trip over one file
     problems = list(dict.fromkeys(problem for check in checks for problem in _problems(check, config)))
@@ -248,6 +252,17 @@ def _check_prompts(config: RunConfig) -> Iterator[str]:
         encode_prompts(config, load_tokenizer(config))
     except MegalithError as error:
         yield f"train.generation: {error}"
+
+
+def _check_schedule(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Every rank of a pipeline gets what it waits for, with every batch size of the run."""
+    parallel, train = config.parallel, config.train
+    if parallel.pipeline > 1:
+        unit = train.micro_batch_size * parallel.layout(world_size).data_parallel
+        for stage in batch_size_stages(train, config.data.seq_length):
+            num_microbatches = stage.global_batch_size // unit
+            validate(build_schedule(parallel.schedule, parallel.pipeline, num_microbatches, parallel.virtual))
+    yield from ()
 
 
 def _with_vocabulary(config: RunConfig) -> RunConfig:

@@ -1,6 +1,6 @@
 """A run in progress: what its steps, evaluations and checkpoints work on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ from megalith.observe.timers import Timers
 from megalith.optim.loss_scale import DynamicLossScale
 from megalith.optim.optimizer import Optimizer
 from megalith.optim.optimizer_param_scheduler import OptimizerParamScheduler
+from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import state_tensors
+from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.storage import Store
 from megalith.topology.agreement import Attempt
-from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.topology.process_groups_config import Axis, ProcessGroupCollection
 from megalith.training.continuity import kept_settings
 from megalith.training.num_microbatches_calculator import NumMicroBatchesCalculator
 from megalith.training.state import STATE_VERSION, SavedState, TrainState
@@ -26,13 +28,16 @@ from megalith.transformer.module import ModelModule
 
 __all__ = ["Run"]
 
+_SPLITTING: tuple[Axis, ...] = ("cp", "pp")  # named in a layout where they do
+
 
 @dataclass
 class Run:
     """Built by ``training.setup.build_run``; ``config`` is resolved.
 
     Attributes:
-        chunks: this rank's parts of the model, sharded: one, the whole of it, without a pipeline.
+        options: what the model was built with, this rank's groups among it.
+        pipeline: this rank's chunks of the model, sharded: one, the whole of it, without a pipeline.
         checkpoints: the folder of its checkpoints.
         data_identity: what the task tells of the training data, for ``state_dict``.
         pending: an error of this rank alone, outside of any collective, that the next step's totals tell all ranks.
@@ -41,8 +46,8 @@ class Run:
     config: RunConfig
     task: AnyTask
     device: torch.device
-    pg_collection: ProcessGroupCollection
-    chunks: list[ModelModule]
+    options: BuildOptions
+    pipeline: Pipeline[ModelModule]
     optimizer: Optimizer
     scheduler: OptimizerParamScheduler
     loss_scale: DynamicLossScale | None
@@ -55,16 +60,27 @@ class Run:
     pending: Attempt = field(default_factory=Attempt)
 
     @property
+    def pg_collection(self) -> ProcessGroupCollection:
+        """This rank's groups."""
+        return self.options.pg_collection
+
+    @property
+    def chunks(self) -> Sequence[ModelModule]:
+        """This rank's parts of the model."""
+        return self.pipeline.chunks
+
+    @property
     def folder(self) -> Path:
         """Where everything that this run writes goes, its checkpoints by default among it."""
         return Path(self.config.run)
 
     @property
     def layout(self) -> str:
-        """The layout in a few letters, such as ``tp2 sp dp4``, or ``tp2 cp2 dp4`` of rows split over ranks."""
-        tp, cp, dp = (self.pg_collection.size(axis) for axis in ("tp", "cp", "dp"))
-        sp = " sp" if self.config.parallel.sequence and tp > 1 else ""
-        return f"tp{tp}{sp}{f' cp{cp}' if cp > 1 else ''} dp{dp}"
+        """The layout in a few letters, such as ``tp2 sp dp4``, or ``tp2 cp2 pp4 dp4`` of rows and layers split too."""
+        groups = self.pg_collection
+        split = [f"{axis}{groups.size(axis)}" for axis in _SPLITTING if groups.size(axis) > 1]
+        sequence = ["sp"] if self.options.sequence_parallel else []
+        return " ".join([f"tp{groups.size('tp')}", *sequence, *split, f"dp{groups.size('dp')}"])
 
     @property
     def consumed_tokens(self) -> int:
@@ -74,6 +90,11 @@ class Run:
     def parameters(self) -> list[torch.nn.Parameter]:
         """Every parameter of this rank's chunks."""
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+
+    def counted_parameters(self) -> list[torch.nn.Parameter]:
+        """``parameters`` without copies of weights that count in another stage."""
+        copies = {id(weight) for chunk in self.chunks for weight in chunk.copied_weights()}
+        return [parameter for parameter in self.parameters() if id(parameter) not in copies]
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter by its canonical name, tied ones once, and the buffers that training changes."""

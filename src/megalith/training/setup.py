@@ -6,31 +6,26 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.functional import linear
 
-from megalith.acceleration.recompute import recompute_modules_
 from megalith.config import RunConfig
-from megalith.config.experimental import require
 from megalith.data.loader import StepLoader
-from megalith.errors import ConfigError
 from megalith.observe.device_clock import DeviceClock
 from megalith.observe.timers import Timers
 from megalith.optim.build import build_optimizer
 from megalith.optim.loss_scale import DynamicLossScale
-from megalith.optim.optimizer import BuildOptimizer
+from megalith.optim.optimizer import BuildOptimizer, Optimizer, matches
 from megalith.optim.optimizer_param_scheduler import OptimizerParamScheduler
 from megalith.parallel.build_options import BuildOptions, MatrixProduct
 from megalith.parallel.context.attention import ContextMethod
 from megalith.parallel.parameters import declared_parameters
-from megalith.parallel.sharding.fsdp import shard_model
+from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.storage import Store, open_store
-from megalith.topology.agreement import agreed
-from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.topology.agreement import agreed, all_gather
 from megalith.topology.rank_grid import RankGrid
 from megalith.topology.rank_groups import ParallelState
-from megalith.torch_compat import compile_layers_
 from megalith.training.batch import collate_for
+from megalith.training.build_model import build_pipeline, param_dtype
 from megalith.training.continuity import data_identity
 from megalith.training.loop import Callback
 from megalith.training.num_microbatches_calculator import build_num_microbatches_calculator
@@ -40,15 +35,7 @@ from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
 from megalith.transformer.module import ModelModule
 
-__all__ = ["DTYPES", "RunParts", "build_run", "param_dtype", "set_determinism"]
-
-# precision.dtype -> the dtype of the computation
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+__all__ = ["RunParts", "build_run", "set_determinism"]
 
 
 @dataclass(frozen=True)
@@ -75,22 +62,21 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
     parts = parts or RunParts()
     set_determinism(config.train.deterministic)
     task = task_of(config) if parts.task is None else parts.task
-    pg_collection = _pg_collection(config, device)
-    parallel = config.parallel
+    state = _parallel_state(config, device)
+    pg_collection, parallel = state.collection(), config.parallel
     method = ContextMethod(parallel.context_method, parallel.context_inner or 1)
     options = BuildOptions(pg_collection, param_dtype(config), parallel.sequence, parts.matrix_product, method)
-    chunks = [_build_model(config, task, options, device)]
+    pipeline = build_pipeline(config, task, options, state, device)
     with agreed("the training data cannot be read"):
         dataset = task.train_dataset()
     identity = data_identity(task, dataset)
-    named = ((name, parameter) for name, parameter, _ in declared_parameters(*chunks))
-    optimizer = parts.optimizer_of(named, config.optim)
+    optimizer = _optimizer(config, parts.optimizer_of, pipeline)
     return Run(
         config=config,
         task=task,
         device=device,
-        pg_collection=pg_collection,
-        chunks=chunks,
+        options=options,
+        pipeline=pipeline,
         optimizer=optimizer,
         scheduler=OptimizerParamScheduler.from_config(optimizer, config.optim, config.train.steps),
         loss_scale=_loss_scale(config),
@@ -105,11 +91,6 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
     )
 
 
-def param_dtype(config: RunConfig) -> torch.dtype:
-    """What parameters, gradients and the optimizer's state are kept in: float32, or wider for a wider computation."""
-    return torch.promote_types(DTYPES[config.precision.dtype], torch.float32)
-
-
 def set_determinism(deterministic: bool) -> None:
     """Makes torch refuse operations whose result may change from run to run, or lets it choose the fastest again."""
     if deterministic:
@@ -121,41 +102,25 @@ def set_determinism(deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
 
 
-def _pg_collection(config: RunConfig, device: torch.device) -> ProcessGroupCollection:
+def _parallel_state(config: RunConfig, device: torch.device) -> ParallelState:
     layout = config.parallel.layout(dist.get_world_size())
-    return ParallelState(RankGrid(layout), device_type=device.type).collection()
+    return ParallelState(RankGrid(layout), device_type=device.type)
 
 
-def _build_model(config: RunConfig, task: AnyTask, options: BuildOptions, device: torch.device) -> ModelModule:
-    """The model on meta; recomputation, compilation and sharding applied to it; and then its memory and weights."""
-    with torch.device("meta"):
-        model = task.build_model(options)
-    if config.train.recompute == "full":
-        recompute_modules_(model.layers())
-    elif config.train.recompute == "selective":
-        recompute_modules_(_attention_cores(model))
-    if config.train.compile:
-        require("compile", config)
-        compile_layers_(model.layers())
-    shard_model(
-        model,
-        model.fsdp_units(),
-        options.pg_collection,
-        compute_dtype=DTYPES[config.precision.dtype],
-        param_dtype=options.dtype,
-        reshard_after_forward=options.pg_collection.data_mesh("dense").size(-1) > 1,
+def _optimizer(config: RunConfig, build: BuildOptimizer, pipeline: Pipeline[ModelModule]) -> Optimizer:
+    """The optimizer of this rank's parameters, with those overrides that match some of them.
+
+    Raises ConfigError, on every rank, for overrides that match no parameter of any stage, or disagree.
+    """
+    named = [(name, parameter) for name, parameter, _ in declared_parameters(*pipeline.chunks)]
+    with agreed():
+        here = {override.match: matches(override, named) for override in config.optim.overrides}
+    elsewhere = {match for found in all_gather(here) for match, matched in found.items() if matched}
+    kept = tuple(
+        override for override in config.optim.overrides if here[override.match] or override.match not in elsewhere
     )
-    model.materialize(device, config.train.seed)
-    return model
-
-
-def _attention_cores(model: ModelModule) -> list[nn.Module]:
-    if not (cores := model.attention_cores()):
-        raise ConfigError(
-            f"train.recompute=selective recomputes the attention cores (DotProductAttention), and this "
-            f"{type(model).__name__} has none; use train.recompute=full or none"
-        )
-    return cores
+    with agreed():
+        return build(named, config.optim.model_copy(update={"overrides": kept}))
 
 
 def _loss_scale(config: RunConfig) -> DynamicLossScale | None:

@@ -22,8 +22,6 @@ from torch.distributed.tensor import DTensor
 from megalith.errors import NonFiniteError
 from megalith.optim.grad_norm import clip_coefficient, local_squared_norm, scale_gradients_
 from megalith.parallel.parameters import declared_parameters
-from megalith.parallel.pipeline.executor import execute
-from megalith.parallel.pipeline.plan import one_stage_plan
 from megalith.topology.agreement import all_gather, everywhere
 from megalith.training.run import Run
 
@@ -89,7 +87,7 @@ def train_step(run: Run, micro_batches: Sequence[Any], counts: Mapping[str, int]
         sums = _forward_backward(run, micro_batches, coefficients)
     parameters = run.parameters()
     with run.timers("gradient norm"):
-        terms, grad_norm = _reduce(run, sums, local_squared_norm(parameters))
+        terms, grad_norm = _reduce(run, sums, local_squared_norm(run.counted_parameters()))
     terms = {name: value / max(1, counts[name]) for name, value in terms.items()}
     loss, grad_norm = weighted_mean(run.task.terms, terms), grad_norm / scale
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
@@ -118,17 +116,25 @@ def weighted_mean(weights: Mapping[str, float], means: Mapping[str, float]) -> f
 
 
 def _forward_backward(run: Run, micro_batches: Sequence[Any], coefficients: Mapping[str, float]) -> Tensor:
-    """Accumulates the gradient of the sums times ``coefficients``; returns this rank's sums [terms] in float64."""
+    """Accumulates the gradient of the sums times ``coefficients``; returns this rank's sums [terms] in float64.
+
+    They are zero on ranks without the last stage.
+    """
     total = torch.zeros(len(coefficients), dtype=torch.float64, device=run.device)
 
-    def forward(model: nn.Module, micro_batch: int) -> Tensor:
+    def forward(model: nn.Module, micro_batch: int, hidden: Tensor | None) -> Tensor:
         inputs = run.task.inputs(micro_batches[micro_batch], run.state.step, run.device)
-        sums = run.task.sums(run.task.forward(model, inputs), inputs)
+        output = run.task.forward(model, inputs, hidden)
+        if not run.pipeline.holds_output(model):
+            return output
+        sums = run.task.sums(output, inputs)
         total.add_(torch.stack([sums[name].detach().double() for name in coefficients]))
         first, *others = (sums[name] * coefficient for name, coefficient in coefficients.items())
         return sum(others, start=first)
 
-    execute(one_stage_plan(len(micro_batches), backward=True), run.chunks, forward)
+    run.pipeline.train(
+        len(micro_batches), forward, lambda index: run.task.hidden_shape(micro_batches[index], run.options)
+    )
     return total
 
 

@@ -33,6 +33,14 @@ class ModelModule(DeclaringModule, ABC):
         """What FSDP2 gathers one at a time, from the inside out; the rest of the model is a unit by itself."""
         return self.layers()
 
+    def shared_weights(self) -> list[nn.Parameter]:
+        """Parameters of this stage of which another stage holds a copy: their gradients are summed over both."""
+        return []
+
+    def copied_weights(self) -> list[nn.Parameter]:
+        """Those of the shared weights that count in another stage, wherever elements of the model are counted."""
+        return []
+
     def attention_cores(self) -> list[nn.Module]:
         """The attention between projections, one in each layer: what "selective" recomputation computes again."""
         return [module for module in self.modules() if isinstance(module, DotProductAttention)]

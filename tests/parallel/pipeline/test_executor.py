@@ -1,15 +1,17 @@
 """executor: every action of a plan in its order, gradients that add up and are reduced once, nothing kept in vain."""
 
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megalith.parallel.pipeline import executor
-from megalith.parallel.pipeline.executor import execute
-from megalith.parallel.pipeline.plan import Action, one_stage_plan
+from megalith.parallel.pipeline.executor import Forward
+from megalith.parallel.pipeline.links import Links
+from megalith.parallel.pipeline.placement import Placement
+from megalith.parallel.pipeline.plan import Action, Plan, Schedule
+from megalith.parallel.pipeline.schedules import build_schedule, forward_only
 
 NUM = 3
 
@@ -28,12 +30,24 @@ def syncs(monkeypatch) -> list[tuple[nn.Module, bool]]:
     return told
 
 
-def forward(seen: list[Tensor]) -> Callable[[nn.Module, int], Tensor]:
-    """(index + 1) * weight, noted in ``seen``."""
+def execute(plan: Plan, chunks: list[nn.Module], forward: Forward) -> None:
+    """``plan`` on the one rank of a pipeline whose hidden states are scalars."""
+    schedule = Schedule(Placement(1, len(chunks)), NUM, (plan,))
+    executor.execute(schedule, Links(), chunks, forward, lambda micro_batch: ())
 
-    def run(chunk: nn.Module, micro_batch: int) -> Tensor:
+
+def one_stage_plan(num_microbatches: int, *, backward: bool) -> Plan:
+    placement = Placement(1)
+    schedule = build_schedule("1f1b", 1, num_microbatches) if backward else forward_only(placement, num_microbatches)
+    return schedule.plans[0]
+
+
+def forward(seen: list[Tensor]) -> Forward:
+    """(index + 1) * weight, times what the chunk before gave, noted in ``seen``."""
+
+    def run(chunk: nn.Module, micro_batch: int, hidden: Tensor | None) -> Tensor:
         seen.append((chunk, micro_batch))
-        return (micro_batch + 1.0) * chunk.weight
+        return (micro_batch + 1.0) * chunk.weight * (1.0 if hidden is None else hidden)
 
     return run
 
@@ -48,7 +62,6 @@ def test_the_plan_of_one_stage_takes_each_micro_batch_back_at_once_and_reduces_w
         Action("backward", 2, reduces=True),
     )
     assert one_stage_plan(2, backward=False) == (Action("forward", 0), Action("forward", 1))
-    assert one_stage_plan(0, backward=True) == ()
 
 
 def test_gradients_accumulate_over_micro_batches(syncs):
@@ -88,7 +101,8 @@ def test_chunks_and_micro_batches_are_told_apart_in_any_order(syncs):
     seen: list[tuple[nn.Module, int]] = []
     execute(plan, [first, second], forward(seen))
     assert seen == [(first, 0), (second, 0), (first, 1), (second, 1)]
-    assert (first.weight.grad.item(), second.weight.grad.item()) == (3.0, 3.0)
+    # the product of both weights and the square of the index plus 1, summed
+    assert (first.weight.grad.item(), second.weight.grad.item()) == (7.0 * (1 + 4), 5.0 * (1 + 4))
     assert syncs == [(second, False), (second, True), (first, False), (first, True)]
 
 
@@ -97,7 +111,7 @@ def alive_during(plan: tuple[Action, ...]) -> list[int]:
     results: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
-    def run(chunk: nn.Module, micro_batch: int) -> Tensor:
+    def run(chunk: nn.Module, micro_batch: int, hidden: Tensor | None) -> Tensor:
         alive.append(sum(result() is not None for result in results))
         y = chunk.weight * 1.0
         results.append(weakref.ref(y))

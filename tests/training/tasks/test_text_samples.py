@@ -13,6 +13,8 @@ from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.models.generation import Sampling
 from megalith.observe.metrics import read_metrics
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.preflight import preflight
 from megalith.training.pretrain import pretrain
@@ -64,6 +66,8 @@ def texts_of(run: str) -> dict[int, list[dict[str, str]]]:
         (LLAMA, {}),
         (LLAMA, {"tensor": 2, "sequence": True}),
         (GPT2, {"shard": 2}),
+        (GPT2, {"pipeline": 2}),
+        pytest.param(LLAMA, {"pipeline": 2, "tensor": 2, "sequence": True, "shard": 2}, marks=pytest.mark.slow),
         (LLAMA, {"context": 2}),
         pytest.param(LLAMA, {"context": 2, "tensor": 2, "sequence": True}, marks=pytest.mark.slow),
         pytest.param(GPT2, {"tensor": 2, "sequence": True, "shard": 2}, marks=pytest.mark.slow),
@@ -72,7 +76,7 @@ def texts_of(run: str) -> dict[int, list[dict[str, str]]]:
 )
 def test_texts_are_those_that_generate_draws_from_the_checkpoint(text, tmp_path, shape, parallel):
     tree = run_settings(text, tmp_path, shape) | {"parallel": parallel}
-    world_size = prod(parallel.get(axis, 1) for axis in ("tensor", "context", "shard", "replicate"))
+    world_size = prod(degree for name, degree in parallel.items() if name != "sequence")
     lines, *_ = ranks(world_size, lines_of, tree, world_size)
     found = texts_of(tree["run"])
     assert list(found) == STEPS
@@ -90,14 +94,14 @@ def written(tree: dict[str, Any], logits_of: Any) -> list[str]:
     """What a writer makes of a model whose logits at a position are ``logits_of`` the token there."""
 
     class Model(torch.nn.Module):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, hidden: None) -> torch.Tensor:
             assert not self.training
             return logits_of(tokens)
 
     config, model = load_run(tree), Model()
     tokenizer = Tokenizer.load(f"{tree['data']['train']}-tokenizer.json")
-    writer = GPTTextWriter(config, tokenizer, ProcessGroupCollection.single(), torch.device("cpu"))
-    samples = writer([model])
+    options = BuildOptions(ProcessGroupCollection.single())
+    samples = GPTTextWriter(config, tokenizer, options, torch.device("cpu"))(Pipeline([model]))
     assert model.training
     return [sample.text for sample in samples]
 

@@ -1,1 +1,1 @@
-"""The order in which a rank runs micro-batches forward and backward: plans as data, and the executor of any plan."""
+"""The order in which ranks run micro-batches forward and backward: schedules as data, and the executor of any plan."""

@@ -20,8 +20,9 @@ recomputation repeats is not counted: it is work of the machine, not of the mode
 """
 
 from megalith.config import TransformerConfig
+from megalith.parallel.pipeline.stages import ModelCosts
 
-__all__ = ["flops_per_token", "parameters"]
+__all__ = ["flops_per_token", "parameters", "stage_costs"]
 
 
 def parameters(config: TransformerConfig, vocab_size: int) -> int:
@@ -39,9 +40,14 @@ def parameters(config: TransformerConfig, vocab_size: int) -> int:
 
 def flops_per_token(config: TransformerConfig, vocab_size: int, seq_length: int) -> int:
     """Model FLOPs of training on one token of a row of ``seq_length``: forward, backward, causal attention halved."""
-    weights = config.num_layers * _layer_weights(config) + vocab_size * config.hidden_size
-    attention = 2 * _widths(config)[0] * seq_length * config.num_layers
-    return 3 * (2 * weights + attention)
+    costs = stage_costs(config, vocab_size, seq_length)
+    return sum(costs.layers) + costs.embedding + costs.head
+
+
+def stage_costs(config: TransformerConfig, vocab_size: int, seq_length: int) -> ModelCosts:
+    """``flops_per_token``, part by part: an embedding only looks up."""
+    layer = 3 * (2 * _layer_weights(config) + 2 * _widths(config)[0] * seq_length)
+    return ModelCosts((layer,) * config.num_layers, embedding=0, head=3 * 2 * vocab_size * config.hidden_size)
 
 
 def _layer_weights(config: TransformerConfig) -> int:

@@ -13,18 +13,19 @@ from megalith.config import RunConfig
 from megalith.data.gpt_dataset import EvaluationDataset, GPTBatch, GPTDataset, GPTSample, stack_samples
 from megalith.data.samples import Samples
 from megalith.errors import DataError
-from megalith.models.gpt_model import GPTModel
+from megalith.models.gpt_model import GPTModel, hidden_shape
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.context.zigzag import zigzag_positions
+from megalith.parallel.pipeline.stages import ModelCosts
 from megalith.storage import open_store, record_of
-from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.batch import to_device
 from megalith.training.preflight import load_tokenizer
-from megalith.training.tasks.gpt_size import flops_per_token, parameters
+from megalith.training.tasks.gpt_size import flops_per_token, parameters, stage_costs
 from megalith.training.tasks.task import Task
 from megalith.training.tasks.text_samples import GPTTextWriter
+from megalith.transformer.stage import Stage
 
 __all__ = ["GPTInputs", "PretrainGPT"]
 
@@ -59,9 +60,19 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         self._packs_documents = config.data.reset_attention_mask
         self._resets_positions = config.data.reset_position_ids
 
-    def build_model(self, options: BuildOptions) -> GPTModel:
-        """The model that ``model`` of the settings describes."""
-        return GPTModel(self.config.model, options)
+    def build_model(self, options: BuildOptions, stage: Stage | None = None) -> GPTModel:
+        """The model that ``model`` of the settings describes, or a stage of it."""
+        return GPTModel(self.config.model, options, stage=stage)
+
+    def costs(self) -> ModelCosts:
+        """FLOPs of a token."""
+        assert self.config.model.vocab_size is not None, "preflight has settled it"
+        return stage_costs(self.config.model, self.config.model.vocab_size, self.config.data.seq_length)
+
+    def hidden_shape(self, batch: GPTBatch, options: BuildOptions) -> tuple[int, ...]:
+        """[S/tp, B, H] under sequence parallelism, else [S, B, H]."""
+        B, S = batch.tokens.shape
+        return hidden_shape(self.config.model, options, B, S)
 
     def train_dataset(self) -> GPTDataset:
         """``data.train``, in the order of ``train.seed``."""
@@ -133,16 +144,17 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
             DropoutKey(self.config.train.seed, step, token_ids),
         )
 
-    def forward(self, model: nn.Module, inputs: GPTInputs) -> Tensor:
-        """The loss of each token, [B, S]."""
-        losses: Tensor = model(
+    def forward(self, model: nn.Module, inputs: GPTInputs, hidden: Tensor | None) -> Tensor:
+        """The loss of each token, [B, S]; of a stage without the head hidden states, [S, B, H]."""
+        output: Tensor = model(
             inputs.tokens,
             labels=inputs.labels,
             position_ids=inputs.position_ids,
             packed_seq_params=inputs.packed_seq_params,
             dropout_key=inputs.dropout_key,
+            hidden=hidden,
         )
-        return losses
+        return output
 
     def sums(self, output: Tensor, inputs: GPTInputs) -> Mapping[str, Tensor]:
         """The sum of the losses of tokens that the mask keeps."""
@@ -166,6 +178,6 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
                 start = end
         return ["  | " + line for line in "".join(pieces).splitlines()]
 
-    def text_writer(self, pg_collection: ProcessGroupCollection, device: torch.device) -> GPTTextWriter:
+    def text_writer(self, options: BuildOptions, device: torch.device) -> GPTTextWriter:
         """Goes on from the prompts of ``train.generation``, by the run's tokenizer."""
-        return GPTTextWriter(self.config, load_tokenizer(self.config), pg_collection, device)
+        return GPTTextWriter(self.config, load_tokenizer(self.config), options, device)

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from megalith.data.samples import Identified, Samples, SizedSamples
 from megalith.errors import ConfigError
 from megalith.parallel.build_options import BuildOptions
-from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.parallel.pipeline.pipeline import Pipeline
+from megalith.parallel.pipeline.stages import ModelCosts
 from megalith.transformer.module import ModelModule
+from megalith.transformer.stage import Stage
 
 __all__ = ["AnyTask", "Task", "TextSample", "TextWriter"]
 
@@ -32,7 +34,7 @@ class TextSample:
 class TextWriter(Protocol):
     """Draws a text for each prompt of a run. All ranks call it together, and get the same texts."""
 
-    def __call__(self, chunks: Sequence[nn.Module]) -> list[TextSample]: ...
+    def __call__(self, pipeline: Pipeline[Any]) -> list[TextSample]: ...
 
 
 class Task(ABC, Generic[Sample, Batch, Inputs]):
@@ -55,8 +57,19 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
     num_parameters: int
 
     @abstractmethod
-    def build_model(self, options: BuildOptions) -> ModelModule:
-        """The model, on torch's current default device."""
+    def build_model(self, options: BuildOptions, stage: Stage | None = None) -> ModelModule:
+        """The model, on torch's current default device; ``stage`` of it where ``costs`` lets it be cut into stages."""
+
+    def costs(self) -> ModelCosts:
+        """What each part of the model costs, by which layers are dealt out to the stages of a pipeline.
+
+        By default a ConfigError: not every model can be cut into stages.
+        """
+        raise ConfigError(f"the model of {type(self).__name__} cannot be cut into stages; use parallel.pipeline=1")
+
+    def hidden_shape(self, batch: Batch, options: BuildOptions) -> tuple[int, ...]:
+        """The shape on this rank of what a stage gives the next for the micro-batch ``batch``; asked in stages only."""
+        raise NotImplementedError(f"{type(self).__name__} has costs(), and needs hidden_shape() too")
 
     @abstractmethod
     def train_dataset(self) -> Samples[Sample]:
@@ -103,8 +116,12 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
         """``batch`` as the model takes it, on ``device``, for training step ``step``."""
 
     @abstractmethod
-    def forward(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """The model's output; for GPT the loss of each token, [B, S]."""
+    def forward(self, model: nn.Module, inputs: Inputs, hidden: Tensor | None) -> Tensor:
+        """The output of ``model``; for GPT the loss of each token, [B, S].
+
+        In a pipeline ``hidden`` is what the stage before gave, None in the first, and but for the last stage the output
+        is what the next one is given.
+        """
 
     @abstractmethod
     def sums(self, output: Tensor, inputs: Inputs) -> Mapping[str, Tensor]:
@@ -114,8 +131,11 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
     def sample_as_text(self, sample: Sample) -> list[str]:
         """``sample`` for a person, in lines: what the model reads, and what no loss is taken on."""
 
-    def text_writer(self, pg_collection: ProcessGroupCollection, device: torch.device) -> TextWriter:
-        """What ``train.generation`` asks for. By default a ConfigError: not every model writes text."""
+    def text_writer(self, options: BuildOptions, device: torch.device) -> TextWriter:
+        """What ``train.generation`` asks for, of a model built with ``options``.
+
+        By default a ConfigError: not every model writes text.
+        """
         raise ConfigError(f"{type(self).__name__} writes no text; leave train.generation out")
 
 

@@ -1,0 +1,92 @@
+"""Rules on the stages of a pipeline."""
+
+from collections.abc import Iterator
+
+from megalith.config.batch_size_schedule import parse_batch_size_schedule
+from megalith.config.draft import Draft, Unknown, Violation, divisors, nearest_first, round_up
+from megalith.errors import ConfigError
+
+__all__ = [
+    "interleaved_micro_batches_fill_the_pipeline",
+    "pipeline_settings_need_a_pipeline",
+    "schedule_fits_the_stages",
+    "stage_layers_are_those_of_the_model",
+    "stages_have_layers",
+]
+
+_PIPELINE, _VIRTUAL, _SCHEDULE = "parallel.pipeline", "parallel.virtual", "parallel.schedule"
+_LISTED, _LAYERS = "parallel.stage_layers", "model.num_layers"
+_BATCH, _MICRO, _BATCHES = "train.global_batch_size", "train.micro_batch_size", "train.batch_size_schedule"
+
+
+def pipeline_settings_need_a_pipeline(run: Draft) -> Iterator[Violation]:
+    """virtual, schedule and stage_layers need pipeline above 1."""
+    if run[_PIPELINE] > 1:
+        return
+    # the values of a run without a pipeline, which its config.yaml names too
+    without = {_VIRTUAL: 1, _SCHEDULE: "1f1b", _LISTED: None}
+    for name, value in without.items():
+        if name in run.given and run.get(name) != value:
+            message = f"{name} ({run.get(name)}) has no effect with {_PIPELINE}=1"
+            yield Violation("pipeline_settings_need_a_pipeline", name, message, ({name: None},))
+
+
+def schedule_fits_the_stages(run: Draft) -> Iterator[Violation]:
+    """virtual above 1 goes with schedule=interleaved, and virtual=1 with another."""
+    virtual, schedule = run[_VIRTUAL], run[_SCHEDULE]
+    if run[_PIPELINE] > 1 and (virtual > 1) != (schedule == "interleaved"):
+        wanted = "interleaved" if virtual > 1 else "1f1b or gpipe"
+        message = f"{_SCHEDULE} ({schedule}) must be {wanted} with {_VIRTUAL}={virtual}"
+        yield Violation("schedule_fits_the_stages", _SCHEDULE, message, ({_SCHEDULE: None},))
+
+
+def stages_have_layers(run: Draft) -> Iterator[Violation]:
+    """There are at least as many layers as stages: pipeline x virtual."""
+    pipeline, virtual, layers = run[_PIPELINE], run[_VIRTUAL], run[_LAYERS]
+    if pipeline == 1 or pipeline * virtual <= layers:
+        return
+    message = f"{_LAYERS} ({layers}) must be at least {_PIPELINE} ({pipeline}) x {_VIRTUAL} ({virtual})"
+    fixes = [{_VIRTUAL: fewer, _SCHEDULE: None} for fewer in (layers // pipeline,) if fewer]
+    world = run.world_size
+    fewer_ranks = [size for size in divisors(world or pipeline) if size <= layers]
+    fixes += [
+        {_PIPELINE: size, _VIRTUAL: None, _SCHEDULE: None, _LISTED: None}
+        for size in nearest_first(fewer_ranks, pipeline)
+    ]
+    yield Violation("stages_have_layers", _LAYERS, message, (*fixes, {_LAYERS: pipeline * virtual}))
+
+
+def stage_layers_are_those_of_the_model(run: Draft) -> Iterator[Violation]:
+    """stage_layers has an entry for each stage, and their sum is num_layers."""
+    listed = run.get(_LISTED)
+    pipeline, virtual, layers = run[_PIPELINE], run[_VIRTUAL], run[_LAYERS]
+    if listed is None or pipeline == 1 or (len(listed) == pipeline * virtual and sum(listed) == layers):
+        return
+    message = (
+        f"{_LISTED} ({', '.join(map(str, listed))}) must have {pipeline * virtual} entries, one a stage, that add up "
+        f"to {_LAYERS} ({layers})"
+    )
+    yield Violation("stage_layers_are_those_of_the_model", _LISTED, message, ({_LISTED: None},))
+
+
+def interleaved_micro_batches_fill_the_pipeline(run: Draft) -> Iterator[Violation]:
+    """With schedule=interleaved the micro-batches of a rank in a step are a multiple of pipeline."""
+    pipeline, micro = run[_PIPELINE], run[_MICRO]
+    if pipeline == 1 or run[_SCHEDULE] != "interleaved":
+        return
+    unit = micro * run.layout.data_parallel
+    batches = run.get(_BATCHES)
+    try:
+        sizes = [stage.global_batch_size for stage in parse_batch_size_schedule(batches)] if batches else [run[_BATCH]]
+    except ConfigError:
+        raise Unknown(_BATCHES) from None
+    wrong = [size // unit for size in sizes if size % unit == 0 and size // unit % pipeline]
+    if not wrong:
+        return
+    message = (
+        f"with {_SCHEDULE}=interleaved the micro-batches of a step ({wrong[0]}) must be a multiple of {_PIPELINE} "
+        f"({pipeline})"
+    )
+    larger = () if batches else ({_BATCH: round_up(sizes[0], unit * pipeline)},)
+    not_interleaved = {_VIRTUAL: None, _SCHEDULE: None, _LISTED: None}
+    yield Violation("interleaved_micro_batches_fill_the_pipeline", _SCHEDULE, message, (*larger, not_interleaved))

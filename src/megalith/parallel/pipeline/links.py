@@ -1,0 +1,151 @@
+"""Messages between the stages of a pipeline: hidden states to the next stage, their gradients to the one before.
+
+Between two ranks there is a channel for each kind of message in each direction, in which messages arrive in the order
+in which they are sent. The receiver knows that order from the sender's plan and posts its receives in it, one message
+ahead of what it needs; so neither ranks nor backends that match by order alone (NCCL) can wait for each other in a
+circle.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from megalith.parallel.pipeline.dependencies import Result, receives
+from megalith.parallel.pipeline.placement import Placement
+from megalith.parallel.pipeline.plan import Schedule
+from megalith.torch_compat import new_group
+
+__all__ = ["Links", "Messages", "ShapeOf", "open_links"]
+
+# the number of a micro-batch -> the shape of its hidden states
+ShapeOf = Callable[[int], tuple[int, ...]]
+
+# what is sent, and whether to a rank further down the pipeline
+Channel = tuple[Literal["output", "input_gradient"], bool]
+
+
+@dataclass(frozen=True)
+class Links:
+    """One rank's channels to the others of its pipeline.
+
+    Attributes:
+        rank: its index among the ranks of the pipeline.
+        global_ranks: the ranks of the pipeline, in their order.
+        groups: the process group of each channel, of all ranks of the pipeline.
+        dtype, device: of hidden states and their gradients; None: torch's current default device.
+    """
+
+    rank: int = 0
+    global_ranks: tuple[int, ...] = (0,)
+    groups: Mapping[Channel, ProcessGroup] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    device: torch.device | None = None
+
+
+def open_links(
+    placement: Placement, rank: int, global_ranks: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Links:
+    """The links of ``rank``; a collective of the ranks of the pipeline."""
+    ranks = tuple(global_ranks)
+    channels = {_channel(result, receiver) for result, receiver in _messages(placement)}
+    # NCCL has a communicator for every pair of ranks of a group that send to each other, and a stream for each
+    groups = {channel: new_group(ranks, None, None, None) for channel in sorted(channels)}
+    return Links(rank, ranks, groups, dtype, device)
+
+
+class Messages:
+    """What this rank receives and sends in one run of ``schedule``."""
+
+    def __init__(self, links: Links, schedule: Schedule, shape_of: ShapeOf) -> None:
+        self._links = links
+        self._placement = schedule.placement
+        self._shape_of = shape_of
+        self._expected: dict[tuple[int, str], deque[Result]] = defaultdict(deque)
+        for sender, results in receives(schedule, links.rank).items():
+            for result in results:
+                self._expected[sender, result.kind].append(result)
+        self._posted: dict[Result, tuple[Tensor, Work]] = {}
+        self._sent: deque[tuple[Tensor, Work]] = deque()
+        self._here: dict[Result, Tensor] = {}  # from one chunk of this rank to another
+        for queue in self._expected.values():
+            self._post(queue)
+
+    def input_of(self, micro_batch: int, chunk: int) -> Tensor | None:
+        """The hidden states that the stage before gave; None in the first stage."""
+        before = self._placement.previous(self._links.rank, chunk)
+        return None if before is None else self._take(Result("output", micro_batch, *before))
+
+    def gradient_of(self, micro_batch: int, chunk: int) -> Tensor | None:
+        """The gradient of what this stage gave; None in the last stage."""
+        after = self._placement.next(self._links.rank, chunk)
+        return None if after is None else self._take(Result("input_gradient", micro_batch, *after))
+
+    def send_output(self, micro_batch: int, chunk: int, output: Tensor) -> None:
+        """Sends hidden states to the next stage."""
+        after = self._placement.next(self._links.rank, chunk)
+        assert after is not None, "the last stage has nobody to send to"
+        self._give(Result("output", micro_batch, self._links.rank, chunk), after[0], output)
+
+    def send_gradient(self, micro_batch: int, chunk: int, gradient: Tensor) -> None:
+        """Sends the gradient of this stage's input to the stage before."""
+        before = self._placement.previous(self._links.rank, chunk)
+        assert before is not None, "the first stage has nobody to send to"
+        self._give(Result("input_gradient", micro_batch, self._links.rank, chunk), before[0], gradient)
+
+    def finish(self) -> None:
+        """Returns when everything that was sent has arrived."""
+        while self._sent:
+            self._sent.popleft()[1].wait()
+
+    def _take(self, result: Result) -> Tensor:
+        if result.rank == self._links.rank:
+            return self._here.pop(result)
+        queue = self._expected[result.rank, result.kind]
+        while result not in self._posted:
+            self._post(queue)
+        tensor, work = self._posted.pop(result)
+        work.wait()
+        if queue and not any((posted.rank, posted.kind) == (result.rank, result.kind) for posted in self._posted):
+            self._post(queue)
+        return tensor
+
+    def _post(self, queue: deque[Result]) -> None:
+        """Begins to receive the next message of a channel from one rank."""
+        links, result = self._links, queue.popleft()
+        tensor = torch.empty(self._shape_of(result.micro_batch), dtype=links.dtype, device=links.device)
+        group = links.groups[_channel(result, links.rank)]
+        work = dist.irecv(tensor, src=links.global_ranks[result.rank], group=group)
+        assert work is not None, "this rank is in the group of its own channel"
+        self._posted[result] = tensor, work
+
+    def _give(self, result: Result, receiver: int, tensor: Tensor) -> None:
+        links, tensor = self._links, tensor.detach()
+        if receiver == links.rank:
+            self._here[result] = tensor
+            return
+        while self._sent and self._sent[0][1].is_completed():
+            self._sent.popleft()  # its memory is free again
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, dst=links.global_ranks[receiver], group=links.groups[_channel(result, receiver)])
+        assert work is not None, "this rank is in the group of its own channel"
+        self._sent.append((tensor, work))
+
+
+def _channel(result: Result, receiver: int) -> Channel:
+    return result.kind, result.rank < receiver
+
+
+def _messages(placement: Placement) -> Iterator[tuple[Result, int]]:
+    """What ranks send each other of a micro-batch, and to whom."""
+    for rank in range(placement.num_ranks):
+        for chunk in range(placement.num_chunks):
+            following = placement.next(rank, chunk)
+            if following is not None and following[0] != rank:
+                yield Result("output", 0, rank, chunk), following[0]
+                yield Result("input_gradient", 0, *following), rank

@@ -1,0 +1,79 @@
+"""A rank's part of a model that is cut into stages, and the way of micro-batches through all of it."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from megalith.parallel.pipeline.executor import Forward, execute
+from megalith.parallel.pipeline.links import Links, ShapeOf
+from megalith.parallel.pipeline.placement import Placement
+from megalith.parallel.pipeline.schedules import build_schedule, forward_only
+from megalith.parallel.sharding.fsdp import release_gathered_weights
+
+__all__ = ["Pipeline"]
+
+Chunk = TypeVar("Chunk", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Pipeline(Generic[Chunk]):
+    """The chunks of one rank; by default the whole model, in one process or without a pipeline.
+
+    Attributes:
+        chunks: one module a chunk, in the order of ``placement``.
+        schedule: the name of the order in which a step's micro-batches are taken.
+        shared: parameters of which another stage has a copy, and ``shared_group`` the ranks of both.
+    """
+
+    chunks: Sequence[Chunk]
+    placement: Placement = field(default_factory=lambda: Placement(1))
+    schedule: str = "1f1b"
+    links: Links = field(default_factory=Links)
+    shared: tuple[nn.Parameter, ...] = ()
+    shared_group: ProcessGroup | None = None
+
+    def holds_output(self, chunk: nn.Module) -> bool:
+        """Whether ``chunk``, one of this rank's, is the last stage: what it gives is the model's output."""
+        index = next(index for index, mine in enumerate(self.chunks) if mine is chunk)
+        return self.placement.next(self.links.rank, index) is None
+
+    def train(self, num_microbatches: int, forward: Forward, shape_of: ShapeOf) -> None:
+        """Every micro-batch forward and backward through all stages; gradients are left in the parameters."""
+        schedule = _schedule(self.schedule, self.placement.num_ranks, num_microbatches, self.placement.num_chunks)
+        execute(schedule, self.links, self.chunks, forward, shape_of)
+        self._sum_shared_gradients()
+
+    def evaluate(self, num_microbatches: int, forward: Forward, shape_of: ShapeOf) -> None:
+        """Every micro-batch forward through all stages; inside ``evaluating`` and without gradients."""
+        execute(_forward_only(self.placement, num_microbatches), self.links, self.chunks, forward, shape_of)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside the ``with`` block the chunks are in evaluation mode; their modes and sharded weights are restored."""
+        training = [chunk.training for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.eval()
+        try:
+            yield
+        finally:
+            for chunk, was_training in zip(self.chunks, training, strict=True):
+                release_gathered_weights(chunk)
+                chunk.train(was_training)
+
+    def _sum_shared_gradients(self) -> None:
+        for weight in self.shared:
+            assert weight.grad is not None, "every stage uses its weights"
+            gradient = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+            dist.all_reduce(gradient, group=self.shared_group)
+
+
+# a step's schedule is that of the step before, unless the batch size changes
+_schedule = functools.lru_cache(maxsize=8)(build_schedule)
+_forward_only = functools.lru_cache(maxsize=8)(forward_only)

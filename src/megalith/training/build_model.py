@@ -1,0 +1,106 @@
+"""From a task to this rank's part of its model: cut into stages, recomputed, compiled, sharded, and drawn."""
+
+import torch
+from torch import nn
+
+from megalith.acceleration.recompute import recompute_modules_
+from megalith.config import RunConfig
+from megalith.config.experimental import require
+from megalith.errors import ConfigError
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.pipeline.links import open_links
+from megalith.parallel.pipeline.pipeline import Pipeline
+from megalith.parallel.pipeline.placement import Placement
+from megalith.parallel.pipeline.stages import balanced_stages, listed_stages
+from megalith.parallel.sharding.fsdp import shard_model
+from megalith.topology.rank_groups import ParallelState
+from megalith.torch_compat import compile_layers_, new_group
+from megalith.training.tasks.task import AnyTask
+from megalith.transformer.module import ModelModule
+from megalith.transformer.stage import Stage
+
+__all__ = ["DTYPES", "build_pipeline", "param_dtype", "stages_of"]
+
+# precision.dtype -> the dtype of the computation
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def param_dtype(config: RunConfig) -> torch.dtype:
+    """What parameters, gradients and the optimizer's state are kept in: float32, or wider for a wider computation."""
+    return torch.promote_types(DTYPES[config.precision.dtype], torch.float32)
+
+
+def build_pipeline(
+    config: RunConfig, task: AnyTask, options: BuildOptions, state: ParallelState, device: torch.device
+) -> Pipeline[ModelModule]:
+    """This rank's chunks of the model, with its links to the ranks of the other stages; all ranks call it.
+
+    Raises:
+        ConfigError: the model of ``task`` cannot be cut into the stages that are wanted.
+    """
+    parallel = config.parallel
+    placement, rank = Placement(parallel.pipeline, parallel.virtual), state.rank("pp")
+    if placement.num_stages == 1:
+        return Pipeline([_build_model(config, task, options, device, None)])
+    stages = stages_of(config, task)
+    chunks = [
+        _build_model(config, task, options, device, stages[placement.stage(rank, chunk)])
+        for chunk in range(placement.num_chunks)
+    ]
+    ranks = state.grid.group_of("pp", state.global_rank)
+    links = open_links(placement, rank, ranks, DTYPES[config.precision.dtype], device)
+    shared = tuple(weight for chunk in chunks for weight in chunk.shared_weights())
+    # the first and the last stage have them, and nobody else
+    group = new_group([ranks[0], ranks[-1]], None, None, None) if shared else None
+    return Pipeline(chunks, placement, parallel.schedule, links, shared, group)
+
+
+def stages_of(config: RunConfig, task: AnyTask) -> list[Stage]:
+    """Which layers each stage of the run's pipeline has. Raises ConfigError for a model that has no stages."""
+    parallel, costs = config.parallel, task.costs()
+    num_stages, listed = parallel.pipeline * parallel.virtual, parallel.stage_layers
+    ranges = balanced_stages(costs, num_stages) if listed is None else listed_stages(listed)
+    return [
+        Stage(layers.start, layers.stop, has_embedding=number == 0, has_head=number == num_stages - 1)
+        for number, layers in enumerate(ranges)
+    ]
+
+
+def _build_model(
+    config: RunConfig, task: AnyTask, options: BuildOptions, device: torch.device, stage: Stage | None
+) -> ModelModule:
+    """A stage on meta; recomputation, compilation and sharding applied to it; and then its memory and weights."""
+    with torch.device("meta"):
+        model = task.build_model(options) if stage is None else task.build_model(options, stage)
+    if config.train.recompute == "full":
+        recompute_modules_(model.layers())
+    elif config.train.recompute == "selective":
+        recompute_modules_(_attention_cores(model))
+    if config.train.compile:
+        require("compile", config)
+        compile_layers_(model.layers())
+    shard_model(
+        model,
+        model.fsdp_units(),
+        options.pg_collection,
+        compute_dtype=DTYPES[config.precision.dtype],
+        param_dtype=options.dtype,
+        # a stage's weights are needed again soon, for the next micro-batch
+        reshard_after_forward=stage is None and options.pg_collection.data_mesh("dense").size(-1) > 1,
+    )
+    model.materialize(device, config.train.seed)
+    return model
+
+
+def _attention_cores(model: ModelModule) -> list[nn.Module]:
+    if not (cores := model.attention_cores()):
+        raise ConfigError(
+            f"train.recompute=selective recomputes the attention cores (DotProductAttention), and this "
+            f"{type(model).__name__} has none; use train.recompute=full or none"
+        )
+    return cores

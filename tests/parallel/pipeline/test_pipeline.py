@@ -1,0 +1,118 @@
+"""pipeline: on real ranks what one process computes, with no more activations than the schedule promises."""
+
+import weakref
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalith.parallel.pipeline import executor
+from megalith.parallel.pipeline.links import open_links
+from megalith.parallel.pipeline.pipeline import Pipeline
+from megalith.parallel.pipeline.placement import Placement
+from tests.rank_pool import ranks
+
+H = 4
+
+
+def shape_of(micro_batch: int) -> tuple[int, ...]:
+    """Micro-batches of different lengths."""
+    return micro_batch + 1, H
+
+
+class Part(nn.Module):
+    """One stage: tanh of a product with a matrix that follows from its number."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(stage)
+        self.weight = nn.Parameter(torch.randn(H, H, generator=generator, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+def first_input(micro_batch: int) -> Tensor:
+    return torch.randn(shape_of(micro_batch), generator=torch.Generator().manual_seed(micro_batch)).double()
+
+
+def in_one_process(num_stages: int, num_microbatches: int) -> list[Tensor]:
+    """The gradient of each stage's matrix."""
+    model = nn.Sequential(*(Part(stage) for stage in range(num_stages)))
+    for number in range(num_microbatches):
+        model(first_input(number)).sum().backward()
+    return [part.weight.grad for part in model]
+
+
+class Live:
+    """How many results of forwards have a graph that is still there, and how many there were at most."""
+
+    def __init__(self) -> None:
+        self.alive: set[int] = set()
+        self.most = 0
+
+
+class _Held(torch.autograd.Function):
+    """The identity, whose context lives as long as the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, live: Live, number: int) -> Tensor:
+        live.alive.add(number)
+        live.most = max(live.most, len(live.alive))
+        weakref.finalize(ctx, live.alive.discard, number)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        return dx, None, None
+
+
+def gradients_and_live(schedule: str, num_chunks: int, num_microbatches: int) -> tuple[dict[int, Tensor], int]:
+    """The gradients of this rank's stages, by number, and the most activations that were live on it."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    placement = Placement(p, num_chunks)
+    links = open_links(placement, rank, range(p), torch.float64, torch.device("cpu"))
+    chunks = [Part(placement.stage(rank, chunk)) for chunk in range(num_chunks)]
+    pipeline = Pipeline(chunks, placement, schedule, links)
+    live, numbers = Live(), iter(range(1000))
+
+    def forward(chunk: nn.Module, micro_batch: int, hidden: Tensor | None) -> Tensor:
+        y = _Held.apply(chunk(first_input(micro_batch) if hidden is None else hidden), live, next(numbers))
+        return y.sum() if pipeline.holds_output(chunk) else y
+
+    with patch.object(executor, "gradient_sync", lambda chunk, last: None):
+        pipeline.train(num_microbatches, forward, shape_of)
+        for chunk in chunks:  # a second step begins where the first ended
+            chunk.weight.grad = None
+        pipeline.train(num_microbatches, forward, shape_of)
+    stages = {placement.stage(rank, chunk): part.weight.grad for chunk, part in enumerate(chunks)}
+    return stages, live.most
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "num_chunks", "num_microbatches"),
+    [
+        ("gpipe", 2, 1, 5),
+        ("1f1b", 4, 1, 7),
+        ("1f1b", 4, 1, 2),
+        ("interleaved", 2, 3, 4),
+        ("interleaved", 4, 2, 8),
+    ],
+)
+def test_gradients_are_those_of_one_process_and_no_more_is_live_than_promised(
+    schedule, num_ranks, num_chunks, num_microbatches
+):
+    p, m, v = num_ranks, num_microbatches, num_chunks
+    want = in_one_process(p * v, m)
+    for rank, (found, live) in enumerate(ranks(p, gradients_and_live, schedule, v, m)):
+        for stage, gradient in found.items():
+            torch.testing.assert_close(gradient, want[stage], rtol=1e-13, atol=1e-13)
+        promised = {
+            "gpipe": m,
+            "1f1b": min(p - rank, m),
+            "interleaved": min(2 * (p - rank - 1) + (v - 1) * p + 1, v * m),
+        }
+        assert live == promised[schedule]
