@@ -1,0 +1,137 @@
+"""Layouts of up to eight ranks in which every two values of any two axes meet: a covering array, built by greed.
+
+An axis is anything that must not change the numbers: degrees of parallelism, methods and schedules, how the batch is
+cut, what is computed again; and what they could go wrong on: tied embeddings, uneven layers, few groups of heads,
+packed documents, dropout, ragged masks. Which combinations there are, the settings themselves say: a row that they
+refuse, or one that needs more ranks, is no layout.
+"""
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from itertools import combinations
+from math import prod
+from typing import Any
+
+from megalith.config import violations
+from tests.tiny_run import GPT2, LLAMA, VOCAB
+
+Row = dict[str, Any]
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+MOST_RANKS = 8
+AXES: dict[str, tuple[Any, ...]] = {
+    "tensor": (1, 2, 4),
+    "sequence": (False, True),
+    "context": (1, 2, 4),
+    "context_method": ("ring", "all_gather", "all_to_all", "two_level"),
+    "pipeline": (1, 2, 4),
+    "virtual": (1, 2),
+    "schedule": ("1f1b", "gpipe", "interleaved"),
+    "replicate": (1, 2),
+    "shard": (1, 2),
+    "micro_batch_size": (1, 2),
+    "recompute": ("none", "full", "selective"),
+    "shape": ("llama", "gpt2"),
+    "num_layers": (4, 5),
+    "num_query_groups": (8, 2, 1),
+    "tied": (False, True),
+    "packed": (False, True),
+    "dropout": (0.0, 0.1),
+    "ragged": (False, True),
+}
+_DEGREES = ("tensor", "context", "pipeline", "replicate", "shard")
+_OF_PARALLEL = (*_DEGREES, "sequence", "context_method", "virtual", "schedule")
+
+
+def world_size(row: Row) -> int:
+    """The ranks of a layout."""
+    return prod(row[name] for name in _DEGREES)
+
+
+def settings_of(row: Row) -> dict[str, Any]:
+    """The groups that make a tiny run one of this layout."""
+    parallel = {name: row[name] for name in _OF_PARALLEL}
+    if row["context"] == 1:
+        del parallel["context_method"]
+    elif row["context_method"] == "two_level":
+        parallel["context_inner"] = 2
+    if row["pipeline"] == 1:
+        del parallel["virtual"], parallel["schedule"]
+    model = {
+        **(LLAMA if row["shape"] == "llama" else GPT2),
+        "vocab_size": VOCAB,
+        "num_attention_heads": 8,
+        "num_layers": row["num_layers"],
+        "num_query_groups": row["num_query_groups"],
+        "tie_word_embeddings": row["tied"],
+        "hidden_dropout": row["dropout"],
+        "attention_dropout": row["dropout"],
+        "ffn_hidden_size": 48,
+    }
+    return {
+        "parallel": parallel,
+        "model": model,
+        "data": dict.fromkeys(("reset_attention_mask", "reset_position_ids"), row["packed"])
+        | {"eod_mask_loss": row["ragged"]},
+        "train": {"micro_batch_size": row["micro_batch_size"], "recompute": row["recompute"]},
+    }
+
+
+def name_of(row: Row) -> str:
+    """A row by what is not the first value of its axis."""
+    changed = {name: value for name, value in row.items() if value != AXES[name][0]}
+    return " ".join(name if value is True else f"{name}={value}" for name, value in changed.items()) or "one rank"
+
+
+@cache
+def layouts(number: int) -> list[Row]:
+    """So many layouts, the same in every process; the first of them cover all pairs that any layout can show."""
+    random_rows = random.Random(0)
+    drawn = [row for row in _drawn(random_rows, 6000) if _is_layout(row)]
+    missing = set().union(*(pairs(row) for row in drawn))
+    found: list[Row] = []
+    while missing:
+        best = max(drawn, key=lambda row: len(pairs(row) & missing))
+        found.append(best)
+        missing -= pairs(best)
+    rest = [row for row in drawn if row not in found]
+    assert len(found) + len(rest) >= number, "draw more rows"
+    return [*found, *rest][: max(number, len(found))]
+
+
+def num_covering() -> int:
+    """How many of ``layouts`` it takes until every pair is there."""
+    return len(layouts(0))
+
+
+def pairs(row: Row) -> frozenset[Pair]:
+    """Every two values that meet in a row, but those of settings that it does not have."""
+    key = tuple(row.items())
+    return _pairs(key)
+
+
+@cache
+def _pairs(row: tuple[tuple[str, Any], ...]) -> frozenset[Pair]:
+    values = dict(row)
+    absent = {"context_method"} if values["context"] == 1 else set()
+    absent |= {"virtual", "schedule"} if values["pipeline"] == 1 else set()
+    return frozenset(combinations([item for item in row if item[0] not in absent], 2))
+
+
+def _drawn(source: random.Random, number: int) -> Iterator[Row]:
+    for _ in range(number):
+        yield {name: source.choice(values) for name, values in AXES.items()}
+
+
+def _is_layout(row: Row) -> bool:
+    if world_size(row) > MOST_RANKS or (row["sequence"] and row["tensor"] == 1):
+        return False
+    groups = settings_of(row)
+    tree = {
+        **groups,
+        "data": {"train": "text", "seq_length": 16, **groups["data"]},
+        "train": {"steps": 4, "global_batch_size": 16, **groups["train"]},
+        "optim": {"lr": 1e-3, "schedule": "constant"},
+    }
+    return not violations(tree, world_size=world_size(row))
