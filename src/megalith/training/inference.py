@@ -1,7 +1,6 @@
 """A trained model from a run's folder: loaded whole into one process, whatever layout wrote it."""
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from megalith.config import RunConfig
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.token_ids import check_dataset
 from megalith.errors import CheckpointError, ConfigError, DataError
+from megalith.observe.units import perplexity
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import refill_buffers_, state_tensors
 from megalith.storage import MANIFEST, Store, open_store
@@ -54,8 +54,8 @@ class CheckpointLoss:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), infinite where that is too large for a number."""
-        return math.exp(self.loss) if self.loss < 700.0 else math.inf
+        """As ``observe.units.perplexity`` of the loss."""
+        return perplexity(self.loss)
 
 
 def open_run(source: str | Path) -> tuple[Store, RunConfig]:
