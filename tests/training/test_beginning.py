@@ -281,6 +281,23 @@ def test_the_same_data_in_another_place_are_the_same(finished, run, tmp_path):
     assert "changed since step 4: data.train " in found.out
 
 
+def test_what_an_earlier_version_wrote_otherwise_is_no_change(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(finished)
+    run = tmp_path / "run"
+    assert "started at" in train(Path(), run, "data.train=text", "data.valid=text", "train.steps=1").out
+    assert "changed since step 1: train.steps 1 -> 2" in train(Path(), run, "data.valid=text", "train.steps=2").out
+    newest = run / "checkpoints" / "step-00000002"
+    state = json.loads((newest / "state.json").read_text())
+    assert state["settings"]["data"]["valid"] == str(finished / "text")
+    # earlier versions kept paths as they were given, most often from the working folder that it still is
+    state["settings"]["data"] |= {"train": "text", "valid": "elsewhere"}
+    # and had fewer settings
+    del state["settings"]["checkpoint"]["keep_best"], state["settings"]["tracking"], state["settings"]["optim"]["adamw"]
+    replace_listed(newest, "state.json", json.dumps(state).encode())
+    [line] = [line for line in train(Path(), run, "train.steps=3").out.splitlines() if line.startswith("changed")]
+    assert line == 'changed since step 2: data.valid "elsewhere" -> null, train.steps 2 -> 3'
+
+
 def test_a_model_of_another_shape_is_refused_with_what_changed(finished, run):
     message = refusal(finished, run, "model.num_layers=2")
     assert "missing: model.layers.1" in message

@@ -11,7 +11,7 @@ from megalith.checkpoint.verify import verify_checkpoint
 from megalith.errors import CheckpointError, StorageError
 from megalith.storage import WAY_OUT, Location, Store, open_store
 from megalith.topology.agreement import agreed, everywhere, rank
-from megalith.training.continuity import changed, compared, kept_settings
+from megalith.training.continuity import changed, comparable_settings, compared, kept_settings
 from megalith.training.run import Run
 from megalith.training.saves import note_save, refuse_if_saved
 from megalith.training.state import SavedState, read_saved_state
@@ -132,10 +132,10 @@ def _told_changes(run: Run, saved: SavedState) -> list[str]:
     """A line on the settings that differ from those of the checkpoint, and one on what cannot be compared."""
     if saved.settings is None or saved.data is None:
         return ["the checkpoint is of an earlier version, which did not store its data and settings: none are compared"]
-    before = {**saved.settings, "layout": saved.layout}
-    now = {**kept_settings(run.config), "layout": run.layout}
+    now = kept_settings(run.config)
+    before = comparable_settings(saved.settings, now)
     lines = []
-    if found := changed(before, now):
+    if found := changed({**before, "layout": saved.layout}, {**now, "layout": run.layout}):
         lines.append(f"changed since step {saved.train.step}: {', '.join(found)}")
     if compared(saved.data, _identity(run)) == ["tokens_per_sample"]:
         lines.append(
