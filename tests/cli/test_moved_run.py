@@ -47,6 +47,33 @@ def test_it_generates_the_same_text_without_the_data(original, moved):
     assert generate("../there") == original.text
 
 
+def test_a_checkpoint_is_found_from_inside_the_run_and_by_a_link(original, moved, monkeypatch):
+    [step] = (moved / "checkpoints").glob("step-*")
+    (moved.parent / "link").symlink_to(step)
+    (moved.parent / "links").mkdir()
+    (moved.parent / "links" / "all").symlink_to(moved / "checkpoints")
+    for folder, source in (
+        (moved / "checkpoints", step.name),
+        (step, "."),
+        (step, "./"),
+        (moved, "."),
+        (moved.parent / "working", "../link"),
+        (moved.parent / "working", f"../links/all/{step.name}"),
+    ):
+        monkeypatch.chdir(folder)
+        assert generate(source) == original.text, source
+        found = here("eval", source, "--data", moved.parent / "place" / "text-valid")
+        assert found.out.partition(": loss")[2] == original.loss.out.partition(": loss")[2]
+
+
+def test_the_checkpoints_of_a_run_may_be_on_another_disk(original, moved):
+    (moved / "checkpoints").rename(moved.parent / "disk")
+    (moved / "checkpoints").symlink_to(moved.parent / "disk")
+    [step] = (moved / "checkpoints").glob("step-*")
+    assert generate(step) == original.text
+    assert generate(moved) == original.text
+
+
 def test_it_evaluates_on_data_in_their_new_place(original, moved):
     assert original.loss.code == 0
     found = here("eval", moved, "--data", "../place/text-valid")

@@ -16,7 +16,7 @@ from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.observe.units import perplexity
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import refill_buffers_, state_tensors
-from megalith.storage import MANIFEST, Store, open_store
+from megalith.storage import MANIFEST, LocalStore, Store, open_store
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.evaluation import evaluate
 from megalith.training.process_group import choose_device
@@ -181,5 +181,9 @@ def _checkpoint(source: Store) -> Store:
 
 
 def _run_of(checkpoint: Store) -> Store:
-    """The folder of the run that wrote ``checkpoint`` to RUN/checkpoints/step-..."""
-    return checkpoint.split()[0].split()[0]
+    """The folder of the run that wrote ``checkpoint`` to RUN/checkpoints/step-..., wherever a link to the latter is."""
+    run = checkpoint.split()[0].split()[0]
+    if "config.yaml" not in run.names() and isinstance(checkpoint, LocalStore):
+        resolved = checkpoint.path.resolve()
+        return run if resolved == checkpoint.path else _run_of(LocalStore(resolved))
+    return run
