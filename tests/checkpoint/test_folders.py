@@ -104,6 +104,16 @@ def test_the_best_one_stays_besides_the_newest_and_is_named_until_another_is_bet
     assert (tmp_path / "best").read_text() == "step-00000006\n"
 
 
+def test_best_names_no_checkpoint_that_a_save_without_a_best_one_has_removed(tmp_path, caplog):
+    save(tmp_path, 1, best=1)
+    save(tmp_path, 2, keep_last=1)
+    assert steps(tmp_path) == ["step-00000002"]
+    assert not (tmp_path / "best").exists()
+    (tmp_path / "best").mkdir()  # which is no file to remove
+    save(tmp_path, 3)
+    assert "step-00000003 is saved, but cannot remove" in caplog.text
+
+
 def test_an_old_one_that_cannot_be_removed_is_told_and_the_save_stands(tmp_path, monkeypatch, caplog):
     save(tmp_path, 1)
 
