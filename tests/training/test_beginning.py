@@ -298,10 +298,18 @@ def test_what_an_earlier_version_wrote_otherwise_is_no_change(finished, tmp_path
     assert line == 'changed since step 2: data.valid "elsewhere" -> null, train.steps 2 -> 3'
 
 
-def test_a_model_of_another_shape_is_refused_with_what_changed(finished, run):
-    message = refusal(finished, run, "model.num_layers=2")
-    assert "missing: model.layers.1" in message
-    assert "changed since step 4: model.num_layers 1 -> 2, train.steps 4 -> 6" in message
+@pytest.mark.parametrize(
+    ("override", "change", "misfit"),
+    [
+        ("model.num_layers=2", "model.num_layers 1 -> 2, train.steps 4 -> 6", "missing: model.layers.1"),
+        ("precision.dtype=float64", 'train.steps 4 -> 6, precision.dtype "float32" -> "float64"', "torch.float32 was"),
+        ("optim.name=sgd", 'train.steps 4 -> 6, optim.name "adamw" -> "sgd"', "unexpected: optimizer."),
+    ],
+)
+def test_what_gives_the_checkpoint_other_tensors_is_refused_and_told_before_them(finished, run, override, change, misfit):
+    message = refusal(finished, run, override)
+    assert message.startswith(f"error: changed since step 4: {change}")
+    assert misfit in message
 
 
 def test_a_state_of_the_last_version_is_gone_on_from_and_its_silence_is_told(finished, run):

@@ -98,7 +98,7 @@ def _resume(run: Run, path: Store, damaged: dict[str, CheckpointError]) -> Begin
     try:
         load_tensors(path, run.tensors(), verify=False)
     except CheckpointError as error:
-        raise everywhere(CheckpointError("\n".join([str(error), *changes]))) from error
+        raise everywhere(CheckpointError("\n".join([*changes, str(error)]))) from error
     run.load_state(saved)
     for name in damaged:
         aside = set_aside_damaged(run.checkpoints / name)
