@@ -170,6 +170,16 @@ def test_a_stale_tokenizer_is_not_kept_by_a_run_that_has_none(tmp_path):
     assert not (tmp_path / "run" / "eod.json").exists()
 
 
+def test_data_by_their_url_name_their_tokenizer_too(original, moved):
+    place = moved.parent / "place"
+    more = [f"data.train=file://{place / 'text'}", f"data.valid=file://{place / 'text-valid'}"]
+    found = here("train", original.kept / "settings.yaml", *more, "run=by-url")
+    assert found.code == 0, found
+    assert Path("by-url/tokenizer.json").read_bytes() == (place / "text-tokenizer.json").read_bytes()
+    inspected = here("data", "inspect", f"file://{place / 'text'}")
+    assert "cannot be read" not in inspected.out + inspected.err
+
+
 def test_a_setting_of_the_run_still_names_another_folder(moved):
     source, overrides = resolve_run_folder(str(moved), ["run=other"])
     assert load_run(source, overrides).run == "other"

@@ -123,7 +123,9 @@ def _is_restorable(record: dict[str, Any]) -> bool:
     nonfinite = record.get(_NONFINITE, {})
     if not isinstance(nonfinite, dict) or not all(value in ("nan", "inf", "-inf") for value in nonfinite.values()):
         return False
-    return all(_is_restorable(value) for name, value in record.items() if name != _NONFINITE and isinstance(value, dict))
+    return all(
+        _is_restorable(value) for name, value in record.items() if name != _NONFINITE and isinstance(value, dict)
+    )
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
