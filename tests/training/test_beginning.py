@@ -306,9 +306,7 @@ def test_what_an_earlier_version_wrote_otherwise_is_no_change(finished, tmp_path
         ("optim.name=sgd", 'train.steps 4 -> 6, optim.name "adamw" -> "sgd"', "unexpected: optimizer."),
     ],
 )
-def test_what_gives_the_checkpoint_other_tensors_is_refused_and_told_before_them(
-    finished, run, override, change, misfit
-):
+def test_what_gives_other_tensors_is_refused_and_told_before_them(finished, run, override, change, misfit):
     message = refusal(finished, run, override)
     assert message.startswith(f"error: changed since step 4: {change}")
     assert misfit in message
