@@ -212,6 +212,14 @@ def test_the_same_settings_are_told_nothing_but_where_they_go_on(finished, run):
     assert lines[1] == "changed since step 4: train.steps 4 -> 6"
 
 
+def test_a_change_of_the_schedule_is_told_once(finished, run, caplog):
+    changes = ("optim.schedule=linear", "optim.lr=0.002")
+    with caplog.at_level("INFO"):
+        found = train(finished, run, *changes)
+    assert "optim.lr 0.001 -> 0.002, " in found.out
+    assert "0.002" not in caplog.text
+
+
 def test_changes_that_keep_the_promise_are_told_in_one_line(finished, run):
     changes = {
         "train.global_batch_size": ("8", "4"),
