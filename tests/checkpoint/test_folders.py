@@ -52,7 +52,13 @@ def test_an_incomplete_newer_one_is_passed_over_with_a_warning(tmp_path, caplog,
     whole = save(tmp_path, 1)
     damage(save(tmp_path, 2))
     assert find_checkpoint(tmp_path) == whole
-    assert "step-00000002 is not a complete checkpoint: it is passed over" in caplog.text
+    passed_over = "step-00000002 is not a complete checkpoint: it is passed over"
+    assert caplog.text.count(passed_over) == 1
+    save(tmp_path, 3, keep_last=1)  # looks for old ones too, and does not tell it again
+    assert find_checkpoint(tmp_path, but_not=["step-00000003"]) is None
+    assert caplog.text.count(passed_over) == 2
+    assert find_checkpoint(tmp_path, but_not=["step-00000003", "step-00000001"]) is None
+    assert caplog.text.count(passed_over) == 2
 
 
 def test_a_newer_one_of_another_version_is_not_passed_over(tmp_path):
@@ -68,7 +74,7 @@ def test_a_newer_one_of_another_version_is_not_passed_over(tmp_path):
 def find_where_only_rank_0_sees(folder: Path) -> Path | None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr("megalith.checkpoint.folders.complete_steps", lambda _: iter(["step-99999999"]))
+            patch.setattr("megalith.checkpoint.folders.complete_steps", lambda *_, **__: iter(["step-99999999"]))
         return find_checkpoint(folder)
 
 

@@ -150,7 +150,8 @@ def test_a_run_without_a_sound_checkpoint_is_refused_and_all_stays(finished, run
 
 def test_the_refusal_is_that_of_all_ranks(finished, run):
     delete_checkpoints(run)
-    assert "no sound checkpoint is left" in refusal(finished, run, num_ranks=2)
+    says = "error on every rank: this run has saved, and no sound checkpoint is left"
+    assert refusal(finished, run, num_ranks=2).startswith(says)
 
 
 def test_with_its_metrics_moved_away_it_begins_again_also_after_a_kill(finished, run):

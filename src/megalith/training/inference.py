@@ -58,13 +58,14 @@ class CheckpointLoss:
         return perplexity(self.loss)
 
 
-def open_run(source: str | Path) -> tuple[Store, RunConfig]:
-    """The folder and the settings of a run; ``source`` and errors as in ``load_model``."""
-    folder = _run_of(_checkpoint(open_store(source)))
-    return folder, read_config(folder)
+def open_run(source: str | Path) -> tuple[Store, Store, RunConfig]:
+    """The checkpoint, the folder and the settings of a run; ``source`` and errors as in ``load_model``."""
+    checkpoint = _checkpoint(open_store(source))
+    folder = _run_of(checkpoint)
+    return checkpoint, folder, read_config(folder)
 
 
-def load_model(source: str | Path, task: AnyTask | None = None) -> TrainedModel:
+def load_model(source: str | Path | Store, task: AnyTask | None = None) -> TrainedModel:
     """The model of a run's newest checkpoint, or of the checkpoint that ``source`` is.
 
     Weights are verified, and cast to the dtype that the run computed in. ``task`` is that of a run with a user's own.
@@ -107,7 +108,7 @@ def evaluate_checkpoint(
     """
     if max_samples is not None and max_samples < 1:
         raise ConfigError(f"the number of samples must be 1 or more; got {max_samples}; leave it out to take all")
-    folder, config = open_run(source)
+    checkpoint, folder, config = open_run(source)
     prefix = dataset or config.data.valid
     if prefix is None:
         raise CheckpointError(f"{source} was trained without data.valid; name a dataset with --data PREFIX")
@@ -119,7 +120,7 @@ def evaluate_checkpoint(
         if dataset is not None:
             raise
         raise DataError(f"data.valid of {source}: {error}; name other data with --data PREFIX") from error
-    trained = load_model(source, task)
+    trained = load_model(checkpoint, task)
     found = evaluate(
         trained.task,
         [trained.model],

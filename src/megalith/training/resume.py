@@ -10,7 +10,7 @@ from megalith.checkpoint.save import STATE, save_checkpoint
 from megalith.checkpoint.verify import verify_checkpoint
 from megalith.errors import CheckpointError, StorageError
 from megalith.storage import WAY_OUT, Location, Store, open_store
-from megalith.topology.agreement import agreed, everywhere, rank
+from megalith.topology.agreement import agreed, broadcast, everywhere, rank
 from megalith.training.continuity import changed, comparable_settings, compared, kept_settings
 from megalith.training.run import Run
 from megalith.training.saves import note_save, refuse_if_saved
@@ -71,13 +71,25 @@ def resume_or_load(run: Run) -> Beginning:
                 damaged[path.split()[1]] = error
             else:
                 return _resume(run, path, damaged)
-        with agreed():
-            if rank() == 0:
-                refuse_if_saved(run.folder, run.checkpoints, damaged)
+        _refuse_to_begin_again(run, damaged)
     if load is not None:
         load_tensors(load, run.weights(), only=lambda name: not name.startswith("optimizer."))
         return Beginning([f"started at step 0 from the weights of {load}, in layout {layout}"])
     return Beginning([f"started at step 0 from seed {run.config.train.seed}, in layout {layout}"])
+
+
+def _refuse_to_begin_again(run: Run, damaged: dict[str, CheckpointError]) -> None:
+    """As ``refuse_if_saved``, on every rank: rank 0 looks, at what all of them share."""
+    refusal = None
+    with agreed():
+        if rank() == 0:
+            try:
+                refuse_if_saved(run.folder, run.checkpoints, damaged)
+            except CheckpointError as error:
+                refusal = str(error)
+    refusal = broadcast(refusal)
+    if refusal is not None:
+        raise everywhere(CheckpointError(refusal))
 
 
 def _resume(run: Run, path: Store, damaged: dict[str, CheckpointError]) -> Beginning:
