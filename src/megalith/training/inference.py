@@ -19,6 +19,7 @@ from megalith.parallel.parameters import refill_buffers_, state_tensors
 from megalith.storage import MANIFEST, LocalStore, Store, open_store
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.evaluation import evaluate
+from megalith.training.preflight import KEPT_TOKENIZER
 from megalith.training.process_group import choose_device
 from megalith.training.run_folder import kept_tokenizer, read_config
 from megalith.training.setup import DTYPES
@@ -147,9 +148,10 @@ def _check_fits(dataset: IndexedDataset, folder: Store, config: RunConfig) -> No
         which = dataset.prefix if made_with is None else folder
         log.warning("%s does not say which tokenizer it is of, so that only its token ids are compared", which)
     elif made_with != trained_with:
+        path = folder / KEPT_TOKENIZER if KEPT_TOKENIZER in folder.names() else "PATH"
         raise DataError(
             f"{dataset.prefix} was made with another tokenizer than the training data of {folder}; prepare the text "
-            "again with that one: megalith data prepare FILES... --out PREFIX --tokenizer PATH"
+            f"again with that one: megalith data prepare FILES... --out PREFIX --tokenizer {path}"
         )
     found = check_dataset(dataset, config.model.vocab_size)
     if found.problem is not None:
