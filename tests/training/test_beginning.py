@@ -127,9 +127,34 @@ def set_all_aside(run: Path) -> None:
         step.rename(f"{step}.damaged")
 
 
+def delete_checkpoints_of_an_earlier_version_that_saved_at_its_end(run: Path) -> None:
+    delete_checkpoints_of_an_earlier_version(run)
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("every: 2", "every: null"))
+
+
+def damage_settings_of_an_earlier_version(run: Path) -> None:
+    delete_checkpoints_of_an_earlier_version(run)
+    (run / "config.yaml").write_text("{")
+
+
+def list_settings_of_an_earlier_version(run: Path) -> None:
+    delete_checkpoints_of_an_earlier_version(run)
+    (run / "config.yaml").write_text("[1]")
+
+
+def delete_settings_of_an_earlier_version(run: Path) -> None:
+    delete_checkpoints_of_an_earlier_version(run)
+    (run / "config.yaml").unlink()
+
+
 LOSSES: dict[Callable[[Path], None], str] = {
     delete_checkpoints: "metrics.jsonl goes to step 4",
     delete_checkpoints_of_an_earlier_version: "metrics.jsonl goes to step 4",
+    delete_checkpoints_of_an_earlier_version_that_saved_at_its_end: "metrics.jsonl goes to step 4",
+    damage_settings_of_an_earlier_version: "config.yaml, which would tell whether it had saved, cannot be read",
+    list_settings_of_an_earlier_version: "config.yaml, which would tell whether it had saved, cannot be read",
+    delete_settings_of_an_earlier_version: "config.yaml, which would tell whether it had saved, cannot be read",
     delete_steps: "latest names a checkpoint",
     damage_manifests: "step-00000002/manifest.json is damaged",
     delete_manifests: "step-00000004 is not a complete checkpoint: it has no manifest.json",
@@ -157,6 +182,7 @@ def test_the_refusal_is_that_of_all_ranks(finished, run):
 def test_with_its_metrics_moved_away_it_begins_again_also_after_a_kill(finished, run):
     delete_checkpoints(run)
     (run / "metrics.jsonl").unlink()
+    assert (run / "saved.json").exists()  # which alone hinders nothing
     refuse_if_saved(run, LocalStore(run / "checkpoints"), {})
     (run / "metrics.jsonl").write_text('{"step": 1}\n')  # the new run is killed before it saves
     assert "started at step 0" in train(finished, run, "train.steps=1").out
