@@ -52,7 +52,13 @@ def test_an_incomplete_newer_one_is_passed_over_with_a_warning(tmp_path, caplog,
     whole = save(tmp_path, 1)
     damage(save(tmp_path, 2))
     assert find_checkpoint(tmp_path) == whole
-    assert "step-00000002 is not a complete checkpoint: it is passed over" in caplog.text
+    passed_over = "step-00000002 is not a complete checkpoint: it is passed over"
+    assert caplog.text.count(passed_over) == 1
+    save(tmp_path, 3, keep_last=1)  # looks for old ones too, and does not tell it again
+    assert find_checkpoint(tmp_path, but_not=["step-00000003"]) is None
+    assert caplog.text.count(passed_over) == 2
+    assert find_checkpoint(tmp_path, but_not=["step-00000003", "step-00000001"]) is None
+    assert caplog.text.count(passed_over) == 2
 
 
 def test_a_newer_one_of_another_version_is_not_passed_over(tmp_path):
@@ -68,7 +74,7 @@ def test_a_newer_one_of_another_version_is_not_passed_over(tmp_path):
 def find_where_only_rank_0_sees(folder: Path) -> Path | None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr("megalith.checkpoint.folders.complete_steps", lambda _: iter(["step-99999999"]))
+            patch.setattr("megalith.checkpoint.folders.complete_steps", lambda *_, **__: iter(["step-99999999"]))
         return find_checkpoint(folder)
 
 
@@ -102,6 +108,16 @@ def test_the_best_one_stays_besides_the_newest_and_is_named_until_another_is_bet
     save(tmp_path, 6, keep_last=2, best=6)
     assert steps(tmp_path) == ["step-00000005", "step-00000006"]
     assert (tmp_path / "best").read_text() == "step-00000006\n"
+
+
+def test_best_names_no_checkpoint_that_a_save_without_a_best_one_has_removed(tmp_path, caplog):
+    save(tmp_path, 1, best=1)
+    save(tmp_path, 2, keep_last=1)
+    assert steps(tmp_path) == ["step-00000002"]
+    assert not (tmp_path / "best").exists()
+    (tmp_path / "best").mkdir()  # which is no file to remove
+    save(tmp_path, 3)
+    assert "step-00000003 is saved, but cannot remove" in caplog.text
 
 
 def test_an_old_one_that_cannot_be_removed_is_told_and_the_save_stands(tmp_path, monkeypatch, caplog):

@@ -30,11 +30,12 @@ MISTAKES = {
     "one token": (lambda f: ["--data", dataset(f / "x", [1])], "must hold two tokens at least"),
     "ids beyond the vocabulary": (
         lambda f: ["--data", dataset(f / "x", [1, 2, 280])],
-        "token 2 of document 0 in {folder}/x has the id 280; the model's vocabulary has 280 entries",
+        "token 2 of document 0 in {folder}/x has the id 280; the model's vocabulary has 280 entries, so that ids must be "
+        "below that; prepare the data with the model's tokenizer, or train a new model with model.vocab_size=281 or more",
     ),
     "another tokenizer": (
         lambda f: ["--data", dataset(f / "x", [1, 2, 3], tokenizer_sha256="another")],
-        "x was made with another tokenizer",
+        "prepare the text again with that one: megalith data prepare FILES... --out PREFIX --tokenizer {run}/tokenizer.json",
     ),
 }
 
@@ -47,7 +48,7 @@ def test_a_mistake_is_one_message_and_no_loss(name, run, tmp_path, monkeypatch):
     assert (found.code, found.out) == (2, ""), found
     assert found.err.startswith("error: ")
     assert found.err.count("\n") == 1
-    assert says.format(folder=tmp_path) in found.err
+    assert says.format(folder=tmp_path, run=run) in found.err
 
 
 def test_no_perplexity_is_printed_where_no_token_has_a_loss(run, tmp_path):

@@ -47,6 +47,39 @@ def test_it_generates_the_same_text_without_the_data(original, moved):
     assert generate("../there") == original.text
 
 
+def test_a_checkpoint_is_found_from_inside_the_run_and_by_a_link(original, moved, monkeypatch):
+    [step] = (moved / "checkpoints").glob("step-*")
+    (moved.parent / "link").symlink_to(step)
+    (moved.parent / "links").mkdir()
+    (moved.parent / "links" / "all").symlink_to(moved / "checkpoints")
+    for folder, source in (
+        (moved / "checkpoints", step.name),
+        (step, "."),
+        (step, "./"),
+        (moved, "."),
+        (moved.parent / "working", "../link"),
+        (moved.parent / "working", f"../links/all/{step.name}"),
+    ):
+        monkeypatch.chdir(folder)
+        assert generate(source) == original.text, source
+        found = here("eval", source, "--data", moved.parent / "place" / "text-valid")
+        assert found.out.partition(": loss")[2] == original.loss.out.partition(": loss")[2]
+
+
+def test_the_checkpoints_of_a_run_may_be_on_another_disk(original, moved):
+    (moved / "checkpoints").rename(moved.parent / "disk")
+    (moved / "checkpoints").symlink_to(moved.parent / "disk")
+    [step] = (moved / "checkpoints").glob("step-*")
+    assert generate(step) == original.text
+    assert generate(moved) == original.text
+
+
+def test_a_checkpoint_that_is_not_complete_is_told_once(original, moved, caplog):
+    (moved / "checkpoints" / "step-00000009").mkdir()
+    assert generate(moved).out == original.text.out
+    assert caplog.text.count("step-00000009 is not a complete checkpoint: it is passed over") == 1
+
+
 def test_it_evaluates_on_data_in_their_new_place(original, moved):
     assert original.loss.code == 0
     found = here("eval", moved, "--data", "../place/text-valid")
@@ -141,6 +174,16 @@ def test_a_stale_tokenizer_is_not_kept_by_a_run_that_has_none(tmp_path):
     assert here("train", write_settings(tree, tmp_path)).code == 0
     assert not (tmp_path / "run" / "tokenizer.json").exists()
     assert not (tmp_path / "run" / "eod.json").exists()
+
+
+def test_data_by_their_url_name_their_tokenizer_too(original, moved):
+    place = moved.parent / "place"
+    more = [f"data.train=file://{place / 'text'}", f"data.valid=file://{place / 'text-valid'}"]
+    found = here("train", original.kept / "settings.yaml", *more, "run=by-url")
+    assert found.code == 0, found
+    assert Path("by-url/tokenizer.json").read_bytes() == (place / "text-tokenizer.json").read_bytes()
+    inspected = here("data", "inspect", f"file://{place / 'text'}")
+    assert "cannot be read" not in inspected.out + inspected.err
 
 
 def test_a_setting_of_the_run_still_names_another_folder(moved):

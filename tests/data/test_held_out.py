@@ -57,3 +57,29 @@ def test_a_share_that_divides_the_documents_already_is_left_as_it_is(folder):
 def test_one_document_is_not_divided(folder):
     planned = parts.plan_parts(find_sources([folder / "03.txt"]).files)
     assert [parts.settled_fraction(planned, "text", share) for share in (1e-9, 0.5)] == [1e-9, 0.5]
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.5, 1 - 1e-9])
+def test_files_of_one_name_in_two_folders_are_two_documents(share, tmp_path):
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "part.txt").write_text(f"text of {place}\n")
+        (tmp_path / place / "lines.jsonl").write_text(f'{{"text": "line of {place}"}}\n')
+    for name in ("part.txt", "lines.jsonl"):
+        inputs = [tmp_path / place / name for place in ("a", "b")]
+        prepare(inputs, tmp_path / name / "c", vocab_size=260, valid=share)
+        train, valid = documents_of(tmp_path / name / "c"), documents_of(tmp_path / name / "c-valid")
+        assert [len(train), len(valid)] == [1, 1]
+        assert train != valid
+
+
+def test_the_first_file_of_a_name_draws_what_it_draws_alone(tmp_path):
+    for place in ("a", "b", "c"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "part.txt").write_text(place)
+    alone, first, second, third = [
+        *find_sources([tmp_path / "a" / "part.txt"]).files,
+        *find_sources([tmp_path / place / "part.txt" for place in ("a", "b", "c")]).files,
+    ]
+    assert alone == first
+    assert len({first.key, second.key, third.key}) == 3

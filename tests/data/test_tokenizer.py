@@ -12,6 +12,7 @@ from tokenizers import AddedToken, models, pre_tokenizers, processors
 
 from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
 from megalith.errors import ConfigError, DataError
+from tests.storage.memory_store import MemoryStore, OwnBytes
 
 TEXTS = ["the cat sat on the mat\n" * 20, "the rat ate the cat\n" * 20]
 AWKWARD = ["", " ", "\n\n  x", "naïve 日本 🦜\u200d\x00", "<|endoftext|>", "a<|endoftext|>b"]
@@ -119,3 +120,20 @@ def test_a_vocabulary_without_room_for_the_bytes_is_refused():
 def test_a_text_too_small_for_the_vocabulary_says_so(caplog):
     assert train_byte_level_bpe(["ab ab"], 1000).vocab_size < 270
     assert "1000 were asked for" in caplog.text
+
+
+def test_a_dataset_names_its_tokenizer_in_any_store(tmp_path):
+    trained = train_byte_level_bpe(["some text"], 258)
+    trained.save(tmp_path / "t.json")
+    store = MemoryStore(OwnBytes())
+    store.put("t.json", (tmp_path / "t.json").read_bytes())
+    (tmp_path / "data").mkdir()
+    for prefix, name in (
+        (store / "corpus", "t.json"),
+        (tmp_path / "data" / "corpus", "../t.json"),
+        (f"file://{tmp_path}/data/corpus", "../t.json"),
+        (f"file://{tmp_path}/data/corpus", str(tmp_path / "t.json")),
+    ):
+        assert Tokenizer.beside(prefix, name).sha256 == trained.sha256
+    with pytest.raises(DataError, match=r"u\.json must be a tokenizer\.json"):
+        Tokenizer.beside(store / "corpus", "u.json")

@@ -188,6 +188,8 @@ def test_numbers_of_a_step_are_medians_that_agree_with_each_other(whole, tmp_pat
     assert "steps 1 to 40, 500 ms each (median)" in text
     assert "4.10k" in text
     assert "1.2 s" not in text  # the mean step
+    page = page_with(tmp_path / "even", *(record(step, tokens_per_second=1000.0 * step) for step in range(1, 5)))
+    assert "Tokens per second\n2.50k" in page.text  # the mean of the two in the middle
 
     text = page_of(whole).text
     assert "34 s of it waiting for the compiler" in text
@@ -266,6 +268,23 @@ def test_losses_that_are_not_finite_are_said(tmp_path):
     page = page_with(tmp_path / "other", record(1, loss=math.nan))
     assert "Learning rate" in page.text
     assert "Loss" not in page.text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("loss", "tile"),
+    [
+        (math.nan, "Held-out loss\nnan\nTraining loss"),  # a perplexity would be a false number
+        (2.0, "Held-out loss\n2.000\nperplexity 7.4"),
+        (25.0, "Held-out loss\n25.000\nperplexity 7.2e+10"),
+        (800.0, "Held-out loss\n800.000\nperplexity inf"),
+    ],
+)
+def test_the_perplexity_is_that_of_the_held_out_loss_or_left_out(loss, tile, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "evaluation.json").write_text('{"bigram_loss": 3.0}')
+    page = page_with(tmp_path / "run", record(1), {"step": 1, "valid_loss": loss})
+    assert tile in page.text
+    assert "nan above" not in page.text
 
 
 def test_a_run_without_records_has_no_report(tmp_path):

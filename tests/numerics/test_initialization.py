@@ -75,6 +75,15 @@ def test_values_are_those_of_the_box_muller_formula():
             )
 
 
+def test_the_largest_radius_word_gives_0_and_the_smallest_a_finite_number():
+    """The logarithm of 1 is a little above 0, and a root of what is below 0 would be NaN."""
+    largest, smallest, angle = torch.tensor([2**32 - 1]), torch.tensor([0]), torch.tensor([2**30])
+    assert initialization._box_muller(largest, angle, largest, smallest).tolist() == [[0.0] * 4]
+    got = initialization._box_muller(smallest, smallest, smallest, angle)
+    want = math.sqrt(-2 * math.log(2**-24))
+    torch.testing.assert_close(got, torch.tensor([[want, 0.0, 0.0, want]]), rtol=6e-8, atol=1e-8)
+
+
 def test_values_are_normal():
     x = whole(1000, 1000).double().flatten()
     assert abs(x.mean()) < 4e-3  # four standard deviations of the mean of a million, and so below

@@ -83,7 +83,12 @@ def test_a_last_line_torn_at_any_byte_is_healed(tmp_path):
 
 
 def test_a_damaged_line_before_the_last_is_refused_by_number(tmp_path):
-    for damaged in (b"\xff\x00", b"[1]", b'{"loss": 1}', b'{"step": 1', b""):
+    fields = (
+        b'"nonfinite": 3', b'"nonfinite": {"loss": "abc"}', b'"nonfinite": {"loss": []}', b'"time": {"nonfinite": 3}',
+        b'"valid_loss": "abc"', b'"valid_loss": true', b'"valid_loss": [1.0]',
+    )  # fmt: skip
+    not_records = (b"\xff\x00", b"[1]", b'{"loss": 1}', b'{"step": 1', b'{"step": true}', b"", b"[" * 100_000)
+    for damaged in (*not_records, *(b'{"step": 2, ' + field + b"}" for field in fields)):
         content = b'{"step": 1}\n' + damaged + b'\n{"step": 3}\n'
         (tmp_path / "metrics.jsonl").write_bytes(content)
         with pytest.raises(DataError, match=r"metrics\.jsonl must be .*; line 2 is .*; remove that line"):

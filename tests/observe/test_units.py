@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megalith.observe.units import duration, gibibytes, quantity
+from megalith.observe.units import duration, gibibytes, perplexity, quantity
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,10 @@ def test_durations_are_in_their_largest_units(seconds, text):
 )  # fmt: skip
 def test_memory_is_in_gibibytes_to_three_digits(num_bytes, text):
     assert gibibytes(num_bytes) == text
+
+
+def test_perplexity_is_the_exponential_and_knows_no_number_too_large():
+    assert perplexity(2.0) == pytest.approx(2.718281828459045**2)
+    assert math.isfinite(perplexity(699.0))
+    assert perplexity(700.0) == perplexity(math.inf) == math.inf
+    assert math.isnan(perplexity(math.nan))

@@ -242,7 +242,7 @@ def test_wsd_is_saved_whole():
 
 def test_overriding_keeps_the_given_constants_and_says_what_changed(caplog):
     s = scheduler(use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         s.load_state_dict(scheduler(max_lr=0.5).state_dict() | {"num_steps": 10})
     assert s.lr == 1.0
     assert "max_lr 1.0 (loaded: 0.5)" in caplog.text

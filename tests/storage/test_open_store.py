@@ -28,6 +28,17 @@ def test_what_lies_inside_and_beside_is_of_the_same_kind():
     assert (child(store / "b", "c"), sibling(store / "b", "c")) == (store / "b" / "c", store / "c")
 
 
+def test_the_folder_around_a_path_is_found_from_inside_it(tmp_path, monkeypatch):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    for path in (".", "../b", "../../a/b/../../a/b/."):
+        around, name = LocalStore(Path(path)).split()
+        assert (around.path.resolve(), name) == (tmp_path / "a", "b")
+    around, name = LocalStore(Path("..")).split()
+    assert (around.path.resolve(), name) == (tmp_path, "a")
+    assert LocalStore(Path("c")).split()[0].split() == (LocalStore(tmp_path / "a"), "b")
+
+
 def test_a_file_that_ends_too_soon_is_an_error_and_not_a_short_answer(tmp_path):
     (tmp_path / "x").write_bytes(b"abc")
     store = LocalStore(tmp_path)

@@ -127,9 +127,34 @@ def set_all_aside(run: Path) -> None:
         step.rename(f"{step}.damaged")
 
 
+def delete_checkpoints_of_an_earlier_version_that_saved_at_its_end(run: Path) -> None:
+    delete_checkpoints_of_an_earlier_version(run)
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("every: 2", "every: null"))
+
+
+def damage_settings_of_an_earlier_version(run: Path) -> None:
+    delete_checkpoints_of_an_earlier_version(run)
+    (run / "config.yaml").write_text("{")
+
+
+def list_settings_of_an_earlier_version(run: Path) -> None:
+    delete_checkpoints_of_an_earlier_version(run)
+    (run / "config.yaml").write_text("[1]")
+
+
+def delete_settings_of_an_earlier_version(run: Path) -> None:
+    delete_checkpoints_of_an_earlier_version(run)
+    (run / "config.yaml").unlink()
+
+
 LOSSES: dict[Callable[[Path], None], str] = {
     delete_checkpoints: "metrics.jsonl goes to step 4",
     delete_checkpoints_of_an_earlier_version: "metrics.jsonl goes to step 4",
+    delete_checkpoints_of_an_earlier_version_that_saved_at_its_end: "metrics.jsonl goes to step 4",
+    damage_settings_of_an_earlier_version: "config.yaml, which would tell whether it had saved, cannot be read",
+    list_settings_of_an_earlier_version: "config.yaml, which would tell whether it had saved, cannot be read",
+    delete_settings_of_an_earlier_version: "config.yaml, which would tell whether it had saved, cannot be read",
     delete_steps: "latest names a checkpoint",
     damage_manifests: "step-00000002/manifest.json is damaged",
     delete_manifests: "step-00000004 is not a complete checkpoint: it has no manifest.json",
@@ -150,12 +175,14 @@ def test_a_run_without_a_sound_checkpoint_is_refused_and_all_stays(finished, run
 
 def test_the_refusal_is_that_of_all_ranks(finished, run):
     delete_checkpoints(run)
-    assert "no sound checkpoint is left" in refusal(finished, run, num_ranks=2)
+    says = "error on every rank: this run has saved, and no sound checkpoint is left"
+    assert refusal(finished, run, num_ranks=2).startswith(says)
 
 
 def test_with_its_metrics_moved_away_it_begins_again_also_after_a_kill(finished, run):
     delete_checkpoints(run)
     (run / "metrics.jsonl").unlink()
+    assert (run / "saved.json").exists()  # which alone hinders nothing
     refuse_if_saved(run, LocalStore(run / "checkpoints"), {})
     (run / "metrics.jsonl").write_text('{"step": 1}\n')  # the new run is killed before it saves
     assert "started at step 0" in train(finished, run, "train.steps=1").out
@@ -210,6 +237,14 @@ def test_the_same_settings_are_told_nothing_but_where_they_go_on(finished, run):
     lines = train(finished, run).out.splitlines()
     assert lines[0] == f"resumed from {run}/checkpoints/step-00000004 at step 4, now in layout tp1 dp1"
     assert lines[1] == "changed since step 4: train.steps 4 -> 6"
+
+
+def test_a_change_of_the_schedule_is_told_once(finished, run, caplog):
+    changes = ("optim.schedule=linear", "optim.lr=0.002")
+    with caplog.at_level("INFO"):
+        found = train(finished, run, *changes)
+    assert "optim.lr 0.001 -> 0.002, " in found.out
+    assert "0.002" not in caplog.text
 
 
 def test_changes_that_keep_the_promise_are_told_in_one_line(finished, run):
@@ -281,10 +316,35 @@ def test_the_same_data_in_another_place_are_the_same(finished, run, tmp_path):
     assert "changed since step 4: data.train " in found.out
 
 
-def test_a_model_of_another_shape_is_refused_with_what_changed(finished, run):
-    message = refusal(finished, run, "model.num_layers=2")
-    assert "missing: model.layers.1" in message
-    assert "changed since step 4: model.num_layers 1 -> 2, train.steps 4 -> 6" in message
+def test_what_an_earlier_version_wrote_otherwise_is_no_change(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(finished)
+    run = tmp_path / "run"
+    assert "started at" in train(Path(), run, "data.train=text", "data.valid=text", "train.steps=1").out
+    assert "changed since step 1: train.steps 1 -> 2" in train(Path(), run, "data.valid=text", "train.steps=2").out
+    newest = run / "checkpoints" / "step-00000002"
+    state = json.loads((newest / "state.json").read_text())
+    assert state["settings"]["data"]["valid"] == str(finished / "text")
+    # earlier versions kept paths as they were given, most often from the working folder that it still is
+    state["settings"]["data"] |= {"train": "text", "valid": "elsewhere"}
+    # and had fewer settings
+    del state["settings"]["checkpoint"]["keep_best"], state["settings"]["tracking"], state["settings"]["optim"]["adamw"]
+    replace_listed(newest, "state.json", json.dumps(state).encode())
+    [line] = [line for line in train(Path(), run, "train.steps=3").out.splitlines() if line.startswith("changed")]
+    assert line == 'changed since step 2: data.valid "elsewhere" -> null, train.steps 2 -> 3'
+
+
+@pytest.mark.parametrize(
+    ("override", "change", "misfit"),
+    [
+        ("model.num_layers=2", "model.num_layers 1 -> 2, train.steps 4 -> 6", "missing: model.layers.1"),
+        ("precision.dtype=float64", 'train.steps 4 -> 6, precision.dtype "float32" -> "float64"', "torch.float32 was"),
+        ("optim.name=sgd", 'train.steps 4 -> 6, optim.name "adamw" -> "sgd"', "unexpected: optimizer."),
+    ],
+)
+def test_what_gives_other_tensors_is_refused_and_told_before_them(finished, run, override, change, misfit):
+    message = refusal(finished, run, override)
+    assert message.startswith(f"error: changed since step 4: {change}")
+    assert misfit in message
 
 
 def test_a_state_of_the_last_version_is_gone_on_from_and_its_silence_is_told(finished, run):

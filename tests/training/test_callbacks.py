@@ -3,6 +3,7 @@
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 
 from megalith import optional
+from megalith.checkpoint.save import save_checkpoint
 from megalith.config import load_run
 from megalith.data.gpt_dataset import EvaluationDataset
 from megalith.errors import DataError, StorageError
 from megalith.observe.metrics import MetricsWriter, read_metrics
 from megalith.observe.time_left import TimeLeft
+from megalith.storage import LocalStore
 from megalith.training import callbacks
 from megalith.training.evaluation import Evaluation
 from megalith.training.pretrain import pretrain
@@ -182,6 +185,17 @@ def test_the_best_checkpoint_by_held_out_loss_stays_over_a_restart_too(tmp_path)
     ranks(2, run_with_held_out_losses, tree, {10: 1.5, 12: 1.25})
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000004", "step-00000012"]
     assert (folder / "best").read_text() == "step-00000004\n"
+
+
+def test_the_best_so_far_is_one_that_was_evaluated_and_is_still_saved(tmp_path):
+    run: Any = SimpleNamespace(folder=tmp_path, checkpoints=LocalStore(tmp_path / "checkpoints"))
+    lines = ['"step": 1, "valid_loss": 0.5', '"step": 2, "valid_loss": 3.0', '"step": 4, "valid_loss": 4.0']
+    unmeasured = ['"step": 3, "valid_loss": null', '"step": 6, "valid_loss": null, "nonfinite": {"valid_loss": "nan"}']
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{{{line}}}\n" for line in [*lines, *unmeasured]))
+    assert callbacks._best_so_far(run) is None
+    for step in (2, 3, 4, 6):
+        save_checkpoint(run.checkpoints, step, {"w": torch.zeros(1)}, {}, keep_last=9)
+    assert callbacks._best_so_far(run) == (3.0, 2)
 
 
 def test_a_side_product_that_cannot_be_written_does_not_fail_the_run(tmp_path):

@@ -6,6 +6,7 @@ scripts: nothing here reads what they say.
 """
 
 import logging
+import math
 import re
 from collections.abc import Collection, Iterator
 
@@ -50,7 +51,9 @@ def find_checkpoint(folder: Location, *, but_not: Collection[str] = ()) -> Locat
     newest = None
     with agreed(f"looking for a checkpoint in {folder}"):
         if rank() == 0:
-            newest = next((name for name in complete_steps(open_store(folder)) if name not in but_not), None)
+            # those above are told already, by the call that found them
+            steps = complete_steps(open_store(folder), tell_below=min(map(_number_of, but_not), default=math.inf))
+            newest = next((name for name in steps if name not in but_not), None)
     newest = broadcast(newest)
     return None if newest is None else child(folder, newest)
 
@@ -64,12 +67,15 @@ def traces_of_saves(store: Store) -> list[str]:
     return [name for name in store.names() if name == LATEST or (_TRACE.match(name) and name not in unfinished)]
 
 
-def complete_steps(store: Store) -> Iterator[str]:
-    """The names of the complete checkpoints in ``store``, newest first. Raises as ``find_checkpoint``."""
+def complete_steps(store: Store, *, tell_below: float = 0) -> Iterator[str]:
+    """The names of the complete checkpoints in ``store``, newest first. Raises as ``find_checkpoint``.
+
+    Of steps below ``tell_below``, those that are not complete are warned about.
+    """
     for name in sorted(filter(_STEP.fullmatch, store.names()), key=_number_of, reverse=True):
         if has_all_files(store / name):
             yield name
-        else:
+        elif _number_of(name) < tell_below:
             log.warning("%s is not a complete checkpoint: it is passed over", store / name)
 
 

@@ -7,7 +7,8 @@ docs/checkpoints.md.
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -58,7 +59,8 @@ def save_checkpoint(
         tensors: by name; DTensors (Shard and Replicate), or plain tensors, equal on all ranks that have them.
         state: anything JSON, up to 16 MiB of it; rank 0's is stored.
         keep_last: how many of the newest complete checkpoints stay, at least 1.
-        best: a step whose checkpoint stays however old it is, and that the file ``best`` names; rank 0's counts.
+        best: a step whose checkpoint stays however old it is, and that the file ``best`` names; None: no file ``best``
+            stays; rank 0's counts.
 
     Raises:
         StorageError: the store of a rank failed or is full.
@@ -86,10 +88,9 @@ def save_checkpoint(
             if rank() == 0:
                 shards = {file: record for records in records_by_rank for file, record in records.items()}
                 _publish(store, name, shards, plan, state, is_there)
-                kept = {name} if best is None else {name, step_name(best)}
-                if best is not None:
-                    _point(store, BEST, step_name(best))
-                remove_old(store, keep_last, but_not=kept)
+                best_name = None if best is None else step_name(best)
+                _point_to_best(store, best_name, name)
+                remove_old(store, keep_last, but_not={name, best_name or name})
     finally:
         if rank() == 0:
             discard(store, name)
@@ -158,15 +159,26 @@ def _publish(
         staged.put(file, content)
     _check_sizes(staged, files)
     store.commit(name, manifest_of(files))
-    _point(store, LATEST, name)
+    with _warned(store / name):
+        store.put(LATEST, f"{name}\n".encode())
 
 
-def _point(store: Store, pointer: str, name: str) -> None:
-    """Lets the file ``pointer`` name the checkpoint ``name``."""
+def _point_to_best(store: Store, best: str | None, saved: str) -> None:
+    """Lets the file ``best`` name that checkpoint; without one it goes, since what it names may be removed now."""
+    with _warned(store / saved):
+        if best is None:
+            store.remove(BEST)
+        else:
+            store.put(BEST, f"{best}\n".encode())
+
+
+@contextmanager
+def _warned(saved: Store) -> Iterator[None]:
+    """A pointer that cannot be changed is a warning: the checkpoint ``saved`` stands, and is found without it."""
     try:
-        store.put(pointer, f"{name}\n".encode())
-    except StorageError as error:  # the checkpoint stands, and is found without it
-        log.warning("%s is saved, but %s", store / name, error)
+        yield
+    except StorageError as error:
+        log.warning("%s is saved, but %s", saved, error)
 
 
 def _check_sizes(staged: Store, files: Mapping[str, FileRecord]) -> None:

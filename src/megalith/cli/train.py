@@ -83,8 +83,7 @@ def _train_on_ranks(num_ranks: int, source: str, overrides: list[str], *, dry_ru
     from megalith.training.machine_fit import check_machine
     from megalith.training.preflight import preflight, resolve_run_folder
 
-    source, overrides = resolve_run_folder(source, overrides)
-    config = preflight(source, overrides, num_ranks)
+    config = preflight(*resolve_run_folder(source, overrides), num_ranks)
     if dry_run:
         _describe(config, num_ranks)
         return 0
@@ -116,14 +115,15 @@ def _train_here(
     # one rank may see other files than the rest, so that ranks judge their input together
     with process_group(choose_device()) if launched else nullcontext():
         with agreed():
-            source, overrides = resolve_run_folder(source, overrides)
-            config = preflight(source, overrides, world_size)
+            settings = resolve_run_folder(source, overrides)
+            config = preflight(*settings, world_size)
             if not dry_run:
                 check_machine(config, world_size, local_world_size)
         if dry_run:
             _describe(config, world_size)
         else:
-            _train(config, stop, _origin(source, overrides, world_size))
+            run_folder = None if settings == (source, overrides) else Path(settings[0]).parent
+            _train(config, stop, _origin(source, overrides, run_folder, world_size))
 
 
 def _describe(config: "RunConfig", world_size: int) -> None:
@@ -132,10 +132,17 @@ def _describe(config: "RunConfig", world_size: int) -> None:
     print(describe(config, world_size))
 
 
-def _origin(source: str, overrides: list[str], world_size: int) -> dict[str, str]:
-    """What the run's folder says of where it comes from: ``--nproc`` stands for torchrun too."""
+def _origin(source: str, overrides: list[str], run_folder: Path | None, world_size: int) -> dict[str, str]:
+    """What the run's folder says of where it comes from: ``--nproc`` stands for torchrun too.
+
+    The recipe of settings from ``run_folder`` is the one that the run there was begun with.
+    """
+    from megalith.training.about import recorded
+
     ranks = ["--nproc", str(world_size)] if world_size > 1 else []
-    return {"recipe": Path(source).stem, "command": shlex.join(["megalith", "train", source, *overrides, *ranks])}
+    command = shlex.join(["megalith", "train", source, *overrides, *ranks])
+    recipe = Path(source).stem if run_folder is None else recorded(run_folder, "recipe")
+    return {"command": command, **({"recipe": recipe} if isinstance(recipe, str) else {})}
 
 
 def _train(config: "RunConfig", stop: StopRequest, origin: dict[str, str]) -> None:

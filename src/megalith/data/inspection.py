@@ -117,7 +117,7 @@ def _tokenizer(
     if sidecar is None or sidecar.tokenizer is None:
         return None, f"{prefix} does not say which made it; give --tokenizer PATH"
     try:
-        return Tokenizer.load(Path(prefix).parent / sidecar.tokenizer, eod), None
+        return Tokenizer.beside(prefix, sidecar.tokenizer, eod), None
     except DataError as error:
         return None, f"{error}; or give --tokenizer PATH"
 

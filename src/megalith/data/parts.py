@@ -221,7 +221,7 @@ def _is_held_out(source: Source, document: int, fraction: float) -> bool:
 
 def _draw(purpose: str, source: Source, *numbers: int) -> float:
     """A number in [0, 1) that belongs to this document, wherever its folder is and whoever reads it."""
-    name = "\0".join([source.name, *map(str, numbers)]).encode(errors="surrogateescape")  # names may be any bytes
+    name = "\0".join([source.key, *map(str, numbers)]).encode(errors="surrogateescape")  # names may be any bytes
     digest = hashlib.blake2b(name, digest_size=6, key=purpose.encode()).digest()
     return int.from_bytes(digest, "little") / 2**48
 

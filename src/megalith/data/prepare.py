@@ -89,7 +89,7 @@ class _Job:
     def fingerprint(self) -> str:
         """Of all that the bytes depend on."""
         files = [
-            (os.fsencode(s.name).hex(), s.size, s.modified, s.format, s.is_compressed, s.held_out)
+            (os.fsencode(s.key).hex(), s.size, s.modified, s.format, s.is_compressed, s.held_out)
             for s in self.sources.files
         ]
         tokenizer = self.vocab_size if self.tokenizer is None else (self.tokenizer.sha256, self.tokenizer.eod)

@@ -10,8 +10,9 @@ import codecs
 import gzip
 import os
 import stat
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
@@ -30,7 +31,8 @@ _UNREADABLE = {".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z"}
 class Source:
     """A file of text.
 
-    ``name`` is its path from the folder that its input lies in: it names the documents, wherever that folder is.
+    ``name`` is its path from the folder that its input lies in: it names the documents, wherever that folder is. Of
+    several files with one name, ``occurrence`` counts which it is, in the order given, from 0.
     """
 
     path: Path
@@ -41,6 +43,12 @@ class Source:
     modified: int  # nanoseconds
     is_compressed: bool
     held_out: bool  # all of it belongs to the validation set
+    occurrence: int = 0
+
+    @property
+    def key(self) -> str:
+        """What no other source of the job has: its name, and after the first of that name its occurrence."""
+        return f"{self.name}\0{self.occurrence}" if self.occurrence else self.name
 
     def open(self) -> BinaryIO:
         """The file's bytes, decompressed. Raises DataError if it is not the file that was found."""
@@ -101,11 +109,15 @@ def find_sources(
         found += texts
         num_skipped += len(candidates) - len(texts)
     seen: set[Path] = set()
+    num_named: Counter[str] = Counter()
+    files: list[Source] = []
     for source in found:
         if source.path in seen:
             raise DataError(f"{source.path} is given twice, which would count its text twice; name it once")
         seen.add(source.path)
-    return Sources(tuple(found), num_skipped)
+        files.append(replace(source, occurrence=num_named[source.name]))
+        num_named[source.name] += 1
+    return Sources(tuple(files), num_skipped)
 
 
 def _walk(folder: Path, leave_out: Sequence[Path]) -> list[Path]:

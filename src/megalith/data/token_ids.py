@@ -109,5 +109,5 @@ def _wanted(token_id: int, vocab_size: int) -> str:
         return "ids begin at 0: prepare the data again"
     return (
         f"the model's vocabulary has {vocab_size} entries, so that ids must be below that; prepare the data with the "
-        f"model's tokenizer, or set model.vocab_size={token_id + 1} or more"
+        f"model's tokenizer, or train a new model with model.vocab_size={token_id + 1} or more"
     )

@@ -12,9 +12,9 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megalith.errors import ConfigError, DataError
+from megalith.errors import ConfigError, DataError, StorageError
 from megalith.input_file import read_regular_file
-from megalith.storage import explained, publish_file
+from megalith.storage import LocalStore, Store, explained, open_store, publish_file
 
 __all__ = ["EOD", "TextStream", "Tokenizer", "train_byte_level_bpe"]
 
@@ -77,6 +77,17 @@ class Tokenizer:
                 "with: megalith data prepare FILES... --out PREFIX --vocab-size N"
             ) from error
         return cls(content, eod, str(path))
+
+    @classmethod
+    def beside(cls, prefix: str | Path | Store, name: str, eod: str | int | None = None) -> "Tokenizer":
+        """The tokenizer that a dataset names: ``name`` is a path from the folder of ``prefix``. Raises as ``load``."""
+        folder = open_store(prefix).split()[0]
+        if isinstance(folder, LocalStore):
+            return cls.load(folder.path / name, eod)
+        try:
+            return cls(folder.read(name), eod, str(folder / name))
+        except StorageError as error:
+            raise DataError(f"{folder / name} must be a tokenizer.json; {error}") from error
 
     def save(self, path: str | Path) -> None:
         """Writes the tokenizer's bytes to ``path``, atomically. Raises StorageError."""

@@ -4,13 +4,14 @@ import math
 import shlex
 from html import escape
 from itertools import pairwise
+from statistics import median
 
 from megalith.insight.report_curves import loss_curves, small_curves
 from megalith.insight.report_parts import card, is_finite, num_steps
 from megalith.insight.report_time import phases, time_of_the_run
 from megalith.insight.run_history import RunHistory
 from megalith.observe.metrics import COMPILE
-from megalith.observe.units import duration, gibibytes, quantity
+from megalith.observe.units import duration, gibibytes, perplexity, quantity
 
 __all__ = ["origin", "sections", "summary", "tiles", "title"]
 
@@ -66,19 +67,17 @@ def tiles(run: RunHistory) -> str:
     """The headline numbers."""
     step = run.training[-1]["step"]
     loss, tokens, mfu = run.last("loss"), run.last("tokens"), run.last("mfu")
-    speeds = sorted(value for value in run.column("tokens_per_second")[1] if math.isfinite(value))
+    speeds = [value for value in run.column("tokens_per_second")[1] if math.isfinite(value)]
     shown = []
     if run.valid_loss is not None:
-        shown.append(
-            ("Held-out loss", f"{run.valid_loss:.3f}", f"perplexity {math.exp(min(20.0, run.valid_loss)):,.1f}")
-        )
+        shown.append(("Held-out loss", f"{run.valid_loss:.3f}", _perplexity(run.valid_loss)))
     if loss is not None:
         shown.append(("Training loss", f"{loss:.3f}", "at the last step"))
     if tokens is not None:
         shown.append(("Tokens", quantity(tokens), f"in {num_steps(step)}"))
     if speeds:
         note = "median" if mfu is None else f"median; {mfu:.1%} of the peak FLOPs at the end"
-        shown.append(("Tokens per second", quantity(speeds[len(speeds) // 2]), note))
+        shown.append(("Tokens per second", quantity(median(speeds)), note))
     if math.isfinite(run.seconds):
         shown.append(("Time", duration(run.seconds), f"median step {duration(run.step_seconds)}"))
     if (peak := run.last("peak_memory")) is not None:
@@ -137,7 +136,14 @@ def _settings(run: RunHistory) -> str:
     return f'<details class="card"><summary>Resolved settings</summary><pre>{escape(run.settings)}</pre></details>'
 
 
+def _perplexity(loss: float) -> str:
+    if math.isnan(loss):
+        return ""
+    value = perplexity(loss)
+    return f"perplexity {value:,.1f}" if value < 1e6 else f"perplexity {value:.3g}"
+
+
 def _distance(loss: float, bigram: object) -> str:
-    if not is_finite(bigram):
+    if not (is_finite(bigram) and math.isfinite(loss)):
         return ""
     return f", {abs(bigram - loss):.3f} {'below' if loss < bigram else 'above'} an interpolated bigram"

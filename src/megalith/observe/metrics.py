@@ -17,8 +17,8 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from types import NoneType, TracebackType
+from typing import Any, TypeGuard
 
 from megalith.errors import DataError
 from megalith.storage.atomic import publish_file
@@ -100,15 +100,32 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except ValueError:  # the decoding of bytes included
+        except (ValueError, RecursionError):  # the decoding of bytes included
             record = None
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
+        if _is_record(record):
             yield line, record
         elif number < len(lines):  # what follows the last line feed is empty, or torn by a crash
             raise DataError(
-                f"every line of {path} must be a JSON object with a step; line {number} is {line[:60]!r}; "
-                "remove that line, or move the file away"
+                f"every line of {path} must be a JSON object with a step, its numbers as training writes them; "
+                f"line {number} is {line[:60]!r}; remove that line, or move the file away"
             )
+
+
+def _is_record(value: object) -> TypeGuard[dict[str, Any]]:
+    """Whether ``value`` is an object with a step, in which whatever is read unasked is of the kind that was written."""
+    if not isinstance(value, dict) or type(value.get("step")) is not int:
+        return False
+    return type(value.get("valid_loss")) in (int, float, NoneType) and _is_restorable(value)
+
+
+def _is_restorable(record: dict[str, Any]) -> bool:
+    """Whether ``_restored`` can read ``record`` and the objects in it."""
+    nonfinite = record.get(_NONFINITE, {})
+    if not isinstance(nonfinite, dict) or not all(value in ("nan", "inf", "-inf") for value in nonfinite.values()):
+        return False
+    return all(
+        _is_restorable(value) for name, value in record.items() if name != _NONFINITE and isinstance(value, dict)
+    )
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Numbers as people read them: ``12.3k``, ``4.01M``, ``4 min 10 s``."""
+"""Numbers as people read them: ``12.3k``, ``4.01M``, ``4 min 10 s``, a perplexity."""
 
 import math
 
-__all__ = ["duration", "gibibytes", "quantity"]
+__all__ = ["duration", "gibibytes", "perplexity", "quantity"]
 
 _SUFFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -20,6 +20,11 @@ def gibibytes(num_bytes: float) -> str:
     """``num_bytes`` in GiB: 3e8 -> "0.28 GiB", 8.4e10 -> "78.2 GiB", 2e12 -> "1,863 GiB"."""
     value = num_bytes / 2**30
     return f"{value:,.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} GiB"
+
+
+def perplexity(loss: float) -> float:
+    """exp(``loss``), for nats per token; infinite where that is too large for a number, NaN of NaN."""
+    return math.inf if loss >= 700.0 else math.exp(loss)
 
 
 def duration(seconds: float) -> str:

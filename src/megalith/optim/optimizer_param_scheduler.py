@@ -329,7 +329,8 @@ class OptimizerParamScheduler:
                 "or use_checkpoint_opt_param_scheduler or override_opt_param_scheduler"
             )
         if changed and self._override:
-            log.info("the schedule goes on with changed constants: %s", listed)
+            # a run tells its changed settings itself, by their own names
+            log.debug("the schedule goes on with changed constants: %s", listed)
         if self._use_checkpoint:
             self._set_constants(ours | {name: loaded[name] for name in changed})
         self.num_steps = loaded["num_steps"]

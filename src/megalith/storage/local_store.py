@@ -32,7 +32,9 @@ class LocalStore(Store):
         return LocalStore(self.path / name)
 
     def split(self) -> tuple["LocalStore", str]:
-        return LocalStore(self.path.parent), self.path.name
+        # the last part of "." or of "a/.." does not name the folder
+        path = Path(os.path.abspath(self.path)) if self.path.name in ("", "..") else self.path
+        return LocalStore(path.parent), path.name
 
     def names(self) -> list[str]:
         with explained("read", self.path):

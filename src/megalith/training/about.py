@@ -3,12 +3,13 @@
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 
 from megalith.observe.machine import describe_machine
 from megalith.storage.atomic import write_json_atomic
 from megalith.training.run import Run
 
-__all__ = ["write_about"]
+__all__ = ["recorded", "write_about"]
 
 _NAME = "about.json"
 
@@ -19,20 +20,19 @@ def write_about(run: Run, origin: Mapping[str, str]) -> None:
     Raises:
         StorageError: the folder does not take the file.
     """
+    first_start = recorded(run.folder, "started") if run.state.step else None
     about: dict[str, object] = {
         "parameters": run.task.num_parameters,
         **({"model": run.config.model.preset} if run.config.model.preset else {}),
         "dtype": run.config.precision.dtype,
-        "started": _first_start(run) or f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "started": first_start or f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
     write_json_atomic(run.folder / _NAME, about | dict(origin) | describe_machine())
 
 
-def _first_start(run: Run) -> object:
-    """When a run that goes on was started first, if that can still be read."""
-    if run.state.step == 0:
-        return None
+def recorded(run_folder: Path, name: str) -> object:
+    """What an earlier start has left under ``name``; None if that can no longer be read."""
     try:
-        return json.loads((run.folder / _NAME).read_text(encoding="utf-8")).get("started")
+        return json.loads((run_folder / _NAME).read_text(encoding="utf-8")).get(name)
     except (OSError, ValueError, AttributeError):
         return None

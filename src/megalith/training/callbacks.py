@@ -227,7 +227,6 @@ def _shown(text: str) -> list[str]:
 def _best_so_far(run: Run) -> tuple[float, int] | None:
     """The lowest held-out loss of a checkpoint that the run has, and its step; None if none was evaluated."""
     saved = set(complete_steps(run.checkpoints))
-    losses = [(record["valid_loss"], record["step"]) for record in read_metrics(run.folder) if "valid_loss" in record]
-    return min(
-        ((loss, step) for loss, step in losses if step_name(step) in saved and math.isfinite(loss)), default=None
-    )
+    losses = [(record.get("valid_loss"), record["step"]) for record in read_metrics(run.folder)]
+    evaluated = [(loss, step) for loss, step in losses if loss is not None and math.isfinite(loss)]
+    return min(((loss, step) for loss, step in evaluated if step_name(step) in saved), default=None)

@@ -5,19 +5,28 @@ of a sample and the seed are the same: these are compared, and a run does not go
 batch size and layout among them, may change between two starts, and one line tells which did.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megalith.config import RunConfig, as_tree
+from megalith.config import RunConfig, as_tree, load_run
 from megalith.data.samples import Samples
-from megalith.errors import DataError
+from megalith.errors import ConfigError, DataError
 from megalith.storage import shown
 from megalith.topology.agreement import agreed, all_gather, everywhere
 from megalith.training.tasks.task import AnyTask
 
-__all__ = ["changed", "compared", "data_identity", "kept_settings"]
+__all__ = [
+    "changed",
+    "comparable_settings",
+    "compared",
+    "data_identity",
+    "kept_settings",
+    "with_absolute_paths",
+]
 
 _OF_ONE_START = ("run", "load", "resume")  # where a run lies and begins, which is not what it does
+_PATHS = ("train", "valid", "tokenizer")  # of the group data
 _ABSENT = object()
 
 
@@ -48,8 +57,31 @@ def data_identity(task: AnyTask, dataset: Samples[Any]) -> dict[str, Any]:
 
 
 def kept_settings(config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint keeps of the settings: the whole tree, but for where the run lies."""
-    return {name: value for name, value in as_tree(config).items() if name not in _OF_ONE_START}
+    """What a checkpoint keeps of the settings: the whole tree, but for where the run lies; every path is absolute."""
+    tree = as_tree(with_absolute_paths(config))
+    return {name: value for name, value in tree.items() if name not in _OF_ONE_START}
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """``config`` as it reads from any working folder."""
+    data = {name: _absolute(getattr(config.data, name)) for name in _PATHS}
+    update = {"data": config.data.model_copy(update=data), "load": _absolute(config.load), "run": _absolute(config.run)}
+    return config.model_copy(update=update)
+
+
+def comparable_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``before``, of a checkpoint, in the words of this version, to be compared with the kept settings ``now``.
+
+    A setting that the version of the checkpoint did not have is at its default. That version kept paths as they were
+    given: one that leads to the path of ``now`` from today's working folder is the same.
+    """
+    try:
+        tree = as_tree(load_run(before))
+    except ConfigError:  # something in it is no setting any more: all that differs is told
+        return before
+    data, data_now = tree["data"], now["data"]
+    same = {name: data_now[name] for name in _PATHS if _absolute(data.get(name)) == data_now.get(name)}
+    return {**{name: tree[name] for name in tree if name not in _OF_ONE_START}, "data": {**data, **same}}
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -73,3 +105,7 @@ def _pairs(before: Mapping[str, Any], now: Mapping[str, Any], inside: str = "") 
 
 def _said(value: Any) -> str:
     return "(not set)" if value is _ABSENT else shown(value)
+
+
+def _absolute(location: str | None) -> str | None:
+    return location if location is None or "://" in location else os.path.abspath(location)

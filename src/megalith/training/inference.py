@@ -1,7 +1,6 @@
 """A trained model from a run's folder: loaded whole into one process, whatever layout wrote it."""
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,15 @@ from megalith.config import RunConfig
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.token_ids import check_dataset
 from megalith.errors import CheckpointError, ConfigError, DataError
+from megalith.observe.units import perplexity
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import refill_buffers_, state_tensors
 from megalith.parallel.pipeline.pipeline import Pipeline
-from megalith.storage import MANIFEST, Store, open_store
+from megalith.storage import MANIFEST, LocalStore, Store, open_store
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.build_model import DTYPES
 from megalith.training.evaluation import evaluate
+from megalith.training.preflight import KEPT_TOKENIZER
 from megalith.training.process_group import choose_device
 from megalith.training.run_folder import kept_tokenizer, read_config
 from megalith.training.state import read_train_state
@@ -56,17 +57,18 @@ class CheckpointLoss:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), infinite where that is too large for a number."""
-        return math.exp(self.loss) if self.loss < 700.0 else math.inf
+        """As ``observe.units.perplexity`` of the loss."""
+        return perplexity(self.loss)
 
 
-def open_run(source: str | Path) -> tuple[Store, RunConfig]:
-    """The folder and the settings of a run; ``source`` and errors as in ``load_model``."""
-    folder = _run_of(_checkpoint(open_store(source)))
-    return folder, read_config(folder)
+def open_run(source: str | Path) -> tuple[Store, Store, RunConfig]:
+    """The checkpoint, the folder and the settings of a run; ``source`` and errors as in ``load_model``."""
+    checkpoint = _checkpoint(open_store(source))
+    folder = _run_of(checkpoint)
+    return checkpoint, folder, read_config(folder)
 
 
-def load_model(source: str | Path, task: AnyTask | None = None) -> TrainedModel:
+def load_model(source: str | Path | Store, task: AnyTask | None = None) -> TrainedModel:
     """The model of a run's newest checkpoint, or of the checkpoint that ``source`` is.
 
     Weights are verified, and cast to the dtype that the run computed in. ``task`` is that of a run with a user's own.
@@ -109,7 +111,7 @@ def evaluate_checkpoint(
     """
     if max_samples is not None and max_samples < 1:
         raise ConfigError(f"the number of samples must be 1 or more; got {max_samples}; leave it out to take all")
-    folder, config = open_run(source)
+    checkpoint, folder, config = open_run(source)
     prefix = dataset or config.data.valid
     if prefix is None:
         raise CheckpointError(f"{source} was trained without data.valid; name a dataset with --data PREFIX")
@@ -121,7 +123,7 @@ def evaluate_checkpoint(
         if dataset is not None:
             raise
         raise DataError(f"data.valid of {source}: {error}; name other data with --data PREFIX") from error
-    trained = load_model(source, task)
+    trained = load_model(checkpoint, task)
     found = evaluate(
         trained.task,
         Pipeline([trained.model]),
@@ -148,9 +150,10 @@ def _check_fits(dataset: IndexedDataset, folder: Store, config: RunConfig) -> No
         which = dataset.prefix if made_with is None else folder
         log.warning("%s does not say which tokenizer it is of, so that only its token ids are compared", which)
     elif made_with != trained_with:
+        path = folder / KEPT_TOKENIZER if KEPT_TOKENIZER in folder.names() else "PATH"
         raise DataError(
             f"{dataset.prefix} was made with another tokenizer than the training data of {folder}; prepare the text "
-            "again with that one: megalith data prepare FILES... --out PREFIX --tokenizer PATH"
+            f"again with that one: megalith data prepare FILES... --out PREFIX --tokenizer {path}"
         )
     found = check_dataset(dataset, config.model.vocab_size)
     if found.problem is not None:
@@ -183,5 +186,9 @@ def _checkpoint(source: Store) -> Store:
 
 
 def _run_of(checkpoint: Store) -> Store:
-    """The folder of the run that wrote ``checkpoint`` to RUN/checkpoints/step-..."""
-    return checkpoint.split()[0].split()[0]
+    """The folder of the run that wrote ``checkpoint`` to RUN/checkpoints/step-..., wherever a link to the latter is."""
+    run = checkpoint.split()[0].split()[0]
+    if "config.yaml" not in run.names() and isinstance(checkpoint, LocalStore):
+        resolved = checkpoint.path.resolve()
+        return run if resolved == checkpoint.path else _run_of(LocalStore(resolved))
+    return run

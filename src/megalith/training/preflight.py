@@ -82,7 +82,7 @@ def preflight(source: str, overrides: Sequence[str], world_size: int) -> RunConf
 def load_tokenizer(config: RunConfig) -> Tokenizer:
     """The tokenizer of a run: ``data.tokenizer``, or the one named beside its training data.
 
-    Where the latter is not there any more, the run's own copy of it is taken.
+    Where the latter cannot be read any more, the run's own copy of it is taken.
 
     Raises:
         DataError: neither names one, or it cannot be read.
@@ -102,12 +102,12 @@ def load_tokenizer(config: RunConfig) -> Tokenizer:
         raise DataError(
             f"{config.data.train} does not say which tokenizer made it; give data.tokenizer=PATH of a tokenizer.json"
         )
-    named = Path(config.data.train).parent / sidecar.tokenizer
-    if not named.exists() and kept.exists():
-        tokenizer = Tokenizer.load(kept, eod)
-        if tokenizer.sha256 == sidecar.tokenizer_sha256:
-            return tokenizer
-    return Tokenizer.load(named, eod)
+    try:
+        return Tokenizer.beside(config.data.train, sidecar.tokenizer, eod)
+    except DataError:
+        if kept.exists() and (own := Tokenizer.load(kept, eod)).sha256 == sidecar.tokenizer_sha256:
+            return own
+        raise
 
 
 def _problems(check: Callable[[RunConfig], Iterator[str]], config: RunConfig) -> list[str]:
@@ -178,7 +178,7 @@ def _check_token_ids(config: RunConfig) -> Iterator[str]:
         return  # told by _check_vocabulary
     for name, prefix in (("data.train", config.data.train), ("data.valid", config.data.valid)):
         dataset = _opened(prefix)
-        if dataset is None:
+        if dataset is None or dataset.dtype.kind == "f":  # told by _check_datasets
             continue
         found = check_dataset(dataset, vocab_size)
         if found.problem is not None:

@@ -10,8 +10,8 @@ from megalith.checkpoint.save import STATE, save_checkpoint
 from megalith.checkpoint.verify import verify_checkpoint
 from megalith.errors import CheckpointError, StorageError
 from megalith.storage import WAY_OUT, Location, Store, open_store
-from megalith.topology.agreement import agreed, everywhere, rank
-from megalith.training.continuity import changed, compared, kept_settings
+from megalith.topology.agreement import agreed, broadcast, everywhere, rank
+from megalith.training.continuity import changed, comparable_settings, compared, kept_settings
 from megalith.training.run import Run
 from megalith.training.saves import note_save, refuse_if_saved
 from megalith.training.state import SavedState, read_saved_state
@@ -71,13 +71,25 @@ def resume_or_load(run: Run) -> Beginning:
                 damaged[path.split()[1]] = error
             else:
                 return _resume(run, path, damaged)
-        with agreed():
-            if rank() == 0:
-                refuse_if_saved(run.folder, run.checkpoints, damaged)
+        _refuse_to_begin_again(run, damaged)
     if load is not None:
         load_tensors(load, run.weights(), only=lambda name: not name.startswith("optimizer."))
         return Beginning([f"started at step 0 from the weights of {load}, in layout {layout}"])
     return Beginning([f"started at step 0 from seed {run.config.train.seed}, in layout {layout}"])
+
+
+def _refuse_to_begin_again(run: Run, damaged: dict[str, CheckpointError]) -> None:
+    """As ``refuse_if_saved``, on every rank: rank 0 looks, at what all of them share."""
+    refusal = None
+    with agreed():
+        if rank() == 0:
+            try:
+                refuse_if_saved(run.folder, run.checkpoints, damaged)
+            except CheckpointError as error:
+                refusal = str(error)
+    refusal = broadcast(refusal)
+    if refusal is not None:
+        raise everywhere(CheckpointError(refusal))
 
 
 def _resume(run: Run, path: Store, damaged: dict[str, CheckpointError]) -> Beginning:
@@ -98,7 +110,7 @@ def _resume(run: Run, path: Store, damaged: dict[str, CheckpointError]) -> Begin
     try:
         load_tensors(path, run.tensors(), verify=False)
     except CheckpointError as error:
-        raise everywhere(CheckpointError("\n".join([str(error), *changes]))) from error
+        raise everywhere(CheckpointError("\n".join([*changes, str(error)]))) from error
     run.load_state(saved)
     for name in damaged:
         aside = set_aside_damaged(run.checkpoints / name)
@@ -132,10 +144,10 @@ def _told_changes(run: Run, saved: SavedState) -> list[str]:
     """A line on the settings that differ from those of the checkpoint, and one on what cannot be compared."""
     if saved.settings is None or saved.data is None:
         return ["the checkpoint is of an earlier version, which did not store its data and settings: none are compared"]
-    before = {**saved.settings, "layout": saved.layout}
-    now = {**kept_settings(run.config), "layout": run.layout}
+    now = kept_settings(run.config)
+    before = comparable_settings(saved.settings, now)
     lines = []
-    if found := changed(before, now):
+    if found := changed({**before, "layout": saved.layout}, {**now, "layout": run.layout}):
         lines.append(f"changed since step {saved.train.step}: {', '.join(found)}")
     if compared(saved.data, _identity(run)) == ["tokens_per_sample"]:
         lines.append(

@@ -6,7 +6,6 @@ eod.json           {"id"}: the token that ends a document, which a tokenizer.jso
 """
 
 import json
-import os
 from pathlib import Path
 
 from megalith.config import RunConfig, dump_yaml, load_run
@@ -15,6 +14,7 @@ from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError, MissingFileError
 from megalith.storage import LocalStore, Store, explained
 from megalith.storage.atomic import write_json_atomic, write_text_atomic
+from megalith.training.continuity import with_absolute_paths
 from megalith.training.preflight import KEPT_TOKENIZER, load_tokenizer
 from megalith.training.run import Run
 
@@ -25,7 +25,7 @@ _EOD = "eod.json"
 
 def keep_settings(run: Run) -> None:
     """Writes config.yaml, on one rank. Raises StorageError."""
-    write_text_atomic(run.folder / "config.yaml", dump_yaml(_with_absolute_paths(run.config)))
+    write_text_atomic(run.folder / "config.yaml", dump_yaml(with_absolute_paths(run.config)))
 
 
 def keep_tokenizer(run: Run) -> None:
@@ -118,14 +118,3 @@ def _kept_eod(folder: Store) -> int | None:
     if not isinstance(kept, dict) or type(kept.get("id")) is not int:
         raise DataError(f'{folder / _EOD} must hold {{"id": number}}; delete it, and the usual names are looked for')
     return int(kept["id"])
-
-
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """``config`` as it reads from any working folder."""
-    data = {name: _absolute(getattr(config.data, name)) for name in ("train", "valid", "tokenizer")}
-    update = {"data": config.data.model_copy(update=data), "load": _absolute(config.load), "run": _absolute(config.run)}
-    return config.model_copy(update=update)
-
-
-def _absolute(location: str | None) -> str | None:
-    return location if location is None or "://" in location else os.path.abspath(location)

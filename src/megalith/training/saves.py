@@ -2,7 +2,8 @@
 
 ``RUN/saved.json`` says which step was saved last, and where. Without it, as in the folder of an earlier version or of a
 run that was killed at the end of its first save, metrics that go past the first ``checkpoint.every`` of ``config.yaml``
-show the same. A run that was killed before its first save has neither, and begins again at step 0.
+or to its ``train.steps`` show the same, and where there is no such file to read it is assumed. A run that was killed
+before its first save has neither, and begins again at step 0.
 """
 
 from collections.abc import Mapping
@@ -35,7 +36,8 @@ def refuse_if_saved(run_folder: Path, checkpoints: Store, damaged: Mapping[str, 
     traces = traces_of_saves(checkpoints)
     metrics = run_folder / "metrics.jsonl"
     last_step = max((record["step"] for record in read_metrics(run_folder)), default=0) if metrics.is_file() else 0
-    lost = last_step > 0 and ((run_folder / _NOTE).exists() or _is_past_a_save(run_folder, last_step))
+    noted, known_at = (run_folder / _NOTE).exists(), _known_to_save_at(run_folder)
+    lost = last_step > 0 and (noted or known_at is None or last_step >= known_at)
     if not (traces or lost):
         with explained("remove", run_folder / _NOTE):
             # it is of a run whose metrics were moved away, and would say of this one that it had saved
@@ -45,6 +47,8 @@ def refuse_if_saved(run_folder: Path, checkpoints: Store, damaged: Mapping[str, 
     reasons = [str(damaged[name]) if name in damaged else _why(checkpoints, name) for name in steps]
     if last_step:
         reasons.append(f"{metrics} goes to step {last_step}")
+    if lost and not noted and known_at is None:
+        reasons.append(f"{run_folder / 'config.yaml'}, which would tell whether it had saved, cannot be read")
     to_move = [str(metrics)] * metrics.exists() + [str(checkpoints)] * bool(traces)
     raise CheckpointError(
         f"this run has saved, and no sound checkpoint is left in {checkpoints}:\n  "
@@ -54,15 +58,20 @@ def refuse_if_saved(run_folder: Path, checkpoints: Store, damaged: Mapping[str, 
     )
 
 
-def _is_past_a_save(run_folder: Path, last_step: int) -> bool:
-    """Whether the settings of the last start had it save before ``last_step``."""
+def _known_to_save_at(run_folder: Path) -> int | None:
+    """The step whose record shows that the run has saved; None if the settings of its last start are not there to tell.
+
+    It saves at its last step. At another it may have been killed between record and save, so the next one shows it.
+    """
     path = run_folder / "config.yaml"
     try:
-        every = look_up(read_yaml(path.read_text("utf-8"), str(path)), "checkpoint.every")
+        settings = read_yaml(path.read_text("utf-8"), str(path))
     except (OSError, UnicodeDecodeError, ConfigError):
-        return False
-    # at that step itself, the run may have been killed between its record and its save
-    return isinstance(every, int) and last_step > every
+        return None
+    every, steps = look_up(settings, "checkpoint.every"), look_up(settings, "train.steps")
+    if not isinstance(steps, int):
+        return None
+    return min(steps, every + 1) if isinstance(every, int) else steps
 
 
 def _why(checkpoints: Store, name: str) -> str:

@@ -34,7 +34,7 @@ class TextGenerator:
         Raises as ``load_model`` and ``find_tokenizer`` do, CheckpointError for a model that does not write text, and
         DataError for a tokenizer that has more entries than the model.
         """
-        folder, config = open_run(source)
+        checkpoint, folder, config = open_run(source)
         found = find_tokenizer(folder, config, tokenizer, eod)
         vocab_size = config.model.vocab_size
         assert vocab_size is not None, "a run keeps its resolved settings"
@@ -43,7 +43,7 @@ class TextGenerator:
                 f"{found.name} has {found.vocab_size} entries and the model of {source} {vocab_size}; give the "
                 "tokenizer that it was trained with"
             )
-        model = load_model(source).model
+        model = load_model(checkpoint).model
         if not isinstance(model, GPTModel):
             raise CheckpointError(f"{source} holds a {type(model).__name__}, which writes no text; name a GPT run")
         return cls(model, found)
