@@ -30,12 +30,14 @@ MISTAKES = {
     "one token": (lambda f: ["--data", dataset(f / "x", [1])], "must hold two tokens at least"),
     "ids beyond the vocabulary": (
         lambda f: ["--data", dataset(f / "x", [1, 2, 280])],
-        "token 2 of document 0 in {folder}/x has the id 280; the model's vocabulary has 280 entries, so that ids must be "
-        "below that; prepare the data with the model's tokenizer, or train a new model with model.vocab_size=281 or more",
+        "token 2 of document 0 in {folder}/x has the id 280; the model's vocabulary has 280 entries, so that ids must "
+        "be below that; prepare the data with the model's tokenizer, or train a new model with model.vocab_size=281 or "
+        "more",
     ),
     "another tokenizer": (
         lambda f: ["--data", dataset(f / "x", [1, 2, 3], tokenizer_sha256="another")],
-        "prepare the text again with that one: megalith data prepare FILES... --out PREFIX --tokenizer {run}/tokenizer.json",
+        "prepare the text again with that one: megalith data prepare FILES... --out PREFIX --tokenizer "
+        "{run}/tokenizer.json",
     ),
 }
 

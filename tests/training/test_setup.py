@@ -78,3 +78,24 @@ def compiled(tree: dict[str, Any]) -> list[bool]:
 def test_compilation_is_asked_of_every_layer(on, tmp_path):
     tree = settings(tmp_path, train={"compile": on}, experimental=["compile"] if on else [])
     assert ranks(1, compiled, tree) == [[on, on]]
+
+
+class NoCoresAtTheEnd(NoCores):
+    """As above, in the last stage of a pipeline only."""
+
+    def build_model(self, options: BuildOptions, stage: Stage | None = None) -> Any:
+        assert stage is not None
+        return super().build_model(options, stage) if stage.has_head else PretrainGPT.build_model(self, options, stage)
+
+
+def refusal_of_stages(tree: dict[str, Any]) -> str:
+    config = load_run(tree, world_size=2)
+    with pytest.raises(ConfigError) as refusal:
+        build_run(config, torch.device("cpu"), RunParts(NoCoresAtTheEnd(config)))
+    return str(refusal.value)
+
+
+def test_a_stage_that_cannot_be_built_is_refused_on_every_rank(tmp_path):
+    tree = settings(tmp_path, parallel={"pipeline": 2}, train={"recompute": "selective"})
+    for message in ranks(2, refusal_of_stages, tree):
+        assert "and this GPTModel has none; use train.recompute=full or none" in message

@@ -13,6 +13,7 @@ from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.parallel.pipeline.placement import Placement
 from megalith.parallel.pipeline.stages import balanced_stages, listed_stages
 from megalith.parallel.sharding.fsdp import shard_model
+from megalith.topology.agreement import agreed
 from megalith.topology.rank_groups import ParallelState
 from megalith.torch_compat import compile_layers_, new_group
 from megalith.training.tasks.task import AnyTask
@@ -47,15 +48,20 @@ def build_pipeline(
     placement, rank = Placement(parallel.pipeline, parallel.virtual), state.rank("pp")
     if placement.num_stages == 1:
         return Pipeline([_build_model(config, task, options, device, None)])
-    stages = stages_of(config, task)
-    chunks = [
-        _build_model(config, task, options, device, stages[placement.stage(rank, chunk)])
-        for chunk in range(placement.num_chunks)
-    ]
-    ranks = state.grid.group_of("pp", state.global_rank)
+    with agreed():  # the links are opened by all ranks or none
+        stages = stages_of(config, task)
+        chunks = [
+            _build_model(config, task, options, device, stages[placement.stage(rank, chunk)])
+            for chunk in range(placement.num_chunks)
+        ]
+        shared = tuple(weight for chunk in chunks for weight in chunk.shared_weights())
+        if shared and rank not in (0, parallel.pipeline - 1):
+            raise ConfigError(
+                f"weights can be shared by the first and the last stage of a pipeline only; {type(chunks[0]).__name__} "
+                f"shares some in a stage of rank {rank} of {parallel.pipeline}; use parallel.pipeline=1"
+            )
+    ranks = state.ranks("pp")
     links = open_links(placement, rank, ranks, DTYPES[config.precision.dtype], device)
-    shared = tuple(weight for chunk in chunks for weight in chunk.shared_weights())
-    # the first and the last stage have them, and nobody else
     group = new_group([ranks[0], ranks[-1]], None, None, None) if shared else None
     return Pipeline(chunks, placement, parallel.schedule, links, shared, group)
 

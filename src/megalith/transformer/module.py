@@ -34,7 +34,7 @@ class ModelModule(DeclaringModule, ABC):
         return self.layers()
 
     def shared_weights(self) -> list[nn.Parameter]:
-        """Parameters of this stage of which another stage holds a copy: their gradients are summed over both."""
+        """Parameters that the first and the last stage both hold, in one order: their gradients are summed."""
         return []
 
     def copied_weights(self) -> list[nn.Parameter]:

@@ -26,7 +26,7 @@ class Chunk(nn.Module):
 def syncs(monkeypatch) -> list[tuple[nn.Module, bool]]:
     """What the executor told FSDP2, in place of telling it."""
     told: list[tuple[nn.Module, bool]] = []
-    monkeypatch.setattr(executor, "gradient_sync", lambda chunk, last: told.append((chunk, last)))
+    monkeypatch.setattr(executor, "gradient_sync", lambda chunk, last, keeps_weights: told.append((chunk, last)))
     return told
 
 
@@ -81,7 +81,9 @@ def test_only_the_backward_that_the_plan_marks_reduces(syncs):
 
 def test_it_is_said_before_each_backward_whether_it_reduces(monkeypatch):
     gradients = []
-    monkeypatch.setattr(executor, "gradient_sync", lambda chunk, last: gradients.append(chunk.weight.grad is None))
+    monkeypatch.setattr(
+        executor, "gradient_sync", lambda chunk, last, keeps_weights: gradients.append(chunk.weight.grad is None)
+    )
     execute(one_stage_plan(1, backward=True), [Chunk(1.0)], forward([]))
     assert gradients == [True], "the backward had not begun"
 

@@ -1,5 +1,6 @@
 """pipeline: on real ranks what one process computes, with no more activations than the schedule promises."""
 
+import re
 import weakref
 from typing import Any
 from unittest.mock import patch
@@ -9,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalith.errors import ShapeError
 from megalith.parallel.pipeline import executor
-from megalith.parallel.pipeline.links import open_links
+from megalith.parallel.pipeline.links import Messages, open_links
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.parallel.pipeline.placement import Placement
+from megalith.parallel.pipeline.schedules import forward_only
 from tests.rank_pool import ranks
 
 H = 4
@@ -70,8 +73,18 @@ class _Held(torch.autograd.Function):
         return dx, None, None
 
 
-def gradients_and_live(schedule: str, num_chunks: int, num_microbatches: int) -> tuple[dict[int, Tensor], int]:
-    """The gradients of this rank's stages, by number, and the most activations that were live on it."""
+class Counted(Messages):
+    """Knows how many messages it kept at most until they had arrived."""
+
+    most = 0
+
+    def _give(self, *message: Any) -> None:
+        super()._give(*message)
+        Counted.most = max(Counted.most, len(self._sent))
+
+
+def gradients_and_live(schedule: str, num_chunks: int, num_microbatches: int) -> tuple[dict[int, Tensor], int, int]:
+    """The gradients of this rank's stages, by number, and the most activations and sent messages that it kept."""
     rank, p = dist.get_rank(), dist.get_world_size()
     placement = Placement(p, num_chunks)
     links = open_links(placement, rank, range(p), torch.float64, torch.device("cpu"))
@@ -83,13 +96,17 @@ def gradients_and_live(schedule: str, num_chunks: int, num_microbatches: int) ->
         y = _Held.apply(chunk(first_input(micro_batch) if hidden is None else hidden), live, next(numbers))
         return y.sum() if pipeline.holds_output(chunk) else y
 
-    with patch.object(executor, "gradient_sync", lambda chunk, last: None):
+    Counted.most = 0
+    with (
+        patch.object(executor, "gradient_sync", lambda chunk, last, keeps_weights: None),
+        patch.object(executor, "Messages", Counted),
+    ):
         pipeline.train(num_microbatches, forward, shape_of)
         for chunk in chunks:  # a second step begins where the first ended
             chunk.weight.grad = None
         pipeline.train(num_microbatches, forward, shape_of)
     stages = {placement.stage(rank, chunk): part.weight.grad for chunk, part in enumerate(chunks)}
-    return stages, live.most
+    return stages, live.most, Counted.most
 
 
 @pytest.mark.parametrize(
@@ -98,6 +115,7 @@ def gradients_and_live(schedule: str, num_chunks: int, num_microbatches: int) ->
         ("gpipe", 2, 1, 5),
         ("1f1b", 4, 1, 7),
         ("1f1b", 4, 1, 2),
+        ("1f1b", 2, 1, 16),
         ("interleaved", 2, 3, 4),
         ("interleaved", 4, 2, 8),
     ],
@@ -107,7 +125,7 @@ def test_gradients_are_those_of_one_process_and_no_more_is_live_than_promised(
 ):
     p, m, v = num_ranks, num_microbatches, num_chunks
     want = in_one_process(p * v, m)
-    for rank, (found, live) in enumerate(ranks(p, gradients_and_live, schedule, v, m)):
+    for rank, (found, live, sent) in enumerate(ranks(p, gradients_and_live, schedule, v, m)):
         for stage, gradient in found.items():
             torch.testing.assert_close(gradient, want[stage], rtol=1e-13, atol=1e-13)
         promised = {
@@ -116,3 +134,32 @@ def test_gradients_are_those_of_one_process_and_no_more_is_live_than_promised(
             "interleaved": min(2 * (p - rank - 1) + (v - 1) * p + 1, v * m),
         }
         assert live == promised[schedule]
+        if schedule == "1f1b":  # an output for each activation, and gradients that nothing shows to be used yet
+            assert sent <= 2 * p
+
+
+def outcome_of(wrong: str) -> str:
+    """What becomes of a stage that gives other hidden states than it says; rank 1 only waits for sound ones."""
+    placement, rank = Placement(2), dist.get_rank()
+    links = open_links(placement, rank, range(2), torch.float32, torch.device("cpu"))
+    if rank == 1 and wrong != "nothing":
+        return ""
+    messages = Messages(links, forward_only(placement, 1), lambda micro_batch: (2, H))
+    if rank == 1:
+        return str(messages.input_of(0, 0))
+    given = {"shape": torch.ones(3, H), "dtype": torch.ones(2, H, dtype=torch.float64), "nothing": torch.ones(2, H)}
+    try:
+        messages.send_output(0, 0, given[wrong])
+    except ShapeError as error:
+        return str(error)
+    messages.finish()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"), [("shape", r"it is \[3, 4\] in torch.float32"), ("dtype", "in torch.float64")]
+)
+def test_hidden_states_of_another_shape_or_dtype_are_refused_where_they_are_made(wrong, told):
+    message, _ = ranks(2, outcome_of, wrong)
+    assert re.search(rf"the output of micro-batch 0 .*stage 0\) must be \[2, 4\] in torch.float32.*{told}", message)
+    assert ranks(2, outcome_of, "nothing")[0] == ""

@@ -43,7 +43,7 @@ def execute(schedule: Schedule, links: Links, chunks: Sequence[nn.Module], forwa
             del hidden, output
         else:
             assert action.kind == "backward", "a split backward needs matrix products that put off their weights' part"
-            gradient_sync(chunks[chunk], last=action.reduces)
+            gradient_sync(chunks[chunk], last=action.reduces, keeps_weights=schedule.placement.num_stages > 1)
             hidden, root = kept.pop((chunk, k))
             gradient = messages.gradient_of(k, chunk)
             if isinstance(root, Tensor):

@@ -2,10 +2,12 @@
 
 Between two ranks there is a channel for each kind of message in each direction, in which messages arrive in the order
 in which they are sent. The receiver knows that order from the sender's plan and posts its receives in it, one message
-ahead of what it needs; so neither ranks nor backends that match by order alone (NCCL) can wait for each other in a
-circle.
+ahead of what it needs, because NCCL matches by order alone. NCCL also connects two ranks in their first send and
+receive, which wait for each other, so that every channel carries one element when it is opened, in an order common to
+all ranks.
 """
 
+import functools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from megalith.parallel.pipeline.dependencies import Result, receives
+from megalith.errors import ShapeError
+from megalith.parallel.pipeline.dependencies import Result, needs, receives, result_of
 from megalith.parallel.pipeline.placement import Placement
 from megalith.parallel.pipeline.plan import Schedule
 from megalith.torch_compat import new_group
 
-__all__ = ["Links", "Messages", "ShapeOf", "open_links"]
+__all__ = ["Deliveries", "Links", "Messages", "ShapeOf", "deliveries_to", "open_links"]
 
 # the number of a micro-batch -> the shape of its hidden states
 ShapeOf = Callable[[int], tuple[int, ...]]
@@ -51,12 +54,49 @@ class Links:
 def open_links(
     placement: Placement, rank: int, global_ranks: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Links:
-    """The links of ``rank``; a collective of the ranks of the pipeline."""
+    """The links of ``rank``, all of them connected; a collective of the ranks of the pipeline."""
     ranks = tuple(global_ranks)
-    channels = {_channel(result, receiver) for result, receiver in _messages(placement)}
+    edges = {(_channel(result, receiver), result.rank, receiver) for result, receiver in _messages(placement)}
+    channels = {channel for channel, _, _ in edges}
     # NCCL has a communicator for every pair of ranks of a group that send to each other, and a stream for each
     groups = {channel: new_group(ranks, None, None, None) for channel in sorted(channels)}
+    first = torch.zeros(1, dtype=dtype, device=device)
+    for channel, sender, receiver in sorted(edges):
+        if rank == sender:
+            dist.send(first, dst=ranks[receiver], group=groups[channel])
+        elif rank == receiver:
+            dist.recv(first, src=ranks[sender], group=groups[channel])
     return Links(rank, ranks, groups, dtype, device)
+
+
+@dataclass(frozen=True)
+class Deliveries:
+    """What a rank knows of a schedule's messages before any is sent.
+
+    Attributes:
+        expected: by sender and kind what it receives, in the order in which it is sent.
+        used_before: for each of them, which of its own messages the sender had used by then: they need no memory more.
+    """
+
+    expected: Mapping[tuple[int, str], Sequence[Result]]
+    used_before: Mapping[Result, Sequence[Result]]
+
+
+@functools.lru_cache(maxsize=16)  # a step's schedule is mostly that of the step before
+def deliveries_to(schedule: Schedule, rank: int) -> Deliveries:
+    """The messages of ``schedule`` to ``rank``."""
+    expected: dict[tuple[int, str], list[Result]] = defaultdict(list)
+    used_before: dict[Result, list[Result]] = {}
+    for sender, results in receives(schedule, rank).items():
+        for result in results:
+            expected[sender, result.kind].append(result)
+        to_rank, used = set(results), list[Result]()
+        for action in schedule.plans[sender]:
+            used += [need for need in needs(schedule.placement, sender, action) if need.rank == rank]
+            given = result_of(sender, action)
+            if given is not None and given in to_rank:
+                used_before[given], used = used, []
+    return Deliveries(expected, used_before)
 
 
 class Messages:
@@ -66,12 +106,11 @@ class Messages:
         self._links = links
         self._placement = schedule.placement
         self._shape_of = shape_of
-        self._expected: dict[tuple[int, str], deque[Result]] = defaultdict(deque)
-        for sender, results in receives(schedule, links.rank).items():
-            for result in results:
-                self._expected[sender, result.kind].append(result)
+        deliveries = deliveries_to(schedule, links.rank)
+        self._used_before = deliveries.used_before
+        self._expected = {channel: deque(results) for channel, results in deliveries.expected.items()}
         self._posted: dict[Result, tuple[Tensor, Work]] = {}
-        self._sent: deque[tuple[Tensor, Work]] = deque()
+        self._sent: dict[Result, tuple[Tensor, Work]] = {}
         self._here: dict[Result, Tensor] = {}  # from one chunk of this rank to another
         for queue in self._expected.values():
             self._post(queue)
@@ -99,9 +138,8 @@ class Messages:
         self._give(Result("input_gradient", micro_batch, self._links.rank, chunk), before[0], gradient)
 
     def finish(self) -> None:
-        """Returns when everything that was sent has arrived."""
-        while self._sent:
-            self._sent.popleft()[1].wait()
+        """Waits until everything that was sent is on its way, and frees its memory."""
+        self._release(list(self._sent))
 
     def _take(self, result: Result) -> Tensor:
         if result.rank == self._links.rank:
@@ -111,6 +149,7 @@ class Messages:
             self._post(queue)
         tensor, work = self._posted.pop(result)
         work.wait()
+        self._release(self._used_before[result])
         if queue and not any((posted.rank, posted.kind) == (result.rank, result.kind) for posted in self._posted):
             self._post(queue)
         return tensor
@@ -126,15 +165,29 @@ class Messages:
 
     def _give(self, result: Result, receiver: int, tensor: Tensor) -> None:
         links, tensor = self._links, tensor.detach()
+        self._check(result, tensor)
         if receiver == links.rank:
             self._here[result] = tensor
             return
-        while self._sent and self._sent[0][1].is_completed():
-            self._sent.popleft()  # its memory is free again
         tensor = tensor.contiguous()
         work = dist.isend(tensor, dst=links.global_ranks[receiver], group=links.groups[_channel(result, receiver)])
         assert work is not None, "this rank is in the group of its own channel"
-        self._sent.append((tensor, work))
+        self._sent[result] = tensor, work
+
+    def _release(self, results: Sequence[Result]) -> None:
+        """Frees the memory of messages that were sent; if they have arrived, nobody waits."""
+        for result in results:
+            self._sent.pop(result)[1].wait()
+
+    def _check(self, result: Result, tensor: Tensor) -> None:
+        """Raises ShapeError unless ``tensor`` is what the receiver has made room for."""
+        shape, dtype = self._shape_of(result.micro_batch), self._links.dtype
+        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+            stage = self._placement.stage(result.rank, result.chunk)
+            raise ShapeError(
+                f"{result} (stage {stage}) must be {list(shape)} in {dtype}, as the task's hidden_shape and "
+                f"precision.dtype say; it is {list(tensor.shape)} in {tensor.dtype}; mend one or the other"
+            )
 
 
 def _channel(result: Result, receiver: int) -> Channel:

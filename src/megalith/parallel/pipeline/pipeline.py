@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from megalith.errors import ConfigError
 from megalith.parallel.pipeline.executor import Forward, execute
 from megalith.parallel.pipeline.links import Links, ShapeOf
 from megalith.parallel.pipeline.placement import Placement
@@ -18,6 +19,8 @@ from megalith.parallel.pipeline.schedules import build_schedule, forward_only
 from megalith.parallel.sharding.fsdp import release_gathered_weights
 
 __all__ = ["Pipeline"]
+
+_RUNNABLE = ("gpipe", "1f1b", "interleaved")
 
 Chunk = TypeVar("Chunk", bound=nn.Module)
 
@@ -38,6 +41,13 @@ class Pipeline(Generic[Chunk]):
     links: Links = field(default_factory=Links)
     shared: tuple[nn.Parameter, ...] = ()
     shared_group: ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule not in _RUNNABLE:
+            raise ConfigError(
+                f"schedule must be one without a split backward, {', '.join(_RUNNABLE)}; got {self.schedule!r}, which "
+                "can be simulated only"
+            )
 
     def holds_output(self, chunk: nn.Module) -> bool:
         """Whether ``chunk``, one of this rank's, is the last stage: what it gives is the model's output."""

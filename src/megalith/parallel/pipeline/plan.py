@@ -38,7 +38,7 @@ class Action:
 Plan = tuple[Action, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by identity: what follows from one is worked out once
 class Schedule:
     """A step of the whole pipeline: ``plans[rank]`` takes ``num_microbatches`` through the chunks of that rank."""
 

@@ -68,11 +68,15 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
-def gradient_sync(model: nn.Module, last: bool) -> None:
-    """Says before a micro-batch whether its backward is the ``last`` of the step: only that one reduces gradients."""
+def gradient_sync(model: nn.Module, last: bool, *, keeps_weights: bool) -> None:
+    """Says before a micro-batch whether its backward is the ``last`` of the step: only that one reduces gradients.
+
+    ``keeps_weights``: weights stay gathered from the first forward of a step until that backward.
+    """
     assert isinstance(model, FSDPModule), "gradient_sync needs a model that shard_model has sharded"
     model.set_requires_gradient_sync(last)
     model.set_is_last_backward(last)
+    model.set_reshard_after_backward(last or not keeps_weights)
 
 
 def release_gathered_weights(model: nn.Module) -> None:
