@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megalith.training.loop import Outcome
-from tests.program import MARK, Program, start, write_settings
+from tests.program import Program, processes_marked, start, write_settings
 from tests.rank_pool import ranks
 from tests.resilience.pauses import Pause, lines
 from tests.tiny_run import GPT2, settings
@@ -151,15 +151,7 @@ def tree_in(folder: Path, num_ranks: int) -> dict[str, Any]:
 
 def processes_of(program: Program) -> list[int]:
     """What of it still runs: itself, and what carries its mark in the environment."""
-    mark = f"{MARK}={program.mark}".encode()
-    left = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark in environment.read_bytes() and b"\nState:\tZ" not in (environment.parent / "status").read_bytes():
-                left.append(int(environment.parent.name))
-        except OSError:
-            continue  # ended meanwhile, or another user's
-    return [*left, *([program.pid] if program.code is None else [])]
+    return [*processes_marked(program.mark), *([program.pid] if program.code is None else [])]
 
 
 def deliver(case: Case, program: Program, pids: list[int]) -> None:
@@ -182,7 +174,9 @@ def parent_of(pid: int) -> int:
 def where_it_goes_on(run: str) -> str:
     """What a person is told after a run has lost work."""
     step = saved_step(run)
-    return f"the same command goes on from step {step} (" if step else "no checkpoint was saved: the same command starts"
+    return (
+        f"the same command goes on from step {step} (" if step else "no checkpoint was saved: the same command starts"
+    )
 
 
 def wait_until_nothing_runs(program: Program) -> None:
@@ -261,6 +255,18 @@ def test_a_terminal_that_is_closed_ends_a_run_with_its_state_saved(tmp_path):
     pause.end()
     assert program.ended().code == STOPPED
     assert saved_step(tree["run"]) == 4
+
+
+@pytest.mark.parametrize("number", [INT, TERM])
+def test_a_signal_before_there_are_ranks_ends_the_program_at_once(number, tmp_path):
+    pause = Pause(tmp_path, [0])
+    command = ("train", write_settings(tree_in(tmp_path, 2), tmp_path), "--nproc", 2)
+    program = start(*command, first=lines("before there are ranks", 1, tmp_path))
+    pause.pids()
+    program.send_signal(number)
+    found = program.ended(timeout=20)
+    assert found.code == STOPPED
+    assert found.err == f"{number.name}: stopped before the ranks were started; the same command starts again\n"
 
 
 def test_a_rank_that_stands_still_is_named(tmp_path):

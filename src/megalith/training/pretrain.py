@@ -11,7 +11,7 @@ from megalith.config import RunConfig
 from megalith.observe.compiler_wait import CompilerWait
 from megalith.observe.run_log import RunLog
 from megalith.observe.trackers import Trackers
-from megalith.resilience.stop_request import StopRequest
+from megalith.resilience.stop_request import TIME_LIMIT, StopRequest
 from megalith.storage.run_lock import RunLock
 from megalith.topology.agreement import agreed
 from megalith.training.about import write_about
@@ -80,17 +80,24 @@ def pretrain(
                 keep_settings(run)
                 keep_tokenizer(run)
                 write_about(run, origin)
+        first_step = run.state.step
         with closing(trackers), CompilerWait(run.timers, show, show_progress).watched():
             outcome = train(run, callbacks, stop)
         if outcome is Outcome.STOPPED:
-            show(_where_it_stopped(run.state.step))
+            limit = config.train.time_limit if stop.reason == TIME_LIMIT else None
+            show(_where_it_stopped(first_step, run.state.step, limit))
         return outcome
 
 
-def _where_it_stopped(step: int) -> str:
+def _where_it_stopped(first_step: int, step: int, limit: float | None) -> str:
+    """``limit``: train.time_limit [minutes], if that is why; who sent a signal has been answered already."""
+    if limit is not None and step == first_step:
+        way_on = "starting takes longer than that, and so it would again: raise it"
+        return f"train.time_limit ({limit:g} minutes) has passed before the first step of this start; {way_on}"
+    why = "" if limit is None else f"train.time_limit ({limit:g} minutes) has passed: "
     if step == 0:
-        return "stopped before the first step: there was nothing to save; the same command starts it again"
-    return f"saved at step {step}; the same command goes on from there"
+        return f"{why}stopped before the first step: there was nothing to save; the same command starts it again"
+    return f"{why}saved at step {step}; the same command goes on from there"
 
 
 @contextmanager
