@@ -269,7 +269,7 @@ def test_losses_that_are_not_finite_are_said(tmp_path):
 
 
 def test_a_run_without_records_has_no_report(tmp_path):
-    with pytest.raises(DataError, match="at least one training step, .*let it train one step first"):
+    with pytest.raises(DataError, match=r"at least one training step, .*let it train one step first"):
         page_with(tmp_path)
     assert not (tmp_path / "report.html").exists()
     assert write_report_if_possible(tmp_path) is None  # a run that was stopped before its first step

@@ -19,6 +19,7 @@ from megalith.training.callbacks import Checkpoints, HeldOutLoss, Metrics, TextS
 from megalith.training.loop import Outcome, train
 from megalith.training.process_group import choose_device, process_group
 from megalith.training.resume import resume_or_load
+from megalith.training.run import Run
 from megalith.training.run_folder import keep_settings, keep_tokenizer
 from megalith.training.setup import RunParts, build_run
 
@@ -66,8 +67,7 @@ def pretrain(
             return Outcome.WAS_DONE
         with agreed():
             names = config.tracking if dist.get_rank() == 0 else ()
-            settings = config.model_dump(mode="json")
-            trackers = Trackers(run.folder, names, resumed_step=run.state.step, settings=settings)
+            trackers = Trackers(run.folder, names, resumed_step=run.state.step, settings=config.model_dump(mode="json"))
             metrics = Metrics(run, show, show_progress, trackers)
             callbacks = [
                 metrics,
@@ -84,17 +84,18 @@ def pretrain(
         with closing(trackers), CompilerWait(run.timers, show, show_progress).watched():
             outcome = train(run, callbacks, stop)
         if outcome is Outcome.STOPPED:
-            limit = config.train.time_limit if stop.reason == TIME_LIMIT else None
-            show(_where_it_stopped(first_step, run.state.step, limit))
+            show(_where_it_stopped(run, first_step, stop.reason))
         return outcome
 
 
-def _where_it_stopped(first_step: int, step: int, limit: float | None) -> str:
-    """``limit``: train.time_limit [minutes], if that is why; who sent a signal has been answered already."""
-    if limit is not None and step == first_step:
-        way_on = "starting takes longer than that, and so it would again: raise it"
-        return f"train.time_limit ({limit:g} minutes) has passed before the first step of this start; {way_on}"
-    why = "" if limit is None else f"train.time_limit ({limit:g} minutes) has passed: "
+def _where_it_stopped(run: Run, first_step: int, reason: str | None) -> str:
+    """What is saved, and why if that is the time limit: who sent a signal has been answered already."""
+    step, why = run.state.step, ""
+    if reason == TIME_LIMIT:
+        why = f"train.time_limit ({run.config.train.time_limit:g} minutes) has passed"
+        if step == first_step:
+            return f"{why} before the first step of this start, which takes longer than that: raise it"
+        why += ": "
     if step == 0:
         return f"{why}stopped before the first step: there was nothing to save; the same command starts it again"
     return f"{why}saved at step {step}; the same command goes on from there"
