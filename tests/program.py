@@ -126,12 +126,19 @@ def processes_marked(mark: str) -> list[int]:
     found = []
     for environment in Path("/proc").glob("[0-9]*/environ"):
         try:
-            status = (environment.parent / "status").read_bytes()
-            if f"{MARK}={mark}".encode() in environment.read_bytes() and b"\nState:\tZ" not in status:
+            if f"{MARK}={mark}".encode() in environment.read_bytes() and runs(int(environment.parent.name)):
                 found.append(int(environment.parent.name))
         except OSError:
             continue  # ended meanwhile, or another user's
     return found
+
+
+def runs(pid: int) -> bool:
+    """Whether a process has not ended, all of it: one that is ending has no environment, but locks for a while."""
+    try:
+        return b"\nState:\tZ" not in Path(f"/proc/{pid}/status").read_bytes()
+    except OSError:
+        return False
 
 
 def start_torchrun(num_ranks: int, *arguments: object) -> "subprocess.Popen[str]":

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megalith.training.loop import Outcome
-from tests.program import Program, processes_marked, start, write_settings
+from tests.program import Program, processes_marked, runs, start, write_settings
 from tests.rank_pool import ranks
 from tests.resilience.pauses import Pause, lines
 from tests.tiny_run import GPT2, settings
@@ -179,9 +179,10 @@ def where_it_goes_on(run: str) -> str:
     )
 
 
-def wait_until_nothing_runs(program: Program) -> None:
+def wait_until_nothing_runs(program: Program, pids: list[int]) -> None:
+    """Returns when the program has ended and its ranks ``pids`` have, and whatever else it has started."""
     deadline = time.monotonic() + 10
-    while left := processes_of(program):
+    while left := [*processes_of(program), *filter(runs, pids)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
 
@@ -200,7 +201,8 @@ def test_nothing_is_left_running_and_the_run_goes_on_bitwise(case, tmp_path):
     pause = Pause(tmp_path, range(case.num_ranks))
     command = ("train", write_settings(tree, tmp_path), "--nproc", case.num_ranks)
     program = start(*command, first=lines(case.place, call, tmp_path))
-    deliver(case, program, pause.pids())
+    pids = pause.pids()
+    deliver(case, program, pids)
     if case.code == STOPPED:
         wait_until_told(program, "saving at the next step boundary")
         pause.end()
@@ -209,7 +211,7 @@ def test_nothing_is_left_running_and_the_run_goes_on_bitwise(case, tmp_path):
     assert re.search(case.says, found.err.splitlines()[-1] if found.err else ""), found
     if case.num_ranks > 1 and case.code > 0 and case.code != STOPPED:
         assert where_it_goes_on(tree["run"]) in found.err.splitlines()[-1]
-    wait_until_nothing_runs(program)
+    wait_until_nothing_runs(program, pids)
     if case.code == STOPPED:
         assert saved_step(tree["run"]) == stopped_at
     else:
@@ -285,4 +287,4 @@ def test_a_rank_that_stands_still_is_named(tmp_path):
     wait_until_told(program, "waiting for rank 1 since step 3: rank 1 does not answer")
     program.send_signal(KILL)  # a stopped rank runs no Python, and ends with its parent all the same
     assert program.ended(timeout=20).code == -KILL
-    wait_until_nothing_runs(program)
+    wait_until_nothing_runs(program, [rank_1])

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.resilience.rank_link import Failure, Lines, Place, answer_supervisor
-from megalith.resilience.rank_server import begin_rank, ensure_running
+from megalith.resilience.rank_server import end_with_server, ensure_running
 from megalith.resilience.stop_request import SAVING
 from megalith.resilience.stop_signals import FORWARDED, REQUESTS, Requests, handled
 from megalith.resilience.verdict import SAVED, Ended, Verdict, judge
@@ -155,7 +155,7 @@ def _ended_with_the_block(ranks: list[_Rank]) -> Iterator[None]:
 def _rank_main(environment: dict[str, str], arguments: tuple[str, ...], link: socket.socket, log: Path) -> None:
     """One rank: ``python -m megalith ARGUMENTS``."""
     os.setsid()
-    begin_rank()
+    end_with_server()
     written = _open_log(log)
     os.dup2(written, 2)
     if environment["RANK"] != "0":

@@ -2,7 +2,8 @@
 
 It is not addressed by anybody, yet a signal to a whole process group (a scheduler's, ``timeout``'s, that of a terminal
 which closes) would end it, and the ranks would be lost with it. So it leaves the group for a session of its own, and
-what asks a program to end stays blocked in it. It ends with the program, whatever becomes of the ranks.
+what asks a program to end stays blocked in it, though not in what it forks. It ends with the program, whatever becomes
+of the ranks.
 
 Importing this module in the server does that, because modules to import are all that ``multiprocessing`` lets its
 server be given; anywhere else it does nothing.
@@ -17,7 +18,7 @@ from multiprocessing import forkserver, resource_tracker
 from megalith.resilience.parent_death import end_with_parent
 from megalith.resilience.stop_signals import REQUESTS
 
-__all__ = ["begin_rank", "ensure_running"]
+__all__ = ["end_with_server", "ensure_running"]
 
 _PROGRAM = "MEGALITH_PROGRAM"  # in the server's environment: the process that it serves
 _SERVER = os.getpid()
@@ -38,11 +39,14 @@ def ensure_running(modules: list[str]) -> None:
         del os.environ[_PROGRAM]  # other children are no servers
 
 
-def begin_rank() -> None:
-    """What a process that the server has forked does first: it hears signals, and ends with the server."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
+def end_with_server() -> None:
+    """Has a rank end where the server does."""
     if os.getpid() != _SERVER:  # it was forked, and not started anew as on macOS
         end_with_parent(_SERVER)
+
+
+def _hear() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
 
 
 @contextmanager
@@ -56,4 +60,5 @@ def _blocked() -> Iterator[None]:
 
 if os.environ.get(_PROGRAM) == str(os.getppid()):
     os.setsid()
+    os.register_at_fork(after_in_child=_hear)
     end_with_parent(os.getppid())
