@@ -134,9 +134,10 @@ def processes_marked(mark: str) -> list[int]:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process has not ended, all of it: one that is ending has no environment, but locks for a while."""
+    """Whether a process has not ended, or not in all of its threads, which hold its locks to the last."""
+    folder = Path(f"/proc/{pid}")
     try:
-        return b"\nState:\tZ" not in Path(f"/proc/{pid}/status").read_bytes()
+        return b"\nState:\tZ" not in (folder / "status").read_bytes() or len(os.listdir(folder / "task")) > 1
     except OSError:
         return False
 
