@@ -121,6 +121,27 @@ def start(*arguments: object, first: Sequence[str] = (), terminal: str | None = 
     return Program(*arguments, first=first, terminal=terminal)
 
 
+def processes_marked(mark: str) -> list[int]:
+    """The processes that have ``mark`` as ``MARK`` in their environment, and have not ended."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{MARK}={mark}".encode() in environment.read_bytes() and runs(int(environment.parent.name)):
+                found.append(int(environment.parent.name))
+        except OSError:
+            continue  # ended meanwhile, or another user's
+    return found
+
+
+def runs(pid: int) -> bool:
+    """Whether a process has not ended, or not in all of its threads, which hold its locks to the last."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        return b"\nState:\tZ" not in (folder / "status").read_bytes() or len(os.listdir(folder / "task")) > 1
+    except OSError:
+        return False
+
+
 def start_torchrun(num_ranks: int, *arguments: object) -> "subprocess.Popen[str]":
     """``torchrun -m megalith ARGUMENTS`` on so many ranks."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]

@@ -57,6 +57,22 @@ def without_end(folder: Path) -> list[object]:
     return [*prepare("--tokenizer", tokenizer(folder, 270, "t.json"), "--eod", "<none>")(folder)]
 
 
+def on_two_ranks(folder: Path, *overrides: str) -> list[object]:
+    return [*train(folder, *overrides), "--nproc", 2]
+
+
+def logs_are_a_file(folder: Path) -> list[object]:
+    (folder / "run").mkdir()
+    (folder / "run" / "logs").write_text("mine")
+    return on_two_ranks(folder)
+
+
+def log_is_a_folder(folder: Path) -> list[object]:
+    (folder / "run" / "logs" / "rank-0.log").mkdir(parents=True)
+    return on_two_ranks(folder)
+
+
+LONG = "x" * 300
 HUGE = "9" * 5000
 BIG = ("model.hidden_size=32768", "model.num_layers=400", "model.num_attention_heads=128", "model.num_query_groups=8")
 
@@ -173,6 +189,21 @@ MORE_MISTAKES: dict[str, tuple[Mistake, str]] = {
         lambda f: [*train(f, *BIG), "--nproc", 2],
         r"TB on the 2 ranks of this machine",
     ),
+    "--nproc 2 into a folder that no one makes": (
+        lambda f: on_two_ranks(f, "run=/proc/x"),
+        r"/proc/x\S*: No such file",
+    ),
+    "--nproc 2 below a device": (lambda f: on_two_ranks(f, "run=/dev/null/x"), "/dev/null/x.*(choose another|check)"),
+    "--nproc 2, and the logs are a file": (logs_are_a_file, "cannot write .*rank-0.log: .*choose another folder"),
+    "--nproc 2, and a log is a folder": (log_is_a_folder, "cannot write .*rank-0.log: Is a directory"),
+    # what is written
+    "prepare: --out of 300 characters": (
+        lambda f: ["data", "prepare", text(f, "d.txt", b"some words"), "--out", f / LONG, "--vocab-size", 300],
+        "cannot write .*too long; choose a shorter name",
+    ),
+    "demo: --out of 300 characters": (lambda f: ["demo", "--out", f / LONG], "too long; choose a shorter name"),
+    "report: --out that is empty": (lambda f: ["report", f, "--out", ""], r"--out \(\.\) must be the path of a file"),
+    "eval: --data that is empty": (lambda f: ["eval", f, "--data", ""], "--data is empty; name a dataset's PREFIX"),
     # data
     "a dataset of floats": (
         lambda f: train(f, f"data.train={rewritten_as_floats(f)}"),

@@ -63,6 +63,19 @@ def test_what_takes_long_is_announced(run, monkeypatch):
     assert said[1].startswith("computing the first token; operations may be compiled")
 
 
+def test_waiting_for_a_prompt_is_announced_as_that(run, tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("megalith.cli.console.Announcer.begin", lambda _, what: said.append(what))
+    (tmp_path / "prompt.txt").write_text("Once")
+    assert generate(run, "--prompt-file", tmp_path / "prompt.txt", *DRAW).code == 0
+    assert said[:3] == [f"loading {run}", f"reading the prompt from {tmp_path / 'prompt.txt'}", f"loading {run}"]
+    with_standard_input(monkeypatch, b"Once")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert (
+        generate(run, "--prompt-file", "-", *DRAW).err == "type the prompt; it ends with Ctrl-D on a line of its own\n"
+    )
+
+
 def huge(folder: Path) -> list[object]:
     (folder / "huge").write_bytes(b"a" * (2**20 + 1))
     return ["--prompt-file", folder / "huge"]

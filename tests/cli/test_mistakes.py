@@ -37,6 +37,19 @@ def test_there_are_150_mistakes_and_each_has_its_own_name():
     assert not MISTAKES.keys() & MORE_MISTAKES.keys()
 
 
+def test_a_working_folder_that_was_deleted_is_one_message(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    document = tmp_path / "d.txt"
+    document.write_text("some words")
+    found = here("data", "prepare", document, "--out", tmp_path / "p", "--vocab-size", 300)
+    assert (found.code, found.err) == (
+        2,
+        "error: the working folder does not exist any more; change to another one (cd)\n",
+    )
+
+
 @pytest.mark.parametrize(("variables", "says"), ENVIRONMENTS, ids=str)
 def test_a_rank_of_half_a_launcher_is_refused(variables, says, tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -97,6 +110,9 @@ def test_a_second_run_in_one_folder_is_refused_and_the_first_goes_on(tmp_path):
     assert second.code == 2, second
     assert "already has a run in it" in second.err
     assert f'"pid": {first.pid}' in second.err
+    third = here(*arguments, "--nproc", 2)
+    assert (third.code, "already has a run in it" in third.err) == (2, True)
+    assert not list((tmp_path / "run" / "logs").glob("rank-*"))  # nothing between what the first one's ranks say
     assert first.code is None
     first.send_signal(signal.SIGTERM)
     assert first.ended().code == 75

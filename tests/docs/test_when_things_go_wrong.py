@@ -14,6 +14,8 @@ QUOTED = [
     "(out of memory?)",
     "the same command goes on from step",
     "failed:",
+    "the process that the ranks were forked from has died",
+    "train.time_limit",
     "waiting for rank",
     "does not answer",
     "no step in",

@@ -288,9 +288,11 @@ def test_the_perplexity_is_that_of_the_held_out_loss_or_left_out(loss, tile, tmp
 
 
 def test_a_run_without_records_has_no_report(tmp_path):
-    with pytest.raises(DataError, match="at least one training step"):
+    with pytest.raises(DataError, match=r"at least one training step, .*let it train one step first"):
         page_with(tmp_path)
     assert not (tmp_path / "report.html").exists()
+    assert write_report_if_possible(tmp_path) is None  # a run that was stopped before its first step
+    (tmp_path / "metrics.jsonl").unlink()
     assert write_report_if_possible(tmp_path).startswith("no report: ")
 
 

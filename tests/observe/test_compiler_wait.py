@@ -1,5 +1,7 @@
 """Waiting for torch.compile: announced once, counted apart, its progress shown now and then."""
 
+import time
+
 import pytest
 import torch
 
@@ -41,6 +43,23 @@ def test_builds_are_announced_once_counted_apart_from_open_spans_and_their_progr
     [announced] = lines
     assert "for this machine, once" in announced
     assert progress == ["compiling: 2 built in 6.0 s"]  # at 3, 7 and 11 s: none sooner than 5 s after the last
+
+
+def test_a_long_build_is_shown_while_it_goes_on(now, monkeypatch):
+    monkeypatch.setattr(compiler_wait, "_TICK", 0.001)
+    progress: list[str] = []
+
+    def backend(graph, _inputs):
+        now[0] += 60.0
+        deadline = time.monotonic() + 60
+        while not progress:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return graph.forward
+
+    with CompilerWait(Timers(), str, progress.append).watched():
+        torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(2))
+    assert progress == ["compiling: 0 built in 1 min 0 s"]
 
 
 def test_nothing_is_said_or_counted_where_nothing_is_built_or_after_the_end(now):

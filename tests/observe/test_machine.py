@@ -4,6 +4,7 @@ import os
 import platform
 
 import numpy
+import pytest
 import torch
 
 from megalith.observe import machine
@@ -19,13 +20,44 @@ def test_versions_and_the_machine_are_those_at_hand():
     assert all(facts.values())
 
 
-def test_the_memory_is_that_of_the_container_where_it_has_less(tmp_path, monkeypatch):
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(machine, "_LIMIT", limit)
+@pytest.fixture
+def groups(tmp_path, monkeypatch):
+    """Where control groups are, with the file that says which this process is in."""
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "_OWN_CGROUPS", tmp_path / "own")
+    return tmp_path / "cgroup"
+
+
+def limit(folder, file, content):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / file).write_text(content)
+
+
+@pytest.mark.parametrize("own", ["", "0::/\n", "0::/slice/job\n", "0::/outside/of/this/container\n"])
+def test_the_memory_is_that_of_the_container_where_it_has_less(own, groups):
+    if own:
+        (groups.parent / "own").write_text(own)
     whole = machine.memory_bytes()
     assert whole is not None
     assert whole > 2**28
-    limit.write_text("max\n")
+    limit(groups, "memory.max", "max\n")
     assert machine.memory_bytes() == whole
-    limit.write_text("123456\n")
+    limit(groups, "memory.max", "123456\n")
     assert machine.memory_bytes() == 123456
+
+
+def test_the_memory_is_that_of_the_job_and_of_what_is_around_it(groups):
+    (groups.parent / "own").write_text("0::/slice/job/step\n")
+    limit(groups / "slice", "memory.max", "5000\n")
+    limit(groups / "slice/job", "memory.max", "4000\n")
+    limit(groups / "slice/job/step", "memory.max", "max\n")
+    limit(groups / "slice/other", "memory.max", "1000\n")
+    assert machine.memory_bytes() == 4000
+
+
+def test_the_memory_is_that_of_the_job_in_control_groups_of_version_1(groups):
+    (groups.parent / "own").write_text("4:cpu,cpuacct:/slurm/job\n3:memory:/slurm/job\n")
+    limit(groups / "memory", "memory.limit_in_bytes", "9223372036854771712\n")
+    limit(groups / "memory/slurm/job", "memory.limit_in_bytes", "4000\n")
+    limit(groups / "cpu,cpuacct/slurm/job", "memory.limit_in_bytes", "1000\n")
+    assert machine.memory_bytes() == 4000

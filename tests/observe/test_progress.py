@@ -2,7 +2,7 @@
 
 import math
 
-from megalith.observe.progress import progress_line
+from megalith.observe.progress import progress_line, shortened
 
 
 def line(step=120, steps=1200, seconds_left=250.0, **fields):
@@ -40,3 +40,13 @@ def test_time_left_that_is_not_known_is_left_out():
 
 def test_waiting_for_the_compiler_is_said_where_it_happened():
     assert line(time={"compile": 33.6, "data": 1.0}).endswith("4 min 10 s left  (34 s compiling)")
+
+
+def test_a_narrow_terminal_keeps_what_is_wanted_most():
+    assert shortened(line(), 79) == "step   120/1,200   10%  loss  3.4121  12.3k tokens/s  3.21 GiB  4 min 10 s left"
+    compiling = line(time={"compile": 33.6})
+    assert shortened(compiling, 79) == ("step   120/1,200  loss  3.4121  3.21 GiB  4 min 10 s left  (34 s compiling)")
+    assert shortened(compiling, 200) == compiling
+    assert "grad norm" not in (wide := shortened(compiling, len(compiling) - 1))
+    assert "lr 3.00e-04" in wide
+    assert shortened("any other line", 5) == "any other line"

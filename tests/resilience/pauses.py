@@ -9,6 +9,7 @@ from pathlib import Path
 
 # place -> the function that a rank calls there
 PLACES = {
+    "before there are ranks": "megalith.training.preflight:preflight",
     "building": "megalith.training.pretrain:build_run",
     "reading data": "megalith.training.loop:local_counts",
     "in a step": "megalith.training.loop:train_step",

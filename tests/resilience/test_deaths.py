@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megalith.training.loop import Outcome
-from tests.program import MARK, Program, start, write_settings
+from tests.program import Program, processes_marked, runs, start, write_settings
 from tests.rank_pool import ranks
 from tests.resilience.pauses import Pause, lines
 from tests.tiny_run import GPT2, settings
@@ -35,12 +35,16 @@ STEPS, EVERY = 6, 2
 # place -> which call of it, and the step that is saved when the run is asked to stop there
 CALLS = {"building": (1, 0), "reading data": (4, 3), "in a step": (4, 4), "evaluating": (2, 4), "saving": (2, 4)}
 LAYOUTS: dict[int, dict[str, Any]] = {1: {}, 2: {"tensor": 2}, 4: {"tensor": 2, "replicate": 2}}
-STOPPED, PARENT, ALL = 75, -1, -2
+STOPPED, PARENT, ALL, GROUP, SERVER = 75, -1, -2, -3, -4
 
 
 @dataclass(frozen=True)
 class Case:
-    """``signals`` go to ``target``, a rank, ``PARENT`` (the program that was started) or ``ALL`` of them at once."""
+    """``signals`` go to ``target``, a rank or one of these.
+
+    ``PARENT``: the program that was started; ``ALL``: it and every rank; ``GROUP``: the program's process group, as
+    from a terminal, a scheduler or ``timeout``; ``SERVER``: the process that ranks are forked from.
+    """
 
     num_ranks: int
     place: str
@@ -50,7 +54,8 @@ class Case:
     says: str = ""
 
     def __str__(self) -> str:
-        target = {PARENT: "the program", ALL: "all"}.get(self.target, f"rank {self.target}")
+        names = {PARENT: "the program", ALL: "all", GROUP: "its group", SERVER: "the server of the ranks"}
+        target = names.get(self.target, f"rank {self.target}")
         return f"{self.num_ranks} ranks, {self.place}: {' '.join(one.name for one in self.signals)} to {target}"
 
 
@@ -59,7 +64,8 @@ def stops(num_ranks: int, place: str, target: int, number: signal.Signals) -> Ca
 
 
 def quits(num_ranks: int, place: str, target: int, number: signal.Signals) -> Case:
-    return Case(num_ranks, place, target, (number, number), 128 + number, "quit" if target == PARENT else "")
+    says = "quit" if target in (PARENT, GROUP) else ""
+    return Case(num_ranks, place, target, (number, number), 128 + number, says)
 
 
 def dies(num_ranks: int, place: str, number: signal.Signals = KILL) -> Case:
@@ -78,11 +84,12 @@ SAMPLE = [
     quits(1, "in a step", PARENT, INT),
     dies(1, "saving"),
     dies(1, "evaluating"),
-    stops(2, "in a step", PARENT, INT),
+    stops(2, "in a step", GROUP, HUP),
     stops(2, "reading data", 1, TERM),
     dies(2, "in a step"),
     loses(2, "saving", 1),
-    quits(2, "evaluating", PARENT, TERM),
+    quits(2, "evaluating", GROUP, TERM),
+    Case(2, "reading data", SERVER, (KILL,), 1, "the process that the ranks were forked from has died"),
 ]
 REST = [
     *(stops(1, "in a step", PARENT, number) for number in (TERM, HUP, USR1)),
@@ -97,7 +104,12 @@ REST = [
     stops(2, "building", PARENT, TERM),
     stops(2, "in a step", 0, USR1),
     stops(2, "in a step", ALL, TERM),
+    stops(2, "in a step", PARENT, INT),
+    *(stops(2, "in a step", GROUP, number) for number in (INT, TERM, USR1)),
+    stops(2, "building", GROUP, TERM),
+    quits(2, "evaluating", PARENT, TERM),
     quits(2, "in a step", PARENT, INT),
+    Case(2, "saving", SERVER, (KILL,), 1, "the process that the ranks were forked from has died"),
     quits(2, "in a step", 1, TERM),
     quits(2, "building", PARENT, HUP),
     dies(2, "evaluating"),
@@ -139,29 +151,38 @@ def tree_in(folder: Path, num_ranks: int) -> dict[str, Any]:
 
 def processes_of(program: Program) -> list[int]:
     """What of it still runs: itself, and what carries its mark in the environment."""
-    mark = f"{MARK}={program.mark}".encode()
-    left = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark in environment.read_bytes() and b"\nState:\tZ" not in (environment.parent / "status").read_bytes():
-                left.append(int(environment.parent.name))
-        except OSError:
-            continue  # ended meanwhile, or another user's
-    return [*left, *([program.pid] if program.code is None else [])]
+    return [*processes_marked(program.mark), *([program.pid] if program.code is None else [])]
 
 
 def deliver(case: Case, program: Program, pids: list[int]) -> None:
-    targets = {PARENT: [program.pid], ALL: [program.pid, *pids]}.get(case.target) or [pids[case.target]]
+    send, targets = os.kill, {PARENT: [program.pid], ALL: [program.pid, *pids]}.get(case.target)
+    if case.target == GROUP:
+        send, targets = os.killpg, [program.pid]
+    elif case.target == SERVER:
+        targets = [parent_of(pids[0])]
     for count, number in enumerate(case.signals):
         if count:
             time.sleep(1.2)  # within a second it would be the same request
-        for pid in targets:
-            os.kill(pid, number)
+        for target in targets or [pids[case.target]]:
+            send(target, number)
 
 
-def wait_until_nothing_runs(program: Program) -> None:
+def parent_of(pid: int) -> int:
+    return int(re.search(r"^PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1])
+
+
+def where_it_goes_on(run: str) -> str:
+    """What a person is told after a run has lost work."""
+    step = saved_step(run)
+    return (
+        f"the same command goes on from step {step} (" if step else "no checkpoint was saved: the same command starts"
+    )
+
+
+def wait_until_nothing_runs(program: Program, pids: list[int]) -> None:
+    """Returns when the program has ended and its ranks ``pids`` have, and whatever else it has started."""
     deadline = time.monotonic() + 10
-    while left := processes_of(program):
+    while left := [*processes_of(program), *filter(runs, pids)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
 
@@ -180,14 +201,17 @@ def test_nothing_is_left_running_and_the_run_goes_on_bitwise(case, tmp_path):
     pause = Pause(tmp_path, range(case.num_ranks))
     command = ("train", write_settings(tree, tmp_path), "--nproc", case.num_ranks)
     program = start(*command, first=lines(case.place, call, tmp_path))
-    deliver(case, program, pause.pids())
+    pids = pause.pids()
+    deliver(case, program, pids)
     if case.code == STOPPED:
         wait_until_told(program, "saving at the next step boundary")
         pause.end()
     found = program.ended(timeout=20)
     assert found.code == case.code, found
     assert re.search(case.says, found.err.splitlines()[-1] if found.err else ""), found
-    wait_until_nothing_runs(program)
+    if case.num_ranks > 1 and case.code > 0 and case.code != STOPPED:
+        assert where_it_goes_on(tree["run"]) in found.err.splitlines()[-1]
+    wait_until_nothing_runs(program, pids)
     if case.code == STOPPED:
         assert saved_step(tree["run"]) == stopped_at
     else:
@@ -235,6 +259,18 @@ def test_a_terminal_that_is_closed_ends_a_run_with_its_state_saved(tmp_path):
     assert saved_step(tree["run"]) == 4
 
 
+@pytest.mark.parametrize("number", [INT, TERM])
+def test_a_signal_before_there_are_ranks_ends_the_program_at_once(number, tmp_path):
+    pause = Pause(tmp_path, [0])
+    command = ("train", write_settings(tree_in(tmp_path, 2), tmp_path), "--nproc", 2)
+    program = start(*command, first=lines("before there are ranks", 1, tmp_path))
+    pause.pids()
+    program.send_signal(number)
+    found = program.ended(timeout=20)
+    assert found.code == STOPPED
+    assert found.err == f"{number.name}: stopped before the ranks were started; the same command starts again\n"
+
+
 def test_a_rank_that_stands_still_is_named(tmp_path):
     tree = tree_in(tmp_path, 2)
     hurried = [
@@ -249,8 +285,6 @@ def test_a_rank_that_stands_still_is_named(tmp_path):
     wait_until_told(program, "waiting for rank 1 since step 3: rank 1 is at training/loop.py:")
     os.kill(rank_1, signal.SIGSTOP)
     wait_until_told(program, "waiting for rank 1 since step 3: rank 1 does not answer")
-    program.send_signal(INT)
-    time.sleep(1.2)
-    program.send_signal(INT)
-    assert program.ended(timeout=20).code == 128 + INT
-    wait_until_nothing_runs(program)
+    program.send_signal(KILL)  # a stopped rank runs no Python, and ends with its parent all the same
+    assert program.ended(timeout=20).code == -KILL
+    wait_until_nothing_runs(program, [rank_1])

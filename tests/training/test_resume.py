@@ -18,7 +18,7 @@ from megalith.training.loop import Outcome
 from tests.program import Ended, Program, here, start, wait_for_steps, write_settings
 from tests.rank_pool import ranks
 from tests.tiny_run import GPT2, settings
-from tests.training.outcomes import final_tensors, losses, run_here
+from tests.training.outcomes import final_tensors, losses, run_here, saved_step
 
 DROPOUT = {**GPT2, "ffn_hidden_size": None, "num_query_groups": None}
 
@@ -156,6 +156,23 @@ def test_a_time_limit_stops_a_run_with_its_state_saved(tmp_path):
     tree = settings(tmp_path, train={"steps": 100000, "time_limit": 0.01})
     assert ranks(1, run_here, tree, 1) == [Outcome.STOPPED]
     assert find_checkpoint(Path(tree["run"]) / "checkpoints") is not None
+
+
+def test_a_time_limit_says_that_it_was_the_reason(tmp_path):
+    tree = settings(tmp_path, train={"steps": 100000, "time_limit": 0.02})
+    [found] = ranks(1, here, "train", write_settings(tree, tmp_path))
+    assert found.code == 75
+    saved = f"saved at step {saved_step(tree['run'])}; the same command goes on from there"
+    assert f"train.time_limit (0.02 minutes) has passed: {saved}" in found.out.splitlines()
+
+
+def test_a_time_limit_that_is_too_short_to_start_says_so_and_draws_no_report(tmp_path):
+    tree = settings(tmp_path, train={"steps": 100000, "time_limit": 1e-6})
+    [found] = ranks(1, here, "train", write_settings(tree, tmp_path))
+    assert found.code == 75
+    *_, last = found.out.splitlines()
+    assert last.startswith("train.time_limit (1e-06 minutes) has passed before the first step of this start")
+    assert last.endswith("raise it")
 
 
 def test_evaluating_on_the_way_changes_nothing(tmp_path):

@@ -1,5 +1,6 @@
 """Lines for a person: messages that stay, progress lines that renew themselves in a terminal, what takes long."""
 
+import logging
 import os
 import shutil
 import sys
@@ -8,9 +9,11 @@ from time import perf_counter
 from types import TracebackType
 from typing import TextIO
 
+from megalith.errors import StorageError
+from megalith.observe.progress import shortened
 from megalith.observe.units import duration
 
-__all__ = ["Announcer", "Console", "SampleProgress", "say"]
+__all__ = ["Announcer", "Console", "ConsoleHandler", "SampleProgress", "say", "say_over", "show_text"]
 
 _ANNOUNCED_AFTER = 2.0  # seconds
 _IN_TERMINAL, _IN_FILE = 0.2, 10.0  # seconds between progress lines
@@ -19,6 +22,27 @@ _IN_TERMINAL, _IN_FILE = 0.2, 10.0  # seconds between progress lines
 def say(line: str) -> None:
     """Writes ``line`` to standard error, at once because ranks share the screen."""
     _print(sys.stderr, line)
+
+
+def say_over(line: str) -> None:
+    """``say``, over the progress line that another process may have left open in the same terminal."""
+    if sys.stderr.isatty():
+        first, *rest = line.split("\n")
+        line = "\n".join(["\r" + first.ljust(_width()), *rest])
+    say(line)
+
+
+def show_text(text: str, end: str = "\n") -> None:
+    """Writes a command's result, or a part of it, to standard output. Raises StorageError where that takes no more."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        raise  # the reader has seen enough: typer ends the command without a word
+    except OSError as error:
+        _drop_what_follows(sys.stdout)
+        raise StorageError(
+            f"cannot write to standard output: {error.strerror}; send it to a file on a disk with room"
+        ) from error
 
 
 class Console:
@@ -48,8 +72,8 @@ class Console:
         if not self._terminal:
             _print(self._stream, line)
             return
-        width = shutil.get_terminal_size().columns - 1
-        _print(self._stream, "\r" + line[:width].ljust(width), end="")
+        width = _width()
+        _print(self._stream, "\r" + shortened(line, width)[:width].ljust(width), end="")
         self._open = True
 
     def close(self) -> None:
@@ -57,6 +81,18 @@ class Console:
         if self._open:
             _print(self._stream, "")
             self._open = False
+
+
+class ConsoleHandler(logging.Handler):
+    """Shows what is logged as lines that stay."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One record, as ``logging`` calls it."""
+        self._console.show(self.format(record))
 
 
 class SampleProgress:
@@ -116,9 +152,18 @@ class Announcer:
         self.end()
 
 
+def _width() -> int:
+    """Characters of a line; the last column stays free, or some terminals would begin a new line."""
+    return shutil.get_terminal_size().columns - 1
+
+
 def _print(stream: TextIO, text: str, end: str = "\n") -> None:
     try:
         print(text, end=end, file=stream, flush=True)
     except OSError:
-        # what is left in the buffer would fail again when Python ends, and change the exit code
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        _drop_what_follows(stream)
+
+
+def _drop_what_follows(stream: TextIO) -> None:
+    """Leads ``stream`` nowhere: what is left in its buffer would fail again when Python ends, and change the code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megalith.cli.console import show_text
 from megalith.cli.inspect import inspect
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def prepare(
             processes=processes or _num_cores(),
             progress=show,
         )
-    print(_describe(summary, out))
+    show_text(_describe(summary, out))
 
 
 @contextmanager

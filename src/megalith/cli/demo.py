@@ -15,9 +15,13 @@ def demo(
     from megalith.cli.console import Console
     from megalith.errors import ConfigError
     from megalith.insight.demo import run_demo
+    from megalith.storage import explained
 
-    if out is not None and out.exists():
-        raise ConfigError(f"{out} exists, and a demo would mix with what is in it; choose a new folder")
+    if out is not None:
+        with explained("write", out):
+            exists = out.exists()
+        if exists:
+            raise ConfigError(f"{out} exists, and a demo would mix with what is in it; choose a new folder")
     run_demo(out or _free_folder(Path("runs/demo")), Console().show)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from megalith.cli.console import Announcer, Console, SampleProgress
+from megalith.cli.console import Announcer, Console, ConsoleHandler, SampleProgress, show_text
 
 __all__ = ["evaluate"]
 
@@ -19,8 +19,12 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure held-out loss, in one process, whatever layout wrote the checkpoint."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    from megalith.errors import ConfigError
+
+    if data == "":
+        raise ConfigError("--data is empty; name a dataset's PREFIX, or leave it out for the run's data.valid")
     console = Console(sys.stderr)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler(console)])
     show_progress = SampleProgress(console)
     with Announcer() as announcer:
         announcer.begin(f"loading {source}")
@@ -37,7 +41,7 @@ def evaluate(
             evaluation = evaluate_checkpoint(source, data, samples, progress=progress)
         finally:
             console.close()
-    print(
+    show_text(
         f"{evaluation.dataset}: loss {evaluation.loss:.4f} nats per token, perplexity {evaluation.perplexity:.2f}, "
         f"over {evaluation.num_tokens:,} tokens, at step {evaluation.step}"
     )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megalith.cli.console import Announcer
+from megalith.cli.console import Announcer, say, show_text
 
 __all__ = ["generate"]
 
@@ -38,6 +38,8 @@ def generate(
         raise ConfigError("--eod names a token of --tokenizer, which is not given; leave it out")
     if samples < 1:
         raise ConfigError(f"--samples must be 1 or more; got {samples}")
+    if (prompt is None) == (prompt_file is None):
+        raise ConfigError("give either --prompt TEXT or --prompt-file PATH (- for standard input)")
     with Announcer() as announcer:
         announcer.begin(f"loading {source}")
         from megalith.models.generation import Sampling, check_length, check_seed
@@ -48,32 +50,34 @@ def generate(
         check_length(max_new_tokens)
         for drawn in (seed, seed + samples - 1):
             check_seed(drawn)
-        text = _prompt(prompt, prompt_file)
-        check_prompt(text)
+        if prompt_file is not None:
+            prompt = _read(prompt_file, announcer)
+            announcer.begin(f"loading {source}")
+        assert prompt is not None, "one of the two is given"
+        check_prompt(prompt)
         generator = TextGenerator.load(source, tokenizer, eod)
         for number in range(samples):
-            pieces = generator.stream(text, max_new_tokens, sampling=sampling, seed=seed + number)
+            pieces = generator.stream(prompt, max_new_tokens, sampling=sampling, seed=seed + number)
             announcer.begin("computing the first token; operations may be compiled for it")
             first = next(pieces, "")
             announcer.end()
             if samples > 1:
                 _show(f"=== sample {number + 1} of {samples}, seed {seed + number}\n")
-            for piece in itertools.chain([text, first], pieces, ["\n"]):
+            for piece in itertools.chain([prompt, first], pieces, ["\n"]):
                 _show(piece)
 
 
-def _prompt(prompt: str | None, path: str | None) -> str:
-    """The one that is given of the two."""
-    from megalith.errors import ConfigError
+def _read(path: str, announcer: Announcer) -> str:
+    """The prompt in the file ``path``, for which this may wait: in a FIFO, or at a terminal."""
     from megalith.training.tasks.generation import read_prompt
 
-    if (prompt is None) == (path is None):
-        raise ConfigError("give either --prompt TEXT or --prompt-file PATH (- for standard input)")
-    if path is not None:
-        return read_prompt(path, sys.stdin.buffer)
-    assert prompt is not None, "one of the two is given"
-    return prompt
+    if path == "-" and sys.stdin.isatty():
+        announcer.end()
+        say("type the prompt; it ends with Ctrl-D on a line of its own")
+    else:
+        announcer.begin(f"reading the prompt from {'standard input' if path == '-' else path}")
+    return read_prompt(path, sys.stdin.buffer)
 
 
 def _show(text: str) -> None:
-    print(text, end="", flush=True)
+    show_text(text, end="")

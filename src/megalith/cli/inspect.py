@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megalith.cli.console import show_text
+
 if TYPE_CHECKING:
     from megalith.data.inspection import Inspection
 
@@ -28,7 +30,7 @@ def inspect(
     if top < 0:
         raise ConfigError(f"--top must be 0 or more; got {top}; use 15")
     found = inspect_dataset(prefix, tokenizer, documents)
-    print("\n".join([*_counts(prefix, found), *_documents(found), *_histogram(found, top)]))
+    show_text("\n".join([*_counts(prefix, found), *_documents(found), *_histogram(found, top)]))
 
 
 def _counts(prefix: str, found: "Inspection") -> list[str]:

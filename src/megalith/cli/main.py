@@ -16,8 +16,8 @@ import typer
 
 from megalith import __version__
 from megalith.cli import data, demo, evaluate, generate, recipes, report, train
-from megalith.cli.console import say
-from megalith.errors import MegalithError, NonFiniteError, RankFailedError
+from megalith.cli.console import say, show_text
+from megalith.errors import ConfigError, MegalithError, NonFiniteError, RankFailedError
 from megalith.resilience.rank_link import Failure, is_supervised, tell_failure
 
 __all__ = ["app", "main", "run"]
@@ -25,7 +25,7 @@ __all__ = ["app", "main", "run"]
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"megalith {__version__}")
+        show_text(f"megalith {__version__}")
         raise typer.Exit
 
 
@@ -54,6 +54,7 @@ def megalith(
 
 def main() -> NoReturn:
     """Runs the command line and exits."""
+    _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # a path or a text may hold what the terminal's encoding has not, which must not end a command
@@ -69,6 +70,7 @@ def run() -> int:
     their errors too, and it says what is to be said.
     """
     try:
+        _require_working_folder()
         app()
     except MegalithError as error:
         code = 1 if isinstance(error, NonFiniteError | RankFailedError) else 2
@@ -81,6 +83,22 @@ def run() -> int:
     except Exception:
         return _fail(Failure(traceback.format_exc(), 1, foreseen=False))
     return 0
+
+
+def _open_missing_streams() -> None:
+    """Standard streams that the shell has closed (``>&-``) lead nowhere; a file opened later would take their place."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+def _require_working_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the working folder does not exist any more; change to another one (cd)") from error
 
 
 def _fail(failure: Failure) -> int:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from megalith.cli.console import show_text
 from megalith.recipe_files import recipe_names, recipe_purpose, recipe_text
 
 __all__ = ["app", "complete_recipe"]
@@ -30,13 +31,13 @@ def list_recipes() -> None:
     """Name every recipe, and say what it is for."""
     width = max(map(len, recipe_names()))
     for name in recipe_names():
-        print(f"{name:<{width}}  {recipe_purpose(name)}")
+        show_text(f"{name:<{width}}  {recipe_purpose(name)}")
 
 
 @app.command()
 def show(name: Name) -> None:
     """Print a recipe's settings."""
-    print(recipe_text(name), end="")
+    show_text(recipe_text(name), end="")
 
 
 @app.command()
@@ -62,4 +63,4 @@ def copy(
                 file.write(text)
         except FileExistsError as error:
             raise ConfigError(f"{path} exists, and nothing is overwritten; choose another name") from error
-    print(f"{path}: change it, then run: megalith train {path} data.train=PREFIX")
+    show_text(f"{path}: change it, then run: megalith train {path} data.train=PREFIX")

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from megalith.cli.console import show_text
+
 __all__ = ["report"]
 
 
@@ -13,6 +15,9 @@ def report(
     out: Annotated[Path | None, typer.Option(help="The file to write; by default RUN/report.html.")] = None,
 ) -> None:
     """Draw report.html from what a run has recorded so far."""
+    from megalith.errors import ConfigError
     from megalith.insight.report import write_report
 
-    print(write_report(run, out))
+    if out is not None and not out.name:
+        raise ConfigError(f"--out ({out}) must be the path of a file, such as {out / 'report.html'}")
+    show_text(str(write_report(run, out)))

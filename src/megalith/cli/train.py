@@ -3,18 +3,21 @@
 import logging
 import os
 import shlex
-import sys
-from contextlib import nullcontext
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megalith.cli.console import say
+from megalith.cli.console import Console, ConsoleHandler, say, say_over, show_text
 from megalith.cli.recipes import complete_recipe
 from megalith.recipe_files import require_source
 from megalith.resilience.rank_link import is_supervised, tell
 from megalith.resilience.stop_request import StopRequest
+from megalith.resilience.stop_signals import REQUESTS, handled
 from megalith.resilience.verdict import SAVED
 
 if TYPE_CHECKING:
@@ -73,36 +76,57 @@ def train(
     world_size = num_ranks(nproc, launched)
     if world_size > 1 and launched is None:
         raise typer.Exit(_train_on_ranks(world_size, source, overrides or [], dry_run=dry_run))
-    with StopRequest(_announce) as stop:
+    console = Console()
+    with StopRequest(partial(_announce, console)) as stop:
         tell(listening=True)
-        _train_here(source, overrides or [], launched, stop, dry_run=dry_run)
+        _train_here(source, overrides or [], launched, stop, console, dry_run=dry_run)
 
 
 def _train_on_ranks(num_ranks: int, source: str, overrides: list[str], *, dry_run: bool) -> int:
     """Checks the run in this process and trains on ranks of their own; returns the exit code."""
-    from megalith.training.machine_fit import check_machine
-    from megalith.training.preflight import preflight, resolve_run_folder
+    with _nothing_to_save():
+        from megalith.resilience.launch import launch
+        from megalith.storage import RunLock
+        from megalith.training.machine_fit import check_machine
+        from megalith.training.preflight import preflight, resolve_run_folder
+        from megalith.training.resume import where_it_goes_on
 
-    config = preflight(*resolve_run_folder(source, overrides), num_ranks)
-    if dry_run:
-        _describe(config, num_ranks)
-        return 0
-    check_machine(config, num_ranks, num_ranks)
-    from megalith.resilience.launch import launch
-    from megalith.training.resume import where_it_goes_on
-
-    say(f"starting {num_ranks} ranks")
+        config = preflight(*resolve_run_folder(source, overrides), num_ranks)
+        if dry_run:
+            _describe(config, num_ranks)
+            return 0
+        check_machine(config, num_ranks, num_ranks)
+        with RunLock(Path(config.run)):
+            pass  # it is free: else the ranks would be refused, and say so in the logs of the run that has it
     return launch(
         num_ranks,
         ["train", source, *overrides],
         Path(config.run, "logs"),
-        say,
+        say_over,
         goes_on=lambda: where_it_goes_on(Path(config.run, "checkpoints")),
     )
 
 
+@contextmanager
+def _nothing_to_save() -> Iterator[None]:
+    """Inside the ``with`` block a signal ends the program at once, and the exit code says to start it again."""
+
+    def stop(number: signal.Signals) -> None:
+        say(f"{number.name}: stopped before the ranks were started; the same command starts again")
+        raise SystemExit(SAVED)  # which no handler of errors takes for one
+
+    with handled(REQUESTS, stop):
+        yield
+
+
 def _train_here(
-    source: str, overrides: list[str], launched: "LaunchedRank | None", stop: StopRequest, *, dry_run: bool
+    source: str,
+    overrides: list[str],
+    launched: "LaunchedRank | None",
+    stop: StopRequest,
+    console: Console,
+    *,
+    dry_run: bool,
 ) -> None:
     """Trains in this process, which is one rank or all of them."""
     from megalith.topology.agreement import agreed
@@ -110,7 +134,7 @@ def _train_here(
     from megalith.training.preflight import preflight, resolve_run_folder
     from megalith.training.process_group import choose_device, process_group
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler(console)])
     world_size, local_world_size = (1, 1) if launched is None else (launched.world_size, launched.local_world_size)
     # one rank may see other files than the rest, so that ranks judge their input together
     with process_group(choose_device()) if launched else nullcontext():
@@ -123,13 +147,13 @@ def _train_here(
             _describe(config, world_size)
         else:
             run_folder = None if settings == (source, overrides) else Path(settings[0]).parent
-            _train(config, stop, _origin(source, overrides, run_folder, world_size))
+            _train(config, stop, console, _origin(source, overrides, run_folder, world_size))
 
 
 def _describe(config: "RunConfig", world_size: int) -> None:
     from megalith.training.dry_run import describe
 
-    print(describe(config, world_size))
+    show_text(describe(config, world_size))
 
 
 def _origin(source: str, overrides: list[str], run_folder: Path | None, world_size: int) -> dict[str, str]:
@@ -145,24 +169,24 @@ def _origin(source: str, overrides: list[str], run_folder: Path | None, world_si
     return {"command": command, **({"recipe": recipe} if isinstance(recipe, str) else {})}
 
 
-def _train(config: "RunConfig", stop: StopRequest, origin: dict[str, str]) -> None:
-    from megalith.cli.console import Console
+def _train(config: "RunConfig", stop: StopRequest, console: Console, origin: dict[str, str]) -> None:
     from megalith.insight.report import write_report_if_possible
     from megalith.training.loop import Outcome
     from megalith.training.pretrain import pretrain
 
-    console = Console()
     outcome = pretrain(config, console.show, console.show_progress, origin=origin, stop=stop)
     console.close()
-    if outcome is not Outcome.WAS_DONE and os.environ.get("RANK", "0") == "0":
-        console.show(write_report_if_possible(config.run))
+    draws = outcome is not Outcome.WAS_DONE and os.environ.get("RANK", "0") == "0"
+    if draws and (line := write_report_if_possible(config.run)) is not None:
+        console.show(line)
     if outcome is Outcome.STOPPED:
         raise typer.Exit(SAVED)
 
 
-def _announce(line: str) -> None:
+def _announce(console: Console, line: str) -> None:
     """Says that this process was asked to stop: through its supervisor, or rank 0 for all."""
     if is_supervised():
         tell(asked=line)
     elif os.environ.get("RANK", "0") == "0":
+        console.close()  # the line of progress that is open
         say(line)

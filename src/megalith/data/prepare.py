@@ -159,7 +159,9 @@ def _resolve(
     key: str,
     eod: str | None,
 ) -> _Job:
-    if not out.name or out.is_dir():
+    with explained("write", out):
+        is_folder = not out.name or out.is_dir()
+    if is_folder:
         raise ConfigError(f"--out ({out}) must be a prefix of file names, not a folder; for example {out / 'corpus'}")
     if (tokenizer is None) == (vocab_size is None):
         raise ConfigError("give either --tokenizer PATH of a tokenizer.json, or --vocab-size N to train one")

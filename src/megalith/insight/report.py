@@ -8,6 +8,7 @@ from pathlib import Path
 from megalith.errors import MegalithError
 from megalith.insight.report_sections import origin, sections, summary, tiles, title
 from megalith.insight.run_history import RunHistory, read_run
+from megalith.observe.metrics import read_metrics
 from megalith.storage.atomic import write_text_atomic
 
 __all__ = ["write_report", "write_report_if_possible"]
@@ -30,9 +31,14 @@ def write_report(run_folder: Path, page: Path | None = None) -> Path:
     return page
 
 
-def write_report_if_possible(run_folder: Path | str) -> str:
-    """One line that says where the report is, or why there is none; a run that has trained does not fail for a page."""
+def write_report_if_possible(run_folder: Path | str) -> str | None:
+    """One line that says where the report is, or why there is none; a run that has trained does not fail for a page.
+
+    None before the first step, of which there is nothing to draw.
+    """
     try:
+        if not any("loss" in record for record in read_metrics(Path(run_folder))):
+            return None
         return f"report: {write_report(Path(run_folder))}"
     except MegalithError as error:
         return f"no report: {error}"

@@ -85,7 +85,7 @@ def read_run(folder: Path) -> RunHistory:
     if not training:
         raise DataError(
             f"{folder / 'metrics.jsonl'} should hold a record of at least one training step, and holds none; "
-            "train past train.log_every steps first"
+            "let it train one step first"
         )
     evaluations = {record["step"]: float(loss) for record in records if _is_number(loss := record.get("valid_loss"))}
     settings = folder / "config.yaml"

@@ -1,7 +1,8 @@
 """What waiting for torch.compile costs: announced when it begins, its progress shown, its time a span of its own."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 
 from megalith.observe.metrics import COMPILE
@@ -12,6 +13,7 @@ from megalith.torch_compat import watch_compiler
 __all__ = ["CompilerWait"]
 
 _BETWEEN_LINES = 5.0  # seconds
+_TICK = 1.0  # seconds between looks at a build that goes on
 
 
 class CompilerWait:
@@ -25,13 +27,31 @@ class CompilerWait:
         self._span = timers.interrupt(COMPILE)
         self._started = self._last_line = 0.0
         self._num_builds, self._seconds = 0, 0.0
+        self._building = False
 
-    def watched(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def watched(self) -> Iterator[None]:
         """What is built inside is counted."""
-        return watch_compiler(self._begin, self._end)
+        over = threading.Event()
+        thread = threading.Thread(target=self._tick, args=(over,), name="compiler wait", daemon=True)
+        thread.start()
+        try:
+            with watch_compiler(self._begin, self._end):
+                yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _tick(self, over: threading.Event) -> None:
+        """Shows now and then that a long build still goes on, because the thread that builds says nothing meanwhile."""
+        while not over.wait(_TICK):
+            now = perf_counter()
+            if self._building and now - self._last_line >= _BETWEEN_LINES:
+                self._show_count(now, self._seconds + now - self._started)
 
     def _begin(self) -> None:
         self._started = perf_counter()
+        self._building = True
         if not self._num_builds:
             self._last_line = self._started
             self._show(
@@ -43,8 +63,12 @@ class CompilerWait:
     def _end(self) -> None:
         self._span.__exit__(None, None, None)
         now = perf_counter()
+        self._building = False
         self._num_builds += 1
         self._seconds += now - self._started
         if now - self._last_line >= _BETWEEN_LINES:
-            self._last_line = now
-            self._show_progress(f"compiling: {self._num_builds} built in {duration(self._seconds)}")
+            self._show_count(now, self._seconds)
+
+    def _show_count(self, now: float, seconds: float) -> None:
+        self._last_line = now
+        self._show_progress(f"compiling: {self._num_builds} built in {duration(seconds)}")

@@ -2,12 +2,14 @@
 
 import os
 import platform
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 __all__ = ["describe_machine", "memory_bytes"]
 
-_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of the container that this process is in
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def describe_machine() -> dict[str, str]:
@@ -27,12 +29,30 @@ def describe_machine() -> dict[str, str]:
 
 
 def memory_bytes() -> int | None:
-    """Bytes of memory that processes of this machine, or of this container, have together; None if nothing says."""
+    """Bytes of memory that processes of this machine, container or job have together; None if nothing says."""
     if not (hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names):
         return None
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _LIMIT.read_text().strip() if _LIMIT.exists() else ""
-    return min(memory, int(limit)) if limit.isdigit() else memory
+    return min([memory, *_memory_limits()])
+
+
+def _memory_limits() -> Iterator[int]:
+    """Those of the control groups that this process is in, and of the groups around them (cgroups 2 and 1)."""
+    lines = _OWN_CGROUPS.read_text().splitlines() if _OWN_CGROUPS.exists() else ["0::/"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            top, file = _CGROUPS, "memory.max"
+        elif "memory" in controllers.split(","):
+            top, file = _CGROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        own = top / path.strip("/")
+        # a container may see the path that its group has outside of it; only what leads there is visible then
+        for folder in (own, *(above for above in own.parents if above.is_relative_to(top))):
+            limit = (folder / file).read_text().strip() if (folder / file).exists() else ""
+            if limit.isdigit():
+                yield int(limit)
 
 
 def _cores() -> int:

@@ -1,13 +1,17 @@
 """The line that a run shows while it trains."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from megalith.observe.metrics import COMPILE
 from megalith.observe.units import duration, gibibytes, quantity
 
-__all__ = ["progress_line"]
+__all__ = ["progress_line", "shortened"]
+
+# columns that a narrow terminal does without, the first first
+_LEAST_WANTED = (r"  grad norm +\S+", r"  lr +\S+", r"  +\d+%", r"  +\S+ tokens/s")
 
 
 def progress_line(record: Mapping[str, Any], steps: int, seconds_left: float) -> str:
@@ -33,3 +37,11 @@ def progress_line(record: Mapping[str, Any], steps: int, seconds_left: float) ->
     if compiling := record["time"].get(COMPILE):
         columns.append(f"({duration(compiling)} compiling)")
     return "  ".join(columns)
+
+
+def shortened(line: str, width: int) -> str:
+    """A progress line of at most ``width`` characters, as far as leaving out columns gets there."""
+    for column in _LEAST_WANTED:
+        if len(line) > width:
+            line = re.sub(column, "", line, count=1)
+    return line

@@ -1,15 +1,16 @@
 """Starts the ranks of a run on this machine and watches over them: what ``--nproc`` stands for.
 
-Ranks are forked from a server that has imported torch once, each in a session of its own, so that a Ctrl-C of the
-terminal reaches this process alone. A first signal to it, or to any rank, is passed on to all ranks, which save at the
-step boundary; a second one ends them. Where a rank fails, the others are ended and the first cause is told. Where this
-process dies, the ranks end (``rank_link``). The standard error of all ranks, and the output of all but rank 0, goes to
-files.
+Ranks are forked from a server that has imported torch once (``rank_server``), each in a session of its own, so that a
+Ctrl-C of the terminal reaches this process alone. A first signal to it, or to any rank, is passed on to all ranks,
+which save at the step boundary; a second one ends them. Ctrl-Z suspends them too. Where a rank fails, the others are
+ended and the first cause is told. Where this process dies, the ranks end (``rank_link``, ``parent_death``). The
+standard error of all ranks, and the output of all but rank 0, goes to files.
 """
 
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
 import tempfile
@@ -23,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from megalith.resilience.rank_link import Failure, Lines, Place, answer_supervisor
+from megalith.resilience.rank_server import end_with_server, ensure_running
 from megalith.resilience.stop_request import SAVING
 from megalith.resilience.stop_signals import FORWARDED, REQUESTS, Requests, handled
 from megalith.resilience.verdict import SAVED, Ended, Verdict, judge
+from megalith.storage.failures import explained
 
 __all__ = ["RENDEZVOUS", "launch"]
 
@@ -54,18 +57,27 @@ def launch(
 
     0: every rank has ended well. 1: a rank died, or failed with an error that was not foreseen. 128 + number: quit by
     a second signal. Else the exit code of the rank that failed first.
+
+    Raises:
+        StorageError: before any rank is started; ``logs`` cannot be written.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-    logs.mkdir(parents=True, exist_ok=True)
+    files = [logs / f"rank-{number}.log" for number in range(num_ranks)]
+    for file in files:
+        with explained("write", file):
+            logs.mkdir(parents=True, exist_ok=True)
+            os.close(_open_log(file))
+    say(f"starting {num_ranks} ranks")
     ranks: list[_Rank] = []
     watch = _Watch(ranks, say, stall_seconds)
     with (
         handled(REQUESTS, watch.requests.add),
+        handled((signal.SIGTSTP,), watch.suspensions.append),
         tempfile.TemporaryDirectory(prefix="megalith-") as folder,
         _ended_with_the_block(ranks),
     ):
-        for number in range(num_ranks):
-            ranks.append(_start(number, num_ranks, arguments, logs, Path(folder, "store")))
+        for number, file in enumerate(files):
+            ranks.append(_start(number, num_ranks, arguments, file, Path(folder, "store")))
         verdict = watch.until_the_end()
     way_on = f"{goes_on()} (what each rank printed: {logs})" if verdict.goes_on else ""
     if verdict.message or way_on:
@@ -108,11 +120,12 @@ class _Rank:
             self.link.send(b'{"where": null}\n', socket.MSG_DONTWAIT)
 
 
-def _start(number: int, num_ranks: int, arguments: Sequence[str], logs: Path, store: Path) -> _Rank:
+def _start(number: int, num_ranks: int, arguments: Sequence[str], log: Path, store: Path) -> _Rank:
     # a fork of this process would share the locks of its threads; on macOS the system's libraries survive no fork
     darwin = sys.platform == "darwin"
     context = multiprocessing.get_context("spawn") if darwin else multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    if not darwin:
+        ensure_running(_PRELOAD)
     environment = {
         "RANK": str(number),
         "LOCAL_RANK": str(number),
@@ -122,7 +135,6 @@ def _start(number: int, num_ranks: int, arguments: Sequence[str], logs: Path, st
     }
     ours, theirs = socket.socketpair()
     with theirs:
-        log = logs / f"rank-{number}.log"
         process = context.Process(target=_rank_main, args=(environment, tuple(arguments), theirs, log))
         process.start()
     return _Rank(number, process, ours)
@@ -143,7 +155,8 @@ def _ended_with_the_block(ranks: list[_Rank]) -> Iterator[None]:
 def _rank_main(environment: dict[str, str], arguments: tuple[str, ...], link: socket.socket, log: Path) -> None:
     """One rank: ``python -m megalith ARGUMENTS``."""
     os.setsid()
-    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    end_with_server()
+    written = _open_log(log)
     os.dup2(written, 2)
     if environment["RANK"] != "0":
         os.dup2(written, 1)
@@ -154,6 +167,10 @@ def _rank_main(environment: dict[str, str], arguments: tuple[str, ...], link: so
     runpy.run_module("megalith", run_name="__main__")
 
 
+def _open_log(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+
 class _Watch:
     """Follows the ranks until all have ended, or one has failed and the others were ended for it."""
 
@@ -161,6 +178,7 @@ class _Watch:
         self.ranks = ranks
         self.say = say
         self.requests = Requests()  # filled by a handler of signals, which does nothing else
+        self.suspensions: list[signal.Signals] = []  # the same: each a Ctrl-Z
         self.ended: list[Ended] = []
         self.stopping = False
         self.patience = self.stall_seconds = stall_seconds
@@ -170,6 +188,8 @@ class _Watch:
         """Waits for the ranks; returns how the run ended."""
         while len(self.ended) < len(self.ranks):
             self._look(_TICK)
+            if self.suspensions:
+                self._suspend()
             if self.requests.second is not None:
                 return Verdict(128 + self.requests.second, f"{self.requests.second.name}: quit", goes_on=True)
             if self.requests.first is not None:
@@ -228,6 +248,16 @@ class _Watch:
         for rank in self._living():
             if rank.listening:  # else when it says that it is
                 rank.signal(FORWARDED)
+
+    def _suspend(self) -> None:
+        """Stops the ranks and then this process, which the terminal reaches alone, until somebody continues it."""
+        for rank in self._living():
+            rank.signal(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self.suspensions.clear()
+        for rank in self._living():
+            rank.signal(signal.SIGCONT)
+        self.progress = time.monotonic()
 
     def _tell_of_a_stall(self) -> None:
         """Says which rank the others wait for; again after twice the time."""

@@ -13,9 +13,10 @@ from types import TracebackType
 
 from megalith.resilience.stop_signals import FORWARDED, REQUESTS, Requests, handled, heard_at_once
 
-__all__ = ["SAVING", "StopRequest"]
+__all__ = ["SAVING", "TIME_LIMIT", "StopRequest"]
 
 SAVING = "saving at the next step boundary, once more quits now"
+TIME_LIMIT = "the time limit"
 
 
 class StopRequest:
@@ -37,7 +38,7 @@ class StopRequest:
     def reason(self) -> str | None:
         """Why this process was asked to stop, or None."""
         if self._signal is None and self._deadline is not None and time.monotonic() >= self._deadline:
-            return "the time limit"
+            return TIME_LIMIT
         return self._signal
 
     def limit_time(self, minutes: float | None) -> None:

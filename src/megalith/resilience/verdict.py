@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalith.resilience.rank_link import Failure
+from megalith.resilience.stop_signals import REQUESTS
 
 __all__ = ["SAVED", "Ended", "Verdict", "judge"]
 
 SAVED = 75  # a run that was asked to stop, and has saved; EX_TEMPFAIL of sysexits.h
+_LOST = 255  # what multiprocessing says of a process whose server has died, so that nobody knows what became of it
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def judge(ended: Sequence[Ended]) -> Verdict:
     """The verdict over the ranks that ended by themselves, first to last; there is one at least."""
     if killed := [one for one in ended if one.code < 0]:
         return Verdict(1, "; ".join(f"rank {one.rank} was killed by {_signal(-one.code)}" for one in killed), True)
-    if quitting := [one.code for one in ended if one.code > 128]:
+    if quitting := [one.code for one in ended if one.code - 128 in REQUESTS]:
         return Verdict(quitting[0], goes_on=True)
     failures = [(one.rank, one.failure) for one in ended if one.failure is not None and not one.failure.second_hand]
     for rank, failure in failures:
@@ -51,6 +53,8 @@ def judge(ended: Sequence[Ended]) -> Verdict:
     if failures:
         rank, failure = failures[0]
         return Verdict(failure.code, f"rank {rank} failed:\n{failure.text.rstrip()}", True)
+    if any(one.code == _LOST for one in ended):
+        return Verdict(1, "the process that the ranks were forked from has died (out of memory?)", True)
     for one in ended:
         if one.code not in (0, SAVED):
             return Verdict(one.code, f"rank {one.rank} ended with exit code {one.code}", True)

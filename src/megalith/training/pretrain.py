@@ -11,7 +11,7 @@ from megalith.config import RunConfig
 from megalith.observe.compiler_wait import CompilerWait
 from megalith.observe.run_log import RunLog
 from megalith.observe.trackers import Trackers
-from megalith.resilience.stop_request import StopRequest
+from megalith.resilience.stop_request import TIME_LIMIT, StopRequest
 from megalith.storage.run_lock import RunLock
 from megalith.topology.agreement import agreed
 from megalith.training.about import write_about
@@ -19,6 +19,7 @@ from megalith.training.callbacks import Checkpoints, HeldOutLoss, Metrics, TextS
 from megalith.training.loop import Outcome, train
 from megalith.training.process_group import choose_device, process_group
 from megalith.training.resume import resume_or_load
+from megalith.training.run import Run
 from megalith.training.run_folder import keep_settings, keep_tokenizer
 from megalith.training.setup import RunParts, build_run
 
@@ -66,8 +67,7 @@ def pretrain(
             return Outcome.WAS_DONE
         with agreed():
             names = config.tracking if dist.get_rank() == 0 else ()
-            settings = config.model_dump(mode="json")
-            trackers = Trackers(run.folder, names, resumed_step=run.state.step, settings=settings)
+            trackers = Trackers(run.folder, names, resumed_step=run.state.step, settings=config.model_dump(mode="json"))
             metrics = Metrics(run, show, show_progress, trackers)
             callbacks = [
                 metrics,
@@ -80,17 +80,25 @@ def pretrain(
                 keep_settings(run)
                 keep_tokenizer(run)
                 write_about(run, origin)
+        first_step = run.state.step
         with closing(trackers), CompilerWait(run.timers, show, show_progress).watched():
             outcome = train(run, callbacks, stop)
         if outcome is Outcome.STOPPED:
-            show(_where_it_stopped(run.state.step))
+            show(_where_it_stopped(run, first_step, stop.reason))
         return outcome
 
 
-def _where_it_stopped(step: int) -> str:
+def _where_it_stopped(run: Run, first_step: int, reason: str | None) -> str:
+    """What is saved, and why if that is the time limit: who sent a signal has been answered already."""
+    step, why = run.state.step, ""
+    if reason == TIME_LIMIT:
+        why = f"train.time_limit ({run.config.train.time_limit:g} minutes) has passed"
+        if step == first_step:
+            return f"{why} before the first step of this start, which takes longer than that: raise it"
+        why += ": "
     if step == 0:
-        return "stopped before the first step: there was nothing to save; the same command starts it again"
-    return f"saved at step {step}; the same command goes on from there"
+        return f"{why}stopped before the first step: there was nothing to save; the same command starts it again"
+    return f"{why}saved at step {step}; the same command goes on from there"
 
 
 @contextmanager
