@@ -29,6 +29,9 @@ GLOBAL_STATE = {
     "src/megalith/fusions/paths/compiled_blocks.py:build": "cache: the compiled function",
     "src/megalith/fusions/paths/compiler.py:why_not_compile": "cache: whether torch.compile can build here",
     "src/megalith/fusions/paths/backend.py:build": "compiles a path once, when it is first taken",
+    "src/megalith/parallel/pipeline/links.py:deliveries_to": "cache: what follows from a schedule",
+    "src/megalith/parallel/pipeline/pipeline.py:_forward_only": "cache: the schedule of the evaluation before",
+    "src/megalith/parallel/pipeline/pipeline.py:_schedule": "cache: the schedule of the step before",
     "src/megalith/torch_compat.py:distributed_c10d": "how torch names a process group, while it makes one",
     "src/megalith/topology/current_state.py:_current": "the one named context, for accessors of users' scripts",
 }

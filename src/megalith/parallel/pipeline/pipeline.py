@@ -15,6 +15,7 @@ from megalith.errors import ConfigError
 from megalith.parallel.pipeline.executor import Forward, execute
 from megalith.parallel.pipeline.links import Links, ShapeOf
 from megalith.parallel.pipeline.placement import Placement
+from megalith.parallel.pipeline.plan import Schedule
 from megalith.parallel.pipeline.schedules import build_schedule, forward_only
 from megalith.parallel.sharding.fsdp import release_gathered_weights
 
@@ -85,5 +86,11 @@ class Pipeline(Generic[Chunk]):
 
 
 # a step's schedule is that of the step before, unless the batch size changes
-_schedule = functools.lru_cache(maxsize=8)(build_schedule)
-_forward_only = functools.lru_cache(maxsize=8)(forward_only)
+@functools.lru_cache(maxsize=8)
+def _schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    return build_schedule(name, num_ranks, num_microbatches, num_chunks)
+
+
+@functools.lru_cache(maxsize=8)
+def _forward_only(placement: Placement, num_microbatches: int) -> Schedule:
+    return forward_only(placement, num_microbatches)
