@@ -68,7 +68,7 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
-def gradient_sync(model: nn.Module, last: bool, *, keeps_weights: bool) -> None:
+def gradient_sync(model: nn.Module, last: bool, *, keeps_weights: bool = False) -> None:
     """Says before a micro-batch whether its backward is the ``last`` of the step: only that one reduces gradients.
 
     ``keeps_weights``: weights stay gathered from the first forward of a step until that backward.
