@@ -105,6 +105,7 @@ def first_steps_with(fault: Fault, path: Backend, tree: dict[str, Any]) -> Traje
         pytest.param(path, fault, marks=() if path == "blocked" and index % 8 == 0 else slow)
         for path in PATHS
         for index, fault in enumerate(FAULTS)
+        if not (path == "triton" and "pipeline" in FAULTS[fault])  # its one layer has no stages
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
@@ -115,7 +116,7 @@ def test_a_fault_is_caught_on_every_path(path, fault, tmp_path_factory, referenc
         references[path] = tree, reference(tree)
     tree, want = references[path]
     parallel = FAULTS[fault]
-    num_ranks = parallel.get("tensor", 1) * parallel.get("shard", 1)
+    num_ranks = prod(degree for name, degree in parallel.items() if name != "sequence")
     tree = {**tree, "parallel": parallel, "precision": {"dtype": dtype}}
     found = ranks(num_ranks, first_steps_with, fault, path, tree, timeout=300)
     assert any(apart(trajectory, want, dtype) or trajectory.initial_differs(want) for trajectory in found)
