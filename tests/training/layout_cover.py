@@ -49,6 +49,12 @@ def world_size(row: Row) -> int:
     return prod(row[name] for name in _DEGREES)
 
 
+def global_batch_size(row: Row) -> int:
+    """The smallest batch, in samples, that accumulates gradients and in which a pipeline has a steady state."""
+    num_micro_batches = 2 if row["pipeline"] == 1 else 2 * row["pipeline"]
+    return row["replicate"] * row["shard"] * row["micro_batch_size"] * num_micro_batches
+
+
 def settings_of(row: Row) -> dict[str, Any]:
     """The groups that make a tiny run one of this layout."""
     parallel = {name: row[name] for name in _OF_PARALLEL}
@@ -74,7 +80,11 @@ def settings_of(row: Row) -> dict[str, Any]:
         "model": model,
         "data": dict.fromkeys(("reset_attention_mask", "reset_position_ids"), row["packed"])
         | {"eod_mask_loss": row["ragged"]},
-        "train": {"micro_batch_size": row["micro_batch_size"], "recompute": row["recompute"]},
+        "train": {
+            "global_batch_size": global_batch_size(row),
+            "micro_batch_size": row["micro_batch_size"],
+            "recompute": row["recompute"],
+        },
     }
 
 
@@ -131,7 +141,7 @@ def _is_layout(row: Row) -> bool:
     tree = {
         **groups,
         "data": {"train": "text", "seq_length": 16, **groups["data"]},
-        "train": {"steps": 4, "global_batch_size": 16, **groups["train"]},
+        "train": {"steps": 4, **groups["train"]},
         "optim": {"lr": 1e-3, "schedule": "constant"},
     }
     return not violations(tree, world_size=world_size(row))

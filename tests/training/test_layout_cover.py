@@ -1,24 +1,18 @@
 """The first promise once more, on layouts that nobody chose: every two values of any two axes meet in one of them."""
 
 from itertools import combinations, product
-from typing import Any
 
 import pytest
 
 from tests.rank_pool import ranks
 from tests.tiny_run import settings
-from tests.training.layout_cover import AXES, MOST_RANKS, Row, layouts, name_of, num_covering, pairs, settings_of
+from tests.training.layout_cover import AXES, MOST_RANKS, layouts, name_of, num_covering, pairs, settings_of
 from tests.training.layout_cover import world_size as ranks_of
 from tests.training.on_ranks import first_steps
 from tests.training.reference import differences, reference
 
 NUMBER, IN_MAKE_TEST = 200, 8
 DEGREES = ("tensor", "context", "pipeline", "replicate", "shard")
-
-
-def tree_of(row: Row, folder: Any) -> dict[str, Any]:
-    groups = settings_of(row)
-    return settings(folder, **{**groups, "train": {**groups["train"], "global_batch_size": 16}})
 
 
 def test_every_pair_of_values_that_fits_is_in_one_of_the_covering_layouts():
@@ -40,7 +34,7 @@ def test_every_pair_of_values_that_fits_is_in_one_of_the_covering_layouts():
     ],
 )
 def test_it_computes_what_one_process_does(row, tmp_path):
-    tree = tree_of(row, tmp_path)
+    tree = settings(tmp_path, **settings_of(row))
     want = reference({name: group for name, group in tree.items() if name != "parallel"})
     for rank, found in enumerate(ranks(ranks_of(row), first_steps, tree, ranks_of(row))):
         assert differences(found, want) == [], f"on rank {rank}"
