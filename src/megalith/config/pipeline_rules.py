@@ -10,13 +10,18 @@ __all__ = [
     "interleaved_micro_batches_fill_the_pipeline",
     "pipeline_settings_need_a_pipeline",
     "schedule_fits_the_stages",
+    "split_backwards_are_not_compiled",
     "stage_layers_are_those_of_the_model",
     "stages_have_layers",
 ]
 
 _PIPELINE, _VIRTUAL, _SCHEDULE = "parallel.pipeline", "parallel.virtual", "parallel.schedule"
 _LISTED, _LAYERS = "parallel.stage_layers", "model.num_layers"
+_COMPILE = "train.compile"
 _BATCH, _MICRO, _BATCHES = "train.global_batch_size", "train.micro_batch_size", "train.batch_size_schedule"
+
+_OF_ONE_STAGE = ("1f1b", "gpipe", "zero_bubble")
+_SPLITTING = ("zero_bubble", "zb_v")
 
 
 def pipeline_settings_need_a_pipeline(run: Draft) -> Iterator[Violation]:
@@ -32,12 +37,24 @@ def pipeline_settings_need_a_pipeline(run: Draft) -> Iterator[Violation]:
 
 
 def schedule_fits_the_stages(run: Draft) -> Iterator[Violation]:
-    """virtual above 1 goes with schedule=interleaved, and virtual=1 with another."""
+    """virtual=1 goes with schedule=1f1b, gpipe or zero_bubble, 2 with interleaved or zb_v, and more with interleaved."""
     virtual, schedule = run[_VIRTUAL], run[_SCHEDULE]
-    if run[_PIPELINE] > 1 and (virtual > 1) != (schedule == "interleaved"):
-        wanted = "interleaved" if virtual > 1 else "1f1b or gpipe"
-        message = f"{_SCHEDULE} ({schedule}) must be {wanted} with {_VIRTUAL}={virtual}"
-        yield Violation("schedule_fits_the_stages", _SCHEDULE, message, ({_SCHEDULE: None},))
+    fitting = _OF_ONE_STAGE if virtual == 1 else ("interleaved", "zb_v") if virtual == 2 else ("interleaved",)
+    if run[_PIPELINE] > 1 and schedule not in fitting:
+        message = f"{_SCHEDULE} ({schedule}) must be {' or '.join(fitting)} with {_VIRTUAL}={virtual}"
+        needed = ({_VIRTUAL: 2, _LISTED: None},) if schedule in ("interleaved", "zb_v") else ()
+        yield Violation("schedule_fits_the_stages", _SCHEDULE, message, (*needed, {_SCHEDULE: None}))
+
+
+def split_backwards_are_not_compiled(run: Draft) -> Iterator[Violation]:
+    """schedule=zero_bubble and zb_v need compile=false."""
+    if run[_PIPELINE] > 1 and run[_SCHEDULE] in _SPLITTING and run[_COMPILE]:
+        message = (
+            f"{_SCHEDULE}={run[_SCHEDULE]} computes gradients of weights apart from those of inputs, and {_COMPILE}="
+            "true makes one of both"
+        )
+        unsplit = {_VIRTUAL: None, _SCHEDULE: None, _LISTED: None}
+        yield Violation("split_backwards_are_not_compiled", _SCHEDULE, message, ({_SCHEDULE: None}, unsplit))
 
 
 def stages_have_layers(run: Draft) -> Iterator[Violation]:
