@@ -20,7 +20,8 @@ _LISTED, _LAYERS = "parallel.stage_layers", "model.num_layers"
 _COMPILE = "train.compile"
 _BATCH, _MICRO, _BATCHES = "train.global_batch_size", "train.micro_batch_size", "train.batch_size_schedule"
 
-_OF_ONE_STAGE = ("1f1b", "gpipe", "zero_bubble")
+# schedules by the stages on each rank
+_OF_ONE_STAGE, _OF_TWO_STAGES = ("1f1b", "gpipe", "zero_bubble"), ("interleaved", "zb_v")
 _SPLITTING = ("zero_bubble", "zb_v")
 
 
@@ -37,24 +38,26 @@ def pipeline_settings_need_a_pipeline(run: Draft) -> Iterator[Violation]:
 
 
 def schedule_fits_the_stages(run: Draft) -> Iterator[Violation]:
-    """virtual=1 goes with schedule=1f1b, gpipe or zero_bubble, 2 with interleaved or zb_v, and more with interleaved."""
+    """schedule is one for virtual stages on each rank: interleaved takes 2 or more, zb_v takes 2, the others 1."""
     virtual, schedule = run[_VIRTUAL], run[_SCHEDULE]
-    fitting = _OF_ONE_STAGE if virtual == 1 else ("interleaved", "zb_v") if virtual == 2 else ("interleaved",)
-    if run[_PIPELINE] > 1 and schedule not in fitting:
-        message = f"{_SCHEDULE} ({schedule}) must be {' or '.join(fitting)} with {_VIRTUAL}={virtual}"
-        needed = ({_VIRTUAL: 2, _LISTED: None},) if schedule in ("interleaved", "zb_v") else ()
-        yield Violation("schedule_fits_the_stages", _SCHEDULE, message, (*needed, {_SCHEDULE: None}))
+    fitting = _OF_ONE_STAGE if virtual == 1 else _OF_TWO_STAGES if virtual == 2 else ("interleaved",)
+    if run[_PIPELINE] == 1 or schedule in fitting:
+        return
+    message = f"{_SCHEDULE} ({schedule}) must be {' or '.join(fitting)} with {_VIRTUAL}={virtual}"
+    fixes = ({_VIRTUAL: 2}, {_SCHEDULE: None}) if schedule in _OF_TWO_STAGES else ({_SCHEDULE: None},)
+    yield Violation("schedule_fits_the_stages", _SCHEDULE, message, fixes)
 
 
 def split_backwards_are_not_compiled(run: Draft) -> Iterator[Violation]:
-    """schedule=zero_bubble and zb_v need compile=false."""
-    if run[_PIPELINE] > 1 and run[_SCHEDULE] in _SPLITTING and run[_COMPILE]:
+    """schedule=zero_bubble and schedule=zb_v need compile=false."""
+    schedule = run[_SCHEDULE]
+    if run[_PIPELINE] > 1 and schedule in _SPLITTING and run[_COMPILE]:
         message = (
-            f"{_SCHEDULE}={run[_SCHEDULE]} computes gradients of weights apart from those of inputs, and {_COMPILE}="
-            "true makes one of both"
+            f"{_COMPILE}=true cannot go with {_SCHEDULE}={schedule}: a compiled layer computes the gradients of its "
+            "weights together with those of its inputs"
         )
-        unsplit = {_VIRTUAL: None, _SCHEDULE: None, _LISTED: None}
-        yield Violation("split_backwards_are_not_compiled", _SCHEDULE, message, ({_SCHEDULE: None}, unsplit))
+        fixes = ({_SCHEDULE: None}, {_VIRTUAL: None, _SCHEDULE: None})
+        yield Violation("split_backwards_are_not_compiled", _SCHEDULE, message, fixes)
 
 
 def stages_have_layers(run: Draft) -> Iterator[Violation]:

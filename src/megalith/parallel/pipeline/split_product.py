@@ -1,4 +1,4 @@
-"""The matrix product of a split backward: gradients of the inputs at once, those of the weights when they are asked for.
+"""The matrix product of a split backward: gradients of inputs at once, those of weights when they are asked for.
 
     y = x W^T + b       backward_input:  dx = dy W,  db = sum of dy over the rows        backward_weight:  dW = dy^T x
 
