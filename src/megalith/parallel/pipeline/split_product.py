@@ -47,7 +47,7 @@ class SplitProduct:
         """(x [..., in], weight [out, in], bias [out] or None) -> [..., out]."""
         if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
             return linear(x, weight, bias)  # there is nothing to split
-        y: Tensor = _SplitLinear.apply(x, weight.detach(), bias, get_gradient_edge(weight), self._left)  # type: ignore[no-untyped-call]
+        y: Tensor = _SplitLinear.apply(x, weight.detach(), bias, get_gradient_edge(weight), self._left)
         return y
 
     def take(self) -> list[WeightPart]:
