@@ -6,6 +6,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from megalith.torch_compat import all_gather_into, compile_apart, reduce_scatter_into
 from tests.rank_pool import ranks
@@ -34,6 +36,12 @@ def gather_and_scatter() -> tuple[list[float], list[float]]:
 
 def test_they_gather_and_scatter_without_a_warning():
     assert ranks(2, gather_and_scatter) == [([0, 1, 10, 11], [1]), ([0, 1, 10, 11], [3])]
+
+
+def test_this_torch_can_end_a_backward_by_hand():
+    """What it does is in tests/parallel/sharding/test_fsdp.py."""
+    assert "_get_fsdp_state" in vars(FSDPModule)
+    assert "_root_post_backward_final_callback" in vars(FSDPState)
 
 
 def test_a_compiler_of_its_own_is_asked_for_where_torch_has_one():

@@ -3,6 +3,7 @@
 all_gather_single, reduce_scatter_single    new in 2.13, which warns of all_gather_into_tensor, reduce_scatter_tensor
 torch.compile(isolate_recompiles=...)       new in 2.13, with recompile_limit=...
 distributed_c10d._process_group_name        private; names a new process group
+FSDPModule._get_fsdp_state()                private; ends a backward by hand
 """
 
 import hashlib
@@ -16,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
     "all_gather_into",
     "compile_apart",
     "compile_layers_",
+    "end_backward",
     "new_group",
     "reduce_scatter_into",
     "watch_compiler",
@@ -96,6 +99,14 @@ def reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup | None) -> N
     As everywhere in torch.distributed, None is the default group.
     """
     _reduce_scatter(out, x, group=group)
+
+
+def end_backward(root: FSDPModule) -> None:
+    """What FSDP2 does when a backward through ``root`` has ended, for gradients that were computed outside of one.
+
+    torch calls it at the end of each backward. It takes care of every unit whose turn has not come, here all of them.
+    """
+    root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def new_group(

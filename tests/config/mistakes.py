@@ -136,11 +136,35 @@ MISTAKES = [
     Mistake({"parallel.virtual": 2}, r"parallel.virtual \(2\) has no effect with parallel.pipeline=1; use .*=null"),
     Mistake(
         {"parallel.pipeline": 2, "parallel.schedule": "interleaved"},
-        r"parallel.schedule \(interleaved\) must be 1f1b or gpipe with parallel.virtual=1; use .*=null",
+        r"parallel.schedule \(interleaved\) must be 1f1b or gpipe or zero_bubble with .*=1; use parallel.virtual=2$",
     ),
     Mistake(
         {"parallel.pipeline": 2, "parallel.virtual": 2, "parallel.schedule": "1f1b"},
-        r"parallel.schedule \(1f1b\) must be interleaved with parallel.virtual=2",
+        r"parallel.schedule \(1f1b\) must be interleaved or zb_v with parallel.virtual=2; use parallel.schedule=null$",
+    ),
+    Mistake(
+        {"parallel.pipeline": 2, "parallel.virtual": 2, "parallel.schedule": "zero_bubble"},
+        r"parallel.schedule \(zero_bubble\) must be interleaved or zb_v with parallel.virtual=2; use .*=null",
+    ),
+    Mistake(
+        {"parallel.pipeline": 2, "parallel.schedule": "zb_v", "parallel.stage_layers": [1, 3]},
+        r"schedule \(zb_v\) must be 1f1b or gpipe or zero_bubble with .*=1; use parallel.schedule=null$",
+    ),
+    Mistake(
+        {
+            "parallel.pipeline": 2,
+            "parallel.schedule": "zero_bubble",
+            "train.compile": True,
+            "experimental": ["compile"],
+        },
+        r"train.compile=true cannot go with parallel.schedule=zero_bubble: .*; use parallel.schedule=null$",
+    ),
+    Mistake(
+        {
+            **{"parallel.pipeline": 2, "parallel.virtual": 2, "parallel.schedule": "zb_v"},
+            **{"train.compile": True, "experimental": ["compile"], "parallel.shard": 1, "train.global_batch_size": 6},
+        },
+        r"train.compile=true cannot go with parallel.schedule=zb_v: .*; use parallel.virtual=null, .*schedule=null$",
     ),
     Mistake(
         {"parallel.pipeline": 2, "parallel.stage_layers": [1, 2]},

@@ -277,3 +277,10 @@ def test_a_checkpoint_holds_parameters_and_saved_buffers_of_all_chunks():
 
 def test_a_checkpoint_holds_tied_parameters_once():
     assert len(state_tensors(tied())) == 2 * len(SPECS) - 1
+
+
+def test_a_checkpoint_holds_the_first_of_two_chunks_that_have_a_parameter_of_one_name():
+    first, second = nn.ModuleDict({"a": Buffered()}), nn.ModuleDict({"a": Buffered()})
+    assert [(name, parameter is first["a"].gain) for name, parameter, _ in declared_parameters(first, second)] == [
+        ("a.gain", True)
+    ]

@@ -26,6 +26,21 @@ def test_it_shows_sizes_above_one():
     assert repr(ProcessGroupCollection.single()) == "ProcessGroupCollection()"
 
 
+class Alone:
+    """A process group's size and rank."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = (lambda: size), (lambda: rank)
+
+
+@pytest.mark.parametrize(("output_rank", "speaks"), [(None, [False, False, True]), (0, [True, False, False])])
+def test_of_a_pipeline_the_rank_with_the_last_stage_speaks(output_rank, speaks):
+    found = [ProcessGroupCollection(pp=Alone(3, rank), output_rank=output_rank) for rank in range(3)]
+    assert [each.speaks_for_tokens for each in found] == speaks
+    second = ProcessGroupCollection(pp=Alone(3, 0), tp=Alone(2, 1), output_rank=output_rank)
+    assert not second.speaks_for_tokens, "the second of tp"
+
+
 @pytest.mark.parametrize("family", ["dense", "expert"])
 @pytest.mark.parametrize("mesh", [ProcessGroupCollection.weight_mesh, ProcessGroupCollection.data_mesh])
 def test_without_torch_distributed_there_is_no_mesh(mesh, family):

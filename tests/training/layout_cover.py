@@ -27,7 +27,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "context_method": ("ring", "all_gather", "all_to_all", "two_level"),
     "pipeline": (1, 2, 4),
     "virtual": (1, 2),
-    "schedule": ("1f1b", "gpipe", "interleaved"),
+    "schedule": ("1f1b", "gpipe", "interleaved", "zero_bubble", "zb_v"),
     "replicate": (1, 2),
     "shard": (1, 2),
     "micro_batch_size": (1, 2),
@@ -98,7 +98,7 @@ def name_of(row: Row) -> str:
 def layouts(number: int) -> list[Row]:
     """So many layouts, the same in every process; the first of them cover all pairs that any layout can show."""
     random_rows = random.Random(0)
-    drawn = [row for row in _drawn(random_rows, 6000) if _is_layout(row)]
+    drawn = [row for row in _drawn(random_rows, 8000) if _is_layout(row)]
     missing = set().union(*(pairs(row) for row in drawn))
     found: list[Row] = []
     while missing:

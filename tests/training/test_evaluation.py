@@ -68,6 +68,7 @@ OVER = [
     (2, {"tensor": 2, "sequence": True}),
     (4, {"replicate": 2}),
     (2, {"pipeline": 2}),
+    (2, {"pipeline": 2, "virtual": 2, "schedule": "zb_v"}),
     (4, {"tensor": 4}),  # two ranks share a group of heads
     (4, {"context": 2, "shard": 2}),
 ]
@@ -76,7 +77,7 @@ OVER = [
 @pytest.mark.parametrize(("max_samples", "over"), sampled([*product((None, 5, 1), OVER)]))
 def test_it_is_the_same_in_every_layout(max_samples, over, tmp_path):
     world_size, parallel = over
-    tree = settings(tmp_path, model={"num_query_groups": 2})
+    tree = settings(tmp_path, model={"num_query_groups": 2, "num_layers": 4})
     [want] = ranks(1, evaluation, tree, 1, max_samples)
     for found in ranks(world_size, evaluation, {**tree, "parallel": parallel}, world_size, max_samples):
         assert found.num_tokens == want.num_tokens

@@ -58,6 +58,59 @@ LAYOUTS: dict[str, Layout] = {
     "pipeline 4, listed layers": layout(
         4, pipeline=4, stage_layers=[1, 2, 1, 1], model=FIVE_LAYERS, train={"micro_batch_size": 1}
     ),
+    "pipeline 2, zero bubble, five layers, recompute": layout(
+        2,
+        pipeline=2,
+        schedule="zero_bubble",
+        model=FIVE_LAYERS,
+        train={"recompute": "full", "micro_batch_size": 1},
+    ),
+    "pipeline 4, zero bubble, listed layers": layout(
+        4,
+        pipeline=4,
+        schedule="zero_bubble",
+        stage_layers=[1, 2, 1, 1],
+        model=FIVE_LAYERS,
+        train={"micro_batch_size": 1},
+    ),
+    "pipeline 2 x tensor 2 x shard 2, zero bubble, sequence, packed": layout(
+        8,
+        tensor=2,
+        shard=2,
+        sequence=True,
+        pipeline=2,
+        schedule="zero_bubble",
+        data=PACKED,
+        train={"micro_batch_size": 1},
+    ),
+    "pipeline 2, zb_v, five layers": layout(
+        2, pipeline=2, virtual=2, schedule="zb_v", model=FIVE_LAYERS, train={"micro_batch_size": 1}
+    ),
+    "pipeline 2 x shard 2, zb_v, selective": layout(
+        4,
+        shard=2,
+        pipeline=2,
+        virtual=2,
+        schedule="zb_v",
+        model=FIVE_LAYERS,
+        train={"recompute": "selective", "micro_batch_size": 1},
+    ),
+    "pipeline 2 x replicate 2 x shard 2, zb_v": layout(
+        8,
+        replicate=2,
+        shard=2,
+        pipeline=2,
+        virtual=2,
+        schedule="zb_v",
+        model=FIVE_LAYERS,
+        train={"micro_batch_size": 1},
+    ),
+    "pipeline 2 x tensor 2 x context 2, zb_v, sequence, packed": layout(
+        8, tensor=2, context=2, sequence=True, pipeline=2, virtual=2, schedule="zb_v", model=FIVE_LAYERS, data=PACKED
+    ),
+    "pipeline 4, zb_v, eight layers": layout(
+        4, pipeline=4, virtual=2, schedule="zb_v", model={"num_layers": 8}, train={"micro_batch_size": 1}
+    ),
     "pipeline 2 x tensor 2, sequence": layout(4, tensor=2, sequence=True, pipeline=2),
     "pipeline 2 x shard 2, interleaved": layout(
         4, shard=2, pipeline=2, virtual=2, model=FIVE_LAYERS, train={"micro_batch_size": 1}
@@ -99,6 +152,10 @@ FOR_GPT2 = [
     "pipeline 2, interleaved, five layers",
     "pipeline 2 x tensor 2, sequence",
     "pipeline 2 x shard 2, interleaved",
+    "pipeline 2, zero bubble, five layers, recompute",
+    "pipeline 2, zb_v, five layers",
+    "pipeline 2 x shard 2, zb_v, selective",
+    "pipeline 4, zb_v, eight layers",
     "context 2",
     "context 2, gathered, packed",
     "context 4, two levels",
@@ -148,10 +205,11 @@ def gpt2_references() -> dict[Hashable, Trajectory]:
 
 
 def settings_of(parameters: tuple[str]) -> set[Hashable]:
-    """What `make test` shows once: every size of every axis, every other setting."""
+    """What `make test` shows once: every size of every axis, every other setting, those that follow from them too."""
     world_size, groups = LAYOUTS[parameters[0]]
     fields = {(group, key, str(value)) for group, tree in groups.items() for key, value in tree.items()}
-    return fields | {("world", world_size)}
+    order = tuple(groups["parallel"].get(name) for name in ("pipeline", "virtual", "schedule"))
+    return fields | {("world", world_size), (order[0] is not None, *order[1:])}
 
 
 @pytest.mark.parametrize("name", sampled([*zip(LAYOUTS)], settings_of))

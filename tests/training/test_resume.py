@@ -121,7 +121,8 @@ def test_stages_move_between_ranks(tmp_path):
     layouts = [
         (2, {"pipeline": 2, "virtual": 2}),
         (4, {"pipeline": 2, "tensor": 2, "sequence": True}),
-        (4, {"pipeline": 4}),
+        (4, {"pipeline": 2, "virtual": 2, "schedule": "zb_v", "shard": 2}),
+        (4, {"pipeline": 4, "schedule": "zero_bubble"}),
         (4, {"pipeline": 2, "shard": 2}),
     ]
     check_moved(tmp_path, {**DROPOUT, "num_layers": 5, "tie_word_embeddings": True}, layouts)

@@ -44,7 +44,7 @@ class ModelParallelConfig(SettingsGroup):
     virtual: int = Field(
         default=1, ge=1, le=LARGEST_SIZE, description="[stages] on each rank of pipeline, far apart in the model"
     )
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = Field(
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zb_v"] = Field(
         default_factory=Follows(lambda parallel: "1f1b" if parallel["virtual"] == 1 else "interleaved"),
         description="in which order the stages take a step's micro-batches",
     )

@@ -10,13 +10,19 @@ __all__ = [
     "interleaved_micro_batches_fill_the_pipeline",
     "pipeline_settings_need_a_pipeline",
     "schedule_fits_the_stages",
+    "split_backwards_are_not_compiled",
     "stage_layers_are_those_of_the_model",
     "stages_have_layers",
 ]
 
 _PIPELINE, _VIRTUAL, _SCHEDULE = "parallel.pipeline", "parallel.virtual", "parallel.schedule"
 _LISTED, _LAYERS = "parallel.stage_layers", "model.num_layers"
+_COMPILE = "train.compile"
 _BATCH, _MICRO, _BATCHES = "train.global_batch_size", "train.micro_batch_size", "train.batch_size_schedule"
+
+# schedules by the stages on each rank
+_OF_ONE_STAGE, _OF_TWO_STAGES = ("1f1b", "gpipe", "zero_bubble"), ("interleaved", "zb_v")
+_SPLITTING = ("zero_bubble", "zb_v")
 
 
 def pipeline_settings_need_a_pipeline(run: Draft) -> Iterator[Violation]:
@@ -32,12 +38,26 @@ def pipeline_settings_need_a_pipeline(run: Draft) -> Iterator[Violation]:
 
 
 def schedule_fits_the_stages(run: Draft) -> Iterator[Violation]:
-    """virtual above 1 goes with schedule=interleaved, and virtual=1 with another."""
+    """schedule is one for virtual stages on each rank: interleaved takes 2 or more, zb_v takes 2, the others 1."""
     virtual, schedule = run[_VIRTUAL], run[_SCHEDULE]
-    if run[_PIPELINE] > 1 and (virtual > 1) != (schedule == "interleaved"):
-        wanted = "interleaved" if virtual > 1 else "1f1b or gpipe"
-        message = f"{_SCHEDULE} ({schedule}) must be {wanted} with {_VIRTUAL}={virtual}"
-        yield Violation("schedule_fits_the_stages", _SCHEDULE, message, ({_SCHEDULE: None},))
+    fitting = _OF_ONE_STAGE if virtual == 1 else _OF_TWO_STAGES if virtual == 2 else ("interleaved",)
+    if run[_PIPELINE] == 1 or schedule in fitting:
+        return
+    message = f"{_SCHEDULE} ({schedule}) must be {' or '.join(fitting)} with {_VIRTUAL}={virtual}"
+    fixes = ({_VIRTUAL: 2}, {_SCHEDULE: None}) if schedule in _OF_TWO_STAGES else ({_SCHEDULE: None},)
+    yield Violation("schedule_fits_the_stages", _SCHEDULE, message, fixes)
+
+
+def split_backwards_are_not_compiled(run: Draft) -> Iterator[Violation]:
+    """schedule=zero_bubble and schedule=zb_v need compile=false."""
+    schedule = run[_SCHEDULE]
+    if run[_PIPELINE] > 1 and schedule in _SPLITTING and run[_COMPILE]:
+        message = (
+            f"{_COMPILE}=true cannot go with {_SCHEDULE}={schedule}: a compiled layer computes the gradients of its "
+            "weights together with those of its inputs"
+        )
+        fixes = ({_SCHEDULE: None}, {_VIRTUAL: None, _SCHEDULE: None})
+        yield Violation("split_backwards_are_not_compiled", _SCHEDULE, message, fixes)
 
 
 def stages_have_layers(run: Draft) -> Iterator[Violation]:

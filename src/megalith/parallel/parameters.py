@@ -135,12 +135,13 @@ def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
 def declared_parameters(*models: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
     """(canonical name, parameter, declaration) of every parameter once, tied ones under their first name.
 
-    Of several ``models``, the chunks of one that is cut into stages, names continue from one to the next.
+    Of several ``models``, the chunks of one that is cut into stages, names continue from one to the next. A name that
+    an earlier one has is a copy of its parameter, and left out.
 
     Raises:
         ShapeError: a parameter was registered without a declaration.
     """
-    seen: set[int] = set()
+    seen: set[int | str] = set()
     for path, module in _modules(models):
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{path}.{name}" if path else name
@@ -149,8 +150,8 @@ def declared_parameters(*models: nn.Module) -> Iterator[tuple[str, nn.Parameter,
                 raise ShapeError(
                     f"parameter {full_name} has no placement; register it with DeclaringModule.declare(name, spec, ...)"
                 )
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
+            if seen.isdisjoint((id(parameter), full_name)):
+                seen |= {id(parameter), full_name}
                 yield full_name, parameter, spec
 
 

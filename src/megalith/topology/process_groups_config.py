@@ -31,6 +31,7 @@ class ProcessGroupCollection:
         mesh: this stage's ranks for the DTensors and FSDP2 of dense weights, with the dimensions dp_replicate, dp_shard
             and tp, those of size 1 too; None without torch.distributed.
         expert_mesh: the same ranks for expert weights: edp_replicate, edp_shard, ep and etp.
+        output_rank: the rank of pp that has the last stage; None: the last one.
     """
 
     tp: ProcessGroup | None = None
@@ -43,6 +44,7 @@ class ProcessGroupCollection:
     edp: ProcessGroup | None = None
     mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
+    output_rank: int | None = None
 
     @classmethod
     def single(cls) -> "ProcessGroupCollection":
@@ -63,9 +65,10 @@ class ProcessGroupCollection:
     def speaks_for_tokens(self) -> bool:
         """Whether this rank counts its tokens and their loss in sums over the world.
 
-        Of the ranks that see the same tokens one speaks: the first of tp, in the last stage, which has the loss.
+        Of the ranks that see the same tokens one speaks: the first of tp, with the last stage, which has the loss.
         """
-        return self.rank("tp") == 0 and self.rank("pp") == self.size("pp") - 1
+        output_rank = self.size("pp") - 1 if self.output_rank is None else self.output_rank
+        return self.rank("tp") == 0 and self.rank("pp") == output_rank
 
     def weight_mesh(self, family: Family) -> DeviceMesh:
         """The mesh of the DTensors of a family, with the dimensions ``WEIGHT_AXES[family]``."""

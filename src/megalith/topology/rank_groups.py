@@ -126,8 +126,11 @@ class ParallelState:
             self._meshes[family] = DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=tuple(axes))
         return self._meshes[family]
 
-    def collection(self) -> ProcessGroupCollection:
-        """The groups that layers are built with; one process without torch.distributed gives ``single()``."""
+    def collection(self, output_rank: int | None = None) -> ProcessGroupCollection:
+        """The groups that layers are built with; one process without torch.distributed gives ``single()``.
+
+        ``output_rank``: the rank of pp that has the last stage; None: the last one.
+        """
         if not dist.is_initialized() and self.grid.world_size == 1:
             return ProcessGroupCollection.single()
         return ProcessGroupCollection(
@@ -141,6 +144,7 @@ class ParallelState:
             edp=self.group("edp"),
             mesh=self.mesh("dense"),
             expert_mesh=self.mesh("expert"),
+            output_rank=output_rank,
         )
 
     def destroy(self) -> None:

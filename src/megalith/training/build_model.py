@@ -1,5 +1,7 @@
 """From a task to this rank's part of its model: cut into stages, recomputed, compiled, sharded, and drawn."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -11,6 +13,8 @@ from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.pipeline.links import open_links
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.parallel.pipeline.placement import Placement
+from megalith.parallel.pipeline.schedules import placement_of
+from megalith.parallel.pipeline.split_product import SplitProduct
 from megalith.parallel.pipeline.stages import balanced_stages, listed_stages
 from megalith.parallel.sharding.fsdp import shard_model
 from megalith.topology.agreement import agreed
@@ -20,7 +24,7 @@ from megalith.training.tasks.task import AnyTask
 from megalith.transformer.module import ModelModule
 from megalith.transformer.stage import Stage
 
-__all__ = ["DTYPES", "build_pipeline", "param_dtype", "stages_of"]
+__all__ = ["DTYPES", "build_pipeline", "param_dtype", "placement_of_run", "stages_of"]
 
 # precision.dtype -> the dtype of the computation
 DTYPES = {
@@ -44,8 +48,7 @@ def build_pipeline(
     Raises:
         ConfigError: the model of ``task`` cannot be cut into the stages that are wanted.
     """
-    parallel = config.parallel
-    placement, rank = Placement(parallel.pipeline, parallel.virtual), state.rank("pp")
+    placement, rank = placement_of_run(config), state.rank("pp")
     if placement.num_stages == 1:
         return Pipeline([_build_model(config, task, options, device, None)])
     with agreed():  # the links are opened by all ranks or none
@@ -54,16 +57,29 @@ def build_pipeline(
             _build_model(config, task, options, device, stages[placement.stage(rank, chunk)])
             for chunk in range(placement.num_chunks)
         ]
-        shared = tuple(weight for chunk in chunks for weight in chunk.shared_weights())
-        if shared and rank not in (0, parallel.pipeline - 1):
+        sharing = {placement.stage(rank, index): tuple(chunk.shared_weights()) for index, chunk in enumerate(chunks)}
+        sharing = {stage: weights for stage, weights in sharing.items() if weights}
+        if wrong := sharing.keys() - {0, placement.num_stages - 1}:
             raise ConfigError(
                 f"weights can be shared by the first and the last stage of a pipeline only; {type(chunks[0]).__name__} "
-                f"shares some in a stage of rank {rank} of {parallel.pipeline}; use parallel.pipeline=1"
+                f"shares some in stage {min(wrong)} of {placement.num_stages}; use parallel.pipeline=1"
             )
     ranks = state.ranks("pp")
     links = open_links(placement, rank, ranks, DTYPES[config.precision.dtype], device)
-    group = new_group([ranks[0], ranks[-1]], None, None, None) if shared else None
-    return Pipeline(chunks, placement, parallel.schedule, links, shared, group)
+    split_product = options.matrix_product if isinstance(options.matrix_product, SplitProduct) else None
+    pipeline = Pipeline(chunks, placement, config.parallel.schedule, links, split_product)
+    if len(sharing) == 2:  # both ends of a V
+        weights, copies = sharing[0], sharing[placement.num_stages - 1]
+        return replace(pipeline, copies=tuple(zip(weights, copies, strict=True)))
+    if sharing:
+        [weights], group = sharing.values(), new_group([ranks[0], ranks[-1]], None, None, None)
+        return replace(pipeline, shared=weights, shared_group=group)
+    return pipeline
+
+
+def placement_of_run(config: RunConfig) -> Placement:
+    """Where the stages of the run's pipeline lie."""
+    return placement_of(config.parallel.schedule, config.parallel.pipeline, config.parallel.virtual)
 
 
 def stages_of(config: RunConfig, task: AnyTask) -> list[Stage]:

@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 from megalith.config import RunConfig
 from megalith.data.loader import StepLoader
+from megalith.errors import ConfigError
 from megalith.observe.device_clock import DeviceClock
 from megalith.observe.timers import Timers
 from megalith.optim.build import build_optimizer
@@ -20,12 +21,14 @@ from megalith.parallel.build_options import BuildOptions, MatrixProduct
 from megalith.parallel.context.attention import ContextMethod
 from megalith.parallel.parameters import declared_parameters
 from megalith.parallel.pipeline.pipeline import Pipeline
+from megalith.parallel.pipeline.schedules import splits_backward
+from megalith.parallel.pipeline.split_product import SplitProduct
 from megalith.storage import Store, open_store
 from megalith.topology.agreement import agreed, all_gather
 from megalith.topology.rank_grid import RankGrid
 from megalith.topology.rank_groups import ParallelState
 from megalith.training.batch import collate_for
-from megalith.training.build_model import build_pipeline, param_dtype
+from megalith.training.build_model import build_pipeline, param_dtype, placement_of_run
 from megalith.training.continuity import data_identity
 from megalith.training.loop import Callback
 from megalith.training.num_microbatches_calculator import build_num_microbatches_calculator
@@ -45,7 +48,7 @@ class RunParts:
     Attributes:
         task: what is learned; None: what the settings ask for.
         optimizer_of: builds the optimizer; by default that of ``optim.name``.
-        matrix_product: of every linear layer.
+        matrix_product: of every linear layer; schedules that split backwards have their own.
         checkpoints: the folder for checkpoints; None: ``checkpoints`` in the run's folder.
         callbacks: called around steps after those of the run itself, on every rank.
     """
@@ -58,14 +61,21 @@ class RunParts:
 
 
 def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = None) -> Run:
-    """Everything of a run, at step 0, with freshly drawn weights. Needs the default process group."""
+    """Everything of a run, at step 0, with freshly drawn weights. Needs the default process group.
+
+    Raises:
+        ConfigError: on every rank; a matrix product of the user's own under a schedule that splits backwards, or what
+            the task, the model or the optimizer refuses.
+    """
     parts = parts or RunParts()
+    product = _matrix_product(config, parts)
     set_determinism(config.train.deterministic)
     task = task_of(config) if parts.task is None else parts.task
     state = _parallel_state(config, device)
-    pg_collection, parallel = state.collection(), config.parallel
+    placement, parallel = placement_of_run(config), config.parallel
+    pg_collection = state.collection(output_rank=placement.place(placement.num_stages - 1)[0])
     method = ContextMethod(parallel.context_method, parallel.context_inner or 1)
-    options = BuildOptions(pg_collection, param_dtype(config), parallel.sequence, parts.matrix_product, method)
+    options = BuildOptions(pg_collection, param_dtype(config), parallel.sequence, product, method)
     pipeline = build_pipeline(config, task, options, state, device)
     with agreed("the training data cannot be read"):
         dataset = task.train_dataset()
@@ -100,6 +110,19 @@ def set_determinism(deterministic: bool) -> None:
         # fills of fresh memory find code that reads what it has not written: worth their cost in tests alone
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(deterministic)
+
+
+def _matrix_product(config: RunConfig, parts: RunParts) -> MatrixProduct:
+    schedule = config.parallel.schedule
+    if not splits_backward(schedule):
+        return parts.matrix_product
+    if parts.matrix_product is not linear:
+        raise ConfigError(
+            f"parallel.schedule={schedule} computes the weights' gradients of linear layers apart from those of their "
+            "inputs, with a matrix product of its own, and RunParts(matrix_product=...) gives another; leave it out, "
+            "or use a schedule that does not split backwards: 1f1b, gpipe or interleaved"
+        )
+    return SplitProduct()
 
 
 def _parallel_state(config: RunConfig, device: torch.device) -> ParallelState:

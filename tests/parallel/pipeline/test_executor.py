@@ -12,6 +12,7 @@ from megalith.parallel.pipeline.links import Links
 from megalith.parallel.pipeline.placement import Placement
 from megalith.parallel.pipeline.plan import Action, Plan, Schedule
 from megalith.parallel.pipeline.schedules import build_schedule, forward_only
+from megalith.parallel.pipeline.split_product import SplitProduct
 
 NUM = 3
 
@@ -27,13 +28,14 @@ def syncs(monkeypatch) -> list[tuple[nn.Module, bool]]:
     """What the executor told FSDP2, in place of telling it."""
     told: list[tuple[nn.Module, bool]] = []
     monkeypatch.setattr(executor, "gradient_sync", lambda chunk, last, keeps_weights: told.append((chunk, last)))
+    monkeypatch.setattr(executor, "finish_backward", lambda chunk: told.append((chunk, "finished")))
     return told
 
 
-def execute(plan: Plan, chunks: list[nn.Module], forward: Forward) -> None:
+def execute(plan: Plan, chunks: list[nn.Module], forward: Forward, product: SplitProduct | None = None) -> None:
     """``plan`` on the one rank of a pipeline whose hidden states are scalars."""
     schedule = Schedule(Placement(1, len(chunks)), NUM, (plan,))
-    executor.execute(schedule, Links(), chunks, forward, lambda micro_batch: ())
+    executor.execute(schedule, Links(), chunks, forward, lambda micro_batch: (), product)
 
 
 def one_stage_plan(num_microbatches: int, *, backward: bool) -> Plan:
@@ -137,3 +139,63 @@ def test_a_result_is_kept_until_its_backward_and_no_longer(syncs):
     assert max(alive_during(one_stage_plan(NUM, backward=True))) <= 1
     warm_up = tuple(Action("forward", i) for i in range(NUM)) + tuple(Action("backward", i) for i in range(NUM))
     assert alive_during(warm_up)[:NUM] == [0, 1, 2]
+
+
+class Product(nn.Module):
+    """A product with a weight [1, 1], and an addend whose gradient is not put off."""
+
+    def __init__(self, product: SplitProduct) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1, 1), 5.0))
+        self.addend = nn.Parameter(torch.zeros(()))
+        self.product = product
+
+    def forward(self, factor: float) -> Tensor:
+        x = torch.full((1, 1), factor, requires_grad=True)
+        return self.product(x, self.weight, None).sum() + self.addend
+
+
+def split_plan(*steps: str) -> Plan:
+    """From such as "F0 I0 W0"; the last W reduces."""
+    kinds = {"F": "forward", "I": "backward_input", "W": "backward_weight"}
+    last = max(number for number, step in enumerate(steps) if step[0] == "W")
+    return tuple(Action(kinds[step[0]], int(step[1:]), reduces=number == last) for number, step in enumerate(steps))
+
+
+def test_a_split_backward_adds_to_each_weight_in_the_action_that_the_plan_says(monkeypatch):
+    product = SplitProduct()
+    chunk, at_sync, finished = Product(product), [], []
+
+    def gradients() -> tuple[float, float]:
+        return tuple(0.0 if each.grad is None else each.grad.item() for each in (chunk.weight, chunk.addend))
+
+    monkeypatch.setattr(executor, "gradient_sync", lambda *_, last, **__: at_sync.append((*gradients(), last)))
+    monkeypatch.setattr(executor, "finish_backward", lambda _: finished.append(gradients()))
+    plan = split_plan("F0", "F1", "I0", "F2", "I1", "W1", "I2", "W0", "W2")
+    execute(plan, [chunk], lambda chunk, micro_batch, hidden: chunk(10.0**micro_batch), product)
+    assert at_sync == [
+        (0.0, 0.0, False),  # I0
+        (0.0, 1.0, False),  # I1
+        (0.0, 2.0, False),  # W1
+        (10.0, 2.0, False),  # I2
+        (10.0, 3.0, False),  # W0
+        (11.0, 3.0, True),  # W2
+    ]
+    assert finished == [(10.0, 3.0 - 1.0), (11.0, 3.0), (111.0, 3.0)]
+    assert product.take() == []
+
+
+def test_the_graph_goes_with_the_backward_of_the_input_and_the_rest_with_that_of_the_weights(syncs):
+    product, results, alive = SplitProduct(), [], []
+    chunk = Product(product)
+
+    def run(chunk: nn.Module, micro_batch: int, hidden: Tensor | None) -> Tensor:
+        alive.append([result() is not None for result in results])
+        x = torch.full((1, 1), 2.0, requires_grad=True) * 1.0
+        y = product(x, chunk.weight, None)
+        results.extend((weakref.ref(x), weakref.ref(y)))
+        return torch.sin(y).sum()  # its backward needs y
+
+    execute(split_plan("F0", "I0", "F1", "W0", "F2", "I1", "W1", "I2", "W2"), [chunk], run, product)
+    alive.append([result() is not None for result in results])
+    assert alive == [[], [True, False], [False, False, True, True], [False] * 6]

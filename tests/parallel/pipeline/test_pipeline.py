@@ -2,6 +2,7 @@
 
 import re
 import weakref
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
@@ -9,13 +10,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
-from megalith.errors import ShapeError
+from megalith.errors import ConfigError, ShapeError
+from megalith.parallel.build_options import MatrixProduct
 from megalith.parallel.pipeline import executor
 from megalith.parallel.pipeline.links import Messages, open_links
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.parallel.pipeline.placement import Placement
-from megalith.parallel.pipeline.schedules import forward_only
+from megalith.parallel.pipeline.schedules import (
+    SCHEDULES,
+    build_schedule,
+    forward_only,
+    placement_of,
+    splits_backward,
+)
+from megalith.parallel.pipeline.simulate import Costs, simulate
+from megalith.parallel.pipeline.split_product import SplitProduct
 from tests.rank_pool import ranks
 
 H = 4
@@ -29,13 +40,14 @@ def shape_of(micro_batch: int) -> tuple[int, ...]:
 class Part(nn.Module):
     """One stage: tanh of a product with a matrix that follows from its number."""
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, product: MatrixProduct = linear) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(stage)
         self.weight = nn.Parameter(torch.randn(H, H, generator=generator, dtype=torch.float64))
+        self.product = product
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.weight)
+        return torch.tanh(self.product(x, self.weight, None))
 
 
 def first_input(micro_batch: int) -> Tensor:
@@ -51,26 +63,20 @@ def in_one_process(num_stages: int, num_microbatches: int) -> list[Tensor]:
 
 
 class Live:
-    """How many results of forwards have a graph that is still there, and how many there were at most."""
+    """How many inputs of matrix products are kept, and how many there were at most."""
 
     def __init__(self) -> None:
         self.alive: set[int] = set()
         self.most = 0
+        self._numbers = count()
 
-
-class _Held(torch.autograd.Function):
-    """The identity, whose context lives as long as the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, live: Live, number: int) -> Tensor:
-        live.alive.add(number)
-        live.most = max(live.most, len(live.alive))
-        weakref.finalize(ctx, live.alive.discard, number)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        return dx, None, None
+    def follow(self, x: Tensor) -> Tensor:
+        """A copy of ``x``, which counts as long as something holds it."""
+        number, x = next(self._numbers), x.clone()
+        self.alive.add(number)
+        self.most = max(self.most, len(self.alive))
+        weakref.finalize(x, self.alive.discard, number)
+        return x
 
 
 class Counted(Messages):
@@ -86,19 +92,22 @@ class Counted(Messages):
 def gradients_and_live(schedule: str, num_chunks: int, num_microbatches: int) -> tuple[dict[int, Tensor], int, int]:
     """The gradients of this rank's stages, by number, and the most activations and sent messages that it kept."""
     rank, p = dist.get_rank(), dist.get_world_size()
-    placement = Placement(p, num_chunks)
+    placement = placement_of(schedule, p, num_chunks)
     links = open_links(placement, rank, range(p), torch.float64, torch.device("cpu"))
-    chunks = [Part(placement.stage(rank, chunk)) for chunk in range(num_chunks)]
-    pipeline = Pipeline(chunks, placement, schedule, links)
-    live, numbers = Live(), iter(range(1000))
+    product = SplitProduct() if splits_backward(schedule) else None
+    chunks = [Part(placement.stage(rank, chunk), product or linear) for chunk in range(num_chunks)]
+    pipeline = Pipeline(chunks, placement, schedule, links, product)
+    live = Live()
 
     def forward(chunk: nn.Module, micro_batch: int, hidden: Tensor | None) -> Tensor:
-        y = _Held.apply(chunk(first_input(micro_batch) if hidden is None else hidden), live, next(numbers))
+        x = first_input(micro_batch).requires_grad_() if hidden is None else hidden
+        y = chunk(live.follow(x))
         return y.sum() if pipeline.holds_output(chunk) else y
 
     Counted.most = 0
     with (
         patch.object(executor, "gradient_sync", lambda chunk, last, keeps_weights: None),
+        patch.object(executor, "finish_backward", lambda chunk: None),
         patch.object(executor, "Messages", Counted),
     ):
         pipeline.train(num_microbatches, forward, shape_of)
@@ -118,6 +127,12 @@ def gradients_and_live(schedule: str, num_chunks: int, num_microbatches: int) ->
         ("1f1b", 2, 1, 16),
         ("interleaved", 2, 3, 4),
         ("interleaved", 4, 2, 8),
+        ("zero_bubble", 4, 1, 7),
+        ("zero_bubble", 4, 1, 2),
+        ("zero_bubble", 2, 1, 16),
+        ("zb_v", 2, 2, 5),
+        ("zb_v", 2, 2, 1),
+        ("zb_v", 4, 2, 9),
     ],
 )
 def test_gradients_are_those_of_one_process_and_no_more_is_live_than_promised(
@@ -125,6 +140,7 @@ def test_gradients_are_those_of_one_process_and_no_more_is_live_than_promised(
 ):
     p, m, v = num_ranks, num_microbatches, num_chunks
     want = in_one_process(p * v, m)
+    planned = simulate(build_schedule(schedule, p, m, v), Costs()).peak_live_activations
     for rank, (found, live, sent) in enumerate(ranks(p, gradients_and_live, schedule, v, m)):
         for stage, gradient in found.items():
             torch.testing.assert_close(gradient, want[stage], rtol=1e-13, atol=1e-13)
@@ -132,10 +148,22 @@ def test_gradients_are_those_of_one_process_and_no_more_is_live_than_promised(
             "gpipe": m,
             "1f1b": min(p - rank, m),
             "interleaved": min(2 * (p - rank - 1) + (v - 1) * p + 1, v * m),
+            "zero_bubble": min(p, m),
+            "zb_v": min(2 * p, 2 * m),
         }
-        assert live == promised[schedule]
+        assert live == planned[rank] <= promised[schedule]
+        if not splits_backward(schedule):
+            assert live == promised[schedule]
         if schedule == "1f1b":  # an output for each activation, and gradients that nothing shows to be used yet
             assert sent <= 2 * p
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_split_product_is_for_schedules_that_split_backwards_and_they_need_one(schedule):
+    splits = schedule in ("zero_bubble", "zb_v")
+    Pipeline([nn.Identity()], schedule=schedule, split_product=SplitProduct() if splits else None)
+    with pytest.raises(ConfigError, match=f"split_product must be the SplitProduct .* for schedule='{schedule}'"):
+        Pipeline([nn.Identity()], schedule=schedule, split_product=None if splits else SplitProduct())
 
 
 def outcome_of(wrong: str) -> str:

@@ -11,7 +11,7 @@ from megalith.parallel.pipeline import orders
 from megalith.parallel.pipeline.dependencies import in_dependency_order
 from megalith.parallel.pipeline.placement import Placement
 from megalith.parallel.pipeline.plan import Action, Plan, Schedule
-from megalith.parallel.pipeline.schedules import SCHEDULES, build_schedule, forward_only
+from megalith.parallel.pipeline.schedules import SCHEDULES, build_schedule, forward_only, placement_of, splits_backward
 from megalith.parallel.pipeline.validate import validate
 
 SHORT = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
@@ -87,6 +87,16 @@ def test_evaluation_goes_chunk_by_chunk_in_groups_of_as_many_micro_batches_as_ra
         "F0 F1 F2 F0' F3 F1' F2' F3'",
         "F0 F0' F1 F1' F2 F2' F3 F3'",
     ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_says_where_its_stages_lie_and_whether_it_splits_backwards(name):
+    num_chunks = {"interleaved": 2, "zb_v": 2}.get(name, 1)
+    schedule = build_schedule(name, 2, 4, num_chunks)
+    assert placement_of(name, 2, num_chunks) == schedule.placement
+    assert schedule.placement.place(2 * num_chunks - 1) == ((0, 1) if name == "zb_v" else (1, num_chunks - 1))
+    kinds = {action.kind for plan in schedule.plans for action in plan}
+    assert splits_backward(name) == ("backward_weight" in kinds) == ("backward" not in kinds)
 
 
 def reducing(schedule: Schedule) -> list[list[str]]:

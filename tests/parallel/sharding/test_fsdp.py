@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import linear
 
 from megalith.errors import ShapeError
-from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.build_options import BuildOptions, MatrixProduct
 from megalith.parallel.local_ranges import local_ranges
 from megalith.parallel.parameters import (
     DeclaringModule,
@@ -17,7 +18,8 @@ from megalith.parallel.parameters import (
     declared_parameters,
     initialize_parameters_,
 )
-from megalith.parallel.sharding.fsdp import gradient_sync, release_gathered_weights, shard_model
+from megalith.parallel.pipeline.split_product import SplitProduct
+from megalith.parallel.sharding.fsdp import finish_backward, gradient_sync, release_gathered_weights, shard_model
 from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from tests.parallel.groups import collection, whole
@@ -31,9 +33,8 @@ LAYOUTS = [(2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1), (4, 1, 4), (4, 1, 2), (4,
 class Pair(DeclaringModule):
     """Two linear layers; with biases of 12 and 8 elements, over 4 ranks and under tp as well."""
 
-    def __init__(self, groups: ProcessGroupCollection, dtype: torch.dtype) -> None:
+    def __init__(self, options: BuildOptions) -> None:
         super().__init__()
-        options = BuildOptions(groups, dtype)
         self.up = ColumnParallelLinear(H, F, options, bias=True, std=0.5)
         self.down = RowParallelLinear(F, H, options, bias=True, std=0.5)
 
@@ -42,10 +43,13 @@ class Pair(DeclaringModule):
 
 
 class Stack(DeclaringModule):
-    def __init__(self, groups: ProcessGroupCollection, dtype: torch.dtype) -> None:
+    def __init__(
+        self, groups: ProcessGroupCollection, dtype: torch.dtype, matrix_product: MatrixProduct = linear
+    ) -> None:
         super().__init__()
-        self.pairs = nn.ModuleList(Pair(groups, dtype) for _ in range(2))
-        self.head = ColumnParallelLinear(H, F, BuildOptions(groups, dtype), bias=False, std=0.5)
+        options = BuildOptions(groups, dtype, matrix_product=matrix_product)
+        self.pairs = nn.ModuleList(Pair(options) for _ in range(2))
+        self.head = ColumnParallelLinear(H, F, options, bias=False, std=0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         for pair in self.pairs:
@@ -53,11 +57,11 @@ class Stack(DeclaringModule):
         return self.head(x)
 
 
-def sharded(tensor: int = 1, replicate: int = 1, **changes: Any) -> Stack:
+def sharded(tensor: int = 1, replicate: int = 1, matrix_product: MatrixProduct = linear, **changes: Any) -> Stack:
     groups = collection(tensor, replicate)
     options = {"compute_dtype": torch.float64, "param_dtype": torch.float64, "reshard_after_forward": True} | changes
     with torch.device("meta"):
-        model = Stack(groups, options["param_dtype"])
+        model = Stack(groups, options["param_dtype"], matrix_product)
     shard_model(model, model.pairs, groups, **options)
     model.to_empty(device="cpu")
     initialize_parameters_(model, seed=3)
@@ -115,6 +119,59 @@ def reductions(micro_batches: int) -> list[bool]:
 
 def test_only_the_last_micro_batch_reduces():
     assert ranks(2, reductions, 3) == [[False, False, True]] * 2
+
+
+def gradients_apart(tensor: int, replicate: int) -> tuple[dict[str, Tensor], list[bool]]:
+    """As ``gradients``, those of matrix products computed after both backwards; and when they were reduced."""
+    product = SplitProduct()
+    model = sharded(tensor, replicate, reshard_after_forward=False, matrix_product=product)
+    groups = collection(tensor, replicate)
+    micro = samples().chunk(groups.size("dp"))[groups.rank("dp")].chunk(2)
+    shard, parts, reduced = model.head.weight, [], []
+    for x in micro:
+        gradient_sync(model, last=False, keeps_weights=True)
+        model(x.clone().requires_grad_()).square().sum().backward()
+        parts.append(product.take())
+    for index, left in enumerate(parts):
+        gradient_sync(model, last=index == 1, keeps_weights=True)
+        for part in left:
+            part.backward()
+        reduced.append(shard.grad is not None)
+        finish_backward(model)
+    reduced.append(shard.grad is not None)
+    return {name: whole(parameter.grad) for name, parameter, _ in declared_parameters(model)}, reduced
+
+
+@pytest.mark.parametrize(("num_ranks", "tensor", "replicate"), [(2, 1, 1), (2, 1, 2), (4, 2, 1), (4, 1, 2)])
+def test_gradients_that_are_computed_after_a_backward_are_reduced_when_it_is_finished(num_ranks, tensor, replicate):
+    want = gradients_of_one_process()
+    for got, reduced in ranks(num_ranks, gradients_apart, tensor, replicate):
+        torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
+        assert reduced == [False, False, True]
+
+
+def sum_of_narrow_gradients() -> float:
+    """1 + 2^-9, each the gradient in bfloat16 of a backward, computed after both of them."""
+    product, groups = SplitProduct(), collection()
+    options = BuildOptions(groups, torch.float32, matrix_product=product)
+    model = ColumnParallelLinear(H, F, options, bias=False, std=0.5)
+    dtypes = {"compute_dtype": torch.bfloat16, "param_dtype": torch.float32}
+    shard_model(model, [], groups, reshard_after_forward=False, **dtypes)
+    parts = []
+    for value in (1.0, 2.0**-9):
+        gradient_sync(model, last=False, keeps_weights=True)
+        model(torch.full((1, 1, H), value, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+        parts += product.take()
+    for part in parts:
+        gradient_sync(model, last=part is parts[-1], keeps_weights=True)
+        part.backward()
+        finish_backward(model)
+    [value] = whole(model.weight.grad).unique().tolist()
+    return value
+
+
+def test_gradients_that_are_computed_after_a_backward_add_up_in_the_dtype_of_the_reduction():
+    assert ranks(1, sum_of_narrow_gradients) == [1.0 + 2.0**-9]
 
 
 def dimensions(tensor: int, replicate: int) -> dict[str, tuple[Any, int]]:

@@ -67,6 +67,7 @@ def texts_of(run: str) -> dict[int, list[dict[str, str]]]:
         (LLAMA, {"tensor": 2, "sequence": True}),
         (GPT2, {"shard": 2}),
         (GPT2, {"pipeline": 2}),
+        ({**LLAMA, "num_layers": 4, "tie_word_embeddings": True}, {"pipeline": 2, "virtual": 2, "schedule": "zb_v"}),
         pytest.param(LLAMA, {"pipeline": 2, "tensor": 2, "sequence": True, "shard": 2}, marks=pytest.mark.slow),
         (LLAMA, {"context": 2}),
         pytest.param(LLAMA, {"context": 2, "tensor": 2, "sequence": True}, marks=pytest.mark.slow),
@@ -76,7 +77,8 @@ def texts_of(run: str) -> dict[int, list[dict[str, str]]]:
 )
 def test_texts_are_those_that_generate_draws_from_the_checkpoint(text, tmp_path, shape, parallel):
     tree = run_settings(text, tmp_path, shape) | {"parallel": parallel}
-    world_size = prod(degree for name, degree in parallel.items() if name != "sequence")
+    degrees = ("tensor", "context", "pipeline", "replicate", "shard")
+    world_size = prod(parallel.get(name, 1) for name in degrees)
     lines, *_ = ranks(world_size, lines_of, tree, world_size)
     found = texts_of(tree["run"])
     assert list(found) == STEPS

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalith.parallel.pipeline.links import Links, Messages, ShapeOf
-from megalith.parallel.pipeline.plan import Schedule
-from megalith.parallel.sharding.fsdp import gradient_sync
+from megalith.parallel.pipeline.plan import Action, Schedule
+from megalith.parallel.pipeline.split_product import SplitProduct, WeightPart
+from megalith.parallel.sharding.fsdp import finish_backward, gradient_sync
 
 __all__ = ["Forward", "execute"]
 
@@ -17,41 +18,92 @@ __all__ = ["Forward", "execute"]
 Forward = Callable[[nn.Module, int, Tensor | None], Tensor]
 
 
-def execute(schedule: Schedule, links: Links, chunks: Sequence[nn.Module], forward: Forward, shape_of: ShapeOf) -> None:
+def execute(
+    schedule: Schedule,
+    links: Links,
+    chunks: Sequence[nn.Module],
+    forward: Forward,
+    shape_of: ShapeOf,
+    split_product: SplitProduct | None = None,
+) -> None:
     """Does every action that ``schedule`` has for this rank, with its ``chunks``.
 
     Of a forward that has a backward the graph is kept until then, without the output, which travels to the next stage.
-    Gradients accumulate in the chunks' parameters; they are reduced over data-parallel ranks in the backward that the
-    plan marks.
+    Gradients accumulate in the chunks' parameters; they are reduced over data-parallel ranks in the action that the
+    plan marks. ``split_product`` is that of the chunks, where the schedule splits backwards.
     """
-    plan = schedule.plans[links.rank]
-    messages = Messages(links, schedule, shape_of)
-    with_backward = {(action.chunk, action.micro_batch) for action in plan if action.kind == "backward"}
-    kept: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | Tensor]] = {}
-    for action in plan:
-        chunk, k = action.chunk, action.micro_batch
+    step = _Step(schedule, links, chunks, forward, shape_of, split_product)
+    for action in schedule.plans[links.rank]:
         if action.kind == "forward":
-            hidden = messages.input_of(k, chunk)
-            if hidden is not None and (chunk, k) in with_backward:
-                hidden.requires_grad_()
-            output = forward(chunks[chunk], k, hidden)
-            is_last = schedule.placement.next(links.rank, chunk) is None
-            if not is_last:
-                messages.send_output(k, chunk, output)
-            if (chunk, k) in with_backward:
-                kept[chunk, k] = hidden, output if is_last else get_gradient_edge(output)
-            del hidden, output
+            step.forward(action)
+        elif action.kind == "backward_weight":
+            step.backward_weight(action)
         else:
-            assert action.kind == "backward", "a split backward needs matrix products that put off their weights' part"
-            gradient_sync(chunks[chunk], last=action.reduces, keeps_weights=schedule.placement.num_stages > 1)
-            hidden, root = kept.pop((chunk, k))
-            gradient = messages.gradient_of(k, chunk)
-            if isinstance(root, Tensor):
-                root.backward()
-            else:
-                torch.autograd.backward(root, gradient)
-            if hidden is not None:
-                assert hidden.grad is not None, "a stage's output depends on its input"
-                messages.send_gradient(k, chunk, hidden.grad)
-            del hidden, root, gradient  # what they hold is as large as activations
-    messages.finish()
+            step.backward(action)
+    step.messages.finish()
+
+
+class _Step:
+    """One run of a schedule on this rank, and what it keeps between the actions of a micro-batch in a chunk."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        links: Links,
+        chunks: Sequence[nn.Module],
+        run_forward: Forward,
+        shape_of: ShapeOf,
+        split_product: SplitProduct | None,
+    ) -> None:
+        self.messages = Messages(links, schedule, shape_of)
+        self._chunks = chunks
+        self._run_forward = run_forward
+        self._split_product = split_product
+        self._keeps_weights = schedule.placement.num_stages > 1
+        self._last_chunks = {c for c in range(len(chunks)) if schedule.placement.next(links.rank, c) is None}
+        self._with_backward = {
+            (action.chunk, action.micro_batch)
+            for action in schedule.plans[links.rank]
+            if action.kind in ("backward", "backward_input")
+        }
+        self._kept: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | Tensor]] = {}
+        self._weight_parts: dict[tuple[int, int], list[WeightPart]] = {}
+
+    def forward(self, action: Action) -> None:
+        """Runs the chunk, sends what it gives to the next stage, and keeps the graph if a backward follows."""
+        chunk, k = action.chunk, action.micro_batch
+        hidden = self.messages.input_of(k, chunk)
+        if hidden is not None and (chunk, k) in self._with_backward:
+            hidden.requires_grad_()
+        output = self._run_forward(self._chunks[chunk], k, hidden)
+        is_last = chunk in self._last_chunks
+        if not is_last:
+            self.messages.send_output(k, chunk, output)
+        if (chunk, k) in self._with_backward:
+            self._kept[chunk, k] = hidden, output if is_last else get_gradient_edge(output)
+
+    def backward(self, action: Action) -> None:
+        """Takes the gradient of the output back through the chunk, and sends that of its input."""
+        chunk, k = action.chunk, action.micro_batch
+        gradient_sync(self._chunks[chunk], last=action.reduces, keeps_weights=self._keeps_weights)
+        hidden, root = self._kept.pop((chunk, k))
+        gradient = self.messages.gradient_of(k, chunk)
+        if isinstance(root, Tensor):
+            root.backward()
+        else:
+            torch.autograd.backward(root, gradient)
+        if action.kind == "backward_input":
+            assert self._split_product is not None, "Pipeline has checked that there is one"
+            self._weight_parts[chunk, k] = self._split_product.take()
+        if hidden is not None:
+            assert hidden.grad is not None, "a stage's output depends on its input"
+            self.messages.send_gradient(k, chunk, hidden.grad)
+
+    def backward_weight(self, action: Action) -> None:
+        """Computes the gradients of weights that the backward_input has left."""
+        chunk = self._chunks[action.chunk]
+        gradient_sync(chunk, last=action.reduces, keeps_weights=self._keeps_weights)
+        parts = self._weight_parts.pop((action.chunk, action.micro_batch))
+        while parts:  # each is as large as an activation, and freed before the next
+            parts.pop().backward()
+        finish_backward(chunk)

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
@@ -16,12 +17,11 @@ from megalith.parallel.pipeline.executor import Forward, execute
 from megalith.parallel.pipeline.links import Links, ShapeOf
 from megalith.parallel.pipeline.placement import Placement
 from megalith.parallel.pipeline.plan import Schedule
-from megalith.parallel.pipeline.schedules import build_schedule, forward_only
+from megalith.parallel.pipeline.schedules import build_schedule, forward_only, splits_backward
+from megalith.parallel.pipeline.split_product import SplitProduct
 from megalith.parallel.sharding.fsdp import release_gathered_weights
 
 __all__ = ["Pipeline"]
-
-_RUNNABLE = ("gpipe", "1f1b", "interleaved")
 
 Chunk = TypeVar("Chunk", bound=nn.Module)
 
@@ -33,21 +33,30 @@ class Pipeline(Generic[Chunk]):
     Attributes:
         chunks: one module a chunk, in the order of ``placement``.
         schedule: the name of the order in which a step's micro-batches are taken.
-        shared: parameters of which another stage has a copy, and ``shared_group`` the ranks of both.
+        split_product: the matrix product of the chunks, where the schedule splits backwards.
+        shared: parameters of which a stage on another rank has a copy, and ``shared_group`` the ranks of both.
+        copies: parameters of which another chunk of this rank has a copy, and that copy. It has the same name and is
+            left out where parameters are named: the optimizer and checkpoints know the original, and the copy takes its
+            values before each use.
+
+    Raises:
+        ConfigError: a schedule that splits backwards without ``split_product``, or one for another schedule.
     """
 
     chunks: Sequence[Chunk]
     placement: Placement = field(default_factory=lambda: Placement(1))
     schedule: str = "1f1b"
     links: Links = field(default_factory=Links)
+    split_product: SplitProduct | None = None
     shared: tuple[nn.Parameter, ...] = ()
     shared_group: ProcessGroup | None = None
+    copies: Sequence[tuple[nn.Parameter, nn.Parameter]] = ()
 
     def __post_init__(self) -> None:
-        if self.schedule not in _RUNNABLE:
+        if splits_backward(self.schedule) != (self.split_product is not None):
             raise ConfigError(
-                f"schedule must be one without a split backward, {', '.join(_RUNNABLE)}; got {self.schedule!r}, which "
-                "can be simulated only"
+                "split_product must be the SplitProduct of the chunks' matrix products if the schedule splits "
+                f"backwards, and None if not; got {self.split_product!r} for schedule={self.schedule!r}"
             )
 
     def holds_output(self, chunk: nn.Module) -> bool:
@@ -58,7 +67,8 @@ class Pipeline(Generic[Chunk]):
     def train(self, num_microbatches: int, forward: Forward, shape_of: ShapeOf) -> None:
         """Every micro-batch forward and backward through all stages; gradients are left in the parameters."""
         schedule = _schedule(self.schedule, self.placement.num_ranks, num_microbatches, self.placement.num_chunks)
-        execute(schedule, self.links, self.chunks, forward, shape_of)
+        self._refresh_copies()
+        execute(schedule, self.links, self.chunks, forward, shape_of, self.split_product)
         self._sum_shared_gradients()
 
     def evaluate(self, num_microbatches: int, forward: Forward, shape_of: ShapeOf) -> None:
@@ -68,6 +78,7 @@ class Pipeline(Generic[Chunk]):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Inside the ``with`` block the chunks are in evaluation mode; their modes and sharded weights are restored."""
+        self._refresh_copies()
         training = [chunk.training for chunk in self.chunks]
         for chunk in self.chunks:
             chunk.eval()
@@ -80,9 +91,20 @@ class Pipeline(Generic[Chunk]):
 
     def _sum_shared_gradients(self) -> None:
         for weight in self.shared:
-            assert weight.grad is not None, "every stage uses its weights"
-            gradient = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
-            dist.all_reduce(gradient, group=self.shared_group)
+            dist.all_reduce(_gradient_here(weight), group=self.shared_group)
+        for weight, copy in self.copies:
+            _gradient_here(weight).add_(_gradient_here(copy))
+            copy.grad = None
+
+    @torch.no_grad()
+    def _refresh_copies(self) -> None:
+        for weight, copy in self.copies:
+            copy.copy_(weight)
+
+
+def _gradient_here(weight: nn.Parameter) -> Tensor:
+    assert weight.grad is not None, "every stage uses its weights"
+    return weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
 
 
 # a step's schedule is that of the step before, unless the batch size changes

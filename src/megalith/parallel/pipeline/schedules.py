@@ -25,24 +25,27 @@ from megalith.parallel.pipeline.orders import Sizes
 from megalith.parallel.pipeline.placement import Placement, check_sizes
 from megalith.parallel.pipeline.plan import Action, Plan, Schedule
 
-__all__ = ["SCHEDULES", "build_schedule", "forward_only"]
+__all__ = ["SCHEDULES", "build_schedule", "forward_only", "placement_of", "splits_backward"]
 
 
 class _Definition(NamedTuple):
-    """The order of a rank's actions, the smallest and largest number of chunks per rank, and the placement's shape."""
+    """The order of a rank's actions, the smallest and largest number of chunks per rank, the placement's shape, and
+    whether backwards are split.
+    """
 
     order: Callable[[int, Sizes], list[Action]]
     least: int = 1
     most: float = 1
     shape: Literal["looped", "v"] = "looped"
+    splits: bool = False
 
 
 _DEFINITIONS = {
     "gpipe": _Definition(orders.gpipe),
     "1f1b": _Definition(orders.one_f_one_b),
     "interleaved": _Definition(orders.interleaved, least=2, most=inf),
-    "zero_bubble": _Definition(orders.zero_bubble),
-    "zb_v": _Definition(orders.zb_v, least=2, most=2, shape="v"),
+    "zero_bubble": _Definition(orders.zero_bubble, splits=True),
+    "zb_v": _Definition(orders.zb_v, least=2, most=2, shape="v", splits=True),
 }
 SCHEDULES = tuple(_DEFINITIONS)
 
@@ -72,9 +75,18 @@ def build_schedule(
         raise ConfigError(
             f"group_size is for interleaved; got {group_size} for {name}, which has no groups; leave it out"
         )
-    definition = _DEFINITIONS[name]
     sizes = Sizes(num_ranks, num_microbatches, num_chunks, group_size or num_microbatches)
-    return _schedule(Placement(num_ranks, num_chunks, definition.shape), sizes, definition.order)
+    return _schedule(placement_of(name, num_ranks, num_chunks), sizes, _DEFINITIONS[name].order)
+
+
+def placement_of(name: str, num_ranks: int, num_chunks: int) -> Placement:
+    """Where the stages of the schedule ``name`` lie."""
+    return Placement(num_ranks, num_chunks, _DEFINITIONS[name].shape)
+
+
+def splits_backward(name: str) -> bool:
+    """Whether the schedule ``name`` takes gradients of inputs and of weights in two actions."""
+    return _DEFINITIONS[name].splits
 
 
 def forward_only(placement: Placement, num_microbatches: int) -> Schedule:

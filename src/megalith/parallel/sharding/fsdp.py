@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 from megalith.errors import ShapeError
 from megalith.parallel.parameters import DeclaringModule
 from megalith.topology.process_groups_config import Family, ProcessGroupCollection
+from megalith.torch_compat import end_backward
 
-__all__ = ["gradient_sync", "release_gathered_weights", "shard_model"]
+__all__ = ["finish_backward", "gradient_sync", "release_gathered_weights", "shard_model"]
 
 
 def shard_model(
@@ -77,6 +78,15 @@ def gradient_sync(model: nn.Module, last: bool, *, keeps_weights: bool = False) 
     model.set_requires_gradient_sync(last)
     model.set_is_last_backward(last)
     model.set_reshard_after_backward(last or not keeps_weights)
+
+
+def finish_backward(model: nn.Module) -> None:
+    """Does for gradients that were computed apart from a backward of ``model`` what FSDP does at the end of one.
+
+    They are added up in the dtype of the reduction; reduction and freed weights are as ``gradient_sync`` has said.
+    """
+    assert isinstance(model, FSDPModule), "finish_backward needs a model that shard_model has sharded"
+    end_backward(model)
 
 
 def release_gathered_weights(model: nn.Module) -> None:

@@ -1,0 +1,77 @@
+"""The matrix product of a split backward: gradients of inputs at once, those of weights when they are asked for.
+
+    y = x W^T + b       backward_input:  dx = dy W,  db = sum of dy over the rows        backward_weight:  dW = dy^T x
+
+Matrix products are half of a backward that can wait, so nothing else is put off: the gradients of biases, norms and
+embeddings belong to backward_input. It frees what the forward has kept but the x of each product, which backward_weight
+needs together with dy; recomputation saves memory until backward_input only.
+
+Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.functional import linear
+
+__all__ = ["SplitProduct", "WeightPart"]
+
+
+class WeightPart(NamedTuple):
+    """What the gradient of a weight is computed from: x [..., in], dy [..., out], and where the weight came from."""
+
+    x: Tensor
+    dy: Tensor
+    weight: GradientEdge
+
+    def backward(self) -> None:
+        """Adds dy^T x [out, in] to the gradient of the parameter, through whatever made the weight out of it."""
+        x, dy = (each.reshape(-1, each.shape[-1]) for each in (self.x, self.dy))  # [T, in], [T, out]
+        torch.autograd.backward((self.weight,), (dy.t() @ x,))
+
+
+class SplitProduct:
+    """A ``MatrixProduct`` whose backward leaves the weights' part behind.
+
+    Give one to the ``BuildOptions`` of a rank's chunks, and to the ``Pipeline`` that runs them. In any other backward
+    the weights would stay without gradients.
+    """
+
+    def __init__(self) -> None:
+        self._left: list[WeightPart] = []
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """(x [..., in], weight [out, in], bias [out] or None) -> [..., out]."""
+        if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
+            return linear(x, weight, bias)  # there is nothing to split
+        y: Tensor = _SplitLinear.apply(x, weight.detach(), bias, get_gradient_edge(weight), self._left)
+        return y
+
+    def take(self) -> list[WeightPart]:
+        """What the backwards since the last call have left to do."""
+        taken = self._left.copy()
+        self._left.clear()
+        return taken
+
+
+class _SplitLinear(torch.autograd.Function):
+    """``weight`` is detached, so that no backward of the graph goes on to the parameter; its edge leads there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, edge: GradientEdge, left: list[WeightPart]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.edge, ctx.left = edge, left
+        return linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        ctx.left.append(WeightPart(x, dy, ctx.edge))
+        db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+        return dy @ weight, None, db, None, None
