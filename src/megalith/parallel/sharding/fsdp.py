@@ -5,7 +5,7 @@ averaging is switched off. Sums are formed in float32 or wider. With tp, FSDP sh
 Dense and expert weights are sharded over meshes of their own, which a unit's declarations choose.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from megalith.errors import ShapeError
 from megalith.parallel.parameters import DeclaringModule
 from megalith.topology.process_groups_config import Family, ProcessGroupCollection
 
-__all__ = ["gradient_sync", "release_gathered_weights", "shard_model"]
+__all__ = ["gradient_sync", "release_gathered_weights", "shard_model", "sharded_dimension"]
 
 
 def shard_model(
@@ -79,6 +79,15 @@ def gradient_sync(model: nn.Module, last: bool, *, keeps_weights: bool = False) 
     model.set_reshard_after_backward(last or not keeps_weights)
 
 
+def sharded_dimension(num_dims: int, split: Collection[int]) -> int:
+    """The last dimension that tp, ep and etp leave whole, ``split`` being the others; 0 where none is split or left.
+
+    The last, because a packed weight ([E, F, H], [G, .., H]) has many more of its elements than of its first.
+    """
+    left = [dim for dim in range(num_dims) if dim not in split]
+    return left[-1] if split and left else 0
+
+
 def release_gathered_weights(model: nn.Module) -> None:
     """Frees weights that a forward without a backward has left gathered: parameters are the shards again."""
     for module in model.modules():
@@ -102,12 +111,7 @@ def _family(model: nn.Module, unit: nn.Module, placed: set[nn.Module]) -> Family
 
 
 def _other_dimension(parameter: nn.Parameter) -> Shard | None:
-    """The last dimension that tp, ep and etp leave whole; FSDP's own choice, dimension 0, where none is split or left.
-
-    The last, because a packed weight ([E, F, H], [G, .., H]) has many more of its elements than of its first.
-    """
     if not isinstance(parameter, DTensor):
         return None
     split = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}
-    left = [dim for dim in range(parameter.ndim) if dim not in split]
-    return Shard(left[-1]) if split and left else None
+    return Shard(sharded_dimension(parameter.ndim, split))
