@@ -2,7 +2,7 @@
 
     task        forwards and backwards of micro-batches, over tensor and context
     FSDP2       weights and gradients, over shard x context and replicate; gradients that are partial, over tensor
-    pipeline    hidden states to the next stage and their gradients to the one before; the sum of tied weights' gradients
+    pipeline    hidden states to the next stage, their gradients to the one before; the sum of tied weights' gradients
     step        its two small all-reduces, over all ranks
 
 Recomputation is counted as plain torch does it, without train.compile, which may keep other tensors for backward.
@@ -16,7 +16,7 @@ from megalith.topology.rank_grid import RankGrid
 from megalith.training.build_model import DTYPES, param_dtype, stages_of
 from megalith.training.tasks.task import AnyTask, StageTraffic
 
-__all__ = ["step_traffic"]
+__all__ = ["busiest_rank", "step_traffic"]
 
 
 def step_traffic(config: RunConfig, task: AnyTask, world_size: int, rank: int) -> Traffic:
@@ -46,6 +46,14 @@ def step_traffic(config: RunConfig, task: AnyTask, world_size: int, rank: int) -
             found += collective("pipeline", "all_reduce", shard, layout.pipeline)
         found += _fsdp(stage, sharding, num_microbatches, in_pipeline=placement.num_stages > 1)
     return found
+
+
+def busiest_rank(config: RunConfig, task: AnyTask, world_size: int) -> tuple[int, Traffic]:
+    """The rank whose collectives and messages have the most bytes, the first of them, and its ``step_traffic``."""
+    # what differs is the stage; of its ranks the first has the largest part of what is split unevenly
+    firsts = RankGrid(config.parallel.layout(world_size)).group_of("pp", 0)
+    found = {rank: step_traffic(config, task, world_size, rank) for rank in firsts}
+    return max(found.items(), key=lambda item: sum(each.num_bytes * times for each, times in item[1].items()))
 
 
 def _fsdp(stage: StageTraffic, sharding: Sharding, num_microbatches: int, in_pipeline: bool) -> Traffic:

@@ -66,6 +66,10 @@ def shard_model(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+            if not reshard_after_forward:
+                # no weights are missing in backward; torch would take its prefetch from the latest forward, which in a
+                # pipeline is that of another micro-batch, and gather a layer that has just been freed
+                module.set_modules_to_backward_prefetch([module])
 
 
 def gradient_sync(model: nn.Module, last: bool, *, keeps_weights: bool = False) -> None:
