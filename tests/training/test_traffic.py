@@ -35,18 +35,24 @@ IN_MAKE_TEST = [
 
 
 def exchanged(tree: dict[str, Any], num_ranks: int) -> tuple[Traffic, Traffic]:
-    """What this rank exchanges in the second step, recorded and counted."""
+    """What this rank exchanges in the second step, recorded and counted ahead."""
     config = load_run(tree, world_size=num_ranks)
     with patch.object(setup, "ParallelState", partial(ParallelState, group_options=APART)):
         run = build_run(config, torch.device("cpu"))
     for _ in range(2):  # FSDP2 settles in the first
-        consumed, recorder = run.state.consumed_samples, Recorder()
+        consumed, recorder, before = run.state.consumed_samples, Recorder(), num_operations()
         sizes = run.microbatches.global_batch_size(consumed), config.train.micro_batch_size
         micro_batches = run.loader.batch(consumed, *sizes)
         with recorder:
             totals = sum_totals(run, local_counts(run, micro_batches), stop=False)
             train_step(run, micro_batches, totals.counts)
+    assert recorder.found.total() == num_operations() - before, "the recorder has missed some"
     return recorder.found, step_traffic(config, run.task, num_ranks, dist.get_rank())
+
+
+def num_operations() -> int:
+    """Collectives and messages of this rank by gloo's own count."""
+    return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
 
 
 def check(tree: dict[str, Any], num_ranks: int) -> None:
