@@ -93,12 +93,20 @@ def test_ranks_that_share_a_group_of_heads_exchange_what_is_counted(name, groups
     check(settings(tmp_path, **{**settings_groups, "model": model}), num_ranks)
 
 
-@pytest.mark.parametrize("micro_batch_size", [2, 8])
-@pytest.mark.parametrize("name", ["tensor 2, sequence", pytest.param("hybrid 2 x 2", marks=pytest.mark.slow)])
-def test_a_narrow_computation_exchanges_what_is_counted(name, micro_batch_size, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "batch_size", "micro_batch_size"),
+    [
+        ("tensor 2, sequence", 8, 8),  # gradients that were not accumulated are summed over tp as they are
+        pytest.param("tensor 2, sequence", 8, 2, marks=pytest.mark.slow),
+        pytest.param("hybrid 2 x 2", 32, 8, marks=pytest.mark.slow),
+        pytest.param("context 2", 8, 2, marks=pytest.mark.slow),
+        pytest.param("pipeline 2 x shard 2, interleaved", 32, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_computation_in_16_bits_exchanges_what_is_counted(name, batch_size, micro_batch_size, tmp_path):
     num_ranks, groups = LAYOUTS[name]
-    train = {"micro_batch_size": micro_batch_size, "global_batch_size": 8 * num_ranks}
-    check(settings(tmp_path, **groups, train=train, precision={"dtype": "bfloat16"}), num_ranks)
+    train = {"micro_batch_size": micro_batch_size, "global_batch_size": batch_size}
+    check(settings(tmp_path, **{**groups, "train": train, "precision": {"dtype": "bfloat16"}}), num_ranks)
 
 
 @pytest.mark.slow

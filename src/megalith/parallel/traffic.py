@@ -16,12 +16,16 @@ from typing import Literal, NamedTuple, TypeAlias
 
 __all__ = ["Collective", "Passes", "Traffic", "collective", "repeated"]
 
+# as the settings of ``parallel`` call them; "shard" is shard x context, over which FSDP2 shards
+_Axis: TypeAlias = Literal["tensor", "context", "pipeline", "shard", "replicate", "world"]
+_Kind: TypeAlias = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+
 
 class Collective(NamedTuple):
-    """One collective or message: over which ranks, as the settings of ``parallel`` name them, and of how many bytes."""
+    """One collective, or one message: over which ranks, and of how many bytes."""
 
-    axis: Literal["tensor", "context", "pipeline", "shard", "replicate", "world"]
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+    axis: _Axis
+    kind: _Kind
     num_bytes: int
 
 
@@ -49,14 +53,8 @@ class Passes:
         return self.forward - self.unsaved
 
 
-def collective(
-    axis: Literal["tensor", "context", "pipeline", "shard", "replicate", "world"],
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"],
-    num_bytes: int,
-    num_ranks: int,
-    times: int = 1,
-) -> Traffic:
-    """So many of one collective; nothing for a group of one rank, or of no bytes."""
+def collective(axis: _Axis, kind: _Kind, num_bytes: int, num_ranks: int, times: int = 1) -> Traffic:
+    """``times`` one collective; nothing over a group of one rank, or of no bytes."""
     return Counter({Collective(axis, kind, num_bytes): times} if num_ranks > 1 and num_bytes and times else {})
 
 

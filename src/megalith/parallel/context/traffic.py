@@ -40,13 +40,14 @@ def attention_traffic(
     inner = method.ranks_trading_heads(cp_size)
     kv *= inner // gcd(k_shape[2], inner)
     q = prod(q_shape) * dtype.itemsize
-    trade = collective("context", "all_to_all", q, inner) + collective("context", "all_to_all", kv, inner, times=2)
-    ids = collective("context", "all_to_all", inner * q_shape[0] * q_shape[1] * 8, inner if drops else 1)
-    back = collective("context", "all_to_all", q, inner)
-    ring = _ring(kv, kv // dtype.itemsize * torch.promote_types(dtype, torch.float32).itemsize, cp_size // inner)
-    return Passes(trade + ids, trade) + ring + Passes(back, back, unsaved=back)
+    one, two = (collective("context", "all_to_all", size, inner, times) for size, times in ((q, 1), (kv, 2)))
+    token_ids = inner * q_shape[0] * q_shape[1] * torch.int64.itemsize
+    ids = collective("context", "all_to_all", token_ids, inner, times=int(drops))
+    for_sequence, for_heads = Passes(one + two + ids, one + two), Passes(one, one, unsaved=one)
+    return for_sequence + _ring(kv, dtype, cp_size // inner) + for_heads
 
 
-def _ring(kv: int, wide_kv: int, size: int) -> Passes:
+def _ring(kv: int, dtype: torch.dtype, size: int) -> Passes:
+    wide_kv = kv // dtype.itemsize * torch.promote_types(dtype, torch.float32).itemsize
     passed_on = collective("context", "send", kv, size, times=2 * (size - 1))
     return Passes(passed_on, passed_on + collective("context", "send", wide_kv, size, times=2 * size))

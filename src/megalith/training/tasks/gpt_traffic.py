@@ -31,7 +31,7 @@ def gpt_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffic
     model, dtype, tp = config.model, DTYPES[config.precision.dtype], layout.tensor
     sequence = config.parallel.sequence
     num_tokens = config.data.seq_length // layout.context * config.train.micro_batch_size
-    X = num_tokens * model.hidden_size * dtype.itemsize
+    X = num_tokens * model.hidden_size * dtype.itemsize  # [S/cp, B, H]
     whole = Passes()
     if stage.has_embedding:
         whole += leave_traffic(X, tp, sequence)
