@@ -94,31 +94,35 @@ def name_of(row: Row) -> str:
     return " ".join(name if value is True else f"{name}={value}" for name, value in changed.items()) or "one rank"
 
 
-@cache
 def layouts(number: int) -> list[Row]:
     """So many layouts, the same in every process; the first of them cover all pairs that any layout can show."""
-    random_rows = random.Random(0)
-    drawn = [row for row in _drawn(random_rows, 8000) if _is_layout(row)]
-    missing = set().union(*(pairs(row) for row in drawn))
-    found: list[Row] = []
-    while missing:
-        best = max(drawn, key=lambda row: len(pairs(row) & missing))
-        found.append(best)
-        missing -= pairs(best)
-    rest = [row for row in drawn if row not in found]
+    found, rest = _found()
     assert len(found) + len(rest) >= number, "draw more rows"
     return [*found, *rest][: max(number, len(found))]
 
 
 def num_covering() -> int:
     """How many of ``layouts`` it takes until every pair is there."""
-    return len(layouts(0))
+    return len(_found()[0])
 
 
 def pairs(row: Row) -> frozenset[Pair]:
     """Every two values that meet in a row, but those of settings that it does not have."""
     key = tuple(row.items())
     return _pairs(key)
+
+
+@cache
+def _found() -> tuple[list[Row], list[Row]]:
+    """Layouts that cover all pairs, and others."""
+    drawn = [row for row in _drawn(random.Random(0), 8000) if _is_layout(row)]
+    missing = set().union(*(pairs(row) for row in drawn))
+    covering: list[Row] = []
+    while missing:
+        best = max(drawn, key=lambda row: len(pairs(row) & missing))
+        covering.append(best)
+        missing -= pairs(best)
+    return covering, [row for row in drawn if row not in covering]
 
 
 @cache

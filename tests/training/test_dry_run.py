@@ -3,6 +3,7 @@
 import re
 
 from megalith.config import load_run
+from megalith.observe.units import quantity
 from megalith.training.dry_run import describe
 from tests.tiny_run import settings
 
@@ -38,3 +39,23 @@ def test_the_layers_of_each_stage_and_the_bubble_are_told(tmp_path):
     idle = 2 * (m * last + first) - m * (first + last)
     assert re.search(rf"stages +3 \+ 2 layers, 1f1b: ranks wait {idle / m / (first + last):.0%} as long as they", text)
     assert "stages" not in describe(load_run(settings(tmp_path), world_size=1), 1)
+
+
+def test_what_the_busiest_rank_exchanges_is_told_by_axis(tmp_path):
+    parallel = {"tensor": 2, "sequence": True, "pipeline": 2, "stage_layers": [1, 2]}
+    model = {"num_layers": 3, "hidden_size": 32, "vocab_size": 512}
+    tree = settings(tmp_path, parallel=parallel, model=model, precision={"dtype": "float32"})
+    text = describe(load_run(tree, world_size=4), 4)
+    # 4 micro-batches of [16, 2, 32] in float32: two layers have 4 all-gathers and as many reduce-scatters each, the
+    # head has one of both; and the loss gathers 3 numbers of 32 tokens from both ranks; 5 norms are summed
+    hidden, m = 16 * 2 * 32 * 4, 4
+    assert "exchanged in a step   by rank 2, the busiest; bytes of all together:\n" in text
+    gathered = quantity(m * (9 * hidden + 2 * 3 * 32 * 4))
+    summed = f"5 all_reduce of {5 * 32 * 4}B, {m * 9} reduce_scatter of {quantity(m * 9 * hidden)}B"
+    assert re.search(rf"  pipeline +{m} send of {quantity(m * hidden // 2)}B\n", text)
+    assert re.search(rf"  tensor +{m * 10} all_gather of {gathered}B, {summed}\n", text)
+    assert re.search(r"  world +2 all_reduce of 40B\n", text)
+
+
+def test_one_rank_exchanges_nothing(tmp_path):
+    assert "exchanged" not in describe(load_run(settings(tmp_path), world_size=1), 1)

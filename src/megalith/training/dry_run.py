@@ -1,5 +1,7 @@
 """What a run would do, without doing it: settings, size, memory, and its first batch as text."""
 
+from collections import Counter
+
 from megalith.config import RunConfig, dump_yaml
 from megalith.config.layout import Layout
 from megalith.observe.units import quantity
@@ -9,6 +11,7 @@ from megalith.training.build_model import stages_of
 from megalith.training.machine_fit import state_bytes
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
+from megalith.training.traffic import busiest_rank
 
 __all__ = ["describe"]
 
@@ -34,6 +37,7 @@ def describe(config: RunConfig, world_size: int) -> str:
             f"state on each rank    about {quantity(state * layout.replicate / world_size)}B of {quantity(state)}B",
             f"tokens in a step      {tokens:,}, in all {tokens * config.train.steps:,}",
             f"operations per token  {quantity(flops)}",
+            *_exchanged(config, task, world_size),
             "first sample          the text, with [what no loss is taken on] in brackets:",
             *task.sample_as_text(task.train_dataset()[0]),
         ]
@@ -58,3 +62,17 @@ def _stages(config: RunConfig, task: AnyTask, layout: Layout) -> list[str]:
         f"stages                {layers} layers, {parallel.schedule}: ranks wait {bubble:.0%} as long as they work, "
         "by counted operations"
     ]
+
+
+def _exchanged(config: RunConfig, task: AnyTask, world_size: int) -> list[str]:
+    """A line for each axis: how many collectives of each kind, and their bytes together."""
+    rank, traffic = busiest_rank(config, task, world_size)
+    times, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for each, number in traffic.items():
+        times[each.axis, each.kind] += number
+        sizes[each.axis, each.kind] += number * each.num_bytes
+    axes: dict[str, list[str]] = {}
+    for (axis, kind), number in sorted(times.items()):
+        axes.setdefault(axis, []).append(f"{number:,} {kind} of {quantity(sizes[axis, kind])}B")
+    lines = [f"  {axis:<20}{', '.join(kinds)}" for axis, kinds in axes.items()]
+    return [f"exchanged in a step   by rank {rank}, the busiest; bytes of all together:", *lines] if lines else []

@@ -5,7 +5,7 @@ averaging is switched off. Sums are formed in float32 or wider. With tp, FSDP sh
 Dense and expert weights are sharded over meshes of their own, which a unit's declarations choose.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from megalith.parallel.parameters import DeclaringModule
 from megalith.topology.process_groups_config import Family, ProcessGroupCollection
 from megalith.torch_compat import end_backward
 
-__all__ = ["finish_backward", "gradient_sync", "release_gathered_weights", "shard_model"]
+__all__ = ["finish_backward", "gradient_sync", "release_gathered_weights", "shard_model", "sharded_dimension"]
 
 
 def shard_model(
@@ -67,6 +67,10 @@ def shard_model(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+            if not reshard_after_forward:
+                # no weights are missing in backward; torch would take its prefetch from the latest forward, which in a
+                # pipeline is that of another micro-batch, and gather a layer that has just been freed
+                module.set_modules_to_backward_prefetch([module])
 
 
 def gradient_sync(model: nn.Module, last: bool, *, keeps_weights: bool = False) -> None:
@@ -87,6 +91,15 @@ def finish_backward(model: nn.Module) -> None:
     """
     assert isinstance(model, FSDPModule), "finish_backward needs a model that shard_model has sharded"
     end_backward(model)
+
+
+def sharded_dimension(num_dims: int, split: Collection[int]) -> int:
+    """The last dimension that tp, ep and etp leave whole, ``split`` being the others; 0 where none is split or left.
+
+    The last, because a packed weight ([E, F, H], [G, .., H]) has many more of its elements than of its first.
+    """
+    left = [dim for dim in range(num_dims) if dim not in split]
+    return left[-1] if split and left else 0
 
 
 def release_gathered_weights(model: nn.Module) -> None:
@@ -112,12 +125,7 @@ def _family(model: nn.Module, unit: nn.Module, placed: set[nn.Module]) -> Family
 
 
 def _other_dimension(parameter: nn.Parameter) -> Shard | None:
-    """The last dimension that tp, ep and etp leave whole; FSDP's own choice, dimension 0, where none is split or left.
-
-    The last, because a packed weight ([E, F, H], [G, .., H]) has many more of its elements than of its first.
-    """
     if not isinstance(parameter, DTensor):
         return None
     split = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}
-    left = [dim for dim in range(parameter.ndim) if dim not in split]
-    return Shard(left[-1]) if split and left else None
+    return Shard(sharded_dimension(parameter.ndim, split))

@@ -10,6 +10,7 @@ Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megalith.parallel.traffic import Passes, collective
 from megalith.topology.collectives import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -17,7 +18,7 @@ from megalith.topology.collectives import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
-__all__ = ["enter_tensor_parallel", "leave_tensor_parallel"]
+__all__ = ["enter_tensor_parallel", "enter_traffic", "leave_tensor_parallel", "leave_traffic"]
 
 
 def enter_tensor_parallel(x: Tensor, tp_group: ProcessGroup | None, sequence_parallel: bool) -> Tensor:
@@ -32,3 +33,17 @@ def leave_tensor_parallel(x: Tensor, tp_group: ProcessGroup | None, sequence_par
     if sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(x, tp_group)
     return reduce_from_tensor_model_parallel_region(x, tp_group)
+
+
+def enter_traffic(num_bytes: int, tp_size: int, sequence_parallel: bool) -> Passes:
+    """What ``enter_tensor_parallel`` exchanges for [S, B, H] of ``num_bytes``."""
+    if sequence_parallel:
+        gathered = collective("tensor", "all_gather", num_bytes, tp_size)
+        return Passes(gathered, collective("tensor", "reduce_scatter", num_bytes, tp_size), unsaved=gathered)
+    return Passes(backward=collective("tensor", "all_reduce", num_bytes, tp_size))
+
+
+def leave_traffic(num_bytes: int, tp_size: int, sequence_parallel: bool) -> Passes:
+    """What ``leave_tensor_parallel`` exchanges for [S, B, H] of ``num_bytes``: the adjoint."""
+    enter = enter_traffic(num_bytes, tp_size, sequence_parallel)
+    return Passes(enter.backward, enter.forward, unsaved=enter.backward)

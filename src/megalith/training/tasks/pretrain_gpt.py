@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config import RunConfig
+from megalith.config.layout import Layout
 from megalith.data.gpt_dataset import EvaluationDataset, GPTBatch, GPTDataset, GPTSample, stack_samples
 from megalith.data.samples import Samples
 from megalith.errors import DataError
@@ -23,7 +24,8 @@ from megalith.storage import open_store, record_of
 from megalith.training.batch import to_device
 from megalith.training.preflight import load_tokenizer
 from megalith.training.tasks.gpt_size import flops_per_token, parameters, stage_costs
-from megalith.training.tasks.task import Task
+from megalith.training.tasks.gpt_traffic import gpt_traffic
+from megalith.training.tasks.task import StageTraffic, Task
 from megalith.training.tasks.text_samples import GPTTextWriter
 from megalith.transformer.stage import Stage
 
@@ -68,6 +70,10 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         """FLOPs of a token."""
         assert self.config.model.vocab_size is not None, "preflight has settled it"
         return stage_costs(self.config.model, self.config.model.vocab_size, self.config.data.seq_length)
+
+    def traffic(self, layout: Layout, stage: Stage | None = None) -> StageTraffic:
+        """Counted in closed form."""
+        return gpt_traffic(self.config, layout, stage or Stage.whole(self.config.model.num_layers))
 
     def hidden_shape(self, batch: GPTBatch, options: BuildOptions) -> tuple[int, ...]:
         """[S/tp, B, H] under sequence parallelism, else [S, B, H]."""

@@ -8,19 +8,40 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from megalith.config.layout import Layout
 from megalith.data.samples import Identified, Samples, SizedSamples
 from megalith.errors import ConfigError
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.parallel.pipeline.stages import ModelCosts
+from megalith.parallel.sharding.traffic import Weight
+from megalith.parallel.traffic import Traffic
 from megalith.transformer.module import ModelModule
 from megalith.transformer.stage import Stage
 
-__all__ = ["AnyTask", "Task", "TextSample", "TextWriter"]
+__all__ = ["AnyTask", "StageTraffic", "Task", "TextSample", "TextWriter"]
 
 Sample = TypeVar("Sample")
 Batch = TypeVar("Batch")
 Inputs = TypeVar("Inputs")
+
+
+@dataclass(frozen=True)
+class StageTraffic:
+    """What a stage of a model gives its ranks to exchange; a model that is not cut is one stage.
+
+    Attributes:
+        micro_batch: forward and backward of a micro-batch, over tensor and context.
+        units: the weights of each of the model's ``fsdp_units``, and ``rest``: those in none.
+        shared: those of which another stage has a copy.
+        hidden_bytes: of the hidden states that stages send each other.
+    """
+
+    micro_batch: Traffic
+    units: Sequence[Sequence[Weight]]
+    rest: Sequence[Weight]
+    shared: Sequence[Weight] = ()
+    hidden_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +87,13 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
         By default a ConfigError: not every model can be cut into stages.
         """
         raise ConfigError(f"the model of {type(self).__name__} cannot be cut into stages; use parallel.pipeline=1")
+
+    def traffic(self, layout: Layout, stage: Stage | None = None) -> StageTraffic:
+        """What ``stage``, by default the whole model, gives its ranks to exchange in training under ``layout``.
+
+        By default a ConfigError: not every task counts it.
+        """
+        raise ConfigError(f"{type(self).__name__} does not count what its model exchanges; give it a traffic()")
 
     def hidden_shape(self, batch: Batch, options: BuildOptions) -> tuple[int, ...]:
         """The shape on this rank of what a stage gives the next for the micro-batch ``batch``; asked in stages only."""

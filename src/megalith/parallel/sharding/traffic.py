@@ -1,0 +1,81 @@
+"""What FSDP2 exchanges for a unit: the weights that are gathered together, in one flat buffer.
+
+    all_gather       over shard x context, in the dtype of the computation, each time that the unit is gathered
+    reduce_scatter   over shard x context, once a step, in the dtype of the reduction
+    all_reduce       over replicate, of what the reduce_scatter gives, once a step
+    all_reduce       over tensor, once a step for each weight whose gradient is partial on the ranks of tp
+
+The dimension that is sharded is padded to a multiple of the ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from megalith.config.layout import Layout
+from megalith.parallel.local_ranges import chunk_range
+from megalith.parallel.sharding.fsdp import sharded_dimension
+from megalith.parallel.traffic import Traffic, collective
+
+__all__ = ["Sharding", "Weight"]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter as it is before any split; ``split``: the dimension that tp splits, None for one that is whole.
+
+    ``partial``: ranks of tp use it on some tokens or rows each, so that their gradients are terms of a sum.
+    """
+
+    shape: tuple[int, ...]
+    split: int | None = None
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How weights are sharded on the rank ``tp_rank`` of tp, computed with, and reduced."""
+
+    layout: Layout
+    tp_rank: int
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+
+    @property
+    def num_shards(self) -> int:
+        """The ranks of one copy of the weights that tp leaves the same: those of context hold shards too."""
+        return self.layout.shard * self.layout.context
+
+    def unit_traffic(self, weights: Sequence[Weight], num_gathers: int, num_microbatches: int) -> Traffic:
+        """What a step exchanges for a unit of ``weights``."""
+        shards, reduced = self.num_shards, self.reduce_dtype.itemsize
+        padded = sum(prod(self._shard(weight, index=0)) for weight in weights) * shards
+        found = collective("shard", "all_gather", padded * self.compute_dtype.itemsize, shards, num_gathers)
+        found += collective("shard", "reduce_scatter", padded * reduced, shards)
+        found += collective("replicate", "all_reduce", padded // shards * reduced, self.layout.replicate)
+        # gradients that have been accumulated are in the dtype of the reduction
+        summed = (self.reduce_dtype if num_microbatches > 1 else self.compute_dtype).itemsize
+        terms = [prod(self._of_tp(weight)) * summed for weight in weights if weight.partial]
+        return sum((collective("tensor", "all_reduce", size, self.layout.tensor) for size in terms), start=found)
+
+    def shard_bytes(self, weight: Weight, index: int) -> int:
+        """The gradient of ``weight`` on the rank ``index`` of those that share it, without padding."""
+        return prod(self._shard(weight, index)) * self.reduce_dtype.itemsize
+
+    def _of_tp(self, weight: Weight) -> list[int]:
+        return _part(weight.shape, weight.split, self.layout.tensor, self.tp_rank)
+
+    def _shard(self, weight: Weight, index: int) -> list[int]:
+        """The part of rank ``index``; that of rank 0 is the largest, to which FSDP2 pads the others."""
+        split = set() if weight.split is None or self.layout.tensor == 1 else {weight.split}
+        return _part(self._of_tp(weight), sharded_dimension(len(weight.shape), split), self.num_shards, index)
+
+
+def _part(shape: Sequence[int], dim: int | None, parts: int, index: int) -> list[int]:
+    sizes = list(shape)
+    if dim is not None:
+        first, end = chunk_range(sizes[dim], parts, index)
+        sizes[dim] = end - first
+    return sizes

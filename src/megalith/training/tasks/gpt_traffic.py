@@ -1,0 +1,111 @@
+"""What a stage of a GPT exchanges for a micro-batch, in closed form, and its weights; X is [S/cp, B, H] in bytes.
+
+    embedding   leaves tensor parallelism                                            1 X
+    layer       attention and feed-forward each enter and leave tensor parallelism   4 X
+                between q, k, v and o, attention over context
+    head        enters tensor parallelism                                            1 X
+                the loss gathers three numbers of each token
+
+With sequence parallelism each X is exchanged forward and backward: an all-gather one way, a reduce-scatter the other.
+Without, it is one all-reduce: of what leaves in forward, of what enters in backward. Recomputation repeats the forward
+of layers, or of attention over context, as far as backward needs it.
+"""
+
+from megalith.config import RunConfig, TransformerConfig
+from megalith.config.layout import Layout
+from megalith.parallel.context.attention import ContextMethod
+from megalith.parallel.context.traffic import attention_traffic
+from megalith.parallel.sharding.traffic import Weight
+from megalith.parallel.tensor.cross_entropy import loss_traffic
+from megalith.parallel.tensor.regions import enter_traffic, leave_traffic
+from megalith.parallel.traffic import Passes, Traffic, repeated
+from megalith.training.build_model import DTYPES
+from megalith.training.tasks.task import StageTraffic
+from megalith.transformer.stage import Stage
+
+__all__ = ["gpt_traffic"]
+
+
+def gpt_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffic:
+    """The traffic of ``stage`` on each rank of ``layout`` that holds it."""
+    model, dtype, tp = config.model, DTYPES[config.precision.dtype], layout.tensor
+    sequence = config.parallel.sequence
+    num_tokens = config.data.seq_length // layout.context * config.train.micro_batch_size
+    X = num_tokens * model.hidden_size * dtype.itemsize  # [S/cp, B, H]
+    whole = Passes()
+    if stage.has_embedding:
+        whole += leave_traffic(X, tp, sequence)
+    if stage.has_head:
+        whole += enter_traffic(X, tp, sequence) + loss_traffic(num_tokens, dtype, tp)
+    micro_batch = whole.forward + whole.backward
+    micro_batch += repeated(_layer(config, layout, X), len(stage.layers))
+    embedding = _embedding(model)
+    tied_apart = model.tie_word_embeddings and stage.has_embedding != stage.has_head
+    return StageTraffic(
+        micro_batch,
+        units=[_layer_weights(model, tp, sequence)] * len(stage.layers),
+        rest=_other_weights(model, stage, sequence),
+        shared=[embedding] if tied_apart else [],
+        hidden_bytes=X // tp if sequence else X,
+    )
+
+
+def _layer(config: RunConfig, layout: Layout, X: int) -> Traffic:
+    """What a layer exchanges, forward, backward, and to compute again."""
+    model, parallel = config.model, config.parallel
+    enter, leave = (part(X, layout.tensor, parallel.sequence) for part in (enter_traffic, leave_traffic))
+    S, B, D = config.data.seq_length // layout.context, config.train.micro_batch_size, model.kv_channels
+    core = attention_traffic(
+        (S, B, model.num_attention_heads // layout.tensor, D),
+        (S, B, max(model.num_query_groups // layout.tensor, 1), D),
+        DTYPES[config.precision.dtype],
+        ContextMethod(parallel.context_method, parallel.context_inner or 1),
+        layout.context,
+        drops=model.attention_dropout > 0.0,
+    )
+    layer = enter + core + leave + enter + leave
+    again = Traffic()
+    if config.train.recompute == "selective":
+        again = core.recomputed
+    elif config.train.recompute == "full":
+        # dropout, at the layer's end, saves its mask
+        again = layer.forward if model.hidden_dropout > 0.0 else layer.recomputed
+    return layer.forward + layer.backward + again
+
+
+def _layer_weights(model: TransformerConfig, tp_size: int, sequence: bool) -> list[Weight]:
+    """Those of a layer; what ranks of tp use on their own tokens, or for heads of their own, has partial gradients."""
+    H, F, D = model.hidden_size, model.ffn_hidden_size, model.kv_channels
+    A, G = model.num_attention_heads, model.num_query_groups
+    heads_are_shared = G % tp_size != 0
+    key = Weight((G * D, H), split=None if heads_are_shared else 0, partial=heads_are_shared)
+    fc1 = [Weight((F, H), split=0)] * (1 if model.gate_activation is None else 2)
+    columns = [Weight((A * D, H), split=0), key, key, *fc1]
+    rows = [Weight((H, A * D), split=1), Weight((H, F), split=1)]
+    biases = []
+    if model.add_bias_linear:
+        biases = [Weight(column.shape[:1], column.split, column.partial) for column in columns]
+        biases += [Weight((H,), partial=sequence)] * len(rows)
+    return [*columns, *rows, *biases, *_norm(model, sequence) * 2]
+
+
+def _other_weights(model: TransformerConfig, stage: Stage, sequence: bool) -> list[Weight]:
+    """Those of the stage that are in no layer."""
+    found = [] if not stage.has_head else _norm(model, sequence)
+    if stage.has_embedding or (stage.has_head and model.tie_word_embeddings):
+        found.append(_embedding(model))
+    if stage.has_head and not model.tie_word_embeddings:
+        found.append(_embedding(model))  # the head has the same shape
+    if stage.has_embedding and model.position_embedding_type == "learned_absolute":
+        assert model.max_position_embeddings is not None, "a run that is loaded has it with learned positions"
+        found.append(Weight((model.max_position_embeddings, model.hidden_size), partial=sequence))
+    return found
+
+
+def _norm(model: TransformerConfig, sequence: bool) -> list[Weight]:
+    return [Weight((model.hidden_size,), partial=sequence)] * (2 if model.normalization == "LayerNorm" else 1)
+
+
+def _embedding(model: TransformerConfig) -> Weight:
+    assert model.vocab_size is not None, "preflight has settled it"
+    return Weight((model.vocab_size, model.hidden_size), split=0)

@@ -1,0 +1,65 @@
+"""What a rank exchanges in one training step, counted from the settings; evaluation and checkpoints are left out.
+
+    task        forwards and backwards of micro-batches, over tensor and context
+    FSDP2       weights and gradients, over shard x context and replicate; gradients that are partial, over tensor
+    pipeline    hidden states to the next stage, their gradients to the one before; the sum of tied weights' gradients
+    step        its two small all-reduces, over all ranks
+
+Recomputation is counted as plain torch does it, without train.compile, which may keep other tensors for backward.
+"""
+
+from megalith.config import RunConfig
+from megalith.parallel.pipeline.placement import Placement
+from megalith.parallel.sharding.traffic import Sharding
+from megalith.parallel.traffic import Traffic, collective, repeated
+from megalith.topology.rank_grid import RankGrid
+from megalith.training.build_model import DTYPES, param_dtype, stages_of
+from megalith.training.tasks.task import AnyTask, StageTraffic
+
+__all__ = ["busiest_rank", "step_traffic"]
+
+
+def step_traffic(config: RunConfig, task: AnyTask, world_size: int, rank: int) -> Traffic:
+    """What ``rank`` exchanges in a step of the run's last batch size.
+
+    Raises:
+        ConfigError: ``task`` does not count what its model exchanges, or its model cannot be cut into stages.
+    """
+    layout = config.parallel.layout(world_size)
+    grid = RankGrid(layout)
+    sharding = Sharding(layout, grid.position("tp", rank), DTYPES[config.precision.dtype], param_dtype(config))
+    num_microbatches = config.train.global_batch_size // (config.train.micro_batch_size * layout.data_parallel)
+    placement, pp_rank = Placement(layout.pipeline, config.parallel.virtual), grid.position("pp", rank)
+    stages = stages_of(config, task) if placement.num_stages > 1 else [None]
+    num_terms = len(task.terms)
+    # int64 counts, stops, failures; float64 sums, squared norm: training/step.py
+    found = collective("world", "all_reduce", (num_terms + 2) * 8, world_size)
+    found += collective("world", "all_reduce", (num_terms + 1) * 8, world_size)
+    for chunk in range(placement.num_chunks):
+        stage = task.traffic(layout, stages[placement.stage(pp_rank, chunk)])
+        neighbours = placement.previous(pp_rank, chunk), placement.next(pp_rank, chunk)
+        num_sent = sum(place is not None and place[0] != pp_rank for place in neighbours) * num_microbatches
+        found += repeated(stage.micro_batch, num_microbatches)
+        found += collective("pipeline", "send", stage.hidden_bytes, layout.pipeline, num_sent)
+        for weight in stage.shared:
+            shard = sharding.shard_bytes(weight, grid.position("dp_shard-cp", rank))
+            found += collective("pipeline", "all_reduce", shard, layout.pipeline)
+        found += _fsdp(stage, sharding, num_microbatches, in_pipeline=placement.num_stages > 1)
+    return found
+
+
+def busiest_rank(config: RunConfig, task: AnyTask, world_size: int) -> tuple[int, Traffic]:
+    """The rank whose collectives and messages have the most bytes, the first of them, and its ``step_traffic``."""
+    # what differs is the stage; of its ranks the first has the largest part of what is split unevenly
+    firsts = RankGrid(config.parallel.layout(world_size)).group_of("pp", 0)
+    found = {rank: step_traffic(config, task, world_size, rank) for rank in firsts}
+    return max(found.items(), key=lambda item: sum(each.num_bytes * times for each, times in item[1].items()))
+
+
+def _fsdp(stage: StageTraffic, sharding: Sharding, num_microbatches: int, in_pipeline: bool) -> Traffic:
+    """A stage of a pipeline is gathered once a step; a whole model in each micro-batch, its layers twice."""
+    gathers = 1 if in_pipeline else num_microbatches
+    found = sharding.unit_traffic(stage.rest, gathers, num_microbatches)
+    for unit in stage.units:
+        found += sharding.unit_traffic(unit, gathers if in_pipeline else 2 * gathers, num_microbatches)
+    return found
