@@ -12,6 +12,7 @@ from megalith.parallel.build_options import BuildOptions
 from megalith.training.setup import RunParts, build_run
 from megalith.training.step import local_counts, sum_totals, train_step
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
+from megalith.training.tasks.task import Task
 from megalith.transformer.dot_product_attention import DotProductAttention
 from megalith.transformer.layer import TransformerLayer
 from megalith.transformer.stage import Stage
@@ -88,14 +89,30 @@ class NoCoresAtTheEnd(NoCores):
         return super().build_model(options, stage) if stage.has_head else PretrainGPT.build_model(self, options, stage)
 
 
-def refusal_of_stages(tree: dict[str, Any]) -> str:
+class NoStages(PretrainGPT):
+    costs = Task.costs
+
+
+class NoHiddenShape(PretrainGPT):
+    hidden_shape = Task.hidden_shape
+
+
+def refusal_of_stages(tree: dict[str, Any], task: type[PretrainGPT]) -> str:
     config = load_run(tree, world_size=2)
     with pytest.raises(ConfigError) as refusal:
-        build_run(config, torch.device("cpu"), RunParts(NoCoresAtTheEnd(config)))
+        build_run(config, torch.device("cpu"), RunParts(task(config)))
     return str(refusal.value)
 
 
-def test_a_stage_that_cannot_be_built_is_refused_on_every_rank(tmp_path):
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (NoCoresAtTheEnd, "and this GPTModel has none; use train.recompute=full or none"),
+        (NoStages, "the model of NoStages cannot be cut into stages; use parallel.pipeline=1"),
+        (NoHiddenShape, "NoHiddenShape has costs() and no hidden_shape()"),
+    ],
+)
+def test_stages_that_cannot_be_built_are_refused_on_every_rank(task, message, tmp_path):
     tree = settings(tmp_path, parallel={"pipeline": 2}, train={"recompute": "selective"})
-    for message in ranks(2, refusal_of_stages, tree):
-        assert "and this GPTModel has none; use train.recompute=full or none" in message
+    for refusal in ranks(2, refusal_of_stages, tree, task):
+        assert message in refusal

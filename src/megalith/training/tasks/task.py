@@ -68,8 +68,8 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
         raise ConfigError(f"the model of {type(self).__name__} cannot be cut into stages; use parallel.pipeline=1")
 
     def hidden_shape(self, batch: Batch, options: BuildOptions) -> tuple[int, ...]:
-        """The shape on this rank of what a stage gives the next for the micro-batch ``batch``; asked in stages only."""
-        raise NotImplementedError(f"{type(self).__name__} has costs(), and needs hidden_shape() too")
+        """The shape on this rank of what a stage gives the next for ``batch``; a task with ``costs`` needs it too."""
+        raise NotImplementedError
 
     @abstractmethod
     def train_dataset(self) -> Samples[Sample]:
