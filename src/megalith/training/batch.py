@@ -28,7 +28,7 @@ def collate_for(task: AnyTask, pg_collection: ProcessGroupCollection) -> Callabl
 def inputs_for(
     task: AnyTask, micro_batches: Sequence[Any], step: int, device: torch.device, last: nn.Module
 ) -> Callable[[nn.Module, int], Any]:
-    """``task.inputs`` of a chunk's micro-batch, made once for all chunks of a rank, which ends at the chunk ``last``."""
+    """``task.inputs`` of a chunk's micro-batch, made once for all chunks of a rank and dropped with the ``last``."""
     kept: dict[int, Any] = {}
 
     def inputs(chunk: nn.Module, index: int) -> Any:
