@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.training.test_context_faults import FAULTS as FAULTS_OF_CONTEXT
+from tests.training.context_faults import CONTEXT_FAULTS
 from tests.training.test_faults import FAULTS, FAULTS_OF_SHARED_GROUPS
 from tests.training.test_layouts import LAYOUTS
 
@@ -12,7 +12,7 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 
 def test_the_numbers_of_layouts_and_faults_are_those_of_the_suites():
     assert f"| {len(LAYOUTS)} layouts of" in README
-    num_faults = len(FAULTS) + len(FAULTS_OF_SHARED_GROUPS) + len(FAULTS_OF_CONTEXT)
+    num_faults = len(FAULTS) + len(FAULTS_OF_SHARED_GROUPS) + len(CONTEXT_FAULTS)
     assert f"{num_faults} seeded faults" in README
 
 

@@ -55,8 +55,8 @@ def global_batch_size(row: Row) -> int:
     return row["replicate"] * row["shard"] * row["micro_batch_size"] * num_micro_batches
 
 
-def settings_of(row: Row) -> dict[str, Any]:
-    """The groups that make a tiny run one of this layout."""
+def settings_of(row: Row, batch_size: int | None = None) -> dict[str, Any]:
+    """The groups that make a tiny run one of this layout; its global batch is ``batch_size`` or the smallest."""
     parallel = {name: row[name] for name in _OF_PARALLEL}
     if row["context"] == 1:
         del parallel["context_method"]
@@ -81,7 +81,7 @@ def settings_of(row: Row) -> dict[str, Any]:
         "data": dict.fromkeys(("reset_attention_mask", "reset_position_ids"), row["packed"])
         | {"eod_mask_loss": row["ragged"]},
         "train": {
-            "global_batch_size": global_batch_size(row),
+            "global_batch_size": batch_size or global_batch_size(row),
             "micro_batch_size": row["micro_batch_size"],
             "recompute": row["recompute"],
         },
@@ -115,7 +115,7 @@ def pairs(row: Row) -> frozenset[Pair]:
 @cache
 def _found() -> tuple[list[Row], list[Row]]:
     """Layouts that cover all pairs, and others."""
-    drawn = [row for row in _drawn(random.Random(0), 8000) if _is_layout(row)]
+    drawn = [row for row in _drawn(random.Random(0), 8000) if is_layout(row)]
     missing = set().union(*(pairs(row) for row in drawn))
     covering: list[Row] = []
     while missing:
@@ -138,10 +138,11 @@ def _drawn(source: random.Random, number: int) -> Iterator[Row]:
         yield {name: source.choice(values) for name, values in AXES.items()}
 
 
-def _is_layout(row: Row) -> bool:
+def is_layout(row: Row, batch_size: int | None = None) -> bool:
+    """Whether the settings take ``row``, with a global batch of ``batch_size`` or the smallest."""
     if world_size(row) > MOST_RANKS or (row["sequence"] and row["tensor"] == 1):
         return False
-    groups = settings_of(row)
+    groups = settings_of(row, batch_size)
     tree = {
         **groups,
         "data": {"train": "text", "seq_length": 16, **groups["data"]},

@@ -1,6 +1,7 @@
 """The experimental feature ``compile``: layers through torch.compile compute what they did."""
 
 import shutil
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,17 @@ def losses(tree: dict[str, Any], folder: Path, nproc: int) -> list[float]:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
 @pytest.mark.parametrize(
     ("parallel", "drops"),
-    [({}, False), ({"tensor": 2, "sequence": True}, False), ({"tensor": 2}, True), ({"context": 2}, False)],
+    [
+        ({}, False),
+        ({"tensor": 2, "sequence": True}, False),
+        ({"tensor": 2}, True),
+        ({"context": 2}, False),
+        ({"pipeline": 2}, False),
+    ],
     ids=str,
 )
 def test_compiled_layers_learn_the_same(parallel, drops, tmp_path):
-    nproc = parallel.get("tensor", 1) * parallel.get("context", 1)
+    nproc = prod(parallel.get(axis, 1) for axis in ("tensor", "context", "pipeline"))
     model = DROPOUT if drops else {}
     plain = settings(
         tmp_path, model=model, parallel=parallel, precision={"dtype": "float32"}, run=str(tmp_path / "plain")

@@ -28,6 +28,18 @@ def test_ranks_that_share_a_sequence_share_the_state_too(tmp_path):
     assert re.search(r"state on each rank +about 77.7kB of 311kB\n", text)
 
 
+def test_the_state_is_that_of_the_largest_stage(tmp_path):
+    tree = settings(tmp_path, parallel={"pipeline": 2, "shard": 2}, precision={"dtype": "float32"})
+    text = describe(load_run(tree, world_size=4), 4)
+    # of two stages the last: a layer, the last norm, the head; in 16 bytes each, over 2 ranks
+    num_parameters = 32 * 64 + 32 * 32 + 3 * 32 * 48 + 2 * 32 + 32 + 61 * 32
+    assert 16 * num_parameters // 2 == 77_824
+    assert re.search(r"state on each rank +up to 77.8kB of 311kB\n", text)
+    tied = {**tree, "model": {**tree["model"], "tie_word_embeddings": True}}
+    # the whole has one embedding, and both stages hold it
+    assert re.search(r"state on each rank +up to 77.8kB of 280kB\n", describe(load_run(tied, world_size=4), 4))
+
+
 def test_the_layers_of_each_stage_and_the_bubble_are_told(tmp_path):
     model = {"num_layers": 5, "hidden_size": 32, "vocab_size": 509}
     train = {"global_batch_size": 8, "micro_batch_size": 1}

@@ -26,6 +26,7 @@ from megalith.training.tasks.pretrain_gpt import PretrainGPT
 from megalith.transformer import dot_product_attention
 from tests.rank_pool import ranks
 from tests.tiny_run import GPT2, settings
+from tests.training.context_faults import CONTEXT_FAULTS, GATHERED, RING, TRADED
 from tests.training.on_ranks import first_steps
 from tests.training.reference import Trajectory, differences, reference
 
@@ -271,18 +272,20 @@ def shared_tree_and_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple
     return tree, reference({name: group for name, group in tree.items() if name != "parallel"})
 
 
-@pytest.mark.parametrize("parallel", [TENSOR, SEQUENCE, SHARD, PIPELINE], ids=str)
+@pytest.mark.parametrize("parallel", [TENSOR, SEQUENCE, SHARD, PIPELINE, RING, GATHERED, TRADED], ids=str)
 def test_without_a_fault_nothing_is_found(parallel, tree_and_reference):
     tree, want = tree_and_reference
     for found in ranks(2, first_steps_with, nothing, {**tree, "parallel": parallel}):
         assert differences(found, want) == []
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_is_caught(fault, tree_and_reference):
+@pytest.mark.parametrize(
+    ("fault", "parallel"),
+    [pytest.param(*each, id=each[0].__name__) for each in [*FAULTS.items(), *CONTEXT_FAULTS.items()]],
+)
+def test_a_fault_is_caught(fault, parallel, tree_and_reference):
     tree, want = tree_and_reference
-    parallel = FAULTS[fault]
-    num_ranks = prod(degree for name, degree in parallel.items() if name != "sequence")
+    num_ranks = prod(degree for degree in parallel.values() if type(degree) is int)
     found = ranks(num_ranks, first_steps_with, fault, {**tree, "parallel": parallel})
     assert any(differences(trajectory, want) for trajectory in found)
 

@@ -1,13 +1,18 @@
 """training/machine_fit: what surely cannot be is refused with both numbers, and nothing else is."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from megalith.config import load_run
 from megalith.errors import ConfigError
 from megalith.training import machine_fit, process_group
-from megalith.training.machine_fit import check_machine, state_bytes
+from megalith.training.machine_fit import check_machine, rank_state_bytes, state_bytes
+from megalith.training.setup import build_run
 from megalith.training.tasks.choose import task_of
+from megalith.training.torchrun_environment import launched_rank
+from tests.rank_pool import ranks
 from tests.tiny_run import settings
 
 
@@ -49,12 +54,50 @@ def test_what_ranks_on_this_machine_hold_together_must_fit(
     takes = int(needed(config) * share)
     monkeypatch.setattr(process_group.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(machine_fit, "memory_bytes", lambda: takes)
-    check_machine(config, world_size, num_local_ranks)
+    check_machine(config, world_size, range(num_local_ranks))
     monkeypatch.setattr(machine_fit, "memory_bytes", lambda: takes - 16)
     with pytest.raises(ConfigError, match=r"does not fit: .* take [\d.]+\wB on .*, and it has [\d.]+\wB; use"):
-        check_machine(config, world_size, num_local_ranks)
+        check_machine(config, world_size, range(num_local_ranks))
     monkeypatch.setattr(machine_fit, "memory_bytes", lambda: None)
-    check_machine(config, world_size, num_local_ranks)
+    check_machine(config, world_size, range(num_local_ranks))
+
+
+def allocated(tree: dict[str, Any], world_size: int) -> int:
+    """Bytes of this rank's weights and moments, and of gradients as large as the weights."""
+    run = build_run(load_run(tree, world_size=world_size), torch.device("cpu"))
+    local = [getattr(tensor, "_local_tensor", tensor) for tensor in (*run.tensors().values(), *run.weights().values())]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"pipeline": 2}, {"pipeline": 2, "stage_layers": [3, 1]}, {"pipeline": 2, "virtual": 2}], ids=str
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_rank_of_a_pipeline_holds_what_its_stages_have(parallel, tied, tmp_path):
+    model = {"num_layers": 4, "tie_word_embeddings": tied}
+    tree = settings(tmp_path, parallel=parallel, model=model)
+    config = load_run(tree, world_size=2)
+    assert ranks(2, allocated, tree, 2) == rank_state_bytes(config, task_of(config), 2)
+
+
+@pytest.mark.parametrize(("local_ranks", "held"), [(range(4), [0, 0, 1, 1]), (range(2), [0, 0]), (range(2, 4), [1, 1])])
+def test_a_machine_must_have_memory_for_the_stages_of_its_own_ranks(local_ranks, held, tmp_path, monkeypatch):
+    config = load_run(settings(tmp_path, parallel={"tensor": 2, "pipeline": 2}), world_size=4)
+    by_stage = rank_state_bytes(config, task_of(config), 4)
+    assert by_stage[0] < by_stage[1]  # a norm before the head
+    takes = sum(by_stage[stage] for stage in held)
+    monkeypatch.setattr(process_group.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine_fit, "memory_bytes", lambda: takes)
+    check_machine(config, 4, local_ranks)
+    monkeypatch.setattr(machine_fit, "memory_bytes", lambda: takes - 1)
+    with pytest.raises(ConfigError, match="does not fit"):
+        check_machine(config, 4, local_ranks)
+
+
+def test_a_launched_rank_knows_the_ranks_of_its_machine():
+    environment = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert launched_rank(environment).local_ranks == range(4, 8)
+    assert launched_rank({"RANK": "5", "WORLD_SIZE": "8"}).local_ranks == range(5, 6)
 
 
 class Device:
@@ -68,12 +111,14 @@ def test_on_gpus_each_rank_has_one_and_its_part_must_fit_there(config, monkeypat
     monkeypatch.setattr(machine_fit, "choose_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device(half))
-    check_machine(config, 2, 2)
+    check_machine(config, 2, range(2))
     with pytest.raises(ConfigError, match=r"--nproc \(3\) must be at most the number of GPUs here, 2"):
-        check_machine(config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard": 3})}), 3, 3)
+        check_machine(
+            config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard": 3})}), 3, range(3)
+        )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device(half - 16))
-    with pytest.raises(ConfigError, match=r"on each rank, before any activation, and its GPU has"):
-        check_machine(config, 2, 2)
+    with pytest.raises(ConfigError, match=r"on one rank, before any activation, and its GPU has"):
+        check_machine(config, 2, range(2))
 
 
 def test_a_rank_more_than_there_are_gpus_is_refused(monkeypatch):

@@ -8,6 +8,7 @@ import torch
 
 from megalith.config import load_run
 from megalith.data.gpt_dataset import GPTDataset
+from megalith.errors import ConfigError
 from megalith.models.gpt_model import GPTModel
 from megalith.numerics.tolerance import LAYOUT_FLOAT64
 from megalith.observe.metrics import read_metrics
@@ -17,6 +18,7 @@ from megalith.training.inference import evaluate_checkpoint
 from megalith.training.pretrain import pretrain
 from megalith.training.setup import RunParts
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
+from megalith.training.tasks.task import Task
 from tests.rank_pool import ranks
 from tests.storage.memory_store import MemoryStore, SharedBytes
 from tests.tiny_run import EOD, SEQ, settings
@@ -96,6 +98,23 @@ def test_a_store_in_memory_checkpoints_and_resumes_in_three_layouts(tmp_path):
             assert names == ["latest", "step-00000002", "step-00000004"]
             assert losses in ([], pytest.approx(want, rel=LAYOUT_FLOAT64))
         assert not (Path(moved["run"]) / "checkpoints").exists()
+
+
+class Undivided(PretrainGPT):
+    """A task whose rows cannot be split."""
+
+    context_part = Task.context_part
+
+
+def refusal(tree: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        first_steps(tree, 2, task=Undivided)
+    return str(error.value)
+
+
+def test_a_task_whose_rows_cannot_be_split_is_refused(tmp_path):
+    for message in ranks(2, refusal, settings(tmp_path, parallel={"context": 2})):
+        assert message.startswith("Undivided does not split rows over ranks, and parallel.context is 2; set")
 
 
 def test_a_dropout_of_a_users_layer_drops_where_the_settings_drop_nothing():

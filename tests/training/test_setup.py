@@ -9,9 +9,11 @@ import torch
 from megalith.config import load_run
 from megalith.errors import ConfigError
 from megalith.parallel.build_options import BuildOptions
+from megalith.training.evaluation import evaluate
 from megalith.training.setup import RunParts, build_run
 from megalith.training.step import local_counts, sum_totals, train_step
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
+from megalith.training.tasks.task import Task
 from megalith.transformer.dot_product_attention import DotProductAttention
 from megalith.transformer.layer import TransformerLayer
 from megalith.transformer.stage import Stage
@@ -88,14 +90,48 @@ class NoCoresAtTheEnd(NoCores):
         return super().build_model(options, stage) if stage.has_head else PretrainGPT.build_model(self, options, stage)
 
 
-def refusal_of_stages(tree: dict[str, Any]) -> str:
+def batches_and_inputs(tree: dict[str, Any]) -> tuple[int, int]:
+    """The micro-batches of a step and of an evaluation, and how often inputs were made of them."""
+    run = build_run(load_run(tree, world_size=2), torch.device("cpu"))
+    make, micro_batches = PretrainGPT.inputs, run.loader.batch(0, 8, 2)
+    counts = sum_totals(run, local_counts(run, micro_batches), stop=False).counts
+    dataset = run.task.evaluation_dataset(tree["data"]["train"])
+    with patch.object(PretrainGPT, "inputs", autospec=True, side_effect=make) as inputs:
+        train_step(run, micro_batches, counts)
+        evaluate(run.task, run.pipeline, dataset, 2, options=run.options, device=run.device)
+    return len(micro_batches) + -(-len(dataset) // 2), inputs.call_count
+
+
+def test_the_chunks_of_a_rank_share_the_inputs_of_a_micro_batch(tmp_path):
+    tree = settings(tmp_path, model={"num_layers": 4}, parallel={"pipeline": 2, "virtual": 2})
+    for num_micro_batches, num_inputs in ranks(2, batches_and_inputs, tree):
+        assert num_inputs == num_micro_batches
+
+
+class NoStages(PretrainGPT):
+    costs = Task.costs
+
+
+class NoHiddenShape(PretrainGPT):
+    hidden_shape = Task.hidden_shape
+
+
+def refusal_of_stages(tree: dict[str, Any], task: type[PretrainGPT]) -> str:
     config = load_run(tree, world_size=2)
     with pytest.raises(ConfigError) as refusal:
-        build_run(config, torch.device("cpu"), RunParts(NoCoresAtTheEnd(config)))
+        build_run(config, torch.device("cpu"), RunParts(task(config)))
     return str(refusal.value)
 
 
-def test_a_stage_that_cannot_be_built_is_refused_on_every_rank(tmp_path):
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (NoCoresAtTheEnd, "and this GPTModel has none; use train.recompute=full or none"),
+        (NoStages, "the model of NoStages cannot be cut into stages; use parallel.pipeline=1"),
+        (NoHiddenShape, "NoHiddenShape has costs() and no hidden_shape()"),
+    ],
+)
+def test_stages_that_cannot_be_built_are_refused_on_every_rank(task, message, tmp_path):
     tree = settings(tmp_path, parallel={"pipeline": 2}, train={"recompute": "selective"})
-    for message in ranks(2, refusal_of_stages, tree):
-        assert "and this GPTModel has none; use train.recompute=full or none" in message
+    for refusal in ranks(2, refusal_of_stages, tree, task):
+        assert message in refusal

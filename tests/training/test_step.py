@@ -10,6 +10,7 @@ import torch
 
 from megalith.config import load_run, read_tree
 from megalith.errors import NonFiniteError
+from megalith.numerics.tolerance import NOISE_FLOAT32, gradient_error
 from megalith.observe.metrics import read_metrics
 from megalith.training.pretrain import pretrain
 from megalith.training.run import Run
@@ -96,18 +97,29 @@ def test_float16_recovers_from_an_overflow_by_halving_its_scale(tmp_path):
     assert losses[-1] < losses[0]
 
 
+# a rounding is 2^-24, 2^-8, 2^-11 of a number; losses here are about 4, and means of 100 tokens
 NARROW = [("float32", 1e-5), ("bfloat16", 2e-2), ("float16", 2e-3)]
 OVER = [(1, {}), (2, {"tensor": 2, "sequence": True}), (2, {"shard": 2})]
+STAGES = [(2, {"pipeline": 2}), (4, {"pipeline": 2, "virtual": 2, "tensor": 2, "sequence": True})]
 
 
-@pytest.mark.parametrize(("narrow", "over"), sampled([*product(NARROW, OVER)]))
+@pytest.mark.parametrize(
+    ("narrow", "over"),
+    [
+        *sampled([*product(NARROW, OVER)]),
+        *(pytest.param(*each, id="-".join(map(str, each)), marks=pytest.mark.slow) for each in product(NARROW, STAGES)),
+    ],
+)
 def test_narrow_dtypes_learn_what_float64_does(narrow, over, tmp_path):
     (dtype, tolerance), (world_size, parallel) = narrow, over
-    # a rounding is 2^-24, 2^-8, 2^-11 of a number; losses here are about 4, and means of 100 tokens
-    want = ranks(1, first_steps, settings(tmp_path), 1)[0].losses
-    tree = settings(tmp_path, parallel=parallel, precision={"dtype": dtype})
+    tree = settings(tmp_path, model={"num_layers": 5, "tie_word_embeddings": True})
+    want = ranks(1, first_steps, tree, 1)[0]
+    all_norm = torch.stack([gradient.norm() for gradient in want.gradients[0].values()]).norm().item()
+    tree |= {"parallel": parallel, "precision": {"dtype": dtype}}
     for found in ranks(world_size, first_steps, tree, world_size):
-        assert found.losses == pytest.approx(want, abs=4 * tolerance)
+        assert found.losses == pytest.approx(want.losses, abs=4 * tolerance)
+        for name, gradient in want.gradients[0].items():
+            assert gradient_error(found.gradients[0][name], gradient, all_norm, NOISE_FLOAT32) < tolerance, name
 
 
 def test_the_same_batch_cut_into_other_micro_batches_gives_the_same_gradient(tmp_path):

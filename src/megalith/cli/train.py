@@ -95,7 +95,7 @@ def _train_on_ranks(num_ranks: int, source: str, overrides: list[str], *, dry_ru
         if dry_run:
             _describe(config, num_ranks)
             return 0
-        check_machine(config, num_ranks, num_ranks)
+        check_machine(config, num_ranks, range(num_ranks))
         with RunLock(Path(config.run)):
             pass  # it is free: else the ranks would be refused, and say so in the logs of the run that has it
     return launch(
@@ -135,14 +135,14 @@ def _train_here(
     from megalith.training.process_group import choose_device, process_group
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler(console)])
-    world_size, local_world_size = (1, 1) if launched is None else (launched.world_size, launched.local_world_size)
+    world_size, local_ranks = (1, range(1)) if launched is None else (launched.world_size, launched.local_ranks)
     # one rank may see other files than the rest, so that ranks judge their input together
     with process_group(choose_device()) if launched else nullcontext():
         with agreed():
             settings = resolve_run_folder(source, overrides)
             config = preflight(*settings, world_size)
             if not dry_run:
-                check_machine(config, world_size, local_world_size)
+                check_machine(config, world_size, local_ranks)
         if dry_run:
             _describe(config, world_size)
         else:

@@ -1,16 +1,16 @@
 """Batches on their way from samples to the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.tasks.task import AnyTask
 
-__all__ = ["collate_for", "to_device"]
+__all__ = ["collate_for", "inputs_for", "to_device"]
 
 
 def collate_for(task: AnyTask, pg_collection: ProcessGroupCollection) -> Callable[..., Any]:
@@ -23,6 +23,21 @@ def collate_for(task: AnyTask, pg_collection: ProcessGroupCollection) -> Callabl
         return task.context_part(task.collate(*samples), rank, size)
 
     return collate
+
+
+def inputs_for(
+    task: AnyTask, micro_batches: Sequence[Any], step: int, device: torch.device, last: nn.Module
+) -> Callable[[nn.Module, int], Any]:
+    """``task.inputs`` of a chunk's micro-batch, made once for all chunks of a rank and dropped with the ``last``."""
+    kept: dict[int, Any] = {}
+
+    def inputs(chunk: nn.Module, index: int) -> Any:
+        found = kept.pop(index) if index in kept else task.inputs(micro_batches[index], step, device)
+        if chunk is not last:
+            kept[index] = found
+        return found
+
+    return inputs
 
 
 def to_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:

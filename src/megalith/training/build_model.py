@@ -20,7 +20,7 @@ from megalith.parallel.sharding.fsdp import shard_model
 from megalith.topology.agreement import agreed
 from megalith.topology.rank_groups import ParallelState
 from megalith.torch_compat import compile_layers_, new_group
-from megalith.training.tasks.task import AnyTask
+from megalith.training.tasks.task import AnyTask, Task
 from megalith.transformer.module import ModelModule
 from megalith.transformer.stage import Stage
 
@@ -85,6 +85,11 @@ def placement_of_run(config: RunConfig) -> Placement:
 def stages_of(config: RunConfig, task: AnyTask) -> list[Stage]:
     """Which layers each stage of the run's pipeline has. Raises ConfigError for a model that has no stages."""
     parallel, costs = config.parallel, task.costs()
+    if type(task).hidden_shape is Task.hidden_shape:
+        raise ConfigError(
+            f"{type(task).__name__} has costs() and no hidden_shape(), which says what a stage receives from the one "
+            "before; give it one, or use parallel.pipeline=1"
+        )
     num_stages, listed = parallel.pipeline * parallel.virtual, parallel.stage_layers
     ranges = balanced_stages(costs, num_stages) if listed is None else listed_stages(listed)
     return [

@@ -8,7 +8,7 @@ from megalith.observe.units import quantity
 from megalith.parallel.pipeline.schedules import build_schedule
 from megalith.parallel.pipeline.simulate import Costs, simulate
 from megalith.training.build_model import stages_of
-from megalith.training.machine_fit import state_bytes
+from megalith.training.machine_fit import rank_state_bytes, state_bytes
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
 from megalith.training.traffic import busiest_rank
@@ -25,7 +25,8 @@ def describe(config: RunConfig, world_size: int) -> str:
     layout = config.parallel.layout(world_size)
     degrees = {name: getattr(layout, name) for name in ("tensor", "context", "pipeline", "replicate", "shard")}
     axes = {name: degree for name, degree in degrees.items() if name in _ALWAYS or degree > 1}
-    state = state_bytes(config, task.num_parameters)
+    state, largest = state_bytes(config, task.num_parameters), max(rank_state_bytes(config, task, world_size))
+    share = f"{'up to' if layout.pipeline > 1 else 'about'} {quantity(largest)}B"
     tokens = config.train.global_batch_size * task.tokens_per_sample
     return "\n".join(
         [
@@ -34,7 +35,7 @@ def describe(config: RunConfig, world_size: int) -> str:
             f"parameters            {task.num_parameters:,}",
             f"ranks                 {world_size} = {' x '.join(f'{name} {degree}' for name, degree in axes.items())}",
             *_stages(config, task, layout),
-            f"state on each rank    about {quantity(state * layout.replicate / world_size)}B of {quantity(state)}B",
+            f"state on each rank    {share} of {quantity(state)}B",
             f"tokens in a step      {tokens:,}, in all {tokens * config.train.steps:,}",
             f"operations per token  {quantity(flops)}",
             *_exchanged(config, task, world_size),

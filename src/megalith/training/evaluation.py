@@ -14,7 +14,7 @@ from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.topology.agreement import any_rank, attempt, everywhere
 from megalith.topology.process_groups_config import ProcessGroupCollection
-from megalith.training.batch import collate_for
+from megalith.training.batch import collate_for, inputs_for
 from megalith.training.step import weighted_mean
 from megalith.training.tasks.task import AnyTask
 
@@ -100,9 +100,10 @@ class _Sums:
     def add(self, batches: Sequence[Any], options: BuildOptions) -> None:
         """Takes the micro-batches through the model."""
         task = self.task
+        inputs_of = inputs_for(task, batches, 0, self.device, self.pipeline.chunks[-1])
 
         def forward(model: nn.Module, index: int, hidden: Tensor | None) -> Tensor:
-            inputs = task.inputs(batches[index], 0, self.device)
+            inputs = inputs_of(model, index)
             output = task.forward(model, inputs, hidden)
             if self.pipeline.holds_output(model):
                 for name, value in task.sums(output, inputs).items():

@@ -6,11 +6,16 @@ from megalith.config import RunConfig
 from megalith.errors import ConfigError
 from megalith.observe.machine import memory_bytes
 from megalith.observe.units import quantity
-from megalith.training.build_model import param_dtype
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.pipeline.placement import Placement
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.topology.rank_grid import RankGrid
+from megalith.training.build_model import param_dtype, stages_of
 from megalith.training.process_group import choose_device
 from megalith.training.tasks.choose import task_of
+from megalith.training.tasks.task import AnyTask
 
-__all__ = ["check_machine", "state_bytes"]
+__all__ = ["check_machine", "rank_state_bytes", "state_bytes"]
 
 _MOMENTS = {"adamw": 2, "sgd": 1}  # of each parameter
 
@@ -20,31 +25,53 @@ def state_bytes(config: RunConfig, num_parameters: int) -> int:
     return (2 + _MOMENTS[config.optim.name]) * param_dtype(config).itemsize * num_parameters
 
 
-def check_machine(config: RunConfig, world_size: int, num_local_ranks: int) -> None:
+def rank_state_bytes(config: RunConfig, task: AnyTask, world_size: int) -> list[int]:
+    """``state_bytes`` of what a rank holds, by its place along the pipeline; ranks of one stage hold equal parts."""
+    layout = config.parallel.layout(world_size)
+    num_shards = world_size // (layout.pipeline * layout.replicate)
+    return [state_bytes(config, number) // num_shards for number in _pipeline_parameters(config, task)]
+
+
+def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> None:
     """Refuses a run that surely cannot be: more ranks here than GPUs, or a state larger than the memory.
 
-    A run that passes may still be too large: activations, and what libraries take, are not counted.
+    ``local_ranks`` are those of this machine. A run that passes may still be too large: activations, and what libraries
+    take, are not counted.
 
     Raises:
         ConfigError: with what is needed and what there is.
     """
-    num_parameters = task_of(config).num_parameters
-    layout = config.parallel.layout(world_size)
-    each = state_bytes(config, num_parameters) * layout.replicate // world_size
-    device = choose_device()
+    task, layout = task_of(config), config.parallel.layout(world_size)
+    along_pipeline, grid = rank_state_bytes(config, task, world_size), RankGrid(layout)
+    held = [along_pipeline[grid.position("pp", rank)] for rank in local_ranks]
+    device, num_local_ranks = choose_device(), len(local_ranks)
     if device.type == "cuda":
         if num_local_ranks > (num_gpus := torch.cuda.device_count()):
             raise ConfigError(f"--nproc ({num_local_ranks}) must be at most the number of GPUs here, {num_gpus}")
-        needed, has = each, torch.cuda.get_device_properties(device).total_memory
-        where, what = "on each rank", "its GPU has"
+        needed, has = max(held), torch.cuda.get_device_properties(device).total_memory
+        where, what = "on one rank", "its GPU has"
     else:
-        needed, has = each * num_local_ranks, memory_bytes() or each * num_local_ranks
+        needed, has = sum(held), memory_bytes() or sum(held)
         where = f"on the {num_local_ranks} ranks of this machine" if num_local_ranks > 1 else "on this machine"
         what = "it has"
     if needed > has:
         raise ConfigError(
             f"the model does not fit: weights, gradients and {config.optim.name}'s state of its "
-            f"{quantity(num_parameters)} parameters take {quantity(needed)}B {where}, before any activation, and "
+            f"{quantity(task.num_parameters)} parameters take {quantity(needed)}B {where}, before any activation, and "
             f"{what} {quantity(has)}B; use a smaller model, or more memory: shard it over more ranks of more machines "
             f"(parallel.shard is {layout.shard}, parallel.tensor {layout.tensor})"
         )
+
+
+def _pipeline_parameters(config: RunConfig, task: AnyTask) -> list[int]:
+    """How many parameters the stages of each rank along the pipeline have."""
+    placement = Placement(config.parallel.pipeline, config.parallel.virtual)
+    if placement.num_stages == 1:
+        return [task.num_parameters]
+    options = BuildOptions(ProcessGroupCollection.single())
+    counts = [0] * placement.num_ranks
+    for number, stage in enumerate(stages_of(config, task)):
+        with torch.device("meta"):
+            model = task.build_model(options, stage)
+        counts[placement.place(number)[0]] += sum(parameter.numel() for parameter in model.parameters())
+    return counts

@@ -23,6 +23,7 @@ from megalith.errors import NonFiniteError
 from megalith.optim.grad_norm import clip_coefficient, local_squared_norm, scale_gradients_
 from megalith.parallel.parameters import declared_parameters
 from megalith.topology.agreement import all_gather, everywhere
+from megalith.training.batch import inputs_for
 from megalith.training.run import Run
 
 __all__ = ["StepResult", "StepTotals", "local_counts", "sum_totals", "train_step", "weighted_mean"]
@@ -121,9 +122,10 @@ def _forward_backward(run: Run, micro_batches: Sequence[Any], coefficients: Mapp
     They are zero on ranks without the last stage.
     """
     total = torch.zeros(len(coefficients), dtype=torch.float64, device=run.device)
+    inputs_of = inputs_for(run.task, micro_batches, run.state.step, run.device, run.chunks[-1])
 
     def forward(model: nn.Module, micro_batch: int, hidden: Tensor | None) -> Tensor:
-        inputs = run.task.inputs(micro_batches[micro_batch], run.state.step, run.device)
+        inputs = inputs_of(model, micro_batch)
         output = run.task.forward(model, inputs, hidden)
         if not run.pipeline.holds_output(model):
             return output

@@ -27,6 +27,12 @@ class LaunchedRank:
     world_size: int
     local_world_size: int
 
+    @property
+    def local_ranks(self) -> range:
+        """The ranks of this machine, which launchers number one after the other."""
+        first = self.rank - self.rank % self.local_world_size
+        return range(first, min(first + self.local_world_size, self.world_size))
+
 
 def launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
     """This process as a launcher's rank; None where RANK is not set, which is without a launcher.

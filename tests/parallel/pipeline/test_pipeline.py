@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from megalith.errors import ConfigError, ShapeError
 from megalith.parallel.build_options import MatrixProduct
 from megalith.parallel.pipeline import executor
-from megalith.parallel.pipeline.links import Messages, open_links
+from megalith.parallel.pipeline.links import Links, Messages, open_links
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.parallel.pipeline.placement import Placement
 from megalith.parallel.pipeline.schedules import (
@@ -191,3 +191,10 @@ def test_hidden_states_of_another_shape_or_dtype_are_refused_where_they_are_made
     message, _ = ranks(2, outcome_of, wrong)
     assert re.search(rf"the output of micro-batch 0 .*stage 0\) must be \[2, 4\] in torch.float32.*{told}", message)
     assert ranks(2, outcome_of, "nothing")[0] == ""
+
+
+def test_a_message_out_of_the_order_of_the_plan_is_noticed_before_it_is_sent():
+    schedule = forward_only(Placement(2), 2)
+    messages = Messages(Links(rank=0, global_ranks=(0, 1)), schedule, lambda _: (H,))
+    with pytest.raises(AssertionError, match=r"sends the output of micro-batch 0 .* got the output of micro-batch 1"):
+        messages.send_output(1, 0, torch.zeros(H))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from megalith.errors import ShapeError
-from megalith.parallel.pipeline.dependencies import Result, needs, receives, result_of
+from megalith.parallel.pipeline.dependencies import Result, destination, needs, receives, result_of
 from megalith.parallel.pipeline.placement import Placement
 from megalith.parallel.pipeline.plan import Schedule
 from megalith.torch_compat import new_group
@@ -112,6 +112,7 @@ class Messages:
         self._posted: dict[Result, tuple[Tensor, Work]] = {}
         self._sent: dict[Result, tuple[Tensor, Work]] = {}
         self._here: dict[Result, Tensor] = {}  # from one chunk of this rank to another
+        self._to_send = _messages_from(schedule, links.rank)
         for queue in self._expected.values():
             self._post(queue)
 
@@ -169,6 +170,9 @@ class Messages:
         if receiver == links.rank:
             self._here[result] = tensor
             return
+        expected = next(self._to_send)
+        # messages carry no number: sent in another order, one would be taken for another where their shapes agree
+        assert result == expected, f"the plan sends {expected} next, and receivers count on it; got {result}"
         tensor = tensor.contiguous()
         work = dist.isend(tensor, dst=links.global_ranks[receiver], group=links.groups[_channel(result, receiver)])
         assert work is not None, "this rank is in the group of its own channel"
@@ -192,6 +196,16 @@ class Messages:
 
 def _channel(result: Result, receiver: int) -> Channel:
     return result.kind, result.rank < receiver
+
+
+def _messages_from(schedule: Schedule, rank: int) -> Iterator[Result]:
+    """What ``rank`` sends to other ranks, in the order of its plan."""
+    for action in schedule.plans[rank]:
+        if (result := result_of(rank, action)) is None:
+            continue
+        place = destination(schedule.placement, result)
+        if place is not None and place[0] != rank:
+            yield result
 
 
 def _messages(placement: Placement) -> Iterator[tuple[Result, int]]:

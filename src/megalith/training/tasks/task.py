@@ -96,8 +96,8 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
         raise ConfigError(f"{type(self).__name__} does not count what its model exchanges; give it a traffic()")
 
     def hidden_shape(self, batch: Batch, options: BuildOptions) -> tuple[int, ...]:
-        """The shape on this rank of what a stage gives the next for the micro-batch ``batch``; asked in stages only."""
-        raise NotImplementedError(f"{type(self).__name__} has costs(), and needs hidden_shape() too")
+        """The shape on this rank of what a stage gives the next for ``batch``; a task with ``costs`` needs it too."""
+        raise NotImplementedError
 
     @abstractmethod
     def train_dataset(self) -> Samples[Sample]:

@@ -1,15 +1,13 @@
-"""The layout suite would notice mistakes of context parallelism too, made on purpose, one after the other."""
+"""Mistakes of context parallelism, to be made on purpose, each with the layout that it breaks."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
 
-from megalith.errors import ConfigError
 from megalith.numerics.dropout import attention_keep_mask
 from megalith.parallel.context import attention, partial_attention
 from megalith.parallel.context.partial_attention import HeadDropout, PartialAttention
@@ -17,13 +15,8 @@ from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training import setup
 from megalith.training.tasks import pretrain_gpt
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
-from tests.rank_pool import ranks
-from tests.tiny_run import GPT2, settings
-from tests.training.on_ranks import first_steps
-from tests.training.reference import Trajectory, differences, reference
-from tests.training.test_faults import first_steps_with, nothing
 
-Fault = Callable[[], Any]
+__all__ = ["CONTEXT_FAULTS", "GATHERED", "RING", "TRADED"]
 
 
 def take_the_last_part_of_the_keys_for_all() -> Any:
@@ -158,8 +151,7 @@ def read_other_rows_on_every_rank_of_cp() -> Any:
 RING = {"context": 2}
 GATHERED = {"context": 2, "context_method": "all_gather"}
 TRADED = {"context": 2, "context_method": "all_to_all"}
-# fault: the layout that it breaks
-FAULTS: dict[Fault, dict[str, Any]] = {
+CONTEXT_FAULTS: dict[Callable[[], Any], dict[str, Any]] = {
     take_the_last_part_of_the_keys_for_all: RING,
     average_the_parts_without_their_weights: RING,
     cut_the_batch_into_consecutive_parts: RING,
@@ -176,39 +168,3 @@ FAULTS: dict[Fault, dict[str, Any]] = {
     give_gathered_keys_the_gradient_of_one_rank: GATHERED,
     drop_by_heads_before_the_trade: TRADED,
 }
-
-
-@pytest.fixture(scope="module")
-def tree_and_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Trajectory]:
-    model = {**GPT2, "ffn_hidden_size": None, "num_query_groups": None}
-    tree = settings(tmp_path_factory.mktemp("faults"), model=model)
-    return tree, reference(tree)
-
-
-@pytest.mark.parametrize("parallel", [RING, GATHERED, TRADED], ids=str)
-def test_without_a_fault_nothing_is_found(parallel, tree_and_reference):
-    tree, want = tree_and_reference
-    for found in ranks(2, first_steps_with, nothing, {**tree, "parallel": parallel}):
-        assert differences(found, want) == []
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_is_caught(fault, tree_and_reference):
-    tree, want = tree_and_reference
-    found = ranks(2, first_steps_with, fault, {**tree, "parallel": FAULTS[fault]})
-    assert any(differences(trajectory, want) for trajectory in found)
-
-
-class Undivided(PretrainGPT):
-    """A task whose rows cannot be split."""
-
-    context_part = pretrain_gpt.Task.context_part
-
-
-def refuse(tree: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"Undivided does not split rows over ranks, and parallel.context is 2; set"):
-        first_steps(tree, 2, task=Undivided)
-
-
-def test_a_task_whose_rows_cannot_be_split_is_refused(tree_and_reference):
-    ranks(2, refuse, {**tree_and_reference[0], "parallel": RING})
