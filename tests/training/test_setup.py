@@ -66,7 +66,7 @@ def refused(tree: dict[str, Any]) -> str:
 
 def test_selective_recomputation_of_nothing_is_refused(tmp_path):
     [message] = ranks(1, refused, settings(tmp_path, train={"recompute": "selective"}))
-    assert "GPTModel has none; use train.recompute=full or none" in message
+    assert "names core_attn, and this GPTModel has none; use layernorm, self_attn, mlp, mlp_act" in message
 
 
 def compiled(tree: dict[str, Any]) -> list[bool]:
@@ -98,4 +98,4 @@ def refusal_of_stages(tree: dict[str, Any]) -> str:
 def test_a_stage_that_cannot_be_built_is_refused_on_every_rank(tmp_path):
     tree = settings(tmp_path, parallel={"pipeline": 2}, train={"recompute": "selective"})
     for message in ranks(2, refusal_of_stages, tree):
-        assert "and this GPTModel has none; use train.recompute=full or none" in message
+        assert "names core_attn, and this GPTModel has none; use layernorm, self_attn" in message

@@ -127,7 +127,14 @@ class TrainConfig(SettingsGroup):
     )
     recompute: Literal["none", "full", "selective"] = Field(
         default="none",
-        description="activations computed again in backward: none, whole layers, or the attention core only",
+        description="activations computed again in backward: none, of whole layers, or those of recompute_modules",
+    )
+    recompute_modules: tuple[Literal["core_attn", "self_attn", "layernorm", "mlp", "mlp_act"], ...] = Field(
+        default=("core_attn",),
+        min_length=1,
+        strict=False,
+        description="operations of every layer that selective recomputation computes again: attention between the "
+        "projections, or with them; norms; the MLP, or its activation",
     )
     compile: bool = Field(default=False, description="torch.compile of the layers; experimental, by the name compile")
     evaluation: EvaluationConfig | None = Field(
