@@ -62,7 +62,7 @@ MISTAKES = [
             "train.compile": True,
             "experimental": ["compile"],
         },
-        r"decides itself what is kept of layernorm.*; use train.recompute_modules=\[core_attn\]",
+        r"compiler decides what is kept of layernorm.*; use train.recompute_modules=\[core_attn\]",
     ),
     Mistake(
         {
@@ -71,7 +71,7 @@ MISTAKES = [
             "train.compile": True,
             "experimental": ["compile"],
         },
-        r"decides itself what is kept of mlp_act.*; use .*train.recompute=none",
+        r"compiler decides what is kept of mlp_act.*; use .*train.recompute=none",
     ),
     # names
     Mistake({"train.lr": 0.1}, r"there is no setting train.lr; did you mean optim.lr\? remove train.lr"),

@@ -1,8 +1,8 @@
 """Activation recomputation, applied to modules from outside: what is not kept is computed again in backward.
 
     recompute_modules_   keeps the inputs of a module and nothing inside it, for modules that keep much inside
-    discard_outputs_     keeps all but the output of an operation, for those whose output is what is kept: a norm, an
-                         activation. Backward makes it again from the inputs, which are kept for the operation's gradient
+    discard_outputs_     keeps no output of an operation, for those that keep nothing else: a norm, an activation; it is
+                         made again from their inputs, which their own gradients need anyway
 
 Dropout masks here are functions of global indices, so there is no generator state to save and restore.
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; Korthikanti et al. 2022, "Reducing

@@ -169,10 +169,7 @@ def _nearest_choices(name: str, value: str, context: Mapping[str, Any]) -> list[
     if name == "train.batch_size_schedule":
         mended = mend_batch_size_schedule(value)
         return [mended] if mended else []
-    if name == "model.preset":
-        choices = list(preset_names())
-    else:
-        choices = _choices(context)
+    choices = list(preset_names()) if name == "model.preset" else _choices(context)
     spelled = {choice.lower(): choice for choice in choices}
     near = [spelled[close] for close in get_close_matches(value.lower(), spelled, 3, cutoff=0.5)]
     return [*near, *(choice for choice in choices if choice not in near)]

@@ -133,8 +133,8 @@ class TrainConfig(SettingsGroup):
         default=("core_attn",),
         min_length=1,
         strict=False,
-        description="operations of every layer that selective recomputation computes again: attention between the "
-        "projections, or with them; norms; the MLP, or its activation",
+        description="what selective recomputation computes again in every layer: attention between its projections, or "
+        "with them, norms, the MLP, or its activation alone",
     )
     compile: bool = Field(default=False, description="torch.compile of the layers; experimental, by the name compile")
     evaluation: EvaluationConfig | None = Field(

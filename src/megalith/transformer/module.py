@@ -52,9 +52,9 @@ class ModelModule(DeclaringModule, ABC):
         return []
 
     def recomputable(self) -> Mapping[str, list[nn.Module]]:
-        """What each name of ``train.recompute_modules`` stands for in the layers; names that they have nothing of are out.
+        """The modules of the layers that each name of ``train.recompute_modules`` stands for, without names of none.
 
-        A ``DiscardableOutput`` is a place whose output can be discarded; of other modules all inside is computed again.
+        Of a ``DiscardableOutput`` the output can be discarded; other modules keep their inputs alone.
         """
         found: dict[str, list[nn.Module]] = {}
         for module in (module for layer in self.layers() for module in layer.modules()):
