@@ -136,6 +136,11 @@ class TrainConfig(SettingsGroup):
         description="what selective recomputation computes again in every layer: attention between its projections, or "
         "with them, norms, the MLP, or its activation alone",
     )
+    fused_linear_cross_entropy: bool = Field(
+        default=False,
+        description="the loss together with the output projection, for 4096 tokens at a time: their logits are not "
+        "kept, and are computed again in backward",
+    )
     compile: bool = Field(default=False, description="torch.compile of the layers; experimental, by the name compile")
     evaluation: EvaluationConfig | None = Field(
         default=None, description="the loss on data.valid on the way; left out, it is taken at the end only"

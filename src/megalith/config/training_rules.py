@@ -115,8 +115,8 @@ def compiler_chooses_what_outputs_are_kept(run: Draft) -> Iterator[Violation]:
     if run["train.recompute"] != "selective" or not run["train.compile"] or not outputs:
         return
     message = (
-        f"{_RECOMPUTED}: under train.compile=true the compiler decides what is kept of {' and '.join(outputs)}, which it "
-        "fuses with other operations"
+        f"{_RECOMPUTED}: under train.compile=true the compiler decides what is kept of {' and '.join(outputs)}, "
+        "which it fuses with other operations"
     )
     others = [name for name in names if name not in _OUTPUTS]
     fix: dict[str, Any] = {_RECOMPUTED: others} if others else {_RECOMPUTED: None, "train.recompute": "none"}

@@ -65,7 +65,14 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
     state = _parallel_state(config, device)
     pg_collection, parallel = state.collection(), config.parallel
     method = ContextMethod(parallel.context_method, parallel.context_inner or 1)
-    options = BuildOptions(pg_collection, param_dtype(config), parallel.sequence, parts.matrix_product, method)
+    options = BuildOptions(
+        pg_collection,
+        param_dtype(config),
+        parallel.sequence,
+        parts.matrix_product,
+        method,
+        config.train.fused_linear_cross_entropy,
+    )
     pipeline = build_pipeline(config, task, options, state, device)
     with agreed("the training data cannot be read"):
         dataset = task.train_dataset()
