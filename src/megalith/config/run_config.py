@@ -122,6 +122,11 @@ class TrainConfig(SettingsGroup):
     deterministic: bool = Field(
         default=False, description="the same run twice gives the same bits, at some cost in speed"
     )
+    poison_buffers: bool = Field(
+        default=False,
+        description="a debug mode, deterministic too: memory that nothing was written to yet, or whose message was not "
+        "waited for, reads as NaN",
+    )
     nonfinite: Literal["raise", "skip"] = Field(
         default="raise", description="a step whose gradients are NaN or infinite"
     )

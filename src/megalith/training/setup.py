@@ -22,6 +22,7 @@ from megalith.parallel.parameters import declared_parameters
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.storage import Store, open_store
 from megalith.topology.agreement import agreed, all_gather
+from megalith.topology.inbox import poison_buffers
 from megalith.topology.rank_grid import RankGrid
 from megalith.topology.rank_groups import ParallelState
 from megalith.training.batch import collate_for
@@ -60,7 +61,9 @@ class RunParts:
 def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = None) -> Run:
     """Everything of a run, at step 0, with freshly drawn weights. Needs the default process group."""
     parts = parts or RunParts()
-    set_determinism(config.train.deterministic)
+    # torch fills fresh memory in its deterministic mode only
+    set_determinism(config.train.deterministic or config.train.poison_buffers)
+    poison_buffers(config.train.poison_buffers)
     task = task_of(config) if parts.task is None else parts.task
     state = _parallel_state(config, device)
     pg_collection, parallel = state.collection(), config.parallel
@@ -104,8 +107,6 @@ def set_determinism(deterministic: bool) -> None:
         # read by cuBLAS when its first handle is made, and needed by torch's own check
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
-        # fills of fresh memory find code that reads what it has not written: worth their cost in tests alone
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(deterministic)
 
 
