@@ -33,6 +33,46 @@ class Mistake:
 
 
 MISTAKES = [
+    # what is computed again
+    Mistake(
+        {"train.recompute": "selective", "train.recompute_modules": ["mlp", "core_attention"]},
+        r"train.recompute_modules\[1\] must be 'core_attn', .*; got 'core_attention'; "
+        r"use train.recompute_modules=\[mlp, core_attn\]",
+    ),
+    Mistake(
+        {"train.recompute": "selective", "train.recompute_modules": []},
+        r"train.recompute_modules must have 1 entries or more; .*use train.recompute_modules=\[core_attn\]",
+    ),
+    Mistake(
+        {"train.recompute_modules": ["mlp"]},
+        r"train.recompute_modules .* has no effect with train.recompute=none, only",
+    ),
+    Mistake(
+        {"train.recompute": "selective", "train.recompute_modules": ["mlp", "mlp_act", "layernorm"]},
+        r"has mlp_act in mlp: .*; use train.recompute_modules=\[mlp, layernorm\]",
+    ),
+    Mistake(
+        {"train.recompute": "selective", "train.recompute_modules": ["layernorm", "layernorm"]},
+        r"has layernorm twice: .*; use train.recompute_modules=\[layernorm\]",
+    ),
+    Mistake(
+        {
+            "train.recompute": "selective",
+            "train.recompute_modules": ["layernorm", "core_attn"],
+            "train.compile": True,
+            "experimental": ["compile"],
+        },
+        r"compiler decides what is kept of layernorm.*; use train.recompute_modules=\[core_attn\]",
+    ),
+    Mistake(
+        {
+            "train.recompute": "selective",
+            "train.recompute_modules": ["mlp_act"],
+            "train.compile": True,
+            "experimental": ["compile"],
+        },
+        r"compiler decides what is kept of mlp_act.*; use .*train.recompute=none",
+    ),
     # names
     Mistake({"train.lr": 0.1}, r"there is no setting train.lr; did you mean optim.lr\? remove train.lr"),
     Mistake({"model.num_layer": 4}, r"there is no setting model.num_layer; did you mean model.num_layers\?"),

@@ -1,8 +1,11 @@
 """build_options: what it settles by itself."""
 
+import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import linear
 
+from megalith.errors import ConfigError
 from megalith.parallel.build_options import BuildOptions
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from tests.parallel.groups import collection
@@ -22,3 +25,12 @@ def test_without_tp_there_is_no_sequence_to_split():
 def test_defaults_are_float32_and_torchs_own_product():
     options = BuildOptions(ProcessGroupCollection.single())
     assert (options.dtype, options.matrix_product, options.sequence_parallel) == (torch.float32, linear, False)
+
+
+def halved(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return linear(x, weight, bias) / 2.0
+
+
+def test_a_product_that_the_fused_loss_would_not_call_is_refused():
+    with pytest.raises(ConfigError, match=r"got matrix_product='halved'; leave one of the two out"):
+        BuildOptions(ProcessGroupCollection.single(), matrix_product=halved, fused_linear_cross_entropy=True)

@@ -68,7 +68,7 @@ def refused(tree: dict[str, Any]) -> str:
 
 def test_selective_recomputation_of_nothing_is_refused(tmp_path):
     [message] = ranks(1, refused, settings(tmp_path, train={"recompute": "selective"}))
-    assert "GPTModel has none; use train.recompute=full or none" in message
+    assert "names core_attn, and this GPTModel has none; use layernorm, self_attn, mlp, mlp_act" in message
 
 
 def compiled(tree: dict[str, Any]) -> list[bool]:
@@ -126,7 +126,7 @@ def refusal_of_stages(tree: dict[str, Any], task: type[PretrainGPT]) -> str:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (NoCoresAtTheEnd, "and this GPTModel has none; use train.recompute=full or none"),
+        (NoCoresAtTheEnd, "names core_attn, and this GPTModel has none; use layernorm, self_attn"),
         (NoStages, "the model of NoStages cannot be cut into stages; use parallel.pipeline=1"),
         (NoHiddenShape, "NoHiddenShape has costs() and no hidden_shape()"),
     ],

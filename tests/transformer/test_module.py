@@ -86,7 +86,7 @@ def test_dropouts_have_their_names_when_it_is_built(device):
 def test_layers_are_what_fsdp_gathers_and_attention_is_found_within():
     model = Small(SINGLE)
     assert model.fsdp_units() == model.layers() == list(model.parts)
-    assert model.attention_cores() == [model.parts[0]]
+    assert model.recomputable() == {"core_attn": [model.parts[0]]}
 
 
 def test_a_model_that_does_not_say_its_layers_is_none():

@@ -1,18 +1,24 @@
-"""Activation recomputation, applied to modules from outside: keep a module's inputs, compute it again in backward.
+"""Activation recomputation, applied to modules from outside: what is not kept is computed again in backward.
+
+    recompute_modules_   keeps the inputs of a module and nothing inside it, for modules that keep much inside
+    discard_outputs_     keeps no output of an operation, for those that keep nothing else: a norm, an activation; it is
+                         made again from their inputs, which their own gradients need anyway
 
 Dropout masks here are functions of global indices, so there is no generator state to save and restore.
-Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; Korthikanti et al. 2022, "Reducing
+Activation Recomputation in Large Transformer Models", arXiv:2205.05198.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["recompute", "recompute_modules_"]
+__all__ = ["DiscardableOutput", "discard_outputs_", "recompute", "recompute_modules_"]
 
 
 def recompute(function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -28,3 +34,114 @@ def recompute_modules_(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         # the instance's forward shadows that of its class; hooks (FSDP2's gathers) stay around it
         module.forward = partial(recompute, module.forward)
+
+
+class DiscardableOutput(nn.Module):
+    """A place in a layer whose output can be discarded after its last use in forward; it has no tensors.
+
+    It only calls what it is given, until ``discard_outputs_`` is called with the layer and this place.
+
+    Args:
+        operation: the name by which a user asks for it.
+    """
+
+    def __init__(self, operation: str) -> None:
+        super().__init__()
+        self.operation = operation
+        self.layer_run: _LayerRun | None = None
+
+    def forward(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """``function(*inputs)``, which must give the same bits each time, in fresh memory or as a view of an input."""
+        return self.computed(function(*inputs), function, *inputs)
+
+    def computed(self, output: Tensor, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """``output``, which something else has computed and ``function(*inputs)`` can compute again."""
+        if self.layer_run is not None:
+            self.layer_run.add(output, function, inputs)
+        return output
+
+    def extra_repr(self) -> str:
+        return self.operation
+
+
+def discard_outputs_(layer: nn.Module, outputs: Collection[DiscardableOutput]) -> None:
+    """Makes ``layer`` keep none of ``outputs``, places inside it, for backward, whoever reads them there.
+
+    A function that is to be computed again in backward may talk to other ranks, which must discard the same outputs.
+    """
+    run = _LayerRun()
+    for output in outputs:
+        output.layer_run = run
+    layer.forward = partial(run, layer.forward)
+
+
+class _Recipe:
+    """Computes an output again: once for all that saved it, however many backwards there are."""
+
+    def __init__(self, function: Callable[..., Tensor], inputs: tuple[Any, ...]) -> None:
+        self._function, self._inputs = function, inputs
+        self._num_missing = 0
+        self._made: Tensor | None = None
+        self.num_saved = 0
+
+    def make(self) -> Tensor:
+        if self._made is None:
+            with torch.no_grad():
+                self._made = self._function(*(_unpack(x) for x in self._inputs))
+            self._num_missing = self.num_saved
+        made = self._made
+        self._num_missing -= 1
+        if self._num_missing == 0:
+            self._made = None
+        return made
+
+
+class _Discarded(NamedTuple):
+    """What is saved in place of an output, or a view of it."""
+
+    recipe: _Recipe
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _LayerRun:
+    """Runs a layer's forward, and replaces what is saved in it of outputs that have a recipe."""
+
+    def __init__(self) -> None:
+        # by storage; the output is held so that no other tensor gets its memory before the layer ends
+        self._recipes: dict[int, tuple[Tensor, _Recipe]] | None = None
+
+    def __call__(self, forward: Callable[..., Tensor], *args: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            return forward(*args)
+        self._recipes = {}
+        try:
+            with saved_tensors_hooks(self._pack, _unpack):
+                return forward(*args)
+        finally:
+            self._recipes = None
+
+    def add(self, output: Tensor, function: Callable[..., Tensor], inputs: tuple[Any, ...]) -> None:
+        if self._recipes is None:  # evaluation, or a part of the layer that runs again in backward
+            return
+        packed = tuple(self._pack(x) if isinstance(x, Tensor) else x for x in inputs)
+        self._recipes[_memory(output)] = output, _Recipe(function, packed)
+
+    def _pack(self, x: Tensor) -> Tensor | _Discarded:
+        assert self._recipes is not None, "the layer runs"
+        output, recipe = self._recipes.get(_memory(x), (None, None))
+        if recipe is None or output is None or x.dtype != output.dtype:
+            return x.detach()  # x itself could hold the node that saves it, in a cycle that is never freed
+        recipe.num_saved += 1
+        return _Discarded(recipe, x.size(), x.stride(), x.storage_offset())
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _unpack(x: Any) -> Any:
+    if not isinstance(x, _Discarded):
+        return x
+    return x.recipe.make().as_strided(x.size, x.stride, x.offset)

@@ -126,6 +126,9 @@ def _malformed_inside(
         fixes = [{name: [*entries[:index], entry, *entries[index + 1 :]]} for entry in mended]
         if error["type"] == "extra_forbidden":
             message = f"{where} is no setting" + (f"; did you mean {near[0]}?" if near else "")
+    if isinstance(index, int) and error["type"] == "literal_error" and isinstance(error["input"], str):
+        near = get_close_matches(error["input"], _choices(error["ctx"]), 1, cutoff=0.5)
+        fixes = [{name: [*entries[:index], choice, *entries[index + 1 :]]} for choice in near]
     if isinstance(index, int) and (left := entries[:index] + entries[index + 1 :]):
         fixes.append({name: left})
     return Violation("malformed", where, message, (*fixes, *_defaults(name)))
@@ -166,13 +169,15 @@ def _nearest_choices(name: str, value: str, context: Mapping[str, Any]) -> list[
     if name == "train.batch_size_schedule":
         mended = mend_batch_size_schedule(value)
         return [mended] if mended else []
-    if name == "model.preset":
-        choices = list(preset_names())
-    else:  # pydantic lists what it expected of a Literal: 'a', 'b' or 'c'
-        choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
+    choices = list(preset_names()) if name == "model.preset" else _choices(context)
     spelled = {choice.lower(): choice for choice in choices}
     near = [spelled[close] for close in get_close_matches(value.lower(), spelled, 3, cutoff=0.5)]
     return [*near, *(choice for choice in choices if choice not in near)]
+
+
+def _choices(context: Mapping[str, Any]) -> list[str]:
+    """What pydantic expected of a Literal, which it lists: 'a', 'b' or 'c'."""
+    return re.findall(r"'([^']*)'", str(context.get("expected", "")))
 
 
 def _wanted(error: ErrorDetails) -> str:

@@ -42,6 +42,7 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "per_device_train_batch_size": "train.micro_batch_size",
         "pretrained_checkpoint": "load",
         "rms_norm_eps": "model.layernorm_epsilon",
+        "recompute_granularity": "train.recompute",
         "rope_theta": "model.rope.base",
         "save_interval": "checkpoint.every",
         "sequence_length": "data.seq_length",

@@ -36,6 +36,7 @@ CONDITIONS: Mapping[str, Condition] = MappingProxyType(
         "model.max_position_embeddings": Condition("model.position_embedding_type", ("learned_absolute",)),
         "train.global_batch_size": Condition("train.batch_size_schedule", (None,)),
         "train.batch_size_schedule_unit": Condition("train.batch_size_schedule"),
+        "train.recompute_modules": Condition("train.recompute", ("selective",)),
         "parallel.context_inner": Condition("parallel.context_method", ("two_level",)),
         "optim.adamw": Condition("optim.name", ("adamw",)),
         "optim.sgd": Condition("optim.name", ("sgd",)),

@@ -35,12 +35,14 @@ from megalith.config.pipeline_rules import (
 from megalith.config.relevance import no_setting_is_without_effect
 from megalith.config.training_rules import (
     best_checkpoint_is_evaluated,
+    compiler_chooses_what_outputs_are_kept,
     evaluation_has_data,
     experimental_features_are_switched_on,
     loss_scale_starts_above_its_minimum,
     nesterov_needs_momentum,
     overrides_change_something,
     rates_fall_to_their_minimum,
+    recomputed_operations_are_named_once,
     schedule_stages_differ,
     switched_on_features_are_used,
     warmup_ends_before_decay,
@@ -84,6 +86,8 @@ RUN_RULES: tuple[Rule, ...] = (
     nesterov_needs_momentum,
     evaluation_has_data,
     best_checkpoint_is_evaluated,
+    recomputed_operations_are_named_once,
+    compiler_chooses_what_outputs_are_kept,
     loss_scale_starts_above_its_minimum,
     experimental_features_are_switched_on,
     switched_on_features_are_used,

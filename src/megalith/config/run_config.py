@@ -122,12 +122,29 @@ class TrainConfig(SettingsGroup):
     deterministic: bool = Field(
         default=False, description="the same run twice gives the same bits, at some cost in speed"
     )
+    poison_buffers: bool = Field(
+        default=False,
+        description="a debug mode, deterministic too: memory that nothing was written to yet, or whose message was not "
+        "waited for, reads as NaN",
+    )
     nonfinite: Literal["raise", "skip"] = Field(
         default="raise", description="a step whose gradients are NaN or infinite"
     )
     recompute: Literal["none", "full", "selective"] = Field(
         default="none",
-        description="activations computed again in backward: none, whole layers, or the attention core only",
+        description="activations computed again in backward: none, of whole layers, or those of recompute_modules",
+    )
+    recompute_modules: tuple[Literal["core_attn", "self_attn", "layernorm", "mlp", "mlp_act"], ...] = Field(
+        default=("core_attn",),
+        min_length=1,
+        strict=False,
+        description="what selective recomputation computes again in every layer: attention between its projections, or "
+        "with them, norms, the MLP, or its activation alone",
+    )
+    fused_linear_cross_entropy: bool = Field(
+        default=False,
+        description="the loss together with the output projection, for 4096 tokens at a time: their logits are not "
+        "kept, and are computed again in backward",
     )
     compile: bool = Field(default=False, description="torch.compile of the layers; experimental, by the name compile")
     evaluation: EvaluationConfig | None = Field(

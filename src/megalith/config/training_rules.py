@@ -11,12 +11,14 @@ from megalith.errors import ConfigError
 
 __all__ = [
     "best_checkpoint_is_evaluated",
+    "compiler_chooses_what_outputs_are_kept",
     "evaluation_has_data",
     "experimental_features_are_switched_on",
     "loss_scale_starts_above_its_minimum",
     "nesterov_needs_momentum",
     "overrides_change_something",
     "rates_fall_to_their_minimum",
+    "recomputed_operations_are_named_once",
     "schedule_stages_differ",
     "switched_on_features_are_used",
     "warmup_ends_before_decay",
@@ -27,6 +29,9 @@ _LR, _MIN_LR, _OVERRIDES = "optim.lr", "optim.min_lr", "optim.overrides"
 _WARMUP, _DECAY, _WSD_DECAY = "optim.warmup_steps", "optim.decay_steps", "optim.wsd.decay_steps"
 _FIRST_SCALE, _LEAST_SCALE = "precision.loss_scale.initial", "precision.loss_scale.minimum"
 _KEEP_BEST = "checkpoint.keep_best"
+_RECOMPUTED = "train.recompute_modules"
+_PART_OF = {"core_attn": "self_attn", "mlp_act": "mlp"}
+_OUTPUTS = ("layernorm", "mlp_act")  # operations of which the output is discarded
 _BATCHES, _UNIT = "train.batch_size_schedule", "train.batch_size_schedule_unit"
 
 
@@ -88,6 +93,34 @@ def wsd_decay_fits(run: Draft) -> Iterator[Violation]:
         return  # for no room at all, warmup_ends_before_decay has spoken
     message = f"{_WSD_DECAY} ({given}) must be at most {_DECAY} - {_WARMUP} ({room})"
     yield Violation("wsd_decay_fits", _WSD_DECAY, message, ({_WSD_DECAY: max(room // 5, 1)},))
+
+
+def recomputed_operations_are_named_once(run: Draft) -> Iterator[Violation]:
+    """Each of recompute_modules is there once, and is no part of another of them."""
+    if run["train.recompute"] != "selective":
+        return  # no_setting_is_without_effect speaks
+    names = list(run[_RECOMPUTED])
+    kept = [name for name in dict.fromkeys(names) if _PART_OF.get(name) not in names]
+    if kept != names:
+        again = next(name for name in names if names.count(name) > 1 or _PART_OF.get(name) in names)
+        where = f"in {_PART_OF[again]}" if _PART_OF.get(again) in names else "twice"
+        message = f"{_RECOMPUTED} has {again} {where}: it is computed again once"
+        yield Violation("recomputed_operations_are_named_once", _RECOMPUTED, message, ({_RECOMPUTED: kept},))
+
+
+def compiler_chooses_what_outputs_are_kept(run: Draft) -> Iterator[Violation]:
+    """recompute_modules has no layernorm or mlp_act under compile, where the compiler fuses them with their readers."""
+    names = list(run[_RECOMPUTED])
+    outputs = [name for name in names if name in _OUTPUTS]
+    if run["train.recompute"] != "selective" or not run["train.compile"] or not outputs:
+        return
+    message = (
+        f"{_RECOMPUTED}: under train.compile=true the compiler decides what is kept of {' and '.join(outputs)}, "
+        "which it fuses with other operations"
+    )
+    others = [name for name in names if name not in _OUTPUTS]
+    fix: dict[str, Any] = {_RECOMPUTED: others} if others else {_RECOMPUTED: None, "train.recompute": "none"}
+    yield Violation("compiler_chooses_what_outputs_are_kept", _RECOMPUTED, message, (fix,))
 
 
 def nesterov_needs_momentum(run: Draft) -> Iterator[Violation]:

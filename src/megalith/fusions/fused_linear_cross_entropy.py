@@ -1,7 +1,7 @@
 """Output projection and cross entropy in one: the logits of a chunk of tokens live at a time, never those of all.
 
     logits = x weight^T + bias              then the loss of ``fused_cross_entropy``, with its options
-    dx     = dlogits weight                 summed over the ranks that share the vocabulary
+    dx     = dlogits weight                 summed over the ranks that share the vocabulary, or reduce-scattered
     dw     = sum over T of dlogits^T x      dbias = sum over T of dlogits
 
 Forward sweeps over the chunks for the statistics of their logits, gathers those of all tokens in one collective, and
@@ -29,7 +29,7 @@ from megalith.fusions.formulas.cross_entropy_steps import Steps, loss_of_parts
 from megalith.fusions.formulas.linear_cross_entropy import blocked, reference
 from megalith.fusions.formulas.rows import as_rows, in_shape
 from megalith.fusions.paths.backend import Backend, Fusion, compiled
-from megalith.topology.collectives import copy_to_tensor_model_parallel_region
+from megalith.topology.collectives import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
 __all__ = ["FUSION", "fused_linear_cross_entropy"]
 
@@ -43,6 +43,7 @@ def fused_linear_cross_entropy(
     tp_group: ProcessGroup | None = None,
     *,
     bias: Tensor | None = None,
+    sequence_parallel: bool = False,
     chunk_size: int | None = None,
     label_smoothing: float = 0.0,
     smoothing: Smoothing = "torch",
@@ -59,12 +60,13 @@ def fused_linear_cross_entropy(
 
     Args:
         x: [..., H], floating, the same on all ranks of ``tp_group``. Its gradient is summed over them here, so it must
-            not come out of a region that sums it too (``copy_to_tensor_model_parallel_region``); from sequence
-            parallelism, gather it with ``tensor_parallel_output_grad=False``.
+            not come out of a region that sums it too (``copy_to_tensor_model_parallel_region``).
         weight: [V/tp, H], this rank's part, in the dtype of ``x``.
         target: int64 [...], the word of each row, in [0, V); the loss and gradients of another are NaN.
         tp_group: the ranks that share the vocabulary; None for one rank.
         bias: [V/tp], in the dtype of ``x``.
+        sequence_parallel: ``x`` is [S/tp, ..., H], this rank's part of dim 0, and is gathered here; each rank gets the
+            gradient of its part by a reduce-scatter. ``target`` is whole.
         chunk_size: tokens whose logits live at a time; by default 4096. The reference and compile paths make all at
             once.
         label_smoothing: this and all that follow as in ``fused_vocab_parallel_cross_entropy``, of which the columns are
@@ -87,14 +89,23 @@ def fused_linear_cross_entropy(
     """
     _check(x, weight, bias, chunk_size)
     check_one_device(x=x, weight=weight, target=target, bias=bias)
-    check_target(target, x.shape[:-1], "x")
+    check_target(target, _whole_rows(x, tp_group, sequence_parallel), "x")
     num_columns = weight.shape[0]
     part = part_of_rank(num_columns, tp_group, vocab_size, vocab_start, softcap, ignore_index)
     terms = terms_of(label_smoothing, smoothing, z_loss, part.vocab_size)
     steps = FUSION.path(_Logits(x.device, x.dtype, target.numel() * num_columns), backend)
-    rows = as_rows(copy_to_tensor_model_parallel_region(x, tp_group))
-    inputs = (rows, weight, bias, chunk_size or _CHUNK_SIZE)
+    enter = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
+    inputs = (as_rows(enter(x, tp_group)), weight, bias, chunk_size or _CHUNK_SIZE)
     return in_shape(loss_of_parts(steps, inputs, target.reshape(-1), tp_group, part, terms), target.shape)
+
+
+def _whole_rows(x: Tensor, tp_group: ProcessGroup | None, sequence_parallel: bool) -> torch.Size:
+    """The leading dimensions of ``x`` on all ranks. Raises ShapeError for a single row, which has no part."""
+    if not sequence_parallel:
+        return x.shape[:-1]
+    if x.dim() < 2:
+        raise ShapeError(f"under sequence_parallel x must be [S/tp, ..., H]; got {list(x.shape)}: give it a dimension")
+    return torch.Size((x.shape[0] * (1 if tp_group is None else tp_group.size()), *x.shape[1:-1]))
 
 
 class _Logits(NamedTuple):

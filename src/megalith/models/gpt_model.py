@@ -15,7 +15,8 @@ from megalith.numerics.dropout import DropoutKey, dropout
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.local_ranges import chunk_range
-from megalith.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from megalith.parallel.parameters import local
+from megalith.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megalith.parallel.tensor.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megalith.topology.collectives import gather_from_tensor_model_parallel_region
 from megalith.topology.process_groups_config import ProcessGroupCollection
@@ -186,14 +187,27 @@ class GPTModel(ModelModule):
         x: Tensor = self.model(tokens, position_ids, context, caches, hidden)
         if self.lm_head is None:
             return x
-        embedding = self.model.embed_tokens
-        logits = self.lm_head(x, embedding.weight if self.tied and embedding is not None else None)  # [S, B, V/tp]
         if labels is None:
-            return self._gather(logits).transpose(0, 1)  # [B, S, V]
-        assert self.config.vocab_size is not None
-        tp_group = self.options.pg_collection.tp
-        losses = vocab_parallel_cross_entropy(logits, labels.t(), self.config.vocab_size, tp_group)  # [S, B]
-        return losses.t().clone()  # FSDP2 hooks what a forward returns, and warns of a view
+            return self._gather(self.lm_head(x, self._tied_weight())).transpose(0, 1)  # [B, S, V]
+        # FSDP2 hooks what a forward returns, and warns of a view
+        return self._losses(self.lm_head, x, labels.t()).t().clone()
+
+    def _losses(self, head: ColumnParallelLinear, x: Tensor, labels: Tensor) -> Tensor:
+        """[S, B] of hidden states [S, B, H], [S/tp, B, H] under sequence parallelism."""
+        V, tp_group, weight = self.config.vocab_size, self.options.pg_collection.tp, self._tied_weight()
+        assert V is not None
+        if not self.options.fused_linear_cross_entropy:
+            return vocab_parallel_cross_entropy(head(x, weight), labels, V, tp_group)
+        weight = head.weight if weight is None else weight
+        assert weight is not None, "a head without a weight is tied"
+        return vocab_parallel_linear_cross_entropy(
+            x, local(weight), labels, V, tp_group, sequence_parallel=self.options.sequence_parallel
+        )
+
+    def _tied_weight(self) -> nn.Parameter | None:
+        """The embedding, where it is the output projection."""
+        embedding = self.model.embed_tokens
+        return embedding.weight if self.tied and embedding is not None else None
 
     def _context(
         self,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from megalith.errors import ConfigError
 from megalith.parallel.context.attention import ContextMethod
 from megalith.topology.process_groups_config import ProcessGroupCollection
 
@@ -25,6 +26,11 @@ class BuildOptions:
             off.
         matrix_product: of every linear layer, the output projection included; one of 8 bits is another function.
         context_method: how the ranks of cp exchange keys and values.
+        fused_linear_cross_entropy: a model with a loss computes it with its output projection, so that the logits of
+            all tokens never exist.
+
+    Raises:
+        ConfigError: ``fused_linear_cross_entropy`` with a ``matrix_product``, which it does not call.
     """
 
     pg_collection: ProcessGroupCollection
@@ -32,6 +38,13 @@ class BuildOptions:
     sequence_parallel: bool = False
     matrix_product: MatrixProduct = linear
     context_method: ContextMethod = field(default_factory=ContextMethod)
+    fused_linear_cross_entropy: bool = False
 
     def __post_init__(self) -> None:
+        if self.fused_linear_cross_entropy and self.matrix_product is not linear:
+            given = getattr(self.matrix_product, "__name__", self.matrix_product)
+            raise ConfigError(
+                "fused_linear_cross_entropy computes the output projection itself, in plain matrix products; got "
+                f"matrix_product={given!r}; leave one of the two out"
+            )
         object.__setattr__(self, "sequence_parallel", self.sequence_parallel and self.pg_collection.size("tp") > 1)

@@ -1,11 +1,11 @@
 """From a task to this rank's part of its model: cut into stages, recomputed, compiled, sharded, and drawn."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
 
-from megalith.acceleration.recompute import recompute_modules_
+from megalith.acceleration.recompute import DiscardableOutput, discard_outputs_, recompute_modules_
 from megalith.config import RunConfig
 from megalith.config.experimental import require
 from megalith.errors import ConfigError
@@ -107,7 +107,7 @@ def _build_model(
     if config.train.recompute == "full":
         recompute_modules_(model.layers())
     elif config.train.recompute == "selective":
-        recompute_modules_(_attention_cores(model))
+        _recompute_named_(model, config.train.recompute_modules)
     if config.train.compile:
         require("compile", config)
         compile_layers_(model.layers())
@@ -124,10 +124,16 @@ def _build_model(
     return model
 
 
-def _attention_cores(model: ModelModule) -> list[nn.Module]:
-    if not (cores := model.attention_cores()):
+def _recompute_named_(model: ModelModule, names: Sequence[str]) -> None:
+    """Makes backward compute the operations ``names`` of every layer again. Raises ConfigError for one it has not."""
+    named = model.recomputable()
+    if missing := [name for name in names if name not in named]:
         raise ConfigError(
-            f"train.recompute=selective recomputes the attention cores (DotProductAttention), and this "
-            f"{type(model).__name__} has none; use train.recompute=full or none"
+            f"train.recompute_modules names {', '.join(missing)}, and this {type(model).__name__} has none; "
+            f"use {', '.join(named) or 'train.recompute=full or none'}"
         )
-    return cores
+    modules = {module for name in names for module in named[name]}
+    recompute_modules_(module for module in modules if not isinstance(module, DiscardableOutput))
+    for layer in model.layers():
+        if outputs := [each for each in layer.modules() if isinstance(each, DiscardableOutput) and each in modules]:
+            discard_outputs_(layer, outputs)

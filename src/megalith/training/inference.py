@@ -79,7 +79,11 @@ def load_model(source: str | Path | Store, task: AnyTask | None = None) -> Train
     checkpoint = _checkpoint(open_store(source))
     config = read_config(_run_of(checkpoint))
     device = choose_device()
-    options = BuildOptions(ProcessGroupCollection.single(), DTYPES[config.precision.dtype])
+    options = BuildOptions(
+        ProcessGroupCollection.single(),
+        DTYPES[config.precision.dtype],
+        fused_linear_cross_entropy=config.train.fused_linear_cross_entropy,
+    )
     task = task_of(config) if task is None else task
     with torch.device("meta"):
         model = task.build_model(options)

@@ -25,6 +25,7 @@ from megalith.parallel.pipeline.schedules import splits_backward
 from megalith.parallel.pipeline.split_product import SplitProduct
 from megalith.storage import Store, open_store
 from megalith.topology.agreement import agreed, all_gather
+from megalith.topology.inbox import poison_buffers
 from megalith.topology.rank_grid import RankGrid
 from megalith.topology.rank_groups import ParallelState
 from megalith.training.batch import collate_for
@@ -69,13 +70,22 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
     """
     parts = parts or RunParts()
     product = _matrix_product(config, parts)
-    set_determinism(config.train.deterministic)
+    # torch fills fresh memory in its deterministic mode only
+    set_determinism(config.train.deterministic or config.train.poison_buffers)
+    poison_buffers(config.train.poison_buffers)
     task = task_of(config) if parts.task is None else parts.task
     state = _parallel_state(config, device)
     placement, parallel = placement_of_run(config), config.parallel
     pg_collection = state.collection(output_rank=placement.place(placement.num_stages - 1)[0])
     method = ContextMethod(parallel.context_method, parallel.context_inner or 1)
-    options = BuildOptions(pg_collection, param_dtype(config), parallel.sequence, product, method)
+    options = BuildOptions(
+        pg_collection,
+        param_dtype(config),
+        parallel.sequence,
+        product,
+        method,
+        config.train.fused_linear_cross_entropy,
+    )
     pipeline = build_pipeline(config, task, options, state, device)
     with agreed("the training data cannot be read"):
         dataset = task.train_dataset()
@@ -107,8 +117,6 @@ def set_determinism(deterministic: bool) -> None:
         # read by cuBLAS when its first handle is made, and needed by torch's own check
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
-        # fills of fresh memory find code that reads what it has not written: worth their cost in tests alone
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(deterministic)
 
 

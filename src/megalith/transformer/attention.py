@@ -6,6 +6,7 @@ ranks, the tp/G ranks whose query heads share a group each compute its keys and 
 
 from torch import Tensor, nn
 
+from megalith.acceleration.recompute import DiscardableOutput
 from megalith.config import TransformerConfig
 from megalith.config.draft import divisors
 from megalith.errors import ShapeError
@@ -52,12 +53,14 @@ class SelfAttention(nn.Module):
                 return BlockReplicatedLinear(H, D, heads, options, bias=bias, std=std)
             return ColumnParallelLinear(H, heads * D, options, bias=bias, std=std, input_is_gathered=True)
 
+        self.entered = DiscardableOutput("layernorm")
         self.q_proj, self.k_proj, self.v_proj = column(A), column(G), column(G)
         self.o_proj = RowParallelLinear(A * D, H, options, bias=bias, std=output_std(config))
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
-        x = enter_tensor_parallel(x, self.options.pg_collection.tp, self.options.sequence_parallel)  # [S, B, H]
+        groups = self.options.pg_collection
+        x = self.entered(enter_tensor_parallel, x, groups.tp, self.options.sequence_parallel)  # [S, B, H]
         # [S, B, A/tp, D], and [S, B, max(G/tp, 1), D] twice
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         if context.rotary is not None:

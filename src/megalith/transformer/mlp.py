@@ -6,6 +6,7 @@ gelu       y = gelu(x Wu^T + bu) Wd^T + bd            exact, or in the tanh form
 
 from torch import Tensor, nn
 
+from megalith.acceleration.recompute import DiscardableOutput
 from megalith.config import TransformerConfig
 from megalith.fusions import bias_gelu_impl, glu
 from megalith.parallel.build_options import BuildOptions
@@ -32,15 +33,19 @@ class MLP(nn.Module):
 
         self.gate_proj = column() if self.gate_activation is not None else None
         self.up_proj = column()
+        self.entered, self.activated = DiscardableOutput("layernorm"), DiscardableOutput("mlp_act")
         self.down_proj = RowParallelLinear(F, H, options, bias=bias, std=output_std(config))
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism; ``context`` is not used."""
-        x = enter_tensor_parallel(x, self.options.pg_collection.tp, self.options.sequence_parallel)  # [S, B, H]
+        groups = self.options.pg_collection
+        x = self.entered(enter_tensor_parallel, x, groups.tp, self.options.sequence_parallel)  # [S, B, H]
         up = self.up_proj(x)  # [S, B, F/tp]
-        if self.gate_proj is not None and self.gate_activation is not None:
-            hidden = glu(self.gate_proj(x), up, activation=self.gate_activation)  # [S, B, F/tp]
-        else:
-            hidden = bias_gelu_impl(up, None, approximate="tanh" if self.activation == "gelu_tanh" else "none")
-        y: Tensor = self.down_proj(hidden)
+        gate = None if self.gate_proj is None else self.gate_proj(x)  # [S, B, F/tp]
+        y: Tensor = self.down_proj(self.activated(self._activate, up, gate))
         return y
+
+    def _activate(self, up: Tensor, gate: Tensor | None) -> Tensor:
+        if gate is not None and self.gate_activation is not None:
+            return glu(gate, up, activation=self.gate_activation)
+        return bias_gelu_impl(up, None, approximate="tanh" if self.activation == "gelu_tanh" else "none")

@@ -1,10 +1,13 @@
 """The base of whole models: built on meta, made real, initialised, counted."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
+from megalith.acceleration.recompute import DiscardableOutput
 from megalith.parallel.parameters import (
     DeclaringModule,
     declared_buffers,
@@ -12,10 +15,17 @@ from megalith.parallel.parameters import (
     initialize_parameters_,
     refill_buffers_,
 )
+from megalith.transformer.attention import SelfAttention
 from megalith.transformer.dot_product_attention import DotProductAttention
 from megalith.transformer.dropout import DropoutSite, name_dropout_sites_
+from megalith.transformer.mlp import MLP
 
 __all__ = ["ModelModule"]
+
+# names of Megatron's --recompute-modules, where it has one
+_RECOMPUTABLE: Mapping[str, type[nn.Module]] = MappingProxyType(
+    {"core_attn": DotProductAttention, "self_attn": SelfAttention, "mlp": MLP}
+)
 
 
 class ModelModule(DeclaringModule, ABC):
@@ -41,9 +51,19 @@ class ModelModule(DeclaringModule, ABC):
         """Those of the shared weights that count in another stage, wherever elements of the model are counted."""
         return []
 
-    def attention_cores(self) -> list[nn.Module]:
-        """The attention between projections, one in each layer: what "selective" recomputation computes again."""
-        return [module for module in self.modules() if isinstance(module, DotProductAttention)]
+    def recomputable(self) -> Mapping[str, list[nn.Module]]:
+        """The modules of the layers that each name of ``train.recompute_modules`` stands for, without names of none.
+
+        Of a ``DiscardableOutput`` the output can be discarded; other modules keep their inputs alone.
+        """
+        found: dict[str, list[nn.Module]] = {}
+        for module in (module for layer in self.layers() for module in layer.modules()):
+            names = [name for name, kind in _RECOMPUTABLE.items() if isinstance(module, kind)]
+            if isinstance(module, DiscardableOutput):
+                names.append(module.operation)
+            for name in names:
+                found.setdefault(name, []).append(module)
+        return found
 
     def drops(self) -> bool:
         """Whether anything in the model is dropped in training."""

@@ -8,6 +8,7 @@ Under sequence parallelism a rank sees its own tokens only, so each rank's gradi
 
 from torch import Tensor, nn
 
+from megalith.acceleration.recompute import DiscardableOutput
 from megalith.config import TransformerConfig
 from megalith.fusions import fused_add_norm, fused_layer_norm, fused_rms_norm
 from megalith.numerics.dropout import Dropout
@@ -28,6 +29,7 @@ class Normalization(DeclaringModule):
         self.normalization = config.normalization
         self.eps = config.layernorm_epsilon
         self.partial = options.sequence_parallel
+        self.normed = DiscardableOutput("layernorm")
         shape = (config.hidden_size,)
         self.declare("weight", ParameterSpec(shape, "ones"), options.pg_collection, options.dtype)
         if self.normalization == "LayerNorm":
@@ -35,17 +37,23 @@ class Normalization(DeclaringModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H], same dtype."""
-        weight, bias = self._parameters_here()
-        if self.normalization == "RMSNorm":
-            return fused_rms_norm(x, weight, self.eps)
-        return fused_layer_norm(x, weight, bias, self.eps)
+        y: Tensor = self.normed(self._normalize, x)
+        return y
 
     def after_residual(self, x: Tensor, residual: Tensor, dropout: Dropout | None) -> tuple[Tensor, Tensor]:
         """The norm of ``residual + dropout(x)``, and that sum; all [..., H]."""
         weight, bias = self._parameters_here()
-        return fused_add_norm(
+        y, total = fused_add_norm(
             x, residual, weight, bias, normalization=self.normalization, eps=self.eps, dropout=dropout
         )
+        # y is the norm of the sum as it is stored, and the sum is kept for the gradient
+        return self.normed.computed(y, self._normalize, total), total
+
+    def _normalize(self, x: Tensor) -> Tensor:
+        weight, bias = self._parameters_here()
+        if self.normalization == "RMSNorm":
+            return fused_rms_norm(x, weight, self.eps)
+        return fused_layer_norm(x, weight, bias, self.eps)
 
     def _parameters_here(self) -> tuple[Tensor, Tensor | None]:
         weight = local(self.weight, partial=self.partial)

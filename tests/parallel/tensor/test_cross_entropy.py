@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from megalith.errors import ShapeError
+from megalith.fusions import use
 from megalith.parallel.local_ranges import chunk_range
-from megalith.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from megalith.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from tests.rank_pool import ranks
 
 S, B = 5, 3
@@ -159,3 +160,91 @@ def refuse_the_whole_vocabulary() -> None:
 
 def test_whole_logits_where_a_part_is_wanted_are_refused_on_every_rank():
     ranks(2, refuse_the_whole_vocabulary)
+
+
+# of a head: rows divide by 4 ranks, and chunks divide no number of tokens
+ROWS, H, CHUNK = 8, 6, 5
+
+
+def head_example() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [S, B, H], weight [V, H], targets and the gradient of the losses, in float64."""
+    generator = torch.Generator().manual_seed(6)
+    x, weight = (torch.randn(*size, H, generator=generator, dtype=torch.float64) for size in ((ROWS, B), (V,)))
+    target = (torch.arange(ROWS * B) * 7 % V).view(ROWS, B)
+    return x, weight, target, torch.randn(ROWS, B, generator=generator, dtype=torch.float64)
+
+
+def of_head(sequence_parallel: bool, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The losses, and the gradients of x, or this rank's part of it, and of this rank's rows of the weight."""
+    x, weight, target, dloss = head_example()
+    group = dist.group.WORLD if dist.is_initialized() else None
+    size, rank = (group.size(), group.rank()) if group else (1, 0)
+    x = (x.chunk(size)[rank] if sequence_parallel else x).clone().requires_grad_()
+    weight = weight[slice(*chunk_range(V, size, rank))].clone().requires_grad_()
+    with use("blocked"):  # by chunks in float64 too
+        losses = vocab_parallel_linear_cross_entropy(
+            x,
+            weight,
+            target,
+            V,
+            group,
+            sequence_parallel=sequence_parallel,
+            label_smoothing=smoothing,
+            chunk_size=CHUNK,
+        )
+        return losses.detach(), *torch.autograd.grad(losses, (x, weight), dloss)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_with_its_projection_it_is_that_of_logits_that_are_made(num_ranks, sequence_parallel, smoothing):
+    arguments = sequence_parallel, smoothing
+    answers = [of_head(*arguments)] if num_ranks == 1 else ranks(num_ranks, of_head, *arguments)
+    x, weight, target, dloss = head_example()
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    logits = (x @ weight.t()).flatten(0, 1)
+    want = cross_entropy(logits, target.flatten(), reduction="none", label_smoothing=smoothing).view(ROWS, B)
+    dx, dweight = torch.autograd.grad(want, (x, weight), dloss)
+    for losses, *_ in answers:
+        assert torch.equal(losses, answers[0][0])
+    torch.testing.assert_close(answers[0][0], want.detach(), rtol=EXACT, atol=EXACT)
+    parts = [part for _, part, _ in answers]
+    if sequence_parallel:
+        parts = [torch.cat(parts)]
+    for part in parts:
+        torch.testing.assert_close(part, dx, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(torch.cat([rows for *_, rows in answers]), dweight, rtol=EXACT, atol=EXACT)
+
+
+def largest_allocation() -> int:
+    """Elements of the largest tensor that forward and backward allocate on this rank, for 256 tokens and 1009 words."""
+    group = dist.group.WORLD
+    first, end = chunk_range(1009, group.size(), group.rank())
+    x, weight = torch.randn(256, 1, 4, requires_grad=True), torch.randn(end - first, 4, requires_grad=True)
+    target = torch.arange(256).view(256, 1)
+
+    def step() -> None:
+        losses = vocab_parallel_linear_cross_entropy(x, weight, target, 1009, group, chunk_size=16)
+        losses.sum().backward()
+
+    with use("blocked"):
+        step()
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profile:
+            step()
+    events = profile.profiler.kineto_results.events()
+    return max(event.nbytes() for event in events if event.name() == "[memory]") // 4
+
+
+def test_with_its_projection_no_rank_allocates_more_than_a_chunk_of_logits():
+    for rank, elements in enumerate(ranks(2, largest_allocation)):
+        first, end = chunk_range(1009, 2, rank)
+        assert elements <= 16 * (end - first)
+
+
+def test_a_weight_that_is_not_this_ranks_part_is_refused():
+    x, weight, target, _ = head_example()
+    with pytest.raises(ShapeError, match=r"weight must have 31 rows, rank 0 of 1's part of 31 words; got \[30, 6\]"):
+        vocab_parallel_linear_cross_entropy(x, weight[:-1], target, V, None)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalith.parallel.context.partial_attention import PartialAttention
+from megalith.topology.inbox import Inbox
 
 __all__ = ["Ring", "ring_attention"]
 
@@ -46,10 +47,10 @@ class Ring:
         assert self.group is not None, "a rank alone has nobody to send to"
         W, rank = self.group.size(), self.group.rank()
         sent = [tensor.contiguous() for tensor in tensors]
-        received = [torch.empty_like(tensor) for tensor in sent]
+        received = [Inbox.like(tensor) for tensor in sent]
         after, before = (rank + self.stride) % W, (rank - self.stride) % W
         sends = [dist.P2POp(dist.isend, x, group=self.group, group_peer=after) for x in sent]
-        receives = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=before) for x in received]
+        receives = [dist.P2POp(dist.irecv, x.landing, group=self.group, group_peer=before) for x in received]
         return _Arriving(received, sent, dist.batch_isend_irecv(sends + receives))
 
 
@@ -57,14 +58,14 @@ class Ring:
 class _Arriving:
     """Tensors under way; ``sent`` keeps the memory of those that leave."""
 
-    received: list[Tensor]
+    received: list[Inbox]
     sent: list[Tensor]
     works: list[Any]
 
     def wait(self) -> list[Tensor]:
         for work in self.works:
             work.wait()
-        return self.received
+        return [inbox.opened() for inbox in self.received]
 
 
 def ring_attention(

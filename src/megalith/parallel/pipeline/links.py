@@ -22,6 +22,7 @@ from megalith.errors import ShapeError
 from megalith.parallel.pipeline.dependencies import Result, destination, needs, receives, result_of
 from megalith.parallel.pipeline.placement import Placement
 from megalith.parallel.pipeline.plan import Schedule
+from megalith.topology.inbox import Inbox
 from megalith.torch_compat import new_group
 
 __all__ = ["Deliveries", "Links", "Messages", "ShapeOf", "deliveries_to", "open_links"]
@@ -109,7 +110,7 @@ class Messages:
         deliveries = deliveries_to(schedule, links.rank)
         self._used_before = deliveries.used_before
         self._expected = {channel: deque(results) for channel, results in deliveries.expected.items()}
-        self._posted: dict[Result, tuple[Tensor, Work]] = {}
+        self._posted: dict[Result, tuple[Inbox, Work]] = {}
         self._sent: dict[Result, tuple[Tensor, Work]] = {}
         self._here: dict[Result, Tensor] = {}  # from one chunk of this rank to another
         self._to_send = _messages_from(schedule, links.rank)
@@ -148,21 +149,22 @@ class Messages:
         queue = self._expected[result.rank, result.kind]
         while result not in self._posted:
             self._post(queue)
-        tensor, work = self._posted.pop(result)
+        inbox, work = self._posted.pop(result)
         work.wait()
         self._release(self._used_before[result])
         if queue and not any((posted.rank, posted.kind) == (result.rank, result.kind) for posted in self._posted):
             self._post(queue)
-        return tensor
+        return inbox.opened()
 
     def _post(self, queue: deque[Result]) -> None:
         """Begins to receive the next message of a channel from one rank."""
         links, result = self._links, queue.popleft()
-        tensor = torch.empty(self._shape_of(result.micro_batch), dtype=links.dtype, device=links.device)
+        shape = self._shape_of(result.micro_batch)
+        inbox = Inbox.of(torch.empty(shape, dtype=links.dtype, device=links.device))
         group = links.groups[_channel(result, links.rank)]
-        work = dist.irecv(tensor, src=links.global_ranks[result.rank], group=group)
+        work = dist.irecv(inbox.landing, src=links.global_ranks[result.rank], group=group)
         assert work is not None, "this rank is in the group of its own channel"
-        self._posted[result] = tensor, work
+        self._posted[result] = inbox, work
 
     def _give(self, result: Result, receiver: int, tensor: Tensor) -> None:
         links, tensor = self._links, tensor.detach()

@@ -1,4 +1,7 @@
-"""The loss of a training run: cross entropy over a vocabulary that is split over tp as torch.chunk splits it."""
+"""The loss of a training run: cross entropy over a vocabulary that is split over tp as torch.chunk splits it.
+
+Of logits, or of what the output projection makes them from, a chunk of tokens at a time.
+"""
 
 import torch
 import torch.distributed as dist
@@ -6,10 +9,11 @@ from torch import Tensor
 
 from megalith.errors import ShapeError
 from megalith.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+from megalith.fusions.fused_linear_cross_entropy import fused_linear_cross_entropy
 from megalith.parallel.local_ranges import chunk_range
 from megalith.parallel.traffic import Passes, collective
 
-__all__ = ["loss_traffic", "vocab_parallel_cross_entropy"]
+__all__ = ["loss_traffic", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"]
 
 
 def vocab_parallel_cross_entropy(
@@ -44,6 +48,54 @@ def vocab_parallel_cross_entropy(
         logits,
         target,
         tp_group,
+        label_smoothing=label_smoothing,
+        ignore_index=None,
+        vocab_size=vocab_size,
+        vocab_start=first,
+    )
+
+
+def vocab_parallel_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup | None,
+    *,
+    sequence_parallel: bool = False,
+    label_smoothing: float = 0.0,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """``vocab_parallel_cross_entropy`` of the logits ``x weight^T``, of which a chunk of tokens lives at a time.
+
+    Args:
+        x: [S, B, H], the same on all ranks of ``tp_group``; [S/tp, B, H] with ``sequence_parallel``. It is gathered
+            here, and its gradient summed.
+        weight: [V/tp, H], this rank's part, split as torch.chunk splits V.
+        target: int64 [S, B], in [0, V).
+        vocab_size: V.
+        chunk_size: [tokens] in a chunk; None: what ``fused_linear_cross_entropy`` takes by default.
+
+    Returns:
+        [S, B] in float32, or float64 for float64.
+
+    Raises:
+        ShapeError: the weight is not this rank's part of the vocabulary, or ``x`` does not fit the targets.
+    """
+    size, rank = (1, 0) if tp_group is None else (tp_group.size(), tp_group.rank())
+    first, end = chunk_range(vocab_size, size, rank)
+    if weight.shape[0] != end - first:
+        raise ShapeError(
+            f"weight must have {end - first} rows, rank {rank} of {size}'s part of {vocab_size} words; "
+            f"got {list(weight.shape)}"
+        )
+    return fused_linear_cross_entropy(
+        x,
+        weight,
+        target,
+        tp_group,
+        sequence_parallel=sequence_parallel,
+        chunk_size=chunk_size,
         label_smoothing=label_smoothing,
         ignore_index=None,
         vocab_size=vocab_size,
