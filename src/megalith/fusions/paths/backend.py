@@ -45,7 +45,7 @@ class Operand(Protocol):
 
 
 class _Choice:
-    """What ``use`` and ``prefer`` set, process-wide. torch.compile guards an attribute; a ContextVar it cannot trace."""
+    """What ``use`` and ``prefer`` have set, process-wide: torch.compile guards attributes, and traces no ContextVar."""
 
     backend: Backend | None = None
     preferred: tuple[Backend, ...] | None = None

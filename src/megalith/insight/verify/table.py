@@ -55,15 +55,14 @@ def _verdict(found: Verification) -> Iterator[str]:
         compared = "loss, every gradient, norm, and weights after two steps"
         yield f"the same numbers in all {len(found.results)} runs: {compared}"
         return
-    num_wrong = sum(not result.same for result in found.results)
-    case = fault.case
-    where = f"{name_of(case.degrees)}, in {case.dtype} on the path {case.path}"
-    yield f"{num_wrong} of {len(found.results)} runs have other numbers; the smallest layout that does: {where}"
+    case, num_wrong = fault.case, sum(not result.same for result in found.results)
+    yield f"{num_wrong} of {len(found.results)} runs are wrong; the smallest layout that is: {name_of(case.degrees)}"
     if fault.failure is not None:
-        yield f"it fails: {fault.failure}"
+        yield f"there, in {case.dtype}, {fault.failure}"
     elif fault.first is not None:
         key, error = fault.first
-        yield f"what differs first is {_said(key)}, by {error:.1e}, where {BOUNDS[case.dtype].error:.0e} is allowed"
+        allowed = f"{BOUNDS[case.dtype].error:.0e} is allowed"
+        yield f"there, in {case.dtype}, what differs first is {_said(key)}: by {error:.1e}, where {allowed}"
 
 
 def _said(key: Key) -> str:

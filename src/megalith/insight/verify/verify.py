@@ -8,14 +8,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
 
-from megalith.config import RunConfig, load_run
+import torch
+
+from megalith.config import ParamGroupOverride, RunConfig, load_run
 from megalith.config.layout import Layout
 from megalith.fusions.paths.backend import Backend
 from megalith.fusions.paths.compiler import why_not_compile
 from megalith.insight.verify.cover import AXES, MOST_RANKS, Degrees, cover, degrees_to_show, missing_pairs, name_of
 from megalith.insight.verify.proof import Case, Proof, Result, narrowed
-from megalith.insight.verify.shrink import Tree, small_recipe
-from megalith.optional import has_triton
+from megalith.insight.verify.shrink import Tree, on_one_process, small_recipe
+from megalith.optim.optimizer import matches
+from megalith.optional import why_not_interpret
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.parameters import declared_parameters
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.training.tasks.choose import task_of
 
 __all__ = ["Verification", "cases", "verify"]
 
@@ -61,20 +68,26 @@ def verify(
     shown = degrees_to_show(config, layout)
     rows = cover(shown)
     small = small_recipe(config, layout, shown, rows)
+    uncovered += _leave_out_idle_overrides_(small)
     with TemporaryDirectory(prefix="megalith-verify-") as folder, _interpreting():
         progress("one process")
         proof = Proof.begin(config, small, Path(folder))
-        results = []
-        planned = list(cases(rows))
-        for number, case in enumerate(planned, 1):
-            progress(f"{number} of {len(planned)}: {name_of(case.degrees)}, {case.dtype}, {case.path}")
-            results.append(proof.run(case))
+        results = list(_run(proof, list(cases(rows)), progress))
         wrong = next((result for result in results if not result.same), None)
         if wrong is not None:
-            progress("looking for the smallest layout that differs")
+            progress("looking for the smallest layout that is wrong")
             wrong = narrowed(proof, wrong)
     uncovered += _uncovered(config, missing_pairs(shown, rows), results)
     return Verification(layout, _in_words(small), results, wrong, uncovered)
+
+
+def _run(proof: Proof, planned: Sequence[Case], progress: Callable[[str], None]) -> Iterator[Result]:
+    """The result of each case, up to one that does not come to its end: the others may wait as long as it did."""
+    for number, case in enumerate(planned, 1):
+        progress(f"run {number} of {len(planned)}: {name_of(case.degrees)}, {case.dtype}, {case.path}")
+        yield (result := proof.run(case))
+        if result.failure is not None:
+            return
 
 
 def cases(rows: Sequence[Degrees]) -> Iterator[Case]:
@@ -94,8 +107,21 @@ def cases(rows: Sequence[Degrees]) -> Iterator[Case]:
     if few:
         yield Case(few, "float32", "own")
     yield Case(first, "float64", "own")
-    if has_triton():
+    if why_not_interpret() is None:
         yield Case(first, "float32", "triton")
+
+
+def _leave_out_idle_overrides_(small: Tree) -> Iterator[str]:
+    """Takes those of ``optim.overrides`` out that match no parameter of the small model; says which."""
+    with torch.device("meta"):
+        task = task_of(load_run(on_one_process(small), world_size=1))
+        model = task.build_model(BuildOptions(ProcessGroupCollection.single()))
+    named = [(name, parameter) for name, parameter, _ in declared_parameters(model)]
+    given = small["optim"]["overrides"]
+    small["optim"]["overrides"] = [one for one in given if matches(ParamGroupOverride.model_validate(one), named)]
+    for one in given:
+        if one not in small["optim"]["overrides"]:
+            yield f"optim.overrides, match={one['match']}: the small model has no such parameter"
 
 
 def _ranks_needed(config: RunConfig) -> int:
@@ -131,9 +157,8 @@ def _uncovered(config: RunConfig, pairs: Sequence[tuple[str, str]], results: Seq
 
 
 def _why_not(path: Backend) -> str:
-    if path == "triton":
-        return "triton is not installed (pip install 'megalith[triton]')"
-    return (why_not_compile() if path == "compile" else None) or "no operation of this recipe has it"
+    why = {"triton": why_not_interpret, "compile": why_not_compile}.get(path, lambda: None)()
+    return why or "no run has come to it"
 
 
 def _in_words(small: Tree) -> str:
