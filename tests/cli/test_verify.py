@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megalith.insight.verify.proof import Case
 from tests.insight.verify.proofs import compare_with
 from tests.program import here
-from tests.training.test_faults import never_reduce_input_gradients
+from tests.training.test_faults import gather_without_reducing_gradients
 
 OVERRIDES = ["parallel.tensor=2", "parallel.sequence=true", "parallel.shard=2"]
 FEW = [Case({"tensor": 2, "shard": 2}, "float64", "reference"), Case({"tensor": 2}, "float64", "blocked")]
@@ -42,7 +42,7 @@ def test_a_recipe_is_proven(few_cases):
 
 def test_a_fault_is_named_and_the_exit_code_is_1(few_cases):
     prove = "megalith.insight.verify.proof._compare"
-    with patch(prove, partial(compare_with, never_reduce_input_gradients)):
+    with patch(prove, partial(compare_with, gather_without_reducing_gradients)):
         found = here("verify", "llama-4m", *OVERRIDES)
     assert found.code == 1, found
     *_, verdict, first = found.out.splitlines()
@@ -65,7 +65,7 @@ def test_all_paths_are_proven():
         ([], "error: name a recipe or a YAML file first"),
         (["llama-4m", "--world", 3, "parallel.tensor=2"], "parallel.tensor (2)"),
         (["llama-4m", "parallel.tensr=2"], "did you mean parallel.tensor?"),
-        (["llama-4m", "--world", 0], "0 is not in the range"),
+        (["llama-4m", "--world", 0], "--world must be at least 1, the number of ranks of the run; got 0"),
     ],
 )
 def test_a_mistake_is_one_message(arguments, says):

@@ -56,7 +56,7 @@ def test_results_come_in_the_order_of_ranks_and_the_caller_has_no_process_group(
         ("raise", r"rank 1 failed:\nTraceback(.|\n)*KeyError: 'nobody foresaw it'"),
         ("refuse", r"error: rank 1: the data are gone"),
         ("die", r"rank 1 was killed by SIGKILL \(9\)"),
-        ("hang", r"no step in 1 s since step 3: .*rank 1 is at no line of Megalith"),
+        ("hang", r"no step in 1 s since step 3: .*rank 1 is at resilience/call_ranks.py"),
     ],
 )
 def test_a_rank_that_does_not_come_to_its_end_is_one_error_and_no_process_is_left(how, says, tmp_path):

@@ -16,9 +16,7 @@ __all__ = ["verify"]
 def verify(
     source: Source = None,
     overrides: Overrides = None,
-    world: Annotated[
-        int | None, typer.Option(help="Ranks of the run; by default as few as its layout needs.", min=1)
-    ] = None,
+    world: Annotated[int | None, typer.Option(help="Ranks of the run; by default as few as its layout needs.")] = None,
 ) -> None:
     """Prove that a recipe computes in its layout what one process does. Takes minutes, and no data.
 
@@ -26,6 +24,10 @@ def verify(
     some numbers differ, and the first module that does is named.
     """
     source = require_source(source)  # answered before torch is loaded
+    from megalith.errors import ConfigError
+
+    if world is not None and world < 1:
+        raise ConfigError(f"--world must be at least 1, the number of ranks of the run; got {world}")
     from megalith.insight.verify.table import as_text
     from megalith.insight.verify.verify import verify as verify_recipe
 

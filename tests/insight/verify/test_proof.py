@@ -58,9 +58,11 @@ def test_ranks_record_each_token_once_on_the_residual_stream(prepared):
     tree = on_layout(prepared.small, prepared.config, {"tensor": 2, "pipeline": 2}, "float64")
     [alone] = ranks(1, parts_of_tokens, {**on_one_process(prepared.small), "precision": {"dtype": "float64"}})
     first, second, third, fourth = ranks(4, parts_of_tokens, tree)
-    for pair, mine, others in (((first, second), "model.layers.0", "model.layers.3"),) + (
-        ((third, fourth), "model.layers.3", "model.layers.0"),
-    ):
+    stages = [
+        ((first, second), "model.layers.0", "model.layers.1"),
+        ((third, fourth), "model.layers.1", "model.layers.0"),
+    ]
+    for pair, mine, others in stages:
         tokens = [part[f"the output of {mine}.mlp"] for part in pair]
         assert sorted(tokens[0] + tokens[1]) == alone[f"the output of {mine}.mlp"]
         assert not any(name.startswith(f"the output of {others}") for part in pair for name in part)

@@ -23,7 +23,7 @@ EOD = 0
 _HEAD_SIZE = 8
 _PRIME, _EVEN = 61, 64  # vocabularies
 _WIDEST_STD = 0.1
-_SMALLEST_EPS = 1e-8
+_SMALLEST_EPS = 1e-6
 
 # what has no effect on the numbers of two steps, or reads and writes what is the user's
 _LEFT_OUT = (
