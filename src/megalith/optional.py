@@ -1,13 +1,14 @@
 """The one place that knows optional packages: which are there, and how to get one that is not."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 from types import ModuleType
 
 from megalith.errors import MissingDependencyError
 
-__all__ = ["has", "has_triton", "need", "triton_interprets"]
+__all__ = ["has", "has_triton", "need", "triton_interprets", "why_not_interpret"]
 
 # package: (what needs it, the extra of megalith that installs it)
 _EXTRAS = {
@@ -52,3 +53,13 @@ def has_triton() -> bool:
 def triton_interprets() -> bool:
     """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` when megalith was imported), also on CPU."""
     return _TRITON_INTERPRETS
+
+
+def why_not_interpret() -> str | None:
+    """Why Triton's interpreter cannot run kernels here, in one clause; None if it can, once it is switched on."""
+    if not _HAS_TRITON:
+        return "triton is not installed (pip install 'megalith[triton]')"
+    major, minor, *_ = importlib.metadata.version("numpy").split(".")
+    if (int(major), int(minor)) >= (2, 4):
+        return f"Triton's interpreter needs numpy below 2.4, and {major}.{minor} is installed"
+    return None

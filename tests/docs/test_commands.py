@@ -23,6 +23,7 @@ FEWER = {"train.steps=2000": "train.steps=6", "500": "5", "200": "2", "data/othe
 # commands that are held elsewhere
 ELSEWHERE = {
     "torchrun --nproc-per-node 4 train.py": "tests/docs/test_as_a_library.py",
+    "megalith verify llama-4m parallel.tensor=2 parallel.sequence=true parallel.shard=2": "tests/cli/test_verify.py",
     "make demo": "tests/insight/test_demo.py",
     "make test": "is what runs this",
     "make check": "CI",

@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from megalith import __version__
-from megalith.cli import data, demo, evaluate, generate, recipes, report, train
+from megalith.cli import data, demo, evaluate, generate, recipes, report, train, verify
 from megalith.cli.console import say, show_text
 from megalith.errors import ConfigError, MegalithError, NonFiniteError, RankFailedError
 from megalith.resilience.rank_link import Failure, is_supervised, tell_failure
@@ -41,6 +41,7 @@ app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("report")(report.report)
+app.command("verify")(verify.verify)
 
 
 @app.callback()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.errors import ConfigError
-from megalith.resilience.launch import RENDEZVOUS
+from megalith.resilience.rank_watch import RENDEZVOUS
 from megalith.training.torchrun_environment import check_rendezvous, launched_rank
 
 __all__ = ["choose_device", "process_group", "world_size_from_environment"]

@@ -27,7 +27,7 @@ from megalith.fusions.paths.default_paths import DEFAULT_PATHS
 from megalith.fusions.paths.names import Backend
 from megalith.optional import has_triton, triton_interprets
 
-__all__ = ["Backend", "Fusion", "Operand", "chosen_by_use", "compiled", "use"]
+__all__ = ["Backend", "Fusion", "Operand", "chosen_by_use", "compiled", "prefer", "use"]
 
 Path = TypeVar("Path", covariant=True)
 P = ParamSpec("P")
@@ -45,9 +45,11 @@ class Operand(Protocol):
 
 
 class _Choice:
-    """What ``use`` has set, process-wide. torch.compile guards an attribute; a ContextVar it cannot trace."""
+    """What ``use`` and ``prefer`` have set, process-wide: torch.compile guards attributes, and traces no ContextVar."""
 
     backend: Backend | None = None
+    preferred: tuple[Backend, ...] | None = None
+    taken: set[tuple[str, Backend]]
 
 
 _choice = _Choice()
@@ -63,6 +65,21 @@ def use(backend: Backend) -> Iterator[None]:
         yield
     finally:
         _choice.backend = outer
+
+
+@contextmanager
+def prefer(*backends: Backend) -> Iterator[set[tuple[str, Backend]]]:
+    """Fused operations called inside choose without regard to the size and the dtype of their tensors.
+
+    Each takes the first of ``backends`` that it can, then the first of the committed table. Gives the pairs of an
+    operation's name and the path that it has taken. An explicit ``backend``, or ``use``, still decides first.
+    """
+    outer, taken = _choice.preferred, set[tuple[str, Backend]]()
+    _choice.preferred, _choice.taken = backends, taken
+    try:
+        yield taken
+    finally:
+        _choice.preferred = outer
 
 
 def chosen_by_use() -> Backend | None:
@@ -101,9 +118,15 @@ class Fusion(Generic[Path]):
         """The first path that can run here, of those in the committed table for the device of ``x``.
 
         float64 takes the reference on every device. So does, inside of torch.compile, what would be compiled or
-        blocked, and what is one block: there is nothing to cut, and nothing to wait for a compiler for.
+        blocked, and what is one block: there is nothing to cut, and nothing to wait for a compiler for. ``prefer``
+        lifts all of that.
         """
         ranked = DEFAULT_PATHS[self.name].get(x.device.type, ("reference",))
+        if _choice.preferred is not None:
+            able = (path for path in (*_choice.preferred, *ranked) if not self.why_not(path, x))
+            preferred = next(able, "reference")
+            _choice.taken.add((self.name, preferred))
+            return preferred
         of_loops = ranked[0] in ("compile", "blocked")
         if x.dtype == torch.float64 or (of_loops and (torch.compiler.is_compiling() or x.numel() <= LARGEST_WHOLE)):
             return "reference"

@@ -1,0 +1,42 @@
+"""``megalith verify``: a proof, on this machine, that a recipe computes what one process does."""
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+
+from megalith.cli.console import Console, ConsoleHandler, show_text
+from megalith.cli.train import Overrides, Source
+from megalith.recipe_files import require_source
+
+__all__ = ["verify"]
+
+
+def verify(
+    source: Source = None,
+    overrides: Overrides = None,
+    world: Annotated[int | None, typer.Option(help="Ranks of the run; by default as few as its layout needs.")] = None,
+) -> None:
+    """Prove that a recipe computes in its layout what one process does. Takes minutes, and no data.
+
+    The recipe is made small and run on local CPU ranks in as many layouts as show every pair of its axes. Exit code 1:
+    some numbers differ, and the first module that does is named.
+    """
+    source = require_source(source)  # answered before torch is loaded
+    from megalith.errors import ConfigError
+
+    if world is not None and world < 1:
+        raise ConfigError(f"--world must be at least 1, the number of ranks of the run; got {world}")
+    from megalith.insight.verify.table import as_text
+    from megalith.insight.verify.verify import verify as verify_recipe
+
+    console = Console(sys.stderr)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler(console)])
+    try:
+        found = verify_recipe(source, overrides or [], world, console.show_progress)
+    finally:
+        console.close()
+    show_text(as_text(found))
+    if found.fault is not None:
+        raise typer.Exit(1)

@@ -1,0 +1,157 @@
+"""Runs a small recipe in small layouts of ranks on this machine, and compares each run with one process."""
+
+import pickle
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from megalith.config import RunConfig, load_run
+from megalith.data.indexed_dataset import IndexedDatasetBuilder
+from megalith.errors import RankFailedError
+from megalith.fusions.paths.backend import Backend, prefer
+from megalith.insight.verify.compare import BOUNDS, Errors, errors, expected, first_beyond, merged
+from megalith.insight.verify.cover import Degrees, num_ranks
+from megalith.insight.verify.record import Key, record_steps
+from megalith.insight.verify.shrink import EOD, SEQ_LENGTH, Tree, on_layout, on_one_process
+from megalith.resilience.call_ranks import call_ranks
+from megalith.training.process_group import process_group
+
+__all__ = ["Case", "Paths", "Proof", "Result", "narrowed"]
+
+# what fused operations take: plain torch, the paths of a run on this machine, or one path wherever they have it
+Paths = Literal["reference", "own", "blocked", "triton"]
+_PREFERRED: dict[Paths, tuple[Backend, ...]] = {"own": (), "blocked": ("blocked",), "triton": ("triton",)}
+_NUM_DOCUMENTS = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run to be compared: its layout, and how it computes."""
+
+    degrees: Degrees
+    dtype: Literal["float64", "float32"]
+    path: Paths
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a case.
+
+    Attributes:
+        worst: of what the promise is about, the entry that is furthest off, and ``error`` how far; none if it failed.
+        first: the first entry, in causal order, that is further off than allowed, modules among them, and how far.
+        failure: why the run did not come to its end.
+        taken: the paths that operations have taken.
+    """
+
+    case: Case
+    seconds: float
+    worst: Key | None = None
+    error: float = 0.0
+    first: tuple[Key, float] | None = None
+    failure: str | None = None
+    taken: frozenset[Backend] = frozenset()
+
+    @property
+    def same(self) -> bool:
+        """Whether the numbers are those of one process."""
+        return self.first is None and self.failure is None
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A small recipe, its data, and what one process makes of it.
+
+    Attributes:
+        config: the user's recipe, which says what goes with each axis.
+        small: the small one.
+        reference: the file of the record of one process; ``keys`` are its entries, in causal order.
+    """
+
+    config: RunConfig
+    small: Tree
+    reference: Path
+    keys: Sequence[Key]
+
+    @classmethod
+    def begin(cls, config: RunConfig, small: Tree, folder: Path) -> "Proof":
+        """Writes a dataset into ``folder``, trains in one process, and keeps its record there.
+
+        Raises:
+            RankFailedError: that process fails.
+        """
+        small = {**small, "data": {**small["data"], "train": str(folder / "text")}, "run": str(folder / "run")}
+        _write_documents(folder / "text", small["model"]["vocab_size"])
+        reference = folder / "reference"
+        one_process = {**on_one_process(small), "precision": {"dtype": "float64"}}
+        [keys] = call_ranks(1, _record, load_run(one_process, world_size=1), reference)
+        return cls(config, small, reference, keys)
+
+    def run(self, case: Case) -> Result:
+        """Runs ``case`` on ranks of its own."""
+        started = time.monotonic()
+        size = num_ranks(case.degrees)
+        config = load_run(on_layout(self.small, self.config, case.degrees, case.dtype), world_size=size)
+        try:
+            answers = call_ranks(size, _compare, config, case, self.reference)
+        except RankFailedError as error:
+            return Result(case, time.monotonic() - started, failure=str(error))
+        found = merged(of_rank for of_rank, _ in answers)
+        taken = frozenset(path for _, of_rank in answers for _, path in of_rank)
+        return self._judged(case, found, taken, time.monotonic() - started)
+
+    def _judged(self, case: Case, found: Errors, taken: frozenset[Backend], seconds: float) -> Result:
+        bound = BOUNDS[case.dtype].error
+        # what no rank has is as wrong as can be
+        found = {**dict.fromkeys(expected(self.keys, case.dtype), float("inf")), **found}
+        promised = {key: error for key, error in found.items() if key.kind != "module"}
+        worst = max(promised, key=lambda key: promised[key])
+        first = first_beyond(found, self.keys, bound)
+        if first is None and not promised[worst] < bound:
+            first = worst  # an entry that one process does not have
+        return Result(
+            case, seconds, worst, promised[worst], None if first is None else (first, found[first]), taken=taken
+        )
+
+
+def narrowed(proof: Proof, result: Result) -> Result:
+    """The result of the first layout of fewest axes of ``result``'s that is wrong too; else its own."""
+    case = result.case
+    for size in range(len(case.degrees)):
+        for axes in combinations(case.degrees, size):
+            fewer = proof.run(Case({axis: case.degrees[axis] for axis in axes}, case.dtype, case.path))
+            if not fewer.same:
+                return fewer
+    return result
+
+
+def _write_documents(prefix: Path, vocab_size: int) -> None:
+    """Documents of random tokens, so short that rows hold several."""
+    random = np.random.default_rng(0)
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for length in random.integers(1, SEQ_LENGTH, _NUM_DOCUMENTS):
+            builder.add_document(np.append(random.integers(1, vocab_size, length), EOD))
+        builder.finalize(vocab_size=vocab_size, eod=EOD)
+
+
+def _record(config: RunConfig, file: Path) -> list[Key]:
+    """One process: writes its record to ``file``; returns what is in it."""
+    with process_group(torch.device("cpu")):
+        record = record_steps(config)
+    file.write_bytes(pickle.dumps(record))
+    return list(record)
+
+
+def _compare(config: RunConfig, case: Case, reference: Path) -> tuple[Errors, set[tuple[str, Backend]]]:
+    """A rank: the errors of its record, and which operation took which path."""
+    choice = nullcontext(set[tuple[str, Backend]]()) if case.path == "reference" else prefer(*_PREFERRED[case.path])
+    with process_group(torch.device("cpu")), choice as taken:
+        found = record_steps(config)
+    return errors(found, pickle.loads(reference.read_bytes()), case.dtype), taken

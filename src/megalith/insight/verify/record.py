@@ -1,0 +1,178 @@
+"""What the first steps of a run compute on one rank: weights, what modules give, losses, gradients, norms.
+
+A record is in causal order: of several entries that differ between two runs, the first is where to look. Entries of
+modules are rows of the residual stream, known by the global index of their token, so that ranks may hold any of them.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megalith.config import RunConfig
+from megalith.data.sampler import microbatch_sample_ids
+from megalith.optim.grad_norm import clip_coefficient
+from megalith.parallel.context.zigzag import zigzag_positions
+from megalith.parallel.parameters import declared_parameters
+from megalith.resilience.stop_request import StopRequest
+from megalith.training.loop import Callback, FinishedStep, train
+from megalith.training.run import Run
+from megalith.training.setup import build_run
+
+__all__ = ["Entry", "Key", "Record", "record_steps"]
+
+
+class Key(NamedTuple):
+    """What an entry is: of step ``step``, from 1; weights are those after so many steps."""
+
+    step: int
+    kind: Literal["weight", "module", "loss", "gradient", "norm"]
+    name: str
+
+
+class Entry(NamedTuple):
+    """A whole tensor; or the rows [T, ...] that this rank has of one, with the ids of their ``tokens``, in order."""
+
+    values: Tensor
+    tokens: Tensor | None = None
+
+
+Record = Mapping[Key, Entry]
+
+
+def record_steps(config: RunConfig) -> Record:
+    """Trains as ``config`` says, on CPUs, and records every step; all ranks of the default process group call it."""
+    run = build_run(config, torch.device("cpu"))
+    recorder = _Recorder(run)
+    train(run, [recorder], StopRequest(str))
+    return recorder.record
+
+
+class _Recorder(Callback):
+    """Fills ``record`` while ``run`` trains."""
+
+    def __init__(self, run: Run) -> None:
+        self.record: dict[Key, Entry] = {}
+        self._modules = _ModuleRecorder(run)
+        self._gradients: dict[str, Tensor] = {}
+        self._add_weights(run)
+        update = run.optimizer.step
+
+        def recording_step() -> None:
+            self._gradients = {name: _whole(p.grad) for name, p, _ in _parameters(run) if p.grad is not None}
+            update()
+
+        run.optimizer.step = recording_step  # type: ignore[method-assign]
+
+    def on_step(self, run: Run, finished: FinishedStep) -> None:
+        step, result = run.state.step, finished.result
+        for name, entry in self._modules.taken().items():
+            self.record[Key(step, "module", name)] = entry
+        self.record[Key(step, "loss", "the loss")] = Entry(torch.tensor(result.loss, dtype=torch.float64))
+        # gradients as they were before clipping, whose factor follows from the norm
+        clipped = clip_coefficient(result.grad_norm, run.config.optim.clip_norm)
+        for name in self._modules.in_backward_order(self._gradients):
+            self.record[Key(step, "gradient", name)] = Entry(self._gradients[name] / clipped)
+        norm = torch.tensor(result.grad_norm, dtype=torch.float64)
+        self.record[Key(step, "norm", "the norm of all gradients")] = Entry(norm)
+        if step == run.config.train.steps:
+            self._add_weights(run)
+
+    def _add_weights(self, run: Run) -> None:
+        for name, parameter, _ in _parameters(run):
+            self.record[Key(run.state.step, "weight", name)] = Entry(_whole(parameter))
+
+
+class _ModuleRecorder:
+    """Hooks on every module of ``run``: what goes in and comes out on the residual stream, and the loss of each token.
+
+    Hooks fire in forwards of whole chunks only, so that nothing is recorded again when it is recomputed.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._order: dict[str, int] = {}  # modules by when they were first called
+        self._forwards: dict[tuple[int, nn.Module], int] = defaultdict(int)
+        self._tokens: Tensor | None = None  # [S/cp, B], of the micro-batch that is in a forward
+        self._found: dict[str, list[Entry]] = defaultdict(list)
+        for chunk in run.chunks:
+            # what holds layers has another input and output in each stage
+            layers = set(chunk.layers())
+            holding = {module for module in chunk.modules() if layers & set(module.modules()) - {module}}
+            for name, module in chunk.named_modules():
+                if module not in holding:
+                    module.register_forward_pre_hook(partial(self._goes_in, name))
+                    module.register_forward_hook(partial(self._comes_out, name))
+            chunk.register_forward_pre_hook(self._begin)
+            chunk.register_forward_hook(self._end)
+
+    def taken(self) -> dict[str, Entry]:
+        """What was recorded since the last call, tokens in order."""
+        found, self._found = self._found, defaultdict(list)
+        return {name: _joined(entries) for name, entries in found.items()}
+
+    def in_backward_order(self, names: Mapping[str, Any]) -> list[str]:
+        """Names of parameters, those first whose gradients are complete first."""
+        places: dict[str, tuple[int, int]] = {}
+        at = -1
+        for index, (path, _) in enumerate(chain(*(chunk.named_modules() for chunk in self._run.chunks))):
+            # a module that is used without a call comes after the one before it
+            at = self._order.get(path, at)
+            places[path] = at, index
+        return sorted(names, key=lambda name: places[name.rpartition(".")[0]], reverse=True)
+
+    def _begin(self, chunk: nn.Module, _: Any) -> None:
+        run, consumed = self._run, self._run.state.consumed_samples
+        sizes = run.microbatches.global_batch_size(consumed), run.config.train.micro_batch_size
+        groups, S = run.pg_collection, run.task.tokens_per_sample
+        shares = microbatch_sample_ids(consumed, *sizes, groups.rank("dp"), groups.size("dp"))
+        samples = torch.tensor(shares[self._forwards[consumed, chunk]])
+        self._forwards[consumed, chunk] += 1
+        cp = groups.size("cp")
+        positions = torch.arange(S) if cp == 1 else zigzag_positions(S, cp, groups.rank("cp"))
+        self._tokens = samples * S + positions.unsqueeze(1)
+
+    def _end(self, chunk: nn.Module, _: Any, output: Tensor) -> None:
+        tokens, self._tokens = self._tokens, None
+        assert tokens is not None, "a forward that has begun"
+        if self._run.pipeline.holds_output(chunk):
+            losses = output.detach().clone().t()  # [S/cp, B]
+            self._found["the loss of each token"].append(Entry(losses.reshape(-1, 1), tokens.flatten()))
+
+    def _goes_in(self, name: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._tokens is not None:
+            self._order.setdefault(name, len(self._order))
+            self._add(f"the input of {name}", inputs[0] if inputs else None)
+
+    def _comes_out(self, name: str, _: nn.Module, inputs: Any, output: Any) -> None:
+        if self._tokens is not None:
+            self._add(f"the output of {name}", output)
+
+    def _add(self, what: str, x: object) -> None:
+        """Records hidden states [S/cp, B, H], [S/cp/tp, B, H] under sequence parallelism; nothing else."""
+        run, tokens = self._run, self._tokens
+        assert tokens is not None, "in a forward"
+        if run.options.sequence_parallel:
+            groups = run.pg_collection
+            tokens = tokens.chunk(groups.size("tp"))[groups.rank("tp")]
+        if isinstance(x, Tensor) and x.shape == (*tokens.shape, run.config.model.hidden_size):
+            self._found[what].append(Entry(x.detach().clone().flatten(0, 1), tokens.flatten()))
+
+
+def _joined(entries: list[Entry]) -> Entry:
+    tokens = torch.cat([entry.tokens for entry in entries if entry.tokens is not None])
+    order = tokens.argsort()
+    return Entry(torch.cat([entry.values for entry in entries])[order], tokens[order])
+
+
+def _parameters(run: Run) -> Any:
+    return declared_parameters(*run.chunks)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

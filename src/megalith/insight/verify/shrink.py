@@ -1,0 +1,169 @@
+"""A recipe made small: the same features, fewer and smaller layers, in samples of a few tokens.
+
+What splits evenly stays even and what does not stays uneven: layers over stages, groups of heads over ranks, the
+vocabulary. First weights are wider by the root of what the hidden size has lost, so that activations keep their size
+and no attention becomes an average of all that it sees.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import sqrt
+from typing import Any
+
+from megalith.config import RunConfig, as_tree, parse_batch_size_schedule
+from megalith.config.layout import Layout
+from megalith.config.settings_tree import applied
+from megalith.insight.verify.cover import Degrees
+
+__all__ = ["EOD", "SEQ_LENGTH", "on_layout", "on_one_process", "small_recipe"]
+
+Tree = dict[str, Any]
+
+SEQ_LENGTH = 16  # four ranks of context have two chunks of two tokens each
+EOD = 0
+_HEAD_SIZE = 8
+_PRIME, _EVEN = 61, 64  # vocabularies
+_WIDEST_STD = 0.1
+_SMALLEST_EPS = 1e-6
+
+# what has no effect on the numbers of two steps, or reads and writes what is the user's
+_LEFT_OUT = (
+    "load",
+    "resume",
+    "tracking",
+    "experimental",
+    "checkpoint",
+    "data.valid",
+    "data.tokenizer",
+    "train.compile",
+    "train.evaluation",
+    "train.generation",
+    "train.time_limit",
+    "train.batch_size_schedule_unit",
+    "optim.warmup_steps",
+    "precision",
+    "parallel",
+)
+
+
+def small_recipe(
+    config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]], rows: Sequence[Degrees]
+) -> Tree:
+    """The settings of ``config``, which runs in ``layout``, made small.
+
+    They fit all of the layouts ``rows``, which are of the degrees ``shown``: every run of them has the same model and
+    the same batches. ``data.train`` and ``run`` are still to be set.
+    """
+    left_out = dict.fromkeys(_LEFT_OUT)
+    return applied(as_tree(config), {**left_out, **_model(config, layout, shown), **_course(config, rows)})
+
+
+def on_one_process(small: Tree) -> Tree:
+    """``small`` for one process that takes each batch whole and computes nothing again."""
+    return applied(small, {"train.micro_batch_size": _batch(small), "train.recompute": None})
+
+
+def on_layout(small: Tree, config: RunConfig, degrees: Degrees, dtype: str) -> Tree:
+    """``small`` in a layout of ``degrees``, with what ``config`` says of its axes."""
+    parallel, changes = config.parallel, dict[str, Any]({f"parallel.{axis}": size for axis, size in degrees.items()})
+    changes |= {"parallel.shard": degrees.get("shard", 1), "precision.dtype": dtype}
+    changes["train.micro_batch_size"] = _batch(small) // _num_micro_batches(degrees)
+    if "tensor" in degrees:
+        changes["parallel.sequence"] = parallel.sequence
+    if "context" in degrees:
+        changes["parallel.context_method"] = parallel.context_method
+        changes["parallel.context_inner"] = 2 if parallel.context_method == "two_level" else None
+    if "pipeline" in degrees:
+        virtual = min(parallel.virtual, 2)
+        changes |= {"parallel.virtual": virtual, "parallel.schedule": parallel.schedule}
+        if parallel.stage_layers is not None:
+            num_stages = degrees["pipeline"] * virtual
+            changes["parallel.stage_layers"] = _listed(parallel.stage_layers, small["model"]["num_layers"], num_stages)
+    return applied(small, changes)
+
+
+def _num_micro_batches(degrees: Degrees) -> int:
+    """Over all data-parallel ranks: gradients accumulate, and a pipeline has a steady state."""
+    return degrees.get("replicate", 1) * degrees.get("shard", 1) * (4 if "pipeline" in degrees else 2)
+
+
+def _batch(small: Tree) -> int:
+    """The samples of the first step."""
+    train = small["train"]
+    schedule = train.get("batch_size_schedule")
+    size: int = parse_batch_size_schedule(schedule)[0].global_batch_size if schedule else train["global_batch_size"]
+    return size
+
+
+def _model(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """The shape, which every layout of ``shown`` can split."""
+    model, tensor = config.model, layout.tensor
+    heads, groups = _heads(config, layout, max(shown.get("tensor", (1,))))
+    # the width of all heads, more than that, or less
+    width = heads * _HEAD_SIZE
+    given, usual = model.hidden_size, model.num_attention_heads * model.kv_channels
+    hidden = width if given == usual else 2 * width if given > usual else max(width // 2, 8)
+    longest = model.max_position_embeddings
+    divides = model.vocab_size is not None and model.vocab_size % tensor == 0
+    wider = model.init_method_std * sqrt(max(1.0, model.hidden_size / hidden))
+    return {
+        "model.preset": None,
+        "model.vocab_size": _EVEN if divides else _PRIME,
+        "model.num_layers": _num_layers(config, layout, max(shown.get("pipeline", (1,)))),
+        "model.hidden_size": hidden,
+        "model.num_attention_heads": heads,
+        "model.num_query_groups": groups,
+        "model.kv_channels": _HEAD_SIZE,
+        "model.ffn_hidden_size": 3 * hidden // 2,
+        "model.max_position_embeddings": longest and SEQ_LENGTH + 4 * (longest > config.data.seq_length),
+        "model.init_method_std": max(model.init_method_std, min(wider, _WIDEST_STD)),
+        "data.seq_length": SEQ_LENGTH,
+    }
+
+
+def _heads(config: RunConfig, layout: Layout, tensor: int) -> tuple[int, int]:
+    """Query heads and groups over ``tensor`` ranks that share groups, or have several, as those of ``layout`` do."""
+    heads, groups, method = config.model.num_attention_heads, config.model.num_query_groups, config.parallel
+    several = 2 if heads // layout.tensor > 1 else 1
+    if groups == heads:
+        return several * tensor, several * tensor
+    if groups < layout.tensor:
+        return several * tensor, 2 if groups > 1 else 1
+    trading = {"all_to_all": layout.context, "two_level": method.context_inner or 1}.get(method.context_method, 1)
+    here = groups // layout.tensor
+    groups_here = 2 if here > 1 and here % trading == 0 else 1
+    in_group = 3 if heads // groups % 2 and trading == 1 else 2
+    return in_group * groups_here * tensor, groups_here * tensor
+
+
+def _num_layers(config: RunConfig, layout: Layout, pipeline: int) -> int:
+    """One for each stage, and one more where stages are uneven; two without a pipeline."""
+    parallel, num_layers = config.parallel, config.model.num_layers
+    if layout.pipeline == 1:
+        return min(num_layers, 2)
+    listed = parallel.stage_layers or ()
+    uneven = num_layers % (layout.pipeline * parallel.virtual) > 0 or len(set(listed)) > 1
+    return pipeline * min(parallel.virtual, 2) + uneven
+
+
+def _listed(listed: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
+    """``num_layers`` over ``num_stages``, with the most where ``listed`` has the most."""
+    each, more = divmod(num_layers, num_stages)
+    longest = listed.index(max(listed)) * num_stages // len(listed)
+    return [each + more * (stage == longest) for stage in range(num_stages)]
+
+
+def _course(config: RunConfig, rows: Sequence[Degrees]) -> dict[str, Any]:
+    """Two steps: of a schedule of batch sizes, one of each of two sizes; and with a learning rate from the first on."""
+    optim, batch = config.optim, max([4, *map(_num_micro_batches, rows)])
+    changes: dict[str, Any] = {"train.steps": 2, "train.global_batch_size": batch}
+    if config.train.batch_size_schedule is not None:
+        changes["train.global_batch_size"] = None
+        changes["train.batch_size_schedule"] = f"0:{batch} {batch}:{2 * batch}"
+    if optim.decay_steps is not None:
+        changes["optim.decay_steps"] = 4  # so that two steps are not the end of it
+    if optim.wsd is not None:
+        changes["optim.wsd.decay_steps"] = 2
+    if optim.adamw is not None:
+        # a gradient that is zero but for its rounding moves a weight by its ratio to eps
+        changes["optim.adamw.eps"] = max(optim.adamw.eps, _SMALLEST_EPS)
+    return changes

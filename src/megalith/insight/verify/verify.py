@@ -1,0 +1,171 @@
+"""The proof of a recipe: which small runs it takes, what came out, and what they could not show."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import get_args
+
+import torch
+
+from megalith.config import ParamGroupOverride, RunConfig, load_run
+from megalith.config.layout import Layout
+from megalith.fusions.paths.backend import Backend
+from megalith.fusions.paths.compiler import why_not_compile
+from megalith.insight.verify.cover import AXES, MOST_RANKS, Degrees, cover, degrees_to_show, missing_pairs, name_of
+from megalith.insight.verify.proof import Case, Proof, Result, narrowed
+from megalith.insight.verify.shrink import Tree, on_one_process, small_recipe
+from megalith.optim.optimizer import matches
+from megalith.optional import why_not_interpret
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.parameters import declared_parameters
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.training.tasks.choose import task_of
+
+__all__ = ["Verification", "cases", "verify"]
+
+_INTERPRET = "TRITON_INTERPRET"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was proven.
+
+    Attributes:
+        layout: of the user's run; ``small`` is what it was made into, in words.
+        results: of each small run.
+        fault: of the smallest layout that was found to differ; None if all numbers are the same.
+        uncovered: what the small runs could not show, a line each.
+    """
+
+    layout: Layout
+    small: str
+    results: Sequence[Result]
+    fault: Result | None
+    uncovered: Sequence[str]
+
+
+def verify(
+    source: str, overrides: Sequence[str], world_size: int | None, progress: Callable[[str], None]
+) -> Verification:
+    """Proves the recipe of ``source`` and ``overrides`` on ``world_size`` ranks; by default as few as its layout needs.
+
+    Neither the recipe's data nor its folder is looked at. ``progress`` is told what goes on.
+
+    Raises:
+        ConfigError: the recipe is not valid.
+        RankFailedError: one process alone cannot run it.
+    """
+    config = load_run(source, overrides)
+    uncovered = []
+    if world_size is None and config.parallel.shard == -1:
+        uncovered.append("parallel.shard=-1 takes what is left of the ranks, which --world tells; here nothing is left")
+    world_size = world_size or _ranks_needed(config)
+    config = load_run(source, overrides, world_size=world_size)
+    layout = config.parallel.layout(world_size)
+    shown = degrees_to_show(config, layout)
+    rows = cover(shown)
+    small = small_recipe(config, layout, shown, rows)
+    uncovered += _leave_out_idle_overrides_(small)
+    with TemporaryDirectory(prefix="megalith-verify-") as folder, _interpreting():
+        progress("one process")
+        proof = Proof.begin(config, small, Path(folder))
+        results = list(_run(proof, list(cases(rows)), progress))
+        wrong = next((result for result in results if not result.same), None)
+        if wrong is not None:
+            progress("looking for the smallest layout that is wrong")
+            wrong = narrowed(proof, wrong)
+    uncovered += _uncovered(config, missing_pairs(shown, rows), results)
+    return Verification(layout, _in_words(small), results, wrong, uncovered)
+
+
+def _run(proof: Proof, planned: Sequence[Case], progress: Callable[[str], None]) -> Iterator[Result]:
+    """The result of each case, up to one that does not come to its end: the others may wait as long as it did."""
+    for number, case in enumerate(planned, 1):
+        progress(f"run {number} of {len(planned)}: {name_of(case.degrees)}, {case.dtype}, {case.path}")
+        yield (result := proof.run(case))
+        if result.failure is not None:
+            return
+
+
+def cases(rows: Sequence[Degrees]) -> Iterator[Case]:
+    """The small runs for layouts ``rows``: all of them in float64 on paths that need no compiler, a few on the others.
+
+    Operations see what ranks of tensor and of context give them; the other axes move layers and batches as they are.
+    So one layout of two axes, those first, is enough where every rank waits for a compiler.
+    """
+    for row in [{}, *rows]:
+        yield Case(row, "float64", "reference")
+    for row in rows or [{}]:
+        yield Case(row, "float64", "blocked")
+    axes = [axis for axis in AXES if any(axis in row for row in rows)]
+    few = {axis: min(row[axis] for row in rows if axis in row) for axis in axes[:2]}
+    first = {axis: few[axis] for axis in axes[:1]}
+    yield Case({}, "float32", "own")  # alone, so that one rank builds what the others then find
+    if few:
+        yield Case(few, "float32", "own")
+    yield Case(first, "float64", "own")
+    if why_not_interpret() is None:
+        yield Case(first, "float32", "triton")
+
+
+def _leave_out_idle_overrides_(small: Tree) -> Iterator[str]:
+    """Takes those of ``optim.overrides`` out that match no parameter of the small model; says which."""
+    with torch.device("meta"):
+        task = task_of(load_run(on_one_process(small), world_size=1))
+        model = task.build_model(BuildOptions(ProcessGroupCollection.single()))
+    named = [(name, parameter) for name, parameter, _ in declared_parameters(model)]
+    given = small["optim"]["overrides"]
+    small["optim"]["overrides"] = [one for one in given if matches(ParamGroupOverride.model_validate(one), named)]
+    for one in given:
+        if one not in small["optim"]["overrides"]:
+            yield f"optim.overrides, match={one['match']}: the small model has no such parameter"
+
+
+def _ranks_needed(config: RunConfig) -> int:
+    parallel = config.parallel
+    return parallel.tensor * parallel.context * parallel.pipeline * parallel.replicate * max(parallel.shard, 1)
+
+
+@contextmanager
+def _interpreting() -> Iterator[None]:
+    """Inside the ``with`` block ranks are started in which Triton's kernels run without a GPU, in its interpreter."""
+    before = os.environ.get(_INTERPRET)
+    os.environ[_INTERPRET] = "1"  # read once, when a process imports megalith
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_INTERPRET]
+        else:
+            os.environ[_INTERPRET] = before
+
+
+def _uncovered(config: RunConfig, pairs: Sequence[tuple[str, str]], results: Sequence[Result]) -> Iterator[str]:
+    for one, other in pairs:
+        yield f"{one} with {other}: together they need more than {MOST_RANKS} ranks"
+    taken = {path for result in results for path in result.taken} | {"reference"}
+    for path in get_args(Backend):
+        if path not in taken:
+            yield f"the path {path}: {_why_not(path)}"
+    if config.precision.dtype not in ("float64", "float32"):
+        yield f"precision.dtype={config.precision.dtype}: its rounding hides what differs; float32 and float64 were run"
+    if config.train.compile:
+        yield "train.compile=true: each rank compiles its layers by itself; they were run as they are"
+
+
+def _why_not(path: Backend) -> str:
+    why = {"triton": why_not_interpret, "compile": why_not_compile}.get(path, lambda: None)()
+    return why or "no run has come to it"
+
+
+def _in_words(small: Tree) -> str:
+    model, train = small["model"], small["train"]
+    batch = train.get("global_batch_size") or train["batch_size_schedule"]
+    return (
+        f"{model['num_layers']} layers, hidden size {model['hidden_size']}, {model['num_attention_heads']} heads in "
+        f"{model['num_query_groups']} groups, {model['vocab_size']} tokens in the vocabulary, {batch} samples of "
+        f"{small['data']['seq_length']} tokens in a step"
+    )

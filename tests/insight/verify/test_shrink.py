@@ -1,0 +1,169 @@
+"""A small recipe is valid in each of its layouts, and has what the large one has."""
+
+import random
+from math import prod
+from typing import Any
+
+import pytest
+
+from megalith.config import RunConfig, load_run, preset_names, recipe_names
+from megalith.config.layout import Layout
+from megalith.config.settings_tree import applied
+from megalith.errors import ConfigError
+from megalith.insight.verify.cover import AXES, cover, degrees_to_show, num_ranks
+from megalith.insight.verify.shrink import on_layout, on_one_process, small_recipe
+from tests.insight.verify.proofs import GPT2_RECIPE
+
+CHOICES: dict[str, list[Any]] = {
+    "parallel.tensor": [1, 2, 3, 8],
+    "parallel.context": [1, 2, 4],
+    "parallel.context_method": [None, "ring", "all_gather", "all_to_all", "two_level"],
+    "parallel.context_inner": [None, 2],
+    "parallel.pipeline": [1, 2, 3, 4],
+    "parallel.virtual": [None, 1, 2, 3],
+    "parallel.schedule": [None, "gpipe"],
+    "parallel.replicate": [1, 2, 3],
+    "parallel.shard": [1, 2, 4],
+    "parallel.sequence": [False, True],
+    "model.num_layers": [1, 12, 13],
+    "model.num_attention_heads": [8, 24, 48],
+    "model.num_query_groups": [None, 1, 2, 8, 24],
+    "model.hidden_size": [384, 768],
+    "model.kv_channels": [None, 16, 64],
+    "model.activation": ["swiglu", "gelu"],
+    "model.normalization": ["RMSNorm", "LayerNorm"],
+    "model.position_embedding_type": ["rope", "learned_absolute"],
+    "model.vocab_size": [50257, 50304],
+    "model.tie_word_embeddings": [False, True],
+    "model.hidden_dropout": [0.0, 0.1],
+    "data.reset_attention_mask": [False, True],
+    "train.micro_batch_size": [1, 2, 8],
+    "train.recompute": ["none", "full", "selective"],
+    "train.batch_size_schedule": [None, "0:1152 10K:2304"],
+    "train.evaluation.every": [None, 10],
+    "optim.schedule": ["constant", "linear", "cosine", "WSD"],
+    "optim.name": ["adamw", "sgd"],
+    "precision.dtype": ["float32", "bfloat16", "float16"],
+}
+KEPT = [
+    "model.activation",
+    "model.normalization",
+    "model.position_embedding_type",
+    "model.tie_word_embeddings",
+    "model.hidden_dropout",
+    "data.reset_attention_mask",
+    "optim.schedule",
+    "optim.name",
+]
+
+
+def drawn(source: random.Random) -> tuple[RunConfig, int] | None:
+    """A recipe of random settings and its ranks; None where they contradict each other."""
+    values = {name: source.choice(choices) for name, choices in CHOICES.items()}
+    values |= {"train.global_batch_size": None if values["train.batch_size_schedule"] else 1152, "data.seq_length": 768}
+    values |= {"optim.warmup_steps": 20, "optim.wsd.decay_steps": 10 if values["optim.schedule"] == "WSD" else None}
+    values |= {"data.valid": "elsewhere", "optim.clip_norm": None}
+    world_size = prod(values[f"parallel.{axis}"] for axis in AXES)
+    if values["parallel.context"] == 1:
+        values |= {"parallel.context_method": None, "parallel.context_inner": None}
+    if values["parallel.context_method"] != "two_level":
+        values["parallel.context_inner"] = None
+    if values["parallel.pipeline"] == 1:
+        values |= {"parallel.virtual": None, "parallel.schedule": None}
+    tree = applied({name: group for name, group in GPT2_RECIPE.items() if name != "model"}, values)
+    try:
+        config = RunConfig.model_validate(tree)
+        return config, Layout.resolve(world_size, **{a: values[f"parallel.{a}"] for a in AXES}).world_size
+    except (ValueError, ConfigError):
+        return None
+
+
+def small_runs(config: RunConfig, world_size: int) -> tuple[RunConfig, list[tuple[RunConfig, dict[str, int]]]]:
+    """The small run of one process, and those of every layout; each is valid, or this raises."""
+    layout = config.parallel.layout(world_size)
+    shown = degrees_to_show(config, layout)
+    rows = cover(shown)
+    small = small_recipe(config, layout, shown, rows)
+    alone = load_run(on_one_process(small), world_size=1)
+    return alone, [(load_run(on_layout(small, config, row, "float64"), world_size=num_ranks(row)), row) for row in rows]
+
+
+def value(config: RunConfig, name: str) -> Any:
+    group, field = name.split(".")
+    return getattr(getattr(config, group), field)
+
+
+def holds(config: RunConfig, world_size: int) -> None:
+    """What must be true of the small runs of any recipe."""
+    large, large_layout = config.model, config.parallel.layout(world_size)
+    alone, runs = small_runs(config, world_size)
+    assert [value(alone, name) for name in KEPT] == [value(config, name) for name in KEPT]
+    small, tensor = alone.model, large_layout.tensor
+    assert small.hidden_size <= 192
+    assert small.num_layers <= 9
+    assert (small.num_query_groups == small.num_attention_heads) == (
+        large.num_query_groups == large.num_attention_heads
+    )
+    assert (large.vocab_size is None or large.vocab_size % tensor > 0) == (small.vocab_size == 61)
+    assert alone.train.recompute == "none"
+    for run, row in runs:
+        assert run.model == small
+        assert run.train.recompute == config.train.recompute
+        assert run.train.batch_size_schedule == alone.train.batch_size_schedule
+        parallel = run.parallel
+        num_micro_batches = run.train.global_batch_size // run.train.micro_batch_size
+        assert num_micro_batches > row.get("replicate", 1) * row.get("shard", 1)
+        if "tensor" in row:
+            assert parallel.sequence == config.parallel.sequence
+            shares = large.num_query_groups < tensor
+            assert (small.num_query_groups < parallel.tensor) == shares
+        if "context" in row:
+            assert parallel.context_method == config.parallel.context_method
+        if "pipeline" in row:
+            assert (parallel.virtual > 1) == (config.parallel.virtual > 1)
+            assert parallel.schedule == config.parallel.schedule
+            stages, small_stages = (p.pipeline * p.virtual for p in (config.parallel, parallel))
+            if large.num_layers % stages:
+                assert small.num_layers % small_stages
+
+
+def test_random_recipes_are_valid_when_they_are_small():
+    source, num_found, seen = random.Random(0), 0, set()
+    while num_found < 300:
+        found = drawn(source)
+        if found is not None:
+            holds(*found)
+            num_found += 1
+            seen |= {(name, str(value(found[0], name))) for name in CHOICES if name.count(".") == 1}
+    assert {name for name, _ in seen} >= set(KEPT)
+    assert len({method for name, method in seen if name == "parallel.context_method"}) == 4
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 4, "sequence": True, "context": 2, "pipeline": 2}, {"shard": 8}])
+def test_every_recipe_of_the_package_can_be_made_small(recipe, parallel):
+    overrides = [f"parallel.{name}={str(value).lower()}" for name, value in parallel.items()]
+    config = load_run(recipe, overrides)
+    degrees = {"shard": 2, **{axis: size for axis, size in parallel.items() if axis in AXES}}
+    holds(config, prod(degrees.values()))
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_every_preset_can_be_made_small(preset):
+    holds(load_run("llama-28m", [f"model.preset={preset}", "train.micro_batch_size=1"]), 2)
+
+
+@pytest.mark.parametrize(
+    ("listed", "want"), [([9, 8, 8, 7], [2, 1, 1, 1]), ([7, 8, 8, 9], [1, 1, 1, 2]), ([8] * 4, [1] * 4)]
+)
+def test_the_longest_stage_stays_the_longest(listed, want):
+    parallel = {"pipeline": 4, "stage_layers": listed}
+    tree = {**GPT2_RECIPE, "model": {**GPT2_RECIPE["model"], "num_layers": 32}, "parallel": parallel}
+    _, runs = small_runs(load_run(tree, world_size=4), 4)
+    assert [run.parallel.stage_layers for run, row in runs if row["pipeline"] == 4] == [tuple(want)]
+
+
+def test_what_is_the_users_is_left_alone():
+    more = {"load": "somewhere", "tracking": ["wandb"], "checkpoint": {"every": 5}}
+    alone, _ = small_runs(load_run({**GPT2_RECIPE, **more}, world_size=1), 1)
+    assert (alone.load, alone.tracking, alone.checkpoint.every, alone.data.valid) == (None, None, None, None)

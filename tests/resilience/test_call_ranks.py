@@ -1,0 +1,65 @@
+"""A function is called on several ranks: its results come back, or one error does, and no process is left."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalith.errors import DataError, RankFailedError
+from megalith.resilience.call_ranks import call_ranks
+from megalith.resilience.rank_link import tell
+from megalith.training.process_group import process_group
+from tests.program import runs
+
+
+def rank_and_sum(of: torch.Tensor) -> tuple[int, float]:
+    with process_group(torch.device("cpu")):
+        total = of * (dist.get_rank() + 1)
+        dist.all_reduce(total)
+        return dist.get_rank(), float(total)
+
+
+def write_pid(folder: str) -> None:
+    with open(os.path.join(folder, os.environ["RANK"]), "w") as file:
+        file.write(str(os.getpid()))
+
+
+def fail_on_rank_1(folder: str, how: str) -> None:
+    write_pid(folder)
+    tell(step=3)
+    if os.environ["RANK"] == "1":
+        match how:
+            case "raise":
+                raise KeyError("nobody foresaw it")
+            case "refuse":
+                raise DataError("the data are gone")
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(100)
+
+
+def pids(folder) -> list[int]:
+    return [int(path.read_text()) for path in folder.iterdir()]
+
+
+def test_results_come_in_the_order_of_ranks_and_the_caller_has_no_process_group():
+    assert call_ranks(3, rank_and_sum, torch.tensor(2.0)) == [(0, 12.0), (1, 12.0), (2, 12.0)]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("raise", r"rank 1 failed:\nTraceback(.|\n)*KeyError: 'nobody foresaw it'"),
+        ("refuse", r"error: rank 1: the data are gone"),
+        ("die", r"rank 1 was killed by SIGKILL \(9\)"),
+        ("hang", r"no step in 1 s since step 3: .*rank 1 is at resilience/call_ranks.py"),
+    ],
+)
+def test_a_rank_that_does_not_come_to_its_end_is_one_error_and_no_process_is_left(how, says, tmp_path):
+    with pytest.raises(RankFailedError, match=says):
+        call_ranks(2, fail_on_rank_1, str(tmp_path), how, stall_seconds=1.0 if how == "hang" else 60.0)
+    assert not any(map(runs, pids(tmp_path)))
