@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 
 from megalith.errors import DataError
 from megalith.observe.metrics import COMPILE, read_metrics
+from megalith.storage.json_fields import float_sized
 
 __all__ = ["Phase", "RunHistory", "read_run"]
 
@@ -174,8 +175,8 @@ def _json(path: Path, kind: type) -> Any:
     if not path.is_file():
         return kind()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(path.read_text(encoding="utf-8"), parse_int=float_sized)
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} should be JSON, and is not ({error}); remove it to leave that part out") from error
     if not isinstance(content, kind):
         wanted = "an object" if kind is dict else "a list"

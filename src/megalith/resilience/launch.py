@@ -27,7 +27,7 @@ from megalith.resilience.rank_link import Failure, Lines, Place, answer_supervis
 from megalith.resilience.rank_server import end_with_server, ensure_running
 from megalith.resilience.stop_request import SAVING
 from megalith.resilience.stop_signals import FORWARDED, REQUESTS, Requests, handled
-from megalith.resilience.verdict import SAVED, Ended, Verdict, judge
+from megalith.resilience.verdict import SAVED, SERVER_DIED, Ended, Verdict, judge
 from megalith.storage.failures import explained
 
 __all__ = ["RENDEZVOUS", "launch"]
@@ -76,9 +76,13 @@ def launch(
         tempfile.TemporaryDirectory(prefix="megalith-") as folder,
         _ended_with_the_block(ranks),
     ):
-        for number, file in enumerate(files):
-            ranks.append(_start(number, num_ranks, arguments, file, Path(folder, "store")))
-        verdict = watch.until_the_end()
+        try:
+            for number, file in enumerate(files):
+                ranks.append(_start(number, num_ranks, arguments, file, Path(folder, "store")))
+        except (EOFError, ConnectionError):  # it was to answer with the number of the process that it forked
+            verdict = SERVER_DIED
+        else:
+            verdict = watch.until_the_end()
     way_on = f"{goes_on()} (what each rank printed: {logs})" if verdict.goes_on else ""
     if verdict.message or way_on:
         joint = "\n" if "\n" in verdict.message else "; "
