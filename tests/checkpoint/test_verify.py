@@ -241,6 +241,31 @@ def test_an_index_that_does_not_fit_the_files_is_refused(checkpoint, boxes, mess
         load_tensors(checkpoint, {"w": torch.zeros(100)})
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"shape": ["100"]},
+        {"shape": [100.0]},
+        {"shape": [True]},
+        {"ranges": [["0", 100]]},
+        {"ranges": [[0, 100.5]]},
+        {"ranges": [[False, 100]]},
+        {"ranges": ["01"]},
+        {"key": 2},
+        {"key": ["w"]},
+        {"file": 2},
+    ],
+    ids=json.dumps,
+)
+def test_an_index_with_values_of_another_type_is_refused(checkpoint, values):
+    entry = {"shape": [100], "file": SHARD, "key": "w", "ranges": [[0, 100]]} | values
+    tensor = {"shape": entry.pop("shape"), "dtype": "float32", "boxes": [entry]}
+    (checkpoint / "index.json").write_text(json.dumps({"tensors": {"w": tensor}}))
+    list_in_manifest(checkpoint)
+    with pytest.raises(CheckpointError, match=r"index\.json is not an index of tensors: TypeError.* should be of type"):
+        load_tensors(checkpoint, {"w": torch.zeros(100)})
+
+
 def test_the_state_is_not_read_if_it_is_damaged(checkpoint):
     assert read_state(checkpoint) == {"step": 1}
     (checkpoint / "state.json").write_text('{"step": 2}')

@@ -77,6 +77,10 @@ def _evaluate(folder: Path) -> Ended:
     return here("eval", folder / _STEP, "--data", folder / "text")
 
 
+def _report(folder: Path) -> Ended:
+    return here("report", folder / "run")
+
+
 def _read_folder(folder: Path) -> Ended:
     try:
         read_folder(folder / "hf")
@@ -94,6 +98,12 @@ class Reader:
     survives: frozenset[str] = field(default=frozenset())
 
 
+# what a report takes for a file that is not there
+NO_FILE = {
+    *("a folder", "a FIFO", "a socket", "a link to itself", "a link to nothing"),
+    *("a link to /dev/zero", "a link to /dev/full"),
+}
+
 READERS = {
     "settings": Reader("settings.yaml", _plan, frozenset({"last byte missing"})),
     "index": Reader("text.idx", _train),
@@ -106,6 +116,8 @@ READERS = {
         "tokenizer.json", lambda f: _prepare(f, "documents.txt", "--tokenizer", f / "tokenizer.json")
     ),
     "settings of a run": Reader("run/config.yaml", _evaluate, frozenset({"last byte missing"})),
+    "metrics": Reader("run/metrics.jsonl", _report, frozenset({"last byte missing"})),
+    "about": Reader("run/about.json", _report, frozenset({"last byte missing", *NO_FILE})),
     "manifest": Reader(f"{_STEP}/manifest.json", _evaluate, frozenset({"last byte missing"})),
     "index of tensors": Reader(f"{_STEP}/index.json", _evaluate),
     "shard": Reader(f"{_STEP}/shard-00000-of-00001.safetensors", _evaluate),

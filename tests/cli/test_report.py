@@ -23,6 +23,11 @@ def test_a_run_that_is_writing_a_record_is_shown_up_to_the_record_before(tmp_pat
     assert not (folder / "report.html").exists()
 
 
+def append_an_integer_of_400_digits(folder):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": 5, "loss": {"9" * 400}}}\n')
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -30,6 +35,7 @@ def test_a_run_that_is_writing_a_record_is_shown_up_to_the_record_before(tmp_pat
         (lambda folder: folder.mkdir(), "a run's folder holds metrics.jsonl"),
         (lambda folder: write_run(folder, steps=4) and (folder / "about.json").write_text("{"), "should be JSON"),
         (lambda folder: write_run(folder, steps=4) and (folder / "report.html").mkdir(), "cannot write"),
+        (lambda folder: append_an_integer_of_400_digits(write_run(folder, steps=4)), 'line 4 is b\'{"step": 5, "loss"'),
     ],
 )
 def test_what_stands_in_its_way_is_one_message(tmp_path, make, message):

@@ -43,6 +43,15 @@ def test_merges_are_those_that_the_algorithm_gives_by_hand():
     assert [trained.decode([i]) for i in ids] == ["abab", "ab"]
 
 
+@pytest.mark.parametrize("sign", ["a", "é", " ", "-"])
+def test_training_sees_a_word_without_end_in_parts_of_which_no_merge_is_longer(sign):
+    text = f"x {sign * 3000} y"
+    parts = [text[start:stop] for start, stop in ((0, 1024), (1024, 1536), (1536, 2048), (2048, 2560), (2560, 3004))]
+    trained = train_byte_level_bpe([text], 280)
+    assert trained.sha256 == train_byte_level_bpe(parts, 280).sha256
+    assert max(len(trained.decode([id])) for id in range(1, trained.vocab_size)) < 1024
+
+
 @pytest.mark.parametrize("text", [*AWKWARD, *TEXTS])
 def test_every_text_comes_back(tokenizer, text):
     ids = tokenizer.encode(text)

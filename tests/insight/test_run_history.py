@@ -109,6 +109,12 @@ def test_a_run_without_a_training_record_is_refused(tmp_path, records):
         ("samples.json", "{", r"samples\.json should be JSON, and is not"),
         ("samples.json", "{}", r"samples\.json should hold a list; it holds {}; remove it"),
         ("evaluation.json", json.dumps([1]), r"evaluation\.json should hold an object; it holds \[1\]"),
+        (
+            "evaluation.json",
+            '{"valid_loss": ' + "9" * 400 + "}",
+            r"evaluation\.json should be JSON, and is not \(an int",
+        ),
+        ("about.json", "[" * 100_000, r"about\.json should be JSON, and is not"),
         ("about.json", "null", r"about\.json should hold an object; it holds None"),
     ],
 )

@@ -86,6 +86,7 @@ def test_a_damaged_line_before_the_last_is_refused_by_number(tmp_path):
     fields = (
         b'"nonfinite": 3', b'"nonfinite": {"loss": "abc"}', b'"nonfinite": {"loss": []}', b'"time": {"nonfinite": 3}',
         b'"valid_loss": "abc"', b'"valid_loss": true', b'"valid_loss": [1.0]',
+        b'"loss": ' + b"9" * 400, b'"time": {"data": -' + b"9" * 400 + b"}",
     )  # fmt: skip
     not_records = (b"\xff\x00", b"[1]", b'{"loss": 1}', b'{"step": 1', b'{"step": true}', b"", b"[" * 100_000)
     for damaged in (*not_records, *(b'{"step": 2, ' + field + b"}" for field in fields)):
@@ -96,6 +97,13 @@ def test_a_damaged_line_before_the_last_is_refused_by_number(tmp_path):
         with pytest.raises(DataError, match="line 2"):
             MetricsWriter(tmp_path, resumed_step=9)
         assert (tmp_path / "metrics.jsonl").read_bytes() == content
+
+
+def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("megalith.observe.metrics._LONGEST_LINE", 64)
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + bytes(64))
+    with pytest.raises(DataError, match="line 2 is"):
+        read_metrics(tmp_path)
 
 
 def test_a_rewrite_that_fails_leaves_the_old_file(tmp_path, monkeypatch):

@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-# place -> the function that a rank calls there
+# place -> the function that is called there, by a rank unless the place says otherwise
 PLACES = {
     "before there are ranks": "megalith.training.preflight:preflight",
+    "starting the server of the ranks": "multiprocessing.forkserver:main",
     "building": "megalith.training.pretrain:build_run",
     "reading data": "megalith.training.loop:local_counts",
     "in a step": "megalith.training.loop:train_step",

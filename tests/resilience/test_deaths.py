@@ -271,6 +271,23 @@ def test_a_signal_before_there_are_ranks_ends_the_program_at_once(number, tmp_pa
     assert found.err == f"{number.name}: stopped before the ranks were started; the same command starts again\n"
 
 
+def test_a_server_that_is_killed_before_it_has_forked_a_rank_is_told_of_in_one_line(tmp_path):
+    pause = Pause(tmp_path, [0])
+    command = ("train", write_settings(tree_in(tmp_path, 2), tmp_path), "--nproc", 2)
+    program = start(*command, first=lines("starting the server of the ranks", 1, tmp_path))
+    [server] = pause.pids()
+    os.kill(server, KILL)
+    found = program.ended(timeout=20)
+    assert found.code == 1
+    started, why = found.err.splitlines()
+    assert started == "starting 2 ranks"
+    assert why.startswith(
+        "the process that the ranks were forked from has died (out of memory?); "
+        "no checkpoint was saved: the same command starts"
+    )
+    wait_until_nothing_runs(program, [server])
+
+
 def test_a_rank_that_stands_still_is_named(tmp_path):
     tree = tree_in(tmp_path, 2)
     hurried = [

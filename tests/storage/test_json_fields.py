@@ -1,11 +1,13 @@
 """Fields of JSON that anyone may have written: each is what was asked for, or named with what it is."""
 
+import json
 import math
+import sys
 
 import pytest
 
 from megalith.errors import CheckpointError
-from megalith.storage import MOST_COUNTED, WAY_OUT, JsonFields, shown
+from megalith.storage import MOST_COUNTED, WAY_OUT, JsonFields, float_sized, shown
 
 
 def nested(depth: int) -> list[object]:
@@ -54,3 +56,11 @@ def test_what_is_no_count_is_refused_by_its_dotted_name(value):
 def test_what_is_no_finite_number_is_refused(value):
     with pytest.raises(CheckpointError, match=r"^x must be a finite number of at least 0; got "):
         JsonFields({"x": value}).number("x")
+
+
+def test_an_integer_is_read_exactly_up_to_the_largest_float_and_refused_beyond():
+    largest = int(sys.float_info.max)
+    assert json.loads(f"[{largest}, -3]", parse_int=float_sized) == [largest, -3]
+    for digits in (str(largest + 1), "-" + "9" * 400):
+        with pytest.raises(ValueError, match=r"an integer of [34][0-9]{2} digits"):
+            json.loads(digits, parse_int=float_sized)

@@ -4,15 +4,18 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megalith.checkpoint.box import Box
 from megalith.checkpoint.shard_header import DTYPES
 from megalith.errors import CheckpointError
+from megalith.storage import shown
 
 __all__ = ["INDEX", "Piece", "StoredTensor", "index_of", "key_of", "parse_index"]
 
 INDEX = "index.json"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,16 +64,23 @@ def parse_index(content: bytes) -> dict[str, StoredTensor]:
 
 
 def _stored_tensor(entry: Any) -> StoredTensor:
-    shape = tuple(int(size) for size in entry["shape"])
+    shape = tuple(_exactly(int, size) for size in entry["shape"])
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {entry['dtype']}")
     pieces = []
     for piece in entry["boxes"]:
-        box = Box(tuple((int(start), int(stop)) for start, stop in piece["ranges"]))
+        box = Box(tuple((_exactly(int, start), _exactly(int, stop)) for start, stop in piece["ranges"]))
         if len(box.ranges) != len(shape) or box.num_elements == 0 or box.overlap(Box.whole(shape)) != box:
             raise ValueError(f"box {piece['ranges']} does not lie in shape {shape}")
-        file = str(piece["file"])
+        file = _exactly(str, piece["file"])
         if Path(file).name != file or Path(file).suffix != ".safetensors":
             raise ValueError(f"file {file!r} must be a .safetensors file of the folder itself")
-        pieces.append(Piece(file, str(piece["key"]), box))
+        pieces.append(Piece(file, _exactly(str, piece["key"]), box))
     return StoredTensor(shape, entry["dtype"], tuple(pieces))
+
+
+def _exactly(kind: type[T], value: Any) -> T:
+    """``value``, which must be of ``kind`` itself: JSON's ``true`` is an int too, and int() takes "2" and 2.5."""
+    if type(value) is not kind:
+        raise TypeError(f"{shown(value)} should be of type {kind.__name__}")
+    return value

@@ -29,7 +29,7 @@ __all__ = ["PrepareSummary", "Progress", "prepare"]
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
 
-_FORMAT_VERSION = 2  # of what the bytes depend on beside inputs and settings; raise it with any change to them
+_FORMAT_VERSION = 3  # of what the bytes depend on beside inputs and settings; raise it with any change to them
 _PUBLISHING = "publishing"  # this file says that the job has begun to move its files into place
 
 

@@ -6,7 +6,8 @@ encoded and decoding gives back the same bytes.
 
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -26,6 +27,8 @@ _MOST_BYTES_OPEN = 3  # of a character in UTF-8, before its last
 _CONTEXT = 16  # ids: more than a character, or the rule of a decoder for spaces, reaches over
 _MOST_BYTES = 1 << 28  # of a tokenizer.json; the largest published ones have about 40 MB
 _MOST_ENTRIES = 1 << 24  # of a trained vocabulary; the largest published ones have a million
+_LONGER_THAN_WORDS = 512  # characters
+_ONE_KIND = re.compile(r"\w+|\s+|[^\w\s]+")  # letters and digits, spaces, or other signs
 _EOD_NAMES = (EOD, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 
 
@@ -179,7 +182,8 @@ class TextStream:
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE tokenizer of at most ``vocab_size`` entries: ``<|endoftext|>`` (id 0), 256 bytes, then merges.
 
-    The same texts in the same order give the same bytes. Few texts may not support as many entries as asked.
+    The same texts in the same order give the same bytes. Few texts may not support as many entries as asked. Training
+    takes time in the square of a word's length, so it sees endless ones (DNA, a line of dashes) in parts.
 
     Raises ConfigError if ``vocab_size`` has no room for the bytes, or is larger than any vocabulary.
     """
@@ -194,7 +198,18 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[EOD], initial_alphabet=sorted(alphabet), show_progress=False
     )
-    trained.train_from_iterator(texts, trainer)
+    trained.train_from_iterator(_without_endless_words(texts), trainer)
     if (found := trained.get_vocab_size()) < vocab_size:
         log.warning("the text gives a vocabulary of %d entries; %d were asked for", found, vocab_size)
     return Tokenizer(trained.to_str(pretty=True).encode())
+
+
+def _without_endless_words(texts: Iterable[str]) -> Iterator[str]:
+    """``texts``, cut where they go on without a word's end; merges are counted within words, so that little is lost."""
+    for text in texts:
+        start = 0
+        for stop in range(_LONGER_THAN_WORDS, len(text), _LONGER_THAN_WORDS):
+            if _ONE_KIND.fullmatch(text, stop - _LONGER_THAN_WORDS, stop):
+                yield text[start:stop]
+                start = stop
+        yield text[start:]

@@ -18,9 +18,13 @@ from statistics import median
 from typing import Any, TypeGuard
 
 from megalith.errors import DataError
+from megalith.input_file import read_regular_file
 from megalith.observe.metrics import COMPILE, read_metrics
+from megalith.storage.json_fields import float_sized
 
 __all__ = ["Phase", "RunHistory", "read_run"]
+
+_MOST_BYTES = 1 << 26  # of a file beside the metrics
 
 
 @dataclass(frozen=True)
@@ -174,8 +178,8 @@ def _json(path: Path, kind: type) -> Any:
     if not path.is_file():
         return kind()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(read_regular_file(path, _MOST_BYTES).decode("utf-8"), parse_int=float_sized)
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} should be JSON, and is not ({error}); remove it to leave that part out") from error
     if not isinstance(content, kind):
         wanted = "an object" if kind is dict else "a list"

@@ -16,6 +16,7 @@ JSON has no NaN. A number that is not finite stands as null, and ``nonfinite`` b
 import json
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import NoneType, TracebackType
 from typing import Any, TypeGuard
@@ -23,6 +24,7 @@ from typing import Any, TypeGuard
 from megalith.errors import DataError
 from megalith.storage.atomic import publish_file
 from megalith.storage.failures import explained
+from megalith.storage.json_fields import float_sized
 
 __all__ = ["COMPILE", "MetricsWriter", "read_metrics"]
 
@@ -30,6 +32,7 @@ COMPILE = "compile"  # the span of waiting for torch.compile, which is part of n
 
 _NAME = "metrics.jsonl"
 _NONFINITE = "nonfinite"
+_LONGEST_LINE = 1 << 24  # bytes; texts of train.generation are the longest that training writes
 
 
 class MetricsWriter:
@@ -96,19 +99,19 @@ def _drop_after(path: Path, last_step: int) -> None:
 
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Each record with its line."""
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # the decoding of bytes included
-            record = None
-        if _is_record(record):
-            yield line, record
-        elif number < len(lines):  # what follows the last line feed is empty, or torn by a crash
-            raise DataError(
-                f"every line of {path} must be a JSON object with a step, its numbers as training writes them; "
-                f"line {number} is {line[:60]!r}; remove that line, or move the file away"
-            )
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE), b""), start=1):
+            try:
+                record = json.loads(line, parse_int=float_sized)
+            except (ValueError, RecursionError):  # the decoding of bytes included
+                record = None
+            if _is_record(record):
+                yield line.removesuffix(b"\n"), record
+            elif line.endswith(b"\n") or len(line) == _LONGEST_LINE:  # else a crash has torn the last line
+                raise DataError(
+                    f"every line of {path} must be a JSON object with a step, its numbers as training writes them; "
+                    f"line {number} is {line[:60]!r}; remove that line, or move the file away"
+                )
 
 
 def _is_record(value: object) -> TypeGuard[dict[str, Any]]:

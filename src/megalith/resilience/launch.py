@@ -13,8 +13,10 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megalith.errors import RankFailedError
 from megalith.resilience.rank_watch import Rank, Watch, ended_with_the_block, open_log, start_rank
 from megalith.resilience.stop_signals import REQUESTS, handled
+from megalith.resilience.verdict import SERVER_DIED
 from megalith.storage.failures import explained
 
 __all__ = ["launch"]
@@ -56,10 +58,14 @@ def launch(
         tempfile.TemporaryDirectory(prefix="megalith-") as folder,
         ended_with_the_block(ranks),
     ):
-        for number, file in enumerate(files):
-            store = Path(folder, "store")
-            ranks.append(start_rank(number, num_ranks, store, file, _run_program, tuple(arguments)))
-        verdict = watch.until_the_end()
+        try:
+            for number, file in enumerate(files):
+                store = Path(folder, "store")
+                ranks.append(start_rank(number, num_ranks, store, file, _run_program, tuple(arguments)))
+        except RankFailedError:
+            verdict = SERVER_DIED
+        else:
+            verdict = watch.until_the_end()
     way_on = f"{goes_on()} (what each rank printed: {logs})" if verdict.goes_on else ""
     if verdict.message or way_on:
         joint = "\n" if "\n" in verdict.message else "; "

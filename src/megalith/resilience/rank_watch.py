@@ -19,11 +19,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from megalith.errors import RankFailedError
 from megalith.resilience.rank_link import Failure, Lines, Place, answer_supervisor
 from megalith.resilience.rank_server import end_with_server, ensure_running
 from megalith.resilience.stop_request import SAVING
 from megalith.resilience.stop_signals import FORWARDED, Requests
-from megalith.resilience.verdict import SAVED, Ended, Verdict, judge
+from megalith.resilience.verdict import SAVED, SERVER_DIED, Ended, Verdict, judge
 
 __all__ = ["RENDEZVOUS", "Rank", "Watch", "ended_with_the_block", "open_log", "start_rank"]
 
@@ -73,6 +74,9 @@ def start_rank(number: int, num_ranks: int, store: Path, log: Path, main: Callab
     """Starts ``main(*arguments)`` as rank ``number``, with torchrun's variables in its environment.
 
     ``store`` is the file through which ranks meet. Standard error, and the output of all ranks but 0, goes to ``log``.
+
+    Raises:
+        RankFailedError: the process that ranks are forked from has died.
     """
     # a fork of this process would share the locks of its threads; on macOS the system's libraries survive no fork
     darwin = sys.platform == "darwin"
@@ -89,7 +93,11 @@ def start_rank(number: int, num_ranks: int, store: Path, log: Path, main: Callab
     ours, theirs = socket.socketpair()
     with theirs:
         process = context.Process(target=_rank_main, args=(environment, theirs, log, main, arguments))
-        process.start()
+        try:
+            process.start()
+        except (EOFError, ConnectionError) as error:  # the server was to answer with the number of its fork
+            ours.close()
+            raise RankFailedError(SERVER_DIED.message) from error
     return Rank(number, process, ours)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megalith.resilience.rank_link import Failure
 from megalith.resilience.stop_signals import REQUESTS
 
-__all__ = ["SAVED", "Ended", "Verdict", "judge"]
+__all__ = ["SAVED", "SERVER_DIED", "Ended", "Verdict", "judge"]
 
 SAVED = 75  # a run that was asked to stop, and has saved; EX_TEMPFAIL of sysexits.h
 _LOST = 255  # what multiprocessing says of a process whose server has died, so that nobody knows what became of it
@@ -40,6 +40,9 @@ class Verdict:
     goes_on: bool = False
 
 
+SERVER_DIED = Verdict(1, "the process that the ranks were forked from has died (out of memory?)", goes_on=True)
+
+
 def judge(ended: Sequence[Ended]) -> Verdict:
     """The verdict over the ranks that ended by themselves, first to last; there is one at least."""
     if killed := [one for one in ended if one.code < 0]:
@@ -54,7 +57,7 @@ def judge(ended: Sequence[Ended]) -> Verdict:
         rank, failure = failures[0]
         return Verdict(failure.code, f"rank {rank} failed:\n{failure.text.rstrip()}", True)
     if any(one.code == _LOST for one in ended):
-        return Verdict(1, "the process that the ranks were forked from has died (out of memory?)", True)
+        return SERVER_DIED
     for one in ended:
         if one.code not in (0, SAVED):
             return Verdict(one.code, f"rank {one.rank} ended with exit code {one.code}", True)

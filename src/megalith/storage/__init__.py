@@ -3,7 +3,7 @@
 from megalith.storage.atomic import fsync_folder, publish_file, publish_folder, write_json_atomic, write_text_atomic
 from megalith.storage.failures import explained
 from megalith.storage.free_space import free_bytes, require_free_bytes
-from megalith.storage.json_fields import MOST_COUNTED, WAY_OUT, JsonFields, shown
+from megalith.storage.json_fields import MOST_COUNTED, WAY_OUT, JsonFields, float_sized, shown
 from megalith.storage.local_store import LocalStore
 from megalith.storage.manifest import FileRecord, Recorder, has_all_files, manifest_of, read_manifest, record_of
 from megalith.storage.open_store import Location, child, open_store, sibling
@@ -24,6 +24,7 @@ __all__ = [
     "Store",
     "child",
     "explained",
+    "float_sized",
     "free_bytes",
     "fsync_folder",
     "has_all_files",

@@ -8,7 +8,7 @@ from typing import Any
 
 from megalith.errors import CheckpointError
 
-__all__ = ["MOST_COUNTED", "WAY_OUT", "JsonFields", "shown"]
+__all__ = ["MOST_COUNTED", "WAY_OUT", "JsonFields", "float_sized", "shown"]
 
 WAY_OUT = "use an older checkpoint, or copy this one again from where it came"
 
@@ -24,6 +24,14 @@ def shown(value: Any) -> str:
     except RecursionError:
         return "something nested too deeply"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def float_sized(digits: str) -> int:
+    """An integer of JSON, for ``json.loads(..., parse_int=float_sized)``. Raises ValueError where no float holds it."""
+    number = int(digits)
+    if abs(number) > sys.float_info.max:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return number
 
 
 @dataclass(frozen=True)
