@@ -2,25 +2,28 @@
 
 all_gather_single, reduce_scatter_single    new in 2.13, which warns of all_gather_into_tensor, reduce_scatter_tensor
 torch.compile(isolate_recompiles=...)       new in 2.13, with recompile_limit=...
+torch._functorch.config.donated_buffer      private; whether a compiled backward may overwrite what was saved
 distributed_c10d._process_group_name        private; names a new process group
 """
 
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.distributed import ProcessGroup, distributed_c10d
 
 __all__ = [
     "all_gather_into",
     "compile_apart",
     "compile_layers_",
+    "keeping_what_is_saved",
     "new_group",
     "reduce_scatter_into",
     "watch_compiler",
@@ -55,6 +58,12 @@ def compile_layers_(layers: Sequence[nn.Module]) -> None:
     limit: dict[str, Any] = {"recompile_limit": 8 + len(layers)} if _isolates else {}
     for layer in layers:
         layer.compile(**limit)
+
+
+def keeping_what_is_saved() -> AbstractContextManager[None]:
+    """While it lasts, torch.compile builds backwards that can run twice: none reuses the memory of what was saved."""
+    keeping: AbstractContextManager[None] = functorch_config.patch(donated_buffer=False)
+    return keeping
 
 
 @contextmanager
