@@ -2,6 +2,7 @@
 
 all_gather_single, reduce_scatter_single    new in 2.13, which warns of all_gather_into_tensor, reduce_scatter_tensor
 torch.compile(isolate_recompiles=...)       new in 2.13, with recompile_limit=...
+torch._functorch.config.donated_buffer      private; whether a compiled backward may overwrite what was saved
 distributed_c10d._process_group_name        private; names a new process group
 FSDPModule._get_fsdp_state()                private; ends a backward by hand
 """
@@ -9,13 +10,14 @@ FSDPModule._get_fsdp_state()                private; ends a backward by hand
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
@@ -24,6 +26,7 @@ __all__ = [
     "compile_apart",
     "compile_layers_",
     "end_backward",
+    "keeping_what_is_saved",
     "new_group",
     "reduce_scatter_into",
     "watch_compiler",
@@ -58,6 +61,12 @@ def compile_layers_(layers: Sequence[nn.Module]) -> None:
     limit: dict[str, Any] = {"recompile_limit": 8 + len(layers)} if _isolates else {}
     for layer in layers:
         layer.compile(**limit)
+
+
+def keeping_what_is_saved() -> AbstractContextManager[None]:
+    """While it lasts, torch.compile builds backwards that can run twice: none reuses the memory of what was saved."""
+    keeping: AbstractContextManager[None] = functorch_config.patch(donated_buffer=False)
+    return keeping
 
 
 @contextmanager

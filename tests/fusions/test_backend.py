@@ -8,7 +8,7 @@ import torch
 from megalith.errors import BackendError
 from megalith.fusions import use, weighted_squared_relu_impl
 from megalith.fusions.paths import backend
-from megalith.fusions.paths.backend import Fusion
+from megalith.fusions.paths.backend import Fusion, compiled
 from megalith.fusions.paths.blocks import LARGEST_WHOLE
 
 # a path's function is its name here
@@ -75,6 +75,13 @@ def test_a_path_may_have_a_limit_of_its_own():
     assert fusion.path(tensor(numel=9), "blocked") == "blocked"
     with pytest.raises(BackendError, match=r"backend='blocked': not torch\.float32; here it can take triton"):
         fusion.path(tensor(numel=10), "blocked")
+
+
+def test_a_reference_that_is_compiled_can_run_backward_twice(device):
+    x = torch.randn(3, 5, device=device, requires_grad=True)
+    y = compiled(lambda x: torch.softmax(x.square(), dim=-1).log())(x)
+    once, twice = (torch.autograd.grad(y.sum(), x, retain_graph=True) for _ in range(2))
+    assert torch.equal(*once, *twice)
 
 
 def test_a_compiled_function_follows_use(device):

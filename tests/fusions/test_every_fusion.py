@@ -151,6 +151,12 @@ def test_backward_can_run_twice_and_nothing_that_was_given_is_written(case, path
         assert given is None or torch.equal(given, want)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in FIRST if "compile" in case.fusion.paths], ids=str)
+def test_what_was_compiled_can_run_backward_twice(case, device):
+    test_backward_can_run_twice_and_nothing_that_was_given_is_written(case, "compile", device)
+
+
 @on_paths(CASES, sample=of_each_operation_on_each_path)
 def test_two_runs_and_a_recomputed_one_are_equal_bit_for_bit(case, path, device):
     inputs = small(case, device)

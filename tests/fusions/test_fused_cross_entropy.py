@@ -60,6 +60,19 @@ def test_large_logits_neither_overflow_nor_lose_a_loss_of_ordinary_size(dtype, p
     assert dlogits.tolist() == [[0.5, -0.5, 0.0], [0.0, 0.0, 0.0]]
 
 
+@pytest.mark.parametrize("path", [*PATHS, pytest.param("compile", marks=pytest.mark.slow)])
+def test_label_smoothing_of_the_largest_logits_does_not_overflow(path, device):
+    logits = torch.full((3, 8), 3e38, device=device)
+    logits[1] *= -1.0
+    logits[2] = 1.0
+    loss, dlogits = loss_and_gradient(
+        logits, torch.zeros(3, dtype=torch.int64, device=device), path, label_smoothing=0.5
+    )
+    assert loss.tolist() == pytest.approx([math.log(8.0)] * 3)
+    assert dlogits[0].tolist() == pytest.approx([-0.4375, *[0.0625] * 7])
+    assert torch.equal(dlogits[0], dlogits[2])
+
+
 @every_path
 def test_each_row_of_the_gradient_sums_to_zero(path, device):
     logits = 3.0 * torch.randn(3, 3001, generator=torch.Generator().manual_seed(2))
@@ -180,6 +193,7 @@ def refused(error: type[Exception], message: str, *shapes: Sequence[int], **opti
 def test_tensors_that_do_not_fit_are_refused():
     refused(ShapeError, r"target must be \[2\], one for each row of vocab_parallel_logits; got \[3\]", (2, 5), (3,))
     refused(ShapeError, r"must be \[\.\.\., V/tp\], a logit for each word; got \[\]", (), ())
+    refused(ShapeError, r"the vocabulary must have a word; got 0 columns", (2, 0), (2,))
     refused(ShapeError, r"target must be int64; got torch.int32: target.long\(\)", target=torch.zeros(2).int())
     refused(
         ShapeError, r"must be float16, bfloat16, float32 or float64; got torch.int64", logits=torch.zeros(2, 5).long()

@@ -131,6 +131,7 @@ def test_what_does_not_fit_is_refused():
     refused(ShapeError, r"bias must be torch.float32, as x; got torch.bfloat16", bias=bias.bfloat16())
     refused(ShapeError, r"bias must be \[37\], one for each row of weight; got \[36\]", bias=bias[:36])
     refused(ShapeError, r"target must be \[2, 5\], one for each row of x; got \[5, 2\]", x, weight, target.t())
+    refused(ShapeError, r"the vocabulary must have a word; got 0 columns", x, weight[:0], target)
     refused(ShapeError, r"rank 0 of 1 holds 37 columns of 38 words", vocab_size=38)
     refused(
         ShapeError, r"under sequence_parallel .*; got \[16\]", x[0, 0], weight, target[0, 0], sequence_parallel=True

@@ -75,6 +75,16 @@ def test_tables_of_full_width_hold_each_angle_twice(interleaved):
         assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
+def test_a_table_says_itself_whether_its_angles_stand_in_both_halves_or_side_by_side():
+    t, (cos, sin) = draw(S, B, A, K + R), tables()
+    in_halves = [
+        torch.cat((table, table), dim=-1)[:, None, None] for table in (cos, sin)
+    ]  # as Megatron's YaRN has them
+    want = fused_apply_mla_rope_for_q(t, cos, sin, K, R, rotary_interleaved=True)
+    assert torch.equal(fused_apply_mla_rope_for_q(t, *in_halves, K, R, rotary_interleaved=True), want)
+    assert not torch.equal(fused_apply_mla_rope_for_q(t, *in_halves, K, R), want)
+
+
 @pytest.mark.parametrize("backend", PATHS)
 def test_queries_are_written_elsewhere_and_can_be_turned_back(backend):
     t = draw(S, B, A, K + R)
@@ -150,6 +160,9 @@ def test_nan_and_inf_are_copied_and_turned(backend):
 
 PACKED = {"t": torch.ones(6, A, K + R)}
 BORDERS = torch.tensor([0, 6])
+DISTINCT = torch.arange(32.0).view(8, 1, 1, R)
+FULL = {"cos": torch.ones(8, 1, 1, R), "sin": torch.ones(8, 1, 1, R)}
+INTERLEAVED = {"rotary_interleaved": True}
 
 
 @pytest.mark.parametrize(
@@ -160,6 +173,16 @@ BORDERS = torch.tensor([0, 6])
         ({"qk_head_dim": 0}, ShapeError, "columns must be positive.*got emb_dim=4, qk_head_dim=0"),
         ({"cos": torch.ones(8, 3), "sin": torch.ones(8, 3)}, ShapeError, r"cos must be \[rows, 2\].*got \[8, 3\]"),
         ({"cos": torch.ones(8, 1, 1, 2)}, ShapeError, r"cos and sin must be \[8, 1, 1, 4\].*got \[8, 1, 1, 2\]"),
+        (
+            {"cos": DISTINCT, "sin": DISTINCT} | INTERLEAVED,
+            ConfigError,
+            r"must hold each angle twice.*give \[rows, 2\]",
+        ),
+        (
+            {name: x.to("meta") for name, x in ({"t": torch.ones(S, B, A, K + R)} | FULL).items()} | INTERLEAVED,
+            ConfigError,
+            r"or in both halves, .*wait for the device.*give \[rows, 2\]: cos\[:, 0, 0, ::2\]",
+        ),
         ({"cos": torch.ones(8, 2, device="meta")}, ShapeError, "must be on one device.*cos is on meta"),
         ({"cp_size": 2}, ConfigError, "without cu_seqlens give the position_ids of this rank"),
         ({"cu_seqlens_q": BORDERS}, ConfigError, r"cu_seqlens says the positions of packed tokens \[T, A, ...\]"),

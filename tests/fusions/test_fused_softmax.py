@@ -1,5 +1,6 @@
 """fused_softmax: masks, windows and sinks by hand, wide rows, the field's names, and what is refused."""
 
+from enum import Enum
 from itertools import product
 
 import pytest
@@ -188,6 +189,20 @@ def test_the_module_computes_the_same_on_both_of_its_paths(kind, window):
         torch.testing.assert_close(fused, want.bfloat16(), rtol=2**-8, atol=0)
 
 
+# as Megatron declares it
+MegatronMaskType = Enum("AttnMaskType", ["padding", "causal", "no_mask", "padding_causal", "arbitrary"])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", AttnMaskType, ids=str)
+def test_a_mask_type_is_known_by_its_name_whichever_enum_it_is_of(kind, fused):
+    x = scores(2, 3, 4, 6)
+    want = module(kind, fused)(x, None)
+    for given in (MegatronMaskType[kind.name], kind.name):
+        assert torch.equal(module(given, fused)(x, None), want)
+        assert module(given, fused).attn_mask_type is kind
+
+
 def test_the_torch_path_masks_by_the_function_that_it_was_given():
     seen = []
 
@@ -246,6 +261,10 @@ def test_the_kernel_is_available_for_every_length_and_every_mask_that_fits():
         (lambda: SoftmaxOne(1), ConfigError, r"dim must be -1 or 3.*got 1"),
         (lambda: module(input_in_fp16=True, input_in_bf16=True), ConfigError, r"set one, or neither"),
         (lambda: module(scale=2.0, softmax_in_fp32=False), ConfigError, r"scale=2.0 needs softmax_in_fp32=True"),
+        (lambda: module(None), ConfigError, r"attn_mask_type must be one of padding, causal, .*; got None"),
+        (lambda: module("Causal"), ConfigError, r"AttnMaskType.causal or as 'causal'; got 'Causal'"),
+        (lambda: module(2), ConfigError, r"attn_mask_type must be one of .*; got 2"),
+        (lambda: module(Enum("Kind", ["bottom_right"]).bottom_right), ConfigError, r"got <Kind.bottom_right: 1>"),
         (lambda: module(window_size=(1, 2, 3)), ConfigError, r"got \(1, 2, 3\)"),
         (lambda: module(input_in_fp16=True)(torch.ones(1, 1, 2, 2), None), ShapeError, r"float16.*got torch.float32"),
         (lambda: module()(torch.ones(1, 2, 2), None), ShapeError, r"\[B, A, Sq, Sk\]; got \[1, 2, 2\]"),

@@ -1,5 +1,7 @@
 """glu: values by hand and by torch, both spellings of its gradient, what it refuses, NaN, addresses past 32 bits."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -8,6 +10,9 @@ from torch import Tensor
 
 from megalith.errors import BackendError, ConfigError, ShapeError
 from megalith.fusions import Activation, glu, glu_back
+from megalith.fusions.formulas import bias_gelu as gelu_formulas
+from megalith.fusions.formulas import glu as glu_formulas
+from megalith.fusions.formulas import glu_float8 as glu_float8_formulas
 from tests.fusions.cases.glu import ACTIVATIONS
 from tests.kernel_reports import in_interpreter
 
@@ -81,6 +86,50 @@ def test_nan_and_inf_pass_as_in_torch(activation, backend, device):
     for name, a, b in zip(("y", "dgate", "dup"), got, want, strict=True):
         assert torch.equal(a.isnan(), b.isnan()), name
         torch.testing.assert_close(a, b, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("backend", [*PATHS, pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "relu"])
+def test_what_is_clamped_passes_the_gradients_of_torchs_clamp(activation, weighted, backend, device):
+    gate = torch.tensor([NAN, INF, -INF, 2.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0], device=device)
+    up = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, NAN, INF, -INF, 2.0, -2.0], device=device)
+    w = torch.full((1, 1), 0.5, device=device) if weighted else None
+
+    def gradients(compute) -> tuple[Tensor, ...]:
+        leaves = [gate.clone()[None].requires_grad_(), up.clone()[None].requires_grad_()]
+        return torch.autograd.grad(compute(*leaves).sum(), leaves)
+
+    got = gradients(lambda a, b: glu(a, b, activation=activation, weights=w, clamp=2.0, backend=backend))
+    want = gradients(
+        lambda a, b: ACTIVATIONS[activation](a.clamp(max=2.0)) * b.clamp(-2.0, 2.0) * (1.0 if w is None else w)
+    )
+    assert want[0][0, :2].tolist() == [0.0, 0.0]  # of a gate that is NaN, and of one above the bound
+    assert want[1][0, 5:8].tolist() == [0.0, 0.0, 0.0]
+    for name, a, b in zip(("dgate", "dup"), got, want, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True, msg=name)
+
+
+def calls_of_operators(activation: str) -> list[Callable[[], object]]:
+    from megalith.fusions.kernels import bias_gelu, glu
+
+    x = torch.ones(2, 6)
+    of_glu = [glu.op, glu_formulas.blocked, glu_formulas.compiled, glu_formulas.reference]
+    of_float8 = [glu.op_float8, glu_float8_formulas.blocked, glu_float8_formulas.compiled]
+    of_gelu = [bias_gelu.op, gelu_formulas.blocked, gelu_formulas.compiled, gelu_formulas.reference]
+    return [
+        *(partial(op, x, None, None, None, activation, 0.0, INF, False) for op in of_glu),
+        *(partial(op, x, None, None, activation, 0.0, INF, False) for op in of_float8),
+        *(partial(op, x, None, activation) for op in of_gelu),
+        lambda: glu_back(x[:, :3], x, activation=activation),
+    ]
+
+
+def test_an_unknown_activation_is_one_error_on_every_path_of_every_operation():
+    for call in calls_of_operators("swish"):
+        with pytest.raises(ConfigError, match=r"one of silu, gelu_tanh, gelu, quick_gelu, relu; got 'swish'"):
+            call()
 
 
 @in_interpreter

@@ -16,7 +16,9 @@ Keys and values are written once, where attention reads them: no split, no expan
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
@@ -55,8 +57,9 @@ def fused_apply_mla_rope_for_q(
 
     Args:
         t: [S, B, A, qk_head_dim + emb_dim], or [T, A, ...] of packed documents; any strides.
-        cos, sin: [rows, emb_dim/2], best in float32; or [rows, 1, 1, emb_dim], in which each angle stands twice: in
-            both halves, or, with ``rotary_interleaved``, side by side.
+        cos, sin: [rows, emb_dim/2], best in float32; or the field's [rows, 1, 1, emb_dim], in which each angle stands
+            twice, in both halves. With ``rotary_interleaved`` the angles may also stand side by side; which it is, is
+            read from a table on the CPU, and elsewhere [rows, emb_dim/2] must be given.
         qk_head_dim, emb_dim: columns that stay, then columns that turn.
         cu_seqlens_q: int32 or int64 [N+1], borders of the packed documents, which say the positions of [T, ...].
         cp_rank, cp_size: of context parallelism, see ``positions_from_cu_seqlens``; with ``cu_seqlens_q`` only.
@@ -68,7 +71,8 @@ def fused_apply_mla_rope_for_q(
 
     Raises:
         ShapeError: the tensors do not fit together.
-        ConfigError: packed tokens of unknown positions, or positions given twice, or settings that have no effect.
+        ConfigError: packed tokens of unknown positions, or positions given twice, or settings that have no effect; a
+            table of unknown layout.
         BackendError: ``backend`` cannot run on ``t``.
     """
     check_floating(t=t, cos=cos, sin=sin)
@@ -193,4 +197,22 @@ def _half(table: Tensor, emb_dim: int, rotary_interleaved: bool) -> Tensor:
     if table.dim() != 4:
         return table
     check_shape("cos and sin", table, (len(table), 1, 1, emb_dim), "rows of emb_dim, or [rows, emb_dim/2]")
-    return table[:, 0, 0, ::2] if rotary_interleaved else table[:, 0, 0, : emb_dim // 2]
+    rows = table[:, 0, 0]
+    first_half, even = rows[:, : emb_dim // 2], rows[:, ::2]
+    if not rotary_interleaved:
+        return first_half
+    # Megatron's RotaryEmbedding puts the angles side by side then, and its YarnRotaryEmbedding in both halves
+    if table.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(table, FakeTensor):
+        raise ConfigError(
+            f"with rotary_interleaved the angles of a table [rows, 1, 1, {emb_dim}] stand side by side or in both "
+            f"halves, and the host would have to wait for the device to see it; give [rows, {emb_dim // 2}]: "
+            f"cos[:, 0, 0, ::2] if side by side, cos[:, 0, 0, :{emb_dim // 2}] if in both halves, as those of YaRN"
+        )
+    if torch.equal(even, rows[:, 1::2]):
+        return even
+    if torch.equal(first_half, rows[:, emb_dim // 2 :]):
+        return first_half
+    raise ConfigError(
+        f"a table [rows, 1, 1, {emb_dim}] must hold each angle twice, side by side or in both halves; this one does "
+        f"not; give [rows, {emb_dim // 2}], a column for each pair"
+    )

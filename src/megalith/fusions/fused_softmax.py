@@ -36,6 +36,20 @@ class AttnMaskType(Enum):
     padding_causal = 4
     arbitrary = 5
 
+    @classmethod
+    def of(cls, given: "Enum | str") -> "AttnMaskType":
+        """The member of the name that is ``given``, or that a member of another enum has, such as Megatron's.
+
+        Raises ConfigError for anything else.
+        """
+        name = given.name if isinstance(given, Enum) else given
+        if isinstance(name, str) and name in cls.__members__:
+            return cls[name]
+        raise ConfigError(
+            f"attn_mask_type must be one of {', '.join(cls.__members__)}, as AttnMaskType.causal or as 'causal'; "
+            f"got {given!r}"
+        )
+
 
 def _upper_triang(x: Tensor, scale: float) -> Tensor:
     """Causal probabilities of ``x`` [B, Sq, Sk]; where Sq and Sk differ, the last query stands at the last key."""
@@ -103,7 +117,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         input_in_fp16: scores must be float16.
         input_in_bf16: scores must be bfloat16. With neither, any floating dtype is taken.
         attn_mask_type: causal and padding_causal hide the keys after a query, whatever else is hidden; no_mask takes
-            no mask.
+            no mask. An AttnMaskType, a member of that name of another enum, such as Megatron's, or the name.
         scaled_masked_softmax_fusion: take ``forward_fused_softmax``, or raise; else ``forward_torch_softmax``.
         mask_func: (scores, mask) -> scores, for the torch path; the fused one masks with -inf itself, as the torch
             path does without a function.
@@ -112,14 +126,15 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         scale: of the scores; None is 1.
         window_size: keys seen before and after a query's own, -1 for all of them; None for no window.
 
-    Raises ConfigError for both dtypes, a window that is none, or a scale without ``softmax_in_fp32``.
+    Raises ConfigError for both dtypes, an unknown mask type, a window that is none, or a scale without
+    ``softmax_in_fp32``.
     """
 
     def __init__(
         self,
         input_in_fp16: bool,
         input_in_bf16: bool,
-        attn_mask_type: AttnMaskType,
+        attn_mask_type: Enum | str,
         scaled_masked_softmax_fusion: bool,
         mask_func: Callable[[Tensor, Tensor], Tensor] | None,
         softmax_in_fp32: bool,
@@ -135,7 +150,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         if scale is not None and not softmax_in_fp32:
             raise ConfigError(f"scale={scale} needs softmax_in_fp32=True: scaled scores of 16 bits could overflow")
         self.input_dtype = torch.float16 if input_in_fp16 else torch.bfloat16 if input_in_bf16 else None
-        self.attn_mask_type = attn_mask_type
+        self.attn_mask_type = AttnMaskType.of(attn_mask_type)
         self.scaled_masked_softmax_fusion = scaled_masked_softmax_fusion
         self.mask_func = mask_func
         self.softmax_in_fp32 = softmax_in_fp32

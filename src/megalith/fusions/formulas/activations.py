@@ -6,14 +6,17 @@ arXiv:1606.08415.
 """
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-__all__ = ["Activation", "activate", "activation_back", "clamp_back"]
+from megalith.errors import ConfigError
+
+__all__ = ["Activation", "activate", "activation_back", "check_activation"]
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu"]
+_ACTIVATIONS = get_args(Activation)
 
 _LINEAR = 2.0 * math.sqrt(2.0 / math.pi)  # 2u = _LINEAR a + _CUBIC a^3
 _CUBIC = _LINEAR * 0.044715
@@ -24,8 +27,15 @@ _ROOT_1_OVER_2_PI = 1.0 / math.sqrt(2.0 * math.pi)
 _aten: Any = torch.ops.aten  # gradients of torch's own, of one pass each where a formula has several
 
 
+def check_activation(activation: str) -> None:
+    """Raises ConfigError unless there is such an activation."""
+    if activation not in _ACTIVATIONS:
+        raise ConfigError(f"activation must be one of {', '.join(_ACTIVATIONS)}; got {activation!r}")
+
+
 def activate(a: Tensor, activation: str) -> Tensor:
-    """The activation of each element, in the dtype of ``a``; differentiable twice."""
+    """The activation of each element, in the dtype of ``a``; differentiable twice. Raises as ``check_activation``."""
+    check_activation(activation)
     if activation == "silu":
         return torch.nn.functional.silu(a)
     if activation == "relu":
@@ -37,7 +47,8 @@ def activate(a: Tensor, activation: str) -> Tensor:
 
 
 def activation_back(da: Tensor, a: Tensor, activation: str, out: Tensor | None = None) -> Tensor:
-    """The slope at each element times ``da``; it may go into ``out``."""
+    """The slope at each element times ``da``; it may go into ``out``. Raises as ``check_activation``."""
+    check_activation(activation)
     if activation in ("gelu", "gelu_tanh"):  # torch's own loses the digits of a slope near 0
         return torch.mul(_slope_of_gelu(a, activation), da, out=out)
     options: dict[str, Any] = {}
@@ -60,16 +71,6 @@ def _slope_of_gelu(a: Tensor, activation: str) -> Tensor:
     slope: Tensor = square.mul_(3.0 * _CUBIC).add_(_LINEAR).mul_(a)  # a (2u)'
     _aten.sigmoid_backward.grad_input(slope, s, grad_input=slope)
     return slope.add_(s)  # s + a (2u)' s (1 - s)
-
-
-def clamp_back(da: Tensor, a: Tensor, low: float, high: float) -> Tensor:
-    """``da`` where ``a`` is in [low, high] or NaN, else 0."""
-    if torch.compiler.is_compiling():
-        return torch.where((a < low) | (a > high), 0.0, da)
-    # one pass; torch's leaves the bounds themselves out, so they are moved to the next number
-    low, high = torch.nextafter(a.new_tensor([low, high]), a.new_tensor([-math.inf, math.inf])).tolist()
-    dx: Tensor = _aten.hardtanh_backward(da, a, low, high)
-    return dx
 
 
 def _normal_cumulative(a: Tensor) -> Tensor:

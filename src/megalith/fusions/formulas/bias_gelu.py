@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megalith.fusions.formulas.activations import activate, activation_back
+from megalith.fusions.formulas.activations import activate, activation_back, check_activation
 from megalith.fusions.formulas.rows import wide
 from megalith.fusions.paths.library import Operator, gradients_like
 from megalith.fusions.paths.row_wise import Runner, register_row_wise
@@ -28,6 +28,7 @@ def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
 
 def outputs(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """Memory for y [T, F]."""
+    check_activation(activation)
     return x.new_empty(x.shape)
 
 

@@ -3,8 +3,9 @@
 Of a row with logits x and target y, a part of the vocabulary says
 
     m   = a shift, at least the largest x_v with v != y      d = sum over v != y of exp(x_v - m)
-    x_y = the target's logit, 0 where another part holds it    s = sum over v of x_v, for label smoothing
+    x_y = the target's logit, 0 where another part holds it    s = 2^-24 sum over v of x_v, for label smoothing
 
+The factor changes no digit, and keeps the sum of the largest numbers of float32 from overflowing.
 Parts merge as log-sum-exps do. The target stays out of the sum, so nothing cancels where it dominates:
 
     t = m - x_y,  p = min(t, 0),  q = max(t, 0)
@@ -28,6 +29,7 @@ from megalith.fusions.paths.library import Operator
 
 __all__ = [
     "OPERATOR",
+    "SUM_SCALE",
     "capped",
     "empty_loss",
     "empty_statistics",
@@ -41,6 +43,8 @@ __all__ = [
     "statistics_outputs",
 ]
 
+SUM_SCALE = 2.0**-24  # of the sum over the words, of which no vocabulary has more than the inverse
+
 
 def num_true_columns(num_columns: int, part: Part) -> int:
     """How many of a part's columns are words of the vocabulary, and not padding."""
@@ -50,7 +54,7 @@ def num_true_columns(num_columns: int, part: Part) -> int:
 def _statistics(logits: Tensor, target: Tensor, part: Part, with_sum: bool) -> Tensor:
     """What a part [T, n] says of each row: (m, d, x_y) or, ``with_sum``, (m, d, x_y, s) -> [T, 3 or 4]."""
     x = capped(_true_logits(logits, part), part)
-    sums = [x.sum(dim=-1)] if with_sum else []
+    sums = [(x * SUM_SCALE).sum(dim=-1)] if with_sum else []
     if x.shape[-1] == 0:
         x = torch.nn.functional.pad(x, (0, 1), value=-math.inf)  # a part of padding only
     column, here = own_column(target, part.start, x.shape[-1])
@@ -87,7 +91,7 @@ def _loss_of(whole: Tensor, target: Tensor, part: Part, terms: Terms) -> Tensor:
     loss = q + log_sum
     lse = torch.where(t > 0.0, m, x_y) + log_sum
     if smoothing:
-        loss = (1.0 - smoothing) * loss + smoothing * (lse - s[0] / part.vocab_size)
+        loss = (1.0 - smoothing) * loss + smoothing * (lse - s[0] / (part.vocab_size * SUM_SCALE))
     if z_loss:
         loss = loss + z_loss * lse.square()
     return loss.masked_fill(target == part.ignore_index, 0.0)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megalith.fusions.formulas.cross_entropy import (
     OPERATOR,
+    SUM_SCALE,
     capped,
     finite_shift,
     gradients,
@@ -57,7 +58,7 @@ def statistics(run: Runner, logits: Tensor, target: Tensor, *options: Any) -> Te
             e.scatter_(-1, column, 0.0)
         else:
             e.scatter_(-1, column, e.gather(-1, column).masked_fill_(here, 0.0))
-        return top.squeeze(-1), e.sum(dim=-1), *([x.sum(dim=-1)] if s else [])
+        return top.squeeze(-1), e.sum(dim=-1), *([(x * SUM_SCALE).sum(dim=-1)] if s else [])
 
     run.widened_by_blocks(formula, (words, column, here), (m, d, *s), acc=found.dtype)
     return found

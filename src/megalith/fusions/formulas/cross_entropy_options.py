@@ -51,12 +51,14 @@ def part_of_rank(
 
     Raises:
         ConfigError: an option out of its range, or ``vocab_start`` without ``vocab_size``.
-        ShapeError: another number of columns than this rank's part of the vocabulary.
+        ShapeError: no word at all, or another number of columns than this rank's part of the vocabulary.
     """
     if softcap is not None and not 0.0 < softcap < math.inf:
         raise ConfigError(f"softcap must be positive and finite, or None for no cap; got {softcap}")
     if vocab_size is not None and vocab_size < 1:
         raise ConfigError(f"vocab_size must be positive, or None for all columns; got {vocab_size}")
+    if vocab_size is None and num_columns == 0:
+        raise ShapeError("the vocabulary must have a word; got 0 columns of logits, and no vocab_size")
     size, rank = (1, 0) if tp_group is None else (tp_group.size(), tp_group.rank())
     if vocab_start is None:
         start = _start_of_rank(num_columns, size, rank, vocab_size)

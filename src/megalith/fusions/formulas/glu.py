@@ -2,18 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError
-from megalith.fusions.formulas.activations import (
-    Activation,
-    activate,
-    activation_back,
-    clamp_back,
-)
+from megalith.fusions.formulas.activations import activate, activation_back, check_activation
 from megalith.fusions.formulas.rows import wide
 from megalith.fusions.paths.library import Operator, gradients_like
 from megalith.fusions.paths.row_wise import Runner, register_row_wise
@@ -47,8 +42,7 @@ class Gating(NamedTuple):
         cls, activation: str, offset: float = 0.0, clamp: float | None = None, interleaved: bool = False
     ) -> "Gating":
         """From the arguments of ``glu``; raises ConfigError for those that mean nothing."""
-        if activation not in get_args(Activation):
-            raise ConfigError(f"activation must be one of {', '.join(get_args(Activation))}; got {activation!r}")
+        check_activation(activation)
         if clamp is not None and not clamp > 0.0:
             raise ConfigError(f"clamp must be positive, or None for no clamp; got {clamp}")
         return cls(activation, float(offset), math.inf if clamp is None else float(clamp), interleaved)
@@ -99,8 +93,8 @@ def gradients_of(
         found.append((dl * linear).sum(dim=-1, keepdim=True))
         w = weights.to(a.dtype)
         da, dl = da.mul_(w), dl.mul_(w)
-    if clamp != math.inf:
-        da, dl = clamp_back(da, given[0], -math.inf, clamp), clamp_back(dl, given[1], -clamp, clamp)
+    if clamp != math.inf:  # as torch's clamp: the gradient passes at the bounds and at -inf, and not at NaN
+        da, dl = torch.where(given[0] <= clamp, da, 0.0), torch.where(given[1].abs() <= clamp, dl, 0.0)
     if bias is not None:
         found += [da.sum(dim=0), dl.sum(dim=0)]
     return da, dl, *found
@@ -139,6 +133,7 @@ def outputs(
     interleaved: bool,
 ) -> Tensor:
     """Memory for y [T, F]."""
+    check_activation(activation)
     return x.new_empty(x.shape[0], x.shape[1] if up is not None else x.shape[1] // 2)
 
 

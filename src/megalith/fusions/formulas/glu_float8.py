@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.fusions.formulas.activations import check_activation
 from megalith.fusions.formulas.glu import Gating, gradients_of, split, value_of
 from megalith.fusions.formulas.rows import wide
 from megalith.fusions.paths.library import Operator, gradients_like
@@ -45,6 +46,7 @@ def _outputs(
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for y [T, F], the stored input [T, 2F] and its scales [T, 1]."""
+    check_activation(activation)
     T = x.shape[0]
     stored = x.new_empty(x.shape, dtype=torch.uint8)  # bytes: few of torch's tools can take an operator's float8
     return x.new_empty(T, x.shape[1] // 2), stored, x.new_empty(T, 1, dtype=torch.float32)

@@ -89,6 +89,7 @@ def activation_and_slope(x, KIND: tl.constexpr):
         value = x * cumulative
         slope = cumulative + x * tl.exp(-0.5 * x * x) * _ROOT_1_OVER_2_PI
     else:
+        tl.static_assert(KIND == "relu", "no such activation")
         value = relu(x)
         slope = tl.where(x <= 0.0, 0.0, 1.0)  # 1 for NaN, as in torch
     return value, slope

@@ -1,8 +1,8 @@
 """Triton kernels of cross entropy: statistics of this rank's columns, loss from those of all ranks, gradient.
 
 The letters are those of ``formulas.cross_entropy``: of a row, m and d are the shift and the sum of the exponentials of
-all words but the target, x_y the target's logit, s the sum of the logits. T tokens (rows), n columns that are words.
-Rows may be strided; columns are contiguous.
+all words but the target, x_y the target's logit, s the scaled sum of the logits. T tokens (rows), n columns that are
+words. Rows may be strided; columns are contiguous.
 """
 
 import math
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalith.fusions.formulas.cross_entropy import OPERATOR, num_true_columns, statistics_outputs
+from megalith.fusions.formulas.cross_entropy import OPERATOR, SUM_SCALE, num_true_columns, statistics_outputs
 from megalith.fusions.formulas.cross_entropy_options import Part, part_and_terms
 from megalith.fusions.formulas.cross_entropy_steps import steps_of_operators
 from megalith.fusions.formulas.rows import contiguous_columns
@@ -27,6 +27,8 @@ _TILE_V = 4096  # columns of a program of the gradient
 _BLOCK_T = 128  # rows of a program of the loss
 _PROGRAMS = 528  # fewer rows are cut into so many programs: four for each multiprocessor of an H100
 _WORD_BYTES = 16  # what one thread loads at once
+
+_SUM_SCALE = tl.constexpr(SUM_SCALE)
 
 
 @triton.jit
@@ -97,7 +99,7 @@ def _statistics_kernel(
         if SOFTCAP is not None:
             x = tl.where(mask, _capped(x, SOFTCAP), float("-inf"))
         if K == 4:
-            s += tl.sum(tl.where(mask, x, 0.0), axis=1)
+            s += tl.sum(tl.where(mask, x * _SUM_SCALE, 0.0), axis=1)
         x = tl.where(col == column, float("-inf"), x)
         top = tl.maximum(m, tl.max(x, axis=1))  # drops NaN, which passes through the sum
         shift = tl.where(top == float("-inf"), 0.0, top)
@@ -145,7 +147,7 @@ def _loss_kernel(
     lse = tl.where(t > 0.0, m, x_y) + log_sum
     loss = ce
     if K == 4:
-        loss = (1.0 - SMOOTHING) * ce + SMOOTHING * (lse - s / vocab_size)
+        loss = (1.0 - SMOOTHING) * ce + SMOOTHING * (lse - s / (vocab_size * _SUM_SCALE))
     if Z_LOSS != 0.0:
         loss += Z_LOSS * lse * lse
     tl.store(loss_ptr + row, tl.where(target == IGNORE, 0.0, loss), mask=mask)

@@ -142,10 +142,10 @@ def _backward_kernel(
             gate, up = decode_e4m3(gate) * scale, decode_e4m3(up) * scale
         a, linear = gate.to(tl.float32) + gate_bias, up.to(tl.float32) + up_bias
         dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
-        a_shut, linear_shut = mask, mask
+        a_passes, linear_passes = mask, mask
         if CLAMP is not None:
-            a_shut = a > CLAMP
-            linear_shut = (linear > CLAMP) | (linear < -CLAMP)
+            a_passes = a <= CLAMP  # false for NaN, as in torch
+            linear_passes = (linear <= CLAMP) & (linear >= -CLAMP)
             a = tl.where(a > CLAMP, CLAMP, a)
             linear = tl.where(linear > CLAMP, CLAMP, tl.where(linear < -CLAMP, -CLAMP, linear))
         value, slope = activation_and_slope(a, KIND)
@@ -157,8 +157,8 @@ def _backward_kernel(
         da = dy * slope * linear
         dl = dy * value
         if CLAMP is not None:
-            da = tl.where(a_shut, 0.0, da)
-            dl = tl.where(linear_shut, 0.0, dl)
+            da = tl.where(a_passes, da, 0.0)
+            dl = tl.where(linear_passes, dl, 0.0)
         _store(dgate_ptr + row * dx_stride, dup_ptr + row * dx_stride, da, dl, start, F, INTERLEAVED, BLOCK_F)
         da_sum += da
         dl_sum += dl

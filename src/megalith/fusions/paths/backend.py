@@ -26,6 +26,7 @@ from megalith.fusions.paths.compiler import why_not_compile
 from megalith.fusions.paths.default_paths import DEFAULT_PATHS
 from megalith.fusions.paths.names import Backend
 from megalith.optional import has_triton, triton_interprets
+from megalith.torch_compat import keeping_what_is_saved
 
 __all__ = ["Backend", "Fusion", "Operand", "chosen_by_use", "compiled", "prefer", "use"]
 
@@ -146,14 +147,15 @@ class Fusion(Generic[Path]):
 
 
 def compiled(reference: Callable[P, R]) -> Callable[P, R]:
-    """``reference`` through torch.compile, built at the first call."""
+    """``reference`` through torch.compile, built at the first call; its backward can run twice."""
 
     @functools.cache
     def build() -> Callable[P, R]:
         return torch.compile(reference, dynamic=True)
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        return build()(*args, **kwargs)
+        with keeping_what_is_saved():
+            return build()(*args, **kwargs)
 
     return run
 
