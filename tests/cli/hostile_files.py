@@ -23,7 +23,8 @@ from megalith.config import TransformerConfig
 from megalith.data.tokenizer import train_byte_level_bpe
 from megalith.errors import MegalithError
 from megalith.models.gpt_model import GPTModel
-from megalith.models.hf import llama, read_folder
+from megalith.models.hf import LLAMA as llama
+from megalith.models.hf import read_folder
 from tests.program import Ended, here
 from tests.tiny_run import LLAMA, settings, write_dataset
 

@@ -57,9 +57,7 @@ class ShardFile:
         self._name = name
         self._entries = read_header(store, name)
 
-    def read_part(
-        self, key: str, box: Box, part: Box, dtype: str, into: Tensor, *, transposed: bool = False
-    ) -> None:
+    def read_part(self, key: str, box: Box, part: Box, dtype: str, into: Tensor, *, transposed: bool = False) -> None:
         """Copies ``part`` of the stored ``box`` under ``key`` to ``into``, of any dtype, device and strides.
 
         Besides ``into``, a block of some megabytes is held at a time. ``transposed``: what is stored is the transpose.

@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.hf import gpt2
+from megalith.models.hf import GPT2 as gpt2
 from tests.models.hf import peers
 
 SHAPES = {
@@ -48,7 +48,7 @@ def test_no_two_tensors_share_memory_and_all_are_contiguous():
 def test_config_comes_back_and_builds_their_model(fields):
     theirs = peers.gpt2(**fields)
     config = gpt2.config_from_hf(theirs.config.to_dict())
-    exported = gpt2.config_to_hf(config, dtype="float32", eos_token_id=7)
+    exported = gpt2.config_to_hf(config, max_position_embeddings=24, dtype="float32", eos_token_id=7)
     assert gpt2.config_from_hf(exported) == config
     again = GPT2LMHeadModel(GPT2Config(**exported))
     again.load_state_dict(gpt2.to_hf(gpt2.from_hf(theirs.state_dict(), config), config))
@@ -85,7 +85,7 @@ def test_a_model_that_is_no_gpt2_is_not_written_as_one():
     with pytest.raises(
         ConfigError, match=r"(?s)normalization.*activation.*add_bias_linear.*num_query_groups must be 2"
     ):
-        gpt2.config_to_hf(llama, dtype="float32", eos_token_id=None)
+        gpt2.config_to_hf(llama, max_position_embeddings=8, dtype="float32", eos_token_id=None)
 
 
 def test_masks_of_old_files_are_ignored_and_their_missing_prefix_is_added():

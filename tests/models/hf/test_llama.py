@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.hf import llama
+from megalith.models.hf import LLAMA as llama
 from tests.models.hf import peers
 
 SHAPES = {
