@@ -20,14 +20,13 @@ from megalith.parallel.pipeline.schedules import build_schedule
 from megalith.parallel.pipeline.validate import validate
 from megalith.recipe_files import recipe_names
 from megalith.storage import MANIFEST, child, explained, open_store
+from megalith.training.kept import KEPT_TOKENIZER
 from megalith.training.process_group import choose_device
 from megalith.training.prompts import encode_prompts
 
-__all__ = ["KEPT_TOKENIZER", "load_tokenizer", "preflight", "resolve_run_folder"]
+__all__ = ["load_tokenizer", "preflight", "resolve_run_folder"]
 
 log = logging.getLogger(__name__)
-
-KEPT_TOKENIZER = "tokenizer.json"  # in the run's folder
 
 
 def resolve_run_folder(source: str, overrides: Sequence[str]) -> tuple[str, list[str]]:

@@ -8,9 +8,11 @@ of each no more than the wanted box.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megalith.checkpoint.box import Box
@@ -18,15 +20,27 @@ from megalith.checkpoint.index import Piece, StoredTensor
 from megalith.checkpoint.shard_header import DTYPES, ShardEntry, read_header
 from megalith.checkpoint.stored_tensors import StoredTensors
 from megalith.config import TransformerConfig
+from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, StorageError
 from megalith.models.hf.families import detect
 from megalith.models.hf.family import HEAD, Family
 from megalith.models.hf.parameters import parameter_shapes
 from megalith.storage import MANIFEST, Store, open_store
 
-__all__ = ["CONFIG", "INDEX", "WHOLE", "ModelFolder", "is_model_folder", "open_folder", "read_folder", "read_json"]
+__all__ = [
+    "CONFIG",
+    "INDEX",
+    "TOKENIZER",
+    "WHOLE",
+    "ModelFolder",
+    "is_model_folder",
+    "open_folder",
+    "read_folder",
+    "read_json",
+]
 
 CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _MOST_BYTES = 1 << 26  # of a .json file; the index of the largest models has about 10 MB
@@ -58,10 +72,28 @@ class ModelFolder:
         return dtypes.pop() if len(dtypes) == 1 else "float32"
 
     @property
+    def num_bytes(self) -> int:
+        """Of all parameters."""
+        tensors = self.weights.tensors.values()
+        return sum(prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize for tensor in tensors)
+
+    @property
     def num_positions(self) -> int:
         """[tokens] The length that the model was trained on."""
         given = self.config.max_position_embeddings or self.hf_config.get("max_position_embeddings")
         return given if type(given) is int and given > 0 else _USUAL_POSITIONS
+
+    def tokenizer(self, eod: str | int | None = None) -> Tokenizer | None:
+        """Its tokenizer.json, if it has one. ``eod``: as in ``Tokenizer``; by default ``eos_token_id`` of config.json.
+
+        Raises DataError if it cannot be read, or has no such token.
+        """
+        if TOKENIZER not in self.store.names():
+            return None
+        end = self.hf_config.get("eos_token_id")
+        first = end[0] if isinstance(end, list) and end else end  # the others end turns of a conversation
+        end_of_document = eod if eod is not None else first if type(first) is int else None
+        return Tokenizer.beside(self.store / CONFIG, TOKENIZER, end_of_document)
 
 
 def is_model_folder(store: Store) -> bool:
