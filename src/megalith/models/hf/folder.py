@@ -36,7 +36,6 @@ __all__ = [
     "is_model_folder",
     "open_folder",
     "read_folder",
-    "read_json",
 ]
 
 CONFIG = "config.json"
@@ -109,7 +108,7 @@ def open_folder(location: str | Path | Store) -> ModelFolder:
     ConfigError if our model cannot represent the config.
     """
     store = open_store(location)
-    hf_config = read_json(store, CONFIG)
+    hf_config = _read_json(store, CONFIG)
     family = detect(hf_config)
     config = family.config_from_hf(hf_config)
     files = _headers(store)
@@ -135,7 +134,7 @@ def read_folder(location: str | Path | Store) -> tuple[TransformerConfig, dict[s
     return folder.config, {name: folder.weights.read(name) for name in folder.weights.tensors}
 
 
-def read_json(store: Store, name: str) -> dict[str, Any]:
+def _read_json(store: Store, name: str) -> dict[str, Any]:
     """The JSON object in the file ``name``. Raises CheckpointError."""
     path = store / name
     try:
@@ -176,7 +175,7 @@ def _headers(store: Store) -> dict[str, dict[str, ShardEntry]]:
     if WHOLE in names:
         return {WHOLE: _header(store, WHOLE)}
     if INDEX in names:
-        return _shard_headers(store, read_json(store, INDEX).get("weight_map"))
+        return _shard_headers(store, _read_json(store, INDEX).get("weight_map"))
     pickles = [name for name in names if name.endswith(".bin")]
     if pickles:
         raise CheckpointError(

@@ -13,6 +13,7 @@ from megalith.models.hf.parameters import check as check_shapes
 from megalith.models.hf.write_folder import write_tensors, write_tokenizer
 from megalith.storage import LocalStore, Store, new_folder
 from megalith.training.build_model import DTYPES
+from megalith.training.conversion.logit_proof import LogitProof, stored_proof
 from megalith.training.kept import kept_tokenizer
 from megalith.training.run_folder import open_run
 from megalith.training.weights import is_weight
@@ -22,12 +23,13 @@ __all__ = ["Exported", "export_model"]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: from which checkpoint, as which family, in which dtype, with which tokenizer if any."""
+    """What was written. ``proof``: that of the logits, or why there is none; None if none was asked for."""
 
     checkpoint: Store
     family: Family
     dtype: str
     tokenizer: Tokenizer | None
+    proof: LogitProof | str | None
 
 
 def export_model(
@@ -35,29 +37,28 @@ def export_model(
     out: Path,
     dtype: str | None = None,
     *,
+    with_proof: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    check: Callable[[Path, Exported], None] = lambda made, exported: None,
 ) -> Exported:
-    """Makes the folder ``out``, which transformers loads, of the run or checkpoint ``source``, whatever layout wrote it.
+    """Makes the folder ``out``, which transformers loads, of the run or checkpoint ``source``, in any layout.
 
     One tensor is in memory at a time. ``out`` appears when all of it is there.
 
     Args:
         dtype: of the tensors; by default the one that the run computed in.
+        with_proof: compare logits, and store the proof in ``out``, if that can be done here.
         progress: told the bytes of tensors written so far, and all of them.
-        check: called with the folder before it is published; what it raises keeps it from that.
 
     Raises:
         ConfigError: no family can represent the model, with the reasons of each; or there is no such dtype.
-        CheckpointError: there is no complete checkpoint, or it is damaged.
+        CheckpointError: there is no complete checkpoint, it is damaged, or the logits differ.
         StorageError: ``out`` exists, or cannot be written.
     """
     checkpoint, folder, config = open_run(source)
     dtype = dtype or config.precision.dtype
     if dtype not in DTYPES:
         raise ConfigError(f"the dtype must be one of {', '.join(DTYPES)}; got {dtype}")
-    exported = Exported(checkpoint, fitting(config.model), dtype, kept_tokenizer(folder))
-    family, tokenizer, num_positions = exported.family, exported.tokenizer, config.data.seq_length
+    family, tokenizer, num_positions = fitting(config.model), kept_tokenizer(folder), config.data.seq_length
     hf_config = family.config_to_hf(
         config.model,
         max_position_embeddings=num_positions,
@@ -73,5 +74,5 @@ def export_model(
         write_tensors(LocalStore(made), hf_config, packed, weights, DTYPES[dtype], progress)
         if tokenizer is not None:
             write_tokenizer(made, tokenizer, config.model.max_position_embeddings or num_positions)
-        check(made, exported)
-    return exported
+        proof = stored_proof(checkpoint, made, made) if with_proof else None
+    return Exported(checkpoint, family, dtype, tokenizer, proof)

@@ -1,6 +1,8 @@
 """``megalith convert import``: a run's folder at step 0, made of a model folder of Hugging Face."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -8,14 +10,26 @@ from torch import Tensor
 
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config import dump_yaml, load_run
+from megalith.data.tokenizer import Tokenizer
 from megalith.models.hf import ModelFolder, open_folder
 from megalith.observe.machine import describe_machine
 from megalith.storage import new_folder, write_json_atomic, write_text_atomic
+from megalith.training.conversion.logit_proof import LogitProof, stored_proof
 from megalith.training.kept import EOD_FILE, KEPT_TOKENIZER
 from megalith.training.origin import usual_settings
 from megalith.training.state import STATE_VERSION, TrainState
 
-__all__ = ["import_model"]
+__all__ = ["Imported", "import_model"]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was read. ``proof``: that of the logits, or why there is none; None if none was asked for."""
+
+    folder: ModelFolder
+    num_parameters: int
+    tokenizer: Tokenizer | None
+    proof: LogitProof | str | None
 
 
 def import_model(
@@ -23,20 +37,20 @@ def import_model(
     out: Path,
     eod: str | int | None = None,
     *,
+    with_proof: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    check: Callable[[Path], None] = lambda made: None,
-) -> ModelFolder:
-    """Makes the folder ``out``, a run at step 0 with the model of the folder ``source``, and returns the latter.
+) -> Imported:
+    """Makes the folder ``out``, a run at step 0 with the model of the folder ``source``.
 
     Weights keep their dtype and every bit; one tensor is in memory at a time. ``out`` appears when all of it is there.
 
     Args:
         eod: the token of its tokenizer that ends a document; by default the one that config.json names.
+        with_proof: compare logits, and store the proof in ``out``, if that can be done here.
         progress: told the bytes of tensors read so far, and all of them.
-        check: called with the folder before it is published; what it raises keeps it from that.
 
     Raises:
-        CheckpointError: ``source`` is no sound model folder.
+        CheckpointError: ``source`` is no sound model folder, or the logits differ.
         ConfigError: our model cannot represent it.
         DataError: its tokenizer.json cannot be read, or has no token that ends a document.
         StorageError: ``out`` exists, or cannot be written.
@@ -51,11 +65,11 @@ def import_model(
             tokenizer.save(made / KEPT_TOKENIZER)
             write_json_atomic(made / EOD_FILE, {"id": tokenizer.eod})
         write_text_atomic(made / "config.yaml", dump_yaml(config))
-        num_parameters = sum(torch.Size(tensor.shape).numel() for tensor in folder.weights.tensors.values())
+        num_parameters = sum(prod(tensor.shape) for tensor in folder.weights.tensors.values())
         about = {"parameters": num_parameters, "dtype": folder.dtype, "imported from": str(folder.store)}
         write_json_atomic(made / "about.json", about | describe_machine())
-        check(made)
-    return folder
+        proof = stored_proof(made, folder.store, made) if with_proof else None
+    return Imported(folder, num_parameters, tokenizer, proof)
 
 
 def _save_weights(made: Path, folder: ModelFolder, progress: Callable[[int, int], None]) -> None:

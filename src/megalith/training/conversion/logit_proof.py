@@ -16,12 +16,12 @@ from megalith.errors import CheckpointError, MissingDependencyError
 from megalith.models.hf import open_folder
 from megalith.observe.machine import free_memory_bytes
 from megalith.observe.units import quantity
-from megalith.storage import write_json_atomic
+from megalith.storage import Store, write_json_atomic
 from megalith.training.inference import load_model
 
-__all__ = ["PROOF", "LogitProof", "prove", "why_not"]
+__all__ = ["LogitProof", "prove", "stored_proof"]
 
-PROOF = "proof.json"
+_PROOF = "proof.json"
 _ROWS, _LONGEST = 2, 64  # of random tokens
 _BYTES_OF_A_PARAMETER = 5  # 4 of float32, and what a layer of it computes
 # rounding of float32 over the deepest models is a hundred times smaller, and a wrong weight changes logits altogether
@@ -47,25 +47,17 @@ class LogitProof:
             f"is {self.max_abs_logit:.1f}), in float32, from those of transformers {self.transformers}"
         )
 
-    def save(self, folder: Path) -> None:
-        """Writes ``folder/proof.json``. Raises StorageError."""
-        write_json_atomic(folder / PROOF, asdict(self))
+
+def stored_proof(run: str | Path | Store, folder: str | Path | Store, out: Path) -> LogitProof | str:
+    """``prove``, stored as ``out/proof.json``; or why that cannot be done here, and how it can. Raises as ``prove``."""
+    if (reason := _why_not(folder)) is not None:
+        return f"{reason}; then: megalith convert prove RUN HF_FOLDER"
+    proof = prove(run, folder)
+    write_json_atomic(out / _PROOF, asdict(proof))
+    return proof
 
 
-def why_not(folder: str | Path) -> str | None:
-    """Why no proof can be made here for the model folder ``folder``, and what it takes; None if it can."""
-    try:
-        optional.need("transformers")
-    except MissingDependencyError as error:
-        return str(error)
-    num_parameters = sum(prod(tensor.shape) for tensor in open_folder(folder).weights.tensors.values())
-    needed, free = _BYTES_OF_A_PARAMETER * num_parameters, free_memory_bytes()
-    if free is not None and free < needed:
-        return f"it takes {quantity(needed)}B of memory, and {quantity(free)}B are free here; use a larger machine"
-    return None
-
-
-def prove(run: str | Path, folder: str | Path) -> LogitProof:
+def prove(run: str | Path | Store, folder: str | Path | Store) -> LogitProof:
     """The proof that the run or checkpoint ``run`` and the model folder ``folder`` are the same model.
 
     Raises:
@@ -87,7 +79,7 @@ def prove(run: str | Path, folder: str | Path) -> LogitProof:
     return proof
 
 
-def _our_logits(run: str | Path, rounded_to: torch.dtype, tokens: Tensor) -> Tensor:
+def _our_logits(run: str | Path | Store, rounded_to: torch.dtype, tokens: Tensor) -> Tensor:
     model = load_model(run, dtype=torch.float32, device=torch.device("cpu")).model
     for parameter in model.parameters():
         parameter.copy_(parameter.to(rounded_to))
@@ -95,16 +87,29 @@ def _our_logits(run: str | Path, rounded_to: torch.dtype, tokens: Tensor) -> Ten
     return logits
 
 
-def _their_logits(transformers: Any, folder: str | Path, tokens: Tensor) -> Tensor:
+def _their_logits(transformers: Any, folder: str | Path | Store, tokens: Tensor) -> Tensor:
     showed = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
         # the class of the table, and never code that a folder brings along
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=False
         )
     finally:
         if showed:
             transformers.utils.logging.enable_progress_bar()
     logits: Tensor = model.eval()(tokens).logits  # [B, S, V]
     return logits
+
+
+def _why_not(folder: str | Path | Store) -> str | None:
+    """Why no proof for the model folder ``folder`` can be made here, and what it takes; None if it can."""
+    try:
+        optional.need("transformers")
+    except MissingDependencyError as error:
+        return str(error)
+    num_parameters = sum(prod(tensor.shape) for tensor in open_folder(folder).weights.tensors.values())
+    needed, free = _BYTES_OF_A_PARAMETER * num_parameters, free_memory_bytes()
+    if free is not None and free < needed:
+        return f"it takes {quantity(needed)}B of memory, of which {quantity(free)}B are free; use a larger machine"
+    return None
