@@ -99,7 +99,7 @@ class ConsoleHandler(logging.Handler):
 class Progress:
     """How much is done and how long the rest takes, as a progress line now and then.
 
-    ``spelled`` says in words how much of how much is done. The first call is where the clock starts: what came before it
+    ``spelled`` says in words how much of how much is done. The first call is where the clock starts: what came before
     held the time that compiling took.
     """
 

@@ -116,7 +116,7 @@ def _progress(reading: str) -> Iterator[Callable[[int, int], None]]:
 
 def _tokenizer_line(tokenizer: "Tokenizer | None") -> str:
     if tokenizer is None:
-        return "tokenizer  there is none: give --tokenizer to megalith generate\n"
+        return "tokenizer  there is no tokenizer.json, and none travels along\n"
     return f"tokenizer  {tokenizer.vocab_size:,} entries; {tokenizer.eod_text!r} ends a document\n"
 
 

@@ -79,7 +79,8 @@ def train(
     The same command continues a run that was stopped: exit code 75 says that it was, and that its state is saved.
     """
     if origin is not None and source is not None and "=" in source:
-        source, overrides = None, [source, *(overrides or [])]
+        overrides = [source, *(overrides or [])]
+        source = None
     if origin is None:
         source = require_source(source)  # answered before torch is loaded
     wanted = _Wanted(source, overrides or [], origin)
@@ -182,7 +183,8 @@ def _train_here(
         if dry_run:
             _describe(config, world_size)
         else:
-            run_folder = Path(settings).parent if isinstance(settings, str) and settings != wanted.source else None
+            as_given = (settings, overrides) == (wanted.source, wanted.overrides)
+            run_folder = None if as_given or not isinstance(settings, str) else Path(settings).parent
             _train(config, stop, console, _described(wanted, run_folder, world_size))
 
 

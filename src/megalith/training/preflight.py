@@ -216,7 +216,7 @@ def _check_load(config: RunConfig) -> Iterator[str]:
     else:
         newest = find_checkpoint(child(config.load, "checkpoints"))
         way_out = f"load={newest}" if newest else "a folder such as RUN/checkpoints/step-00000100"
-        yield f"load ({config.load}) is neither a complete checkpoint nor a model folder of Hugging Face; give {way_out}"
+        yield f"load ({config.load}) is not a complete checkpoint, nor a model of Hugging Face; give {way_out}"
         return
     dataset = _dataset(config)
     if dataset is None or KEPT_TOKENIZER not in keeper.names():

@@ -86,6 +86,6 @@ def _save_weights(made: Path, folder: ModelFolder, progress: Callable[[int, int]
         done += described[name].numel() * described[name].element_size()
         return weights.read(name)
 
-    state = {"version": STATE_VERSION, "train": TrainState().state_dict(), "data": None, "settings": None}
+    state = {"version": STATE_VERSION, "train": TrainState().state_dict()}
     save_checkpoint(made / "checkpoints", 0, described, state, keep_last=1, read=read)
     progress(folder.num_bytes, folder.num_bytes)
