@@ -159,9 +159,9 @@ def read_parts(folder: Path) -> list[str]:
 
     read_part = ShardFile.read_part
 
-    def read(file, key, box, part, dtype, into):
+    def read(file, key, box, part, dtype, into, **how):
         opened.append((key, part.ranges))
-        read_part(file, key, box, part, dtype, into)
+        read_part(file, key, box, part, dtype, into, **how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardFile, "read_part", read)

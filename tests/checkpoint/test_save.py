@@ -113,8 +113,8 @@ def test_ranks_that_disagree_about_a_plain_tensor_are_refused(tmp_path):
 def save_on_a_disk_of_its_own(folder: Path) -> str:
     """Rank 1's file arrives where rank 0 does not see it."""
 
-    def write(staged, name, tensors):
-        return write_shard(LocalStore(folder) if dist.get_rank() == 1 else staged, name, tensors)
+    def write(staged, name, tensors, read):
+        return write_shard(LocalStore(folder) if dist.get_rank() == 1 else staged, name, tensors, read)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megalith.checkpoint.save.write_shard", write)

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from megalith.config import TransformerConfig
 from megalith.data.tokenizer import train_byte_level_bpe
 from megalith.errors import MegalithError
+from megalith.models import hf
 from megalith.models.gpt_model import GPTModel
-from megalith.models.hf import llama, read_folder
 from tests.program import Ended, here
 from tests.tiny_run import LLAMA, settings, write_dataset
 
@@ -44,11 +44,11 @@ def make_sound(folder: Path) -> None:
     assert here("train", folder / "settings.yaml").code == 0
     (folder / "hf").mkdir()
     config = TransformerConfig(**LLAMA)
-    described = llama.config_to_hf(config, max_position_embeddings=16, dtype="float32", eos_token_id=None)
+    described = hf.LLAMA.config_to_hf(config, max_position_embeddings=16, dtype="float32", eos_token_id=None)
     (folder / "hf/config.json").write_text(json.dumps(described))
     with torch.random.fork_rng():
         state = {name: tensor.detach() for name, tensor in GPTModel(config).state_dict().items()}
-    save_file(llama.to_hf(state, config), folder / "hf/model.safetensors")
+    save_file(hf.LLAMA.to_hf(state, config), folder / "hf/model.safetensors")
 
 
 def copy_of(sound: Path, folder: Path) -> Path:
@@ -83,7 +83,7 @@ def _report(folder: Path) -> Ended:
 
 def _read_folder(folder: Path) -> Ended:
     try:
-        read_folder(folder / "hf")
+        hf.read_folder(folder / "hf")
     except MegalithError as error:
         return Ended(2, "", f"error: {error}\n")
     return Ended(0, "", "")

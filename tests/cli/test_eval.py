@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalith.cli.console import Console, SampleProgress
+from megalith.cli.console import Console, Progress
 from megalith.data.indexed_dataset import IndexedDatasetBuilder
 from tests.program import here
 
@@ -90,7 +90,7 @@ def test_it_says_what_takes_long(run, monkeypatch):
 def test_progress_comes_now_and_then_with_the_time_that_is_left(monkeypatch, capsys):
     times = iter([0.0, 100.0, 105.0, 111.0, 112.0, 131.0])
     monkeypatch.setattr("megalith.cli.console.perf_counter", lambda: next(times))
-    progress = SampleProgress(Console())
+    progress = Progress(Console(), lambda done, total: f"{done:,} of {total:,} samples")
     for done in (10, 20, 40, 50, 90):
         progress(done, 100)
     # the first line after 100 s, which compiling took; then one in ten seconds

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from megalith.config import load_run
 from megalith.parallel.parameters import declared_parameters
 from megalith.topology.agreement import all_gather
+from megalith.training.resume import resume_or_load
 from megalith.training.run import Run
 from megalith.training.setup import RunParts, build_run
 from megalith.training.step import local_counts, sum_totals, train_step
@@ -23,6 +24,8 @@ def first_steps(tree: dict[str, Any], world_size: int, num_steps: int = 2, **par
     if "task" in parts:
         parts["task"] = parts["task"](config)
     run = build_run(config, torch.device("cpu"), RunParts(**parts))
+    if config.load is not None:
+        resume_or_load(run)
     found = Trajectory(initial=_weights(run))
     update = run.optimizer.step
 

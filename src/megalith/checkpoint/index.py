@@ -20,11 +20,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Piece:
-    """One box of a tensor, in ``file`` of the checkpoint's folder, under ``key``."""
+    """One box of a tensor, in ``file`` of the checkpoint's folder, under ``key``.
+
+    A checkpoint of our own stores each box as it is. Files of others may store the matrix ``transposed``, or several
+    tensors packed into one: ``box`` then is all that is stored, and reaches beyond the tensor's own bounds.
+    """
 
     file: str
     key: str
     box: Box
+    transposed: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import difflib
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.box import Box, first_miscount, local_part
-from megalith.checkpoint.index import INDEX, Piece, StoredTensor, parse_index
+from megalith.checkpoint.box import local_part
+from megalith.checkpoint.index import INDEX, StoredTensor, parse_index
 from megalith.checkpoint.save import MOST_STATE_BYTES, STATE
-from megalith.checkpoint.shard_file import ShardFile
+from megalith.checkpoint.stored_tensors import StoredTensors
 from megalith.checkpoint.verify import read_verified, verify_checkpoint
 from megalith.errors import CheckpointError
 from megalith.storage import WAY_OUT, Store, open_store, read_manifest, shown
 from megalith.topology.agreement import agreed, all_gather, everywhere
 
-__all__ = ["load_tensors", "read_state"]
+__all__ = ["load_stored", "load_tensors", "open_tensors", "read_state"]
 
 _NEAREST_FOR = 8  # difflib compares with every name: a few dozen milliseconds each in a large model
 
@@ -50,13 +49,28 @@ def load_tensors(
     if verify:
         verify_checkpoint(store)
     with agreed(f"{store} cannot be loaded"):
-        index = parse_index(read_verified(store, INDEX))
-        stored = {name: tensor for name, tensor in index.items() if only is None or only(name)}
+        stored = open_tensors(store, only)
+    load_stored(stored, into, cast=cast)
+
+
+def open_tensors(store: Store, only: Callable[[str], bool] | None = None) -> StoredTensors:
+    """The tensors of the checkpoint ``store``, to be read box by box, those of which ``only`` holds; on this rank.
+
+    Raises:
+        CheckpointError: its index is damaged.
+    """
+    index = parse_index(read_verified(store, INDEX))
+    return StoredTensors(store, {name: tensor for name, tensor in index.items() if only is None or only(name)})
+
+
+def load_stored(stored: StoredTensors, into: Mapping[str, Tensor], *, cast: bool = False) -> None:
+    """``load_tensors`` of ``stored``, whatever folder they lie in."""
+    with agreed(f"{stored.store} cannot be loaded"):
         parts = {name: local_part(name, tensor) for name, tensor in into.items()}
-        misfit = _misfit(stored, into, cast)
-    _refuse(store, all_gather(misfit), stored)
-    with agreed(f"{store} cannot be loaded"):
-        _fill(store, stored, parts)
+        misfit = _misfit(stored.tensors, into, cast)
+    _refuse(stored.store, all_gather(misfit), stored.tensors)
+    with agreed(f"{stored.store} cannot be loaded"):
+        stored.fill(parts)
 
 
 def read_state(location: str | Path | Store) -> dict[str, Any]:
@@ -125,26 +139,3 @@ def _refuse(store: Store, misfits: list[_Misfit], stored: Iterable[str]) -> None
             + "\nwas it saved by a model of another shape or dtype? give this run the settings of the one that saved it"
         )
     )
-
-
-def _fill(store: Store, stored: Mapping[str, StoredTensor], parts: Mapping[str, tuple[Box, Tensor]]) -> None:
-    """Copies every stored piece that overlaps a local box into it, file by file."""
-    jobs: dict[str, list[tuple[str, Piece, Box]]] = defaultdict(list)
-    for name, (local, _) in parts.items():
-        overlaps = [(piece, both) for piece in stored[name].pieces if (both := piece.box.overlap(local))]
-        found = sum(both.num_elements for _, both in overlaps)
-        if found != local.num_elements:
-            raise CheckpointError(f"{INDEX} gives {found} of the {local.num_elements} elements of {name} wanted here")
-        if miscount := first_miscount(local, (both for _, both in overlaps)):
-            element, count = miscount
-            raise CheckpointError(f"{INDEX} gives {name} in boxes of which {count} hold element {list(element)}, not 1")
-        for piece, both in overlaps:
-            jobs[piece.file].append((name, piece, both))
-    for file, wanted in sorted(jobs.items()):
-        try:
-            shard = ShardFile(store, file)
-            for name, piece, both in wanted:
-                local, tensor = parts[name]
-                shard.read_part(piece.key, piece.box, both, stored[name].dtype, tensor[both.slices_in(local)])
-        except CheckpointError as error:
-            raise CheckpointError(f"{file}: {error}") from error

@@ -7,7 +7,7 @@ docs/checkpoints.md.
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,6 +49,7 @@ def save_checkpoint(
     *,
     keep_last: int,
     best: int | None = None,
+    read: Callable[[str], Tensor] | None = None,
 ) -> Location:
     """Where the checkpoint of ``step`` is, complete and durable; all ranks of the default group call it.
 
@@ -61,6 +62,8 @@ def save_checkpoint(
         keep_last: how many of the newest complete checkpoints stay, at least 1.
         best: a step whose checkpoint stays however old it is, and that the file ``best`` names; None: no file ``best``
             stays; rank 0's counts.
+        read: gives each of ``tensors``, which are whole and may be on meta, by name when it is written: one is in
+            memory at a time.
 
     Raises:
         StorageError: the store of a rank failed or is full.
@@ -82,7 +85,7 @@ def save_checkpoint(
         names, is_there = scatter([(names, is_there) for names in plan.names_by_rank])
         with agreed(task):
             mine = {key_of(name, tensors[name].shape, parts[name][0]): parts[name][1] for name in names}
-            records = _write(None if is_there else store.staged(name), mine)
+            records = _write(None if is_there else store.staged(name), mine, read)
         records_by_rank = gather(records)
         with agreed(task):
             if rank() == 0:
@@ -133,12 +136,16 @@ def _prepare(store: Store, name: str, num_bytes: int) -> bool:
     return False
 
 
-def _write(staged: Store | None, tensors: Mapping[str, Tensor]) -> dict[str, FileRecord]:
+def _write(
+    staged: Store | None, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None
+) -> dict[str, FileRecord]:
     """Writes this rank's file, and returns its record by its name; without ``staged``, only says what it would be."""
     file = f"shard-{rank():05}-of-{world_size():05}.safetensors"
     if not tensors:
         return {}
-    return {file: record_of(shard_parts(tensors)) if staged is None else write_shard(staged, file, tensors)}
+    if staged is None:
+        return {file: record_of(shard_parts(tensors, read))}
+    return {file: write_shard(staged, file, tensors, read)}
 
 
 def _publish(

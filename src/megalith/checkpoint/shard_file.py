@@ -3,7 +3,7 @@
 The safetensors library wants all tensors on the CPU to write them, and a path in a file system to read them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 
 import numpy as np
@@ -20,20 +20,28 @@ __all__ = ["ShardFile", "shard_parts", "write_shard"]
 _BLOCK = 8 << 20  # bytes of one read, unless a row of the innermost dimension is longer
 
 
-def write_shard(store: Store, name: str, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Writes ``tensors`` (any device, any strides) by their keys as the file ``name``, durably. Raises StorageError."""
-    recorder = Recorder(shard_parts(tensors))
+def write_shard(
+    store: Store, name: str, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
+) -> FileRecord:
+    """Writes ``tensors`` (any device, any strides) by their keys as the file ``name``, durably. Raises StorageError.
+
+    With ``read``, ``tensors`` may be on meta: each is read by its key when its turn comes, and let go before the next.
+    """
+    recorder = Recorder(shard_parts(tensors, read))
     store.write(name, recorder)
     return recorder.record()
 
 
-def shard_parts(tensors: Mapping[str, Tensor]) -> Iterator[Buffer]:
+def shard_parts(tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None) -> Iterator[Buffer]:
     """The content of the file that holds ``tensors``: its header, then one tensor after the other."""
     # wide elements first, so that each tensor begins at a multiple of its element size
     keys = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
     yield header_of({key: tensors[key] for key in keys})
+    read = read or tensors.__getitem__
     for key in keys:
-        yield _bytes_of(tensors[key].detach().cpu().contiguous())
+        # released, or whoever still holds this part would keep the tensor while the next one is read
+        with _bytes_of(read(key).detach().cpu().contiguous()) as content:
+            yield content
 
 
 class ShardFile:
@@ -48,14 +56,17 @@ class ShardFile:
         self._store = store
         self._name = name
         self._entries = read_header(store, name)
-        self._map = store.map(name)
 
-    def read_part(self, key: str, box: Box, part: Box, dtype: str, into: Tensor) -> None:
+    def read_part(self, key: str, box: Box, part: Box, dtype: str, into: Tensor, *, transposed: bool = False) -> None:
         """Copies ``part`` of the stored ``box`` under ``key`` to ``into``, of any dtype, device and strides.
+
+        Besides ``into``, a block of some megabytes is held at a time. ``transposed``: what is stored is the transpose.
 
         Raises:
             CheckpointError: what is stored is not a ``box`` of ``dtype`` (torch's name).
         """
+        if transposed:
+            box, part, into = box.transposed(), part.transposed(), into.t()
         if key not in self._entries:
             raise CheckpointError(f"it has no tensor {key}")
         entry = self._entries[key]
@@ -71,8 +82,8 @@ class ShardFile:
     ) -> None:
         """Copies ``slices`` of the array of ``dtype`` and ``shape`` that begins at byte ``begin`` of the file.
 
-        A store without a map is read by whole rows of the first dimension, many at a time; where rows are long, each
-        of them in this way.
+        Straight to where it goes if it lies there as it does in the file, else many rows of the first dimension at a
+        time; where rows are long, each of them in this way.
         """
         if not shape:
             self._copy(dtype, begin, (1,), (slice(0, 1),), into.view(1))
@@ -81,9 +92,6 @@ class ShardFile:
         whole_rows = into.shape[1:] == shape[1:]
         if whole_rows and into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous():
             self._store.read_into(self._name, begin + first * row_bytes, _bytes_of(into))
-        elif self._map is not None:
-            array = np.frombuffer(self._map, f"i{dtype.itemsize}", prod(shape), begin).reshape(shape)
-            into.copy_(torch.from_numpy(array[slices].copy()).view(dtype))
         elif row_bytes > _BLOCK and len(shape) > 1:
             for i in range(len(into)):
                 self._copy(dtype, begin + (first + i) * row_bytes, shape[1:], slices[1:], into[i])
@@ -91,9 +99,20 @@ class ShardFile:
             num_rows = max(1, _BLOCK // row_bytes)
             for start in range(0, len(into), num_rows):
                 target = into[start : start + num_rows]
-                rows = torch.empty(len(target), *shape[1:], dtype=dtype)
-                self._store.read_into(self._name, begin + (first + start) * row_bytes, _bytes_of(rows))
-                target.copy_(rows[:, *slices[1:]])
+                place = begin + (first + start) * row_bytes
+                target.copy_(self._rows(dtype, place, (len(target), *shape[1:]), slices[1:], whole_rows))
+
+    def _rows(
+        self, dtype: torch.dtype, begin: int, shape: tuple[int, ...], slices: tuple[slice, ...], whole_rows: bool
+    ) -> Tensor:
+        """``slices`` of each row of the array of ``shape`` at byte ``begin``; of parts of rows a map reads no more."""
+        # mapped anew for each block: pages that were touched count as memory of the process until the map is gone
+        if not whole_rows and (content := self._store.map(self._name)) is not None:
+            array = np.frombuffer(content, f"i{dtype.itemsize}", prod(shape), begin).reshape(shape)
+            return torch.from_numpy(array[:, *slices].copy()).view(dtype)
+        rows = torch.empty(shape, dtype=dtype)
+        self._store.read_into(self._name, begin, _bytes_of(rows))
+        return rows[:, *slices]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import threading
+from collections.abc import Callable
 from time import perf_counter
 from types import TracebackType
 from typing import TextIO
@@ -13,7 +14,7 @@ from megalith.errors import StorageError
 from megalith.observe.progress import shortened
 from megalith.observe.units import duration
 
-__all__ = ["Announcer", "Console", "ConsoleHandler", "SampleProgress", "say", "say_over", "show_text"]
+__all__ = ["Announcer", "Console", "ConsoleHandler", "Progress", "say", "say_over", "show_text"]
 
 _ANNOUNCED_AFTER = 2.0  # seconds
 _IN_TERMINAL, _IN_FILE = 0.2, 10.0  # seconds between progress lines
@@ -95,14 +96,16 @@ class ConsoleHandler(logging.Handler):
         self._console.show(self.format(record))
 
 
-class SampleProgress:
-    """How many samples are done and how long the rest takes, as a progress line now and then.
+class Progress:
+    """How much is done and how long the rest takes, as a progress line now and then.
 
-    The first call is where the clock starts: what came before it held the time that compiling took.
+    ``spelled`` says in words how much of how much is done. The first call is where the clock starts: what came before
+    held the time that compiling took.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, spelled: Callable[[int, int], str]) -> None:
         self._console = console
+        self._spelled = spelled
         self._interval = _IN_TERMINAL if console.is_terminal else _IN_FILE
         self._first: tuple[float, int] | None = None  # when, and how many were done
         self._shown = perf_counter()
@@ -115,7 +118,7 @@ class SampleProgress:
             return
         self._shown = now
         started, first = self._first
-        line = f"{done:,} of {total:,} samples"
+        line = self._spelled(done, total)
         if done > first:
             line += f", {duration((now - started) / (done - first) * (total - done))} left"
         self._console.show_progress(line)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from megalith.cli.console import Announcer, Console, ConsoleHandler, SampleProgress, show_text
+from megalith.cli.console import Announcer, Console, ConsoleHandler, Progress, show_text
 
 __all__ = ["evaluate"]
 
@@ -25,7 +25,7 @@ def evaluate(
         raise ConfigError("--data is empty; name a dataset's PREFIX, or leave it out for the run's data.valid")
     console = Console(sys.stderr)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler(console)])
-    show_progress = SampleProgress(console)
+    show_progress = Progress(console, lambda done, total: f"{done:,} of {total:,} samples")
     with Announcer() as announcer:
         announcer.begin(f"loading {source}")
         from megalith.training.inference import evaluate_checkpoint

@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from megalith import __version__
-from megalith.cli import data, demo, evaluate, generate, recipes, report, train, verify
+from megalith.cli import convert, data, demo, evaluate, generate, recipes, report, train, verify
 from megalith.cli.console import say, show_text
 from megalith.errors import ConfigError, MegalithError, NonFiniteError, RankFailedError
 from megalith.resilience.rank_link import Failure, is_supervised, tell_failure
@@ -40,6 +40,7 @@ app.add_typer(recipes.app, name="recipes")
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
+app.add_typer(convert.app, name="convert")
 app.command("report")(report.report)
 app.command("verify")(verify.verify)
 

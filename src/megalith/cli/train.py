@@ -4,11 +4,12 @@ import logging
 import os
 import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -64,34 +65,71 @@ def train(
     overrides: Overrides = None,
     nproc: Annotated[int, typer.Option(help="Ranks to start on this machine; torchrun starts them on several.")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run, and end.")] = False,
+    origin: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Start from this model: a folder of Hugging Face, a run, or a checkpoint; RECIPE may be left out.",
+            metavar="FOLDER",
+        ),
+    ] = None,
 ) -> None:
     """Pretrain a model, or go on with a run.
 
     The same command continues a run that was stopped: exit code 75 says that it was, and that its state is saved.
     """
-    source = require_source(source)  # answered before torch is loaded
+    if origin is not None and source is not None and "=" in source:
+        overrides = [source, *(overrides or [])]
+        source = None
+    if origin is None:
+        source = require_source(source)  # answered before torch is loaded
+    wanted = _Wanted(source, overrides or [], origin)
     from megalith.training.torchrun_environment import launched_rank, num_ranks
 
     launched = launched_rank()
     world_size = num_ranks(nproc, launched)
     if world_size > 1 and launched is None:
-        raise typer.Exit(_train_on_ranks(world_size, source, overrides or [], dry_run=dry_run))
+        raise typer.Exit(_train_on_ranks(world_size, wanted, dry_run=dry_run))
     console = Console()
     with StopRequest(partial(_announce, console)) as stop:
         tell(listening=True)
-        _train_here(source, overrides or [], launched, stop, console, dry_run=dry_run)
+        _train_here(wanted, launched, stop, console, dry_run=dry_run)
 
 
-def _train_on_ranks(num_ranks: int, source: str, overrides: list[str], *, dry_run: bool) -> int:
+@dataclass(frozen=True)
+class _Wanted:
+    """The arguments that say which run: a recipe, file or folder, settings over it, and a model to start from."""
+
+    source: str | None
+    overrides: list[str]
+    origin: str | None
+
+    def settings(self) -> "tuple[str | Mapping[str, Any], list[str]]":
+        """What ``preflight`` takes. Raises as ``resolve_run_folder`` and ``settings_from``."""
+        from megalith.training.origin import settings_from
+        from megalith.training.preflight import resolve_run_folder
+
+        if self.origin is not None:
+            return settings_from(self.origin, self.source), self.overrides
+        assert self.source is not None, "one of the two is given"
+        return resolve_run_folder(self.source, self.overrides)
+
+    def arguments(self) -> list[str]:
+        """The command line that says it again."""
+        source = [] if self.source is None else [self.source]
+        return ["train", *source, *self.overrides, *([] if self.origin is None else ["--from", self.origin])]
+
+
+def _train_on_ranks(num_ranks: int, wanted: _Wanted, *, dry_run: bool) -> int:
     """Checks the run in this process and trains on ranks of their own; returns the exit code."""
     with _nothing_to_save():
         from megalith.resilience.launch import launch
         from megalith.storage import RunLock
         from megalith.training.machine_fit import check_machine
-        from megalith.training.preflight import preflight, resolve_run_folder
+        from megalith.training.preflight import preflight
         from megalith.training.resume import where_it_goes_on
 
-        config = preflight(*resolve_run_folder(source, overrides), num_ranks)
+        config = preflight(*wanted.settings(), num_ranks)
         if dry_run:
             _describe(config, num_ranks)
             return 0
@@ -100,7 +138,7 @@ def _train_on_ranks(num_ranks: int, source: str, overrides: list[str], *, dry_ru
             pass  # it is free: else the ranks would be refused, and say so in the logs of the run that has it
     return launch(
         num_ranks,
-        ["train", source, *overrides],
+        wanted.arguments(),
         Path(config.run, "logs"),
         say_over,
         goes_on=lambda: where_it_goes_on(Path(config.run, "checkpoints")),
@@ -120,8 +158,7 @@ def _nothing_to_save() -> Iterator[None]:
 
 
 def _train_here(
-    source: str,
-    overrides: list[str],
+    wanted: _Wanted,
     launched: "LaunchedRank | None",
     stop: StopRequest,
     console: Console,
@@ -131,7 +168,7 @@ def _train_here(
     """Trains in this process, which is one rank or all of them."""
     from megalith.topology.agreement import agreed
     from megalith.training.machine_fit import check_machine
-    from megalith.training.preflight import preflight, resolve_run_folder
+    from megalith.training.preflight import preflight
     from megalith.training.process_group import choose_device, process_group
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler(console)])
@@ -139,15 +176,16 @@ def _train_here(
     # one rank may see other files than the rest, so that ranks judge their input together
     with process_group(choose_device()) if launched else nullcontext():
         with agreed():
-            settings = resolve_run_folder(source, overrides)
-            config = preflight(*settings, world_size)
+            settings, overrides = wanted.settings()
+            config = preflight(settings, overrides, world_size)
             if not dry_run:
                 check_machine(config, world_size, local_ranks)
         if dry_run:
             _describe(config, world_size)
         else:
-            run_folder = None if settings == (source, overrides) else Path(settings[0]).parent
-            _train(config, stop, console, _origin(source, overrides, run_folder, world_size))
+            as_given = (settings, overrides) == (wanted.source, wanted.overrides)
+            run_folder = None if as_given or not isinstance(settings, str) else Path(settings).parent
+            _train(config, stop, console, _described(wanted, run_folder, world_size))
 
 
 def _describe(config: "RunConfig", world_size: int) -> None:
@@ -156,7 +194,7 @@ def _describe(config: "RunConfig", world_size: int) -> None:
     show_text(describe(config, world_size))
 
 
-def _origin(source: str, overrides: list[str], run_folder: Path | None, world_size: int) -> dict[str, str]:
+def _described(wanted: _Wanted, run_folder: Path | None, world_size: int) -> dict[str, str]:
     """What the run's folder says of where it comes from: ``--nproc`` stands for torchrun too.
 
     The recipe of settings from ``run_folder`` is the one that the run there was begun with.
@@ -164,8 +202,8 @@ def _origin(source: str, overrides: list[str], run_folder: Path | None, world_si
     from megalith.training.about import recorded
 
     ranks = ["--nproc", str(world_size)] if world_size > 1 else []
-    command = shlex.join(["megalith", "train", source, *overrides, *ranks])
-    recipe = Path(source).stem if run_folder is None else recorded(run_folder, "recipe")
+    command = shlex.join(["megalith", *wanted.arguments(), *ranks])
+    recipe = wanted.source and Path(wanted.source).stem if run_folder is None else recorded(run_folder, "recipe")
     return {"command": command, **({"recipe": recipe} if isinstance(recipe, str) else {})}
 
 

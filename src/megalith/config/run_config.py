@@ -204,7 +204,9 @@ class RunConfig(SettingsGroup):
     parallel: ModelParallelConfig = Field(default_factory=ModelParallelConfig, description="the layout")
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="the dtype")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="when the run saves itself")
-    load: FilePath | None = Field(default=None, description="checkpoint folder whose weights the run starts from")
+    load: FilePath | None = Field(
+        default=None, description="checkpoint or Hugging Face folder whose weights the run starts from"
+    )
     resume: Literal["auto", "never"] = Field(
         default="auto", description="go on from the newest checkpoint in the run's folder"
     )

@@ -46,6 +46,7 @@ class Tokenizer:
     Attributes:
         vocab_size: ids are below it.
         eod: id of the token that ends a document.
+        eod_text: how the tokenizer spells it.
         sha256: digest of the file's bytes.
 
     Raises:
@@ -68,6 +69,7 @@ class Tokenizer:
         # ids may have gaps, so the number of entries would not do
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eod = self._find_eod(eod)
+        self.eod_text = self._tokenizer.id_to_token(self.eod)
 
     @classmethod
     def load(cls, path: str | Path, eod: str | int | None = None) -> "Tokenizer":

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["describe_machine", "memory_bytes"]
+__all__ = ["describe_machine", "free_memory_bytes", "memory_bytes"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -34,6 +34,15 @@ def memory_bytes() -> int | None:
         return None
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([memory, *_memory_limits()])
+
+
+def free_memory_bytes() -> int | None:
+    """Bytes of memory that a process may still take here, caches of files included; None if nothing says."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return memory_bytes()
+    available = [line.split()[1] for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
+    return min([int(kilobytes) * 1024 for kilobytes in available] + list(_memory_limits()), default=None)
 
 
 def _memory_limits() -> Iterator[int]:

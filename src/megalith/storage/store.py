@@ -57,7 +57,8 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, name: str, parts: Iterable[Buffer]) -> None:
-        """Makes the file ``name`` of ``parts`` end to end, each taken once; durable on return.
+        """Makes the file ``name`` of ``parts`` end to end, each taken once, when the one before is written; durable on
+        return.
 
         A process killed during the call may leave a partial file.
         """

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-from megalith.checkpoint.folders import find_checkpoint
-from megalith.checkpoint.load import load_tensors
 from megalith.config import RunConfig
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.token_ids import check_dataset
@@ -17,19 +15,20 @@ from megalith.observe.units import perplexity
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import refill_buffers_, state_tensors
 from megalith.parallel.pipeline.pipeline import Pipeline
-from megalith.storage import MANIFEST, LocalStore, Store, open_store
+from megalith.storage import Store
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.build_model import DTYPES
 from megalith.training.evaluation import evaluate
-from megalith.training.preflight import KEPT_TOKENIZER
+from megalith.training.kept import KEPT_TOKENIZER, kept_tokenizer
 from megalith.training.process_group import choose_device
-from megalith.training.run_folder import kept_tokenizer, read_config
+from megalith.training.run_folder import open_run
 from megalith.training.state import read_train_state
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
+from megalith.training.weights import load_weights
 from megalith.transformer.module import ModelModule
 
-__all__ = ["CheckpointLoss", "TrainedModel", "evaluate_checkpoint", "load_model", "open_run"]
+__all__ = ["CheckpointLoss", "TrainedModel", "evaluate_checkpoint", "load_model"]
 
 log = logging.getLogger(__name__)
 
@@ -61,27 +60,26 @@ class CheckpointLoss:
         return perplexity(self.loss)
 
 
-def open_run(source: str | Path) -> tuple[Store, Store, RunConfig]:
-    """The checkpoint, the folder and the settings of a run; ``source`` and errors as in ``load_model``."""
-    checkpoint = _checkpoint(open_store(source))
-    folder = _run_of(checkpoint)
-    return checkpoint, folder, read_config(folder)
-
-
-def load_model(source: str | Path | Store, task: AnyTask | None = None) -> TrainedModel:
+def load_model(
+    source: str | Path | Store,
+    task: AnyTask | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> TrainedModel:
     """The model of a run's newest checkpoint, or of the checkpoint that ``source`` is.
 
-    Weights are verified, and cast to the dtype that the run computed in. ``task`` is that of a run with a user's own.
+    Weights are verified, and cast to ``dtype``, by default the one that the run computed in. ``task`` is that of a run
+    with a user's own.
 
     Raises:
         CheckpointError: there is no checkpoint, no config.yaml beside it, or it is damaged.
     """
-    checkpoint = _checkpoint(open_store(source))
-    config = read_config(_run_of(checkpoint))
-    device = choose_device()
+    checkpoint, _, config = open_run(source)
+    device = device or choose_device()
     options = BuildOptions(
         ProcessGroupCollection.single(),
-        DTYPES[config.precision.dtype],
+        dtype or DTYPES[config.precision.dtype],
         fused_linear_cross_entropy=config.train.fused_linear_cross_entropy,
     )
     task = task_of(config) if task is None else task
@@ -89,8 +87,7 @@ def load_model(source: str | Path | Store, task: AnyTask | None = None) -> Train
         model = task.build_model(options)
     model.to_empty(device=device)
     refill_buffers_(model)
-    weights = {name: tensor.detach() for name, tensor in state_tensors(model).items()}
-    load_tensors(checkpoint, weights, only=lambda name: not name.startswith("optimizer."), cast=True)
+    load_weights(checkpoint, {name: tensor.detach() for name, tensor in state_tensors(model).items()})
     return TrainedModel(model.eval(), task, config, read_train_state(checkpoint).step, device, options)
 
 
@@ -176,23 +173,3 @@ def _tokenizer_sha256(folder: Store, config: RunConfig) -> str | None:
     except DataError:
         return None
     return None if sidecar is None else sidecar.tokenizer_sha256
-
-
-def _checkpoint(source: Store) -> Store:
-    if MANIFEST in source.names():
-        return source
-    found = find_checkpoint(source / "checkpoints")
-    if found is None:
-        raise CheckpointError(
-            f"{source} is neither a run with a complete checkpoint nor a checkpoint; give one of them"
-        )
-    return found
-
-
-def _run_of(checkpoint: Store) -> Store:
-    """The folder of the run that wrote ``checkpoint`` to RUN/checkpoints/step-..., wherever a link to the latter is."""
-    run = checkpoint.split()[0].split()[0]
-    if "config.yaml" not in run.names() and isinstance(checkpoint, LocalStore):
-        resolved = checkpoint.path.resolve()
-        return run if resolved == checkpoint.path else _run_of(LocalStore(resolved))
-    return run

@@ -3,9 +3,10 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megalith import optional
 from megalith.checkpoint.folders import find_checkpoint
@@ -15,19 +16,20 @@ from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.token_ids import check_dataset
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, MegalithError, MissingDependencyError
+from megalith.models.hf import is_model_folder, open_folder
 from megalith.observe.trackers import packages
 from megalith.parallel.pipeline.schedules import build_schedule
 from megalith.parallel.pipeline.validate import validate
 from megalith.recipe_files import recipe_names
-from megalith.storage import MANIFEST, child, explained, open_store
+from megalith.storage import MANIFEST, child, explained, open_store, record_of
+from megalith.training.continuity import changed
+from megalith.training.kept import KEPT_TOKENIZER, run_of
 from megalith.training.process_group import choose_device
 from megalith.training.prompts import encode_prompts
 
-__all__ = ["KEPT_TOKENIZER", "load_tokenizer", "preflight", "resolve_run_folder"]
+__all__ = ["load_tokenizer", "preflight", "resolve_run_folder"]
 
 log = logging.getLogger(__name__)
-
-KEPT_TOKENIZER = "tokenizer.json"  # in the run's folder
 
 
 def resolve_run_folder(source: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
@@ -55,7 +57,7 @@ def resolve_run_folder(source: str, overrides: Sequence[str]) -> tuple[str, list
     return source, list(overrides)
 
 
-def preflight(source: str, overrides: Sequence[str], world_size: int) -> RunConfig:
+def preflight(source: str | Mapping[str, Any], overrides: Sequence[str], world_size: int) -> RunConfig:
     """The resolved settings of a run that can start: every rule holds, and what it reads is there.
 
     Raises:
@@ -67,6 +69,7 @@ def preflight(source: str, overrides: Sequence[str], world_size: int) -> RunConf
         _check_vocabulary,
         _check_token_ids,
         _check_folders,
+        _check_load,
         _check_compiler,
         _check_trackers,
         _check_prompts,
@@ -196,11 +199,44 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
         yield f"run ({folder}) is a file; choose another folder with run=..."
     elif config.resume == "never" and any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         yield f"{folder} holds a run already and resume=never would mix with it; choose another run=..., or resume=auto"
-    goes_on = config.resume == "auto" and any(folder.glob("checkpoints/step-*"))  # and loads nothing
-    if config.load is not None and not goes_on and MANIFEST not in open_store(config.load).names():
+
+
+def _check_load(config: RunConfig) -> Iterator[str]:
+    """What is to be loaded is there, and of the tokenizer that made the training data."""
+    goes_on = config.resume == "auto" and any(Path(config.run).glob("checkpoints/step-*"))  # and loads nothing
+    if config.load is None or goes_on:
+        return
+    store = open_store(config.load)
+    if is_model_folder(store):
+        if told := changed(*(one.model_dump(exclude={"preset"}) for one in (open_folder(store).config, config.model))):
+            _say(f"the model is not that of {store / 'config.json'}: {', '.join(told)}")
+        keeper = store
+    elif MANIFEST in store.names():
+        keeper = run_of(store)
+    else:
         newest = find_checkpoint(child(config.load, "checkpoints"))
         way_out = f"load={newest}" if newest else "a folder such as RUN/checkpoints/step-00000100"
-        yield f"load ({config.load}) is not a complete checkpoint; give {way_out}"
+        yield f"load ({config.load}) is not a complete checkpoint, nor a model of Hugging Face; give {way_out}"
+        return
+    dataset = _dataset(config)
+    if dataset is None or KEPT_TOKENIZER not in keeper.names():
+        return
+    made_with = None if dataset.sidecar is None else dataset.sidecar.tokenizer_sha256
+    if config.data.tokenizer is not None:
+        made_with = load_tokenizer(config).sha256
+    if made_with is None:
+        _say(f"{dataset.prefix} does not say which tokenizer it is of: it must be that of {store}")
+    elif made_with != record_of(keeper.parts(KEPT_TOKENIZER)).sha256:
+        kept = keeper / KEPT_TOKENIZER
+        yield (
+            f"{dataset.prefix} was made with another tokenizer than the model in load ({store}), {kept}; prepare the "
+            f"text with that one: megalith data prepare FILES... --out PREFIX --tokenizer {kept}"
+        )
+
+
+def _say(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        log.warning("%s", line)
 
 
 def _check_compiler(config: RunConfig) -> Iterator[str]:

@@ -15,6 +15,7 @@ from megalith.training.continuity import changed, comparable_settings, compared,
 from megalith.training.run import Run
 from megalith.training.saves import note_save, refuse_if_saved
 from megalith.training.state import SavedState, read_saved_state
+from megalith.training.weights import load_weights
 
 __all__ = ["Beginning", "resume_or_load", "save", "where_it_goes_on"]
 
@@ -70,12 +71,17 @@ def resume_or_load(run: Run) -> Beginning:
             except CheckpointError as error:
                 damaged[path.split()[1]] = error
             else:
-                return _resume(run, path, damaged)
+                return _resume(run, path, damaged) if path.split()[1] != step_name(0) else _begin(run, path)
         _refuse_to_begin_again(run, damaged)
     if load is not None:
-        load_tensors(load, run.weights(), only=lambda name: not name.startswith("optimizer."))
-        return Beginning([f"started at step 0 from the weights of {load}, in layout {layout}"])
+        return _begin(run, load)
     return Beginning([f"started at step 0 from seed {run.config.train.seed}, in layout {layout}"])
+
+
+def _begin(run: Run, weights: str | Store) -> Beginning:
+    """Step 0 with the weights that are there: those of ``load``, or of a folder that was imported."""
+    load_weights(weights, run.weights())
+    return Beginning([f"started at step 0 from the weights of {weights}, in layout {run.layout}"])
 
 
 def _refuse_to_begin_again(run: Run, damaged: dict[str, CheckpointError]) -> None:

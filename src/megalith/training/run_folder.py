@@ -5,22 +5,20 @@ tokenizer.json     the tokenizer of the training data, byte for byte, if it is k
 eod.json           {"id"}: the token that ends a document, which a tokenizer.json does not say
 """
 
-import json
 from pathlib import Path
 
 from megalith.config import RunConfig, dump_yaml, load_run
 from megalith.config.yaml_text import MOST_BYTES, read_yaml
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import CheckpointError, ConfigError, DataError, MissingFileError
-from megalith.storage import LocalStore, Store, explained
+from megalith.errors import CheckpointError, ConfigError, DataError
+from megalith.storage import LocalStore, Store, explained, open_store
 from megalith.storage.atomic import write_json_atomic, write_text_atomic
 from megalith.training.continuity import with_absolute_paths
-from megalith.training.preflight import KEPT_TOKENIZER, load_tokenizer
+from megalith.training.kept import EOD_FILE, KEPT_TOKENIZER, kept_eod, kept_tokenizer, newest_checkpoint, run_of
+from megalith.training.preflight import load_tokenizer
 from megalith.training.run import Run
 
-__all__ = ["find_tokenizer", "keep_settings", "keep_tokenizer", "kept_tokenizer", "read_config"]
-
-_EOD = "eod.json"
+__all__ = ["find_tokenizer", "keep_settings", "keep_tokenizer", "open_run", "read_config"]
 
 
 def keep_settings(run: Run) -> None:
@@ -32,12 +30,22 @@ def keep_tokenizer(run: Run) -> None:
     """Writes the tokenizer of ``run``, which is new or has been resumed, on one rank. Raises StorageError."""
     tokenizer = _training_tokenizer(run)
     if tokenizer is not None:
-        write_json_atomic(run.folder / _EOD, {"id": tokenizer.eod})
+        write_json_atomic(run.folder / EOD_FILE, {"id": tokenizer.eod})
         tokenizer.save(run.folder / KEPT_TOKENIZER)
         return
-    for name in (KEPT_TOKENIZER, _EOD):  # those of an earlier run that was never saved
+    for name in (KEPT_TOKENIZER, EOD_FILE):  # those of an earlier run that was never saved
         with explained("remove", run.folder / name):
             (run.folder / name).unlink(missing_ok=True)
+
+
+def open_run(source: str | Path | Store) -> tuple[Store, Store, RunConfig]:
+    """The checkpoint, the folder and the settings of a run, or of the run whose checkpoint ``source`` is.
+
+    Raises CheckpointError if there is no complete checkpoint, or as ``read_config``.
+    """
+    checkpoint = newest_checkpoint(open_store(source))
+    folder = run_of(checkpoint)
+    return checkpoint, folder, read_config(folder)
 
 
 def read_config(folder: Store) -> RunConfig:
@@ -59,15 +67,6 @@ def read_config(folder: Store) -> RunConfig:
         ) from error
 
 
-def kept_tokenizer(folder: Store) -> Tokenizer | None:
-    """The tokenizer that the run in ``folder`` keeps; None if it keeps none. Raises DataError if it is damaged."""
-    try:
-        content = folder.read(KEPT_TOKENIZER)
-    except MissingFileError:
-        return None
-    return Tokenizer(content, _kept_eod(folder), f"{folder}/{KEPT_TOKENIZER}")
-
-
 def find_tokenizer(
     folder: Store, config: RunConfig, given: str | Path | None = None, eod: str | int | None = None
 ) -> Tokenizer:
@@ -82,7 +81,7 @@ def find_tokenizer(
     """
     kept = kept_tokenizer(folder)
     if given is not None:
-        tokenizer = Tokenizer.load(given, _kept_eod(folder) if eod is None else eod)
+        tokenizer = Tokenizer.load(given, kept_eod(folder) if eod is None else eod)
         if kept is not None and kept.sha256 != tokenizer.sha256:
             raise DataError(
                 f"{given} is not the tokenizer that {folder} was trained with, which it keeps as {KEPT_TOKENIZER}; "
@@ -106,15 +105,3 @@ def _training_tokenizer(run: Run) -> Tokenizer | None:
     except DataError:
         # data without their tokenizer, in a run that goes on: what it kept at its start is still right
         return kept_tokenizer(LocalStore(run.folder)) if run.state.step else None
-
-
-def _kept_eod(folder: Store) -> int | None:
-    try:
-        kept = json.loads(folder.read(_EOD))
-    except MissingFileError:
-        return None
-    except ValueError:
-        kept = None
-    if not isinstance(kept, dict) or type(kept.get("id")) is not int:
-        raise DataError(f'{folder / _EOD} must hold {{"id": number}}; delete it, and the usual names are looked for')
-    return int(kept["id"])

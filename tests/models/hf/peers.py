@@ -1,6 +1,5 @@
 """Tiny random models of transformers, and what makes them and ours the same function."""
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from megalith.models.gpt_model import GPTModel
+from megalith.models.hf import Family
 
 LLAMA = {
     "vocab_size": 61,
@@ -42,7 +42,7 @@ def gpt2(**fields: Any) -> PreTrainedModel:
     return _random(GPT2LMHeadModel(GPT2Config(**GPT2 | fields)))
 
 
-def same_as_ours(theirs: PreTrainedModel, architecture: ModuleType) -> GPTModel:
+def same_as_ours(theirs: PreTrainedModel, architecture: Family) -> GPTModel:
     """Our model with their weights."""
     config = architecture.config_from_hf(theirs.config.to_dict())
     ours = GPTModel(config)
@@ -57,7 +57,7 @@ def assert_bitwise(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         assert torch.equal(got[name], want[name]), name
 
 
-def assert_same_function(theirs: PreTrainedModel, architecture: ModuleType) -> None:
+def assert_same_function(theirs: PreTrainedModel, architecture: Family) -> None:
     """Logits to 1e-5; the loss and each of its gradients too, relative to their size. All in float32."""
     ours = same_as_ours(theirs, architecture)
     tokens, labels = torch.randint(theirs.config.vocab_size, (2, 3, 16), generator=torch.Generator().manual_seed(1))

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import save_file
 
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.hf import detect, gpt2, llama, read_folder
+from megalith.models.hf import GPT2, LLAMA, detect, read_folder
 from tests.models.hf import peers
 
-MODELS = {"llama": (peers.llama, llama), "tied llama": (lambda: peers.llama(tie_word_embeddings=True), llama)}
-MODELS["gpt2"] = (peers.gpt2, gpt2)
+MODELS = {"llama": (peers.llama, LLAMA), "tied llama": (lambda: peers.llama(tie_word_embeddings=True), LLAMA)}
+MODELS["gpt2"] = (peers.gpt2, GPT2)
 
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "10KB"])
@@ -115,15 +115,15 @@ def nothing(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (remove_config, r"config\.json cannot be read: No such file"),
+        (remove_config, r"cannot read .*config\.json: No such file"),
         (break_config, r"config\.json is not JSON"),
         (list_as_config, r"config\.json must hold a JSON object; it holds a list"),
         (nest_config, r"config\.json is not JSON"),
-        (pipe_as_config, r"config\.json cannot be read: it is a FIFO, not a regular file"),
-        (pipe_as_shard, r"cannot be read as safetensors: it is a FIFO, not a regular file"),
+        (pipe_as_config, r"cannot read .*config\.json: it is a FIFO, not a regular file"),
+        (pipe_as_shard, r"cannot read .*\.safetensors: it is a FIFO, not a regular file"),
         (truncate_shard, r"safetensors cannot be read as safetensors"),
-        (remove_shard, r"safetensors cannot be read as safetensors: No such file"),
-        (smuggle_a_tensor, r"must list the same tensors; only one has: \['model\."),
+        (remove_shard, r"cannot read .*\.safetensors: No such file"),
+        (smuggle_a_tensor, r"must list the same tensors; only one has: model\."),
         (point_outside, r"must name files of its own folder; it names '\.\./elsewhere\.safetensors'"),
         (lose_the_map, r"must have a weight_map"),
         (only_a_pickle, r"it holds pytorch_model\.bin, a pickle, which is never read"),

@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.hf import gpt2
+from megalith.models.hf import GPT2
 from tests.models.hf import peers
 
 SHAPES = {
@@ -21,25 +21,25 @@ REQUIRED = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 def test_tensors_come_back_bitwise(fields):
     theirs = peers.gpt2(**fields).bfloat16().state_dict()
-    config = gpt2.config_from_hf(peers.gpt2(**fields).config.to_dict())
-    peers.assert_bitwise(gpt2.to_hf(gpt2.from_hf(theirs, config), config), theirs)
+    config = GPT2.config_from_hf(peers.gpt2(**fields).config.to_dict())
+    peers.assert_bitwise(GPT2.to_hf(GPT2.from_hf(theirs, config), config), theirs)
 
 
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 def test_logits_and_gradients_are_theirs(fields):
-    peers.assert_same_function(peers.gpt2(**fields), gpt2)
+    peers.assert_same_function(peers.gpt2(**fields), GPT2)
 
 
 def test_query_key_and_value_are_the_transposed_thirds_of_c_attn():
     theirs = peers.gpt2()
-    ours = gpt2.from_hf(theirs.state_dict(), gpt2.config_from_hf(theirs.config.to_dict()))
+    ours = GPT2.from_hf(theirs.state_dict(), GPT2.config_from_hf(theirs.config.to_dict()))
     packed = theirs.transformer.h[1].attn.c_attn.weight  # [H, 3H]
     assert torch.equal(ours["model.layers.1.self_attn.k_proj.weight"], packed[:, 32:64].T)
 
 
 def test_no_two_tensors_share_memory_and_all_are_contiguous():
     theirs = peers.gpt2()
-    ours = gpt2.from_hf(theirs.state_dict(), gpt2.config_from_hf(theirs.config.to_dict()))
+    ours = GPT2.from_hf(theirs.state_dict(), GPT2.config_from_hf(theirs.config.to_dict()))
     assert all(tensor.is_contiguous() for tensor in ours.values())
     assert len({tensor.untyped_storage().data_ptr() for tensor in ours.values()}) == len(ours)
 
@@ -47,18 +47,18 @@ def test_no_two_tensors_share_memory_and_all_are_contiguous():
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 def test_config_comes_back_and_builds_their_model(fields):
     theirs = peers.gpt2(**fields)
-    config = gpt2.config_from_hf(theirs.config.to_dict())
-    exported = gpt2.config_to_hf(config, dtype="float32", eos_token_id=7)
-    assert gpt2.config_from_hf(exported) == config
+    config = GPT2.config_from_hf(theirs.config.to_dict())
+    exported = GPT2.config_to_hf(config, max_position_embeddings=24, dtype="float32", eos_token_id=7)
+    assert GPT2.config_from_hf(exported) == config
     again = GPT2LMHeadModel(GPT2Config(**exported))
-    again.load_state_dict(gpt2.to_hf(gpt2.from_hf(theirs.state_dict(), config), config))
+    again.load_state_dict(GPT2.to_hf(GPT2.from_hf(theirs.state_dict(), config), config))
     tokens = torch.arange(20).view(1, 20)
     assert torch.equal(again(tokens).logits, theirs(tokens).logits)
 
 
 def test_absent_fields_have_the_defaults_of_transformers():
     required = {name: peers.GPT2[name] for name in REQUIRED}
-    assert gpt2.config_from_hf({"model_type": "gpt2"} | required) == gpt2.config_from_hf(
+    assert GPT2.config_from_hf({"model_type": "gpt2"} | required) == GPT2.config_from_hf(
         GPT2Config(**required).to_dict()
     )
 
@@ -77,7 +77,7 @@ def test_absent_fields_have_the_defaults_of_transformers():
 )
 def test_what_our_model_lacks_is_refused_by_field(fields, message):
     with pytest.raises(ConfigError, match=message):
-        gpt2.config_from_hf(GPT2Config(**peers.GPT2).to_dict() | fields)
+        GPT2.config_from_hf(GPT2Config(**peers.GPT2).to_dict() | fields)
 
 
 def test_a_model_that_is_no_gpt2_is_not_written_as_one():
@@ -85,22 +85,22 @@ def test_a_model_that_is_no_gpt2_is_not_written_as_one():
     with pytest.raises(
         ConfigError, match=r"(?s)normalization.*activation.*add_bias_linear.*num_query_groups must be 2"
     ):
-        gpt2.config_to_hf(llama, dtype="float32", eos_token_id=None)
+        GPT2.config_to_hf(llama, max_position_embeddings=8, dtype="float32", eos_token_id=None)
 
 
 def test_masks_of_old_files_are_ignored_and_their_missing_prefix_is_added():
     theirs = peers.gpt2()
-    config = gpt2.config_from_hf(theirs.config.to_dict())
+    config = GPT2.config_from_hf(theirs.config.to_dict())
     old = theirs.transformer.state_dict() | {
         "h.0.attn.bias": torch.ones(1, 1, 24, 24),
         "h.0.attn.masked_bias": torch.tensor(-1e4),
     }
-    peers.assert_bitwise(gpt2.from_hf(old, config), gpt2.from_hf(theirs.state_dict(), config))
+    peers.assert_bitwise(GPT2.from_hf(old, config), GPT2.from_hf(theirs.state_dict(), config))
 
 
 def test_every_tensor_that_does_not_fit_is_listed_by_their_names():
     theirs = peers.gpt2()
-    config = gpt2.config_from_hf(theirs.config.to_dict())
+    config = GPT2.config_from_hf(theirs.config.to_dict())
     state = theirs.state_dict() | {
         "transformer.h.0.attn.c_attn.weight": torch.ones(96, 32),  # transposed by mistake
         "transformer.h.0.crossattention.c_attn.weight": torch.ones(2),
@@ -111,4 +111,4 @@ def test_every_tensor_that_does_not_fit_is_listed_by_their_names():
         match=r"(?s)missing: transformer\.wpe\.weight.*unexpected: transformer\.h\.0\.crossattention"
         r".*c_attn\.weight must be \[32, 96\]; got \[96, 32\]",
     ):
-        gpt2.from_hf(state, config)
+        GPT2.from_hf(state, config)

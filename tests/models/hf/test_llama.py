@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.hf import llama
+from megalith.models.hf import LLAMA
 from tests.models.hf import peers
 
 SHAPES = {
@@ -22,27 +22,27 @@ REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 def test_tensors_come_back_bitwise(fields):
     theirs = peers.llama(**fields).bfloat16().state_dict()
-    config = llama.config_from_hf(peers.llama(**fields).config.to_dict())
-    peers.assert_bitwise(llama.to_hf(llama.from_hf(theirs, config), config), theirs)
+    config = LLAMA.config_from_hf(peers.llama(**fields).config.to_dict())
+    peers.assert_bitwise(LLAMA.to_hf(LLAMA.from_hf(theirs, config), config), theirs)
 
 
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 def test_logits_and_gradients_are_theirs(fields):
-    peers.assert_same_function(peers.llama(**fields), llama)
+    peers.assert_same_function(peers.llama(**fields), LLAMA)
 
 
 def test_another_rotary_base_changes_their_logits_and_ours_alike():
-    peers.assert_same_function(peers.llama(rope_parameters={"rope_type": "default", "rope_theta": 500.0}), llama)
+    peers.assert_same_function(peers.llama(rope_parameters={"rope_type": "default", "rope_theta": 500.0}), LLAMA)
 
 
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 def test_config_comes_back_and_builds_their_model(fields):
     theirs = peers.llama(**fields)
-    config = llama.config_from_hf(theirs.config.to_dict())
-    exported = llama.config_to_hf(config, max_position_embeddings=2048, dtype="float32", eos_token_id=7)
-    assert llama.config_from_hf(exported) == config
+    config = LLAMA.config_from_hf(theirs.config.to_dict())
+    exported = LLAMA.config_to_hf(config, max_position_embeddings=2048, dtype="float32", eos_token_id=7)
+    assert LLAMA.config_from_hf(exported) == config
     again = LlamaForCausalLM(LlamaConfig(**exported))
-    again.load_state_dict(llama.to_hf(llama.from_hf(theirs.state_dict(), config), config))
+    again.load_state_dict(LLAMA.to_hf(LLAMA.from_hf(theirs.state_dict(), config), config))
     tokens = torch.arange(20).view(1, 20)
     assert torch.equal(again(tokens).logits, theirs(tokens).logits)
     assert again.config.eos_token_id == 7
@@ -52,15 +52,15 @@ def test_config_comes_back_and_builds_their_model(fields):
 def test_absent_fields_have_the_defaults_of_transformers():
     bare = {"model_type": "llama"} | {name: peers.LLAMA[name] for name in REQUIRED}
     full = LlamaConfig(**{name: peers.LLAMA[name] for name in REQUIRED}).to_dict()
-    assert llama.config_from_hf(bare) == llama.config_from_hf(full)
+    assert LLAMA.config_from_hf(bare) == LLAMA.config_from_hf(full)
 
 
 def test_a_config_of_transformers_4_reads_as_one_of_5():
     new = LlamaConfig(**peers.LLAMA, rope_parameters={"rope_type": "default", "rope_theta": 5e5}).to_dict()
     old = {name: value for name, value in new.items() if name != "rope_parameters"}
     old |= {"rope_theta": 5e5, "rope_scaling": None, "torch_dtype": "float32"}
-    assert llama.config_from_hf(old) == llama.config_from_hf(new)
-    assert llama.config_from_hf(old).rope.base == 5e5
+    assert LLAMA.config_from_hf(old) == LLAMA.config_from_hf(new)
+    assert LLAMA.config_from_hf(old).rope.base == 5e5
 
 
 @pytest.mark.parametrize(
@@ -90,13 +90,13 @@ def test_a_config_of_transformers_4_reads_as_one_of_5():
 )
 def test_what_our_model_lacks_is_refused_by_field(fields, message):
     with pytest.raises(ConfigError, match=message):
-        llama.config_from_hf(LlamaConfig(**peers.LLAMA).to_dict() | fields)
+        LLAMA.config_from_hf(LlamaConfig(**peers.LLAMA).to_dict() | fields)
 
 
 def test_every_refusal_is_in_one_message():
     fields = LlamaConfig(**peers.LLAMA).to_dict() | {"hidden_act": "relu", "mlp_bias": True, "sliding_window": 8}
     with pytest.raises(ConfigError, match=r"(?s)hidden_act.*mlp_bias.*sliding_window"):
-        llama.config_from_hf(fields)
+        LLAMA.config_from_hf(fields)
 
 
 def test_a_model_that_is_no_llama_is_not_written_as_one():
@@ -104,14 +104,14 @@ def test_a_model_that_is_no_llama_is_not_written_as_one():
         vocab_size=8, num_layers=1, hidden_size=8, num_attention_heads=2, normalization="LayerNorm", hidden_dropout=0.1
     )
     with pytest.raises(ConfigError, match=r"(?s)normalization must be 'RMSNorm'; got 'LayerNorm'.*hidden_dropout"):
-        llama.config_to_hf(gpt, max_position_embeddings=8, dtype="float32", eos_token_id=None)
+        LLAMA.config_to_hf(gpt, max_position_embeddings=8, dtype="float32", eos_token_id=None)
     with pytest.raises(ConfigError, match="LlamaForCausalLM cannot represent"):
-        llama.to_hf({}, gpt)
+        LLAMA.to_hf({}, gpt)
 
 
 def test_every_tensor_that_does_not_fit_is_listed():
     theirs = peers.llama()
-    config = llama.config_from_hf(theirs.config.to_dict())
+    config = LLAMA.config_from_hf(theirs.config.to_dict())
     state = theirs.state_dict()
     del state["model.norm.weight"]
     state |= {
@@ -123,20 +123,20 @@ def test_every_tensor_that_does_not_fit_is_listed():
         match=r"(?s)missing: model\.norm\.weight.*unexpected: model\.layers\.0\.self_attn\.q_norm\.weight"
         r".*gate_proj\.weight must be \[48, 32\]; got \[3\]",
     ):
-        llama.from_hf(state, config)
+        LLAMA.from_hf(state, config)
 
 
 def test_rotary_buffers_of_old_files_are_ignored():
     theirs = peers.llama()
-    config = llama.config_from_hf(theirs.config.to_dict())
+    config = LLAMA.config_from_hf(theirs.config.to_dict())
     old = theirs.state_dict() | {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    peers.assert_bitwise(llama.from_hf(old, config), theirs.state_dict())
+    peers.assert_bitwise(LLAMA.from_hf(old, config), theirs.state_dict())
 
 
 def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused():
     theirs = peers.llama(tie_word_embeddings=True)
-    config = llama.config_from_hf(theirs.config.to_dict())
+    config = LLAMA.config_from_hf(theirs.config.to_dict())
     state = theirs.state_dict()
     state["lm_head.weight"] = state["lm_head.weight"] + 1
     with pytest.raises(CheckpointError, match=r"lm_head\.weight must equal model\.embed_tokens\.weight"):
-        llama.from_hf(state, config)
+        LLAMA.from_hf(state, config)

@@ -1,7 +1,22 @@
 """Models of Hugging Face's transformers: their config.json and tensors read as ours, and ours written as theirs."""
 
-from megalith.models.hf import gpt2, llama
-from megalith.models.hf.folder import detect, read_folder
+from megalith.models.hf.families import FAMILIES, detect, fitting
+from megalith.models.hf.family import Family
+from megalith.models.hf.folder import ModelFolder, is_model_folder, open_folder, read_folder
+from megalith.models.hf.gpt2 import GPT2
+from megalith.models.hf.llama import LLAMA
 from megalith.models.hf.parameters import parameter_shapes
 
-__all__ = ["detect", "gpt2", "llama", "parameter_shapes", "read_folder"]
+__all__ = [
+    "FAMILIES",
+    "GPT2",
+    "LLAMA",
+    "Family",
+    "ModelFolder",
+    "detect",
+    "fitting",
+    "is_model_folder",
+    "open_folder",
+    "parameter_shapes",
+    "read_folder",
+]

@@ -1,98 +1,223 @@
 """A Hugging Face model folder: config.json, and safetensors files, one or several with an index.
 
-Only safetensors is read: a ``.bin`` is a pickle, and a pickle runs what its author wrote into it.
+Only safetensors is read: a ``.bin`` is a pickle, and a pickle runs what its author wrote into it. Opening a folder
+reads the headers of its files and checks all of them against the config; tensors are read when they are asked for, and
+of each no more than the wanted box.
 """
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+import torch
 from torch import Tensor
 
+from megalith.checkpoint.box import Box
+from megalith.checkpoint.index import Piece, StoredTensor
+from megalith.checkpoint.shard_header import DTYPES, ShardEntry, read_header
+from megalith.checkpoint.stored_tensors import StoredTensors
 from megalith.config import TransformerConfig
-from megalith.errors import CheckpointError, ConfigError
-from megalith.input_file import read_regular_file, regular_file_size
-from megalith.models.hf import gpt2, llama
+from megalith.data.tokenizer import Tokenizer
+from megalith.errors import CheckpointError, StorageError
+from megalith.models.hf.families import detect
+from megalith.models.hf.family import HEAD, Family
+from megalith.models.hf.parameters import parameter_shapes
+from megalith.storage import MANIFEST, Store, open_store
 
-__all__ = ["detect", "read_folder"]
+__all__ = [
+    "CONFIG",
+    "INDEX",
+    "TOKENIZER",
+    "WHOLE",
+    "ModelFolder",
+    "is_model_folder",
+    "open_folder",
+    "read_folder",
+]
 
-_ARCHITECTURES = {"llama": llama, "gpt2": gpt2}
-_WHOLE = "model.safetensors"
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _MOST_BYTES = 1 << 26  # of a .json file; the index of the largest models has about 10 MB
-_INDEX = "model.safetensors.index.json"
+_BLOCK = 8 << 20  # bytes of a tensor that are compared at once
+_USUAL_POSITIONS = 2048  # LlamaConfig's default
+_WEIGHTS = {name: torch_name for torch_name, name in DTYPES.items() if name in ("F64", "F32", "BF16", "F16")}
 
 
-def detect(hf_config: Mapping[str, Any]) -> ModuleType:
-    """The module (``llama`` or ``gpt2``) for the ``model_type`` of a config.json. Raises ConfigError for any other."""
-    model_type = hf_config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
-        raise ConfigError(f"config.json must have a model_type of {', '.join(_ARCHITECTURES)}; got {model_type!r}")
-    return _ARCHITECTURES[model_type]
+@dataclass(frozen=True)
+class ModelFolder:
+    """A folder whose config.json our model can represent, and whose tensors are those of that model.
+
+    Attributes:
+        store: the folder.
+        hf_config: what config.json holds.
+        weights: our parameters by name, to be read box by box.
+    """
+
+    store: Store
+    hf_config: Mapping[str, Any]
+    family: Family
+    config: TransformerConfig
+    weights: StoredTensors
+
+    @property
+    def dtype(self) -> str:
+        """That of the parameters, by torch's name; float32 if they have several."""
+        dtypes = {tensor.dtype for tensor in self.weights.tensors.values()}
+        return dtypes.pop() if len(dtypes) == 1 else "float32"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all parameters."""
+        tensors = self.weights.tensors.values()
+        return sum(prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize for tensor in tensors)
+
+    @property
+    def num_positions(self) -> int:
+        """[tokens] The length that the model was trained on."""
+        given = self.config.max_position_embeddings or self.hf_config.get("max_position_embeddings")
+        return given if type(given) is int and given > 0 else _USUAL_POSITIONS
+
+    def tokenizer(self, eod: str | int | None = None) -> Tokenizer | None:
+        """Its tokenizer.json, if it has one. ``eod``: as in ``Tokenizer``; by default ``eos_token_id`` of config.json.
+
+        Raises DataError if it cannot be read, or has no such token.
+        """
+        if TOKENIZER not in self.store.names():
+            return None
+        end = self.hf_config.get("eos_token_id")
+        first = end[0] if isinstance(end, list) and end else end  # the others end turns of a conversation
+        end_of_document = eod if eod is not None else first if type(first) is int else None
+        return Tokenizer.beside(self.store / CONFIG, TOKENIZER, end_of_document)
 
 
-def read_folder(path: str | Path) -> tuple[TransformerConfig, dict[str, Tensor]]:
-    """The config and our state dict, on the CPU in the files' dtype, of the model in the folder ``path``.
+def is_model_folder(store: Store) -> bool:
+    """Whether ``store`` looks like a model of Hugging Face, and not like a checkpoint of ours."""
+    names = store.names()
+    return CONFIG in names and MANIFEST not in names
+
+
+def open_folder(location: str | Path | Store) -> ModelFolder:
+    """The model in the folder ``location``, with everything checked but the values of its tensors.
 
     Raises CheckpointError if a file is missing, damaged or a pickle, or if tensors and config do not fit;
     ConfigError if our model cannot represent the config.
     """
-    folder = Path(path)
-    hf_config = _read_json(folder / "config.json")
-    architecture = detect(hf_config)
-    config: TransformerConfig = architecture.config_from_hf(hf_config)
-    return config, architecture.from_hf(_read_tensors(folder), config)
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    if (folder / _WHOLE).exists():
-        return _read_safetensors(folder / _WHOLE)
-    if (folder / _INDEX).exists():
-        return _read_shards(folder, _read_json(folder / _INDEX).get("weight_map"))
-    if pickles := sorted(file.name for file in folder.glob("*.bin")):
+    store = open_store(location)
+    hf_config = _read_json(store, CONFIG)
+    family = detect(hf_config)
+    config = family.config_from_hf(hf_config)
+    files = _headers(store)
+    file_of = {key: file for file, entries in files.items() for key in entries}
+    entries = {key: entry for file in files.values() for key, entry in file.items()}
+    keys = family.parameters_of({key: entry.shape for key, entry in entries.items()}, config)
+    places = {name: (file_of[key], key, entries[key]) for name, key in keys.items()}
+    if wrong := [f"{name} is {entry.dtype}" for name, (_, _, entry) in places.items() if entry.dtype not in _WEIGHTS]:
         raise CheckpointError(
-            f"{folder} must hold {_WHOLE} or {_INDEX}; it holds {', '.join(pickles)}, a pickle, which is never read; "
+            f"the tensors of {store} must be {', '.join(_WEIGHTS)}; {', '.join(wrong[:8])}; save the model again in "
+            "one of them"
+        )
+    if config.tie_word_embeddings and HEAD in places:
+        (file, _, head), (other, _, embedding) = places[HEAD], places[family.tied_to]
+        if head.dtype != embedding.dtype or not _equal(store, (file, head), (other, embedding)):
+            raise family.not_tied()
+    return ModelFolder(store, hf_config, family, config, StoredTensors(store, _index(family, config, places)))
+
+
+def read_folder(location: str | Path | Store) -> tuple[TransformerConfig, dict[str, Tensor]]:
+    """The config and our whole state dict, on the CPU in the files' dtype. Raises as ``open_folder``."""
+    folder = open_folder(location)
+    return folder.config, {name: folder.weights.read(name) for name in folder.weights.tensors}
+
+
+def _read_json(store: Store, name: str) -> dict[str, Any]:
+    """The JSON object in the file ``name``. Raises CheckpointError."""
+    path = store / name
+    try:
+        size = store.size(name)
+        content = store.read(name, 0, min(size, _MOST_BYTES))
+    except StorageError as error:
+        raise CheckpointError(f"{error}; give the folder of a model") from error
+    if size > _MOST_BYTES:
+        raise CheckpointError(f"{path} has {size:,} bytes, and at most {_MOST_BYTES:,} are read")
+    try:
+        tree = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path} must hold a JSON object; it holds a {type(tree).__name__}")
+    return tree
+
+
+def _index(
+    family: Family, config: TransformerConfig, places: Mapping[str, tuple[str, str, ShardEntry]]
+) -> dict[str, StoredTensor]:
+    """Our parameters as parts of the tensors at ``places``: (file, key in it, entry) by their full keys."""
+    found: dict[str, StoredTensor] = {}
+    for full_key, packed in family.packed(config).items():
+        file, key, entry = places[full_key]
+        num_rows = sum(shape[0] for shape in packed.parts.values())
+        for name, (start, _) in packed.rows().items():
+            shape = packed.parts[name]
+            # all of their tensor in the indices of ours, which begins at its row ``start``
+            box = Box(((-start, num_rows - start), *Box.whole(shape[1:]).ranges))
+            found[name] = StoredTensor(shape, _WEIGHTS[entry.dtype], (Piece(file, key, box, packed.transposed),))
+    return {name: found[name] for name in parameter_shapes(config)}
+
+
+def _headers(store: Store) -> dict[str, dict[str, ShardEntry]]:
+    """The tensors of each file of the model, no two of one name."""
+    names = store.names()
+    if WHOLE in names:
+        return {WHOLE: _header(store, WHOLE)}
+    if INDEX in names:
+        return _shard_headers(store, _read_json(store, INDEX).get("weight_map"))
+    pickles = [name for name in names if name.endswith(".bin")]
+    if pickles:
+        raise CheckpointError(
+            f"{store} must hold {WHOLE} or {INDEX}; it holds {', '.join(pickles)}, a pickle, which is never read; "
             f"where you trust it, save the model again with save_pretrained"
         )
-    raise CheckpointError(f"{folder} must hold {_WHOLE} or {_INDEX}; it holds neither")
+    raise CheckpointError(f"{store} must hold {WHOLE} or {INDEX}; it holds neither")
 
 
-def _read_shards(folder: Path, shard_of: Any) -> dict[str, Tensor]:
-    """The tensors of all shards; ``shard_of`` is the index's map from a tensor's name to the file that holds it."""
+def _shard_headers(store: Store, shard_of: Any) -> dict[str, dict[str, ShardEntry]]:
+    """Those of all shards; ``shard_of`` is the index's map from a tensor's name to the file that holds it."""
     if not isinstance(shard_of, dict) or not all(isinstance(file, str) for file in shard_of.values()):
-        raise CheckpointError(f"{folder / _INDEX} must have a weight_map from names to files; it has none")
-    state: dict[str, Tensor] = {}
+        raise CheckpointError(f"{store / INDEX} must have a weight_map from names to files; it has none")
+    headers: dict[str, dict[str, ShardEntry]] = {}
     for shard in sorted(set(shard_of.values())):
         # an index that somebody else wrote must not reach outside of its folder
         if Path(shard).name != shard:
-            raise CheckpointError(f"{folder / _INDEX} must name files of its own folder; it names {shard!r}")
-        tensors = _read_safetensors(folder / shard)
+            raise CheckpointError(f"{store / INDEX} must name files of its own folder; it names {shard!r}")
+        headers[shard] = _header(store, shard)
         listed = {name for name, file in shard_of.items() if file == shard}
-        if wrong := sorted(listed ^ tensors.keys()):
-            raise CheckpointError(f"{folder / shard} and {_INDEX} must list the same tensors; only one has: {wrong}")
-        state |= tensors
-    return state
+        if wrong := sorted(listed ^ headers[shard].keys()):
+            raise CheckpointError(
+                f"{store / shard} and {INDEX} must list the same tensors; only one has: {', '.join(wrong[:8])}"
+            )
+    return headers
 
 
-def _read_safetensors(file: Path) -> dict[str, Tensor]:
+def _header(store: Store, file: str) -> dict[str, ShardEntry]:
     try:
-        regular_file_size(file)  # or raises, where opening would wait
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{file} cannot be read as safetensors: {reason}") from error
+        return read_header(store, file)
+    except StorageError as error:
+        raise CheckpointError(str(error)) from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{store / file} cannot be read as safetensors: {error}") from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(read_regular_file(file, _MOST_BYTES).decode("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}; give the folder of a model") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from error
-    if not isinstance(tree, dict):
-        raise CheckpointError(f"{file} must hold a JSON object; it holds a {type(tree).__name__}")
-    return tree
+def _equal(store: Store, one: tuple[str, ShardEntry], other: tuple[str, ShardEntry]) -> bool:
+    """Whether two tensors, (file, entry), have the same bytes; they have the same size."""
+    (file, entry), (other_file, other_entry) = one, other
+    for start in range(0, entry.end - entry.begin, _BLOCK):
+        stop = min(start + _BLOCK, entry.end - entry.begin)
+        content = store.read(file, entry.begin + start, entry.begin + stop)
+        if content != store.read(other_file, other_entry.begin + start, other_entry.begin + stop):
+            return False
+    return True

@@ -6,12 +6,10 @@ Alphabet: H hidden, A heads, G kv groups, D head size, F ffn hidden, V vocabular
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, ConfigError
 
-__all__ = ["check", "drop_tied_head", "parameter_shapes", "require"]
+__all__ = ["Shape", "check", "parameter_shapes", "require"]
 
 Shape = tuple[int, ...]
 
@@ -38,14 +36,14 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, Shape]:
     return shapes
 
 
-def check(state: Mapping[str, Tensor], shapes: Mapping[str, Shape], source: str) -> None:
-    """Raises CheckpointError listing every name of ``state`` that is missing, unexpected or of another shape."""
-    wrong = [f"missing: {name}" for name in shapes if name not in state]
-    wrong += [f"unexpected: {name} {list(state[name].shape)}" for name in state if name not in shapes]
+def check(found: Mapping[str, Shape], wanted: Mapping[str, Shape], source: str) -> None:
+    """Raises CheckpointError listing every name of ``found`` that is missing, unexpected or of another shape."""
+    wrong = [f"missing: {name}" for name in wanted if name not in found]
+    wrong += [f"unexpected: {name} {list(shape)}" for name, shape in found.items() if name not in wanted]
     wrong += [
-        f"wrong shape: {name} must be {list(shape)}; got {list(state[name].shape)}"
-        for name, shape in shapes.items()
-        if name in state and tuple(state[name].shape) != shape
+        f"wrong shape: {name} must be {list(shape)}; got {list(found[name])}"
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
     ]
     if wrong:
         more = [f"and {len(wrong) - _MOST_TOLD:,} more"] if len(wrong) > _MOST_TOLD else []
@@ -62,21 +60,6 @@ def require(architecture: str, config: TransformerConfig, **allowed: tuple[Any, 
     ]
     if wrong:
         raise ConfigError(f"{architecture} cannot represent this model:\n- " + "\n- ".join(wrong))
-
-
-def drop_tied_head(state: Mapping[str, Tensor], embedding: str) -> dict[str, Tensor]:
-    """``state`` without ``lm_head.weight``, which a live model's state dict repeats and a file on disk leaves out.
-
-    Raises CheckpointError if it is not bitwise the embedding that the config ties it to.
-    """
-    rest = dict(state)
-    head = rest.pop("lm_head.weight", None)
-    if head is not None and embedding in rest and not head.equal(rest[embedding]):
-        raise CheckpointError(
-            f"lm_head.weight must equal {embedding} where tie_word_embeddings is true, and differs; "
-            f"set tie_word_embeddings to false to keep both"
-        )
-    return rest
 
 
 def _layer_shapes(config: TransformerConfig) -> dict[str, Shape]:

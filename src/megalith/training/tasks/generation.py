@@ -10,8 +10,8 @@ from megalith.data.tokenizer import TextStream, Tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.models.generation import Sampling, stream
 from megalith.models.gpt_model import GPTModel
-from megalith.training.inference import load_model, open_run
-from megalith.training.run_folder import find_tokenizer
+from megalith.training.inference import load_model
+from megalith.training.run_folder import find_tokenizer, open_run
 
 __all__ = ["TextGenerator", "check_prompt", "read_prompt"]
 

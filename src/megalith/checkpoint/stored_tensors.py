@@ -1,0 +1,69 @@
+"""Tensors that lie in the safetensors files of a folder, read box by box."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.box import Box, first_miscount
+from megalith.checkpoint.index import INDEX, Piece, StoredTensor
+from megalith.checkpoint.shard_file import ShardFile
+from megalith.errors import CheckpointError
+from megalith.storage import Store
+
+__all__ = ["StoredTensors"]
+
+
+class StoredTensors:
+    """The ``tensors`` of an index, in files of the folder ``store``. Nothing is read until it is asked for."""
+
+    def __init__(self, store: Store, tensors: Mapping[str, StoredTensor]) -> None:
+        self.store = store
+        self.tensors = tensors
+        self._files: dict[str, ShardFile] = {}
+
+    def fill(self, parts: Mapping[str, tuple[Box, Tensor]]) -> None:
+        """Copies the box of each named tensor into the tensor beside it, file by file.
+
+        Raises:
+            CheckpointError: a file is not what the index says, or the index does not give each element once.
+            StorageError: a file cannot be read.
+        """
+        jobs: dict[str, list[tuple[str, Piece, Box]]] = defaultdict(list)
+        for name, (wanted, _) in parts.items():
+            for piece, both in self._pieces(name, wanted):
+                jobs[piece.file].append((name, piece, both))
+        for file, pieces in sorted(jobs.items()):
+            try:
+                shard = self._opened(file)
+                for name, piece, both in pieces:
+                    wanted, tensor = parts[name]
+                    dtype, target = self.tensors[name].dtype, tensor[both.slices_in(wanted)]
+                    shard.read_part(piece.key, piece.box, both, dtype, target, transposed=piece.transposed)
+            except CheckpointError as error:
+                raise CheckpointError(f"{file}: {error}") from error
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor ``name``, on the CPU. Raises as ``fill``."""
+        stored = self.tensors[name]
+        tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        self.fill({name: (Box.whole(stored.shape), tensor)})
+        return tensor
+
+    def _pieces(self, name: str, wanted: Box) -> list[tuple[Piece, Box]]:
+        """The pieces that hold elements of the box ``wanted``, and which."""
+        overlaps = [(piece, both) for piece in self.tensors[name].pieces if (both := piece.box.overlap(wanted))]
+        found = sum(both.num_elements for _, both in overlaps)
+        if found != wanted.num_elements:
+            raise CheckpointError(f"{INDEX} gives {found} of the {wanted.num_elements} elements of {name} wanted here")
+        if miscount := first_miscount(wanted, (both for _, both in overlaps)):
+            element, count = miscount
+            raise CheckpointError(f"{INDEX} gives {name} in boxes of which {count} hold element {list(element)}, not 1")
+        return overlaps
+
+    def _opened(self, file: str) -> ShardFile:
+        """The file with its header checked, once."""
+        if file not in self._files:
+            self._files[file] = ShardFile(self.store, file)
+        return self._files[file]

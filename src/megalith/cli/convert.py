@@ -1,0 +1,126 @@
+"""``megalith convert``: models of Hugging Face in and out, and the proof that both are the same."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megalith.cli.console import Announcer, Console, Progress, show_text
+
+if TYPE_CHECKING:
+    from megalith.data.tokenizer import Tokenizer
+    from megalith.training.conversion import LogitProof
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True)
+
+Out = Annotated[Path, typer.Option(help="A new folder.", metavar="DIR")]
+Run = Annotated[str, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")]
+NoProof = Annotated[bool, typer.Option("--no-proof", help="Do not compare logits with transformers.")]
+_COMPARING = "comparing logits with transformers"
+
+
+@app.callback()
+def convert() -> None:
+    """Read models of Hugging Face, and write them."""
+
+
+@app.command("import")
+def import_command(
+    source: Annotated[str, typer.Argument(help="A model's folder: config.json, safetensors.", metavar="HF_FOLDER")],
+    out: Out,
+    eod: Annotated[
+        str | None, typer.Option(help="Token of its tokenizer that ends a document, if config.json names another.")
+    ] = None,
+    no_proof: NoProof = False,
+) -> None:
+    """Make a run at step 0 of a model of Hugging Face: to generate, evaluate and train with."""
+    from megalith.observe.units import quantity
+
+    with _progress(f"reading {source}") as progress:
+        from megalith.training.conversion import import_model
+
+        found = import_model(source, out, eod, with_proof=not no_proof, progress=progress)
+    folder = found.folder
+    show_text(
+        f"model      {folder.family.architecture}, {quantity(found.num_parameters)} parameters in {folder.dtype}, "
+        f"{quantity(folder.num_bytes)}B\n"
+        f"{_tokenizer_line(found.tokenizer)}{_proof_line(found.proof)}"
+        f'next: megalith generate {out} --prompt "Once", or megalith train {out} data.train=PREFIX'
+    )
+
+
+@app.command("export")
+def export_command(
+    source: Run,
+    out: Out,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the tensors; by default the one that the run computed in.")
+    ] = None,
+    no_proof: NoProof = False,
+) -> None:
+    """Make a folder that transformers loads, of a run or a checkpoint that any layout wrote."""
+    with _progress(f"reading {source}") as progress:
+        from megalith.training.conversion import export_model
+
+        found = export_model(source, out, dtype, with_proof=not no_proof, progress=progress)
+    why = "" if dtype else ", which the run computed in; --dtype for another"
+    show_text(
+        f"model      {found.family.architecture} of {found.checkpoint}, in {found.dtype}{why}\n"
+        f"{_tokenizer_line(found.tokenizer)}{_proof_line(found.proof)}"
+        f'next: transformers.AutoModelForCausalLM.from_pretrained("{out}")'
+    )
+
+
+@app.command("prove")
+def prove_command(
+    source: Run,
+    folder: Annotated[str, typer.Argument(help="A model's folder of Hugging Face.", metavar="HF_FOLDER")],
+) -> None:
+    """Compare the logits of a run with those of a model of Hugging Face, which transformers computes."""
+    with Announcer() as announcer:
+        announcer.begin(_COMPARING)
+        from megalith.training.conversion import prove
+
+        proof = prove(source, folder)
+    show_text(str(proof))
+
+
+@contextmanager
+def _progress(reading: str) -> Iterator[Callable[[int, int], None]]:
+    """What goes on, on standard error, once it has taken long."""
+    from megalith.observe.units import quantity
+
+    console = Console(sys.stderr)
+    show = Progress(console, lambda done, total: f"{quantity(done)}B of {quantity(total)}B")
+    with Announcer() as announcer:
+        announcer.begin(reading)
+
+        def progress(done: int, total: int) -> None:
+            if done == total:
+                console.close()
+                announcer.begin(_COMPARING)
+            elif done:
+                announcer.end()
+                show(done, total)
+
+        try:
+            yield progress
+        finally:
+            console.close()
+
+
+def _tokenizer_line(tokenizer: "Tokenizer | None") -> str:
+    if tokenizer is None:
+        return "tokenizer  there is no tokenizer.json, and none travels along\n"
+    return f"tokenizer  {tokenizer.vocab_size:,} entries; {tokenizer.eod_text!r} ends a document\n"
+
+
+def _proof_line(proof: "LogitProof | str | None") -> str:
+    if proof is None:
+        return ""
+    return f"proof      not made: {proof}\n" if isinstance(proof, str) else f"proof      {proof}\n"

@@ -1,0 +1,98 @@
+"""Writes a model as a folder that transformers loads: config.json, its tensors one at a time, its tokenizer."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.box import Box
+from megalith.checkpoint.shard_file import write_shard
+from megalith.checkpoint.stored_tensors import StoredTensors
+from megalith.data.tokenizer import Tokenizer
+from megalith.models.hf.family import Packed
+from megalith.models.hf.folder import CONFIG, INDEX, WHOLE
+from megalith.storage import LocalStore, Store
+
+__all__ = ["MOST_BYTES", "write_tensors", "write_tokenizer"]
+
+MOST_BYTES = 5 * 10**9  # of tensors in a file, unless one alone is larger; transformers cut there for years
+
+
+def write_tensors(
+    store: Store,
+    hf_config: Mapping[str, Any],
+    packed: Mapping[str, Packed],
+    weights: StoredTensors,
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None],
+    most_bytes: int = MOST_BYTES,
+) -> None:
+    """Writes config.json and the tensors ``packed`` by key, made of our ``weights``, whatever pieces these lie in.
+
+    One tensor is in memory at a time. ``progress`` is told the bytes written so far, and all of them.
+
+    Raises:
+        StorageError: ``store`` does not take them.
+        CheckpointError: ``weights`` are not what their index says.
+    """
+    described = {key: torch.empty(tensor.shape, dtype=dtype, device="meta") for key, tensor in packed.items()}
+    total, done = sum(map(_num_bytes, described.values())), 0
+
+    def read(key: str) -> Tensor:
+        nonlocal done
+        progress(done, total)
+        done += _num_bytes(described[key])
+        tensor = torch.empty(packed[key].shape, dtype=dtype)
+        views = packed[key].views(tensor)
+        weights.fill({name: (Box.whole(view.shape), view) for name, view in views.items()})
+        return tensor
+
+    groups = _groups(described, most_bytes)
+    files = [WHOLE] if len(groups) == 1 else [_shard_name(number, len(groups)) for number in range(len(groups))]
+    for file, keys in zip(files, groups, strict=True):
+        write_shard(store, file, {key: described[key] for key in keys}, read)
+    progress(total, total)
+    if len(groups) > 1:
+        weight_map = {key: file for file, keys in zip(files, groups, strict=True) for key in keys}
+        store.put(INDEX, _json({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    store.put(CONFIG, _json(hf_config))
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, num_positions: int) -> None:
+    """Writes what ``AutoTokenizer`` needs into ``folder``. Raises StorageError."""
+    tokenizer.save(folder / "tokenizer.json")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.eod_text,
+        "model_max_length": num_positions,
+        "clean_up_tokenization_spaces": False,
+    }
+    LocalStore(folder).put("tokenizer_config.json", _json(settings))
+
+
+def _groups(described: Mapping[str, Tensor], most_bytes: int) -> list[list[str]]:
+    """The keys of each file."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for key, tensor in described.items():
+        if groups[-1] and size + _num_bytes(tensor) > most_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(key)
+        size += _num_bytes(tensor)
+    return groups
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"model-{number + 1:05}-of-{count:05}.safetensors"
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _json(tree: Mapping[str, Any]) -> bytes:
+    return (json.dumps(tree, indent=2) + "\n").encode()

@@ -1,0 +1,47 @@
+"""A folder of any files that is made whole or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megalith.errors import StorageError
+from megalith.storage.atomic import publish_folder
+from megalith.storage.failures import explained
+from megalith.storage.run_lock import RunLock
+from megalith.storage.store import hidden
+
+__all__ = ["new_folder"]
+
+_LOCK = ".lock"
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A hidden folder beside ``path``, to be filled with durable files; it becomes ``path`` at the end of the block.
+
+    After an error it is removed. What a killed process has left is removed by the next one that makes ``path``.
+
+    Raises:
+        StorageError: ``path`` exists, another process is making it, or it cannot be written.
+    """
+    path = Path(os.path.abspath(path))
+    with explained("write", path):
+        exists = os.path.lexists(path)
+    if exists:
+        raise StorageError(f"{path} exists, and nothing is overwritten; choose another folder")
+    temporary = path.with_name(hidden(path.name))
+    with RunLock(temporary):
+        try:
+            with explained("write", temporary):
+                for left in temporary.iterdir():
+                    if left.name != _LOCK:
+                        shutil.rmtree(left) if left.is_dir() else left.unlink()
+            yield temporary
+            with explained("write", path):
+                (temporary / _LOCK).unlink()
+            publish_folder(temporary, path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise

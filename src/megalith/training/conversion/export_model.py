@@ -1,0 +1,78 @@
+"""``megalith convert export``: a model folder of Hugging Face, made of a run or one of its checkpoints."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalith.checkpoint.load import open_tensors
+from megalith.checkpoint.verify import verify_checkpoint
+from megalith.data.tokenizer import Tokenizer
+from megalith.errors import ConfigError
+from megalith.models.hf import Family, fitting, parameter_shapes
+from megalith.models.hf.parameters import check as check_shapes
+from megalith.models.hf.write_folder import write_tensors, write_tokenizer
+from megalith.storage import LocalStore, Store, new_folder
+from megalith.training.build_model import DTYPES
+from megalith.training.conversion.logit_proof import LogitProof, stored_proof
+from megalith.training.kept import kept_tokenizer
+from megalith.training.run_folder import open_run
+from megalith.training.weights import is_weight
+
+__all__ = ["Exported", "export_model"]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written. ``proof``: that of the logits, or why there is none; None if none was asked for."""
+
+    checkpoint: Store
+    family: Family
+    dtype: str
+    tokenizer: Tokenizer | None
+    proof: LogitProof | str | None
+
+
+def export_model(
+    source: str | Path,
+    out: Path,
+    dtype: str | None = None,
+    *,
+    with_proof: bool = True,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Exported:
+    """Makes the folder ``out``, which transformers loads, of the run or checkpoint ``source``, in any layout.
+
+    One tensor is in memory at a time. ``out`` appears when all of it is there.
+
+    Args:
+        dtype: of the tensors; by default the one that the run computed in.
+        with_proof: compare logits, and store the proof in ``out``, if that can be done here.
+        progress: told the bytes of tensors written so far, and all of them.
+
+    Raises:
+        ConfigError: no family can represent the model, with the reasons of each; or there is no such dtype.
+        CheckpointError: there is no complete checkpoint, it is damaged, or the logits differ.
+        StorageError: ``out`` exists, or cannot be written.
+    """
+    checkpoint, folder, config = open_run(source)
+    dtype = dtype or config.precision.dtype
+    if dtype not in DTYPES:
+        raise ConfigError(f"the dtype must be one of {', '.join(DTYPES)}; got {dtype}")
+    family, tokenizer, num_positions = fitting(config.model), kept_tokenizer(folder), config.data.seq_length
+    hf_config = family.config_to_hf(
+        config.model,
+        max_position_embeddings=num_positions,
+        dtype=dtype,
+        eos_token_id=None if tokenizer is None else tokenizer.eod,
+    )
+    verify_checkpoint(checkpoint)
+    weights = open_tensors(checkpoint, is_weight)
+    shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
+    check_shapes(shapes, parameter_shapes(config.model), str(checkpoint))
+    with new_folder(out) as made:
+        packed = family.packed(config.model)
+        write_tensors(LocalStore(made), hf_config, packed, weights, DTYPES[dtype], progress)
+        if tokenizer is not None:
+            write_tokenizer(made, tokenizer, config.model.max_position_embeddings or num_positions)
+        proof = stored_proof(checkpoint, made, made) if with_proof else None
+    return Exported(checkpoint, family, dtype, tokenizer, proof)

@@ -1,0 +1,91 @@
+"""``megalith convert import``: a run's folder at step 0, made of a model folder of Hugging Face."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.save import save_checkpoint
+from megalith.config import dump_yaml, load_run
+from megalith.data.tokenizer import Tokenizer
+from megalith.models.hf import ModelFolder, open_folder
+from megalith.observe.machine import describe_machine
+from megalith.storage import new_folder, write_json_atomic, write_text_atomic
+from megalith.training.conversion.logit_proof import LogitProof, stored_proof
+from megalith.training.kept import EOD_FILE, KEPT_TOKENIZER
+from megalith.training.origin import usual_settings
+from megalith.training.state import STATE_VERSION, TrainState
+
+__all__ = ["Imported", "import_model"]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was read. ``proof``: that of the logits, or why there is none; None if none was asked for."""
+
+    folder: ModelFolder
+    num_parameters: int
+    tokenizer: Tokenizer | None
+    proof: LogitProof | str | None
+
+
+def import_model(
+    source: str | Path,
+    out: Path,
+    eod: str | int | None = None,
+    *,
+    with_proof: bool = True,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Imported:
+    """Makes the folder ``out``, a run at step 0 with the model of the folder ``source``.
+
+    Weights keep their dtype and every bit; one tensor is in memory at a time. ``out`` appears when all of it is there.
+
+    Args:
+        eod: the token of its tokenizer that ends a document; by default the one that config.json names.
+        with_proof: compare logits, and store the proof in ``out``, if that can be done here.
+        progress: told the bytes of tensors read so far, and all of them.
+
+    Raises:
+        CheckpointError: ``source`` is no sound model folder, or the logits differ.
+        ConfigError: our model cannot represent it.
+        DataError: its tokenizer.json cannot be read, or has no token that ends a document.
+        StorageError: ``out`` exists, or cannot be written.
+    """
+    folder = open_folder(source)
+    tokenizer = folder.tokenizer(eod)
+    settings = usual_settings(folder.config, folder.num_positions, folder.dtype) | {"run": str(out.absolute())}
+    config = load_run(settings)
+    with new_folder(out) as made:
+        _save_weights(made, folder, progress)
+        if tokenizer is not None:
+            tokenizer.save(made / KEPT_TOKENIZER)
+            write_json_atomic(made / EOD_FILE, {"id": tokenizer.eod})
+        write_text_atomic(made / "config.yaml", dump_yaml(config))
+        num_parameters = sum(prod(tensor.shape) for tensor in folder.weights.tensors.values())
+        about = {"parameters": num_parameters, "dtype": folder.dtype, "imported from": str(folder.store)}
+        write_json_atomic(made / "about.json", about | describe_machine())
+        proof = stored_proof(made, folder.store, made) if with_proof else None
+    return Imported(folder, num_parameters, tokenizer, proof)
+
+
+def _save_weights(made: Path, folder: ModelFolder, progress: Callable[[int, int], None]) -> None:
+    """The checkpoint of step 0: weights, and no optimizer that has seen a step."""
+    weights, done = folder.weights, 0
+    described = {
+        name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+        for name, tensor in weights.tensors.items()
+    }
+
+    def read(name: str) -> Tensor:
+        nonlocal done
+        progress(done, folder.num_bytes)
+        done += described[name].numel() * described[name].element_size()
+        return weights.read(name)
+
+    state = {"version": STATE_VERSION, "train": TrainState().state_dict()}
+    save_checkpoint(made / "checkpoints", 0, described, state, keep_last=1, read=read)
+    progress(folder.num_bytes, folder.num_bytes)

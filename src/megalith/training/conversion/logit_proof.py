@@ -1,0 +1,115 @@
+"""Whether a model and its conversion are the same function: logits of random tokens, ours beside those of transformers.
+
+Both are computed in float32, one model after the other, on the CPU, where one of them has to fit.
+"""
+
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith import optional
+from megalith.errors import CheckpointError, MissingDependencyError
+from megalith.models.hf import open_folder
+from megalith.observe.machine import free_memory_bytes
+from megalith.observe.units import quantity
+from megalith.storage import Store, write_json_atomic
+from megalith.training.inference import load_model
+
+__all__ = ["LogitProof", "prove", "stored_proof"]
+
+_PROOF = "proof.json"
+_ROWS, _LONGEST = 2, 64  # of random tokens
+_BYTES_OF_A_PARAMETER = 5  # 4 of float32, and what a layer of it computes
+# rounding of float32 over the deepest models is a hundred times smaller, and a wrong weight changes logits altogether
+_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class LogitProof:
+    """The largest difference between two models' logits, beside the largest logit, over ``num_tokens`` random tokens.
+
+    ``dtype``: that of the weights in the Hugging Face folder, to which ours were rounded too.
+    """
+
+    max_abs_difference: float
+    max_abs_logit: float
+    num_tokens: int
+    dtype: str
+    transformers: str
+
+    def __str__(self) -> str:
+        return (
+            f"logits of {self.num_tokens} random tokens differ by {self.max_abs_difference:.1e} at most (the largest "
+            f"is {self.max_abs_logit:.1f}), in float32, from those of transformers {self.transformers}"
+        )
+
+
+def stored_proof(run: str | Path | Store, folder: str | Path | Store, out: Path) -> LogitProof | str:
+    """``prove``, stored as ``out/proof.json``; or why that cannot be done here, and how it can. Raises as ``prove``."""
+    if (reason := _why_not(folder)) is not None:
+        return f"{reason}; then: megalith convert prove RUN HF_FOLDER"
+    proof = prove(run, folder)
+    write_json_atomic(out / _PROOF, asdict(proof))
+    return proof
+
+
+def prove(run: str | Path | Store, folder: str | Path | Store) -> LogitProof:
+    """The proof that the run or checkpoint ``run`` and the model folder ``folder`` are the same model.
+
+    Raises:
+        CheckpointError: their logits differ by more than rounding, or one of them is damaged.
+        MissingDependencyError: transformers is not installed.
+    """
+    transformers: Any = optional.need("transformers")
+    described = open_folder(folder)
+    V, S = described.config.vocab_size, min(_LONGEST, described.num_positions)
+    assert V is not None, "every config.json says it"
+    tokens = torch.randint(V, (_ROWS, S), generator=torch.Generator().manual_seed(0))  # [B, S]
+    with torch.no_grad():
+        ours = _our_logits(run, getattr(torch, described.dtype), tokens)
+        theirs = _their_logits(transformers, folder, tokens)
+    difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
+    proof = LogitProof(difference, largest, tokens.numel(), described.dtype, transformers.__version__)
+    if not difference <= _TOLERANCE * largest:  # NaN is no proof
+        raise CheckpointError(f"{run} and {folder} are not the same model: {proof}")
+    return proof
+
+
+def _our_logits(run: str | Path | Store, rounded_to: torch.dtype, tokens: Tensor) -> Tensor:
+    model = load_model(run, dtype=torch.float32, device=torch.device("cpu")).model
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(rounded_to))
+    logits: Tensor = model(tokens)  # [B, S, V]
+    return logits
+
+
+def _their_logits(transformers: Any, folder: str | Path | Store, tokens: Tensor) -> Tensor:
+    showed = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        # the class of the table, and never code that a folder brings along
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        )
+    finally:
+        if showed:
+            transformers.utils.logging.enable_progress_bar()
+    logits: Tensor = model.eval()(tokens).logits  # [B, S, V]
+    return logits
+
+
+def _why_not(folder: str | Path | Store) -> str | None:
+    """Why no proof for the model folder ``folder`` can be made here, and what it takes; None if it can."""
+    try:
+        optional.need("transformers")
+    except MissingDependencyError as error:
+        return str(error)
+    num_parameters = sum(prod(tensor.shape) for tensor in open_folder(folder).weights.tensors.values())
+    needed, free = _BYTES_OF_A_PARAMETER * num_parameters, free_memory_bytes()
+    if free is not None and free < needed:
+        return f"it takes {quantity(needed)}B of memory, of which {quantity(free)}B are free; use a larger machine"
+    return None

@@ -1,0 +1,36 @@
+"""The weights of a model, from whatever holds them: a checkpoint of ours, or a model folder of Hugging Face."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from megalith.checkpoint.load import load_stored, load_tensors
+from megalith.models.hf import is_model_folder, open_folder
+from megalith.storage import Store, open_store
+from megalith.topology.agreement import agreed
+
+__all__ = ["is_weight", "load_weights"]
+
+
+def is_weight(name: str) -> bool:
+    """Whether the tensor ``name`` of a checkpoint is of the model, and not of its optimizer."""
+    return not name.startswith("optimizer.")
+
+
+def load_weights(location: str | Path | Store, into: Mapping[str, Tensor]) -> None:
+    """Fills the weights ``into`` by name, in any layout and of any floating dtype; all ranks call it.
+
+    Each rank reads no more than its own parts.
+
+    Raises:
+        CheckpointError: what is at ``location`` is damaged, or does not fit; on every rank, with nothing changed.
+        ConfigError: our model cannot represent the config.json there.
+    """
+    store = open_store(location)
+    with agreed(f"{store} cannot be loaded"):
+        folder = open_folder(store) if is_model_folder(store) else None
+    if folder is None:
+        load_tensors(store, into, only=is_weight, cast=True)
+    else:
+        load_stored(folder.weights, into, cast=True)

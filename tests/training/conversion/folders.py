@@ -1,0 +1,29 @@
+"""Model folders of Hugging Face, as transformers writes them, with a tokenizer."""
+
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from megalith.data.tokenizer import train_byte_level_bpe
+from tests.models.hf import peers
+
+__all__ = ["SHAPES", "write_folder"]
+
+VOCAB = 271  # a prime, and a row more than the tokenizer has entries
+
+SHAPES = {
+    "llama": lambda: peers.llama(vocab_size=VOCAB, max_position_embeddings=24, eos_token_id=0),
+    "tied llama": lambda: peers.llama(
+        vocab_size=VOCAB, max_position_embeddings=24, tie_word_embeddings=True, head_dim=6, intermediate_size=37
+    ),
+    "gpt2": lambda: peers.gpt2(vocab_size=VOCAB, eos_token_id=0),
+    "untied gpt2": lambda: peers.gpt2(vocab_size=VOCAB, tie_word_embeddings=False, n_inner=37),
+}
+
+
+def write_folder(folder: Path, shape: str, dtype: str = "float32", max_shard_size: str = "1GB") -> PreTrainedModel:
+    """A model in ``folder``, and what transformers holds of it."""
+    theirs = getattr(SHAPES[shape](), {"float32": "float", "bfloat16": "bfloat16", "float64": "double"}[dtype])()
+    theirs.save_pretrained(folder, max_shard_size=max_shard_size)
+    train_byte_level_bpe(["some words to merge, some more words"] * 9, 270).save(folder / "tokenizer.json")
+    return theirs.eval()
