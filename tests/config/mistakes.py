@@ -207,6 +207,10 @@ MISTAKES = [
         r"train.compile=true cannot go with parallel.schedule=zb_v: .*; use parallel.virtual=null, .*schedule=null$",
     ),
     Mistake(
+        {"parallel.pipeline": 2, "parallel.schedule": "zero_bubble", "train.fused_linear_cross_entropy": True},
+        r"fused_linear_cross_entropy=true cannot go with .*=zero_bubble: the fused loss .*; use parallel.schedule=null$",
+    ),
+    Mistake(
         {"parallel.pipeline": 2, "parallel.stage_layers": [1, 2]},
         r"stage_layers \(1, 2\) must have 2 entries, one a stage, that add up to model.num_layers \(4\); use .*=null",
     ),

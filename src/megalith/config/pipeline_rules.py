@@ -10,14 +10,14 @@ __all__ = [
     "interleaved_micro_batches_fill_the_pipeline",
     "pipeline_settings_need_a_pipeline",
     "schedule_fits_the_stages",
-    "split_backwards_are_not_compiled",
+    "split_backwards_split_every_product",
     "stage_layers_are_those_of_the_model",
     "stages_have_layers",
 ]
 
 _PIPELINE, _VIRTUAL, _SCHEDULE = "parallel.pipeline", "parallel.virtual", "parallel.schedule"
 _LISTED, _LAYERS = "parallel.stage_layers", "model.num_layers"
-_COMPILE = "train.compile"
+_COMPILE, _FUSED_LOSS = "train.compile", "train.fused_linear_cross_entropy"
 _BATCH, _MICRO, _BATCHES = "train.global_batch_size", "train.micro_batch_size", "train.batch_size_schedule"
 
 # schedules by the stages on each rank
@@ -48,16 +48,19 @@ def schedule_fits_the_stages(run: Draft) -> Iterator[Violation]:
     yield Violation("schedule_fits_the_stages", _SCHEDULE, message, fixes)
 
 
-def split_backwards_are_not_compiled(run: Draft) -> Iterator[Violation]:
-    """schedule=zero_bubble and schedule=zb_v need compile=false."""
+def split_backwards_split_every_product(run: Draft) -> Iterator[Violation]:
+    """schedule=zero_bubble and schedule=zb_v need compile=false and fused_linear_cross_entropy=false."""
     schedule = run[_SCHEDULE]
-    if run[_PIPELINE] > 1 and schedule in _SPLITTING and run[_COMPILE]:
-        message = (
-            f"{_COMPILE}=true cannot go with {_SCHEDULE}={schedule}: a compiled layer computes the gradients of its "
-            "weights together with those of its inputs"
-        )
-        fixes = ({_SCHEDULE: None}, {_VIRTUAL: None, _SCHEDULE: None})
-        yield Violation("split_backwards_are_not_compiled", _SCHEDULE, message, fixes)
+    if run[_PIPELINE] == 1 or schedule not in _SPLITTING:
+        return
+    for setting, what in ((_COMPILE, "a compiled layer"), (_FUSED_LOSS, "the fused loss")):
+        if run[setting]:
+            message = (
+                f"{setting}=true cannot go with {_SCHEDULE}={schedule}: {what} computes the gradients of its weights "
+                "together with those of its inputs"
+            )
+            fixes = ({_SCHEDULE: None}, {_VIRTUAL: None, _SCHEDULE: None})
+            yield Violation("split_backwards_split_every_product", _SCHEDULE, message, fixes)
 
 
 def stages_have_layers(run: Draft) -> Iterator[Violation]:

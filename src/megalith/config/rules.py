@@ -28,7 +28,7 @@ from megalith.config.pipeline_rules import (
     interleaved_micro_batches_fill_the_pipeline,
     pipeline_settings_need_a_pipeline,
     schedule_fits_the_stages,
-    split_backwards_are_not_compiled,
+    split_backwards_split_every_product,
     stage_layers_are_those_of_the_model,
     stages_have_layers,
 )
@@ -74,7 +74,7 @@ RUN_RULES: tuple[Rule, ...] = (
     batches_divide_among_ranks,
     pipeline_settings_need_a_pipeline,
     schedule_fits_the_stages,
-    split_backwards_are_not_compiled,
+    split_backwards_split_every_product,
     stages_have_layers,
     stage_layers_are_those_of_the_model,
     interleaved_micro_batches_fill_the_pipeline,

@@ -9,11 +9,10 @@ Recomputation is counted as plain torch does it, without train.compile, which ma
 """
 
 from megalith.config import RunConfig
-from megalith.parallel.pipeline.placement import Placement
 from megalith.parallel.sharding.traffic import Sharding
 from megalith.parallel.traffic import Traffic, collective, repeated
 from megalith.topology.rank_grid import RankGrid
-from megalith.training.build_model import DTYPES, param_dtype, stages_of
+from megalith.training.build_model import DTYPES, param_dtype, placement_of_run, stages_of
 from megalith.training.tasks.task import AnyTask, StageTraffic
 
 __all__ = ["busiest_rank", "step_traffic"]
@@ -29,7 +28,7 @@ def step_traffic(config: RunConfig, task: AnyTask, world_size: int, rank: int) -
     grid = RankGrid(layout)
     sharding = Sharding(layout, grid.position("tp", rank), DTYPES[config.precision.dtype], param_dtype(config))
     num_microbatches = config.train.global_batch_size // (config.train.micro_batch_size * layout.data_parallel)
-    placement, pp_rank = Placement(layout.pipeline, config.parallel.virtual), grid.position("pp", rank)
+    placement, pp_rank = placement_of_run(config), grid.position("pp", rank)
     stages = stages_of(config, task) if placement.num_stages > 1 else [None]
     num_terms = len(task.terms)
     # int64 counts, stops, failures; float64 sums, squared norm: training/step.py
@@ -41,9 +40,11 @@ def step_traffic(config: RunConfig, task: AnyTask, world_size: int, rank: int) -
         num_sent = sum(place is not None and place[0] != pp_rank for place in neighbours) * num_microbatches
         found += repeated(stage.micro_batch, num_microbatches)
         found += collective("pipeline", "send", stage.hidden_bytes, layout.pipeline, num_sent)
+        # in a V the first and the last stage are on one rank, and share the weight there
+        ends = {placement.place(end)[0] for end in (0, placement.num_stages - 1)}
         for weight in stage.shared:
             shard = sharding.shard_bytes(weight, grid.position("dp_shard-cp", rank))
-            found += collective("pipeline", "all_reduce", shard, layout.pipeline)
+            found += collective("pipeline", "all_reduce", shard, len(ends))
         found += _fsdp(stage, sharding, num_microbatches, in_pipeline=placement.num_stages > 1)
     return found
 

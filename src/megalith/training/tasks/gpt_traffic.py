@@ -8,7 +8,7 @@
 
 With sequence parallelism each X is exchanged forward and backward: an all-gather one way, a reduce-scatter the other.
 Without, it is one all-reduce: of what leaves in forward, of what enters in backward. Recomputation repeats the forward
-of layers, or of attention over context, as far as backward needs it.
+of layers, or of the parts that a run names, as far as backward needs it.
 """
 
 from megalith.config import RunConfig, TransformerConfig
@@ -64,13 +64,25 @@ def _layer(config: RunConfig, layout: Layout, X: int) -> Traffic:
         drops=model.attention_dropout > 0.0,
     )
     layer = enter + core + leave + enter + leave
-    again = Traffic()
-    if config.train.recompute == "selective":
-        again = core.recomputed
-    elif config.train.recompute == "full":
+    return layer.forward + layer.backward + _recomputed(config, enter, core, leave)
+
+
+def _recomputed(config: RunConfig, enter: Passes, core: Passes, leave: Passes) -> Traffic:
+    """What a layer exchanges once more because backward computes some of it again."""
+    attention, mlp, names = enter + core + leave, enter + leave, config.train.recompute_modules
+    if config.train.recompute == "none":
+        return Traffic()
+    if config.train.recompute == "full":
+        layer = attention + mlp
         # dropout, at the layer's end, saves its mask
-        again = layer.forward if model.hidden_dropout > 0.0 else layer.recomputed
-    return layer.forward + layer.backward + again
+        return layer.forward if config.model.hidden_dropout > 0.0 else layer.recomputed
+    again = core.recomputed if "core_attn" in names else Traffic()
+    for name, block in (("self_attn", attention), ("mlp", mlp)):
+        if name in names:
+            again += block.recomputed
+        elif "layernorm" in names:
+            again += enter.forward  # the norm's output is kept before it is gathered, or not at all
+    return again
 
 
 def _layer_weights(model: TransformerConfig, tp_size: int, sequence: bool) -> list[Weight]:
