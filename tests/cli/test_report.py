@@ -23,6 +23,13 @@ def test_a_run_that_is_writing_a_record_is_shown_up_to_the_record_before(tmp_pat
     assert not (folder / "report.html").exists()
 
 
+def test_text_that_no_encoding_holds_is_shown_with_a_question_mark(tmp_path):
+    folder = write_run(tmp_path / "run", steps=4)
+    (folder / "about.json").write_text('{"recipe": "half a \\ud800 pair"}')
+    assert here("report", folder).code == 0
+    assert "half a ? pair" in (folder / "report.html").read_text()
+
+
 def append_an_integer_of_400_digits(folder):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(f'{{"step": 5, "loss": {"9" * 400}}}\n')

@@ -89,7 +89,6 @@ SAMPLE = [
     dies(2, "in a step"),
     loses(2, "saving", 1),
     quits(2, "evaluating", GROUP, TERM),
-    Case(2, "reading data", SERVER, (KILL,), 1, "the process that the ranks were forked from has died"),
 ]
 REST = [
     *(stops(1, "in a step", PARENT, number) for number in (TERM, HUP, USR1)),
@@ -109,6 +108,7 @@ REST = [
     stops(2, "building", GROUP, TERM),
     quits(2, "evaluating", PARENT, TERM),
     quits(2, "in a step", PARENT, INT),
+    Case(2, "reading data", SERVER, (KILL,), 1, "the process that the ranks were forked from has died"),
     Case(2, "saving", SERVER, (KILL,), 1, "the process that the ranks were forked from has died"),
     quits(2, "in a step", 1, TERM),
     quits(2, "building", PARENT, HUP),

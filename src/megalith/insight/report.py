@@ -27,7 +27,8 @@ def write_report(run_folder: Path, page: Path | None = None) -> Path:
         StorageError: the page cannot be written there.
     """
     page = run_folder / "report.html" if page is None else page
-    write_text_atomic(page, _page(read_run(run_folder)))
+    text = _page(read_run(run_folder))
+    write_text_atomic(page, text.encode(errors="replace").decode())  # JSON may spell half of a surrogate pair
     return page
 
 
