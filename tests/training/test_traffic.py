@@ -29,7 +29,6 @@ IN_MAKE_TEST = [
     ("context 4, two levels", "llama"),
     ("hybrid 2 x 2", "llama"),
     ("pipeline 2 x shard 2, interleaved", "llama"),
-    ("tensor 2 x context 2, sequence, packed", "gpt2"),
     ("pipeline 2", "gpt2"),
 ]
 
