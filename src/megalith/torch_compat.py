@@ -3,6 +3,7 @@
 all_gather_single, reduce_scatter_single    new in 2.13, which warns of all_gather_into_tensor, reduce_scatter_tensor
 torch.compile(isolate_recompiles=...)       new in 2.13, with recompile_limit=...
 distributed_c10d._process_group_name        private; names a new process group
+distributed_c10d._abort_process_group       private; ends process groups that NCCL would wait for
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, distributed_c10d
 
 __all__ = [
+    "abort_process_groups",
     "all_gather_into",
     "compile_apart",
     "compile_layers_",
@@ -36,6 +38,11 @@ _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_si
 _ROUNDS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
 _isolates = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _apart: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 256} if _isolates else {}
+
+
+def abort_process_groups() -> None:
+    """Ends every process group of NCCL without waiting for collectives in flight."""
+    distributed_c10d._abort_process_group()
 
 
 def compile_apart(function: Callable[P, R]) -> Callable[P, R]:
