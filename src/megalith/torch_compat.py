@@ -5,6 +5,7 @@ torch.compile(isolate_recompiles=...)       new in 2.13, with recompile_limit=..
 torch._functorch.config.donated_buffer      private; whether a compiled backward may overwrite what was saved
 distributed_c10d._process_group_name        private; names a new process group
 FSDPModule._get_fsdp_state()                private; ends a backward by hand
+distributed_c10d._abort_process_group       private; ends process groups that NCCL would wait for
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
+    "abort_process_groups",
     "all_gather_into",
     "compile_apart",
     "compile_layers_",
@@ -42,6 +44,11 @@ _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_si
 _ROUNDS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
 _isolates = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _apart: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 256} if _isolates else {}
+
+
+def abort_process_groups() -> None:
+    """Ends every process group of NCCL without waiting for collectives in flight."""
+    distributed_c10d._abort_process_group()
 
 
 def compile_apart(function: Callable[P, R]) -> Callable[P, R]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megalith.errors import ConfigError
 from megalith.resilience.rank_watch import RENDEZVOUS
+from megalith.torch_compat import abort_process_groups
 from megalith.training.torchrun_environment import check_rendezvous, launched_rank
 
 __all__ = ["choose_device", "process_group", "world_size_from_environment"]
@@ -37,7 +38,7 @@ def choose_device() -> torch.device:
 def process_group(device: torch.device) -> Iterator[None]:
     """The default process group: of torchrun's ranks, of ``launch``'s, or of this process alone.
 
-    One that exists already is left as it is.
+    One that exists already is left as it is. An error inside ends it at once, whatever other ranks do.
     """
     if dist.is_initialized():
         yield
@@ -53,5 +54,11 @@ def process_group(device: torch.device) -> Iterator[None]:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # torch exports it unsaid
     try:
         yield
+    except BaseException:
+        if backend == "nccl":
+            # destroyed, it would wait for collectives in flight, which ranks without the error may never join
+            abort_process_groups()
+        raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
