@@ -5,7 +5,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from megalith.acceleration.recompute import recompute, recompute_modules_
+from megalith.acceleration.recompute import DiscardableOutput, discard_outputs_, recompute, recompute_modules_
+from tests.live_memory import LiveMemory
 
 
 def test_it_runs_the_function_again_in_backward_and_changes_no_bit():
@@ -82,3 +83,66 @@ def test_torchs_generator_is_left_alone():
     torch.manual_seed(0)
     recompute(torch.sin, torch.ones(3, requires_grad=True)).sum().backward()
     assert torch.equal(torch.rand(1), want)
+
+
+class Chain(nn.Module):
+    """tanh, its sine, and three readers of that: one of a view, one of another dtype, one by two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = DiscardableOutput("first"), DiscardableOutput("second")
+        self.calls: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.first(self._tanh, x)
+        b = self.second(self._sine, a)
+        return (b[1:] * b[:-1].t().reshape(b[1:].shape)).sum() + b.float().exp().sum() + (b * b).cos().sum()
+
+    def _tanh(self, x: Tensor) -> Tensor:
+        self.calls.append("tanh")
+        return torch.tanh(x)
+
+    def _sine(self, a: Tensor) -> Tensor:
+        self.calls.append("sine")
+        return torch.sin(a)
+
+
+def chains() -> tuple[Chain, Chain, Tensor]:
+    """One that discards its outputs, one that does not, and their input."""
+    discarding = Chain()
+    discard_outputs_(discarding, [discarding.first, discarding.second])
+    return discarding, Chain(), torch.linspace(-1.0, 1.0, 20, dtype=torch.float64).view(5, 4).requires_grad_()
+
+
+def test_a_discarded_output_is_computed_again_once_in_each_backward_and_changes_no_bit():
+    discarding, plain, x = chains()
+    y, want = discarding(x), plain(x)
+    assert torch.equal(y, want)
+    (expected,) = torch.autograd.grad(want, x)
+    # tanh reads its own output, which the next step reads too
+    for repetition in (1, 2):
+        (dx,) = torch.autograd.grad(y, x, retain_graph=True)
+        assert torch.equal(dx, expected)
+        assert discarding.calls.count("sine") == 1 + repetition
+    assert plain.calls == ["tanh", "sine"]
+
+
+def test_a_discarded_output_is_freed_after_forward_and_after_backward():
+    model, x = nn.Linear(4, 4, bias=False), torch.ones(1000, 4)
+    model.normed = DiscardableOutput("normed")
+    model.forward = lambda x: nn.functional.linear(model.normed(nn.functional.relu, x), model.weight)
+    discard_outputs_(model, [model.normed])
+    with LiveMemory() as memory:
+        y = model(x)
+        assert memory.alive() == y.nbytes
+        loss = y.sum()
+        loss.backward(retain_graph=True)
+    assert memory.alive() == y.nbytes + loss.nbytes + model.weight.grad.nbytes
+
+
+def test_without_gradients_or_outside_of_its_layer_nothing_is_discarded():
+    discarding, plain, x = chains()
+    with torch.no_grad():
+        assert torch.equal(discarding(x), plain(x))
+    assert torch.equal(discarding.first(torch.exp, x), x.exp())
+    assert discarding.calls == ["tanh", "sine"]

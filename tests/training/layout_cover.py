@@ -31,7 +31,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "replicate": (1, 2),
     "shard": (1, 2),
     "micro_batch_size": (1, 2),
-    "recompute": ("none", "full", "selective"),
+    "recompute": ("none", "full", "core_attn", "layernorm+mlp_act", "self_attn+mlp"),
+    "fused_loss": (False, True),
     "shape": ("llama", "gpt2"),
     "num_layers": (4, 5),
     "num_query_groups": (8, 2, 1),
@@ -83,9 +84,17 @@ def settings_of(row: Row, batch_size: int | None = None) -> dict[str, Any]:
         "train": {
             "global_batch_size": batch_size or global_batch_size(row),
             "micro_batch_size": row["micro_batch_size"],
-            "recompute": row["recompute"],
+            "fused_linear_cross_entropy": row["fused_loss"],
+            **_recompute(row["recompute"]),
         },
     }
+
+
+def _recompute(value: str) -> dict[str, Any]:
+    """The settings for none, full, or the names of operations."""
+    if value in ("none", "full"):
+        return {"recompute": value}
+    return {"recompute": "selective", "recompute_modules": value.split("+")}
 
 
 def name_of(row: Row) -> str:

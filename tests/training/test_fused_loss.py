@@ -50,7 +50,7 @@ def fused_steps(tree: dict[str, Any], world_size: int) -> tuple[Trajectory, int]
         return first_steps(tree, world_size), calls
 
 
-@pytest.mark.parametrize("model", [{}, TIED], ids=["llama", "gpt2 with tied weights"])
+@pytest.mark.parametrize("model", [TIED, pytest.param({}, marks=pytest.mark.slow)], ids=["gpt2, tied", "llama"])
 @pytest.mark.parametrize(
     "parallel",
     [pytest.param(parallel, marks=[pytest.mark.slow] if number else []) for number, parallel in enumerate(LAYOUTS)],

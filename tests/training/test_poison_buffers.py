@@ -20,6 +20,7 @@ from tests.training.reference import Trajectory
 
 POISONED = {"poison_buffers": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "context 2 x pipeline 2": (4, {"context": 2, "pipeline": 2}),
     "context 2 x tensor 2, sequence": (4, {"context": 2, "tensor": 2, "sequence": True}),
     "pipeline 2 x shard 2, interleaved": (4, {"pipeline": 2, "virtual": 2, "shard": 2}),
     "tensor 2 x shard 2, sequence": (4, {"tensor": 2, "sequence": True, "shard": 2}),
@@ -29,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline 2": (2, {"pipeline": 2}),
     "tensor 2": (2, {"tensor": 2}),
 }
-IN_MAKE_TEST = list(LAYOUTS)[:2]
+IN_MAKE_TEST = list(LAYOUTS)[:1]
 
 
 def steps(tree: dict[str, Any], world_size: int) -> Trajectory:
@@ -54,11 +55,10 @@ def test_it_changes_no_bit_of_loss_gradients_and_weights(name, tmp_path):
 
 
 def hasty_ring(arriving: _Arriving) -> list[Tensor]:
-    """Everything has long arrived when it is read, and still nobody has waited for it."""
-    early = [inbox.message.clone() for inbox in arriving.received]
+    """Everything has arrived when it is read, by chance, and not because it was opened."""
     for work in arriving.works:
         work.wait()
-    return early
+    return [inbox.message for inbox in arriving.received]
 
 
 def hasty_link(inbox: Inbox) -> Tensor:

@@ -134,7 +134,7 @@ class _LayerRun:
         if recipe is None or output is None or x.dtype != output.dtype:
             return x.detach()  # x itself could hold the node that saves it, in a cycle that is never freed
         recipe.num_saved += 1
-        return _Discarded(recipe, x.size(), x.stride(), x.storage_offset())
+        return _Discarded(recipe, x.size(), x.stride(), int(x.storage_offset()))
 
 
 def _memory(x: Tensor) -> int:

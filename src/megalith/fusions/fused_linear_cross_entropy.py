@@ -67,8 +67,7 @@ def fused_linear_cross_entropy(
         bias: [V/tp], in the dtype of ``x``.
         sequence_parallel: ``x`` is [S/tp, ..., H], this rank's part of dim 0, and is gathered here; each rank gets the
             gradient of its part by a reduce-scatter. ``target`` is whole.
-        chunk_size: tokens whose logits live at a time; by default 4096. The reference and compile paths make all at
-            once.
+        chunk_size: tokens whose logits live at a time; by default 4096. The reference and compile paths make all.
         label_smoothing: this and all that follow as in ``fused_vocab_parallel_cross_entropy``, of which the columns are
             the rows of ``weight``.
         smoothing: "torch" or "nemo".
