@@ -166,6 +166,11 @@ def test_a_split_product_is_for_schedules_that_split_backwards_and_they_need_one
         Pipeline([nn.Identity()], schedule=schedule, split_product=None if splits else SplitProduct())
 
 
+def test_an_unknown_schedule_is_refused():
+    with pytest.raises(ConfigError, match=r"must be one of gpipe, 1f1b, .*; got '1F1B'"):
+        Pipeline([nn.Identity()], schedule="1F1B")
+
+
 def outcome_of(wrong: str) -> str:
     """What becomes of a stage that gives other hidden states than it says; rank 1 only waits for sound ones."""
     placement, rank = Placement(2), dist.get_rank()

@@ -10,7 +10,8 @@
 p ranks, m micro-batches, v chunks per rank, g micro-batches in a group; F, I, W: the times of a forward and of the
 backwards of inputs and weights. The bubble is idle time over busy time. Its formula holds for zero_bubble if m >= p and
 W <= min(F, I), and for zb_v if F = I = W and 2 m >= 3 p - 1. Live activations are pairs of a micro-batch and a chunk,
-1/v of the rank's layers, whose forward is done and whose backward is not.
+1/v of the rank's layers, whose forward is done and whose backward is not. Between the two actions of a split backward
+they are the operands of matrix products (``split_product``).
 """
 
 from collections.abc import Callable
@@ -29,9 +30,7 @@ __all__ = ["SCHEDULES", "build_schedule", "forward_only", "placement_of", "split
 
 
 class _Definition(NamedTuple):
-    """The order of a rank's actions, the smallest and largest number of chunks per rank, the placement's shape, and
-    whether backwards are split.
-    """
+    """The order of a rank's actions, its least and most chunks, the placement's shape, whether backwards are split."""
 
     order: Callable[[int, Sizes], list[Action]]
     least: int = 1
@@ -64,8 +63,7 @@ def build_schedule(
     Raises:
         ConfigError: an unknown name, or sizes that the schedule does not support.
     """
-    if name not in _DEFINITIONS:
-        raise ConfigError(f"a schedule must be one of {', '.join(SCHEDULES)}; got {name!r}")
+    definition = _definition(name)
     check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
     _check_chunks(name, num_chunks)
     if name == "interleaved":
@@ -76,17 +74,17 @@ def build_schedule(
             f"group_size is for interleaved; got {group_size} for {name}, which has no groups; leave it out"
         )
     sizes = Sizes(num_ranks, num_microbatches, num_chunks, group_size or num_microbatches)
-    return _schedule(placement_of(name, num_ranks, num_chunks), sizes, _DEFINITIONS[name].order)
+    return _schedule(placement_of(name, num_ranks, num_chunks), sizes, definition.order)
 
 
 def placement_of(name: str, num_ranks: int, num_chunks: int) -> Placement:
-    """Where the stages of the schedule ``name`` lie."""
-    return Placement(num_ranks, num_chunks, _DEFINITIONS[name].shape)
+    """Where the stages of the schedule ``name`` lie. Raises ConfigError for an unknown name."""
+    return Placement(num_ranks, num_chunks, _definition(name).shape)
 
 
 def splits_backward(name: str) -> bool:
-    """Whether the schedule ``name`` takes gradients of inputs and of weights in two actions."""
-    return _DEFINITIONS[name].splits
+    """Whether the schedule ``name`` splits backwards in two actions. Raises ConfigError for an unknown name."""
+    return _definition(name).splits
 
 
 def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
@@ -99,6 +97,12 @@ def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
     order = orders.forward_down_and_up if placement.shape == "v" else orders.forward_in_groups
     sizes = Sizes(placement.num_ranks, num_microbatches, placement.num_chunks, placement.num_ranks)
     return _schedule(placement, sizes, order)
+
+
+def _definition(name: str) -> _Definition:
+    if name not in _DEFINITIONS:
+        raise ConfigError(f"a schedule must be one of {', '.join(SCHEDULES)}; got {name!r}")
+    return _DEFINITIONS[name]
 
 
 def _schedule(placement: Placement, sizes: Sizes, order: Callable[[int, Sizes], list[Action]]) -> Schedule:
