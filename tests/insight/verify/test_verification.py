@@ -70,7 +70,7 @@ def test_nothing_is_left_to_tell_where_all_was_shown(recorded):
 
 def test_what_cannot_be_shown_is_told(recorded, monkeypatch):
     monkeypatch.setattr(verification, "why_not_interpret", lambda: "no triton here")
-    idle = "optim.overrides=[{match: '*layers.3*', max_lr: 1e-4}, {match: '*norm*', wd_mult: 0.5}]"
+    idle = "optim.overrides=[{match: '*layers.3*', max_lr: 3e-4}, {match: '*norm*', wd_mult: 0.5}]"
     more = ["precision.dtype=bfloat16", "train.compile=true", "experimental=[compile]", idle]
     found = verify("llama-4m", ["parallel.tensor=2", *more], None, str)
     assert list(found.uncovered) == [
