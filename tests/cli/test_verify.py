@@ -26,7 +26,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def few_cases(monkeypatch):
-    monkeypatch.setattr("megalith.insight.verify.verify.cases", lambda rows: FEW)
+    monkeypatch.setattr("megalith.insight.verify.verification.cases", lambda rows: FEW)
 
 
 def test_a_recipe_is_proven(few_cases):

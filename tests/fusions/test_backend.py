@@ -8,7 +8,7 @@ import torch
 from megalith.errors import BackendError
 from megalith.fusions import use, weighted_squared_relu_impl
 from megalith.fusions.paths import backend
-from megalith.fusions.paths.backend import Fusion, compiled
+from megalith.fusions.paths.backend import Fusion, compiled, prefer
 from megalith.fusions.paths.blocks import LARGEST_WHOLE
 
 # a path's function is its name here
@@ -48,6 +48,22 @@ def test_use_ends_with_an_error_and_refuses_an_unknown_name():
     with pytest.raises(ZeroDivisionError), use("triton"):
         _ = 1 / 0
     assert FUSION.path(tensor(), None) == "compile"
+
+
+def test_prefer_lifts_what_size_and_float64_choose_and_tells_what_was_taken():
+    small, wide = tensor(numel=1), tensor(dtype=torch.float64)
+    with prefer() as taken:
+        assert FUSION.path(small, None) == "compile"
+        assert FUSION.path(wide, None) == "compile"
+    assert taken == {("weighted_squared_relu", "compile")}
+    with prefer("triton", "blocked") as taken:
+        assert FUSION.path(small, None) == "triton"
+        assert FUSION.path(wide, None) == "blocked"  # kernels take no float64
+        assert FUSION.path(small, "reference") == "reference"
+        with use("compile"):
+            assert FUSION.path(small, None) == "compile"
+    assert {path for _, path in taken} == {"triton", "blocked"}
+    assert FUSION.path(small, None) == "reference"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def verify(
     if world is not None and world < 1:
         raise ConfigError(f"--world must be at least 1, the number of ranks of the run; got {world}")
     from megalith.insight.verify.table import as_text
-    from megalith.insight.verify.verify import verify as verify_recipe
+    from megalith.insight.verify.verification import verify as verify_recipe
 
     console = Console(sys.stderr)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler(console)])

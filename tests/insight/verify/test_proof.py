@@ -72,7 +72,7 @@ def test_ranks_record_each_token_once_on_the_residual_stream(prepared):
 def test_a_small_layout_has_the_numbers_of_one_process(prepared):
     result = prepared.run(Case({"tensor": 2, "pipeline": 2}, "float64", "reference"))
     assert result.same, result
-    assert 0.0 < result.error < 1e-12
+    assert 0.0 < result.error < 1e-10
     assert result.worst.kind != "module"
 
 

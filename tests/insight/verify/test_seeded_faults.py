@@ -11,7 +11,7 @@ from megalith.insight.verify.cover import AXES
 from megalith.insight.verify.proof import Case, Proof
 from tests.insight.verify.pair_faults import PAIR_FAULTS
 from tests.insight.verify.proofs import GPT2_RECIPE, begin, found_with
-from tests.training import test_context_faults as context
+from tests.training import context_faults as context
 from tests.training import test_faults as other
 
 Fault = Callable[[], Any]
@@ -22,7 +22,7 @@ INTO_LAYERS = "the input of model.layers.0"
 ATTENDED = "the input of model.layers.0.self_attn.o_proj"
 PROJECTED = "the output of model.layers.0.self_attn.o_proj"
 LOSS, NORM = "the loss", "the norm of all gradients"
-# a mistake with one axis: what differs first, and, where it is not the axis of the fault, what shows it
+# a mistake with one axis: what differs first
 NAMED: dict[Fault, str] = {
     other.never_reduce_row_parallel_outputs: EMBEDDED,
     other.never_reduce_input_gradients: "gradient of model.norm.weight",
@@ -104,7 +104,7 @@ def what_differs_first(fault: Fault, prepared: Proof, degrees: dict[str, int]) -
     ids=lambda fault: fault.__name__,
 )
 def test_a_mistake_with_one_axis_is_named(fault, proofs):
-    parallel = {**other.FAULTS, **context.FAULTS}[fault]
+    parallel = {**other.FAULTS, **context.CONTEXT_FAULTS}[fault]
     [axis] = parallel.keys() & set(AXES)
     # beside an axis that has nothing to do with it
     beside = "replicate" if axis == "shard" else "shard"
@@ -135,10 +135,8 @@ def test_a_mistake_of_heads_that_ranks_share_is_named(fault, tmp_path):
         "parallel": {**other.SHARED, "shard": 1},
     }
     axes, first = what_differs_first(fault, begin(recipe, 4, tmp_path), {"tensor": 4})
-    assert axes == {"tensor"}
-    assert first == (
-        PROJECTED if fault is other.deal_shared_groups_in_turn else "gradient of model.layers.1.self_attn.v_proj.bias"
-    )
+    gradient = "gradient of model.layers.1.self_attn.v_proj.weight"
+    assert (axes, first) == ({"tensor"}, PROJECTED if fault is other.deal_shared_groups_in_turn else gradient)
 
 
 def test_without_a_mistake_nothing_differs(proofs):

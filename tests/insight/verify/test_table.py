@@ -4,7 +4,7 @@ from megalith.config.layout import Layout
 from megalith.insight.verify.proof import Case, Result
 from megalith.insight.verify.record import Key
 from megalith.insight.verify.table import as_text
-from megalith.insight.verify.verify import Verification
+from megalith.insight.verify.verification import Verification
 
 LAYOUT = Layout.resolve(tensor=8, shard=4)
 GRADIENT = Key(2, "gradient", "lm_head.weight")

@@ -124,8 +124,8 @@ class Fusion(Generic[Path]):
         """
         ranked = DEFAULT_PATHS[self.name].get(x.device.type, ("reference",))
         if _choice.preferred is not None:
-            able = (path for path in (*_choice.preferred, *ranked) if not self.why_not(path, x))
-            preferred = next(able, "reference")
+            order: tuple[Backend, ...] = (*_choice.preferred, *ranked, "reference")
+            preferred = next(path for path in order if not self.why_not(path, x))
             _choice.taken.add((self.name, preferred))
             return preferred
         of_loops = ranked[0] in ("compile", "blocked")

@@ -23,7 +23,7 @@ Degrees = Mapping[str, int]
 def degrees_to_show(config: RunConfig, layout: Layout) -> dict[str, tuple[int, ...]]:
     """For each axis that ``layout`` splits over, the degrees in which it must be seen."""
     parallel, groups = config.parallel, config.model.num_query_groups
-    shown = {axis: (2,) for axis in AXES if getattr(layout, axis) > 1}
+    shown: dict[str, tuple[int, ...]] = {axis: (2,) for axis in AXES if getattr(layout, axis) > 1}
     if 1 < groups < layout.tensor:
         shown["tensor"] = (4,)  # of two ranks that share the groups none has another group than its neighbour
     if layout.context > 1 and parallel.context_method == "two_level":

@@ -37,7 +37,7 @@ class Case:
 
     degrees: Degrees
     dtype: Literal["float64", "float32"]
-    path: Paths
+    paths: Paths
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def narrowed(proof: Proof, result: Result) -> Result:
     case = result.case
     for size in range(len(case.degrees)):
         for axes in combinations(case.degrees, size):
-            fewer = proof.run(Case({axis: case.degrees[axis] for axis in axes}, case.dtype, case.path))
+            fewer = proof.run(Case({axis: case.degrees[axis] for axis in axes}, case.dtype, case.paths))
             if not fewer.same:
                 return fewer
     return result
@@ -151,7 +151,7 @@ def _record(config: RunConfig, file: Path) -> list[Key]:
 
 def _compare(config: RunConfig, case: Case, reference: Path) -> tuple[Errors, set[tuple[str, Backend]]]:
     """A rank: the errors of its record, and which operation took which path."""
-    choice = nullcontext(set[tuple[str, Backend]]()) if case.path == "reference" else prefer(*_PREFERRED[case.path])
+    choice = nullcontext(set[tuple[str, Backend]]()) if case.paths == "reference" else prefer(*_PREFERRED[case.paths])
     with process_group(torch.device("cpu")), choice as taken:
         found = record_steps(config)
     return errors(found, pickle.loads(reference.read_bytes()), case.dtype), taken

@@ -49,7 +49,7 @@ def record_steps(config: RunConfig) -> Record:
     """Trains as ``config`` says, on CPUs, and records every step; all ranks of the default process group call it."""
     run = build_run(config, torch.device("cpu"))
     recorder = _Recorder(run)
-    train(run, [recorder], StopRequest(str))
+    train(run, [recorder], StopRequest(_say_nothing))
     return recorder.record
 
 
@@ -64,7 +64,9 @@ class _Recorder(Callback):
         update = run.optimizer.step
 
         def recording_step() -> None:
-            self._gradients = {name: _whole(p.grad) for name, p, _ in _parameters(run) if p.grad is not None}
+            self._gradients = {
+                name: _whole(p.grad) for name, p, _ in declared_parameters(*run.chunks) if p.grad is not None
+            }
             update()
 
         run.optimizer.step = recording_step  # type: ignore[method-assign]
@@ -84,7 +86,7 @@ class _Recorder(Callback):
             self._add_weights(run)
 
     def _add_weights(self, run: Run) -> None:
-        for name, parameter, _ in _parameters(run):
+        for name, parameter, _ in declared_parameters(*run.chunks):
             self.record[Key(run.state.step, "weight", name)] = Entry(_whole(parameter))
 
 
@@ -170,9 +172,9 @@ def _joined(entries: list[Entry]) -> Entry:
     return Entry(torch.cat([entry.values for entry in entries])[order], tokens[order])
 
 
-def _parameters(run: Run) -> Any:
-    return declared_parameters(*run.chunks)
-
-
 def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _say_nothing(line: str) -> None:
+    """What a run that nobody stops has to say of that."""

@@ -122,13 +122,13 @@ def _model(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]
 
 def _heads(config: RunConfig, layout: Layout, tensor: int) -> tuple[int, int]:
     """Query heads and groups over ``tensor`` ranks that share groups, or have several, as those of ``layout`` do."""
-    heads, groups, method = config.model.num_attention_heads, config.model.num_query_groups, config.parallel
+    heads, groups, parallel = config.model.num_attention_heads, config.model.num_query_groups, config.parallel
     several = 2 if heads // layout.tensor > 1 else 1
     if groups == heads:
         return several * tensor, several * tensor
     if groups < layout.tensor:
         return several * tensor, 2 if groups > 1 else 1
-    trading = {"all_to_all": layout.context, "two_level": method.context_inner or 1}.get(method.context_method, 1)
+    trading = {"all_to_all": layout.context, "two_level": parallel.context_inner or 1}.get(parallel.context_method, 1)
     here = groups // layout.tensor
     groups_here = 2 if here > 1 and here % trading == 0 else 1
     in_group = 3 if heads // groups % 2 and trading == 1 else 2

@@ -6,7 +6,7 @@ from megalith.insight.verify.compare import BOUNDS
 from megalith.insight.verify.cover import AXES, name_of, num_ranks
 from megalith.insight.verify.proof import Result
 from megalith.insight.verify.record import Key
-from megalith.insight.verify.verify import Verification
+from megalith.insight.verify.verification import Verification
 from megalith.observe.units import duration
 
 __all__ = ["as_text"]
@@ -34,7 +34,7 @@ def as_text(found: Verification) -> str:
 
 def _row(result: Result) -> tuple[str, ...]:
     case = result.case
-    paths = case.path if case.path == "reference" else ", ".join(sorted(result.taken)) or case.path
+    paths = case.paths if case.paths == "reference" else ", ".join(sorted(result.taken)) or case.paths
     what = "did not come to its end" if result.worst is None else _said(result.worst)
     return (
         str(num_ranks(case.degrees)),

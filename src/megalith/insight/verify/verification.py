@@ -26,7 +26,12 @@ from megalith.training.tasks.choose import task_of
 
 __all__ = ["Verification", "cases", "verify"]
 
-_INTERPRET = "TRITON_INTERPRET"
+# read once, when a process imports torch and megalith
+_OF_RANKS = {
+    "OMP_NUM_THREADS": "1",  # ranks share the cores
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else each has a pool of compilers beside it
+    "TRITON_INTERPRET": "1",  # kernels run without a GPU
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ def verify(
     rows = cover(shown)
     small = small_recipe(config, layout, shown, rows)
     uncovered += _leave_out_idle_overrides_(small)
-    with TemporaryDirectory(prefix="megalith-verify-") as folder, _interpreting():
+    with TemporaryDirectory(prefix="megalith-verify-") as folder, _environment_of_ranks():
         progress("one process")
         proof = Proof.begin(config, small, Path(folder))
         results = list(_run(proof, list(cases(rows)), progress))
@@ -79,15 +84,6 @@ def verify(
             wrong = narrowed(proof, wrong)
     uncovered += _uncovered(config, missing_pairs(shown, rows), results)
     return Verification(layout, _in_words(small), results, wrong, uncovered)
-
-
-def _run(proof: Proof, planned: Sequence[Case], progress: Callable[[str], None]) -> Iterator[Result]:
-    """The result of each case, up to one that does not come to its end: the others may wait as long as it did."""
-    for number, case in enumerate(planned, 1):
-        progress(f"run {number} of {len(planned)}: {name_of(case.degrees)}, {case.dtype}, {case.path}")
-        yield (result := proof.run(case))
-        if result.failure is not None:
-            return
 
 
 def cases(rows: Sequence[Degrees]) -> Iterator[Case]:
@@ -111,17 +107,25 @@ def cases(rows: Sequence[Degrees]) -> Iterator[Case]:
         yield Case(first, "float32", "triton")
 
 
-def _leave_out_idle_overrides_(small: Tree) -> Iterator[str]:
+def _run(proof: Proof, planned: Sequence[Case], progress: Callable[[str], None]) -> Iterator[Result]:
+    """The result of each case, up to one that does not come to its end: the others may wait as long as it did."""
+    for number, case in enumerate(planned, 1):
+        progress(f"run {number} of {len(planned)}: {name_of(case.degrees)}, {case.dtype}, {case.paths}")
+        yield (result := proof.run(case))
+        if result.failure is not None:
+            return
+
+
+def _leave_out_idle_overrides_(small: Tree) -> list[str]:
     """Takes those of ``optim.overrides`` out that match no parameter of the small model; says which."""
     with torch.device("meta"):
         task = task_of(load_run(on_one_process(small), world_size=1))
         model = task.build_model(BuildOptions(ProcessGroupCollection.single()))
     named = [(name, parameter) for name, parameter, _ in declared_parameters(model)]
     given = small["optim"]["overrides"]
-    small["optim"]["overrides"] = [one for one in given if matches(ParamGroupOverride.model_validate(one), named)]
-    for one in given:
-        if one not in small["optim"]["overrides"]:
-            yield f"optim.overrides, match={one['match']}: the small model has no such parameter"
+    idle = [one for one in given if not matches(ParamGroupOverride.model_validate(one), named)]
+    small["optim"]["overrides"] = [one for one in given if one not in idle]
+    return [f"optim.overrides, match={one['match']}: the small model has no such parameter" for one in idle]
 
 
 def _ranks_needed(config: RunConfig) -> int:
@@ -130,17 +134,15 @@ def _ranks_needed(config: RunConfig) -> int:
 
 
 @contextmanager
-def _interpreting() -> Iterator[None]:
-    """Inside the ``with`` block ranks are started in which Triton's kernels run without a GPU, in its interpreter."""
-    before = os.environ.get(_INTERPRET)
-    os.environ[_INTERPRET] = "1"  # read once, when a process imports megalith
+def _environment_of_ranks() -> Iterator[None]:
+    """Inside the ``with`` block the server that ranks are forked from is started with what they need."""
+    before = dict(os.environ)
+    os.environ.update(_OF_RANKS)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_INTERPRET]
-        else:
-            os.environ[_INTERPRET] = before
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _uncovered(config: RunConfig, pairs: Sequence[tuple[str, str]], results: Sequence[Result]) -> Iterator[str]:
@@ -157,7 +159,7 @@ def _uncovered(config: RunConfig, pairs: Sequence[tuple[str, str]], results: Seq
 
 
 def _why_not(path: Backend) -> str:
-    why = {"triton": why_not_interpret, "compile": why_not_compile}.get(path, lambda: None)()
+    why = why_not_interpret() if path == "triton" else why_not_compile() if path == "compile" else None
     return why or "no run has come to it"
 
 

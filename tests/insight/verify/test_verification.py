@@ -1,0 +1,109 @@
+"""Which small runs a recipe takes, and what is told of what they cannot show."""
+
+import os
+
+import pytest
+
+from megalith import optional
+from megalith.insight.verify import verification
+from megalith.insight.verify.cover import cover
+from megalith.insight.verify.proof import Case, Proof, Result
+from megalith.insight.verify.record import Key
+from megalith.insight.verify.verification import cases, verify
+
+GRADIENT = Key(1, "gradient", "w")
+OVERRIDES = ["parallel.tensor=2", "parallel.replicate=2", "precision.dtype=float32"]
+
+
+class Recorded:
+    """A proof that runs nothing: each case takes the paths that it asks for, up to one that fails."""
+
+    def __init__(self, fails: Case | None = None) -> None:
+        self.fails = fails
+        self.ran: list[Case] = []
+        self.small: dict[str, object] = {}
+
+    def begin(self, config, small, folder):
+        assert os.environ["TRITON_INTERPRET"] == "1"
+        self.small = small
+        return self
+
+    def run(self, case: Case) -> Result:
+        self.ran.append(case)
+        if case == self.fails:
+            return Result(case, 1.0, failure="rank 1 was killed")
+        taken = {"own": {"compile", "aten"}, "blocked": {"blocked", "aten"}, "triton": {"triton"}}.get(
+            case.paths, set()
+        )
+        return Result(case, 1.0, GRADIENT, 1e-15, taken=frozenset(taken))
+
+
+@pytest.fixture
+def recorded(monkeypatch) -> Recorded:
+    found = Recorded()
+    monkeypatch.setattr(Proof, "begin", found.begin)
+    monkeypatch.setattr(verification, "why_not_interpret", lambda: None)
+    return found
+
+
+def test_every_layout_is_run_in_float64_and_a_compiler_waited_for_in_a_few():
+    rows = cover(dict.fromkeys(("tensor", "context", "pipeline", "shard"), (2,)))
+    planned = list(cases(rows))
+    for path in ("reference", "blocked"):
+        assert [case.degrees for case in planned if case.paths == path and case.degrees] == rows
+    slow = [(case.degrees, case.dtype) for case in planned if case.paths == "own"]
+    assert slow == [({}, "float32"), ({"tensor": 2, "context": 2}, "float32"), ({"tensor": 2}, "float64")]
+
+
+def test_a_recipe_of_one_rank_is_run_on_every_path():
+    assert {case.paths for case in cases([])} >= {"reference", "blocked", "own"}
+    assert all(case.degrees == {} for case in cases([]))
+
+
+def test_nothing_is_left_to_tell_where_all_was_shown(recorded):
+    told: list[str] = []
+    found = verify("llama-4m", [*OVERRIDES, "parallel.shard=1"], None, told.append)
+    assert (found.fault, list(found.uncovered)) == (None, [])
+    assert len(found.results) == len(recorded.ran) == len(told) - 1
+    assert "TRITON_INTERPRET" in os.environ  # these tests set it
+
+
+def test_what_cannot_be_shown_is_told(recorded, monkeypatch):
+    monkeypatch.setattr(verification, "why_not_interpret", lambda: "no triton here")
+    idle = "optim.overrides=[{match: '*layers.3*', max_lr: 3e-4}, {match: '*norm*', wd_mult: 0.5}]"
+    more = ["precision.dtype=bfloat16", "train.compile=true", "experimental=[compile]", idle]
+    found = verify("llama-4m", ["parallel.tensor=2", *more], None, str)
+    assert list(found.uncovered) == [
+        "parallel.shard=-1 takes what is left of the ranks, which --world tells; here nothing is left",
+        "optim.overrides, match=*layers.3*: the small model has no such parameter",
+        "the path triton: no triton here",
+        "precision.dtype=bfloat16: its rounding hides what differs; float32 and float64 were run",
+        "train.compile=true: each rank compiles its layers by itself; they were run as they are",
+    ]
+    assert [one["match"] for one in recorded.small["optim"]["overrides"]] == ["*norm*"]
+
+
+def test_world_says_what_is_left_for_shard(recorded):
+    found = verify("llama-4m", ["parallel.tensor=2"], 8, str)
+    assert (found.layout.tensor, found.layout.shard) == (2, 4)
+    assert not any("--world" in line for line in found.uncovered)
+
+
+def test_after_a_run_that_fails_only_smaller_ones_of_its_layout_follow(recorded):
+    both = {"tensor": 2, "replicate": 2}
+    recorded.fails = Case(both, "float64", "reference")
+    found = verify("llama-4m", [*OVERRIDES, "parallel.shard=1"], None, str)
+    assert found.fault is not None
+    assert found.fault.case == recorded.fails
+    smaller = [{}, {"tensor": 2}, {"replicate": 2}]
+    assert [case.degrees for case in recorded.ran] == [{}, both, *smaller]
+
+
+@pytest.mark.parametrize(("numpy", "why"), [("2.3.5", None), ("2.4.0", "needs numpy below 2.4, and 2.4 is installed")])
+def test_the_interpreter_needs_an_older_numpy(numpy, why, monkeypatch):
+    monkeypatch.setattr(optional, "_HAS_TRITON", True)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: numpy)
+    assert (optional.why_not_interpret() or "").endswith(why or "")
+    assert (optional.why_not_interpret() is None) == (why is None)
+    monkeypatch.setattr(optional, "_HAS_TRITON", False)
+    assert "not installed" in optional.why_not_interpret()
