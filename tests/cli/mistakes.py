@@ -12,7 +12,7 @@ from tests.checkpoint.manifests import replace_listed
 from tests.program import here
 from tests.tiny_run import settings, write_dataset
 
-__all__ = ["MISTAKES", "Mistake", "other_shape", "snapshot", "text", "tokenizer", "train"]
+__all__ = ["MISTAKES", "Mistake", "finished_run", "other_shape", "snapshot", "text", "tokenizer", "train"]
 
 Mistake = Callable[[Path], list[object]]
 

@@ -19,9 +19,13 @@ def test_it_appears_at_the_end_with_everything_in_it(tmp_path):
 
 
 def test_an_error_leaves_nothing(tmp_path):
-    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "new") as made:
-        (made / "file").write_text("content")
-        raise KeyboardInterrupt
+    def interrupted():
+        with new_folder(tmp_path / "new") as made:
+            (made / "file").write_text("content")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert list(tmp_path.iterdir()) == []
 
 

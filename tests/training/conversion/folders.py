@@ -14,7 +14,7 @@ VOCAB = 271  # a prime, and a row more than the tokenizer has entries
 SHAPES = {
     "llama": lambda: peers.llama(vocab_size=VOCAB, max_position_embeddings=24, eos_token_id=0),
     "tied llama": lambda: peers.llama(
-        vocab_size=VOCAB, max_position_embeddings=24, tie_word_embeddings=True, head_dim=6, intermediate_size=37
+        vocab_size=VOCAB, max_position_embeddings=24, tie_word_embeddings=True, head_dim=6, intermediate_size=38
     ),
     "gpt2": lambda: peers.gpt2(vocab_size=VOCAB, eos_token_id=0),
     "untied gpt2": lambda: peers.gpt2(vocab_size=VOCAB, tie_word_embeddings=False, n_inner=37),

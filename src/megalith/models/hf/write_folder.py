@@ -16,9 +16,9 @@ from megalith.models.hf.family import Packed
 from megalith.models.hf.folder import CONFIG, INDEX, WHOLE
 from megalith.storage import LocalStore, Store
 
-__all__ = ["MOST_BYTES", "write_tensors", "write_tokenizer"]
+__all__ = ["write_tensors", "write_tokenizer"]
 
-MOST_BYTES = 5 * 10**9  # of tensors in a file, unless one alone is larger; transformers cut there for years
+_MOST_BYTES = 5 * 10**9  # of tensors in a file, unless one alone is larger; transformers cut there for years
 
 
 def write_tensors(
@@ -28,7 +28,6 @@ def write_tensors(
     weights: StoredTensors,
     dtype: torch.dtype,
     progress: Callable[[int, int], None],
-    most_bytes: int = MOST_BYTES,
 ) -> None:
     """Writes config.json and the tensors ``packed`` by key, made of our ``weights``, whatever pieces these lie in.
 
@@ -50,7 +49,7 @@ def write_tensors(
         weights.fill({name: (Box.whole(view.shape), view) for name, view in views.items()})
         return tensor
 
-    groups = _groups(described, most_bytes)
+    groups = _groups(described)
     files = [WHOLE] if len(groups) == 1 else [_shard_name(number, len(groups)) for number in range(len(groups))]
     for file, keys in zip(files, groups, strict=True):
         write_shard(store, file, {key: described[key] for key in keys}, read)
@@ -73,12 +72,12 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, num_positions: int) -> N
     LocalStore(folder).put("tokenizer_config.json", _json(settings))
 
 
-def _groups(described: Mapping[str, Tensor], most_bytes: int) -> list[list[str]]:
+def _groups(described: Mapping[str, Tensor]) -> list[list[str]]:
     """The keys of each file."""
     groups: list[list[str]] = [[]]
     size = 0
     for key, tensor in described.items():
-        if groups[-1] and size + _num_bytes(tensor) > most_bytes:
+        if groups[-1] and size + _num_bytes(tensor) > _MOST_BYTES:
             groups.append([])
             size = 0
         groups[-1].append(key)

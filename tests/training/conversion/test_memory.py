@@ -1,0 +1,63 @@
+"""Converting holds the largest tensor and less than 256 MB besides, by the peak that the kernel has counted."""
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megalith.config import TransformerConfig
+from megalith.models.hf import GPT2, LLAMA
+from megalith.training.conversion import export_model, import_model
+from tests.rank_pool import ranks
+from tests.tiny_run import GPT2 as GPT2_SHAPE
+from tests.tiny_run import LLAMA as LLAMA_SHAPE
+
+MORE = 256 << 20
+LARGE = {"num_layers": 10, "hidden_size": 768, "ffn_hidden_size": 3072}
+MODELS = {
+    # the largest tensor is the embedding; and a transposed one
+    "llama": (LLAMA, TransformerConfig(**LLAMA_SHAPE | LARGE | {"vocab_size": 20_011})),
+    "gpt2": (GPT2, TransformerConfig(**GPT2_SHAPE | LARGE | {"vocab_size": 1009, "max_position_embeddings": 64})),
+}
+
+
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def grown(folder: Path) -> tuple[int, int]:
+    """By how many bytes the peak of this process rises with an import and then an export of ``folder``."""
+    import_model(folder / "small", folder / "small run", with_proof=False)  # imports and caches
+    export_model(folder / "small run", folder / "small out", with_proof=False)
+    before = peak()
+    import_model(folder / "large", folder / "run", with_proof=False)
+    between = peak()
+    export_model(folder / "run", folder / "out", with_proof=False)
+    return between - before, peak() - between
+
+
+def write(folder: Path, family, config: TransformerConfig) -> int:
+    """A model folder of random bytes that are numbers; the bytes of its largest tensor."""
+    folder.mkdir()
+    described = family.config_to_hf(config, max_position_embeddings=64, dtype="float32", eos_token_id=None)
+    (folder / "config.json").write_text(json.dumps(described))
+    tensors = {key: torch.rand(packed.shape) for key, packed in family.packed(config).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return max(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_converting_holds_little_more_than_the_largest_tensor(name, tmp_path):
+    family, config = MODELS[name]
+    write(tmp_path / "small", family, config.model_copy(update={"num_layers": 1, "vocab_size": 11}))
+    largest = write(tmp_path / "large", family, config)
+    size = (tmp_path / "large" / "model.safetensors").stat().st_size
+    assert size > 250 << 20
+    [rises] = ranks(1, grown, tmp_path)
+    # a tenth of the allowance: two tensors at a time, or pages of a map that stay, would show
+    assert all(rise < largest + MORE // 10 for rise in rises), (rises, largest)
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size == size

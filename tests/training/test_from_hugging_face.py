@@ -1,0 +1,93 @@
+"""A run from a model of Hugging Face: the loss and gradients that transformers computes, the same in every layout."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megalith.config import load_run
+from megalith.data.gpt_dataset import GPTDataset
+from megalith.models.hf import open_folder
+from megalith.numerics.tolerance import NOISE_FLOAT32, gradient_error
+from megalith.training.origin import settings_from
+from tests.rank_pool import ranks
+from tests.tiny_run import SEQ, settings, write_dataset
+from tests.training.conversion.folders import write_folder
+from tests.training.on_ranks import first_steps
+from tests.training.reference import differences
+
+# name: ranks, settings of the layout
+LAYOUTS = {
+    "one process": (1, {}),
+    "tensor 2": (2, {"tensor": 2, "sequence": True}),
+    "shard 2": (2, {"shard": 2}),
+    "context 2": (2, {"context": 2}),
+    "shard 4": (4, {"shard": 4}),
+    "pipeline 2 x tensor 2": (4, {"pipeline": 2, "tensor": 2}),
+}
+FAST = ("gpt2", "tensor 2")
+CASES = [(shape, layout) for shape in ("llama", "tied llama", "gpt2") for layout in LAYOUTS if layout != "one process"]
+ROUNDING = 1e-5  # transformers computes norms and rotations of float64 models in float32
+
+
+def tree_of(folder, **parallel):
+    """A run's settings over the dataset in ``folder``, from the model in ``folder/source``, in float64."""
+    plain = settings(folder, parallel=parallel, optim={"clip_norm": 1e9})
+    tree = settings_from(str(folder / "source"), None)
+    return {**plain, "model": tree["model"], "load": tree["load"]}
+
+
+def transformers_step(theirs, folder):
+    """The loss of the first batch and the gradients, by our names."""
+    config = load_run(tree_of(folder))
+    dataset = GPTDataset(config.data.train, SEQ, config.train.seed)
+    samples = [dataset[row] for row in range(config.train.global_batch_size)]
+    tokens, labels = (torch.tensor([list(getattr(s, name)) for s in samples]) for name in ("tokens", "labels"))
+    counted = tokens != 0  # eod_mask_loss
+    losses = torch.nn.functional.cross_entropy(
+        theirs(tokens).logits.flatten(0, 1), labels.flatten(), reduction="none"
+    ).view_as(labels)
+    loss = losses[counted].sum() / counted.sum()
+    loss.backward()
+    family = open_folder(folder / "source").family
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    return loss.item(), family.from_hf(gradients, config.model)
+
+
+def first_step(folder, layout="one process"):
+    """The run's first step in ``layout``, as each rank has it."""
+    num_ranks, parallel = LAYOUTS[layout]
+    return ranks(num_ranks, first_steps, tree_of(folder, **parallel), num_ranks, 1)
+
+
+@pytest.mark.parametrize("shape", ["llama", pytest.param("tied llama", marks=pytest.mark.slow), "gpt2"])
+def test_the_first_step_in_one_process_is_that_of_transformers(shape, tmp_path):
+    theirs = write_folder(tmp_path / "source", shape, "float64")
+    write_dataset(tmp_path / "text")
+    [found] = first_step(tmp_path)
+    weights = open_folder(tmp_path / "source").weights
+    assert found.initial.keys() == weights.tensors.keys()
+    assert all(found.initial[name].equal(weights.read(name)) for name in weights.tensors)
+    loss, gradients = transformers_step(theirs, tmp_path)
+    assert found.losses[0] == pytest.approx(loss, rel=ROUNDING)
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+    for name, gradient in gradients.items():
+        assert gradient_error(found.gradients[0][name], gradient, norm, NOISE_FLOAT32) < ROUNDING, name
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"), [pytest.param(*case, marks=[] if case == FAST else [pytest.mark.slow]) for case in CASES]
+)
+def test_every_rank_reads_its_part_and_the_first_step_is_that_of_one_process(shape, layout, tmp_path):
+    write_folder(tmp_path / "source", shape, "float64")
+    write_dataset(tmp_path / "text")
+    [want] = first_step(tmp_path)
+    for found in first_step(tmp_path, layout):
+        assert differences(found, want) == []
+
+
+def test_narrow_weights_are_widened_to_what_the_run_trains_in(tmp_path):
+    write_folder(tmp_path / "source", "gpt2", "bfloat16")
+    write_dataset(tmp_path / "text")
+    [found] = first_step(tmp_path)
+    stored = load_file(tmp_path / "source" / "model.safetensors")["transformer.wte.weight"]
+    assert found.initial["model.embed_tokens.weight"].equal(stored.double())
