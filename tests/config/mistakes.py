@@ -208,7 +208,7 @@ MISTAKES = [
     ),
     Mistake(
         {"parallel.pipeline": 2, "parallel.schedule": "zero_bubble", "train.fused_linear_cross_entropy": True},
-        r"fused_linear_cross_entropy=true cannot go with .*=zero_bubble: the fused loss .*; use parallel.schedule=null$",
+        r"fused_linear_cross_entropy=true cannot go with .*=zero_bubble: the fused loss .*; .*parallel.schedule=null$",
     ),
     Mistake(
         {"parallel.pipeline": 2, "parallel.stage_layers": [1, 2]},
