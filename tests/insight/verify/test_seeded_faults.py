@@ -137,8 +137,3 @@ def test_a_mistake_of_heads_that_ranks_share_is_named(fault, tmp_path):
     axes, first = what_differs_first(fault, begin(recipe, 4, tmp_path), {"tensor": 4})
     gradient = "gradient of model.layers.1.self_attn.v_proj.weight"
     assert (axes, first) == ({"tensor"}, PROJECTED if fault is other.deal_shared_groups_in_turn else gradient)
-
-
-def test_without_a_mistake_nothing_differs(proofs):
-    prepared = proofs({"tensor": 2, "pipeline": 2, "shard": 1})
-    assert prepared.run(Case({"tensor": 2, "pipeline": 2}, "float64", "reference")).same

@@ -25,7 +25,7 @@ _PRIME, _EVEN = 61, 64  # vocabularies
 _WIDEST_STD = 0.1
 _SMALLEST_EPS = 1e-6
 
-# what has no effect on the numbers of two steps, or reads and writes what is the user's
+# what is the user's to read and write, what two steps do not come to, and what each small run says anew
 _LEFT_OUT = (
     "load",
     "resume",

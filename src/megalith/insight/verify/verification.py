@@ -22,6 +22,7 @@ from megalith.optional import why_not_interpret
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import declared_parameters
 from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.training.preflight import resolve_run_folder
 from megalith.training.tasks.choose import task_of
 
 __all__ = ["Verification", "cases", "verify"]
@@ -55,14 +56,15 @@ class Verification:
 def verify(
     source: str, overrides: Sequence[str], world_size: int | None, progress: Callable[[str], None]
 ) -> Verification:
-    """Proves the recipe of ``source`` and ``overrides`` on ``world_size`` ranks; by default as few as its layout needs.
+    """Proves the recipe or run ``source``, with ``overrides``, on ``world_size`` ranks; by default as few as it needs.
 
-    Neither the recipe's data nor its folder is looked at. ``progress`` is told what goes on.
+    Neither its data nor what its run has saved is looked at. ``progress`` is told what goes on.
 
     Raises:
         ConfigError: the recipe is not valid.
         RankFailedError: one process alone cannot run it.
     """
+    source, overrides = resolve_run_folder(source, overrides)
     config = load_run(source, overrides)
     uncovered = []
     if world_size is None and config.parallel.shard == -1:
