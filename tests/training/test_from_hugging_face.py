@@ -9,6 +9,7 @@ from megalith.data.gpt_dataset import GPTDataset
 from megalith.models.hf import open_folder
 from megalith.numerics.tolerance import NOISE_FLOAT32, gradient_error
 from megalith.training.origin import settings_from
+from megalith.training.preflight import preflight
 from tests.rank_pool import ranks
 from tests.tiny_run import SEQ, settings, write_dataset
 from tests.training.conversion.folders import write_folder
@@ -91,3 +92,13 @@ def test_narrow_weights_are_widened_to_what_the_run_trains_in(tmp_path):
     [found] = first_step(tmp_path)
     stored = load_file(tmp_path / "source" / "model.safetensors")["transformer.wte.weight"]
     assert found.initial["model.embed_tokens.weight"].equal(stored.double())
+
+
+def test_a_setting_that_computes_something_else_and_data_of_an_unknown_tokenizer_are_told(tmp_path, caplog):
+    write_folder(tmp_path / "source", "llama")
+    write_dataset(tmp_path / "text")
+    tree = tree_of(tmp_path)
+    preflight(tree, ["model.rope.base=500"], 1)
+    said = [record.getMessage() for record in caplog.records]
+    assert f"the model is not that of {tmp_path}/source/config.json: rope.base 10000.0 -> 500.0" in said
+    assert f"{tmp_path}/text does not say which tokenizer it is of: it must be that of {tmp_path}/source" in said

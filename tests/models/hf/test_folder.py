@@ -2,13 +2,16 @@
 
 import json
 import os
+from typing import ClassVar
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from megalith.checkpoint.box import Box
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.hf import GPT2, LLAMA, detect, read_folder
+from megalith.models.hf import GPT2, LLAMA, detect, open_folder, read_folder
+from megalith.storage import LocalStore
 from tests.models.hf import peers
 
 MODELS = {"llama": (peers.llama, LLAMA), "tied llama": (lambda: peers.llama(tie_word_embeddings=True), LLAMA)}
@@ -135,3 +138,46 @@ def test_a_damaged_folder_is_refused_by_the_name_of_the_file(folder, damage, mes
     damage(folder)
     with pytest.raises(CheckpointError, match=message):
         read_folder(folder)
+
+
+class Counting(LocalStore):
+    """A folder that notes how many bytes of safetensors are read after its headers."""
+
+    read_bytes: ClassVar[list[int]] = []
+
+    def read_into(self, name, start, buffer):
+        self.read_bytes.append(len(buffer))
+        super().read_into(name, start, buffer)
+
+
+PARTS = {
+    "rows of a matrix": ("model.layers.1.mlp.up_proj.weight", ((3, 9), (0, 32))),
+    "columns of a matrix": ("model.layers.1.mlp.down_proj.weight", ((0, 32), (7, 20))),
+    "a block of the keys": ("model.layers.0.self_attn.k_proj.weight", ((2, 10), (8, 32))),
+    "some of the bias of the values": ("model.layers.1.self_attn.v_proj.bias", ((5, 12),)),
+    "rows of the embedding": ("model.embed_tokens.weight", ((60, 61), (0, 32))),
+}
+
+
+@pytest.mark.parametrize(("name", "ranges"), PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("family", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_a_box_of_ours_is_read_from_wherever_it_lies_in_theirs(family, name, ranges, tmp_path):
+    biases = {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}
+    (peers.llama(**biases) if family is LLAMA else peers.gpt2()).save_pretrained(tmp_path)
+    _, whole = read_folder(tmp_path)
+    weights = open_folder(tmp_path).weights
+    box = Box(ranges)
+    into = torch.zeros(box.shape)
+    weights.fill({name: (box, into)})
+    assert into.equal(whole[name][tuple(slice(*ends) for ends in ranges)])
+
+
+def test_opening_reads_headers_alone_and_a_box_of_rows_its_own_bytes(tmp_path):
+    peers.llama().save_pretrained(tmp_path)
+    header = 8 + int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little")
+    Counting.read_bytes.clear()
+    weights = open_folder(Counting(tmp_path)).weights
+    assert sum(Counting.read_bytes) == header + (tmp_path / "config.json").stat().st_size
+    into = torch.zeros(6, 32)
+    weights.fill({"model.layers.1.mlp.up_proj.weight": (Box(((3, 9), (0, 32))), into)})
+    assert Counting.read_bytes[-1] == into.nbytes
