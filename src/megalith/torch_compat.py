@@ -3,6 +3,7 @@
 all_gather_single, reduce_scatter_single    new in 2.13, which warns of all_gather_into_tensor, reduce_scatter_tensor
 torch.compile(isolate_recompiles=...)       new in 2.13, with recompile_limit=...
 torch._functorch.config.donated_buffer      private; whether a compiled backward may overwrite what was saved
+forward_ad._current_level                   private; whether derivatives are carried forward
 distributed_c10d._process_group_name        private; names a new process group
 """
 
@@ -17,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, distributed_c10d
 
 __all__ = [
     "all_gather_into",
     "compile_apart",
     "compile_layers_",
+    "forward_mode_is_on",
     "keeping_what_is_saved",
     "new_group",
     "reduce_scatter_into",
@@ -61,9 +64,14 @@ def compile_layers_(layers: Sequence[nn.Module]) -> None:
 
 
 def keeping_what_is_saved() -> AbstractContextManager[None]:
-    """While it lasts, torch.compile builds backwards that can run twice: none reuses the memory of what was saved."""
+    """While it lasts, torch.compile builds and runs backwards that do not reuse the memory of what was saved."""
     keeping: AbstractContextManager[None] = functorch_config.patch(donated_buffer=False)
     return keeping
+
+
+def forward_mode_is_on() -> bool:
+    """Whether torch.func.jvp, or a level of torch.autograd.forward_ad, carries derivatives forward here."""
+    return forward_ad._current_level >= 0
 
 
 @contextmanager
