@@ -3,6 +3,7 @@
 all_gather_single, reduce_scatter_single    new in 2.13, which warns of all_gather_into_tensor, reduce_scatter_tensor
 torch.compile(isolate_recompiles=...)       new in 2.13, with recompile_limit=...
 torch._functorch.config.donated_buffer      private; whether a compiled backward may overwrite what was saved
+forward_ad._current_level                   private; whether derivatives are carried forward
 distributed_c10d._process_group_name        private; names a new process group
 FSDPModule._get_fsdp_state()                private; ends a backward by hand
 distributed_c10d._abort_process_group       private; ends process groups that NCCL would wait for
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
@@ -28,6 +30,7 @@ __all__ = [
     "compile_apart",
     "compile_layers_",
     "end_backward",
+    "forward_mode_is_on",
     "keeping_what_is_saved",
     "new_group",
     "reduce_scatter_into",
@@ -71,9 +74,14 @@ def compile_layers_(layers: Sequence[nn.Module]) -> None:
 
 
 def keeping_what_is_saved() -> AbstractContextManager[None]:
-    """While it lasts, torch.compile builds backwards that can run twice: none reuses the memory of what was saved."""
+    """While it lasts, torch.compile builds and runs backwards that do not reuse the memory of what was saved."""
     keeping: AbstractContextManager[None] = functorch_config.patch(donated_buffer=False)
     return keeping
+
+
+def forward_mode_is_on() -> bool:
+    """Whether torch.func.jvp, or a level of torch.autograd.forward_ad, carries derivatives forward here."""
+    return forward_ad._current_level >= 0
 
 
 @contextmanager

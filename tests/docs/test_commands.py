@@ -17,7 +17,8 @@ from tests.rank_pool import ranks
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 SMALLER = ["train.global_batch_size=4", "train.micro_batch_size=1", "optim.warmup_steps=0", "data.seq_length=32"]
-SMALLER += ["model.num_layers=2", "optim.decay_steps=8"]
+SMALLER += ["model.num_layers=2", "model.hidden_size=64", "model.num_attention_heads=4", "model.num_query_groups=2"]
+SMALLER += ["optim.decay_steps=8"]
 # what a page says -> what is as good here
 FEWER = {"train.steps=2000": "train.steps=6", "500": "5", "200": "2", "data/other-valid": "data/mine-valid"}
 # commands that are held elsewhere

@@ -1,15 +1,19 @@
-"""The choice of path: argument, then ``use``, then the table; a choice that cannot run raises and says why."""
+"""The choice of path: argument, then ``use``, then the table; what is demanded and cannot run raises and says why."""
 
+import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from megalith.errors import BackendError
 from megalith.fusions import use, weighted_squared_relu_impl
 from megalith.fusions.paths import backend
-from megalith.fusions.paths.backend import Fusion, compiled, prefer
+from megalith.fusions.paths.backend import Fusion, compiled
 from megalith.fusions.paths.blocks import LARGEST_WHOLE
+from megalith.fusions.paths.preference import prefer
 
 # a path's function is its name here
 FUSION = Fusion("weighted_squared_relu", {name: name for name in ("triton", "compile", "blocked", "reference")})
@@ -40,6 +44,68 @@ def test_table_gives_kernels_to_gpus_and_the_reference_to_float64_to_unknown_dev
     assert FUSION.path(tensor("cuda", torch.float64), None) == "reference"
     assert FUSION.path(tensor("mps"), None) == "reference"
     assert FUSION.path(tensor(numel=LARGEST_WHOLE), None) == "reference"
+
+
+def test_use_is_a_preference_and_the_argument_a_demand():
+    without_blocks = Fusion("attention", {name: name for name in ("triton", "aten", "reference")})
+    with use("blocked"):
+        assert without_blocks.path(tensor(), None) == "aten"
+        with pytest.raises(BackendError, match="'blocked': it has no such path"):
+            without_blocks.path(tensor(), "blocked")
+    with use("triton"):
+        assert FUSION.path(tensor(dtype=torch.float64), None) == "reference"
+        with use(None):
+            assert FUSION.path(tensor(), None) == "compile"
+
+
+def test_use_is_of_the_thread_that_says_it():
+    found = []
+    with use("blocked"):
+        other = threading.Thread(target=lambda: found.append(FUSION.path(tensor(), None)))
+        other.start()
+        other.join()
+        assert FUSION.path(tensor(), None) == "blocked"
+    assert found == ["compile"]
+
+
+def test_use_is_of_the_task_that_says_it():
+    async def path(preferred: str | None) -> str:
+        with use(preferred):
+            await asyncio.sleep(0)  # the other tasks run meanwhile
+            return FUSION.path(tensor(), None)
+
+    async def both() -> list[str]:
+        return await asyncio.gather(path("blocked"), path("reference"), path(None))
+
+    assert asyncio.run(both()) == ["blocked", "reference", "compile"]
+
+
+def test_inside_of_torch_compile_compile_is_the_formulas_of_the_reference(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert FUSION.path(tensor(), "compile") == "reference"
+    with use("compile"):
+        assert FUSION.path(tensor(), None) == "reference"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, of its forward-mode formulas
+def test_forward_mode_takes_the_reference_and_refuses_what_has_no_such_derivative():
+    with forward_ad.dual_level():
+        assert FUSION.path(tensor("cuda"), None) == "reference"
+        for path in ("triton", "compile", "blocked"):
+            with pytest.raises(BackendError, match=r"no derivative for forward-mode AD; here it can take reference$"):
+                FUSION.path(tensor(), path)
+
+
+def test_beyond_the_limits_of_kernels_the_default_is_the_reference_and_a_line_says_so(caplog):
+    fusion = Fusion("attention", FUSION.paths, limits={"triton": lambda x: "wider" if x.numel() > 9 else None})
+    assert fusion.path(tensor("cuda", numel=9), None) == "triton"
+    for _ in range(2):
+        assert fusion.path(tensor("cuda", numel=10), None) == "reference"
+    assert caplog.messages == ["attention takes its reference, in plain torch: wider"]
+    with use("triton"):
+        assert fusion.path(tensor("cuda", numel=10), None) == "reference"
+    with pytest.raises(BackendError, match="backend='triton': wider"):
+        fusion.path(tensor("cuda", numel=10), "triton")
 
 
 def test_use_ends_with_an_error_and_refuses_an_unknown_name():

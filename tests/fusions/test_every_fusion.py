@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
+from megalith.errors import BackendError
 from megalith.fusions.paths.default_paths import DEFAULT_PATHS
 from tests.fusions.harness import SAMPLE, Case, Inputs, all_cases, as_tuple, first_of_each_operation
 from tests.fusions.observe import operator_calls, saved_bytes
@@ -194,6 +196,32 @@ def test_operators_are_registered_as_torch_expects(case, path, num_rows, device)
         torch.library.opcheck(operator, tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments))
         if not operator.__name__.startswith("_") and "_back" not in str(operator):
             torch.library.opcheck(operator, arguments)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, of its forward-mode formulas
+@pytest.mark.parametrize("case", [case for case in FIRST if case.derivative], ids=str)
+def test_forward_mode_is_the_transpose_of_the_gradient_or_refused(case, device):
+    inputs = small(case, device)
+    leaves = {name: x for name, x in inputs.items() if x is not None and x.requires_grad}
+    if not leaves:
+        return  # an operation without a gradient
+    tangents = {name: torch.randn_like(x) for name, x in leaves.items()}
+
+    def forward(path: str | None) -> list[Tensor]:
+        with forward_ad.dual_level():
+            duals = {name: forward_ad.make_dual(x.detach(), tangents[name]) for name, x in leaves.items()}
+            values = as_tuple(case.compute(**(inputs | duals), backend=path))
+            found = [forward_ad.unpack_dual(y) for y in values if y.is_floating_point()]
+            return [torch.zeros_like(y.primal) if y.tangent is None else y.tangent for y in found]
+
+    dy = case.upstream(inputs)
+    found = case.run(inputs, None, dy)
+    along = sum((g.double() * y.double()).sum() for g, y in zip(dy, forward(None), strict=True))
+    back = sum((found[f"d{name}"].double() * tangents[name].double()).sum() for name in leaves)
+    torch.testing.assert_close(along, back, rtol=1e-4, atol=1e-4)
+    for path in set(case.fusion.paths) & {"triton", "compile", "blocked"}:
+        with pytest.raises(BackendError, match="forward-mode AD; here it can take"):
+            forward(path)
 
 
 @on_paths(FIRST, OURS)

@@ -24,6 +24,10 @@ def test_the_path_is_the_one_that_would_be_taken():
         row = next(row for row in fusions.explain("cpu").splitlines() if row.startswith("glu "))
     assert row.split()[1] == "reference"
     assert "use(...)" in row
+    with fusions.use("blocked"):
+        row = next(row for row in fusions.explain("cpu").splitlines() if row.startswith("attention "))
+    assert row.split()[1] == "aten"
+    assert "the table for cpu; it cannot take 'blocked': it has no such path" in row
     assert "kernels compute in float32" not in fusions.explain("cuda", torch.float64)  # which takes the reference
 
 

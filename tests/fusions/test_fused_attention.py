@@ -323,8 +323,10 @@ def test_other_wrong_arguments_are_refused():
 
 def test_paths_that_cannot_are_refused_and_others_named():
     wide = torch.zeros(2, 1, 1, 257)
-    with pytest.raises(BackendError, match="its blocks hold 256; take aten or reference"):
+    with pytest.raises(BackendError, match="256 columns, and these have 257; here it can take aten or"):
         fused_attention(wide, wide, wide, backend="triton")
+    with pytest.raises(BackendError, match="these have 257"):
+        fused_attention(wide[..., :16], wide[..., :16], wide, backend="triton")
     elsewhere = torch.zeros(2, 1, 1, 16, device="meta")
     with pytest.raises(BackendError, match="kernels on meta give the log-sum-exp no gradient"):
         fused_attention(elsewhere, elsewhere, elsewhere, backend="aten")

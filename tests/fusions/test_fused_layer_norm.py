@@ -223,13 +223,18 @@ def test_a_config_decides_where_it_speaks():
     assert norm.zero_centered_gamma
     assert all(parameter.sequence_parallel for parameter in norm.parameters())
     assert not FusedLayerNorm(None, 4).weight.sequence_parallel
+    assert FusedLayerNorm(None, 20480, device="meta").weight.shape == (20480,)  # Megatron's too takes tiles then
 
 
 REFUSED_MODULES = {
     "FusedRMSNorm": (FusedLayerNorm, {"normalization": "RMSNorm"}, {}),
     "FusedLayerNorm": (FusedRMSNorm, {"normalization": "LayerNorm"}, {}),
     r"must be 'LayerNorm' here; got 'RMSNorm'": (FusedLayerNorm, {}, {"normalization": "RMSNorm"}),
-    r"16384 of hidden_size 16385; give persist_layer_norm=False": (FusedLayerNorm, {"hidden_size": 16385}, {}),
+    r"16384 of hidden_size 16385; give persist_layer_norm=False": (
+        FusedLayerNorm,
+        {"hidden_size": 16385, "persist_layer_norm": True},
+        {},
+    ),
     r"zero_centered_gamma=True contradicts config.layernorm_zero_centered_gamma=False": (
         FusedRMSNorm,
         {"zero_centered_gamma": True},

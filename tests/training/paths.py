@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 
 from megalith.fusions.paths import blocks
-from megalith.fusions.paths.backend import Backend, Fusion
+from megalith.fusions.paths.backend import Backend, Fusion, use
 from tests.training.on_ranks import first_steps
 from tests.training.reference import Trajectory
 
@@ -28,16 +28,17 @@ PATHS: dict[Backend, tuple[str, dict[str, set[str]]]] = {
 def taking(path: Backend) -> Iterator[set[str]]:
     """Inside, operations that have ``path`` take it, cut into several blocks; gives the names of those that did."""
     taken: set[str] = set()
-    default = Fusion.default
+    choose = Fusion.choose
 
-    def preferred(self: Fusion[Any], x: Any) -> Backend:
-        if self.why_not(path, x) is not None:
-            return default(self, x)
-        taken.add(self.name)
-        return path
+    def noting(self: Fusion[Any], x: Any) -> Backend:
+        chosen = choose(self, x)
+        if chosen == path:
+            taken.add(self.name)
+        return chosen
 
     with (
-        patch.object(Fusion, "default", preferred),
+        use(path),
+        patch.object(Fusion, "choose", noting),
         patch.object(blocks, "_THREAD_ELEMENTS", 64),
         patch.object(torch._inductor.config, "compile_threads", 1),  # no pool of compilers beside each rank
     ):

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from megalith.fusions.paths.backend import Backend, chosen_by_use, use
+
 __all__ = ["DiscardableOutput", "discard_outputs_", "recompute", "recompute_modules_"]
 
 
@@ -25,8 +27,16 @@ def recompute(function: Callable[..., Tensor], *args: Any) -> Tensor:
     """``function(*args)``, whose activations are dropped and computed again when its gradient is asked for."""
     if not torch.is_grad_enabled():
         return function(*args)
+    if not torch.compiler.is_compiling():  # which makes one graph of both, and cannot trace `use`
+        function = partial(_preferring, chosen_by_use(), function)
     out: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     return out
+
+
+def _preferring(backend: Backend | None, function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """``function(*args)`` on the paths of the forward, as backward may run in another thread, or outside of ``use``."""
+    with use(backend):
+        return function(*args)
 
 
 def recompute_modules_(modules: Iterable[nn.Module]) -> None:

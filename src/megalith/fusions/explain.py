@@ -76,8 +76,10 @@ def explain(device: str | torch.device | None = None, dtype: torch.dtype = torch
     x = _Asked(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), dtype)
     rows = [("operation", "path", "because", "could also take")]
     for fusion in sorted(FUSIONS, key=lambda fusion: fusion.name):
-        chosen = chosen_by_use() or fusion.default(x)
-        because = "use(...)" if chosen_by_use() else f"the table for {x.device.type}"
+        preferred, chosen = chosen_by_use(), fusion.choose(x)
+        because = "use(...)" if preferred == chosen else f"the table for {x.device.type}"
+        if preferred is not None and preferred != chosen:
+            because += f"; it cannot take {preferred!r}: {fusion.why_not(preferred, x)}"
         if reason := fusion.why_not(chosen, x):
             because += f", but {reason}"
         others = [path for path in fusion.paths if path != chosen and not fusion.why_not(path, x)]

@@ -17,21 +17,20 @@ and lse. Floor: forward reads q, k, v and writes out and lse; nothing of size S 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalith.errors import BackendError, ConfigError, ShapeError
-from megalith.fusions.formulas.attention import reference, reference_gradients
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.formulas.attention import WIDEST_HEAD, reference, reference_gradients
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.formulas.flash_for_cpu import op as flash_for_cpu
-from megalith.fusions.paths.backend import Backend, Fusion, Operand
+from megalith.fusions.paths.backend import Backend, Fusion, Operand, why_not_forward_mode
 from megalith.packed_seq_params import PackedSeqParams
 
 __all__ = ["FUSION", "Attention", "attention_gradients", "fused_attention", "key_range"]
 
-Path = TypeVar("Path", covariant=True)
 _UNBOUNDED = 2**30  # tokens on a side of an infinite window; a position and this fit int32
 Attention = Callable[
     [Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, int, int],
@@ -86,7 +85,7 @@ def fused_attention(
     if not 0.0 < scale < torch.inf:
         raise ConfigError(f"scale must be positive and finite; got {scale}")
     bounds = None if packed_seq_params is None else packed_seq_params.document_bounds
-    compute = FUSION.path(q, backend)
+    compute = FUSION.path(_wider(q, v), backend)
     return compute(q, k, v, sink, bounds, scale, left, right)
 
 
@@ -112,7 +111,7 @@ def attention_gradients(
     _check(q, k, v, packed_seq_params, None)
     left, right = key_range(causal, window)
     bounds = None if packed_seq_params is None else packed_seq_params.document_bounds
-    compute = _GRADIENTS.path(q, backend)
+    compute = _GRADIENTS.path(_wider(q, v), backend)
     return compute(dout, q, k, v, out, lse, bounds, q.shape[-1] ** -0.5, left, right)
 
 
@@ -133,24 +132,14 @@ def key_range(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
 def _triton(q: Tensor, k: Tensor, v: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
     from megalith.fusions.kernels.attention import op
 
-    _check_columns(q, v)
     return op(q, k, v, *inputs)
-
-
-def _check_columns(q: Tensor, v: Tensor) -> None:
-    from megalith.fusions.kernels.attention import MAX_COLUMNS
-
-    if max(q.shape[-1], v.shape[-1]) > MAX_COLUMNS:
-        raise BackendError(
-            f"attention cannot take backend='triton' with heads of {q.shape[-1]} and {v.shape[-1]} columns: its blocks "
-            f"hold {MAX_COLUMNS}; take {'aten or ' if q.device.type == 'cpu' else ''}reference"
-        )
 
 
 def _triton_gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_columns(q, v)  # imports the kernels, which registers their operators
+    from megalith.fusions.kernels import attention  # noqa: F401  registers the operators
+
     out, lse = out.contiguous(), lse.contiguous()  # as forward leaves them, and the kernels read them
     dq, dk, dv, _ = torch.ops.megalith.attention_back(dout, None, q, k, v, None, out, lse, *inputs)
     return dq, dk, dv
@@ -167,18 +156,29 @@ def _gradients_for_cpu(
 _PATHS: Mapping[Backend, Attention] = {"triton": _triton, "aten": flash_for_cpu, "reference": reference}
 
 
-class _AttentionFusion(Fusion[Path]):
-    """The paths of attention, of which ``aten`` is for a CPU."""
-
-    def why_not(self, backend: Backend, x: Operand) -> str | None:
-        if backend == "aten" and x.device.type != "cpu":
-            return f"torch's kernels on {x.device.type} give the log-sum-exp no gradient"
-        return super().why_not(backend, x)
+def _wider(q: Tensor, v: Tensor) -> Tensor:
+    """The one of more columns, to choose a path by."""
+    return q if q.shape[-1] >= v.shape[-1] else v
 
 
-FUSION = _AttentionFusion("attention", _PATHS)
-_GRADIENTS = _AttentionFusion[_Gradients](
-    "attention", {"triton": _triton_gradients, "aten": _gradients_for_cpu, "reference": reference_gradients}
+def _why_not_triton(x: Operand) -> str | None:
+    if isinstance(x, Tensor) and x.shape[-1] > WIDEST_HEAD:  # explain() asks about no heads in particular
+        return f"its blocks hold heads of {WIDEST_HEAD} columns, and these have {x.shape[-1]}"
+    return None
+
+
+def _why_not_aten(x: Operand) -> str | None:
+    if x.device.type != "cpu":
+        return f"torch's kernels on {x.device.type} give the log-sum-exp no gradient"
+    return why_not_forward_mode()  # torch's kernels for a CPU are inside of an operator of ours
+
+
+_LIMITS: Mapping[Backend, Callable[[Operand], str | None]] = {"triton": _why_not_triton, "aten": _why_not_aten}
+FUSION = Fusion("attention", _PATHS, _LIMITS)
+_GRADIENTS = Fusion[_Gradients](
+    "attention",
+    {"triton": _triton_gradients, "aten": _gradients_for_cpu, "reference": reference_gradients},
+    _LIMITS,
 )
 
 

@@ -101,7 +101,7 @@ class _FusedNorm(nn.Module):
         config: object,
         hidden_size: int,
         eps: float,
-        persist_layer_norm: bool,
+        persist_layer_norm: bool | None,
         zero_centered_gamma: bool,
         has_bias: bool,
         device: torch.device | str | None,
@@ -110,7 +110,7 @@ class _FusedNorm(nn.Module):
         super().__init__()
         if hidden_size < 1:
             raise ConfigError(f"hidden_size must be 1 or more; got {hidden_size}")
-        persists = _setting(config, "persist_layer_norm", "persist_layer_norm", persist_layer_norm, True)
+        persists = _setting(config, "persist_layer_norm", "persist_layer_norm", persist_layer_norm, None)
         if persists and hidden_size > WIDEST_WHOLE_ROW:
             raise ConfigError(
                 f"persist_layer_norm keeps a row in registers, and they hold {WIDEST_WHOLE_ROW} of hidden_size "
@@ -152,8 +152,8 @@ class FusedLayerNorm(_FusedNorm):
             the parameters. None has none of them.
         hidden_size: H.
         eps: added to the variance.
-        persist_layer_norm: a whole row must fit the registers of a program, so that forward reads it once; False also
-            allows rows that are read in tiles. Both compute the same.
+        persist_layer_norm: True if a whole row must fit the registers of a program, so that forward reads it once.
+            None and False also allow wider rows, which are read in tiles. All compute the same.
         zero_centered_gamma: the gain is 1 + weight, and weight begins at 0.
         normalization: "LayerNorm"; for "RMSNorm" there is FusedRMSNorm.
         device, dtype: of the parameters, as in torch's modules.
@@ -169,7 +169,7 @@ class FusedLayerNorm(_FusedNorm):
         config: object,
         hidden_size: int,
         eps: float = 1e-5,
-        persist_layer_norm: bool = True,
+        persist_layer_norm: bool | None = None,
         zero_centered_gamma: bool = False,
         normalization: str = "LayerNorm",
         *,
@@ -194,7 +194,7 @@ class FusedRMSNorm(_FusedNorm):
         config: object,
         hidden_size: int,
         eps: float = 1e-5,
-        persist_layer_norm: bool = True,
+        persist_layer_norm: bool | None = None,
         zero_centered_gamma: bool = False,
         normalization: str = "RMSNorm",
         *,
@@ -209,7 +209,7 @@ class FusedRMSNorm(_FusedNorm):
         return fused_rms_norm(input, self.weight, self.eps, self.zero_centered_gamma)
 
 
-def _setting(config: object, attribute: str, argument: str, given: bool, default: bool) -> bool:
+def _setting(config: object, attribute: str, argument: str, given: bool | None, default: bool | None) -> bool:
     """What ``config`` says, else what was ``given``; raises ConfigError if they differ and ``given`` is no default."""
     asked = bool(getattr(config, attribute, given))
     if given not in (default, asked):

@@ -19,7 +19,17 @@ from megalith.fusions.formulas.checks import check_floating, check_one_device, c
 from megalith.fusions.formulas.rows import wide
 from megalith.fusions.paths.library import Operator, gradients_like
 
-__all__ = ["OPERATOR", "merge_attention", "operator", "reference", "reference_gradients", "sink_correction"]
+__all__ = [
+    "OPERATOR",
+    "WIDEST_HEAD",
+    "merge_attention",
+    "operator",
+    "reference",
+    "reference_gradients",
+    "sink_correction",
+]
+
+WIDEST_HEAD = 256  # columns that the kernels' tables of blocks go up to
 
 
 def reference(

@@ -123,8 +123,16 @@ class _Rounding(torch.autograd.Function):
     """Rounds to a narrower dtype and keeps the wide one, also for the gradient, which passes as it is."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(h: Tensor, dtype: torch.dtype) -> Tensor:
         return h.to(dtype).to(h.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def jvp(ctx: Any, h: Tensor, _: None) -> Tensor:
+        return h.clone()
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:

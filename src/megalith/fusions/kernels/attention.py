@@ -25,9 +25,7 @@ from megalith.fusions.kernels.attention_tiles import (
 )
 from megalith.fusions.paths.library import wrap_triton
 
-__all__ = ["MAX_COLUMNS", "op"]
-
-MAX_COLUMNS = 256  # of a head, that the tables of blocks go up to
+__all__ = ["op"]
 
 LN_2 = tl.constexpr(math.log(2.0))
 

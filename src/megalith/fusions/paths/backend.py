@@ -1,38 +1,41 @@
 """Chooses the path of a fused operation: its ``backend`` argument, else ``use(...)``, else the committed table.
 
 triton     our kernels, on a GPU (CUDA or ROCm), or on any tensor in Triton's interpreter
-compile    through torch.compile: formulas over rows, forward and backward, that keep what triton keeps; else the
-           reference. On a CPU it needs a C++ compiler
+compile    through torch.compile: formulas over rows, forward and backward, that keep what triton keeps; of other
+           operations the reference. On a CPU it needs a C++ compiler. Inside of an enclosing torch.compile it is the
+           formulas of the reference, for that compiler to fuse
 aten       torch's own operator, for operations that have one with the same numerics
 blocked    the reference over blocks of rows that stay in a CPU's cache, forward and backward; keeps what triton keeps
 reference  plain torch: any device, any dtype, differentiable twice
 
-All paths of an operation agree: float32 inside (float64 for float64), one rounding on store. A path that was asked for
-and cannot run is an error; no path ever stands in for another.
+All paths of an operation agree: float32 inside (float64 for float64), one rounding on store. ``backend`` is a demand:
+a path that cannot run is an error. ``use`` is a preference: where it cannot be taken, the default is.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, ParamSpec, Protocol, TypeVar, get_args
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megalith.errors import BackendError
+from megalith.fusions.paths import preference
 from megalith.fusions.paths.blocks import LARGEST_WHOLE
+from megalith.fusions.paths.compiled_reference import compiled
 from megalith.fusions.paths.compiler import why_not_compile
 from megalith.fusions.paths.default_paths import DEFAULT_PATHS
 from megalith.fusions.paths.names import Backend
+from megalith.fusions.paths.preference import ranking, use
 from megalith.optional import has_triton, triton_interprets
-from megalith.torch_compat import keeping_what_is_saved
+from megalith.torch_compat import forward_mode_is_on
 
-__all__ = ["Backend", "Fusion", "Operand", "chosen_by_use", "compiled", "prefer", "use"]
+__all__ = ["Backend", "Fusion", "Operand", "chosen_by_use", "compiled", "use", "why_not_forward_mode"]
 
+log = logging.getLogger(__name__)
 Path = TypeVar("Path", covariant=True)
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Operand(Protocol):
@@ -45,47 +48,9 @@ class Operand(Protocol):
     def numel(self) -> int: ...
 
 
-class _Choice:
-    """What ``use`` and ``prefer`` have set, process-wide: torch.compile guards attributes, and traces no ContextVar."""
-
-    backend: Backend | None = None
-    preferred: tuple[Backend, ...] | None = None
-    taken: set[tuple[str, Backend]]
-
-
-_choice = _Choice()
-
-
-@contextmanager
-def use(backend: Backend) -> Iterator[None]:
-    """Fused operations called inside take ``backend``; their backward follows them, wherever it runs."""
-    if backend not in get_args(Backend):
-        raise BackendError(f"backend must be one of {', '.join(get_args(Backend))}; got {backend!r}")
-    outer, _choice.backend = _choice.backend, backend
-    try:
-        yield
-    finally:
-        _choice.backend = outer
-
-
-@contextmanager
-def prefer(*backends: Backend) -> Iterator[set[tuple[str, Backend]]]:
-    """Fused operations called inside choose without regard to the size and the dtype of their tensors.
-
-    Each takes the first of ``backends`` that it can, then the first of the committed table. Gives the pairs of an
-    operation's name and the path that it has taken. An explicit ``backend``, or ``use``, still decides first.
-    """
-    outer, taken = _choice.preferred, set[tuple[str, Backend]]()
-    _choice.preferred, _choice.taken = backends, taken
-    try:
-        yield taken
-    finally:
-        _choice.preferred = outer
-
-
 def chosen_by_use() -> Backend | None:
-    """The path that the innermost ``use(...)`` has set."""
-    return _choice.backend
+    """The path that the innermost ``use(...)`` of this thread or asyncio task says."""
+    return preference.backend
 
 
 @dataclass(frozen=True)
@@ -100,12 +65,12 @@ class Fusion(Generic[Path]):
     limits: Mapping[Backend, Callable[[Operand], str | None]] = field(default_factory=dict)
 
     def path(self, x: Operand, backend: Backend | None) -> Path:
-        """The function that computes the operation on ``x``, of those the caller may choose.
+        """The function that computes the operation on ``x``: of the path ``backend``, or of that of ``choose``.
 
         Raises:
-            BackendError: the path chosen cannot run on ``x``; the message says why and names those that can.
+            BackendError: the path cannot run on ``x``; the message says why and names those that can.
         """
-        chosen = backend or _choice.backend or self.default(x)
+        chosen = backend or self.choose(x)
         if chosen == "compile" and torch.compiler.is_compiling() and chosen in self.paths:
             return self.paths["reference"]  # its compiler sees through a formula, not through what is compiled
         if reason := self.why_not(chosen, x):
@@ -115,29 +80,44 @@ class Fusion(Generic[Path]):
             )
         return self.paths[chosen]
 
+    def choose(self, x: Operand) -> Backend:
+        """The path of ``use(...)`` where ``x`` can take it, else the default."""
+        preferred = chosen_by_use()
+        return self.default(x) if preferred is None or self.why_not(preferred, x) else preferred
+
     def default(self, x: Operand) -> Backend:
         """The first path that can run here, of those in the committed table for the device of ``x``.
 
-        float64 takes the reference on every device. So does, inside of torch.compile, what would be compiled or
-        blocked, and what is one block: there is nothing to cut, and nothing to wait for a compiler for. ``prefer``
-        lifts all of that.
+        float64 takes the reference on every device, and so does all that forward-mode AD goes through. So does, inside
+        of torch.compile, what would be compiled or blocked, and what is one block: there is nothing to cut, and nothing
+        to wait for a compiler for. Where ``x`` is beyond the limits of every path of the table, the reference takes it,
+        and a line in the log says so. ``prefer`` lifts all of that.
         """
         ranked = DEFAULT_PATHS[self.name].get(x.device.type, ("reference",))
-        if _choice.preferred is not None:
-            order: tuple[Backend, ...] = (*_choice.preferred, *ranked, "reference")
+        if ranking.preferred is not None:
+            order: tuple[Backend, ...] = (*ranking.preferred, *ranked, "reference")
             preferred = next(path for path in order if not self.why_not(path, x))
-            _choice.taken.add((self.name, preferred))
+            ranking.taken.add((self.name, preferred))
             return preferred
         of_loops = ranked[0] in ("compile", "blocked")
-        if x.dtype == torch.float64 or (of_loops and (torch.compiler.is_compiling() or x.numel() <= LARGEST_WHOLE)):
+        if x.dtype == torch.float64 or forward_mode_is_on():
             return "reference"
-        return next((path for path in ranked if not self.why_not(path, x)), ranked[-1])
+        if of_loops and (torch.compiler.is_compiling() or x.numel() <= LARGEST_WHOLE):
+            return "reference"
+        fitting = [path for path in ranked if not self._limit(path, x)]
+        if not fitting:
+            if not torch.compiler.is_compiling():  # which cannot trace it
+                _tell(f"{self.name} takes its reference, in plain torch: {self._limit(ranked[-1], x)}")
+            return "reference"
+        return next((path for path in fitting if not self.why_not(path, x)), fitting[-1])
 
     def why_not(self, backend: Backend, x: Operand) -> str | None:
         """Why ``x`` cannot take ``backend``, in one clause; None if it can."""
         if backend not in self.paths:
             return f"it has no such path, only {', '.join(self.paths)}"
-        if backend in self.limits and (reason := self.limits[backend](x)):
+        if reason := self._limit(backend, x):
+            return reason
+        if backend not in ("aten", "reference") and (reason := why_not_forward_mode()):
             return reason
         if backend == "triton":
             return _why_not_triton(x)
@@ -145,19 +125,19 @@ class Fusion(Generic[Path]):
             return None if isinstance(x, FakeTensor) else why_not_compile()  # only its shape is asked for
         return None
 
+    def _limit(self, backend: Backend, x: Operand) -> str | None:
+        return self.limits[backend](x) if backend in self.limits else None
 
-def compiled(reference: Callable[P, R]) -> Callable[P, R]:
-    """``reference`` through torch.compile, built at the first call; its backward can run twice."""
 
-    @functools.cache
-    def build() -> Callable[P, R]:
-        return torch.compile(reference, dynamic=True)
+def why_not_forward_mode() -> str | None:
+    """Why an operator of ours cannot run under forward-mode AD, in one clause; None where there is none."""
+    return "it has no derivative for forward-mode AD" if forward_mode_is_on() else None
 
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with keeping_what_is_saved():
-            return build()(*args, **kwargs)
 
-    return run
+@functools.cache
+def _tell(line: str) -> None:
+    """Logs ``line``, once in a process."""
+    log.warning(line)
 
 
 def _why_not_triton(x: Operand) -> str | None:

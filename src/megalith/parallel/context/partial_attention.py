@@ -16,7 +16,7 @@ from torch import Tensor
 from megalith.fusions import merge_attention
 from megalith.fusions.formulas.attention import reference, reference_gradients
 from megalith.fusions.fused_attention import attention_gradients, fused_attention
-from megalith.fusions.paths.backend import Backend
+from megalith.fusions.paths.backend import Backend, use
 from megalith.numerics.dropout import Dropout, attention_keep_mask
 from megalith.parallel.context.blocks import Block, Sight, blocks_between
 
@@ -44,13 +44,13 @@ class PartialAttention:
     """Attention of the queries at ``spans``, with what they see.
 
     With ``dropout`` every score of a block is spelled out: kernels draw their own masks, and ours are a function of the
-    ids of the query and the key.
+    ids of the query and the key. The way back takes the path ``preferred``, as ``use`` says it to the way there.
     """
 
     spans: Sequence[range]
     sight: Sight
     dropout: HeadDropout | None = None
-    backend: Backend | None = None
+    preferred: Backend | None = None
 
     def parts(self, key_spans: Sequence[range]) -> Iterator[Part]:
         """All blocks of the queries with keys at ``key_spans``."""
@@ -96,14 +96,14 @@ class PartialAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.dropout is not None:
             return reference_gradients(dout, q, k, v, out, lse, *self._spelled_out(block, q, at, self.dropout))
-        return attention_gradients(dout, q, k, v, out, lse, **self._fused(block))
+        with use(self.preferred):
+            return attention_gradients(dout, q, k, v, out, lse, **self._fused(block))
 
     def _fused(self, block: Block) -> dict[str, Any]:
         return {
             "causal": False,  # the window says so
             "window": block.window,
             "packed_seq_params": block.documents,
-            "backend": self.backend,
         }
 
     def _spelled_out(
