@@ -89,7 +89,7 @@ class _Recipe:
     """Computes an output again: once for all that saved it, however many backwards there are."""
 
     def __init__(self, function: Callable[..., Tensor], inputs: tuple[Any, ...]) -> None:
-        self._function, self._inputs = function, inputs
+        self._function, self._inputs = partial(_preferring, chosen_by_use(), function), inputs
         self._num_missing = 0
         self._made: Tensor | None = None
         self.num_saved = 0
