@@ -12,7 +12,7 @@ from megalith.cli.console import Announcer, Console, Progress, show_text
 
 if TYPE_CHECKING:
     from megalith.data.tokenizer import Tokenizer
-    from megalith.training.conversion import LogitProof
+    from megalith.training.tasks.conversion import LogitProof
 
 __all__ = ["app"]
 
@@ -42,7 +42,7 @@ def import_command(
     from megalith.observe.units import quantity
 
     with _progress(f"reading {source}") as progress:
-        from megalith.training.conversion import import_model
+        from megalith.training.tasks.conversion import import_model
 
         found = import_model(source, out, eod, with_proof=not no_proof, progress=progress)
     folder = found.folder
@@ -65,7 +65,7 @@ def export_command(
 ) -> None:
     """Make a folder that transformers loads, of a run or a checkpoint that any layout wrote."""
     with _progress(f"reading {source}") as progress:
-        from megalith.training.conversion import export_model
+        from megalith.training.tasks.conversion import export_model
 
         found = export_model(source, out, dtype, with_proof=not no_proof, progress=progress)
     why = "" if dtype else ", which the run computed in; --dtype for another"
@@ -84,7 +84,7 @@ def prove_command(
     """Compare the logits of a run with those of a model of Hugging Face, which transformers computes."""
     with Announcer() as announcer:
         announcer.begin(_COMPARING)
-        from megalith.training.conversion import prove
+        from megalith.training.tasks.conversion import prove
 
         proof = prove(source, folder)
     show_text(str(proof))

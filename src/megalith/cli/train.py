@@ -106,8 +106,8 @@ class _Wanted:
 
     def settings(self) -> "tuple[str | Mapping[str, Any], list[str]]":
         """What ``preflight`` takes. Raises as ``resolve_run_folder`` and ``settings_from``."""
-        from megalith.training.origin import settings_from
         from megalith.training.preflight import resolve_run_folder
+        from megalith.training.tasks.origin import settings_from
 
         if self.origin is not None:
             return settings_from(self.origin, self.source), self.overrides

@@ -25,7 +25,7 @@ from megalith.training.run_folder import open_run
 from megalith.training.state import read_train_state
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
-from megalith.training.weights import load_weights
+from megalith.training.tasks.weights import load_weights
 from megalith.transformer.module import ModelModule
 
 __all__ = ["CheckpointLoss", "TrainedModel", "evaluate_checkpoint", "load_model"]

@@ -16,7 +16,6 @@ from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.token_ids import check_dataset
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, MegalithError, MissingDependencyError
-from megalith.models.hf import is_model_folder, open_folder
 from megalith.observe.trackers import packages
 from megalith.parallel.pipeline.schedules import build_schedule
 from megalith.parallel.pipeline.validate import validate
@@ -26,6 +25,7 @@ from megalith.training.continuity import changed
 from megalith.training.kept import KEPT_TOKENIZER, run_of
 from megalith.training.process_group import choose_device
 from megalith.training.prompts import encode_prompts
+from megalith.training.tasks.weights import described_at
 
 __all__ = ["load_tokenizer", "preflight", "resolve_run_folder"]
 
@@ -207,8 +207,9 @@ def _check_load(config: RunConfig) -> Iterator[str]:
     if config.load is None or goes_on:
         return
     store = open_store(config.load)
-    if is_model_folder(store):
-        if told := changed(*(one.model_dump(exclude={"preset"}) for one in (open_folder(store).config, config.model))):
+    described = described_at(store)
+    if described is not None:
+        if told := changed(*(model.model_dump(exclude={"preset"}) for model in (described, config.model))):
             _say(f"the model is not that of {store / 'config.json'}: {', '.join(told)}")
         keeper = store
     elif MANIFEST in store.names():

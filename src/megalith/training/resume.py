@@ -15,7 +15,7 @@ from megalith.training.continuity import changed, comparable_settings, compared,
 from megalith.training.run import Run
 from megalith.training.saves import note_save, refuse_if_saved
 from megalith.training.state import SavedState, read_saved_state
-from megalith.training.weights import load_weights
+from megalith.training.tasks.weights import load_weights
 
 __all__ = ["Beginning", "resume_or_load", "save", "where_it_goes_on"]
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from megalith.config import TransformerConfig
 from megalith.models.hf import GPT2, LLAMA
-from megalith.training.conversion import export_model, import_model
+from megalith.training.tasks.conversion import export_model, import_model
 from tests.rank_pool import ranks
 from tests.tiny_run import GPT2 as GPT2_SHAPE
 from tests.tiny_run import LLAMA as LLAMA_SHAPE

@@ -14,10 +14,10 @@ from megalith.data.tokenizer import Tokenizer
 from megalith.models.hf import ModelFolder, open_folder
 from megalith.observe.machine import describe_machine
 from megalith.storage import new_folder, write_json_atomic, write_text_atomic
-from megalith.training.conversion.logit_proof import LogitProof, stored_proof
 from megalith.training.kept import EOD_FILE, KEPT_TOKENIZER
-from megalith.training.origin import usual_settings
 from megalith.training.state import STATE_VERSION, TrainState
+from megalith.training.tasks.conversion.logit_proof import LogitProof, stored_proof
+from megalith.training.tasks.origin import usual_settings
 
 __all__ = ["Imported", "import_model"]
 

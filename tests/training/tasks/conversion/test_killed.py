@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megalith.storage import has_all_files, open_store
-from megalith.training.conversion import export_model, import_model
+from megalith.training.tasks.conversion import export_model, import_model
 from tests.rank_pool import ranks
-from tests.training.conversion.folders import write_folder
+from tests.training.tasks.conversion.folders import write_folder
 
 # names of CPython's audit events
 FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}

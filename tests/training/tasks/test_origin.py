@@ -8,13 +8,13 @@ from megalith.config import load_run
 from megalith.data.gpt_dataset import GPTDataset
 from megalith.models.hf import open_folder
 from megalith.numerics.tolerance import NOISE_FLOAT32, gradient_error
-from megalith.training.origin import settings_from
 from megalith.training.preflight import preflight
+from megalith.training.tasks.origin import settings_from
 from tests.rank_pool import ranks
 from tests.tiny_run import SEQ, settings, write_dataset
-from tests.training.conversion.folders import write_folder
 from tests.training.on_ranks import first_steps
 from tests.training.reference import differences
+from tests.training.tasks.conversion.folders import write_folder
 
 # name: ranks, settings of the layout
 LAYOUTS = {

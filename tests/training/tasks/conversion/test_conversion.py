@@ -17,14 +17,14 @@ from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.generation import Sampling, stream
 from megalith.models.hf import fitting
-from megalith.training.conversion import export_model, import_model, prove
 from megalith.training.inference import load_model
+from megalith.training.tasks.conversion import export_model, import_model, prove
 from tests.program import here
 from tests.rank_pool import ranks
 from tests.sampling import sampled
 from tests.tiny_run import GPT2, LLAMA, settings
-from tests.training.conversion.folders import SHAPES, write_folder
 from tests.training.outcomes import run_here
+from tests.training.tasks.conversion.folders import SHAPES, write_folder
 
 TOKENS = torch.randint(270, (2, 20), generator=torch.Generator().manual_seed(1))
 EVERYTHING = [(shape, dtype, size) for shape in SHAPES for dtype in ("float32", "bfloat16") for size in ("1GB", "10KB")]
@@ -137,7 +137,7 @@ def test_the_proof_is_stored_and_a_wrong_model_is_none(tmp_path):
 
 def test_an_import_whose_logits_differ_is_not_published(tmp_path, monkeypatch):
     write_folder(tmp_path / "source", "llama")
-    monkeypatch.setattr("megalith.training.conversion.logit_proof._TOLERANCE", -1.0)
+    monkeypatch.setattr("megalith.training.tasks.conversion.logit_proof._TOLERANCE", -1.0)
     with pytest.raises(CheckpointError, match="are not the same model"):
         import_model(tmp_path / "source", tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -150,7 +150,7 @@ def test_where_no_proof_can_be_made_a_line_says_why_and_how(name, value, tmp_pat
         monkeypatch.setitem(sys.modules, "transformers", None)
         says = r"proof      not made: .*pip install 'megalith\[hf\]'; then: megalith convert prove"
     else:
-        monkeypatch.setattr(f"megalith.training.conversion.logit_proof.{name}", value)
+        monkeypatch.setattr(f"megalith.training.tasks.conversion.logit_proof.{name}", value)
         says = r"proof      not made: it takes .*B of memory, of which 1\.00kB are free"
     found = here("convert", "import", tmp_path / "source", "--out", tmp_path / "run")
     assert found.code == 0, found

@@ -6,16 +6,26 @@ from pathlib import Path
 from torch import Tensor
 
 from megalith.checkpoint.load import load_stored, load_tensors
+from megalith.config import TransformerConfig
 from megalith.models.hf import is_model_folder, open_folder
 from megalith.storage import Store, open_store
 from megalith.topology.agreement import agreed
 
-__all__ = ["is_weight", "load_weights"]
+__all__ = ["described_at", "is_weight", "load_weights"]
 
 
 def is_weight(name: str) -> bool:
     """Whether the tensor ``name`` of a checkpoint is of the model, and not of its optimizer."""
     return not name.startswith("optimizer.")
+
+
+def described_at(location: str | Path | Store) -> TransformerConfig | None:
+    """What the model folder of Hugging Face at ``location`` holds; None if it is no such folder.
+
+    Raises CheckpointError if it is damaged, ConfigError if our model cannot represent it.
+    """
+    store = open_store(location)
+    return open_folder(store).config if is_model_folder(store) else None
 
 
 def load_weights(location: str | Path | Store, into: Mapping[str, Tensor]) -> None:

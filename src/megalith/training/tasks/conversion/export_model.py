@@ -13,10 +13,10 @@ from megalith.models.hf.parameters import check as check_shapes
 from megalith.models.hf.write_folder import write_tensors, write_tokenizer
 from megalith.storage import LocalStore, Store, new_folder
 from megalith.training.build_model import DTYPES
-from megalith.training.conversion.logit_proof import LogitProof, stored_proof
 from megalith.training.kept import kept_tokenizer
 from megalith.training.run_folder import open_run
-from megalith.training.weights import is_weight
+from megalith.training.tasks.conversion.logit_proof import LogitProof, stored_proof
+from megalith.training.tasks.weights import is_weight
 
 __all__ = ["Exported", "export_model"]
 
