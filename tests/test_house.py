@@ -24,6 +24,7 @@ GLOBAL_STATE = {
     "src/megalith/recipe_files.py:preset_names": "remembers names of files of the wheel",
     "src/megalith/recipe_files.py:recipe_names": "remembers names of files of the wheel",
     "src/megalith/data/parts.py:_tokenizer": "the tokenizer that a worker process loads once",
+    "src/megalith/fusions/paths/preference.py:ranking": "what `prefer` has set, for all threads of a process",
     "src/megalith/fusions/paths/preference.py:_backend": "what `use` says, to the thread or task that says it",
     "src/megalith/fusions/paths/backend.py:_tell": "which lines the log has already",
     "src/megalith/fusions/paths/compiled_blocks.py:_compiled": "cache: a compiler for each formula's code",
