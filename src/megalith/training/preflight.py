@@ -203,8 +203,11 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
 
 def _check_load(config: RunConfig) -> Iterator[str]:
     """What is to be loaded is there, and of the tokenizer that made the training data."""
-    goes_on = config.resume == "auto" and any(Path(config.run).glob("checkpoints/step-*"))  # and loads nothing
-    if config.load is None or goes_on:
+    if config.load is None:
+        return
+    with explained("read", Path(config.run)):  # a name that is too long
+        goes_on = config.resume == "auto" and any(Path(config.run).glob("checkpoints/step-*"))
+    if goes_on:  # and loads nothing
         return
     store = open_store(config.load)
     described = described_at(store)
