@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.case import Case, Contender, First
 from megalith.config import TransformerConfig
 from megalith.models.gpt_model import GPTModel
-from megalith.models.hf import llama, parameter_shapes
+from megalith.models.hf import LLAMA, parameter_shapes
 from megalith.numerics.tolerance import gradient_error
 from megalith.optional import need
 from megalith.parallel.build_options import BuildOptions
@@ -147,7 +147,7 @@ def _our_loss(model: GPTModel, folder: Path) -> Callable[[], Tensor]:
 
 def _hugging_face_model(size: Size) -> Any:
     transformers = need("transformers")
-    fields = llama.config_to_hf(size.config, max_position_embeddings=size.S, dtype="float32", eos_token_id=None)
+    fields = LLAMA.config_to_hf(size.config, max_position_embeddings=size.S, dtype="float32", eos_token_id=None)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).train()
 
 

@@ -20,7 +20,7 @@ from benchmarks.rounds import Spread
 from megalith import fusions
 from megalith.config import TransformerConfig
 from megalith.models.gpt_model import GPTModel
-from megalith.models.hf import llama
+from megalith.models.hf import LLAMA
 from megalith.optional import need
 from megalith.parallel.build_options import BuildOptions
 from megalith.topology.process_groups_config import ProcessGroupCollection
@@ -159,7 +159,7 @@ def _their_loss(model: Any, tokens: Tensor, labels: Tensor) -> Callable[[], tupl
 
 def _hugging_face(shape: Shape, device: str) -> Any:
     transformers = need("transformers")
-    fields = llama.config_to_hf(shape.config, max_position_embeddings=shape.S, dtype="bfloat16", eos_token_id=None)
+    fields = LLAMA.config_to_hf(shape.config, max_position_embeddings=shape.S, dtype="bfloat16", eos_token_id=None)
     with torch.device(device):
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).to(torch.bfloat16).train()
 

@@ -110,11 +110,13 @@ class Proof:
 
     def _judged(self, case: Case, found: Errors, taken: frozenset[Backend], seconds: float) -> Result:
         bound = BOUNDS[case.dtype].error
+        wanted = expected(self.keys, case.dtype)
+        left_out = {key for key in self.keys if key.kind != "module"} - set(wanted)
         # what no rank has is as wrong as can be
-        found = {**dict.fromkeys(expected(self.keys, case.dtype), float("inf")), **found}
-        promised = {key: error for key, error in found.items() if key.kind != "module"}
+        found = {**dict.fromkeys(wanted, float("inf")), **found}
+        promised = {key: error for key, error in found.items() if key.kind != "module" and key not in left_out}
         worst = max(promised, key=lambda key: promised[key])
-        first = first_beyond(found, self.keys, bound)
+        first = first_beyond(found, [key for key in self.keys if key not in left_out], bound)
         if first is None and not promised[worst] < bound:
             first = worst  # an entry that one process does not have
         return Result(

@@ -59,7 +59,8 @@ def small_recipe(
 
 def on_one_process(small: Tree) -> Tree:
     """``small`` for one process that takes each batch whole and computes nothing again."""
-    return applied(small, {"train.micro_batch_size": _batch(small), "train.recompute": None})
+    changes = {"train.micro_batch_size": _batch(small), "train.recompute": None, "train.recompute_modules": None}
+    return applied(small, changes)
 
 
 def on_layout(small: Tree, config: RunConfig, degrees: Degrees, dtype: str) -> Tree:
