@@ -54,7 +54,7 @@ def resolve_run_folder(source: str, overrides: Sequence[str]) -> tuple[str, list
     if settings.name == "config.yaml" and (settings.parent / "about.json").is_file():
         # in front, so that run=... still names another folder
         return str(settings), [write_override("run", os.path.abspath(settings.parent)), *overrides]
-    return source, list(overrides)
+    return str(settings) if os.path.isdir(source) else source, list(overrides)
 
 
 def preflight(source: str | Mapping[str, Any], overrides: Sequence[str], world_size: int) -> RunConfig:
