@@ -1,5 +1,6 @@
 """storage/new_folder: a folder appears with all of its files or not at all, and never over another one."""
 
+import importlib
 import os
 import signal
 
@@ -7,6 +8,8 @@ import pytest
 
 from megalith.errors import StorageError
 from megalith.storage import RunLock, new_folder
+
+new_folder_module = importlib.import_module("megalith.storage.new_folder")  # the function has its name in the room
 
 
 def test_it_appears_at_the_end_with_everything_in_it(tmp_path):
@@ -55,3 +58,30 @@ def test_of_two_processes_that_make_it_the_second_is_refused(tmp_path):
         with pytest.raises(StorageError, match="already has a run in it"), new_folder(tmp_path / "new"):
             pytest.fail("another one makes it")
         assert (tmp_path / ".new.tmp").exists()
+
+
+def test_what_is_not_left_by_a_killed_process_is_not_emptied(tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("mine")
+    (tmp_path / ".link.tmp").symlink_to("precious")
+    (tmp_path / "precious").joinpath(".lock").write_text("")
+    (tmp_path / ".folder.tmp").mkdir()
+    (tmp_path / ".folder.tmp" / "file").write_text("mine")
+    for name in ("link", "folder"):
+        with pytest.raises(StorageError, match="is not ours to empty; move it away"), new_folder(tmp_path / name):
+            pytest.fail("something else is there")
+        assert (tmp_path / f".{name}.tmp" / "file").read_text() == "mine"
+
+
+def test_a_folder_that_was_published_is_no_leftover_to_the_next(tmp_path, monkeypatch):
+    publish = new_folder_module.publish_folder
+
+    def and_another_comes(temporary, path):
+        with pytest.raises(StorageError), new_folder(path):
+            pytest.fail("it is being made")
+        publish(temporary, path)
+
+    monkeypatch.setattr(new_folder_module, "publish_folder", and_another_comes)
+    with new_folder(tmp_path / "new") as made:
+        (made / "file").write_text("content")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["file"]

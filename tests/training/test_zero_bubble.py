@@ -60,6 +60,15 @@ def test_weights_are_bitwise_those_of_whole_backwards(split, whole, dtype, recom
         assert [name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)] == []
 
 
+@pytest.mark.parametrize("split", [ZERO_BUBBLE, V], ids=["zero_bubble", "zb_v"])
+def test_gradients_of_one_micro_batch_which_are_never_added_up_are_reduced_too(split, tmp_path):
+    train = {"micro_batch_size": 8, "global_batch_size": 8}
+    tree = settings(tmp_path, model=GPT2_OF_4, train=train, precision={"dtype": "bfloat16"}, optim={"clip_norm": 0.0})
+    got, want = (ranks(2, first_steps, {**tree, "parallel": parallel}, 2)[0] for parallel in (split, {"pipeline": 2}))
+    assert got.losses == want.losses
+    assert [name for name, tensor in want.final.items() if not torch.equal(got.final[name], tensor)] == []
+
+
 def take_a_weights_part_twice() -> Any:
     backward = WeightPart.backward
 

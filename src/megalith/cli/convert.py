@@ -46,11 +46,12 @@ def import_command(
 
         found = import_model(source, out, eod, with_proof=not no_proof, progress=progress)
     folder = found.folder
+    generate = "" if found.tokenizer is None else f'megalith generate {out} --prompt "Once", or '
     show_text(
         f"model      {folder.family.architecture}, {quantity(found.num_parameters)} parameters in {folder.dtype}, "
         f"{quantity(folder.num_bytes)}B\n"
         f"{_tokenizer_line(found.tokenizer)}{_proof_line(found.proof)}"
-        f'next: megalith generate {out} --prompt "Once", or megalith train {out} data.train=PREFIX'
+        f"next: {generate}megalith train {out} data.train=PREFIX"
     )
 
 

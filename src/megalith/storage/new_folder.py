@@ -32,6 +32,9 @@ def new_folder(path: Path) -> Iterator[Path]:
     if exists:
         raise StorageError(f"{path} exists, and nothing is overwritten; choose another folder")
     temporary = path.with_name(hidden(path.name))
+    with explained("write", temporary):
+        if temporary.is_symlink() or (temporary.is_dir() and not _is_left_over(temporary)):
+            raise StorageError(f"{temporary} is where {path} would be made, and is not ours to empty; move it away")
     with RunLock(temporary):
         try:
             with explained("write", temporary):
@@ -39,9 +42,14 @@ def new_folder(path: Path) -> Iterator[Path]:
                     if left.name != _LOCK:
                         shutil.rmtree(left) if left.is_dir() else left.unlink()
             yield temporary
-            with explained("write", path):
-                (temporary / _LOCK).unlink()
             publish_folder(temporary, path)
+            with explained("write", path):
+                (path / _LOCK).unlink()  # not before: another process would take the folder for a leftover
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+
+
+def _is_left_over(folder: Path) -> bool:
+    """Whether a process that made ``folder`` was killed: its lock is there, or nothing yet."""
+    return (folder / _LOCK).is_file() or not any(folder.iterdir())

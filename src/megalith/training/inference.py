@@ -167,7 +167,8 @@ def _tokenizer_sha256(folder: Store, config: RunConfig) -> str | None:
     """The digest of the run's tokenizer; None where nothing is left that tells. Raises DataError if it is damaged."""
     if (kept := kept_tokenizer(folder)) is not None:
         return kept.sha256
-    assert config.data.train is not None, "a run was trained on something"
+    if config.data.train is None:  # imported, without a tokenizer
+        return None
     try:
         sidecar = IndexedDataset(config.data.train).sidecar
     except DataError:

@@ -7,10 +7,9 @@ from megalith.errors import ConfigError
 from megalith.observe.machine import memory_bytes
 from megalith.observe.units import quantity
 from megalith.parallel.build_options import BuildOptions
-from megalith.parallel.pipeline.placement import Placement
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
-from megalith.training.build_model import param_dtype, stages_of
+from megalith.training.build_model import param_dtype, placement_of_run, stages_of
 from megalith.training.process_group import choose_device
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
@@ -65,7 +64,7 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
 
 def _pipeline_parameters(config: RunConfig, task: AnyTask) -> list[int]:
     """How many parameters the stages of each rank along the pipeline have."""
-    placement = Placement(config.parallel.pipeline, config.parallel.virtual)
+    placement = placement_of_run(config)
     if placement.num_stages == 1:
         return [task.num_parameters]
     options = BuildOptions(ProcessGroupCollection.single())

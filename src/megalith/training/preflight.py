@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith import optional
-from megalith.checkpoint.folders import find_checkpoint
+from megalith.checkpoint.folders import find_checkpoint, step_name
 from megalith.config import RunConfig, batch_size_stages, load_run
 from megalith.config.yaml_text import write_override
 from megalith.data.indexed_dataset import IndexedDataset
@@ -20,7 +20,7 @@ from megalith.observe.trackers import packages
 from megalith.parallel.pipeline.schedules import build_schedule
 from megalith.parallel.pipeline.validate import validate
 from megalith.recipe_files import recipe_names
-from megalith.storage import MANIFEST, child, explained, open_store, record_of
+from megalith.storage import MANIFEST, Store, child, explained, open_store, record_of
 from megalith.training.continuity import changed
 from megalith.training.kept import KEPT_TOKENIZER, run_of
 from megalith.training.process_group import choose_device
@@ -90,7 +90,8 @@ def load_tokenizer(config: RunConfig) -> Tokenizer:
     Raises:
         DataError: neither names one, or it cannot be read.
     """
-    assert config.data.train is not None, "the checks before have passed"
+    if config.data.train is None:
+        raise DataError("the run names no data that would name its tokenizer")
     sidecar = IndexedDataset(config.data.train).sidecar
     eod = None if sidecar is None else sidecar.eod  # a tokenizer may end documents with an unusual token
     kept = Path(config.run) / KEPT_TOKENIZER
@@ -203,11 +204,15 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
 
 def _check_load(config: RunConfig) -> Iterator[str]:
     """What is to be loaded is there, and of the tokenizer that made the training data."""
-    if config.load is None:
+    folder = Path(config.run)
+    with explained("read", folder):  # a name that is too long
+        goes_on = config.resume == "auto" and any(folder.glob("checkpoints/step-*"))
+    if goes_on:  # and loads nothing; but a run that was imported begins with what it holds
+        imported = find_checkpoint(folder / "checkpoints")
+        if imported is not None and imported.name == step_name(0):
+            yield from _check_origin_tokenizer(config, open_store(folder))
         return
-    with explained("read", Path(config.run)):  # a name that is too long
-        goes_on = config.resume == "auto" and any(Path(config.run).glob("checkpoints/step-*"))
-    if goes_on:  # and loads nothing
+    if config.load is None:
         return
     store = open_store(config.load)
     described = described_at(store)
@@ -222,6 +227,11 @@ def _check_load(config: RunConfig) -> Iterator[str]:
         way_out = f"load={newest}" if newest else "a folder such as RUN/checkpoints/step-00000100"
         yield f"load ({config.load}) is not a complete checkpoint, nor a model of Hugging Face; give {way_out}"
         return
+    yield from _check_origin_tokenizer(config, keeper)
+
+
+def _check_origin_tokenizer(config: RunConfig, keeper: Store) -> Iterator[str]:
+    """The training data were made with the tokenizer of the model that a run begins from, where ``keeper`` has it."""
     dataset = _dataset(config)
     if dataset is None or KEPT_TOKENIZER not in keeper.names():
         return
@@ -229,11 +239,11 @@ def _check_load(config: RunConfig) -> Iterator[str]:
     if config.data.tokenizer is not None:
         made_with = load_tokenizer(config).sha256
     if made_with is None:
-        _say(f"{dataset.prefix} does not say which tokenizer it is of: it must be that of {store}")
+        _say(f"{dataset.prefix} does not say which tokenizer it is of: it must be that of {keeper}")
     elif made_with != record_of(keeper.parts(KEPT_TOKENIZER)).sha256:
         kept = keeper / KEPT_TOKENIZER
         yield (
-            f"{dataset.prefix} was made with another tokenizer than the model in load ({store}), {kept}; prepare the "
+            f"{dataset.prefix} was made with another tokenizer than the model of {keeper}, {kept}; prepare the "
             f"text with that one: megalith data prepare FILES... --out PREFIX --tokenizer {kept}"
         )
 

@@ -71,7 +71,10 @@ def resume_or_load(run: Run) -> Beginning:
             except CheckpointError as error:
                 damaged[path.split()[1]] = error
             else:
-                return _resume(run, path, damaged) if path.split()[1] != step_name(0) else _begin(run, path)
+                if path.split()[1] != step_name(0):
+                    return _resume(run, path, damaged)
+                _refuse_to_forget(path, damaged)
+                return _begin(run, path)
         _refuse_to_begin_again(run, damaged)
     if load is not None:
         return _begin(run, load)
@@ -82,6 +85,18 @@ def _begin(run: Run, weights: str | Store) -> Beginning:
     """Step 0 with the weights that are there: those of ``load``, or of a folder that was imported."""
     load_weights(weights, run.weights())
     return Beginning([f"started at step 0 from the weights of {weights}, in layout {run.layout}"])
+
+
+def _refuse_to_forget(imported: Store, damaged: dict[str, CheckpointError]) -> None:
+    """Raises CheckpointError, on every rank, if the run has gone on from ``imported`` and what it saved is damaged."""
+    if damaged:
+        told = "\n".join(map(str, damaged.values()))
+        raise everywhere(
+            CheckpointError(
+                f"{told}\nthe run would begin again from the weights of {imported}; copy a sound checkpoint there from "
+                f"a backup, or begin in another folder: load={imported} run=..."
+            )
+        )
 
 
 def _refuse_to_begin_again(run: Run, damaged: dict[str, CheckpointError]) -> None:

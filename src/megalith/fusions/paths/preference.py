@@ -20,8 +20,9 @@ _backend: ContextVar[Backend | None] = ContextVar("backend", default=None)
 class _Ranking:
     """What ``prefer`` has set, and which operation has taken which path since."""
 
-    preferred: tuple[Backend, ...] | None = None
-    taken: set[tuple[str, Backend]]
+    def __init__(self) -> None:
+        self.preferred: tuple[Backend, ...] | None = None
+        self.taken: set[tuple[str, Backend]] = set()
 
 
 ranking = _Ranking()
@@ -60,9 +61,9 @@ def prefer(*backends: Backend) -> Iterator[set[tuple[str, Backend]]]:
     Each takes the first of ``backends`` that it can, then the first of the committed table. Gives the pairs of an
     operation's name and the path that it has taken. An explicit ``backend``, or ``use``, still decides first.
     """
-    outer, taken = ranking.preferred, set[tuple[str, Backend]]()
+    outer, taken = (ranking.preferred, ranking.taken), set[tuple[str, Backend]]()
     ranking.preferred, ranking.taken = backends, taken
     try:
         yield taken
     finally:
-        ranking.preferred = outer
+        ranking.preferred, ranking.taken = outer

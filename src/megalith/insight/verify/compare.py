@@ -80,7 +80,6 @@ def _error(found: Entry, want: Entry, norm: float, noise: float) -> float:
         values = values[torch.searchsorted(want.tokens, found.tokens)]
     if found.values.shape != values.shape:
         return math.inf
-    if not norm:
-        return float(found.values.double().norm())  # of nothing but zeros, such as biases at first
-    error = gradient_error(found.values, values, norm, noise)
+    # of nothing but zeros, such as biases at first, there is no share
+    error = gradient_error(found.values, values, norm, noise) if norm else float(found.values.double().norm())
     return math.inf if math.isnan(error) else error

@@ -42,7 +42,8 @@ CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_MOST_BYTES = 1 << 26  # of a .json file; the index of the largest models has about 10 MB
+# of a .json file, which takes up to 26 times as much when it is parsed; the index of the largest models has about 10 MB
+_MOST_BYTES = 1 << 24
 _BLOCK = 8 << 20  # bytes of a tensor that are compared at once
 _USUAL_POSITIONS = 2048  # LlamaConfig's default
 _WEIGHTS = {name: torch_name for torch_name, name in DTYPES.items() if name in ("F64", "F32", "BF16", "F16")}

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalith.config import TransformerConfig
+from megalith.config.draft import round_up
 from megalith.models.hf.family import Family, Place
 from megalith.models.hf.fields import Fields
 
@@ -49,6 +50,8 @@ def _allowed(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
         "position_embedding_type": ("rope",),
         "activation": ("swiglu",),
         "hidden_dropout": (0.0,),
+        # LlamaConfig refuses others, whatever the size of a head
+        "hidden_size": (round_up(config.hidden_size, config.num_attention_heads),),
     }
 
 

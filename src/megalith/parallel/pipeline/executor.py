@@ -102,8 +102,11 @@ class _Step:
     def backward_weight(self, action: Action) -> None:
         """Computes the gradients of weights that the backward_input has left."""
         chunk = self._chunks[action.chunk]
-        gradient_sync(chunk, last=action.reduces, keeps_weights=self._keeps_weights)
+        gradient_sync(chunk, last=False, keeps_weights=self._keeps_weights)
         parts = self._weight_parts.pop((action.chunk, action.micro_batch))
         while parts:  # each is as large as an activation, and freed before the next
             parts.pop().backward()
-        finish_backward(chunk)
+        finish_backward(chunk)  # into the dtype of the reduction, in which those of biases and norms are already
+        if action.reduces:
+            gradient_sync(chunk, last=True, keeps_weights=self._keeps_weights)
+            finish_backward(chunk)

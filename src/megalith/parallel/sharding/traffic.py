@@ -48,15 +48,15 @@ class Sharding:
         """The ranks of one copy of the weights that tp leaves the same: those of context hold shards too."""
         return self.layout.shard * self.layout.context
 
-    def unit_traffic(self, weights: Sequence[Weight], num_gathers: int, num_microbatches: int) -> Traffic:
-        """What a step exchanges for a unit of ``weights``."""
+    def unit_traffic(self, weights: Sequence[Weight], num_gathers: int, *, accumulates: bool) -> Traffic:
+        """What a step exchanges for a unit of ``weights``; ``accumulates``: gradients are added up before."""
         shards, reduced = self.num_shards, self.reduce_dtype.itemsize
         padded = sum(prod(self._shard(weight, index=0)) for weight in weights) * shards
         found = collective("shard", "all_gather", padded * self.compute_dtype.itemsize, shards, num_gathers)
         found += collective("shard", "reduce_scatter", padded * reduced, shards)
         found += collective("replicate", "all_reduce", padded // shards * reduced, self.layout.replicate)
         # gradients that have been accumulated are in the dtype of the reduction
-        summed = (self.reduce_dtype if num_microbatches > 1 else self.compute_dtype).itemsize
+        summed = (self.reduce_dtype if accumulates else self.compute_dtype).itemsize
         terms = [prod(self._of_tp(weight)) * summed for weight in weights if weight.partial]
         return sum((collective("tensor", "all_reduce", size, self.layout.tensor) for size in terms), start=found)
 

@@ -135,6 +135,56 @@ def test_the_proof_is_stored_and_a_wrong_model_is_none(tmp_path):
         prove(tmp_path / "run", tmp_path / "source")
 
 
+@pytest.mark.parametrize("change", [{"activation_function": "gelu"}, {"layer_norm_epsilon": 1e-6}])
+def test_a_model_that_is_almost_the_same_is_not_the_same(change, tmp_path):
+    write_folder(tmp_path / "source", "gpt2")
+    import_model(tmp_path / "source", tmp_path / "run", with_proof=False)
+    described = tmp_path / "source" / "config.json"
+    described.write_text(json.dumps(json.loads(described.read_text()) | change))
+    with pytest.raises(CheckpointError, match="are not the same model: logits"):
+        prove(tmp_path / "run", tmp_path / "source")
+
+
+def test_models_of_other_shapes_and_what_transformers_refuses_are_one_message(tmp_path):
+    write_folder(tmp_path / "source", "llama")
+    write_folder(tmp_path / "other", "tied llama")
+    import_model(tmp_path / "source", tmp_path / "run", with_proof=False)
+    with pytest.raises(CheckpointError, match="are not the same model: their tensors have other names or shapes"):
+        prove(tmp_path / "run", tmp_path / "other")
+    described = tmp_path / "source" / "config.json"
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"id2label": 3}))
+    with pytest.raises(CheckpointError, match=r"transformers cannot run .*--no-proof leaves the proof out"):
+        prove(tmp_path / "run", tmp_path / "source")
+
+
+def test_an_imported_run_refuses_data_of_another_tokenizer_and_does_not_forget_what_it_has_learned(tmp_path):
+    write_folder(tmp_path / "source", "llama")
+    (tmp_path / "words.txt").write_text("some words to merge, some more words. " * 40)
+    words = ("data", "prepare", tmp_path / "words.txt", "--out")
+    assert here(*words, tmp_path / "other", "--vocab-size", 262).code == 0
+    assert here(*words, tmp_path / "text", "--tokenizer", tmp_path / "source" / "tokenizer.json").code == 0
+    run = tmp_path / "run"
+    assert here("convert", "import", tmp_path / "source", "--out", run, "--no-proof").code == 0
+    few = ("train.steps=2", "train.global_batch_size=2", "checkpoint.every=2")
+    refused = here("train", run, f"data.train={tmp_path / 'other'}", *few)
+    assert (refused.code, "another tokenizer than the model of" in refused.err) == (2, True), refused
+    assert here("train", run, f"data.train={tmp_path / 'text'}", *few).code == 0
+    shard = next((run / "checkpoints" / "step-00000002").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    refused = here("train", run, f"data.train={tmp_path / 'text'}", "train.steps=3", *few[1:])
+    assert (refused.code, "would begin again from the weights of" in refused.err) == (2, True), refused
+
+
+def test_a_run_that_was_imported_without_a_tokenizer_names_the_way_out(tmp_path):
+    write_folder(tmp_path / "source", "llama")
+    (tmp_path / "source" / "tokenizer.json").unlink()
+    found = here("convert", "import", tmp_path / "source", "--out", tmp_path / "run", "--no-proof")
+    assert found.code == 0, found
+    assert "megalith generate" not in found.out
+    refused = here("generate", tmp_path / "run", "--prompt", "some")
+    assert (refused.code, "give --tokenizer PATH" in refused.err) == (2, True), refused
+
+
 def test_an_import_whose_logits_differ_is_not_published(tmp_path, monkeypatch):
     write_folder(tmp_path / "source", "llama")
     monkeypatch.setattr("megalith.training.tasks.conversion.logit_proof._TOLERANCE", -1.0)

@@ -48,7 +48,7 @@ def looks_complete(out: Path, conversion: str) -> bool:
         assert has_all_files(open_store(out) / "checkpoints" / "step-00000000")
         assert {"config.yaml", "about.json", "tokenizer.json", "eod.json"} <= {path.name for path in out.iterdir()}
     else:
-        assert {path.name for path in out.iterdir()} == {
+        assert {path.name for path in out.iterdir()} - {".lock"} == {
             *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
         }
     return True
