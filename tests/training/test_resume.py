@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from megalith.checkpoint.folders import find_checkpoint
+from megalith.errors import StorageError
 from megalith.numerics.tolerance import LAYOUT_FLOAT64
 from megalith.observe.metrics import read_metrics
+from megalith.storage import RunLock
 from megalith.training.loop import Outcome
-from tests.program import Ended, Program, here, processes_marked, start, wait_for_steps, write_settings
+from tests.program import Ended, Program, here, start, wait_for_steps, write_settings
 from tests.rank_pool import ranks
 from tests.tiny_run import GPT2, settings
 from tests.training.outcomes import final_tensors, losses, run_here, saved_step
@@ -24,14 +26,20 @@ DROPOUT = {**GPT2, "ffn_hidden_size": None, "num_query_groups": None}
 
 
 def kill_after_step(folder: str | Path, step: int, program: Program) -> None:
-    """kill -9 of a program, once its metrics reach ``step``; returns when its ranks, which end for that, have gone."""
+    """kill -9 of a program, once its metrics reach ``step``; its ranks, which end for that, have let the run go.
+
+    A rank that ends gives up its memory, which names it, well before its files and the lock on them.
+    """
     wait_for_steps(program, folder, step)
     program.send_signal(signal.SIGKILL)
     assert program.ended().code == -signal.SIGKILL
     deadline = time.monotonic() + 30
-    while processes_marked(program.mark):
-        assert time.monotonic() < deadline, "its ranks live on"
-        time.sleep(0.02)
+    while True:
+        try:
+            return RunLock(Path(folder)).release()
+        except StorageError:
+            assert time.monotonic() < deadline, "its ranks live on"
+            time.sleep(0.02)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megalith.training.setup import build_run
 from megalith.training.step import local_counts, sum_totals, train_step
 from megalith.training.tasks.choose import task_of
 from megalith.training.traffic import busiest_rank, step_traffic
-from tests.rank_pool import ranks
+from tests.rank_pool import ranks, renew_ranks
 from tests.tiny_run import GPT2, LLAMA, settings
 from tests.training.layout_cover import layouts, name_of, settings_of, world_size
 from tests.training.recorder import APART, Recorder
@@ -31,6 +31,12 @@ IN_MAKE_TEST = [
     ("pipeline 2 x shard 2, interleaved", "llama"),
     ("pipeline 2", "gpt2"),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def new_ranks() -> None:
+    """DTensor may give a run the mesh of an earlier one in the same process, whose groups are not told apart."""
+    renew_ranks()
 
 
 def exchanged(tree: dict[str, Any], num_ranks: int) -> tuple[Traffic, Traffic]:
