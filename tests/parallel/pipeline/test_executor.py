@@ -179,9 +179,10 @@ def test_a_split_backward_adds_to_each_weight_in_the_action_that_the_plan_says(m
         (0.0, 2.0, False),  # W1
         (10.0, 2.0, False),  # I2
         (10.0, 3.0, False),  # W0
-        (11.0, 3.0, True),  # W2
+        (11.0, 3.0, False),  # W2
+        (111.0, 3.0, True),  # W2, whose gradients are reduced when all have been added up
     ]
-    assert finished == [(10.0, 3.0 - 1.0), (11.0, 3.0), (111.0, 3.0)]
+    assert finished == [(10.0, 3.0 - 1.0), (11.0, 3.0), (111.0, 3.0), (111.0, 3.0)]
     assert product.take() == []
 
 
