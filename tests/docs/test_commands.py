@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -56,6 +57,7 @@ def write_texts(folder: Path) -> None:
     with gzip.open(folder / "b.txt.gz", "wt") as file:
         file.write("Twice upon a time. " * 50)
     (folder / "chapter.txt").write_text("Once")
+    shutil.copytree(ROOT / "tests/models/megatron/gpt-tp1", folder / "checkpoints" / "iter_0010000")
 
 
 def here_in(folder: Path, *arguments: str) -> Ended:
