@@ -136,7 +136,7 @@ def declared_parameters(*models: nn.Module) -> Iterator[tuple[str, nn.Parameter,
     """(canonical name, parameter, declaration) of every parameter once, tied ones under their first name.
 
     Of several ``models``, the chunks of one that is cut into stages, names continue from one to the next. A name that
-    an earlier one has is a copy of its parameter, and left out.
+    an earlier one has is a declared copy of its parameter (``build_pipeline`` refuses any other), and left out.
 
     Raises:
         ShapeError: a parameter was registered without a declaration.
