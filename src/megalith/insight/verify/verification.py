@@ -159,6 +159,8 @@ def _uncovered(config: RunConfig, pairs: Sequence[tuple[str, str]], results: Seq
         yield f"precision.dtype={config.precision.dtype}: its rounding hides what differs; float32 and float64 were run"
     if config.train.compile:
         yield "train.compile=true: each rank compiles its layers by itself; they were run as they are"
+    if config.train.fused_linear_cross_entropy:
+        yield "train.fused_linear_cross_entropy=true: the few tokens of a small micro-batch are one chunk of its 4096"
 
 
 def _why_not(path: Backend) -> str:
