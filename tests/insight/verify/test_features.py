@@ -17,6 +17,7 @@ from tests.insight.verify.proofs import GPT2_RECIPE, Fault, begin, found_with
 from tests.training import test_zero_bubble as zero_bubble
 
 TENSOR, PIPELINE = {"tensor": 2}, {"pipeline": 2}
+IN_MAKE_TEST = ("zb_v", "fused_linear_cross_entropy")
 CHUNK = 7  # tokens: of the 64 of a small micro-batch several, and a part of one
 
 
@@ -75,7 +76,7 @@ FEATURES: dict[str, tuple[dict[str, Any], Fault, Case, Fault]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "zero_bubble" else []) for name in FEATURES]
+    "name", [pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.slow) for name in FEATURES]
 )
 def test_it_is_proven_and_a_mistake_with_it_is_found(name, tmp_path):
     groups, also, case, fault = FEATURES[name]
