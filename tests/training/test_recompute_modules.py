@@ -162,11 +162,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("parallel", "names"),
-    [pytest.param(*each, marks=[pytest.mark.slow] if number else []) for number, each in enumerate(LAYOUTS)],
-    ids=str,
-)
+@pytest.mark.slow  # `make test` has layouts of test_layout_cover.py that recompute by name
+@pytest.mark.parametrize(("parallel", "names"), LAYOUTS, ids=str)
 def test_it_computes_what_one_process_does(parallel, names, tmp_path):
     model = {**OTHER, "num_layers": 4}
     tree = settings(tmp_path, model=model, parallel=parallel, data=PACKED, train=named(names))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megalith.config import RunConfig, load_run, preset_names, recipe_names
+from megalith.config import RunConfig, TransformerConfig, load_run, preset_names, recipe_names
 from megalith.config.layout import Layout
 from megalith.config.settings_tree import applied
 from megalith.errors import ConfigError
@@ -104,6 +104,7 @@ def holds(config: RunConfig, world_size: int) -> None:
     assert (small.num_query_groups == small.num_attention_heads) == (
         large.num_query_groups == large.num_attention_heads
     )
+    holds_of_heads(config, large_layout, small, max(row.get("tensor", 1) for _, row in runs) if runs else 1)
     assert (large.vocab_size is None or large.vocab_size % tensor > 0) == (small.vocab_size == 61)
     assert alone.train.recompute == "none"
     for run, row in runs:
@@ -125,6 +126,23 @@ def holds(config: RunConfig, world_size: int) -> None:
             stages, small_stages = (p.pipeline * p.virtual for p in (config.parallel, parallel))
             if large.num_layers % stages:
                 assert small.num_layers % small_stages
+
+
+def holds_of_heads(config: RunConfig, layout: Layout, small: TransformerConfig, tensor: int) -> None:
+    """A rank of ``tensor`` has one head or several, and one group or several, of odd or even size, as in the large."""
+    large, method = config.model, config.parallel.context_method
+    assert (small.num_attention_heads > tensor) == (large.num_attention_heads > layout.tensor)
+    if large.num_query_groups < layout.tensor:
+        assert (small.num_query_groups > 1) == (large.num_query_groups > 1)
+        return
+    groups_here, large_groups_here = small.num_query_groups // tensor, large.num_query_groups // layout.tensor
+    trading = {"all_to_all": layout.context, "two_level": config.parallel.context_inner}.get(method, 1)
+    if trading > 1 and large.num_query_groups < large.num_attention_heads:  # by two ranks in each small layout
+        assert (groups_here % 2 == 0) == (large_groups_here % trading == 0)
+        return
+    assert (groups_here > 1) == (large_groups_here > 1)
+    in_group, large_in_group = (m.num_attention_heads // m.num_query_groups for m in (small, large))
+    assert in_group % 2 == large_in_group % 2
 
 
 def test_random_recipes_are_valid_when_they_are_small():

@@ -63,8 +63,6 @@ def vocab_parallel_linear_cross_entropy(
     tp_group: dist.ProcessGroup | None,
     *,
     sequence_parallel: bool = False,
-    label_smoothing: float = 0.0,
-    chunk_size: int | None = None,
 ) -> Tensor:
     """``vocab_parallel_cross_entropy`` of the logits ``x weight^T``, of which a chunk of tokens lives at a time.
 
@@ -74,7 +72,6 @@ def vocab_parallel_linear_cross_entropy(
         weight: [V/tp, H], this rank's part, split as torch.chunk splits V.
         target: int64 [S, B], in [0, V).
         vocab_size: V.
-        chunk_size: [tokens] in a chunk; None: what ``fused_linear_cross_entropy`` takes by default.
 
     Returns:
         [S, B] in float32, or float64 for float64.
@@ -95,8 +92,6 @@ def vocab_parallel_linear_cross_entropy(
         target,
         tp_group,
         sequence_parallel=sequence_parallel,
-        chunk_size=chunk_size,
-        label_smoothing=label_smoothing,
         ignore_index=None,
         vocab_size=vocab_size,
         vocab_start=first,
