@@ -93,7 +93,8 @@ MISTAKES = [
         {"model.rope.layers": [True, 1]}, r"layers\[1\] must be true or false; got 1; use model.rope.layers=\[true\]"
     ),
     Mistake(
-        {"model.rope.local_base": 1e4}, r"local_base \(10000.0\) has no effect without model.attention.window; use"
+        {"model.rope.local_base": 1e4},
+        r"local_base \(10000.0\) needs model.attention.window: .*; use .*local_base=null",
     ),
     Mistake({"model.attention.window": 0}, r"window must be at least 1; got 0; use model.attention.window=1"),
     Mistake({"model.sliding_window": 9}, r"did you mean model.attention.window\? use model.attention.window=9"),

@@ -6,6 +6,7 @@ from megalith.config.draft import Draft, Violation, divisors, nearest_first, rou
 
 __all__ = [
     "heads_divide_hidden_size",
+    "local_base_needs_a_window",
     "positions_are_given",
     "positions_reach_the_sequence",
     "query_groups_divide_heads",
@@ -78,6 +79,15 @@ def sections_are_all_pairs(run: Draft) -> Iterator[Violation]:
         f"rotated; they add up to {sum(sections)}",
         ({_SECTIONS: [rotated // 2 - 2 * height, height, height]}, {_SECTIONS: None}),
     )
+
+
+def local_base_needs_a_window(run: Draft) -> Iterator[Violation]:
+    """rope.local_base needs attention.window: it is the base in layers that have one."""
+    name, window = "model.rope.local_base", "model.attention.window"
+    base = run[name]
+    if run.get(window) is None:
+        message = f"{name} ({base}) needs {window}: it is the base in layers with a window"
+        yield Violation("local_base_needs_a_window", name, message, ({name: None}, {window: 4096}))
 
 
 def scaling_counts_rotations_of_a_pair(run: Draft) -> Iterator[Violation]:

@@ -36,7 +36,6 @@ _SCHEDULES_THAT_END = ("linear", "cosine", "WSD")
 CONDITIONS: Mapping[str, Condition] = MappingProxyType(
     {
         "model.rope": Condition("model.position_embedding_type", ("rope",)),
-        "model.rope.local_base": Condition("model.attention.window"),
         "model.rope.scaling.original_max_position_embeddings": Condition(_SCALING, ("llama3", "yarn")),
         **dict.fromkeys((f"model.rope.scaling.{name}" for name in _LLAMA3), Condition(_SCALING, ("llama3",))),
         **dict.fromkeys((f"model.rope.scaling.{name}" for name in _YARN), Condition(_SCALING, ("yarn",))),

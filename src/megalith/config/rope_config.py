@@ -73,7 +73,7 @@ class RopeConfig(SettingsGroup):
         examples=[[True, True, True, False]],
     )
     local_base: float | None = Field(
-        default=None, gt=1, description="[ratio] base in layers with a window, which are then not scaled (Gemma 3)"
+        default=None, gt=1, description="[ratio] base in layers with model.attention.window, which are then not scaled"
     )
     sections: tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt] | None = Field(
         default=None,
