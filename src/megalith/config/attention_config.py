@@ -30,5 +30,6 @@ class AttentionConfig(SettingsGroup):
 
     def window_of(self, layer_index: int) -> int | None:
         """The window of the layer with this global index; None if it has none."""
-        everywhere = self.window_layers is None
-        return self.window if everywhere or holds(self.window_layers, layer_index) else None
+        if self.window_layers is None or holds(self.window_layers, layer_index):
+            return self.window
+        return None
