@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import cross_entropy, embedding, gelu, layer_norm, linear, rms_norm, silu
+from torch.nn.functional import cross_entropy, linear
 
 from megalith.config import TransformerConfig
 from megalith.errors import ConfigError, ShapeError
@@ -15,6 +15,7 @@ from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.parameters import declared_parameters
 from megalith.transformer.dropout import DropoutSite
+from tests.models.formula import by_formula
 from tests.parallel.groups import collection, whole
 from tests.rank_pool import ranks
 from tests.transformer.shapes import SHAPES, config, options
@@ -41,78 +42,9 @@ def key() -> DropoutKey:
     return DropoutKey(3, 0, torch.arange(B * S).view(B, S))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, c: TransformerConfig, layer: int) -> Tensor:
-    """[S, A, D] each -> [S, A * D], causal, within the window of ``layer``."""
-    scores = torch.einsum("sad,tad->ast", q, k) / q.shape[-1] ** 0.5
-    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
-    seen = (distance >= 0) & (distance < (window_of(c, layer) or len(q)))
-    return torch.einsum("ast,tad->sad", scores.masked_fill(~seen, float("-inf")).softmax(dim=-1), v).flatten(1)
-
-
-def window_of(c: TransformerConfig, layer: int) -> int | None:
-    pattern = c.attention.window_layers or (True,)
-    return c.attention.window if pattern[layer % len(pattern)] else None
-
-
-def turn(x: Tensor, c: TransformerConfig, layer: int, streams: Tensor | None = None) -> Tensor:
-    """Rotary positions 0, 1, 2 ... of [S, A, D], or those of ``streams`` [3, S], as complex numbers."""
-    rope, S = c.rope, len(x)
-    if rope.layers and not rope.layers[layer % len(rope.layers)]:
-        return x
-    R = int(x.shape[-1] * rope.percent)
-    is_local = rope.local_base is not None and window_of(c, layer) is not None
-    pairs = torch.arange(R // 2)
-    angle = torch.arange(S)[:, None] * (rope.local_base if is_local else rope.base) ** (-2 * pairs.double() / R)
-    if rope.scaling is not None and not is_local:
-        angle = angle / rope.scaling.factor
-    if streams is not None:
-        stream_of = torch.arange(3).repeat_interleave(torch.tensor(rope.sections))  # [R/2]
-        angle = streams[stream_of].t() * rope.base ** (-2 * pairs.double() / R)
-    first, second = (x[..., 0:R:2], x[..., 1:R:2]) if rope.interleaved else (x[..., : R // 2], x[..., R // 2 : R])
-    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)[:, None]
-    both = torch.stack((turned.real, turned.imag), dim=-1 if rope.interleaved else -2).flatten(-2)
-    return torch.cat((both, x[..., R:]), dim=-1)
-
-
-def by_formula(c: TransformerConfig, w: dict[str, Tensor], row: Tensor, streams: Tensor | None = None) -> Tensor:
-    """Logits [S, V] of one row of tokens, without dropout; ``streams`` [3, S]: its positions of multimodal rope."""
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        if c.normalization == "RMSNorm":
-            return rms_norm(x, x.shape[-1:], w[f"{name}.weight"], c.layernorm_epsilon)
-        return layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], c.layernorm_epsilon)
-
-    def project(x: Tensor, name: str) -> Tensor:
-        return linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
-
-    x = embedding(row, w["model.embed_tokens.weight"])
-    if c.position_embedding_type == "learned_absolute":
-        x = x + w["model.embed_positions.weight"][: len(row)]
-    for index in range(c.num_layers):
-        layer = f"model.layers.{index}"
-        h = norm(x, f"{layer}.input_layernorm")
-        q, k, v = (project(h, f"{layer}.self_attn.{n}_proj").unflatten(1, (-1, c.kv_channels)) for n in "qkv")
-        if c.position_embedding_type == "rope":
-            q, k = (turn(each, c, index, streams) for each in (q, k))
-        k, v = (each.repeat_interleave(c.num_attention_heads // c.num_query_groups, dim=1) for each in (k, v))
-        x = x + project(attend(q, k, v, c, index), f"{layer}.self_attn.o_proj")
-        h = norm(x, f"{layer}.post_attention_layernorm")
-        up = project(h, f"{layer}.mlp.up_proj")
-        if c.activation == "swiglu":
-            up = silu(project(h, f"{layer}.mlp.gate_proj")) * up
-        else:
-            up = gelu(up, approximate="tanh" if c.activation == "gelu_tanh" else "none")
-        x = x + project(up, f"{layer}.mlp.down_proj")
-    head = w["model.embed_tokens.weight"] if c.tie_word_embeddings else w["lm_head.weight"]
-    return linear(norm(x, "model.norm"), head)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_losses_and_every_gradient_are_those_of_the_formula(shape):
-    assert_formula(built(shape))
-
-
-def assert_formula(model: GPTModel) -> None:
+    model = built(shape)
     weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
     logits = torch.stack([by_formula(model.config, weights, row) for row in tokens()])
     torch.testing.assert_close(model(tokens()), logits, rtol=EXACT, atol=EXACT)
@@ -123,55 +55,6 @@ def assert_formula(model: GPTModel) -> None:
     want.sum().backward()
     for name, weight in weights.items():
         torch.testing.assert_close(model.get_parameter(name).grad, weight.grad, rtol=EXACT, atol=EXACT)
-
-
-POSITIONS: dict[str, dict[str, Any]] = {
-    "half of the features": {"rope": {"percent": 0.5}},
-    "neighbours": {"rope": {"interleaved": True, "percent": 0.75}},
-    "some layers": {"rope": {"layers": [True, False]}},
-    "linear scaling": {"rope": {"scaling": {"type": "linear", "factor": 4.0}}},
-    "a window": {"attention": {"window": 3}},
-    "windows in some layers": {"attention": {"window": 3, "window_layers": [False, True]}},
-    "Gemma 3": {
-        "num_layers": 3,
-        "rope": {"base": 500.0, "local_base": 10.0, "scaling": {"type": "linear", "factor": 8.0}},
-        "attention": {"window": 3, "window_layers": [True, True, False]},
-    },
-    "Cohere 2": {
-        "rope": {"layers": [True, False], "interleaved": True},
-        "attention": {"window": 4, "window_layers": [True, False]},
-    },
-}
-
-
-@pytest.mark.parametrize("settings", POSITIONS.values(), ids=POSITIONS)
-def test_positions_and_windows_of_each_layer_are_those_of_the_formula(settings):
-    assert_formula(built(kv_channels=8, **settings))
-
-
-@pytest.mark.parametrize("settings", POSITIONS.values(), ids=POSITIONS)
-def test_caches_hold_what_windows_and_positions_of_each_layer_need(settings):
-    model = built(kv_channels=8, training=False, **settings)
-    caches = model.new_caches()
-    got = torch.cat([model(piece, caches=caches) for piece in tokens().split([4, 1, 1, 2], dim=1)], dim=1)
-    torch.testing.assert_close(got, model(tokens()), rtol=EXACT, atol=EXACT)
-
-
-def test_tokens_of_pictures_have_positions_in_time_height_and_width():
-    model = built(kv_channels=8, rope={"sections": [1, 2, 1]})
-    positions = torch.randint(9, (3, B, S), generator=torch.Generator().manual_seed(4))
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    rows = zip(tokens(), positions.unbind(1), strict=True)
-    want = torch.stack([by_formula(model.config, weights, row, streams) for row, streams in rows])
-    torch.testing.assert_close(model(tokens(), position_ids=positions), want, rtol=EXACT, atol=EXACT)
-    of_text = torch.arange(S).expand(3, B, S)
-    assert torch.equal(model(tokens(), position_ids=of_text), model(tokens()))
-
-
-@pytest.mark.parametrize("shape", ["llama", "gpt2"])
-def test_three_streams_of_positions_need_sections(shape):
-    with pytest.raises(ShapeError, match=r"must be \[S\] or \[B, S\] without model.rope.sections; got \[3, 2, 8\]"):
-        built(shape)(tokens(), position_ids=torch.zeros(3, B, S, dtype=torch.int64))
 
 
 def test_nothing_of_this_needed_torch_distributed():
