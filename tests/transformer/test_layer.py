@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.acceleration.recompute import recompute_modules_
-from megalith.config import TransformerConfig
+from megalith.config import RopeConfig, TransformerConfig
 from megalith.numerics.dropout import DropoutKey, dropout, name_number
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions
@@ -21,7 +21,7 @@ from megalith.transformer.dropout import name_dropout_sites_, sequence_parallel_
 from megalith.transformer.layer import TransformerLayer
 from megalith.transformer.layer_context import LayerContext
 from megalith.transformer.layer_spec import LayerSpec
-from megalith.transformer.rotary import rotary_table
+from megalith.transformer.rotary import rotary_tables
 from tests.parallel.groups import collection, whole
 from tests.rank_pool import ranks
 from tests.transformer.shapes import config, options
@@ -58,7 +58,7 @@ def context_of(
 ) -> LayerContext:
     return LayerContext(
         documents=None if lengths is None else PackedSeqParams.from_lengths(lengths),
-        rotary=rotary_table(torch.arange(S), D, 10000.0, torch.float64),
+        rotary=rotary_tables(torch.arange(S), D, RopeConfig(), torch.float64),
         token_dropout_key=key,
         hidden_dropout_key=None if key is None else sequence_parallel_key(key, sequence_group),
     )

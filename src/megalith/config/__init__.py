@@ -1,6 +1,7 @@
 """Typed settings of a run: one tree, read from YAML or a recipe with dotted overrides, checked as a whole, frozen."""
 
 from megalith.config import experimental
+from megalith.config.attention_config import AttentionConfig
 from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
 from megalith.config.loading import as_tree, dump_yaml, load_run, read_tree
 from megalith.config.model_parallel_config import ModelParallelConfig
@@ -13,6 +14,7 @@ from megalith.config.optim_config import (
     WSDConfig,
 )
 from megalith.config.recipes import preset_names, recipe_names
+from megalith.config.rope_config import RopeConfig, RopeScalingConfig
 from megalith.config.run_config import (
     CheckpointConfig,
     DataConfig,
@@ -26,10 +28,11 @@ from megalith.config.run_config import (
 )
 from megalith.config.schema import json_schema
 from megalith.config.suggestions import violations
-from megalith.config.transformer_config import RopeConfig, TransformerConfig
+from megalith.config.transformer_config import TransformerConfig
 
 __all__ = [
     "AdamWConfig",
+    "AttentionConfig",
     "BatchSizeStage",
     "CheckpointConfig",
     "DataConfig",
@@ -41,6 +44,7 @@ __all__ = [
     "ParamGroupOverride",
     "PrecisionConfig",
     "RopeConfig",
+    "RopeScalingConfig",
     "RunConfig",
     "SGDConfig",
     "TrainConfig",

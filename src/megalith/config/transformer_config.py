@@ -6,13 +6,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from megalith.config.attention_config import AttentionConfig
 from megalith.config.draft import round_up
 from megalith.config.recipes import known_preset, preset_names, read_preset
 from megalith.config.relevance import has_effect
+from megalith.config.rope_config import RopeConfig
 from megalith.config.rules import MODEL_RULES, broken
 from megalith.config.settings_group import LARGEST_SIZE, Follows, SettingsGroup, draft_of_group, value_in
 
-__all__ = ["RopeConfig", "TransformerConfig"]
+__all__ = ["TransformerConfig"]
 
 
 _MOST_LAYERS = 10_000  # the deepest transformers have 1000 (Wang et al. 2022, arXiv:2203.00555)
@@ -25,16 +27,6 @@ def _usual_ffn_hidden_size(shape: Mapping[str, Any]) -> int:
     """4 x hidden for two matrices; for the three of swiglu as many parameters, rounded up to a multiple of 64."""
     hidden: int = shape["hidden_size"]
     return round_up(-(-8 * hidden // 3), 64) if shape["activation"] in _GATES else 4 * hidden
-
-
-class RopeConfig(SettingsGroup):
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with position_embedding_type=rope."""
-
-    dotted_name: ClassVar[str] = "model.rope"
-
-    base: float = Field(
-        default=10000.0, gt=1, description="[ratio] b: of D features, pair i is rotated by b^(-2i/D) radians a token"
-    )
 
 
 class TransformerConfig(SettingsGroup):
@@ -87,6 +79,7 @@ class TransformerConfig(SettingsGroup):
         default="rope", description="rotated queries and keys, or a table of learned vectors"
     )
     rope: RopeConfig | None = Field(default=None, description="rotary position embedding")
+    attention: AttentionConfig = Field(default_factory=AttentionConfig, description="self-attention")
     max_position_embeddings: int | None = Field(
         default=None,
         ge=1,

@@ -26,7 +26,7 @@ from megalith.transformer.layer_context import KVCache, LayerContext
 from megalith.transformer.layer_spec import LayerSpecs
 from megalith.transformer.module import ModelModule
 from megalith.transformer.normalization import Normalization
-from megalith.transformer.rotary import rotary_table
+from megalith.transformer.rotary import rotary_tables
 from megalith.transformer.stack import LayerStack
 from megalith.transformer.stage import Stage
 
@@ -158,7 +158,8 @@ class GPTModel(ModelModule):
         Args:
             tokens: int64 [B, S].
             labels: int64 [B, S], the token after each.
-            position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ..., or what follows the caches.
+            position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ..., or what follows the caches. With
+                ``rope.sections`` also [3, B, S], of time, height and width.
             packed_seq_params: where documents begin, in whole rows; tokens see their own document only.
             dropout_key: of the step, with the global id of each token, int64 [B, S]; in training on one process it
                 may be left out, and is drawn from torch's generator.
@@ -172,9 +173,10 @@ class GPTModel(ModelModule):
             The loss of each token, [B, S] in float32 or wider; or logits [B, S, V], whole on every rank; or [S, B, H].
 
         Raises:
-            ShapeError: more positions than ``max_position_embeddings``, an S that sequence parallelism cannot split,
-                documents of other rows, or ``hidden`` where the stage embeds tokens, or none where it does not; under
-                context parallelism no ``position_ids``, or caches.
+            ShapeError: more positions than ``max_position_embeddings``, three streams of them without
+                ``rope.sections``, an S that sequence parallelism cannot split, documents of other rows, or ``hidden``
+                where the stage embeds tokens, or none where it does not; under context parallelism no
+                ``position_ids``, or caches.
             ConfigError: training with dropout under tensor or context parallelism without a ``dropout_key``.
         """
         num_cached = next(iter(caches.values())).num_tokens if caches else 0
@@ -183,6 +185,10 @@ class GPTModel(ModelModule):
             raise _not_split(self.options.pg_collection.size("cp"))
         if position_ids is None:
             position_ids = torch.arange(num_cached, num_cached + tokens.shape[1], device=tokens.device)
+        if position_ids.dim() == 3 and (self.config.rope is None or self.config.rope.sections is None):
+            raise ShapeError(
+                f"position_ids must be [S] or [B, S] without model.rope.sections; got {list(position_ids.shape)}"
+            )
         context = self._context(tokens, position_ids, packed_seq_params, dropout_key)
         x: Tensor = self.model(tokens, position_ids, context, caches, hidden)
         if self.lm_head is None:
@@ -216,9 +222,9 @@ class GPTModel(ModelModule):
         documents: PackedSeqParams | None,
         given: DropoutKey | None,
     ) -> LayerContext:
-        rotary = None
-        if self.config.rope is not None:
-            rotary = rotary_table(position_ids, self.config.kv_channels, self.config.rope.base, self.options.dtype)
+        rotary, rope = None, self.config.rope
+        if rope is not None:
+            rotary = rotary_tables(position_ids, self.config.kv_channels, rope, self.options.dtype)
         key = self._dropout_key(tokens, given) if self.training else None
         sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
         hidden_key = None if key is None else sequence_parallel_key(key, sequence_group)

@@ -10,7 +10,7 @@ from megalith.acceleration.recompute import DiscardableOutput
 from megalith.config import TransformerConfig
 from megalith.config.draft import divisors
 from megalith.errors import ShapeError
-from megalith.fusions import fused_rope
+from megalith.fusions import Layout, fused_rope
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.tensor.layers import BlockReplicatedLinear, ColumnParallelLinear, RowParallelLinear
 from megalith.parallel.tensor.regions import enter_tensor_parallel
@@ -24,13 +24,18 @@ __all__ = ["SelfAttention"]
 class SelfAttention(nn.Module):
     """Self-attention: A query heads in G groups of D, A/tp and max(G/tp, 1) of them here.
 
-    ``window``: how many keys a query sees, its own included; None: no window of its own.
+    Args:
+        window: how many keys a query sees, its own included; None: no window of its own.
+        rotates: whether queries and keys are rotated by their positions, where the model has rotary ones; if not, only
+            the mask tells this layer the order of tokens.
 
     Raises:
         ShapeError: tp does not divide the heads, or neither divides the groups nor is a multiple of them.
     """
 
-    def __init__(self, config: TransformerConfig, options: BuildOptions, *, window: int | None = None) -> None:
+    def __init__(
+        self, config: TransformerConfig, options: BuildOptions, *, window: int | None = None, rotates: bool = True
+    ) -> None:
         super().__init__()
         A, G, D, H = config.num_attention_heads, config.num_query_groups, config.kv_channels, config.hidden_size
         groups = options.pg_collection
@@ -42,6 +47,8 @@ class SelfAttention(nn.Module):
                 f"be a multiple of it; use {', '.join(map(str, fitting))}"
             )
         self.head_size = D
+        self.rotates = rotates
+        self.layout: Layout = "interleaved" if config.rope is not None and config.rope.interleaved else "neox"
         self.options = options
         self.core_attention = DotProductAttention(
             config.attention_dropout, groups.rank("tp") * (A // tp), window, groups.cp, options.context_method
@@ -63,8 +70,9 @@ class SelfAttention(nn.Module):
         x = self.entered(enter_tensor_parallel, x, groups.tp, self.options.sequence_parallel)  # [S, B, H]
         # [S, B, A/tp, D], and [S, B, max(G/tp, 1), D] twice
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
-        if context.rotary is not None:
-            q, k = fused_rope(q, k, context.rotary.cos, context.rotary.sin)
+        if context.rotary is not None and self.rotates:
+            cos, sin = context.rotary.of(self.core_attention.window)  # [S, R/2] or [S, B, R/2]
+            q, k = fused_rope(q, k, cos, sin, layout=self.layout, rotary_dim=2 * cos.shape[-1])
         if context.cache is not None:
             k, v = context.cache.append(k, v)
         out = self.core_attention(q, k, v, context)

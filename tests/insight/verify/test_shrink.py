@@ -11,7 +11,7 @@ from megalith.config.layout import Layout
 from megalith.config.settings_tree import applied
 from megalith.errors import ConfigError
 from megalith.insight.verify.cover import AXES, cover, degrees_to_show, num_ranks
-from megalith.insight.verify.shrink import on_layout, on_one_process, small_recipe
+from megalith.insight.verify.shrink import SEQ_LENGTH, on_layout, on_one_process, small_recipe
 from tests.insight.verify.proofs import GPT2_RECIPE
 
 CHOICES: dict[str, list[Any]] = {
@@ -33,6 +33,10 @@ CHOICES: dict[str, list[Any]] = {
     "model.activation": ["swiglu", "gelu"],
     "model.normalization": ["RMSNorm", "LayerNorm"],
     "model.position_embedding_type": ["rope", "learned_absolute"],
+    "model.rope.percent": [None, 0.25, 0.6],
+    "model.rope.layers": [None, [True, True, False]],
+    "model.attention.window": [None, 100, 5000],
+    "model.attention.window_layers": [None, [True, False]],
     "model.vocab_size": [50257, 50304],
     "model.tie_word_embeddings": [False, True],
     "model.hidden_dropout": [0.0, 0.1],
@@ -66,6 +70,10 @@ def drawn(source: random.Random) -> tuple[RunConfig, int] | None:
     world_size = prod(values[f"parallel.{axis}"] for axis in AXES)
     if values["parallel.context"] == 1:
         values |= {"parallel.context_method": None, "parallel.context_inner": None}
+    if values["model.position_embedding_type"] != "rope":
+        values |= {"model.rope.percent": None, "model.rope.layers": None}
+    if values["model.attention.window"] is None:
+        values["model.attention.window_layers"] = None
     if values["parallel.context_method"] != "two_level":
         values["parallel.context_inner"] = None
     if values["parallel.pipeline"] == 1:
@@ -93,6 +101,13 @@ def value(config: RunConfig, name: str) -> Any:
     return getattr(getattr(config, group), field)
 
 
+def kinds_of_layers(model: TransformerConfig) -> set[tuple[bool, bool]]:
+    """Which layers there are: with a window or without, with rotary positions or without."""
+    layers = range(model.num_layers)
+    rotates = [model.rope is not None and model.rope.rotates(layer) for layer in layers]
+    return {(model.attention.window_of(layer) is not None, rotates[layer]) for layer in layers}
+
+
 def holds(config: RunConfig, world_size: int) -> None:
     """What must be true of the small runs of any recipe."""
     large, large_layout = config.model, config.parallel.layout(world_size)
@@ -106,6 +121,11 @@ def holds(config: RunConfig, world_size: int) -> None:
     )
     holds_of_heads(config, large_layout, small, max(row.get("tensor", 1) for _, row in runs) if runs else 1)
     assert (large.vocab_size is None or large.vocab_size % tensor > 0) == (small.vocab_size == 61)
+    assert kinds_of_layers(small) == kinds_of_layers(large)
+    if large.attention.window is not None:
+        assert (small.attention.window < SEQ_LENGTH) == (large.attention.window < config.data.seq_length)
+    if large.rope is not None:
+        assert (small.rope.percent < 1) == (large.rope.percent < 1)
     assert alone.train.recompute == "none"
     for run, row in runs:
         assert run.model == small

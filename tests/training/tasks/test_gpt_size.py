@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalith.config import TransformerConfig
 from megalith.models.gpt_model import GPTModel
-from megalith.training.tasks.gpt_size import flops_per_token, parameters
+from megalith.training.tasks.gpt_size import flops_per_token, parameters, stage_costs
 
 GPT2 = {
     "normalization": "LayerNorm",
@@ -124,3 +124,14 @@ def test_our_model_has_exactly_as_many_parameters_in_every_mix_of_parts(
     with torch.device("meta"):
         model = GPTModel(config)
     assert parameters(config, 67) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_layer_with_a_window_pays_for_the_keys_within_it():
+    shape = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    S, window, queries = 100, 30, 64
+    windowed = TransformerConfig(**shape, attention={"window": window, "window_layers": [True, False]})
+    spared = stage_costs(TransformerConfig(**shape), 131, S).layers[0] - stage_costs(windowed, 131, S).layers[0]
+    # of all pairs of a query and a key, counted as a line through them, those that the window leaves out
+    pairs = sum(max(query + 0.5 - window, 0) for query in range(S)) / S
+    assert spared == pytest.approx(3 * 4 * queries * pairs, rel=1e-3)
+    assert stage_costs(windowed, 131, S).layers[1] == stage_costs(TransformerConfig(**shape), 131, S).layers[1]

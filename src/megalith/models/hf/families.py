@@ -8,10 +8,11 @@ from megalith.errors import ConfigError
 from megalith.models.hf.family import Family
 from megalith.models.hf.gpt2 import GPT2
 from megalith.models.hf.llama import LLAMA
+from megalith.models.hf.mistral import MISTRAL
 
 __all__ = ["FAMILIES", "detect", "fitting"]
 
-FAMILIES = (LLAMA, GPT2)
+FAMILIES = (LLAMA, MISTRAL, GPT2)
 
 
 def detect(hf_config: Mapping[str, Any]) -> Family:

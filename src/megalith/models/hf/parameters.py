@@ -9,7 +9,7 @@ from typing import Any
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, ConfigError
 
-__all__ = ["Shape", "check", "parameter_shapes", "require"]
+__all__ = ["Shape", "check", "left_open", "parameter_shapes", "require"]
 
 Shape = tuple[int, ...]
 
@@ -52,14 +52,39 @@ def check(found: Mapping[str, Shape], wanted: Mapping[str, Shape], source: str) 
 
 
 def require(architecture: str, config: TransformerConfig, **allowed: tuple[Any, ...]) -> None:
-    """Raises ConfigError naming every field of ``config`` that has none of its ``allowed`` values."""
+    """Raises ConfigError naming every field of ``config`` that has none of its ``allowed`` values.
+
+    Fields of nested groups go by their dotted names; those that are not in ``allowed`` must have their defaults.
+    """
     wrong = [
-        f"{name} must be {' or '.join(map(repr, values))}; got {getattr(config, name)!r}"
-        for name, values in allowed.items()
-        if getattr(config, name) not in values
+        f"{name} must be {' or '.join(map(repr, values))}; got {value!r}"
+        for name, values in (_nested_defaults(config) | allowed).items()
+        if (value := _setting(config, name)) not in values
     ]
     if wrong:
         raise ConfigError(f"{architecture} cannot represent this model:\n- " + "\n- ".join(wrong))
+
+
+def left_open(config: TransformerConfig, *names: str) -> dict[str, tuple[Any, ...]]:
+    """For ``require``: settings of nested groups that may be anything."""
+    return {name: (_setting(config, name),) for name in names}
+
+
+def _setting(config: TransformerConfig, name: str) -> Any:
+    """The value of the setting with the dotted ``name``; None in a group that is not there."""
+    group, _, field = name.rpartition(".")
+    owner = getattr(config, group) if group else config
+    return None if owner is None else getattr(owner, field)
+
+
+def _nested_defaults(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
+    """The default of every field of the nested groups that ``config`` has."""
+    return {
+        f"{name}.{field}": (info.default,)
+        for name, group in config.nested_groups.items()
+        if getattr(config, name) is not None
+        for field, info in group.model_fields.items()
+    }
 
 
 def _layer_shapes(config: TransformerConfig) -> dict[str, Shape]:

@@ -14,6 +14,8 @@ over the S/2 positions that a causal mask leaves to a token on average; the back
 
     3 (2 W + 2 A D S L),    W = L (H (A + 2G) D + A D H + m H F) + V H
 
+In a layer with a window of w < S tokens a query sees w (2S - w) / 2S of them on average, in place of S/2.
+
 This is the count of Chowdhery et al. 2022 ("PaLM", arXiv:2204.02311, appendix B: 6 N + 12 L H Q T) with attention
 halved for the causal mask, and without the parameters that only add or look up (embeddings, norms, biases). What
 recomputation repeats is not counted: it is work of the machine, not of the model.
@@ -46,8 +48,15 @@ def flops_per_token(config: TransformerConfig, vocab_size: int, seq_length: int)
 
 def stage_costs(config: TransformerConfig, vocab_size: int, seq_length: int) -> ModelCosts:
     """``flops_per_token``, part by part: an embedding only looks up."""
-    layer = 3 * (2 * _layer_weights(config) + 2 * _widths(config)[0] * seq_length)
-    return ModelCosts((layer,) * config.num_layers, embedding=0, head=3 * 2 * vocab_size * config.hidden_size)
+    weights = 2 * _layer_weights(config)
+    layers = tuple(3 * (weights + _attention_flops(config, layer, seq_length)) for layer in range(config.num_layers))
+    return ModelCosts(layers, embedding=0, head=3 * 2 * vocab_size * config.hidden_size)
+
+
+def _attention_flops(config: TransformerConfig, layer: int, seq_length: int) -> int:
+    """Of a token's forward, in the two matmuls of attention."""
+    seen = min(config.attention.window_of(layer) or seq_length, seq_length)
+    return 2 * _widths(config)[0] * seen * (2 * seq_length - seen) // seq_length
 
 
 def _layer_weights(config: TransformerConfig) -> int:
