@@ -1,6 +1,7 @@
 """Typed settings of a run: one tree, read from YAML or a recipe with dotted overrides, checked as a whole, frozen."""
 
 from megalith.config import experimental
+from megalith.config.attention_config import AttentionConfig
 from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
 from megalith.config.loading import as_tree, dump_yaml, load_run, read_tree
 from megalith.config.model_parallel_config import ModelParallelConfig
@@ -30,6 +31,7 @@ from megalith.config.transformer_config import RopeConfig, TransformerConfig
 
 __all__ = [
     "AdamWConfig",
+    "AttentionConfig",
     "BatchSizeStage",
     "CheckpointConfig",
     "DataConfig",

@@ -4,7 +4,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from megalith.models.gpt_model import GPTModel
 from megalith.models.hf import Family
@@ -40,6 +50,14 @@ def llama(**fields: Any) -> PreTrainedModel:
 
 def gpt2(**fields: Any) -> PreTrainedModel:
     return _random(GPT2LMHeadModel(GPT2Config(**GPT2 | fields)))
+
+
+def qwen2(**fields: Any) -> PreTrainedModel:
+    return _random(Qwen2ForCausalLM(Qwen2Config(**LLAMA | fields)))
+
+
+def qwen3(**fields: Any) -> PreTrainedModel:
+    return _random(Qwen3ForCausalLM(Qwen3Config(**LLAMA | {"head_dim": 16} | fields)))
 
 
 def same_as_ours(theirs: PreTrainedModel, architecture: Family) -> GPTModel:

@@ -30,7 +30,7 @@ def test_a_folder_that_transformers_saved_is_read(build, architecture, max_shard
 
 
 def test_an_architecture_that_we_do_not_have_is_refused():
-    with pytest.raises(ConfigError, match=r"model_type of llama, gpt2; got 'mamba'"):
+    with pytest.raises(ConfigError, match=r"model_type of llama, gpt2, qwen2, qwen3; got 'mamba'"):
         detect({"model_type": "mamba"})
     with pytest.raises(ConfigError, match=r"model_type of llama, gpt2; got \['llama'\]"):
         detect({"model_type": ["llama"]})

@@ -6,11 +6,14 @@ from megalith.models.hf.folder import ModelFolder, is_model_folder, open_folder,
 from megalith.models.hf.gpt2 import GPT2
 from megalith.models.hf.llama import LLAMA
 from megalith.models.hf.parameters import parameter_shapes
+from megalith.models.hf.qwen import QWEN2, QWEN3
 
 __all__ = [
     "FAMILIES",
     "GPT2",
     "LLAMA",
+    "QWEN2",
+    "QWEN3",
     "Family",
     "ModelFolder",
     "detect",

@@ -8,48 +8,68 @@ from megalith.config import TransformerConfig
 from megalith.config.draft import round_up
 from megalith.models.hf.family import Family, Place
 from megalith.models.hf.fields import Fields
+from megalith.models.hf.parameters import left_open
 
-__all__ = ["LLAMA"]
+__all__ = ["LLAMA", "allowed_of_llamas", "read_llamas", "write_llamas"]
 
 
-def _read_rest(fields: Fields) -> Mapping[str, Any]:
+def read_llamas(fields: Fields) -> dict[str, Any]:
+    """Settings of Llama and of those that its successors left as they are."""
     activation = fields.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         fields.refuse(f"hidden_act must be 'silu', half of our swiglu; got {activation!r}")
-    attention_bias, mlp_bias = fields.get("attention_bias", False), fields.get("mlp_bias", False)
-    if attention_bias != mlp_bias:
-        fields.refuse(
-            f"attention_bias ({attention_bias}) and mlp_bias ({mlp_bias}) must be equal: "
-            f"our add_bias_linear sets both at once"
-        )
     fields.optional("max_position_embeddings", int)  # rotary positions have no table, so no bound
     return {
         "normalization": "RMSNorm",
         "activation": "swiglu",
-        "add_bias_linear": attention_bias,
         "position_embedding_type": "rope",
         "rope": {"base": _rotary_base(fields)},
     }
 
 
-def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
+def write_llamas(config: TransformerConfig, max_position_embeddings: int) -> dict[str, Any]:
+    """The inverse of ``read_llamas``."""
     assert config.rope is not None, "a Llama has rotary positions"
     return {
         "hidden_act": "silu",
-        "attention_bias": config.add_bias_linear,
-        "mlp_bias": config.add_bias_linear,
         "max_position_embeddings": max_position_embeddings,
         "rope_theta": config.rope.base,  # transformers 4 reads this, transformers 5 the next
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.base},
     }
 
 
-def _allowed(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
+def allowed_of_llamas(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
+    """What ``write_llamas`` and the tables of fields can say."""
     return {
         "normalization": ("RMSNorm",),
         "position_embedding_type": ("rope",),
         "activation": ("swiglu",),
         "hidden_dropout": (0.0,),
+        **left_open(config, "rope.base", "attention.qkv_bias", "attention.output_bias"),
+    }
+
+
+def _read_rest(fields: Fields) -> Mapping[str, Any]:
+    settings = read_llamas(fields)
+    attention_bias, mlp_bias = fields.get("attention_bias", False), fields.get("mlp_bias", False)
+    if attention_bias != mlp_bias:
+        fields.refuse(
+            f"attention_bias ({attention_bias}) and mlp_bias ({mlp_bias}) must be equal: "
+            f"our add_bias_linear sets both at once"
+        )
+    return {**settings, "add_bias_linear": attention_bias}
+
+
+def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
+    biases = {"attention_bias": config.add_bias_linear, "mlp_bias": config.add_bias_linear}
+    return {**write_llamas(config, max_position_embeddings), **biases}
+
+
+def _allowed(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
+    return {
+        **allowed_of_llamas(config),
+        "qkv_bias": (config.add_bias_linear,),
+        "output_bias": (config.add_bias_linear,),
         # LlamaConfig refuses others, whatever the size of a head
         "hidden_size": (round_up(config.hidden_size, config.num_attention_heads),),
     }
