@@ -109,7 +109,7 @@ CASES = [
     case("attention"),
     case("attention, window and sink", D=24, has_sink=True, window=(20, 0)),
     case("attention, documents", D=128, Dv=128, documents=True),
-    case("attention, softcap and sink", D=16, Dv=16, has_sink=True, scale=0.4, softcap=3.0),
+    case("attention, softcap and sink", D=128, Dv=128, has_sink=True, scale=0.4, softcap=3.0),
     case(
         "attention, after a cache, both ways, other head size",
         D=96,

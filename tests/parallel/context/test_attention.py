@@ -86,7 +86,7 @@ CASES = {
     "documents and a window": Case(documents=DOCUMENTS, window=4),
     "sink": Case(sink=True),
     "scale and softcap": Case(scale=0.7, softcap=1.5),
-    "sink and softcap over documents and a window": Case(documents=DOCUMENTS, window=4, sink=True, softcap=1.5),
+    "capped": Case(documents=DOCUMENTS, window=4, sink=True, softcap=1.5),
     "dropout": Case(drops=True),
     "dropout, sink, scale and softcap": Case(drops=True, sink=True, scale=0.7, softcap=1.5),
     "dropout, documents and a window": Case(documents=DOCUMENTS, window=6, causal=False, drops=True, heads=(8, 2)),
