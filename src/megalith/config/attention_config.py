@@ -37,3 +37,8 @@ class AttentionConfig(SettingsGroup):
     output_bias: bool | None = Field(
         default=None, description="bias of the output projection; null: model.add_bias_linear"
     )
+
+    @property
+    def norm_parameters(self) -> tuple[str, ...]:
+        """What the norm of queries learns, [D] each, and that of keys."""
+        return {"RMSNorm": ("weight",), "LayerNorm": ("weight", "bias")}.get(self.qk_norm or "", ())

@@ -113,8 +113,8 @@ def _attention_shapes(config: TransformerConfig) -> dict[str, Shape]:
         shapes[f"self_attn.{name}.weight"] = shape
         if config.output_bias if name == "o_proj" else config.qkv_bias:
             shapes[f"self_attn.{name}.bias"] = shape[:1]
-    parts = {"RMSNorm": ("weight",), "LayerNorm": ("weight", "bias")}.get(attention.qk_norm or "", ())
-    shapes |= {f"self_attn.{norm}.{part}": (D,) for norm in ("q_norm", "k_norm") for part in parts}
+    for norm in ("q_norm", "k_norm"):
+        shapes |= {f"self_attn.{norm}.{part}": (D,) for part in attention.norm_parameters}
     return shapes | ({"self_attn.sinks": (A,)} if attention.softmax == "learnable" else {})
 
 

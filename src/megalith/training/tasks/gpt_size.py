@@ -66,7 +66,7 @@ def _attention_vectors(config: TransformerConfig) -> int:
         total += queries * (2 if attention.output_gate else 1) + 2 * keys
     if config.output_bias:
         total += config.hidden_size
-    total += {"RMSNorm": 2, "LayerNorm": 4}.get(attention.qk_norm or "", 0) * config.kv_channels
+    total += 2 * len(attention.norm_parameters) * config.kv_channels
     return total + (config.num_attention_heads if attention.softmax == "learnable" else 0)
 
 

@@ -103,9 +103,9 @@ def _layer_weights(model: TransformerConfig, tp_size: int, sequence: bool) -> li
 
 def _of_heads(model: TransformerConfig) -> list[Weight]:
     """Norms of queries and keys, which ranks of tp use for heads of their own, and learned sinks."""
-    num_norms = {"RMSNorm": 2, "LayerNorm": 4}.get(model.attention.qk_norm or "", 0)
+    norms = [Weight((model.kv_channels,), partial=True)] * (2 * len(model.attention.norm_parameters))
     sinks = [Weight((model.num_attention_heads,), split=0)] if model.attention.softmax == "learnable" else []
-    return [*[Weight((model.kv_channels,), partial=True)] * num_norms, *sinks]
+    return [*norms, *sinks]
 
 
 def _other_weights(model: TransformerConfig, stage: Stage, sequence: bool) -> list[Weight]:
