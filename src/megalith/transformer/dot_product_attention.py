@@ -82,8 +82,19 @@ class DotProductAttention(nn.Module):
             raise ConfigError("a prefix is of a row that is one document; leave packed documents out")
         if dropout is not None:
             # Inductor shifts the mask's integers as floats, and its C++ does not build (torch 2.13): not traced
-            attend = torch.compiler.disable(self._with_dropout)
-            spelled_out: Tensor = attend(q, k, v, sink, mask, documents, dropout)
+            attend = torch.compiler.disable(_with_dropout)
+            spelled_out: Tensor = attend(
+                q,
+                k,
+                v,
+                sink,
+                mask,
+                documents,
+                dropout,
+                head_offset=self.head_offset,
+                scale=self.scale,
+                softcap=self.softcap,
+            )
             return spelled_out
         return self._with_prefix(q, k, v, sink, mask)
 
@@ -143,33 +154,6 @@ class DotProductAttention(nn.Module):
         )
         return out
 
-    def _with_dropout(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        mask: AttentionMask,
-        documents: PackedSeqParams | None,
-        dropout: Dropout,
-    ) -> Tensor:
-        """Spelled out, Sq = Sk; ``dropout.key.tokens`` is [B, S]."""
-        assert dropout.key is not None, "a dropout site gives one"
-        S, B, A, D = q.shape
-        wide = torch.promote_types(q.dtype, torch.float32)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [B, A or G, S, D]
-        k, v = (x.repeat_interleave(A // x.shape[1], dim=1) for x in (k, v))
-        scores = (q @ k.transpose(2, 3) * (D**-0.5 if self.scale is None else self.scale)).to(wide)  # [B, A, S, S]
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        masked = ~mask.visible(S, q.device, documents)  # [1 or B, 1, S, S]
-        scores = scores.masked_fill(masked, float("-inf"))
-        if sink is not None:  # a key without a value
-            scores = torch.cat((scores, sink.to(wide).view(A, 1, 1).expand(B, A, S, 1)), dim=-1)  # [B, A, S, S + 1]
-        probs = torch.softmax(scores, dim=-1)[..., :S]
-        probs = attention_dropout(probs, dropout.p, dropout.key, self.head_offset)
-        return (probs.to(v.dtype) @ v).permute(2, 0, 1, 3)  # [S, B, A, D]
-
     def _with_prefix(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, mask: AttentionMask) -> Tensor:
         """Two fused calls: a query within the prefix sees all of the prefix, one after it what is causal."""
         assert mask.prefix is not None, "the caller has looked"
@@ -177,3 +161,34 @@ class DotProductAttention(nn.Module):
         after = self._fused(q, k, v, sink, CAUSAL, None)
         covers = mask.prefix.covers.t()[..., None, None]  # [S, B, 1, 1]
         return torch.where(covers, within, after)
+
+
+def _with_dropout(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    mask: AttentionMask,
+    documents: PackedSeqParams | None,
+    dropout: Dropout,
+    *,
+    head_offset: int,
+    scale: float | None,
+    softcap: float | None,
+) -> Tensor:
+    """Spelled out, Sq = Sk; ``dropout.key.tokens`` is [B, S]."""
+    assert dropout.key is not None, "a dropout site gives one"
+    S, B, A, D = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [B, A or G, S, D]
+    k, v = (x.repeat_interleave(A // x.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3) * (D**-0.5 if scale is None else scale)).to(wide)  # [B, A, S, S]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    masked = ~mask.visible(S, q.device, documents)  # [1 or B, 1, S, S]
+    scores = scores.masked_fill(masked, float("-inf"))
+    if sink is not None:  # a key without a value
+        scores = torch.cat((scores, sink.to(wide).view(A, 1, 1).expand(B, A, S, 1)), dim=-1)  # [B, A, S, S + 1]
+    probs = torch.softmax(scores, dim=-1)[..., :S]
+    probs = attention_dropout(probs, dropout.p, dropout.key, head_offset)
+    return (probs.to(v.dtype) @ v).permute(2, 0, 1, 3)  # [S, B, A, D]
