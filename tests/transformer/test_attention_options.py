@@ -117,7 +117,7 @@ PEERS: dict[str, tuple[type, Any, dict[str, Any], float]] = {
     ),
     "gemma 2": (
         Gemma2Attention,
-        Gemma2Config(**SIZES, attn_logit_softcapping=1.5, query_pre_attn_scalar=3.0),
+        Gemma2Config(**SIZES, attn_logit_softcapping=1.5, query_pre_attn_scalar=3),
         {"logit_softcap": 1.5, "scale": 3.0**-0.5},
         FLOAT32,
     ),
