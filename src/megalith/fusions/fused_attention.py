@@ -195,7 +195,8 @@ _GRADIENTS = Fusion[_Gradients](
     {"triton": _triton_gradients, "aten": _gradients_for_cpu, "reference": reference_gradients},
     _LIMITS,
 )
-CAPPED_FUSION, _CAPPED_GRADIENTS = _without_aten(FUSION), _without_aten(_GRADIENTS)
+CAPPED_FUSION: Fusion[Attention] = _without_aten(FUSION)
+_CAPPED_GRADIENTS: Fusion[_Gradients] = _without_aten(_GRADIENTS)
 
 
 def _checked_scale(q: Tensor, scale: float | None, softcap: float | None) -> float:

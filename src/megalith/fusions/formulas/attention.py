@@ -79,7 +79,7 @@ def reference_gradients(
     hidden = ~_seen(q, k, bounds, left, right)  # [B or 1, 1, Sq, Sk]
     q_by_group, dout_by_group = (x.to(acc).unflatten(2, (groups, -1)) for x in (q, dout))  # [Sq, B, G, A/G, D]
     scores = torch.einsum("sbghd,tbgd->bghst", q_by_group * scale, k.to(acc)).flatten(1, 2)  # [B, A, Sq, Sk]
-    slope = 1.0
+    slope: Tensor | float = 1.0
     if softcap is not None:
         slope = torch.cosh(scores / softcap) ** -2  # 1 - tanh^2 cancels
         scores = softcap * torch.tanh(scores / softcap)

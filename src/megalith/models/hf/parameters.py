@@ -89,10 +89,9 @@ def _nested_defaults(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
 
 def _layer_shapes(config: TransformerConfig) -> dict[str, Shape]:
     H, F = config.hidden_size, config.ffn_hidden_size
-    linears = {}
+    linears = {"mlp.up_proj": (F, H), "mlp.down_proj": (H, F)}
     if config.gate_activation is not None:
-        linears["mlp.gate_proj"] = (F, H)
-    linears |= {"mlp.up_proj": (F, H), "mlp.down_proj": (H, F)}
+        linears = {"mlp.gate_proj": (F, H), **linears}
     shapes: dict[str, Shape] = _norm("input_layernorm", config) | _norm("post_attention_layernorm", config)
     shapes |= _attention_shapes(config)
     for name, shape in linears.items():
