@@ -184,7 +184,7 @@ def _why_not_aten_softcap(x: Operand) -> str:
 
 def _without_aten(fusion: Fusion[Any]) -> Fusion[Any]:
     """``fusion`` where scores are capped."""
-    paths = {name: path for name, path in fusion.paths.items() if name != "aten"}
+    paths: dict[Backend, Any] = {name: path for name, path in fusion.paths.items() if name != "aten"}
     return replace(fusion, paths=paths, limits={**_LIMITS, "aten": _why_not_aten_softcap})
 
 
