@@ -1,7 +1,6 @@
 """fused_attention beside torch's own, by hand, over documents, caches, windows and sinks; and every refusal."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megalith.errors import BackendError, ConfigError, ShapeError
 from megalith.fusions import fused_attention, sink_correction
-from megalith.fusions.fused_attention import CAPPED_FUSION, FUSION
-from megalith.fusions.paths.backend import _tell
+from megalith.fusions.fused_attention import FUSION
 from megalith.packed_seq_params import PackedSeqParams
 from tests.accuracy import assert_accurate
 from tests.fusions.cases.attention import formula
@@ -21,7 +19,6 @@ from tests.kernel_reports import TARGETS, in_interpreter, without_interpreter
 
 PATHS = ("triton", "aten", "reference")
 KERNELS = ("triton", "aten")
-CAPPED_PATHS = ("triton", "reference")
 INF = float("inf")
 # relative L2 errors: of float32 where dout . v and delta nearly cancel; of probabilities, and of sums over queries in
 # torch's kernels, that are rounded to 16 bits on the way
@@ -92,36 +89,6 @@ def test_every_option_is_the_softmax_of_float64(backend, Sq, Sk, options, device
     got = with_gradients(functools.partial(fused_attention, backend=backend, **options), leaves)
     want = with_gradients(functools.partial(formula, **options), in_double(leaves))
     assert_near(got, want, torch.bfloat16)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", CAPPED_PATHS)
-def test_a_softcap_goes_with_every_option(backend, dtype, options, device):
-    leaves = qkv(129, 191, (4, 2), dtype=dtype, device=device)
-    options = options | {"softcap": 0.8}  # below the larger half of the scores
-    got = with_gradients(functools.partial(fused_attention, backend=backend, **options), leaves)
-    assert_near(got, with_gradients(functools.partial(formula, **options), in_double(leaves)), dtype)
-
-
-@pytest.mark.parametrize("backend", CAPPED_PATHS)
-def test_a_softcap_leaves_small_scores_and_makes_large_ones_equal(backend, device):
-    q, k, v = (x.detach() for x in qkv(7, device=device))
-    torch.testing.assert_close(fused_attention(q, k, v, softcap=1e4, backend=backend), fused_attention(q, k, v))
-    # every score is 2e3 or more, and 5 after the cap, so that all keys weigh the same
-    out, lse = fused_attention(q.abs() + 1, k.abs() + 1, v, causal=False, scale=1e3, softcap=5.0, backend=backend)
-    torch.testing.assert_close(out, v.mean(dim=0).expand_as(out))
-    torch.testing.assert_close(lse, torch.full_like(lse, 5.0 + math.log(7)))
-
-
-def test_a_softcap_on_a_cpu_takes_the_reference_and_says_what_that_costs(caplog):
-    q, k, v = (x.detach() for x in qkv(7))
-    _tell.cache_clear()
-    fused_attention(q, k, v, softcap=5.0)
-    assert "attention takes its reference, in plain torch: torch's kernels cap no scores" in caplog.text
-    assert CAPPED_FUSION.default(q) == "reference"
-    with pytest.raises(BackendError, match="no such path, only triton, reference; here it can take"):
-        fused_attention(q, k, v, softcap=5.0, backend="aten")
 
 
 @on_paths
