@@ -110,6 +110,28 @@ def test_ranks_that_share_a_group_of_heads_exchange_what_is_counted(name, groups
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        "tensor 2, sequence",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("shard 2", "tensor 4", "tensor 2 x context 2, heads traded", "pipeline 2")
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"softmax": "learnable", "qk_norm": "LayerNorm", "output_gate": True, "qkv_bias": True, "logit_softcap": 5.0},
+        pytest.param({"qk_norm": "L2", "softmax": "off_by_one", "output_bias": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_exchange_what_is_counted_with_options_of_attention(name, attention, tmp_path):
+    num_ranks, groups = LAYOUTS[name]
+    check(settings(tmp_path, **{**groups, "model": {**SHAPES["llama"], "attention": attention}}), num_ranks)
+
+
+@pytest.mark.parametrize(
     ("name", "batch_size", "micro_batch_size"),
     [
         ("tensor 2, sequence", 8, 8),  # gradients that were not accumulated are summed over tp as they are

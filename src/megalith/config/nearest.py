@@ -15,7 +15,10 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {old.rpartition(".")[2]: new for old, new in MOVED.items()}
     | {
         "adam_eps": "optim.adamw.eps",
+        "add_qkv_bias": "model.attention.qkv_bias",
+        "attention_output_gate": "model.attention.output_gate",
         "attn_dropout": "model.attention_dropout",
+        "attn_logit_softcapping": "model.attention.logit_softcap",
         "batch_size": "train.global_batch_size",
         "clip_grad": "optim.clip_norm",
         "context_parallel": "parallel.context",
@@ -43,6 +46,7 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "per_device_train_batch_size": "train.micro_batch_size",
         "pretrained_checkpoint": "load",
         "rms_norm_eps": "model.layernorm_epsilon",
+        "qk_layernorm": "model.attention.qk_norm",
         "recompute_granularity": "train.recompute",
         "rope_theta": "model.rope.base",
         "rotary_interleaved": "model.rope.interleaved",
@@ -51,6 +55,8 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "sequence_length": "data.seq_length",
         "sequence_parallel": "parallel.sequence",
         "sliding_window": "model.attention.window",
+        "softmax_scale": "model.attention.scale",
+        "softmax_type": "model.attention.softmax",
         "swiglu": "model.activation",
         "tensor_model_parallel_size": "parallel.tensor",
         "tie_embeddings": "model.tie_word_embeddings",

@@ -88,6 +88,7 @@ class TransformerConfig(SettingsGroup):
     )
     add_bias_linear: bool = Field(default=False, description="linear layers have biases")
     tie_word_embeddings: bool = Field(default=False, description="the output projection is the embedding table")
+    attention: AttentionConfig = Field(default_factory=AttentionConfig, description="attention of every layer")
     hidden_dropout: float = Field(
         default=0.0, ge=0, lt=1, description="[probability] of dropping a feature of the residual"
     )
@@ -110,6 +111,16 @@ class TransformerConfig(SettingsGroup):
     def gate_activation(self) -> Literal["silu"] | None:
         """What is applied to the gate of a gated MLP, which has a third projection; None for one without a gate."""
         return _GATES.get(self.activation)
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the projections to q, k, v and the output gate have biases."""
+        return self.add_bias_linear if self.attention.qkv_bias is None else self.attention.qkv_bias
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether the output projection of attention has a bias."""
+        return self.add_bias_linear if self.attention.output_bias is None else self.attention.output_bias
 
     @model_validator(mode="after")
     def _keeps_the_rules(self) -> Self:

@@ -2,6 +2,7 @@
 
 import random
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -40,6 +41,9 @@ CHOICES: dict[str, list[Any]] = {
     "model.vocab_size": [50257, 50304],
     "model.tie_word_embeddings": [False, True],
     "model.hidden_dropout": [0.0, 0.1],
+    "model.attention.softmax": ["vanilla", "learnable"],
+    "model.attention.qk_norm": [None, "L2"],
+    "model.attention.logit_softcap": [None, 50.0],
     "data.reset_attention_mask": [False, True],
     "train.micro_batch_size": [1, 2, 8],
     "train.recompute": ["none", "full", "selective"],
@@ -55,6 +59,9 @@ KEPT = [
     "model.position_embedding_type",
     "model.tie_word_embeddings",
     "model.hidden_dropout",
+    "model.attention.softmax",
+    "model.attention.qk_norm",
+    "model.attention.logit_softcap",
     "data.reset_attention_mask",
     "optim.schedule",
     "optim.name",
@@ -97,8 +104,7 @@ def small_runs(config: RunConfig, world_size: int) -> tuple[RunConfig, list[tupl
 
 
 def value(config: RunConfig, name: str) -> Any:
-    group, field = name.split(".")
-    return getattr(getattr(config, group), field)
+    return attrgetter(name)(config)
 
 
 def kinds_of_layers(model: TransformerConfig) -> set[tuple[bool, bool]]:
@@ -172,7 +178,7 @@ def test_random_recipes_are_valid_when_they_are_small():
         if found is not None:
             holds(*found)
             num_found += 1
-            seen |= {(name, str(value(found[0], name))) for name in CHOICES if name.count(".") == 1}
+            seen |= {(name, str(value(found[0], name))) for name in CHOICES if name in KEPT or name.count(".") == 1}
     assert {name for name, _ in seen} >= set(KEPT)
     assert len({method for name, method in seen if name == "parallel.context_method"}) == 4
 
@@ -199,6 +205,14 @@ def test_the_longest_stage_stays_the_longest(listed, want):
     tree = {**GPT2_RECIPE, "model": {**GPT2_RECIPE["model"], "num_layers": 32}, "parallel": parallel}
     _, runs = small_runs(load_run(tree, world_size=4), 4)
     assert [run.parallel.stage_layers for run, row in runs if row["pipeline"] == 4] == [tuple(want)]
+
+
+def test_scores_keep_their_size_under_a_scale_that_is_given():
+    model = {**GPT2_RECIPE["model"], "attention": {"scale": 0.125}}
+    large = load_run({**GPT2_RECIPE, "model": model}, world_size=1).model
+    small = small_runs(load_run({**GPT2_RECIPE, "model": model}, world_size=1), 1)[0].model
+    sizes = [shape.attention.scale * shape.kv_channels**0.5 for shape in (large, small)]
+    assert sizes[0] == pytest.approx(sizes[1])
 
 
 def test_what_is_the_users_is_left_alone():

@@ -12,6 +12,10 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from megalith.models.gpt_model import GPTModel
@@ -87,6 +91,14 @@ def mistral(**fields: Any) -> PreTrainedModel:
 
 def gpt2(**fields: Any) -> PreTrainedModel:
     return _random(GPT2LMHeadModel(GPT2Config(**GPT2 | fields)))
+
+
+def qwen2(**fields: Any) -> PreTrainedModel:
+    return _random(Qwen2ForCausalLM(Qwen2Config(**LLAMA | fields)))
+
+
+def qwen3(**fields: Any) -> PreTrainedModel:
+    return _random(Qwen3ForCausalLM(Qwen3Config(**LLAMA | {"head_dim": 16} | fields)))
 
 
 def same_as_ours(theirs: PreTrainedModel, architecture: Family) -> GPTModel:

@@ -75,6 +75,19 @@ def small_llama_with_biases():
     return small_llama(biases=True)
 
 
+def small_qwen3():
+    transformers = pytest.importorskip("transformers")
+    shape = transformers.Qwen3Config(
+        vocab_size=131, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, attn_implementation="eager", attention_bias=True,
+    )  # fmt: skip
+    ours = TransformerConfig(
+        num_layers=3, hidden_size=48, ffn_hidden_size=80, num_attention_heads=6, num_query_groups=2, kv_channels=16,
+        attention={"qk_norm": "RMSNorm", "qkv_bias": True, "output_bias": True},
+    )  # fmt: skip
+    return transformers.Qwen3ForCausalLM(shape), ours
+
+
 def small_gpt2():
     transformers = pytest.importorskip("transformers")
     shape = transformers.GPT2Config(
@@ -86,7 +99,7 @@ def small_gpt2():
     return transformers.GPT2LMHeadModel(shape), ours
 
 
-@pytest.mark.parametrize("pair", [small_llama, small_llama_with_biases, small_gpt2])
+@pytest.mark.parametrize("pair", [small_llama, small_llama_with_biases, small_qwen3, small_gpt2])
 def test_hugging_face_builds_as_many_parameters_and_torch_counts_as_many_flops(pair):
     model, config = pair()
     assert parameters(config, 131) == sum(parameter.numel() for parameter in model.parameters())
@@ -105,6 +118,38 @@ def test_flops_are_near_six_per_parameter_where_matrices_dominate():
     ratio = flops_per_token(TransformerConfig(**shape), vocab_size, 2048) / (6 * count)
     # Kaplan et al. 2020 (arXiv:2001.08361): 6 N; attention adds S / (12 H) = 4 %, halved, the embedding takes 2 % away
     assert 1.0 < ratio < 1.06
+
+
+OPTIONS_OF_ATTENTION = {
+    "sinks": {"softmax": "learnable"},
+    "off by one": {"softmax": "off_by_one"},
+    "norms": {"qk_norm": "RMSNorm"},
+    "norms with biases": {"qk_norm": "LayerNorm"},
+    "norms without weights": {"qk_norm": "L2"},
+    "gate": {"output_gate": True},
+    "gate, biases but for the output": {"output_gate": True, "qkv_bias": True},
+    "bias of the output": {"output_bias": True},
+    "softcap and scale": {"logit_softcap": 30.0, "scale": 0.1},
+}
+
+
+@pytest.mark.parametrize("add_bias_linear", [False, True])
+@pytest.mark.parametrize("attention", OPTIONS_OF_ATTENTION.values(), ids=OPTIONS_OF_ATTENTION)
+def test_our_model_has_exactly_as_many_parameters_with_every_option_of_attention(attention, add_bias_linear):
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=16, vocab_size=67,
+        add_bias_linear=add_bias_linear, attention=attention,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = GPTModel(config)
+    assert parameters(config, 67) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_an_output_gate_costs_a_token_as_much_as_the_output_projection():
+    shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "kv_channels": 16}
+    gated, plain = (TransformerConfig(**shape, attention={"output_gate": gate}) for gate in (True, False))
+    more = flops_per_token(gated, 67, 8) - flops_per_token(plain, 67, 8)
+    assert more == 6 * 2 * (4 * 16) * 32  # a multiply and an add for each weight, three times, in two layers
 
 
 @pytest.mark.parametrize("position_embedding_type", ["rope", "learned_absolute"])

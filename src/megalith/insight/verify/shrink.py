@@ -105,7 +105,7 @@ def _model(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]
     width = heads * _HEAD_SIZE
     given, usual = model.hidden_size, model.num_attention_heads * model.kv_channels
     hidden = width if given == usual else 2 * width if given > usual else max(width // 2, 8)
-    longest = model.max_position_embeddings
+    longest, scale = model.max_position_embeddings, model.attention.scale
     divides = model.vocab_size is not None and model.vocab_size % tensor == 0
     wider = model.init_method_std * sqrt(max(1.0, model.hidden_size / hidden))
     return {
@@ -117,6 +117,7 @@ def _model(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]
         "model.num_query_groups": groups,
         "model.kv_channels": _HEAD_SIZE,
         "model.ffn_hidden_size": 3 * hidden // 2,
+        "model.attention.scale": scale and scale * sqrt(model.kv_channels / _HEAD_SIZE),
         "model.max_position_embeddings": longest and SEQ_LENGTH + 4 * (longest > config.data.seq_length),
         "model.init_method_std": max(model.init_method_std, min(wider, _WIDEST_STD)),
         "data.seq_length": SEQ_LENGTH,

@@ -18,7 +18,7 @@ __all__ = ["Fields"]
 T = TypeVar("T")
 
 _SPELLED: Mapping[type, str] = MappingProxyType(
-    {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "an object"}
+    {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "an object", list: "a list"}
 )
 _LARGEST = 2**63  # of a whole number where a number is wanted
 

@@ -11,6 +11,7 @@ from typing import Any
 from megalith.config import TransformerConfig
 from megalith.models.hf.family import HEAD, Family, Place
 from megalith.models.hf.fields import Fields
+from megalith.models.hf.parameters import left_open
 
 __all__ = ["GPT2"]
 
@@ -65,6 +66,9 @@ def _allowed(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
         "position_embedding_type": ("learned_absolute",),
         "activation": ("gelu_tanh", "gelu"),
         "add_bias_linear": (True,),
+        "qkv_bias": (True,),
+        "output_bias": (True,),
+        **left_open(config, "attention.qkv_bias", "attention.output_bias"),
         "num_query_groups": (config.num_attention_heads,),
         "kv_channels": (config.hidden_size / config.num_attention_heads,),
     }

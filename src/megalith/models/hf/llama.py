@@ -40,7 +40,7 @@ def allowed_of_llamas(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
         "position_embedding_type": ("rope",),
         "activation": ("swiglu",),
         "hidden_dropout": (0.0,),
-        **left_open(config, "rope.base", "rope.scaling"),
+        **left_open(config, "rope.base", "rope.scaling", "attention.qkv_bias", "attention.output_bias"),
     }
 
 
@@ -63,6 +63,8 @@ def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> Mapp
 def _allowed(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
     return {
         **allowed_of_llamas(config),
+        "qkv_bias": (config.add_bias_linear,),
+        "output_bias": (config.add_bias_linear,),
         # LlamaConfig refuses others, whatever the size of a head
         "hidden_size": (round_up(config.hidden_size, config.num_attention_heads),),
     }

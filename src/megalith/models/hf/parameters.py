@@ -89,18 +89,32 @@ def _nested_defaults(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
 
 def _layer_shapes(config: TransformerConfig) -> dict[str, Shape]:
     H, F = config.hidden_size, config.ffn_hidden_size
-    Q, KV = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels  # A*D, G*D
-    linears = {"self_attn.q_proj": (Q, H), "self_attn.k_proj": (KV, H), "self_attn.v_proj": (KV, H)}
-    linears["self_attn.o_proj"] = (H, Q)
+    linears = {"mlp.up_proj": (F, H), "mlp.down_proj": (H, F)}
     if config.gate_activation is not None:
-        linears["mlp.gate_proj"] = (F, H)
-    linears |= {"mlp.up_proj": (F, H), "mlp.down_proj": (H, F)}
+        linears = {"mlp.gate_proj": (F, H), **linears}
     shapes: dict[str, Shape] = _norm("input_layernorm", config) | _norm("post_attention_layernorm", config)
+    shapes |= _attention_shapes(config)
     for name, shape in linears.items():
         shapes[f"{name}.weight"] = shape
         if config.add_bias_linear:
             shapes[f"{name}.bias"] = shape[:1]
     return shapes
+
+
+def _attention_shapes(config: TransformerConfig) -> dict[str, Shape]:
+    H, A, D, attention = config.hidden_size, config.num_attention_heads, config.kv_channels, config.attention
+    Q, KV = A * D, config.num_query_groups * D
+    linears = {"q_proj": (Q, H), "k_proj": (KV, H), "v_proj": (KV, H), "o_proj": (H, Q)}
+    if attention.output_gate:
+        linears["gate_proj"] = (Q, H)
+    shapes: dict[str, Shape] = {}
+    for name, shape in linears.items():
+        shapes[f"self_attn.{name}.weight"] = shape
+        if config.output_bias if name == "o_proj" else config.qkv_bias:
+            shapes[f"self_attn.{name}.bias"] = shape[:1]
+    for norm in ("q_norm", "k_norm"):
+        shapes |= {f"self_attn.{norm}.{part}": (D,) for part in attention.norm_parameters}
+    return shapes | ({"self_attn.sinks": (A,)} if attention.softmax == "learnable" else {})
 
 
 def _norm(name: str, config: TransformerConfig) -> dict[str, Shape]:

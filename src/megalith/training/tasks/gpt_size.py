@@ -4,9 +4,10 @@ Parameters, for L layers, H hidden, A heads, G kv groups, D head size, F ffn, V 
 
     V H                                       embedding, and again for an output head that is not tied
     P H                                       learned positions, P = max_position_embeddings
-    per layer   H (A + 2G) D + A D H          q, k, v and o
+    per layer   H (A + 2G) D + A D H          q, k, v and o, and A D H of an output gate
                 m H F                         mlp: m = 3 gated (gate, up, down), else 2 (fc1, fc2)
-                (A + 2G) D + H + (m - 1) F + H    biases, with add_bias_linear
+                (A + 2G) D + H + (m - 1) F + H    biases, each where it is set, and A D of an output gate
+                2 D, or 4 D, and A            norms of queries and keys, the latter with biases; learned sinks
     (2L + 1) H                                norms, twice as many with a LayerNorm's bias
 
 Model FLOPs of a token: a multiply and an add for every weight that a matmul uses, and the two matmuls of attention
@@ -35,8 +36,8 @@ def parameters(config: TransformerConfig, vocab_size: int) -> int:
         assert config.max_position_embeddings is not None, "a run that is loaded has it with learned positions"
         total += config.max_position_embeddings * H
     if config.add_bias_linear:
-        queries, keys = _widths(config)
-        total += L * (queries + 2 * keys + H + (_mlp_matmuls(config) - 1) * config.ffn_hidden_size + H)
+        total += L * ((_mlp_matmuls(config) - 1) * config.ffn_hidden_size + H)
+    total += L * _attention_vectors(config)
     return total + (2 * L + 1) * H * (2 if config.normalization == "LayerNorm" else 1)
 
 
@@ -62,7 +63,20 @@ def _attention_flops(config: TransformerConfig, layer: int, seq_length: int) -> 
 def _layer_weights(config: TransformerConfig) -> int:
     """The weights of a layer that matmuls use."""
     queries, keys = _widths(config)
-    return config.hidden_size * (2 * queries + 2 * keys + _mlp_matmuls(config) * config.ffn_hidden_size)
+    reads_queries = 3 if config.attention.output_gate else 2  # q, o and the gate
+    return config.hidden_size * (reads_queries * queries + 2 * keys + _mlp_matmuls(config) * config.ffn_hidden_size)
+
+
+def _attention_vectors(config: TransformerConfig) -> int:
+    """The parameters of a layer's attention that no matmul uses: biases, norms of queries and keys, sinks."""
+    (queries, keys), attention = _widths(config), config.attention
+    total = 0
+    if config.qkv_bias:
+        total += queries * (2 if attention.output_gate else 1) + 2 * keys
+    if config.output_bias:
+        total += config.hidden_size
+    total += 2 * len(attention.norm_parameters) * config.kv_channels
+    return total + (config.num_attention_heads if attention.softmax == "learnable" else 0)
 
 
 def _widths(config: TransformerConfig) -> tuple[int, int]:

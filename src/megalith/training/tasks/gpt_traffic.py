@@ -92,13 +92,20 @@ def _layer_weights(model: TransformerConfig, tp_size: int, sequence: bool) -> li
     heads_are_shared = G % tp_size != 0
     key = Weight((G * D, H), split=None if heads_are_shared else 0, partial=heads_are_shared)
     fc1 = [Weight((F, H), split=0)] * (1 if model.gate_activation is None else 2)
-    columns = [Weight((A * D, H), split=0), key, key, *fc1]
+    reads_queries = 2 if model.attention.output_gate else 1
+    qkv = [*[Weight((A * D, H), split=0)] * reads_queries, key, key]
     rows = [Weight((H, A * D), split=1), Weight((H, F), split=1)]
-    biases = []
-    if model.add_bias_linear:
-        biases = [Weight(column.shape[:1], column.split, column.partial) for column in columns]
-        biases += [Weight((H,), partial=sequence)] * len(rows)
-    return [*columns, *rows, *biases, *_norm(model, sequence) * 2]
+    biased = [*(qkv if model.qkv_bias else []), *(fc1 if model.add_bias_linear else [])]
+    biases = [Weight(column.shape[:1], column.split, column.partial) for column in biased]
+    biases += [Weight((H,), partial=sequence)] * (model.output_bias + model.add_bias_linear)
+    return [*qkv, *fc1, *rows, *biases, *_of_heads(model), *_norm(model, sequence) * 2]
+
+
+def _of_heads(model: TransformerConfig) -> list[Weight]:
+    """Norms of queries and keys, which ranks of tp use for heads of their own, and learned sinks."""
+    norms = [Weight((model.kv_channels,), partial=True)] * (2 * len(model.attention.norm_parameters))
+    sinks = [Weight((model.num_attention_heads,), split=0)] if model.attention.softmax == "learnable" else []
+    return [*norms, *sinks]
 
 
 def _other_weights(model: TransformerConfig, stage: Stage, sequence: bool) -> list[Weight]:
