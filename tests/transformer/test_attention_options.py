@@ -14,6 +14,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
+from megalith.config import RopeConfig
 from megalith.numerics.dropout import DropoutKey, attention_keep_mask
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.local_ranges import local_ranges
@@ -22,7 +23,7 @@ from megalith.transformer.attention import SelfAttention
 from megalith.transformer.attention_mask import AttentionMask, Prefix
 from megalith.transformer.dropout import name_dropout_sites_
 from megalith.transformer.layer_context import KVCache, LayerContext
-from megalith.transformer.rotary import RotaryTable, rotary_table
+from megalith.transformer.rotary import RotaryTables, rotary_tables
 from tests.parallel.groups import collection, slice_of, whole
 from tests.rank_pool import ranks
 from tests.transformer.shapes import config, options
@@ -80,8 +81,8 @@ def x_of() -> Tensor:
     return torch.randn(S, B, H, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def table(start: int = 0, end: int = S) -> RotaryTable:
-    return rotary_table(torch.arange(start, end), D, 10000.0, torch.float64)
+def table(start: int = 0, end: int = S) -> RotaryTables:
+    return rotary_tables(torch.arange(start, end), D, RopeConfig(), torch.float64)
 
 
 def key() -> DropoutKey:

@@ -88,7 +88,6 @@ class TransformerConfig(SettingsGroup):
     )
     add_bias_linear: bool = Field(default=False, description="linear layers have biases")
     tie_word_embeddings: bool = Field(default=False, description="the output projection is the embedding table")
-    attention: AttentionConfig = Field(default_factory=AttentionConfig, description="attention of every layer")
     hidden_dropout: float = Field(
         default=0.0, ge=0, lt=1, description="[probability] of dropping a feature of the residual"
     )
