@@ -152,7 +152,7 @@ def _operations(device: str) -> dict[str, _Operation]:
             lambda x, weight: fusions.fused_rms_norm(x, weight, _EPS),
             lambda x, weight: functional.rms_norm(x, (_H,), weight, _EPS),
         ),
-        "residual + rms norm": _Operation(
+        "add and rms norm": _Operation(
             norm.OPERATOR,
             (leaf(1, _H), leaf(1, _H), weight, *norming),
             (x, residual, weight),

@@ -48,7 +48,7 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# the state of torch in which the implementation of an operator runs: nothing is recorded, and a view is no view
+# the state of torch in which the implementation of an operator runs: nothing is recorded
 below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
 any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
 

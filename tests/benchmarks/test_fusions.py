@@ -85,7 +85,7 @@ def test_a_clock_counts_seconds_of_one_call():
 
 def test_what_a_call_costs_is_told_for_a_norm_a_sum_a_gate_rope_and_attention():
     measured = calls.measure_calls("cpu", rounds=1)
-    names = ["rms norm", "residual + rms norm", "swiglu", "rope", "attention"]
+    names = ["rms norm", "add and rms norm", "swiglu", "rope", "attention"]
     titles = ("launching nothing", "training", "decoding")
     assert list(measured) == [f"{name}, {what}" for name in names for what in titles]
     assert calls.as_markdown({"a, training": {"Megalith": [3e-6, 4e-6], "torch": [2e-6, 2e-6]}}).splitlines()[-1] == (
