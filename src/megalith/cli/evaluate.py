@@ -38,10 +38,12 @@ def evaluate(
                 show_progress(done, total)
 
         try:
-            evaluation = evaluate_checkpoint(source, data, samples, progress=progress)
+            evaluations = evaluate_checkpoint(source, data, samples, progress=progress)
         finally:
             console.close()
-    show_text(
-        f"{evaluation.dataset}: loss {evaluation.loss:.4f} nats per token, perplexity {evaluation.perplexity:.2f}, "
-        f"over {evaluation.num_tokens:,} tokens, at step {evaluation.step}"
-    )
+    for evaluation in evaluations:
+        name = f"{evaluation.name}, " if evaluation.name else ""
+        show_text(
+            f"{name}{evaluation.dataset}: loss {evaluation.loss:.4f} nats per token, perplexity "
+            f"{evaluation.perplexity:.2f}, over {evaluation.num_tokens:,} tokens, at step {evaluation.step}"
+        )
