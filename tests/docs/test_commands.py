@@ -56,6 +56,8 @@ def write_texts(folder: Path) -> None:
     with gzip.open(folder / "b.txt.gz", "wt") as file:
         file.write("Twice upon a time. " * 50)
     (folder / "chapter.txt").write_text("Once")
+    question = {"context": "Once there were", "choices": [" ships", " names"], "answer": 0}
+    (folder / "questions.jsonl").write_text(json.dumps(question) + "\n")
 
 
 def here_in(folder: Path, *arguments: str) -> Ended:
