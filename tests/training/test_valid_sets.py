@@ -18,6 +18,7 @@ from megalith.observe.units import perplexity
 from megalith.storage import LocalStore
 from megalith.training import callbacks
 from megalith.training.evaluation import Evaluation
+from megalith.training.inference import evaluate_checkpoint
 from megalith.training.pretrain import pretrain
 from megalith.training.setup import RunParts
 from tests.program import here, write_settings
@@ -203,6 +204,12 @@ def test_eval_measures_each_set_or_the_data_that_are_given(tmp_path):
     for line, (name, numbers) in zip(found.out.splitlines(), record["valid_sets"].items(), strict=True):
         loss = f"loss {numbers['loss']:.4f} nats per token, perplexity {numbers['perplexity']:.2f}"
         assert line == f"{name}, {sets[name]}: {loss}, over {numbers['tokens']} tokens, at step 1"
+    seen: list[tuple[int, int]] = []
+    evaluate_checkpoint(tree["run"], None, None, progress=lambda *progress: seen.append(progress))
+    total = seen[0][1]
+    assert seen[0] == (0, total)
+    assert seen[-1] == (total, total)
+    assert seen == sorted(seen)
     alone = here("eval", tree["run"], "--data", sets["code"]).out
     assert alone == found.out.splitlines()[1].removeprefix("code, ") + "\n"
     for file in tmp_path.glob("code.*"):

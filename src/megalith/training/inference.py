@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def evaluate_checkpoint(
 
     Args:
         task: as in ``load_model``.
-        progress: as in ``evaluate``, for one dataset after the other.
+        progress: told the samples done and how many there are, of all datasets together.
 
     Raises:
         ConfigError: ``max_samples`` is below 1.
@@ -134,8 +135,9 @@ def evaluate_checkpoint(
             way_out = "name other data with --data PREFIX"
             raise DataError(f"{valid_setting(name)} of {source}: {error}; {way_out}") from error
     trained = load_model(checkpoint, task)
+    sizes = [len(each) if max_samples is None else min(max_samples, len(each)) for each in held_out.values()]
     losses = []
-    for name, prefix in prefixes.items():
+    for number, (name, prefix) in enumerate(prefixes.items()):
         found = evaluate(
             trained.task,
             Pipeline([trained.model]),
@@ -144,7 +146,7 @@ def evaluate_checkpoint(
             options=trained.options,
             device=trained.device,
             max_samples=max_samples,
-            progress=progress,
+            progress=partial(_progress_of_part, progress, sum(sizes[:number]), sum(sizes)),
         )
         if not found.num_tokens:
             raise DataError(
@@ -152,6 +154,10 @@ def evaluate_checkpoint(
             )
         losses.append(CheckpointLoss(name, prefix, found.loss, found.num_tokens, trained.step))
     return losses
+
+
+def _progress_of_part(progress: Callable[[int, int], None], before: int, total: int, done: int, _: int) -> None:
+    progress(before + done, total)
 
 
 def _check_fits(dataset: IndexedDataset, folder: Store, config: RunConfig) -> None:
