@@ -119,6 +119,7 @@ def test_a_long_context_leaves_room_for_what_is_generated(scores):
     ids = generate(scores.model, kept, 8, sampling=Sampling(0.0), seed=0, end_token=scores.tokenizer.eod)
     [text] = model.generate_until(requests((long, {"until": [], "max_gen_toks": 8})))
     assert text == scores.tokenizer.decode(ids)
+    assert model.generate_until(requests(("Once", {})))  # a task that says nothing gets what there is room for
     with pytest.raises(ConfigError, match=r"max_gen_toks must be from 1 to 23, .*; got 24"):
         model.generate_until(requests(("Once", {"max_gen_toks": 24})))
 

@@ -72,7 +72,7 @@ class _Methods:
 
     def _generated(self, context: str, gen_kwargs: Mapping[str, Any]) -> str:
         tokenizer, room = self.scorer.tokenizer, self.scorer.longest
-        until, num_new = gen_kwargs.get("until") or [], gen_kwargs.get("max_gen_toks", _MAX_GEN_TOKS)
+        until, num_new = gen_kwargs.get("until") or [], gen_kwargs.get("max_gen_toks", min(_MAX_GEN_TOKS, room - 1))
         stops = [until] if isinstance(until, str) else list(until)
         if not 0 < num_new < room:
             raise ConfigError(
