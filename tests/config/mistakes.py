@@ -247,6 +247,12 @@ MISTAKES = [
     ),
     Mistake({"train.batch_size_schedule_unit": "tokens"}, r"no effect without train.batch_size_schedule"),
     Mistake({"train.evaluation.every": 10}, r"train.evaluation needs data.valid, .*; remove train.evaluation$"),
+    Mistake({"data.valid": {}}, r"data.valid must have 1 entries or more; got {}; use data.valid=null$"),
+    Mistake({"data.valid": ["a"]}, r"data.valid must be text; got \['a'\]"),
+    Mistake({"data.valid": {"web": "a", "co.de": "b"}}, r"data.valid.co.de must be a name of letters, digits, _ and -"),
+    Mistake({"data.valid": {"web": "a", "code": 3}}, r"data.valid.code must be text; got 3; use data.valid=null$"),
+    Mistake({"data.valid": {"web": {"a": "b"}}}, r"data.valid.web must be text; got {'a': 'b'}"),
+    Mistake({"data.valid": {"web": ""}}, r"data.valid.web must not be empty"),
     Mistake({"checkpoint.keep_best": True}, r"keep_best needs data.valid, .*; use checkpoint.keep_best=false$"),
     Mistake(
         {"checkpoint.keep_best": True, "data.valid": "held_out", "train.evaluation.every": 10},

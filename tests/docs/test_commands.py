@@ -58,6 +58,8 @@ def write_texts(folder: Path) -> None:
         file.write("Twice upon a time. " * 50)
     (folder / "chapter.txt").write_text("Once")
     shutil.copytree(ROOT / "tests/models/megatron/gpt-tp1", folder / "checkpoints" / "iter_0010000")
+    question = {"context": "Once there were", "choices": [" ships", " names"], "answer": 0}
+    (folder / "questions.jsonl").write_text(json.dumps(question) + "\n")
 
 
 def here_in(folder: Path, *arguments: str) -> Ended:

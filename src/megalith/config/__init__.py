@@ -25,6 +25,7 @@ from megalith.config.run_config import (
     RunConfig,
     TrainConfig,
     batch_size_stages,
+    valid_setting,
 )
 from megalith.config.schema import json_schema
 from megalith.config.suggestions import violations
@@ -61,5 +62,6 @@ __all__ = [
     "preset_names",
     "read_tree",
     "recipe_names",
+    "valid_setting",
     "violations",
 ]

@@ -3,7 +3,7 @@
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -93,6 +93,8 @@ def _type(annotation: Any) -> str:
         return ", ".join(_type(argument) for argument in arguments)
     if origin is typing.Annotated:
         return _type(arguments[0])
+    if origin is Mapping:
+        return f"{_type(arguments[1])} by name"
     if origin is tuple:
         kind = "entries, below" if arguments[0] is ParamGroupOverride else _type(arguments[0])
         return f"list of {kind}{'s' if kind == 'number' else ''}"
