@@ -8,6 +8,7 @@ from megalith.config import TransformerConfig
 from megalith.config.draft import round_up
 from megalith.models.hf.family import Family, Place
 from megalith.models.hf.fields import Fields
+from megalith.models.hf.parameters import left_open
 
 __all__ = ["LLAMA"]
 
@@ -16,17 +17,12 @@ def _read_rest(fields: Fields) -> Mapping[str, Any]:
     activation = fields.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         fields.refuse(f"hidden_act must be 'silu', half of our swiglu; got {activation!r}")
-    attention_bias, mlp_bias = fields.get("attention_bias", False), fields.get("mlp_bias", False)
-    if attention_bias != mlp_bias:
-        fields.refuse(
-            f"attention_bias ({attention_bias}) and mlp_bias ({mlp_bias}) must be equal: "
-            f"our add_bias_linear sets both at once"
-        )
     fields.optional("max_position_embeddings", int)  # rotary positions have no table, so no bound
     return {
         "normalization": "RMSNorm",
         "activation": "swiglu",
-        "add_bias_linear": attention_bias,
+        "add_bias_linear": fields.get("attention_bias", False),
+        "mlp_bias": fields.get("mlp_bias", False),
         "position_embedding_type": "rope",
         "rope": {"base": _rotary_base(fields)},
     }
@@ -37,7 +33,7 @@ def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> Mapp
     return {
         "hidden_act": "silu",
         "attention_bias": config.add_bias_linear,
-        "mlp_bias": config.add_bias_linear,
+        "mlp_bias": config.mlp_bias,
         "max_position_embeddings": max_position_embeddings,
         "rope_theta": config.rope.base,  # transformers 4 reads this, transformers 5 the next
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.base},
@@ -50,6 +46,8 @@ def _allowed(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
         "position_embedding_type": ("rope",),
         "activation": ("swiglu",),
         "hidden_dropout": (0.0,),
+        "embedding_dropout": (0.0,),
+        **left_open(config, "rope.base", "residual.embedding_dropout", "residual.fp32"),
         # LlamaConfig refuses others, whatever the size of a head
         "hidden_size": (round_up(config.hidden_size, config.num_attention_heads),),
     }

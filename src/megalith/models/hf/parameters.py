@@ -4,15 +4,30 @@ Alphabet: H hidden, A heads, G kv groups, D head size, F ffn hidden, V vocabular
 """
 
 from collections.abc import Mapping
+from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, ConfigError
 
-__all__ = ["Shape", "check", "parameter_shapes", "require"]
+__all__ = ["Shape", "check", "left_open", "parameter_shapes", "require"]
 
 Shape = tuple[int, ...]
 
+# the norms of a layer, by model.residual.norm_placement
+_NORMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "pre": ("input_layernorm", "post_attention_layernorm"),
+        "post": ("post_attention_layernorm", "post_mlp_layernorm"),
+        "sandwich": (
+            "input_layernorm",
+            "self_attn_output_layernorm",
+            "post_attention_layernorm",
+            "mlp_output_layernorm",
+        ),
+    }
+)
 _MOST_TOLD = 50  # tensors that do not fit; a wrong number of layers makes thousands
 
 
@@ -30,7 +45,8 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, Shape]:
         shapes["model.embed_positions.weight"] = (config.max_position_embeddings, H)
     for layer in range(config.num_layers):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
-    shapes |= _norm("model.norm", config)
+    if config.residual.norm_placement != "post":
+        shapes |= _norm("model.norm", config)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (V, H)
     return shapes
@@ -52,14 +68,32 @@ def check(found: Mapping[str, Shape], wanted: Mapping[str, Shape], source: str) 
 
 
 def require(architecture: str, config: TransformerConfig, **allowed: tuple[Any, ...]) -> None:
-    """Raises ConfigError naming every field of ``config`` that has none of its ``allowed`` values."""
+    """Raises ConfigError naming every field of ``config`` that has none of its ``allowed`` values.
+
+    Fields of nested groups go by their dotted names; those that are not in ``allowed`` must have their defaults.
+    """
     wrong = [
-        f"{name} must be {' or '.join(map(repr, values))}; got {getattr(config, name)!r}"
-        for name, values in allowed.items()
-        if getattr(config, name) not in values
+        f"{name} must be {' or '.join(map(repr, values))}; got {value!r}"
+        for name, values in (_nested_defaults(config) | allowed).items()
+        if (value := attrgetter(name)(config)) not in values
     ]
     if wrong:
         raise ConfigError(f"{architecture} cannot represent this model:\n- " + "\n- ".join(wrong))
+
+
+def left_open(config: TransformerConfig, *names: str) -> dict[str, tuple[Any, ...]]:
+    """For ``require``: settings of nested groups that may be anything."""
+    return {name: (attrgetter(name)(config),) for name in names}
+
+
+def _nested_defaults(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
+    """The default of every field of the nested groups that ``config`` has."""
+    return {
+        f"{name}.{field}": (info.default,)
+        for name, group in config.nested_groups.items()
+        if getattr(config, name) is not None
+        for field, info in group.model_fields.items()
+    }
 
 
 def _layer_shapes(config: TransformerConfig) -> dict[str, Shape]:
@@ -70,10 +104,12 @@ def _layer_shapes(config: TransformerConfig) -> dict[str, Shape]:
     if config.gate_activation is not None:
         linears["mlp.gate_proj"] = (F, H)
     linears |= {"mlp.up_proj": (F, H), "mlp.down_proj": (H, F)}
-    shapes: dict[str, Shape] = _norm("input_layernorm", config) | _norm("post_attention_layernorm", config)
+    shapes: dict[str, Shape] = {}
+    for name in _NORMS[config.residual.norm_placement]:
+        shapes |= _norm(name, config)
     for name, shape in linears.items():
         shapes[f"{name}.weight"] = shape
-        if config.add_bias_linear:
+        if config.mlp_bias if name.startswith("mlp.") else config.add_bias_linear:
             shapes[f"{name}.bias"] = shape[:1]
     return shapes
 

@@ -6,8 +6,10 @@ Parameters, for L layers, H hidden, A heads, G kv groups, D head size, F ffn, V 
     P H                                       learned positions, P = max_position_embeddings
     per layer   H (A + 2G) D + A D H          q, k, v and o
                 m H F                         mlp: m = 3 gated (gate, up, down), else 2 (fc1, fc2)
-                (A + 2G) D + H + (m - 1) F + H    biases, with add_bias_linear
-    (2L + 1) H                                norms, twice as many with a LayerNorm's bias
+                (A + 2G) D + H                biases of attention, with add_bias_linear
+                (m - 1) F + H                 biases of the mlp, with mlp_bias
+    (2L + 1) H                                norms, twice as many with a LayerNorm's bias; 4L + 1 of them around
+                                              attention and mlp (sandwich), 2L after them (post)
 
 Model FLOPs of a token: a multiply and an add for every weight that a matmul uses, and the two matmuls of attention
 over the S/2 positions that a causal mask leaves to a token on average; the backward costs twice the forward:
@@ -34,8 +36,11 @@ def parameters(config: TransformerConfig, vocab_size: int) -> int:
         total += config.max_position_embeddings * H
     if config.add_bias_linear:
         queries, keys = _widths(config)
-        total += L * (queries + 2 * keys + H + (_mlp_matmuls(config) - 1) * config.ffn_hidden_size + H)
-    return total + (2 * L + 1) * H * (2 if config.normalization == "LayerNorm" else 1)
+        total += L * (queries + 2 * keys + H)
+    if config.mlp_bias:
+        total += L * ((_mlp_matmuls(config) - 1) * config.ffn_hidden_size + H)
+    num_norms = {"pre": 2 * L + 1, "post": 2 * L, "sandwich": 4 * L + 1}[config.residual.norm_placement]
+    return total + num_norms * H * (2 if config.normalization == "LayerNorm" else 1)
 
 
 def flops_per_token(config: TransformerConfig, vocab_size: int, seq_length: int) -> int:
