@@ -70,16 +70,19 @@ class GPTDecoder(nn.Module):
         ``hidden`` has that shape too: what the stage before gave, for a stage without the embedding.
         """
         if self.stage.has_embedding:
-            hidden = self._embed(tokens, position_ids, context)
+            hidden = self._begin(tokens, position_ids, context)
         x: Tensor = self.layers(hidden, context, caches)
         return x if self.norm is None else self.norm(x)
 
-    def _embed(self, tokens: Tensor, position_ids: Tensor, context: LayerContext) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The vectors of ``tokens``, times their factor, in the dtype of the residual stream; shapes as ``forward``."""
         assert self.embed_tokens is not None, "built in this stage"
         x: Tensor = self.embed_tokens(tokens)  # [S, B, H]
         x, multiplier = x.to(hidden_dtype(self.config, x.dtype)), self.config.multipliers.embedding
-        if multiplier != 1.0:
-            x = x * multiplier
+        return x if multiplier == 1.0 else x * multiplier
+
+    def _begin(self, tokens: Tensor, position_ids: Tensor, context: LayerContext) -> Tensor:
+        x = self.embed(tokens)
         if self.embed_positions is not None:
             x = x + self.embed_positions(position_ids)
         drops = self.embedding_dropout.of(context.hidden_dropout_key)

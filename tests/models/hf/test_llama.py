@@ -13,6 +13,8 @@ SHAPES = {
     "grouped-query, untied": {},
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
+    "biases of attention alone": {"attention_bias": True},
+    "biases of the mlp alone": {"mlp_bias": True},
     "heads wider than hidden / heads": {"head_dim": 16},
     "one key and value for all heads": {"num_key_value_heads": 1},
 }
@@ -106,6 +108,29 @@ def test_a_model_that_is_no_llama_is_not_written_as_one():
         LLAMA.config_to_hf(gpt, max_position_embeddings=8, dtype="float32", eos_token_id=None)
     with pytest.raises(ConfigError, match="LlamaForCausalLM cannot represent"):
         LLAMA.to_hf({}, gpt)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("activation", "geglu"),
+        ("glu", {"clamp": 7.0}),
+        ("glu", {"offset": 1.0}),
+        ("residual", {"norm_placement": "sandwich"}),
+        ("residual", {"zero_centered_norm": True}),
+        ("residual", {"embedding_dropout": 0.1}),
+        ("multipliers", {"embedding": 2.0}),
+        ("multipliers", {"residual": 2.0}),
+        ("multipliers", {"logits": 2.0}),
+        ("multipliers", {"logit_softcap": 2.0}),
+    ],
+)
+def test_what_changes_the_network_and_no_llama_has_is_not_written(setting, value):
+    shape = {"vocab_size": 8, "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    LLAMA.require(TransformerConfig(**shape, residual={"fp32": True}))  # the same function
+    field = next(iter(value)) if isinstance(value, dict) else setting
+    with pytest.raises(ConfigError, match=rf"{field} must be .*; got"):
+        LLAMA.require(TransformerConfig(**shape, **{setting: value}))
 
 
 def test_every_tensor_that_does_not_fit_is_listed():
