@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.hf import GPT2
+from megalith.models.hf import GPT2, fitting
 from tests.models.hf import peers
 
 SHAPES = {
@@ -86,6 +86,10 @@ def test_the_embedding_may_drop_another_share_than_the_residual_stream():
     assert (config.hidden_dropout, config.embedding_dropout) == (0.2, 0.3)
     exported = GPT2.config_to_hf(config, max_position_embeddings=24, dtype="float32", eos_token_id=None)
     assert (exported["resid_pdrop"], exported["embd_pdrop"]) == (0.2, 0.3)
+
+
+def test_it_is_the_family_of_a_model_without_rotary_positions():
+    assert fitting(GPT2.config_from_hf(GPT2Config(**peers.GPT2).to_dict())) is GPT2
 
 
 def test_a_model_that_is_no_gpt2_is_not_written_as_one():

@@ -4,7 +4,6 @@ Alphabet: H hidden, A heads, G kv groups, D head size, F ffn hidden, V vocabular
 """
 
 from collections.abc import Mapping
-from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -75,7 +74,7 @@ def require(architecture: str, config: TransformerConfig, **allowed: tuple[Any, 
     wrong = [
         f"{name} must be {' or '.join(map(repr, values))}; got {value!r}"
         for name, values in (_nested_defaults(config) | allowed).items()
-        if (value := attrgetter(name)(config)) not in values
+        if (value := _setting(config, name)) not in values
     ]
     if wrong:
         raise ConfigError(f"{architecture} cannot represent this model:\n- " + "\n- ".join(wrong))
@@ -83,7 +82,14 @@ def require(architecture: str, config: TransformerConfig, **allowed: tuple[Any, 
 
 def left_open(config: TransformerConfig, *names: str) -> dict[str, tuple[Any, ...]]:
     """For ``require``: settings of nested groups that may be anything."""
-    return {name: (attrgetter(name)(config),) for name in names}
+    return {name: (_setting(config, name),) for name in names}
+
+
+def _setting(config: TransformerConfig, name: str) -> Any:
+    """The value of the setting with the dotted ``name``; None in a group that is not there."""
+    group, _, field = name.rpartition(".")
+    owner = getattr(config, group) if group else config
+    return None if owner is None else getattr(owner, field)
 
 
 def _nested_defaults(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:

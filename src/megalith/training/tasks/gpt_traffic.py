@@ -33,6 +33,7 @@ def gpt_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffic
     sequence = config.parallel.sequence
     num_tokens = config.data.seq_length // layout.context * config.train.micro_batch_size
     X = num_tokens * model.hidden_size * dtype.itemsize  # [S/cp, B, H]
+    hidden_bytes = num_tokens * model.hidden_size * hidden_dtype(model, dtype).itemsize
     whole = Passes()
     if stage.has_embedding:
         whole += leave_traffic(X, tp, sequence)
@@ -47,14 +48,8 @@ def gpt_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffic
         units=[_layer_weights(model, tp, sequence)] * len(stage.layers),
         rest=_other_weights(model, stage, sequence),
         shared=[embedding] if tied_apart else [],
-        hidden_bytes=_hidden_bytes(config, X // tp if sequence else X),
+        hidden_bytes=hidden_bytes // tp if sequence else hidden_bytes,
     )
-
-
-def _hidden_bytes(config: RunConfig, here: int) -> int:
-    """Bytes of the hidden states between stages, which take ``here`` in the dtype of the computation."""
-    dtype = DTYPES[config.precision.dtype]
-    return here // dtype.itemsize * hidden_dtype(config.model, dtype).itemsize
 
 
 def _layer(config: RunConfig, layout: Layout, X: int) -> Traffic:

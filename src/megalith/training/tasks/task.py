@@ -100,7 +100,7 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
         raise NotImplementedError
 
     def hidden_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
-        """Its dtype, of a model that computes in ``compute_dtype``; by default that."""
+        """The dtype of what a stage gives the next, where the model computes in ``compute_dtype``; by default that."""
         return compute_dtype
 
     @abstractmethod
