@@ -269,6 +269,7 @@ def test_logits_have_their_factor_and_then_their_bound_wherever_they_are_made(fu
 @pytest.mark.parametrize("placement", ["pre", "sandwich"])
 def test_a_residual_stream_in_float32_loses_less_in_many_layers(placement):
     exact = built(num_layers=24, residual={"norm_placement": placement})
+    exact.load_state_dict({name: weight.bfloat16() for name, weight in exact.state_dict().items()})
     errors = []
     for fp32 in (False, True):
         residual = {"norm_placement": placement, "fp32": fp32}
