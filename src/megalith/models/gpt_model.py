@@ -218,7 +218,8 @@ class GPTModel(ModelModule):
 
     def _logits(self, head: ColumnParallelLinear, x: Tensor) -> Tensor:
         """[S, B, V/tp] of hidden states as ``_losses`` takes them."""
-        logits, softcap = head(self._before_head(x), self._tied_weight()), self.config.multipliers.logit_softcap
+        logits: Tensor = head(self._before_head(x), self._tied_weight())
+        softcap = self.config.multipliers.logit_softcap
         if softcap is None:
             return logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
