@@ -98,6 +98,16 @@ MISTAKES = [
     ),
     Mistake({"model.max_position_embeddings": 64}, r"has no effect with model.position_embedding_type=rope"),
     Mistake(LEARNED | {"model.rope.base": 1e4}, r"rope.base \(10000.0\) has no effect with .*=learned_absolute"),
+    Mistake(
+        {"model.activation": "gelu", "model.glu.clamp": 7.0}, r"glu.clamp \(7.0\) has no effect with .*=gelu, only"
+    ),
+    Mistake(
+        {"model.residual.norm_placement": "post", "model.residual.fp32": True},
+        r"residual.fp32 \(True\) has no effect with model.residual.norm_placement=post, only with .*=pre or sandwich",
+    ),
+    Mistake({"model.residual.norm_placement": "after"}, r"norm_placement must be .*'sandwich'; got 'after'; use"),
+    Mistake({"model.multipliers.logit_softcap": 0.0}, r"logit_softcap must be above 0.0; got 0.0"),
+    Mistake({"model.final_logit_softcapping": 30.0}, r"did you mean model.multipliers.logit_softcap\?"),
     # the layout
     Mistake({"parallel.tensor": 8}, r"heads \(12\) must be divisible by parallel.tensor \(8\); use .*tensor=4"),
     Mistake(

@@ -204,11 +204,14 @@ def test_every_matrix_product_is_the_one_of_the_options(shape, of_a_layer):
     assert shapes[-1] == (V, 16), "the output projection too, of tied embeddings as well"
 
 
-def on_this_rank(shape: str, sequence_parallel: bool) -> dict[str, Tensor]:
+ENDS = {"multipliers": {"embedding": 3.0, "logits": 2.0, "logit_softcap": 1.5}, "residual": {"norm_placement": "post"}}
+
+
+def on_this_rank(shape: str, sequence_parallel: bool, changes: dict[str, Any]) -> dict[str, Tensor]:
     """Logits, losses, and the whole gradients of each."""
     groups = collection(dist.get_world_size())
     build = options(pg_collection=groups, sequence_parallel=sequence_parallel)
-    model = GPTModel(config(shape, num_query_groups=4, **DROPS), build, seed=1)
+    model = GPTModel(config(shape, num_query_groups=4, **DROPS, **changes), build, seed=1)
     return results(model)
 
 
@@ -224,12 +227,15 @@ def results(model: GPTModel) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "shape", "sequence_parallel"), [(2, "llama", True), (4, "llama", False), (4, "gpt2", True)]
+    ("num_ranks", "shape", "sequence_parallel", "changes"),
+    [(2, "llama", True, {}), (2, "llama", True, ENDS), (4, "llama", False, {}), (4, "gpt2", True, {})],
 )
-def test_split_over_tp_logits_are_whole_on_every_rank_and_all_gradients_the_same(num_ranks, shape, sequence_parallel):
-    want = results(GPTModel(config(shape, num_query_groups=4, **DROPS), options(), seed=1))
+def test_split_over_tp_logits_are_whole_on_every_rank_and_all_gradients_the_same(
+    num_ranks, shape, sequence_parallel, changes
+):
+    want = results(GPTModel(config(shape, num_query_groups=4, **DROPS, **changes), options(), seed=1))
     assert want["logits"].shape == (B, S, V)
-    for got in ranks(num_ranks, on_this_rank, shape, sequence_parallel):
+    for got in ranks(num_ranks, on_this_rank, shape, sequence_parallel, changes):
         torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
 
 

@@ -183,6 +183,35 @@ def test_compiled_layers_exchange_what_is_counted(parallel, tmp_path):
         renew_ranks()  # a compiler leaves threads and workers behind
 
 
+# settings of layers, and what they change: weights, what is computed again, the bytes between stages
+LAYERS: list[tuple[str, dict[str, Any]]] = [
+    ("tensor 2, sequence", {"model": {"residual": {"norm_placement": "sandwich"}}, "train": {"recompute": "full"}}),
+    ("pipeline 2", {"model": {"residual": {"fp32": True}}, "precision": {"dtype": "bfloat16"}}),
+    ("tensor 2, sequence", {"model": {"residual": {"norm_placement": "post"}}, "train": {"recompute": "full"}}),
+    ("tensor 2, sequence", {"model": {"residual": {"norm_placement": "post"}, "normalization": "LayerNorm"}}),
+    (
+        "tensor 2, sequence",
+        {
+            "model": {"residual": {"norm_placement": "post"}},
+            "train": {"recompute": "selective", "recompute_modules": ["layernorm", "mlp"]},
+        },
+    ),
+    ("tensor 2, sequence", {"model": {"mlp_bias": True, "activation": "squared_relu"}}),
+    ("tensor 2 x shard 2, sequence, packed", {"model": {"mlp_bias": True, "activation": "geglu"}}),
+    ("tensor 2", {"model": {"add_bias_linear": True, "mlp_bias": False}}),
+    ("pipeline 2 x tensor 2, sequence", {"model": {"residual": {"norm_placement": "post"}}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [pytest.param(*each, marks=[] if number < 2 else [pytest.mark.slow]) for number, each in enumerate(LAYERS)],
+)
+def test_layers_of_other_settings_exchange_what_is_counted(name, changes, tmp_path):
+    num_ranks, groups = LAYOUTS[name]
+    check(settings(tmp_path, **{**groups, **changes}), num_ranks)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [row for row in layouts(0) if world_size(row) > 1], ids=name_of)
 def test_ranks_exchange_what_is_counted_wherever_two_settings_meet(row, tmp_path):

@@ -37,7 +37,8 @@ class Model(DeclaringModule):
 
     def __init__(self, shape: str, *, recompute: str = "none", **changes: object) -> None:
         super().__init__()
-        settings, build = config(shape, **DROPS), options(**changes)
+        of_build = {name: changes.pop(name) for name in ("pg_collection", "sequence_parallel") if name in changes}
+        settings, build = config(shape, **{**DROPS, **changes}), options(**of_build)
         self.sequence_group = build.pg_collection.tp if build.sequence_parallel else None
         self.layers = nn.ModuleList(TransformerLayer(settings, build, LayerSpec()) for _ in range(2))
         name_dropout_sites_(self)
@@ -88,6 +89,36 @@ def test_it_adds_attention_and_then_the_feed_forward_each_after_a_norm_and_dropo
     h = x_of() + dropout(attended, 0.2, attention)
     want = h + dropout(layer.mlp(layer.post_attention_layernorm(h), context), 0.2, feed_forward)
     assert torch.equal(layer(x_of(), context), want)
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "sandwich"])
+def test_norms_are_where_their_placement_says_and_what_is_added_has_its_factor(placement):
+    settings = {"residual": {"norm_placement": placement}, "multipliers": {"residual": 0.3}}
+    layer, context = built(**settings).layers[1], context_of(key())
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(layer.named_parameters()):
+            if name.endswith("layernorm.weight"):
+                parameter.add_(0.1 * number)  # no norm in another's place
+    tokens = replace(key(), tokens=key().tokens.t())  # [S, B]
+
+    def dropped(y: Tensor, name: str) -> Tensor:
+        return dropout(0.3 * y, 0.2, tokens.named(name_number(f"layers.1.{name}")))
+
+    x = x_of()
+    if placement == "pre":
+        h = x + dropped(layer.self_attn(layer.input_layernorm(x), context), "self_attn_dropout")
+        want = h + dropped(layer.mlp(layer.post_attention_layernorm(h), context), "mlp_dropout")
+    elif placement == "post":
+        h = layer.post_attention_layernorm(x + dropped(layer.self_attn(x, context), "self_attn_dropout"))
+        want = layer.post_mlp_layernorm(h + dropped(layer.mlp(h, context), "mlp_dropout"))
+    else:
+        attended = layer.self_attn_output_layernorm(layer.self_attn(layer.input_layernorm(x), context))
+        h = x + dropped(attended, "self_attn_dropout")
+        fed = layer.mlp_output_layernorm(layer.mlp(layer.post_attention_layernorm(h), context))
+        want = h + dropped(fed, "mlp_dropout")
+    norms = [name for name, _ in layer.named_children() if name.endswith("norm")]
+    assert len(norms) == {"pre": 2, "post": 2, "sandwich": 4}[placement]
+    torch.testing.assert_close(layer(x, context), want, rtol=EXACT, atol=EXACT)
 
 
 class Halved(nn.Module):

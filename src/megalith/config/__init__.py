@@ -3,8 +3,10 @@
 from megalith.config import experimental
 from megalith.config.attention_config import AttentionConfig
 from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
+from megalith.config.glu_config import GluConfig
 from megalith.config.loading import as_tree, dump_yaml, load_run, read_tree
 from megalith.config.model_parallel_config import ModelParallelConfig
+from megalith.config.multipliers_config import MultipliersConfig
 from megalith.config.optim_config import (
     AdamWConfig,
     OptimConfig,
@@ -14,6 +16,7 @@ from megalith.config.optim_config import (
     WSDConfig,
 )
 from megalith.config.recipes import preset_names, recipe_names
+from megalith.config.residual_config import ResidualConfig
 from megalith.config.rope_config import RopeConfig, RopeScalingConfig
 from megalith.config.run_config import (
     CheckpointConfig,
@@ -39,11 +42,14 @@ __all__ = [
     "DataConfig",
     "EvaluationConfig",
     "GenerationConfig",
+    "GluConfig",
     "LossScaleConfig",
     "ModelParallelConfig",
+    "MultipliersConfig",
     "OptimConfig",
     "ParamGroupOverride",
     "PrecisionConfig",
+    "ResidualConfig",
     "RopeConfig",
     "RopeScalingConfig",
     "RunConfig",

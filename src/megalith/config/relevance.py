@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from megalith.config.activations import GATES
 from megalith.config.dotted import parent
 from megalith.config.draft import Draft, Violation
 
@@ -35,6 +36,8 @@ _SCHEDULES_THAT_END = ("linear", "cosine", "WSD")
 # a field, or a nested group with all of its fields; each beside the field that it needs
 CONDITIONS: Mapping[str, Condition] = MappingProxyType(
     {
+        "model.glu": Condition("model.activation", tuple(GATES)),
+        "model.residual.fp32": Condition("model.residual.norm_placement", ("pre", "sandwich")),
         "model.rope": Condition("model.position_embedding_type", ("rope",)),
         "model.rope.scaling.original_max_position_embeddings": Condition(_SCALING, ("llama3", "yarn")),
         **dict.fromkeys((f"model.rope.scaling.{name}" for name in _LLAMA3), Condition(_SCALING, ("llama3",))),

@@ -69,13 +69,13 @@ def _table(settings: type[SettingsGroup]) -> Iterator[str]:
     yield "| field | type | default | unit | meaning |"
     yield "| --- | --- | --- | --- | --- |"
     for name, field in settings.model_fields.items():
-        if name in settings.nested_groups and "." not in settings.name_of(name):
-            continue  # it has a heading of its own
+        if name in settings.nested_groups and not settings.dotted_name:
+            continue  # it has a heading of its own, of the first level
         condition = CONDITIONS.get(settings.name_of(name))
         only = f"; only {condition}" if condition is not None else ""
         unit, _, meaning = (field.description or "").rpartition("] ")
         if name in settings.nested_groups:
-            is_off = settings.is_optional(name) and condition is None
+            is_off = condition is None and settings.is_optional(name)
             kind, default = f"group {settings.name_of(name)}", "`null`" if is_off else "worked out"
         else:
             kind, default = _type(field.annotation), _default(field)

@@ -30,7 +30,7 @@ from megalith.transformer.rotary import rotary_tables
 from megalith.transformer.stack import LayerStack
 from megalith.transformer.stage import Stage
 
-__all__ = ["GPTModel", "hidden_shape"]
+__all__ = ["GPTModel", "hidden_dtype", "hidden_shape"]
 
 
 class GPTDecoder(nn.Module):
@@ -44,7 +44,9 @@ class GPTDecoder(nn.Module):
         learned = config.position_embedding_type == "learned_absolute"
         self.stage = stage
         self.layers = LayerStack(config, options, stage.layers, spec_of)
-        self.norm = Normalization(config, options) if stage.has_head else None
+        # the last layer of post-norm ends in a norm of its own
+        has_norm = stage.has_head and config.residual.norm_placement != "post"
+        self.norm = Normalization(config, options) if has_norm else None
         self.embed_tokens: VocabParallelEmbedding | None = None
         self.embed_positions: LearnedPositions | None = None
         if stage.has_embedding or (stage.has_head and config.tie_word_embeddings):
@@ -52,7 +54,8 @@ class GPTDecoder(nn.Module):
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, options, std=std)
         if stage.has_embedding and learned:
             self.embed_positions = LearnedPositions(config, options)
-        self.embedding_dropout = DropoutSite(config.hidden_dropout)
+        self.embedding_dropout = DropoutSite(config.embedding_dropout)
+        self.config = config
 
     def forward(
         self,
@@ -67,15 +70,23 @@ class GPTDecoder(nn.Module):
         ``hidden`` has that shape too: what the stage before gave, for a stage without the embedding.
         """
         if self.stage.has_embedding:
-            assert self.embed_tokens is not None, "built in this stage"
-            hidden = self.embed_tokens(tokens)  # [S, B, H]
-            if self.embed_positions is not None:
-                hidden = hidden + self.embed_positions(position_ids)
-            drops = self.embedding_dropout.of(context.hidden_dropout_key)
-            if drops is not None and drops.key is not None:
-                hidden = dropout(hidden, drops.p, drops.key)
+            hidden = self._begin(tokens, position_ids, context)
         x: Tensor = self.layers(hidden, context, caches)
         return x if self.norm is None else self.norm(x)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The vectors of ``tokens``, times their factor, in the dtype of the residual stream; shapes as ``forward``."""
+        assert self.embed_tokens is not None, "built in this stage"
+        x: Tensor = self.embed_tokens(tokens)  # [S, B, H]
+        x, multiplier = x.to(hidden_dtype(self.config, x.dtype)), self.config.multipliers.embedding
+        return x if multiplier == 1.0 else x * multiplier
+
+    def _begin(self, tokens: Tensor, position_ids: Tensor, context: LayerContext) -> Tensor:
+        x = self.embed(tokens)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(position_ids)
+        drops = self.embedding_dropout.of(context.hidden_dropout_key)
+        return x if drops is None or drops.key is None else dropout(x, drops.p, drops.key)
 
 
 class GPTModel(ModelModule):
@@ -194,7 +205,7 @@ class GPTModel(ModelModule):
         if self.lm_head is None:
             return x
         if labels is None:
-            return self._gather(self.lm_head(x, self._tied_weight())).transpose(0, 1)  # [B, S, V]
+            return self._gather(self._logits(self.lm_head, x)).transpose(0, 1)  # [B, S, V]
         # FSDP2 hooks what a forward returns, and warns of a view
         return self._losses(self.lm_head, x, labels.t()).t().clone()
 
@@ -202,13 +213,28 @@ class GPTModel(ModelModule):
         """[S, B] of hidden states [S, B, H], [S/tp, B, H] under sequence parallelism."""
         V, tp_group, weight = self.config.vocab_size, self.options.pg_collection.tp, self._tied_weight()
         assert V is not None
+        x, softcap = self._before_head(x), self.config.multipliers.logit_softcap
         if not self.options.fused_linear_cross_entropy:
-            return vocab_parallel_cross_entropy(head(x, weight), labels, V, tp_group)
+            return vocab_parallel_cross_entropy(head(x, weight), labels, V, tp_group, softcap=softcap)
         weight = head.weight if weight is None else weight
         assert weight is not None, "a head without a weight is tied"
         return vocab_parallel_linear_cross_entropy(
-            x, local(weight), labels, V, tp_group, sequence_parallel=self.options.sequence_parallel
+            x, local(weight), labels, V, tp_group, sequence_parallel=self.options.sequence_parallel, softcap=softcap
         )
+
+    def _logits(self, head: ColumnParallelLinear, x: Tensor) -> Tensor:
+        """[S, B, V/tp] of hidden states as ``_losses`` takes them."""
+        logits: Tensor = head(self._before_head(x), self._tied_weight())
+        softcap = self.config.multipliers.logit_softcap
+        if softcap is None:
+            return logits
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return (softcap * torch.tanh(wide / softcap)).to(logits.dtype)
+
+    def _before_head(self, x: Tensor) -> Tensor:
+        """``x`` times the factor of the logits, which are many more."""
+        multiplier = self.config.multipliers.logits
+        return x if multiplier == 1.0 else x * multiplier
 
     def _tied_weight(self) -> nn.Parameter | None:
         """The embedding, where it is the output projection."""
@@ -275,6 +301,11 @@ class GPTModel(ModelModule):
                 "a stage that embeds tokens takes no hidden states, and one that does not needs those of the stage "
                 f"before; this one has {'the' if self.stage.has_embedding else 'no'} embedding"
             )
+
+
+def hidden_dtype(config: TransformerConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a stage's hidden states, of a model that computes in ``dtype``."""
+    return torch.promote_types(dtype, torch.float32) if config.residual.fp32 else dtype
 
 
 def hidden_shape(config: TransformerConfig, options: BuildOptions, B: int, S: int) -> tuple[int, int, int]:

@@ -67,7 +67,7 @@ def build_pipeline(
                 f"shares some in stage {min(wrong)} of {placement.num_stages}; use parallel.pipeline=1"
             )
     ranks = state.ranks("pp")
-    links = open_links(placement, rank, ranks, DTYPES[config.precision.dtype], device)
+    links = open_links(placement, rank, ranks, task.hidden_dtype(DTYPES[config.precision.dtype]), device)
     split_product = options.matrix_product if isinstance(options.matrix_product, SplitProduct) else None
     pipeline = Pipeline(chunks, placement, config.parallel.schedule, links, split_product)
     if len(sharing) == 2:  # both ends of a V

@@ -28,9 +28,11 @@ class HeadNorm(DeclaringModule):
         super().__init__()
         self.kind = config.attention.qk_norm
         self.eps = config.layernorm_epsilon
+        self.zero_centered = config.residual.zero_centered_norm
         shape = (config.kv_channels,)
         if self.kind != "L2":
-            self.declare("weight", ParameterSpec(shape, "ones"), options.pg_collection, options.dtype)
+            gain = ParameterSpec(shape, "zeros" if self.zero_centered else "ones")
+            self.declare("weight", gain, options.pg_collection, options.dtype)
         if self.kind == "LayerNorm":
             self.declare("bias", ParameterSpec(shape, "zeros"), options.pg_collection, options.dtype)
 
@@ -41,5 +43,5 @@ class HeadNorm(DeclaringModule):
         # a rank of tp norms heads of its own, so that its gradient is one term of a sum
         weight = local(self.weight, partial=True)
         if self.kind == "RMSNorm":
-            return fused_rms_norm(x, weight, self.eps)
-        return fused_layer_norm(x, weight, local(self.bias, partial=True), self.eps)
+            return fused_rms_norm(x, weight, self.eps, self.zero_centered)
+        return fused_layer_norm(x, weight, local(self.bias, partial=True), self.eps, self.zero_centered)

@@ -13,6 +13,8 @@ SHAPES = {
     "grouped-query, untied": {},
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
+    "biases of attention alone": {"attention_bias": True},
+    "biases of the mlp alone": {"mlp_bias": True},
     "heads wider than hidden / heads": {"head_dim": 16},
     "one key and value for all heads": {"num_key_value_heads": 1},
     **{f"rope scaling: {name}": peers.scaled(name) for name in peers.ROPE_SCALINGS},
@@ -136,7 +138,6 @@ def test_positions_and_windows_that_llama_lacks_are_not_written_as_one(settings,
             r"rope.scaling.factor.* greater than or equal to 1",
         ),
         ({"rope_theta": 5e5}, r"differ: {'rope_theta': 500000.0, 'rope_parameters.rope_theta': 10000.0}"),
-        ({"attention_bias": True}, r"attention_bias \(True\) and mlp_bias \(False\) must be equal"),
         ({"hidden_act": "relu"}, r"hidden_act must be 'silu'.*got 'relu'"),
         ({"sliding_window": 4096}, r"sliding_window \(4096\) is a field that our model does not know"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -161,7 +162,7 @@ def test_what_our_model_lacks_is_refused_by_field(fields, message):
 
 
 def test_every_refusal_is_in_one_message():
-    fields = LlamaConfig(**peers.LLAMA).to_dict() | {"hidden_act": "relu", "mlp_bias": True, "sliding_window": 8}
+    fields = LlamaConfig(**peers.LLAMA).to_dict() | {"hidden_act": "relu", "mlp_bias": 1, "sliding_window": 8}
     with pytest.raises(ConfigError, match=r"(?s)hidden_act.*mlp_bias.*sliding_window"):
         LLAMA.config_from_hf(fields)
 
@@ -174,6 +175,29 @@ def test_a_model_that_is_no_llama_is_not_written_as_one():
         LLAMA.config_to_hf(gpt, max_position_embeddings=8, dtype="float32", eos_token_id=None)
     with pytest.raises(ConfigError, match="LlamaForCausalLM cannot represent"):
         LLAMA.to_hf({}, gpt)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("activation", "geglu"),
+        ("glu", {"clamp": 7.0}),
+        ("glu", {"offset": 1.0}),
+        ("residual", {"norm_placement": "sandwich"}),
+        ("residual", {"zero_centered_norm": True}),
+        ("residual", {"embedding_dropout": 0.1}),
+        ("multipliers", {"embedding": 2.0}),
+        ("multipliers", {"residual": 2.0}),
+        ("multipliers", {"logits": 2.0}),
+        ("multipliers", {"logit_softcap": 2.0}),
+    ],
+)
+def test_what_changes_the_network_and_no_llama_has_is_not_written(setting, value):
+    shape = {"vocab_size": 8, "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    LLAMA.require(TransformerConfig(**shape, residual={"fp32": True}))  # the same function
+    field = next(iter(value)) if isinstance(value, dict) else setting
+    with pytest.raises(ConfigError, match=rf"{field} must be .*; got"):
+        LLAMA.require(TransformerConfig(**shape, **{setting: value}))
 
 
 def test_every_tensor_that_does_not_fit_is_listed():

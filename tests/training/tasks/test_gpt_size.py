@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalith.config import TransformerConfig
 from megalith.models.gpt_model import GPTModel
+from megalith.models.hf import parameter_shapes
 from megalith.training.tasks.gpt_size import flops_per_token, parameters, stage_costs
 
 GPT2 = {
@@ -118,6 +119,26 @@ def test_flops_are_near_six_per_parameter_where_matrices_dominate():
     ratio = flops_per_token(TransformerConfig(**shape), vocab_size, 2048) / (6 * count)
     # Kaplan et al. 2020 (arXiv:2001.08361): 6 N; attention adds S / (12 H) = 4 %, halved, the embedding takes 2 % away
     assert 1.0 < ratio < 1.06
+
+
+@pytest.mark.parametrize("norm_placement", ["post", "sandwich"])
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize(
+    ("activation", "add_bias_linear", "mlp_bias"),
+    [("geglu", True, False), ("quick_geglu", False, True), ("squared_relu", False, True)],
+)
+def test_the_parameters_of_norms_and_biases_wherever_they_are_are_those_of_the_model(
+    norm_placement, normalization, activation, add_bias_linear, mlp_bias
+):
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=67, activation=activation,
+        normalization=normalization, add_bias_linear=add_bias_linear, mlp_bias=mlp_bias,
+        residual={"norm_placement": norm_placement},
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = GPTModel(config)
+    assert parameters(config, 67) == sum(parameter.numel() for parameter in model.parameters())
+    assert parameter_shapes(config) == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 OPTIONS_OF_ATTENTION = {

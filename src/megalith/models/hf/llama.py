@@ -35,28 +35,24 @@ def write_llamas(config: TransformerConfig, max_position_embeddings: int) -> dic
 
 def allowed_of_llamas(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
     """What ``write_llamas`` and the tables of fields can say."""
+    opened = ("rope.base", "rope.scaling", "attention.qkv_bias", "attention.output_bias")
     return {
         "normalization": ("RMSNorm",),
         "position_embedding_type": ("rope",),
         "activation": ("swiglu",),
         "hidden_dropout": (0.0,),
-        **left_open(config, "rope.base", "rope.scaling", "attention.qkv_bias", "attention.output_bias"),
+        "embedding_dropout": (0.0,),
+        **left_open(config, *opened, "residual.embedding_dropout", "residual.fp32"),
     }
 
 
 def _read_rest(fields: Fields) -> Mapping[str, Any]:
-    settings = read_llamas(fields)
-    attention_bias, mlp_bias = fields.get("attention_bias", False), fields.get("mlp_bias", False)
-    if attention_bias != mlp_bias:
-        fields.refuse(
-            f"attention_bias ({attention_bias}) and mlp_bias ({mlp_bias}) must be equal: "
-            f"our add_bias_linear sets both at once"
-        )
-    return {**settings, "add_bias_linear": attention_bias}
+    biases = {"add_bias_linear": fields.get("attention_bias", False), "mlp_bias": fields.get("mlp_bias", False)}
+    return {**read_llamas(fields), **biases}
 
 
 def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
-    biases = {"attention_bias": config.add_bias_linear, "mlp_bias": config.add_bias_linear}
+    biases = {"attention_bias": config.add_bias_linear, "mlp_bias": config.mlp_bias}
     return {**write_llamas(config, max_position_embeddings), **biases}
 
 

@@ -38,6 +38,7 @@ def _allowed(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
         **allowed_of_llamas(config),
         **left_open(config, "attention.window"),
         "add_bias_linear": (False,),
+        "mlp_bias": (False,),
         "qkv_bias": (False,),
         "output_bias": (False,),
     }

@@ -4,6 +4,7 @@ Alphabet: H hidden, A heads, G kv groups, D head size, F ffn hidden, V vocabular
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megalith.config import TransformerConfig
@@ -13,6 +14,19 @@ __all__ = ["Shape", "check", "left_open", "parameter_shapes", "require"]
 
 Shape = tuple[int, ...]
 
+# the norms of a layer, by model.residual.norm_placement
+_NORMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "pre": ("input_layernorm", "post_attention_layernorm"),
+        "post": ("post_attention_layernorm", "post_mlp_layernorm"),
+        "sandwich": (
+            "input_layernorm",
+            "self_attn_output_layernorm",
+            "post_attention_layernorm",
+            "mlp_output_layernorm",
+        ),
+    }
+)
 _MOST_TOLD = 50  # tensors that do not fit; a wrong number of layers makes thousands
 
 
@@ -30,7 +44,8 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, Shape]:
         shapes["model.embed_positions.weight"] = (config.max_position_embeddings, H)
     for layer in range(config.num_layers):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
-    shapes |= _norm("model.norm", config)
+    if config.residual.norm_placement != "post":
+        shapes |= _norm("model.norm", config)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (V, H)
     return shapes
@@ -92,11 +107,13 @@ def _layer_shapes(config: TransformerConfig) -> dict[str, Shape]:
     linears = {"mlp.up_proj": (F, H), "mlp.down_proj": (H, F)}
     if config.gate_activation is not None:
         linears = {"mlp.gate_proj": (F, H), **linears}
-    shapes: dict[str, Shape] = _norm("input_layernorm", config) | _norm("post_attention_layernorm", config)
+    shapes: dict[str, Shape] = {}
+    for name in _NORMS[config.residual.norm_placement]:
+        shapes |= _norm(name, config)
     shapes |= _attention_shapes(config)
     for name, shape in linears.items():
         shapes[f"{name}.weight"] = shape
-        if config.add_bias_linear:
+        if config.mlp_bias:
             shapes[f"{name}.bias"] = shape[:1]
     return shapes
 

@@ -46,6 +46,7 @@ def _allowed_of_qwen2(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]
     return {
         **allowed_of_llamas(config),
         "add_bias_linear": (False,),
+        "mlp_bias": (False,),
         "qkv_bias": (True,),
         "output_bias": (False,),
         "kv_channels": (config.hidden_size / config.num_attention_heads,),
@@ -57,6 +58,7 @@ def _allowed_of_qwen3(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]
         **allowed_of_llamas(config),
         "attention.qk_norm": ("RMSNorm",),
         "add_bias_linear": (False,),
+        "mlp_bias": (False,),
         "output_bias": (config.qkv_bias,),
     }
 

@@ -6,9 +6,11 @@ Parameters, for L layers, H hidden, A heads, G kv groups, D head size, F ffn, V 
     P H                                       learned positions, P = max_position_embeddings
     per layer   H (A + 2G) D + A D H          q, k, v and o, and A D H of an output gate
                 m H F                         mlp: m = 3 gated (gate, up, down), else 2 (fc1, fc2)
-                (A + 2G) D + H + (m - 1) F + H    biases, each where it is set, and A D of an output gate
+                (A + 2G) D + H                biases of attention, each where it is set, and A D of an output gate
+                (m - 1) F + H                 biases of the mlp, with mlp_bias
                 2 D, or 4 D, and A            norms of queries and keys, the latter with biases; learned sinks
-    (2L + 1) H                                norms, twice as many with a LayerNorm's bias
+    (2L + 1) H                                norms, twice as many with a LayerNorm's bias; 4L + 1 of them around
+                                              attention and mlp (sandwich), 2L after them (post)
 
 Model FLOPs of a token: a multiply and an add for every weight that a matmul uses, and the two matmuls of attention
 over the S/2 positions that a causal mask leaves to a token on average; the backward costs twice the forward:
@@ -35,10 +37,11 @@ def parameters(config: TransformerConfig, vocab_size: int) -> int:
     if config.position_embedding_type == "learned_absolute":
         assert config.max_position_embeddings is not None, "a run that is loaded has it with learned positions"
         total += config.max_position_embeddings * H
-    if config.add_bias_linear:
+    if config.mlp_bias:
         total += L * ((_mlp_matmuls(config) - 1) * config.ffn_hidden_size + H)
     total += L * _attention_vectors(config)
-    return total + (2 * L + 1) * H * (2 if config.normalization == "LayerNorm" else 1)
+    num_norms = {"pre": 2 * L + 1, "post": 2 * L, "sandwich": 4 * L + 1}[config.residual.norm_placement]
+    return total + num_norms * H * (2 if config.normalization == "LayerNorm" else 1)
 
 
 def flops_per_token(config: TransformerConfig, vocab_size: int, seq_length: int) -> int:
