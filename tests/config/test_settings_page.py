@@ -50,7 +50,13 @@ def test_a_run_has_few_groups_of_few_fields_with_one_name_each():
     assert max(sizes.values()) <= 17
     leaves = [name.rpartition(".")[2] for name in FIELDS]
     # these are clear beside the names of their groups
-    assert {leaf for leaf in leaves if leaves.count(leaf) > 1} == {"decay_steps", "every", "schedule", "window"}
+    assert {leaf for leaf in leaves if leaves.count(leaf) > 1} == {
+        "decay_steps",
+        "every",
+        "logit_softcap",
+        "schedule",
+        "window",
+    }
 
 
 def test_a_group_is_declared_under_the_name_that_it_has_in_the_tree():

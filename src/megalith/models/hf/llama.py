@@ -47,8 +47,11 @@ def allowed_of_llamas(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
 
 
 def _read_rest(fields: Fields) -> Mapping[str, Any]:
-    biases = {"add_bias_linear": fields.get("attention_bias", False), "mlp_bias": fields.get("mlp_bias", False)}
-    return {**read_llamas(fields), **biases}
+    return {
+        **read_llamas(fields),
+        "add_bias_linear": fields.get("attention_bias", False),
+        "mlp_bias": fields.get("mlp_bias", False),
+    }
 
 
 def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
