@@ -68,3 +68,13 @@ def test_a_rank_that_does_not_come_to_its_end_is_one_error_and_no_process_is_lef
     with pytest.raises(RankFailedError, match=says):
         call_ranks(2, fail_on_rank_1, str(tmp_path), how, stall_seconds=1.0 if how == "hang" else 60.0)
     assert not any(map(runs, pids(tmp_path)))
+
+
+class DiesWhenItIsRead:
+    def __reduce__(self):
+        return os.abort, ()
+
+
+def test_a_rank_that_dies_while_it_starts_is_one_error_too():
+    with pytest.raises(RankFailedError, match="rank 0 was killed by SIGABRT"):
+        call_ranks(1, str, DiesWhenItIsRead())

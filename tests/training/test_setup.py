@@ -152,11 +152,11 @@ def test_stages_that_cannot_be_built_are_refused_on_every_rank(task, message, tm
         assert message in refusal
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zb_v"])
-def test_a_parameter_that_two_stages_of_a_rank_have_is_refused_on_every_rank(schedule, tmp_path):
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 2), ("zb_v", 2)])
+def test_a_parameter_that_two_stages_have_is_refused_on_every_rank(schedule, virtual, tmp_path):
     # of the names that tied stages share, those of declared copies are no mistake
     model = {"num_layers": 4, "tie_word_embeddings": True}
-    tree = settings(tmp_path, model=model, parallel={"pipeline": 2, "virtual": 2, "schedule": schedule})
+    tree = settings(tmp_path, model=model, parallel={"pipeline": 2, "virtual": virtual, "schedule": schedule})
     for refusal in ranks(2, refusal_of_stages, tree, ScaledStages):
         assert "parameter scale must be in one stage" in refusal
-        assert "ScaledStage has it in chunks 0 and 1 of one rank" in refusal
+        assert "ScaledStage has it in stages 0 and 1;" in refusal

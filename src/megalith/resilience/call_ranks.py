@@ -64,8 +64,11 @@ def _answer(path: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
 def _last_words(ended: Sequence[Ended], logs: Sequence[Path]) -> Iterator[str]:
     """What ranks that ended without a word about why have printed last."""
     for one in ended:
-        if one.code and one.failure is None and (printed := logs[one.rank].read_text(errors="replace").splitlines()):
-            yield "\n".join([f"rank {one.rank} printed last:", *printed[-_NUM_LAST_LINES:]])
+        log = logs[one.rank]
+        # a rank that dies while it starts has none
+        if one.code and one.failure is None and log.exists():
+            printed = log.read_text(errors="replace").splitlines()[-_NUM_LAST_LINES:]
+            yield from ([f"rank {one.rank} printed last:", *printed] if printed else [])
 
 
 def _drop(line: str) -> None:

@@ -5,7 +5,8 @@ names the ranks that have it unless all do. Any other exception is unforeseen: t
 with its traceback, and every other rank raises RankFailedError, which names the rank and the exception. That includes
 KeyboardInterrupt and SystemExit: a rank that is about to leave says so first, or the others would wait for it.
 
-Each function is called by every rank of the default group; without an initialised group the process is alone.
+Each function is called by every rank of the default group, unless it is given another; without an initialised group the
+process is alone.
 """
 
 from collections.abc import Iterator
@@ -113,12 +114,13 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     return bool(reduced)
 
 
-def all_gather(item: T) -> list[T]:
-    """The ``item`` of every rank, in their order, on every rank."""
-    if world_size() == 1:
+def all_gather(item: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The ``item`` of every rank of ``group`` (None: of all), in their order, on every rank of it."""
+    size = world_size() if group is None else group.size()
+    if size == 1:
         return [item]
-    items: list[Any] = [None] * world_size()
-    dist.all_gather_object(items, item)
+    items: list[Any] = [None] * size
+    dist.all_gather_object(items, item, group)
     return items
 
 

@@ -18,7 +18,7 @@ from megalith.parallel.pipeline.schedules import placement_of
 from megalith.parallel.pipeline.split_product import SplitProduct
 from megalith.parallel.pipeline.stages import balanced_stages, listed_stages
 from megalith.parallel.sharding.fsdp import shard_model
-from megalith.topology.agreement import agreed
+from megalith.topology.agreement import agreed, all_gather
 from megalith.topology.rank_groups import ParallelState
 from megalith.torch_compat import compile_layers_, new_group
 from megalith.training.tasks.task import AnyTask, Task
@@ -58,7 +58,6 @@ def build_pipeline(
             _build_model(config, task, options, device, stages[placement.stage(rank, chunk)])
             for chunk in range(placement.num_chunks)
         ]
-        _require_names_of_their_own(chunks)
         sharing = {placement.stage(rank, index): tuple(chunk.shared_weights()) for index, chunk in enumerate(chunks)}
         sharing = {stage: weights for stage, weights in sharing.items() if weights}
         if wrong := sharing.keys() - {0, placement.num_stages - 1}:
@@ -66,6 +65,7 @@ def build_pipeline(
                 f"weights can be shared by the first and the last stage of a pipeline only; {type(chunks[0]).__name__} "
                 f"shares some in stage {min(wrong)} of {placement.num_stages}; use parallel.pipeline=1"
             )
+    _require_names_of_their_own(chunks, [placement.stage(rank, chunk) for chunk in range(len(chunks))], options)
     ranks = state.ranks("pp")
     links = open_links(placement, rank, ranks, task.hidden_dtype(DTYPES[config.precision.dtype]), device)
     split_product = options.matrix_product if isinstance(options.matrix_product, SplitProduct) else None
@@ -126,19 +126,26 @@ def _build_model(
     return model
 
 
-def _require_names_of_their_own(chunks: Sequence[ModelModule]) -> None:
-    """Raises ConfigError for a parameter that two chunks of this rank have, unless one has it as a declared copy."""
-    copied = {id(weight) for chunk in chunks for weight in chunk.copied_weights()}
-    chunk_of: dict[str, int] = {}
-    for index, chunk in enumerate(chunks):
-        names = [name for name, parameter, _ in declared_parameters(chunk) if id(parameter) not in copied]
-        if twice := [name for name in names if name in chunk_of]:
-            raise ConfigError(
-                f"parameter {twice[0]} must be in one stage: weights are drawn, trained and saved by their names; "
-                f"{type(chunk).__name__} has it in chunks {chunk_of[twice[0]]} and {index} of one rank; build it in "
-                "one stage, or name it in shared_weights() of both, and in copied_weights() of the later one"
-            )
-        chunk_of |= dict.fromkeys(names, index)
+def _require_names_of_their_own(chunks: Sequence[ModelModule], stages: Sequence[int], options: BuildOptions) -> None:
+    """Raises ConfigError for a parameter that two of all stages have, unless one has it as a declared copy.
+
+    ``stages``: which of them this rank's chunks are. All ranks call it; names travel over pp.
+    """
+    names_of: dict[int, list[str]] = {}
+    for stage, chunk in zip(stages, chunks, strict=True):
+        copied = {id(weight) for weight in chunk.copied_weights()}
+        names_of[stage] = [name for name, parameter, _ in declared_parameters(chunk) if id(parameter) not in copied]
+    gathered = all_gather(names_of, options.pg_collection.pp)
+    with agreed():
+        stage_of: dict[str, int] = {}
+        for stage, names in sorted(item for of_rank in gathered for item in of_rank.items()):
+            if twice := [name for name in names if name in stage_of]:
+                raise ConfigError(
+                    f"parameter {twice[0]} must be in one stage: weights are drawn, trained and saved by their names; "
+                    f"{type(chunks[0]).__name__} has it in stages {stage_of[twice[0]]} and {stage}; build it in one "
+                    "stage, or name it in shared_weights() of both, and in copied_weights() of the later one"
+                )
+            stage_of |= dict.fromkeys(names, stage)
 
 
 def _recompute_named_(model: ModelModule, names: Sequence[str]) -> None:
