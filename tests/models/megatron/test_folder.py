@@ -6,6 +6,7 @@ The two folders here were written by ``written_by_megatron.py``, with the logits
 import json
 import pickle
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -154,7 +155,7 @@ def test_files_outside_of_the_folder_are_never_read(file, folder):
         ({"offset": 10**15}, "no bytes"),
         ({"offset": -1}, "no range"),
         ({"length": 10**15}, "no bytes"),
-        ({"length": 3}, "not a tensor that torch.save wrote"),
+        ({"length": 3}, "not what torch.save wrote"),
         ({"transform_descriptors": ["zstd"]}, "compressed or encrypted"),
     ],
 )
@@ -162,6 +163,38 @@ def test_places_that_a_file_does_not_have_are_refused(changed, said, folder):
     rewrite_places(folder, **changed)
     with pytest.raises(CheckpointError, match=said):
         open_megatron_folder(folder)
+
+
+@pytest.mark.parametrize("arguments", [{"swiglu": False}, {"num_query_groups": 1}, {"num_query_groups": 4}])
+def test_rows_that_no_parameter_takes_are_refused(arguments, folder):
+    rewrite_arguments(folder, **arguments)
+    with pytest.raises(CheckpointError, match=r"rows in all by its arguments|does not fit"):
+        open_megatron_folder(folder)
+
+
+def test_a_file_that_is_compressed_is_refused_before_it_grows(folder):
+    with zipfile.ZipFile(folder / "common.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\0" * 10**6)
+    with pytest.raises(CheckpointError, match="it is compressed"):
+        open_megatron_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "base", ["abc", 10**6000, float("nan"), None, [1]], ids=["text", "large", "NaN", "none", "list"]
+)
+def test_a_rotary_base_that_is_no_number_is_one_error(base):
+    with pytest.raises(ConfigError, match="rotary_base must be a number above 1"):
+        config_of(ARGUMENTS | {"position_embedding_type": "rope", "rotary_base": base}, 48)
+
+
+def test_an_argument_of_any_size_is_told_in_a_few_words():
+    nested = []
+    for _ in range(40):
+        nested = [nested, nested]
+    for value in (nested, 10**6000, "x" * 10**6):
+        with pytest.raises(ConfigError) as refusal:
+            config_of(ARGUMENTS | {"num_experts": value}, 48)
+        assert len(str(refusal.value)) < 300
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp", "metadata.json"])

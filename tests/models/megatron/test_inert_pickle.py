@@ -93,6 +93,12 @@ def test_a_namespace_is_its_fields():
         b"I" + b"9" * 5000 + b"\n.",
         b"(" * 100_000 + b".",
         b"]" * 100_000 + b"a" * 200_000 + b".",
+        b"\x80\x02X\x01",  # cut
+        b"}N" + b"\x85" * 300_000 + b"Ns.",  # a key of tuples in tuples, whose hash overflows the stack
+        b"(N" + b"\x85" * 300_000 + b"Nd.",
+        b"(N" + b"\x85" * 300_000 + b"\x91.",
+        b"ca\nb\nq\0" + b"h\0)\x81" * 100_000 + b".",  # an object for each 4 bytes
+        b"".join(b"ca\n%d\n0" % number for number in range(2000)) + b"N.",  # a class for each 8
     ],
 )
 def test_what_is_no_sound_pickle_is_an_error_that_names_it(content):

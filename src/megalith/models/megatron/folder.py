@@ -7,13 +7,14 @@ Every pickle among them is read as data. A checkpoint of any layout of Megatron 
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megalith.checkpoint.box import Box
+from megalith.checkpoint.box import Box, first_miscount
 from megalith.checkpoint.index import Piece, StoredTensor
 from megalith.checkpoint.shard_header import ShardEntry
 from megalith.checkpoint.stored_tensors import StoredTensors
@@ -88,7 +89,8 @@ def open_megatron_folder(location: str | Path | Store) -> MegatronFolder:
     wanted = _Collected(store, theirs, config)
     entries: dict[str, dict[str, ShardEntry]] = {}
     tensors = {name: wanted.tensor(name, shape, entries) for name, shape in parameter_shapes(config).items()}
-    if unread := sorted(theirs.keys() - wanted.read):
+    wanted.require_all_rows()
+    if unread := sorted(theirs.keys() - wanted.rows_read.keys()):
         raise CheckpointError(
             f"{store} holds tensors that a GPT of these arguments does not have: {', '.join(unread[:8])}"
         )
@@ -96,18 +98,19 @@ def open_megatron_folder(location: str | Path | Store) -> MegatronFolder:
 
 
 class _Collected:
-    """What is taken of the tensors ``theirs``; ``read``: which of them."""
+    """What is taken of the tensors ``theirs``; ``rows_read``: of each by key, how many rows in all layers."""
 
     def __init__(self, store: Store, theirs: Mapping[str, ChunkedTensor], config: TransformerConfig) -> None:
         self.store, self.theirs, self.config = store, theirs, config
-        self.read: set[str] = set()
-        self._elements: dict[Chunk, ShardEntry] = {}
+        self.rows_read = Counter[str]()
+        self._elements: dict[tuple[Chunk, str], ShardEntry] = {}
 
     def tensor(self, name: str, shape: Shape, entries: dict[str, dict[str, ShardEntry]]) -> StoredTensor:
         """Our parameter ``name`` in pieces of theirs, whose bytes are noted in ``entries`` by file and key."""
         key, layer, all_rows = source_of(name, self.config)
-        tensor, stacked = self._found(key, layer)
-        all_rows = all_rows or (Rows(0, shape[0], 0),)
+        full, stacked = self._found(key, layer)
+        tensor, all_rows = self.theirs[full], all_rows or (Rows(0, shape[0], 0),)
+        self.rows_read[full] += shape[0]
         pieces = []
         for chunk in tensor.chunks:
             slab = _Slab.of(chunk, layer if stacked else None, self._where(tensor, chunk))
@@ -125,26 +128,43 @@ class _Collected:
             raise CheckpointError(
                 f"{key} of {self.store} does not fit: {name} must be {list(shape)}, and it is {list(source_shape)}"
             )
+        if miscount := first_miscount(Box.whole(shape), (piece.box for piece in pieces)):
+            element, count = miscount
+            raise CheckpointError(
+                f"{key} of {self.store} has element {list(element)} of {name} {count} times, not once"
+            )
         return StoredTensor(shape, tensor.dtype, tuple(pieces))
 
-    def _found(self, key: str, layer: int | None) -> tuple[ChunkedTensor, bool]:
-        """The tensor, and whether it is the stack of all layers."""
+    def require_all_rows(self) -> None:
+        """Raises CheckpointError for a tensor of which no parameter takes some rows."""
+        for key, num_rows in self.rows_read.items():
+            shape = self.theirs[key].shape
+            whole = prod(shape[:2]) if self._is_stack(key) else shape[0]
+            if num_rows != whole:
+                raise CheckpointError(
+                    f"{key} of {self.store} must have {num_rows} rows in all by its arguments; it is {list(shape)}"
+                )
+
+    def _found(self, key: str, layer: int | None) -> tuple[str, bool]:
+        """The full key of their tensor, and whether it is the stack of all layers."""
         keys = [key] if layer is None else [key_in_layer(key), key_in_layer(key, layer)]
-        for number, full in enumerate(keys):
+        for full in keys:
             if full in self.theirs:
-                self.read.add(full)
-                tensor, stacked = self.theirs[full], layer is not None and number == 0
-                if stacked and (not tensor.shape or tensor.shape[0] != self.config.num_layers):
-                    raise CheckpointError(
-                        f"{full} must have {self.config.num_layers} layers; it is {list(tensor.shape)}"
-                    )
-                return tensor, stacked
+                shape, stacked = self.theirs[full].shape, self._is_stack(full)
+                if stacked and (not shape or shape[0] != self.config.num_layers):
+                    raise CheckpointError(f"{full} must have {self.config.num_layers} layers; it is {list(shape)}")
+                return full, stacked
         raise CheckpointError(f"{self.store} holds no tensor {' or '.join(keys)}")
 
+    def _is_stack(self, full_key: str) -> bool:
+        layers, _, rest = full_key.partition(key_in_layer(""))
+        return not layers and not rest.partition(".")[0].isdigit()
+
     def _where(self, tensor: ChunkedTensor, chunk: Chunk) -> ShardEntry:
-        if chunk not in self._elements:
-            self._elements[chunk] = rows_of(self.store, tensor, chunk)
-        return self._elements[chunk]
+        key = chunk, tensor.dtype
+        if key not in self._elements:
+            self._elements[key] = rows_of(self.store, tensor, chunk)
+        return self._elements[key]
 
 
 @dataclass(frozen=True)
@@ -185,7 +205,10 @@ def _newest(store: Store) -> str:
     """The folder of the newest iteration."""
     told = store.read(_NEWEST, 0, min(store.size(_NEWEST), 64)).strip()
     if not told.isdigit():
-        raise CheckpointError(f"{store / _NEWEST} must hold the number of an iteration; it holds {told!r}")
+        raise CheckpointError(
+            f"{store / _NEWEST} must hold the number of an iteration; it holds {told!r}; give the folder of the "
+            "checkpoint itself"
+        )
     return f"iter_{int(told):07}"
 
 
@@ -199,7 +222,7 @@ def _check_format(store: Store) -> None:
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{store / _FORMAT} does not name the format of the checkpoint: {error!r}") from error
     if backend != "torch_dist":
-        raise CheckpointError(f"{store} must be of Megatron's format torch_dist; it is {backend!r:.80}")
+        raise CheckpointError(f"{store} must be of Megatron's format torch_dist; it is {str(backend)[:80]!r}")
 
 
 def _arguments(store: Store) -> dict[str, Any]:

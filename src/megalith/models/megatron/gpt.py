@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from megalith.config import TransformerConfig
 from megalith.errors import ConfigError
+from megalith.models.megatron.inert_pickle import shown
 
 __all__ = ["Rows", "config_of", "key_in_layer", "source_of"]
 
@@ -50,6 +51,13 @@ _IN_LAYER = {
 _ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "num_experts": (None,),
+        "num_moe_experts": (None,),
+        "experimental_attention_variant": (None,),
+        "heterogeneous_block_specs": (False, None),
+        "layernorm_zero_centered_gamma": (False, None),
+        "activation_func_clamp_value": (None,),
+        "glu_linear_offset": (0.0, None),
+        "softmax_scale": (None,),
         "multi_latent_attention": (False, None),
         "mtp_num_layers": (None, 0),
         "qk_layernorm": (False, None),
@@ -89,13 +97,13 @@ def config_of(arguments: Mapping[str, Any], vocab_size: int) -> TransformerConfi
     Raises ConfigError naming all that our model cannot represent.
     """
     wrong = [
-        f"{name} must be {only[0]!r}; it is {_shown(arguments[name])}"
+        f"{name} must be {only[0]!r}; it is {shown(arguments[name])}"
         for name, only in _ONLY.items()
         if name in arguments and arguments[name] not in only
     ]
     kind, linear_biases = arguments.get("position_embedding_type", "learned_absolute"), arguments.get("add_bias_linear")
     if kind not in ("rope", "learned_absolute"):
-        wrong.append(f"position_embedding_type must be 'rope' or 'learned_absolute'; it is {_shown(kind)}")
+        wrong.append(f"position_embedding_type must be 'rope' or 'learned_absolute'; it is {shown(kind)}")
     if arguments.get("add_qkv_bias") and not linear_biases:
         wrong.append("add_qkv_bias must come with add_bias_linear; it is alone")
     if wrong:
@@ -119,14 +127,19 @@ def config_of(arguments: Mapping[str, Any], vocab_size: int) -> TransformerConfi
         "init_method_std": arguments.get("init_method_std", 0.02),
     }
     if kind == "rope":
-        settings["rope"] = {"base": float(arguments.get("rotary_base", 10000))}
+        base = arguments.get("rotary_base", 10000)
+        if not isinstance(base, int | float) or not 1 < base < 2**63:
+            raise ConfigError(f"Megatron's rotary_base must be a number above 1; it is {shown(base)}")
+        settings["rope"] = {"base": float(base)}
     else:
         settings["max_position_embeddings"] = arguments.get("max_position_embeddings")
     try:
         return TransformerConfig(**{name: value for name, value in settings.items() if value is not None})
     except ValidationError as error:
-        told = "\n- ".join(f"{'.'.join(map(str, found['loc']))}: {found['msg']}" for found in error.errors())
-        raise ConfigError(f"Megatron's arguments make no model of ours:\n- {told}") from error
+        # settings that follow from a wrong one are not wrong themselves
+        found = [each for each in error.errors() if each["type"] != "default_factory_not_called"]
+        told = "\n- ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found)
+        raise ConfigError(f"our model does not take Megatron's arguments:\n- {told}") from error
 
 
 def source_of(name: str, config: TransformerConfig) -> tuple[str, int | None, tuple[Rows, ...]]:
@@ -190,7 +203,3 @@ def _activation(arguments: Mapping[str, Any]) -> str:
         return "swiglu"
     by_tanh = arguments.get("openai_gelu") or arguments.get("bias_gelu_fusion", True)
     return "gelu_tanh" if by_tanh else "gelu"
-
-
-def _shown(value: Any) -> str:
-    return f"{value!r:.80}"

@@ -8,20 +8,22 @@ elements lie, and the elements.
 import io
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from megalith.checkpoint.shard_header import DTYPES, ShardEntry
 from megalith.errors import CheckpointError, StorageError
-from megalith.models.megatron.inert_pickle import Inert, origin_of, read_pickle
+from megalith.models.megatron.inert_pickle import Inert, origin_of, read_pickle, shown
 from megalith.storage import Store
 
 __all__ = ["METADATA", "Chunk", "ChunkedTensor", "read_saved", "read_tensors", "rows_of"]
 
 METADATA = ".metadata"
 
-_MOST_METADATA = 1 << 28  # bytes; a checkpoint of thousands of ranks has some 50 MB
+_MOST_METADATA = 1 << 26  # bytes: some 300,000 parts of tensors; reading takes up to 15 times as much
+_MOST_COMMON = 1 << 24  # bytes of arguments and the like
 _MOST_PICKLE = 1 << 20  # bytes that say how one tensor lies
 _LOCAL_HEADER = 30  # bytes of a zip's header before an entry's name
 _MOST_DIMENSIONS = 8
@@ -62,7 +64,7 @@ def read_tensors(store: Store) -> dict[str, ChunkedTensor]:
     """The floating tensors of the checkpoint ``store`` by key.
 
     Raises:
-        CheckpointError: its metadata cannot be read, or name files outside of it.
+        CheckpointError: its metadata cannot be read, or names files outside of it.
         StorageError: it has none.
     """
     size = store.size(METADATA)
@@ -79,8 +81,9 @@ def read_tensors(store: Store) -> dict[str, ChunkedTensor]:
                 if tensor is not None:
                     found[str(key)] = tensor
     except (LookupError, TypeError, ValueError, AttributeError) as error:
+        told = str(error) if isinstance(error, ValueError) else type(error).__name__
         raise CheckpointError(
-            f"{store / METADATA} is not the metadata of a torch.distributed.checkpoint: {error!r:.200}"
+            f"{store / METADATA} is not the metadata of a torch.distributed.checkpoint: {told:.200}"
         ) from error
     return found
 
@@ -88,11 +91,9 @@ def read_tensors(store: Store) -> dict[str, ChunkedTensor]:
 def rows_of(store: Store, tensor: ChunkedTensor, chunk: Chunk) -> ShardEntry:
     """Where the elements of ``chunk`` lie, row-major, in its file. Raises CheckpointError where they do not."""
     name = f"{store / chunk.file}, bytes {chunk.start} to {chunk.stop}"
-    try:
+    with _readable(name):
         with zipfile.ZipFile(_Window(store, chunk.file, chunk.start, chunk.stop)) as archive:
-            entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-            if entries["data.pkl"].file_size > _MOST_PICKLE:
-                raise ValueError("its description of one tensor is larger than a megabyte")
+            entries = _entries(archive, {"data.pkl": _MOST_PICKLE, "byteorder": 16})
             data_key, dtype, shape = _description(read_pickle(archive.read(entries["data.pkl"]), name))
             if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
                 raise ValueError("its numbers are big-endian")
@@ -100,15 +101,11 @@ def rows_of(store: Store, tensor: ChunkedTensor, chunk: Chunk) -> ShardEntry:
         num_bytes = prod(chunk.sizes) * _itemsize(tensor.dtype)
         if (dtype, shape) != (tensor.dtype, chunk.sizes) or elements.file_size != num_bytes:
             raise ValueError(f"it holds {dtype} {list(shape)}, and {METADATA} says {tensor.dtype} {list(chunk.sizes)}")
-        if elements.compress_type != zipfile.ZIP_STORED:
-            raise ValueError("its elements are compressed")
         begin = chunk.start + elements.header_offset
         header = store.read(chunk.file, begin, begin + _LOCAL_HEADER)
         begin += _LOCAL_HEADER + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         if begin + num_bytes > chunk.stop:
             raise ValueError("its elements reach beyond it")
-    except (LookupError, TypeError, ValueError, zipfile.BadZipFile, NotImplementedError, StorageError) as error:
-        raise CheckpointError(f"{name} is not a tensor that torch.save wrote: {error}") from error
     return ShardEntry(DTYPES[tensor.dtype], chunk.sizes, begin, begin + num_bytes)
 
 
@@ -117,15 +114,32 @@ def read_saved(store: Store, name: str) -> Any:
 
     Raises CheckpointError, or StorageError if there is no such file.
     """
-    try:
-        with zipfile.ZipFile(_Window(store, name, 0, store.size(name))) as archive:
-            entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-            if entries["data.pkl"].file_size > _MOST_METADATA:
-                raise ValueError("it is too large")
-            content = archive.read(entries["data.pkl"])
-    except (LookupError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
-        raise CheckpointError(f"{store / name} is not a file that torch.save wrote: {error}") from error
+    size = store.size(name)
+    with _readable(str(store / name)), zipfile.ZipFile(_Window(store, name, 0, size)) as archive:
+        content = archive.read(_entries(archive, {"data.pkl": _MOST_COMMON})["data.pkl"])
     return read_pickle(content, str(store / name))
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Raises CheckpointError in place of whatever reading a file ``name`` of somebody else's ends in."""
+    try:
+        yield
+    except (CheckpointError, StorageError):
+        raise
+    except Exception as error:
+        told = str(error) if isinstance(error, ValueError) else type(error).__name__
+        raise CheckpointError(f"{name} is not what torch.save wrote: {told:.200}") from error
+
+
+def _entries(archive: zipfile.ZipFile, most: Mapping[str, int]) -> dict[str, zipfile.ZipInfo]:
+    """Those of a file of torch.save, by name without the folder. Raises ValueError for one that it would not write."""
+    entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
+        raise ValueError("it is compressed")
+    if large := [name for name, size in most.items() if name in entries and entries[name].file_size > size]:
+        raise ValueError(f"its {large[0]} has {entries[large[0]].file_size:,} bytes, and {most[large[0]]:,} are read")
+    return entries
 
 
 class _Window(io.RawIOBase):
@@ -169,11 +183,11 @@ def _places(storage_data: Mapping[Any, Any]) -> Iterator[tuple[_Part, _Bytes]]:
         at, place = index.fields(), info.fields()
         file, start, length = place["relative_path"], place["offset"], place["length"]
         if type(file) is not str or "/" in file or "\\" in file or file in ("", ".", ".."):
-            raise ValueError(f"it names the file {file!r:.80}, which is not of its own folder")
+            raise ValueError(f"it names the file {shown(file)}, which is not of its own folder")
         if place.get("transform_descriptors"):
             raise ValueError(f"{file} is compressed or encrypted")
         if type(start) is not int or type(length) is not int or start < 0 or length < 0:
-            raise ValueError(f"bytes {start!r:.40} and {length!r:.40} of {file} are no range")
+            raise ValueError(f"bytes {shown(start)} and {shown(length)} of {file} are no range")
         offset = at.get("offset")
         yield (str(at["fqn"]), None if offset is None else _sizes(offset)), (file, start, start + length)
 
@@ -207,16 +221,16 @@ def _sizes(size: Any) -> tuple[int, ...]:
     """Of a ``torch.Size``, which is pickled as a call with a tuple."""
     found = size.args[0] if isinstance(size, Inert) else size
     if not isinstance(found, tuple | list) or len(found) > _MOST_DIMENSIONS:
-        raise TypeError(f"a shape must be a tuple; got {found!r:.80}")
+        raise TypeError(f"a shape must be a tuple; got {shown(found)}")
     if any(type(number) is not int or not 0 <= number < 2**40 for number in found):
-        raise ValueError(f"a shape must have whole numbers from 0 on; got {found!r:.80}")
+        raise ValueError(f"a shape must have whole numbers from 0 on; got {shown(found)}")
     return tuple(found)
 
 
 def _description(saved: Any) -> tuple[str, str, tuple[int, ...]]:
     """(key of the elements, dtype, shape) of a tensor whose elements lie row-major from the first on."""
     if origin_of(saved) != "torch._utils._rebuild_tensor_v2":
-        raise ValueError(f"it is {origin_of(saved)!r:.80}, and no plain tensor")
+        raise ValueError(f"it is {origin_of(saved):.80}, and no plain tensor")
     storage, first, shape, strides = saved.args[:4]
     _, kind, data_key, _, _ = storage.args
     dtype, shape = _STORAGES[origin_of(kind)], _sizes(shape)
