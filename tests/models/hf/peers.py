@@ -5,6 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -32,6 +36,8 @@ LLAMA = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+# a window of 5, which 16 tokens show; without a token of padding, whose embedding transformers would not train
+GEMMA = LLAMA | {"head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 20, "pad_token_id": None}
 GPT2 = {
     "vocab_size": 61,
     "n_positions": 24,
@@ -99,6 +105,16 @@ def qwen2(**fields: Any) -> PreTrainedModel:
 
 def qwen3(**fields: Any) -> PreTrainedModel:
     return _random(Qwen3ForCausalLM(Qwen3Config(**LLAMA | {"head_dim": 16} | fields)))
+
+
+def gemma2(**fields: Any) -> PreTrainedModel:
+    # of their ways to compute attention, only the eager one has soft caps
+    config = Gemma2Config(**GEMMA | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7} | fields)
+    return _random(Gemma2ForCausalLM._from_config(config, attn_implementation="eager"))
+
+
+def gemma3(**fields: Any) -> PreTrainedModel:
+    return _random(Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA | {"num_hidden_layers": 3} | fields)))
 
 
 def same_as_ours(theirs: PreTrainedModel, architecture: Family) -> GPTModel:
