@@ -81,7 +81,7 @@ ROPE_SCALINGS = {
 
 
 def llama(**fields: Any) -> PreTrainedModel:
-    return _random(LlamaForCausalLM(LlamaConfig(**LLAMA | fields)))
+    return randomized(LlamaForCausalLM(LlamaConfig(**LLAMA | fields)))
 
 
 def scaled(name: str, base: float = 100.0) -> dict[str, Any]:
@@ -92,29 +92,29 @@ def scaled(name: str, base: float = 100.0) -> dict[str, Any]:
 
 
 def mistral(**fields: Any) -> PreTrainedModel:
-    return _random(MistralForCausalLM(MistralConfig(**LLAMA | {"sliding_window": 5} | fields)))
+    return randomized(MistralForCausalLM(MistralConfig(**LLAMA | {"sliding_window": 5} | fields)))
 
 
 def gpt2(**fields: Any) -> PreTrainedModel:
-    return _random(GPT2LMHeadModel(GPT2Config(**GPT2 | fields)))
+    return randomized(GPT2LMHeadModel(GPT2Config(**GPT2 | fields)))
 
 
 def qwen2(**fields: Any) -> PreTrainedModel:
-    return _random(Qwen2ForCausalLM(Qwen2Config(**LLAMA | fields)))
+    return randomized(Qwen2ForCausalLM(Qwen2Config(**LLAMA | fields)))
 
 
 def qwen3(**fields: Any) -> PreTrainedModel:
-    return _random(Qwen3ForCausalLM(Qwen3Config(**LLAMA | {"head_dim": 16} | fields)))
+    return randomized(Qwen3ForCausalLM(Qwen3Config(**LLAMA | {"head_dim": 16} | fields)))
 
 
 def gemma2(**fields: Any) -> PreTrainedModel:
     # of their ways to compute attention, only the eager one has soft caps
     config = Gemma2Config(**GEMMA | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7} | fields)
-    return _random(Gemma2ForCausalLM._from_config(config, attn_implementation="eager"))
+    return randomized(Gemma2ForCausalLM._from_config(config, attn_implementation="eager"))
 
 
 def gemma3(**fields: Any) -> PreTrainedModel:
-    return _random(Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA | {"num_hidden_layers": 3} | fields)))
+    return randomized(Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA | {"num_hidden_layers": 3} | fields)))
 
 
 def same_as_ours(theirs: PreTrainedModel, architecture: Family) -> GPTModel:
@@ -151,7 +151,7 @@ def assert_same_function(theirs: PreTrainedModel, architecture: Family) -> None:
         )
 
 
-def _random(model: PreTrainedModel) -> PreTrainedModel:
+def randomized(model: PreTrainedModel) -> PreTrainedModel:
     """Noise on every parameter: a fresh model's norms are all ones, and its biases all zeros."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
