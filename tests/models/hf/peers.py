@@ -1,6 +1,7 @@
 """Tiny random models of transformers, and what makes them and ours the same function."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -22,6 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from megalith.models import hf
 from megalith.models.gpt_model import GPTModel
 from megalith.models.hf import Family
 
@@ -115,6 +118,24 @@ def gemma2(**fields: Any) -> PreTrainedModel:
 
 def gemma3(**fields: Any) -> PreTrainedModel:
     return randomized(Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA | {"num_hidden_layers": 3} | fields)))
+
+
+class Peer(NamedTuple):
+    """One of our families, and how transformers builds models of it."""
+
+    family: Family
+    build: Callable[..., PreTrainedModel]
+    config: type[PretrainedConfig]
+    model: type[PreTrainedModel]
+
+
+PEERS = {
+    "mistral": Peer(hf.MISTRAL, mistral, MistralConfig, MistralForCausalLM),
+    "qwen2": Peer(hf.QWEN2, qwen2, Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": Peer(hf.QWEN3, qwen3, Qwen3Config, Qwen3ForCausalLM),
+    "gemma2": Peer(hf.GEMMA2, gemma2, Gemma2Config, Gemma2ForCausalLM),
+    "gemma3": Peer(hf.GEMMA3, gemma3, Gemma3TextConfig, Gemma3ForCausalLM),
+}
 
 
 def same_as_ours(theirs: PreTrainedModel, architecture: Family) -> GPTModel:

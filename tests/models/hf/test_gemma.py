@@ -144,6 +144,7 @@ def test_what_gemma_3_lacks_is_refused_by_field(fields, message):
         (GEMMA2, {"residual": {"norm_placement": "sandwich"}}, "residual.zero_centered_norm must be True; got False"),
         (GEMMA2, {"activation": "swiglu"}, "activation must be 'geglu_tanh'; got 'swiglu'"),
         (GEMMA2, {"attention": {"scale": 0.3}}, "attention.scale must be None or 0.30151134457776363; got 0.3"),
+        (GEMMA2, {"attention": {"scale": 1e-200}}, "attention.scale must be None or .*; got 1e-200"),
         (GEMMA2, {"attention": {"scale": 3.0}}, "attention.scale must be None or 1.0; got 3.0"),
         (GEMMA2, {"attention": {"qk_norm": "RMSNorm"}}, "attention.qk_norm must be None; got 'RMSNorm'"),
         (GEMMA2, {"attention": {"window": 4}, "rope": {"local_base": 5.0}}, "rope.local_base must be None; got 5.0"),

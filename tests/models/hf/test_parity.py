@@ -1,43 +1,27 @@
 """Families with windows by layer: transformers' own models are the judges of names, numbers and configs."""
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import pytest
 import torch
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from megalith.models.generation import Sampling, stream
-from megalith.models.hf import GEMMA2, GEMMA3, QWEN2, QWEN3, Family, detect, fitting
+from megalith.models.hf import detect, fitting
 from tests.models.hf import peers
+from tests.models.hf.peers import PEERS
 
-
-class Peer(NamedTuple):
-    family: Family
-    build: Callable[..., PreTrainedModel]
-    config: type
-    model: type[PreTrainedModel]
-
-
-PEERS = {
-    "qwen2": Peer(QWEN2, peers.qwen2, Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": Peer(QWEN3, peers.qwen3, Qwen3Config, Qwen3ForCausalLM),
-    "gemma2": Peer(GEMMA2, peers.gemma2, Gemma2Config, Gemma2ForCausalLM),
-    "gemma3": Peer(GEMMA3, peers.gemma3, Gemma3TextConfig, Gemma3ForCausalLM),
-}
 LOCAL, WHOLE = "sliding_attention", "full_attention"
 WINDOW = {"use_sliding_window": True, "sliding_window": 5}
 FIELDS = {
+    "mistral": {
+        "a window, untied": {},
+        "tied, one key and value for all heads": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+        "odd sizes, a window of one token": {
+            "hidden_size": 30,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "sliding_window": 1,
+        },
+        "rope scaling": peers.scaled("yarn"),
+    },
     "qwen2": {
         "grouped-query": {},
         "tied, one key and value for all heads": {"tie_word_embeddings": True, "num_key_value_heads": 1},
@@ -117,13 +101,10 @@ def test_config_comes_back_and_builds_their_model(peer, fields):
     assert torch.equal(again(tokens).logits, theirs(tokens).logits)
 
 
-@pytest.mark.parametrize(
-    ("peer", "fields"),
-    [(PEERS["qwen2"], WINDOW | {"max_window_layers": 1}), *((peer, {}) for peer in list(PEERS.values())[1:])],
-    ids=PEERS,
-)
-def test_greedy_decoding_with_and_without_a_cache_is_theirs_token_for_token(peer, fields):
-    theirs = peer.build(**fields).eval()
+@pytest.mark.parametrize("name", PEERS)
+def test_greedy_decoding_with_and_without_a_cache_is_theirs_token_for_token(name):
+    peer = PEERS[name]
+    theirs = peer.build(**(WINDOW | {"max_window_layers": 1} if name == "qwen2" else {})).eval()
     ours = peers.same_as_ours(theirs, peer.family).eval()
     prompt = [3, 1, 4, 1, 5]
     want = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0].tolist()

@@ -124,7 +124,7 @@ def _write_gemma3(config: TransformerConfig, max_position_embeddings: int) -> Ma
 def _query_pre_attn_scalar(config: TransformerConfig) -> int:
     """The whole number whose root divides the scores, or the nearest one."""
     scale = config.attention.scale
-    return config.kv_channels if scale is None else max(round(scale**-2), 1)
+    return config.kv_channels if scale is None else max(round(min(1.0 / scale / scale, LARGEST_SIZE)), 1)
 
 
 def _allowed(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
