@@ -3,7 +3,7 @@
 Gemma Team 2024, "Gemma 2", arXiv:2408.00118; Gemma Team 2025, "Gemma 3", arXiv:2503.19786.
 
 transformers rounds the factor sqrt(H) on embeddings to the dtype of the weights, and we do not: in bfloat16 the two
-differ by up to 0.4 %, less where sqrt(H) is short. H hidden.
+differ by up to 0.4 %, and not at all where bfloat16 holds sqrt(H). H hidden.
 """
 
 import math
