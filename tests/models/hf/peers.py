@@ -1,16 +1,22 @@
 """Tiny random models of transformers, and what makes them and ours the same function."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -18,6 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from megalith.models import hf
 from megalith.models.gpt_model import GPTModel
 from megalith.models.hf import Family
 
@@ -32,6 +39,8 @@ LLAMA = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+# a window of 5, which 16 tokens show; without a token of padding, whose embedding transformers would not train
+GEMMA = LLAMA | {"head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 20, "pad_token_id": None}
 GPT2 = {
     "vocab_size": 61,
     "n_positions": 24,
@@ -75,7 +84,7 @@ ROPE_SCALINGS = {
 
 
 def llama(**fields: Any) -> PreTrainedModel:
-    return _random(LlamaForCausalLM(LlamaConfig(**LLAMA | fields)))
+    return randomized(LlamaForCausalLM(LlamaConfig(**LLAMA | fields)))
 
 
 def scaled(name: str, base: float = 100.0) -> dict[str, Any]:
@@ -86,19 +95,47 @@ def scaled(name: str, base: float = 100.0) -> dict[str, Any]:
 
 
 def mistral(**fields: Any) -> PreTrainedModel:
-    return _random(MistralForCausalLM(MistralConfig(**LLAMA | {"sliding_window": 5} | fields)))
+    return randomized(MistralForCausalLM(MistralConfig(**LLAMA | {"sliding_window": 5} | fields)))
 
 
 def gpt2(**fields: Any) -> PreTrainedModel:
-    return _random(GPT2LMHeadModel(GPT2Config(**GPT2 | fields)))
+    return randomized(GPT2LMHeadModel(GPT2Config(**GPT2 | fields)))
 
 
 def qwen2(**fields: Any) -> PreTrainedModel:
-    return _random(Qwen2ForCausalLM(Qwen2Config(**LLAMA | fields)))
+    return randomized(Qwen2ForCausalLM(Qwen2Config(**LLAMA | fields)))
 
 
 def qwen3(**fields: Any) -> PreTrainedModel:
-    return _random(Qwen3ForCausalLM(Qwen3Config(**LLAMA | {"head_dim": 16} | fields)))
+    return randomized(Qwen3ForCausalLM(Qwen3Config(**LLAMA | {"head_dim": 16} | fields)))
+
+
+def gemma2(**fields: Any) -> PreTrainedModel:
+    # of their ways to compute attention, only the eager one has soft caps
+    config = Gemma2Config(**GEMMA | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7} | fields)
+    return randomized(Gemma2ForCausalLM._from_config(config, attn_implementation="eager"))
+
+
+def gemma3(**fields: Any) -> PreTrainedModel:
+    return randomized(Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA | {"num_hidden_layers": 3} | fields)))
+
+
+class Peer(NamedTuple):
+    """One of our families, and how transformers builds models of it."""
+
+    family: Family
+    build: Callable[..., PreTrainedModel]
+    config: type[PretrainedConfig]
+    model: type[PreTrainedModel]
+
+
+PEERS = {
+    "mistral": Peer(hf.MISTRAL, mistral, MistralConfig, MistralForCausalLM),
+    "qwen2": Peer(hf.QWEN2, qwen2, Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": Peer(hf.QWEN3, qwen3, Qwen3Config, Qwen3ForCausalLM),
+    "gemma2": Peer(hf.GEMMA2, gemma2, Gemma2Config, Gemma2ForCausalLM),
+    "gemma3": Peer(hf.GEMMA3, gemma3, Gemma3TextConfig, Gemma3ForCausalLM),
+}
 
 
 def same_as_ours(theirs: PreTrainedModel, architecture: Family) -> GPTModel:
@@ -135,7 +172,7 @@ def assert_same_function(theirs: PreTrainedModel, architecture: Family) -> None:
         )
 
 
-def _random(model: PreTrainedModel) -> PreTrainedModel:
+def randomized(model: PreTrainedModel) -> PreTrainedModel:
     """Noise on every parameter: a fresh model's norms are all ones, and its biases all zeros."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

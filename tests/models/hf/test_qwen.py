@@ -1,85 +1,13 @@
-"""models/hf/qwen: transformers' own Qwen2 and Qwen3 are the judges of names, shapes, defaults and numbers."""
-
-from collections.abc import Callable
-from typing import NamedTuple
+"""models/hf/qwen: its defaults, its windows, and what is refused; numbers are compared in test_parity."""
 
 import pytest
-import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.generation import Sampling, stream
-from megalith.models.hf import LLAMA, QWEN2, QWEN3, Family, detect, fitting
+from megalith.models.hf import LLAMA, QWEN2, QWEN3
 from tests.models.hf import peers
 
-
-class Peer(NamedTuple):
-    family: Family
-    build: Callable[..., PreTrainedModel]
-    config: type
-    model: type
-
-
-QWEN2_PEER = Peer(QWEN2, peers.qwen2, Qwen2Config, Qwen2ForCausalLM)
-QWEN3_PEER = Peer(QWEN3, peers.qwen3, Qwen3Config, Qwen3ForCausalLM)
-PEERS = {"qwen2": QWEN2_PEER, "qwen3": QWEN3_PEER}
-CASES = {
-    "qwen2, grouped-query": (QWEN2_PEER, {}),
-    "qwen2, tied, one key and value for all heads": (
-        QWEN2_PEER,
-        {"tie_word_embeddings": True, "num_key_value_heads": 1},
-    ),
-    "qwen2, odd sizes": (QWEN2_PEER, {"hidden_size": 30, "num_attention_heads": 3, "num_key_value_heads": 3}),
-    "qwen3, heads wider than hidden / heads": (QWEN3_PEER, {}),
-    "qwen3, tied, biases": (QWEN3_PEER, {"tie_word_embeddings": True, "attention_bias": True}),
-    "qwen3, odd sizes": (
-        QWEN3_PEER,
-        {"hidden_size": 35, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6},
-    ),
-}
-of_cases = pytest.mark.parametrize(("peer", "fields"), CASES.values(), ids=CASES)
-of_peers = pytest.mark.parametrize("peer", PEERS.values(), ids=PEERS)
-
-
-@of_cases
-def test_tensors_come_back_bitwise(peer, fields):
-    theirs = peer.build(**fields)
-    state, config = theirs.bfloat16().state_dict(), peer.family.config_from_hf(theirs.config.to_dict())
-    peers.assert_bitwise(peer.family.to_hf(peer.family.from_hf(state, config), config), state)
-
-
-@of_cases
-def test_logits_and_gradients_are_theirs(peer, fields):
-    peers.assert_same_function(peer.build(**fields), peer.family)
-
-
-@of_cases
-def test_config_comes_back_and_builds_their_model(peer, fields):
-    theirs, family = peer.build(**fields), peer.family
-    config = family.config_from_hf(theirs.config.to_dict())
-    exported = family.config_to_hf(config, max_position_embeddings=2048, dtype="float32", eos_token_id=7)
-    assert detect(exported) == fitting(config) == family
-    assert family.config_from_hf(exported) == config
-    again = peer.model(peer.config(**exported))
-    again.load_state_dict(family.to_hf(family.from_hf(theirs.state_dict(), config), config))
-    tokens = torch.arange(20).view(1, 20)
-    assert torch.equal(again(tokens).logits, theirs(tokens).logits)
-
-
-@of_peers
-def test_greedy_decoding_with_and_without_a_cache_is_theirs_token_for_token(peer):
-    theirs = peer.build().eval()
-    ours = peers.same_as_ours(theirs, peer.family).eval()
-    prompt = [3, 1, 4, 1, 5]
-    want = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0].tolist()
-    cached = stream(ours, prompt, 12, sampling=Sampling(temperature=0.0), seed=0, end_token=None)
-    assert [*prompt, *cached] == want
-    tokens = torch.tensor([prompt])
-    with torch.no_grad():
-        for _ in range(12):
-            tokens = torch.cat((tokens, ours(tokens)[:, -1:].argmax(dim=-1)), dim=1)
-    assert tokens[0].tolist() == want
+of_peers = pytest.mark.parametrize("peer", [peers.PEERS["qwen2"], peers.PEERS["qwen3"]], ids=["qwen2", "qwen3"])
 
 
 @of_peers
@@ -94,8 +22,17 @@ def test_absent_fields_have_the_defaults_of_transformers(peer):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"use_sliding_window": True}, "use_sliding_window must be False"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must all be 'full_attention'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "need a window, and config.json has none"),
+        (
+            {"use_sliding_window": True, "sliding_window": None, "layer_types": ["sliding_attention"] * 2},
+            "need a window, and config.json has none",
+        ),
+        ({"layer_types": ["full_attention"]}, "layer_types must be .* for each of 2 layers; got"),
+        ({"layer_types": ["full_attention", ["chunked_attention"]]}, "layer_types must be .* for each of 2 layers"),
+        (
+            {"use_sliding_window": True, "layer_types": None, "sliding_window": 0, "max_window_layers": 0},
+            "attention.window: Input should be",
+        ),
         ({"layer_types": "full_attention"}, "layer_types must be a list; got 'full_attention'"),
         ({"mlp_bias": True}, "mlp_bias .* is a field that our model does not know"),
         ({"hidden_act": "relu"}, "hidden_act must be 'silu'"),
@@ -110,6 +47,18 @@ def test_a_window_that_is_switched_off_is_none():
     fields = {"sliding_window": 4096, "max_window_layers": 21, "use_sliding_window": False}
     config = peers.qwen2().config.to_dict()
     assert QWEN2.config_from_hf(config | fields) == QWEN2.config_from_hf(config)
+
+
+@of_peers
+def test_the_first_layer_with_a_window_is_what_transformers_before_layer_types_reads(peer):
+    fields = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "num_hidden_layers": 5}
+    new = peer.build(**fields).config.to_dict()
+    old = {name: value for name, value in new.items() if name != "layer_types"}
+    config = peer.family.config_from_hf(old)
+    assert config == peer.family.config_from_hf(new)
+    assert config.attention.window_layers == (False, False, True, True, True)
+    written = peer.family.config_to_hf(config, max_position_embeddings=16, dtype="float32", eos_token_id=None)
+    assert {name: written[name] for name in fields} == fields
 
 
 @pytest.mark.parametrize(

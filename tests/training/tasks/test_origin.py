@@ -25,8 +25,9 @@ LAYOUTS = {
     "shard 4": (4, {"shard": 4}),
     "pipeline 2 x tensor 2": (4, {"pipeline": 2, "tensor": 2}),
 }
-FAST = ("gpt2", "tensor 2")
-CASES = [(shape, layout) for shape in ("llama", "tied llama", "gpt2") for layout in LAYOUTS if layout != "one process"]
+FAST = [("gpt2", "tensor 2"), ("gemma3", "context 2")]
+FAMILIES = ("llama", "tied llama", "mistral", "windowed qwen2", "qwen3", "gemma2", "gemma3", "gpt2")
+CASES = [(shape, layout) for shape in FAMILIES for layout in LAYOUTS if layout != "one process"]
 ROUNDING = 1e-5  # transformers computes norms and rotations of float64 models in float32
 
 
@@ -60,7 +61,10 @@ def first_step(folder, layout="one process"):
     return ranks(num_ranks, first_steps, tree_of(folder, **parallel), num_ranks, 1)
 
 
-@pytest.mark.parametrize("shape", ["llama", pytest.param("tied llama", marks=pytest.mark.slow), "gpt2"])
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(s, marks=[] if s in ("llama", "gemma3", "gpt2") else [pytest.mark.slow]) for s in FAMILIES],
+)
 def test_the_first_step_in_one_process_is_that_of_transformers(shape, tmp_path):
     theirs = write_folder(tmp_path / "source", shape, "float64")
     write_dataset(tmp_path / "text")
@@ -76,7 +80,7 @@ def test_the_first_step_in_one_process_is_that_of_transformers(shape, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shape", "layout"), [pytest.param(*case, marks=[] if case == FAST else [pytest.mark.slow]) for case in CASES]
+    ("shape", "layout"), [pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow]) for case in CASES]
 )
 def test_every_rank_reads_its_part_and_the_first_step_is_that_of_one_process(shape, layout, tmp_path):
     write_folder(tmp_path / "source", shape, "float64")

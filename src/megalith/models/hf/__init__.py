@@ -3,6 +3,7 @@
 from megalith.models.hf.families import FAMILIES, detect, fitting
 from megalith.models.hf.family import Family
 from megalith.models.hf.folder import ModelFolder, is_model_folder, open_folder, read_folder
+from megalith.models.hf.gemma import GEMMA2, GEMMA3
 from megalith.models.hf.gpt2 import GPT2
 from megalith.models.hf.llama import LLAMA
 from megalith.models.hf.mistral import MISTRAL
@@ -11,6 +12,8 @@ from megalith.models.hf.qwen import QWEN2, QWEN3
 
 __all__ = [
     "FAMILIES",
+    "GEMMA2",
+    "GEMMA3",
     "GPT2",
     "LLAMA",
     "MISTRAL",

@@ -9,33 +9,47 @@ from typing import Any
 
 from megalith.config import TransformerConfig
 from megalith.models.hf.fields import Fields
+from megalith.models.hf.layer_types import read_layer_types, write_layer_types
 from megalith.models.hf.llama import LLAMA, allowed_of_llamas, read_llamas, write_llamas
+from megalith.models.hf.parameters import left_open
 
 __all__ = ["QWEN2", "QWEN3"]
 
+_WINDOW = 4096  # [tokens] the default of both classes
 
-def _read_without_window(fields: Fields) -> dict[str, Any]:
-    fields.expect("use_sliding_window", False)
-    for unused in ("sliding_window", "max_window_layers"):  # without use_sliding_window
-        fields.optional(unused, int)
-    kinds = fields.optional("layer_types", list) or []
-    if any(kind != "full_attention" for kind in kinds):
-        fields.refuse(f"layer_types must all be 'full_attention': our attention has no window; got {kinds!r:.80}")
-    return read_llamas(fields)
+
+def _read_windows(fields: Fields) -> dict[str, Any]:
+    window = fields.get_or_null("sliding_window", _WINDOW)
+    first = fields.get("max_window_layers", 28)
+    if not fields.get("use_sliding_window", False):
+        window = None
+    return read_layer_types(fields, window, lambda index: window is not None and index >= first)
+
+
+def _write_windows(config: TransformerConfig) -> dict[str, Any]:
+    window = config.attention.window
+    windowed = [index for index in range(config.num_layers) if config.attention.window_of(index) is not None]
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        # all that transformers before 4.53 reads
+        "max_window_layers": min(windowed, default=config.num_layers),
+        "layer_types": write_layer_types(config),
+    }
 
 
 def _read_qwen2(fields: Fields) -> Mapping[str, Any]:
-    return {**_read_without_window(fields), "attention": {"qkv_bias": True}}
+    return {**read_llamas(fields), "attention": {**_read_windows(fields), "qkv_bias": True}}
 
 
 def _read_qwen3(fields: Fields) -> Mapping[str, Any]:
     bias = fields.get("attention_bias", False)
-    attention = {"qk_norm": "RMSNorm", "qkv_bias": bias, "output_bias": bias}
-    return {**_read_without_window(fields), "attention": attention}
+    attention = {**_read_windows(fields), "qk_norm": "RMSNorm", "qkv_bias": bias, "output_bias": bias}
+    return {**read_llamas(fields), "attention": attention}
 
 
 def _write_qwen2(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
-    return {**write_llamas(config, max_position_embeddings), "use_sliding_window": False}
+    return {**write_llamas(config, max_position_embeddings), **_write_windows(config)}
 
 
 def _write_qwen3(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
@@ -45,6 +59,7 @@ def _write_qwen3(config: TransformerConfig, max_position_embeddings: int) -> Map
 def _allowed_of_qwen2(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
     return {
         **allowed_of_llamas(config),
+        **left_open(config, "attention.window", "attention.window_layers"),
         "add_bias_linear": (False,),
         "mlp_bias": (False,),
         "qkv_bias": (True,),
@@ -56,6 +71,7 @@ def _allowed_of_qwen2(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]
 def _allowed_of_qwen3(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
     return {
         **allowed_of_llamas(config),
+        **left_open(config, "attention.window", "attention.window_layers"),
         "attention.qk_norm": ("RMSNorm",),
         "add_bias_linear": (False,),
         "mlp_bias": (False,),

@@ -1,7 +1,8 @@
 """The fields of rotary positions in config.json: those of transformers 4 and of transformers 5, both ways.
 
 transformers 4 has ``rope_theta`` and ``rope_scaling``; transformers 5 has both in ``rope_parameters``, and still reads
-the old ones.
+the old ones. Where layers with a window have a base of their own (Gemma 3), transformers 4 calls it
+``rope_local_base_freq``, and transformers 5 has one object in ``rope_parameters`` for each type of layer.
 """
 
 from collections.abc import Mapping
@@ -11,9 +12,10 @@ from typing import Any, NamedTuple
 from megalith.config import RopeConfig, RopeScalingConfig
 from megalith.models.hf.fields import Fields
 
-__all__ = ["read_rope", "write_rope"]
+__all__ = ["read_rope", "read_rope_by_layer", "write_rope", "write_rope_by_layer"]
 
 _LENGTH = "original_max_position_embeddings"
+_WHOLE, _LOCAL = "full_attention", "sliding_attention"  # types of layers: without a window, and with one
 
 
 class _Keys(NamedTuple):
@@ -38,31 +40,25 @@ _TYPES: Mapping[str, _Keys] = MappingProxyType(
 
 def read_rope(fields: Fields) -> dict[str, Any]:
     """The settings of ``model.rope``. Fields that disagree, and what our rotary positions lack, are refused."""
-    bases: dict[str, float] = {}
-    scalings: dict[str, dict[str, Any]] = {}
-    if (base := fields.optional("rope_theta", float)) is not None:
-        bases["rope_theta"] = base
-    longest = fields.optional("max_position_embeddings", int)  # rotary positions have no table, so no bound
-    for name in ("rope_scaling", "rope_parameters"):  # one thing, under its old and its new name
-        given = fields.optional(name, dict) or {}
-        rope = {key: value for key, value in given.items() if value is not None}
-        base = rope.pop("rope_theta", None)
-        if isinstance(base, int | float):
-            bases[f"{name}.rope_theta"] = base
-        elif base is not None:
-            fields.refuse(f"{name}.rope_theta must be a number; got {base!r:.80}")
-        if rope:
-            scalings[name] = _read_scaling(fields, name, rope, longest)
-    if len(set(bases.values())) > 1:
-        fields.refuse(f"the bases of the rotary positions differ: {bases}; delete the wrong one")
-    first, *others = scalings.values() or [{}]
-    if others not in ([], [first]):
-        fields.refuse(f"rope_scaling and rope_parameters must say the same; got {scalings}; delete the wrong one")
-    base = next(iter(bases.values()), 10000.0)
-    if abs(base) >= 2**63:
-        fields.refuse("rope_theta must be below 2^63")
-        base = 10000.0
-    return {"base": float(base), "scaling": first or None}
+    given = {name: fields.optional(name, dict) or {} for name in ("rope_scaling", "rope_parameters")}
+    return _read(fields, "rope_theta", given, 10000.0)
+
+
+def read_rope_by_layer(fields: Fields, base: float, local_base: float) -> dict[str, Any]:
+    """As ``read_rope``, of rotary positions by type of layer; the bases are the defaults of their class."""
+    by_layer = fields.optional("rope_parameters", dict) or {}
+    if by_layer.keys() - {_WHOLE, _LOCAL} or not all(isinstance(one, dict | None) for one in by_layer.values()):
+        fields.refuse(f"rope_parameters must have an object for {_WHOLE} and one for {_LOCAL}; got {by_layer!r:.80}")
+        by_layer = {}
+    of_whole = {
+        "rope_scaling": fields.optional("rope_scaling", dict) or {},
+        f"rope_parameters.{_WHOLE}": by_layer.get(_WHOLE) or {},
+    }
+    of_local = {f"rope_parameters.{_LOCAL}": by_layer.get(_LOCAL) or {}}
+    local = _read(fields, "rope_local_base_freq", of_local, local_base)
+    if local["scaling"] is not None:
+        fields.refuse(f"rope_parameters.{_LOCAL} must have rope_type 'default'; got {local['scaling']['type']!r}")
+    return {**_read(fields, "rope_theta", of_whole, base), "local_base": local["base"]}
 
 
 def write_rope(rope: RopeConfig, max_position_embeddings: int) -> dict[str, Any]:
@@ -77,6 +73,43 @@ def write_rope(rope: RopeConfig, max_position_embeddings: int) -> dict[str, Any]
         longest = reached if rope.scaling.type == "yarn" else max(reached, max_position_embeddings)
         fields["max_position_embeddings"] = longest
     return {**fields, "rope_scaling": scaling, "rope_parameters": {**scaling, "rope_theta": rope.base}}
+
+
+def write_rope_by_layer(rope: RopeConfig, max_position_embeddings: int) -> dict[str, Any]:
+    """As ``write_rope``, by type of layer."""
+    whole = write_rope(rope, max_position_embeddings)
+    local = rope.base if rope.local_base is None else rope.local_base
+    of_local = {"rope_type": "default", "rope_theta": local}
+    by_layer = {_WHOLE: whole["rope_parameters"], _LOCAL: of_local}
+    return {**whole, "rope_local_base_freq": local, "rope_parameters": by_layer}
+
+
+def _read(fields: Fields, base_field: str, given: Mapping[str, dict[str, Any]], default: float) -> dict[str, Any]:
+    """``base`` and ``scaling``, of a field of its own and of ``given`` objects by name, which say the same thing."""
+    bases: dict[str, float] = {}
+    scalings: dict[str, dict[str, Any]] = {}
+    if (base := fields.optional(base_field, float)) is not None:
+        bases[base_field] = base
+    longest = fields.optional("max_position_embeddings", int)  # rotary positions have no table, so no bound
+    for name, one in given.items():
+        rope = {key: value for key, value in one.items() if value is not None}
+        base = rope.pop("rope_theta", None)
+        if isinstance(base, int | float):
+            bases[f"{name}.rope_theta"] = base
+        elif base is not None:
+            fields.refuse(f"{name}.rope_theta must be a number; got {base!r:.80}")
+        if rope:
+            scalings[name] = _read_scaling(fields, name, rope, longest)
+    if len(set(bases.values())) > 1:
+        fields.refuse(f"the bases of the rotary positions differ: {bases}; delete the wrong one")
+    first, *others = scalings.values() or [{}]
+    if others not in ([], [first]):
+        fields.refuse(f"rope_scaling and rope_parameters must say the same; got {scalings}; delete the wrong one")
+    base = next(iter(bases.values()), default)
+    if abs(base) >= 2**63:
+        fields.refuse(f"{base_field} must be below 2^63")
+        base = default
+    return {"base": float(base), "scaling": first or None}
 
 
 def _read_scaling(fields: Fields, name: str, rope: dict[str, Any], longest: int | None) -> dict[str, Any]:

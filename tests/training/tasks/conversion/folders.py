@@ -23,6 +23,18 @@ SHAPES = {
     "qwen3": lambda: peers.qwen3(
         vocab_size=VOCAB, max_position_embeddings=24, tie_word_embeddings=True, num_key_value_heads=1, eos_token_id=0
     ),
+    "windowed qwen2": lambda: peers.qwen2(
+        vocab_size=VOCAB,
+        max_position_embeddings=24,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=1,
+        eos_token_id=0,
+    ),
+    "gemma2": lambda: peers.gemma2(vocab_size=VOCAB, max_position_embeddings=24, eos_token_id=0),
+    "gemma3": lambda: peers.gemma3(
+        vocab_size=VOCAB, max_position_embeddings=24, sliding_window_pattern=2, num_hidden_layers=4, eos_token_id=0
+    ),
     "gpt2": lambda: peers.gpt2(vocab_size=VOCAB, eos_token_id=0),
     "untied gpt2": lambda: peers.gpt2(vocab_size=VOCAB, tie_word_embeddings=False, n_inner=37),
 }

@@ -1,0 +1,117 @@
+"""Families with windows by layer: transformers' own models are the judges of names, numbers and configs."""
+
+import pytest
+import torch
+
+from megalith.models.generation import Sampling, stream
+from megalith.models.hf import detect, fitting
+from tests.models.hf import peers
+from tests.models.hf.peers import PEERS
+
+LOCAL, WHOLE = "sliding_attention", "full_attention"
+WINDOW = {"use_sliding_window": True, "sliding_window": 5}
+FIELDS = {
+    "mistral": {
+        "a window, untied": {},
+        "tied, one key and value for all heads": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+        "odd sizes, a window of one token": {
+            "hidden_size": 30,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "sliding_window": 1,
+        },
+        "rope scaling": peers.scaled("yarn"),
+    },
+    "qwen2": {
+        "grouped-query": {},
+        "tied, one key and value for all heads": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+        "odd sizes": {"hidden_size": 30, "num_attention_heads": 3, "num_key_value_heads": 3},
+        "a window from layer 1 on": {**WINDOW, "max_window_layers": 1},
+        "a window by layer_types": {**WINDOW, "layer_types": [LOCAL, WHOLE]},
+        "a window in no layer": {**WINDOW, "max_window_layers": 2},
+    },
+    "qwen3": {
+        "heads wider than hidden / heads": {},
+        "tied, biases": {"tie_word_embeddings": True, "attention_bias": True},
+        "odd sizes": {"hidden_size": 35, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6},
+        "a window in every layer": {**WINDOW, "max_window_layers": 0},
+        "a window by layer_types": {**WINDOW, "num_hidden_layers": 3, "layer_types": [WHOLE, LOCAL, LOCAL]},
+    },
+    "gemma2": {
+        "tied": {},
+        "untied, biases": {"tie_word_embeddings": False, "attention_bias": True},
+        "odd sizes, a window of one token": {
+            "hidden_size": 33,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 6,
+            "sliding_window": 1,
+        },
+        "no softcap": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        "no window": {"layer_types": [WHOLE, WHOLE]},
+        "rope scaling": peers.scaled("linear"),
+    },
+    "gemma3": {
+        "a window in every layer": {},
+        "a window by pattern, untied": {"sliding_window_pattern": 2, "tie_word_embeddings": False},
+        "a window by layer_types, biases": {"layer_types": [WHOLE, LOCAL, LOCAL], "attention_bias": True},
+        "no window": {"layer_types": [WHOLE] * 3},
+        "odd sizes, softcap": {
+            "hidden_size": 33,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 6,
+            "final_logit_softcapping": 0.7,
+        },
+        "whole layers with rope scaling, bases by type of layer": {
+            "layer_types": [LOCAL, WHOLE, LOCAL],
+            "rope_parameters": {
+                LOCAL: {"rope_type": "default", "rope_theta": 20.0},
+                WHOLE: {"rope_type": "linear", "factor": 8.0, "rope_theta": 100.0},
+            },
+        },
+    },
+}
+CASES = {f"{name}, {case}": (PEERS[name], fields) for name in PEERS for case, fields in FIELDS[name].items()}
+of_cases = pytest.mark.parametrize(("peer", "fields"), CASES.values(), ids=CASES)
+
+
+@of_cases
+def test_tensors_come_back_bitwise(peer, fields):
+    theirs = peer.build(**fields)
+    state, config = theirs.bfloat16().state_dict(), peer.family.config_from_hf(theirs.config.to_dict())
+    peers.assert_bitwise(peer.family.to_hf(peer.family.from_hf(state, config), config), state)
+
+
+@of_cases
+def test_logits_and_gradients_are_theirs(peer, fields):
+    peers.assert_same_function(peer.build(**fields), peer.family)
+
+
+@of_cases
+def test_config_comes_back_and_builds_their_model(peer, fields):
+    theirs, family = peer.build(**fields), peer.family
+    config = family.config_from_hf(theirs.config.to_dict())
+    exported = family.config_to_hf(config, max_position_embeddings=2048, dtype="float32", eos_token_id=7)
+    assert detect(exported) == fitting(config) == family
+    assert family.config_from_hf(exported) == config
+    again = peer.model._from_config(peer.config(**exported), attn_implementation=theirs.config._attn_implementation)
+    again.load_state_dict(family.to_hf(family.from_hf(theirs.state_dict(), config), config))
+    tokens = torch.arange(20).view(1, 20)
+    assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_greedy_decoding_with_and_without_a_cache_is_theirs_token_for_token(name):
+    peer = PEERS[name]
+    theirs = peer.build(**(WINDOW | {"max_window_layers": 1} if name == "qwen2" else {})).eval()
+    ours = peers.same_as_ours(theirs, peer.family).eval()
+    prompt = [3, 1, 4, 1, 5]
+    want = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0].tolist()
+    cached = stream(ours, prompt, 12, sampling=Sampling(temperature=0.0), seed=0, end_token=None)
+    assert [*prompt, *cached] == want
+    tokens = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(12):
+            tokens = torch.cat((tokens, ours(tokens)[:, -1:].argmax(dim=-1)), dim=1)
+    assert tokens[0].tolist() == want
