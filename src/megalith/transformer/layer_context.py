@@ -16,15 +16,18 @@ __all__ = ["KVCache", "LayerContext"]
 class KVCache:
     """Keys and values of one layer for the tokens seen so far, in memory for ``capacity`` tokens of each row.
 
-    It is allocated at the first ``append``, as [capacity, B, max(G/tp, 1), D] each, and never moved: a token costs its
-    own bytes, and not a copy of all before it.
+    It is never moved: a token costs its own bytes, and not a copy of all before it.
+
+    Attributes:
+        keys, values: [capacity, B, max(G/tp, 1), D] each, allocated at the first ``append``; None before.
+        num_tokens: how many of a row's are there.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_tokens = 0
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Adds the newest ``k`` and ``v`` and returns all of them, [num_tokens, B, max(G/tp, 1), D], as views.
@@ -34,11 +37,11 @@ class KVCache:
         start, end = self.num_tokens, self.num_tokens + k.shape[0]
         if end > self.capacity:
             raise ShapeError(f"the cache has room for {self.capacity} tokens, and these make {end}; make it larger")
-        if self._keys is None or self._values is None:
-            self._keys, self._values = (x.new_empty(self.capacity, *x.shape[1:]) for x in (k, v))
-        self._keys[start:end], self._values[start:end] = k, v
+        if self.keys is None or self.values is None:
+            self.keys, self.values = (x.new_empty(self.capacity, *x.shape[1:]) for x in (k, v))
+        self.keys[start:end], self.values[start:end] = k, v
         self.num_tokens = end
-        return self._keys[:end], self._values[:end]
+        return self.keys[:end], self.values[:end]
 
 
 @dataclass(frozen=True, eq=False)
