@@ -56,6 +56,7 @@ def write_texts(folder: Path) -> None:
     with gzip.open(folder / "b.txt.gz", "wt") as file:
         file.write("Twice upon a time. " * 50)
     (folder / "chapter.txt").write_text("Once")
+    (folder / "prompts.txt").write_text("Once\nTwice\n")
 
 
 def here_in(folder: Path, *arguments: str) -> Ended:

@@ -308,3 +308,17 @@ def test_ranks_that_split_a_model_draw_the_texts_of_one_process(shape, tensor, c
     want = [generate(model, RAGGED, 10, sampling=sampling, seeds=[3, 1, 4, 1]) for sampling in (GREEDY, EVERYTHING)]
     for got in ranks(tensor * context, drawn_on_ranks, shape, tensor, context, sequence_parallel):
         assert got == want
+
+
+def refuse_to_compile(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    raise AssertionError("a compiled layer was called")
+
+
+def test_compiled_layers_are_not_compiled_again_for_every_token():
+    model = built()
+    want = generate(model, RAGGED, 5, sampling=GREEDY)
+    for layer in model.layers():
+        layer.compile(backend=refuse_to_compile)
+    assert generate(model, RAGGED, 5, sampling=GREEDY) == want
+    with pytest.raises(Exception, match="a compiled layer was called"):
+        model(torch.tensor([PROMPT]))

@@ -22,6 +22,7 @@ from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.context.zigzag import zigzag_positions
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.topology.collectives import reduce_from_tensor_model_parallel_region
+from megalith.torch_compat import uncompiled
 
 __all__ = ["Stop", "check_length", "check_prompt_length", "generate", "stream"]
 
@@ -126,7 +127,8 @@ def _drawn(
     numbers = uniform_numbers(seeds, rows.new_positions())  # [B, max(room)]
     seen = rows.seen() if sampling.repetition_penalty is not None else None
     alive = {row for row, num_tokens in enumerate(room) if num_tokens}
-    with pipeline.evaluating():
+    layers = [layer for chunk in pipeline.chunks for layer in chunk.layers()]
+    with pipeline.evaluating(), uncompiled(layers):  # each token follows more keys than the one before
         for step in range(max(room)):
             if not alive:
                 return
