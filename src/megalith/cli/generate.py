@@ -2,12 +2,17 @@
 
 import itertools
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from megalith.cli.console import Announcer, say, show_text
+
+if TYPE_CHECKING:
+    from megalith.models.sampling import Sampling
+    from megalith.training.tasks.generation import TextSource
 
 __all__ = ["generate"]
 
@@ -53,58 +58,91 @@ def generate(
 
     if eod is not None and tokenizer is None:
         raise ConfigError("--eod names a token of --tokenizer, which is not given; leave it out")
+    with Announcer() as announcer:
+        announcer.begin(f"loading {source}")
+        from megalith.models.sampling import Sampling
+        from megalith.training.tasks.generation import TextSource
+
+        # all that can be told without the model, which takes long to load
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        _check(max_new_tokens, stop or [], samples, seed)
+        prompts = _prompts(prompt, prompt_file, prompts_file, announcer)
+        announcer.begin(f"loading {source}")
+        opened = TextSource.open(source, tokenizer, eod)
+        opened.encode(prompts)
+        rows = [
+            _Row(text, number, sample, seed + sample)
+            for number, text in enumerate(prompts)
+            for sample in range(samples)
+        ]
+        for text in _texts(opened, rows, max_new_tokens, sampling, stop or [], announcer):
+            _show(text)
+
+
+class _Row(NamedTuple):
+    """A text to draw: the sample of that number from the prompt of that number."""
+
+    prompt: str
+    number: int
+    sample: int
+    seed: int
+
+
+def _texts(
+    source: "TextSource",
+    rows: Sequence[_Row],
+    max_new_tokens: int,
+    sampling: "Sampling",
+    stop: Sequence[str],
+    announcer: Announcer,
+) -> Iterator[str]:
+    """What the screen shows, as soon as it is drawn."""
+    from megalith.training.tasks.generation import TextGenerator, in_order
+
+    generator = TextGenerator(source.load_model(), source)
+    prompts, seeds = [row.prompt for row in rows], [row.seed for row in rows]
+    pieces = generator.stream(prompts, max_new_tokens, sampling=sampling, seeds=seeds, stop=stop)
+    announcer.begin("computing the first token; operations may be compiled for it")
+    first = next(pieces)
+    announcer.end()
+    last = rows[-1]
+    openings = [_heading(row, last.number + 1, last.sample + 1) + row.prompt for row in rows]
+    return in_order(openings, itertools.chain([first], pieces))
+
+
+def _heading(row: _Row, num_prompts: int, num_samples: int) -> str:
+    """What stands over a text; nothing over the only one."""
+    places = [f"prompt {row.number + 1} of {num_prompts}"] if num_prompts > 1 else []
+    places += [f"sample {row.sample + 1} of {num_samples}"] if num_samples > 1 else []
+    return f"=== {', '.join(places)}, seed {row.seed}\n" if places else ""
+
+
+def _check(max_new_tokens: int, stop: Sequence[str], samples: int, seed: int) -> None:
+    from megalith.data.stop_strings import check_stop_strings
+    from megalith.errors import ConfigError
+    from megalith.models.generation import check_length
+    from megalith.models.sampling import check_seed
+
     if samples < 1:
         raise ConfigError(f"--samples must be 1 or more; got {samples}")
+    check_length(max_new_tokens)
+    check_stop_strings(stop)
+    for drawn in (seed, seed + samples - 1):
+        check_seed(drawn)
+
+
+def _prompts(prompt: str | None, prompt_file: str | None, prompts_file: str | None, announcer: Announcer) -> list[str]:
+    """The prompts that one of the options gives; for a file this may wait: in a FIFO, or at a terminal."""
+    from megalith.errors import ConfigError
+    from megalith.training.tasks.generation import read_prompt, read_prompts
+
     if [prompt, prompt_file, prompts_file].count(None) != 2:
         raise ConfigError(
             "give one of --prompt TEXT, --prompt-file PATH and --prompts-file PATH (- for standard input)"
         )
-    with Announcer() as announcer:
-        announcer.begin(f"loading {source}")
-        from megalith.data.stop_strings import check_stop_strings
-        from megalith.models.generation import check_length
-        from megalith.models.sampling import Sampling, check_seed
-        from megalith.training.tasks.generation import TextGenerator, TextSource, in_order
-
-        # all that can be told without the model, which takes long to load
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-        check_length(max_new_tokens)
-        check_stop_strings(stop or [])
-        for drawn in (seed, seed + samples - 1):
-            check_seed(drawn)
-        if prompt is None:
-            prompts = _read(prompt_file, prompts_file, announcer)
-            announcer.begin(f"loading {source}")
-        else:
-            prompts = [prompt]
-        opened = TextSource.open(source, tokenizer, eod)
-        opened.encode(prompts)
-        generator = TextGenerator(opened.load_model(), opened)
-        rows = [(number, sample) for number in range(len(prompts)) for sample in range(samples)]
-        texts, seeds = [prompts[number] for number, _ in rows], [seed + sample for _, sample in rows]
-        pieces = generator.stream(texts, max_new_tokens, sampling=sampling, seeds=seeds, stop=stop or [])
-        announcer.begin("computing the first token; operations may be compiled for it")
-        first = next(pieces)
-        announcer.end()
-        headings = [_heading(number, len(prompts), sample, samples, seed) for number, sample in rows]
-        openings = [heading + text for heading, text in zip(headings, texts, strict=True)]
-        for text in in_order(openings, itertools.chain([first], pieces)):
-            _show(text)
-
-
-def _heading(number: int, num_prompts: int, sample: int, num_samples: int, seed: int) -> str:
-    """What stands over the text of one row; nothing over the only one."""
-    places = [f"prompt {number + 1} of {num_prompts}"] if num_prompts > 1 else []
-    places += [f"sample {sample + 1} of {num_samples}"] if num_samples > 1 else []
-    return f"=== {', '.join(places)}, seed {seed + sample}\n" if places else ""
-
-
-def _read(prompt_file: str | None, prompts_file: str | None, announcer: Announcer) -> list[str]:
-    """The prompts in the one file that is given, for which this may wait: in a FIFO, or at a terminal."""
-    from megalith.training.tasks.generation import read_prompt, read_prompts
-
-    path = prompt_file if prompts_file is None else prompts_file
-    assert path is not None, "one of the two is given"
+    if prompt is not None:
+        return [prompt]
+    path = prompts_file or prompt_file or ""
     if path == "-" and sys.stdin.isatty():
         announcer.end()
         say("type the prompt; it ends with Ctrl-D on a line of its own")

@@ -194,7 +194,7 @@ class _Rows:
         found: list[Tensor] = []
 
         def forward(model: nn.Module, micro_batch: int, hidden: Tensor | None) -> Tensor:
-            assert isinstance(model, GPTModel)
+            assert isinstance(model, GPTModel), "a chunk of the pipeline"
             output = self._whole(model, hidden) if self.caches is None else self._newest(model, hidden)
             if self.pipeline.holds_output(model):
                 found.append(output)
@@ -223,7 +223,7 @@ class _Rows:
 
     def _newest(self, model: GPTModel, hidden: Tensor | None) -> Tensor:
         """What ``model`` gives for the newest tokens: logits of the last one, [B, 1, V], or [S, B, H]."""
-        assert self.caches is not None
+        assert self.caches is not None, "rows are whole"
         new = slice(self.start, self.end)
         output: Tensor = model(
             self.tokens[:, new],
