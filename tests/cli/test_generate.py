@@ -9,6 +9,7 @@ import pytest
 
 from megalith.cli import generate as command
 from tests.program import Ended, here
+from tests.training.tasks.conversion.folders import write_folder
 
 DRAW = ["--max-new-tokens", 12, "--temperature", 1.0]
 
@@ -67,18 +68,18 @@ def test_a_text_ends_before_a_stop_string_and_options_reach_the_draw(run):
     assert generate(run, "--prompt", "Once", "--repetition-penalty", 5, *DRAW).out != whole
 
 
-def test_a_folder_of_hugging_face_gives_the_text_of_the_run_that_it_came_from(run, tmp_path):
-    assert here("convert", "export", run, "--out", tmp_path / "hf", "--no-proof").code == 0
-    got = generate(tmp_path / "hf", "--prompt", "Once", *DRAW)
+def test_a_folder_of_hugging_face_gives_the_text_of_the_run_that_comes_from_it(tmp_path):
+    folder, imported = tmp_path / "hf", tmp_path / "run"
+    write_folder(folder, "llama")
+    assert here("convert", "import", folder, "--out", imported, "--no-proof").code == 0
+    got = generate(folder, "--prompt", "some", *DRAW)
     assert got.code == 0, got.err
-    assert got.out == generate(run, "--prompt", "Once", *DRAW).out
-    (tmp_path / "hf" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
-    without = generate(tmp_path / "hf", "--prompt", "Once", *DRAW)
+    assert got.out == generate(imported, "--prompt", "some", *DRAW).out
+    elsewhere = (folder / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    without = generate(folder, "--prompt", "some", *DRAW)
     assert (without.code, without.out) == (2, "")
     assert "has no tokenizer.json; give --tokenizer PATH" in without.err
-    assert (
-        generate(tmp_path / "hf", "--prompt", "Once", "--tokenizer", tmp_path / "tokenizer.json", *DRAW).out == got.out
-    )
+    assert generate(folder, "--prompt", "some", "--tokenizer", elsewhere, *DRAW).out == got.out
 
 
 def test_nothing_is_loaded_for_a_prompt_that_does_not_fit(run, monkeypatch):

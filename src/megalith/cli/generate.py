@@ -67,7 +67,8 @@ def generate(
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         _check(max_new_tokens, stop or [], samples, seed)
         prompts = _prompts(prompt, prompt_file, prompts_file, announcer)
-        announcer.begin(f"loading {source}")
+        if prompt is None:
+            announcer.begin(f"loading {source}")
         opened = TextSource.open(source, tokenizer, eod)
         opened.encode(prompts)
         rows = [
