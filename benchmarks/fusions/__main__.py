@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks.environment import describe, surroundings
+from benchmarks.fusions.calls import as_markdown as calls_as_markdown
+from benchmarks.fusions.calls import measure_calls
 from benchmarks.fusions.clock import Clock, copy_bandwidth
 from benchmarks.fusions.contest import contest
 from benchmarks.fusions.registry import OPERATIONS
@@ -42,6 +44,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1, help="passes over all operations (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="small tensors and one round: does everything still run?")
     parser.add_argument("--step", action="store_true", help="also a whole training step, fusions on and off")
+    parser.add_argument("--calls", action="store_true", help="also what a call costs on tiny tensors")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results (default: %(default)s)")
     options = parser.parse_args()
     if _SURROUNDED not in os.environ:
@@ -61,7 +64,9 @@ def main() -> None:
     if options.step:
         shape = SHAPES["quick" if options.quick else options.device]
         table += "\n" + steps_as_markdown(measure_steps(shape, options.device, rounds), shape)
-        _keep(file, table, as_json(runs, machine, now.isoformat()))
+    if options.calls:
+        table += "\n" + calls_as_markdown(measure_calls(options.device, rounds))
+    _keep(file, table, as_json(runs, machine, now.isoformat()))
     print(table)
 
 

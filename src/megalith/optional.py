@@ -20,6 +20,7 @@ _EXTRAS = {
     "mlflow": ("writing for MLflow", "tracking"),
     "transformers": ("comparing with Hugging Face", "hf"),
     "triton": ("a Triton kernel", "triton"),
+    "lm_eval.api.model": ("evaluating with lm-eval", "lm-eval"),
 }
 
 # Read once: a kernel is born compiled or interpreted, and torch.compile can trace a constant but not a look-up.

@@ -4,6 +4,9 @@ all_gather_single, reduce_scatter_single    new in 2.13, which warns of all_gath
 torch.compile(isolate_recompiles=...)       new in 2.13, with recompile_limit=...
 torch._functorch.config.donated_buffer      private; whether a compiled backward may overwrite what was saved
 forward_ad._current_level                   private; whether derivatives are carried forward
+torch._C._AutoDispatchBelowAutograd         private; where torch runs the implementation of an operator
+torch._C._any_requires_grad                 private; asks many operands at once
+torch._library.triton                       private; whether wrapped kernels are launched as they are
 distributed_c10d._process_group_name        private; names a new process group
 FSDPModule._get_fsdp_state()                private; ends a backward by hand
 Module._compiled_call_impl                  private; what a compiled module calls
@@ -21,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch._library.triton import set_wrap_triton_enabled
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
@@ -28,11 +32,15 @@ from torch.distributed.fsdp import FSDPModule
 __all__ = [
     "abort_process_groups",
     "all_gather_into",
+    "any_requires_grad",
+    "below_autograd",
     "compile_apart",
     "compile_layers_",
     "end_backward",
     "forward_mode_is_on",
+    "is_intercepted",
     "keeping_what_is_saved",
+    "launching_directly",
     "new_group",
     "reduce_scatter_into",
     "uncompiled",
@@ -41,6 +49,10 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# the state of torch in which the implementation of an operator runs: nothing is recorded
+below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
+any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
 
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
@@ -95,6 +107,24 @@ def keeping_what_is_saved() -> AbstractContextManager[None]:
     """While it lasts, torch.compile builds and runs backwards that do not reuse the memory of what was saved."""
     keeping: AbstractContextManager[None] = functorch_config.patch(donated_buffer=False)
     return keeping
+
+
+def is_intercepted() -> bool:
+    """Whether something looks at the operators that are called here: torch.compile, a dispatch mode, torch.func.
+
+    Fake tensors, torch.export and selective checkpointing are dispatch modes.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+def launching_directly() -> AbstractContextManager[None]:
+    """While it lasts, ``torch.library.wrap_triton(kernel)`` launches the kernel, as nothing traces it."""
+    direct: AbstractContextManager[None] = set_wrap_triton_enabled(False)
+    return direct
 
 
 def forward_mode_is_on() -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.fusions import operation, registry, report
+from benchmarks.fusions import calls, operation, registry, report
 from benchmarks.fusions.clock import Clock, memory_of
 from benchmarks.fusions.contest import Contest, Figures, contest
 from megalith.fusions import cost
@@ -81,6 +81,16 @@ def test_a_clock_counts_seconds_of_one_call():
     calls = []
     assert Clock("cpu").seconds(lambda: calls.append(1), repeats=5) >= 0.0
     assert len(calls) == 5
+
+
+def test_what_a_call_costs_is_told_for_a_norm_a_sum_a_gate_rope_and_attention():
+    measured = calls.measure_calls("cpu", rounds=1)
+    names = ["rms norm", "add and rms norm", "swiglu", "rope", "attention"]
+    titles = ("launching nothing", "training", "decoding")
+    assert list(measured) == [f"{name}, {what}" for name in names for what in titles]
+    assert calls.as_markdown({"a, training": {"Megalith": [3e-6, 4e-6], "torch": [2e-6, 2e-6]}}).splitlines()[-1] == (
+        "| a, training | torch | 2 | 1.75 [1.62..1.88] |  |"
+    )
 
 
 def test_every_operation_has_a_row_and_every_row_a_name_of_its_own():

@@ -111,7 +111,7 @@ def train_from_another_tokenizer(folder: Path) -> list[object]:
 # as MISTAKES: what is wrong: (the command, what the message must say)
 CONVERSION_MISTAKES: dict[str, tuple[Mistake, str]] = {
     "import: no folder": (lambda f: ["convert", "import", f / "none", "--out", f / "new"], r"none/config\.json"),
-    "import: an architecture that we do not have": (convert(model_type="mamba"), "model_type of llama, gpt2"),
+    "import: an architecture that we do not have": (convert(model_type="mamba"), "model_type of llama, mistral"),
     "import: a field that changes the network": (convert(sliding_window=8), "sliding_window"),
     "import: a config of another shape": (convert(hidden_size=64), r"must be \[61, 64\]; got \[61, 32\]"),
     "import: a config of sizes that no machine has": (

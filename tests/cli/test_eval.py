@@ -23,7 +23,18 @@ def dataset(prefix: Path, tokens: list[int], **origin: object) -> Path:
     return prefix
 
 
+def questions(path: Path, *lines: str) -> Path:
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+QUESTION = '{"context": "Once there", "choices": [" were", " ships"], "answer": 0}'
 MISTAKES = {
+    "questions and data": (
+        lambda f: ["--choices", f / "q", "--data", f / "x"],
+        "--choices asks all questions of its file; leave --data and --samples out",
+    ),
+    "questions that are not there": (lambda f: ["--choices", f / "q"], "cannot be read from {folder}/q: No such file"),
     "no samples": (lambda _: ["--samples", 0], "the number of samples must be 1 or more; got 0"),
     "a negative number of samples": (lambda _: ["--samples", -3], "got -3"),
     "data that are not there": (lambda f: ["--data", f / "none"], "none.idx cannot be read"),
@@ -51,6 +62,32 @@ def test_a_mistake_is_one_message_and_no_loss(name, run, tmp_path, monkeypatch):
     assert found.err.startswith("error: ")
     assert found.err.count("\n") == 1
     assert says.format(folder=tmp_path, run=run) in found.err
+
+
+def test_malformed_questions_are_told_by_line_before_the_model_is_loaded(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("megalith.training.inference.load_model", None)
+    found = here("eval", run, "--choices", questions(tmp_path / "q", QUESTION, "{", QUESTION.replace("0", "2")))
+    assert (found.code, found.out) == (2, ""), found
+    head, *lines = found.err.splitlines()
+    wanted = '{"context": text, "choices": [text, text, ...], "answer": index}'
+    assert head == f"error: each line of {tmp_path / 'q'} must be {wanted}:"
+    assert lines == [
+        "  line 2: it is no JSON object in UTF-8",
+        "  line 3: answer must be a whole number from 0 to 1; got 2",
+    ]
+
+
+def test_choices_are_answered_and_a_context_that_was_cut_is_told(run, tmp_path, caplog):
+    long = QUESTION.replace("Once there", "Once there were ships " * 20)
+    path = questions(tmp_path / "q", QUESTION, QUESTION.replace("0", "1"), long)
+    [step] = (run / "checkpoints").glob("step-*")
+    for source in (run, step):
+        found = here("eval", source, "--choices", path)
+        assert found.code == 0, found
+        [line] = found.out.splitlines()
+        assert line.startswith(f"{path}: accuracy ")
+        assert line.endswith("% per token, of 3 questions (guessing 50.00%)")
+    assert "1 of 3 questions are longer than the 32 tokens that the model reads at once" in caplog.text
 
 
 def test_no_perplexity_is_printed_where_no_token_has_a_loss(run, tmp_path):

@@ -1,6 +1,8 @@
 """megalith verify: from a recipe to a verdict and an exit code, in a folder in which it leaves nothing."""
 
 import os
+import signal
+import time
 from functools import partial
 from unittest.mock import patch
 
@@ -9,7 +11,7 @@ import torch.distributed as dist
 
 from megalith.insight.verify.proof import Case
 from tests.insight.verify.proofs import compare_with
-from tests.program import here
+from tests.program import here, start
 from tests.training.test_faults import gather_without_reducing_gradients
 
 OVERRIDES = ["parallel.tensor=2", "parallel.sequence=true", "parallel.shard=2"]
@@ -48,6 +50,20 @@ def test_a_fault_is_named_and_the_exit_code_is_1(few_cases):
     *_, verdict, first = found.out.splitlines()
     assert verdict == "2 of 2 runs are wrong; the smallest layout that is: tensor 2"
     assert first.startswith("there, in float64, what differs first is the gradient of model.norm.weight in step 1: by ")
+
+
+def test_a_signal_to_end_leaves_nothing_in_the_temporary_directory(tmp_path_factory, monkeypatch):
+    scratch = tmp_path_factory.mktemp("scratch")
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    program = start("verify", "llama-4m", *OVERRIDES)
+    deadline = time.monotonic() + 60
+    while not list(scratch.glob("megalith-verify-*/*")):  # its own folder, and something written there
+        assert program.code is None, program.ended()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    program.send_signal(signal.SIGTERM)
+    assert program.ended().code == 128 + signal.SIGTERM
+    assert [path.name for path in scratch.iterdir() if path.name.startswith("megalith")] == []
 
 
 @pytest.mark.slow

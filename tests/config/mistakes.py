@@ -1,7 +1,9 @@
 """A valid run, and every kind of mistake that can be made in it."""
 
-from dataclasses import dataclass, field
 from typing import Any
+
+from tests.config.mistake import Mistake
+from tests.config.option_mistakes import OPTION_MISTAKES
 
 # one GPT of each family: llama's defaults where nothing is said
 VALID: dict[str, Any] = {
@@ -19,60 +21,8 @@ TWO_LEVEL = {"parallel.context_method": "two_level"}
 WSD = {"optim.schedule": "WSD", "optim.wsd.decay_steps": 20}
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """Settings that differ from VALID (None takes one out), and a pattern of the first line of the report."""
-
-    changes: dict[str, Any]
-    message: str
-    world_size: int | None = None
-    also: int = field(default=0)  # violations that come with it
-
-    def __str__(self) -> str:
-        return ",".join(f"{name}={value}" for name, value in self.changes.items()) + f"@{self.world_size}"
-
-
 MISTAKES = [
-    # what is computed again
-    Mistake(
-        {"train.recompute": "selective", "train.recompute_modules": ["mlp", "core_attention"]},
-        r"train.recompute_modules\[1\] must be 'core_attn', .*; got 'core_attention'; "
-        r"use train.recompute_modules=\[mlp, core_attn\]",
-    ),
-    Mistake(
-        {"train.recompute": "selective", "train.recompute_modules": []},
-        r"train.recompute_modules must have 1 entries or more; .*use train.recompute_modules=\[core_attn\]",
-    ),
-    Mistake(
-        {"train.recompute_modules": ["mlp"]},
-        r"train.recompute_modules .* has no effect with train.recompute=none, only",
-    ),
-    Mistake(
-        {"train.recompute": "selective", "train.recompute_modules": ["mlp", "mlp_act", "layernorm"]},
-        r"has mlp_act in mlp: .*; use train.recompute_modules=\[mlp, layernorm\]",
-    ),
-    Mistake(
-        {"train.recompute": "selective", "train.recompute_modules": ["layernorm", "layernorm"]},
-        r"has layernorm twice: .*; use train.recompute_modules=\[layernorm\]",
-    ),
-    Mistake(
-        {
-            "train.recompute": "selective",
-            "train.recompute_modules": ["layernorm", "core_attn"],
-            "train.compile": True,
-            "experimental": ["compile"],
-        },
-        r"compiler decides what is kept of layernorm.*; use train.recompute_modules=\[core_attn\]",
-    ),
-    Mistake(
-        {
-            "train.recompute": "selective",
-            "train.recompute_modules": ["mlp_act"],
-            "train.compile": True,
-            "experimental": ["compile"],
-        },
-        r"compiler decides what is kept of mlp_act.*; use .*train.recompute=none",
-    ),
+    *OPTION_MISTAKES,
     # names
     Mistake({"train.lr": 0.1}, r"there is no setting train.lr; did you mean optim.lr\? remove train.lr"),
     Mistake({"model.num_layer": 4}, r"there is no setting model.num_layer; did you mean model.num_layers\?"),
@@ -148,6 +98,16 @@ MISTAKES = [
     ),
     Mistake({"model.max_position_embeddings": 64}, r"has no effect with model.position_embedding_type=rope"),
     Mistake(LEARNED | {"model.rope.base": 1e4}, r"rope.base \(10000.0\) has no effect with .*=learned_absolute"),
+    Mistake(
+        {"model.activation": "gelu", "model.glu.clamp": 7.0}, r"glu.clamp \(7.0\) has no effect with .*=gelu, only"
+    ),
+    Mistake(
+        {"model.residual.norm_placement": "post", "model.residual.fp32": True},
+        r"residual.fp32 \(True\) has no effect with model.residual.norm_placement=post, only with .*=pre or sandwich",
+    ),
+    Mistake({"model.residual.norm_placement": "after"}, r"norm_placement must be .*'sandwich'; got 'after'; use"),
+    Mistake({"model.multipliers.logit_softcap": 0.0}, r"logit_softcap must be above 0.0; got 0.0"),
+    Mistake({"model.final_logit_softcapping": 30.0}, r"did you mean model.multipliers.logit_softcap\?"),
     # the layout
     Mistake({"parallel.tensor": 8}, r"heads \(12\) must be divisible by parallel.tensor \(8\); use .*tensor=4"),
     Mistake(
@@ -297,6 +257,12 @@ MISTAKES = [
     ),
     Mistake({"train.batch_size_schedule_unit": "tokens"}, r"no effect without train.batch_size_schedule"),
     Mistake({"train.evaluation.every": 10}, r"train.evaluation needs data.valid, .*; remove train.evaluation$"),
+    Mistake({"data.valid": {}}, r"data.valid must have 1 entries or more; got {}; use data.valid=null$"),
+    Mistake({"data.valid": ["a"]}, r"data.valid must be text; got \['a'\]"),
+    Mistake({"data.valid": {"web": "a", "co.de": "b"}}, r"data.valid.co.de must be a name of letters, digits, _ and -"),
+    Mistake({"data.valid": {"web": "a", "code": 3}}, r"data.valid.code must be text; got 3; use data.valid=null$"),
+    Mistake({"data.valid": {"web": {"a": "b"}}}, r"data.valid.web must be text; got {'a': 'b'}"),
+    Mistake({"data.valid": {"web": ""}}, r"data.valid.web must not be empty"),
     Mistake({"checkpoint.keep_best": True}, r"keep_best needs data.valid, .*; use checkpoint.keep_best=false$"),
     Mistake(
         {"checkpoint.keep_best": True, "data.valid": "held_out", "train.evaluation.every": 10},

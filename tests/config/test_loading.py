@@ -62,6 +62,16 @@ def test_any_yaml_reader_reads_the_same_values(config):
     assert yaml.safe_load(dump_yaml(config)) == as_tree(config)
 
 
+def test_named_validation_sets_keep_their_order_in_yaml_and_in_an_override():
+    sets = {"web": "a b", "code-2": "12:30", "all": "ü: #x"}
+    config = load_run(applied(VALID, {"data.valid": sets}))
+    again = load_run(yaml.safe_load(dump_yaml(config)))
+    overridden = load_run(VALID, [write_override("data.valid", sets)])
+    assert config == again == overridden
+    assert hash(config) == hash(again) == hash(overridden)
+    assert [list(each.data.valid_sets.items()) for each in (again, overridden)] == [list(sets.items())] * 2
+
+
 def test_overrides_alone_spell_the_same_run(config):
     tree = as_tree(config)
     assert load_run({}, [write_override(name, value) for name, value in leaves(tree)]) == config

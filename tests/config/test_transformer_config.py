@@ -22,9 +22,21 @@ def test_fields_override_their_preset():
     assert TransformerConfig(preset="gpt2-124m", hidden_size=96).ffn_hidden_size == 384
 
 
+def test_biases_of_attention_follow_add_bias_linear_unless_they_are_set():
+    for bias in (False, True):
+        model = TransformerConfig(**SHAPE, add_bias_linear=bias)
+        assert (model.qkv_bias, model.output_bias) == (bias, bias)
+        apart = TransformerConfig(**SHAPE, add_bias_linear=bias, attention={"qkv_bias": True, "output_bias": False})
+        assert (apart.qkv_bias, apart.output_bias) == (True, False)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"attention": {"softmax": "sink"}}, r"(?s)attention.softmax.*'vanilla', 'off_by_one' or 'learnable'"),
+        ({"attention": {"qk_norm": "rms"}}, r"(?s)attention.qk_norm.*'RMSNorm', 'LayerNorm' or 'L2'"),
+        ({"attention": {"logit_softcap": 0.0}}, r"(?s)attention.logit_softcap.*greater than 0"),
+        ({"attention": {"scale": -1.0}}, r"(?s)attention.scale.*greater than 0"),
         ({"num_attention_heads": 5}, r"model.hidden_size \(64\) must be divisible by model.num_attention_heads \(5\)"),
         ({"num_query_groups": 3}, r"must be divisible by model.num_query_groups \(3\)"),
         ({"kv_channels": 3}, r"must be even under rope; it is 3"),

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -57,6 +58,9 @@ def write_texts(folder: Path) -> None:
         file.write("Twice upon a time. " * 50)
     (folder / "chapter.txt").write_text("Once")
     (folder / "prompts.txt").write_text("Once\nTwice\n")
+    shutil.copytree(ROOT / "tests/models/megatron/gpt-tp1", folder / "checkpoints" / "iter_0010000")
+    question = {"context": "Once there were", "choices": [" ships", " names"], "answer": 0}
+    (folder / "questions.jsonl").write_text(json.dumps(question) + "\n")
 
 
 def here_in(folder: Path, *arguments: str) -> Ended:

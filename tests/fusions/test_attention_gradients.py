@@ -12,6 +12,7 @@ from megalith.packed_seq_params import PackedSeqParams
 SQ, B, A, G, D = 9, 3, 4, 2, 16
 NEAR = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 DOCUMENTS = PackedSeqParams.from_lengths([[4, 5], [9], [1, 1, 7]])
+CAPPED = {"softcap": 0.8, "scale": 0.4}
 # keys in the part, window, documents
 PARTS = {
     "causal": (9, (-1, 0), None),
@@ -33,17 +34,24 @@ def example(num_keys: int) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("part_of", PARTS)
 @pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [("reference", torch.float64), ("aten", torch.float32), ("triton", torch.float32), ("aten", torch.bfloat16)],
+    ("backend", "dtype", "of_scores"),
+    [
+        ("reference", torch.float64, {}),
+        ("aten", torch.float32, {"scale": 0.4}),
+        ("triton", torch.float32, {}),
+        ("aten", torch.bfloat16, {}),
+        ("reference", torch.float64, CAPPED),
+        ("triton", torch.float32, CAPPED),
+    ],
 )
-def test_it_is_the_gradient_through_a_merge(backend, dtype, part_of):
+def test_it_is_the_gradient_through_a_merge(backend, dtype, of_scores, part_of):
     num_keys, window, documents = PARTS[part_of]
     q, k, v, k_other, v_other, dout = example(num_keys)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    sees = {"causal": False, "window": window, "packed_seq_params": documents}
+    sees = {"causal": False, "window": window, "packed_seq_params": documents, **of_scores}
     part = fused_attention(*leaves, **sees)
     # queries of their own for the other part: the gradient of q is through this part alone
-    merged = merge_attention(*part, *fused_attention(q.detach(), k_other, v_other, causal=False))
+    merged = merge_attention(*part, *fused_attention(q.detach(), k_other, v_other, causal=False, **of_scores))
     want = torch.autograd.grad(merged[0], leaves, dout)
     narrow = [strided(x.detach().to(dtype)) for x in (dout, *leaves, merged[0])]
     lse = strided(merged[1].detach().to(torch.promote_types(dtype, torch.float32)))

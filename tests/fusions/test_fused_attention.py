@@ -341,6 +341,8 @@ def test_other_wrong_arguments_are_refused():
     for scale in (0.0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="scale must be positive"):
             fused_attention(q, k, v, scale=scale)
+        with pytest.raises(ConfigError, match="softcap must be positive"):
+            fused_attention(q, k, v, softcap=scale)
 
 
 def test_paths_that_cannot_are_refused_and_others_named():

@@ -287,6 +287,18 @@ def test_the_perplexity_is_that_of_the_held_out_loss_or_left_out(loss, tile, tmp
     assert "nan above" not in page.text
 
 
+def test_named_validation_sets_are_a_table_of_last_and_lowest_losses(tmp_path):
+    losses = {1: {"web": 2.0, "co<de": 1.0}, 2: {"web": 2.5, "co<de": math.nan}}
+    records = [
+        {"step": step, "valid_sets": {name: {"loss": loss} for name, loss in sets.items()}}
+        for step, sets in losses.items()
+    ]
+    page = page_with(tmp_path, record(1), record(2), *records)
+    assert "web\n2.500\nperplexity 12.2\nlowest 2.000 at step 1" in page.text
+    assert "co<de\nnan\nlowest 1.000 at step 1" in page.text
+    assert "Validation sets" not in page_with(tmp_path, record(1), {"step": 1, "valid_loss": 2.0}).text
+
+
 def test_a_run_without_records_has_no_report(tmp_path):
     with pytest.raises(DataError, match=r"at least one training step, .*let it train one step first"):
         page_with(tmp_path)

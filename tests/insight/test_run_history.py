@@ -90,6 +90,14 @@ def test_without_evaluation_json_the_last_evaluation_is_the_held_out_loss(tmp_pa
     assert run.valid_loss == 2.5
 
 
+def test_named_validation_sets_have_their_losses_in_order_of_steps(tmp_path):
+    sets = [{"web": {"loss": 3.0}, "code": {"loss": 2.0}}, {"web": {"loss": 2.5}, "code": {"loss": math.nan}}]
+    held_out = [{"step": step, "valid_loss": each["web"]["loss"], "valid_sets": each} for step, each in enumerate(sets)]
+    run = run_of(tmp_path, record(1), *held_out)
+    assert run.valid_sets["web"] == run.evaluations == [(0, 3.0), (1, 2.5)]
+    assert str(run.valid_sets["code"]) == "[(0, 2.0), (1, nan)]"
+
+
 def test_columns_keep_numbers_and_nan_and_pass_over_null(tmp_path):
     run = run_of(tmp_path, record(1, mfu=0.5), record(2), record(3, mfu=math.nan))
     steps, values = run.column("mfu")

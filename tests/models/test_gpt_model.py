@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import cross_entropy, embedding, gelu, layer_norm, linear, rms_norm, silu
+from torch.nn.functional import cross_entropy, linear
 
 from megalith.config import TransformerConfig
 from megalith.errors import ConfigError, ShapeError
@@ -15,6 +15,7 @@ from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.parameters import declared_parameters
 from megalith.transformer.dropout import DropoutSite
+from tests.models.formula import by_formula
 from tests.parallel.groups import collection, whole
 from tests.rank_pool import ranks
 from tests.transformer.shapes import SHAPES, config, options
@@ -39,53 +40,6 @@ def tokens(seed: int = 1) -> Tensor:
 
 def key() -> DropoutKey:
     return DropoutKey(3, 0, torch.arange(B * S).view(B, S))
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[S, A, D] each -> [S, A * D], causal."""
-    scores = torch.einsum("sad,tad->ast", q, k) / q.shape[-1] ** 0.5
-    scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
-    return torch.einsum("ast,tad->sad", scores.softmax(dim=-1), v).flatten(1)
-
-
-def turn(x: Tensor, c: TransformerConfig) -> Tensor:
-    """Rotary positions 0, 1, 2 ... of [S, A, D], as complex numbers."""
-    half = x.shape[-1] // 2
-    angle = torch.arange(len(x))[:, None].double() * c.rope.base ** (-torch.arange(half).double() / half)
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
-    return torch.cat((turned.real, turned.imag), dim=-1)
-
-
-def by_formula(c: TransformerConfig, w: dict[str, Tensor], row: Tensor) -> Tensor:
-    """Logits [S, V] of one row of tokens, without dropout."""
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        if c.normalization == "RMSNorm":
-            return rms_norm(x, x.shape[-1:], w[f"{name}.weight"], c.layernorm_epsilon)
-        return layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], c.layernorm_epsilon)
-
-    def project(x: Tensor, name: str) -> Tensor:
-        return linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
-
-    x = embedding(row, w["model.embed_tokens.weight"])
-    if c.position_embedding_type == "learned_absolute":
-        x = x + w["model.embed_positions.weight"][: len(row)]
-    for layer in (f"model.layers.{index}" for index in range(c.num_layers)):
-        h = norm(x, f"{layer}.input_layernorm")
-        q, k, v = (project(h, f"{layer}.self_attn.{n}_proj").unflatten(1, (-1, c.kv_channels)) for n in "qkv")
-        if c.position_embedding_type == "rope":
-            q, k = turn(q, c), turn(k, c)
-        k, v = (each.repeat_interleave(c.num_attention_heads // c.num_query_groups, dim=1) for each in (k, v))
-        x = x + project(attend(q, k, v), f"{layer}.self_attn.o_proj")
-        h = norm(x, f"{layer}.post_attention_layernorm")
-        up = project(h, f"{layer}.mlp.up_proj")
-        if c.activation == "swiglu":
-            up = silu(project(h, f"{layer}.mlp.gate_proj")) * up
-        else:
-            up = gelu(up, approximate="tanh" if c.activation == "gelu_tanh" else "none")
-        x = x + project(up, f"{layer}.mlp.down_proj")
-    head = w["model.embed_tokens.weight"] if c.tie_word_embeddings else w["lm_head.weight"]
-    return linear(norm(x, "model.norm"), head)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -250,11 +204,14 @@ def test_every_matrix_product_is_the_one_of_the_options(shape, of_a_layer):
     assert shapes[-1] == (V, 16), "the output projection too, of tied embeddings as well"
 
 
-def on_this_rank(shape: str, sequence_parallel: bool) -> dict[str, Tensor]:
+ENDS = {"multipliers": {"embedding": 3.0, "logits": 2.0, "logit_softcap": 1.5}, "residual": {"norm_placement": "post"}}
+
+
+def on_this_rank(shape: str, sequence_parallel: bool, changes: dict[str, Any]) -> dict[str, Tensor]:
     """Logits, losses, and the whole gradients of each."""
     groups = collection(dist.get_world_size())
     build = options(pg_collection=groups, sequence_parallel=sequence_parallel)
-    model = GPTModel(config(shape, num_query_groups=4, **DROPS), build, seed=1)
+    model = GPTModel(config(shape, num_query_groups=4, **DROPS, **changes), build, seed=1)
     return results(model)
 
 
@@ -270,12 +227,15 @@ def results(model: GPTModel) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "shape", "sequence_parallel"), [(2, "llama", True), (4, "llama", False), (4, "gpt2", True)]
+    ("num_ranks", "shape", "sequence_parallel", "changes"),
+    [(2, "llama", True, {}), (2, "llama", True, ENDS), (4, "llama", False, {}), (4, "gpt2", True, {})],
 )
-def test_split_over_tp_logits_are_whole_on_every_rank_and_all_gradients_the_same(num_ranks, shape, sequence_parallel):
-    want = results(GPTModel(config(shape, num_query_groups=4, **DROPS), options(), seed=1))
+def test_split_over_tp_logits_are_whole_on_every_rank_and_all_gradients_the_same(
+    num_ranks, shape, sequence_parallel, changes
+):
+    want = results(GPTModel(config(shape, num_query_groups=4, **DROPS, **changes), options(), seed=1))
     assert want["logits"].shape == (B, S, V)
-    for got in ranks(num_ranks, on_this_rank, shape, sequence_parallel):
+    for got in ranks(num_ranks, on_this_rank, shape, sequence_parallel, changes):
         torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
 
 

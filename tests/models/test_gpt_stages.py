@@ -70,6 +70,34 @@ def test_stages_after_each_other_are_the_model(cuts, shape, labelled):
         assert torch.equal(got[name], value), name
 
 
+ENDS = {
+    "activation": "geglu_tanh",
+    "multipliers": {"embedding": 3.0, "residual": 0.5, "logits": 2.0, "logit_softcap": 1.5},
+}
+
+
+@pytest.mark.parametrize("labelled", [False, True], ids=["logits", "losses"])
+@pytest.mark.parametrize("placement", ["post", "sandwich"])
+def test_factors_and_norms_belong_to_the_stage_that_has_their_part(placement, labelled):
+    inputs = {"labels": tokens(2) if labelled else None}
+    shape = {**ENDS, "residual": {"norm_placement": placement, "zero_centered_norm": True}}
+    want, got = (through(stages(each, **shape), **inputs) for each in ([], [1, 3]))
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("placement", ["pre", "sandwich"])
+def test_stages_hand_each_other_a_residual_stream_in_float32(placement):
+    narrow, residual = options(dtype=torch.bfloat16), {"norm_placement": placement, "fp32": True}
+    models = stages([2], options=narrow, residual=residual)
+    assert models[0](tokens()).dtype == torch.float32
+    want, got = (through(stages(each, options=narrow, residual=residual), labels=tokens(2)) for each in ([], [2]))
+    assert want["model.embed_tokens.weight"].dtype == torch.bfloat16
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
 def on_this_rank() -> dict[str, Tensor]:
     """Two stages, each split over tp, with hidden states [S/tp, B, H] in between."""
     key = DropoutKey(3, 0, torch.arange(B * S).view(B, S))

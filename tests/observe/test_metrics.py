@@ -86,6 +86,7 @@ def test_a_damaged_line_before_the_last_is_refused_by_number(tmp_path):
     fields = (
         b'"nonfinite": 3', b'"nonfinite": {"loss": "abc"}', b'"nonfinite": {"loss": []}', b'"time": {"nonfinite": 3}',
         b'"valid_loss": "abc"', b'"valid_loss": true', b'"valid_loss": [1.0]',
+        b'"valid_sets": 3', b'"valid_sets": {"web": 3}', b'"valid_sets": {"web": {"loss": "abc"}}',
         b'"loss": ' + b"9" * 400, b'"time": {"data": -' + b"9" * 400 + b"}",
     )  # fmt: skip
     not_records = (b"\xff\x00", b"[1]", b'{"loss": 1}', b'{"step": 1', b'{"step": true}', b"", b"[" * 100_000)

@@ -55,10 +55,11 @@ class Recorder(TorchDispatchMode):
         group = next(group for group in map(_group, args) if group is not None)
         num_bytes = max(sum(x.numel() * x.element_size() for x in tensors) for tensors in _tensors(args))
         if group.size() > 1:
-            self.found[Collective(_axis(group), kind, num_bytes)] += 1
+            self.found[Collective(axis_of(group), kind, num_bytes)] += 1
 
 
-def _axis(group: dist.ProcessGroup) -> str:
+def axis_of(group: dist.ProcessGroup) -> str:
+    """The axis of a group of such a ``ParallelState``."""
     if group == dist.group.WORLD:
         return "world"
     found = {timeout: axis for axis, timeout in TIMEOUTS.values()}

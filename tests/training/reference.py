@@ -72,7 +72,7 @@ def _loss(model: GPTModel, config: RunConfig, dataset: GPTDataset, step: int) ->
             first = torch.where(starts.bool(), torch.arange(S), 0).cummax(1).values
             positions = torch.arange(S) - first
     key = None
-    if config.model.hidden_dropout or config.model.attention_dropout:
+    if config.model.hidden_dropout or config.model.embedding_dropout or config.model.attention_dropout:
         key = DropoutKey(config.train.seed, step, torch.arange(G * S).view(G, S))
     losses = model(tokens, labels=labels, position_ids=positions, packed_seq_params=packed, dropout_key=key)
     counted = tokens != 0 if config.data.eod_mask_loss else torch.ones_like(tokens, dtype=torch.bool)

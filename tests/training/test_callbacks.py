@@ -188,7 +188,8 @@ def test_the_best_checkpoint_by_held_out_loss_stays_over_a_restart_too(tmp_path)
 
 
 def test_the_best_so_far_is_one_that_was_evaluated_and_is_still_saved(tmp_path):
-    run: Any = SimpleNamespace(folder=tmp_path, checkpoints=LocalStore(tmp_path / "checkpoints"))
+    config = load_run(settings(tmp_path, data={"valid": "held_out"}))
+    run: Any = SimpleNamespace(folder=tmp_path, checkpoints=LocalStore(tmp_path / "checkpoints"), config=config)
     lines = ['"step": 1, "valid_loss": 0.5', '"step": 2, "valid_loss": 3.0', '"step": 4, "valid_loss": 4.0']
     unmeasured = ['"step": 3, "valid_loss": null', '"step": 6, "valid_loss": null, "nonfinite": {"valid_loss": "nan"}']
     (tmp_path / "metrics.jsonl").write_text("".join(f"{{{line}}}\n" for line in [*lines, *unmeasured]))

@@ -10,9 +10,11 @@ import pytest
 from megalith.observe.metrics import read_metrics
 from tests.program import start, write_settings
 from tests.tiny_run import GPT2, settings
+from tests.training.model_options_attn import ALL_AT_ONCE
 
 # dropout whose masks each layer draws by a name of its own, in more layers than torch keeps variants of code for
 DROPOUT = {**GPT2, "ffn_hidden_size": None, "num_query_groups": None, "num_layers": 10}
+ATTENTION = {"attention": ALL_AT_ONCE, "init_method_std": 0.2}
 
 
 def losses(tree: dict[str, Any], folder: Path, nproc: int) -> list[float]:
@@ -25,19 +27,19 @@ def losses(tree: dict[str, Any], folder: Path, nproc: int) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
 @pytest.mark.parametrize(
-    ("parallel", "drops"),
+    ("parallel", "model"),
     [
-        ({}, False),
-        ({"tensor": 2, "sequence": True}, False),
-        ({"tensor": 2}, True),
-        ({"context": 2}, False),
-        ({"pipeline": 2}, False),
+        ({}, {}),
+        ({"tensor": 2, "sequence": True}, {}),
+        ({"tensor": 2}, DROPOUT),
+        ({"context": 2}, {}),
+        ({"pipeline": 2}, {}),
+        ({"tensor": 2}, ATTENTION),
     ],
     ids=str,
 )
-def test_compiled_layers_learn_the_same(parallel, drops, tmp_path):
+def test_compiled_layers_learn_the_same(parallel, model, tmp_path):
     nproc = prod(parallel.get(axis, 1) for axis in ("tensor", "context", "pipeline"))
-    model = DROPOUT if drops else {}
     plain = settings(
         tmp_path, model=model, parallel=parallel, precision={"dtype": "float32"}, run=str(tmp_path / "plain")
     )

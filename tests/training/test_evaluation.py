@@ -124,7 +124,7 @@ def test_held_out_text_without_a_loss_is_told_and_ends_no_run(tmp_path):
 def test_a_checkpoint_of_two_ranks_is_evaluated_by_one_process(tmp_path):
     tree = settings(tmp_path, parallel={"tensor": 2}, train={"steps": 3})
     ranks(2, train, tree)
-    found = evaluate_checkpoint(tree["run"], tree["data"]["train"], None)
+    [found] = evaluate_checkpoint(tree["run"], tree["data"]["train"], None)
     trained = load_model(Path(tree["run"]))
     assert found.step == trained.step == 3
     assert next(trained.model.parameters()).dtype == torch.float64

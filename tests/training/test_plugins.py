@@ -156,7 +156,7 @@ def evaluated(tree: dict[str, Any]) -> tuple[float, float]:
     task = plugins.ReadBothWays(run_config)
     pretrain(run_config, str, str, RunParts(task))
     held_out = [record["valid_loss"] for record in read_metrics(Path(tree["run"])) if "valid_loss" in record]
-    return held_out[-1], evaluate_checkpoint(tree["run"], None, None, task=task).loss
+    return held_out[-1], evaluate_checkpoint(tree["run"], None, None, task=task)[0].loss
 
 
 def test_a_run_of_a_users_own_model_is_evaluated_from_its_checkpoint(tmp_path):

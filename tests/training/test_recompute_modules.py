@@ -22,6 +22,7 @@ from tests.live_memory import LiveMemory
 from tests.rank_pool import ranks
 from tests.sampling import sampled
 from tests.tiny_run import GPT2, LLAMA, SEQ, settings
+from tests.training.model_options_attn import ALL_AT_ONCE
 from tests.training.on_ranks import first_steps
 from tests.training.plugins import OtherSecondLayer
 from tests.training.reference import differences, reference
@@ -36,6 +37,7 @@ CHOICES = [
     ["self_attn", "layernorm", "mlp"],
 ]
 OTHER = {**GPT2, "ffn_hidden_size": None, "num_query_groups": None}
+SHAPES = {"llama": {}, "gpt2 with dropout": OTHER, "options of attention": {"attention": ALL_AT_ONCE}}
 B, L, A, H, F = 8, LLAMA["num_layers"], LLAMA["num_attention_heads"], LLAMA["hidden_size"], LLAMA["ffn_hidden_size"]
 HIDDEN = 8 * SEQ * B * H  # bytes of [S, B, H] in float64
 INNER = 8 * SEQ * B * F
@@ -59,11 +61,9 @@ def few(candidate: tuple[str, tuple[str, ...]]) -> set[Hashable]:
     return {model, *names, len(names)}
 
 
-@pytest.mark.parametrize(
-    ("model", "names"), sampled([*product(("llama", "gpt2 with dropout"), map(tuple, CHOICES))], few)
-)
+@pytest.mark.parametrize(("model", "names"), sampled([*product(SHAPES, map(tuple, CHOICES))], few))
 def test_it_changes_no_bit_of_loss_gradients_and_weights(model, names, tmp_path):
-    shape = {} if model == "llama" else OTHER
+    shape = SHAPES[model]
     [want] = ranks(1, first_steps, settings(tmp_path, model=shape), 1)
     [got] = ranks(1, first_steps, settings(tmp_path, model=shape, train=named(names)), 1)
     assert got.losses == want.losses
@@ -162,11 +162,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("parallel", "names"),
-    [pytest.param(*each, marks=[pytest.mark.slow] if number else []) for number, each in enumerate(LAYOUTS)],
-    ids=str,
-)
+@pytest.mark.slow  # `make test` has layouts of test_layout_cover.py that recompute by name
+@pytest.mark.parametrize(("parallel", "names"), LAYOUTS, ids=str)
 def test_it_computes_what_one_process_does(parallel, names, tmp_path):
     model = {**OTHER, "num_layers": 4}
     tree = settings(tmp_path, model=model, parallel=parallel, data=PACKED, train=named(names))

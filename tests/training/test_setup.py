@@ -8,7 +8,9 @@ import torch
 
 from megalith.config import load_run
 from megalith.errors import ConfigError
+from megalith.models.gpt_model import GPTModel
 from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.parameters import ParameterSpec
 from megalith.training.evaluation import evaluate
 from megalith.training.setup import RunParts, build_run
 from megalith.training.step import local_counts, sum_totals, train_step
@@ -116,6 +118,19 @@ class NoHiddenShape(PretrainGPT):
     hidden_shape = Task.hidden_shape
 
 
+class ScaledStage(GPTModel):
+    """A model with a parameter that every stage calls by the same name."""
+
+    def finish(self, seed: int) -> None:
+        self.declare("scale", ParameterSpec((1,), "ones"), self.options.pg_collection, self.options.dtype)
+        super().finish(seed)
+
+
+class ScaledStages(PretrainGPT):
+    def build_model(self, options: BuildOptions, stage: Stage | None = None) -> Any:
+        return ScaledStage(self.config.model, options, stage=stage)
+
+
 def refusal_of_stages(tree: dict[str, Any], task: type[PretrainGPT]) -> str:
     config = load_run(tree, world_size=2)
     with pytest.raises(ConfigError) as refusal:
@@ -135,3 +150,13 @@ def test_stages_that_cannot_be_built_are_refused_on_every_rank(task, message, tm
     tree = settings(tmp_path, parallel={"pipeline": 2}, train={"recompute": "selective"})
     for refusal in ranks(2, refusal_of_stages, tree, task):
         assert message in refusal
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb_v"])
+def test_a_parameter_that_two_stages_of_a_rank_have_is_refused_on_every_rank(schedule, tmp_path):
+    # of the names that tied stages share, those of declared copies are no mistake
+    model = {"num_layers": 4, "tie_word_embeddings": True}
+    tree = settings(tmp_path, model=model, parallel={"pipeline": 2, "virtual": 2, "schedule": schedule})
+    for refusal in ranks(2, refusal_of_stages, tree, ScaledStages):
+        assert "parameter scale must be in one stage" in refusal
+        assert "ScaledStage has it in chunks 0 and 1 of one rank" in refusal

@@ -1,5 +1,6 @@
 """step_traffic: what gloo ranks exchange in a step, collective by collective and byte by byte, on every axis."""
 
+import shutil
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from megalith.config import load_run
 from megalith.parallel.traffic import Collective, Traffic
 from megalith.topology.rank_groups import ParallelState
+from megalith.torch_compat import watch_compiler
 from megalith.training import setup
+from megalith.training.run import Run
 from megalith.training.setup import build_run
 from megalith.training.step import local_counts, sum_totals, train_step
 from megalith.training.tasks.choose import task_of
@@ -20,7 +23,7 @@ from megalith.training.traffic import busiest_rank, step_traffic
 from tests.rank_pool import ranks, renew_ranks
 from tests.tiny_run import GPT2, LLAMA, settings
 from tests.training.layout_cover import layouts, name_of, settings_of, world_size
-from tests.training.recorder import APART, Recorder
+from tests.training.recorder import APART, Recorder, axis_of
 from tests.training.test_layouts import FOR_GPT2, LAYOUTS, SHARED_GROUPS
 
 SHAPES = {"llama": {}, "gpt2": {**GPT2, "ffn_hidden_size": None, "num_query_groups": None}}
@@ -31,6 +34,7 @@ IN_MAKE_TEST = [
     ("pipeline 2 x shard 2, interleaved", "llama"),
     ("pipeline 2", "gpt2"),
 ]
+COMPILED = [{"tensor": 2}, {"tensor": 2, "sequence": True}, {"context": 2}, {"shard": 2}]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,20 +48,27 @@ def exchanged(tree: dict[str, Any], num_ranks: int) -> tuple[Traffic, Traffic]:
     config = load_run(tree, world_size=num_ranks)
     with patch.object(setup, "ParallelState", partial(ParallelState, group_options=APART)):
         run = build_run(config, torch.device("cpu"))
-    for _ in range(2):  # FSDP2 settles in the first
-        consumed, recorder, before = run.state.consumed_samples, Recorder(), num_operations()
-        sizes = run.microbatches.global_batch_size(consumed), config.train.micro_batch_size
-        micro_batches = run.loader.batch(consumed, *sizes)
-        with recorder:
-            totals = sum_totals(run, local_counts(run, micro_batches), stop=False)
-            train_step(run, micro_batches, totals.counts)
-    assert recorder.found.total() == num_operations() - before, "the recorder has missed some"
+    take_step(run)  # FSDP2 settles in the first
+    recorder, before = Recorder(), num_operations()
+    with recorder:
+        take_step(run)
+    assert recorder.found.total() == (num_operations() - before).total(), "the recorder has missed some"
     return recorder.found, step_traffic(config, run.task, num_ranks, dist.get_rank())
 
 
-def num_operations() -> int:
-    """Collectives and messages of this rank by gloo's own count."""
-    return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
+def take_step(run: Run) -> None:
+    consumed = run.state.consumed_samples
+    sizes = run.microbatches.global_batch_size(consumed), run.config.train.micro_batch_size
+    micro_batches = run.loader.batch(consumed, *sizes)
+    train_step(run, micro_batches, sum_totals(run, local_counts(run, micro_batches), stop=False).counts)
+
+
+def num_operations() -> Counter[str]:
+    """Collectives and messages of this rank, by axis, by gloo's own count."""
+    found = Counter[str]()
+    for group in dist.distributed_c10d._world.pg_map:
+        found[axis_of(group)] += group._get_sequence_number_for_group()
+    return found
 
 
 def check(tree: dict[str, Any], num_ranks: int) -> None:
@@ -99,6 +110,28 @@ def test_ranks_that_share_a_group_of_heads_exchange_what_is_counted(name, groups
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        "tensor 2, sequence",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("shard 2", "tensor 4", "tensor 2 x context 2, heads traded", "pipeline 2")
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"softmax": "learnable", "qk_norm": "LayerNorm", "output_gate": True, "qkv_bias": True, "logit_softcap": 5.0},
+        pytest.param({"qk_norm": "L2", "softmax": "off_by_one", "output_bias": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_exchange_what_is_counted_with_options_of_attention(name, attention, tmp_path):
+    num_ranks, groups = LAYOUTS[name]
+    check(settings(tmp_path, **{**groups, "model": {**SHAPES["llama"], "attention": attention}}), num_ranks)
+
+
+@pytest.mark.parametrize(
     ("name", "batch_size", "micro_batch_size"),
     [
         ("tensor 2, sequence", 8, 8),  # gradients that were not accumulated are summed over tp as they are
@@ -112,6 +145,71 @@ def test_a_computation_in_16_bits_exchanges_what_is_counted(name, batch_size, mi
     num_ranks, groups = LAYOUTS[name]
     train = {"micro_batch_size": micro_batch_size, "global_batch_size": batch_size}
     check(settings(tmp_path, **{**groups, "train": train, "precision": {"dtype": "bfloat16"}}), num_ranks)
+
+
+def exchanged_when_compiled(tree: dict[str, Any], num_ranks: int) -> tuple[Counter[str], Counter[str]]:
+    """How often this rank exchanges something in the third step, by axis: by gloo's own count, and counted ahead.
+
+    Not recorded: torch.compile runs code as it is while a dispatch mode such as the recorder is entered.
+    """
+    config = load_run(tree, world_size=num_ranks)
+    with patch.object(setup, "ParallelState", partial(ParallelState, group_options=APART)):
+        run = build_run(config, torch.device("cpu"))
+    builds: list[str] = []
+    with watch_compiler(partial(builds.append, "started"), partial(builds.append, "ended")):
+        for _ in range(2):
+            take_step(run)
+    assert builds, "nothing was compiled"
+    before = num_operations()
+    take_step(run)
+    counted = Counter[str]()
+    for each, times in step_traffic(config, run.task, num_ranks, dist.get_rank()).items():
+        counted[each.axis] += times * (2 if each.kind == "send" else 1)  # gloo counts what is received as well
+    return num_operations() - before, counted
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
+@pytest.mark.parametrize(
+    "parallel", [{"tensor": 2}, {"tensor": 2, "sequence": True}, {"context": 2}, {"shard": 2}], ids=str
+)
+def test_compiled_layers_exchange_what_is_counted(parallel, tmp_path):
+    train = {"compile": True}
+    tree = settings(tmp_path, parallel=parallel, train=train, experimental=["compile"], precision={"dtype": "float32"})
+    try:
+        for rank, (found, counted) in enumerate(ranks(2, exchanged_when_compiled, tree, 2, timeout=400)):
+            assert found == counted, f"on rank {rank}"
+    finally:
+        renew_ranks()  # a compiler leaves threads and workers behind
+
+
+# settings of layers, and what they change: weights, what is computed again, the bytes between stages
+LAYERS: list[tuple[str, dict[str, Any]]] = [
+    ("tensor 2, sequence", {"model": {"residual": {"norm_placement": "sandwich"}}, "train": {"recompute": "full"}}),
+    ("pipeline 2", {"model": {"residual": {"fp32": True}}, "precision": {"dtype": "bfloat16"}}),
+    ("tensor 2, sequence", {"model": {"residual": {"norm_placement": "post"}}, "train": {"recompute": "full"}}),
+    ("tensor 2, sequence", {"model": {"residual": {"norm_placement": "post"}, "normalization": "LayerNorm"}}),
+    (
+        "tensor 2, sequence",
+        {
+            "model": {"residual": {"norm_placement": "post"}},
+            "train": {"recompute": "selective", "recompute_modules": ["layernorm", "mlp"]},
+        },
+    ),
+    ("tensor 2, sequence", {"model": {"mlp_bias": True, "activation": "squared_relu"}}),
+    ("tensor 2 x shard 2, sequence, packed", {"model": {"mlp_bias": True, "activation": "geglu"}}),
+    ("tensor 2", {"model": {"add_bias_linear": True, "mlp_bias": False}}),
+    ("pipeline 2 x tensor 2, sequence", {"model": {"residual": {"norm_placement": "post"}}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [pytest.param(*each, marks=[] if number < 2 else [pytest.mark.slow]) for number, each in enumerate(LAYERS)],
+)
+def test_layers_of_other_settings_exchange_what_is_counted(name, changes, tmp_path):
+    num_ranks, groups = LAYOUTS[name]
+    check(settings(tmp_path, **{**groups, **changes}), num_ranks)
 
 
 @pytest.mark.slow

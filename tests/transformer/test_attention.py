@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from megalith.config import RopeConfig
 from megalith.errors import ShapeError
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
@@ -13,7 +14,7 @@ from megalith.transformer.attention import SelfAttention
 from megalith.transformer.attention_mask import BIDIRECTIONAL, AttentionMask
 from megalith.transformer.dropout import name_dropout_sites_
 from megalith.transformer.layer_context import KVCache, LayerContext
-from megalith.transformer.rotary import RotaryTable, rotary_table
+from megalith.transformer.rotary import RotaryTables, rotary_tables
 from tests.parallel.groups import collection, whole
 from tests.rank_pool import ranks
 from tests.transformer.shapes import config, options
@@ -40,8 +41,8 @@ def x_of() -> Tensor:
     return torch.randn(S, B, H, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def table(start: int = 0, end: int = S) -> RotaryTable:
-    return rotary_table(torch.arange(start, end), D, 10000.0, torch.float64)
+def table(start: int = 0, end: int = S) -> RotaryTables:
+    return rotary_tables(torch.arange(start, end), D, RopeConfig(), torch.float64)
 
 
 def key() -> DropoutKey:

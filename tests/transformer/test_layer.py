@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.acceleration.recompute import recompute_modules_
-from megalith.config import TransformerConfig
+from megalith.config import RopeConfig, TransformerConfig
 from megalith.numerics.dropout import DropoutKey, dropout, name_number
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions
@@ -21,7 +21,7 @@ from megalith.transformer.dropout import name_dropout_sites_, sequence_parallel_
 from megalith.transformer.layer import TransformerLayer
 from megalith.transformer.layer_context import LayerContext
 from megalith.transformer.layer_spec import LayerSpec
-from megalith.transformer.rotary import rotary_table
+from megalith.transformer.rotary import rotary_tables
 from tests.parallel.groups import collection, whole
 from tests.rank_pool import ranks
 from tests.transformer.shapes import config, options
@@ -37,7 +37,8 @@ class Model(DeclaringModule):
 
     def __init__(self, shape: str, *, recompute: str = "none", **changes: object) -> None:
         super().__init__()
-        settings, build = config(shape, **DROPS), options(**changes)
+        of_build = {name: changes.pop(name) for name in ("pg_collection", "sequence_parallel") if name in changes}
+        settings, build = config(shape, **{**DROPS, **changes}), options(**of_build)
         self.sequence_group = build.pg_collection.tp if build.sequence_parallel else None
         self.layers = nn.ModuleList(TransformerLayer(settings, build, LayerSpec()) for _ in range(2))
         name_dropout_sites_(self)
@@ -58,7 +59,7 @@ def context_of(
 ) -> LayerContext:
     return LayerContext(
         documents=None if lengths is None else PackedSeqParams.from_lengths(lengths),
-        rotary=rotary_table(torch.arange(S), D, 10000.0, torch.float64),
+        rotary=rotary_tables(torch.arange(S), D, RopeConfig(), torch.float64),
         token_dropout_key=key,
         hidden_dropout_key=None if key is None else sequence_parallel_key(key, sequence_group),
     )
@@ -88,6 +89,36 @@ def test_it_adds_attention_and_then_the_feed_forward_each_after_a_norm_and_dropo
     h = x_of() + dropout(attended, 0.2, attention)
     want = h + dropout(layer.mlp(layer.post_attention_layernorm(h), context), 0.2, feed_forward)
     assert torch.equal(layer(x_of(), context), want)
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "sandwich"])
+def test_norms_are_where_their_placement_says_and_what_is_added_has_its_factor(placement):
+    settings = {"residual": {"norm_placement": placement}, "multipliers": {"residual": 0.3}}
+    layer, context = built(**settings).layers[1], context_of(key())
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(layer.named_parameters()):
+            if name.endswith("layernorm.weight"):
+                parameter.add_(0.1 * number)  # no norm in another's place
+    tokens = replace(key(), tokens=key().tokens.t())  # [S, B]
+
+    def dropped(y: Tensor, name: str) -> Tensor:
+        return dropout(0.3 * y, 0.2, tokens.named(name_number(f"layers.1.{name}")))
+
+    x = x_of()
+    if placement == "pre":
+        h = x + dropped(layer.self_attn(layer.input_layernorm(x), context), "self_attn_dropout")
+        want = h + dropped(layer.mlp(layer.post_attention_layernorm(h), context), "mlp_dropout")
+    elif placement == "post":
+        h = layer.post_attention_layernorm(x + dropped(layer.self_attn(x, context), "self_attn_dropout"))
+        want = layer.post_mlp_layernorm(h + dropped(layer.mlp(h, context), "mlp_dropout"))
+    else:
+        attended = layer.self_attn_output_layernorm(layer.self_attn(layer.input_layernorm(x), context))
+        h = x + dropped(attended, "self_attn_dropout")
+        fed = layer.mlp_output_layernorm(layer.mlp(layer.post_attention_layernorm(h), context))
+        want = h + dropped(fed, "mlp_dropout")
+    norms = [name for name, _ in layer.named_children() if name.endswith("norm")]
+    assert len(norms) == {"pre": 2, "post": 2, "sandwich": 4}[placement]
+    torch.testing.assert_close(layer(x, context), want, rtol=EXACT, atol=EXACT)
 
 
 class Halved(nn.Module):

@@ -1,6 +1,7 @@
 """mlp: each activation by its formula, and the same on one process and split over tp."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,17 @@ S, B, H, F = 4, 2, 16, 24
 EXACT = 1e-12
 
 
-def built(activation: str, **changes: object) -> MLP:
-    layer = MLP(config(activation=activation, add_bias_linear=True), options(**changes))
+# every activation, and gates with what model.glu adds
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    name: {"activation": name}
+    for name in ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "relu", "squared_relu")
+}
+ACTIVATIONS["gpt-oss"] = {"activation": "quick_geglu", "glu": {"clamp": 2.0, "offset": 1.0}}
+ACTIVATIONS["clamped swiglu"] = {"activation": "swiglu", "glu": {"clamp": 2.0}}
+
+
+def built(name: str, **changes: object) -> MLP:
+    layer = MLP(config(**ACTIVATIONS[name], add_bias_linear=True), options(**changes))
     initialize_parameters_(layer, seed=1)
     with torch.no_grad():
         for name, parameter, spec in declared_parameters(layer):
@@ -31,25 +41,59 @@ def x_of() -> Tensor:
     return torch.randn(S, B, H, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def by_formula(activation: str, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+def applied(activation: str, a: Tensor) -> Tensor:
+    """Of the gate, or of the one projection where there is none."""
+    match activation:
+        case "swiglu":
+            return a / (1.0 + torch.exp(-a))
+        case "gelu" | "geglu":
+            return a * 0.5 * (1.0 + torch.erf(a / math.sqrt(2.0)))
+        case "gelu_tanh" | "geglu_tanh":
+            return a * 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (a + 0.044715 * a**3)))
+        case "quick_geglu":
+            return a / (1.0 + torch.exp(-1.702 * a))
+    return torch.where(a > 0.0, a, 0.0) ** (2 if activation == "squared_relu" else 1)
+
+
+def by_formula(name: str, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    settings = ACTIVATIONS[name]
+    activation, (clamp, offset) = settings["activation"], (settings.get("glu", {}).get(k) for k in ("clamp", "offset"))
     up = x @ w["up_proj.weight"].t() + w["up_proj.bias"]
-    if activation == "swiglu":
-        gate = x @ w["gate_proj.weight"].t() + w["gate_proj.bias"]
-        hidden = gate / (1.0 + torch.exp(-gate)) * up
-    elif activation == "gelu":
-        hidden = up * 0.5 * (1.0 + torch.erf(up / math.sqrt(2.0)))
+    if "glu" not in activation:
+        hidden = applied(activation, up)
     else:
-        hidden = up * 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (up + 0.044715 * up**3)))
+        gate = x @ w["gate_proj.weight"].t() + w["gate_proj.bias"]
+        if clamp is not None:
+            assert (gate > clamp).any(), "the clamp shows"
+            assert (up.abs() > clamp).any(), "the clamp shows"
+            gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+        hidden = applied(activation, gate) * (up + (offset or 0.0))
     return hidden @ w["down_proj.weight"].t() + w["down_proj.bias"]
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu", "gelu_tanh"])
-def test_it_is_the_formula_of_its_activation(activation):
-    layer = built(activation)
-    weights = {name: parameter.detach() for name, parameter in layer.named_parameters()}
-    assert ("gate_proj.weight" in weights) == (activation == "swiglu")
-    y = layer(x_of(), LayerContext())
-    torch.testing.assert_close(y, by_formula(activation, x_of(), weights), rtol=EXACT, atol=EXACT)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_it_is_the_formula_of_its_activation(name):
+    layer = built(name)
+    weights = {part: parameter.detach().clone().requires_grad_() for part, parameter in layer.named_parameters()}
+    assert ("gate_proj.weight" in weights) == ("glu" in ACTIVATIONS[name]["activation"])
+    y, want = layer(x_of(), LayerContext()), by_formula(name, x_of(), weights)
+    torch.testing.assert_close(y, want, rtol=EXACT, atol=EXACT)
+    y.sin().sum().backward()
+    want.sin().sum().backward()
+    for part, weight in weights.items():
+        torch.testing.assert_close(layer.get_parameter(part).grad, weight.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_its_biases_are_apart_from_those_of_attention():
+    for add_bias_linear, mlp_bias in ((True, False), (False, True)):
+        layer = MLP(config(add_bias_linear=add_bias_linear, mlp_bias=mlp_bias), options())
+        assert any(name.endswith("bias") for name, _ in layer.named_parameters()) == mlp_bias
+
+
+def test_squared_relu_of_16_bits_is_rounded_once():
+    up = torch.linspace(-3.0, 3.0, 999).to(torch.bfloat16).view(1, 1, -1)
+    got = built("squared_relu", dtype=torch.bfloat16)._activate(up, None)
+    assert torch.equal(got, torch.relu(up.double()).square().to(torch.bfloat16))
 
 
 def results(layer: MLP, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
@@ -68,7 +112,7 @@ def on_this_rank(activation: str, sequence_parallel: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "gpt-oss", "squared_relu"])
 def test_split_over_tp_it_is_the_same(activation, sequence_parallel):
     want = results(built(activation), x_of(), x_of().sin())
     answers = ranks(2, on_this_rank, activation, sequence_parallel)

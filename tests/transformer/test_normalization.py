@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megalith.config import TransformerConfig
 from megalith.parallel.parameters import declared_parameters, initialize_parameters_
 from megalith.transformer.normalization import Normalization
 from tests.parallel.groups import collection, load_, whole
@@ -15,8 +16,12 @@ EPS = 1e-3  # large, so that a wrong place for it shows
 EXACT = 1e-14
 
 
+def of(normalization: str, **residual: object) -> TransformerConfig:
+    return config(normalization=normalization, layernorm_epsilon=EPS, residual=residual)
+
+
 def built(normalization: str, **changes: object) -> Normalization:
-    layer = Normalization(config(normalization=normalization, layernorm_epsilon=EPS), options(**changes))
+    layer = Normalization(of(normalization), options(**changes))
     initialize_parameters_(layer, seed=1)
     return layer
 
@@ -55,6 +60,34 @@ def test_narrow_features_stay_narrow(normalization):
     y = layer(x_of(5).bfloat16())
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.double(), built(normalization)(x_of(5).bfloat16().double()), rtol=8e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+def test_a_zero_centred_gain_is_one_more_than_the_weight_which_begins_at_zero(normalization):
+    zero_centred, plain = Normalization(of(normalization, zero_centered_norm=True), options()), built(normalization)
+    initialize_parameters_(zero_centred, seed=1)
+    assert not zero_centred.weight.any()
+    assert torch.equal(zero_centred(x_of(3)), plain(x_of(3)))
+    with torch.no_grad():
+        zero_centred.weight.copy_(torch.linspace(-1.0, 1.0, H))
+        plain.weight.copy_(1.0 + zero_centred.weight)
+    torch.testing.assert_close(zero_centred(x_of(3)), plain(x_of(3)), rtol=EXACT, atol=EXACT)
+    sums = [layer.after_residual(x_of(3), x_of(3).sin(), None) for layer in (zero_centred, plain)]
+    torch.testing.assert_close(*sums, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+def test_of_a_residual_stream_in_float32_the_output_has_the_dtype_of_the_weights(normalization):
+    layer = Normalization(of(normalization, fp32=True), options(dtype=torch.bfloat16))
+    initialize_parameters_(layer, seed=1)
+    stream, added = x_of(5).float(), x_of(5).bfloat16()
+    want = built(normalization)(stream.double())
+    y = layer(stream)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.double(), want, rtol=2**-8, atol=1e-6)  # rounded once
+    y, total = layer.after_residual(added, stream, None)
+    assert (y.dtype, total.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(total, stream + added.float())
 
 
 def test_rmsnorm_has_a_weight_and_layernorm_a_bias_too():

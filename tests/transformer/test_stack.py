@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith.config import TransformerConfig
+from megalith.config import RopeConfig, TransformerConfig
 from megalith.models.gpt_model import GPTModel
 from megalith.numerics.dropout import DropoutKey
 from megalith.parallel.build_options import BuildOptions
@@ -15,7 +15,7 @@ from megalith.transformer.dropout import name_dropout_sites_
 from megalith.transformer.layer_context import KVCache, LayerContext
 from megalith.transformer.layer_spec import LayerSpec
 from megalith.transformer.mlp import MLP
-from megalith.transformer.rotary import rotary_table
+from megalith.transformer.rotary import rotary_tables
 from megalith.transformer.stack import LayerStack
 from megalith.transformer.stage import Stage
 from tests.transformer.shapes import config, options
@@ -37,7 +37,7 @@ def x_of() -> Tensor:
 
 
 def context_of(start: int = 0, end: int = S, **changes: object) -> LayerContext:
-    return LayerContext(rotary=rotary_table(torch.arange(start, end), D, 10000.0, torch.float64), **changes)
+    return LayerContext(rotary=rotary_tables(torch.arange(start, end), D, RopeConfig(), torch.float64), **changes)
 
 
 def dropping() -> LayerContext:

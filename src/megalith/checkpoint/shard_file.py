@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.box import Box
-from megalith.checkpoint.shard_header import DTYPES, header_of, read_header
+from megalith.checkpoint.shard_header import DTYPES, ShardEntry, header_of, read_header
 from megalith.errors import CheckpointError
 from megalith.storage import Buffer, FileRecord, Recorder, Store
 
@@ -47,15 +47,17 @@ def shard_parts(tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | N
 class ShardFile:
     """The file ``name`` of the checkpoint ``store``, with its header read and checked.
 
+    ``entries``: where its tensors lie, by key, in a file of another format; by default what the header says.
+
     Raises:
         CheckpointError: here and in every method, the file is not what it should be.
         StorageError: likewise, it cannot be read.
     """
 
-    def __init__(self, store: Store, name: str) -> None:
+    def __init__(self, store: Store, name: str, entries: Mapping[str, ShardEntry] | None = None) -> None:
         self._store = store
         self._name = name
-        self._entries = read_header(store, name)
+        self._entries = read_header(store, name) if entries is None else entries
 
     def read_part(self, key: str, box: Box, part: Box, dtype: str, into: Tensor, *, transposed: bool = False) -> None:
         """Copies ``part`` of the stored ``box`` under ``key`` to ``into``, of any dtype, device and strides.

@@ -1,7 +1,8 @@
-"""Tensors that lie in the safetensors files of a folder, read box by box."""
+"""Tensors that lie in the files of a folder, read box by box."""
 
 from collections import defaultdict
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from megalith.checkpoint.box import Box, first_miscount
 from megalith.checkpoint.index import INDEX, Piece, StoredTensor
 from megalith.checkpoint.shard_file import ShardFile
+from megalith.checkpoint.shard_header import ShardEntry
 from megalith.errors import CheckpointError
 from megalith.storage import Store
 
@@ -16,12 +18,32 @@ __all__ = ["StoredTensors"]
 
 
 class StoredTensors:
-    """The ``tensors`` of an index, in files of the folder ``store``. Nothing is read until it is asked for."""
+    """The ``tensors`` of an index, in files of the folder ``store``. Nothing is read until it is asked for.
 
-    def __init__(self, store: Store, tensors: Mapping[str, StoredTensor]) -> None:
+    ``entries``: by file, where each key lies in it, for files that are not safetensors.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        tensors: Mapping[str, StoredTensor],
+        entries: Mapping[str, Mapping[str, ShardEntry]] | None = None,
+    ) -> None:
         self.store = store
         self.tensors = tensors
+        self._entries = entries or {}
         self._files: dict[str, ShardFile] = {}
+
+    @property
+    def dtype(self) -> str:
+        """That of all tensors, by torch's name; float32 if they have several."""
+        dtypes = {tensor.dtype for tensor in self.tensors.values()}
+        return dtypes.pop() if len(dtypes) == 1 else "float32"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize for tensor in self.tensors.values())
 
     def fill(self, parts: Mapping[str, tuple[Box, Tensor]]) -> None:
         """Copies the box of each named tensor into the tensor beside it, file by file.
@@ -65,5 +87,5 @@ class StoredTensors:
     def _opened(self, file: str) -> ShardFile:
         """The file with its header checked, once."""
         if file not in self._files:
-            self._files[file] = ShardFile(self.store, file)
+            self._files[file] = ShardFile(self.store, file, self._entries.get(file))
         return self._files[file]

@@ -31,14 +31,16 @@ def convert() -> None:
 
 @app.command("import")
 def import_command(
-    source: Annotated[str, typer.Argument(help="A model's folder: config.json, safetensors.", metavar="HF_FOLDER")],
+    source: Annotated[
+        str, typer.Argument(help="A model's folder of Hugging Face, or iter_... of Megatron.", metavar="FOLDER")
+    ],
     out: Out,
     eod: Annotated[
         str | None, typer.Option(help="Token of its tokenizer that ends a document, if config.json names another.")
     ] = None,
     no_proof: NoProof = False,
 ) -> None:
-    """Make a run at step 0 of a model of Hugging Face: to generate, evaluate and train with."""
+    """Make a run at step 0 of a model of Hugging Face or Megatron: to generate, evaluate and train with."""
     from megalith.observe.units import quantity
 
     with _progress(f"reading {source}") as progress:
@@ -48,8 +50,8 @@ def import_command(
     folder = found.folder
     generate = "" if found.tokenizer is None else f'megalith generate {out} --prompt "Once", or '
     show_text(
-        f"model      {folder.family.architecture}, {quantity(found.num_parameters)} parameters in {folder.dtype}, "
-        f"{quantity(folder.num_bytes)}B\n"
+        f"model      {folder.architecture}, {quantity(found.num_parameters)} parameters in {folder.weights.dtype}, "
+        f"{quantity(folder.weights.num_bytes)}B\n"
         f"{_tokenizer_line(found.tokenizer)}{_proof_line(found.proof)}"
         f"next: {generate}megalith train {out} data.train=PREFIX"
     )

@@ -1,7 +1,8 @@
-"""``megalith eval``: the loss of a trained run, or of one checkpoint, on a dataset."""
+"""``megalith eval``: the loss of a trained run, or of one checkpoint, on a dataset, or its answers to questions."""
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -10,6 +11,8 @@ from megalith.cli.console import Announcer, Console, ConsoleHandler, Progress, s
 
 __all__ = ["evaluate"]
 
+log = logging.getLogger(__name__)
+
 
 def evaluate(
     source: Annotated[str, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")],
@@ -17,31 +20,70 @@ def evaluate(
     samples: Annotated[
         int | None, typer.Option(help="Evaluate on so many samples, evenly spread; by default on all.")
     ] = None,
+    choices: Annotated[
+        str | None,
+        typer.Option(
+            help='In place of a loss, accuracy on questions: {"context": ..., "choices": [...], "answer": index}, '
+            "one a line.",
+            metavar="FILE.jsonl",
+        ),
+    ] = None,
 ) -> None:
-    """Measure held-out loss, in one process, whatever layout wrote the checkpoint."""
+    """Measure held-out loss, or accuracy, in one process, whatever layout wrote the checkpoint."""
     from megalith.errors import ConfigError
 
     if data == "":
         raise ConfigError("--data is empty; name a dataset's PREFIX, or leave it out for the run's data.valid")
+    if choices is not None and (data is not None or samples is not None):
+        raise ConfigError("--choices asks all questions of its file; leave --data and --samples out")
     console = Console(sys.stderr)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler(console)])
-    show_progress = Progress(console, lambda done, total: f"{done:,} of {total:,} samples")
+    unit = "samples" if choices is None else "choices"
+    show_progress = Progress(console, lambda done, total: f"{done:,} of {total:,} {unit}")
     with Announcer() as announcer:
         announcer.begin(f"loading {source}")
-        from megalith.training.inference import evaluate_checkpoint
 
         def progress(done: int, total: int) -> None:
             if not done:
-                announcer.begin("evaluating the first samples; operations may be compiled for them")
+                announcer.begin(f"evaluating the first {unit}; operations may be compiled for them")
             else:
                 announcer.end()
                 show_progress(done, total)
 
         try:
-            evaluation = evaluate_checkpoint(source, data, samples, progress=progress)
+            lines = _losses(source, data, samples, progress) if choices is None else _answers(source, choices, progress)
         finally:
             console.close()
-    show_text(
-        f"{evaluation.dataset}: loss {evaluation.loss:.4f} nats per token, perplexity {evaluation.perplexity:.2f}, "
-        f"over {evaluation.num_tokens:,} tokens, at step {evaluation.step}"
-    )
+    for line in lines:
+        show_text(line)
+
+
+def _losses(source: str, data: str | None, samples: int | None, progress: Callable[[int, int], None]) -> list[str]:
+    from megalith.training.inference import evaluate_checkpoint
+
+    return [
+        f"{f'{found.name}, ' if found.name else ''}{found.dataset}: loss {found.loss:.4f} nats per token, "
+        f"perplexity {found.perplexity:.2f}, over {found.num_tokens:,} tokens, at step {found.step}"
+        for found in evaluate_checkpoint(source, data, samples, progress=progress)
+    ]
+
+
+def _answers(source: str, choices: str, progress: Callable[[int, int], None]) -> list[str]:
+    from megalith.data.choices import read_questions
+    from megalith.training.tasks.multiple_choice import answer_questions
+    from megalith.training.tasks.text_scores import TextScorer
+
+    questions = read_questions(choices)  # before the model, which takes long to load
+    scorer = TextScorer.load(source)
+    found = answer_questions(scorer, questions, progress)
+    if found.num_cut:
+        log.warning(
+            "%d of %d questions are longer than the %d tokens that the model reads at once: they lost their beginnings",
+            found.num_cut,
+            found.num_questions,
+            scorer.longest,
+        )
+    return [
+        f"{choices}: accuracy {found.accuracy:.2%}, {found.per_byte:.2%} by likelihood per byte, "
+        f"{found.per_token:.2%} per token, of {found.num_questions:,} questions (guessing {found.chance:.2%})"
+    ]

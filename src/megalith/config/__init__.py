@@ -1,9 +1,12 @@
 """Typed settings of a run: one tree, read from YAML or a recipe with dotted overrides, checked as a whole, frozen."""
 
 from megalith.config import experimental
+from megalith.config.attention_config import AttentionConfig
 from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
+from megalith.config.glu_config import GluConfig
 from megalith.config.loading import as_tree, dump_yaml, load_run, read_tree
 from megalith.config.model_parallel_config import ModelParallelConfig
+from megalith.config.multipliers_config import MultipliersConfig
 from megalith.config.optim_config import (
     AdamWConfig,
     OptimConfig,
@@ -13,6 +16,8 @@ from megalith.config.optim_config import (
     WSDConfig,
 )
 from megalith.config.recipes import preset_names, recipe_names
+from megalith.config.residual_config import ResidualConfig
+from megalith.config.rope_config import RopeConfig, RopeScalingConfig
 from megalith.config.run_config import (
     CheckpointConfig,
     DataConfig,
@@ -23,24 +28,30 @@ from megalith.config.run_config import (
     RunConfig,
     TrainConfig,
     batch_size_stages,
+    valid_setting,
 )
 from megalith.config.schema import json_schema
 from megalith.config.suggestions import violations
-from megalith.config.transformer_config import RopeConfig, TransformerConfig
+from megalith.config.transformer_config import TransformerConfig
 
 __all__ = [
     "AdamWConfig",
+    "AttentionConfig",
     "BatchSizeStage",
     "CheckpointConfig",
     "DataConfig",
     "EvaluationConfig",
     "GenerationConfig",
+    "GluConfig",
     "LossScaleConfig",
     "ModelParallelConfig",
+    "MultipliersConfig",
     "OptimConfig",
     "ParamGroupOverride",
     "PrecisionConfig",
+    "ResidualConfig",
     "RopeConfig",
+    "RopeScalingConfig",
     "RunConfig",
     "SGDConfig",
     "TrainConfig",
@@ -57,5 +68,6 @@ __all__ = [
     "preset_names",
     "read_tree",
     "recipe_names",
+    "valid_setting",
     "violations",
 ]

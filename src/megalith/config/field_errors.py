@@ -17,7 +17,7 @@ from megalith.config.nearest import nearest_group, nearest_setting
 from megalith.config.optim_config import ParamGroupOverride
 from megalith.config.recipes import preset_names
 from megalith.config.relevance import CONDITIONS, has_effect
-from megalith.config.run_config import RunConfig
+from megalith.config.run_config import VALID_KINDS, RunConfig
 from megalith.config.settings_tree import FIELDS, GROUPS, applied, values_of
 from megalith.config.yaml_text import read_yaml
 from megalith.errors import ConfigError
@@ -69,7 +69,10 @@ def _place(error: ErrorDetails) -> tuple[str, tuple[int | str, ...]]:
     loc, depth = error["loc"], 1
     while depth < len(loc) and ".".join(map(str, loc[:depth])) in GROUPS:
         depth += 1
-    return ".".join(map(str, loc[:depth])), loc[depth:]
+    inside = loc[depth:]
+    if inside and inside[0] in VALID_KINDS:
+        inside = inside[1:2]  # without the mark of an error that is about a key
+    return ".".join(map(str, loc[:depth])), inside
 
 
 def _not_a_group(name: str, value: Any) -> Violation:
@@ -113,9 +116,9 @@ def _malformed(name: str, error: ErrorDetails) -> Violation:
 def _malformed_inside(
     name: str, inside: tuple[int | str, ...], error: ErrorDetails, tree: Mapping[str, Any]
 ) -> Violation:
-    """An entry of a list, or a field of one."""
+    """An entry of a list, or a field of one; or an entry of a mapping."""
     index, *field = inside
-    where = ".".join([f"{name}[{index}]", *map(str, field)])
+    where = ".".join([f"{name}[{index}]" if isinstance(index, int) else f"{name}.{index}", *map(str, field)])
     message = f"{where} {_wanted(error)}; got {_shown(error['input'])}"
     entries = list(look_up(tree, name))
     fixes: list[Fix] = []
@@ -148,7 +151,7 @@ def _replacements(name: str, error: ErrorDetails) -> Iterator[Fix]:
         with suppress(ConfigError):
             if (number := read_yaml(value, name)) is not None:  # "8" where 8 belongs
                 yield {name: number}
-    else:
+    elif value != {}:  # which nobody meant as text
         yield {name: str(value)}
         if isinstance(value, float) and value.is_integer():
             yield {name: int(value)}

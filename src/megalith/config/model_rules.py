@@ -5,15 +5,20 @@ from collections.abc import Iterator
 from megalith.config.draft import Draft, Violation, divisors, nearest_first, round_up
 
 __all__ = [
-    "head_size_is_even_under_rope",
     "heads_divide_hidden_size",
+    "local_base_needs_a_window",
     "positions_are_given",
     "positions_reach_the_sequence",
     "query_groups_divide_heads",
+    "rotated_features_are_even",
+    "scaling_counts_rotations_of_a_pair",
+    "sections_are_all_pairs",
+    "yarn_has_one_attention_factor",
 ]
 
 _HEADS, _GROUPS, _HIDDEN = "model.num_attention_heads", "model.num_query_groups", "model.hidden_size"
 _HEAD_SIZE, _POSITIONS = "model.kv_channels", "model.max_position_embeddings"
+_PERCENT, _SECTIONS, _SCALING = "model.rope.percent", "model.rope.sections", "model.rope.scaling"
 
 
 def heads_divide_hidden_size(run: Draft) -> Iterator[Violation]:
@@ -33,10 +38,18 @@ def heads_divide_hidden_size(run: Draft) -> Iterator[Violation]:
     )
 
 
-def head_size_is_even_under_rope(run: Draft) -> Iterator[Violation]:
-    """kv_channels is even under rope, which rotates pairs of features."""
-    hidden, heads, size = run[_HIDDEN], run[_HEADS], run[_HEAD_SIZE]
-    if run["model.position_embedding_type"] != "rope" or size % 2 == 0:
+def rotated_features_are_even(run: Draft) -> Iterator[Violation]:
+    """Of a head's kv_channels, rope rotates an even number, at least 2: all of them, or the share rope.percent."""
+    hidden, heads, size, percent = run[_HIDDEN], run[_HEADS], run[_HEAD_SIZE], run[_PERCENT]
+    rotated = int(size * percent)
+    if rotated % 2 == 0 and rotated > 0:
+        return
+    if percent < 1:
+        wanted = f"{_PERCENT} ({percent}) of {_HEAD_SIZE} ({size}) must be an even number of features; it is {rotated}"
+        shares = (features / size for features in nearest_first(range(2, size + 1, 2), size * percent))
+        yield Violation(
+            "rotated_features_are_even", _PERCENT, wanted, (*({_PERCENT: share} for share in shares), {_PERCENT: None})
+        )
         return
     if _HEAD_SIZE in run.given:
         fixes = [{_HEAD_SIZE: size + 1}]
@@ -46,11 +59,67 @@ def head_size_is_even_under_rope(run: Draft) -> Iterator[Violation]:
         even = [count for count in divisors(hidden) if hidden // count % 2 == 0]
         fixes = [{_HIDDEN: hidden + heads}, *({_HEADS: count} for count in nearest_first(even, heads))]
     yield Violation(
-        "head_size_is_even_under_rope",
+        "rotated_features_are_even",
         _HEAD_SIZE,
         f"{_HEAD_SIZE}, the size of a head, must be even under rope; it is {size}",
         (*fixes, {_HEAD_SIZE: size + 1}),
     )
+
+
+def sections_are_all_pairs(run: Draft) -> Iterator[Violation]:
+    """The three numbers of rope.sections add up to the pairs of features that rope rotates."""
+    sections, rotated = run[_SECTIONS], int(run[_HEAD_SIZE] * run[_PERCENT])
+    if rotated % 2 or sum(sections) == rotated // 2:
+        return  # rotated_features_are_even has reported an odd number
+    height = 3 * rotated // 16  # as in Qwen2-VL: 16, 24 and 24 of 64
+    yield Violation(
+        "sections_are_all_pairs",
+        _SECTIONS,
+        f"{_SECTIONS} ({', '.join(map(str, sections))}) must add up to {rotated // 2}, the pairs of features that are "
+        f"rotated; they add up to {sum(sections)}",
+        ({_SECTIONS: [rotated // 2 - 2 * height, height, height]}, {_SECTIONS: None}),
+    )
+
+
+def local_base_needs_a_window(run: Draft) -> Iterator[Violation]:
+    """rope.local_base needs attention.window: it is the base in layers that have one."""
+    name, window = "model.rope.local_base", "model.attention.window"
+    base = run[name]
+    if run.get(window) is None:
+        message = f"{name} ({base}) needs {window}: it is the base in layers with a window"
+        yield Violation("local_base_needs_a_window", name, message, ({name: None}, {window: 4096}))
+
+
+def scaling_counts_rotations_of_a_pair(run: Draft) -> Iterator[Violation]:
+    """llama3 and yarn need original_max_position_embeddings, and more rotations of fast pairs than of slow ones."""
+    kind, length = run[f"{_SCALING}.type"], f"{_SCALING}.original_max_position_embeddings"
+    slow, fast = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}.get(
+        kind, ("", "")
+    )
+    if not slow:
+        return
+    if run.get(length) is None:
+        message = f"{length} is missing: {_SCALING}.type={kind} counts the rotations of a pair over so many tokens"
+        yield Violation("scaling_counts_rotations_of_a_pair", length, message, ({length: 8192},))
+    slow, fast = f"{_SCALING}.{slow}", f"{_SCALING}.{fast}"
+    if run[fast] <= run[slow]:
+        message = f"{fast} ({run[fast]}) must be above {slow} ({run[slow]})"
+        fixes = ({fast: None}, {slow: None}, {fast: None, slow: None})
+        yield Violation("scaling_counts_rotations_of_a_pair", fast, message, fixes)
+
+
+def yarn_has_one_attention_factor(run: Draft) -> Iterator[Violation]:
+    """rope.scaling has an attention_factor, or both of mscale and mscale_all_dim, or none of the three."""
+    names = [f"{_SCALING}.{name}" for name in ("attention_factor", "mscale", "mscale_all_dim")]
+    given = [name for name in names if run.get(name) is not None]
+    if given in ([], names[:1], names[1:]):
+        return
+    message = f"{names[0]} stands alone, and mscale together with mscale_all_dim; got {' and '.join(given)}"
+    fixes = (
+        *({name: None for name in given if name not in kept} for kept in (names[:1], names[1:])),
+        dict.fromkeys(given),
+    )
+    yield Violation("yarn_has_one_attention_factor", given[0], message, fixes)
 
 
 def query_groups_divide_heads(run: Draft) -> Iterator[Violation]:

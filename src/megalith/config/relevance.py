@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from megalith.config.activations import GATES
 from megalith.config.dotted import parent
 from megalith.config.draft import Draft, Violation
 
@@ -27,12 +28,21 @@ class Condition:
         return f"with {self.setting}" + (f"={' or '.join(map(str, self.values))}" if self.values else "")
 
 
+_SCALING = "model.rope.scaling.type"
+_LLAMA3 = ("low_freq_factor", "high_freq_factor")
+_YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
 _SCHEDULES_THAT_END = ("linear", "cosine", "WSD")
 
 # a field, or a nested group with all of its fields; each beside the field that it needs
 CONDITIONS: Mapping[str, Condition] = MappingProxyType(
     {
+        "model.glu": Condition("model.activation", tuple(GATES)),
+        "model.residual.fp32": Condition("model.residual.norm_placement", ("pre", "sandwich")),
         "model.rope": Condition("model.position_embedding_type", ("rope",)),
+        "model.rope.scaling.original_max_position_embeddings": Condition(_SCALING, ("llama3", "yarn")),
+        **dict.fromkeys((f"model.rope.scaling.{name}" for name in _LLAMA3), Condition(_SCALING, ("llama3",))),
+        **dict.fromkeys((f"model.rope.scaling.{name}" for name in _YARN), Condition(_SCALING, ("yarn",))),
+        "model.attention.window_layers": Condition("model.attention.window"),
         "model.max_position_embeddings": Condition("model.position_embedding_type", ("learned_absolute",)),
         "train.global_batch_size": Condition("train.batch_size_schedule", (None,)),
         "train.batch_size_schedule_unit": Condition("train.batch_size_schedule"),

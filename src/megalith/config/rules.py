@@ -18,11 +18,15 @@ from megalith.config.layout_rules import (
     two_levels_divide_context,
 )
 from megalith.config.model_rules import (
-    head_size_is_even_under_rope,
     heads_divide_hidden_size,
+    local_base_needs_a_window,
     positions_are_given,
     positions_reach_the_sequence,
     query_groups_divide_heads,
+    rotated_features_are_even,
+    scaling_counts_rotations_of_a_pair,
+    sections_are_all_pairs,
+    yarn_has_one_attention_factor,
 )
 from megalith.config.pipeline_rules import (
     interleaved_micro_batches_fill_the_pipeline,
@@ -53,7 +57,15 @@ __all__ = ["MODEL_RULES", "RUN_RULES", "Rule", "broken"]
 
 Rule = Callable[[Draft], Iterator[Violation]]
 
-_SHAPE_RULES: tuple[Rule, ...] = (heads_divide_hidden_size, head_size_is_even_under_rope, query_groups_divide_heads)
+_SHAPE_RULES: tuple[Rule, ...] = (
+    heads_divide_hidden_size,
+    rotated_features_are_even,
+    query_groups_divide_heads,
+    sections_are_all_pairs,
+    local_base_needs_a_window,
+    scaling_counts_rotations_of_a_pair,
+    yarn_has_one_attention_factor,
+)
 
 # for a model's settings on their own
 MODEL_RULES: tuple[Rule, ...] = (*_SHAPE_RULES, positions_are_given, no_setting_is_without_effect)

@@ -1,9 +1,11 @@
 """One run: the tree of all settings."""
 
+import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
 from megalith.config.dotted import look_up, parent, put_
@@ -25,6 +27,7 @@ from megalith.config.transformer_config import TransformerConfig
 from megalith.errors import ConfigError
 
 __all__ = [
+    "VALID_KINDS",
     "CheckpointConfig",
     "DataConfig",
     "EvaluationConfig",
@@ -34,6 +37,22 @@ __all__ = [
     "RunConfig",
     "TrainConfig",
     "batch_size_stages",
+    "valid_setting",
+]
+
+
+def _plain_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise ValueError("must be a name of letters, digits, _ and -")
+    return name
+
+
+# what data.valid may be, by which pydantic's errors are about the kind that was meant
+VALID_KINDS = ("prefix", "named prefixes")
+_NamedPrefixes = Annotated[Mapping[Annotated[str, AfterValidator(_plain_name)], FilePath], Field(min_length=1)]
+_ValidSets = Annotated[
+    Annotated[FilePath, Tag(VALID_KINDS[0])] | Annotated[_NamedPrefixes, Tag(VALID_KINDS[1])],
+    Discriminator(lambda given: VALID_KINDS[isinstance(given, Mapping)]),
 ]
 
 
@@ -43,7 +62,9 @@ class DataConfig(SettingsGroup):
     dotted_name: ClassVar[str] = "data"
 
     train: FilePath | None = Field(default=None, description="prefix of the dataset to train on")
-    valid: FilePath | None = Field(default=None, description="prefix of the dataset to evaluate on")
+    valid: _ValidSets | None = Field(
+        default=None, description="prefix of the dataset to evaluate on, or several of them by name: {web: PREFIX, ...}"
+    )
     tokenizer: FilePath | None = Field(
         default=None, description="path of a tokenizer.json; null: the one that the dataset names"
     )
@@ -51,6 +72,16 @@ class DataConfig(SettingsGroup):
     reset_attention_mask: bool = Field(default=False, description="documents in one sample do not attend to each other")
     reset_position_ids: bool = Field(default=False, description="positions start again at 0 with every document")
     eod_mask_loss: bool = Field(default=False, description="no loss where the input token ends a document")
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())  # a mapping has none
+
+    @property
+    def valid_sets(self) -> Mapping[str, str]:
+        """Prefix by name, in the order given; a single prefix has the name ""."""
+        if self.valid is None:
+            return MappingProxyType({})
+        return MappingProxyType({"": self.valid} if isinstance(self.valid, str) else dict(self.valid))
 
 
 def _readable(schedule: str) -> str:
@@ -232,6 +263,11 @@ class RunConfig(SettingsGroup):
         if found := broken(draft_of_group(self), RUN_RULES):
             raise ValueError("; ".join(violation.message for violation in found))
         return self
+
+
+def valid_setting(set_name: str) -> str:
+    """Where the prefix of a validation set is given: data.valid, or data.valid.web of the set ``web``."""
+    return f"data.valid.{set_name}" if set_name else "data.valid"
 
 
 def batch_size_stages(train: TrainConfig, seq_length: int) -> tuple[BatchSizeStage, ...]:

@@ -3,7 +3,7 @@
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -69,13 +69,14 @@ def _table(settings: type[SettingsGroup]) -> Iterator[str]:
     yield "| field | type | default | unit | meaning |"
     yield "| --- | --- | --- | --- | --- |"
     for name, field in settings.model_fields.items():
-        if name in settings.nested_groups and not settings.is_optional(name):
-            continue  # it has a heading of its own
+        if name in settings.nested_groups and not settings.dotted_name:
+            continue  # it has a heading of its own, of the first level
         condition = CONDITIONS.get(settings.name_of(name))
         only = f"; only {condition}" if condition is not None else ""
         unit, _, meaning = (field.description or "").rpartition("] ")
         if name in settings.nested_groups:
-            kind, default = f"group {settings.name_of(name)}", "`null`" if condition is None else "worked out"
+            is_off = condition is None and settings.is_optional(name)
+            kind, default = f"group {settings.name_of(name)}", "`null`" if is_off else "worked out"
         else:
             kind, default = _type(field.annotation), _default(field)
         cells = (f"`{name}`", kind, default, unit.removeprefix("["), meaning + only)
@@ -92,6 +93,8 @@ def _type(annotation: Any) -> str:
         return ", ".join(_type(argument) for argument in arguments)
     if origin is typing.Annotated:
         return _type(arguments[0])
+    if origin is Mapping:
+        return f"{_type(arguments[1])} by name"
     if origin is tuple:
         kind = "entries, below" if arguments[0] is ParamGroupOverride else _type(arguments[0])
         return f"list of {kind}{'s' if kind == 'number' else ''}"

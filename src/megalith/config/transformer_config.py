@@ -1,40 +1,32 @@
 """The shape of a transformer, and how its weights start."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from megalith.config.activations import GATES, Activation, GateActivation
+from megalith.config.attention_config import AttentionConfig
 from megalith.config.draft import round_up
+from megalith.config.glu_config import GluConfig
+from megalith.config.multipliers_config import MultipliersConfig
 from megalith.config.recipes import known_preset, preset_names, read_preset
 from megalith.config.relevance import has_effect
+from megalith.config.residual_config import ResidualConfig
+from megalith.config.rope_config import RopeConfig
 from megalith.config.rules import MODEL_RULES, broken
 from megalith.config.settings_group import LARGEST_SIZE, Follows, SettingsGroup, draft_of_group, value_in
 
-__all__ = ["RopeConfig", "TransformerConfig"]
+__all__ = ["TransformerConfig"]
 
 
 _MOST_LAYERS = 10_000  # the deepest transformers have 1000 (Wang et al. 2022, arXiv:2203.00555)
 
-# activations of two projections, act(gate) * up, and what is applied to the gate
-_GATES: Mapping[str, Literal["silu"]] = MappingProxyType({"swiglu": "silu"})
-
 
 def _usual_ffn_hidden_size(shape: Mapping[str, Any]) -> int:
-    """4 x hidden for two matrices; for the three of swiglu as many parameters, rounded up to a multiple of 64."""
+    """4 x hidden for two matrices; for the three with a gate as many parameters, up to a multiple of 64."""
     hidden: int = shape["hidden_size"]
-    return round_up(-(-8 * hidden // 3), 64) if shape["activation"] in _GATES else 4 * hidden
-
-
-class RopeConfig(SettingsGroup):
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with position_embedding_type=rope."""
-
-    dotted_name: ClassVar[str] = "model.rope"
-
-    base: float = Field(
-        default=10000.0, gt=1, description="[ratio] b: of D features, pair i is rotated by b^(-2i/D) radians a token"
-    )
+    return round_up(-(-8 * hidden // 3), 64) if shape["activation"] in GATES else 4 * hidden
 
 
 class TransformerConfig(SettingsGroup):
@@ -72,14 +64,16 @@ class TransformerConfig(SettingsGroup):
         le=LARGEST_SIZE,
         description="[features] size of a head; null: hidden_size / num_attention_heads",
     )
-    activation: Literal["swiglu", "gelu_tanh", "gelu"] = Field(
-        default="swiglu", description="of the MLP: gated SiLU, or GELU by tanh or exact"
+    activation: Activation = Field(
+        default="swiglu",
+        description="of the MLP: with a gate through SiLU, GELU, GELU by tanh or x sigmoid(1.702 x), or without one",
     )
+    glu: GluConfig | None = Field(default=None, description="clamp and offset of an activation with a gate")
     ffn_hidden_size: int = Field(
         default_factory=Follows(_usual_ffn_hidden_size),
         ge=1,
         le=LARGEST_SIZE,
-        description="[features] inner width of the MLP; null: 4 x hidden_size, for swiglu 8/3 up to a multiple of 64",
+        description="[features] inner width of the MLP; null: 4 x hidden_size, with a gate 8/3 up to a multiple of 64",
     )
     normalization: Literal["RMSNorm", "LayerNorm"] = Field(default="RMSNorm", description="of the residual stream")
     layernorm_epsilon: float = Field(default=1e-5, gt=0, description="[variance] added before the root in every norm")
@@ -87,6 +81,7 @@ class TransformerConfig(SettingsGroup):
         default="rope", description="rotated queries and keys, or a table of learned vectors"
     )
     rope: RopeConfig | None = Field(default=None, description="rotary position embedding")
+    attention: AttentionConfig = Field(default_factory=AttentionConfig, description="self-attention")
     max_position_embeddings: int | None = Field(
         default=None,
         ge=1,
@@ -94,6 +89,10 @@ class TransformerConfig(SettingsGroup):
         description="[tokens] rows of the table of learned positions; null: data.seq_length",
     )
     add_bias_linear: bool = Field(default=False, description="linear layers have biases")
+    mlp_bias: bool = Field(
+        default_factory=Follows(lambda shape: shape["add_bias_linear"]),
+        description="those of the MLP have; null: add_bias_linear",
+    )
     tie_word_embeddings: bool = Field(default=False, description="the output projection is the embedding table")
     hidden_dropout: float = Field(
         default=0.0, ge=0, lt=1, description="[probability] of dropping a feature of the residual"
@@ -102,6 +101,8 @@ class TransformerConfig(SettingsGroup):
         default=0.0, ge=0, lt=1, description="[probability] of dropping an attention weight"
     )
     init_method_std: float = Field(default=0.02, gt=0, description="[standard deviation] of the initial weights")
+    residual: ResidualConfig = Field(default_factory=ResidualConfig, description="the residual stream")
+    multipliers: MultipliersConfig = Field(default_factory=MultipliersConfig, description="constant factors")
 
     @classmethod
     def filled_in(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -114,9 +115,25 @@ class TransformerConfig(SettingsGroup):
         return _merged(of_preset, given)
 
     @property
-    def gate_activation(self) -> Literal["silu"] | None:
+    def gate_activation(self) -> GateActivation | None:
         """What is applied to the gate of a gated MLP, which has a third projection; None for one without a gate."""
-        return _GATES.get(self.activation)
+        return GATES.get(self.activation)
+
+    @property
+    def embedding_dropout(self) -> float:
+        """The share of the embedding's features that is dropped."""
+        given = self.residual.embedding_dropout
+        return self.hidden_dropout if given is None else given
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the projections to q, k, v and the output gate have biases."""
+        return self.add_bias_linear if self.attention.qkv_bias is None else self.attention.qkv_bias
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether the output projection of attention has a bias."""
+        return self.add_bias_linear if self.attention.output_bias is None else self.attention.output_bias
 
     @model_validator(mode="after")
     def _keeps_the_rules(self) -> Self:

@@ -65,7 +65,9 @@ def read_override(text: str) -> tuple[str, Any]:
 
 def write_override(name: str, value: Any) -> str:
     """``name=value`` on one line, such that ``read_override`` reads it back."""
-    text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=math.inf)
+    text: str = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf
+    )
     text = text.removesuffix("\n").removesuffix("\n...")  # PyYAML ends a lone scalar with an end-of-document mark
     return f"{name}={text}"
 

@@ -1,13 +1,14 @@
 """Attention over grouped heads: a window, packed documents and a sink; the output, and the log-sum-exp of its scores.
 
     s_ij = scale q_i . k_j                          for each key j that query i sees
+    with a softcap c: s_ij = c tanh(scale q_i . k_j / c)
     lse  = log(sum_j exp(s_ij) + exp(sink))         natural logarithm; without a sink, without its term
     p_ij = exp(s_ij - lse_i);   out_i = sum_j p_ij v_j
-    ds   = p (dout . v - delta),   delta_i = dout_i . out_i - dlse_i
+    ds   = p (dout . v - delta),   delta_i = dout_i . out_i - dlse_i;   times 1 - (s / c)^2 with a softcap
     dq   = scale ds k;   dk = scale ds^T q;   dv = p^T dout;   dsink = -sum_i exp(sink - lse_i) delta_i
 
 Dao et al. 2022, 2023, "FlashAttention", arXiv:2205.14135, 2307.08691; groups: Ainslie et al. 2023, arXiv:2305.13245;
-sink: Xiao et al. 2023, arXiv:2309.17453.
+sink: Xiao et al. 2023, arXiv:2309.17453; softcap: Gemma Team 2024, "Gemma 2", arXiv:2408.00118, section 2.
 
 Query i stands beside key i + Sk - Sq: the last ones are together. It sees the keys of one interval, given by the causal
 rule, the window and the bounds of its document, and an interval of queries sees each key: blocks outside are skipped.
@@ -17,6 +18,7 @@ and lse. Floor: forward reads q, k, v and writes out and lse; nothing of size S 
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,16 +31,16 @@ from megalith.fusions.formulas.flash_for_cpu import op as flash_for_cpu
 from megalith.fusions.paths.backend import Backend, Fusion, Operand, why_not_forward_mode
 from megalith.packed_seq_params import PackedSeqParams
 
-__all__ = ["FUSION", "Attention", "attention_gradients", "fused_attention", "key_range"]
+__all__ = ["CAPPED_FUSION", "FUSION", "Attention", "attention_gradients", "fused_attention", "key_range"]
 
 _UNBOUNDED = 2**30  # tokens on a side of an infinite window; a position and this fit int32
 Attention = Callable[
-    [Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, int, int],
+    [Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, float | None, int, int],
     tuple[Tensor, Tensor],
 ]
-# (dout, q, k, v, out, lse, bounds, scale, left, right) -> dq, dk, dv
+# (dout, q, k, v, out, lse, bounds, scale, softcap, left, right) -> dq, dk, dv
 _Gradients = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, float, int, int],
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, float, float | None, int, int],
     tuple[Tensor, Tensor, Tensor],
 ]
 
@@ -53,6 +55,7 @@ def fused_attention(
     window: tuple[int, int] | None = None,
     packed_seq_params: PackedSeqParams | None = None,
     sink: Tensor | None = None,
+    softcap: float | None = None,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``softmax(scale q k^T) v`` over the keys that each query sees, and the log-sum-exp of its scores.
@@ -68,7 +71,9 @@ def fused_attention(
         packed_seq_params: tokens see those of their own document only. Queries and keys are the same tokens; or the
             queries follow a cache, and the keys are the first Sk tokens of the rows, which may go on behind them. Then
             there is no gradient.
-        sink: [A], a score in every softmax of the head that has no value: attention to nothing.
+        sink: [A], a score in every softmax of the head that has no value: attention to nothing. It is not capped.
+        softcap: scores are ``softcap * tanh(score / softcap)``, within ±softcap; positive. torch's kernels for a CPU
+            have none: the reference is taken there, which holds all S x S scores of each head in memory.
         backend: the path to take; by default that of ``use(...)``, else the one of the table.
 
     Returns:
@@ -78,17 +83,15 @@ def fused_attention(
 
     Raises:
         ShapeError: the tensors do not fit together.
-        ConfigError: a window that is none, or that the causal rule makes idle; a scale that is not positive.
+        ConfigError: a window that is none, or that the causal rule makes idle; a scale or a softcap that is not
+            positive.
         BackendError: ``backend`` cannot run on ``q``.
     """
     _check(q, k, v, packed_seq_params, sink)
     left, right = key_range(causal, window)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if not 0.0 < scale < torch.inf:
-        raise ConfigError(f"scale must be positive and finite; got {scale}")
     bounds = _bounds(packed_seq_params, q, k)
-    compute = FUSION.path(_wider(q, v), backend)
-    return compute(q, k, v, sink, bounds, scale, left, right)
+    compute = (FUSION if softcap is None else CAPPED_FUSION).path(_wider(q, v), backend)
+    return compute(q, k, v, sink, bounds, _checked_scale(q, scale, softcap), softcap, left, right)
 
 
 def attention_gradients(
@@ -100,21 +103,23 @@ def attention_gradients(
     lse: Tensor,
     *,
     causal: bool = True,
+    scale: float | None = None,
     window: tuple[int, int] | None = None,
     packed_seq_params: PackedSeqParams | None = None,
+    softcap: float | None = None,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The terms that the keys ``k`` add to dq, and their own dk and dv, where ``out`` and ``lse`` are over all keys.
 
     Attention over parts of the keys, one after another, is merged by ``merge_attention``; this goes back through one
-    part, from the merged result, and computes no forward again. Args and errors are those of ``fused_attention``;
-    dout and out are [Sq, B, A, Dv], lse [B, A, Sq]. Not differentiable.
+    part, from the merged result, and computes no forward again. A sink is in ``out`` and ``lse`` already. Args and
+    errors are those of ``fused_attention``; dout and out are [Sq, B, A, Dv], lse [B, A, Sq]. Not differentiable.
     """
     _check(q, k, v, packed_seq_params, None)
     left, right = key_range(causal, window)
     bounds = _bounds(packed_seq_params, q, k)
-    compute = _GRADIENTS.path(_wider(q, v), backend)
-    return compute(dout, q, k, v, out, lse, bounds, q.shape[-1] ** -0.5, left, right)
+    compute = (_GRADIENTS if softcap is None else _CAPPED_GRADIENTS).path(_wider(q, v), backend)
+    return compute(dout, q, k, v, out, lse, bounds, _checked_scale(q, scale, softcap), softcap, left, right)
 
 
 def key_range(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
@@ -183,6 +188,16 @@ def _why_not_aten(x: Operand) -> str | None:
     return why_not_forward_mode()  # torch's kernels for a CPU are inside of an operator of ours
 
 
+def _why_not_aten_softcap(x: Operand) -> str:
+    return "torch's kernels cap no scores; all S x S of each head are in memory"
+
+
+def _without_aten(fusion: Fusion[Any]) -> Fusion[Any]:
+    """``fusion`` where scores are capped."""
+    paths: dict[Backend, Any] = {name: path for name, path in fusion.paths.items() if name != "aten"}
+    return replace(fusion, paths=paths, limits={**_LIMITS, "aten": _why_not_aten_softcap})
+
+
 _LIMITS: Mapping[Backend, Callable[[Operand], str | None]] = {"triton": _why_not_triton, "aten": _why_not_aten}
 FUSION = Fusion("attention", _PATHS, _LIMITS)
 _GRADIENTS = Fusion[_Gradients](
@@ -190,6 +205,17 @@ _GRADIENTS = Fusion[_Gradients](
     {"triton": _triton_gradients, "aten": _gradients_for_cpu, "reference": reference_gradients},
     _LIMITS,
 )
+CAPPED_FUSION: Fusion[Attention] = _without_aten(FUSION)
+_CAPPED_GRADIENTS: Fusion[_Gradients] = _without_aten(_GRADIENTS)
+
+
+def _checked_scale(q: Tensor, scale: float | None, softcap: float | None) -> float:
+    """The scale, 1 / sqrt(D) by default. Raises ConfigError for a scale or a softcap that is not positive."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    for name, factor in (("scale", scale), ("softcap", softcap)):
+        if factor is not None and not 0.0 < factor < torch.inf:
+            raise ConfigError(f"{name} must be positive and finite; got {factor}")
+    return scale
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams | None, sink: Tensor | None) -> None:

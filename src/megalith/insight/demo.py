@@ -79,7 +79,7 @@ def run_demo(folder: Path, show: Callable[[str], None]) -> DemoResult:
             raise DemoError(f"megalith {' '.join(arguments)} ended with exit code {code}; its message is above")
     training_seconds = perf_counter() - started
     show(f"trained in {duration(training_seconds)}")
-    found = evaluate_checkpoint(folder, None, None)
+    [found] = evaluate_checkpoint(folder, None, None)
     baselines = baseline_losses(IndexedDataset(train), IndexedDataset(valid), _VOCABULARY)
     _write_findings(folder, found, baselines)
     samples = _write_samples(folder)

@@ -91,9 +91,21 @@ def tiles(run: RunHistory) -> str:
 def sections(run: RunHistory) -> str:
     """Everything below the headline numbers."""
     return "".join(
-        [loss_curves(run), _baselines(run), small_curves(run), time_of_the_run(run), phases(run), _samples(run),
-         _about(run), _settings(run)]
+        [loss_curves(run), _valid_sets(run), _baselines(run), small_curves(run), time_of_the_run(run), phases(run),
+         _samples(run), _about(run), _settings(run)]
     )  # fmt: skip
+
+
+def _valid_sets(run: RunHistory) -> str:
+    """The loss of each validation set that has a name: the last one, and the lowest."""
+    rows = []
+    for name, losses in run.valid_sets.items():
+        last = losses[-1][1]
+        lowest, step = min(((loss, step) for step, loss in losses if math.isfinite(loss)), default=(math.nan, 0))
+        best = f"lowest {lowest:.3f} at step {step:,}" if step else ""
+        rows.append((name, f"{last:.3f}", _perplexity(last), best))
+    table = "".join("<tr>" + "".join(f"<td>{escape(cell)}" for cell in row) for row in rows)
+    return card("Validation sets", "held-out loss, nats per token", f"<table>{table}</table>") if rows else ""
 
 
 def _baselines(run: RunHistory) -> str:

@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 
 from megalith.errors import DataError
 from megalith.input_file import read_regular_file
-from megalith.observe.metrics import COMPILE, read_metrics
+from megalith.observe.metrics import COMPILE, held_out_loss, read_metrics
 from megalith.storage.json_fields import float_sized
 
 __all__ = ["Phase", "RunHistory", "read_run"]
@@ -46,6 +46,7 @@ class RunHistory:
     folder: Path
     training: list[dict[str, Any]]
     evaluations: list[tuple[int, float]]  # (step, held-out loss)
+    valid_sets: Mapping[str, list[tuple[int, float]]]  # the same of each set, of those with names
     phases: list[Phase]
     time: Mapping[str, float]  # seconds of the whole run: "training" steps, "compile", what came between the steps
     evaluation: Mapping[str, Any]
@@ -98,6 +99,7 @@ def read_run(folder: Path) -> RunHistory:
         folder=folder,
         training=training,
         evaluations=sorted(evaluations.items()),
+        valid_sets={name: _losses_of_set(records, name) for record in records for name in record.get("valid_sets", {})},
         phases=_phases(training),
         time=_time(records),
         evaluation=_json(folder / "evaluation.json", dict),
@@ -105,6 +107,11 @@ def read_run(folder: Path) -> RunHistory:
         about=_json(folder / "about.json", dict),
         settings=settings.read_text(encoding="utf-8", errors="replace") if settings.is_file() else "",
     )
+
+
+def _losses_of_set(records: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    losses = {record["step"]: float(loss) for record in records if _is_number(loss := held_out_loss(record, name))}
+    return sorted(losses.items())
 
 
 def _samples(folder: Path, records: list[dict[str, Any]]) -> list[Mapping[str, Any]]:

@@ -26,11 +26,11 @@ from megalith.transformer.layer_context import KVCache, LayerContext
 from megalith.transformer.layer_spec import LayerSpecs
 from megalith.transformer.module import ModelModule
 from megalith.transformer.normalization import Normalization
-from megalith.transformer.rotary import rotary_table
+from megalith.transformer.rotary import rotary_tables
 from megalith.transformer.stack import LayerStack
 from megalith.transformer.stage import Stage
 
-__all__ = ["GPTModel", "hidden_shape"]
+__all__ = ["GPTModel", "hidden_dtype", "hidden_shape"]
 
 
 class GPTDecoder(nn.Module):
@@ -44,7 +44,9 @@ class GPTDecoder(nn.Module):
         learned = config.position_embedding_type == "learned_absolute"
         self.stage = stage
         self.layers = LayerStack(config, options, stage.layers, spec_of)
-        self.norm = Normalization(config, options) if stage.has_head else None
+        # the last layer of post-norm ends in a norm of its own
+        has_norm = stage.has_head and config.residual.norm_placement != "post"
+        self.norm = Normalization(config, options) if has_norm else None
         self.embed_tokens: VocabParallelEmbedding | None = None
         self.embed_positions: LearnedPositions | None = None
         if stage.has_embedding or (stage.has_head and config.tie_word_embeddings):
@@ -52,7 +54,8 @@ class GPTDecoder(nn.Module):
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, options, std=std)
         if stage.has_embedding and learned:
             self.embed_positions = LearnedPositions(config, options)
-        self.embedding_dropout = DropoutSite(config.hidden_dropout)
+        self.embedding_dropout = DropoutSite(config.embedding_dropout)
+        self.config = config
 
     def forward(
         self,
@@ -67,15 +70,23 @@ class GPTDecoder(nn.Module):
         ``hidden`` has that shape too: what the stage before gave, for a stage without the embedding.
         """
         if self.stage.has_embedding:
-            assert self.embed_tokens is not None, "built in this stage"
-            hidden = self.embed_tokens(tokens)  # [S, B, H]
-            if self.embed_positions is not None:
-                hidden = hidden + self.embed_positions(position_ids)
-            drops = self.embedding_dropout.of(context.hidden_dropout_key)
-            if drops is not None and drops.key is not None:
-                hidden = dropout(hidden, drops.p, drops.key)
+            hidden = self._begin(tokens, position_ids, context)
         x: Tensor = self.layers(hidden, context, caches)
         return x if self.norm is None else self.norm(x)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The vectors of ``tokens``, times their factor, in the dtype of the residual stream; shapes as ``forward``."""
+        assert self.embed_tokens is not None, "built in this stage"
+        x: Tensor = self.embed_tokens(tokens)  # [S, B, H]
+        x, multiplier = x.to(hidden_dtype(self.config, x.dtype)), self.config.multipliers.embedding
+        return x if multiplier == 1.0 else x * multiplier
+
+    def _begin(self, tokens: Tensor, position_ids: Tensor, context: LayerContext) -> Tensor:
+        x = self.embed(tokens)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(position_ids)
+        drops = self.embedding_dropout.of(context.hidden_dropout_key)
+        return x if drops is None or drops.key is None else dropout(x, drops.p, drops.key)
 
 
 class GPTModel(ModelModule):
@@ -159,7 +170,8 @@ class GPTModel(ModelModule):
         Args:
             tokens: int64 [B, S].
             labels: int64 [B, S], the token after each.
-            position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ..., or what follows the caches.
+            position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ..., or what follows the caches. With
+                ``rope.sections`` also [3, B, S], of time, height and width.
             packed_seq_params: where documents begin, in whole rows; tokens see their own document only. With caches
                 the rows have their capacity.
             dropout_key: of the step, with the global id of each token, int64 [B, S]; in training on one process it
@@ -175,10 +187,11 @@ class GPTModel(ModelModule):
             The loss of each token, [B, S] in float32 or wider; or logits [B, S, V], whole on every rank; or [S, B, H].
 
         Raises:
-            ShapeError: more positions than ``max_position_embeddings``, unless ``position_ids`` are of each row, an S
-                that sequence parallelism cannot split, documents of other rows, or ``hidden`` where the stage embeds
-                tokens, or none where it does not; more tokens than the caches have room for; under context parallelism
-                no ``position_ids``, or caches; ``logits_to_keep`` of rows that ranks hold parts of.
+            ShapeError: more positions than ``max_position_embeddings``, unless ``position_ids`` are of each row, three
+                streams of them without ``rope.sections``, an S that sequence parallelism cannot split, documents of
+                other rows, or ``hidden`` where the stage embeds tokens, or none where it does not; more tokens than the
+                caches have room for; under context parallelism no ``position_ids``, or caches; ``logits_to_keep`` of
+                rows that ranks hold parts of.
             ConfigError: training with dropout under tensor or context parallelism without a ``dropout_key``.
         """
         cache = next(iter(caches.values())) if caches else None
@@ -193,13 +206,17 @@ class GPTModel(ModelModule):
             raise ShapeError("the last positions of a row that is split are not on every rank; take all of its logits")
         if position_ids is None:
             position_ids = torch.arange(num_cached, num_cached + tokens.shape[1], device=tokens.device)
+        if position_ids.dim() == 3 and (self.config.rope is None or self.config.rope.sections is None):
+            raise ShapeError(
+                f"position_ids must be [S] or [B, S] without model.rope.sections; got {list(position_ids.shape)}"
+            )
         context = self._context(tokens, position_ids, packed_seq_params, dropout_key)
         x: Tensor = self.model(tokens, position_ids, context, caches, hidden)
         if self.lm_head is None:
             return x
         if labels is None:
             x = x if logits_to_keep is None else x[-logits_to_keep:]
-            return self._gather(self.lm_head(x, self._tied_weight())).transpose(0, 1)  # [B, S, V]
+            return self._gather(self._logits(self.lm_head, x)).transpose(0, 1)  # [B, S, V]
         # FSDP2 hooks what a forward returns, and warns of a view
         return self._losses(self.lm_head, x, labels.t()).t().clone()
 
@@ -207,13 +224,28 @@ class GPTModel(ModelModule):
         """[S, B] of hidden states [S, B, H], [S/tp, B, H] under sequence parallelism."""
         V, tp_group, weight = self.config.vocab_size, self.options.pg_collection.tp, self._tied_weight()
         assert V is not None
+        x, softcap = self._before_head(x), self.config.multipliers.logit_softcap
         if not self.options.fused_linear_cross_entropy:
-            return vocab_parallel_cross_entropy(head(x, weight), labels, V, tp_group)
+            return vocab_parallel_cross_entropy(head(x, weight), labels, V, tp_group, softcap=softcap)
         weight = head.weight if weight is None else weight
         assert weight is not None, "a head without a weight is tied"
         return vocab_parallel_linear_cross_entropy(
-            x, local(weight), labels, V, tp_group, sequence_parallel=self.options.sequence_parallel
+            x, local(weight), labels, V, tp_group, sequence_parallel=self.options.sequence_parallel, softcap=softcap
         )
+
+    def _logits(self, head: ColumnParallelLinear, x: Tensor) -> Tensor:
+        """[S, B, V/tp] of hidden states as ``_losses`` takes them."""
+        logits: Tensor = head(self._before_head(x), self._tied_weight())
+        softcap = self.config.multipliers.logit_softcap
+        if softcap is None:
+            return logits
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return (softcap * torch.tanh(wide / softcap)).to(logits.dtype)
+
+    def _before_head(self, x: Tensor) -> Tensor:
+        """``x`` times the factor of the logits, which are many more."""
+        multiplier = self.config.multipliers.logits
+        return x if multiplier == 1.0 else x * multiplier
 
     def _tied_weight(self) -> nn.Parameter | None:
         """The embedding, where it is the output projection."""
@@ -227,9 +259,9 @@ class GPTModel(ModelModule):
         documents: PackedSeqParams | None,
         given: DropoutKey | None,
     ) -> LayerContext:
-        rotary = None
-        if self.config.rope is not None:
-            rotary = rotary_table(position_ids, self.config.kv_channels, self.config.rope.base, self.options.dtype)
+        rotary, rope = None, self.config.rope
+        if rope is not None:
+            rotary = rotary_tables(position_ids, self.config.kv_channels, rope, self.options.dtype)
         key = self._dropout_key(tokens, given) if self.training else None
         sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
         hidden_key = None if key is None else sequence_parallel_key(key, sequence_group)
@@ -284,6 +316,11 @@ class GPTModel(ModelModule):
                 "a stage that embeds tokens takes no hidden states, and one that does not needs those of the stage "
                 f"before; this one has {'the' if self.stage.has_embedding else 'no'} embedding"
             )
+
+
+def hidden_dtype(config: TransformerConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a stage's hidden states, of a model that computes in ``dtype``."""
+    return torch.promote_types(dtype, torch.float32) if config.residual.fp32 else dtype
 
 
 def hidden_shape(config: TransformerConfig, options: BuildOptions, B: int, S: int) -> tuple[int, int, int]:

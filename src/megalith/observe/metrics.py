@@ -6,8 +6,10 @@ tokens_per_second and mfu or null (both without waiting for a compiler), layout 
 not move), peak_memory (bytes, of rank 0, so far), time ({span: seconds in this step}, ``compile`` among them where
 torch.compile was waited for), and after a checkpoint ``between`` ({span: seconds between the last step and this one}).
 In float16 there is loss_scale too, and for a loss of several terms ``terms`` ({term: mean}). An evaluation is a record
-of its own: step, valid_loss, valid_tokens, time, and ``valid`` ({term or measure: mean}) where there are several. So
-are the texts of ``train.generation``: step, samples ([{"prompt", "text"}, ...]), time.
+of its own: step, valid_loss, valid_tokens, time, and ``valid`` ({term or measure: mean}) where there are several. With
+named validation sets these are the numbers of the first, and ``valid_sets`` has those of each: {name: {"loss",
+"perplexity", "tokens"}}, and ``means`` like ``valid``. The texts of ``train.generation`` are a record too: step, time,
+samples ([{"prompt", "text"}, ...]).
 
 JSON has no NaN. A number that is not finite stands as null, and ``nonfinite`` beside it says what it was:
 ``{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}``. ``read_metrics`` puts the numbers back.
@@ -26,12 +28,13 @@ from megalith.storage.atomic import publish_file
 from megalith.storage.failures import explained
 from megalith.storage.json_fields import float_sized
 
-__all__ = ["COMPILE", "MetricsWriter", "read_metrics"]
+__all__ = ["COMPILE", "MetricsWriter", "held_out_loss", "read_metrics"]
 
 COMPILE = "compile"  # the span of waiting for torch.compile, which is part of no other span
 
 _NAME = "metrics.jsonl"
 _NONFINITE = "nonfinite"
+_SETS = "valid_sets"
 _LONGEST_LINE = 1 << 24  # bytes; texts of train.generation are the longest that training writes
 
 
@@ -87,6 +90,15 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
     return [_restored(record) for _, record in _records(path)]
 
 
+def held_out_loss(record: Mapping[str, Any], set_name: str) -> float | None:
+    """The loss that ``record`` has of a validation set, "" for one without a name; None if it has none."""
+    sets = record.get(_SETS)
+    if not set_name:
+        return record.get("valid_loss") if sets is None else None  # else it is that of the first of several
+    loss: float | None = (sets or {}).get(set_name, {}).get("loss")
+    return loss
+
+
 def _drop_after(path: Path, last_step: int) -> None:
     """Leave in ``path`` the whole records of steps up to ``last_step``."""
     if not path.exists():
@@ -118,7 +130,11 @@ def _is_record(value: object) -> TypeGuard[dict[str, Any]]:
     """Whether ``value`` is an object with a step, in which whatever is read unasked is of the kind that was written."""
     if not isinstance(value, dict) or type(value.get("step")) is not int:
         return False
-    return type(value.get("valid_loss")) in (int, float, NoneType) and _is_restorable(value)
+    sets = value.get(_SETS, {})
+    if not isinstance(sets, dict) or not all(isinstance(numbers, dict) for numbers in sets.values()):
+        return False
+    losses = [value.get("valid_loss"), *(numbers.get("loss") for numbers in sets.values())]
+    return all(type(loss) in (int, float, NoneType) for loss in losses) and _is_restorable(value)
 
 
 def _is_restorable(record: dict[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from megalith.errors import ShapeError
@@ -125,18 +126,19 @@ def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
     """This rank's part of ``parameter``, for use in a forward.
 
     ``partial=True`` says that the use sees some of the tokens only, so that the gradient here is one term of a sum over
-    the axes of its mesh: sequence-parallel norms and biases. FSDP2 settles the sum when it reduces.
+    the axes of its mesh: sequence-parallel norms and biases. FSDP2 settles the sum, in float32 or wider, when it
+    reduces.
     """
     if not isinstance(parameter, DTensor):
         return parameter
-    return parameter.to_local(grad_placements=[Partial()] if partial else list(parameter.placements))
+    return parameter.to_local(grad_placements=[_WideSum()] if partial else list(parameter.placements))
 
 
 def declared_parameters(*models: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
     """(canonical name, parameter, declaration) of every parameter once, tied ones under their first name.
 
     Of several ``models``, the chunks of one that is cut into stages, names continue from one to the next. A name that
-    an earlier one has is a copy of its parameter, and left out.
+    an earlier one has is a declared copy of its parameter (``build_pipeline`` refuses any other), and left out.
 
     Raises:
         ShapeError: a parameter was registered without a declaration.
@@ -198,6 +200,14 @@ def refill_buffers_(model: nn.Module) -> None:
     for _, buffer, spec in declared_buffers(model):
         with torch.device(buffer.device):
             buffer.copy_(spec.make())
+
+
+class _WideSum(Partial):
+    """Terms of a sum over ranks that is formed in float32 or wider; torch forms it in the dtype of the terms."""
+
+    def _reduce_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
+        terms = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        return super()._reduce_value(terms, mesh, mesh_dim).to(tensor.dtype)
 
 
 def _modules(models: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:

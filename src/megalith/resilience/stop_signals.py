@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["FORWARDED", "REQUESTS", "Requests", "handled", "heard_at_once"]
+__all__ = ["FORWARDED", "REQUESTS", "Requests", "ended_by_exception", "handled", "heard_at_once"]
 
 Handler = Callable[[signal.Signals], None]
 
@@ -58,6 +58,24 @@ def handled(numbers: tuple[signal.Signals, ...], handler: Handler) -> Iterator[b
     finally:
         for number, action in before.items():
             signal.signal(number, action)
+
+
+@contextmanager
+def ended_by_exception() -> Iterator[None]:
+    """Inside the ``with`` block the first request to end raises SystemExit, with 128 + the signal's number.
+
+    The default action of most of these signals ends a process without its ``finally`` clauses. Those that come while
+    the first one is unwinding are ignored.
+    """
+    requests = Requests()
+
+    def leave(number: signal.Signals) -> None:
+        if requests.first is None:
+            requests.add(number)
+            raise SystemExit(128 + number)
+
+    with handled(REQUESTS, leave):
+        yield
 
 
 @contextmanager

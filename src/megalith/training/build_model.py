@@ -10,6 +10,7 @@ from megalith.config import RunConfig
 from megalith.config.experimental import require
 from megalith.errors import ConfigError
 from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.parameters import declared_parameters
 from megalith.parallel.pipeline.links import open_links
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.parallel.pipeline.placement import Placement
@@ -57,6 +58,7 @@ def build_pipeline(
             _build_model(config, task, options, device, stages[placement.stage(rank, chunk)])
             for chunk in range(placement.num_chunks)
         ]
+        _require_names_of_their_own(chunks)
         sharing = {placement.stage(rank, index): tuple(chunk.shared_weights()) for index, chunk in enumerate(chunks)}
         sharing = {stage: weights for stage, weights in sharing.items() if weights}
         if wrong := sharing.keys() - {0, placement.num_stages - 1}:
@@ -65,7 +67,7 @@ def build_pipeline(
                 f"shares some in stage {min(wrong)} of {placement.num_stages}; use parallel.pipeline=1"
             )
     ranks = state.ranks("pp")
-    links = open_links(placement, rank, ranks, DTYPES[config.precision.dtype], device)
+    links = open_links(placement, rank, ranks, task.hidden_dtype(DTYPES[config.precision.dtype]), device)
     split_product = options.matrix_product if isinstance(options.matrix_product, SplitProduct) else None
     pipeline = Pipeline(chunks, placement, config.parallel.schedule, links, split_product)
     if len(sharing) == 2:  # both ends of a V
@@ -122,6 +124,21 @@ def _build_model(
     )
     model.materialize(device, config.train.seed)
     return model
+
+
+def _require_names_of_their_own(chunks: Sequence[ModelModule]) -> None:
+    """Raises ConfigError for a parameter that two chunks of this rank have, unless one has it as a declared copy."""
+    copied = {id(weight) for chunk in chunks for weight in chunk.copied_weights()}
+    chunk_of: dict[str, int] = {}
+    for index, chunk in enumerate(chunks):
+        names = [name for name, parameter, _ in declared_parameters(chunk) if id(parameter) not in copied]
+        if twice := [name for name in names if name in chunk_of]:
+            raise ConfigError(
+                f"parameter {twice[0]} must be in one stage: weights are drawn, trained and saved by their names; "
+                f"{type(chunk).__name__} has it in chunks {chunk_of[twice[0]]} and {index} of one rank; build it in "
+                "one stage, or name it in shared_weights() of both, and in copied_weights() of the later one"
+            )
+        chunk_of |= dict.fromkeys(names, index)
 
 
 def _recompute_named_(model: ModelModule, names: Sequence[str]) -> None:

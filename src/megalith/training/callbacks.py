@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from time import perf_counter
@@ -11,15 +11,17 @@ from typing import Any
 import torch.distributed as dist
 
 from megalith.checkpoint.folders import complete_steps, step_name
+from megalith.config import valid_setting
 from megalith.data.samples import SizedSamples
 from megalith.observe.memory import peak_memory
-from megalith.observe.metrics import COMPILE, MetricsWriter, read_metrics
+from megalith.observe.metrics import COMPILE, MetricsWriter, held_out_loss, read_metrics
 from megalith.observe.peak import peak_flops
 from megalith.observe.progress import progress_line
 from megalith.observe.time_left import TimeLeft
 from megalith.observe.trackers import Trackers
+from megalith.observe.units import perplexity
 from megalith.topology.agreement import agreed, attempt
-from megalith.training.evaluation import evaluate
+from megalith.training.evaluation import Evaluation, evaluate
 from megalith.training.loop import Callback, FinishedStep, Outcome
 from megalith.training.resume import save
 from megalith.training.run import Run
@@ -117,44 +119,42 @@ class Metrics(Callback):
 
 
 class HeldOutLoss(Callback):
-    """Evaluates on ``data.valid`` every ``train.evaluation.every`` steps, and after the last."""
+    """Evaluates on each set of ``data.valid`` every ``train.evaluation.every`` steps, and after the last."""
 
     def __init__(self, run: Run, metrics: Metrics) -> None:
         self.metrics = metrics
         self.every: int | None = None
         self.max_samples: int | None = None
-        self.dataset: SizedSamples[Any] | None = None
         data, evaluation = run.config.data, run.config.train.evaluation
         if evaluation is not None:
             self.every, self.max_samples = evaluation.every, evaluation.samples
-        if data.valid is not None:
-            self.dataset = run.task.evaluation_dataset(data.valid)
+        self.datasets = {name: run.task.evaluation_dataset(prefix) for name, prefix in data.valid_sets.items()}
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:
         last = run.state.step == run.config.train.steps
-        if self.dataset is None or not (last or (self.every is not None and run.state.step % self.every == 0)):
+        if not self.datasets or not (last or (self.every is not None and run.state.step % self.every == 0)):
             return
         with self.metrics.timed(run, "evaluation", self.every) as time:
-            evaluation = evaluate(
-                run.task,
-                run.pipeline,
-                self.dataset,
-                run.config.train.micro_batch_size,
-                options=run.options,
-                device=run.device,
-                max_samples=self.max_samples,
-            )
-        step, loss, num_tokens = run.state.step, evaluation.loss, evaluation.num_tokens
-        if not num_tokens:
-            self.metrics.show(f"step {step}  held-out loss not measured: no token of data.valid that was read has one")
-            return
-        record: dict[str, Any] = {"step": step, "valid_loss": loss, "valid_tokens": num_tokens, "time": time}
-        if len(evaluation.means) > 1:
-            record["valid"] = dict(evaluation.means)
-        self.metrics.held_out = step, loss
-        with agreed():
-            self.metrics.write(record)
-        self.metrics.show(f"step {step}  held-out loss {loss:.4f} over {num_tokens:,} tokens")
+            found = {name: self._evaluate(run, dataset) for name, dataset in self.datasets.items()}
+        step, deciding = run.state.step, next(iter(found.values()))
+        if deciding.num_tokens:
+            self.metrics.held_out = step, deciding.loss
+        if numbers := _numbers(found):
+            with agreed():
+                self.metrics.write({"step": step, **numbers, "time": time})
+        for name, evaluation in found.items():
+            self.metrics.show(f"step {step}  {_told(name, evaluation)}")
+
+    def _evaluate(self, run: Run, dataset: SizedSamples[Any]) -> Evaluation:
+        return evaluate(
+            run.task,
+            run.pipeline,
+            dataset,
+            run.config.train.micro_batch_size,
+            options=run.options,
+            device=run.device,
+            max_samples=self.max_samples,
+        )
 
 
 class TextSamples(Callback):
@@ -184,7 +184,8 @@ class TextSamples(Callback):
 class Checkpoints(Callback):
     """Saves every ``checkpoint.every`` steps and wherever the run ends, once a step.
 
-    With ``checkpoint.keep_best`` the one with the lowest held-out loss stays besides the newest.
+    With ``checkpoint.keep_best`` the one with the lowest held-out loss stays besides the newest; of several validation
+    sets the first decides.
     """
 
     def __init__(self, run: Run, metrics: Metrics) -> None:
@@ -217,6 +218,33 @@ class Checkpoints(Callback):
             log.info("saved %s", path)
 
 
+def _numbers(found: Mapping[str, Evaluation]) -> dict[str, Any]:
+    """What metrics.jsonl (observe/metrics.py) has of the evaluations ``found``, of those that measured a loss."""
+    numbers: dict[str, Any] = {}
+    first, *_ = found.values()
+    if first.num_tokens:
+        numbers = {"valid_loss": first.loss, "valid_tokens": first.num_tokens}
+        if len(first.means) > 1:
+            numbers["valid"] = dict(first.means)
+    sets = {name: _numbers_of_set(each) for name, each in found.items() if name and each.num_tokens}
+    return numbers | ({"valid_sets": sets} if sets else {})
+
+
+def _numbers_of_set(evaluation: Evaluation) -> dict[str, Any]:
+    loss = evaluation.loss
+    numbers = {"loss": loss, "perplexity": perplexity(loss), "tokens": evaluation.num_tokens}
+    return numbers | ({"means": dict(evaluation.means)} if len(evaluation.means) > 1 else {})
+
+
+def _told(name: str, evaluation: Evaluation) -> str:
+    """The line of an evaluation, for a person."""
+    loss, of_which = evaluation.loss, f" of {name}" if name else ""
+    if not evaluation.num_tokens:
+        return f"held-out loss{of_which} not measured: no token of {valid_setting(name)} that was read has one"
+    beside = f", perplexity {perplexity(loss):.2f}," if name else ""
+    return f"held-out loss{of_which} {loss:.4f}{beside} over {evaluation.num_tokens:,} tokens"
+
+
 def _shown(text: str) -> list[str]:
     """The first lines of ``text``, with escapes for what a terminal would obey."""
     lines = text.splitlines() or [""]
@@ -227,6 +255,7 @@ def _shown(text: str) -> list[str]:
 def _best_so_far(run: Run) -> tuple[float, int] | None:
     """The lowest held-out loss of a checkpoint that the run has, and its step; None if none was evaluated."""
     saved = set(complete_steps(run.checkpoints))
-    losses = [(record.get("valid_loss"), record["step"]) for record in read_metrics(run.folder)]
+    deciding = next(iter(run.config.data.valid_sets))
+    losses = [(held_out_loss(record, deciding), record["step"]) for record in read_metrics(run.folder)]
     evaluated = [(loss, step) for loss, step in losses if loss is not None and math.isfinite(loss)]
     return min(((loss, step) for loss, step in evaluated if step_name(step) in saved), default=None)

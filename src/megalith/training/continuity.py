@@ -107,5 +107,8 @@ def _said(value: Any) -> str:
     return "(not set)" if value is _ABSENT else shown(value)
 
 
-def _absolute(location: str | None) -> str | None:
+def _absolute(location: Any) -> Any:
+    """A path, a URL or None, or a mapping to them."""
+    if isinstance(location, Mapping):
+        return {name: _absolute(each) for name, each in location.items()}
     return location if location is None or "://" in location else os.path.abspath(location)

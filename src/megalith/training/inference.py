@@ -3,12 +3,15 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megalith.config import RunConfig
+from megalith.config import RunConfig, valid_setting
 from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.samples import SizedSamples
 from megalith.data.token_ids import check_dataset
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.observe.units import perplexity
@@ -47,8 +50,12 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class CheckpointLoss:
-    """loss: nats per token, the mean over ``num_tokens`` tokens of ``dataset``."""
+    """loss: nats per token, the mean over ``num_tokens`` tokens of ``dataset``.
 
+    ``name``: that of the validation set; "" of one without a name.
+    """
+
+    name: str
     dataset: str
     loss: float
     num_tokens: int
@@ -97,12 +104,12 @@ def evaluate_checkpoint(
     max_samples: int | None,
     task: AnyTask | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> CheckpointLoss:
-    """The loss of ``source`` on ``dataset``, by default the run's own ``data.valid``.
+) -> list[CheckpointLoss]:
+    """The loss of ``source`` on ``dataset``, by default on each set of the run's own ``data.valid``.
 
     Args:
         task: as in ``load_model``.
-        progress: as in ``evaluate``.
+        progress: told the samples done and how many there are, of all datasets together.
 
     Raises:
         ConfigError: ``max_samples`` is below 1.
@@ -113,33 +120,44 @@ def evaluate_checkpoint(
     if max_samples is not None and max_samples < 1:
         raise ConfigError(f"the number of samples must be 1 or more; got {max_samples}; leave it out to take all")
     checkpoint, folder, config = open_run(source)
-    prefix = dataset or config.data.valid
-    if prefix is None:
+    prefixes = {"": dataset} if dataset else config.data.valid_sets
+    if not prefixes:
         raise CheckpointError(f"{source} was trained without data.valid; name a dataset with --data PREFIX")
-    try:
-        held_out = (task or task_of(config)).evaluation_dataset(prefix)
-        if task is None:  # what a user's own task reads is its own matter
-            _check_fits(IndexedDataset(prefix), folder, config)
-    except DataError as error:
-        if dataset is not None:
-            raise
-        raise DataError(f"data.valid of {source}: {error}; name other data with --data PREFIX") from error
+    held_out: dict[str, SizedSamples[Any]] = {}
+    for name, prefix in prefixes.items():
+        try:
+            held_out[name] = (task or task_of(config)).evaluation_dataset(prefix)
+            if task is None:  # what a user's own task reads is its own matter
+                _check_fits(IndexedDataset(prefix), folder, config)
+        except DataError as error:
+            if dataset is not None:
+                raise
+            way_out = "name other data with --data PREFIX"
+            raise DataError(f"{valid_setting(name)} of {source}: {error}; {way_out}") from error
     trained = load_model(checkpoint, task)
-    found = evaluate(
-        trained.task,
-        Pipeline([trained.model]),
-        held_out,
-        config.train.micro_batch_size,
-        options=trained.options,
-        device=trained.device,
-        max_samples=max_samples,
-        progress=progress,
-    )
-    if not found.num_tokens:
-        raise DataError(
-            f"{prefix}: no token that was read has a loss, so that there is nothing to measure; use more text"
+    sizes = [len(each) if max_samples is None else min(max_samples, len(each)) for each in held_out.values()]
+    losses = []
+    for number, (name, prefix) in enumerate(prefixes.items()):
+        found = evaluate(
+            trained.task,
+            Pipeline([trained.model]),
+            held_out[name],
+            config.train.micro_batch_size,
+            options=trained.options,
+            device=trained.device,
+            max_samples=max_samples,
+            progress=partial(_progress_of_part, progress, sum(sizes[:number]), sum(sizes)),
         )
-    return CheckpointLoss(prefix, found.loss, found.num_tokens, trained.step)
+        if not found.num_tokens:
+            raise DataError(
+                f"{prefix}: no token that was read has a loss, so that there is nothing to measure; use more text"
+            )
+        losses.append(CheckpointLoss(name, prefix, found.loss, found.num_tokens, trained.step))
+    return losses
+
+
+def _progress_of_part(progress: Callable[[int, int], None], before: int, total: int, done: int, _: int) -> None:
+    progress(before + done, total)
 
 
 def _check_fits(dataset: IndexedDataset, folder: Store, config: RunConfig) -> None:

@@ -7,28 +7,31 @@ from megalith.errors import ConfigError
 from megalith.observe.machine import memory_bytes
 from megalith.observe.units import quantity
 from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.parameters import declared_parameters
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
 from megalith.training.build_model import param_dtype, placement_of_run, stages_of
 from megalith.training.process_group import choose_device
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
+from megalith.transformer.module import ModelModule
 
 __all__ = ["check_machine", "rank_state_bytes", "state_bytes"]
 
 _MOMENTS = {"adamw": 2, "sgd": 1}  # of each parameter
 
 
-def state_bytes(config: RunConfig, num_parameters: int) -> int:
-    """Bytes of weights, gradients and moments of the whole model; activations come on top."""
-    return (2 + _MOMENTS[config.optim.name]) * param_dtype(config).itemsize * num_parameters
+def state_bytes(config: RunConfig, num_parameters: int, num_copied: int = 0) -> int:
+    """Bytes of weights, gradients and moments, of which copies have none; activations come on top."""
+    num_numbers = 2 * (num_parameters + num_copied) + _MOMENTS[config.optim.name] * num_parameters
+    return num_numbers * param_dtype(config).itemsize
 
 
 def rank_state_bytes(config: RunConfig, task: AnyTask, world_size: int) -> list[int]:
     """``state_bytes`` of what a rank holds, by its place along the pipeline; ranks of one stage hold equal parts."""
     layout = config.parallel.layout(world_size)
     num_shards = world_size // (layout.pipeline * layout.replicate)
-    return [state_bytes(config, number) // num_shards for number in _pipeline_parameters(config, task)]
+    return [state_bytes(config, *numbers) // num_shards for numbers in _pipeline_parameters(config, task)]
 
 
 def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> None:
@@ -62,15 +65,16 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
         )
 
 
-def _pipeline_parameters(config: RunConfig, task: AnyTask) -> list[int]:
-    """How many parameters the stages of each rank along the pipeline have."""
+def _pipeline_parameters(config: RunConfig, task: AnyTask) -> list[tuple[int, int]]:
+    """How many parameters the stages of each rank along the pipeline have, and how many that are copies of those."""
     placement = placement_of_run(config)
     if placement.num_stages == 1:
-        return [task.num_parameters]
+        return [(task.num_parameters, 0)]
     options = BuildOptions(ProcessGroupCollection.single())
-    counts = [0] * placement.num_ranks
+    chunks: list[list[ModelModule]] = [[] for _ in range(placement.num_ranks)]
     for number, stage in enumerate(stages_of(config, task)):
         with torch.device("meta"):
-            model = task.build_model(options, stage)
-        counts[placement.place(number)[0]] += sum(parameter.numel() for parameter in model.parameters())
-    return counts
+            chunks[placement.place(number)[0]].append(task.build_model(options, stage))
+    held = [sum(parameter.numel() for chunk in mine for parameter in chunk.parameters()) for mine in chunks]
+    named = [sum(parameter.numel() for _, parameter, _ in declared_parameters(*mine)) for mine in chunks]
+    return [(number, total - number) for number, total in zip(named, held, strict=True)]

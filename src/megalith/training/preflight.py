@@ -10,7 +10,7 @@ from typing import Any
 
 from megalith import optional
 from megalith.checkpoint.folders import find_checkpoint, step_name
-from megalith.config import RunConfig, batch_size_stages, load_run
+from megalith.config import RunConfig, batch_size_stages, load_run, valid_setting
 from megalith.config.yaml_text import write_override
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.token_ids import check_dataset
@@ -132,20 +132,22 @@ def _check_datasets(config: RunConfig) -> Iterator[str]:
         )
         return
     opened: dict[str, IndexedDataset] = {}
-    for name, prefix in (("data.train", config.data.train), ("data.valid", config.data.valid)):
-        if prefix is None:
-            continue
+    prefixes = _datasets(config)
+    for name, prefix in prefixes.items():
         try:
             opened[name] = IndexedDataset(prefix)
             opened[name].require_token_ids()
         except DataError as error:
             yield f"{name}: {error}"
     hashes = {name: dataset.sidecar.tokenizer_sha256 for name, dataset in opened.items() if dataset.sidecar is not None}
-    if len({digest for digest in hashes.values() if digest is not None}) > 1:
-        yield (
-            f"data.train ({config.data.train}) and data.valid ({config.data.valid}) were made with different "
-            "tokenizers; prepare one of them again with the other's: megalith data prepare ... --tokenizer PATH"
-        )
+    known = {name: digest for name, digest in hashes.items() if digest is not None}
+    first = next(iter(known), None)
+    for name, digest in known.items():
+        if first is not None and digest != known[first]:
+            yield (
+                f"{first} ({prefixes[first]}) and {name} ({prefixes[name]}) were made with different "
+                "tokenizers; prepare one of them again with the other's: megalith data prepare ... --tokenizer PATH"
+            )
 
 
 def _check_vocabulary(config: RunConfig) -> Iterator[str]:
@@ -180,7 +182,7 @@ def _check_token_ids(config: RunConfig) -> Iterator[str]:
     vocab_size = needed if given is None else given
     if vocab_size is None or (needed is not None and vocab_size < needed):
         return  # told by _check_vocabulary
-    for name, prefix in (("data.train", config.data.train), ("data.valid", config.data.valid)):
+    for name, prefix in _datasets(config).items():
         dataset = _opened(prefix)
         if dataset is None or dataset.dtype.kind == "f":  # told by _check_datasets
             continue
@@ -260,6 +262,12 @@ def _check_compiler(config: RunConfig) -> Iterator[str]:
     compiler = os.environ.get("CXX", "g++")
     if choose_device().type == "cpu" and shutil.which(compiler) is None:
         yield f"train.compile=true needs a C++ compiler on a CPU, and there is no {compiler}; install it, or set CXX"
+
+
+def _datasets(config: RunConfig) -> dict[str, str]:
+    """The prefix of each dataset of the run, by the setting that names it; training data first."""
+    held_out = {valid_setting(name): prefix for name, prefix in config.data.valid_sets.items()}
+    return held_out if config.data.train is None else {"data.train": config.data.train, **held_out}
 
 
 def _dataset(config: RunConfig) -> IndexedDataset | None:

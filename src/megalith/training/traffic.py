@@ -9,7 +9,6 @@ Recomputation is counted as plain torch does it, without train.compile, which ma
 """
 
 from megalith.config import RunConfig
-from megalith.parallel.pipeline.schedules import splits_backward
 from megalith.parallel.sharding.traffic import Sharding
 from megalith.parallel.traffic import Traffic, collective, repeated
 from megalith.topology.rank_grid import RankGrid
@@ -31,7 +30,6 @@ def step_traffic(config: RunConfig, task: AnyTask, world_size: int, rank: int) -
     num_microbatches = config.train.global_batch_size // (config.train.micro_batch_size * layout.data_parallel)
     placement, pp_rank = placement_of_run(config), grid.position("pp", rank)
     stages = stages_of(config, task) if placement.num_stages > 1 else [None]
-    accumulates = num_microbatches > 1 or splits_backward(config.parallel.schedule)
     num_terms = len(task.terms)
     # int64 counts, stops, failures; float64 sums, squared norm: training/step.py
     found = collective("world", "all_reduce", (num_terms + 2) * 8, world_size)
@@ -47,7 +45,7 @@ def step_traffic(config: RunConfig, task: AnyTask, world_size: int, rank: int) -
         for weight in stage.shared:
             shard = sharding.shard_bytes(weight, grid.position("dp_shard-cp", rank))
             found += collective("pipeline", "all_reduce", shard, len(ends))
-        found += _fsdp(stage, sharding, num_microbatches, accumulates=accumulates, in_pipeline=placement.num_stages > 1)
+        found += _fsdp(stage, sharding, num_microbatches, in_pipeline=placement.num_stages > 1)
     return found
 
 
@@ -59,12 +57,11 @@ def busiest_rank(config: RunConfig, task: AnyTask, world_size: int) -> tuple[int
     return max(found.items(), key=lambda item: sum(each.num_bytes * times for each, times in item[1].items()))
 
 
-def _fsdp(
-    stage: StageTraffic, sharding: Sharding, num_microbatches: int, *, accumulates: bool, in_pipeline: bool
-) -> Traffic:
-    """A stage of a pipeline is gathered once a step; a whole model in each micro-batch, its layers twice."""
+def _fsdp(stage: StageTraffic, sharding: Sharding, num_microbatches: int, *, in_pipeline: bool) -> Traffic:
+    """A stage of a pipeline is gathered once a step; a whole model in each micro-batch, layers but the last twice."""
     gathers = 1 if in_pipeline else num_microbatches
-    found = sharding.unit_traffic(stage.rest, gathers, accumulates=accumulates)
-    for unit in stage.units:
-        found += sharding.unit_traffic(unit, gathers if in_pipeline else 2 * gathers, accumulates=accumulates)
+    found = sharding.unit_traffic(stage.rest, gathers)
+    for number, unit in enumerate(stage.units, 1):
+        twice = not in_pipeline and number < len(stage.units)
+        found += sharding.unit_traffic(unit, 2 * gathers if twice else gathers)
     return found

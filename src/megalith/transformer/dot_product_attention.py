@@ -1,6 +1,6 @@
 """Scaled dot-product attention over grouped heads, under any mask, with packed documents and reproducible dropout.
 
-    o = softmax(q k^T / sqrt(D) + mask) v
+    o = softmax(s + mask) v,   s = q k^T / sqrt(D), or scale q k^T, or c tanh(scale q k^T / c) with a softcap c
 
 Without dropout this is ``fused_attention``, which never materialises the S x S scores, except on the reference path of
 float64. With dropout the scores are materialised: kernels draw masks from the state of a generator, and ours must be a
@@ -16,7 +16,7 @@ from megalith.fusions import fused_attention
 from megalith.numerics.dropout import Dropout, attention_dropout
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.context.attention import ContextMethod, context_attention
-from megalith.transformer.attention_mask import AttentionMask
+from megalith.transformer.attention_mask import BIDIRECTIONAL, CAUSAL, AttentionMask
 from megalith.transformer.dropout import DropoutSite
 from megalith.transformer.layer_context import LayerContext
 
@@ -32,6 +32,7 @@ class DotProductAttention(nn.Module):
         window: the keys that a query of this layer sees, its own included; None: no window of its own.
         cp_group: the ranks that rows are split over, zig-zag; None: rows are whole.
         context_method: how those ranks exchange keys and values.
+        scale, softcap: of the scores, as in ``fused_attention``.
     """
 
     def __init__(
@@ -41,6 +42,9 @@ class DotProductAttention(nn.Module):
         window: int | None = None,
         cp_group: ProcessGroup | None = None,
         context_method: ContextMethod | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
         self.cp_group = cp_group
@@ -48,14 +52,16 @@ class DotProductAttention(nn.Module):
         self.dropout = DropoutSite(dropout)
         self.head_offset = head_offset
         self.window = window
+        self.scale, self.softcap = scale, softcap
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext, sink: Tensor | None = None) -> Tensor:
         """Attention of the last Sq of Sk positions.
 
         Args:
             q: [Sq, B, A, D]; Sq < Sk after a cache of keys and values; [S/cp, B, A, D] of rows split over cp.
             k, v: [Sk, B, G, D], A divisible by G; query head a reads group a // (A / G).
             context: its mask, documents, and ``token_dropout_key`` are read.
+            sink: [A], a score in every softmax of the head that has no value.
 
         Returns:
             [Sq, B, A, D].
@@ -67,10 +73,9 @@ class DotProductAttention(nn.Module):
         mask, documents = context.mask.within(self.window), context.documents
         dropout = self.dropout.of(context.token_dropout_key)
         if self.cp_group is not None:
-            return self._over_context_ranks(self.cp_group, q, k, v, mask, documents, dropout)
+            return self._over_context_ranks(self.cp_group, q, k, v, sink, mask, documents, dropout)
         if dropout is None and mask.prefix is None:
-            out, _ = fused_attention(q, k, v, causal=mask.causal, window=mask.sides, packed_seq_params=documents)
-            return out
+            return self._fused(q, k, v, sink, mask, documents)
         if q.shape[0] != k.shape[0]:
             raise ShapeError("dropout and a prefix are of whole rows, and these queries follow a cache; leave it out")
         if mask.prefix is not None and documents is not None:
@@ -78,9 +83,42 @@ class DotProductAttention(nn.Module):
         if dropout is not None:
             # Inductor shifts the mask's integers as floats, and its C++ does not build (torch 2.13): not traced
             attend = torch.compiler.disable(_with_dropout)
-            spelled_out: Tensor = attend(q, k, v, mask, documents, dropout, self.head_offset)
+            spelled_out: Tensor = attend(
+                q,
+                k,
+                v,
+                sink,
+                mask,
+                documents,
+                dropout,
+                head_offset=self.head_offset,
+                scale=self.scale,
+                softcap=self.softcap,
+            )
             return spelled_out
-        return _with_prefix(q, k, v, mask)
+        return self._with_prefix(q, k, v, sink, mask)
+
+    def _fused(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        mask: AttentionMask,
+        documents: PackedSeqParams | None,
+    ) -> Tensor:
+        out, _ = fused_attention(
+            q,
+            k,
+            v,
+            causal=mask.causal,
+            scale=self.scale,
+            window=mask.sides,
+            packed_seq_params=documents,
+            sink=sink,
+            softcap=self.softcap,
+        )
+        return out
 
     def _over_context_ranks(
         self,
@@ -88,6 +126,7 @@ class DotProductAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sink: Tensor | None,
         mask: AttentionMask,
         documents: PackedSeqParams | None,
         dropout: Dropout | None,
@@ -109,35 +148,47 @@ class DotProductAttention(nn.Module):
             packed_seq_params=documents,
             dropout=dropout,
             head_offset=self.head_offset,
+            scale=self.scale,
+            sink=sink,
+            softcap=self.softcap,
         )
         return out
+
+    def _with_prefix(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, mask: AttentionMask) -> Tensor:
+        """Two fused calls: a query within the prefix sees all of the prefix, one after it what is causal."""
+        assert mask.prefix is not None, "the caller has looked"
+        within = self._fused(q, k, v, sink, BIDIRECTIONAL, mask.prefix.documents)
+        after = self._fused(q, k, v, sink, CAUSAL, None)
+        covers = mask.prefix.covers.t()[..., None, None]  # [S, B, 1, 1]
+        return torch.where(covers, within, after)
 
 
 def _with_dropout(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sink: Tensor | None,
     mask: AttentionMask,
     documents: PackedSeqParams | None,
     dropout: Dropout,
+    *,
     head_offset: int,
+    scale: float | None,
+    softcap: float | None,
 ) -> Tensor:
     """Spelled out, Sq = Sk; ``dropout.key.tokens`` is [B, S]."""
     assert dropout.key is not None, "a dropout site gives one"
-    S, _, A, D = q.shape
+    S, B, A, D = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [B, A or G, S, D]
     k, v = (x.repeat_interleave(A // x.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3) * (D**-0.5 if scale is None else scale)).to(wide)  # [B, A, S, S]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     masked = ~mask.visible(S, q.device, documents)  # [1 or B, 1, S, S]
-    scores = (q @ k.transpose(2, 3) * D**-0.5).to(wide).masked_fill(masked, float("-inf"))  # [B, A, S, S]
-    probs = attention_dropout(torch.softmax(scores, dim=-1), dropout.p, dropout.key, head_offset)
+    scores = scores.masked_fill(masked, float("-inf"))
+    if sink is not None:  # a key without a value
+        scores = torch.cat((scores, sink.to(wide).view(A, 1, 1).expand(B, A, S, 1)), dim=-1)  # [B, A, S, S + 1]
+    probs = torch.softmax(scores, dim=-1)[..., :S]
+    probs = attention_dropout(probs, dropout.p, dropout.key, head_offset)
     return (probs.to(v.dtype) @ v).permute(2, 0, 1, 3)  # [S, B, A, D]
-
-
-def _with_prefix(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """Two fused calls: a query within the prefix sees all of the prefix, one after it what is causal."""
-    assert mask.prefix is not None, "the caller has looked"
-    within, _ = fused_attention(q, k, v, causal=False, packed_seq_params=mask.prefix.documents)
-    after, _ = fused_attention(q, k, v)
-    covers = mask.prefix.covers.t()[..., None, None]  # [S, B, 1, 1]
-    return torch.where(covers, within, after)

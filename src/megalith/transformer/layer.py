@@ -1,6 +1,11 @@
-"""One transformer layer: norm, attention, residual; norm, feed-forward, residual.
+"""One transformer layer: attention and feed-forward, each added to the residual stream x, with norms around them.
 
-h = x + dropout(attention(norm(x)));   y = h + dropout(feed_forward(norm(h)))
+pre       h = x + dropout(attention(norm(x)));           y = h + dropout(feed_forward(norm(h)))
+post      h = norm(x + dropout(attention(x)));           y = norm(h + dropout(feed_forward(h)))
+sandwich  h = x + dropout(norm(attention(norm(x))));     y = h + dropout(norm(feed_forward(norm(h))))
+
+post: Vaswani et al. 2017, arXiv:1706.03762. pre: Xiong et al. 2020, arXiv:2002.04745. sandwich: Ding et al. 2021,
+"CogView", arXiv:2105.13290; Gemma Team 2024, "Gemma 2", arXiv:2408.00118. What is added may have a constant factor.
 """
 
 from torch import Tensor, nn
@@ -11,28 +16,50 @@ from megalith.parallel.build_options import BuildOptions
 from megalith.transformer.dropout import DropoutSite
 from megalith.transformer.layer_context import LayerContext
 from megalith.transformer.layer_spec import LayerSpec
+from megalith.transformer.normalization import Normalization
 
 __all__ = ["TransformerLayer"]
 
 
 class TransformerLayer(nn.Module):
-    """A layer of the parts that ``spec`` names."""
+    """A layer of the parts that ``spec`` names, with its norms where ``config.residual.norm_placement`` has them.
+
+    ``post_attention_layernorm`` comes before the MLP in each placement: its input is the sum after attention.
+    """
 
     def __init__(self, config: TransformerConfig, options: BuildOptions, spec: LayerSpec) -> None:
         super().__init__()
-        self.input_layernorm = spec.norm(config, options)
+        placement = config.residual.norm_placement
+        self.multiplier = config.multipliers.residual
+
+        def norm_if(there: bool) -> Normalization | None:
+            return spec.norm(config, options) if there else None
+
+        self.input_layernorm = norm_if(placement != "post")
         self.self_attn = spec.attention(config, options)
+        self.self_attn_output_layernorm = norm_if(placement == "sandwich")
         self.self_attn_dropout = DropoutSite(config.hidden_dropout)
         self.post_attention_layernorm = spec.norm(config, options)
         self.mlp = spec.feed_forward(config, options)
+        self.mlp_output_layernorm = norm_if(placement == "sandwich")
         self.mlp_dropout = DropoutSite(config.hidden_dropout)
+        self.post_mlp_layernorm = norm_if(placement == "post")
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
-        attended = self.self_attn(self.input_layernorm(x), context)
+        normed = x if self.input_layernorm is None else self.input_layernorm(x)
+        attended = self._to_add(self.self_attn(normed, context), self.self_attn_output_layernorm)
         normed, x = self.post_attention_layernorm.after_residual(
             attended, x, self.self_attn_dropout.of(context.hidden_dropout_key)
         )
+        fed_forward = self._to_add(self.mlp(normed, context), self.mlp_output_layernorm)
         dropout = self.mlp_dropout.of(context.hidden_dropout_key)
+        if self.post_mlp_layernorm is not None:
+            return self.post_mlp_layernorm.after_residual(fed_forward, normed, dropout)[0]
         p, key = (0.0, None) if dropout is None else (dropout.p, dropout.key)
-        return bias_dropout_add_fused_train((self.mlp(normed, context), None), x, p, key=key)
+        return bias_dropout_add_fused_train((fed_forward, None), x, p, key=key)
+
+    def _to_add(self, y: Tensor, norm: Normalization | None) -> Tensor:
+        """What a sublayer that gives ``y`` adds to the residual stream, before dropout."""
+        y = y if norm is None else norm(y)
+        return y if self.multiplier == 1.0 else y * self.multiplier

@@ -8,7 +8,7 @@ from megalith.errors import ShapeError
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.transformer.attention_mask import CAUSAL, AttentionMask
-from megalith.transformer.rotary import RotaryTable
+from megalith.transformer.rotary import RotaryTables
 
 __all__ = ["KVCache", "LayerContext"]
 
@@ -52,7 +52,7 @@ class LayerContext:
         mask: which keys a query sees; a layer may narrow it to a window of its own.
         documents: where documents begin, in whole rows also where ranks of cp hold parts of them, and of the cache's
             ``capacity`` where there is one; tokens see their own document only.
-        rotary: the table of rotary positions; None where positions are learned.
+        rotary: the tables of rotary positions; None where positions are learned.
         token_dropout_key: the step's dropout key for attention, with token ids [B, S]; None disables dropout.
         hidden_dropout_key: the same for the hidden states, whose token ids are [S, B], [S/tp, B] under sequence
             parallelism.
@@ -61,7 +61,7 @@ class LayerContext:
 
     mask: AttentionMask = CAUSAL
     documents: PackedSeqParams | None = None
-    rotary: RotaryTable | None = None
+    rotary: RotaryTables | None = None
     token_dropout_key: DropoutKey | None = None
     hidden_dropout_key: DropoutKey | None = None
     cache: KVCache | None = None

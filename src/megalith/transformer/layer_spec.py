@@ -5,6 +5,7 @@ Another feed-forward, a mixture of experts, a window, another attention: each is
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -38,6 +39,10 @@ LayerSpecs = Callable[[int], LayerSpec]
 
 
 def layer_specs(config: TransformerConfig) -> LayerSpecs:
-    """The specs that ``config`` asks for: of every layer, self-attention and the feed-forward of ``activation``."""
-    same = LayerSpec()
-    return lambda index: same
+    """The specs that ``config`` asks for: self-attention, with the window and positions of its layer, and ``MLP``."""
+
+    def spec_of(index: int) -> LayerSpec:
+        window, rotates = config.attention.window_of(index), config.rope is not None and config.rope.rotates(index)
+        return LayerSpec(attention=partial(SelfAttention, window=window, rotates=rotates))
+
+    return spec_of

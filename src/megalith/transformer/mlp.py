@@ -1,14 +1,18 @@
 """The feed-forward part of a layer, its F split over tp.
 
-swiglu     y = (silu(x Wg^T) * (x Wu^T)) Wd^T         Shazeer 2020, "GLU Variants", arXiv:2002.05202
-gelu       y = gelu(x Wu^T + bu) Wd^T + bd            exact, or in the tanh form of GPT-2
+gated      y = (act(x Wg^T) * (x Wu^T)) Wd^T          Shazeer 2020, "GLU Variants", arXiv:2002.05202
+           act: silu of swiglu, gelu of geglu, ...; with a clamp and an offset as megalith.fusions.glu has them
+not gated  y = act(x Wu^T) Wd^T                       gelu exact, or in the tanh form of GPT-2; relu; relu^2
+
+Squared ReLU: So et al. 2021, "Primer", arXiv:2109.08668. Every product may have a bias.
 """
 
+import torch
 from torch import Tensor, nn
 
 from megalith.acceleration.recompute import DiscardableOutput
 from megalith.config import TransformerConfig
-from megalith.fusions import bias_gelu_impl, glu
+from megalith.fusions import bias_gelu_impl, glu, weighted_squared_relu_impl
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megalith.parallel.tensor.regions import enter_tensor_parallel
@@ -25,8 +29,9 @@ class MLP(nn.Module):
         super().__init__()
         H, F = config.hidden_size, config.ffn_hidden_size
         self.activation, self.gate_activation = config.activation, config.gate_activation
+        self.gating = config.glu
         self.options = options
-        bias, std = config.add_bias_linear, config.init_method_std
+        bias, std = config.mlp_bias, config.init_method_std
 
         def column() -> ColumnParallelLinear:
             return ColumnParallelLinear(H, F, options, bias=bias, std=std, input_is_gathered=True)
@@ -46,6 +51,10 @@ class MLP(nn.Module):
         return y
 
     def _activate(self, up: Tensor, gate: Tensor | None) -> Tensor:
-        if gate is not None and self.gate_activation is not None:
-            return glu(gate, up, activation=self.gate_activation)
+        if gate is not None and self.gate_activation is not None and self.gating is not None:
+            return glu(gate, up, activation=self.gate_activation, offset=self.gating.offset, clamp=self.gating.clamp)
+        if self.activation == "relu":
+            return torch.relu(up)
+        if self.activation == "squared_relu":
+            return weighted_squared_relu_impl(up, up.new_ones(()).expand(*up.shape[:-1], 1))
         return bias_gelu_impl(up, None, approximate="tanh" if self.activation == "gelu_tanh" else "none")

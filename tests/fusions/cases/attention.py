@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalith.fusions import cost
-from megalith.fusions.fused_attention import FUSION, fused_attention
+from megalith.fusions.fused_attention import CAPPED_FUSION, FUSION, fused_attention
 from megalith.packed_seq_params import PackedSeqParams
 from tests.fusions.harness import Case, Inputs
 
@@ -23,7 +23,7 @@ def lengths(S: int) -> list[int]:
 # torch.compile traces a look-up, but not the making of one
 PACKED: Mapping[tuple[int, int], PackedSeqParams] = {
     (B, S): PackedSeqParams.from_lengths([lengths(S), [S]] * (B // 2) + [lengths(S)] * (B % 2))
-    for B in (1, 3, 4, 5, 64)
+    for B in (1, 2, 3, 4, 5, 64)
     for S in (4, *WIDTHS)
 }
 
@@ -51,6 +51,7 @@ def formula(
     causal: bool = True,
     window: tuple[int, int] = (-1, -1),
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     (Sq, B, A, D), Sk = q.shape, k.shape[0]
     distance = torch.arange(Sk) - torch.arange(Sk - Sq, Sk).view(-1, 1)
@@ -63,7 +64,9 @@ def formula(
             parts = lengths(Sq) if b % 2 == 0 else [Sq]
             seen[b] &= torch.block_diag(*(torch.ones(n, n) for n in parts)).bool()
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, *(x.repeat_interleave(A // x.shape[2], 2) for x in (k, v))))
-    weights = torch.exp(q @ k.mT * (D**-0.5 if scale is None else scale)) * seen.to(q.device)
+    scores = q @ k.mT * (D**-0.5 if scale is None else scale)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    weights = torch.exp(scores) * seen.to(q.device)
     total = weights.sum(dim=-1) if sink is None else weights.sum(dim=-1) + torch.exp(sink).unsqueeze(-1)
     return (weights @ v / total.unsqueeze(-1)).permute(2, 0, 1, 3), torch.log(total)
 
@@ -86,11 +89,13 @@ def case(
     cached: int = 0,
     has_sink: bool = False,
     documents: bool = False,
+    softcap: float | None = None,
     **settings: Any,
 ) -> Case:
+    settings |= {} if softcap is None else {"softcap": softcap}
     return Case(
         name,
-        FUSION,
+        FUSION if softcap is None else CAPPED_FUSION,
         partial(inputs, D, Dv, cached, has_sink),
         partial(compute, documents=documents, **settings),
         partial(formula, documents=documents, **settings),
@@ -104,6 +109,7 @@ CASES = [
     case("attention"),
     case("attention, window and sink", D=24, has_sink=True, window=(20, 0)),
     case("attention, documents", D=128, Dv=128, documents=True),
+    case("attention, softcap and sink", D=128, Dv=128, has_sink=True, scale=0.4, softcap=3.0),
     case(
         "attention, after a cache, both ways, other head size",
         D=96,

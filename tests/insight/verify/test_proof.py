@@ -1,15 +1,16 @@
 """A small recipe in a small layout equals one process; a mistake is found, and the axes that it needs."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from megalith.config import load_run
 from megalith.insight.verify.proof import Case, Proof
-from megalith.insight.verify.record import Key, record_steps
+from megalith.insight.verify.record import Key, _ModuleRecorder, record_steps
 from megalith.insight.verify.shrink import on_layout, on_one_process
-from tests.insight.verify.proofs import GPT2_RECIPE, begin
+from tests.insight.verify.proofs import GPT2_RECIPE, begin, found_with
 from tests.rank_pool import ranks
 
 PARALLEL = {"tensor": 2, "sequence": True, "pipeline": 2, "shard": 1}
@@ -92,3 +93,20 @@ def test_what_no_rank_has_is_wrong(prepared):
         float("inf"),
         (missing, float("inf")),
     )
+
+
+def scale_the_output_of_mlp_for_others() -> Any:
+    """What hooks of ``mlp`` see is off; what its layer computes with is not."""
+    add = _ModuleRecorder._add
+
+    def scaled(self: Any, what: str, x: object) -> None:
+        add(self, what, x * 2 if what.endswith("output of model.layers.0.mlp") else x)
+
+    return patch.object(_ModuleRecorder, "_add", scaled)
+
+
+def test_where_only_a_module_is_off_it_is_what_is_told(prepared):
+    result, _ = found_with(scale_the_output_of_mlp_for_others, prepared, Case({"tensor": 2}, "float64", "reference"))
+    assert not result.same
+    assert result.worst == Key(1, "module", "the output of model.layers.0.mlp")
+    assert (result.worst, result.error) == result.first

@@ -2,16 +2,17 @@
 
 import random
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import pytest
 
-from megalith.config import RunConfig, load_run, preset_names, recipe_names
+from megalith.config import RunConfig, TransformerConfig, load_run, preset_names, recipe_names
 from megalith.config.layout import Layout
 from megalith.config.settings_tree import applied
 from megalith.errors import ConfigError
 from megalith.insight.verify.cover import AXES, cover, degrees_to_show, num_ranks
-from megalith.insight.verify.shrink import on_layout, on_one_process, small_recipe
+from megalith.insight.verify.shrink import SEQ_LENGTH, on_layout, on_one_process, small_recipe
 from tests.insight.verify.proofs import GPT2_RECIPE
 
 CHOICES: dict[str, list[Any]] = {
@@ -33,9 +34,21 @@ CHOICES: dict[str, list[Any]] = {
     "model.activation": ["swiglu", "gelu"],
     "model.normalization": ["RMSNorm", "LayerNorm"],
     "model.position_embedding_type": ["rope", "learned_absolute"],
+    "model.rope.percent": [None, 0.25, 0.6],
+    "model.rope.layers": [None, [True, True, False]],
+    "model.attention.window": [None, 100, 5000],
+    "model.attention.window_layers": [None, [True, False]],
     "model.vocab_size": [50257, 50304],
     "model.tie_word_embeddings": [False, True],
     "model.hidden_dropout": [0.0, 0.1],
+    "model.attention.softmax": ["vanilla", "learnable"],
+    "model.attention.qk_norm": [None, "L2"],
+    "model.attention.logit_softcap": [None, 50.0],
+    "model.residual.norm_placement": ["pre", "post", "sandwich"],
+    "model.residual.zero_centered_norm": [False, True],
+    "model.mlp_bias": [None, True],
+    "model.multipliers.embedding": [1.0, 30.0],
+    "model.multipliers.logit_softcap": [None, 30.0],
     "data.reset_attention_mask": [False, True],
     "train.micro_batch_size": [1, 2, 8],
     "train.recompute": ["none", "full", "selective"],
@@ -51,6 +64,14 @@ KEPT = [
     "model.position_embedding_type",
     "model.tie_word_embeddings",
     "model.hidden_dropout",
+    "model.attention.softmax",
+    "model.attention.qk_norm",
+    "model.attention.logit_softcap",
+    "model.residual.norm_placement",
+    "model.residual.zero_centered_norm",
+    "model.mlp_bias",
+    "model.multipliers.embedding",
+    "model.multipliers.logit_softcap",
     "data.reset_attention_mask",
     "optim.schedule",
     "optim.name",
@@ -66,6 +87,10 @@ def drawn(source: random.Random) -> tuple[RunConfig, int] | None:
     world_size = prod(values[f"parallel.{axis}"] for axis in AXES)
     if values["parallel.context"] == 1:
         values |= {"parallel.context_method": None, "parallel.context_inner": None}
+    if values["model.position_embedding_type"] != "rope":
+        values |= {"model.rope.percent": None, "model.rope.layers": None}
+    if values["model.attention.window"] is None:
+        values["model.attention.window_layers"] = None
     if values["parallel.context_method"] != "two_level":
         values["parallel.context_inner"] = None
     if values["parallel.pipeline"] == 1:
@@ -89,8 +114,14 @@ def small_runs(config: RunConfig, world_size: int) -> tuple[RunConfig, list[tupl
 
 
 def value(config: RunConfig, name: str) -> Any:
-    group, field = name.split(".")
-    return getattr(getattr(config, group), field)
+    return attrgetter(name)(config)
+
+
+def kinds_of_layers(model: TransformerConfig) -> set[tuple[bool, bool]]:
+    """Which layers there are: with a window or without, with rotary positions or without."""
+    layers = range(model.num_layers)
+    rotates = [model.rope is not None and model.rope.rotates(layer) for layer in layers]
+    return {(model.attention.window_of(layer) is not None, rotates[layer]) for layer in layers}
 
 
 def holds(config: RunConfig, world_size: int) -> None:
@@ -104,7 +135,13 @@ def holds(config: RunConfig, world_size: int) -> None:
     assert (small.num_query_groups == small.num_attention_heads) == (
         large.num_query_groups == large.num_attention_heads
     )
+    holds_of_heads(config, large_layout, small, max(row.get("tensor", 1) for _, row in runs) if runs else 1)
     assert (large.vocab_size is None or large.vocab_size % tensor > 0) == (small.vocab_size == 61)
+    assert kinds_of_layers(small) == kinds_of_layers(large)
+    if large.attention.window is not None:
+        assert (small.attention.window < SEQ_LENGTH) == (large.attention.window < config.data.seq_length)
+    if large.rope is not None:
+        assert (small.rope.percent < 1) == (large.rope.percent < 1)
     assert alone.train.recompute == "none"
     for run, row in runs:
         assert run.model == small
@@ -127,6 +164,23 @@ def holds(config: RunConfig, world_size: int) -> None:
                 assert small.num_layers % small_stages
 
 
+def holds_of_heads(config: RunConfig, layout: Layout, small: TransformerConfig, tensor: int) -> None:
+    """A rank of ``tensor`` has one head or several, and one group or several, of odd or even size, as in the large."""
+    large, method = config.model, config.parallel.context_method
+    assert (small.num_attention_heads > tensor) == (large.num_attention_heads > layout.tensor)
+    if large.num_query_groups < layout.tensor:
+        assert (small.num_query_groups > 1) == (large.num_query_groups > 1)
+        return
+    groups_here, large_groups_here = small.num_query_groups // tensor, large.num_query_groups // layout.tensor
+    trading = {"all_to_all": layout.context, "two_level": config.parallel.context_inner}.get(method, 1)
+    if trading > 1 and large.num_query_groups < large.num_attention_heads:  # by two ranks in each small layout
+        assert (groups_here % 2 == 0) == (large_groups_here % trading == 0)
+        return
+    assert (groups_here > 1) == (large_groups_here > 1)
+    in_group, large_in_group = (m.num_attention_heads // m.num_query_groups for m in (small, large))
+    assert in_group % 2 == large_in_group % 2
+
+
 def test_random_recipes_are_valid_when_they_are_small():
     source, num_found, seen = random.Random(0), 0, set()
     while num_found < 300:
@@ -134,7 +188,7 @@ def test_random_recipes_are_valid_when_they_are_small():
         if found is not None:
             holds(*found)
             num_found += 1
-            seen |= {(name, str(value(found[0], name))) for name in CHOICES if name.count(".") == 1}
+            seen |= {(name, str(value(found[0], name))) for name in CHOICES if name in KEPT or name.count(".") == 1}
     assert {name for name, _ in seen} >= set(KEPT)
     assert len({method for name, method in seen if name == "parallel.context_method"}) == 4
 
@@ -161,6 +215,14 @@ def test_the_longest_stage_stays_the_longest(listed, want):
     tree = {**GPT2_RECIPE, "model": {**GPT2_RECIPE["model"], "num_layers": 32}, "parallel": parallel}
     _, runs = small_runs(load_run(tree, world_size=4), 4)
     assert [run.parallel.stage_layers for run, row in runs if row["pipeline"] == 4] == [tuple(want)]
+
+
+def test_scores_keep_their_size_under_a_scale_that_is_given():
+    model = {**GPT2_RECIPE["model"], "attention": {"scale": 0.125}}
+    large = load_run({**GPT2_RECIPE, "model": model}, world_size=1).model
+    small = small_runs(load_run({**GPT2_RECIPE, "model": model}, world_size=1), 1)[0].model
+    sizes = [shape.attention.scale * shape.kv_channels**0.5 for shape in (large, small)]
+    assert sizes[0] == pytest.approx(sizes[1])
 
 
 def test_what_is_the_users_is_left_alone():

@@ -73,6 +73,7 @@ def test_what_cannot_be_shown_is_told(recorded, monkeypatch):
     monkeypatch.setattr(verification, "why_not_interpret", lambda: "no triton here")
     idle = "optim.overrides=[{match: '*layers.3*', max_lr: 3e-4}, {match: '*norm*', wd_mult: 0.5}]"
     more = ["precision.dtype=bfloat16", "train.compile=true", "experimental=[compile]", idle]
+    more += ["train.fused_linear_cross_entropy=true"]
     found = verify("llama-4m", ["parallel.tensor=2", *more], None, str)
     assert list(found.uncovered) == [
         "parallel.shard=-1 takes what is left of the ranks, which --world tells; here nothing is left",
@@ -80,6 +81,7 @@ def test_what_cannot_be_shown_is_told(recorded, monkeypatch):
         "the path triton: no triton here",
         "precision.dtype=bfloat16: its rounding hides what differs; float32 and float64 were run",
         "train.compile=true: each rank compiles its layers by itself; they were run as they are",
+        "train.fused_linear_cross_entropy=true: the few tokens of a small micro-batch are one chunk of its 4096",
     ]
     assert [one["match"] for one in recorded.small["optim"]["overrides"]] == ["*norm*"]
 

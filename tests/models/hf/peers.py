@@ -4,7 +4,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from megalith.models.gpt_model import GPTModel
 from megalith.models.hf import Family
@@ -32,14 +44,61 @@ GPT2 = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+# rope_parameters of transformers, whose original lengths are short enough for 16 tokens to show them
+ROPE_SCALINGS = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn, all of its fields": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 8.0,
+        "beta_slow": 0.5,
+        "mscale": 1.2,
+        "mscale_all_dim": 0.7,
+        "truncate": False,
+    },
+    "yarn, attention factor": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "attention_factor": 1.5,
+    },
+}
 
 
 def llama(**fields: Any) -> PreTrainedModel:
     return _random(LlamaForCausalLM(LlamaConfig(**LLAMA | fields)))
 
 
+def scaled(name: str, base: float = 100.0) -> dict[str, Any]:
+    """Fields of a model with the rotary positions ``name``."""
+    rope = ROPE_SCALINGS[name]
+    longest = rope["factor"] * rope.get("original_max_position_embeddings", 64)
+    return {"rope_parameters": {**rope, "rope_theta": base}, "max_position_embeddings": int(longest)}
+
+
+def mistral(**fields: Any) -> PreTrainedModel:
+    return _random(MistralForCausalLM(MistralConfig(**LLAMA | {"sliding_window": 5} | fields)))
+
+
 def gpt2(**fields: Any) -> PreTrainedModel:
     return _random(GPT2LMHeadModel(GPT2Config(**GPT2 | fields)))
+
+
+def qwen2(**fields: Any) -> PreTrainedModel:
+    return _random(Qwen2ForCausalLM(Qwen2Config(**LLAMA | fields)))
+
+
+def qwen3(**fields: Any) -> PreTrainedModel:
+    return _random(Qwen3ForCausalLM(Qwen3Config(**LLAMA | {"head_dim": 16} | fields)))
 
 
 def same_as_ours(theirs: PreTrainedModel, architecture: Family) -> GPTModel:

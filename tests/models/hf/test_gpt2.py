@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.hf import GPT2
+from megalith.models.hf import GPT2, fitting
 from tests.models.hf import peers
 
 SHAPES = {
@@ -14,6 +14,7 @@ SHAPES = {
     "untied": {"tie_word_embeddings": False},
     "another ffn": {"n_inner": 40},
     "exact gelu": {"activation_function": "gelu"},
+    "relu": {"activation_function": "relu"},
 }
 REQUIRED = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 
@@ -66,8 +67,7 @@ def test_absent_fields_have_the_defaults_of_transformers():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"activation_function": "relu"}, r"activation_function must be one of gelu_new.*got 'relu'"),
-        ({"embd_pdrop": 0.1}, r"resid_pdrop \(0.0\) and embd_pdrop \(0.1\) must be equal"),
+        ({"activation_function": "silu"}, r"activation_function must be one of gelu_new.*got 'silu'"),
         ({"scale_attn_weights": False}, "scale_attn_weights must be True"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx must be False"),
         ({"add_cross_attention": True}, "add_cross_attention must be False"),
@@ -78,6 +78,18 @@ def test_absent_fields_have_the_defaults_of_transformers():
 def test_what_our_model_lacks_is_refused_by_field(fields, message):
     with pytest.raises(ConfigError, match=message):
         GPT2.config_from_hf(GPT2Config(**peers.GPT2).to_dict() | fields)
+
+
+def test_the_embedding_may_drop_another_share_than_the_residual_stream():
+    theirs = GPT2Config(**peers.GPT2 | {"resid_pdrop": 0.2, "embd_pdrop": 0.3})
+    config = GPT2.config_from_hf(theirs.to_dict())
+    assert (config.hidden_dropout, config.embedding_dropout) == (0.2, 0.3)
+    exported = GPT2.config_to_hf(config, max_position_embeddings=24, dtype="float32", eos_token_id=None)
+    assert (exported["resid_pdrop"], exported["embd_pdrop"]) == (0.2, 0.3)
+
+
+def test_it_is_the_family_of_a_model_without_rotary_positions():
+    assert fitting(GPT2.config_from_hf(GPT2Config(**peers.GPT2).to_dict())) is GPT2
 
 
 def test_a_model_that_is_no_gpt2_is_not_written_as_one():

@@ -13,8 +13,11 @@ SHAPES = {
     "grouped-query, untied": {},
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
+    "biases of attention alone": {"attention_bias": True},
+    "biases of the mlp alone": {"mlp_bias": True},
     "heads wider than hidden / heads": {"head_dim": 16},
     "one key and value for all heads": {"num_key_value_heads": 1},
+    **{f"rope scaling: {name}": peers.scaled(name) for name in peers.ROPE_SCALINGS},
 }
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -63,13 +66,78 @@ def test_a_config_of_transformers_4_reads_as_one_of_5():
     assert LLAMA.config_from_hf(old).rope.base == 5e5
 
 
+@pytest.mark.parametrize("name", peers.ROPE_SCALINGS)
+def test_the_rope_scaling_of_transformers_4_reads_as_that_of_5(name):
+    new = LlamaConfig(**peers.LLAMA | peers.scaled(name)).to_dict()
+    rope = {key: value for key, value in new["rope_parameters"].items() if key != "rope_theta"}
+    old = {field: value for field, value in new.items() if field != "rope_parameters"}
+    old |= {"rope_theta": 100.0, "rope_scaling": {"type": rope.pop("rope_type"), **rope}}
+    assert LLAMA.config_from_hf(old) == LLAMA.config_from_hf(new)
+    assert LLAMA.config_from_hf(old).rope.scaling.factor == rope["factor"]
+
+
+def test_both_names_of_rope_scaling_are_written_for_both_versions():
+    config = LLAMA.config_from_hf(LlamaConfig(**peers.LLAMA | peers.scaled("llama3")).to_dict())
+    written = LLAMA.config_to_hf(config, max_position_embeddings=16, dtype="float32", eos_token_id=None)
+    assert written["rope_scaling"] == peers.ROPE_SCALINGS["llama3"]
+    assert written["rope_parameters"] == {**written["rope_scaling"], "rope_theta": 100.0}
+    assert (written["rope_theta"], written["max_position_embeddings"]) == (100.0, 512)
+
+
+def test_the_length_before_yarn_is_by_default_the_longest_row_as_in_transformers():
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}
+    peers.assert_same_function(peers.llama(rope_parameters=rope, max_position_embeddings=16), LLAMA)
+
+
+def test_mscale_counts_with_its_other_half_and_without_an_attention_factor_as_in_transformers():
+    yarn = peers.ROPE_SCALINGS["yarn"]
+    for more in ({"mscale": 2.0}, {"mscale": 2.0, "mscale_all_dim": 1.0, "attention_factor": 1.1}):
+        rope = {**yarn, **more, "rope_theta": 100.0}
+        peers.assert_same_function(peers.llama(rope_parameters=rope, max_position_embeddings=64), LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rope": {"percent": 0.5}}, r"rope.percent must be 1.0; got 0.5"),
+        ({"rope": {"interleaved": True}}, r"rope.interleaved must be False; got True"),
+        ({"rope": {"layers": [True, False]}}, r"rope.layers must be None; got \(True, False\)"),
+        ({"rope": {"sections": [2, 1, 1]}}, r"rope.sections must be None; got \(2, 1, 1\)"),
+        ({"attention": {"window": 4}}, r"attention.window must be None; got 4"),
+    ],
+)
+def test_positions_and_windows_that_llama_lacks_are_not_written_as_one(settings, message):
+    model = TransformerConfig(vocab_size=8, num_layers=1, hidden_size=16, num_attention_heads=2, **settings)
+    with pytest.raises(ConfigError, match=message):
+        LLAMA.config_to_hf(model, max_position_embeddings=8, dtype="float32", eos_token_id=None)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling must be absent.*'llama3'.*factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            r"rope_type must be one of default, .*yarn; got 'dynamic'",
+        ),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, r"rope_type must be one of .*got \['yarn'\]"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"must have low_freq_factor, high_freq_factor"),
+        ({"rope_scaling": {"rope_type": "linear"}}, r"rope_scaling of rope_type 'linear' must have factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 1}}, "must not have beta_fast"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "rope_scaling and rope_parameters must say the same",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": "2"}},
+            r"rope.scaling.factor: Input should be a valid n",
+        ),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 10**400}}, r"rope.scaling.factor"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 0.5}},
+            r"rope.scaling.factor.* greater than or equal to 1",
+        ),
         ({"rope_theta": 5e5}, r"differ: {'rope_theta': 500000.0, 'rope_parameters.rope_theta': 10000.0}"),
-        ({"attention_bias": True}, r"attention_bias \(True\) and mlp_bias \(False\) must be equal"),
         ({"hidden_act": "relu"}, r"hidden_act must be 'silu'.*got 'relu'"),
         ({"sliding_window": 4096}, r"sliding_window \(4096\) is a field that our model does not know"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -94,7 +162,7 @@ def test_what_our_model_lacks_is_refused_by_field(fields, message):
 
 
 def test_every_refusal_is_in_one_message():
-    fields = LlamaConfig(**peers.LLAMA).to_dict() | {"hidden_act": "relu", "mlp_bias": True, "sliding_window": 8}
+    fields = LlamaConfig(**peers.LLAMA).to_dict() | {"hidden_act": "relu", "mlp_bias": 1, "sliding_window": 8}
     with pytest.raises(ConfigError, match=r"(?s)hidden_act.*mlp_bias.*sliding_window"):
         LLAMA.config_from_hf(fields)
 
@@ -107,6 +175,29 @@ def test_a_model_that_is_no_llama_is_not_written_as_one():
         LLAMA.config_to_hf(gpt, max_position_embeddings=8, dtype="float32", eos_token_id=None)
     with pytest.raises(ConfigError, match="LlamaForCausalLM cannot represent"):
         LLAMA.to_hf({}, gpt)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("activation", "geglu"),
+        ("glu", {"clamp": 7.0}),
+        ("glu", {"offset": 1.0}),
+        ("residual", {"norm_placement": "sandwich"}),
+        ("residual", {"zero_centered_norm": True}),
+        ("residual", {"embedding_dropout": 0.1}),
+        ("multipliers", {"embedding": 2.0}),
+        ("multipliers", {"residual": 2.0}),
+        ("multipliers", {"logits": 2.0}),
+        ("multipliers", {"logit_softcap": 2.0}),
+    ],
+)
+def test_what_changes_the_network_and_no_llama_has_is_not_written(setting, value):
+    shape = {"vocab_size": 8, "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    LLAMA.require(TransformerConfig(**shape, residual={"fp32": True}))  # the same function
+    field = next(iter(value)) if isinstance(value, dict) else setting
+    with pytest.raises(ConfigError, match=rf"{field} must be .*; got"):
+        LLAMA.require(TransformerConfig(**shape, **{setting: value}))
 
 
 def test_every_tensor_that_does_not_fit_is_listed():

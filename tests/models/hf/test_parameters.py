@@ -34,6 +34,25 @@ def test_names_and_shapes_are_those_of_the_model(activation, normalization, bias
     assert parameter_shapes(config) == {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"softmax": "learnable", "qk_norm": "RMSNorm", "output_gate": True},
+        {"softmax": "off_by_one", "qk_norm": "LayerNorm", "qkv_bias": True},
+        {"qk_norm": "L2", "output_gate": True, "output_bias": True},
+        {"qkv_bias": False, "logit_softcap": 5.0},
+    ],
+)
+def test_names_and_shapes_are_those_of_every_option_of_attention(attention, bias):
+    config = TransformerConfig(
+        **SMALL, vocab_size=13, num_query_groups=2, kv_channels=6, attention=attention, add_bias_linear=bias
+    )
+    with torch.device("meta"):
+        state = GPTModel(config).state_dict()
+    assert parameter_shapes(config) == {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
 def test_a_vocabulary_of_unknown_size_is_refused():
     with pytest.raises(ConfigError, match=r"vocab_size must be set"):
         parameter_shapes(TransformerConfig(**SMALL))

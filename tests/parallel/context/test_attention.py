@@ -39,6 +39,9 @@ class Case:
     documents: list[list[int]] | None = None
     heads: tuple[int, int] = (4, 2)
     drops: bool = False
+    sink: bool = False
+    scale: float | None = None
+    softcap: float | None = None
 
     @property
     def num_rows(self) -> int:
@@ -81,10 +84,14 @@ CASES = {
     "two rows": Case(documents=[[7, 17], [24]], window=6),
     "documents both ways": Case(documents=DOCUMENTS, causal=False),
     "documents and a window": Case(documents=DOCUMENTS, window=4),
+    "sink": Case(sink=True),
+    "scale and softcap": Case(scale=0.7, softcap=1.5),
+    "capped": Case(documents=DOCUMENTS, window=4, sink=True, softcap=1.5),
     "dropout": Case(drops=True),
+    "dropout, sink, scale and softcap": Case(drops=True, sink=True, scale=0.7, softcap=1.5),
     "dropout, documents and a window": Case(documents=DOCUMENTS, window=6, causal=False, drops=True, heads=(8, 2)),
 }
-Answer = list[Tensor]  # out, dq, dk, dv
+Answer = list[Tensor]  # out, dq, dk, dv, and dsink where there is a sink
 
 
 def example(case: Case) -> list[Tensor]:
@@ -94,16 +101,33 @@ def example(case: Case) -> list[Tensor]:
     return [torch.randn(S, B, n, D, generator=generator, dtype=torch.float64) for n in (A, G, G, A)]
 
 
+def sink_of(case: Case) -> list[Tensor]:
+    """One score for each head, none the same; nothing without a sink."""
+    return [torch.linspace(-1.0, 2.0, case.heads[0], dtype=torch.float64).requires_grad_()] if case.sink else []
+
+
 def in_one_process(case: Case) -> Answer:
+    """The answer, with the sink's gradient by row, head and query: ``summed`` adds up the queries of a head."""
     q, k, v, dout = example(case)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    sinks = [x.detach().view(-1, 1, 1).repeat(case.num_rows, 1, S, 1).requires_grad_() for x in sink_of(case)]
+    leaves = [*(x.requires_grad_() for x in (q, k, v)), *sinks]
     k_of_heads, v_of_heads = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
-    scores = torch.einsum("sbad,tbad->bast", q, k_of_heads) / D**0.5
-    probs = torch.softmax(scores.masked_fill(~case.visible().unsqueeze(1), -torch.inf), dim=-1)
+    scores = torch.einsum("sbad,tbad->bast", q, k_of_heads) * (D**-0.5 if case.scale is None else case.scale)
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    weights = torch.exp(scores) * case.visible().unsqueeze(1)
+    total = weights.sum(dim=-1, keepdim=True)
+    if case.sink:
+        total = total + torch.exp(sinks[0])
+    probs = weights / total
     if (key := case.key()) is not None:
         probs = probs * attention_keep_mask(key, P, q.shape[2], S, head_offset=1) / (1.0 - P)
     out = torch.einsum("bast,tbad->sbad", probs, v_of_heads)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def summed(answer: Answer) -> Answer:
+    return [*answer[:4], *(x.sum(dim=(0, 2, 3)) for x in answer[4:])]
 
 
 def attended(method: ContextMethod, case: Case, dtype: torch.dtype = torch.float64) -> Answer:
@@ -111,11 +135,13 @@ def attended(method: ContextMethod, case: Case, dtype: torch.dtype = torch.float
     mine = zigzag_positions(S, dist.get_world_size(), dist.get_rank())
     *leaves, dout = (x[mine].to(dtype) for x in example(case))
     leaves = [x.requires_grad_() for x in leaves]
+    sink = [x.detach().to(dtype).requires_grad_() for x in sink_of(case)]
     key = case.key()
     drops = None if key is None else Dropout(P, DropoutKey(key.seed, key.step, key.tokens[:, mine]))
     attend = partial(context_attention, *leaves, dist.group.WORLD, method, dropout=drops, head_offset=1)
-    out = attend(causal=case.causal, window=case.sides(), packed_seq_params=case.packed)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    options = {"scale": case.scale, "softcap": case.softcap, "sink": sink[0] if sink else None}
+    out = attend(causal=case.causal, window=case.sides(), packed_seq_params=case.packed, **options)
+    return [out.detach(), *torch.autograd.grad(out, [*leaves, *sink], dout)]
 
 
 def on_this_rank(method: ContextMethod) -> dict[str, Answer]:
@@ -123,21 +149,25 @@ def on_this_rank(method: ContextMethod) -> dict[str, Answer]:
 
 
 def joined(answers: list[Answer]) -> Answer:
-    """The parts of all ranks in the order of positions."""
+    """The parts of all ranks in the order of positions, and the sum of what they have of a sink's gradient."""
     order = torch.cat([zigzag_positions(S, len(answers), rank) for rank in range(len(answers))]).argsort()
-    return [torch.cat(parts)[order] for parts in zip(*answers, strict=True)]
+    parts = list(zip(*answers, strict=True))
+    return [*(torch.cat(part)[order] for part in parts[:4]), *(sum(part) for part in parts[4:])]
 
 
 @pytest.mark.parametrize(("size", "method"), [(size, method) for size in METHODS for method in METHODS[size]], ids=str)
 def test_every_exchange_gives_what_one_process_does(size, method):
     answers = ranks(size, on_this_rank, method)
     for name, case in CASES.items():
-        got, want = joined([answer[name] for answer in answers]), in_one_process(case)
-        for what, tensor, expected in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+        got, want = joined([answer[name] for answer in answers]), summed(in_one_process(case))
+        for what, tensor, expected in zip(("out", "dq", "dk", "dv", "dsink"), got, want, strict=False):
             assert torch.allclose(tensor, expected, rtol=EXACT, atol=EXACT), (name, what)
 
 
-NARROW = {"aten": [name for name, case in CASES.items() if not case.drops], "triton": ["two rows"]}
+NARROW = {
+    "aten": [name for name, case in CASES.items() if not case.drops],
+    "triton": ["two rows", "capped"],
+}
 # relative L2 error: of float32; and of inputs rounded to 16 bits, with probabilities rounded once more in the kernels
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
@@ -153,10 +183,10 @@ def on_a_path(path: str, dtype: torch.dtype) -> dict[str, Answer]:
 def test_fused_paths_give_it_too(path, dtype):
     answers = ranks(2, on_a_path, path, dtype, timeout=200)
     for name in NARROW[path]:
-        got, want = joined([answer[name] for answer in answers]), in_one_process(CASES[name])
-        for tensor, expected in zip(got, want, strict=True):
+        got, terms = joined([answer[name] for answer in answers]), in_one_process(CASES[name])
+        for tensor, expected, summands in zip(got, summed(terms), terms, strict=True):
             assert tensor.dtype == dtype
-            assert (tensor - expected).norm() <= NEAR[dtype] * expected.norm(), name
+            assert (tensor - expected).norm() <= NEAR[dtype] * summands.norm(), name  # those of a sink cancel
 
 
 def traffic(method: ContextMethod) -> dict[str, list[int]]:

@@ -17,6 +17,7 @@ from megalith.parallel.parameters import (
     ParameterSpec,
     declared_parameters,
     initialize_parameters_,
+    local,
 )
 from megalith.parallel.pipeline.split_product import SplitProduct
 from megalith.parallel.sharding.fsdp import finish_backward, gradient_sync, release_gathered_weights, shard_model
@@ -26,6 +27,7 @@ from tests.parallel.groups import collection, whole
 from tests.rank_pool import ranks
 
 H, F = 8, 12
+NUM_SUMS = 256
 EXACT = 1e-13  # sums of a few dozen terms in float64
 LAYOUTS = [(2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1), (4, 1, 4), (4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 4, 1)]
 
@@ -241,19 +243,47 @@ def test_sums_over_ranks_are_formed_in_float32():
     assert ranks(2, sum_of_what_bfloat16_cannot_add) == [1.0 + 1.0 / 512] * 2
 
 
-def gathered_after_forward(reshard_after_forward: bool) -> tuple[int, int]:
-    """Elements of a unit's weight at hand after a forward, and after its backward."""
+class Scale(DeclaringModule):
+    """A weight that each rank of tp uses on tokens of its own."""
+
+    def __init__(self, groups: ProcessGroupCollection) -> None:
+        super().__init__()
+        self.declare("weight", ParameterSpec((NUM_SUMS,), "ones"), groups, torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * local(self.weight, partial=True)
+
+
+def sum_over_tp() -> tuple[Tensor, Tensor]:
+    """The gradient of one micro-batch in bfloat16, and the term that this rank has given to it."""
+    groups = collection(tensor=4)
+    model = Scale(groups)
+    shard_model(model, [], groups, compute_dtype=torch.bfloat16, param_dtype=torch.float32, reshard_after_forward=False)
+    term = torch.randn(NUM_SUMS, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+    model(term).sum().backward()
+    return whole(model.weight.grad), term
+
+
+def test_partial_gradients_of_one_micro_batch_are_summed_in_float32_and_rounded_once():
+    gradients, terms = zip(*ranks(4, sum_over_tp), strict=True)
+    want = torch.stack(terms).float().sum(0).bfloat16().float()
+    for gradient in gradients:
+        assert torch.equal(gradient, want)
+
+
+def gathered_after_forward(reshard_after_forward: bool) -> tuple[int, int, int]:
+    """Elements of the first and of the last unit's weight at hand after a forward, and of both after its backward."""
     model = sharded(reshard_after_forward=reshard_after_forward)
     y = model(samples())
-    between = model.pairs[0].up.weight
-    count = between.to_local().numel() if hasattr(between, "to_local") else between.numel()
+    weights = [pair.up.weight for pair in model.pairs]
+    first, last = (w.to_local().numel() if isinstance(w, DTensor) else w.numel() for w in weights)
     y.sum().backward()
-    return count, model.pairs[0].up.weight.to_local().numel()
+    return first, last, sum(pair.up.weight.to_local().numel() for pair in model.pairs)
 
 
-def test_weights_are_freed_after_forward_or_kept_until_backward():
-    assert ranks(2, gathered_after_forward, True) == [(H * F // 2, H * F // 2)] * 2
-    assert ranks(2, gathered_after_forward, False) == [(H * F, H * F // 2)] * 2
+def test_weights_are_freed_after_forward_or_kept_until_backward_and_those_of_the_last_unit_are_kept():
+    assert ranks(2, gathered_after_forward, True) == [(H * F // 2, H * F, H * F)] * 2
+    assert ranks(2, gathered_after_forward, False) == [(H * F, H * F, H * F)] * 2
 
 
 def released() -> tuple[bool, int]:

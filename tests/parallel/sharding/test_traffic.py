@@ -23,7 +23,7 @@ def sharding(tp_rank: int = 0, **degrees: int) -> Sharding:
     ],
 )
 def test_a_unit_is_gathered_and_reduced_with_its_padding(weight, degrees, num_padded):
-    assert sharding(**degrees).unit_traffic([weight], num_gathers=6, accumulates=True) == {
+    assert sharding(**degrees).unit_traffic([weight], num_gathers=6) == {
         Collective("shard", "all_gather", 2 * num_padded): 6,
         Collective("shard", "reduce_scatter", 4 * num_padded): 1,
     }
@@ -31,21 +31,19 @@ def test_a_unit_is_gathered_and_reduced_with_its_padding(weight, degrees, num_pa
 
 def test_the_weights_of_a_unit_travel_together():
     weights = [Weight((6, 4)), Weight((4,))]
-    assert sharding(shard=2, replicate=2).unit_traffic(weights, num_gathers=1, accumulates=False) == {
+    assert sharding(shard=2, replicate=2).unit_traffic(weights, num_gathers=1) == {
         Collective("shard", "all_gather", 2 * 28): 1,
         Collective("shard", "reduce_scatter", 4 * 28): 1,
         Collective("replicate", "all_reduce", 4 * 14): 1,
     }
 
 
-def test_partial_gradients_are_summed_in_the_dtype_that_they_are_in():
+def test_partial_gradients_are_summed_in_the_dtype_of_the_reduction():
     weights = [Weight((4,), partial=True), Weight((6, 4), partial=True), Weight((8,))]
-    for num_microbatches, size in ((1, 2), (2, 4)):
-        found = sharding(shard=1, tensor=2).unit_traffic(weights, 1, accumulates=num_microbatches > 1)
-        assert found == {
-            Collective("tensor", "all_reduce", size * 4): 1,
-            Collective("tensor", "all_reduce", size * 24): 1,
-        }
+    assert sharding(shard=1, tensor=2).unit_traffic(weights, 1) == {
+        Collective("tensor", "all_reduce", 4 * 4): 1,
+        Collective("tensor", "all_reduce", 4 * 24): 1,
+    }
 
 
 def test_a_shard_is_counted_without_padding():

@@ -1,6 +1,10 @@
 """cross_entropy: torch's loss and gradient, whole on one process or split over tp, and what it refuses."""
 
 import math
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +14,9 @@ from torch.nn.functional import cross_entropy
 
 from megalith.errors import ShapeError
 from megalith.fusions import use
+from megalith.fusions.fused_linear_cross_entropy import fused_linear_cross_entropy
 from megalith.parallel.local_ranges import chunk_range
+from megalith.parallel.tensor import cross_entropy as cross_entropy_of_ranks
 from megalith.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from tests.rank_pool import ranks
 
@@ -174,37 +180,35 @@ def head_example() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x, weight, target, torch.randn(ROWS, B, generator=generator, dtype=torch.float64)
 
 
-def of_head(sequence_parallel: bool, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
+def by_chunks(chunk_size: int) -> AbstractContextManager[Any]:
+    """The loss takes ``chunk_size`` tokens at a time, in float64 too."""
+    stack = ExitStack()
+    stack.enter_context(use("blocked"))
+    fused = partial(fused_linear_cross_entropy, chunk_size=chunk_size)
+    stack.enter_context(patch.object(cross_entropy_of_ranks, "fused_linear_cross_entropy", fused))
+    return stack
+
+
+def of_head(sequence_parallel: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The losses, and the gradients of x, or this rank's part of it, and of this rank's rows of the weight."""
     x, weight, target, dloss = head_example()
     group = dist.group.WORLD if dist.is_initialized() else None
     size, rank = (group.size(), group.rank()) if group else (1, 0)
     x = (x.chunk(size)[rank] if sequence_parallel else x).clone().requires_grad_()
     weight = weight[slice(*chunk_range(V, size, rank))].clone().requires_grad_()
-    with use("blocked"):  # by chunks in float64 too
-        losses = vocab_parallel_linear_cross_entropy(
-            x,
-            weight,
-            target,
-            V,
-            group,
-            sequence_parallel=sequence_parallel,
-            label_smoothing=smoothing,
-            chunk_size=CHUNK,
-        )
+    with by_chunks(CHUNK):
+        losses = vocab_parallel_linear_cross_entropy(x, weight, target, V, group, sequence_parallel=sequence_parallel)
         return losses.detach(), *torch.autograd.grad(losses, (x, weight), dloss)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_with_its_projection_it_is_that_of_logits_that_are_made(num_ranks, sequence_parallel, smoothing):
-    arguments = sequence_parallel, smoothing
-    answers = [of_head(*arguments)] if num_ranks == 1 else ranks(num_ranks, of_head, *arguments)
+def test_with_its_projection_it_is_that_of_logits_that_are_made(num_ranks, sequence_parallel):
+    answers = [of_head(sequence_parallel)] if num_ranks == 1 else ranks(num_ranks, of_head, sequence_parallel)
     x, weight, target, dloss = head_example()
     x, weight = x.requires_grad_(), weight.requires_grad_()
     logits = (x @ weight.t()).flatten(0, 1)
-    want = cross_entropy(logits, target.flatten(), reduction="none", label_smoothing=smoothing).view(ROWS, B)
+    want = cross_entropy(logits, target.flatten(), reduction="none").view(ROWS, B)
     dx, dweight = torch.autograd.grad(want, (x, weight), dloss)
     for losses, *_ in answers:
         assert torch.equal(losses, answers[0][0])
@@ -225,10 +229,10 @@ def largest_allocation() -> int:
     target = torch.arange(256).view(256, 1)
 
     def step() -> None:
-        losses = vocab_parallel_linear_cross_entropy(x, weight, target, 1009, group, chunk_size=16)
+        losses = vocab_parallel_linear_cross_entropy(x, weight, target, 1009, group)
         losses.sum().backward()
 
-    with use("blocked"):
+    with by_chunks(16):
         step()
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True

@@ -6,7 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalith.config import TransformerConfig
 from megalith.models.gpt_model import GPTModel
-from megalith.training.tasks.gpt_size import flops_per_token, parameters
+from megalith.models.hf import parameter_shapes
+from megalith.training.tasks.gpt_size import flops_per_token, parameters, stage_costs
 
 GPT2 = {
     "normalization": "LayerNorm",
@@ -75,6 +76,19 @@ def small_llama_with_biases():
     return small_llama(biases=True)
 
 
+def small_qwen3():
+    transformers = pytest.importorskip("transformers")
+    shape = transformers.Qwen3Config(
+        vocab_size=131, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, attn_implementation="eager", attention_bias=True,
+    )  # fmt: skip
+    ours = TransformerConfig(
+        num_layers=3, hidden_size=48, ffn_hidden_size=80, num_attention_heads=6, num_query_groups=2, kv_channels=16,
+        attention={"qk_norm": "RMSNorm", "qkv_bias": True, "output_bias": True},
+    )  # fmt: skip
+    return transformers.Qwen3ForCausalLM(shape), ours
+
+
 def small_gpt2():
     transformers = pytest.importorskip("transformers")
     shape = transformers.GPT2Config(
@@ -86,7 +100,7 @@ def small_gpt2():
     return transformers.GPT2LMHeadModel(shape), ours
 
 
-@pytest.mark.parametrize("pair", [small_llama, small_llama_with_biases, small_gpt2])
+@pytest.mark.parametrize("pair", [small_llama, small_llama_with_biases, small_qwen3, small_gpt2])
 def test_hugging_face_builds_as_many_parameters_and_torch_counts_as_many_flops(pair):
     model, config = pair()
     assert parameters(config, 131) == sum(parameter.numel() for parameter in model.parameters())
@@ -107,6 +121,58 @@ def test_flops_are_near_six_per_parameter_where_matrices_dominate():
     assert 1.0 < ratio < 1.06
 
 
+@pytest.mark.parametrize("norm_placement", ["post", "sandwich"])
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize(
+    ("activation", "add_bias_linear", "mlp_bias"),
+    [("geglu", True, False), ("quick_geglu", False, True), ("squared_relu", False, True)],
+)
+def test_the_parameters_of_norms_and_biases_wherever_they_are_are_those_of_the_model(
+    norm_placement, normalization, activation, add_bias_linear, mlp_bias
+):
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=67, activation=activation,
+        normalization=normalization, add_bias_linear=add_bias_linear, mlp_bias=mlp_bias,
+        residual={"norm_placement": norm_placement},
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = GPTModel(config)
+    assert parameters(config, 67) == sum(parameter.numel() for parameter in model.parameters())
+    assert parameter_shapes(config) == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+OPTIONS_OF_ATTENTION = {
+    "sinks": {"softmax": "learnable"},
+    "off by one": {"softmax": "off_by_one"},
+    "norms": {"qk_norm": "RMSNorm"},
+    "norms with biases": {"qk_norm": "LayerNorm"},
+    "norms without weights": {"qk_norm": "L2"},
+    "gate": {"output_gate": True},
+    "gate, biases but for the output": {"output_gate": True, "qkv_bias": True},
+    "bias of the output": {"output_bias": True},
+    "softcap and scale": {"logit_softcap": 30.0, "scale": 0.1},
+}
+
+
+@pytest.mark.parametrize("add_bias_linear", [False, True])
+@pytest.mark.parametrize("attention", OPTIONS_OF_ATTENTION.values(), ids=OPTIONS_OF_ATTENTION)
+def test_our_model_has_exactly_as_many_parameters_with_every_option_of_attention(attention, add_bias_linear):
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=16, vocab_size=67,
+        add_bias_linear=add_bias_linear, attention=attention,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = GPTModel(config)
+    assert parameters(config, 67) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_an_output_gate_costs_a_token_as_much_as_the_output_projection():
+    shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "kv_channels": 16}
+    gated, plain = (TransformerConfig(**shape, attention={"output_gate": gate}) for gate in (True, False))
+    more = flops_per_token(gated, 67, 8) - flops_per_token(plain, 67, 8)
+    assert more == 6 * 2 * (4 * 16) * 32  # a multiply and an add for each weight, three times, in two layers
+
+
 @pytest.mark.parametrize("position_embedding_type", ["rope", "learned_absolute"])
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
@@ -124,3 +190,14 @@ def test_our_model_has_exactly_as_many_parameters_in_every_mix_of_parts(
     with torch.device("meta"):
         model = GPTModel(config)
     assert parameters(config, 67) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_layer_with_a_window_pays_for_the_keys_within_it():
+    shape = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    S, window, queries = 100, 30, 64
+    windowed = TransformerConfig(**shape, attention={"window": window, "window_layers": [True, False]})
+    spared = stage_costs(TransformerConfig(**shape), 131, S).layers[0] - stage_costs(windowed, 131, S).layers[0]
+    # of all pairs of a query and a key, counted as a line through them, those that the window leaves out
+    pairs = sum(max(query + 0.5 - window, 0) for query in range(S)) / S
+    assert spared == pytest.approx(3 * 4 * queries * pairs, rel=1e-3)
+    assert stage_costs(windowed, 131, S).layers[1] == stage_costs(TransformerConfig(**shape), 131, S).layers[1]

@@ -27,6 +27,7 @@ __all__ = [
     "reference",
     "reference_gradients",
     "sink_correction",
+    "sink_gradient",
 ]
 
 WIDEST_HEAD = 256  # columns that the kernels' tables of blocks go up to
@@ -39,6 +40,7 @@ def reference(
     sink: Tensor | None,
     bounds: Tensor | None,
     scale: float,
+    softcap: float | None,
     left: int,
     right: int,
     factors: Tensor | None = None,
@@ -47,6 +49,7 @@ def reference(
     acc, groups = wide(q.dtype), k.shape[2]
     hidden = ~_seen(q, k, bounds, left, right)  # [B or 1, 1, Sq, Sk]
     scores = torch.einsum("sbghd,tbgd->bghst", (q.to(acc) * scale).unflatten(2, (groups, -1)), k.to(acc))
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     scores = scores.flatten(1, 2).masked_fill(hidden, -torch.inf)  # [B, A, Sq, Sk]
     lse = torch.logsumexp(scores, dim=-1)  # [B, A, Sq]
     if sink is not None:
@@ -66,6 +69,7 @@ def reference_gradients(
     lse: Tensor,
     bounds: Tensor | None,
     scale: float,
+    softcap: float | None,
     left: int,
     right: int,
     factors: Tensor | None = None,
@@ -75,11 +79,15 @@ def reference_gradients(
     hidden = ~_seen(q, k, bounds, left, right)  # [B or 1, 1, Sq, Sk]
     q_by_group, dout_by_group = (x.to(acc).unflatten(2, (groups, -1)) for x in (q, dout))  # [Sq, B, G, A/G, D]
     scores = torch.einsum("sbghd,tbgd->bghst", q_by_group * scale, k.to(acc)).flatten(1, 2)  # [B, A, Sq, Sk]
+    slope: Tensor | float = 1.0
+    if softcap is not None:
+        slope = torch.cosh(scores / softcap) ** -2  # 1 - tanh^2 cancels
+        scores = softcap * torch.tanh(scores / softcap)
     probs = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(hidden, 0.0)
     dprobs = torch.einsum("sbghd,tbgd->bghst", dout_by_group, v.to(acc)).flatten(1, 2)  # [B, A, Sq, Sk]
     dprobs = dprobs if factors is None else dprobs * factors
     delta = (dout.to(acc) * out.to(acc)).sum(dim=-1).permute(1, 2, 0)  # [B, A, Sq]
-    dscores = (scale * probs * (dprobs - delta.unsqueeze(-1))).unflatten(1, (groups, -1))  # [B, G, A/G, Sq, Sk]
+    dscores = (scale * probs * (dprobs - delta.unsqueeze(-1)) * slope).unflatten(1, (groups, -1))  # [B, G, A/G, Sq, Sk]
     weights = (probs if factors is None else probs * factors).unflatten(1, (groups, -1))
     dq = torch.einsum("bghst,tbgd->sbghd", dscores, k.to(acc)).flatten(2, 3)  # [Sq, B, A, D]
     dk = torch.einsum("bghst,sbghd->tbgd", dscores, q_by_group)
@@ -109,6 +117,7 @@ def operator(batch_first: bool) -> Operator[tuple[Tensor, Tensor], tuple[Tensor,
         sink: Tensor | None,
         bounds: Tensor | None,
         scale: float,
+        softcap: float | None,
         left: int,
         right: int,
     ) -> tuple[Tensor, Tensor]:
@@ -127,6 +136,7 @@ def operator(batch_first: bool) -> Operator[tuple[Tensor, Tensor], tuple[Tensor,
         lse: Tensor,
         bounds: Tensor | None,
         scale: float,
+        softcap: float | None,
         left: int,
         right: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -199,6 +209,17 @@ def sink_correction(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Ten
     acc, score = wide(out.dtype), sink.to(lse.dtype).unsqueeze(-1)
     share = _beside(torch.sigmoid(lse - score)).to(acc)
     return (share * out.to(acc)).to(out.dtype), torch.logaddexp(lse, score)
+
+
+def sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """dsink [A], where ``out`` [S, B, A, D] and ``lse`` [B, A, S] count the sink.
+
+    The sink is a key whose value is zero, and its share of a softmax is exp(sink - lse).
+    """
+    acc = lse.dtype
+    delta = (dout.to(acc) * out.to(acc)).sum(dim=-1).permute(1, 2, 0)  # [B, A, Sq]
+    share = torch.exp(sink.to(acc).unsqueeze(-1) - lse)
+    return (share * (-delta if dlse is None else dlse - delta)).sum(dim=(0, 2)).to(sink.dtype)
 
 
 def _beside(x: Tensor) -> Tensor:

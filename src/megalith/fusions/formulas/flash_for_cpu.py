@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalith.fusions.formulas.attention import operator
+from megalith.fusions.formulas.attention import operator, sink_gradient
 from megalith.fusions.formulas.rows import contiguous_columns, wide
 
 __all__ = ["op"]
@@ -47,12 +47,10 @@ class _Tile(NamedTuple):
 
 def _tiles(q: Tensor, k: Tensor, bounds: Tensor | None, left: int, right: int) -> list[_Tile]:
     """The tiles of ``q`` [B, A, Sq, D] and ``k`` [B, G, Sk, D]; each query is in one at most."""
-    if bounds is None:
+    if bounds is None or q.shape[2] != k.shape[2]:
         found = _tiles_of(slice(0, q.shape[0]), 0, (q.shape[2], k.shape[2]), left, right, q.dtype)
-        return list(found) if q.numel() and k.numel() else []
-    if q.shape[2] != k.shape[2]:
-        found = _tiles_of(slice(0, q.shape[0]), 0, (q.shape[2], k.shape[2]), left, right, q.dtype)
-        return [_within_documents(tile, bounds, q.dtype) for tile in found]
+        tiles = list(found) if q.numel() and k.numel() else []
+        return tiles if bounds is None else [_within_documents(tile, bounds, q.dtype) for tile in tiles]
     begins = bounds[..., 0] == torch.arange(bounds.shape[1])
     documents = zip(begins.nonzero().tolist(), bounds[begins].tolist(), strict=True)
     return [
@@ -99,9 +97,11 @@ def _forward(
     sink: Tensor | None,
     bounds: Tensor | None,
     scale: float,
+    softcap: float | None,
     left: int,
     right: int,
 ) -> tuple[Tensor, Tensor]:
+    assert softcap is None, "torch's kernels cap no scores, and the path declines such a call"
     (Sq, B, A, D), Dv, dtype = q.shape, v.shape[-1], q.dtype
     q, k, v = (_heads_first(x, max(D, Dv)) for x in (q, k, v))
     tiles = _tiles(q, k, bounds, left, right)
@@ -129,6 +129,7 @@ def _backward(
     lse: Tensor,
     bounds: Tensor | None,
     scale: float,
+    softcap: float | None,
     left: int,
     right: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -157,14 +158,6 @@ def _backward(
     dq, dk, dv = (x[..., :size].to(dtype) for x, size in ((dq, D), (dk, D), (dv, Dv)))
     dq, dk, dv = (_heads_last(x).permute(2, 0, 1, 3) for x in (dq, dk, dv))
     return dq, dk, dv, dsink
-
-
-def sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """dsink [A]: the sink is a key whose value is zero, and its share of a softmax is exp(sink - lse)."""
-    acc = lse.dtype
-    delta = (dout.to(acc) * out.to(acc)).sum(dim=-1).permute(1, 2, 0)  # [B, A, Sq]
-    share = torch.exp(sink.to(acc).unsqueeze(-1) - lse)
-    return (share * (-delta if dlse is None else dlse - delta)).sum(dim=(0, 2)).to(sink.dtype)
 
 
 def _is_all(tiles: list[_Tile], q: Tensor, k: Tensor) -> bool:

@@ -78,8 +78,8 @@ def reference(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """y of rows ``x`` [..., H] in its dtype, and h in that of ``residual``, empty without one."""
-    mask, eps, normalization, zero_centered = Norming.of(*options)
-    h = x.to(wide(x.dtype)) if residual is None else summed(x, residual, input_bias, mask)
+    *mask, eps, normalization, zero_centered = options
+    h = x.to(wide(x.dtype)) if residual is None else summed(x, residual, input_bias, Mask(*mask))
     stored = h.new_empty(0) if residual is None else h.to(residual.dtype)
     h = h if residual is None else _as_stored(h, residual.dtype)
     mean, rstd = statistics(h, eps, normalization)
@@ -150,6 +150,8 @@ def nested_rows(x: Tensor) -> Tensor:
     So are the heads [S, B, A, D] of a projection that holds queries, keys and values: M is S B, and N is A.
     """
     T, H = x.shape[:-1].numel(), x.shape[-1]
+    if x.is_contiguous():
+        return x if x.shape == (T, 1, H) else x.view(T, 1, H)
     steps = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size != 1]
     breaks = [i for i in range(1, len(steps)) if steps[i - 1][1] != steps[i][0] * steps[i][1]]
     if T == 0 or len(breaks) != 1:

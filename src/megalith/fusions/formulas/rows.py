@@ -10,7 +10,7 @@ __all__ = ["as_rows", "contiguous_columns", "in_shape", "rows_per_sum", "wide"]
 
 def as_rows(x: Tensor) -> Tensor:
     """``x`` [..., F] as [T, F], also for F = 0, where reshape(-1, 0) could not know T; a view if it can be one."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def contiguous_columns(x: Tensor) -> Tensor:
@@ -28,6 +28,8 @@ def in_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
 
     To autograd it is no view: FSDP2 warns of a module that returns one, because writing into it would drop a hook.
     """
+    if not torch.compiler.is_compiling() and x.shape == shape and not x._is_view():
+        return x
     y: Tensor = torch.ops.aten._unsafe_view.default(x, list(shape))
     return y
 

@@ -3,7 +3,16 @@
 import triton
 import triton.language as tl
 
-__all__ = ["activation", "activation_and_slope", "log1p", "normal_cumulative", "relu", "sigmoid", "tile_of"]
+__all__ = [
+    "activation",
+    "activation_and_slope",
+    "log1p",
+    "normal_cumulative",
+    "relu",
+    "sigmoid",
+    "tanh_and_slope",
+    "tile_of",
+]
 
 _WIDEST_TILE = 1024  # untuned
 _COLUMNS_OF_WARP = 256  # eight a thread: in 16 bits, one load of 16 bytes
@@ -32,6 +41,17 @@ def log1p(x):
     """log(1 + x): what rounding takes from 1 + x is given back as a factor."""
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+
+
+@triton.jit
+def tanh_and_slope(x):
+    """tanh(x) and 1 - tanh(x)^2, from exp alone and with no cancellation on either side."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    z = x * x
+    near = x * (1.0 - z * (1.0 / 3.0 - z * (2.0 / 15.0 - z * (17.0 / 315.0 - z * (62.0 / 2835.0)))))
+    far = (1.0 - e) / (1.0 + e)
+    tanh = tl.where(z < 0.0625, near, tl.where(x < 0.0, -far, far))
+    return tanh, 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
 @triton.jit

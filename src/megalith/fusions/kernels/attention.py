@@ -18,6 +18,8 @@ from megalith.fusions.kernels.attention_backward import LOG2_E, backward
 from megalith.fusions.kernels.attention_tiles import (
     Blocks,
     block_columns,
+    cap_of,
+    capped,
     interval,
     load_rows,
     strides,
@@ -41,9 +43,9 @@ _BLOCKS = {
 
 
 @triton.jit
-def _meet(acc, m, total, q, k, v, low, high, j, is_full, SCALE: tl.constexpr):
+def _meet(acc, m, total, q, k, v, low, high, j, is_full, SCALE: tl.constexpr, CAP: tl.constexpr):
     """The softmax after the keys ``j`` [N] too."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
+    s = capped(tl.dot(q, tl.trans(k), input_precision="ieee"), CAP)  # [M, N]
     if not is_full:
         s = tl.where((low[:, None] <= j[None, :]) & (j[None, :] < high[:, None]), s, float("-inf"))
     new_m = tl.maximum(m, tl.max(s, axis=1) * (SCALE * LOG2_E))
@@ -58,7 +60,7 @@ def _meet(acc, m, total, q, k, v, low, high, j, is_full, SCALE: tl.constexpr):
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, sink_ptr, bounds_ptr, out_ptr, lse_ptr,
     q_s, q_b, q_a, k_s, k_b, k_g, v_s, v_b, v_g, Sq, Sk, A, num_heads, num_blocks, before, after,
-    SCALE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -83,7 +85,7 @@ def _forward_kernel(
         k = load_rows(k_ptr, j, k_s, Sk, D, BLOCK_D)
         v = load_rows(v_ptr, j, v_s, Sk, DV, BLOCK_DV)
         is_full = (full_low <= start) & (start < full_high)
-        acc, m, total = _meet(acc, m, total, q, k, v, low, high, j, is_full, SCALE)
+        acc, m, total = _meet(acc, m, total, q, k, v, low, high, j, is_full, SCALE, CAP)
     column = tl.arange(0, BLOCK_DV)
     total = tl.where(total == 0.0, 1.0, total)  # nothing was met: out is 0, and lse stays -inf
     out = acc / total[:, None]
@@ -99,10 +101,11 @@ def _forward(
     sink: Tensor | None,
     bounds: Tensor | None,
     scale: float,
+    softcap: float | None,
     left: int,
     right: int,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = OPERATOR.outputs(q, k, v, sink, bounds, scale, left, right)
+    out, lse = OPERATOR.outputs(q, k, v, sink, bounds, scale, softcap, left, right)
     (Sq, B, A, D), Sk, DV = q.shape, k.shape[0], v.shape[-1]
     if out.numel() == 0:
         return out, lse
@@ -113,8 +116,8 @@ def _forward(
     wrap_triton(_forward_kernel)[(num_blocks * B * A,)](
         q, k, v, None if sink is None else sink.contiguous(), None if bounds is None else bounds.contiguous(), out, lse,
         *strides(q, k, v), Sq, Sk, A, B * A, num_blocks, left, right,
-        SCALE=scale, GROUP=A // k.shape[2], D=D, DV=DV, BLOCK_D=block_columns(q), BLOCK_DV=block_columns(v),
-        **blocks._asdict(),
+        SCALE=scale, CAP=cap_of(scale, softcap), GROUP=A // k.shape[2], D=D, DV=DV,
+        BLOCK_D=block_columns(q), BLOCK_DV=block_columns(v), **blocks._asdict(),
     )  # fmt: skip
     return out, lse
 

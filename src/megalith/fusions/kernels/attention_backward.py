@@ -16,6 +16,8 @@ from megalith.fusions.formulas.rows import contiguous_columns
 from megalith.fusions.kernels.attention_tiles import (
     Blocks,
     block_columns,
+    cap_of,
+    capped_and_slope,
     interval,
     load_rows,
     strides,
@@ -64,15 +66,15 @@ def _delta_kernel(
 
 
 @triton.jit
-def _add_queries(dk, dv, q, dout, k, v, lse, delta, low, high, i, is_full, SCALE: tl.constexpr):
+def _add_queries(dk, dv, q, dout, k, v, lse, delta, low, high, i, is_full, SCALE: tl.constexpr, CAP: tl.constexpr):
     """dk (without its scale) and dv of a block of keys, with those of the queries ``i`` [M]."""
-    s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [N, M]
+    s, slope = capped_and_slope(tl.dot(k, tl.trans(q), input_precision="ieee"), CAP)  # [N, M]
     p = tl.exp2(s * (SCALE * LOG2_E) - (lse * LOG2_E)[None, :])
     if not is_full:
         p = tl.where((low[:, None] <= i[None, :]) & (i[None, :] < high[:, None]), p, 0.0)
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
     dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
-    ds = p * (dp - delta[None, :])
+    ds = p * (dp - delta[None, :]) * slope
     return tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee"), dv
 
 
@@ -81,7 +83,7 @@ def _keys_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, bounds_ptr, dk_ptr, dv_ptr,
     q_s, q_b, q_a, k_s, k_b, k_g, v_s, v_b, v_g, dout_s, dout_b, dout_a,
     Sq, Sk, G, num_groups, num_blocks, before, after,
-    SCALE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys of one group, of all B * G: over its heads, over the queries that see the keys."""
@@ -108,7 +110,7 @@ def _keys_kernel(
             lse = tl.load(lse_ptr + row + i, mask=i < Sq, other=0.0)
             delta = tl.load(delta_ptr + row + i, mask=i < Sq, other=0.0)
             is_full = (full_low <= start) & (start < full_high)
-            dk, dv = _add_queries(dk, dv, q, dout, k, v, lse, delta, low, high, i, is_full, SCALE)
+            dk, dv = _add_queries(dk, dv, q, dout, k, v, lse, delta, low, high, i, is_full, SCALE, CAP)
     d, d_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     at = (j.to(tl.int64) * num_groups + group)[:, None]
     tl.store(dk_ptr + at * D + d[None, :], dk * SCALE, mask=(j < Sk)[:, None] & (d < D)[None, :])
@@ -116,14 +118,14 @@ def _keys_kernel(
 
 
 @triton.jit
-def _add_keys(dq, q, dout, k, v, lse, delta, low, high, j, is_full, SCALE: tl.constexpr):
+def _add_keys(dq, q, dout, k, v, lse, delta, low, high, j, is_full, SCALE: tl.constexpr, CAP: tl.constexpr):
     """dq (without its scale) of a block of queries, with that of the keys ``j`` [N]."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
+    s, slope = capped_and_slope(tl.dot(q, tl.trans(k), input_precision="ieee"), CAP)  # [M, N]
     p = tl.exp2(s * (SCALE * LOG2_E) - (lse * LOG2_E)[:, None])
     if not is_full:
         p = tl.where((low[:, None] <= j[None, :]) & (j[None, :] < high[:, None]), p, 0.0)
     dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
-    ds = p * (dp - delta[:, None])
+    ds = p * (dp - delta[:, None]) * slope
     return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
 
@@ -132,7 +134,7 @@ def _queries_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, bounds_ptr, dq_ptr,
     q_s, q_b, q_a, k_s, k_b, k_g, v_s, v_b, v_g, dout_s, dout_b, dout_a,
     Sq, Sk, A, num_heads, num_blocks, before, after,
-    SCALE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of queries of one head, of all B * A: over the keys that they see."""
@@ -156,7 +158,7 @@ def _queries_kernel(
         k = load_rows(k_ptr, j, k_s, Sk, D, BLOCK_D)
         v = load_rows(v_ptr, j, v_s, Sk, DV, BLOCK_DV)
         is_full = (full_low <= start) & (start < full_high)
-        dq = _add_keys(dq, q, dout, k, v, lse, delta, low, high, j, is_full, SCALE)
+        dq = _add_keys(dq, q, dout, k, v, lse, delta, low, high, j, is_full, SCALE, CAP)
     d = tl.arange(0, BLOCK_D)
     at = (i.to(tl.int64) * num_heads + head)[:, None] * D + d[None, :]
     tl.store(dq_ptr + at, dq * SCALE, mask=(i < Sq)[:, None] & (d < D)[None, :])
@@ -173,11 +175,12 @@ def backward(
     lse: Tensor,
     bounds: Tensor | None,
     scale: float,
+    softcap: float | None,
     left: int,
     right: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink of ``fused_attention``; dsink is empty where there is no sink."""
-    dq, dk, dv, dsink = OPERATOR.gradients(dout, dlse, q, k, v, sink, out, lse, bounds, scale, left, right)
+    dq, dk, dv, dsink = OPERATOR.gradients(dout, dlse, q, k, v, sink, out, lse, bounds, scale, softcap, left, right)
     (Sq, B, A, D), (Sk, _, G, DV) = q.shape, v.shape
     if out.numel() == 0 or Sk == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), dsink.zero_()
@@ -190,20 +193,20 @@ def backward(
         dout, out, None if dlse is None else dlse.contiguous(), delta, *strides(dout), Sq, A, B * A, num_blocks,
         DV=DV, BLOCK_DV=block_columns(v), BLOCK_M=_DELTA_ROWS,
     )  # fmt: skip
-    tensors = (q, k, v, dout, lse, delta, bounds)
+    tensors, cap = (q, k, v, dout, lse, delta, bounds), cap_of(scale, softcap)
     columns = max(64, block_columns(q), block_columns(v))
     sizes = {"D": D, "DV": DV, "BLOCK_D": block_columns(q), "BLOCK_DV": block_columns(v)}
     blocks = _KEYS_BLOCKS[q.element_size(), columns]
     num_blocks = triton.cdiv(Sk, blocks.BLOCK_N)
     wrap_triton(_keys_kernel)[(num_blocks * B * G,)](
         *tensors, dk, dv, *strides(q, k, v, dout), Sq, Sk, G, B * G, num_blocks, left, right,
-        SCALE=scale, GROUP=A // G, **sizes, **blocks._asdict(),
+        SCALE=scale, CAP=cap, GROUP=A // G, **sizes, **blocks._asdict(),
     )  # fmt: skip
     blocks = _QUERIES_BLOCKS[q.element_size(), columns]
     num_blocks = triton.cdiv(Sq, blocks.BLOCK_M)
     wrap_triton(_queries_kernel)[(num_blocks * B * A,)](
         *tensors, dq, *strides(q, k, v, dout), Sq, Sk, A, B * A, num_blocks, left, right,
-        SCALE=scale, GROUP=A // G, **sizes, **blocks._asdict(),
+        SCALE=scale, CAP=cap, GROUP=A // G, **sizes, **blocks._asdict(),
     )  # fmt: skip
     if sink is not None:  # a key without value: its share of the softmax, times -delta
         share = torch.exp(sink.to(torch.float32).unsqueeze(-1) - lse)  # [B, A, Sq]

@@ -11,9 +11,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.kernels.activations import tanh_and_slope
 from megalith.optional import triton_interprets
 
-__all__ = ["Blocks", "block_columns", "interval", "load_rows", "strides", "walk"]
+__all__ = [
+    "Blocks",
+    "block_columns",
+    "cap_of",
+    "capped",
+    "capped_and_slope",
+    "interval",
+    "load_rows",
+    "strides",
+    "walk",
+]
 
 
 class Blocks(NamedTuple):
@@ -35,8 +46,30 @@ def strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[:3])
 
 
+def cap_of(scale: float, softcap: float | None) -> float | None:
+    """The cap of q . k, before its scale, that keeps scores within ``softcap``."""
+    return None if softcap is None else softcap / scale
+
+
 # tl.dot takes the bits of bfloat16 for integers in the interpreter
 INTERPRETED = tl.constexpr(triton_interprets())
+
+
+@triton.jit
+def capped(s, CAP: tl.constexpr):
+    """CAP tanh(s / CAP); ``s`` itself where CAP is None."""
+    s, _ = capped_and_slope(s, CAP)
+    return s
+
+
+@triton.jit
+def capped_and_slope(s, CAP: tl.constexpr):
+    """``capped(s)`` and its derivative."""
+    slope = 1.0
+    if CAP is not None:
+        s, slope = tanh_and_slope(s * (1.0 / CAP))
+        s *= CAP
+    return s, slope
 
 
 @triton.jit

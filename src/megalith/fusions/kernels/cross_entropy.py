@@ -16,7 +16,7 @@ from megalith.fusions.formulas.cross_entropy import OPERATOR, SUM_SCALE, num_tru
 from megalith.fusions.formulas.cross_entropy_options import Part, part_and_terms
 from megalith.fusions.formulas.cross_entropy_steps import steps_of_operators
 from megalith.fusions.formulas.rows import contiguous_columns
-from megalith.fusions.kernels.activations import log1p
+from megalith.fusions.kernels.activations import log1p, tanh_and_slope
 from megalith.fusions.paths.library import register_without_gradient, wrap_triton
 
 __all__ = ["STEPS", "gradient_into", "loss", "statistics"]
@@ -32,20 +32,9 @@ _SUM_SCALE = tl.constexpr(SUM_SCALE)
 
 
 @triton.jit
-def _tanh_and_slope(x):
-    """tanh(x) and 1 - tanh(x)^2, from exp alone and with no cancellation on either side."""
-    e = tl.exp(-2.0 * tl.abs(x))
-    z = x * x
-    near = x * (1.0 - z * (1.0 / 3.0 - z * (2.0 / 15.0 - z * (17.0 / 315.0 - z * (62.0 / 2835.0)))))
-    far = (1.0 - e) / (1.0 + e)
-    tanh = tl.where(z < 0.0625, near, tl.where(x < 0.0, -far, far))
-    return tanh, 4.0 * e / ((1.0 + e) * (1.0 + e))
-
-
-@triton.jit
 def _capped(x, SOFTCAP: tl.constexpr):
     if SOFTCAP is not None:
-        tanh, _ = _tanh_and_slope(x / SOFTCAP)
+        tanh, _ = tanh_and_slope(x / SOFTCAP)
         x = tanh * SOFTCAP
     return x
 
@@ -181,7 +170,7 @@ def _gradient_kernel(
         scale *= 1.0 + slope_of_lse
     slope = 1.0
     if SOFTCAP is not None:
-        tanh, slope = _tanh_and_slope(x / SOFTCAP)
+        tanh, slope = tanh_and_slope(x / SOFTCAP)
         x = tanh * SOFTCAP
     shift = tl.where(m == float("-inf"), 0.0, m)
     is_target = col == _column(target, start, n)

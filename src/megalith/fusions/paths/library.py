@@ -14,7 +14,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from megalith.fusions.paths.eager import eager_or_operator, recorded
 from megalith.optional import triton_interprets
+from megalith.torch_compat import launching_directly
 
 __all__ = ["Operator", "gradients_like", "register_without_gradient", "wrap_triton"]
 
@@ -65,8 +67,8 @@ class Operator(Generic[Y, G]):
         Args:
             opaque: they are not made of Triton kernels.
         """
-        operator = _define(name, forward, self.outputs, opaque)
-        gradient = _define(f"{name}_back", backward, self.gradients, opaque)
+        operator, implementation = _define(name, forward, self.outputs, opaque)
+        gradient = eager_or_operator(*_define(f"{name}_back", backward, self.gradients, opaque))
         input_names = list(inspect.signature(self.outputs).parameters)
         positions = [input_names.index(of) for of in self.of]
         takes_needs = "needs" in inspect.signature(self.gradients).parameters
@@ -87,7 +89,8 @@ class Operator(Generic[Y, G]):
             return _by_input(ctx, dict(zip(positions, results, strict=True)), dy[0])
 
         torch.library.register_autograd(f"megalith::{name}", gradients, setup_context=setup_context)
-        return operator
+        differentiable = recorded(name, implementation, setup_context, gradients)
+        return eager_or_operator(operator, implementation, differentiable)
 
 
 def register_without_gradient(
@@ -103,7 +106,9 @@ def register_without_gradient(
     Args:
         mutates: names of the inputs, tensors or lists of them, that ``function`` writes into; its own name ends in "_".
     """
-    return _define(name, function, outputs, opaque, mutates)
+    operator, implementation = _define(name, function, outputs, opaque, mutates)
+    # autograd counts the writes of an operator, and not those of a kernel
+    return operator if mutates else eager_or_operator(operator, implementation)
 
 
 def gradients_like(*inputs: Tensor | None) -> tuple[Tensor, ...]:
@@ -142,16 +147,28 @@ def _by_input(ctx: Any, found: dict[int, Tensor | None], dy: Tensor) -> tuple[Te
 
 def _define(
     name: str, function: Callable[..., Y], outputs: Callable[..., Y], opaque: bool, mutates: Sequence[str] = ()
-) -> Callable[..., Y]:
+) -> tuple[Callable[..., Y], Callable[..., Y]]:
+    """The operator, and what computes the same of tensors that nothing traces."""
     define: Any = torch.library.custom_op if opaque or triton_interprets() else torch.library.triton_op
     options: dict[str, Any] = {"mutates_args": tuple(mutates)}
+    implementation = function
     if define is torch.library.custom_op:
         options["schema"] = torch.library.infer_schema(outputs, **options)
     else:
-        function = _declared_as(function, outputs)
+        function, implementation = _declared_as(function, outputs), _launching(function)
     operator: Callable[..., Y] = define(f"megalith::{name}", function, **options)
     torch.library.register_fake(f"megalith::{name}", outputs)
-    return operator
+    return operator, implementation
+
+
+def _launching(function: Callable[..., Y]) -> Callable[..., Y]:
+    """``function``, whose kernels go to Triton and not through what torch.compile would trace."""
+
+    def launch(*inputs: Any) -> Y:
+        with launching_directly():
+            return function(*inputs)
+
+    return launch
 
 
 def _declared_as(function: Callable[..., Y], outputs: Callable[..., Y]) -> Callable[..., Y]:

@@ -46,7 +46,8 @@ class Result:
     """What became of a case.
 
     Attributes:
-        worst: of what the promise is about, the entry that is furthest off, and ``error`` how far; none if it failed.
+        worst: of what the promise is about, the entry that is furthest off, and ``error`` how far; where only modules
+            are off, the first of them; none if the run failed.
         first: the first entry, in causal order, that is further off than allowed, modules among them, and how far.
         failure: why the run did not come to its end.
         taken: the paths that operations have taken.
@@ -119,9 +120,9 @@ class Proof:
         first = first_beyond(found, [key for key in self.keys if key not in left_out], bound)
         if first is None and not promised[worst] < bound:
             first = worst  # an entry that one process does not have
-        return Result(
-            case, seconds, worst, promised[worst], None if first is None else (first, found[first]), taken=taken
-        )
+        elif first is not None and promised[worst] < bound:
+            worst = first  # a module
+        return Result(case, seconds, worst, found[worst], None if first is None else (first, found[first]), taken=taken)
 
 
 def narrowed(proof: Proof, result: Result) -> Result:

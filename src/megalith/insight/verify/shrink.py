@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import Any
 
-from megalith.config import RunConfig, as_tree, parse_batch_size_schedule
+from megalith.config import RunConfig, TransformerConfig, as_tree, parse_batch_size_schedule
+from megalith.config.draft import round_up
 from megalith.config.layout import Layout
 from megalith.config.settings_tree import applied
 from megalith.insight.verify.cover import Degrees
@@ -21,6 +22,7 @@ Tree = dict[str, Any]
 SEQ_LENGTH = 16  # four ranks of context have two chunks of two tokens each
 EOD = 0
 _HEAD_SIZE = 8
+_WINDOW = 5  # ends within the chunks of a rank of context
 _PRIME, _EVEN = 61, 64  # vocabularies
 _WIDEST_STD = 0.1
 _SMALLEST_EPS = 1e-6
@@ -103,7 +105,7 @@ def _model(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]
     width = heads * _HEAD_SIZE
     given, usual = model.hidden_size, model.num_attention_heads * model.kv_channels
     hidden = width if given == usual else 2 * width if given > usual else max(width // 2, 8)
-    longest = model.max_position_embeddings
+    longest, scale = model.max_position_embeddings, model.attention.scale
     divides = model.vocab_size is not None and model.vocab_size % tensor == 0
     wider = model.init_method_std * sqrt(max(1.0, model.hidden_size / hidden))
     return {
@@ -115,10 +117,43 @@ def _model(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]
         "model.num_query_groups": groups,
         "model.kv_channels": _HEAD_SIZE,
         "model.ffn_hidden_size": 3 * hidden // 2,
+        "model.attention.scale": scale and scale * sqrt(model.kv_channels / _HEAD_SIZE),
         "model.max_position_embeddings": longest and SEQ_LENGTH + 4 * (longest > config.data.seq_length),
         "model.init_method_std": max(model.init_method_std, min(wider, _WIDEST_STD)),
         "data.seq_length": SEQ_LENGTH,
+        **_positions(model),
+        **_windows(model, config.data.seq_length),
     }
+
+
+def _positions(model: TransformerConfig) -> dict[str, Any]:
+    """Rotary positions: as near to the share of rotated features as even numbers come, and pairs for each section."""
+    if (rope := model.rope) is None:
+        return {}
+    half = _HEAD_SIZE // 2
+    pairs = half if rope.percent == 1 else min(max(round(rope.percent * half), 1), half - 1)
+    height = 3 * pairs // 8  # as in Qwen2-VL
+    return {
+        "model.rope.percent": 2 * pairs / _HEAD_SIZE,
+        "model.rope.sections": rope.sections and [pairs - 2 * height, height, height],
+        "model.rope.layers": rope.layers and [rotates for _, rotates in _kinds_of_layers(model)],
+    }
+
+
+def _windows(model: TransformerConfig, seq_length: int) -> dict[str, Any]:
+    """A window that is narrower than a row, or not, as that of ``model`` is."""
+    window, pattern = model.attention.window, model.attention.window_layers
+    return {
+        "model.attention.window": window and (_WINDOW if window < seq_length else SEQ_LENGTH),
+        "model.attention.window_layers": pattern and [has_window for has_window, _ in _kinds_of_layers(model)],
+    }
+
+
+def _kinds_of_layers(model: TransformerConfig) -> list[tuple[bool, bool]]:
+    """Which layers there are, each kind once: whether they have the window, and whether they rotate."""
+    windows = [model.attention.window_of(layer) is not None for layer in range(model.num_layers)]
+    rotates = [model.rope is not None and model.rope.rotates(layer) for layer in range(model.num_layers)]
+    return list(dict.fromkeys(zip(windows, rotates, strict=True)))
 
 
 def _heads(config: RunConfig, layout: Layout, tensor: int) -> tuple[int, int]:
@@ -137,13 +172,13 @@ def _heads(config: RunConfig, layout: Layout, tensor: int) -> tuple[int, int]:
 
 
 def _num_layers(config: RunConfig, layout: Layout, pipeline: int) -> int:
-    """One for each stage, and one more where stages are uneven; two without a pipeline."""
-    parallel, num_layers = config.parallel, config.model.num_layers
+    """One for each stage, and one more where stages are uneven; two without a pipeline; more for more kinds of them."""
+    parallel, num_layers, num_kinds = config.parallel, config.model.num_layers, len(_kinds_of_layers(config.model))
     if layout.pipeline == 1:
-        return min(num_layers, 2)
+        return max(min(num_layers, 2), num_kinds)
     listed = parallel.stage_layers or ()
     uneven = num_layers % (layout.pipeline * parallel.virtual) > 0 or len(set(listed)) > 1
-    return pipeline * min(parallel.virtual, 2) + uneven
+    return round_up(num_kinds, pipeline * min(parallel.virtual, 2)) + uneven
 
 
 def _listed(listed: Sequence[int], num_layers: int, num_stages: int) -> list[int]:

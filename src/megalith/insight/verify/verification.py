@@ -21,6 +21,7 @@ from megalith.optim.optimizer import matches
 from megalith.optional import why_not_interpret
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import declared_parameters
+from megalith.resilience.stop_signals import ended_by_exception
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.preflight import resolve_run_folder
 from megalith.training.tasks.choose import task_of
@@ -76,7 +77,7 @@ def verify(
     rows = cover(shown)
     small = small_recipe(config, layout, shown, rows)
     uncovered += _leave_out_idle_overrides_(small)
-    with TemporaryDirectory(prefix="megalith-verify-") as folder, _environment_of_ranks():
+    with ended_by_exception(), TemporaryDirectory(prefix="megalith-verify-") as folder, _environment_of_ranks():
         progress("one process")
         proof = Proof.begin(config, small, Path(folder))
         results = list(_run(proof, list(cases(rows)), progress))
@@ -158,6 +159,8 @@ def _uncovered(config: RunConfig, pairs: Sequence[tuple[str, str]], results: Seq
         yield f"precision.dtype={config.precision.dtype}: its rounding hides what differs; float32 and float64 were run"
     if config.train.compile:
         yield "train.compile=true: each rank compiles its layers by itself; they were run as they are"
+    if config.train.fused_linear_cross_entropy:
+        yield "train.fused_linear_cross_entropy=true: the few tokens of a small micro-batch are one chunk of its 4096"
 
 
 def _why_not(path: Backend) -> str:

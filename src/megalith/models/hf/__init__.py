@@ -5,12 +5,17 @@ from megalith.models.hf.family import Family
 from megalith.models.hf.folder import ModelFolder, is_model_folder, open_folder, read_folder
 from megalith.models.hf.gpt2 import GPT2
 from megalith.models.hf.llama import LLAMA
+from megalith.models.hf.mistral import MISTRAL
 from megalith.models.hf.parameters import parameter_shapes
+from megalith.models.hf.qwen import QWEN2, QWEN3
 
 __all__ = [
     "FAMILIES",
     "GPT2",
     "LLAMA",
+    "MISTRAL",
+    "QWEN2",
+    "QWEN3",
     "Family",
     "ModelFolder",
     "detect",

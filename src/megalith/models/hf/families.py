@@ -8,10 +8,12 @@ from megalith.errors import ConfigError
 from megalith.models.hf.family import Family
 from megalith.models.hf.gpt2 import GPT2
 from megalith.models.hf.llama import LLAMA
+from megalith.models.hf.mistral import MISTRAL
+from megalith.models.hf.qwen import QWEN2, QWEN3
 
 __all__ = ["FAMILIES", "detect", "fitting"]
 
-FAMILIES = (LLAMA, GPT2)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)
 
 
 def detect(hf_config: Mapping[str, Any]) -> Family:

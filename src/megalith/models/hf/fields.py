@@ -18,7 +18,7 @@ __all__ = ["Fields"]
 T = TypeVar("T")
 
 _SPELLED: Mapping[type, str] = MappingProxyType(
-    {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "an object"}
+    {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "an object", list: "a list"}
 )
 _LARGEST = 2**63  # of a whole number where a number is wanted
 
@@ -64,13 +64,14 @@ _INERT = frozenset(
 
 
 class Fields:
-    """The fields of ``hf_config``; null counts as absent, as in transformers.
+    """The fields of ``hf_config``; null counts as absent, as in most classes of transformers.
 
     Raises ConfigError if ``model_type`` is another one, or if any of ``required`` is absent.
     """
 
     def __init__(self, hf_config: Mapping[str, Any], model_type: str, required: tuple[str, ...]) -> None:
         self._fields = {name: value for name, value in hf_config.items() if value is not None}
+        self._nulls = hf_config.keys() - self._fields.keys()
         self._read = set(required)
         self._violations: list[str] = []
         if (given := self._fields.get("model_type")) != model_type:
@@ -89,6 +90,10 @@ class Fields:
         """
         found = self.optional(name, type(default))
         return default if found is None else found
+
+    def get_or_null(self, name: str, default: T) -> T | None:
+        """As ``get``, but None where the field is null and their class does not take that for its default."""
+        return None if name in self._nulls else self.get(name, default)
 
     def optional(self, name: str, kind: type[T]) -> T | None:
         """The field, or None; a value that is no ``kind`` is noted as a violation, and counts as absent."""

@@ -8,11 +8,9 @@ of each no more than the wanted box.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megalith.checkpoint.box import Box
@@ -66,16 +64,9 @@ class ModelFolder:
     weights: StoredTensors
 
     @property
-    def dtype(self) -> str:
-        """That of the parameters, by torch's name; float32 if they have several."""
-        dtypes = {tensor.dtype for tensor in self.weights.tensors.values()}
-        return dtypes.pop() if len(dtypes) == 1 else "float32"
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all parameters."""
-        tensors = self.weights.tensors.values()
-        return sum(prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize for tensor in tensors)
+    def architecture(self) -> str:
+        """The class of transformers."""
+        return self.family.architecture
 
     @property
     def num_positions(self) -> int:

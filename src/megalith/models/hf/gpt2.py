@@ -11,10 +11,11 @@ from typing import Any
 from megalith.config import TransformerConfig
 from megalith.models.hf.family import HEAD, Family, Place
 from megalith.models.hf.fields import Fields
+from megalith.models.hf.parameters import left_open
 
 __all__ = ["GPT2"]
 
-_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 
 # our module -> theirs
 _OUTSIDE = {"model.embed_tokens": "wte", "model.embed_positions": "wpe", "model.norm": "ln_f"}
@@ -33,12 +34,6 @@ def _read_rest(fields: Fields) -> Mapping[str, Any]:
     activation = fields.get("activation_function", "gelu_new")
     if activation not in _ACTIVATIONS:
         fields.refuse(f"activation_function must be one of {', '.join(_ACTIVATIONS)}; got {activation!r}")
-    dropout, embedding_dropout = fields.get("resid_pdrop", 0.1), fields.get("embd_pdrop", 0.1)
-    if dropout != embedding_dropout:
-        fields.refuse(
-            f"resid_pdrop ({dropout}) and embd_pdrop ({embedding_dropout}) must be equal: "
-            f"our hidden_dropout is one for both"
-        )
     fields.expect("scale_attn_weights", True)
     fields.expect("scale_attn_by_inverse_layer_idx", False)
     fields.expect("add_cross_attention", False)
@@ -47,15 +42,16 @@ def _read_rest(fields: Fields) -> Mapping[str, Any]:
         "activation": _ACTIVATIONS.get(activation),
         "add_bias_linear": True,
         "position_embedding_type": "learned_absolute",
-        "hidden_dropout": dropout,
+        "hidden_dropout": fields.get("resid_pdrop", 0.1),
+        "residual": {"embedding_dropout": fields.get("embd_pdrop", 0.1)},
     }
 
 
 def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
     return {
-        "activation_function": "gelu" if config.activation == "gelu" else "gelu_new",
+        "activation_function": {"gelu_tanh": "gelu_new"}.get(config.activation, config.activation),
         "resid_pdrop": config.hidden_dropout,
-        "embd_pdrop": config.hidden_dropout,
+        "embd_pdrop": config.embedding_dropout,
     }
 
 
@@ -63,10 +59,16 @@ def _allowed(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
     return {
         "normalization": ("LayerNorm",),
         "position_embedding_type": ("learned_absolute",),
-        "activation": ("gelu_tanh", "gelu"),
+        "activation": ("gelu_tanh", "gelu", "relu"),
         "add_bias_linear": (True,),
+        "qkv_bias": (True,),
+        "output_bias": (True,),
+        "mlp_bias": (True,),
         "num_query_groups": (config.num_attention_heads,),
         "kv_channels": (config.hidden_size / config.num_attention_heads,),
+        **left_open(
+            config, "attention.qkv_bias", "attention.output_bias", "residual.embedding_dropout", "residual.fp32"
+        ),
     }
 
 

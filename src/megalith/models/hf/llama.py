@@ -8,78 +8,65 @@ from megalith.config import TransformerConfig
 from megalith.config.draft import round_up
 from megalith.models.hf.family import Family, Place
 from megalith.models.hf.fields import Fields
+from megalith.models.hf.parameters import left_open
+from megalith.models.hf.rope_parameters import read_rope, write_rope
 
-__all__ = ["LLAMA"]
+__all__ = ["LLAMA", "allowed_of_llamas", "read_llamas", "write_llamas"]
 
 
-def _read_rest(fields: Fields) -> Mapping[str, Any]:
+def read_llamas(fields: Fields) -> dict[str, Any]:
+    """Settings of Llama and of those that its successors left as they are."""
     activation = fields.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         fields.refuse(f"hidden_act must be 'silu', half of our swiglu; got {activation!r}")
-    attention_bias, mlp_bias = fields.get("attention_bias", False), fields.get("mlp_bias", False)
-    if attention_bias != mlp_bias:
-        fields.refuse(
-            f"attention_bias ({attention_bias}) and mlp_bias ({mlp_bias}) must be equal: "
-            f"our add_bias_linear sets both at once"
-        )
-    fields.optional("max_position_embeddings", int)  # rotary positions have no table, so no bound
     return {
         "normalization": "RMSNorm",
         "activation": "swiglu",
-        "add_bias_linear": attention_bias,
         "position_embedding_type": "rope",
-        "rope": {"base": _rotary_base(fields)},
+        "rope": read_rope(fields),
     }
 
 
-def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
+def write_llamas(config: TransformerConfig, max_position_embeddings: int) -> dict[str, Any]:
+    """The inverse of ``read_llamas``."""
     assert config.rope is not None, "a Llama has rotary positions"
-    return {
-        "hidden_act": "silu",
-        "attention_bias": config.add_bias_linear,
-        "mlp_bias": config.add_bias_linear,
-        "max_position_embeddings": max_position_embeddings,
-        "rope_theta": config.rope.base,  # transformers 4 reads this, transformers 5 the next
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.base},
-    }
+    return {"hidden_act": "silu", **write_rope(config.rope, max_position_embeddings)}
 
 
-def _allowed(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
+def allowed_of_llamas(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
+    """What ``write_llamas`` and the tables of fields can say."""
+    opened = ("rope.base", "rope.scaling", "attention.qkv_bias", "attention.output_bias")
     return {
         "normalization": ("RMSNorm",),
         "position_embedding_type": ("rope",),
         "activation": ("swiglu",),
         "hidden_dropout": (0.0,),
-        # LlamaConfig refuses others, whatever the size of a head
-        "hidden_size": (round_up(config.hidden_size, config.num_attention_heads),),
+        "embedding_dropout": (0.0,),
+        **left_open(config, *opened, "residual.embedding_dropout", "residual.fp32"),
     }
 
 
-def _rotary_base(fields: Fields) -> float:
-    """The base, from ``rope_theta`` (transformers 4) or ``rope_parameters`` (transformers 5)."""
-    bases: dict[str, float] = {}
-    if (base := fields.optional("rope_theta", float)) is not None:
-        bases["rope_theta"] = base
-    for name in ("rope_scaling", "rope_parameters"):  # one thing, under its old and its new name
-        rope = dict[str, Any](fields.optional(name, dict) or {})
-        kind = rope.pop("rope_type", rope.pop("type", "default"))
-        base = rope.pop("rope_theta", None)
-        if isinstance(base, int | float):
-            bases[f"{name}.rope_theta"] = base
-        elif base is not None:
-            fields.refuse(f"{name}.rope_theta must be a number; got {base!r:.80}")
-        if kind != "default" or rope:
-            fields.refuse(
-                f"{name} must be absent, or of rope_type 'default' with nothing but a rope_theta: our rotary positions "
-                f"are not scaled; got rope_type {kind!r:.80} with {sorted(rope)}"
-            )
-    if len(set(bases.values())) > 1:
-        fields.refuse(f"the bases of the rotary positions differ: {bases}; delete the wrong one")
-    base = next(iter(bases.values()), 10000.0)
-    if abs(base) >= 2**63:
-        fields.refuse("rope_theta must be below 2^63")
-        base = 10000.0
-    return float(base)
+def _read_rest(fields: Fields) -> Mapping[str, Any]:
+    return {
+        **read_llamas(fields),
+        "add_bias_linear": fields.get("attention_bias", False),
+        "mlp_bias": fields.get("mlp_bias", False),
+    }
+
+
+def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
+    biases = {"attention_bias": config.add_bias_linear, "mlp_bias": config.mlp_bias}
+    return {**write_llamas(config, max_position_embeddings), **biases}
+
+
+def _allowed(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
+    return {
+        **allowed_of_llamas(config),
+        "qkv_bias": (config.add_bias_linear,),
+        "output_bias": (config.add_bias_linear,),
+        # LlamaConfig refuses others, whatever the size of a head
+        "hidden_size": (round_up(config.hidden_size, config.num_attention_heads),),
+    }
 
 
 LLAMA = Family(

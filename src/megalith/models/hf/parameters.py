@@ -4,15 +4,29 @@ Alphabet: H hidden, A heads, G kv groups, D head size, F ffn hidden, V vocabular
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, ConfigError
 
-__all__ = ["Shape", "check", "parameter_shapes", "require"]
+__all__ = ["Shape", "check", "left_open", "parameter_shapes", "require"]
 
 Shape = tuple[int, ...]
 
+# the norms of a layer, by model.residual.norm_placement
+_NORMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "pre": ("input_layernorm", "post_attention_layernorm"),
+        "post": ("post_attention_layernorm", "post_mlp_layernorm"),
+        "sandwich": (
+            "input_layernorm",
+            "self_attn_output_layernorm",
+            "post_attention_layernorm",
+            "mlp_output_layernorm",
+        ),
+    }
+)
 _MOST_TOLD = 50  # tensors that do not fit; a wrong number of layers makes thousands
 
 
@@ -30,7 +44,8 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, Shape]:
         shapes["model.embed_positions.weight"] = (config.max_position_embeddings, H)
     for layer in range(config.num_layers):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
-    shapes |= _norm("model.norm", config)
+    if config.residual.norm_placement != "post":
+        shapes |= _norm("model.norm", config)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (V, H)
     return shapes
@@ -52,30 +67,71 @@ def check(found: Mapping[str, Shape], wanted: Mapping[str, Shape], source: str) 
 
 
 def require(architecture: str, config: TransformerConfig, **allowed: tuple[Any, ...]) -> None:
-    """Raises ConfigError naming every field of ``config`` that has none of its ``allowed`` values."""
+    """Raises ConfigError naming every field of ``config`` that has none of its ``allowed`` values.
+
+    Fields of nested groups go by their dotted names; those that are not in ``allowed`` must have their defaults.
+    """
     wrong = [
-        f"{name} must be {' or '.join(map(repr, values))}; got {getattr(config, name)!r}"
-        for name, values in allowed.items()
-        if getattr(config, name) not in values
+        f"{name} must be {' or '.join(map(repr, values))}; got {value!r}"
+        for name, values in (_nested_defaults(config) | allowed).items()
+        if (value := _setting(config, name)) not in values
     ]
     if wrong:
         raise ConfigError(f"{architecture} cannot represent this model:\n- " + "\n- ".join(wrong))
 
 
+def left_open(config: TransformerConfig, *names: str) -> dict[str, tuple[Any, ...]]:
+    """For ``require``: settings of nested groups that may be anything."""
+    return {name: (_setting(config, name),) for name in names}
+
+
+def _setting(config: TransformerConfig, name: str) -> Any:
+    """The value of the setting with the dotted ``name``; None in a group that is not there."""
+    group, _, field = name.rpartition(".")
+    owner = getattr(config, group) if group else config
+    return None if owner is None else getattr(owner, field)
+
+
+def _nested_defaults(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
+    """The default of every field of the nested groups that ``config`` has."""
+    return {
+        f"{name}.{field}": (info.default,)
+        for name, group in config.nested_groups.items()
+        if getattr(config, name) is not None
+        for field, info in group.model_fields.items()
+    }
+
+
 def _layer_shapes(config: TransformerConfig) -> dict[str, Shape]:
     H, F = config.hidden_size, config.ffn_hidden_size
-    Q, KV = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels  # A*D, G*D
-    linears = {"self_attn.q_proj": (Q, H), "self_attn.k_proj": (KV, H), "self_attn.v_proj": (KV, H)}
-    linears["self_attn.o_proj"] = (H, Q)
+    linears = {"mlp.up_proj": (F, H), "mlp.down_proj": (H, F)}
     if config.gate_activation is not None:
-        linears["mlp.gate_proj"] = (F, H)
-    linears |= {"mlp.up_proj": (F, H), "mlp.down_proj": (H, F)}
-    shapes: dict[str, Shape] = _norm("input_layernorm", config) | _norm("post_attention_layernorm", config)
+        linears = {"mlp.gate_proj": (F, H), **linears}
+    shapes: dict[str, Shape] = {}
+    for name in _NORMS[config.residual.norm_placement]:
+        shapes |= _norm(name, config)
+    shapes |= _attention_shapes(config)
     for name, shape in linears.items():
         shapes[f"{name}.weight"] = shape
-        if config.add_bias_linear:
+        if config.mlp_bias:
             shapes[f"{name}.bias"] = shape[:1]
     return shapes
+
+
+def _attention_shapes(config: TransformerConfig) -> dict[str, Shape]:
+    H, A, D, attention = config.hidden_size, config.num_attention_heads, config.kv_channels, config.attention
+    Q, KV = A * D, config.num_query_groups * D
+    linears = {"q_proj": (Q, H), "k_proj": (KV, H), "v_proj": (KV, H), "o_proj": (H, Q)}
+    if attention.output_gate:
+        linears["gate_proj"] = (Q, H)
+    shapes: dict[str, Shape] = {}
+    for name, shape in linears.items():
+        shapes[f"self_attn.{name}.weight"] = shape
+        if config.output_bias if name == "o_proj" else config.qkv_bias:
+            shapes[f"self_attn.{name}.bias"] = shape[:1]
+    for norm in ("q_norm", "k_norm"):
+        shapes |= {f"self_attn.{norm}.{part}": (D,) for part in attention.norm_parameters}
+    return shapes | ({"self_attn.sinks": (A,)} if attention.softmax == "learnable" else {})
 
 
 def _norm(name: str, config: TransformerConfig) -> dict[str, Shape]:

@@ -64,6 +64,9 @@ def context_attention(
     packed_seq_params: PackedSeqParams | None = None,
     dropout: Dropout | None = None,
     head_offset: int = 0,
+    scale: float | None = None,
+    sink: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """``fused_attention``'s out, [S/cp, B, A, D], of rows that ``group`` holds zig-zag.
 
@@ -76,11 +79,12 @@ def context_attention(
         packed_seq_params: of the whole rows, the same on all ranks.
         dropout: of probabilities; the key's tokens are the global ids of this rank's, [B, S/cp].
         head_offset: this rank's first head among all of tp.
+        scale, sink, softcap: as in ``fused_attention``; a rank's gradient of the sink [A] is a term of a sum over cp.
 
     Raises:
         ShapeError: a row without whole chunks, documents of other rows, or heads that the ranks that trade them do not
             divide.
-        ConfigError: groups of ranks that do not divide cp; a window as in ``fused_attention``.
+        ConfigError: groups of ranks that do not divide cp; a window, scale or softcap as in ``fused_attention``.
     """
     W, S = group.size(), q.shape[0] * group.size()
     if packed_seq_params is not None and packed_seq_params.seq_length != S:
@@ -91,17 +95,20 @@ def context_attention(
     sight = Sight.of(causal, window, packed_seq_params)
     drops = None if dropout is None else HeadDropout(dropout, head_offset)
     if method.name == "all_gather":
-        attention = PartialAttention(zigzag_spans(S, W, group.rank()), sight, drops, chosen_by_use())
+        attention = PartialAttention(
+            zigzag_spans(S, W, group.rank()), sight, drops, chosen_by_use(), scale=scale, softcap=softcap
+        )
         k, v = (zigzag_join(gather_from_sequence_parallel_region(x, group), W) for x in (k, v))  # [S, B, G, D]
-        return ring_attention(q, k, v, attention, Ring(None), [[range(S)]])
+        return ring_attention(q, k, v, sink, attention, Ring(None), [[range(S)]])
     inner = method.ranks_trading_heads(W)
     ring = Ring(group if inner < W else None, inner)
     spans = [zigzag_spans(S, ring.size, index) for index in range(ring.size)]
     trade = _HeadTrade(group, inner)
     q, k, v = (trade.for_sequence(x) for x in trade.divisible(q, k, v))  # [S/cp inner, B, A/inner, D]
     drops = None if drops is None else trade.dropout(drops, q.shape[2])
-    attention = PartialAttention(spans[ring.index], sight, drops, chosen_by_use())
-    return trade.for_heads(ring_attention(q, k, v, attention, ring, spans))
+    sink = None if sink is None else trade.sink(sink)
+    attention = PartialAttention(spans[ring.index], sight, drops, chosen_by_use(), scale=scale, softcap=softcap)
+    return trade.for_heads(ring_attention(q, k, v, sink, attention, ring, spans))
 
 
 @dataclass(frozen=True)
@@ -148,6 +155,10 @@ class _HeadTrade:
         tokens = zigzag_join(self._exchanged(tokens), self.inner).t()  # [B, S/cp inner]
         offset = drops.head_offset + self.group.rank() % self.inner * num_heads
         return HeadDropout(Dropout(drops.dropout.p, replace(key, tokens=tokens)), offset)
+
+    def sink(self, sink: Tensor) -> Tensor:
+        """``sink`` [A] of the heads that this rank has after the trade."""
+        return sink.chunk(self.inner)[self.group.rank() % self.inner]
 
     def _exchanged(self, parts: Tensor) -> Tensor:
         """Part i of ``parts`` for neighbour i -> what each neighbour had for this rank."""

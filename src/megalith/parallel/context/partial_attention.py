@@ -43,14 +43,17 @@ class Part(NamedTuple):
 class PartialAttention:
     """Attention of the queries at ``spans``, with what they see.
 
-    With ``dropout`` every score of a block is spelled out: kernels draw their own masks, and ours are a function of the
-    ids of the query and the key. The way back takes the path ``preferred``, as ``use`` says it to the way there.
+    ``scale`` and ``softcap`` are those of ``fused_attention``. With ``dropout`` every score of a block is spelled out:
+    kernels draw their own masks, and ours are a function of the ids of the query and the key. The way back takes the
+    path ``preferred``, as ``use`` says it to the way there.
     """
 
     spans: Sequence[range]
     sight: Sight
     dropout: HeadDropout | None = None
     preferred: Backend | None = None
+    scale: float | None = None
+    softcap: float | None = None
 
     def parts(self, key_spans: Sequence[range]) -> Iterator[Part]:
         """All blocks of the queries with keys at ``key_spans``."""
@@ -102,14 +105,16 @@ class PartialAttention:
     def _fused(self, block: Block) -> dict[str, Any]:
         return {
             "causal": False,  # the window says so
+            "scale": self.scale,
             "window": block.window,
             "packed_seq_params": block.documents,
+            "softcap": self.softcap,
         }
 
     def _spelled_out(
         self, block: Block, q: Tensor, at: slice, drops: HeadDropout
-    ) -> tuple[Tensor | None, float, int, int, Tensor]:
-        """bounds, scale, left, right and factors of the formulas; a mask depends on positions in the whole row."""
+    ) -> tuple[Tensor | None, float, float | None, int, int, Tensor]:
+        """What the formulas take after the sink: bounds to right, and factors, by positions in the whole row."""
         p, key = drops.dropout.p, drops.dropout.key
         assert key is not None, "a dropout site gives one"
         ids = replace(key, tokens=key.tokens[block.rows, at])
@@ -117,7 +122,8 @@ class PartialAttention:
         bounds = None if block.documents is None else block.documents.document_bounds
         left, right = (2**30 if side == -1 else side for side in block.window)
         factors = kept.to(torch.promote_types(q.dtype, torch.float32)) / (1.0 - p)
-        return bounds, q.shape[-1] ** -0.5, left, right, factors
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return bounds, scale, self.softcap, left, right, factors
 
 
 def _placed(spans: Sequence[range]) -> Iterator[tuple[range, int]]:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megalith.fusions import sink_correction
+from megalith.fusions.formulas.attention import sink_gradient
 from megalith.parallel.context.partial_attention import PartialAttention
 from megalith.topology.inbox import Inbox
 
@@ -69,13 +71,20 @@ class _Arriving:
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, attention: PartialAttention, ring: Ring, key_spans: list[list[range]]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    attention: PartialAttention,
+    ring: Ring,
+    key_spans: list[list[range]],
 ) -> Tensor:
     """Attention of this rank's queries over the keys of all ranks of ``ring``.
 
     Args:
         q: [Sq, B, A, D], at the positions of ``attention.spans``.
         k, v: [Sk, B, G, D] and [Sk, B, G, Dv], this rank's.
+        sink: [A], counted once, after the keys of all ranks.
         attention: what a query sees.
         ring: the ranks.
         key_spans: for each of them the positions of its keys.
@@ -83,7 +92,7 @@ def ring_attention(
     Returns:
         [Sq, B, A, Dv] in the dtype of ``q``; merged in float32 or wider, and rounded once.
     """
-    out: Tensor = _RingAttention.apply(q, k, v, attention, ring, key_spans)
+    out: Tensor = _RingAttention.apply(q, k, v, sink, attention, ring, key_spans)
     return out
 
 
@@ -94,6 +103,7 @@ class _RingAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sink: Tensor | None,
         attention: PartialAttention,
         ring: Ring,
         key_spans: list[list[range]],
@@ -108,15 +118,17 @@ class _RingAttention(torch.autograd.Function):
             attention.add_(out, lse, q, here_k, here_v, key_spans[(ring.index - step) % ring.size])
             if arriving is not None:
                 here_k, here_v = arriving.wait()
+        if sink is not None:
+            out, lse = sink_correction(out, lse, sink)
         out = out.to(q.dtype)
         ctx.attention, ctx.ring, ctx.key_spans = attention, ring, key_spans
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, sink, out, lse)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sink, out, lse = ctx.saved_tensors
         attention, ring = ctx.attention, ctx.ring
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
         here_k, here_v = k, v
@@ -136,4 +148,5 @@ class _RingAttention(torch.autograd.Function):
                 here_k, here_v = arriving.wait()
         if on_their_way is not None:
             dk, dv = on_their_way.wait()  # home again
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        dsink = sink_gradient(dout, None, out, lse, sink) if ctx.needs_input_grad[3] else None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None

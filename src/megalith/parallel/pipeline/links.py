@@ -192,7 +192,7 @@ class Messages:
             stage = self._placement.stage(result.rank, result.chunk)
             raise ShapeError(
                 f"{result} (stage {stage}) must be {list(shape)} in {dtype}, as the task's hidden_shape and "
-                f"precision.dtype say; it is {list(tensor.shape)} in {tensor.dtype}; mend one or the other"
+                f"hidden_dtype say; it is {list(tensor.shape)} in {tensor.dtype}; mend one or the other"
             )
 
 

@@ -37,7 +37,8 @@ def shard_model(
         compute_dtype: what forward and backward see.
         param_dtype: what the parameters, and the optimizer, are kept in.
         reshard_after_forward: free a unit's gathered weights after its forward (ZeRO-3) or keep them until its
-            backward (ZeRO-2): one all-gather a micro-batch less, for the memory of the whole model.
+            backward (ZeRO-2): one all-gather a micro-batch less, for the memory of the whole model. Those of the last
+            unit are kept anyway, because its backward is the first.
 
     Raises:
         ShapeError: a parameter is tied between two units, which FSDP2 would silently untie, or a unit holds dense
@@ -50,13 +51,15 @@ def shard_model(
         cast_forward_inputs=False,  # rotary tables stay in float32
     )
     placed: set[nn.Module] = set()
+    units = list(units)
+    needed_at_once = (*units[-1:], model)
     for module in (*units, model):
         fully_shard(
             module,
             mesh=pg_collection.data_mesh(_family(model, module, placed)),
             mp_policy=policy,
             shard_placement_fn=_other_dimension,
-            reshard_after_forward=reshard_after_forward and module is not model,
+            reshard_after_forward=reshard_after_forward and module not in needed_at_once,
         )
     if len(list(model.parameters())) != num_parameters:
         raise ShapeError(

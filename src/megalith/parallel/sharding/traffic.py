@@ -3,7 +3,8 @@
     all_gather       over shard x context, in the dtype of the computation, each time that the unit is gathered
     reduce_scatter   over shard x context, once a step, in the dtype of the reduction
     all_reduce       over replicate, of what the reduce_scatter gives, once a step
-    all_reduce       over tensor, once a step for each weight whose gradient is partial on the ranks of tp
+    all_reduce       over tensor, once a step for each weight whose gradient is partial on the ranks of tp, in the dtype
+                     of the reduction
 
 The dimension that is sharded is padded to a multiple of the ranks.
 """
@@ -48,16 +49,14 @@ class Sharding:
         """The ranks of one copy of the weights that tp leaves the same: those of context hold shards too."""
         return self.layout.shard * self.layout.context
 
-    def unit_traffic(self, weights: Sequence[Weight], num_gathers: int, *, accumulates: bool) -> Traffic:
-        """What a step exchanges for a unit of ``weights``; ``accumulates``: gradients are added up before."""
+    def unit_traffic(self, weights: Sequence[Weight], num_gathers: int) -> Traffic:
+        """What a step exchanges for a unit of ``weights``, which is gathered ``num_gathers`` times."""
         shards, reduced = self.num_shards, self.reduce_dtype.itemsize
         padded = sum(prod(self._shard(weight, index=0)) for weight in weights) * shards
         found = collective("shard", "all_gather", padded * self.compute_dtype.itemsize, shards, num_gathers)
         found += collective("shard", "reduce_scatter", padded * reduced, shards)
         found += collective("replicate", "all_reduce", padded // shards * reduced, self.layout.replicate)
-        # gradients that have been accumulated are in the dtype of the reduction
-        summed = (self.reduce_dtype if accumulates else self.compute_dtype).itemsize
-        terms = [prod(self._of_tp(weight)) * summed for weight in weights if weight.partial]
+        terms = [prod(self._of_tp(weight)) * reduced for weight in weights if weight.partial]
         return sum((collective("tensor", "all_reduce", size, self.layout.tensor) for size in terms), start=found)
 
     def shard_bytes(self, weight: Weight, index: int) -> int:

@@ -22,6 +22,7 @@ def vocab_parallel_cross_entropy(
     vocab_size: int,
     tp_group: dist.ProcessGroup | None,
     label_smoothing: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """The loss of every token, equal on all ranks of ``tp_group``: the fused one, of a vocabulary without padding.
 
@@ -30,6 +31,7 @@ def vocab_parallel_cross_entropy(
         target: int64 [S, B], in [0, V); the loss of another is NaN, so that no label outside is taken for a loss.
         vocab_size: V.
         label_smoothing: in [0, 1]; over the whole vocabulary, as torch.nn.functional.cross_entropy has it.
+        softcap: c of logits that become c tanh(logits / c) first; None: they stay as they are.
 
     Returns:
         [S, B] in float32, or float64 for float64 logits.
@@ -49,6 +51,7 @@ def vocab_parallel_cross_entropy(
         target,
         tp_group,
         label_smoothing=label_smoothing,
+        softcap=softcap,
         ignore_index=None,
         vocab_size=vocab_size,
         vocab_start=first,
@@ -63,8 +66,7 @@ def vocab_parallel_linear_cross_entropy(
     tp_group: dist.ProcessGroup | None,
     *,
     sequence_parallel: bool = False,
-    label_smoothing: float = 0.0,
-    chunk_size: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """``vocab_parallel_cross_entropy`` of the logits ``x weight^T``, of which a chunk of tokens lives at a time.
 
@@ -74,7 +76,6 @@ def vocab_parallel_linear_cross_entropy(
         weight: [V/tp, H], this rank's part, split as torch.chunk splits V.
         target: int64 [S, B], in [0, V).
         vocab_size: V.
-        chunk_size: [tokens] in a chunk; None: what ``fused_linear_cross_entropy`` takes by default.
 
     Returns:
         [S, B] in float32, or float64 for float64.
@@ -95,8 +96,7 @@ def vocab_parallel_linear_cross_entropy(
         target,
         tp_group,
         sequence_parallel=sequence_parallel,
-        chunk_size=chunk_size,
-        label_smoothing=label_smoothing,
+        softcap=softcap,
         ignore_index=None,
         vocab_size=vocab_size,
         vocab_start=first,

@@ -1,6 +1,6 @@
-"""Text from a model on disk, a run, a checkpoint or a Hugging Face folder: its tokenizer, and prompts to go on from."""
+"""Text from a model on disk, a run's, a checkpoint's or another system's: its tokenizer, and prompts to go on from."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +9,12 @@ from typing import BinaryIO
 import torch
 
 from megalith.config import TransformerConfig
-from megalith.data.stop_strings import StopStrings, check_stop_strings
+from megalith.data.stop_strings import StopStrings
 from megalith.data.tokenizer import TextStream, Tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError
+from megalith.models.foreign import ForeignModel, foreign_model
 from megalith.models.generation import check_prompt_length, stream
 from megalith.models.gpt_model import GPTModel
-from megalith.models.hf import ModelFolder, is_model_folder, open_folder
 from megalith.models.sampling import Sampling
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import refill_buffers_, state_tensors
@@ -25,7 +25,7 @@ from megalith.training.process_group import choose_device
 from megalith.training.run_folder import find_tokenizer, open_run
 from megalith.training.tasks.weights import load_weights
 
-__all__ = ["TextGenerator", "TextSource", "check_prompt", "in_order", "read_prompt", "read_prompts"]
+__all__ = ["TextGenerator", "TextSource", "check_prompt", "in_order", "read_prompt", "read_prompts", "stream_text"]
 
 _LONGEST_PROMPT = 1 << 20  # bytes
 
@@ -37,28 +37,31 @@ class TextSource:
     Attributes:
         load_model: reads them.
         end_tokens: ids of the tokens that end a text.
+        longest: [tokens] the length that it was trained on.
     """
 
     config: TransformerConfig
     tokenizer: Tokenizer
     end_tokens: frozenset[int]
+    longest: int
     load_model: Callable[[], GPTModel]
 
     @classmethod
     def open(
         cls, source: str | Path, tokenizer: str | Path | None = None, eod: str | int | None = None
     ) -> "TextSource":
-        """That of ``source``, a run, a checkpoint or a model folder of Hugging Face.
+        """That of ``source``, a run, a checkpoint, or a ``foreign_model``.
 
         Args:
             tokenizer: path of a tokenizer.json, for a source that has none; ``eod`` is its token that ends a document,
                 as in ``Tokenizer``.
 
-        Raises as ``open_run``, ``open_folder`` and ``find_tokenizer`` do, and DataError for a tokenizer that has more
+        Raises as ``open_run``, ``foreign_model`` and ``find_tokenizer`` do, and DataError for a tokenizer that has more
         entries than the model.
         """
         store = open_store(source)
-        opened = _open_folder(store, tokenizer, eod) if is_model_folder(store) else _open_run(store, tokenizer, eod)
+        folder = foreign_model(store)
+        opened = _open_run(store, tokenizer, eod) if folder is None else _open_foreign(folder, tokenizer, eod)
         vocab_size, found = opened.config.vocab_size, opened.tokenizer
         assert vocab_size is not None, "a run keeps its resolved settings, and a folder says it"
         if found.vocab_size > vocab_size:
@@ -129,19 +132,41 @@ class TextGenerator:
         Raises ConfigError, at the call, as ``models.generation.stream`` and ``TextSource.encode``, and for an empty
         stop string.
         """
-        check_stop_strings(stop)
-        encoded = self.source.encode(prompts)
-        texts = [_Text(self.source.tokenizer, ids, stop) for ids in encoded]
-        tokens = stream(
+        return stream_text(
             self.model,
-            encoded,
+            self.source.tokenizer,
+            self.source.encode(prompts),
             max_new_tokens,
             sampling=sampling,
             seeds=seeds,
             end_tokens=self.source.end_tokens,
-            stop=lambda row, _: texts[row].stopped,
+            stop=stop,
         )
-        return _pieces(tokens, texts)
+
+
+def stream_text(
+    model: GPTModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    end_tokens: Collection[int],
+    stop: Sequence[str] = (),
+) -> Generator[list[str | None], None, None]:
+    """``TextGenerator.stream`` for prompts of token ids; ``end_tokens`` end a text, as in ``models.generation``."""
+    texts = [_Text(tokenizer, ids, stop) for ids in prompts]
+    tokens = stream(
+        model,
+        prompts,
+        max_new_tokens,
+        sampling=sampling,
+        seeds=seeds,
+        end_tokens=end_tokens,
+        stop=lambda row, _: texts[row].stopped,
+    )
+    return _pieces(tokens, texts)
 
 
 def in_order(openings: Sequence[str], pieces: Iterator[Sequence[str | None]]) -> Iterator[str]:
@@ -253,24 +278,25 @@ def _open_run(store: Store, tokenizer: str | Path | None, eod: str | int | None)
             raise CheckpointError(f"{store} holds a {type(model).__name__}, which writes no text; name a GPT run")
         return model
 
-    return TextSource(config.model, found, frozenset([found.eod]), load)
+    return TextSource(config.model, found, frozenset([found.eod]), config.data.seq_length, load)
 
 
-def _open_folder(store: Store, tokenizer: str | Path | None, eod: str | int | None) -> TextSource:
-    folder = open_folder(store)
+def _open_foreign(folder: ForeignModel, tokenizer: str | Path | None, eod: str | int | None) -> TextSource:
     if tokenizer is None:
         found = folder.tokenizer(eod)
     else:
         found = Tokenizer.load(tokenizer, eod if eod is not None else next(iter(folder.end_tokens), None))
     if found is None:
-        raise DataError(f"{store} has no tokenizer.json; give --tokenizer PATH")
-    return TextSource(folder.config, found, frozenset([found.eod, *folder.end_tokens]), lambda: _folder_model(folder))
+        raise DataError(f"{folder.store} has no tokenizer.json; give --tokenizer PATH")
+    ends = frozenset([found.eod, *folder.end_tokens])
+    return TextSource(folder.config, found, ends, folder.num_positions, lambda: _foreign_weights(folder))
 
 
-def _folder_model(folder: ModelFolder) -> GPTModel:
+def _foreign_weights(folder: ForeignModel) -> GPTModel:
     """The model of ``folder`` in evaluation mode, in the dtype of its files."""
+    dtype = getattr(torch, folder.weights.dtype)
     with torch.device("meta"):
-        model = GPTModel(folder.config, BuildOptions(ProcessGroupCollection.single(), getattr(torch, folder.dtype)))
+        model = GPTModel(folder.config, BuildOptions(ProcessGroupCollection.single(), dtype))
     model.to_empty(device=choose_device())
     refill_buffers_(model)
     load_weights(folder.store, {name: tensor.detach() for name, tensor in state_tensors(model).items()})

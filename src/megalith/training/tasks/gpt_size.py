@@ -4,15 +4,20 @@ Parameters, for L layers, H hidden, A heads, G kv groups, D head size, F ffn, V 
 
     V H                                       embedding, and again for an output head that is not tied
     P H                                       learned positions, P = max_position_embeddings
-    per layer   H (A + 2G) D + A D H          q, k, v and o
+    per layer   H (A + 2G) D + A D H          q, k, v and o, and A D H of an output gate
                 m H F                         mlp: m = 3 gated (gate, up, down), else 2 (fc1, fc2)
-                (A + 2G) D + H + (m - 1) F + H    biases, with add_bias_linear
-    (2L + 1) H                                norms, twice as many with a LayerNorm's bias
+                (A + 2G) D + H                biases of attention, each where it is set, and A D of an output gate
+                (m - 1) F + H                 biases of the mlp, with mlp_bias
+                2 D, or 4 D, and A            norms of queries and keys, the latter with biases; learned sinks
+    (2L + 1) H                                norms, twice as many with a LayerNorm's bias; 4L + 1 of them around
+                                              attention and mlp (sandwich), 2L after them (post)
 
 Model FLOPs of a token: a multiply and an add for every weight that a matmul uses, and the two matmuls of attention
 over the S/2 positions that a causal mask leaves to a token on average; the backward costs twice the forward:
 
     3 (2 W + 2 A D S L),    W = L (H (A + 2G) D + A D H + m H F) + V H
+
+In a layer with a window of w < S tokens a query sees w (2S - w) / 2S of them on average, in place of S/2.
 
 This is the count of Chowdhery et al. 2022 ("PaLM", arXiv:2204.02311, appendix B: 6 N + 12 L H Q T) with attention
 halved for the causal mask, and without the parameters that only add or look up (embeddings, norms, biases). What
@@ -32,10 +37,11 @@ def parameters(config: TransformerConfig, vocab_size: int) -> int:
     if config.position_embedding_type == "learned_absolute":
         assert config.max_position_embeddings is not None, "a run that is loaded has it with learned positions"
         total += config.max_position_embeddings * H
-    if config.add_bias_linear:
-        queries, keys = _widths(config)
-        total += L * (queries + 2 * keys + H + (_mlp_matmuls(config) - 1) * config.ffn_hidden_size + H)
-    return total + (2 * L + 1) * H * (2 if config.normalization == "LayerNorm" else 1)
+    if config.mlp_bias:
+        total += L * ((_mlp_matmuls(config) - 1) * config.ffn_hidden_size + H)
+    total += L * _attention_vectors(config)
+    num_norms = {"pre": 2 * L + 1, "post": 2 * L, "sandwich": 4 * L + 1}[config.residual.norm_placement]
+    return total + num_norms * H * (2 if config.normalization == "LayerNorm" else 1)
 
 
 def flops_per_token(config: TransformerConfig, vocab_size: int, seq_length: int) -> int:
@@ -46,14 +52,34 @@ def flops_per_token(config: TransformerConfig, vocab_size: int, seq_length: int)
 
 def stage_costs(config: TransformerConfig, vocab_size: int, seq_length: int) -> ModelCosts:
     """``flops_per_token``, part by part: an embedding only looks up."""
-    layer = 3 * (2 * _layer_weights(config) + 2 * _widths(config)[0] * seq_length)
-    return ModelCosts((layer,) * config.num_layers, embedding=0, head=3 * 2 * vocab_size * config.hidden_size)
+    weights = 2 * _layer_weights(config)
+    layers = tuple(3 * (weights + _attention_flops(config, layer, seq_length)) for layer in range(config.num_layers))
+    return ModelCosts(layers, embedding=0, head=3 * 2 * vocab_size * config.hidden_size)
+
+
+def _attention_flops(config: TransformerConfig, layer: int, seq_length: int) -> int:
+    """Of a token's forward, in the two matmuls of attention."""
+    seen = min(config.attention.window_of(layer) or seq_length, seq_length)
+    return 2 * _widths(config)[0] * seen * (2 * seq_length - seen) // seq_length
 
 
 def _layer_weights(config: TransformerConfig) -> int:
     """The weights of a layer that matmuls use."""
     queries, keys = _widths(config)
-    return config.hidden_size * (2 * queries + 2 * keys + _mlp_matmuls(config) * config.ffn_hidden_size)
+    reads_queries = 3 if config.attention.output_gate else 2  # q, o and the gate
+    return config.hidden_size * (reads_queries * queries + 2 * keys + _mlp_matmuls(config) * config.ffn_hidden_size)
+
+
+def _attention_vectors(config: TransformerConfig) -> int:
+    """The parameters of a layer's attention that no matmul uses: biases, norms of queries and keys, sinks."""
+    (queries, keys), attention = _widths(config), config.attention
+    total = 0
+    if config.qkv_bias:
+        total += queries * (2 if attention.output_gate else 1) + 2 * keys
+    if config.output_bias:
+        total += config.hidden_size
+    total += 2 * len(attention.norm_parameters) * config.kv_channels
+    return total + (config.num_attention_heads if attention.softmax == "learnable" else 0)
 
 
 def _widths(config: TransformerConfig) -> tuple[int, int]:

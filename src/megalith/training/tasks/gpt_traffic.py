@@ -13,6 +13,7 @@ of layers, or of the parts that a run names, as far as backward needs it.
 
 from megalith.config import RunConfig, TransformerConfig
 from megalith.config.layout import Layout
+from megalith.models.gpt_model import hidden_dtype
 from megalith.parallel.context.attention import ContextMethod
 from megalith.parallel.context.traffic import attention_traffic
 from megalith.parallel.sharding.traffic import Weight
@@ -32,6 +33,7 @@ def gpt_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffic
     sequence = config.parallel.sequence
     num_tokens = config.data.seq_length // layout.context * config.train.micro_batch_size
     X = num_tokens * model.hidden_size * dtype.itemsize  # [S/cp, B, H]
+    hidden_bytes = num_tokens * model.hidden_size * hidden_dtype(model, dtype).itemsize
     whole = Passes()
     if stage.has_embedding:
         whole += leave_traffic(X, tp, sequence)
@@ -46,7 +48,7 @@ def gpt_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffic
         units=[_layer_weights(model, tp, sequence)] * len(stage.layers),
         rest=_other_weights(model, stage, sequence),
         shared=[embedding] if tied_apart else [],
-        hidden_bytes=X // tp if sequence else X,
+        hidden_bytes=hidden_bytes // tp if sequence else hidden_bytes,
     )
 
 
@@ -74,8 +76,9 @@ def _recomputed(config: RunConfig, enter: Passes, core: Passes, leave: Passes) -
         return Traffic()
     if config.train.recompute == "full":
         layer = attention + mlp
-        # dropout, at the layer's end, saves its mask
-        return layer.forward if config.model.hidden_dropout > 0.0 else layer.recomputed
+        # dropout at the layer's end saves its mask, and a norm there what it reads
+        saves_last = config.model.hidden_dropout > 0.0 or config.model.residual.norm_placement != "pre"
+        return layer.forward if saves_last else layer.recomputed
     again = core.recomputed if "core_attn" in names else Traffic()
     for name, block in (("self_attn", attention), ("mlp", mlp)):
         if name in names:
@@ -92,18 +95,27 @@ def _layer_weights(model: TransformerConfig, tp_size: int, sequence: bool) -> li
     heads_are_shared = G % tp_size != 0
     key = Weight((G * D, H), split=None if heads_are_shared else 0, partial=heads_are_shared)
     fc1 = [Weight((F, H), split=0)] * (1 if model.gate_activation is None else 2)
-    columns = [Weight((A * D, H), split=0), key, key, *fc1]
+    reads_queries = 2 if model.attention.output_gate else 1
+    qkv = [*[Weight((A * D, H), split=0)] * reads_queries, key, key]
     rows = [Weight((H, A * D), split=1), Weight((H, F), split=1)]
-    biases = []
-    if model.add_bias_linear:
-        biases = [Weight(column.shape[:1], column.split, column.partial) for column in columns]
-        biases += [Weight((H,), partial=sequence)] * len(rows)
-    return [*columns, *rows, *biases, *_norm(model, sequence) * 2]
+    biased = [*(qkv if model.qkv_bias else []), *(fc1 if model.mlp_bias else [])]
+    biases = [Weight(column.shape[:1], column.split, column.partial) for column in biased]
+    biases += [Weight((H,), partial=sequence)] * (model.output_bias + model.mlp_bias)  # of row-parallel products
+    num_norms = 4 if model.residual.norm_placement == "sandwich" else 2
+    return [*qkv, *fc1, *rows, *biases, *_of_heads(model), *_norm(model, sequence) * num_norms]
+
+
+def _of_heads(model: TransformerConfig) -> list[Weight]:
+    """Norms of queries and keys, which ranks of tp use for heads of their own, and learned sinks."""
+    norms = [Weight((model.kv_channels,), partial=True)] * (2 * len(model.attention.norm_parameters))
+    sinks = [Weight((model.num_attention_heads,), split=0)] if model.attention.softmax == "learnable" else []
+    return [*norms, *sinks]
 
 
 def _other_weights(model: TransformerConfig, stage: Stage, sequence: bool) -> list[Weight]:
     """Those of the stage that are in no layer."""
-    found = [] if not stage.has_head else _norm(model, sequence)
+    ends_in_norm = stage.has_head and model.residual.norm_placement != "post"
+    found = _norm(model, sequence) if ends_in_norm else []
     if stage.has_embedding or (stage.has_head and model.tie_word_embeddings):
         found.append(_embedding(model))
     if stage.has_head and not model.tie_word_embeddings:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.config import TransformerConfig, read_tree
-from megalith.models.hf import is_model_folder, open_folder
+from megalith.models.foreign import foreign_model
 from megalith.storage import open_store
 from megalith.training.run_folder import open_run
 
@@ -15,7 +15,7 @@ def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
     """A tree of settings for ``load_run``: those of ``source``, with the model at ``location``, whose weights it loads.
 
     Args:
-        location: a model folder of Hugging Face, a run's folder, or a checkpoint.
+        location: a model folder of Hugging Face, a run's folder, or a checkpoint, of ours or of Megatron-Core.
         source: as in ``load_run``; None for the ``usual_settings``.
 
     Raises:
@@ -23,10 +23,9 @@ def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
         ConfigError: our model cannot represent it, or ``source`` cannot be read.
     """
     store = open_store(location)
-    if is_model_folder(store):
-        folder = open_folder(store)
+    if (folder := foreign_model(store)) is not None:
         model, load = folder.config, store
-        usual = usual_settings(model, folder.num_positions, folder.dtype)
+        usual = usual_settings(model, folder.num_positions, folder.weights.dtype)
     else:
         load, _, run = open_run(store)
         model = run.model

@@ -14,7 +14,7 @@ from megalith.config.layout import Layout
 from megalith.data.gpt_dataset import EvaluationDataset, GPTBatch, GPTDataset, GPTSample, stack_samples
 from megalith.data.samples import Samples
 from megalith.errors import DataError
-from megalith.models.gpt_model import GPTModel, hidden_shape
+from megalith.models.gpt_model import GPTModel, hidden_dtype, hidden_shape
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions
@@ -79,6 +79,10 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         """[S/tp, B, H] under sequence parallelism, else [S, B, H]."""
         B, S = batch.tokens.shape
         return hidden_shape(self.config.model, options, B, S)
+
+    def hidden_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+        """float32 or wider where ``model.residual.fp32`` asks for it."""
+        return hidden_dtype(self.config.model, compute_dtype)
 
     def train_dataset(self) -> GPTDataset:
         """``data.train``, in the order of ``train.seed``."""

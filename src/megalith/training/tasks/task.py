@@ -99,6 +99,10 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
         """The shape on this rank of what a stage gives the next for ``batch``; a task with ``costs`` needs it too."""
         raise NotImplementedError
 
+    def hidden_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of what a stage gives the next, where the model computes in ``compute_dtype``; by default that."""
+        return compute_dtype
+
     @abstractmethod
     def train_dataset(self) -> Samples[Sample]:
         """The samples to train on. Raises DataError if they cannot be read."""

@@ -1,4 +1,4 @@
-"""The weights of a model, from whatever holds them: a checkpoint of ours, or a model folder of Hugging Face."""
+"""The weights of a model, from whatever holds them: a checkpoint of ours, or the model of another system."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megalith.checkpoint.load import load_stored, load_tensors
 from megalith.config import TransformerConfig
-from megalith.models.hf import is_model_folder, open_folder
+from megalith.models.foreign import foreign_model
 from megalith.storage import Store, open_store
 from megalith.topology.agreement import agreed
 
@@ -20,12 +20,12 @@ def is_weight(name: str) -> bool:
 
 
 def described_at(location: str | Path | Store) -> TransformerConfig | None:
-    """What the model folder of Hugging Face at ``location`` holds; None if it is no such folder.
+    """What the model of another system at ``location`` is; None if there is none.
 
     Raises CheckpointError if it is damaged, ConfigError if our model cannot represent it.
     """
-    store = open_store(location)
-    return open_folder(store).config if is_model_folder(store) else None
+    folder = foreign_model(location)
+    return None if folder is None else folder.config
 
 
 def load_weights(location: str | Path | Store, into: Mapping[str, Tensor]) -> None:
@@ -35,11 +35,11 @@ def load_weights(location: str | Path | Store, into: Mapping[str, Tensor]) -> No
 
     Raises:
         CheckpointError: what is at ``location`` is damaged, or does not fit; on every rank, with nothing changed.
-        ConfigError: our model cannot represent the config.json there.
+        ConfigError: our model cannot represent the one there.
     """
     store = open_store(location)
     with agreed(f"{store} cannot be loaded"):
-        folder = open_folder(store) if is_model_folder(store) else None
+        folder = foreign_model(store)
     if folder is None:
         load_tensors(store, into, only=is_weight, cast=True)
     else:

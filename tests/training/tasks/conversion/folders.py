@@ -16,6 +16,13 @@ SHAPES = {
     "tied llama": lambda: peers.llama(
         vocab_size=VOCAB, max_position_embeddings=24, tie_word_embeddings=True, head_dim=6, intermediate_size=38
     ),
+    "llama3 llama": lambda: peers.llama(vocab_size=VOCAB, eos_token_id=0, **peers.scaled("llama3")),
+    "yarn llama": lambda: peers.llama(vocab_size=VOCAB, eos_token_id=0, **peers.scaled("yarn, all of its fields")),
+    "mistral": lambda: peers.mistral(vocab_size=VOCAB, max_position_embeddings=24, eos_token_id=0, head_dim=6),
+    "qwen2": lambda: peers.qwen2(vocab_size=VOCAB, max_position_embeddings=24, eos_token_id=0),
+    "qwen3": lambda: peers.qwen3(
+        vocab_size=VOCAB, max_position_embeddings=24, tie_word_embeddings=True, num_key_value_heads=1, eos_token_id=0
+    ),
     "gpt2": lambda: peers.gpt2(vocab_size=VOCAB, eos_token_id=0),
     "untied gpt2": lambda: peers.gpt2(vocab_size=VOCAB, tie_word_embeddings=False, n_inner=37),
 }

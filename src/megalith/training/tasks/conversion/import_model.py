@@ -1,4 +1,4 @@
-"""``megalith convert import``: a run's folder at step 0, made of a model folder of Hugging Face."""
+"""``megalith convert import``: a run's folder at step 0, made of a model that another system wrote."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from torch import Tensor
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config import dump_yaml, load_run
 from megalith.data.tokenizer import Tokenizer
+from megalith.models.foreign import ForeignModel, foreign_model
 from megalith.models.hf import ModelFolder, open_folder
 from megalith.observe.machine import describe_machine
 from megalith.storage import new_folder, write_json_atomic, write_text_atomic
@@ -26,7 +27,7 @@ __all__ = ["Imported", "import_model"]
 class Imported:
     """What was read. ``proof``: that of the logits, or why there is none; None if none was asked for."""
 
-    folder: ModelFolder
+    folder: ForeignModel
     num_parameters: int
     tokenizer: Tokenizer | None
     proof: LogitProof | str | None
@@ -55,9 +56,9 @@ def import_model(
         DataError: its tokenizer.json cannot be read, or has no token that ends a document.
         StorageError: ``out`` exists, or cannot be written.
     """
-    folder = open_folder(source)
+    folder = foreign_model(source) or open_folder(source)
     tokenizer = folder.tokenizer(eod)
-    settings = usual_settings(folder.config, folder.num_positions, folder.dtype) | {"run": str(out.absolute())}
+    settings = usual_settings(folder.config, folder.num_positions, folder.weights.dtype) | {"run": str(out.absolute())}
     config = load_run(settings)
     with new_folder(out) as made:
         _save_weights(made, folder, progress)
@@ -66,13 +67,19 @@ def import_model(
             write_json_atomic(made / EOD_FILE, {"id": tokenizer.eod})
         write_text_atomic(made / "config.yaml", dump_yaml(config))
         num_parameters = sum(prod(tensor.shape) for tensor in folder.weights.tensors.values())
-        about = {"parameters": num_parameters, "dtype": folder.dtype, "imported from": str(folder.store)}
+        about = {"parameters": num_parameters, "dtype": folder.weights.dtype, "imported from": str(folder.store)}
         write_json_atomic(made / "about.json", about | describe_machine())
-        proof = stored_proof(made, folder.store, made) if with_proof else None
+        proof = _proof(made, folder) if with_proof else None
     return Imported(folder, num_parameters, tokenizer, proof)
 
 
-def _save_weights(made: Path, folder: ModelFolder, progress: Callable[[int, int], None]) -> None:
+def _proof(made: Path, folder: ForeignModel) -> LogitProof | str:
+    if isinstance(folder, ModelFolder):
+        return stored_proof(made, folder.store, made)
+    return "transformers cannot load a checkpoint of Megatron; compare the loss on held-out text: megalith eval"
+
+
+def _save_weights(made: Path, folder: ForeignModel, progress: Callable[[int, int], None]) -> None:
     """The checkpoint of step 0: weights, and no optimizer that has seen a step."""
     weights, done = folder.weights, 0
     described = {
@@ -82,10 +89,10 @@ def _save_weights(made: Path, folder: ModelFolder, progress: Callable[[int, int]
 
     def read(name: str) -> Tensor:
         nonlocal done
-        progress(done, folder.num_bytes)
+        progress(done, folder.weights.num_bytes)
         done += described[name].numel() * described[name].element_size()
         return weights.read(name)
 
     state = {"version": STATE_VERSION, "train": TrainState().state_dict()}
     save_checkpoint(made / "checkpoints", 0, described, state, keep_last=1, read=read)
-    progress(folder.num_bytes, folder.num_bytes)
+    progress(folder.weights.num_bytes, folder.weights.num_bytes)

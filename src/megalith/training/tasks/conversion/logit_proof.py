@@ -76,10 +76,10 @@ def prove(run: str | Path | Store, folder: str | Path | Store) -> LogitProof:
         raise CheckpointError(f"{run} and {folder} are not the same model: their tensors have other names or shapes")
     tokens = torch.randint(V, (_ROWS, S), generator=torch.Generator().manual_seed(0))  # [B, S]
     with torch.no_grad():
-        ours = _our_logits(run, getattr(torch, described.dtype), tokens)
+        ours = _our_logits(run, getattr(torch, described.weights.dtype), tokens)
         theirs = _their_logits(transformers, folder, tokens)
     difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
-    proof = LogitProof(difference, largest, tokens.numel(), described.dtype, transformers.__version__)
+    proof = LogitProof(difference, largest, tokens.numel(), described.weights.dtype, transformers.__version__)
     if not difference <= _TOLERANCE * largest:  # NaN is no proof
         raise CheckpointError(f"{run} and {folder} are not the same model: {proof}")
     return proof

@@ -1,0 +1,188 @@
+"""What a call costs beside its work, on tensors so small that Python and torch's dispatch are all of it.
+
+Launching nothing: an operator whose implementation only allocates, as this house registers it, as torch dispatches it,
+and as a plain ``torch.autograd.Function`` that allocates the same. Computing: an operation beside torch's own spelling,
+in training and as decoding calls it, one token at a time without gradients.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.fusions.clock import Clock
+from benchmarks.rounds import Spread
+from megalith import fusions
+from megalith.fusions.formulas import attention, glu, norm, rope
+from megalith.fusions.paths.library import Operator
+
+__all__ = ["as_markdown", "measure_calls"]
+
+_REPEATS = 20  # calls of a sample, so that the clock is small beside them
+_H, _A, _D = 512, 8, 64
+_PLAIN, _TORCH = "plain Function", "torch"
+_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """A declared operator and its operands; and an operation and torch's own spelling, both of the same ``tensors``."""
+
+    operator: Operator[Any, Any]
+    operands: tuple[Any, ...]
+    tensors: tuple[Tensor, ...]
+    ours: Callable[..., Any]
+    torchs: Callable[..., Any]
+
+
+Seconds = Mapping[str, Sequence[float]]  # of each contender, by round
+
+
+def measure_calls(device: str, rounds: int) -> dict[str, Seconds]:
+    """Seconds of a call, by what was called."""
+    clock, found = Clock(device), {}
+    for name, operation in _operations(device).items():
+        found[f"{name}, launching nothing"] = _interleaved(clock, rounds, _launching_nothing(name, operation))
+        computing = {"Megalith": operation.ours, _TORCH: operation.torchs}
+        for title, make in (("training", _training), ("decoding", _decoding)):
+            calls = {contender: make(compute, operation.tensors) for contender, compute in computing.items()}
+            found[f"{name}, {title}"] = _interleaved(clock, rounds, calls)
+    return found
+
+
+def as_markdown(calls: Mapping[str, Seconds]) -> str:
+    """A row for each call: microseconds of the base, and the others as so many times that."""
+    lines = [
+        "### Calls on tiny tensors",
+        "",
+        "| call | base | us | Megalith, of base [quartiles] | registered operator, of base |",
+        "|---" * 5 + "|",
+    ]
+    for name, seconds in calls.items():
+        base = _PLAIN if _PLAIN in seconds else _TORCH
+        ours, *registered = (
+            Spread.of([mine / its for mine, its in zip(values, seconds[base], strict=True)])
+            for contender, values in seconds.items()
+            if contender != base
+        )
+        others = "".join(f"{one.median:.2f}" for one in registered)
+        spread = f"{ours.median:.2f} [{ours.low:.2f}..{ours.high:.2f}]"
+        lines.append(f"| {name} | {base} | {1e6 * statistics.median(seconds[base]):.0f} | {spread} | {others} |")
+    return "\n".join(lines) + "\n"
+
+
+def _interleaved(clock: Clock, rounds: int, calls: Mapping[str, Callable[[], object]]) -> Seconds:
+    for call in calls.values():
+        call()
+    samples = [[clock.seconds(call, _REPEATS) for call in calls.values()] for _ in range(rounds)]
+    return dict(zip(calls, zip(*samples, strict=True), strict=True))
+
+
+def _training(compute: Callable[..., Any], tensors: Sequence[Any]) -> Callable[[], object]:
+    """Forward and backward."""
+    leaves = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
+    upstream = [torch.ones_like(y) for y in _roots(compute(*tensors))]
+    return lambda: torch.autograd.grad(_roots(compute(*tensors)), leaves, upstream)
+
+
+def _decoding(compute: Callable[..., Any], tensors: Sequence[Any]) -> Callable[[], object]:
+    def call() -> None:
+        with torch.no_grad():
+            compute(*tensors)
+
+    return call
+
+
+def _roots(results: Any) -> list[Tensor]:
+    values = results if isinstance(results, tuple) else (results,)
+    return [y for y in values if y.requires_grad]
+
+
+def _launching_nothing(name: str, operation: _Operation) -> dict[str, Callable[[], object]]:
+    """Forward and backward of the operator registered over its allocators, and of a plain Function over the same."""
+    operator = operation.operator
+    name = f"nothing_of_{name.replace(' ', '_')}"
+    contenders = {
+        "Megalith": operator.register(name, operator.outputs, operator.gradients, opaque=True),
+        "registered": getattr(torch.ops.megalith, name),
+        _PLAIN: _plain(operator),
+    }
+    return {contender: _training(compute, operation.operands) for contender, compute in contenders.items()}
+
+
+def _plain(operator: Operator[Any, Any]) -> Callable[..., Any]:
+    """A Function as its author writes it: it saves the tensors that it is given, and allocates a gradient for each."""
+
+    class Plain(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            outputs = operator.outputs(*inputs)
+            ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
+            if isinstance(outputs, tuple):
+                ctx.mark_non_differentiable(*outputs[operator.num_differentiable :])
+            ctx.set_materialize_grads(not operator.absent_as_none)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+            gradients = (torch.empty_like(x) for x in ctx.saved_tensors)
+            return tuple(next(gradients) if needed else None for needed in ctx.needs_input_grad)
+
+    apply: Callable[..., Any] = Plain.apply
+    return apply
+
+
+def _operations(device: str) -> dict[str, _Operation]:
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, requires_grad=True)
+
+    x, residual, weight, gate_and_up = leaf(1, 1, _H), leaf(1, 1, _H), leaf(_H), leaf(1, 1, 2 * _H)
+    q, k, v = (leaf(1, 1, _A, _D) for _ in range(3))
+    cos, sin = torch.randn(2, 1, _D // 2, device=device)
+    norming = None, None, None, None, 0, 0.0, _EPS, "RMSNorm", False
+    return {
+        "rms norm": _Operation(
+            norm.OPERATOR,
+            (x, None, weight, *norming),
+            (x, weight),
+            lambda x, weight: fusions.fused_rms_norm(x, weight, _EPS),
+            lambda x, weight: functional.rms_norm(x, (_H,), weight, _EPS),
+        ),
+        "add and rms norm": _Operation(
+            norm.OPERATOR,
+            (leaf(1, _H), leaf(1, _H), weight, *norming),
+            (x, residual, weight),
+            lambda x, r, weight: fusions.fused_add_norm(x, r, weight, normalization="RMSNorm", eps=_EPS),
+            lambda x, r, weight: (functional.rms_norm(h := x + r, (_H,), weight, _EPS), h),
+        ),
+        "swiglu": _Operation(
+            glu.OPERATOR,
+            (leaf(1, 2 * _H), None, None, None, *glu.Gating.of("silu")),
+            (gate_and_up,),
+            lambda x: fusions.glu(x, activation="silu"),
+            lambda x: functional.silu(x[..., :_H]) * x[..., _H:],
+        ),
+        "rope": _Operation(
+            rope.OPERATOR,
+            (q, k, cos, sin, None, None, None, "neox", False, 0, [], _EPS, False),
+            (q, k),
+            lambda q, k: fusions.fused_rope(q, k, cos, sin),
+            lambda q, k: tuple(_rotated(x, cos[:, None, None], sin[:, None, None]) for x in (q, k)),
+        ),
+        "attention": _Operation(
+            attention.operator(batch_first=True),
+            (q, k, v, None, None, _D**-0.5, 1 << 30, 0),
+            (q, k, v),
+            lambda *qkv: fusions.fused_attention(*qkv)[0],
+            lambda *qkv: functional.scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in qkv), is_causal=True),
+        ),
+    }
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,28 @@
+"""Constant factors along the model (Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466), and the logits' bound."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from megalith.config.settings_group import SettingsGroup
+
+__all__ = ["MultipliersConfig"]
+
+
+class MultipliersConfig(SettingsGroup):
+    """Constant factors along the model, as in muP, Gemma and Granite; first weights stay those of init_method_std."""
+
+    dotted_name: ClassVar[str] = "model.multipliers"
+
+    embedding: float = Field(
+        default=1.0,
+        gt=0,
+        description="[factor] on token embeddings, before positions are added; Gemma: the root of hidden_size",
+    )
+    residual: float = Field(
+        default=1.0, gt=0, description="[factor] on what attention and MLP add to the residual stream"
+    )
+    logits: float = Field(default=1.0, gt=0, description="[factor] on the logits; Granite: 1 / logits_scaling")
+    logit_softcap: float | None = Field(
+        default=None, gt=0, description="[logit] bound c: logits x become c tanh(x / c) (Gemma 2); null: none"
+    )

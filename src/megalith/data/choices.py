@@ -1,0 +1,83 @@
+"""Multiple-choice questions: a JSONL file of {"context": text, "choices": [text, text, ...], "answer": index}.
+
+A choice stands as it follows the context, its space included: {"context": "The sky is", "choices": [" blue", " loud"],
+"answer": 0}. Answers count from 0, other fields are passed over, and so are empty lines.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalith.errors import DataError
+from megalith.input_file import read_regular_file
+
+__all__ = ["Question", "read_questions"]
+
+_MOST_BYTES = 1 << 28
+_MOST_TOLD = 10  # lines; who has more wants to see the first ones
+
+
+@dataclass(frozen=True)
+class Question:
+    """``answer``: the index of the right one of ``choices``."""
+
+    context: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+def read_questions(path: str | Path) -> list[Question]:
+    """The questions of the file ``path``, one a line.
+
+    Raises DataError if it cannot be read, holds none, or has malformed lines, the first of which it lists by number.
+    """
+    try:
+        lines = read_regular_file(path, _MOST_BYTES).split(b"\n")
+    except OSError as error:
+        raise DataError(f"questions cannot be read from {path}: {error.strerror}; check the path") from error
+    questions, wrong = [], []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        record = _parsed(line)
+        problems = list(_problems(record))
+        if problems:
+            wrong.append(f"line {number}: {'; '.join(problems)}")
+        else:
+            questions.append(Question(record["context"], tuple(record["choices"]), record["answer"]))
+    if wrong:
+        more = [f"  and {len(wrong) - _MOST_TOLD:,} more"] if len(wrong) > _MOST_TOLD else []
+        told = "\n".join([*(f"  {each}" for each in wrong[:_MOST_TOLD]), *more])
+        wanted = '{"context": text, "choices": [text, text, ...], "answer": index}'
+        raise DataError(f"each line of {path} must be {wanted}:\n{told}")
+    if not questions:
+        raise DataError(f"{path} holds no question; write one a line")
+    return questions
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _problems(record: Any) -> Iterator[str]:
+    """What keeps ``record`` from being a question."""
+    if not isinstance(record, dict):
+        yield "it is no JSON object in UTF-8"
+        return
+    choices, answer = record.get("choices"), record.get("answer")
+    if not _is_text(record.get("context")):
+        yield f"context must be text; got {record.get('context')!r:.60}"
+    if not isinstance(choices, list) or len(choices) < 2 or not all(_is_text(choice) and choice for choice in choices):
+        yield f"choices must be two texts or more, none of them empty; got {choices!r:.60}"
+    elif type(answer) is not int or not 0 <= answer < len(choices):
+        yield f"answer must be a whole number from 0 to {len(choices) - 1}; got {answer!r:.60}"
+
+
+def _is_text(value: Any) -> bool:
+    """Whether ``value`` is text that UTF-8 can hold: JSON may spell half of a surrogate pair."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)

@@ -1,0 +1,111 @@
+"""The fields of rotary positions in config.json: those of transformers 4 and of transformers 5, both ways.
+
+transformers 4 has ``rope_theta`` and ``rope_scaling``; transformers 5 has both in ``rope_parameters``, and still reads
+the old ones.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from megalith.config import RopeConfig, RopeScalingConfig
+from megalith.models.hf.fields import Fields
+
+__all__ = ["read_rope", "write_rope"]
+
+_LENGTH = "original_max_position_embeddings"
+
+
+class _Keys(NamedTuple):
+    """The keys of one ``rope_type`` beside its name, which are fields of our scaling too."""
+
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+_TYPES: Mapping[str, _Keys] = MappingProxyType(
+    {
+        "default": _Keys(),
+        "linear": _Keys(("factor",)),
+        "llama3": _Keys(("factor", _LENGTH, "low_freq_factor", "high_freq_factor")),
+        "yarn": _Keys(
+            ("factor", _LENGTH),
+            ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+        ),
+    }
+)
+
+
+def read_rope(fields: Fields) -> dict[str, Any]:
+    """The settings of ``model.rope``. Fields that disagree, and what our rotary positions lack, are refused."""
+    bases: dict[str, float] = {}
+    scalings: dict[str, dict[str, Any]] = {}
+    if (base := fields.optional("rope_theta", float)) is not None:
+        bases["rope_theta"] = base
+    longest = fields.optional("max_position_embeddings", int)  # rotary positions have no table, so no bound
+    for name in ("rope_scaling", "rope_parameters"):  # one thing, under its old and its new name
+        given = fields.optional(name, dict) or {}
+        rope = {key: value for key, value in given.items() if value is not None}
+        base = rope.pop("rope_theta", None)
+        if isinstance(base, int | float):
+            bases[f"{name}.rope_theta"] = base
+        elif base is not None:
+            fields.refuse(f"{name}.rope_theta must be a number; got {base!r:.80}")
+        if rope:
+            scalings[name] = _read_scaling(fields, name, rope, longest)
+    if len(set(bases.values())) > 1:
+        fields.refuse(f"the bases of the rotary positions differ: {bases}; delete the wrong one")
+    first, *others = scalings.values() or [{}]
+    if others not in ([], [first]):
+        fields.refuse(f"rope_scaling and rope_parameters must say the same; got {scalings}; delete the wrong one")
+    base = next(iter(bases.values()), 10000.0)
+    if abs(base) >= 2**63:
+        fields.refuse("rope_theta must be below 2^63")
+        base = 10000.0
+    return {"base": float(base), "scaling": first or None}
+
+
+def write_rope(rope: RopeConfig, max_position_embeddings: int) -> dict[str, Any]:
+    """The fields of ``rope``, for a model that was trained on rows of so many tokens."""
+    fields: dict[str, Any] = {"max_position_embeddings": max_position_embeddings, "rope_theta": rope.base}
+    if rope.scaling is None:
+        return {**fields, "rope_parameters": {"rope_type": "default", "rope_theta": rope.base}}
+    scaling = _write_scaling(rope.scaling)
+    if (length := rope.scaling.original_max_position_embeddings) is not None:
+        # transformers warns of yarn over another ratio than its factor, and of llama3 over no longer rows than before
+        reached = round(rope.scaling.factor * length)
+        longest = reached if rope.scaling.type == "yarn" else max(reached, max_position_embeddings)
+        fields["max_position_embeddings"] = longest
+    return {**fields, "rope_scaling": scaling, "rope_parameters": {**scaling, "rope_theta": rope.base}}
+
+
+def _read_scaling(fields: Fields, name: str, rope: dict[str, Any], longest: int | None) -> dict[str, Any]:
+    """The settings of ``model.rope.scaling``, none for a ``rope_type`` of "default"."""
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    keys = _TYPES.get(kind) if isinstance(kind, str) else None
+    if keys is None:
+        fields.refuse(f"{name}.rope_type must be one of {', '.join(_TYPES)}; got {kind!r:.80}")
+        return {}
+    if _LENGTH in keys.required and longest is not None:
+        rope.setdefault(_LENGTH, longest)
+    missing = [key for key in keys.required if key not in rope]
+    unknown = sorted(rope.keys() - {*keys.required, *keys.optional})
+    if missing:
+        fields.refuse(f"{name} of rope_type {kind!r} must have {', '.join(missing)}; it does not")
+    if unknown:
+        fields.refuse(f"{name} of rope_type {kind!r} must not have {', '.join(unknown)}, which our model does not know")
+    if missing or unknown or kind == "default":
+        return {}
+    if "attention_factor" in rope or not (rope.get("mscale") and rope.get("mscale_all_dim")):
+        # transformers reads the two together, and beside an attention_factor not at all
+        rope = {key: value for key, value in rope.items() if key not in ("mscale", "mscale_all_dim")}
+    return {"type": kind, **rope}
+
+
+def _write_scaling(scaling: RopeScalingConfig) -> dict[str, Any]:
+    keys = _TYPES[scaling.type]
+    found = {"rope_type": scaling.type, **{key: getattr(scaling, key) for key in keys.required}}
+    for key in keys.optional:
+        if (value := getattr(scaling, key)) != RopeScalingConfig.model_fields[key].default:
+            found[key] = value
+    return found

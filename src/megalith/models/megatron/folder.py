@@ -1,0 +1,215 @@
+"""A GPT checkpoint of Megatron-Core in its ``torch_dist`` format, ``iter_0001000``, as a source of our parameters.
+
+    .metadata      which part of each tensor lies where        __0_0.distcp ...   the tensors
+    common.pt      the arguments of the training, and more     metadata.json      the name of the format
+
+Every pickle among them is read as data. A checkpoint of any layout of Megatron is read box by box.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, ClassVar
+
+from megalith.checkpoint.box import Box
+from megalith.checkpoint.index import Piece, StoredTensor
+from megalith.checkpoint.shard_header import ShardEntry
+from megalith.checkpoint.stored_tensors import StoredTensors
+from megalith.config import TransformerConfig
+from megalith.errors import CheckpointError, ConfigError, StorageError
+from megalith.models.hf.parameters import Shape, parameter_shapes
+from megalith.models.megatron.gpt import Rows, config_of, key_in_layer, source_of
+from megalith.models.megatron.inert_pickle import Inert, origin_of
+from megalith.models.megatron.torch_dist import METADATA, Chunk, ChunkedTensor, read_saved, read_tensors, rows_of
+from megalith.storage import Store, open_store
+
+__all__ = ["MegatronFolder", "is_megatron_folder", "open_megatron_folder"]
+
+_FORMAT, _COMMON, _NEWEST = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
+_OPTIMIZER = "optimizer."
+_USUAL_POSITIONS = 2048
+
+
+@dataclass(frozen=True)
+class MegatronFolder:
+    """A checkpoint whose model ours can represent, and whose tensors are those of that model.
+
+    Attributes:
+        store: the folder.
+        arguments: Megatron's, as they were pickled; classes among them are inert.
+        weights: our parameters by name, to be read box by box.
+    """
+
+    store: Store
+    arguments: Mapping[str, Any]
+    config: TransformerConfig
+    weights: StoredTensors
+
+    architecture: ClassVar[str] = "GPT of Megatron-Core"
+    end_tokens: ClassVar[tuple[int, ...]] = ()  # the tokenizer alone knows them
+
+    @property
+    def num_positions(self) -> int:
+        """[tokens] The length that the model was trained on."""
+        given = self.arguments.get("seq_length") or self.arguments.get("max_position_embeddings")
+        return given if type(given) is int and given > 0 else _USUAL_POSITIONS
+
+    def tokenizer(self, eod: str | int | None = None) -> None:
+        """There is none: Megatron keeps its tokenizer apart."""
+
+
+def is_megatron_folder(store: Store) -> bool:
+    """Whether ``store`` looks like a ``torch_dist`` checkpoint of Megatron, or the folder of several."""
+    names = store.names()
+    return {METADATA, _COMMON} <= set(names) or _NEWEST in names
+
+
+def open_megatron_folder(location: str | Path | Store) -> MegatronFolder:
+    """The checkpoint ``location``, or the newest in that folder, with everything checked but the values of its tensors.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or tensors and arguments do not fit.
+        ConfigError: our model cannot represent the one that the arguments describe.
+    """
+    store = open_store(location)
+    try:
+        if _NEWEST in store.names():
+            store = store / _newest(store)
+        _check_format(store)
+        arguments = _arguments(store)
+        theirs = {key: tensor for key, tensor in read_tensors(store).items() if not key.startswith(_OPTIMIZER)}
+    except StorageError as error:
+        raise CheckpointError(f"{error}; give the folder of one iteration, iter_...") from error
+    embedding = theirs.get("embedding.word_embeddings.weight")
+    if embedding is None:
+        raise CheckpointError(f"{store} holds no embedding.word_embeddings.weight, and so no GPT of Megatron")
+    config = config_of(arguments, embedding.shape[0])
+    wanted = _Collected(store, theirs, config)
+    entries: dict[str, dict[str, ShardEntry]] = {}
+    tensors = {name: wanted.tensor(name, shape, entries) for name, shape in parameter_shapes(config).items()}
+    if unread := sorted(theirs.keys() - wanted.read):
+        raise CheckpointError(
+            f"{store} holds tensors that a GPT of these arguments does not have: {', '.join(unread[:8])}"
+        )
+    return MegatronFolder(store, arguments, config, StoredTensors(store, tensors, entries))
+
+
+class _Collected:
+    """What is taken of the tensors ``theirs``; ``read``: which of them."""
+
+    def __init__(self, store: Store, theirs: Mapping[str, ChunkedTensor], config: TransformerConfig) -> None:
+        self.store, self.theirs, self.config = store, theirs, config
+        self.read: set[str] = set()
+        self._elements: dict[Chunk, ShardEntry] = {}
+
+    def tensor(self, name: str, shape: Shape, entries: dict[str, dict[str, ShardEntry]]) -> StoredTensor:
+        """Our parameter ``name`` in pieces of theirs, whose bytes are noted in ``entries`` by file and key."""
+        key, layer, all_rows = source_of(name, self.config)
+        tensor, stacked = self._found(key, layer)
+        all_rows = all_rows or (Rows(0, shape[0], 0),)
+        pieces = []
+        for chunk in tensor.chunks:
+            slab = _Slab.of(chunk, layer if stacked else None, self._where(tensor, chunk))
+            if slab is None:
+                continue
+            for rows in all_rows:
+                if (part := slab.rows(rows)) is not None:
+                    box, entry = part
+                    piece_key = f"{name}@{entry.begin}"
+                    entries.setdefault(chunk.file, {})[piece_key] = entry
+                    pieces.append(Piece(chunk.file, piece_key, box))
+        given = sum(piece.box.num_elements for piece in pieces)
+        source_shape = tensor.shape[1:] if stacked else tensor.shape
+        if given != prod(shape) or source_shape[1:] != shape[1:]:
+            raise CheckpointError(
+                f"{key} of {self.store} does not fit: {name} must be {list(shape)}, and it is {list(source_shape)}"
+            )
+        return StoredTensor(shape, tensor.dtype, tuple(pieces))
+
+    def _found(self, key: str, layer: int | None) -> tuple[ChunkedTensor, bool]:
+        """The tensor, and whether it is the stack of all layers."""
+        keys = [key] if layer is None else [key_in_layer(key), key_in_layer(key, layer)]
+        for number, full in enumerate(keys):
+            if full in self.theirs:
+                self.read.add(full)
+                tensor, stacked = self.theirs[full], layer is not None and number == 0
+                if stacked and (not tensor.shape or tensor.shape[0] != self.config.num_layers):
+                    raise CheckpointError(
+                        f"{full} must have {self.config.num_layers} layers; it is {list(tensor.shape)}"
+                    )
+                return tensor, stacked
+        raise CheckpointError(f"{self.store} holds no tensor {' or '.join(keys)}")
+
+    def _where(self, tensor: ChunkedTensor, chunk: Chunk) -> ShardEntry:
+        if chunk not in self._elements:
+            self._elements[chunk] = rows_of(self.store, tensor, chunk)
+        return self._elements[chunk]
+
+
+@dataclass(frozen=True)
+class _Slab:
+    """The part of a chunk that is of one layer: a box without the dimension of layers, and its bytes."""
+
+    box: Box
+    entry: ShardEntry
+
+    @classmethod
+    def of(cls, chunk: Chunk, layer: int | None, entry: ShardEntry) -> "_Slab | None":
+        """None if the chunk has nothing of the ``layer``; with ``layer`` None there is no dimension of layers."""
+        offsets, sizes, begin, end = chunk.offsets, chunk.sizes, entry.begin, entry.end
+        if layer is not None:
+            if not offsets[0] <= layer < offsets[0] + sizes[0]:
+                return None
+            num_bytes = (end - begin) // sizes[0]
+            begin += (layer - offsets[0]) * num_bytes
+            end, offsets, sizes = begin + num_bytes, offsets[1:], sizes[1:]
+        box = Box(tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)))
+        return cls(box, ShardEntry(entry.dtype, sizes, begin, end))
+
+    def rows(self, rows: Rows) -> tuple[Box, ShardEntry] | None:
+        """The part that is of ``rows``: its box in our tensor, and its bytes, which are whole rows of the slab."""
+        first, last = self.box.ranges[0]
+        start, stop = max(first, rows.source), min(last, rows.source + rows.last - rows.first)
+        if start >= stop:
+            return None
+        row_bytes = (self.entry.end - self.entry.begin) // (last - first)
+        begin = self.entry.begin + (start - first) * row_bytes
+        ours = rows.first + start - rows.source
+        box = Box(((ours, ours + stop - start), *self.box.ranges[1:]))
+        end = begin + (stop - start) * row_bytes
+        return box, ShardEntry(self.entry.dtype, (stop - start, *self.entry.shape[1:]), begin, end)
+
+
+def _newest(store: Store) -> str:
+    """The folder of the newest iteration."""
+    told = store.read(_NEWEST, 0, min(store.size(_NEWEST), 64)).strip()
+    if not told.isdigit():
+        raise CheckpointError(f"{store / _NEWEST} must hold the number of an iteration; it holds {told!r}")
+    return f"iter_{int(told):07}"
+
+
+def _check_format(store: Store) -> None:
+    """Raises CheckpointError for another format of Megatron's."""
+    if _FORMAT not in store.names():
+        return
+    try:
+        described = json.loads(store.read(_FORMAT, 0, min(store.size(_FORMAT), 1 << 16)))
+        backend = described["sharded_backend"]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{store / _FORMAT} does not name the format of the checkpoint: {error!r}") from error
+    if backend != "torch_dist":
+        raise CheckpointError(f"{store} must be of Megatron's format torch_dist; it is {backend!r:.80}")
+
+
+def _arguments(store: Store) -> dict[str, Any]:
+    """Those that Megatron trained with, which it keeps in common.pt."""
+    common = read_saved(store, _COMMON)
+    arguments = common.get("args") if isinstance(common, dict) else None
+    if not isinstance(arguments, Inert) or origin_of(arguments) != "argparse.Namespace":
+        raise ConfigError(
+            f"{store / _COMMON} must hold Megatron's args, which describe the model; it has none. Save the checkpoint "
+            "with Megatron's own training script"
+        )
+    return arguments.fields()

@@ -1,0 +1,196 @@
+"""GPT of Megatron-Core: its arguments as our settings, and where each of our parameters lies in its tensors.
+
+    ours                                   theirs
+    model.embed_tokens                     embedding.word_embeddings
+    model.embed_positions                  embedding.position_embeddings
+    layers.i.input_layernorm               decoder.layers.self_attention.linear_qkv.layer_norm_...
+    layers.i.self_attn.{q,k,v}_proj        decoder.layers.self_attention.linear_qkv, by groups: A/G heads of q, k, v
+    layers.i.self_attn.o_proj              decoder.layers.self_attention.linear_proj
+    layers.i.post_attention_layernorm      decoder.layers.mlp.linear_fc1.layer_norm_...
+    layers.i.mlp.{gate,up}_proj            decoder.layers.mlp.linear_fc1, gate above up
+    layers.i.mlp.down_proj                 decoder.layers.mlp.linear_fc2
+    model.norm                             decoder.final_layernorm
+    lm_head                                output_layer
+
+Layers of one kind are one tensor, stacked along a new first dimension; where they are not, a key names its layer:
+``decoder.layers.3.mlp...``.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ValidationError
+
+from megalith.config import TransformerConfig
+from megalith.errors import ConfigError
+
+__all__ = ["Rows", "config_of", "key_in_layer", "source_of"]
+
+_OUTSIDE = {
+    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "model.embed_positions.weight": "embedding.position_embeddings.weight",
+    "model.norm.weight": "decoder.final_layernorm.weight",
+    "model.norm.bias": "decoder.final_layernorm.bias",
+    "lm_head.weight": "output_layer.weight",
+}
+_QKV, _FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
+_IN_LAYER = {
+    "input_layernorm.weight": f"{_QKV}.layer_norm_weight",
+    "input_layernorm.bias": f"{_QKV}.layer_norm_bias",
+    "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
+    "self_attn.o_proj.bias": "self_attention.linear_proj.bias",
+    "post_attention_layernorm.weight": f"{_FC1}.layer_norm_weight",
+    "post_attention_layernorm.bias": f"{_FC1}.layer_norm_bias",
+    "mlp.down_proj.weight": "mlp.linear_fc2.weight",
+    "mlp.down_proj.bias": "mlp.linear_fc2.bias",
+}
+# arguments that change the network -> the values with which it is one of ours; absent ones do not ask for anything
+_ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "num_experts": (None,),
+        "multi_latent_attention": (False, None),
+        "mtp_num_layers": (None, 0),
+        "qk_layernorm": (False, None),
+        "qk_l2_norm": (False, None),
+        "attention_output_gate": (False, None),
+        "window_size": (None,),
+        "softmax_type": ("vanilla", None),
+        "apply_layernorm_1p": (False, None),
+        "apply_residual_connection_post_layernorm": (False, None),
+        "squared_relu": (False, None),
+        "quick_geglu": (False, None),
+        "rotary_percent": (1.0, 1, None),
+        "rotary_interleaved": (False, None),
+        "rotary_seq_len_interpolation_factor": (None, 1),
+        "use_rope_scaling": (False, None),
+        "no_rope_freq": (None,),
+        "is_hybrid_model": (False, None),
+        "heterogeneous_layers_config_path": (None,),
+        "scale_logits_with_mup": (False, None),
+        "use_mup": (False, None),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows ``first`` to ``last`` of one of our tensors, which are the rows from ``source`` on of theirs."""
+
+    first: int
+    last: int
+    source: int
+
+
+def config_of(arguments: Mapping[str, Any], vocab_size: int) -> TransformerConfig:
+    """The model that Megatron's ``arguments`` describe, with the vocabulary that the embedding has, padding included.
+
+    Raises ConfigError naming all that our model cannot represent.
+    """
+    wrong = [
+        f"{name} must be {only[0]!r}; it is {_shown(arguments[name])}"
+        for name, only in _ONLY.items()
+        if name in arguments and arguments[name] not in only
+    ]
+    kind, linear_biases = arguments.get("position_embedding_type", "learned_absolute"), arguments.get("add_bias_linear")
+    if kind not in ("rope", "learned_absolute"):
+        wrong.append(f"position_embedding_type must be 'rope' or 'learned_absolute'; it is {_shown(kind)}")
+    if arguments.get("add_qkv_bias") and not linear_biases:
+        wrong.append("add_qkv_bias must come with add_bias_linear; it is alone")
+    if wrong:
+        raise ConfigError("our model cannot represent this one of Megatron:\n- " + "\n- ".join(wrong))
+    needed = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
+    if missing := [name for name in needed if type(arguments.get(name)) is not int]:
+        raise ConfigError(f"Megatron's arguments must have whole numbers for {', '.join(missing)}; they do not")
+    settings: dict[str, Any] = {name: arguments[name] for name in needed}
+    settings |= {
+        "vocab_size": vocab_size,
+        "num_query_groups": _query_groups(arguments),
+        "kv_channels": arguments.get("kv_channels"),
+        "activation": _activation(arguments),
+        "normalization": arguments.get("normalization", "LayerNorm"),
+        "layernorm_epsilon": arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5)),
+        "position_embedding_type": kind,
+        "add_bias_linear": bool(linear_biases),
+        "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
+        "hidden_dropout": arguments.get("hidden_dropout", 0.1),
+        "attention_dropout": arguments.get("attention_dropout", 0.1),
+        "init_method_std": arguments.get("init_method_std", 0.02),
+    }
+    if kind == "rope":
+        settings["rope"] = {"base": float(arguments.get("rotary_base", 10000))}
+    else:
+        settings["max_position_embeddings"] = arguments.get("max_position_embeddings")
+    try:
+        return TransformerConfig(**{name: value for name, value in settings.items() if value is not None})
+    except ValidationError as error:
+        told = "\n- ".join(f"{'.'.join(map(str, found['loc']))}: {found['msg']}" for found in error.errors())
+        raise ConfigError(f"Megatron's arguments make no model of ours:\n- {told}") from error
+
+
+def source_of(name: str, config: TransformerConfig) -> tuple[str, int | None, tuple[Rows, ...]]:
+    """Where our parameter ``name`` lies: their key without a layer's number, that number, and which rows are which."""
+    if name in _OUTSIDE:
+        return _OUTSIDE[name], None, ()
+    _, _, layer, inside = name.split(".", 3)
+    module, part = inside.rsplit(".", 1)
+    if module in _SPLIT:
+        theirs, rows = _SPLIT[module]
+        return f"{theirs}.{part}", int(layer), tuple(rows(config))
+    return _IN_LAYER[inside], int(layer), ()
+
+
+def key_in_layer(key: str, layer: int | None = None) -> str:
+    """The full key of a tensor of a layer: of all layers, or of one."""
+    return f"decoder.layers.{key}" if layer is None else f"decoder.layers.{layer}.{key}"
+
+
+def _heads_of(which: str) -> Callable[[TransformerConfig], Iterator[Rows]]:
+    """The rows of q, k or v, which alternate group by group: A/G heads of q, one of k, one of v."""
+
+    def rows(config: TransformerConfig) -> Iterator[Rows]:
+        G, D = config.num_query_groups, config.kv_channels
+        heads = config.num_attention_heads // G
+        offset, count = {"q": (0, heads), "k": (heads, 1), "v": (heads + 1, 1)}[which]
+        for group in range(G):
+            yield Rows(group * count * D, (group + 1) * count * D, (group * (heads + 2) + offset) * D)
+
+    return rows
+
+
+def _gate(config: TransformerConfig) -> Iterator[Rows]:
+    yield Rows(0, config.ffn_hidden_size, 0)
+
+
+def _up(config: TransformerConfig) -> Iterator[Rows]:
+    F = config.ffn_hidden_size
+    yield Rows(0, F, F if config.gate_activation is not None else 0)
+
+
+_SPLIT: Mapping[str, tuple[str, Callable[[TransformerConfig], Iterator[Rows]]]] = MappingProxyType(
+    {
+        "self_attn.q_proj": (_QKV, _heads_of("q")),
+        "self_attn.k_proj": (_QKV, _heads_of("k")),
+        "self_attn.v_proj": (_QKV, _heads_of("v")),
+        "mlp.gate_proj": (_FC1, _gate),
+        "mlp.up_proj": (_FC1, _up),
+    }
+)
+
+
+def _query_groups(arguments: Mapping[str, Any]) -> Any:
+    """Megatron reads num_query_groups, whose default is 1, only together with group_query_attention."""
+    return arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
+
+
+def _activation(arguments: Mapping[str, Any]) -> str:
+    """Megatron's fusion of bias and GELU computes it by tanh, and so does its openai_gelu."""
+    if arguments.get("swiglu"):
+        return "swiglu"
+    by_tanh = arguments.get("openai_gelu") or arguments.get("bias_gelu_fusion", True)
+    return "gelu_tanh" if by_tanh else "gelu"
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.80}"

@@ -1,0 +1,100 @@
+"""The log-likelihood that a language model gives to continuations of contexts, in batches.
+
+log p(y | x) = sum over i of log softmax(logits at the token before y_i)[y_i], in nats. Rows are padded on the right,
+where a causal model does not look.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError
+from megalith.models.gpt_model import GPTModel
+
+__all__ = ["Score", "score"]
+
+_TOKENS_AT_ONCE = 4096  # of a batch, padding included: their logits are in memory together
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model makes of a continuation.
+
+    Attributes:
+        log_likelihood: nats, summed over its ``num_tokens`` tokens.
+        is_greedy: each of its tokens is the likeliest one after those before it.
+        num_cut: tokens at the beginning of the context that were left out, because not all fit.
+    """
+
+    log_likelihood: float
+    is_greedy: bool
+    num_tokens: int
+    num_cut: int
+
+
+@torch.no_grad()
+def score(
+    model: GPTModel,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    longest: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Score]:
+    """The score of each (context, continuation) of token ids; the model's mode is afterwards what it was.
+
+    Args:
+        longest: tokens that the model reads at once; of a longer context the end is kept.
+        progress: told the pairs done and how many there are, first and after every batch.
+
+    Raises:
+        ConfigError: a context or a continuation has no tokens, or a continuation has more than ``longest``.
+    """
+    for context, continuation in pairs:
+        if not context or not 0 < len(continuation) <= longest:
+            raise ConfigError(
+                f"a context must have a token or more, and a continuation from 1 to {longest}, which the model reads "
+                f"at once; got {len(context)} and {len(continuation)}"
+            )
+    found: dict[int, Score] = {}
+    was_training = model.training
+    model.eval()
+    progress(0, len(pairs))
+    try:
+        for numbers in _batches(pairs, longest):
+            batch = [pairs[number] for number in numbers]
+            found |= zip(numbers, _scores(model, batch, longest), strict=True)
+            progress(len(found), len(pairs))
+    finally:
+        model.train(was_training)
+    return [found[number] for number in range(len(pairs))]
+
+
+def _batches(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], longest: int) -> Iterator[list[int]]:
+    """Numbers of pairs, those of like length together and the longest first: memory that runs out does so at once."""
+    lengths = [min(len(context) + len(continuation) - 1, longest) for context, continuation in pairs]
+    in_order = sorted(range(len(pairs)), key=lambda number: -lengths[number])
+    while in_order:
+        size = max(1, _TOKENS_AT_ONCE // lengths[in_order[0]])
+        yield in_order[:size]
+        in_order = in_order[size:]
+
+
+def _scores(model: GPTModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], longest: int) -> Iterator[Score]:
+    """One batch; the last token of a pair is predicted, and not read."""
+    rows = [[*context, *continuation][:-1][-longest:] for context, continuation in pairs]
+    S = max(map(len, rows))
+    device = next(model.parameters()).device
+    tokens = torch.tensor([row + [0] * (S - len(row)) for row in rows], device=device)  # [B, S]
+    logits: Tensor = model(tokens)  # [B, S, V]
+    for row, of_row, (context, continuation) in zip(rows, logits, pairs, strict=True):
+        predicted = of_row[len(row) - len(continuation) : len(row)]  # [continuation, V]
+        log_probabilities = predicted.to(torch.promote_types(predicted.dtype, torch.float32)).log_softmax(dim=-1)
+        wanted = torch.tensor(continuation, device=device).unsqueeze(-1)
+        yield Score(
+            log_likelihood=log_probabilities.gather(-1, wanted).sum().item(),
+            is_greedy=bool((predicted.argmax(dim=-1, keepdim=True) == wanted).all()),
+            num_tokens=len(continuation),
+            num_cut=len(context) + len(continuation) - 1 - len(row),
+        )

@@ -1,0 +1,99 @@
+"""Our models as the ``LM`` of lm-eval (EleutherAI's lm-evaluation-harness), the live one in this process.
+
+    from lm_eval import simple_evaluate
+    results = simple_evaluate(model=harness_model(TextScorer.load("runs/mine")), tasks=["hellaswag"])
+
+Each method takes the harness's requests, of which ``args`` is read, and gives a result for each.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megalith import optional
+from megalith.errors import ConfigError
+from megalith.models.sampling import Sampling
+from megalith.models.scoring import score
+from megalith.training.tasks.generation import stream_text
+from megalith.training.tasks.text_scores import TextScorer
+
+__all__ = ["harness_model"]
+
+_MAX_GEN_TOKS = 256  # where a task says nothing, as in the harness's own models
+
+
+def harness_model(scorer: TextScorer) -> Any:
+    """An ``lm_eval.api.model.LM`` over ``scorer``. Raises MissingDependencyError without lm-eval."""
+    base = optional.need("lm_eval.api.model").LM
+    return type("MegalithLM", (_Methods, base), {})(scorer)
+
+
+class _Methods:
+    """What the harness asks of an ``LM``, which this comes before in the bases of a class."""
+
+    cache_hook: Any  # of LM: remembers results
+
+    def __init__(self, scorer: TextScorer) -> None:
+        super().__init__()
+        self.scorer = scorer
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log-likelihood, is greedy) of the continuation of each (context, continuation)."""
+        scores = self.scorer.score([request.args for request in requests])
+        found = [(each.log_likelihood, each.is_greedy) for each in scores]
+        self._remember("loglikelihood", requests, found)
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each (text,), every token once, with as much before it as the windows allow."""
+        windows = [list(self._windows(*request.args)) for request in requests]
+        scores = iter(
+            score(self.scorer.model, [pair for each in windows for pair in each], longest=self.scorer.longest)
+        )
+        found = [sum(next(scores).log_likelihood for _ in each) for each in windows]
+        self._remember("loglikelihood_rolling", requests, found)
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """What the model adds to each context of (context, gen_kwargs), up to the first string of ``until``."""
+        found = [self._generated(*request.args) for request in requests]
+        self._remember("generate_until", requests, found)
+        return found
+
+    def _remember(self, method: str, requests: Sequence[Any], results: Sequence[Any]) -> None:
+        for request, result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial(method, request.args, result)
+
+    def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
+        """The text in windows of ``longest`` tokens, after the token that ends a document; the last is filled up."""
+        tokens, longest = [self.scorer.tokenizer.eod, *self.scorer.tokenizer.encode(text)], self.scorer.longest
+        for start in range(1, len(tokens), longest):
+            stop = min(start + longest, len(tokens))
+            yield tokens[max(0, stop - 1 - longest) : start], tokens[start:stop]
+
+    def _generated(self, context: str, gen_kwargs: Mapping[str, Any]) -> str:
+        tokenizer, room = self.scorer.tokenizer, self.scorer.longest
+        until, num_new = gen_kwargs.get("until") or [], gen_kwargs.get("max_gen_toks", min(_MAX_GEN_TOKS, room - 1))
+        stops = [until] if isinstance(until, str) else list(until)
+        if not 0 < num_new < room:
+            raise ConfigError(
+                f"max_gen_toks must be from 1 to {room - 1}, below what the model reads at once; got {num_new}"
+            )
+        prompt = (tokenizer.encode(context) or [tokenizer.eod])[num_new - room :]
+        pieces = stream_text(
+            self.scorer.model,
+            tokenizer,
+            [prompt],
+            num_new,
+            sampling=_sampling(gen_kwargs),
+            seeds=[0],
+            end_tokens={tokenizer.eod},
+            stop=stops,
+        )
+        return "".join(piece for [piece] in pieces if piece is not None)
+
+
+def _sampling(gen_kwargs: Mapping[str, Any]) -> Sampling:
+    """Greedy, unless the task samples."""
+    if not gen_kwargs.get("do_sample"):
+        return Sampling(0.0)
+    return Sampling(gen_kwargs.get("temperature", 1.0), gen_kwargs.get("top_k"), gen_kwargs.get("top_p"))

@@ -1,0 +1,52 @@
+"""Log-likelihoods of text: a model, the tokenizer that it was trained with, and pairs of texts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalith.data.tokenizer import Tokenizer
+from megalith.models.gpt_model import GPTModel
+from megalith.models.scoring import Score, score
+from megalith.training.tasks.generation import TextGenerator
+
+__all__ = ["TextScorer"]
+
+
+@dataclass(frozen=True)
+class TextScorer:
+    """Scores text with ``model``; ``longest``: tokens that it reads at once."""
+
+    model: GPTModel
+    tokenizer: Tokenizer
+    longest: int
+
+    @classmethod
+    def load(cls, source: str | Path) -> "TextScorer":
+        """That of ``source``, as ``TextGenerator.load`` reads it and with its errors.
+
+        A run's model reads as many tokens at once as it was trained on, ``data.seq_length``.
+        """
+        generator = TextGenerator.load(source)
+        return cls(generator.model, generator.source.tokenizer, generator.source.longest)
+
+    def encode(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The ids of both, split as lm-eval splits them.
+
+        Spaces that end the context count to the continuation, where most tokenizers have them. Both are encoded
+        together, and what goes beyond the ids of the context alone is the continuation. An empty context is the token
+        that ends a document, after which another begins.
+        """
+        kept = context.rstrip()
+        if not kept:
+            return [self.tokenizer.eod], self.tokenizer.encode(context + continuation)
+        before, whole = self.tokenizer.encode_batch([kept, context + continuation])
+        return before, whole[len(before) :]
+
+    def score(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[Score]:
+        """The score of each (context, continuation). Raises ConfigError as ``models.scoring.score``."""
+        encoded = [self.encode(context, continuation) for context, continuation in pairs]
+        return score(self.model, encoded, longest=self.longest, progress=progress)

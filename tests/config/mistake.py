@@ -1,0 +1,19 @@
+"""One mistake in a run, and what is said of it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Mistake"]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Settings that differ from VALID (None takes one out), and a pattern of the first line of the report."""
+
+    changes: dict[str, Any]
+    message: str
+    world_size: int | None = None
+    also: int = field(default=0)  # violations that come with it
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={value}" for name, value in self.changes.items()) + f"@{self.world_size}"

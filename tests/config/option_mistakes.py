@@ -1,0 +1,93 @@
+"""Mistakes in the options of a model, and in what is computed again."""
+
+from tests.config.mistake import Mistake
+
+__all__ = ["OPTION_MISTAKES"]
+
+YARN = {
+    "model.rope.scaling.type": "yarn",
+    "model.rope.scaling.factor": 4.0,
+    "model.rope.scaling.original_max_position_embeddings": 4096,
+}
+
+OPTION_MISTAKES = [
+    # what is computed again
+    Mistake(
+        {"train.recompute": "selective", "train.recompute_modules": ["mlp", "core_attention"]},
+        r"train.recompute_modules\[1\] must be 'core_attn', .*; got 'core_attention'; "
+        r"use train.recompute_modules=\[mlp, core_attn\]",
+    ),
+    Mistake(
+        {"train.recompute": "selective", "train.recompute_modules": []},
+        r"train.recompute_modules must have 1 entries or more; .*use train.recompute_modules=\[core_attn\]",
+    ),
+    Mistake(
+        {"train.recompute_modules": ["mlp"]},
+        r"train.recompute_modules .* has no effect with train.recompute=none, only",
+    ),
+    Mistake(
+        {"train.recompute": "selective", "train.recompute_modules": ["mlp", "mlp_act", "layernorm"]},
+        r"has mlp_act in mlp: .*; use train.recompute_modules=\[mlp, layernorm\]",
+    ),
+    Mistake(
+        {"train.recompute": "selective", "train.recompute_modules": ["layernorm", "layernorm"]},
+        r"has layernorm twice: .*; use train.recompute_modules=\[layernorm\]",
+    ),
+    Mistake(
+        {
+            "train.recompute": "selective",
+            "train.recompute_modules": ["layernorm", "core_attn"],
+            "train.compile": True,
+            "experimental": ["compile"],
+        },
+        r"compiler decides what is kept of layernorm.*; use train.recompute_modules=\[core_attn\]",
+    ),
+    Mistake(
+        {
+            "train.recompute": "selective",
+            "train.recompute_modules": ["mlp_act"],
+            "train.compile": True,
+            "experimental": ["compile"],
+        },
+        r"compiler decides what is kept of mlp_act.*; use .*train.recompute=none",
+    ),
+    # positions and windows
+    Mistake(
+        {"model.rope.percent": 0.1, "model.kv_channels": 12},
+        r"model.rope.percent \(0.1\) of model.kv_channels \(12\) must be an even number of features; it is 1; "
+        r"use model.rope.percent=0.16666666666666666",
+    ),
+    Mistake(
+        {"model.rope.sections": [1, 2, 3]},
+        r"model.rope.sections \(1, 2, 3\) must add up to 4, .*; they add up to 6; use model.rope.sections=\[2, 1, 1\]",
+    ),
+    Mistake({"model.rope.layers": []}, r"model.rope.layers must have 1 entries or more; got \[\]; use"),
+    Mistake(
+        {"model.rope.layers": [True, 1]}, r"layers\[1\] must be true or false; got 1; use model.rope.layers=\[true\]"
+    ),
+    Mistake(
+        {"model.rope.local_base": 1e4},
+        r"local_base \(10000.0\) needs model.attention.window: .*; use .*local_base=null",
+    ),
+    Mistake({"model.attention.window": 0}, r"window must be at least 1; got 0; use model.attention.window=1"),
+    Mistake({"model.sliding_window": 9}, r"did you mean model.attention.window\? use model.attention.window=9"),
+    Mistake(
+        {"model.attention.window_layers": [True]}, r"window_layers .* has no effect without model.attention.window"
+    ),
+    Mistake(
+        {"model.rope.scaling.type": "llama3", "model.rope.scaling.factor": 8.0},
+        r"scaling.original_max_position_embeddings is missing: .*; use .*original_max_position_embeddings=8192",
+    ),
+    Mistake(
+        {"model.rope.scaling.type": "linear", "model.rope.scaling.factor": 8.0, "model.rope.scaling.beta_fast": 3.0},
+        r"beta_fast \(3.0\) has no effect with model.rope.scaling.type=linear, only .*; use .*beta_fast=null",
+    ),
+    Mistake(
+        {**YARN, "model.rope.scaling.beta_fast": 0.5},
+        r"beta_fast \(0.5\) must be above model.rope.scaling.beta_slow \(1.0\); use model.rope.scaling.beta_fast=null",
+    ),
+    Mistake(
+        {**YARN, "model.rope.scaling.mscale": 0.5},
+        r"attention_factor stands alone, and mscale together with mscale_all_dim; got .*; use .*mscale=null",
+    ),
+]

@@ -1,0 +1,24 @@
+"""A pattern of layers is short, and says of every layer whether it has a property."""
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from megalith.config.layer_pattern import LayerPattern, holds
+
+
+def test_a_pattern_repeats_over_the_layers_from_layer_0() -> None:
+    assert [holds((True, True, False), index) for index in range(7)] == [True, True, False, True, True, False, True]
+
+
+def test_a_pattern_of_one_value_is_that_of_every_layer() -> None:
+    assert not any(holds((False,), index) for index in range(4))
+
+
+def test_a_pattern_is_read_from_a_list_of_yaml() -> None:
+    assert TypeAdapter(LayerPattern).validate_python([True, False]) == (True, False)
+
+
+@pytest.mark.parametrize("pattern", [[], "true", [1.5], [None]])
+def test_what_is_no_pattern_is_refused(pattern: object) -> None:
+    with pytest.raises(ValidationError):
+        TypeAdapter(LayerPattern).validate_python(pattern)

@@ -1,0 +1,75 @@
+"""A GPT in plain torch, without dropout: what the logits of one row of tokens are."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, gelu, layer_norm, linear, rms_norm, silu
+
+from megalith.config import TransformerConfig
+
+__all__ = ["by_formula"]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, c: TransformerConfig, layer: int) -> Tensor:
+    """[S, A, D] each -> [S, A * D], causal, within the window of ``layer``."""
+    scores = torch.einsum("sad,tad->ast", q, k) / q.shape[-1] ** 0.5
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    seen = (distance >= 0) & (distance < (window_of(c, layer) or len(q)))
+    return torch.einsum("ast,tad->sad", scores.masked_fill(~seen, float("-inf")).softmax(dim=-1), v).flatten(1)
+
+
+def window_of(c: TransformerConfig, layer: int) -> int | None:
+    pattern = c.attention.window_layers or (True,)
+    return c.attention.window if pattern[layer % len(pattern)] else None
+
+
+def turn(x: Tensor, c: TransformerConfig, layer: int, streams: Tensor | None = None) -> Tensor:
+    """Rotary positions 0, 1, 2 ... of [S, A, D], or those of ``streams`` [3, S], as complex numbers."""
+    rope, S = c.rope, len(x)
+    if rope.layers and not rope.layers[layer % len(rope.layers)]:
+        return x
+    R = int(x.shape[-1] * rope.percent)
+    is_local = rope.local_base is not None and window_of(c, layer) is not None
+    pairs = torch.arange(R // 2)
+    angle = torch.arange(S)[:, None] * (rope.local_base if is_local else rope.base) ** (-2 * pairs.double() / R)
+    if rope.scaling is not None and not is_local:
+        angle = angle / rope.scaling.factor
+    if streams is not None:
+        stream_of = torch.arange(3).repeat_interleave(torch.tensor(rope.sections))  # [R/2]
+        angle = streams[stream_of].t() * rope.base ** (-2 * pairs.double() / R)
+    first, second = (x[..., 0:R:2], x[..., 1:R:2]) if rope.interleaved else (x[..., : R // 2], x[..., R // 2 : R])
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    both = torch.stack((turned.real, turned.imag), dim=-1 if rope.interleaved else -2).flatten(-2)
+    return torch.cat((both, x[..., R:]), dim=-1)
+
+
+def by_formula(c: TransformerConfig, w: dict[str, Tensor], row: Tensor, streams: Tensor | None = None) -> Tensor:
+    """Logits [S, V] of one row of tokens, without dropout; ``streams`` [3, S]: its positions of multimodal rope."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        if c.normalization == "RMSNorm":
+            return rms_norm(x, x.shape[-1:], w[f"{name}.weight"], c.layernorm_epsilon)
+        return layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], c.layernorm_epsilon)
+
+    def project(x: Tensor, name: str) -> Tensor:
+        return linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+    x = embedding(row, w["model.embed_tokens.weight"])
+    if c.position_embedding_type == "learned_absolute":
+        x = x + w["model.embed_positions.weight"][: len(row)]
+    for index in range(c.num_layers):
+        layer = f"model.layers.{index}"
+        h = norm(x, f"{layer}.input_layernorm")
+        q, k, v = (project(h, f"{layer}.self_attn.{n}_proj").unflatten(1, (-1, c.kv_channels)) for n in "qkv")
+        if c.position_embedding_type == "rope":
+            q, k = (turn(each, c, index, streams) for each in (q, k))
+        k, v = (each.repeat_interleave(c.num_attention_heads // c.num_query_groups, dim=1) for each in (k, v))
+        x = x + project(attend(q, k, v, c, index), f"{layer}.self_attn.o_proj")
+        h = norm(x, f"{layer}.post_attention_layernorm")
+        up = project(h, f"{layer}.mlp.up_proj")
+        if c.activation == "swiglu":
+            up = silu(project(h, f"{layer}.mlp.gate_proj")) * up
+        else:
+            up = gelu(up, approximate="tanh" if c.activation == "gelu_tanh" else "none")
+        x = x + project(up, f"{layer}.mlp.down_proj")
+    head = w["model.embed_tokens.weight"] if c.tie_word_embeddings else w["lm_head.weight"]
+    return linear(norm(x, "model.norm"), head)
