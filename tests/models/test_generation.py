@@ -217,6 +217,31 @@ def test_a_text_is_the_same_alone_and_in_any_batch(shape, build, sampling):
         assert together == [greedy_without_cache(model, prompt, 14) for prompt in RAGGED]
 
 
+ATTENTION: dict[str, dict[str, Any]] = {
+    "a window": {"attention": {"window": 3}},
+    "windows in some layers": {"attention": {"window": 3, "window_layers": [False, True]}},
+    "a learned sink": {"attention": {"softmax": "learnable", "window": 5}},
+    "softmax off by one": {"attention": {"softmax": "off_by_one"}},
+    "capped scores": {"attention": {"logit_softcap": 2.0}},
+    "a gate and norms of heads": {"attention": {"output_gate": True, "qk_norm": "RMSNorm"}},
+    "yarn": {"rope": {"scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}}},
+    "Gemma 3": {
+        "rope": {"base": 500.0, "local_base": 10.0, "scaling": {"type": "linear", "factor": 8.0}},
+        "attention": {"window": 3, "window_layers": [True, False]},
+    },
+    "capped logits": {"multipliers": {"logits": 2.0, "logit_softcap": 1.5}},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # torch's kernels, and the reference
+@pytest.mark.parametrize("settings", ATTENTION.values(), ids=ATTENTION)
+def test_windows_sinks_caps_and_scaled_positions_hold_in_ragged_batches(settings, dtype):
+    model = GPTModel(config(init_method_std=0.5, **settings), options(dtype=dtype), seed=1)
+    want = [greedy_without_cache(model, prompt, 10) for prompt in RAGGED]
+    assert len({token for text in want for token in text}) > 8, "models that repeat themselves prove little"
+    assert generate(model, RAGGED, 10, sampling=GREEDY) == want
+
+
 def test_by_default_texts_have_the_seeds_0_1_2():
     model, sampling = built(), Sampling(1.0)
     got = generate(model, [PROMPT] * 3, 9, sampling=sampling)
