@@ -71,11 +71,7 @@ def generate(
             announcer.begin(f"loading {source}")
         opened = TextSource.open(source, tokenizer, eod)
         opened.encode(prompts)
-        rows = [
-            _Row(text, number, sample, seed + sample)
-            for number, text in enumerate(prompts)
-            for sample in range(samples)
-        ]
+        rows = [_Row(text, n, m, seed + m) for n, text in enumerate(prompts) for m in range(samples)]
         for text in _texts(opened, rows, max_new_tokens, sampling, stop or [], announcer):
             _show(text)
 

@@ -198,24 +198,18 @@ class GPTModel(ModelModule):
         num_cached = 0 if cache is None else cache.num_tokens
         self._check_shape(tokens, hidden)
         self._check_documents(tokens, cache, packed_seq_params)
-        if position_ids is None or position_ids.dim() == 1:
-            self._check_positions(num_cached + tokens.shape[1] * self.options.pg_collection.size("cp"))
-        if self.options.pg_collection.size("cp") > 1 and (caches is not None or position_ids is None):
-            raise _not_split(self.options.pg_collection.size("cp"))
-        if logits_to_keep is not None and (self.options.sequence_parallel or self.options.pg_collection.size("cp") > 1):
-            raise ShapeError("the last positions of a row that is split are not on every rank; take all of its logits")
+        cp_size = self.options.pg_collection.size("cp")
+        if cp_size > 1 and (caches is not None or position_ids is None):
+            raise _not_split(cp_size)
         if position_ids is None:
             position_ids = torch.arange(num_cached, num_cached + tokens.shape[1], device=tokens.device)
-        if position_ids.dim() == 3 and (self.config.rope is None or self.config.rope.sections is None):
-            raise ShapeError(
-                f"position_ids must be [S] or [B, S] without model.rope.sections; got {list(position_ids.shape)}"
-            )
+        self._check_positions(position_ids, num_cached + tokens.shape[1] * cp_size)
         context = self._context(tokens, position_ids, packed_seq_params, dropout_key)
         x: Tensor = self.model(tokens, position_ids, context, caches, hidden)
         if self.lm_head is None:
             return x
         if labels is None:
-            x = x if logits_to_keep is None else x[-logits_to_keep:]
+            x = x if logits_to_keep is None else self._last(x, logits_to_keep)
             return self._gather(self._logits(self.lm_head, x)).transpose(0, 1)  # [B, S, V]
         # FSDP2 hooks what a forward returns, and warns of a view
         return self._losses(self.lm_head, x, labels.t()).t().clone()
@@ -241,6 +235,12 @@ class GPTModel(ModelModule):
             return logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return (softcap * torch.tanh(wide / softcap)).to(logits.dtype)
+
+    def _last(self, x: Tensor, num_positions: int) -> Tensor:
+        """[S, B, H] -> [num_positions, B, H]. Raises ShapeError for rows that ranks hold parts of."""
+        if self.options.sequence_parallel or self.options.pg_collection.size("cp") > 1:
+            raise ShapeError("the last positions of a row that is split are not on every rank; take all of its logits")
+        return x[-num_positions:]
 
     def _before_head(self, x: Tensor) -> Tensor:
         """``x`` times the factor of the logits, which are many more."""
@@ -298,8 +298,14 @@ class GPTModel(ModelModule):
                 f"got those of [{documents.batch_size}, {documents.seq_length}]"
             )
 
-    def _check_positions(self, num_positions: int) -> None:
-        longest = self.config.max_position_embeddings
+    def _check_positions(self, position_ids: Tensor, num_positions: int) -> None:
+        longest, rope = self.config.max_position_embeddings, self.config.rope
+        if position_ids.dim() == 3 and (rope is None or rope.sections is None):
+            raise ShapeError(
+                f"position_ids must be [S] or [B, S] without model.rope.sections; got {list(position_ids.shape)}"
+            )
+        if position_ids.dim() > 1:  # a row's own may be fewer than its columns
+            return
         if self.model.embed_positions is not None and longest is not None and longest < num_positions:
             raise ShapeError(
                 f"{num_positions} positions are more than max_position_embeddings ({longest}); cut the tokens shorter"
