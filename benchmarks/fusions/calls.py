@@ -175,7 +175,7 @@ def _operations(device: str) -> dict[str, _Operation]:
         ),
         "attention": _Operation(
             attention.operator(batch_first=True),
-            (q, k, v, None, None, _D**-0.5, 1 << 30, 0),
+            (q, k, v, None, None, _D**-0.5, None, 1 << 30, 0),
             (q, k, v),
             lambda *qkv: fusions.fused_attention(*qkv)[0],
             lambda *qkv: functional.scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in qkv), is_causal=True),

@@ -128,8 +128,8 @@ def number_rows_by_rank() -> Any:
 def draw_attention_dropout_by_local_head() -> Any:
     with_offset = dot_product_attention._with_dropout
 
-    def without(*operands: Any) -> torch.Tensor:
-        return with_offset(*operands[:-1], 0)
+    def without(*operands: Any, **scores: Any) -> torch.Tensor:
+        return with_offset(*operands, **{**scores, "head_offset": 0})
 
     return patch.object(dot_product_attention, "_with_dropout", without)
 
