@@ -1,8 +1,8 @@
 """The one list of cases."""
 
-from benchmarks import step
+from benchmarks import generation, step
 from benchmarks.case import Case
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {"step": step.CASE}
+CASES: dict[str, Case] = {"step": step.CASE, **generation.CASES}

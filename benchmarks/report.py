@@ -15,12 +15,12 @@ __all__ = ["as_json", "as_markdown"]
 MIB = 1 << 20
 _COLUMNS = (
     "contender",
-    "ms a step",
+    "ms a run",
     "tokens/s",
     "times as fast as base [quartiles]",
     "of GEMM rate",
     "peak RSS, MiB",
-    "first step, s",
+    "first run, s",
     "loss error",
     "worst gradient",
 )
@@ -91,7 +91,7 @@ def _cells(measurement: Measurement, name: str, rounds: Sequence[Round]) -> list
         f"{entry.peak_rss / MIB:.0f}",
         f"{entry.first.seconds:.1f}",
         f"{entry.first.loss_error:.1e}",
-        f"{entry.first.gradient_error:.1e}",
+        "" if entry.first.gradient_error is None else f"{entry.first.gradient_error:.1e}",
     ]
 
 

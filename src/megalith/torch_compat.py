@@ -9,6 +9,7 @@ torch._C._any_requires_grad                 private; asks many operands at once
 torch._library.triton                       private; whether wrapped kernels are launched as they are
 distributed_c10d._process_group_name        private; names a new process group
 FSDPModule._get_fsdp_state()                private; ends a backward by hand
+Module._compiled_call_impl                  private; what a compiled module calls
 distributed_c10d._abort_process_group       private; ends process groups that NCCL would wait for
 """
 
@@ -42,6 +43,7 @@ __all__ = [
     "launching_directly",
     "new_group",
     "reduce_scatter_into",
+    "uncompiled",
     "watch_compiler",
 ]
 
@@ -83,6 +85,22 @@ def compile_layers_(layers: Sequence[nn.Module]) -> None:
     limit: dict[str, Any] = {"recompile_limit": 8 + len(layers)} if _isolates else {}
     for layer in layers:
         layer.compile(**limit)
+
+
+@contextmanager
+def uncompiled(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """While it lasts, ``layers`` that ``compile_layers_`` has compiled run in plain torch.
+
+    Where the shapes change in every call they would be compiled again and again, up to the limit of variants.
+    """
+    calls = [layer._compiled_call_impl for layer in layers]
+    for layer in layers:
+        layer._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for layer, call in zip(layers, calls, strict=True):
+            layer._compiled_call_impl = call
 
 
 def keeping_what_is_saved() -> AbstractContextManager[None]:

@@ -9,6 +9,7 @@ import pytest
 
 from megalith.cli import generate as command
 from tests.program import Ended, here
+from tests.training.tasks.conversion.folders import write_folder
 
 DRAW = ["--max-new-tokens", 12, "--temperature", 1.0]
 
@@ -42,6 +43,48 @@ def test_several_samples_are_those_of_the_seeds_in_a_row(run):
     found = generate(run, "--prompt", "Once", "--seed", 7, "--samples", 3, *DRAW)
     headings = [f"=== sample {number} of 3, seed {number + 6}\n" for number in (1, 2, 3)]
     assert found.out == "".join(heading + text for heading, text in zip(headings, alone, strict=True))
+
+
+def test_prompts_of_a_file_are_a_batch_of_the_texts_that_each_gives_alone(run, tmp_path):
+    lines = ["Once", "x", "The ships were"]
+    (tmp_path / "prompts").write_text("".join(line + end for line, end in zip(lines, ["\n", "\r\n", ""], strict=True)))
+    alone = [generate(run, "--prompt", line, *DRAW).out for line in lines]
+    found = generate(run, "--prompts-file", tmp_path / "prompts", *DRAW)
+    headings = [f"=== prompt {number} of 3, seed 0\n" for number in (1, 2, 3)]
+    assert found.out == "".join(heading + text for heading, text in zip(headings, alone, strict=True))
+    again = generate(run, "--prompts-file", tmp_path / "prompts", "--samples", 2, "--seed", 5, *DRAW)
+    assert again.out.count("=== prompt 3 of 3, sample 2 of 2, seed 6\n") == 1
+    assert again.out.endswith(generate(run, "--prompt", lines[-1], "--seed", 6, *DRAW).out)
+
+
+def test_a_text_ends_before_a_stop_string_and_options_reach_the_draw(run):
+    whole = generate(run, "--prompt", "Once", *DRAW).out
+    stop = whole[len("Once") + 3 :][:2]
+    want = whole[: whole.index(stop, len("Once"))] + "\n"
+    assert generate(run, "--prompt", "Once", "--stop", "no such", "--stop", stop, *DRAW).out == want
+    for option in (["--min-p", 1], ["--top-k", 1]):
+        greedy = generate(run, "--prompt", "Once", "--max-new-tokens", 12, "--temperature", 0).out
+        assert generate(run, "--prompt", "Once", *option, *DRAW).out == greedy
+    assert generate(run, "--prompt", "Once", "--repetition-penalty", 5, *DRAW).out != whole
+
+
+def test_a_folder_of_hugging_face_gives_the_text_of_the_run_that_comes_from_it(tmp_path):
+    folder, imported = tmp_path / "hf", tmp_path / "run"
+    write_folder(folder, "llama")
+    assert here("convert", "import", folder, "--out", imported, "--no-proof").code == 0
+    got = generate(folder, "--prompt", "some", *DRAW)
+    assert got.code == 0, got.err
+    assert got.out == generate(imported, "--prompt", "some", *DRAW).out
+    elsewhere = (folder / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    without = generate(folder, "--prompt", "some", *DRAW)
+    assert (without.code, without.out) == (2, "")
+    assert "has no tokenizer.json; give --tokenizer PATH" in without.err
+    assert generate(folder, "--prompt", "some", "--tokenizer", elsewhere, *DRAW).out == got.out
+
+
+def test_nothing_is_loaded_for_a_prompt_that_does_not_fit(run, monkeypatch):
+    monkeypatch.setattr("megalith.training.tasks.generation.load_model", None)
+    assert "the model 32 positions; shorten the prompt" in generate(run, "--prompt", "qx" * 40, *DRAW).err
 
 
 def test_text_is_shown_as_it_is_drawn(run, monkeypatch):
@@ -86,10 +129,27 @@ def not_utf8(folder: Path) -> list[object]:
     return ["--prompt-file", folder / "latin1"]
 
 
+def empty_line(folder: Path) -> list[object]:
+    (folder / "prompts").write_text("one\n\ntwo\n")
+    return ["--prompts-file", folder / "prompts"]
+
+
+def one_long_line(folder: Path) -> list[object]:
+    (folder / "prompts").write_text("one\n" + "qx" * 40)
+    return ["--prompts-file", folder / "prompts"]
+
+
 X = ["--prompt", "x"]
 MISTAKES = {
-    "no prompt": (lambda _: [], "give either --prompt TEXT or --prompt-file PATH"),
-    "two prompts": (lambda f: [*X, "--prompt-file", f / "x"], "give either --prompt"),
+    "no prompt": (lambda _: [], "give one of --prompt TEXT, --prompt-file PATH and --prompts-file PATH"),
+    "two prompts": (lambda f: [*X, "--prompt-file", f / "x"], "give one of --prompt"),
+    "two files": (lambda f: ["--prompts-file", f / "y", "--prompt-file", f / "x"], "give one of --prompt"),
+    "an empty line": (empty_line, "must be a prompt; line 2 is empty; leave it out"),
+    "a long prompt in a batch": (one_long_line, "the model 32 positions; shorten the prompt"),
+    "a prompts file that is not there": (
+        lambda f: ["--prompts-file", f / "none"],
+        "none' cannot be read: No such file",
+    ),
     "an empty prompt": (lambda _: ["--prompt", ""], "the prompt is empty; give some text"),
     "a surrogate": (lambda _: ["--prompt", "a\udcff"], "must be text in UTF-8; character 1 is "),
     "a prompt longer than the positions": (lambda _: ["--prompt", "qx" * 40], "the model 32 positions; shorten"),
@@ -105,6 +165,9 @@ MISTAKES = {
     "an infinite temperature": (lambda _: [*X, "--temperature", "inf"], "got inf"),
     "top_k = 0": (lambda _: [*X, "--top-k", 0], "top_k must be 1 or more"),
     "top_p that is no number": (lambda _: [*X, "--top-p", "nan"], "top_p must be in"),
+    "min_p above 1": (lambda _: [*X, "--min-p", 2], "min_p must be in [0, 1]; got 2.0"),
+    "a penalty of 0": (lambda _: [*X, "--repetition-penalty", 0], "repetition_penalty must be positive and finite"),
+    "an empty stop string": (lambda _: [*X, "--stop", "a", "--stop", ""], "a stop string must have characters"),
     "a negative seed": (lambda _: [*X, "--seed", -1], "the seed must be 0 or more and below 2^63"),
     "a seed that is too large": (lambda _: [*X, "--seed", 2**63], "below 2^63"),
     "a last seed that is too large": (lambda _: [*X, "--seed", 2**63 - 1, "--samples", 2], "below 2^63"),

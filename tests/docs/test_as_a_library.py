@@ -140,7 +140,7 @@ def test_the_notebook_makes_logits_losses_gradients_and_tokens(tmp_path):
     want = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
     torch.testing.assert_close(losses, want)
     assert all(parameter.grad is not None for parameter in names["model"].parameters())
-    assert len(names["continuation"]) == 8
+    assert [len(text) for text in names["continuations"]] == [8, 8]
 
 
 def plugged(folder: Path) -> tuple[Outcome, int, set[str]]:

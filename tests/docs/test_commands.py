@@ -57,6 +57,7 @@ def write_texts(folder: Path) -> None:
     with gzip.open(folder / "b.txt.gz", "wt") as file:
         file.write("Twice upon a time. " * 50)
     (folder / "chapter.txt").write_text("Once")
+    (folder / "prompts.txt").write_text("Once\nTwice\n")
     shutil.copytree(ROOT / "tests/models/megatron/gpt-tp1", folder / "checkpoints" / "iter_0010000")
     question = {"context": "Once there were", "choices": [" ships", " names"], "answer": 0}
     (folder / "questions.jsonl").write_text(json.dumps(question) + "\n")

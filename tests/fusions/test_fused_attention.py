@@ -154,6 +154,24 @@ def test_documents_are_sequences_of_their_own(backend, window, device):
     assert_near(got, with_gradients(apart, in_double(leaves)), torch.float32)
 
 
+@pytest.mark.parametrize("window", [None, (4, 0)])
+@pytest.mark.parametrize(("Sq", "Sk"), [(1, 40), (1, 31), (7, 40), (31, 31)])
+@on_paths
+@torch.no_grad()
+def test_queries_after_a_cache_see_the_keys_of_their_own_document(backend, Sq, Sk, window, device):
+    lengths = [[25, 15], [40], [3, 37]]  # of whole rows, of which the first Sk tokens are there
+    q, k, v = qkv(Sq, Sk, heads=(4, 2), device=device, B=3)
+    packed = PackedSeqParams.from_lengths(lengths).to(device)
+    got, got_lse = fused_attention(q, k, v, packed_seq_params=packed, window=window, backend=backend)
+    for b, row in enumerate(lengths):
+        first = 0 if len(row) == 1 else row[0]
+        num_queries = min(Sq, Sk - first)  # the others are of the document before
+        parts = (x[:, b : b + 1].double().cpu() for x in (q[-num_queries:], k[first:], v[first:]))
+        out, lse = formula(*parts, window=window or (-1, -1))
+        torch.testing.assert_close(got[-num_queries:, b : b + 1].double().cpu(), out, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got_lse[b : b + 1, :, -num_queries:].double().cpu(), lse, rtol=1e-5, atol=1e-5)
+
+
 @on_paths
 def test_a_query_that_sees_no_key_gives_zero_and_takes_no_gradient(backend, device):
     leaves = [*qkv(5, 3, device=device), torch.tensor([0.5, -2.0], device=device, requires_grad=True)]
@@ -310,8 +328,12 @@ def test_other_wrong_arguments_are_refused():
         fused_attention(q, k.bfloat16(), v)
     with pytest.raises(ShapeError, match="k must be float16"):
         fused_attention(q, k.long(), v)
-    with pytest.raises(ShapeError, match="1 rows of 5 tokens must be those of q and k"):
-        fused_attention(q, k, v, packed_seq_params=PackedSeqParams.from_lengths([[5]]))
+    with pytest.raises(ShapeError, match="1 rows of 3 tokens must be those of q and k"):
+        fused_attention(q, k, v, packed_seq_params=PackedSeqParams.from_lengths([[3]]))
+    with pytest.raises(ShapeError, match="2 rows of 4 tokens must be those of q and k"):
+        fused_attention(q, k, v, packed_seq_params=PackedSeqParams.from_lengths([[4], [4]]))
+    with pytest.raises(ShapeError, match="after a cache in rows of documents have no gradient"):
+        fused_attention(q[:2].requires_grad_(), k, v, packed_seq_params=PackedSeqParams.from_lengths([[4]]))
     with pytest.raises(ConfigError, match=r"-1 for all of them; got \(-2, 0\)"):
         fused_attention(q, k, v, window=(-2, 0))
     with pytest.raises(ConfigError, match="a causal query sees no later key"):

@@ -55,7 +55,7 @@ def test_logits_have_their_factor_and_then_their_bound_wherever_they_are_made(fu
     losses = cross_entropy(want.flatten(0, 1), tokens(2).flatten(), reduction="none").view(B, S)
     got = model(tokens(), labels=tokens(2))
     torch.testing.assert_close(got, losses, rtol=EXACT, atol=EXACT)
-    caches = model.new_caches()
+    caches = model.new_caches(S)
     after = torch.cat([model(piece, caches=caches) for piece in tokens().split([5, 1, 2], dim=1)], dim=1)
     torch.testing.assert_close(after, want, rtol=EXACT, atol=EXACT)
     got.sum().backward()

@@ -1,26 +1,41 @@
-"""generation: greedy tokens without a cache, sampled ones by their frequencies, and where it ends."""
+"""generation: greedy tokens of transformers and of full forwards, the same alone and in any batch and layout."""
 
 from collections import Counter
-from collections.abc import Hashable
-from dataclasses import fields
+from collections.abc import Hashable, Sequence
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from megalith.errors import ConfigError
-from megalith.models.generation import Sampling, generate, stream
+from megalith.errors import ConfigError, NonFiniteError
+from megalith.models.generation import generate, stream
 from megalith.models.gpt_model import GPTModel
+from megalith.models.hf import GPT2, LLAMA
+from megalith.models.sampling import Sampling
+from megalith.transformer.layer_spec import LayerSpec, layer_specs
+from tests.models.hf import peers
+from tests.parallel.groups import collection
+from tests.rank_pool import ranks
 from tests.sampling import sampled
 from tests.transformer.shapes import config, options
 
 PROMPT = [3, 14, 15, 9, 2, 6]
+RAGGED = [[5, 8, 9, 7, 9, 3, 2, 3, 8], [26], PROMPT, [4, 6, 2]]
 GREEDY = Sampling(temperature=0.0)
+EVERYTHING = Sampling(1.5, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.3)
 PROBABILITIES = [0.5, 0.25, 0.125, 0.125]
 
 
 def built(shape: str = "llama", **changes: Any) -> GPTModel:
     return GPTModel(config(shape, **changes), options(), seed=1)
+
+
+def one(model: GPTModel, prompt: Sequence[int], max_new_tokens: int, *, seed: int = 1, **how: Any) -> list[int]:
+    """The text of one prompt."""
+    [text] = generate(model, [prompt], max_new_tokens, seeds=[seed], **how)
+    return text
 
 
 def greedy_without_cache(model: GPTModel, prompt: list[int], num_tokens: int) -> list[int]:
@@ -44,7 +59,7 @@ def constant(probabilities: list[float]) -> GPTModel:
 
 def assert_frequencies(sampling: Sampling, want: list[float], seed: int = 1) -> None:
     num_tokens = 600
-    drawn = Counter(generate(constant(PROBABILITIES), [0], num_tokens, sampling=sampling, seed=seed))
+    drawn = Counter(one(constant(PROBABILITIES), [0], num_tokens, sampling=sampling, seed=seed))
     for token, probability in enumerate(want):
         deviation = (probability * (1 - probability) / num_tokens) ** 0.5
         assert drawn[token] / num_tokens == pytest.approx(probability, abs=5 * deviation), f"token {token}"
@@ -55,12 +70,12 @@ def test_greedy_tokens_are_the_likeliest_of_a_full_forward_without_cache(shape):
     model = built(shape)
     want = greedy_without_cache(model, PROMPT, 12)
     assert len(set(want)) > 3, "a model that repeats itself proves little"
-    assert generate(model, PROMPT, 12, sampling=GREEDY, seed=1) == want
+    assert one(model, PROMPT, 12, sampling=GREEDY, seed=1) == want
 
 
 def test_a_single_token_is_prompt_enough():
     model = built()
-    assert generate(model, PROMPT[:1], 5, sampling=GREEDY, seed=1) == greedy_without_cache(model, PROMPT[:1], 5)
+    assert one(model, PROMPT[:1], 5, sampling=GREEDY) == greedy_without_cache(model, PROMPT[:1], 5)
 
 
 def options_set(drawn: tuple[Sampling, list[float]]) -> set[Hashable]:
@@ -95,26 +110,26 @@ def test_tokens_come_as_often_as_their_probability_says(sampling, want):
 )
 def test_at_their_limits_all_are_greedy(sampling):
     model = GPTModel(config(), seed=1)  # float32: a logit divided by 1e-40 is infinite
-    assert generate(model, PROMPT, 8, sampling=sampling, seed=1) == generate(model, PROMPT, 8, sampling=GREEDY, seed=2)
+    assert one(model, PROMPT, 8, sampling=sampling, seed=1) == one(model, PROMPT, 8, sampling=GREEDY, seed=2)
 
 
 def test_it_ends_before_the_end_token():
     model = built()
-    tokens = generate(model, PROMPT, 12, sampling=GREEDY, seed=1)
+    tokens = one(model, PROMPT, 12, sampling=GREEDY, seed=1)
     end = tokens[5]
-    assert generate(model, PROMPT, 12, sampling=GREEDY, seed=1, end_token=end) == tokens[: tokens.index(end)]
+    assert one(model, PROMPT, 12, sampling=GREEDY, seed=1, end_tokens={end}) == tokens[: tokens.index(end)]
     unused = next(token for token in range(31) if token not in tokens)
-    assert generate(model, PROMPT, 12, sampling=GREEDY, seed=1, end_token=unused) == tokens
+    assert one(model, PROMPT, 12, sampling=GREEDY, seed=1, end_tokens={unused, end + 31}) == tokens
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 7])
 def test_it_ends_after_as_many_tokens_as_wanted(wanted):
-    assert len(generate(built(), PROMPT, wanted, sampling=Sampling(), seed=1)) == wanted
+    assert len(one(built(), PROMPT, wanted, sampling=Sampling(), seed=1)) == wanted
 
 
 def test_learned_positions_end_it():
     model = built("gpt2", max_position_embeddings=10)
-    tokens = generate(model, PROMPT, 100, sampling=GREEDY, seed=1)
+    tokens = one(model, PROMPT, 100, sampling=GREEDY, seed=1)
     assert tokens == greedy_without_cache(model, PROMPT, 4)
 
 
@@ -122,45 +137,44 @@ def test_learned_positions_end_it():
 def test_a_prompt_that_fills_all_positions_is_refused(length):
     model = built("gpt2", max_position_embeddings=10)
     with pytest.raises(ConfigError, match=rf"has {length} tokens and the model 10 positions; shorten the prompt"):
-        generate(model, [1] * length, 1, sampling=GREEDY, seed=1)
+        generate(model, [PROMPT, [1] * length], 1, sampling=GREEDY)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"max_new_tokens": -5}, "the number of new tokens must be 0 or more; got -5"),
-        ({"seed": -1}, r"the seed must be 0 or more and below 2\^63; got -1"),
-        ({"seed": 2**63}, "got 9223372036854775808"),
+        ({"seeds": [-1]}, r"the seed must be 0 or more and below 2\^63; got -1"),
+        ({"seeds": [2**63]}, "got 9223372036854775808"),
+        ({"seeds": [1, 2]}, "a seed for each; got 1 prompts and 2 seeds"),
+        ({"prompts": []}, "needs one prompt or more, and a seed for each; got 0 prompts and 1 seeds"),
+        ({"prompts": [[]]}, "the prompt has no tokens; give some text to go on from"),
     ],
 )
-def test_numbers_that_mean_nothing_are_refused_at_the_call(arguments, message):
+def test_arguments_that_mean_nothing_are_refused_at_the_call(arguments, message):
+    given = {"prompts": [PROMPT], "max_new_tokens": 1, "sampling": GREEDY, "seeds": [1], **arguments}
     with pytest.raises(ConfigError, match=message):
-        stream(built(), PROMPT, **{"max_new_tokens": 1, "sampling": GREEDY, "seed": 1, **arguments})
+        stream(built(), **given)
 
 
 def test_tokens_can_be_taken_one_by_one():
     model = built(hidden_dropout=0.5).train()
-    tokens = stream(model, PROMPT, 8, sampling=Sampling(1.0), seed=1)
+    tokens = stream(model, [PROMPT], 8, sampling=Sampling(1.0), seeds=[1])
     first = next(tokens)
     assert not model.training
     assert torch.is_grad_enabled()
-    assert [first, *tokens] == generate(model, PROMPT, 8, sampling=Sampling(1.0), seed=1)
+    assert [first, *tokens] == [[token] for token in one(model, PROMPT, 8, sampling=Sampling(1.0))]
     assert model.training
-    abandoned = stream(model, PROMPT, 8, sampling=GREEDY, seed=1)
+    abandoned = stream(model, [PROMPT], 8, sampling=GREEDY)
     next(abandoned)
     abandoned.close()
     assert model.training
 
 
-def test_an_empty_prompt_is_refused():
-    with pytest.raises(ConfigError, match="the prompt has no tokens; give some text"):
-        generate(built(), [], 1, sampling=GREEDY, seed=1)
-
-
 def test_a_seed_decides_and_torchs_generator_is_left_alone():
     model = built()
     state = torch.get_rng_state()
-    first, again, other = (generate(model, PROMPT, 20, sampling=Sampling(1.0), seed=seed) for seed in (1, 1, 2))
+    first, again, other = (one(model, PROMPT, 20, sampling=Sampling(1.0), seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first != other
     assert torch.equal(torch.get_rng_state(), state)
@@ -169,28 +183,168 @@ def test_a_seed_decides_and_torchs_generator_is_left_alone():
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_generates_without_dropout_and_is_left_in_its_mode(training):
     model = built(hidden_dropout=0.5, attention_dropout=0.5).train(training)
-    tokens = generate(model, PROMPT, 5, sampling=GREEDY, seed=1)
+    tokens = one(model, PROMPT, 5, sampling=GREEDY, seed=1)
     assert model.training == training
     assert tokens == greedy_without_cache(model, PROMPT, 5)
     model.train(training)
     with pytest.raises(IndexError):
-        generate(model, [10**6], 5, sampling=GREEDY, seed=1)
+        generate(model, [[10**6]], 5, sampling=GREEDY)
     assert model.training == training
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def windowed(shape: str) -> GPTModel:
+    """A model whose second layer sees three keys."""
+    shapes = config(shape)
+    return GPTModel(shapes, options(), spec_of=lambda index: _narrow(layer_specs(shapes)(index), index), seed=1)
+
+
+def _narrow(spec: LayerSpec, index: int) -> LayerSpec:
+    return spec if index == 0 else replace(spec, attention=partial(spec.attention, window=3))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0), EVERYTHING], ids=["greedy", "sampled", "everything"])
+@pytest.mark.parametrize("build", [built, windowed])
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+def test_a_text_is_the_same_alone_and_in_any_batch(shape, build, sampling):
+    model, seeds = build(shape), [3, 1, 4, 1]
+    together = generate(model, RAGGED, 14, sampling=sampling, seeds=seeds)
+    alone = [one(model, prompt, 14, sampling=sampling, seed=seed) for prompt, seed in zip(RAGGED, seeds, strict=True)]
+    assert together == alone
+    backwards = generate(model, RAGGED[::-1], 14, sampling=sampling, seeds=seeds[::-1])
+    assert backwards[::-1] == alone
+    if sampling == GREEDY:
+        assert together == [greedy_without_cache(model, prompt, 14) for prompt in RAGGED]
+
+
+ATTENTION: dict[str, dict[str, Any]] = {
+    "a window": {"attention": {"window": 3}},
+    "windows in some layers": {"attention": {"window": 3, "window_layers": [False, True]}},
+    "a learned sink": {"attention": {"softmax": "learnable", "window": 5}},
+    "softmax off by one": {"attention": {"softmax": "off_by_one"}},
+    "capped scores": {"attention": {"logit_softcap": 2.0}},
+    "a gate and norms of heads": {"attention": {"output_gate": True, "qk_norm": "RMSNorm"}},
+    "yarn": {"rope": {"scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}}},
+    "Gemma 3": {
+        "rope": {"base": 500.0, "local_base": 10.0, "scaling": {"type": "linear", "factor": 8.0}},
+        "attention": {"window": 3, "window_layers": [True, False]},
+    },
+    "capped logits": {"multipliers": {"logits": 2.0, "logit_softcap": 1.5}},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # torch's kernels, and the reference
+@pytest.mark.parametrize("settings", ATTENTION.values(), ids=ATTENTION)
+def test_windows_sinks_caps_and_scaled_positions_hold_in_ragged_batches(settings, dtype):
+    model = GPTModel(config(init_method_std=0.5, **settings), options(dtype=dtype), seed=1)
+    want = [greedy_without_cache(model, prompt, 10) for prompt in RAGGED]
+    assert len({token for text in want for token in text}) > 8, "models that repeat themselves prove little"
+    assert generate(model, RAGGED, 10, sampling=GREEDY) == want
+
+
+def test_by_default_texts_have_the_seeds_0_1_2():
+    model, sampling = built(), Sampling(1.0)
+    got = generate(model, [PROMPT] * 3, 9, sampling=sampling)
+    assert got == generate(model, [PROMPT] * 3, 9, sampling=sampling, seeds=[0, 1, 2])
+    assert len({tuple(text) for text in got}) == 3
+
+
+@pytest.mark.parametrize("penalty", [None, 1.4])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_greedy_texts_are_those_of_transformers_with_a_cache_and_without(family, penalty):
+    # a small GPT-2 of smaller weights repeats its newest token, whose embedding is its output row
+    theirs, architecture = (peers.llama(), LLAMA) if family == "llama" else (peers.gpt2(initializer_range=0.4), GPT2)
+    theirs.eval()
+    ours = peers.same_as_ours(theirs, architecture)
+    sampling = Sampling(0.0, repetition_penalty=penalty)
+    got = generate(ours, RAGGED, 12, sampling=sampling)
+    pad, longest = 60, max(map(len, RAGGED))  # a token that no prompt has
+    padded = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in RAGGED])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in RAGGED])
+    how = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": pad, "repetition_penalty": penalty}
+    for use_cache in (True, False):
+        for prompt, text in zip(RAGGED, got, strict=True):
+            assert [*prompt, *text] == theirs.generate(torch.tensor([prompt]), use_cache=use_cache, **how)[0].tolist()
+        if penalty is None:  # theirs counts the padding as text
+            together = theirs.generate(padded, attention_mask=mask, use_cache=use_cache, **how)
+            assert together[:, longest:].tolist() == got
+    assert len({token for text in got for token in text}) > 5, "models that repeat themselves prove little"
+
+
+def test_each_text_ends_where_its_own_learned_positions_end():
+    model = built("gpt2", max_position_embeddings=12)
+    texts = generate(model, RAGGED, 100, sampling=GREEDY)
+    assert [len(text) for text in texts] == [12 - len(prompt) for prompt in RAGGED]
+    assert texts == [greedy_without_cache(model, prompt, 12 - len(prompt)) for prompt in RAGGED]
+
+
+def test_texts_that_have_ended_are_none_and_the_batch_ends_with_the_last(monkeypatch):
+    model = built()
+    whole = generate(model, RAGGED, 30, sampling=GREEDY)
+    ends = {row: text[3 + row] for row, text in enumerate(whole)}
+    want = [text[: text.index(ends[row]) + 1] for row, text in enumerate(whole)]
+    num_forwards, forward = [], GPTModel.forward
+    monkeypatch.setattr(GPTModel, "forward", lambda *args, **how: num_forwards.append(1) or forward(*args, **how))
+    steps = list(stream(model, RAGGED, 30, sampling=GREEDY, stop=lambda row, token: token == ends[row]))
+    assert len(steps) == len(num_forwards) == max(map(len, want)) < 30
+    assert [[step[row] for step in steps if step[row] is not None] for row in range(4)] == want
+    for row, text in enumerate(want):
+        assert all(step[row] is None for step in steps[len(text) :])
+
+
+def test_one_token_costs_one_column(monkeypatch):
+    seen: list[tuple[int, ...]] = []
+    forward = GPTModel.forward
+    monkeypatch.setattr(
+        GPTModel, "forward", lambda self, tokens, **how: seen.append(tokens.shape) or forward(self, tokens, **how)
+    )
+    generate(built(), RAGGED, 4, sampling=GREEDY)
+    assert seen == [(4, 9), (4, 1), (4, 1), (4, 1)]
+
+
+def test_logits_that_are_nan_are_told():
+    model = built()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="logits that are NaN, from which no token can be drawn"):
+        generate(model, RAGGED, 3, sampling=Sampling(1.0))
+
+
+def drawn_on_ranks(shape: str, tensor: int, context: int, sequence_parallel: bool) -> list[list[list[int]]]:
+    groups = collection(tensor, context=context)
+    split = options(pg_collection=groups, sequence_parallel=sequence_parallel)
+    model = GPTModel(config(shape), split, seed=1)
+    return [generate(model, RAGGED, 10, sampling=sampling, seeds=[3, 1, 4, 1]) for sampling in (GREEDY, EVERYTHING)]
+
+
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("shape", "tensor", "context", "sequence_parallel"),
     [
-        ({"temperature": -0.1}, r"temperature must be 0 .* or more, and finite; got -0\.1"),
-        ({"temperature": float("nan")}, "got nan"),
-        ({"temperature": float("inf")}, "got inf"),
-        ({"top_k": 0}, r"top_k must be 1 or more; got 0; leave it out"),
-        ({"top_p": 0.0}, r"top_p must be in \(0, 1\]; got 0\.0"),
-        ({"top_p": float("nan")}, r"top_p must be in \(0, 1\]; got nan"),
-        ({"top_p": 1.01}, r"top_p must be in \(0, 1\]; got 1\.01"),
+        ("llama", 2, 1, False),
+        ("gpt2", 2, 1, True),
+        ("llama", 1, 2, False),
+        pytest.param("gpt2", 2, 1, False, marks=pytest.mark.slow),
+        pytest.param("llama", 2, 1, True, marks=pytest.mark.slow),
+        pytest.param("gpt2", 1, 2, False, marks=pytest.mark.slow),
+        pytest.param("llama", 2, 2, True, marks=pytest.mark.slow),
     ],
 )
-def test_sampling_that_means_nothing_is_refused(fields, message):
-    with pytest.raises(ConfigError, match=message):
-        Sampling(**fields)
+def test_ranks_that_split_a_model_draw_the_texts_of_one_process(shape, tensor, context, sequence_parallel):
+    model = built(shape)
+    want = [generate(model, RAGGED, 10, sampling=sampling, seeds=[3, 1, 4, 1]) for sampling in (GREEDY, EVERYTHING)]
+    for got in ranks(tensor * context, drawn_on_ranks, shape, tensor, context, sequence_parallel):
+        assert got == want
+
+
+def refuse_to_compile(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    raise AssertionError("a compiled layer was called")
+
+
+def test_compiled_layers_are_not_compiled_again_for_every_token():
+    model = built()
+    want = generate(model, RAGGED, 5, sampling=GREEDY)
+    for layer in model.layers():
+        layer.compile(backend=refuse_to_compile)
+    assert generate(model, RAGGED, 5, sampling=GREEDY) == want
+    with pytest.raises(Exception, match="a compiled layer was called"):
+        model(torch.tensor([PROMPT]))

@@ -146,7 +146,7 @@ def test_packed_documents_with_positions_of_their_own_are_separate_sequences(sha
 @pytest.mark.parametrize("pieces", [[5, 1, 1, 1], [2, 3, 3]])
 def test_tokens_that_follow_caches_give_what_all_at_once_do(pieces, shape):
     model = built(shape, training=False)
-    caches = model.new_caches()
+    caches = model.new_caches(8)
     got = torch.cat([model(piece, caches=caches) for piece in tokens().split(pieces, dim=1)], dim=1)
     torch.testing.assert_close(got, model(tokens()), rtol=EXACT, atol=EXACT)
 
@@ -248,7 +248,7 @@ def test_more_tokens_than_learned_positions_are_refused():
     model = built("gpt2", max_position_embeddings=7)
     with pytest.raises(ShapeError, match=r"8 positions are more than max_position_embeddings \(7\)"):
         model(tokens())
-    caches = model.new_caches()
+    caches = model.new_caches(8)
     model(tokens()[:, :6], caches=caches)
     with pytest.raises(ShapeError, match=r"8 positions are more than"):
         model(tokens()[:, 6:], caches=caches)
@@ -277,7 +277,7 @@ def refuse_on_cp() -> None:
     with pytest.raises(ShapeError, match=whole):
         drops(tokens())
     with pytest.raises(ShapeError, match=whole):
-        drops(tokens()[:, :4], position_ids=positions, caches=drops.new_caches())
+        drops(tokens()[:, :4], position_ids=positions, caches=drops.new_caches(4))
     with pytest.raises(ConfigError, match=r"must drop the same elements; pass each of them dropout_key="):
         drops(tokens()[:, :4], position_ids=positions)
     with pytest.raises(

@@ -115,7 +115,7 @@ def test_split_over_tp_too_they_are_the_model():
 
 def test_stages_follow_the_caches_of_their_own_layers():
     (whole,), (first, second) = stages([]), stages([2])
-    caches, others = first.new_caches(), second.new_caches()
+    caches, others = first.new_caches(S), second.new_caches(S)
     assert (caches.keys(), others.keys()) == ({0, 1}, {2, 3})
     for piece, want in zip(tokens().split([5, 3], dim=1), whole(tokens()).split([5, 3], dim=1), strict=True):
         got = second(piece, caches=others, hidden=first(piece, caches=caches))

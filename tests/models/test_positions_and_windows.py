@@ -54,7 +54,7 @@ def test_positions_and_windows_of_each_layer_are_those_of_the_formula(settings):
 @pytest.mark.parametrize("settings", POSITIONS.values(), ids=POSITIONS)
 def test_caches_hold_what_windows_and_positions_of_each_layer_need(settings):
     model = built(**settings)
-    caches = model.new_caches()
+    caches = model.new_caches(S)
     got = torch.cat([model(piece, caches=caches) for piece in TOKENS.split([4, 1, 1, 2], dim=1)], dim=1)
     torch.testing.assert_close(got, model(TOKENS), rtol=EXACT, atol=EXACT)
 

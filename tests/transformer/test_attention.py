@@ -69,7 +69,7 @@ def test_with_rotary_positions_only_distances_count():
 
 @pytest.mark.parametrize("pieces", [[8], [1] * 8, [3, 1, 1, 3], [2, 6]])
 def test_tokens_one_at_a_time_or_a_few_give_what_all_at_once_do(pieces):
-    layer, cache, outs, start = built(), KVCache(), [], 0
+    layer, cache, outs, start = built(), KVCache(S), [], 0
     for length in pieces:
         context = LayerContext(rotary=table(start, start + length), cache=cache)
         outs.append(layer(x_of()[start : start + length], context))
@@ -102,7 +102,7 @@ def test_the_mask_of_the_batch_and_the_window_of_the_layer_say_what_is_seen():
 
 @pytest.mark.parametrize("pieces", [[8], [1] * 8, [3, 1, 1, 3]])
 def test_a_window_counts_back_through_the_cache(pieces):
-    layer, cache, outs = built(window=3), KVCache(), []
+    layer, cache, outs = built(window=3), KVCache(S), []
     for x in x_of().split(pieces):
         outs.append(layer(x, LayerContext(cache=cache)))
     torch.testing.assert_close(torch.cat(outs), layer(x_of(), LayerContext()), rtol=EXACT, atol=EXACT)
@@ -152,9 +152,9 @@ def test_ranks_that_share_a_group_of_heads_have_its_exact_gradient(tp, groups, s
 
 def read_in_pieces(groups: int) -> tuple[Tensor, list[int]]:
     """What one token at a time gives on this rank, and the shape of its cache."""
-    layer, cache = built(num_query_groups=groups, pg_collection=collection(4)), KVCache()
+    layer, cache = built(num_query_groups=groups, pg_collection=collection(4)), KVCache(S)
     outs = [layer(x, LayerContext(rotary=table(i, i + 1), cache=cache)) for i, x in enumerate(x_of().split(1))]
-    return torch.cat(outs).detach(), list(cache.keys[0].shape)
+    return torch.cat(outs).detach(), list(cache.keys.shape)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -239,7 +239,7 @@ def test_it_is_the_formula_forward_and_backward(context, visible, drops, attenti
 @of_options
 @pytest.mark.parametrize("pieces", [[1] * 8, [3, 1, 1, 3]])
 def test_tokens_one_at_a_time_or_a_few_give_what_all_at_once_do(pieces, attention):
-    layer, cache, outs, start = built(attention), KVCache(), [], 0
+    layer, cache, outs, start = built(attention), KVCache(S), [], 0
     for length in pieces:
         context = LayerContext(rotary=table(start, start + length), cache=cache)
         outs.append(layer(x_of()[start : start + length], context))

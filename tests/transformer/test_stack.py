@@ -85,14 +85,14 @@ def test_two_stacks_of_other_names_drop_other_elements():
 
 def test_each_layer_has_a_cache_of_its_own():
     stack = built(range(1, 4))
-    caches = {index: KVCache() for index in (3, 2, 1)}
+    caches = {index: KVCache(S) for index in (3, 2, 1)}
     outs = [stack(x_of()[s : s + 1], context_of(s, s + 1), caches) for s in range(S)]
     want = stack(x_of(), context_of())
     torch.testing.assert_close(torch.cat(outs), want, rtol=1e-12, atol=1e-12)
     assert [cache.num_tokens for cache in caches.values()] == [S] * 3
     keys = stack["2"].self_attn.k_proj(stack["2"].input_layernorm(stack["1"](x_of(), context_of())))
-    assert caches[2].keys[0].shape == (S, B, 2, D)
-    torch.testing.assert_close(caches[2].keys[0][0], keys[0].view(B, 2, D), rtol=1e-12, atol=1e-12)  # not turned at 0
+    assert caches[2].keys.shape == (S, B, 2, D)
+    torch.testing.assert_close(caches[2].keys[0], keys[0].view(B, 2, D), rtol=1e-12, atol=1e-12)  # not turned at 0
 
 
 class Doubled(nn.Module):

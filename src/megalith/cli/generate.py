@@ -1,31 +1,53 @@
-"""``megalith generate``: text from a trained run."""
+"""``megalith generate``: text from a trained run, or from a Hugging Face folder."""
 
 import itertools
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from megalith.cli.console import Announcer, say, show_text
 
+if TYPE_CHECKING:
+    from megalith.models.sampling import Sampling
+    from megalith.training.tasks.generation import TextSource
+
 __all__ = ["generate"]
 
 
 def generate(
-    source: Annotated[str, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")],
+    source: Annotated[
+        str, typer.Argument(help="A run's folder, one of its checkpoints, or a Hugging Face folder.", metavar="MODEL")
+    ],
     prompt: Annotated[str | None, typer.Option(help="The text to go on from.")] = None,
     prompt_file: Annotated[
         str | None, typer.Option(help="A file with that text, as it stands; - for standard input.", metavar="PATH")
     ] = None,
+    prompts_file: Annotated[
+        str | None,
+        typer.Option(
+            help="A file with a prompt in each line, drawn as one batch; - for standard input.", metavar="PATH"
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add, at most.")] = 128,
-    samples: Annotated[int, typer.Option(help="Texts to draw, each with the next seed.")] = 1,
+    samples: Annotated[int, typer.Option(help="Texts to draw from a prompt, each with the next seed, in a batch.")] = 1,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token; 1: the model's own odds.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Draw among the k likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw among the likeliest tokens that add up to p.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Draw among tokens at least p times as likely as the likeliest.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: makes tokens that the text has less likely.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End a text before this string; may be given several times.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Its tokenizer.json, for a run that keeps none.", metavar="PATH")
+        Path | None, typer.Option(help="Its tokenizer.json, for a model that has none.", metavar="PATH")
     ] = None,
     eod: Annotated[
         str | None, typer.Option(help="Token of --tokenizer that ends a document, if it has none of the usual names.")
@@ -36,47 +58,96 @@ def generate(
 
     if eod is not None and tokenizer is None:
         raise ConfigError("--eod names a token of --tokenizer, which is not given; leave it out")
-    if samples < 1:
-        raise ConfigError(f"--samples must be 1 or more; got {samples}")
-    if (prompt is None) == (prompt_file is None):
-        raise ConfigError("give either --prompt TEXT or --prompt-file PATH (- for standard input)")
     with Announcer() as announcer:
         announcer.begin(f"loading {source}")
-        from megalith.models.generation import Sampling, check_length, check_seed
-        from megalith.training.tasks.generation import TextGenerator, check_prompt
+        from megalith.models.sampling import Sampling
+        from megalith.training.tasks.generation import TextSource
 
         # all that can be told without the model, which takes long to load
-        sampling = Sampling(temperature, top_k, top_p)
-        check_length(max_new_tokens)
-        for drawn in (seed, seed + samples - 1):
-            check_seed(drawn)
-        if prompt_file is not None:
-            prompt = _read(prompt_file, announcer)
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        _check(max_new_tokens, stop or [], samples, seed)
+        prompts = _prompts(prompt, prompt_file, prompts_file, announcer)
+        if prompt is None:
             announcer.begin(f"loading {source}")
-        assert prompt is not None, "one of the two is given"
-        check_prompt(prompt)
-        generator = TextGenerator.load(source, tokenizer, eod)
-        for number in range(samples):
-            pieces = generator.stream(prompt, max_new_tokens, sampling=sampling, seed=seed + number)
-            announcer.begin("computing the first token; operations may be compiled for it")
-            first = next(pieces, "")
-            announcer.end()
-            if samples > 1:
-                _show(f"=== sample {number + 1} of {samples}, seed {seed + number}\n")
-            for piece in itertools.chain([prompt, first], pieces, ["\n"]):
-                _show(piece)
+        opened = TextSource.open(source, tokenizer, eod)
+        opened.encode(prompts)
+        rows = [_Row(text, n, m, seed + m) for n, text in enumerate(prompts) for m in range(samples)]
+        for text in _texts(opened, rows, max_new_tokens, sampling, stop or [], announcer):
+            _show(text)
 
 
-def _read(path: str, announcer: Announcer) -> str:
-    """The prompt in the file ``path``, for which this may wait: in a FIFO, or at a terminal."""
-    from megalith.training.tasks.generation import read_prompt
+class _Row(NamedTuple):
+    """A text to draw: the sample of that number from the prompt of that number."""
 
+    prompt: str
+    number: int
+    sample: int
+    seed: int
+
+
+def _texts(
+    source: "TextSource",
+    rows: Sequence[_Row],
+    max_new_tokens: int,
+    sampling: "Sampling",
+    stop: Sequence[str],
+    announcer: Announcer,
+) -> Iterator[str]:
+    """What the screen shows, as soon as it is drawn."""
+    from megalith.training.tasks.generation import TextGenerator, in_order
+
+    generator = TextGenerator(source.load_model(), source)
+    prompts, seeds = [row.prompt for row in rows], [row.seed for row in rows]
+    pieces = generator.stream(prompts, max_new_tokens, sampling=sampling, seeds=seeds, stop=stop)
+    announcer.begin("computing the first token; operations may be compiled for it")
+    first = next(pieces)
+    announcer.end()
+    last = rows[-1]
+    openings = [_heading(row, last.number + 1, last.sample + 1) + row.prompt for row in rows]
+    return in_order(openings, itertools.chain([first], pieces))
+
+
+def _heading(row: _Row, num_prompts: int, num_samples: int) -> str:
+    """What stands over a text; nothing over the only one."""
+    places = [f"prompt {row.number + 1} of {num_prompts}"] if num_prompts > 1 else []
+    places += [f"sample {row.sample + 1} of {num_samples}"] if num_samples > 1 else []
+    return f"=== {', '.join(places)}, seed {row.seed}\n" if places else ""
+
+
+def _check(max_new_tokens: int, stop: Sequence[str], samples: int, seed: int) -> None:
+    from megalith.data.stop_strings import check_stop_strings
+    from megalith.errors import ConfigError
+    from megalith.models.generation import check_length
+    from megalith.models.sampling import check_seed
+
+    if samples < 1:
+        raise ConfigError(f"--samples must be 1 or more; got {samples}")
+    check_length(max_new_tokens)
+    check_stop_strings(stop)
+    for drawn in (seed, seed + samples - 1):
+        check_seed(drawn)
+
+
+def _prompts(prompt: str | None, prompt_file: str | None, prompts_file: str | None, announcer: Announcer) -> list[str]:
+    """The prompts that one of the options gives; for a file this may wait: in a FIFO, or at a terminal."""
+    from megalith.errors import ConfigError
+    from megalith.training.tasks.generation import read_prompt, read_prompts
+
+    if [prompt, prompt_file, prompts_file].count(None) != 2:
+        raise ConfigError(
+            "give one of --prompt TEXT, --prompt-file PATH and --prompts-file PATH (- for standard input)"
+        )
+    if prompt is not None:
+        return [prompt]
+    path = prompts_file or prompt_file or ""
     if path == "-" and sys.stdin.isatty():
         announcer.end()
         say("type the prompt; it ends with Ctrl-D on a line of its own")
     else:
         announcer.begin(f"reading the prompt from {'standard input' if path == '-' else path}")
-    return read_prompt(path, sys.stdin.buffer)
+    if prompts_file is not None:
+        return read_prompts(path, sys.stdin.buffer)
+    return [read_prompt(path, sys.stdin.buffer)]
 
 
 def _show(text: str) -> None:

@@ -68,7 +68,9 @@ def fused_attention(
             after a cache of keys are the last positions.
         scale: of the scores, positive; by default 1 / sqrt(D).
         window: (left, right), how many keys a query sees before and after the one beside it; -1 is all of them.
-        packed_seq_params: tokens see those of their own document only; queries and keys are the same tokens.
+        packed_seq_params: tokens see those of their own document only. Queries and keys are the same tokens; or the
+            queries follow a cache, and the keys are the first Sk tokens of the rows, which may go on behind them. Then
+            there is no gradient.
         sink: [A], a score in every softmax of the head that has no value: attention to nothing. It is not capped.
         softcap: scores are ``softcap * tanh(score / softcap)``, within ±softcap; positive. torch's kernels for a CPU
             have none: the reference is taken there, which holds all S x S scores of each head in memory.
@@ -87,7 +89,7 @@ def fused_attention(
     """
     _check(q, k, v, packed_seq_params, sink)
     left, right = key_range(causal, window)
-    bounds = None if packed_seq_params is None else packed_seq_params.document_bounds
+    bounds = _bounds(packed_seq_params, q, k)
     compute = (FUSION if softcap is None else CAPPED_FUSION).path(_wider(q, v), backend)
     return compute(q, k, v, sink, bounds, _checked_scale(q, scale, softcap), softcap, left, right)
 
@@ -115,7 +117,7 @@ def attention_gradients(
     """
     _check(q, k, v, packed_seq_params, None)
     left, right = key_range(causal, window)
-    bounds = None if packed_seq_params is None else packed_seq_params.document_bounds
+    bounds = _bounds(packed_seq_params, q, k)
     compute = (_GRADIENTS if softcap is None else _CAPPED_GRADIENTS).path(_wider(q, v), backend)
     return compute(dout, q, k, v, out, lse, bounds, _checked_scale(q, scale, softcap), softcap, left, right)
 
@@ -132,6 +134,14 @@ def key_range(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
         raise ConfigError(f"a causal query sees no later key; window must end in 0 or -1, or causal be False: {window}")
     left = _UNBOUNDED if left == -1 else min(left, _UNBOUNDED)
     return left, 0 if causal else _UNBOUNDED if right == -1 else min(right, _UNBOUNDED)
+
+
+def _bounds(packed: PackedSeqParams | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """int32 [B, Sq, 2]: the interval of keys that are of the document of each query."""
+    if packed is None or packed.seq_length == q.shape[0]:
+        return None if packed is None else packed.document_bounds
+    Sq, Sk = q.shape[0], k.shape[0]
+    return packed.document_bounds[:, Sk - Sq : Sk].clamp(max=Sk)
 
 
 def _triton(q: Tensor, k: Tensor, v: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -214,17 +224,26 @@ def _check(q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams | None, sink
         raise ShapeError(f"q must be [Sq, B, A, D], with a head and columns; got {list(q.shape)}")
     if not q.dtype == k.dtype == v.dtype:
         raise ShapeError(f"q, k and v must be of one dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
-    Sq, B, A, D = q.shape
+    _, B, A, D = q.shape
     if k.dim() != 4 or k.shape[2] == 0 or A % k.shape[2]:
         raise ShapeError(f"k must be [Sk, B, G, D], with G a divisor of the {A} heads of q; got {list(k.shape)}")
     check_shape("k", k, (k.shape[0], B, k.shape[2], D), f"[Sk, B, G, D] for q {list(q.shape)}")
     if v.dim() != 4 or v.shape[3] == 0 or v.shape[:3] != k.shape[:3]:
         raise ShapeError(f"v must be {[*k.shape[:3], 'Dv']}, as k, with columns; got {list(v.shape)}")
     check_shape("sink", sink, (A,), f"one for each head of q {list(q.shape)}")
-    if packed is not None and (packed.batch_size, packed.seq_length, packed.seq_length) != (B, Sq, k.shape[0]):
+    if packed is not None:
+        _check_documents(packed, q, k, v)
+    bounds = None if packed is None else packed.document_bounds
+    check_one_device(q=q, k=k, v=v, sink=sink, packed_seq_params=bounds)
+
+
+def _check_documents(packed: PackedSeqParams, q: Tensor, k: Tensor, v: Tensor) -> None:
+    (Sq, B), Sk = q.shape[:2], k.shape[0]
+    follows_cache = Sq < Sk <= packed.seq_length or Sq == Sk < packed.seq_length
+    if packed.batch_size != B or not (Sq == Sk == packed.seq_length or follows_cache):
         raise ShapeError(
             f"packed_seq_params of {packed.batch_size} rows of {packed.seq_length} tokens must be those of q and k; "
             f"got q {list(q.shape)} and k {list(k.shape)}"
         )
-    bounds = None if packed is None else packed.document_bounds
-    check_one_device(q=q, k=k, v=v, sink=sink, packed_seq_params=bounds)
+    if follows_cache and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise ShapeError("queries after a cache in rows of documents have no gradient; call this under torch.no_grad()")

@@ -23,7 +23,7 @@ from megalith.insight.baselines import BaselineLosses, baseline_losses
 from megalith.insight.corpus import split_by_file, standard_library_sources
 from megalith.insight.probe import probe_dtype
 from megalith.insight.report import write_report
-from megalith.models.generation import Sampling
+from megalith.models.sampling import Sampling
 from megalith.observe.units import duration
 from megalith.resilience.launch import launch
 from megalith.storage.atomic import write_json_atomic
@@ -134,10 +134,8 @@ def _write_findings(folder: Path, found: CheckpointLoss, baselines: BaselineLoss
 def _write_samples(folder: Path) -> list[dict[str, str]]:
     sampling = Sampling(temperature=0.7, top_p=0.95)
     generator = TextGenerator.load(folder)
-    samples = [
-        {"prompt": prompt, "text": "".join(generator.stream(prompt, 120, sampling=sampling, seed=seed))}
-        for seed, prompt in enumerate(_PROMPTS)
-    ]
+    texts = generator.generate(_PROMPTS, 120, sampling=sampling, seeds=range(len(_PROMPTS)))
+    samples = [{"prompt": prompt, "text": text} for prompt, text in zip(_PROMPTS, texts, strict=True)]
     write_json_atomic(folder / "samples.json", samples)
     return samples
 

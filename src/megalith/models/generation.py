@@ -1,43 +1,33 @@
-"""Sampling text from a causal language model, one token at a time, with keys and values kept.
+"""Text from a causal language model, token by token, for a batch of prompts of any lengths, in any layout.
 
-Temperature divides the logits; top-k keeps the k largest; top-p keeps the smallest set of tokens whose probabilities
-add up to p (Holtzman et al. 2019, arXiv:1904.09751). Temperature 0 takes the largest.
+Prompts stand left-padded in rows whose newest tokens are in one column: a row is two documents, its padding and its
+text, and positions count from where the text begins. So a text is up to rounding the same alone and in any batch. Keys
+and values are kept, unless sequence or context parallelism splits the rows: one new token cannot be split, and then
+every token is a forward over the whole text so far.
+
+One rank draws, and the others take its tokens, or rounding would let ranks disagree on where a text ends.
 """
 
-import math
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator, Sequence
+from math import lcm
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from megalith.errors import ConfigError
-from megalith.models.gpt_model import GPTModel
+from megalith.errors import ConfigError, NonFiniteError
+from megalith.models.gpt_model import GPTModel, hidden_shape
+from megalith.models.sampling import Sampling, check_seed, draw, uniform_numbers
+from megalith.packed_seq_params import PackedSeqParams
+from megalith.parallel.context.zigzag import zigzag_positions
+from megalith.parallel.pipeline.pipeline import Pipeline
+from megalith.topology.collectives import reduce_from_tensor_model_parallel_region
+from megalith.torch_compat import uncompiled
 
-__all__ = ["Sampling", "check_length", "check_seed", "draw_token", "generate", "stream"]
+__all__ = ["Stop", "check_length", "check_prompt_length", "generate", "stream"]
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn.
-
-    Raises:
-        ConfigError: a temperature below 0 or not finite, a top_k below 1, or a top_p outside (0, 1].
-    """
-
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < math.inf:
-            raise ConfigError(
-                f"temperature must be 0 (the likeliest token) or more, and finite; got {self.temperature}"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k must be 1 or more; got {self.top_k}; leave it out to keep all tokens")
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"top_p must be in (0, 1]; got {self.top_p}; leave it out to keep all tokens")
+# (row, the token that it has just got) -> whether its text ends with that
+Stop = Callable[[int, int], bool]
 
 
 def check_length(max_new_tokens: int) -> None:
@@ -46,94 +36,221 @@ def check_length(max_new_tokens: int) -> None:
         raise ConfigError(f"the number of new tokens must be 0 or more; got {max_new_tokens}; use 128")
 
 
-def check_seed(seed: int) -> None:
-    """Raises ConfigError for a seed that is not in [0, 2^63)."""
-    if not 0 <= seed < 2**63:
-        raise ConfigError(f"the seed must be 0 or more and below 2^63; got {seed}; use 0")
+def check_prompt_length(num_tokens: int, num_positions: int | None) -> None:
+    """Raises ConfigError for a prompt of no tokens, or of as many as there are learned positions; None: no end."""
+    if not num_tokens:
+        raise ConfigError("the prompt has no tokens; give some text to go on from")
+    if num_positions is not None and num_tokens >= num_positions:
+        raise ConfigError(
+            f"the prompt has {num_tokens} tokens and the model {num_positions} positions; shorten the prompt"
+        )
 
 
 def generate(
-    model: GPTModel,
-    prompt: Sequence[int],
+    model: GPTModel | Pipeline[GPTModel],
+    prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
     sampling: Sampling,
-    seed: int,
-    end_token: int | None = None,
-) -> list[int]:
-    """The tokens that follow ``prompt``: at most ``max_new_tokens``, ending before ``end_token``.
+    seeds: Sequence[int] | None = None,
+    end_tokens: Collection[int] = (),
+    stop: Stop | None = None,
+) -> list[list[int]]:
+    """The tokens that follow each of ``prompts``: at most ``max_new_tokens``, ending before one of ``end_tokens``.
 
-    A model with learned positions stops where they end. The same ``seed`` gives the same tokens on one device type.
+    A text ends where learned positions end. The same seed gives the same text on one device type, alone and in any
+    batch, up to rounding of the logits. All ranks of the model call this together, with the same arguments.
+
+    Args:
+        seeds: of the random numbers of each text; by default 0, 1, 2 ...
+        stop: asked after each token of a row; the text ends with that token where it says so. Every rank asks.
 
     Raises:
-        ConfigError: the prompt is empty, or already as long as the model's positions; a number of tokens or a seed
-            that means nothing.
+        ConfigError: there is no prompt, or one is empty or as long as the model's positions; not a seed for each; a
+            number of tokens or a seed that means nothing.
+        NonFiniteError: no token can be drawn, because logits are NaN.
     """
-    return list(stream(model, prompt, max_new_tokens, sampling=sampling, seed=seed, end_token=end_token))
+    texts: list[list[int]] = [[] for _ in prompts]
+    for tokens in stream(
+        model, prompts, max_new_tokens, sampling=sampling, seeds=seeds, end_tokens=end_tokens, stop=stop
+    ):
+        for text, token in zip(texts, tokens, strict=True):
+            if token is not None:
+                text.append(token)
+    return texts
 
 
 def stream(
-    model: GPTModel,
-    prompt: Sequence[int],
+    model: GPTModel | Pipeline[GPTModel],
+    prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
     sampling: Sampling,
-    seed: int,
-    end_token: int | None = None,
-) -> Generator[int, None, None]:
-    """The tokens of ``generate``, each as soon as it is drawn; raises, as that does, at the call itself.
+    seeds: Sequence[int] | None = None,
+    end_tokens: Collection[int] = (),
+    stop: Stop | None = None,
+) -> Generator[list[int | None], None, None]:
+    """The tokens of ``generate``, one for each text as soon as they are drawn; None for a text that has ended.
 
-    The model is in evaluation mode until the generator ends or is closed.
+    Raises as that does, ConfigError at the call itself. The model is in evaluation mode until the generator ends or is
+    closed.
     """
     check_length(max_new_tokens)
-    check_seed(seed)
-    if not prompt:
-        raise ConfigError("the prompt has no tokens; give some text to go on from")
-    limit = model.config.max_position_embeddings if model.model.embed_positions is not None else None
-    if limit is not None:
-        if len(prompt) >= limit:
-            raise ConfigError(
-                f"the prompt has {len(prompt)} tokens and the model {limit} positions; shorten the prompt"
-            )
-        max_new_tokens = min(max_new_tokens, limit - len(prompt))
-    return _drawn(model, prompt, max_new_tokens, sampling, seed, end_token)
+    seeds = range(len(prompts)) if seeds is None else seeds
+    if not prompts or len(seeds) != len(prompts):
+        raise ConfigError(
+            f"generation needs one prompt or more, and a seed for each; got {len(prompts)} prompts and "
+            f"{len(seeds)} seeds"
+        )
+    for seed in seeds:
+        check_seed(seed)
+    pipeline = model if isinstance(model, Pipeline) else Pipeline([model])
+    num_positions = _num_positions(pipeline.chunks[0])
+    lengths = [len(prompt) for prompt in prompts]
+    for length in lengths:
+        check_prompt_length(length, num_positions)
+    room = [max_new_tokens if num_positions is None else min(max_new_tokens, num_positions - n) for n in lengths]
+    return _drawn(pipeline, prompts, room, sampling, seeds, end_tokens, stop)
 
 
 @torch.no_grad()
 def _drawn(
-    model: GPTModel, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, seed: int, end_token: int | None
-) -> Generator[int, None, None]:
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    caches = model.new_caches()
-    was_training = model.training
-    model.eval()
-    tokens = torch.tensor([list(prompt)], device=device)
-    try:
-        for _ in range(max_new_tokens):
-            logits = model(tokens, caches=caches)[0, -1]  # [V]
-            token = draw_token(logits, sampling, generator)
-            if token == end_token:
-                break
-            yield token
-            tokens = torch.tensor([[token]], device=device)
-    finally:
-        model.train(was_training)
+    pipeline: Pipeline[GPTModel],
+    prompts: Sequence[Sequence[int]],
+    room: Sequence[int],
+    sampling: Sampling,
+    seeds: Sequence[int],
+    end_tokens: Collection[int],
+    stop: Stop | None,
+) -> Generator[list[int | None], None, None]:
+    rows = _Rows(pipeline, prompts, max(room))
+    numbers = uniform_numbers(seeds, rows.new_positions())  # [B, max(room)]
+    seen = rows.seen() if sampling.repetition_penalty is not None else None
+    alive = {row for row, num_tokens in enumerate(room) if num_tokens}
+    layers = [layer for chunk in pipeline.chunks for layer in chunk.layers()]
+    with pipeline.evaluating(), uncompiled(layers):  # each token follows more keys than the one before
+        for step in range(max(room)):
+            if not alive:
+                return
+            logits = rows.logits()
+            drawn = rows.agreed(None if logits is None else draw(logits, sampling, seen, numbers[:, step]))
+            tokens: list[int] = drawn.tolist()
+            if max(tokens) >= rows.vocab_size:
+                raise NonFiniteError("the model gives logits that are NaN, from which no token can be drawn")
+            alive = {row for row in alive if tokens[row] not in end_tokens}
+            yield [token if row in alive else None for row, token in enumerate(tokens)]
+            alive = {row for row in alive if step + 1 < room[row] and not (stop and stop(row, tokens[row]))}
+            rows.append(drawn)
+            if seen is not None:
+                seen.scatter_(1, drawn.unsqueeze(1), True)
 
 
-def draw_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One of the tokens [V], floating; ``generator`` is of the device of ``logits``."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if sampling.temperature == 0.0:
-        return int(logits.argmax())
-    # at most 0, so that no temperature makes it overflow; a divisor that rounds to 0 would make it NaN
-    logits = (logits - logits.max()) / max(sampling.temperature, torch.finfo(logits.dtype).tiny)
-    if sampling.top_k is not None:
-        smallest = logits.topk(min(sampling.top_k, logits.numel())).values[-1]
-        logits = logits.masked_fill(logits < smallest, float("-inf"))
-    probabilities = torch.softmax(logits, dim=-1)
-    if sampling.top_p is not None:
-        ordered, order = probabilities.sort(descending=True)
-        beyond = ordered.cumsum(dim=-1) - ordered >= sampling.top_p  # the first token is always kept
-        probabilities = probabilities.masked_fill(torch.zeros_like(beyond).scatter(0, order, beyond), 0.0)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+class _Rows:
+    """The texts in left-padded rows, and the model's way over them.
+
+    Columns [start, end) have not been through the model; what follows them has not been drawn.
+    """
+
+    def __init__(self, pipeline: Pipeline[GPTModel], prompts: Sequence[Sequence[int]], num_new: int) -> None:
+        first = pipeline.chunks[0]
+        self.pipeline, self.prompts = pipeline, prompts
+        self.config, self.options = first.config, first.options
+        self.device = next(first.parameters()).device
+        groups = self.groups = self.options.pg_collection
+        assert self.config.vocab_size is not None, "GPTModel has checked it"
+        self.vocab_size = self.config.vocab_size
+        self.draws = groups.speaks_for_tokens and groups.rank("dp_cp") == 0
+        self.start, self.end = 0, max(map(len, prompts))
+        cp, tp = groups.size("cp"), groups.size("tp")
+        multiple = lcm(2 * cp if cp > 1 else 1, cp * tp if self.options.sequence_parallel else 1)
+        S = -(-(self.end + num_new) // multiple) * multiple
+        pads = [self.end - len(prompt) for prompt in prompts]
+        padded = [[*[0] * pad, *prompt, *[0] * (S - self.end)] for pad, prompt in zip(pads, prompts, strict=True)]
+        self.tokens = torch.tensor(padded, device=self.device)  # [B, S]
+        self.documents: PackedSeqParams | None = None
+        if any(pads):
+            lengths = [[pad, S - pad] if pad else [S] for pad in pads]
+            self.documents = PackedSeqParams.from_lengths(lengths).to(self.device)
+        positions = torch.arange(S).expand(len(prompts), S) - torch.tensor(pads).unsqueeze(1)
+        longest = _num_positions(first)
+        self.positions = positions.clamp(0, S if longest is None else longest - 1).to(self.device)  # [B, S]
+        self.mine = (torch.arange(S) if cp == 1 else zigzag_positions(S, cp, groups.rank("cp"))).to(self.device)
+        splits = cp > 1 or self.options.sequence_parallel
+        self.caches = None if splits else {chunk: chunk.new_caches(S) for chunk in pipeline.chunks}
+
+    def new_positions(self) -> Tensor:
+        """int64 [B, n]: those in their texts of the tokens that will be drawn."""
+        return self.positions[:, self.end - 1 : -1] + 1
+
+    def seen(self) -> Tensor:
+        """bool [B, V]: the tokens of each prompt."""
+        seen = torch.zeros(len(self.prompts), self.vocab_size, dtype=torch.bool, device=self.device)
+        for row, prompt in zip(seen, self.prompts, strict=True):
+            row[list(prompt)] = True
+        return seen
+
+    def logits(self) -> Tensor | None:
+        """Those of the next token of each row, [B, V]; None where this rank does not draw."""
+        found: list[Tensor] = []
+
+        def forward(model: nn.Module, micro_batch: int, hidden: Tensor | None) -> Tensor:
+            assert isinstance(model, GPTModel), "a chunk of the pipeline"
+            output = self._whole(model, hidden) if self.caches is None else self._newest(model, hidden)
+            if self.pipeline.holds_output(model):
+                found.append(output)
+            return output
+
+        num_new = len(self.mine) if self.caches is None else self.end - self.start
+        shape = hidden_shape(self.config, self.options, len(self.prompts), num_new)
+        self.pipeline.evaluate(1, forward, lambda _: shape)
+        if not found:
+            return None
+        last = found[-1][:, -1] if self.caches is not None else self._newest_of(found[-1])
+        return last if self.draws else None
+
+    def agreed(self, drawn: Tensor | None) -> Tensor:
+        """int64 [B]: what the one rank that draws has ``drawn``, on all ranks."""
+        if drawn is None:
+            drawn = torch.zeros(len(self.prompts), dtype=torch.int64, device=self.device)
+        if self.groups.mesh is not None:
+            dist.all_reduce(drawn)  # of zeros, but for the rank that draws
+        return drawn
+
+    def append(self, drawn: Tensor) -> None:
+        """Adds a token [B] to each row."""
+        self.tokens[:, self.end] = drawn
+        self.start, self.end = self.end, self.end + 1
+
+    def _newest(self, model: GPTModel, hidden: Tensor | None) -> Tensor:
+        """What ``model`` gives for the newest tokens: logits of the last one, [B, 1, V], or [S, B, H]."""
+        assert self.caches is not None, "rows are whole"
+        new = slice(self.start, self.end)
+        output: Tensor = model(
+            self.tokens[:, new],
+            position_ids=self.positions[:, new],
+            packed_seq_params=self.documents,
+            caches=self.caches[model],
+            hidden=hidden,
+            logits_to_keep=1,
+        )
+        return output
+
+    def _whole(self, model: GPTModel, hidden: Tensor | None) -> Tensor:
+        """What ``model`` gives for this rank's part of the rows: logits [B, S/cp, V], or [S/cp, B, H]."""
+        output: Tensor = model(
+            self.tokens[:, self.mine],
+            position_ids=self.positions[:, self.mine],
+            packed_seq_params=self.documents,
+            hidden=hidden,
+        )
+        return output
+
+    def _newest_of(self, logits: Tensor) -> Tensor:
+        """[B, S/cp, V] -> [B, V] after the newest token, which one rank of cp has."""
+        return reduce_from_tensor_model_parallel_region(logits[:, self.mine == self.end - 1].sum(dim=1), self.groups.cp)
+
+
+def _num_positions(model: GPTModel) -> int | None:
+    """How many tokens a text can have; None: rotary positions do not end."""
+    learned = model.config.position_embedding_type == "learned_absolute"
+    return model.config.max_position_embeddings if learned else None

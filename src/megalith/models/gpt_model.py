@@ -149,9 +149,9 @@ class GPTModel(ModelModule):
         """The embedding that is an output projection only."""
         return [] if self.stage.has_embedding else self.shared_weights()
 
-    def new_caches(self) -> dict[int, KVCache]:
-        """An empty cache of keys and values for each layer."""
-        return {index: KVCache() for index in self.stage.layers}
+    def new_caches(self, capacity: int) -> dict[int, KVCache]:
+        """An empty cache of keys and values for each layer, with room for ``capacity`` tokens of each row."""
+        return {index: KVCache(capacity) for index in self.stage.layers}
 
     def forward(
         self,
@@ -163,6 +163,7 @@ class GPTModel(ModelModule):
         dropout_key: DropoutKey | None = None,
         caches: Mapping[int, KVCache] | None = None,
         hidden: Tensor | None = None,
+        logits_to_keep: int | None = None,
     ) -> Tensor:
         """Losses when ``labels`` are given, else logits; hidden states from a stage without the head.
 
@@ -171,11 +172,13 @@ class GPTModel(ModelModule):
             labels: int64 [B, S], the token after each.
             position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ..., or what follows the caches. With
                 ``rope.sections`` also [3, B, S], of time, height and width.
-            packed_seq_params: where documents begin, in whole rows; tokens see their own document only.
+            packed_seq_params: where documents begin, in whole rows; tokens see their own document only. With caches
+                the rows have their capacity.
             dropout_key: of the step, with the global id of each token, int64 [B, S]; in training on one process it
                 may be left out, and is drawn from torch's generator.
             caches: one for each layer, by its index; ``tokens`` then follow those in the caches.
             hidden: [S, B, H], [S/tp, B, H] under sequence parallelism: what the stage before gave.
+            logits_to_keep: how many of the last positions logits are wanted of; by default of all.
 
         Under context parallelism S stands for S/cp: this rank's tokens of each row, those at ``zigzag_positions``, and
         their labels, positions and ids.
@@ -184,27 +187,29 @@ class GPTModel(ModelModule):
             The loss of each token, [B, S] in float32 or wider; or logits [B, S, V], whole on every rank; or [S, B, H].
 
         Raises:
-            ShapeError: more positions than ``max_position_embeddings``, three streams of them without
-                ``rope.sections``, an S that sequence parallelism cannot split, documents of other rows, or ``hidden``
-                where the stage embeds tokens, or none where it does not; under context parallelism no
-                ``position_ids``, or caches.
+            ShapeError: more positions than ``max_position_embeddings``, unless ``position_ids`` are of each row, three
+                streams of them without ``rope.sections``, an S that sequence parallelism cannot split, documents of
+                other rows, or ``hidden`` where the stage embeds tokens, or none where it does not; more tokens than the
+                caches have room for; under context parallelism no ``position_ids``, or caches; ``logits_to_keep`` of
+                rows that ranks hold parts of.
             ConfigError: training with dropout under tensor or context parallelism without a ``dropout_key``.
         """
-        num_cached = next(iter(caches.values())).num_tokens if caches else 0
-        self._check_shape(tokens, num_cached, packed_seq_params, hidden)
-        if self.options.pg_collection.size("cp") > 1 and (caches is not None or position_ids is None):
-            raise _not_split(self.options.pg_collection.size("cp"))
+        cache = next(iter(caches.values())) if caches else None
+        num_cached = 0 if cache is None else cache.num_tokens
+        self._check_shape(tokens, hidden)
+        self._check_documents(tokens, cache, packed_seq_params)
+        cp_size = self.options.pg_collection.size("cp")
+        if cp_size > 1 and (caches is not None or position_ids is None):
+            raise _not_split(cp_size)
         if position_ids is None:
             position_ids = torch.arange(num_cached, num_cached + tokens.shape[1], device=tokens.device)
-        if position_ids.dim() == 3 and (self.config.rope is None or self.config.rope.sections is None):
-            raise ShapeError(
-                f"position_ids must be [S] or [B, S] without model.rope.sections; got {list(position_ids.shape)}"
-            )
+        self._check_positions(position_ids, num_cached + tokens.shape[1] * cp_size)
         context = self._context(tokens, position_ids, packed_seq_params, dropout_key)
         x: Tensor = self.model(tokens, position_ids, context, caches, hidden)
         if self.lm_head is None:
             return x
         if labels is None:
+            x = x if logits_to_keep is None else self._last(x, logits_to_keep)
             return self._gather(self._logits(self.lm_head, x)).transpose(0, 1)  # [B, S, V]
         # FSDP2 hooks what a forward returns, and warns of a view
         return self._losses(self.lm_head, x, labels.t()).t().clone()
@@ -230,6 +235,12 @@ class GPTModel(ModelModule):
             return logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return (softcap * torch.tanh(wide / softcap)).to(logits.dtype)
+
+    def _last(self, x: Tensor, num_positions: int) -> Tensor:
+        """[S, B, H] -> [num_positions, B, H]. Raises ShapeError for rows that ranks hold parts of."""
+        if self.options.sequence_parallel or self.options.pg_collection.size("cp") > 1:
+            raise ShapeError("the last positions of a row that is split are not on every rank; take all of its logits")
+        return x[-num_positions:]
 
     def _before_head(self, x: Tensor) -> Tensor:
         """``x`` times the factor of the logits, which are many more."""
@@ -276,22 +287,32 @@ class GPTModel(ModelModule):
         token_ids = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
         return DropoutKey(int(torch.randint(2**62, ())), 0, token_ids)
 
-    def _check_shape(
-        self, tokens: Tensor, num_cached: int, packed_seq_params: PackedSeqParams | None, hidden: Tensor | None
-    ) -> None:
-        (B, S), cp = tokens.shape, self.options.pg_collection.size("cp")
-        whole = S * cp
-        if packed_seq_params is not None and (packed_seq_params.batch_size, packed_seq_params.seq_length) != (B, whole):
+    def _check_documents(self, tokens: Tensor, cache: KVCache | None, documents: PackedSeqParams | None) -> None:
+        B, S = tokens.shape
+        whose, whole = "tokens'", S * self.options.pg_collection.size("cp")
+        if cache is not None:
+            whose, whole = "caches'", cache.capacity
+        if documents is not None and (documents.batch_size, documents.seq_length) != (B, whole):
             raise ShapeError(
-                f"packed_seq_params must be of the tokens' rows, [{B}, {whole}]; "
-                f"got those of [{packed_seq_params.batch_size}, {packed_seq_params.seq_length}]"
+                f"packed_seq_params must be of the {whose} rows, [{B}, {whole}]; "
+                f"got those of [{documents.batch_size}, {documents.seq_length}]"
             )
-        longest, num_positions = self.config.max_position_embeddings, num_cached + whole
+
+    def _check_positions(self, position_ids: Tensor, num_positions: int) -> None:
+        longest, rope = self.config.max_position_embeddings, self.config.rope
+        if position_ids.dim() == 3 and (rope is None or rope.sections is None):
+            raise ShapeError(
+                f"position_ids must be [S] or [B, S] without model.rope.sections; got {list(position_ids.shape)}"
+            )
+        if position_ids.dim() > 1:  # a row's own may be fewer than its columns
+            return
         if self.model.embed_positions is not None and longest is not None and longest < num_positions:
             raise ShapeError(
                 f"{num_positions} positions are more than max_position_embeddings ({longest}); cut the tokens shorter"
             )
-        tp_size = self.options.pg_collection.size("tp")
+
+    def _check_shape(self, tokens: Tensor, hidden: Tensor | None) -> None:
+        S, tp_size = tokens.shape[1], self.options.pg_collection.size("tp")
         if self.options.sequence_parallel and S % tp_size:
             raise ShapeError(
                 f"sequence parallelism splits S ({S}) over tp ({tp_size}); use a sequence length that it divides"

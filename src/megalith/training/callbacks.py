@@ -167,7 +167,7 @@ class TextSamples(Callback):
         self.metrics = metrics
         generation = run.config.train.generation
         self.every = None if generation is None else generation.every
-        self.writer = None if generation is None else run.task.text_writer(run.options, run.device)
+        self.writer = None if generation is None else run.task.text_writer()
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:
         step = run.state.step

@@ -1,10 +1,10 @@
 """What a layer's forward needs besides the hidden states, in one record."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from megalith.errors import ShapeError
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.transformer.attention_mask import CAUSAL, AttentionMask
@@ -13,22 +13,35 @@ from megalith.transformer.rotary import RotaryTables
 __all__ = ["KVCache", "LayerContext"]
 
 
-@dataclass
 class KVCache:
-    """Keys and values of one layer for the tokens seen so far, [S, B, max(G/tp, 1), D] each; empty at first."""
+    """Keys and values of one layer for the tokens seen so far, in memory for ``capacity`` tokens of each row.
 
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
+    It is never moved: a token costs its own bytes, and not a copy of all before it.
 
-    @property
-    def num_tokens(self) -> int:
-        return self.keys[0].shape[0] if self.keys else 0
+    Attributes:
+        keys, values: [capacity, B, max(G/tp, 1), D] each, allocated at the first ``append``; None before.
+        num_tokens: how many of a row's are there.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.num_tokens = 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the newest ``k`` and ``v`` and returns all of them."""
-        self.keys = [torch.cat((*self.keys, k))]
-        self.values = [torch.cat((*self.values, v))]
-        return self.keys[0], self.values[0]
+        """Adds the newest ``k`` and ``v`` and returns all of them, [num_tokens, B, max(G/tp, 1), D], as views.
+
+        Raises ShapeError where they pass ``capacity``.
+        """
+        start, end = self.num_tokens, self.num_tokens + k.shape[0]
+        if end > self.capacity:
+            raise ShapeError(f"the cache has room for {self.capacity} tokens, and these make {end}; make it larger")
+        if self.keys is None or self.values is None:
+            self.keys, self.values = (x.new_empty(self.capacity, *x.shape[1:]) for x in (k, v))
+        self.keys[start:end], self.values[start:end] = k, v
+        self.num_tokens = end
+        return self.keys[:end], self.values[:end]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +50,8 @@ class LayerContext:
 
     Attributes:
         mask: which keys a query sees; a layer may narrow it to a window of its own.
-        documents: where documents begin, in whole rows also where ranks of cp hold parts of them; tokens see their own
-            document only.
+        documents: where documents begin, in whole rows also where ranks of cp hold parts of them, and of the cache's
+            ``capacity`` where there is one; tokens see their own document only.
         rotary: the tables of rotary positions; None where positions are learned.
         token_dropout_key: the step's dropout key for attention, with token ids [B, S]; None disables dropout.
         hidden_dropout_key: the same for the hidden states, whose token ids are [S, B], [S/tp, B] under sequence

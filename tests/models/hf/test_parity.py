@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from megalith.models.generation import Sampling, stream
+from megalith.models.generation import generate
 from megalith.models.hf import detect, fitting
+from megalith.models.sampling import Sampling
 from tests.models.hf import peers
 from tests.models.hf.peers import PEERS
 
@@ -108,7 +109,7 @@ def test_greedy_decoding_with_and_without_a_cache_is_theirs_token_for_token(name
     ours = peers.same_as_ours(theirs, peer.family).eval()
     prompt = [3, 1, 4, 1, 5]
     want = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0].tolist()
-    cached = stream(ours, prompt, 12, sampling=Sampling(temperature=0.0), seed=0, end_token=None)
+    [cached] = generate(ours, [prompt], 12, sampling=Sampling(temperature=0.0))
     assert [*prompt, *cached] == want
     tokens = torch.tensor([prompt])
     with torch.no_grad():

@@ -12,7 +12,8 @@ import yaml
 
 from megalith.data.choices import read_questions
 from megalith.errors import ConfigError, MissingDependencyError
-from megalith.models.generation import Sampling, generate
+from megalith.models.generation import generate
+from megalith.models.sampling import Sampling
 from megalith.models.scoring import score
 from megalith.training.tasks.harness import harness_model
 from megalith.training.tasks.multiple_choice import answer_questions
@@ -101,7 +102,7 @@ def test_rolling_predicts_each_token_once_and_fills_the_last_window(scores):
 
 def test_generation_is_greedy_up_to_the_first_stop_string(scores):
     model, tokenizer = harness_model(scores), scores.tokenizer
-    ids = generate(scores.model, tokenizer.encode("Once"), 12, sampling=Sampling(0.0), seed=0, end_token=tokenizer.eod)
+    [ids] = generate(scores.model, [tokenizer.encode("Once")], 12, sampling=Sampling(0.0), end_tokens={tokenizer.eod})
     text = tokenizer.decode(ids)
     [whole] = model.generate_until(requests(("Once", {"until": ["never there"], "max_gen_toks": 12})))
     assert whole == text
@@ -116,7 +117,7 @@ def test_a_long_context_leaves_room_for_what_is_generated(scores):
     model = harness_model(scores)
     long = "Once upon a time " * 20
     kept = scores.tokenizer.encode(long)[-(LONGEST - 8) :]
-    ids = generate(scores.model, kept, 8, sampling=Sampling(0.0), seed=0, end_token=scores.tokenizer.eod)
+    [ids] = generate(scores.model, [kept], 8, sampling=Sampling(0.0), end_tokens={scores.tokenizer.eod})
     [text] = model.generate_until(requests((long, {"until": [], "max_gen_toks": 8})))
     assert text == scores.tokenizer.decode(ids)
     assert model.generate_until(requests(("Once", {})))  # a task that says nothing gets what there is room for

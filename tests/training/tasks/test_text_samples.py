@@ -5,24 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megalith.config import load_run
 from megalith.data.prepare import prepare
-from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError
-from megalith.models.generation import Sampling
+from megalith.models.sampling import Sampling
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.build_options import BuildOptions
-from megalith.parallel.pipeline.pipeline import Pipeline
-from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.preflight import preflight
 from megalith.training.pretrain import pretrain
 from megalith.training.setup import RunParts
 from megalith.training.tasks.generation import TextGenerator
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
 from megalith.training.tasks.task import Task
-from megalith.training.tasks.text_samples import GPTTextWriter
 from tests.program import here, write_settings
 from tests.rank_pool import ranks
 from tests.tiny_run import GPT2, LLAMA, settings
@@ -84,53 +78,12 @@ def test_texts_are_those_that_generate_draws_from_the_checkpoint(text, tmp_path,
     assert list(found) == STEPS
     for step, samples in found.items():
         generator = TextGenerator.load(f"{tree['run']}/checkpoints/step-{step:08d}")
-        for prompt, sample in zip(PROMPTS, samples, strict=True):
-            drawn = generator.stream(prompt, 12, sampling=Sampling(0.8), seed=0)
-            assert sample == {"prompt": prompt, "text": "".join(drawn)}
+        drawn = generator.generate(PROMPTS, 12, sampling=Sampling(0.8), seeds=[0, 0, 0])
+        assert samples == [{"prompt": prompt, "text": text} for prompt, text in zip(PROMPTS, drawn, strict=True)]
+        for prompt in PROMPTS:
             assert any(line.startswith(f"step {step}  text after {prompt!r}:\n  | ") for line in lines)
     assert len({sample["text"] for samples in found.values() for sample in samples}) > 1  # they say something
     assert all(letter.isprintable() or letter == "\n" for line in lines for letter in line), "escaped for a terminal"
-
-
-def written(tree: dict[str, Any], logits_of: Any) -> list[str]:
-    """What a writer makes of a model whose logits at a position are ``logits_of`` the token there."""
-
-    class Model(torch.nn.Module):
-        def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, hidden: None) -> torch.Tensor:
-            assert not self.training
-            return logits_of(tokens)
-
-    config, model = load_run(tree), Model()
-    tokenizer = Tokenizer.load(f"{tree['data']['train']}-tokenizer.json")
-    options = BuildOptions(ProcessGroupCollection.single())
-    samples = GPTTextWriter(config, tokenizer, options, torch.device("cpu"))(Pipeline([model]))
-    assert model.training
-    return [sample.text for sample in samples]
-
-
-def test_a_text_ends_before_the_token_that_ends_a_document_and_others_go_on(text, tmp_path):
-    tree = run_settings(text, tmp_path, LLAMA, prompts=["a", "c"], temperature=0.0, max_new_tokens=4)
-    tokenizer = Tokenizer.load(f"{text}-tokenizer.json")
-    [a], [b], [c], [d] = (tokenizer.encode(letter) for letter in "abcd")
-    follows = {a: b, b: tokenizer.eod, c: d, d: c}
-
-    def logits_of(tokens: torch.Tensor) -> torch.Tensor:
-        following = tokens.clone().apply_(lambda token: follows.get(token, 0))
-        return torch.nn.functional.one_hot(following, 275).double()
-
-    assert written(tree, logits_of) == ["b", "dcdc"]
-
-
-def test_a_text_ends_where_learned_positions_end(text, tmp_path):
-    tree = run_settings(text, tmp_path, GPT2, prompts=["Once ships"], temperature=0.0, max_new_tokens=200)
-    tokenizer = Tokenizer.load(f"{text}-tokenizer.json")
-    [letter] = tokenizer.encode("x")
-
-    def logits_of(tokens: torch.Tensor) -> torch.Tensor:
-        assert tokens.shape[1] == POSITIONS
-        return torch.nn.functional.one_hot(torch.full_like(tokens, letter), 275).double()
-
-    assert written(tree, logits_of) == ["x" * (POSITIONS - len(tokenizer.encode("Once ships")))]
 
 
 def test_weights_are_the_same_with_and_without_texts(text, tmp_path):

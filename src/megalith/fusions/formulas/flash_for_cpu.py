@@ -2,7 +2,8 @@
 
 A tile is a rectangle of queries and keys. A whole row, or a document of it, is one tile, with torch's causal rule or
 none. A window, or queries after a cache, take a tile for every few queries, with a mask of no more than that tile; what
-no token sees is in no tile, and costs nothing.
+no token sees is in no tile, and costs nothing. Documents of queries after a cache are in the mask too: a call for each
+row would cost more than the keys that it leaves out.
 
 float16 is widened for them: their own takes longer than that, and adds up the gradient of v in 16 bits.
 
@@ -29,7 +30,7 @@ _NONE_SEEN = float("-inf")
 
 
 class _Tile(NamedTuple):
-    """What of the batch, of the queries and of the keys; ``mask`` [Sq, Sk] of the tile is 0 or -inf."""
+    """What of the batch, of the queries and of the keys; ``mask`` [Sq, Sk] or [B, 1, Sq, Sk] of it is 0 or -inf."""
 
     rows: slice
     queries: slice
@@ -46,9 +47,10 @@ class _Tile(NamedTuple):
 
 def _tiles(q: Tensor, k: Tensor, bounds: Tensor | None, left: int, right: int) -> list[_Tile]:
     """The tiles of ``q`` [B, A, Sq, D] and ``k`` [B, G, Sk, D]; each query is in one at most."""
-    if bounds is None:
+    if bounds is None or q.shape[2] != k.shape[2]:
         found = _tiles_of(slice(0, q.shape[0]), 0, (q.shape[2], k.shape[2]), left, right, q.dtype)
-        return list(found) if q.numel() and k.numel() else []
+        tiles = list(found) if q.numel() and k.numel() else []
+        return tiles if bounds is None else [_within_documents(tile, bounds, q.dtype) for tile in tiles]
     begins = bounds[..., 0] == torch.arange(bounds.shape[1])
     documents = zip(begins.nonzero().tolist(), bounds[begins].tolist(), strict=True)
     return [
@@ -77,6 +79,15 @@ def _tiles_of(
             seen = (distance >= -left) & (distance <= right)
             mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, _NONE_SEEN)
         yield _Tile(rows, slice(start + first, start + last + 1), slice(start + low, start + high), mask=mask)
+
+
+def _within_documents(tile: _Tile, bounds: Tensor, dtype: torch.dtype) -> _Tile:
+    """``tile``, all rows at once, with the keys hidden that are not of the query's document."""
+    first, end = bounds[:, None, tile.queries].unsqueeze(-2).unbind(-1)  # [B, 1, Sq, 1]
+    keys = torch.arange(tile.keys.start, tile.keys.stop)
+    seen = (keys >= first) & (keys < end)
+    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, _NONE_SEEN)
+    return tile._replace(mask=mask if tile.mask is None else mask + tile.mask)
 
 
 def _forward(

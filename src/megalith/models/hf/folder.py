@@ -74,6 +74,12 @@ class ModelFolder:
         given = self.config.max_position_embeddings or self.hf_config.get("max_position_embeddings")
         return given if type(given) is int and given > 0 else _USUAL_POSITIONS
 
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Ids of the tokens that end a text: ``eos_token_id`` of config.json, of which a chat model has several."""
+        given = self.hf_config.get("eos_token_id")
+        return tuple(end for end in (given if isinstance(given, list) else [given]) if type(end) is int)
+
     def tokenizer(self, eod: str | int | None = None) -> Tokenizer | None:
         """Its tokenizer.json, if it has one. ``eod``: as in ``Tokenizer``; by default ``eos_token_id`` of config.json.
 
@@ -81,9 +87,8 @@ class ModelFolder:
         """
         if TOKENIZER not in self.store.names():
             return None
-        end = self.hf_config.get("eos_token_id")
-        first = end[0] if isinstance(end, list) and end else end  # the others end turns of a conversation
-        end_of_document = eod if eod is not None else first if type(first) is int else None
+        first = next(iter(self.end_tokens), None)  # the others end turns of a conversation
+        end_of_document = eod if eod is not None else first
         return Tokenizer.beside(self.store / CONFIG, TOKENIZER, end_of_document)
 
 

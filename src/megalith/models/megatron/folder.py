@@ -49,6 +49,7 @@ class MegatronFolder:
     weights: StoredTensors
 
     architecture: ClassVar[str] = "GPT of Megatron-Core"
+    end_tokens: ClassVar[tuple[int, ...]] = ()  # the tokenizer alone knows them
 
     @property
     def num_positions(self) -> int:

@@ -1,63 +1,197 @@
-"""Text from a trained run: its model, its tokenizer, and a prompt."""
+"""Text from a model on disk, a run's, a checkpoint's or another system's: its tokenizer, and prompts to go on from."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import torch
+
+from megalith.config import TransformerConfig
+from megalith.data.stop_strings import StopStrings
 from megalith.data.tokenizer import TextStream, Tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError
-from megalith.models.generation import Sampling, stream
+from megalith.models.foreign import ForeignModel, foreign_model
+from megalith.models.generation import check_prompt_length, stream
 from megalith.models.gpt_model import GPTModel
+from megalith.models.sampling import Sampling
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.parameters import refill_buffers_, state_tensors
+from megalith.storage import Store, open_store
+from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.inference import load_model
+from megalith.training.process_group import choose_device
 from megalith.training.run_folder import find_tokenizer, open_run
+from megalith.training.tasks.weights import load_weights
 
-__all__ = ["TextGenerator", "check_prompt", "read_prompt"]
+__all__ = ["TextGenerator", "TextSource", "check_prompt", "in_order", "read_prompt", "read_prompts", "stream_text"]
 
 _LONGEST_PROMPT = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
-class TextGenerator:
-    """A model that goes on with a text, and the tokenizer that it was trained with."""
+class TextSource:
+    """A model on disk that writes text: all but its weights, which take long to load.
 
-    model: GPTModel
+    Attributes:
+        load_model: reads them.
+        end_tokens: ids of the tokens that end a text.
+        longest: [tokens] the length that it was trained on.
+    """
+
+    config: TransformerConfig
     tokenizer: Tokenizer
+    end_tokens: frozenset[int]
+    longest: int
+    load_model: Callable[[], GPTModel]
 
     @classmethod
-    def load(
+    def open(
         cls, source: str | Path, tokenizer: str | Path | None = None, eod: str | int | None = None
-    ) -> "TextGenerator":
-        """That of ``source``, a run or a checkpoint; ``tokenizer`` and ``eod`` as in ``find_tokenizer``.
+    ) -> "TextSource":
+        """That of ``source``, a run, a checkpoint, or a ``foreign_model``.
 
-        Raises as ``load_model`` and ``find_tokenizer`` do, CheckpointError for a model that does not write text, and
-        DataError for a tokenizer that has more entries than the model.
+        Args:
+            tokenizer: path of a tokenizer.json, for a source that has none; ``eod`` is its token that ends a document,
+                as in ``Tokenizer``.
+
+        Raises as ``open_run``, ``foreign_model`` and ``find_tokenizer`` do, and DataError for a tokenizer that has more
+        entries than the model.
         """
-        checkpoint, folder, config = open_run(source)
-        found = find_tokenizer(folder, config, tokenizer, eod)
-        vocab_size = config.model.vocab_size
-        assert vocab_size is not None, "a run keeps its resolved settings"
+        store = open_store(source)
+        folder = foreign_model(store)
+        opened = _open_run(store, tokenizer, eod) if folder is None else _open_foreign(folder, tokenizer, eod)
+        vocab_size, found = opened.config.vocab_size, opened.tokenizer
+        assert vocab_size is not None, "a run keeps its resolved settings, and a folder says it"
         if found.vocab_size > vocab_size:
             raise DataError(
                 f"{found.name} has {found.vocab_size} entries and the model of {source} {vocab_size}; give the "
                 "tokenizer that it was trained with"
             )
-        model = load_model(checkpoint).model
-        if not isinstance(model, GPTModel):
-            raise CheckpointError(f"{source} holds a {type(model).__name__}, which writes no text; name a GPT run")
-        return cls(model, found)
+        return opened
 
-    def stream(self, prompt: str, max_new_tokens: int, *, sampling: Sampling, seed: int) -> Iterator[str]:
-        """What the model adds to ``prompt``, in whole characters, as soon as they are drawn.
+    def encode(self, prompts: Sequence[str]) -> list[list[int]]:
+        """The ids of each prompt. Raises ConfigError as ``check_prompt``, and for one that leaves no room for more."""
+        for prompt in prompts:
+            check_prompt(prompt)
+        encoded = self.tokenizer.encode_batch(prompts)
+        learned = self.config.position_embedding_type == "learned_absolute"
+        for ids in encoded:
+            check_prompt_length(len(ids), self.config.max_position_embeddings if learned else None)
+        return encoded
 
-        Raises ConfigError, at the call, as ``models.generation.stream`` and ``check_prompt``.
+
+@dataclass(frozen=True)
+class TextGenerator:
+    """A model that goes on with texts, and where it is from."""
+
+    model: GPTModel
+    source: TextSource
+
+    @classmethod
+    def load(
+        cls, source: str | Path, tokenizer: str | Path | None = None, eod: str | int | None = None
+    ) -> "TextGenerator":
+        """That of ``source``. Raises as ``TextSource.open`` and ``TextSource.load_model`` do."""
+        opened = TextSource.open(source, tokenizer, eod)
+        return cls(opened.load_model(), opened)
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        max_new_tokens: int,
+        *,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        stop: Sequence[str] = (),
+    ) -> list[str]:
+        """What the model adds to each of ``prompts``; args and errors are those of ``stream``."""
+        texts = [""] * len(prompts)
+        for pieces in self.stream(prompts, max_new_tokens, sampling=sampling, seeds=seeds, stop=stop):
+            texts = [text + (piece or "") for text, piece in zip(texts, pieces, strict=True)]
+        return texts
+
+    def stream(
+        self,
+        prompts: Sequence[str],
+        max_new_tokens: int,
+        *,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        stop: Sequence[str] = (),
+    ) -> Generator[list[str | None], None, None]:
+        """What the model adds to each of ``prompts``, in whole characters, as soon as they are drawn.
+
+        Each list has a piece for each prompt, empty if none is ready, and None after the end of its text.
+
+        Args:
+            seeds: one a prompt; a text is the same alone and with others, up to rounding.
+            stop: a text ends before the first of these strings.
+
+        Raises ConfigError, at the call, as ``models.generation.stream`` and ``TextSource.encode``, and for an empty
+        stop string.
         """
-        check_prompt(prompt)
-        before = self.tokenizer.encode(prompt)
-        end = self.tokenizer.eod
-        tokens = stream(self.model, before, max_new_tokens, sampling=sampling, seed=seed, end_token=end)
-        return _decoded(tokens, TextStream(self.tokenizer, before))
+        return stream_text(
+            self.model,
+            self.source.tokenizer,
+            self.source.encode(prompts),
+            max_new_tokens,
+            sampling=sampling,
+            seeds=seeds,
+            end_tokens=self.source.end_tokens,
+            stop=stop,
+        )
+
+
+def stream_text(
+    model: GPTModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    end_tokens: Collection[int],
+    stop: Sequence[str] = (),
+) -> Generator[list[str | None], None, None]:
+    """``TextGenerator.stream`` for prompts of token ids; ``end_tokens`` end a text, as in ``models.generation``."""
+    texts = [_Text(tokenizer, ids, stop) for ids in prompts]
+    tokens = stream(
+        model,
+        prompts,
+        max_new_tokens,
+        sampling=sampling,
+        seeds=seeds,
+        end_tokens=end_tokens,
+        stop=lambda row, _: texts[row].stopped,
+    )
+    return _pieces(tokens, texts)
+
+
+def in_order(openings: Sequence[str], pieces: Iterator[Sequence[str | None]]) -> Iterator[str]:
+    """Texts of ``TextGenerator.stream`` one after the other, for a terminal: what is known of them, as soon as it is.
+
+    The first that has not ended grows as it is drawn; those behind it wait. Each begins with its one of ``openings``
+    and ends with a line feed.
+    """
+    waiting, ended = [""] * len(openings), [False] * len(openings)
+    current = 0
+    yield openings[0]
+    for drawn in pieces:
+        waiting = [text + (piece or "") for text, piece in zip(waiting, drawn, strict=True)]
+        ended = [piece is None for piece in drawn]
+        while True:
+            if waiting[current]:
+                yield waiting[current]
+                waiting[current] = ""
+            if not ended[current] or current + 1 == len(openings):
+                break
+            current += 1
+            yield "\n" + openings[current]
+    for row in range(current + 1, len(openings)):
+        yield f"\n{openings[row]}{waiting[row]}"
+    yield "\n"
 
 
 def check_prompt(prompt: str) -> None:
@@ -71,6 +205,18 @@ def check_prompt(prompt: str) -> None:
             f"the prompt must be text in UTF-8; character {error.start} is {prompt[error.start]!r}, half of a "
             "surrogate pair, which also stands for bytes of a command line that are not UTF-8"
         ) from error
+
+
+def read_prompts(path: str, standard_input: BinaryIO) -> list[str]:
+    """The prompts in the file ``path``, one a line, or in ``standard_input`` for ``-``.
+
+    Raises ConfigError as ``read_prompt``, and for a line that is empty, or none.
+    """
+    lines = [line.removesuffix("\r") for line in read_prompt(path, standard_input).removesuffix("\n").split("\n")]
+    for number, line in enumerate(lines, 1):
+        if not line:
+            raise ConfigError(f"each line of {path} must be a prompt; line {number} is empty; leave it out")
+    return lines
 
 
 def read_prompt(path: str, standard_input: BinaryIO) -> str:
@@ -94,9 +240,64 @@ def read_prompt(path: str, standard_input: BinaryIO) -> str:
         ) from error
 
 
-def _decoded(tokens: Iterator[int], text: TextStream) -> Iterator[str]:
-    for token in tokens:
-        if piece := text.add(token):
-            yield piece
-    if piece := text.end():
-        yield piece
+class _Text:
+    """Tokens on their way to pieces of text."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
+        self._characters, self._until = TextStream(tokenizer, prompt), StopStrings(stop)
+        self._ended = False
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has come."""
+        return self._until.found
+
+    def piece(self, token: int | None) -> str | None:
+        """The text that is ready with ``token``; with None, at the end of the text, what is left, and then None."""
+        if token is not None:
+            return self._until.add(self._characters.add(token))
+        if self._ended:
+            return None
+        self._ended = True
+        return self._until.add(self._characters.end()) + self._until.end()
+
+
+def _pieces(tokens: Iterator[Sequence[int | None]], texts: Sequence[_Text]) -> Generator[list[str | None], None, None]:
+    for drawn in tokens:
+        yield [text.piece(token) for text, token in zip(texts, drawn, strict=True)]
+    yield [text.piece(None) for text in texts]
+
+
+def _open_run(store: Store, tokenizer: str | Path | None, eod: str | int | None) -> TextSource:
+    checkpoint, folder, config = open_run(store)
+    found = find_tokenizer(folder, config, tokenizer, eod)
+
+    def load() -> GPTModel:
+        model = load_model(checkpoint).model
+        if not isinstance(model, GPTModel):
+            raise CheckpointError(f"{store} holds a {type(model).__name__}, which writes no text; name a GPT run")
+        return model
+
+    return TextSource(config.model, found, frozenset([found.eod]), config.data.seq_length, load)
+
+
+def _open_foreign(folder: ForeignModel, tokenizer: str | Path | None, eod: str | int | None) -> TextSource:
+    if tokenizer is None:
+        found = folder.tokenizer(eod)
+    else:
+        found = Tokenizer.load(tokenizer, eod if eod is not None else next(iter(folder.end_tokens), None))
+    if found is None:
+        raise DataError(f"{folder.store} has no tokenizer.json; give --tokenizer PATH")
+    ends = frozenset([found.eod, *folder.end_tokens])
+    return TextSource(folder.config, found, ends, folder.num_positions, lambda: _foreign_weights(folder))
+
+
+def _foreign_weights(folder: ForeignModel) -> GPTModel:
+    """The model of ``folder`` in evaluation mode, in the dtype of its files."""
+    dtype = getattr(torch, folder.weights.dtype)
+    with torch.device("meta"):
+        model = GPTModel(folder.config, BuildOptions(ProcessGroupCollection.single(), dtype))
+    model.to_empty(device=choose_device())
+    refill_buffers_(model)
+    load_weights(folder.store, {name: tensor.detach() for name, tensor in state_tensors(model).items()})
+    return model.eval()

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megalith import optional
-from megalith.data.tokenizer import TextStream
 from megalith.errors import ConfigError
-from megalith.models.generation import Sampling, stream
+from megalith.models.sampling import Sampling
 from megalith.models.scoring import score
+from megalith.training.tasks.generation import stream_text
 from megalith.training.tasks.text_scores import TextScorer
 
 __all__ = ["harness_model"]
@@ -79,16 +79,17 @@ class _Methods:
                 f"max_gen_toks must be from 1 to {room - 1}, below what the model reads at once; got {num_new}"
             )
         prompt = (tokenizer.encode(context) or [tokenizer.eod])[num_new - room :]
-        text, written = TextStream(tokenizer, prompt), ""
-        for token in stream(
-            self.scorer.model, prompt, num_new, sampling=_sampling(gen_kwargs), seed=0, end_token=tokenizer.eod
-        ):
-            written += text.add(token)
-            if any(stop in written for stop in stops):
-                break
-        else:
-            written += text.end()
-        return written[: min((at for stop in stops if (at := written.find(stop)) >= 0), default=len(written))]
+        pieces = stream_text(
+            self.scorer.model,
+            tokenizer,
+            [prompt],
+            num_new,
+            sampling=_sampling(gen_kwargs),
+            seeds=[0],
+            end_tokens={tokenizer.eod},
+            stop=stops,
+        )
+        return "".join(piece for [piece] in pieces if piece is not None)
 
 
 def _sampling(gen_kwargs: Mapping[str, Any]) -> Sampling:

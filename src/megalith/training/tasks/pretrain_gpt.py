@@ -188,6 +188,6 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
                 start = end
         return ["  | " + line for line in "".join(pieces).splitlines()]
 
-    def text_writer(self, options: BuildOptions, device: torch.device) -> GPTTextWriter:
+    def text_writer(self) -> GPTTextWriter:
         """Goes on from the prompts of ``train.generation``, by the run's tokenizer."""
-        return GPTTextWriter(self.config, load_tokenizer(self.config), options, device)
+        return GPTTextWriter(self.config, load_tokenizer(self.config))

@@ -163,8 +163,8 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
     def sample_as_text(self, sample: Sample) -> list[str]:
         """``sample`` for a person, in lines: what the model reads, and what no loss is taken on."""
 
-    def text_writer(self, options: BuildOptions, device: torch.device) -> TextWriter:
-        """What ``train.generation`` asks for, of a model built with ``options``.
+    def text_writer(self) -> TextWriter:
+        """What ``train.generation`` asks for.
 
         By default a ConfigError: not every model writes text.
         """

@@ -6,10 +6,7 @@ from pathlib import Path
 
 from megalith.data.tokenizer import Tokenizer
 from megalith.models.gpt_model import GPTModel
-from megalith.models.hf import is_model_folder, open_folder
 from megalith.models.scoring import Score, score
-from megalith.storage import open_store
-from megalith.training.run_folder import open_run
 from megalith.training.tasks.generation import TextGenerator
 
 __all__ = ["TextScorer"]
@@ -29,10 +26,8 @@ class TextScorer:
 
         A run's model reads as many tokens at once as it was trained on, ``data.seq_length``.
         """
-        store = open_store(source)
         generator = TextGenerator.load(source)
-        longest = open_folder(store).num_positions if is_model_folder(store) else open_run(store)[2].data.seq_length
-        return cls(generator.model, generator.tokenizer, longest)
+        return cls(generator.model, generator.source.tokenizer, generator.source.longest)
 
     def encode(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """The ids of both, split as lm-eval splits them.

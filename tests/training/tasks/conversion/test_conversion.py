@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megalith.checkpoint import find_checkpoint, save_checkpoint
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.generation import Sampling, stream
+from megalith.models.generation import generate
 from megalith.models.hf import fitting
+from megalith.models.sampling import Sampling
 from megalith.training.inference import load_model
 from megalith.training.tasks.conversion import export_model, import_model, prove
 from tests.program import here
@@ -90,7 +91,7 @@ def test_the_exported_folder_loads_without_a_warning_and_generates_token_for_tok
     prompt = tokenizer("some more words").input_ids
     want = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     ours = load_model(tmp_path / "run").model
-    got = stream(ours, prompt, 8, sampling=Sampling(temperature=0.0), seed=0, end_token=None)
+    [got] = generate(ours, [prompt], 8, sampling=Sampling(temperature=0.0))
     assert [*prompt, *got] == want[0].tolist()
 
 

@@ -1,0 +1,28 @@
+"""layer_context: the cache of keys and values stays where it is, and has an end."""
+
+import pytest
+import torch
+
+from megalith.errors import ShapeError
+from megalith.transformer.layer_context import KVCache
+
+
+def test_a_cache_gives_all_tokens_so_far_without_moving_them():
+    cache = KVCache(6)
+    k, v = torch.randn(2, 6, 3, 2, 4), torch.randn(2, 6, 3, 2, 4)
+    places = set()
+    for start, end in ((0, 3), (3, 4), (4, 6)):
+        keys, values = cache.append(k[0, start:end], v[0, start:end])
+        assert cache.num_tokens == end
+        assert torch.equal(keys, k[0, :end])
+        assert torch.equal(values, v[0, :end])
+        places.add((keys.data_ptr(), values.data_ptr()))
+    assert len(places) == 1
+
+
+def test_more_tokens_than_it_has_room_for_are_refused():
+    cache = KVCache(4)
+    cache.append(torch.zeros(3, 1, 1, 2), torch.zeros(3, 1, 1, 2))
+    with pytest.raises(ShapeError, match="the cache has room for 4 tokens, and these make 5; make it larger"):
+        cache.append(torch.zeros(2, 1, 1, 2), torch.zeros(2, 1, 1, 2))
+    assert cache.num_tokens == 3
