@@ -29,6 +29,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "hybrid 2 x 2": (4, {"replicate": 2, "shard": 2}),
     "pipeline 2": (2, {"pipeline": 2}),
     "tensor 2": (2, {"tensor": 2}),
+    "pipeline 2, zb_v, tied, recompute": (2, {"pipeline": 2, "virtual": 2, "schedule": "zb_v"}),
+}
+MORE: dict[str, dict[str, Any]] = {
+    "pipeline 2, zb_v, tied, recompute": {
+        "model": {"tie_word_embeddings": True},
+        "train": {"recompute": "full", "micro_batch_size": 1},
+    }
 }
 IN_MAKE_TEST = list(LAYOUTS)[:1]
 
@@ -45,7 +52,9 @@ def steps(tree: dict[str, Any], world_size: int) -> Trajectory:
 )
 def test_it_changes_no_bit_of_loss_gradients_and_weights(name, tmp_path):
     world_size, parallel = LAYOUTS[name]
-    tree = settings(tmp_path, parallel=parallel, model={"num_layers": 4})
+    more = MORE.get(name, {})
+    model = {"num_layers": 4, **more.get("model", {})}
+    tree = settings(tmp_path, parallel=parallel, model=model, train=more.get("train", {}))
     plain = ranks(world_size, steps, tree, world_size)
     poisoned = ranks(world_size, steps, {**tree, "train": tree["train"] | POISONED}, world_size)
     for got, want in zip(poisoned, plain, strict=True):

@@ -18,6 +18,9 @@ from megalith.training.tasks.text_scores import TextScorer
 
 __all__ = ["harness_model"]
 
+_OPTIONS_OF_SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty")
+# what a task may say of generation
+_GENERATION = frozenset(["until", "max_gen_toks", "do_sample", "temperature", *_OPTIONS_OF_SAMPLING])
 _MAX_GEN_TOKS = 256  # where a task says nothing, as in the harness's own models
 
 
@@ -54,8 +57,12 @@ class _Methods:
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model adds to each context of (context, gen_kwargs), up to the first string of ``until``."""
-        found = [self._generated(*request.args) for request in requests]
+        """What the model adds to each context of (context, gen_kwargs), up to the first string of ``until``.
+
+        Raises ConfigError, before anything is drawn, for options of a task that are not known here.
+        """
+        asked = [(context, self._options(gen_kwargs)) for context, gen_kwargs in (request.args for request in requests)]
+        found = [self._generated(context, *options) for context, options in asked]
         self._remember("generate_until", requests, found)
         return found
 
@@ -70,21 +77,30 @@ class _Methods:
             stop = min(start + longest, len(tokens))
             yield tokens[max(0, stop - 1 - longest) : start], tokens[start:stop]
 
-    def _generated(self, context: str, gen_kwargs: Mapping[str, Any]) -> str:
-        tokenizer, room = self.scorer.tokenizer, self.scorer.longest
-        until, num_new = gen_kwargs.get("until") or [], gen_kwargs.get("max_gen_toks", min(_MAX_GEN_TOKS, room - 1))
-        stops = [until] if isinstance(until, str) else list(until)
+    def _options(self, gen_kwargs: Mapping[str, Any]) -> tuple[list[str], int, Sampling]:
+        """The strings to stop at, how many tokens to draw, and how."""
+        if unknown := gen_kwargs.keys() - _GENERATION:
+            raise ConfigError(
+                f"a task asks for {', '.join(sorted(unknown))}, which is not known here; it may set "
+                f"{', '.join(sorted(_GENERATION))}"
+            )
+        room, until = self.scorer.longest, gen_kwargs.get("until") or []
+        num_new = gen_kwargs.get("max_gen_toks", min(_MAX_GEN_TOKS, room - 1))
         if not 0 < num_new < room:
             raise ConfigError(
                 f"max_gen_toks must be from 1 to {room - 1}, below what the model reads at once; got {num_new}"
             )
+        return [until] if isinstance(until, str) else list(until), num_new, _sampling(gen_kwargs)
+
+    def _generated(self, context: str, stops: list[str], num_new: int, sampling: Sampling) -> str:
+        tokenizer, room = self.scorer.tokenizer, self.scorer.longest
         prompt = (tokenizer.encode(context) or [tokenizer.eod])[num_new - room :]
         pieces = stream_text(
             self.scorer.model,
             tokenizer,
             [prompt],
             num_new,
-            sampling=_sampling(gen_kwargs),
+            sampling=sampling,
             seeds=[0],
             end_tokens={tokenizer.eod},
             stop=stops,
@@ -95,5 +111,5 @@ class _Methods:
 def _sampling(gen_kwargs: Mapping[str, Any]) -> Sampling:
     """Greedy, unless the task samples."""
     if not gen_kwargs.get("do_sample"):
-        return Sampling(0.0)
-    return Sampling(gen_kwargs.get("temperature", 1.0), gen_kwargs.get("top_k"), gen_kwargs.get("top_p"))
+        return Sampling(0.0, repetition_penalty=gen_kwargs.get("repetition_penalty"))
+    return Sampling(gen_kwargs.get("temperature", 1.0), **{name: gen_kwargs.get(name) for name in _OPTIONS_OF_SAMPLING})
