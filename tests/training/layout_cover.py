@@ -20,6 +20,7 @@ Row = dict[str, Any]
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 MOST_RANKS = 8
+_FEW_RANKS, _NUM_OF_FEW_RANKS = 4, 24
 AXES: dict[str, tuple[Any, ...]] = {
     "tensor": (1, 2, 4),
     "sequence": (False, True),
@@ -126,9 +127,12 @@ def _found() -> tuple[list[Row], list[Row]]:
     """Layouts that cover all pairs, and others."""
     drawn = [row for row in _drawn(random.Random(0), 8000) if is_layout(row)]
     missing = set().union(*(pairs(row) for row in drawn))
+    few_ranks = [row for row in drawn if world_size(row) <= _FEW_RANKS]
     covering: list[Row] = []
     while missing:
-        best = max(drawn, key=lambda row: len(pairs(row) & missing))
+        # those of few ranks first: eight ranks on two cores wait for each other more than they compute
+        candidates = few_ranks if len(covering) < _NUM_OF_FEW_RANKS else drawn
+        best = max(candidates, key=lambda row: len(pairs(row) & missing))
         covering.append(best)
         missing -= pairs(best)
     return covering, [row for row in drawn if row not in covering]
