@@ -3,9 +3,11 @@
 from megalith.config import experimental
 from megalith.config.attention_config import AttentionConfig
 from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
+from megalith.config.dispatch_config import DispatchConfig
 from megalith.config.glu_config import GluConfig
 from megalith.config.loading import as_tree, dump_yaml, load_run, read_tree
 from megalith.config.model_parallel_config import ModelParallelConfig
+from megalith.config.moe_config import CapacityConfig, MoEConfig
 from megalith.config.multipliers_config import MultipliersConfig
 from megalith.config.optim_config import (
     AdamWConfig,
@@ -18,6 +20,7 @@ from megalith.config.optim_config import (
 from megalith.config.recipes import preset_names, recipe_names
 from megalith.config.residual_config import ResidualConfig
 from megalith.config.rope_config import RopeConfig, RopeScalingConfig
+from megalith.config.router_config import RouterConfig
 from megalith.config.run_config import (
     CheckpointConfig,
     DataConfig,
@@ -38,12 +41,15 @@ __all__ = [
     "AdamWConfig",
     "AttentionConfig",
     "BatchSizeStage",
+    "CapacityConfig",
     "CheckpointConfig",
     "DataConfig",
+    "DispatchConfig",
     "EvaluationConfig",
     "GenerationConfig",
     "GluConfig",
     "LossScaleConfig",
+    "MoEConfig",
     "ModelParallelConfig",
     "MultipliersConfig",
     "OptimConfig",
@@ -52,6 +58,7 @@ __all__ = [
     "ResidualConfig",
     "RopeConfig",
     "RopeScalingConfig",
+    "RouterConfig",
     "RunConfig",
     "SGDConfig",
     "TrainConfig",

@@ -10,7 +10,7 @@ from megalith.errors import TopologyError
 
 __all__ = ["Draft", "Fix", "Unknown", "Violation", "divisors", "nearest_first", "round_up"]
 
-_DEGREES = ("tensor", "context", "pipeline", "replicate", "shard")  # of dense weights
+_DEGREES = ("tensor", "context", "pipeline", "replicate", "shard", "expert")
 
 # settings to change, by dotted name; None takes the setting out
 Fix = Mapping[str, Any]
@@ -41,7 +41,10 @@ class Draft:
     @property
     def degrees(self) -> dict[str, int]:
         """The degrees of parallelism as set, for ``Layout.resolve``."""
-        return {name: self[f"parallel.{name}"] for name in _DEGREES}
+        degrees: dict[str, int] = {name: self[f"parallel.{name}"] for name in _DEGREES}
+        if (expert_tensor := self.get("parallel.expert_tensor")) is not None:
+            degrees["expert_tensor"] = expert_tensor
+        return degrees
 
     @property
     def layout(self) -> Layout:

@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
+from megalith.config.dispatch_config import DispatchConfig
 from megalith.config.layout import Layout
 from megalith.config.settings_group import LARGEST_SIZE, Follows, SettingsGroup
 
@@ -19,7 +20,7 @@ def _positive_or_rest(degree: int) -> int:
 
 
 class ModelParallelConfig(SettingsGroup):
-    """The layout: tensor x context x pipeline x replicate x shard ranks."""
+    """The layout: tensor x context x pipeline x replicate x shard ranks; experts have expert_tensor x expert of them."""
 
     dotted_name: ClassVar[str] = "parallel"
 
@@ -37,6 +38,18 @@ class ModelParallelConfig(SettingsGroup):
     )
     context_inner: int | None = Field(
         default=None, ge=2, le=LARGEST_SIZE, description="[ranks] neighbours that trade heads in two_level"
+    )
+    expert: int = Field(
+        default=1, ge=1, le=LARGEST_SIZE, description="[ranks] that share the experts, some each (expert parallelism)"
+    )
+    expert_tensor: int | None = Field(
+        default=None,
+        ge=1,
+        le=LARGEST_SIZE,
+        description="[ranks] that share each weight matrix of an expert; null: parallel.tensor",
+    )
+    dispatch: DispatchConfig = Field(
+        default_factory=DispatchConfig, description="how tokens travel to the ranks of their experts"
     )
     pipeline: int = Field(
         default=1, ge=1, le=LARGEST_SIZE, description="[ranks] that share the layers, some each (pipeline parallelism)"
@@ -68,6 +81,8 @@ class ModelParallelConfig(SettingsGroup):
             tensor=self.tensor,
             context=self.context,
             pipeline=self.pipeline,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
             replicate=self.replicate,
             shard=self.shard,
         )

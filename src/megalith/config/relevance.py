@@ -28,6 +28,7 @@ class Condition:
         return f"with {self.setting}" + (f"={' or '.join(map(str, self.values))}" if self.values else "")
 
 
+_ROUTER, _EXPERTS = "model.moe.router", "model.moe.num_experts"
 _SCALING = "model.rope.scaling.type"
 _LLAMA3 = ("low_freq_factor", "high_freq_factor")
 _YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
@@ -43,6 +44,11 @@ CONDITIONS: Mapping[str, Condition] = MappingProxyType(
         **dict.fromkeys((f"model.rope.scaling.{name}" for name in _LLAMA3), Condition(_SCALING, ("llama3",))),
         **dict.fromkeys((f"model.rope.scaling.{name}" for name in _YARN), Condition(_SCALING, ("yarn",))),
         "model.attention.window_layers": Condition("model.attention.window"),
+        "model.moe.shared_expert_gate": Condition("model.moe.shared_ffn_hidden_size"),
+        f"{_ROUTER}.pre_softmax": Condition(f"{_ROUTER}.score_function", ("softmax",)),
+        f"{_ROUTER}.expert_bias_update_rate": Condition(f"{_ROUTER}.score_function", ("sigmoid", "sqrtsoftplus")),
+        f"{_ROUTER}.quantile_decay": Condition(f"{_ROUTER}.selection", ("quantile",)),
+        **dict.fromkeys(("parallel.expert", "parallel.expert_tensor", "parallel.dispatch"), Condition(_EXPERTS)),
         "model.max_position_embeddings": Condition("model.position_embedding_type", ("learned_absolute",)),
         "train.global_batch_size": Condition("train.batch_size_schedule", (None,)),
         "train.batch_size_schedule_unit": Condition("train.batch_size_schedule"),

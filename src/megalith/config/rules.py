@@ -28,6 +28,16 @@ from megalith.config.model_rules import (
     sections_are_all_pairs,
     yarn_has_one_attention_factor,
 )
+from megalith.config.moe_rules import (
+    balanced_choices_need_no_other_balance,
+    capacity_is_for_choices_by_score,
+    expert_groups_hold_the_chosen,
+    expert_ranks_divide_the_world,
+    experts_divide_among_ranks,
+    experts_need_sequence_parallel,
+    one_expert_needs_a_weight,
+    tokens_choose_among_the_experts,
+)
 from megalith.config.pipeline_rules import (
     interleaved_micro_batches_fill_the_pipeline,
     pipeline_settings_need_a_pipeline,
@@ -65,6 +75,11 @@ _SHAPE_RULES: tuple[Rule, ...] = (
     local_base_needs_a_window,
     scaling_counts_rotations_of_a_pair,
     yarn_has_one_attention_factor,
+    tokens_choose_among_the_experts,
+    one_expert_needs_a_weight,
+    expert_groups_hold_the_chosen,
+    balanced_choices_need_no_other_balance,
+    capacity_is_for_choices_by_score,
 )
 
 # for a model's settings on their own
@@ -84,6 +99,9 @@ RUN_RULES: tuple[Rule, ...] = (
     heads_divide_among_context_ranks,
     hidden_size_divides_among_shards,
     batches_divide_among_ranks,
+    expert_ranks_divide_the_world,
+    experts_divide_among_ranks,
+    experts_need_sequence_parallel,
     pipeline_settings_need_a_pipeline,
     schedule_fits_the_stages,
     split_backwards_split_every_product,

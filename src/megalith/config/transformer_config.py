@@ -9,6 +9,7 @@ from megalith.config.activations import GATES, Activation, GateActivation
 from megalith.config.attention_config import AttentionConfig
 from megalith.config.draft import round_up
 from megalith.config.glu_config import GluConfig
+from megalith.config.moe_config import MoEConfig
 from megalith.config.multipliers_config import MultipliersConfig
 from megalith.config.recipes import known_preset, preset_names, read_preset
 from megalith.config.relevance import has_effect
@@ -103,6 +104,7 @@ class TransformerConfig(SettingsGroup):
     init_method_std: float = Field(default=0.02, gt=0, description="[standard deviation] of the initial weights")
     residual: ResidualConfig = Field(default_factory=ResidualConfig, description="the residual stream")
     multipliers: MultipliersConfig = Field(default_factory=MultipliersConfig, description="constant factors")
+    moe: MoEConfig | None = Field(default=None, description="a mixture of experts in place of the MLP")
 
     @classmethod
     def filled_in(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -118,6 +120,12 @@ class TransformerConfig(SettingsGroup):
     def gate_activation(self) -> GateActivation | None:
         """What is applied to the gate of a gated MLP, which has a third projection; None for one without a gate."""
         return GATES.get(self.activation)
+
+    @property
+    def expert_ffn_hidden_size(self) -> int:
+        """The inner width of an expert, in a model that has any."""
+        given = None if self.moe is None else self.moe.ffn_hidden_size
+        return self.ffn_hidden_size if given is None else given
 
     @property
     def embedding_dropout(self) -> float:

@@ -9,6 +9,7 @@ from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.transformer.attention_mask import CAUSAL, AttentionMask
 from megalith.transformer.rotary import RotaryTables
+from megalith.transformer.step_record import MicroBatchRecord
 
 __all__ = ["KVCache", "LayerContext"]
 
@@ -57,6 +58,7 @@ class LayerContext:
         hidden_dropout_key: the same for the hidden states, whose token ids are [S, B], [S/tp, B] under sequence
             parallelism.
         cache: keys and values of this layer from earlier calls; the tokens follow them.
+        record: of the training step, for routers; without one they count nothing.
     """
 
     mask: AttentionMask = CAUSAL
@@ -65,3 +67,4 @@ class LayerContext:
     token_dropout_key: DropoutKey | None = None
     hidden_dropout_key: DropoutKey | None = None
     cache: KVCache | None = None
+    record: MicroBatchRecord | None = None

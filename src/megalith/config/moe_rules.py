@@ -1,0 +1,132 @@
+"""Rules on mixtures of experts, and on the ranks that share them."""
+
+from collections.abc import Iterator
+from math import prod
+
+from megalith.config.draft import Draft, Fix, Violation, divisors, nearest_first, round_up
+
+__all__ = [
+    "balanced_choices_need_no_other_balance",
+    "capacity_is_for_choices_by_score",
+    "expert_groups_hold_the_chosen",
+    "expert_ranks_divide_the_world",
+    "experts_divide_among_ranks",
+    "experts_need_sequence_parallel",
+    "one_expert_needs_a_weight",
+    "tokens_choose_among_the_experts",
+]
+
+_EXPERTS, _TOP_K, _CAPACITY = "model.moe.num_experts", "model.moe.top_k", "model.moe.capacity.factor"
+_ROUTER = "model.moe.router"
+_SCORE, _PRE, _SELECTION = f"{_ROUTER}.score_function", f"{_ROUTER}.pre_softmax", f"{_ROUTER}.selection"
+_GROUPS, _GROUP_TOPK = f"{_ROUTER}.num_groups", f"{_ROUTER}.group_topk"
+_EXPERT, _EXPERT_TENSOR = "parallel.expert", "parallel.expert_tensor"
+_TENSOR, _SEQUENCE, _PIPELINE = "parallel.tensor", "parallel.sequence", "parallel.pipeline"
+# what else keeps loads even, or is about scores; off where it is 0 or None
+_BALANCE = tuple(
+    f"{_ROUTER}.{name}"
+    for name in ("expert_bias_update_rate", "sequence_balance", "micro_batch_balance", "global_balance", "num_groups")
+)
+
+
+def tokens_choose_among_the_experts(run: Draft) -> Iterator[Violation]:
+    """top_k is at most num_experts."""
+    top_k, experts = run[_TOP_K], run[_EXPERTS]
+    if top_k > experts:
+        message = f"{_TOP_K} ({top_k}) must be at most {_EXPERTS} ({experts})"
+        yield Violation("tokens_choose_among_the_experts", _TOP_K, message, ({_TOP_K: experts}, {_EXPERTS: top_k}))
+
+
+def one_expert_needs_a_weight(run: Draft) -> Iterator[Violation]:
+    """top_k=1 with softmax needs pre_softmax: over the one expert softmax is 1 and has no gradient."""
+    if run[_TOP_K] == 1 and run[_SCORE] == "softmax" and not run[_PRE] and run[_SELECTION] != "sinkhorn":
+        message = f"{_TOP_K}=1 with {_SCORE}=softmax needs {_PRE}=true: over one expert softmax is 1, without gradient"
+        yield Violation("one_expert_needs_a_weight", _PRE, message, ({_PRE: True}, {_TOP_K: 2}))
+
+
+def expert_groups_hold_the_chosen(run: Draft) -> Iterator[Violation]:
+    """num_groups divides num_experts, group_topk divides top_k, and the chosen groups have top_k experts at least."""
+    groups, kept, experts, top_k = run.get(_GROUPS), run.get(_GROUP_TOPK), run[_EXPERTS], run[_TOP_K]
+    if groups is None and kept is None:
+        return
+    if groups is not None and kept is not None and experts % groups == 0:
+        per_group = experts // groups
+        if kept <= groups and top_k % kept == 0 and top_k <= kept * per_group and top_k // kept <= per_group:
+            return
+    wanted = (
+        f"{_GROUPS} ({groups}) and {_GROUP_TOPK} ({kept}) must both be set, the first divide {_EXPERTS} ({experts}), the "
+        f"second divide {_TOP_K} ({top_k}), and the chosen groups have {_TOP_K} experts at least"
+    )
+    fixes: list[Fix] = [
+        {_GROUPS: number, _GROUP_TOPK: chosen}
+        for number in nearest_first(divisors(experts), groups or 1)
+        for chosen in nearest_first(divisors(top_k), kept or 1)
+        if chosen <= number and top_k // chosen <= experts // number
+    ]
+    yield Violation("expert_groups_hold_the_chosen", _GROUPS, wanted, (*fixes[:8], {_GROUPS: None, _GROUP_TOPK: None}))
+
+
+def balanced_choices_need_no_other_balance(run: Draft) -> Iterator[Violation]:
+    """selection other than top_k keeps loads even by itself, without balance losses, expert bias or groups."""
+    if run[_SELECTION] == "top_k":
+        return
+    also = [name for name in _BALANCE if run.get(name)]
+    if also:
+        message = f"{_SELECTION}={run[_SELECTION]} keeps loads even by itself; leave out {' and '.join(also)}"
+        fixes: tuple[Fix, ...] = (dict.fromkeys(also), {_SELECTION: None})
+        if _GROUPS in also:
+            fixes = ({**dict.fromkeys(also), _GROUP_TOPK: None}, {_SELECTION: None})
+        yield Violation("balanced_choices_need_no_other_balance", _SELECTION, message, fixes)
+
+
+def capacity_is_for_choices_by_score(run: Draft) -> Iterator[Violation]:
+    """capacity needs selection=top_k: balanced choices overflow no expert by much."""
+    if run.get(_CAPACITY) is not None and run[_SELECTION] != "top_k":
+        message = f"model.moe.capacity needs {_SELECTION}=top_k; got {run[_SELECTION]}"
+        fixes = ({_SELECTION: None}, {_CAPACITY: None, "model.moe.capacity.drop": None, "model.moe.capacity.pad": None})
+        yield Violation("capacity_is_for_choices_by_score", _SELECTION, message, fixes)
+
+
+def experts_divide_among_ranks(run: Draft) -> Iterator[Violation]:
+    """num_experts is divisible by expert, and the inner width of an expert by expert_tensor."""
+    degree, experts = run[_EXPERT], run[_EXPERTS]
+    if experts % degree:
+        message = f"{_EXPERTS} ({experts}) must be divisible by {_EXPERT} ({degree})"
+        fixes = [{_EXPERT: fewer} for fewer in nearest_first(divisors(experts), degree)]
+        fixes.append({_EXPERTS: round_up(experts, degree)})
+        yield Violation("experts_divide_among_ranks", _EXPERTS, message, tuple(fixes))
+    name = "model.moe.ffn_hidden_size"
+    width = run.get(name) or run["model.ffn_hidden_size"]
+    ranks = run.get(_EXPERT_TENSOR) or run[_TENSOR]
+    if width % ranks:
+        message = f"the inner width of an expert ({width}) must be divisible by the {ranks} ranks that share it"
+        fixes = [{name: round_up(width, ranks)}, {_EXPERT_TENSOR: 1}]
+        yield Violation("experts_divide_among_ranks", name, message, tuple(fixes))
+
+
+def experts_need_sequence_parallel(run: Draft) -> Iterator[Violation]:
+    """Experts with tensor above 1 need sequence=true: else its ranks would send the same tokens to them."""
+    if run.get(_EXPERTS) is not None and run[_TENSOR] > 1 and not run[_SEQUENCE]:
+        message = (
+            f"a mixture of experts with {_TENSOR}={run[_TENSOR]} needs {_SEQUENCE}=true, so that each rank routes tokens "
+            "of its own"
+        )
+        yield Violation("experts_need_sequence_parallel", _SEQUENCE, message, ({_SEQUENCE: True}, {_TENSOR: 1}))
+
+
+def expert_ranks_divide_the_world(run: Draft) -> Iterator[Violation]:
+    """expert x expert_tensor divides the ranks of a pipeline stage."""
+    if run.get(_EXPERTS) is None or run.world_size is None or run.world_size % run[_PIPELINE]:
+        return
+    ranks = run.world_size // run[_PIPELINE]
+    degrees = {_EXPERT: run[_EXPERT], _EXPERT_TENSOR: run.get(_EXPERT_TENSOR) or run[_TENSOR]}
+    if ranks % prod(degrees.values()) == 0:
+        return
+    product = " x ".join(f"{name} ({degree})" for name, degree in degrees.items())
+    fixes: list[Fix] = []
+    for width in (degrees[_EXPERT_TENSOR], 1):
+        for degree in nearest_first(divisors(ranks), run[_EXPERT]):
+            if ranks % (degree * width) == 0 and run[_EXPERTS] % degree == 0:
+                fixes.append({_EXPERT: degree, _EXPERT_TENSOR: width})
+    message = f"{product} must divide the {ranks} ranks of a pipeline stage"
+    yield Violation("expert_ranks_divide_the_world", _EXPERT, message, tuple(fixes))

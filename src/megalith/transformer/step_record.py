@@ -1,0 +1,61 @@
+"""What routers are told in a training step, and what they tell: one record for all micro-batches of a rank.
+
+A layer may run several times for a micro-batch, because backward computes it again. So everything is kept by (layer,
+micro-batch), and a second run finds, or writes, what the first has written.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["MicroBatchRecord", "StepRecord"]
+
+
+class StepRecord:
+    """The record of a step on this rank.
+
+    Args:
+        balance_scale: what gradients of a micro-batch's balance losses are multiplied by, besides their weights: loss
+            scale / (micro-batches x data-parallel ranks), so that the sum over all of them is a mean.
+    """
+
+    def __init__(self, balance_scale: float) -> None:
+        self.balance_scale = balance_scale
+        self._loads: dict[int, dict[int, Tensor]] = defaultdict(dict)  # layer -> micro-batch -> [E]
+        self._losses: dict[tuple[str, int, int], Tensor] = {}  # (name, layer, micro-batch) -> scalar
+        self._reduced: dict[int, dict[int, Tensor]] = defaultdict(dict)  # as _loads, over ranks
+
+    def micro_batch(self, index: int) -> "MicroBatchRecord":
+        """The part of micro-batch ``index``."""
+        return MicroBatchRecord(self, index)
+
+    def tokens_per_expert(self, layer: int) -> Tensor | None:
+        """int64 [E]: how often this rank's tokens chose each expert, in all micro-batches; None: the layer has not run."""
+        found = [*self._loads[layer].values()]
+        return sum(found[1:], start=found[0]) if found else None
+
+    def loss(self, name: str, layer: int) -> float:
+        """This rank's part of the balance loss ``name``, the sum of all micro-batches."""
+        return sum(float(value) for (kind, index, _), value in self._losses.items() if (kind, index) == (name, layer))
+
+
+@dataclass(frozen=True)
+class MicroBatchRecord:
+    """What a layer's forward writes to of the step's record."""
+
+    step: StepRecord
+    index: int
+
+    @property
+    def balance_scale(self) -> float:
+        """See ``StepRecord``."""
+        return self.step.balance_scale
+
+    def add(self, layer: int, tokens_per_expert: Tensor) -> None:
+        """Writes the load of ``layer``, int64 [E]: how often this rank's tokens chose each expert."""
+        self.step._loads[layer][self.index] = tokens_per_expert
+
+    def add_loss(self, name: str, layer: int, value: Tensor) -> None:
+        """Writes this rank's part of a balance loss of ``layer``, without its weight; a scalar."""
+        self.step._losses[name, layer, self.index] = value.detach()
