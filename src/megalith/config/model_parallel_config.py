@@ -20,7 +20,7 @@ def _positive_or_rest(degree: int) -> int:
 
 
 class ModelParallelConfig(SettingsGroup):
-    """The layout: tensor x context x pipeline x replicate x shard ranks; experts have expert_tensor x expert of them."""
+    """The layout: tensor x context x pipeline x replicate x shard ranks; experts are split over some of them."""
 
     dotted_name: ClassVar[str] = "parallel"
 

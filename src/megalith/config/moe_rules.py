@@ -54,8 +54,8 @@ def expert_groups_hold_the_chosen(run: Draft) -> Iterator[Violation]:
         if kept <= groups and top_k % kept == 0 and top_k <= kept * per_group and top_k // kept <= per_group:
             return
     wanted = (
-        f"{_GROUPS} ({groups}) and {_GROUP_TOPK} ({kept}) must both be set, the first divide {_EXPERTS} ({experts}), the "
-        f"second divide {_TOP_K} ({top_k}), and the chosen groups have {_TOP_K} experts at least"
+        f"{_GROUPS} ({groups}) and {_GROUP_TOPK} ({kept}) must both be set, the first divide {_EXPERTS} ({experts}), "
+        f"the second divide {_TOP_K} ({top_k}), and the chosen groups have {_TOP_K} experts at least"
     )
     fixes: list[Fix] = [
         {_GROUPS: number, _GROUP_TOPK: chosen}
@@ -108,8 +108,8 @@ def experts_need_sequence_parallel(run: Draft) -> Iterator[Violation]:
     """Experts with tensor above 1 need sequence=true: else its ranks would send the same tokens to them."""
     if run.get(_EXPERTS) is not None and run[_TENSOR] > 1 and not run[_SEQUENCE]:
         message = (
-            f"a mixture of experts with {_TENSOR}={run[_TENSOR]} needs {_SEQUENCE}=true, so that each rank routes tokens "
-            "of its own"
+            f"a mixture of experts with {_TENSOR}={run[_TENSOR]} needs {_SEQUENCE}=true, so that each rank routes "
+            "tokens of its own"
         )
         yield Violation("experts_need_sequence_parallel", _SEQUENCE, message, ({_SEQUENCE: True}, {_TENSOR: 1}))
 

@@ -31,7 +31,7 @@ class StepRecord:
         return MicroBatchRecord(self, index)
 
     def tokens_per_expert(self, layer: int) -> Tensor | None:
-        """int64 [E]: how often this rank's tokens chose each expert, in all micro-batches; None: the layer has not run."""
+        """int64 [E]: how often this rank's tokens chose each expert, in all micro-batches; None before any."""
         found = [*self._loads[layer].values()]
         return sum(found[1:], start=found[0]) if found else None
 
