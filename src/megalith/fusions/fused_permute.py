@@ -35,6 +35,7 @@ __all__ = [
     "PERMUTE_FUSION",
     "UNPERMUTE_FUSION",
     "permute",
+    "permute_by",
     "unpermute",
 ]
 
@@ -75,10 +76,37 @@ def permute(
         shapes = f"tokens {list(tokens.shape)} and routing_map {list(routing_map.shape)}"
         raise ShapeError(f"tokens [..., H] must be one for each row of routing_map; got {shapes}")
     check_shape("probs", probs, routing_map.shape, "one for each entry of routing_map")
-    compute = PERMUTE_FUSION.path(tokens, backend)
     rows = row_map(routing_map, num_out_tokens, num_experts=num_experts, pad_multiple=pad_multiple, backend=backend)
-    permuted, weights = compute(as_rows(tokens), probs, rows.row_of, rows.token_of)
-    return permuted, None if probs is None else weights, rows
+    permuted, weights = permute_by(tokens, rows, probs, backend=backend)
+    return permuted, weights, rows
+
+
+def permute_by(
+    tokens: Tensor, row_map: RowMap, probs: Tensor | None = None, *, backend: Backend | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """``permute`` with rows that are known already.
+
+    Args:
+        tokens: [T, H] or [..., H], floating; rows may be strided.
+        row_map: of the T tokens.
+        probs: a weight for each slot of ``row_map``, floating.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Returns:
+        permuted [R, H], and the weight of each row [R], zero in gaps, or None without ``probs``.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+        BackendError: ``backend`` cannot run on ``tokens``.
+    """
+    check_floating(tokens=tokens, probs=probs)
+    check_one_device(tokens=tokens, row_map=row_map.row_of, probs=probs)
+    if tokens.dim() < 2 or tokens.shape[:-1].numel() != len(row_map.row_of):
+        raise ShapeError(f"tokens [..., H] must be the {len(row_map.row_of)} of row_map; got {list(tokens.shape)}")
+    check_shape("probs", probs, row_map.row_of.shape, "one for each slot of row_map")
+    compute = PERMUTE_FUSION.path(tokens, backend)
+    permuted, weights = compute(as_rows(tokens), probs, row_map.row_of, row_map.token_of)
+    return permuted, None if probs is None else weights
 
 
 def unpermute(

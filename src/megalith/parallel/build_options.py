@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from megalith.config import DispatchConfig
 from megalith.errors import ConfigError
 from megalith.parallel.context.attention import ContextMethod
 from megalith.topology.process_groups_config import ProcessGroupCollection
@@ -26,6 +27,7 @@ class BuildOptions:
             off.
         matrix_product: of every linear layer, the output projection included; one of 8 bits is another function.
         context_method: how the ranks of cp exchange keys and values.
+        dispatch: how tokens travel to the ranks of their experts.
         fused_linear_cross_entropy: a model with a loss computes it with its output projection, so that the logits of
             all tokens never exist.
 
@@ -38,6 +40,7 @@ class BuildOptions:
     sequence_parallel: bool = False
     matrix_product: MatrixProduct = linear
     context_method: ContextMethod = field(default_factory=ContextMethod)
+    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     fused_linear_cross_entropy: bool = False
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@
     all_gather_last_dim_...         all-gather                 reduce-scatter
     reduce_scatter_last_dim_...     reduce-scatter             all-gather
     all_to_all (dim 0)              all-to-all                 all-to-all back
+    begin_all_to_all, end_...       the same, while something else is computed in between, forward and backward
 
 A group that is None or of one rank makes each the identity. Inputs may be strided and are never written to; outputs are
 contiguous. Sums are formed in the dtype given. Every rank of the group must make the same calls in the same order.
@@ -20,21 +21,26 @@ Narayanan et al. 2021, arXiv:2104.04473; Korthikanti et al. 2022, arXiv:2205.051
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megalith.errors import ShapeError
 from megalith.torch_compat import all_gather_into, reduce_scatter_into
 
 __all__ = [
+    "Travelling",
     "all_gather_last_dim_from_tensor_parallel_region",
     "all_to_all",
+    "begin_all_to_all",
     "copy_to_tensor_model_parallel_region",
+    "end_all_to_all",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "reduce_from_tensor_model_parallel_region",
@@ -118,7 +124,52 @@ def all_to_all(
     """
     if group is None or group.size() == 1:
         return x
-    W = group.size()
+    sent, received = _split_sizes(x, group.size(), output_split_sizes, input_split_sizes)
+    forward = partial(_all_to_all, sent=sent, received=received)
+    return _moved(x, group, forward, partial(_all_to_all, sent=received, received=sent))
+
+
+@dataclass(eq=False)
+class Travelling:
+    """Rows on their way: ``rows`` may be read after ``end_all_to_all`` alone."""
+
+    rows: Tensor
+    group: ProcessGroup | None = None
+    sent: Sequence[int] = ()
+    received: Sequence[int] = ()
+    work: dist.Work | None = None
+
+
+def begin_all_to_all(
+    x: Tensor,
+    group: ProcessGroup | None,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+) -> Travelling:
+    """``all_to_all`` that does not wait: what is called before ``end_all_to_all`` runs meanwhile.
+
+    In backward the rows travel back while the gradients of what was called in between are computed.
+    """
+    if group is None or group.size() == 1:
+        return Travelling(x)
+    sent, received = _split_sizes(x, group.size(), output_split_sizes, input_split_sizes)
+    travelling = Travelling(x, group, sent, received)
+    travelling.rows = _Departure.apply(x, travelling)
+    return travelling
+
+
+def end_all_to_all(travelling: Travelling) -> Tensor:
+    """The rows that have arrived, in the order of ranks."""
+    if travelling.group is None:
+        return travelling.rows
+    rows: Tensor = _Arrival.apply(travelling.rows, travelling)
+    return rows
+
+
+def _split_sizes(
+    x: Tensor, W: int, output_split_sizes: Sequence[int] | None, input_split_sizes: Sequence[int] | None
+) -> tuple[list[int], list[int]]:
+    """Rows to and from each of ``W`` ranks. Raises ShapeError for those that do not fit ``x``."""
     sent = [_part(x, W, 0)] * W if input_split_sizes is None else list(input_split_sizes)
     received = [_part(x, W, 0)] * W if output_split_sizes is None else list(output_split_sizes)
     if len(sent) != W or len(received) != W or min(sent + received) < 0 or sum(sent) != x.shape[0]:
@@ -126,8 +177,51 @@ def all_to_all(
             f"split sizes must be {W} counts each, those of the input summing to its {x.shape[0]} rows; "
             f"got input_split_sizes={sent} and output_split_sizes={received}"
         )
-    forward = partial(_all_to_all, sent=sent, received=received)
-    return _moved(x, group, forward, partial(_all_to_all, sent=received, received=sent))
+    return sent, received
+
+
+class _Departure(torch.autograd.Function):
+    """Starts an all-to-all forward, and waits in backward for the one that ``_Arrival`` has started there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, travelling: Travelling) -> Tensor:
+        ctx.travelling = travelling
+        return _start(x, travelling, travelling.sent, travelling.received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        _wait(ctx.travelling)
+        return dx, None
+
+
+class _Arrival(torch.autograd.Function):
+    """Waits forward; in backward starts the way back of the gradient, which has nothing else to be added to."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, travelling: Travelling) -> Tensor:
+        ctx.travelling = travelling
+        _wait(travelling)
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        travelling = ctx.travelling
+        return _start(dy, travelling, travelling.received, travelling.sent), None
+
+
+def _start(x: Tensor, travelling: Travelling, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    y = x.new_empty(sum(received), *x.shape[1:])
+    x = x.contiguous()
+    travelling.work = dist.all_to_all_single(y, x, list(received), list(sent), group=travelling.group, async_op=True)
+    return y
+
+
+def _wait(travelling: Travelling) -> None:
+    assert travelling.work is not None, "it has begun"
+    travelling.work.wait()
+    travelling.work = None
 
 
 class _Movement(torch.autograd.Function):

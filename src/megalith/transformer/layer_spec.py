@@ -13,6 +13,7 @@ from megalith.config import TransformerConfig
 from megalith.parallel.build_options import BuildOptions
 from megalith.transformer.attention import SelfAttention
 from megalith.transformer.mlp import MLP
+from megalith.transformer.moe.moe_layer import MoELayer
 from megalith.transformer.normalization import Normalization
 
 __all__ = ["LayerSpec", "LayerSpecs", "layer_specs"]
@@ -39,10 +40,14 @@ LayerSpecs = Callable[[int], LayerSpec]
 
 
 def layer_specs(config: TransformerConfig) -> LayerSpecs:
-    """The specs that ``config`` asks for: self-attention, with the window and positions of its layer, and ``MLP``."""
+    """The specs that ``config`` asks for: self-attention, with the window and positions of its layer; MLP or experts."""
 
     def spec_of(index: int) -> LayerSpec:
         window, rotates = config.attention.window_of(index), config.rope is not None and config.rope.rotates(index)
-        return LayerSpec(attention=partial(SelfAttention, window=window, rotates=rotates))
+        has_experts = config.moe is not None and config.moe.has_experts(index)
+        return LayerSpec(
+            attention=partial(SelfAttention, window=window, rotates=rotates),
+            feed_forward=partial(MoELayer, layer=index) if has_experts else MLP,
+        )
 
     return spec_of

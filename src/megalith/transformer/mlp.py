@@ -23,11 +23,11 @@ __all__ = ["MLP"]
 
 
 class MLP(nn.Module):
-    """The feed-forward network that ``config.activation`` names."""
+    """The feed-forward network that ``config.activation`` names; ``ffn_hidden_size``: its F, by default the model's."""
 
-    def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
+    def __init__(self, config: TransformerConfig, options: BuildOptions, *, ffn_hidden_size: int | None = None) -> None:
         super().__init__()
-        H, F = config.hidden_size, config.ffn_hidden_size
+        H, F = config.hidden_size, ffn_hidden_size or config.ffn_hidden_size
         self.activation, self.gate_activation = config.activation, config.gate_activation
         self.gating = config.glu
         self.options = options

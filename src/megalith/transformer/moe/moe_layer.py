@@ -1,0 +1,111 @@
+"""A mixture of experts in place of the MLP: route, dispatch, compute, combine.
+
+    y_t = sum over the K experts e of token t of  w_te expert_e(x_t)   +  shared(x_t)
+
+    latents     y_t = B sum of w_te expert_e(A x_t),  so that less travels
+    in turns    a rank whose experts receive more than their share computes it in several turns, each recomputed in
+                backward: uneven loads then cost time, and not memory
+
+Shazeer et al. 2017, arXiv:1701.06538; dropless as in Gale et al. 2022, "MegaBlocks", arXiv:2211.15841.
+"""
+
+from dataclasses import replace
+from math import ceil
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalith.acceleration.recompute import recompute
+from megalith.config import TransformerConfig
+from megalith.fusions import row_map
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.tensor.layers import ReplicatedLinear
+from megalith.transformer.layer_context import LayerContext
+from megalith.transformer.moe.experts import GroupedMLP
+from megalith.transformer.moe.router import TopKRouter
+from megalith.transformer.moe.routing import Routing
+from megalith.transformer.moe.shared_experts import SharedExpertMLP
+from megalith.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    MoETokenDispatcher,
+)
+
+__all__ = ["MoELayer"]
+
+
+class MoELayer(nn.Module):
+    """The mixture of experts of one layer, with the global index ``layer``."""
+
+    def __init__(self, config: TransformerConfig, options: BuildOptions, *, layer: int) -> None:
+        super().__init__()
+        moe, H = config.moe, config.hidden_size
+        assert moe is not None, "a layer with experts is of a model with model.moe"
+        self.num_experts, self.groups = moe.num_experts, options.pg_collection
+        self.max_rows = options.dispatch.max_rows
+        self.gate = TopKRouter(config, options, layer)
+        self.experts = GroupedMLP(config, options)
+        self.shared_experts = SharedExpertMLP(config, options) if moe.shared_ffn_hidden_size is not None else None
+        self.to_latents: ReplicatedLinear | None = None
+        self.from_latents: ReplicatedLinear | None = None
+        if moe.latent_size is not None:
+            self.to_latents = ReplicatedLinear(H, moe.latent_size, options, std=config.init_method_std)
+            self.from_latents = ReplicatedLinear(moe.latent_size, H, options, std=config.init_method_std)
+        self.dispatcher: MoETokenDispatcher = _DISPATCHERS[options.dispatch.method](moe.num_experts, self.groups)
+
+    def forward(self, x: Tensor, context: LayerContext) -> Tensor:
+        """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
+        routing = self.gate(x, context)
+        travels = x if self.to_latents is None else self.to_latents(x)
+        tokens = travels.reshape(-1, travels.shape[-1])  # [T, D]
+        if self.max_rows is not None and (num_turns := self._num_turns(routing, self.max_rows)) > 1:
+            y, shared = self._in_turns(tokens, routing, num_turns), self._shared(x, context)
+        else:
+            sent = self.dispatcher.send(tokens, routing)
+            shared = self._shared(x, context)  # while tokens travel
+            (rows, weights, rows_per_expert), plan = self.dispatcher.receive(sent)
+            y = self.dispatcher.combine(self.experts(rows, weights, rows_per_expert), plan)
+        y = y.view(travels.shape)
+        y = y if self.from_latents is None else self.from_latents(y)
+        return y if shared is None else y + shared
+
+    def _shared(self, x: Tensor, context: LayerContext) -> Tensor | None:
+        return None if self.shared_experts is None else self.shared_experts(x, context)
+
+    def _routed(self, tokens: Tensor, indices: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+        """What the experts ``indices`` of each token give, [T, D]."""
+        sent = self.dispatcher.send(tokens, replace(routing, indices=indices, weights=weights))
+        (rows, weights, rows_per_expert), plan = self.dispatcher.receive(sent)
+        return self.dispatcher.combine(self.experts(rows, weights, rows_per_expert), plan)
+
+    def _in_turns(self, tokens: Tensor, routing: Routing, num_turns: int) -> Tensor:
+        """The sum over turns: of each expert's tokens here, every turn takes an equal part."""
+        found = row_map(routing.indices, routing.indices.numel(), num_experts=self.num_experts)
+        counts = found.rows_per_expert.to(torch.int64)
+        expert = routing.indices.clamp(max=self.num_experts - 1)  # of dropped slots whichever
+        position = found.row_of - (counts.cumsum(0) - counts)[expert]  # [T, K], among the tokens of the expert
+        turn = position * num_turns // counts[expert].clamp(min=1)
+        y = torch.zeros_like(tokens)
+        for number in range(num_turns):
+            indices = routing.indices.where(turn == number, self.num_experts)
+            y = y + recompute(self._routed, tokens, indices, routing.weights, routing)
+        return y
+
+    def _num_turns(self, routing: Routing, max_rows: float) -> int:
+        """In how many turns no rank has more than ``max_rows`` times the rows of even loads; equal on all ranks."""
+        groups = self.groups
+        ep_size, etp_size = groups.size("ep"), groups.size("etp")
+        chosen = routing.indices.flatten()
+        loads = torch.bincount(chosen, minlength=self.num_experts + 1)[: self.num_experts]
+        for group in (groups.ep, groups.etp):
+            if group is not None:
+                dist.all_reduce(loads, group=group)
+        most = loads.view(ep_size, -1).sum(1).max()
+        return max(1, ceil(int(most) / (max_rows * routing.indices.numel() * etp_size)))
+
+
+_DISPATCHERS: dict[str, type[MoETokenDispatcher]] = {
+    "all_gather": MoEAllGatherTokenDispatcher,
+    "all_to_all": MoEAlltoAllTokenDispatcher,
+}
