@@ -4,6 +4,7 @@ from megalith.config import experimental
 from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
 from megalith.config.loading import as_tree, dump_yaml, load_run, read_tree
 from megalith.config.model_parallel_config import ModelParallelConfig
+from megalith.config.mtp_config import MTPConfig
 from megalith.config.optim_config import (
     AdamWConfig,
     OptimConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "EvaluationConfig",
     "GenerationConfig",
     "LossScaleConfig",
+    "MTPConfig",
     "ModelParallelConfig",
     "OptimConfig",
     "ParamGroupOverride",

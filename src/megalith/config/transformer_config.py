@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from megalith.config.draft import round_up
+from megalith.config.mtp_config import MTPConfig
 from megalith.config.recipes import known_preset, preset_names, read_preset
 from megalith.config.relevance import has_effect
 from megalith.config.rules import MODEL_RULES, broken
@@ -102,6 +103,7 @@ class TransformerConfig(SettingsGroup):
         default=0.0, ge=0, lt=1, description="[probability] of dropping an attention weight"
     )
     init_method_std: float = Field(default=0.02, gt=0, description="[standard deviation] of the initial weights")
+    mtp: MTPConfig | None = Field(default=None, description="multi-token prediction")
 
     @classmethod
     def filled_in(cls, given: dict[str, Any]) -> dict[str, Any]:

@@ -4,13 +4,14 @@ Parameter names are those of Hugging Face's Llama in every shape (``model.layers
 ``models/hf`` renames them for architectures that call them otherwise.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config import TransformerConfig
 from megalith.errors import ConfigError, ShapeError
+from megalith.models.multi_token_prediction import MultiTokenPrediction
 from megalith.numerics.dropout import DropoutKey, dropout
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions
@@ -23,7 +24,7 @@ from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.transformer.dropout import DropoutSite, sequence_parallel_key
 from megalith.transformer.embeddings import LearnedPositions
 from megalith.transformer.layer_context import KVCache, LayerContext
-from megalith.transformer.layer_spec import LayerSpecs
+from megalith.transformer.layer_spec import LayerSpecs, layer_specs
 from megalith.transformer.module import ModelModule
 from megalith.transformer.normalization import Normalization
 from megalith.transformer.rotary import rotary_table
@@ -42,12 +43,17 @@ class GPTDecoder(nn.Module):
         super().__init__()
         assert config.vocab_size is not None, "GPTModel has checked it"
         learned = config.position_embedding_type == "learned_absolute"
+        spec_of = spec_of or layer_specs(config)
         self.stage = stage
         self.layers = LayerStack(config, options, stage.layers, spec_of)
         self.norm = Normalization(config, options) if stage.has_head else None
         self.embed_tokens: VocabParallelEmbedding | None = None
         self.embed_positions: LearnedPositions | None = None
-        if stage.has_embedding or (stage.has_head and config.tie_word_embeddings):
+        num_ahead = config.mtp.num_layers if config.mtp is not None and stage.has_head else 0
+        self.ahead = [str(config.num_layers + depth) for depth in range(num_ahead)]
+        for name in self.ahead:
+            self.layers[name] = MultiTokenPrediction(config, options, spec_of(int(name)))
+        if stage.has_embedding or (stage.has_head and (config.tie_word_embeddings or num_ahead)):
             std = config.init_method_std
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, options, std=std)
         if stage.has_embedding and learned:
@@ -76,6 +82,18 @@ class GPTDecoder(nn.Module):
                 hidden = dropout(hidden, drops.p, drops.key)
         x: Tensor = self.layers(hidden, context, caches)
         return x if self.norm is None else self.norm(x)
+
+    def predict_ahead(self, x: Tensor, tokens: Tensor, context: LayerContext) -> Iterator[Tensor]:
+        """``x``, what the head reads, then what it reads at each depth of multi-token prediction; [S, B, H] each.
+
+        ``tokens`` are int64 [D, B, S], those 1, 2 ... D ahead of each position. They are embedded without positions
+        and without dropout, which are in ``x``.
+        """
+        yield x
+        for name, ahead in zip(self.ahead, tokens, strict=True):
+            assert self.embed_tokens is not None, "built beside the modules"
+            x = self.layers[name](self.embed_tokens(ahead), x, context)
+            yield x
 
 
 class GPTModel(ModelModule):
@@ -125,17 +143,17 @@ class GPTModel(ModelModule):
         self.finish(seed)
 
     def layers(self) -> list[nn.Module]:
-        """The transformer layers of this stage."""
+        """The transformer layers of this stage, and the modules of multi-token prediction."""
         return list(self.model.layers.values())
 
     def shared_weights(self) -> list[nn.Parameter]:
-        """The embedding, where it is the output projection of another stage, or this stage's of another's."""
+        """The embedding, where another stage has it as its output projection or for multi-token prediction."""
         embedding = self.model.embed_tokens
-        apart = self.stage.has_embedding != self.stage.has_head
-        return [embedding.weight] if self.tied and apart and embedding is not None else []
+        shared = self.stage.has_embedding != self.stage.has_head and (self.tied or self.config.mtp is not None)
+        return [embedding.weight] if shared and embedding is not None else []
 
     def copied_weights(self) -> list[nn.Parameter]:
-        """The embedding that is an output projection only."""
+        """The embedding, where it embeds no input of the model."""
         return [] if self.stage.has_embedding else self.shared_weights()
 
     def new_caches(self) -> dict[int, KVCache]:
@@ -157,7 +175,8 @@ class GPTModel(ModelModule):
 
         Args:
             tokens: int64 [B, S].
-            labels: int64 [B, S], the token after each.
+            labels: int64 [B, S], the token after each; for multi-token prediction [1+D, B, S], the tokens 1, 2 ... 1+D
+                ahead, any tokens where the row has ended.
             position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ..., or what follows the caches.
             packed_seq_params: where documents begin, in whole rows; tokens see their own document only.
             dropout_key: of the step, with the global id of each token, int64 [B, S]; in training on one process it
@@ -169,16 +188,18 @@ class GPTModel(ModelModule):
         their labels, positions and ids.
 
         Returns:
-            The loss of each token, [B, S] in float32 or wider; or logits [B, S, V], whole on every rank; or [S, B, H].
+            The loss of each label, [B, S] or [1+D, B, S] in float32 or wider; or logits [B, S, V], whole on every rank;
+            or [S, B, H].
 
         Raises:
             ShapeError: more positions than ``max_position_embeddings``, an S that sequence parallelism cannot split,
-                documents of other rows, or ``hidden`` where the stage embeds tokens, or none where it does not; under
-                context parallelism no ``position_ids``, or caches.
+                documents of other rows, labels of other depths than the model's, or ``hidden`` where the stage embeds
+                tokens, or none where it does not; under context parallelism no ``position_ids``, or caches.
             ConfigError: training with dropout under tensor or context parallelism without a ``dropout_key``.
         """
         num_cached = next(iter(caches.values())).num_tokens if caches else 0
         self._check_shape(tokens, num_cached, packed_seq_params, hidden)
+        self._check_labels(labels)
         if self.options.pg_collection.size("cp") > 1 and (caches is not None or position_ids is None):
             raise _not_split(self.options.pg_collection.size("cp"))
         if position_ids is None:
@@ -189,8 +210,12 @@ class GPTModel(ModelModule):
             return x
         if labels is None:
             return self._gather(self.lm_head(x, self._tied_weight())).transpose(0, 1)  # [B, S, V]
-        # FSDP2 hooks what a forward returns, and warns of a view
-        return self._losses(self.lm_head, x, labels.t()).t().clone()
+        if labels.dim() == 2:
+            # FSDP2 hooks what a forward returns, and warns of a view
+            return self._losses(self.lm_head, x, labels.t()).t().clone()
+        states = self.model.predict_ahead(x, labels[:-1], context)
+        losses = [self._losses(self.lm_head, read, each.t()).t() for read, each in zip(states, labels, strict=True)]
+        return torch.stack(losses)  # [1+D, B, S]
 
     def _losses(self, head: ColumnParallelLinear, x: Tensor, labels: Tensor) -> Tensor:
         """[S, B] of hidden states [S, B, H], [S/tp, B, H] under sequence parallelism."""
@@ -243,6 +268,14 @@ class GPTModel(ModelModule):
             )
         token_ids = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
         return DropoutKey(int(torch.randint(2**62, ())), 0, token_ids)
+
+    def _check_labels(self, labels: Tensor | None) -> None:
+        num_labels = 1 + (0 if self.config.mtp is None else self.config.mtp.num_layers)
+        if labels is not None and labels.dim() == 3 and len(labels) != num_labels:
+            raise ShapeError(
+                f"labels [1+D, B, S] must be of the {num_labels} tokens after each that the model predicts; got "
+                f"{len(labels)} of them"
+            )
 
     def _check_shape(
         self, tokens: Tensor, num_cached: int, packed_seq_params: PackedSeqParams | None, hidden: Tensor | None

@@ -28,8 +28,10 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, Shape]:
     if config.position_embedding_type == "learned_absolute":
         assert config.max_position_embeddings is not None, "validated together with learned_absolute"
         shapes["model.embed_positions.weight"] = (config.max_position_embeddings, H)
-    for layer in range(config.num_layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
+    num_ahead = 0 if config.mtp is None else config.mtp.num_layers
+    for layer in range(config.num_layers + num_ahead):
+        parts = _layer_shapes(config) | (_joining_shapes(config) if layer >= config.num_layers else {})
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
     shapes |= _norm("model.norm", config)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (V, H)
@@ -76,6 +78,13 @@ def _layer_shapes(config: TransformerConfig) -> dict[str, Shape]:
         if config.add_bias_linear:
             shapes[f"{name}.bias"] = shape[:1]
     return shapes
+
+
+def _joining_shapes(config: TransformerConfig) -> dict[str, Shape]:
+    """What a module of multi-token prediction has besides its layer, under the names of DeepSeek-V3's weights."""
+    H = config.hidden_size
+    norms = _norm("enorm", config) | _norm("hnorm", config) | _norm("shared_head.norm", config)
+    return norms | {"eh_proj.weight": (H, 2 * H)}
 
 
 def _norm(name: str, config: TransformerConfig) -> dict[str, Shape]:
