@@ -36,6 +36,7 @@ CHOICES: dict[str, list[Any]] = {
     "model.vocab_size": [50257, 50304],
     "model.tie_word_embeddings": [False, True],
     "model.hidden_dropout": [0.0, 0.1],
+    "model.mtp.num_layers": [None, 1, 3],
     "data.reset_attention_mask": [False, True],
     "train.micro_batch_size": [1, 2, 8],
     "train.recompute": ["none", "full", "selective"],
@@ -104,6 +105,7 @@ def holds(config: RunConfig, world_size: int) -> None:
     assert (small.num_query_groups == small.num_attention_heads) == (
         large.num_query_groups == large.num_attention_heads
     )
+    assert (small.mtp and small.mtp.loss_weight) == (large.mtp and large.mtp.loss_weight)
     assert (large.vocab_size is None or large.vocab_size % tensor > 0) == (small.vocab_size == 61)
     assert alone.train.recompute == "none"
     for run, row in runs:

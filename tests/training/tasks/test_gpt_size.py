@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalith.config import TransformerConfig
+from megalith.fusions.paths import backend
 from megalith.models.gpt_model import GPTModel
 from megalith.training.tasks.gpt_size import flops_per_token, parameters
 
@@ -107,19 +108,36 @@ def test_flops_are_near_six_per_parameter_where_matrices_dominate():
     assert 1.0 < ratio < 1.06
 
 
+def test_torch_counts_as_many_flops_of_the_modules_of_multi_token_prediction():
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 67}
+    B, S, D = 2, 16, 2
+    config = TransformerConfig(**sizes, mtp={"num_layers": D})
+    found = []
+    for shape, labels in ((TransformerConfig(**sizes), (B, S)), (config, (1 + D, B, S))):
+        model = GPTModel(shape)
+        with FlopCounterMode(display=False) as counter, backend.use("reference"):
+            model(torch.randint(67, (B, S)), labels=torch.randint(67, labels)).sum().backward()
+        found.append(counter.get_total_flops())
+    # the reference computes the masked half of attention too, in each module
+    masked_half = 3 * 2 * 32 * S * D
+    more = flops_per_token(config, 67, S) - flops_per_token(TransformerConfig(**sizes), 67, S)
+    assert found[1] - found[0] == B * S * (more + masked_half)
+
+
 @pytest.mark.parametrize("position_embedding_type", ["rope", "learned_absolute"])
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("add_bias_linear", [False, True])
 @pytest.mark.parametrize("tie_word_embeddings", [False, True])
+@pytest.mark.parametrize("mtp", [None, {"num_layers": 3}], ids=["", "mtp"])
 def test_our_model_has_exactly_as_many_parameters_in_every_mix_of_parts(
-    position_embedding_type, normalization, activation, add_bias_linear, tie_word_embeddings
+    position_embedding_type, normalization, activation, add_bias_linear, tie_word_embeddings, mtp
 ):
     positions = {"max_position_embeddings": 20} if position_embedding_type == "learned_absolute" else {}
     config = TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=16, vocab_size=67,
         position_embedding_type=position_embedding_type, normalization=normalization, activation=activation,
-        add_bias_linear=add_bias_linear, tie_word_embeddings=tie_word_embeddings, **positions,
+        add_bias_linear=add_bias_linear, tie_word_embeddings=tie_word_embeddings, mtp=mtp, **positions,
     )  # fmt: skip
     with torch.device("meta"):
         model = GPTModel(config)

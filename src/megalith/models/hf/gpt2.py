@@ -65,6 +65,7 @@ def _allowed(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
         "position_embedding_type": ("learned_absolute",),
         "activation": ("gelu_tanh", "gelu"),
         "add_bias_linear": (True,),
+        "mtp": (None,),
         "num_query_groups": (config.num_attention_heads,),
         "kv_channels": (config.hidden_size / config.num_attention_heads,),
     }

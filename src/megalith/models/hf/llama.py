@@ -50,6 +50,7 @@ def _allowed(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
         "position_embedding_type": ("rope",),
         "activation": ("swiglu",),
         "hidden_dropout": (0.0,),
+        "mtp": (None,),
         # LlamaConfig refuses others, whatever the size of a head
         "hidden_size": (round_up(config.hidden_size, config.num_attention_heads),),
     }

@@ -8,11 +8,14 @@ Parameters, for L layers, H hidden, A heads, G kv groups, D head size, F ffn, V 
                 m H F                         mlp: m = 3 gated (gate, up, down), else 2 (fc1, fc2)
                 (A + 2G) D + H + (m - 1) F + H    biases, with add_bias_linear
     (2L + 1) H                                norms, twice as many with a LayerNorm's bias
+    per module  a layer, 2 H^2 and three norms    multi-token prediction
 
 Model FLOPs of a token: a multiply and an add for every weight that a matmul uses, and the two matmuls of attention
 over the S/2 positions that a causal mask leaves to a token on average; the backward costs twice the forward:
 
     3 (2 W + 2 A D S L),    W = L (H (A + 2G) D + A D H + m H F) + V H
+
+A module of multi-token prediction has the weights and the attention of a layer, 2 H^2, and V H of the head once more.
 
 This is the count of Chowdhery et al. 2022 ("PaLM", arXiv:2204.02311, appendix B: 6 N + 12 L H Q T) with attention
 halved for the causal mask, and without the parameters that only add or look up (embeddings, norms, biases). What
@@ -27,15 +30,15 @@ __all__ = ["flops_per_token", "parameters", "stage_costs"]
 
 def parameters(config: TransformerConfig, vocab_size: int) -> int:
     """How many parameters a GPT of this shape has: exactly those of the built model."""
-    H, L = config.hidden_size, config.num_layers
-    total = vocab_size * H * (1 if config.tie_word_embeddings else 2) + L * _layer_weights(config)
+    H, L, D = config.hidden_size, config.num_layers, _num_modules(config)
+    total = vocab_size * H * (1 if config.tie_word_embeddings else 2) + (L + D) * _layer_weights(config) + D * 2 * H * H
     if config.position_embedding_type == "learned_absolute":
         assert config.max_position_embeddings is not None, "a run that is loaded has it with learned positions"
         total += config.max_position_embeddings * H
     if config.add_bias_linear:
         queries, keys = _widths(config)
-        total += L * (queries + 2 * keys + H + (_mlp_matmuls(config) - 1) * config.ffn_hidden_size + H)
-    return total + (2 * L + 1) * H * (2 if config.normalization == "LayerNorm" else 1)
+        total += (L + D) * (queries + 2 * keys + H + (_mlp_matmuls(config) - 1) * config.ffn_hidden_size + H)
+    return total + (2 * L + 1 + 5 * D) * H * (2 if config.normalization == "LayerNorm" else 1)
 
 
 def flops_per_token(config: TransformerConfig, vocab_size: int, seq_length: int) -> int:
@@ -46,8 +49,16 @@ def flops_per_token(config: TransformerConfig, vocab_size: int, seq_length: int)
 
 def stage_costs(config: TransformerConfig, vocab_size: int, seq_length: int) -> ModelCosts:
     """``flops_per_token``, part by part: an embedding only looks up."""
+    H, D = config.hidden_size, _num_modules(config)
     layer = 3 * (2 * _layer_weights(config) + 2 * _widths(config)[0] * seq_length)
-    return ModelCosts((layer,) * config.num_layers, embedding=0, head=3 * 2 * vocab_size * config.hidden_size)
+    head, joining = 3 * 2 * vocab_size * H, 3 * 2 * 2 * H * H
+    # the modules of multi-token prediction are in the stage of the head
+    return ModelCosts((layer,) * config.num_layers, embedding=0, head=head + D * (joining + layer + head))
+
+
+def _num_modules(config: TransformerConfig) -> int:
+    """Those of multi-token prediction."""
+    return 0 if config.mtp is None else config.mtp.num_layers
 
 
 def _layer_weights(config: TransformerConfig) -> int:
