@@ -1,4 +1,6 @@
-"""Multi-token prediction: modules that each predict one token further ahead. They are for training only.
+"""Multi-token prediction: modules that each predict one token further ahead.
+
+They make training look further; logits, and so generation, do not depend on them and run none.
 
 For depths k = 1 ... D, at position i, where t are tokens and E is the embedding of the model,
 
@@ -24,7 +26,7 @@ from megalith.transformer.layer_context import LayerContext
 from megalith.transformer.layer_spec import LayerSpec
 from megalith.transformer.normalization import Normalization
 
-__all__ = ["MultiTokenPrediction"]
+__all__ = ["MultiTokenPrediction", "without_modules"]
 
 
 class MultiTokenPrediction(TransformerLayer):
@@ -46,3 +48,8 @@ class MultiTokenPrediction(TransformerLayer):
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         y: Tensor = self.shared_head["norm"](super().forward(x, context))
         return y
+
+
+def without_modules(config: TransformerConfig) -> TransformerConfig:
+    """The same model without its modules: it has the same logits."""
+    return config.model_copy(update={"mtp": None})
