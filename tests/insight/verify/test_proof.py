@@ -92,3 +92,13 @@ def test_what_no_rank_has_is_wrong(prepared):
         float("inf"),
         (missing, float("inf")),
     )
+
+
+@pytest.mark.slow
+def test_modules_of_multi_token_prediction_are_recorded_and_equal_those_of_one_process(tmp_path):
+    model = {**GPT2_RECIPE["model"], "mtp": {"num_layers": 3}}
+    proof = begin({**GPT2_RECIPE, "model": model, "parallel": PARALLEL}, 4, tmp_path)
+    names = [key.name for key in proof.keys if key[:2] == (1, "module")]
+    assert names.index("the output of model.norm") < names.index("the output of model.layers.3")
+    result = proof.run(Case({"tensor": 2, "pipeline": 2}, "float64", "reference"))
+    assert result.same, result
