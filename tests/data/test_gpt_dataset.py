@@ -148,18 +148,18 @@ def test_labels_ahead_count_within_a_document_where_they_count_by_themselves(mas
     documents = [np.append(random.integers(1, 30, length), EOD) for length in random.integers(1, 9, 20)]
     dataset = GPTDataset(write(tmp_path / "x", documents, eod=EOD), 12, 0, mask_eod=mask_eod)
     batch = stack_samples([dataset[i] for i in range(6)], range(6))
-    found, B, S, D = with_labels_ahead(batch, 3), 6, 12, 3
+    found, B, S, M = with_labels_ahead(batch, 3), 6, 12, 3
     assert np.array_equal(found.labels[0], batch.labels)
     assert np.array_equal(found.loss_mask[0], batch.loss_mask)
     num_counted = 0
-    for depth, row, s in itertools.product(range(1, 1 + D), range(B), range(S)):
+    for depth, row, s in itertools.product(range(1, 1 + M), range(B), range(S)):
         ended = EOD in batch.tokens[row, s : s + depth] or s + depth >= S
         counts = not ended and bool(batch.loss_mask[row, s + depth])
         assert found.loss_mask[depth, row, s] == counts
         if counts:
             assert found.labels[depth, row, s] == batch.labels[row, s + depth]
         num_counted += counts
-    assert 0 < num_counted < D * B * S
+    assert 0 < num_counted < M * B * S
     assert not found.labels[3, :, -3:].any()
 
 

@@ -18,9 +18,9 @@ from megalith.transformer.layer_spec import LayerSpec, layer_specs
 from megalith.transformer.stage import Stage
 from tests.transformer.shapes import config, options
 
-B, S, V, D = 2, 8, 31, 2
+B, S, V, M = 2, 8, 31, 2
 EXACT = 1e-11
-MTP = {"mtp": {"num_layers": D}}
+MTP = {"mtp": {"num_layers": M}}
 
 
 def built(**changes: Any) -> GPTModel:
@@ -45,7 +45,7 @@ def rotated(x: Tensor, base: float) -> Tensor:
 
 
 def by_formula(c: TransformerConfig, w: dict[str, Tensor], rows: Tensor, labels: Tensor, sees: Tensor) -> Tensor:
-    """Losses [1+D, B, S] of ``rows`` [B, S], whose ``labels`` are [1+D, B, S]; ``sees`` is bool [B, S, S]."""
+    """Losses [1+M, B, S] of ``rows`` [B, S], whose ``labels`` are [1+M, B, S]; ``sees`` is bool [B, S, S]."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return rms_norm(x, x.shape[-1:], w[f"{name}.weight"], c.layernorm_epsilon)
@@ -71,7 +71,7 @@ def by_formula(c: TransformerConfig, w: dict[str, Tensor], rows: Tensor, labels:
         x = layer(x, index)
     x = norm(x, "model.norm")
     found = [losses(x, labels[0])]
-    for depth in range(1, D + 1):
+    for depth in range(1, M + 1):
         index = c.num_layers + depth - 1
         name = f"model.layers.{index}"
         ahead = embedding(labels[depth - 1], w["model.embed_tokens.weight"])
@@ -88,7 +88,7 @@ def test_losses_of_every_depth_and_every_gradient_are_those_of_the_formula(lengt
     model = built(tie_word_embeddings=tied)
     model.options = options(fused_linear_cross_entropy=fused)
     weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
-    labels, sees = tokens(2, 1 + D), torch.ones(B, S, S).tril().bool()
+    labels, sees = tokens(2, 1 + M), torch.ones(B, S, S).tril().bool()
     packed = None
     if lengths is not None:
         packed = PackedSeqParams.from_lengths(lengths)
@@ -112,14 +112,14 @@ def test_without_labels_further_ahead_the_model_is_bitwise_the_one_without_modul
     want = plain(tokens(), labels=tokens(2), dropout_key=key)
     assert torch.equal(model(tokens(), labels=tokens(2), dropout_key=key), want)
     assert torch.equal(
-        model(tokens(), labels=tokens(2, 1 + D), dropout_key=key)[0],
-        plain(tokens(), labels=tokens(2, 1 + D)[0], dropout_key=key),
+        model(tokens(), labels=tokens(2, 1 + M), dropout_key=key)[0],
+        plain(tokens(), labels=tokens(2, 1 + M)[0], dropout_key=key),
     )
     assert torch.equal(model(tokens(), dropout_key=key), plain(tokens(), dropout_key=key))
 
 
 def test_a_stage_with_the_head_has_the_modules_and_the_embedding_and_gives_the_losses_of_the_whole():
-    labels = tokens(2, 1 + D)
+    labels = tokens(2, 1 + M)
     whole = built()
     first, last = (
         GPTModel(whole.config, options(), stage=Stage(index, index + 1, index == 0, index == 1), seed=1)
@@ -151,10 +151,10 @@ def test_names_are_those_of_deepseek_v3s_weights(shape):
 
 def test_weights_and_dropout_masks_of_modules_are_of_their_own():
     model = built()
-    weights = [model.get_parameter(f"model.layers.{index}.mlp.up_proj.weight") for index in range(2 + D)]
+    weights = [model.get_parameter(f"model.layers.{index}.mlp.up_proj.weight") for index in range(2 + M)]
     assert not any(torch.equal(one, other) for one, other in itertools.combinations(weights, 2))
-    numbers = [model.get_submodule(f"model.layers.{index}.mlp_dropout").number for index in range(2 + D)]
-    assert len(set(numbers)) == 2 + D
+    numbers = [model.get_submodule(f"model.layers.{index}.mlp_dropout").number for index in range(2 + M)]
+    assert len(set(numbers)) == 2 + M
 
 
 def test_modules_are_of_the_specs_of_the_indices_that_follow():
@@ -170,7 +170,7 @@ def test_modules_are_of_the_specs_of_the_indices_that_follow():
 
 def test_generation_runs_no_module():
     model = built().eval()
-    for layer in model.layers()[-D:]:
+    for layer in model.layers()[-M:]:
         layer.forward = None  # calling it raises
     plain = GPTModel(config(), options(), seed=1).eval()
     plain.load_state_dict({name: model.state_dict()[name] for name in plain.state_dict()})

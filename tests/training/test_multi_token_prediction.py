@@ -105,7 +105,7 @@ def sample_of(*documents: list[int]) -> GPTSample:
 
 
 def losses_of(task: PretrainGPT, sample: GPTSample) -> tuple[Tensor, Tensor]:
-    """The loss of each label [1+D, S], and which count."""
+    """The loss of each label [1+M, S], and which count."""
     model = task.build_model(BuildOptions(ProcessGroupCollection.single(), torch.float64))
     inputs = task.inputs(task.collate([sample], [0]), 0, torch.device("cpu"))
     return task.forward(model, inputs, None)[:, 0], inputs.loss_mask[:, 0]

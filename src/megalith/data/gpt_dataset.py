@@ -43,7 +43,7 @@ class GPTSample:
 class GPTBatch:
     """B samples: tokens and labels int64 [B, S], loss_mask bool [B, S], documents int32 [B, S].
 
-    labels, loss_mask: [1+D, B, S] where the tokens further ahead are labels too.
+    labels, loss_mask: [1+M, B, S] where the tokens further ahead are labels too.
     row_ids: int64 [B], where each row stands in the step's global batch.
     positions: int64 [S], where each column stands in its row. Of rows that are split over ranks, tokens, labels,
         loss_mask and positions hold this rank's columns; documents are of whole rows.
@@ -70,9 +70,9 @@ def stack_samples(samples: Sequence[GPTSample], row_ids: Sequence[int]) -> GPTBa
 
 
 def with_labels_ahead(batch: GPTBatch, num_ahead: int) -> GPTBatch:
-    """``batch`` with labels and loss_mask [1+D, B, S]: those of each token, then those of the tokens 1, 2 ... D ahead.
+    """``batch`` with labels and loss_mask [1+M, B, S]: those of each token, then those of the tokens 1, 2 ... M ahead.
 
-    D is ``num_ahead``. What is ahead counts where it counts there, and where that token is in the same document of the
+    M is ``num_ahead``. What is ahead counts where it counts there, and where that token is in the same document of the
     same row; labels beyond the row are 0.
     """
     labels, masks = [batch.labels], [batch.loss_mask]

@@ -86,7 +86,7 @@ class GPTDecoder(nn.Module):
     def predict_ahead(self, x: Tensor, tokens: Tensor, context: LayerContext) -> Iterator[Tensor]:
         """``x``, what the head reads, then what it reads at each depth of multi-token prediction; [S, B, H] each.
 
-        ``tokens`` are int64 [D, B, S], those 1, 2 ... D ahead of each position. They are embedded without positions
+        ``tokens`` are int64 [M, B, S], those 1, 2 ... M ahead of each position. They are embedded without positions
         and without dropout, which are in ``x``.
         """
         yield x
@@ -175,7 +175,7 @@ class GPTModel(ModelModule):
 
         Args:
             tokens: int64 [B, S].
-            labels: int64 [B, S], the token after each; for multi-token prediction [1+D, B, S], the tokens 1, 2 ... 1+D
+            labels: int64 [B, S], the token after each; for multi-token prediction [1+M, B, S], the tokens 1, 2 ... 1+M
                 ahead, any tokens where the row has ended.
             position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ..., or what follows the caches.
             packed_seq_params: where documents begin, in whole rows; tokens see their own document only.
@@ -188,7 +188,7 @@ class GPTModel(ModelModule):
         their labels, positions and ids.
 
         Returns:
-            The loss of each label, [B, S] or [1+D, B, S] in float32 or wider; or logits [B, S, V], whole on every rank;
+            The loss of each label, [B, S] or [1+M, B, S] in float32 or wider; or logits [B, S, V], whole on every rank;
             or [S, B, H].
 
         Raises:
@@ -215,7 +215,7 @@ class GPTModel(ModelModule):
             return self._losses(self.lm_head, x, labels.t()).t().clone()
         states = self.model.predict_ahead(x, labels[:-1], context)
         losses = [self._losses(self.lm_head, read, each.t()).t() for read, each in zip(states, labels, strict=True)]
-        return torch.stack(losses)  # [1+D, B, S]
+        return torch.stack(losses)  # [1+M, B, S]
 
     def _losses(self, head: ColumnParallelLinear, x: Tensor, labels: Tensor) -> Tensor:
         """[S, B] of hidden states [S, B, H], [S/tp, B, H] under sequence parallelism."""
@@ -273,7 +273,7 @@ class GPTModel(ModelModule):
         num_labels = 1 + (0 if self.config.mtp is None else self.config.mtp.num_layers)
         if labels is not None and labels.dim() == 3 and len(labels) != num_labels:
             raise ShapeError(
-                f"labels [1+D, B, S] must be of the {num_labels} tokens after each that the model predicts; got "
+                f"labels [1+M, B, S] must be of the {num_labels} tokens after each that the model predicts; got "
                 f"{len(labels)} of them"
             )
 

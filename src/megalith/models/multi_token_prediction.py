@@ -2,7 +2,7 @@
 
 They make training look further; logits, and so generation, do not depend on them and run none.
 
-For depths k = 1 ... D, at position i, where t are tokens and E is the embedding of the model,
+For depths k = 1 ... M, at position i, where t are tokens and E is the embedding of the model,
 
     x_k = W_k [enorm_k(E[t_(i+k)]), hnorm_k(h_(k-1))]        W_k [H, 2H]
     h_k = norm_k(layer_k(x_k))

@@ -110,16 +110,16 @@ def test_flops_are_near_six_per_parameter_where_matrices_dominate():
 
 def test_torch_counts_as_many_flops_of_the_modules_of_multi_token_prediction():
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 67}
-    B, S, D = 2, 16, 2
-    config = TransformerConfig(**sizes, mtp={"num_layers": D})
+    B, S, M = 2, 16, 2
+    config = TransformerConfig(**sizes, mtp={"num_layers": M})
     found = []
-    for shape, labels in ((TransformerConfig(**sizes), (B, S)), (config, (1 + D, B, S))):
+    for shape, labels in ((TransformerConfig(**sizes), (B, S)), (config, (1 + M, B, S))):
         model = GPTModel(shape)
         with FlopCounterMode(display=False) as counter, backend.use("reference"):
             model(torch.randint(67, (B, S)), labels=torch.randint(67, labels)).sum().backward()
         found.append(counter.get_total_flops())
     # the reference computes the masked half of attention too, in each module
-    masked_half = 3 * 2 * 32 * S * D
+    masked_half = 3 * 2 * 32 * S * M
     more = flops_per_token(config, 67, S) - flops_per_token(TransformerConfig(**sizes), 67, S)
     assert found[1] - found[0] == B * S * (more + masked_half)
 

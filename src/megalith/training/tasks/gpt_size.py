@@ -30,15 +30,15 @@ __all__ = ["flops_per_token", "parameters", "stage_costs"]
 
 def parameters(config: TransformerConfig, vocab_size: int) -> int:
     """How many parameters a GPT of this shape has: exactly those of the built model."""
-    H, L, D = config.hidden_size, config.num_layers, _num_modules(config)
-    total = vocab_size * H * (1 if config.tie_word_embeddings else 2) + (L + D) * _layer_weights(config) + D * 2 * H * H
+    H, L, M = config.hidden_size, config.num_layers, _num_modules(config)
+    total = vocab_size * H * (1 if config.tie_word_embeddings else 2) + (L + M) * _layer_weights(config) + M * 2 * H * H
     if config.position_embedding_type == "learned_absolute":
         assert config.max_position_embeddings is not None, "a run that is loaded has it with learned positions"
         total += config.max_position_embeddings * H
     if config.add_bias_linear:
         queries, keys = _widths(config)
-        total += (L + D) * (queries + 2 * keys + H + (_mlp_matmuls(config) - 1) * config.ffn_hidden_size + H)
-    return total + (2 * L + 1 + 5 * D) * H * (2 if config.normalization == "LayerNorm" else 1)
+        total += (L + M) * (queries + 2 * keys + H + (_mlp_matmuls(config) - 1) * config.ffn_hidden_size + H)
+    return total + (2 * L + 1 + 5 * M) * H * (2 if config.normalization == "LayerNorm" else 1)
 
 
 def flops_per_token(config: TransformerConfig, vocab_size: int, seq_length: int) -> int:
@@ -49,11 +49,11 @@ def flops_per_token(config: TransformerConfig, vocab_size: int, seq_length: int)
 
 def stage_costs(config: TransformerConfig, vocab_size: int, seq_length: int) -> ModelCosts:
     """``flops_per_token``, part by part: an embedding only looks up."""
-    H, D = config.hidden_size, _num_modules(config)
+    H, M = config.hidden_size, _num_modules(config)
     layer = 3 * (2 * _layer_weights(config) + 2 * _widths(config)[0] * seq_length)
     head, joining = 3 * 2 * vocab_size * H, 3 * 2 * 2 * H * H
     # the modules of multi-token prediction are in the stage of the head
-    return ModelCosts((layer,) * config.num_layers, embedding=0, head=head + D * (joining + layer + head))
+    return ModelCosts((layer,) * config.num_layers, embedding=0, head=head + M * (joining + layer + head))
 
 
 def _num_modules(config: TransformerConfig) -> int:

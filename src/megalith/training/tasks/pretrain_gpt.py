@@ -45,7 +45,7 @@ _SHOWN_TOKENS = 64
 class GPTInputs:
     """tokens and labels int64 [B, S/cp]; loss_mask bool [B, S/cp]; position_ids int64 [S/cp] or [B, S/cp].
 
-    With multi-token prediction labels and loss_mask are [1+D, B, S/cp].
+    With multi-token prediction labels and loss_mask are [1+M, B, S/cp].
     """
 
     tokens: Tensor
@@ -59,8 +59,8 @@ class GPTInputs:
 class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
     """The term ``lm`` is the negative log-likelihood of a token in nats, over the tokens that the mask keeps.
 
-    With multi-token prediction ``mtp_1`` ... ``mtp_D`` are those of the tokens 1 ... D further ahead, each over the
-    tokens of its own that count, with the weight ``loss_weight`` / D (arXiv:2412.19437, equation 25).
+    With multi-token prediction ``mtp_1`` ... ``mtp_M`` are those of the tokens 1 ... M further ahead, each over the
+    tokens of its own that count, with the weight ``loss_weight`` / M (arXiv:2412.19437, equation 25).
     """
 
     terms = MappingProxyType({"lm": 1.0})
@@ -146,7 +146,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
     def counts(self, batch: GPTBatch) -> Mapping[str, int]:
         """The tokens that have a loss, in each term."""
         B, S = batch.tokens.shape
-        masks = batch.loss_mask.reshape(-1, B, S)  # [1+D, B, S]
+        masks = batch.loss_mask.reshape(-1, B, S)  # [1+M, B, S]
         return {term: int(mask.sum()) for term, mask in zip(self._depths, masks, strict=True)}
 
     def inputs(self, batch: GPTBatch, step: int, device: torch.device) -> GPTInputs:
@@ -174,7 +174,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         )
 
     def forward(self, model: nn.Module, inputs: GPTInputs, hidden: Tensor | None) -> Tensor:
-        """The loss of each label, [B, S] or [1+D, B, S]; of a stage without the head hidden states, [S, B, H]."""
+        """The loss of each label, [B, S] or [1+M, B, S]; of a stage without the head hidden states, [S, B, H]."""
         output: Tensor = model(
             inputs.tokens,
             labels=inputs.labels,
@@ -188,7 +188,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
     def sums(self, output: Tensor, inputs: GPTInputs) -> Mapping[str, Tensor]:
         """The sum of the losses of tokens that the mask keeps, in each term."""
         # where, not a product: a loss that is infinite under the mask must not become NaN
-        kept = torch.where(inputs.loss_mask, output, 0.0).reshape(-1, *inputs.tokens.shape)  # [1+D, B, S]
+        kept = torch.where(inputs.loss_mask, output, 0.0).reshape(-1, *inputs.tokens.shape)  # [1+M, B, S]
         return {term: losses.sum() for term, losses in zip(self._depths, kept, strict=True)}
 
     def sample_as_text(self, sample: GPTSample) -> list[str]:
