@@ -5,7 +5,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalith.config import TransformerConfig
-from megalith.fusions.paths import backend
 from megalith.models.gpt_model import GPTModel
 from megalith.training.tasks.gpt_size import flops_per_token, parameters
 
@@ -108,20 +107,19 @@ def test_flops_are_near_six_per_parameter_where_matrices_dominate():
     assert 1.0 < ratio < 1.06
 
 
-def test_torch_counts_as_many_flops_of_the_modules_of_multi_token_prediction():
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 67}
-    B, S, M = 2, 16, 2
-    config = TransformerConfig(**sizes, mtp={"num_layers": M})
-    found = []
-    for shape, labels in ((TransformerConfig(**sizes), (B, S)), (config, (1 + M, B, S))):
-        model = GPTModel(shape)
-        with FlopCounterMode(display=False) as counter, backend.use("reference"):
-            model(torch.randint(67, (B, S)), labels=torch.randint(67, labels)).sum().backward()
-        found.append(counter.get_total_flops())
-    # the reference computes the masked half of attention too, in each module
-    masked_half = 3 * 2 * 32 * S * M
-    more = flops_per_token(config, 67, S) - flops_per_token(TransformerConfig(**sizes), 67, S)
-    assert found[1] - found[0] == B * S * (more + masked_half)
+def test_torch_counts_a_module_as_a_layer_a_projection_and_a_head():
+    H, V, B, S, M = 32, 67, 2, 16, 2
+    counted, ours = [], []
+    for layers, mtp in ((2, None), (3, None), (2, {"num_layers": M})):
+        config = TransformerConfig(num_layers=layers, hidden_size=H, num_attention_heads=4, vocab_size=V, mtp=mtp)
+        model, labels = GPTModel(config), torch.randint(V, (1 + M if mtp else 1, B, S))
+        with FlopCounterMode(display=False) as counter:
+            model(torch.randint(V, (B, S)), labels=labels).sum().backward()
+        counted.append(counter.get_total_flops())
+        ours.append(B * S * flops_per_token(config, V, S))
+    joined = B * S * 3 * 2 * (2 * H * H + V * H)
+    for plain, one_layer_more, with_modules in (counted, ours):
+        assert with_modules - plain == M * (one_layer_more - plain + joined)
 
 
 @pytest.mark.parametrize("position_embedding_type", ["rope", "learned_absolute"])
