@@ -56,7 +56,7 @@ TRAFFIC = [
     "pipeline 2 x shard 2, interleaved",
     "pipeline 2 x tensor 2, sequence",
 ]
-IN_MAKE_TEST = TRAFFIC[:2]
+IN_MAKE_TEST = TRAFFIC[1:2]
 
 
 def sample(names: list[str], quick: list[str]) -> list[Any]:
