@@ -9,6 +9,7 @@ from megalith.config.activations import GATES, Activation, GateActivation
 from megalith.config.attention_config import AttentionConfig
 from megalith.config.draft import round_up
 from megalith.config.glu_config import GluConfig
+from megalith.config.mtp_config import MTPConfig
 from megalith.config.multipliers_config import MultipliersConfig
 from megalith.config.recipes import known_preset, preset_names, read_preset
 from megalith.config.relevance import has_effect
@@ -103,6 +104,7 @@ class TransformerConfig(SettingsGroup):
     init_method_std: float = Field(default=0.02, gt=0, description="[standard deviation] of the initial weights")
     residual: ResidualConfig = Field(default_factory=ResidualConfig, description="the residual stream")
     multipliers: MultipliersConfig = Field(default_factory=MultipliersConfig, description="constant factors")
+    mtp: MTPConfig | None = Field(default=None, description="multi-token prediction")
 
     @classmethod
     def filled_in(cls, given: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
     column  Y = X W^T + b, W [out/tp, in]: each rank computes some of the outputs
     block   Y = X W_i^T + b_i, W [out, in] on every rank: each computes the one block of outputs that it reads
     row     Y = sum over tp of X W^T, + b, W [out, in/tp]: each rank has some of the inputs
+    whole   Y = X W^T, W [out, in] on every rank: each computes all outputs, of the tokens that it has
     embedding  E [V/tp, H]: each rank looks up the tokens that it holds, the others add zero
 
 The product is ``options.matrix_product``. Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. V and out may be uneven
@@ -19,7 +20,13 @@ from megalith.parallel.local_ranges import chunk_range
 from megalith.parallel.parameters import DeclaringModule, ParameterSpec, local
 from megalith.parallel.tensor.regions import enter_tensor_parallel, leave_tensor_parallel
 
-__all__ = ["BlockReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
+__all__ = [
+    "BlockReplicatedLinear",
+    "ColumnParallelLinear",
+    "ReplicatedLinear",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+]
 
 
 class ColumnParallelLinear(DeclaringModule):
@@ -156,6 +163,27 @@ class RowParallelLinear(DeclaringModule):
         y = leave_tensor_parallel(y, self.options.pg_collection.tp, self.options.sequence_parallel)
         # under sequence parallelism a rank adds the bias to its own tokens only, so its gradient is partial
         return y if self.bias is None else y + local(self.bias, partial=self.options.sequence_parallel)
+
+
+class ReplicatedLinear(DeclaringModule):
+    """A linear layer between activations that tp does not split, without a bias.
+
+    Under sequence parallelism each rank computes its own tokens, and only the gradient is exchanged, once a step.
+    Without it every rank of tp computes the same.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, in_features: int, out_features: int, options: BuildOptions, *, std: float) -> None:
+        super().__init__()
+        self.options = options
+        spec = ParameterSpec((out_features, in_features), "normal", std)
+        self.declare("weight", spec, options.pg_collection, options.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, in] -> [S, B, out], of S/tp each under sequence parallelism."""
+        weight = local(self.weight, partial=self.options.sequence_parallel)
+        return self.options.matrix_product(x, weight, None)
 
 
 class VocabParallelEmbedding(DeclaringModule):
