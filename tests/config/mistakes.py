@@ -97,6 +97,11 @@ MISTAKES = [
         LEARNED | {"model.max_position_embeddings": 32}, r"\(32\) must be at least data.seq_length \(64\); use .*=64"
     ),
     Mistake({"model.max_position_embeddings": 64}, r"has no effect with model.position_embedding_type=rope"),
+    Mistake(
+        {"model.mtp.num_modules": 60, "data.seq_length": 48},
+        r"model.mtp.num_modules \(60\) must be below data.seq_length \(48\); use model.mtp.num_modules=47",
+    ),
+    Mistake({"model.mtp.loss_weight": 0.0}, r"model.mtp.loss_weight must be above 0.0; got 0.0"),
     Mistake(LEARNED | {"model.rope.base": 1e4}, r"rope.base \(10000.0\) has no effect with .*=learned_absolute"),
     Mistake(
         {"model.activation": "gelu", "model.glu.clamp": 7.0}, r"glu.clamp \(7.0\) has no effect with .*=gelu, only"

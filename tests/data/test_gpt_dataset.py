@@ -1,5 +1,6 @@
 """gpt_dataset: every token once an epoch, a sample from its index alone, documents that end where they end."""
 
+import itertools
 import os
 import pickle
 from collections import Counter
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalith.data.gpt_dataset import EvaluationDataset, GPTDataset
+from megalith.data.gpt_dataset import EvaluationDataset, GPTDataset, stack_samples, with_labels_ahead
 from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megalith.errors import ConfigError, DataError
 from megalith.numerics.permutation import KeyedPermutation
@@ -139,6 +140,27 @@ def test_in_training_documents_are_those_of_the_stream(tmp_path):
         assert ends.tolist() == [3, 7, 11, 15]
         assert sample.documents.tolist() == np.repeat(range(4), 4).tolist()
         assert np.flatnonzero(~sample.loss_mask).tolist() == ends.tolist()
+
+
+@pytest.mark.parametrize("mask_eod", [False, True])
+def test_labels_ahead_count_within_a_document_where_they_count_by_themselves(mask_eod, tmp_path):
+    random = np.random.default_rng(0)
+    documents = [np.append(random.integers(1, 30, length), EOD) for length in random.integers(1, 9, 20)]
+    dataset = GPTDataset(write(tmp_path / "x", documents, eod=EOD), 12, 0, mask_eod=mask_eod)
+    batch = stack_samples([dataset[i] for i in range(6)], range(6))
+    found, B, S, M = with_labels_ahead(batch, 3), 6, 12, 3
+    assert np.array_equal(found.labels[0], batch.labels)
+    assert np.array_equal(found.loss_mask[0], batch.loss_mask)
+    num_counted = 0
+    for depth, row, s in itertools.product(range(1, 1 + M), range(B), range(S)):
+        ended = EOD in batch.tokens[row, s : s + depth] or s + depth >= S
+        counts = not ended and bool(batch.loss_mask[row, s + depth])
+        assert found.loss_mask[depth, row, s] == counts
+        if counts:
+            assert found.labels[depth, row, s] == batch.labels[row, s + depth]
+        num_counted += counts
+    assert 0 < num_counted < M * B * S
+    assert not found.labels[3, :, -3:].any()
 
 
 @given(lengths=st.lists(st.integers(0, 9), max_size=8).filter(lambda lengths: sum(lengths) >= 2), S=st.integers(1, 30))

@@ -74,9 +74,23 @@ def _loss(model: GPTModel, config: RunConfig, dataset: GPTDataset, step: int) ->
     key = None
     if config.model.hidden_dropout or config.model.embedding_dropout or config.model.attention_dropout:
         key = DropoutKey(config.train.seed, step, torch.arange(G * S).view(G, S))
-    losses = model(tokens, labels=labels, position_ids=positions, packed_seq_params=packed, dropout_key=key)
     counted = tokens != 0 if config.data.eod_mask_loss else torch.ones_like(tokens, dtype=torch.bool)
-    return losses[counted].sum() / counted.sum()
+    mtp = config.model.mtp
+    num_ahead = 0 if mtp is None else mtp.num_modules
+    if mtp is not None:
+        labels = torch.stack([labels.roll(-depth, dims=1) for depth in range(1 + num_ahead)])
+    losses = model(tokens, labels=labels, position_ids=positions, packed_seq_params=packed, dropout_key=key)
+    total = losses.view(-1, G, S)[0][counted].sum() / counted.sum()
+    for depth in range(1, 1 + num_ahead):
+        # token by token: a document ends with its end-of-document token
+        ahead = [
+            (row, s)
+            for row in range(G)
+            for s in range(S - depth)
+            if (tokens[row, s : s + depth] != 0).all() and counted[row, s + depth]
+        ]
+        total = total + mtp.loss_weight / num_ahead * sum(losses[depth, row, s] for row, s in ahead) / len(ahead)
+    return total
 
 
 def differences(got: Trajectory, want: Trajectory) -> list[str]:

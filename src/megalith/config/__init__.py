@@ -8,6 +8,7 @@ from megalith.config.glu_config import GluConfig
 from megalith.config.loading import as_tree, dump_yaml, load_run, read_tree
 from megalith.config.model_parallel_config import ModelParallelConfig
 from megalith.config.moe_config import CapacityConfig, MoEConfig
+from megalith.config.mtp_config import MTPConfig
 from megalith.config.multipliers_config import MultipliersConfig
 from megalith.config.optim_config import (
     AdamWConfig,
@@ -49,6 +50,7 @@ __all__ = [
     "GenerationConfig",
     "GluConfig",
     "LossScaleConfig",
+    "MTPConfig",
     "MoEConfig",
     "ModelParallelConfig",
     "MultipliersConfig",

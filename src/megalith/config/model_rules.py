@@ -7,6 +7,7 @@ from megalith.config.draft import Draft, Violation, divisors, nearest_first, rou
 __all__ = [
     "heads_divide_hidden_size",
     "local_base_needs_a_window",
+    "modules_predict_within_the_sequence",
     "positions_are_given",
     "positions_reach_the_sequence",
     "query_groups_divide_heads",
@@ -19,6 +20,7 @@ __all__ = [
 _HEADS, _GROUPS, _HIDDEN = "model.num_attention_heads", "model.num_query_groups", "model.hidden_size"
 _HEAD_SIZE, _POSITIONS = "model.kv_channels", "model.max_position_embeddings"
 _PERCENT, _SECTIONS, _SCALING = "model.rope.percent", "model.rope.sections", "model.rope.scaling"
+_MODULES = "model.mtp.num_modules"
 
 
 def heads_divide_hidden_size(run: Draft) -> Iterator[Violation]:
@@ -150,6 +152,16 @@ def positions_reach_the_sequence(run: Draft) -> Iterator[Violation]:
             f"{_POSITIONS} ({positions}) must be at least data.seq_length ({sequence})",
             ({_POSITIONS: sequence}, {"data.seq_length": positions}),
         )
+
+
+def modules_predict_within_the_sequence(run: Draft) -> Iterator[Violation]:
+    """mtp.num_modules is below seq_length: the last module predicts the token num_layers + 1 ahead."""
+    modules, sequence = run[_MODULES], run["data.seq_length"]
+    if modules >= sequence:
+        message = f"{_MODULES} ({modules}) must be below data.seq_length ({sequence})"
+        fixes = [{_MODULES: sequence - 1}] if sequence > 1 else []
+        fixes.append({"data.seq_length": modules + 1})
+        yield Violation("modules_predict_within_the_sequence", _MODULES, message, tuple(fixes))
 
 
 def positions_are_given(run: Draft) -> Iterator[Violation]:

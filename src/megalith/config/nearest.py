@@ -83,7 +83,7 @@ def nearest_setting(name: str) -> str | None:
         return max(named_so, key=lambda known: SequenceMatcher(None, parent(known), group).ratio())
     if leaf in _ELSEWHERE:
         return _ELSEWHERE[leaf]
-    in_group = {_leaf(known): known for known in FIELDS if known.startswith(f"{group}.")}
+    in_group = {_leaf(known): known for known in FIELDS if parent(known) == group}
     if close := get_close_matches(leaf, in_group, 1):
         return in_group[close[0]]
     leaves = {_leaf(known): known for known in FIELDS}

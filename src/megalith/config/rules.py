@@ -20,6 +20,7 @@ from megalith.config.layout_rules import (
 from megalith.config.model_rules import (
     heads_divide_hidden_size,
     local_base_needs_a_window,
+    modules_predict_within_the_sequence,
     positions_are_given,
     positions_reach_the_sequence,
     query_groups_divide_heads,
@@ -88,6 +89,7 @@ MODEL_RULES: tuple[Rule, ...] = (*_SHAPE_RULES, positions_are_given, no_setting_
 RUN_RULES: tuple[Rule, ...] = (
     *_SHAPE_RULES,
     positions_reach_the_sequence,
+    modules_predict_within_the_sequence,
     degrees_multiply_to_the_world_size,
     heads_divide_among_tensor_ranks,
     query_groups_divide_among_tensor_ranks,

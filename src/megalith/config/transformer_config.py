@@ -10,6 +10,7 @@ from megalith.config.attention_config import AttentionConfig
 from megalith.config.draft import round_up
 from megalith.config.glu_config import GluConfig
 from megalith.config.moe_config import MoEConfig
+from megalith.config.mtp_config import MTPConfig
 from megalith.config.multipliers_config import MultipliersConfig
 from megalith.config.recipes import known_preset, preset_names, read_preset
 from megalith.config.relevance import has_effect
@@ -105,6 +106,7 @@ class TransformerConfig(SettingsGroup):
     residual: ResidualConfig = Field(default_factory=ResidualConfig, description="the residual stream")
     multipliers: MultipliersConfig = Field(default_factory=MultipliersConfig, description="constant factors")
     moe: MoEConfig | None = Field(default=None, description="a mixture of experts in place of the MLP")
+    mtp: MTPConfig | None = Field(default=None, description="multi-token prediction")
 
     @classmethod
     def filled_in(cls, given: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ run's position in its data is one integer.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from megalith.data.token_ids import check_sample
 from megalith.errors import ConfigError, DataError
 from megalith.numerics.permutation import KeyedPermutation
 
-__all__ = ["EvaluationDataset", "GPTBatch", "GPTDataset", "GPTSample", "stack_samples"]
+__all__ = ["EvaluationDataset", "GPTBatch", "GPTDataset", "GPTSample", "stack_samples", "with_labels_ahead"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class GPTSample:
 class GPTBatch:
     """B samples: tokens and labels int64 [B, S], loss_mask bool [B, S], documents int32 [B, S].
 
+    labels, loss_mask: [1+M, B, S] where the tokens further ahead are labels too.
     row_ids: int64 [B], where each row stands in the step's global batch.
     positions: int64 [S], where each column stands in its row. Of rows that are split over ranks, tokens, labels,
         loss_mask and positions hold this rank's columns; documents are of whole rows.
@@ -66,6 +67,19 @@ def stack_samples(samples: Sequence[GPTSample], row_ids: Sequence[int]) -> GPTBa
         np.array(row_ids, dtype=np.int64),
         np.arange(len(samples[0].tokens)),
     )
+
+
+def with_labels_ahead(batch: GPTBatch, num_ahead: int) -> GPTBatch:
+    """``batch`` with labels and loss_mask [1+M, B, S]: those of each token, then those of the tokens 1, 2 ... M ahead.
+
+    M is ``num_ahead``. What is ahead counts where it counts there, and where that token is in the same document of the
+    same row; labels beyond the row are 0.
+    """
+    labels, masks = [batch.labels], [batch.loss_mask]
+    for depth in range(1, num_ahead + 1):
+        labels.append(_ahead(batch.labels, depth))
+        masks.append(_ahead(batch.loss_mask, depth) & (_ahead(batch.documents, depth) == batch.documents))
+    return replace(batch, labels=np.stack(labels), loss_mask=np.stack(masks))
 
 
 class GPTDataset:
@@ -236,6 +250,11 @@ def _open(dataset: str | Path | IndexedDataset, seq_length: int) -> IndexedDatas
 
 def _eod_of(dataset: IndexedDataset) -> int | None:
     return None if dataset.sidecar is None else dataset.sidecar.eod
+
+
+def _ahead(values: NDArray[Any], distance: int) -> NDArray[Any]:
+    """[B, S] -> [B, S], rolled left by ``distance``; zeros enter."""
+    return np.pad(values[:, distance:], ((0, 0), (0, distance)))
 
 
 def _sample(stretch: NDArray[np.int64], documents: NDArray[np.int64], eod: int | None, mask_eod: bool) -> GPTSample:

@@ -4,13 +4,14 @@ Parameter names are those of Hugging Face's Llama in every shape (``model.layers
 ``models/hf`` renames them for architectures that call them otherwise.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config import TransformerConfig
 from megalith.errors import ConfigError, ShapeError
+from megalith.models.multi_token_prediction import MultiTokenPrediction
 from megalith.numerics.dropout import DropoutKey, dropout
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions
@@ -23,7 +24,7 @@ from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.transformer.dropout import DropoutSite, sequence_parallel_key
 from megalith.transformer.embeddings import LearnedPositions
 from megalith.transformer.layer_context import KVCache, LayerContext
-from megalith.transformer.layer_spec import LayerSpecs
+from megalith.transformer.layer_spec import LayerSpecs, layer_specs
 from megalith.transformer.module import ModelModule
 from megalith.transformer.normalization import Normalization
 from megalith.transformer.rotary import rotary_tables
@@ -42,6 +43,7 @@ class GPTDecoder(nn.Module):
         super().__init__()
         assert config.vocab_size is not None, "GPTModel has checked it"
         learned = config.position_embedding_type == "learned_absolute"
+        spec_of = spec_of or layer_specs(config)
         self.stage = stage
         self.layers = LayerStack(config, options, stage.layers, spec_of)
         # the last layer of post-norm ends in a norm of its own
@@ -49,7 +51,11 @@ class GPTDecoder(nn.Module):
         self.norm = Normalization(config, options) if has_norm else None
         self.embed_tokens: VocabParallelEmbedding | None = None
         self.embed_positions: LearnedPositions | None = None
-        if stage.has_embedding or (stage.has_head and config.tie_word_embeddings):
+        num_ahead = config.mtp.num_modules if config.mtp is not None and stage.has_head else 0
+        self.ahead = [str(config.num_layers + depth) for depth in range(num_ahead)]
+        for name in self.ahead:
+            self.layers[name] = MultiTokenPrediction(config, options, spec_of(int(name)))
+        if stage.has_embedding or (stage.has_head and (config.tie_word_embeddings or num_ahead)):
             std = config.init_method_std
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, options, std=std)
         if stage.has_embedding and learned:
@@ -87,6 +93,17 @@ class GPTDecoder(nn.Module):
             x = x + self.embed_positions(position_ids)
         drops = self.embedding_dropout.of(context.hidden_dropout_key)
         return x if drops is None or drops.key is None else dropout(x, drops.p, drops.key)
+
+    def predict_ahead(self, x: Tensor, tokens: Tensor, context: LayerContext) -> Iterator[Tensor]:
+        """``x``, what the head reads, then what it reads at each depth of multi-token prediction; [S, B, H] each.
+
+        ``tokens`` are int64 [M, B, S], those 1, 2 ... M ahead of each position. They are embedded without positions
+        and without dropout, which are in ``x``.
+        """
+        yield x
+        for name, ahead in zip(self.ahead, tokens, strict=True):
+            x = self.layers[name](self.embed(ahead), x, context)
+            yield x
 
 
 class GPTModel(ModelModule):
@@ -136,17 +153,17 @@ class GPTModel(ModelModule):
         self.finish(seed)
 
     def layers(self) -> list[nn.Module]:
-        """The transformer layers of this stage."""
+        """The transformer layers of this stage, and the modules of multi-token prediction."""
         return list(self.model.layers.values())
 
     def shared_weights(self) -> list[nn.Parameter]:
-        """The embedding, where it is the output projection of another stage, or this stage's of another's."""
+        """The embedding, where another stage has it as its output projection or for multi-token prediction."""
         embedding = self.model.embed_tokens
-        apart = self.stage.has_embedding != self.stage.has_head
-        return [embedding.weight] if self.tied and apart and embedding is not None else []
+        shared = self.stage.has_embedding != self.stage.has_head and (self.tied or self.config.mtp is not None)
+        return [embedding.weight] if shared and embedding is not None else []
 
     def copied_weights(self) -> list[nn.Parameter]:
-        """The embedding that is an output projection only."""
+        """The embedding, where it embeds no input of the model."""
         return [] if self.stage.has_embedding else self.shared_weights()
 
     def new_caches(self, capacity: int) -> dict[int, KVCache]:
@@ -169,7 +186,7 @@ class GPTModel(ModelModule):
 
         Args:
             tokens: int64 [B, S].
-            labels: int64 [B, S], the token after each.
+            labels: int64 [B, S], the token after each; or those 1, 2 ... 1+M ahead, [1+M, B, S], any past a row's end.
             position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ..., or what follows the caches. With
                 ``rope.sections`` also [3, B, S], of time, height and width.
             packed_seq_params: where documents begin, in whole rows; tokens see their own document only. With caches
@@ -184,23 +201,23 @@ class GPTModel(ModelModule):
         their labels, positions and ids.
 
         Returns:
-            The loss of each token, [B, S] in float32 or wider; or logits [B, S, V], whole on every rank; or [S, B, H].
+            The loss of each label, [B, S] or [1+M, B, S] in float32 or wider; or logits [B, S, V], whole on every rank;
+            or [S, B, H].
 
         Raises:
             ShapeError: more positions than ``max_position_embeddings``, unless ``position_ids`` are of each row, three
                 streams of them without ``rope.sections``, an S that sequence parallelism cannot split, documents of
-                other rows, or ``hidden`` where the stage embeds tokens, or none where it does not; more tokens than the
-                caches have room for; under context parallelism no ``position_ids``, or caches; ``logits_to_keep`` of
-                rows that ranks hold parts of.
+                other rows, labels of other depths than the model's, or ``hidden`` where the stage embeds tokens, or
+                none where it does not; more tokens than the caches have room for; under context parallelism no
+                ``position_ids``, or caches; ``logits_to_keep`` of rows that ranks hold parts of.
             ConfigError: training with dropout under tensor or context parallelism without a ``dropout_key``.
         """
         cache = next(iter(caches.values())) if caches else None
         num_cached = 0 if cache is None else cache.num_tokens
         self._check_shape(tokens, hidden)
         self._check_documents(tokens, cache, packed_seq_params)
-        cp_size = self.options.pg_collection.size("cp")
-        if cp_size > 1 and (caches is not None or position_ids is None):
-            raise _not_split(cp_size)
+        self._check_labels(labels)
+        cp_size = self._check_split(is_split=caches is None and position_ids is not None)
         if position_ids is None:
             position_ids = torch.arange(num_cached, num_cached + tokens.shape[1], device=tokens.device)
         self._check_positions(position_ids, num_cached + tokens.shape[1] * cp_size)
@@ -212,7 +229,7 @@ class GPTModel(ModelModule):
             x = x if logits_to_keep is None else self._last(x, logits_to_keep)
             return self._gather(self._logits(self.lm_head, x)).transpose(0, 1)  # [B, S, V]
         # FSDP2 hooks what a forward returns, and warns of a view
-        return self._losses(self.lm_head, x, labels.t()).t().clone()
+        return self._losses_ahead(self.lm_head, x, labels, context).clone()
 
     def _losses(self, head: ColumnParallelLinear, x: Tensor, labels: Tensor) -> Tensor:
         """[S, B] of hidden states [S, B, H], [S/tp, B, H] under sequence parallelism."""
@@ -226,6 +243,13 @@ class GPTModel(ModelModule):
         return vocab_parallel_linear_cross_entropy(
             x, local(weight), labels, V, tp_group, sequence_parallel=self.options.sequence_parallel, softcap=softcap
         )
+
+    def _losses_ahead(self, head: ColumnParallelLinear, x: Tensor, labels: Tensor, context: LayerContext) -> Tensor:
+        """[B, S] or [1+M, B, S], as ``labels`` are."""
+        if labels.dim() == 2:
+            return self._losses(head, x, labels.t()).t()
+        states = self.model.predict_ahead(x, labels[:-1], context)
+        return torch.stack([self._losses(head, read, each.t()).t() for read, each in zip(states, labels, strict=True)])
 
     def _logits(self, head: ColumnParallelLinear, x: Tensor) -> Tensor:
         """[S, B, V/tp] of hidden states as ``_losses`` takes them."""
@@ -287,6 +311,14 @@ class GPTModel(ModelModule):
         token_ids = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
         return DropoutKey(int(torch.randint(2**62, ())), 0, token_ids)
 
+    def _check_labels(self, labels: Tensor | None) -> None:
+        num_labels = 1 + (0 if self.config.mtp is None else self.config.mtp.num_modules)
+        if labels is not None and labels.dim() == 3 and len(labels) != num_labels:
+            raise ShapeError(
+                f"labels [1+M, B, S] must be of the {num_labels} tokens after each that the model predicts; got "
+                f"{len(labels)} of them"
+            )
+
     def _check_documents(self, tokens: Tensor, cache: KVCache | None, documents: PackedSeqParams | None) -> None:
         B, S = tokens.shape
         whose, whole = "tokens'", S * self.options.pg_collection.size("cp")
@@ -297,6 +329,13 @@ class GPTModel(ModelModule):
                 f"packed_seq_params must be of the {whose} rows, [{B}, {whole}]; "
                 f"got those of [{documents.batch_size}, {documents.seq_length}]"
             )
+
+    def _check_split(self, *, is_split: bool) -> int:
+        """The ranks of cp. Raises ShapeError where rows are not split over them, and there are several."""
+        cp_size = self.options.pg_collection.size("cp")
+        if cp_size > 1 and not is_split:
+            raise _not_split(cp_size)
+        return cp_size
 
     def _check_positions(self, position_ids: Tensor, num_positions: int) -> None:
         longest, rope = self.config.max_position_embeddings, self.config.rope

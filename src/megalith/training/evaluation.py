@@ -15,7 +15,6 @@ from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.topology.agreement import any_rank, attempt, everywhere
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.batch import collate_for, inputs_for
-from megalith.training.step import weighted_mean
 from megalith.training.tasks.task import AnyTask
 
 __all__ = ["Evaluation", "evaluate"]
@@ -28,9 +27,9 @@ class Evaluation:
     """Means over the held-out samples.
 
     Attributes:
-        loss: as in training: the weighted sum of the loss terms' means.
+        loss: the mean of the first loss term, what the run is about.
         means, counts: of each loss term and measure, by name.
-        num_tokens: the count of the first loss term; if it is 0, the loss means nothing.
+        num_tokens: its count; if it is 0, the loss means nothing.
     """
 
     loss: float
@@ -130,7 +129,8 @@ def _evaluation(
     totals = _summed(values, pg_collection, device)
     means = {name: totals[i] / max(1.0, totals[len(names) + i]) for i, name in enumerate(names)}
     whole = {name: int(totals[len(names) + i]) for i, name in enumerate(names)}
-    return Evaluation(weighted_mean(task.terms, means), means, whole, whole[next(iter(task.terms))])
+    first = next(iter(task.terms))
+    return Evaluation(means[first], means, whole, whole[first])
 
 
 def _summed(values: Sequence[float], pg_collection: ProcessGroupCollection, device: torch.device) -> list[float]:

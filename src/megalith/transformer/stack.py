@@ -18,7 +18,8 @@ class LayerStack(nn.ModuleDict):
     """The layers ``indices`` of a model, whose keys are those indices ("2", "3"), run in that order.
 
     A layer's weights and dropout masks follow from its name, and so from its place in the whole model: a stage that
-    counted its layers from 0 would draw another stage's numbers.
+    counted its layers from 0 would draw another stage's numbers. Modules that are added later have a name here too,
+    and whoever adds them runs them.
     """
 
     def __init__(
@@ -30,9 +31,10 @@ class LayerStack(nn.ModuleDict):
     ) -> None:
         spec_of = spec_of or layer_specs(config)
         super().__init__({str(index): TransformerLayer(config, options, spec_of(index)) for index in indices})
+        self.names = tuple(self)
 
     def forward(self, x: Tensor, context: LayerContext, caches: Mapping[int, KVCache] | None = None) -> Tensor:
         """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism; ``caches`` by layer index."""
-        for index, layer in self.items():
-            x = layer(x, context if caches is None else replace(context, cache=caches[int(index)]))
+        for name in self.names:
+            x = self[name](x, context if caches is None else replace(context, cache=caches[int(name)]))
         return x

@@ -110,3 +110,13 @@ def test_where_only_a_module_is_off_it_is_what_is_told(prepared):
     assert not result.same
     assert result.worst == Key(1, "module", "the output of model.layers.0.mlp")
     assert (result.worst, result.error) == result.first
+
+
+@pytest.mark.slow
+def test_modules_of_multi_token_prediction_are_recorded_and_equal_those_of_one_process(tmp_path):
+    model = {**GPT2_RECIPE["model"], "mtp": {"num_modules": 3}}
+    proof = begin({**GPT2_RECIPE, "model": model, "parallel": PARALLEL}, 4, tmp_path)
+    names = [key.name for key in proof.keys if key[:2] == (1, "module")]
+    assert names.index("the output of model.norm") < names.index("the output of model.layers.3")
+    result = proof.run(Case({"tensor": 2, "pipeline": 2}, "float64", "reference"))
+    assert result.same, result

@@ -49,6 +49,7 @@ CHOICES: dict[str, list[Any]] = {
     "model.mlp_bias": [None, True],
     "model.multipliers.embedding": [1.0, 30.0],
     "model.multipliers.logit_softcap": [None, 30.0],
+    "model.mtp.num_modules": [None, 1, 3],
     "data.reset_attention_mask": [False, True],
     "train.micro_batch_size": [1, 2, 8],
     "train.recompute": ["none", "full", "selective"],
@@ -136,6 +137,7 @@ def holds(config: RunConfig, world_size: int) -> None:
         large.num_query_groups == large.num_attention_heads
     )
     holds_of_heads(config, large_layout, small, max(row.get("tensor", 1) for _, row in runs) if runs else 1)
+    assert (small.mtp and small.mtp.loss_weight) == (large.mtp and large.mtp.loss_weight)
     assert (large.vocab_size is None or large.vocab_size % tensor > 0) == (small.vocab_size == 61)
     assert kinds_of_layers(small) == kinds_of_layers(large)
     if large.attention.window is not None:

@@ -173,19 +173,35 @@ def test_an_output_gate_costs_a_token_as_much_as_the_output_projection():
     assert more == 6 * 2 * (4 * 16) * 32  # a multiply and an add for each weight, three times, in two layers
 
 
+def test_torch_counts_a_module_as_a_layer_a_projection_and_a_head():
+    H, V, B, S, M = 32, 67, 2, 16, 2
+    counted, ours = [], []
+    for layers, mtp in ((2, None), (3, None), (2, {"num_modules": M})):
+        config = TransformerConfig(num_layers=layers, hidden_size=H, num_attention_heads=4, vocab_size=V, mtp=mtp)
+        model, labels = GPTModel(config), torch.randint(V, (1 + M if mtp else 1, B, S))
+        with FlopCounterMode(display=False) as counter:
+            model(torch.randint(V, (B, S)), labels=labels).sum().backward()
+        counted.append(counter.get_total_flops())
+        ours.append(B * S * flops_per_token(config, V, S))
+    joined = B * S * 3 * 2 * (2 * H * H + V * H)
+    for plain, one_layer_more, with_modules in (counted, ours):
+        assert with_modules - plain == M * (one_layer_more - plain + joined)
+
+
 @pytest.mark.parametrize("position_embedding_type", ["rope", "learned_absolute"])
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("add_bias_linear", [False, True])
 @pytest.mark.parametrize("tie_word_embeddings", [False, True])
+@pytest.mark.parametrize("mtp", [None, {"num_modules": 3}], ids=["", "mtp"])
 def test_our_model_has_exactly_as_many_parameters_in_every_mix_of_parts(
-    position_embedding_type, normalization, activation, add_bias_linear, tie_word_embeddings
+    position_embedding_type, normalization, activation, add_bias_linear, tie_word_embeddings, mtp
 ):
     positions = {"max_position_embeddings": 20} if position_embedding_type == "learned_absolute" else {}
     config = TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=16, vocab_size=67,
         position_embedding_type=position_embedding_type, normalization=normalization, activation=activation,
-        add_bias_linear=add_bias_linear, tie_word_embeddings=tie_word_embeddings, **positions,
+        add_bias_linear=add_bias_linear, tie_word_embeddings=tie_word_embeddings, mtp=mtp, **positions,
     )  # fmt: skip
     with torch.device("meta"):
         model = GPTModel(config)

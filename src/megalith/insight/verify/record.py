@@ -93,7 +93,8 @@ class _Recorder(Callback):
 class _ModuleRecorder:
     """Hooks on every module of ``run``: what goes in and comes out on the residual stream, and the loss of each token.
 
-    Hooks fire in forwards of whole chunks only, so that nothing is recorded again when it is recomputed.
+    Hooks fire in forwards of whole chunks only, so that nothing is recorded again when it is recomputed. Of a module
+    that is called several times in a forward the first call is recorded.
     """
 
     def __init__(self, run: Run) -> None:
@@ -101,13 +102,16 @@ class _ModuleRecorder:
         self._order: dict[str, int] = {}  # modules by when they were first called
         self._forwards: dict[tuple[int, nn.Module], int] = defaultdict(int)
         self._tokens: Tensor | None = None  # [S/cp, B], of the micro-batch that is in a forward
+        self._recorded: set[str] = set()  # in that forward
         self._found: dict[str, list[Entry]] = defaultdict(list)
         for chunk in run.chunks:
             # what holds layers has another input and output in each stage
             layers = set(chunk.layers())
             holding = {module for module in chunk.modules() if layers & set(module.modules()) - {module}}
+            # a copy has the name of a module of another stage, which is called with other tokens
+            copies = {id(weight) for weight in chunk.copied_weights()}
             for name, module in chunk.named_modules():
-                if module not in holding:
+                if module not in holding and copies.isdisjoint(map(id, module.parameters(recurse=False))):
                     module.register_forward_pre_hook(partial(self._goes_in, name))
                     module.register_forward_hook(partial(self._comes_out, name))
             chunk.register_forward_pre_hook(self._begin)
@@ -138,13 +142,14 @@ class _ModuleRecorder:
         cp = groups.size("cp")
         positions = torch.arange(S) if cp == 1 else zigzag_positions(S, cp, groups.rank("cp"))
         self._tokens = samples * S + positions.unsqueeze(1)
+        self._recorded.clear()
 
     def _end(self, chunk: nn.Module, _: Any, output: Tensor) -> None:
         tokens, self._tokens = self._tokens, None
         assert tokens is not None, "a forward that has begun"
         if self._run.pipeline.holds_output(chunk):
-            losses = output.detach().clone().t()  # [S/cp, B]
-            self._found["the loss of each token"].append(Entry(losses.reshape(-1, 1), tokens.flatten()))
+            losses = output.detach().clone().reshape(-1, *tokens.t().shape).permute(2, 1, 0)  # [S/cp, B, terms]
+            self._found["the loss of each token"].append(Entry(losses.flatten(0, 1), tokens.flatten()))
 
     def _goes_in(self, name: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         if self._tokens is not None:
@@ -162,7 +167,10 @@ class _ModuleRecorder:
         if run.options.sequence_parallel:
             groups = run.pg_collection
             tokens = tokens.chunk(groups.size("tp"))[groups.rank("tp")]
+        if what in self._recorded:
+            return
         if isinstance(x, Tensor) and x.shape == (*tokens.shape, run.config.model.hidden_size):
+            self._recorded.add(what)
             self._found[what].append(Entry(x.detach().clone().flatten(0, 1), tokens.flatten()))
 
 

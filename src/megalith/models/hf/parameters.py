@@ -3,11 +3,13 @@
 Alphabet: H hidden, A heads, G kv groups, D head size, F ffn hidden, V vocabulary, P positions. Weights are [out, in].
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from megalith.config import TransformerConfig
+from megalith.config.dotted import parent
+from megalith.config.relevance import CONDITIONS
 from megalith.errors import CheckpointError, ConfigError
 
 __all__ = ["Shape", "check", "left_open", "parameter_shapes", "require"]
@@ -42,8 +44,10 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, Shape]:
     if config.position_embedding_type == "learned_absolute":
         assert config.max_position_embeddings is not None, "validated together with learned_absolute"
         shapes["model.embed_positions.weight"] = (config.max_position_embeddings, H)
-    for layer in range(config.num_layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
+    num_ahead = 0 if config.mtp is None else config.mtp.num_modules
+    for layer in range(config.num_layers + num_ahead):
+        parts = _layer_shapes(config) | (_joining_shapes(config) if layer >= config.num_layers else {})
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
     if config.residual.norm_placement != "post":
         shapes |= _norm("model.norm", config)
     if not config.tie_word_embeddings:
@@ -69,11 +73,12 @@ def check(found: Mapping[str, Shape], wanted: Mapping[str, Shape], source: str) 
 def require(architecture: str, config: TransformerConfig, **allowed: tuple[Any, ...]) -> None:
     """Raises ConfigError naming every field of ``config`` that has none of its ``allowed`` values.
 
-    Fields of nested groups go by their dotted names; those that are not in ``allowed`` must have their defaults.
+    Fields of nested groups go by their dotted names; those that are not in ``allowed`` must have their defaults, and a
+    group that a model need not have, and of which nothing is in ``allowed``, must not be there.
     """
     wrong = [
         f"{name} must be {' or '.join(map(repr, values))}; got {value!r}"
-        for name, values in (_nested_defaults(config) | allowed).items()
+        for name, values in (_nested_defaults(config, {parent(name) for name in allowed}) | allowed).items()
         if (value := _setting(config, name)) not in values
     ]
     if wrong:
@@ -92,14 +97,15 @@ def _setting(config: TransformerConfig, name: str) -> Any:
     return None if owner is None else getattr(owner, field)
 
 
-def _nested_defaults(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
-    """The default of every field of the nested groups that ``config`` has."""
-    return {
-        f"{name}.{field}": (info.default,)
-        for name, group in config.nested_groups.items()
-        if getattr(config, name) is not None
-        for field, info in group.model_fields.items()
-    }
+def _nested_defaults(config: TransformerConfig, opened: Container[str]) -> dict[str, tuple[Any, ...]]:
+    """The default of every field of the nested groups that ``config`` has; of a group that is not opened, None."""
+    defaults: dict[str, tuple[Any, ...]] = {}
+    for name, group in config.nested_groups.items():
+        if config.is_optional(name) and config.name_of(name) not in CONDITIONS and name not in opened:
+            defaults[name] = (None,)
+        elif getattr(config, name) is not None:
+            defaults |= {f"{name}.{field}": (info.default,) for field, info in group.model_fields.items()}
+    return defaults
 
 
 def _layer_shapes(config: TransformerConfig) -> dict[str, Shape]:
@@ -132,6 +138,16 @@ def _attention_shapes(config: TransformerConfig) -> dict[str, Shape]:
     for norm in ("q_norm", "k_norm"):
         shapes |= {f"self_attn.{norm}.{part}": (D,) for part in attention.norm_parameters}
     return shapes | ({"self_attn.sinks": (A,)} if attention.softmax == "learnable" else {})
+
+
+def _joining_shapes(config: TransformerConfig) -> dict[str, Shape]:
+    """What a module of multi-token prediction has besides its layer, under the names of DeepSeek-V3's weights."""
+    H = config.hidden_size
+    norms = ("enorm", "hnorm") if config.residual.norm_placement == "post" else ("enorm", "hnorm", "shared_head.norm")
+    shapes: dict[str, Shape] = {"eh_proj.weight": (H, 2 * H)}
+    for name in norms:
+        shapes |= _norm(name, config)
+    return shapes
 
 
 def _norm(name: str, config: TransformerConfig) -> dict[str, Shape]:

@@ -11,6 +11,7 @@ Parameters, for L layers, H hidden, A heads, G kv groups, D head size, F ffn, V 
                 2 D, or 4 D, and A            norms of queries and keys, the latter with biases; learned sinks
     (2L + 1) H                                norms, twice as many with a LayerNorm's bias; 4L + 1 of them around
                                               attention and mlp (sandwich), 2L after them (post)
+    per module  a layer, 2 H^2 and three norms    multi-token prediction (with post two norms)
 
 Model FLOPs of a token: a multiply and an add for every weight that a matmul uses, and the two matmuls of attention
 over the S/2 positions that a causal mask leaves to a token on average; the backward costs twice the forward:
@@ -18,6 +19,7 @@ over the S/2 positions that a causal mask leaves to a token on average; the back
     3 (2 W + 2 A D S L),    W = L (H (A + 2G) D + A D H + m H F) + V H
 
 In a layer with a window of w < S tokens a query sees w (2S - w) / 2S of them on average, in place of S/2.
+A module of multi-token prediction has the weights and the attention of a layer, 2 H^2, and V H of the head once more.
 
 This is the count of Chowdhery et al. 2022 ("PaLM", arXiv:2204.02311, appendix B: 6 N + 12 L H Q T) with attention
 halved for the causal mask, and without the parameters that only add or look up (embeddings, norms, biases). What
@@ -32,15 +34,17 @@ __all__ = ["flops_per_token", "parameters", "stage_costs"]
 
 def parameters(config: TransformerConfig, vocab_size: int) -> int:
     """How many parameters a GPT of this shape has: exactly those of the built model."""
-    H, L = config.hidden_size, config.num_layers
-    total = vocab_size * H * (1 if config.tie_word_embeddings else 2) + L * _layer_weights(config)
+    H, L, M = config.hidden_size, config.num_layers, _num_modules(config)
+    total = vocab_size * H * (1 if config.tie_word_embeddings else 2) + (L + M) * _layer_weights(config) + M * 2 * H * H
     if config.position_embedding_type == "learned_absolute":
         assert config.max_position_embeddings is not None, "a run that is loaded has it with learned positions"
         total += config.max_position_embeddings * H
     if config.mlp_bias:
-        total += L * ((_mlp_matmuls(config) - 1) * config.ffn_hidden_size + H)
-    total += L * _attention_vectors(config)
-    num_norms = {"pre": 2 * L + 1, "post": 2 * L, "sandwich": 4 * L + 1}[config.residual.norm_placement]
+        total += (L + M) * ((_mlp_matmuls(config) - 1) * config.ffn_hidden_size + H)
+    total += (L + M) * _attention_vectors(config)
+    # beside the norms of each layer: that of the model or a module, and the two that join a module's inputs
+    in_layer, after = {"pre": (2, 1), "post": (2, 0), "sandwich": (4, 1)}[config.residual.norm_placement]
+    num_norms = in_layer * (L + M) + after * (1 + M) + 2 * M
     return total + num_norms * H * (2 if config.normalization == "LayerNorm" else 1)
 
 
@@ -52,9 +56,17 @@ def flops_per_token(config: TransformerConfig, vocab_size: int, seq_length: int)
 
 def stage_costs(config: TransformerConfig, vocab_size: int, seq_length: int) -> ModelCosts:
     """``flops_per_token``, part by part: an embedding only looks up."""
+    H, L, M = config.hidden_size, config.num_layers, _num_modules(config)
     weights = 2 * _layer_weights(config)
-    layers = tuple(3 * (weights + _attention_flops(config, layer, seq_length)) for layer in range(config.num_layers))
-    return ModelCosts(layers, embedding=0, head=3 * 2 * vocab_size * config.hidden_size)
+    layers = [3 * (weights + _attention_flops(config, layer, seq_length)) for layer in range(L + M)]
+    head, joining = 3 * 2 * vocab_size * H, 3 * 2 * 2 * H * H
+    # the modules of multi-token prediction are in the stage of the head
+    return ModelCosts(tuple(layers[:L]), embedding=0, head=head + sum(layers[L:]) + M * (joining + head))
+
+
+def _num_modules(config: TransformerConfig) -> int:
+    """Those of multi-token prediction."""
+    return 0 if config.mtp is None else config.mtp.num_modules
 
 
 def _attention_flops(config: TransformerConfig, layer: int, seq_length: int) -> int:

@@ -5,6 +5,7 @@
                 between q, k, v and o, attention over context
     head        enters tensor parallelism                                            1 X
                 the loss gathers three numbers of each token
+    module      of multi-token prediction: an embedding, a layer and a head each             6 X
 
 With sequence parallelism each X is exchanged forward and backward: an all-gather one way, a reduce-scatter the other.
 Without, it is one all-reduce: of what leaves in forward, of what enters in backward. Recomputation repeats the forward
@@ -37,23 +38,29 @@ def gpt_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffic
     whole = Passes()
     if stage.has_embedding:
         whole += leave_traffic(X, tp, sequence)
+    head = enter_traffic(X, tp, sequence) + loss_traffic(num_tokens, dtype, tp)
     if stage.has_head:
-        whole += enter_traffic(X, tp, sequence) + loss_traffic(num_tokens, dtype, tp)
+        whole += head
     micro_batch = whole.forward + whole.backward
     micro_batch += repeated(_layer(config, layout, X), len(stage.layers))
-    embedding = _embedding(model)
-    tied_apart = model.tie_word_embeddings and stage.has_embedding != stage.has_head
+    units = [_layer_weights(model, tp, sequence)] * len(stage.layers)
+    if model.mtp is not None and stage.has_head:
+        around = leave_traffic(X, tp, sequence) + head
+        module = around.forward + around.backward + _layer(config, layout, X, in_module=True)
+        micro_batch += repeated(module, model.mtp.num_modules)
+        units += [_module_weights(model, tp, sequence)] * model.mtp.num_modules
+    shares_embedding = _last_stage_embeds(model) and stage.has_embedding != stage.has_head
     return StageTraffic(
         micro_batch,
-        units=[_layer_weights(model, tp, sequence)] * len(stage.layers),
+        units=units,
         rest=_other_weights(model, stage, sequence),
-        shared=[embedding] if tied_apart else [],
+        shared=[_embedding(model)] if shares_embedding else [],
         hidden_bytes=hidden_bytes // tp if sequence else hidden_bytes,
     )
 
 
-def _layer(config: RunConfig, layout: Layout, X: int) -> Traffic:
-    """What a layer exchanges, forward, backward, and to compute again."""
+def _layer(config: RunConfig, layout: Layout, X: int, *, in_module: bool = False) -> Traffic:
+    """What a layer exchanges, forward, backward, and to compute again; also one in a module that goes on after it."""
     model, parallel = config.model, config.parallel
     enter, leave = (part(X, layout.tensor, parallel.sequence) for part in (enter_traffic, leave_traffic))
     S, B, D = config.data.seq_length // layout.context, config.train.micro_batch_size, model.kv_channels
@@ -66,18 +73,19 @@ def _layer(config: RunConfig, layout: Layout, X: int) -> Traffic:
         drops=model.attention_dropout > 0.0,
     )
     layer = enter + core + leave + enter + leave
-    return layer.forward + layer.backward + _recomputed(config, enter, core, leave)
+    return layer.forward + layer.backward + _recomputed(config, enter, core, leave, in_module=in_module)
 
 
-def _recomputed(config: RunConfig, enter: Passes, core: Passes, leave: Passes) -> Traffic:
+def _recomputed(config: RunConfig, enter: Passes, core: Passes, leave: Passes, *, in_module: bool) -> Traffic:
     """What a layer exchanges once more because backward computes some of it again."""
     attention, mlp, names = enter + core + leave, enter + leave, config.train.recompute_modules
     if config.train.recompute == "none":
         return Traffic()
     if config.train.recompute == "full":
         layer = attention + mlp
-        # dropout at the layer's end saves its mask, and a norm there what it reads
-        saves_last = config.model.hidden_dropout > 0.0 or config.model.residual.norm_placement != "pre"
+        # dropout at the layer's end saves its mask, and a norm there or after it what it reads
+        norm_follows = in_module or config.model.residual.norm_placement != "pre"
+        saves_last = config.model.hidden_dropout > 0.0 or norm_follows
         return layer.forward if saves_last else layer.recomputed
     again = core.recomputed if "core_attn" in names else Traffic()
     for name, block in (("self_attn", attention), ("mlp", mlp)):
@@ -112,11 +120,19 @@ def _of_heads(model: TransformerConfig) -> list[Weight]:
     return [*norms, *sinks]
 
 
+def _module_weights(model: TransformerConfig, tp_size: int, sequence: bool) -> list[Weight]:
+    """Those of a module of multi-token prediction; its projection is whole on every rank of tp."""
+    H = model.hidden_size
+    num_norms = 2 if model.residual.norm_placement == "post" else 3
+    joining = [*_norm(model, sequence) * num_norms, Weight((H, 2 * H), partial=sequence)]
+    return [*_layer_weights(model, tp_size, sequence), *joining]
+
+
 def _other_weights(model: TransformerConfig, stage: Stage, sequence: bool) -> list[Weight]:
     """Those of the stage that are in no layer."""
     ends_in_norm = stage.has_head and model.residual.norm_placement != "post"
     found = _norm(model, sequence) if ends_in_norm else []
-    if stage.has_embedding or (stage.has_head and model.tie_word_embeddings):
+    if stage.has_embedding or (stage.has_head and _last_stage_embeds(model)):
         found.append(_embedding(model))
     if stage.has_head and not model.tie_word_embeddings:
         found.append(_embedding(model))  # the head has the same shape
@@ -124,6 +140,11 @@ def _other_weights(model: TransformerConfig, stage: Stage, sequence: bool) -> li
         assert model.max_position_embeddings is not None, "a run that is loaded has it with learned positions"
         found.append(Weight((model.max_position_embeddings, model.hidden_size), partial=sequence))
     return found
+
+
+def _last_stage_embeds(model: TransformerConfig) -> bool:
+    """Whether the stage of the head has the embedding: as its weight, or for multi-token prediction."""
+    return model.tie_word_embeddings or model.mtp is not None
 
 
 def _norm(model: TransformerConfig, sequence: bool) -> list[Weight]:

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from megalith.config import RunConfig
 from megalith.config.layout import Layout
-from megalith.data.gpt_dataset import EvaluationDataset, GPTBatch, GPTDataset, GPTSample, stack_samples
+from megalith.data.gpt_dataset import (
+    EvaluationDataset,
+    GPTBatch,
+    GPTDataset,
+    GPTSample,
+    stack_samples,
+    with_labels_ahead,
+)
 from megalith.data.samples import Samples
 from megalith.errors import DataError
 from megalith.models.gpt_model import GPTModel, hidden_dtype, hidden_shape
@@ -36,7 +43,10 @@ _SHOWN_TOKENS = 64
 
 @dataclass(frozen=True)
 class GPTInputs:
-    """tokens and labels int64 [B, S/cp]; loss_mask bool [B, S/cp]; position_ids int64 [S/cp] or [B, S/cp]."""
+    """tokens and labels int64 [B, S/cp]; loss_mask bool [B, S/cp]; position_ids int64 [S/cp] or [B, S/cp].
+
+    With multi-token prediction labels and loss_mask are [1+M, B, S/cp].
+    """
 
     tokens: Tensor
     labels: Tensor
@@ -47,7 +57,11 @@ class GPTInputs:
 
 
 class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
-    """The one term ``lm`` is the negative log-likelihood of a token in nats, over the tokens that the mask keeps."""
+    """The term ``lm`` is the negative log-likelihood of a token in nats, over the tokens that the mask keeps.
+
+    With multi-token prediction ``mtp_1`` ... ``mtp_M`` are those of the tokens 1 ... M further ahead, each over the
+    tokens of its own that count, with the weight ``loss_weight`` / M (arXiv:2412.19437, equation 25).
+    """
 
     terms = MappingProxyType({"lm": 1.0})
 
@@ -59,6 +73,12 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         S = config.data.seq_length
         self.flops_per_sample = flops_per_token(config.model, vocab_size, S) * S
         self.num_parameters = parameters(config.model, vocab_size)
+        mtp = config.model.mtp
+        # the term of each depth of labels
+        self._depths = ["lm"] if mtp is None else ["lm", *(f"mtp_{depth + 1}" for depth in range(mtp.num_modules))]
+        if mtp is not None:
+            weights = dict.fromkeys(self._depths[1:], mtp.loss_weight / mtp.num_modules)
+            self.terms = MappingProxyType({**self.terms, **weights})
         self._packs_documents = config.data.reset_attention_mask
         self._resets_positions = config.data.reset_position_ids
 
@@ -118,17 +138,20 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         batch = stack_samples(samples, rows)
         if counted is not None:
             batch.loss_mask[~np.array(counted)] = False
-        return batch
+        mtp = self.config.model.mtp
+        return batch if mtp is None else with_labels_ahead(batch, mtp.num_modules)
 
     def context_part(self, batch: GPTBatch, rank: int, size: int) -> GPTBatch:
         """The columns that ``rank`` holds; documents stay whole."""
         columns = zigzag_positions(batch.tokens.shape[1], size, rank).numpy()
-        own = {name: getattr(batch, name)[:, columns] for name in ("tokens", "labels", "loss_mask")}
+        own = {name: getattr(batch, name)[..., columns] for name in ("tokens", "labels", "loss_mask")}
         return replace(batch, positions=columns, **own)
 
     def counts(self, batch: GPTBatch) -> Mapping[str, int]:
-        """The tokens that have a loss."""
-        return {"lm": int(batch.loss_mask.sum())}
+        """The tokens that have a loss, in each term."""
+        B, S = batch.tokens.shape
+        masks = batch.loss_mask.reshape(-1, B, S)  # [1+M, B, S]
+        return {term: int(mask.sum()) for term, mask in zip(self._depths, masks, strict=True)}
 
     def inputs(self, batch: GPTBatch, step: int, device: torch.device) -> GPTInputs:
         """``batch`` on ``device``.
@@ -155,7 +178,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         )
 
     def forward(self, model: nn.Module, inputs: GPTInputs, hidden: Tensor | None) -> Tensor:
-        """The loss of each token, [B, S]; of a stage without the head hidden states, [S, B, H]."""
+        """The loss of each label, [B, S] or [1+M, B, S]; of a stage without the head hidden states, [S, B, H]."""
         output: Tensor = model(
             inputs.tokens,
             labels=inputs.labels,
@@ -167,9 +190,10 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         return output
 
     def sums(self, output: Tensor, inputs: GPTInputs) -> Mapping[str, Tensor]:
-        """The sum of the losses of tokens that the mask keeps."""
+        """The sum of the losses of tokens that the mask keeps, in each term."""
         # where, not a product: a loss that is infinite under the mask must not become NaN
-        return {"lm": torch.where(inputs.loss_mask, output, 0.0).sum()}
+        kept = torch.where(inputs.loss_mask, output, 0.0).reshape(-1, *inputs.tokens.shape)  # [1+M, B, S]
+        return {term: losses.sum() for term, losses in zip(self._depths, kept, strict=True)}
 
     def sample_as_text(self, sample: GPTSample) -> list[str]:
         """Its labels decoded, with those that have no loss in brackets; their numbers, where no tokenizer is known."""

@@ -123,6 +123,21 @@ def test_a_checkpoint_of_several_ranks_is_put_together(num_ranks, parallel, tmp_
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
+def test_modules_of_multi_token_prediction_are_left_out_and_the_logits_are_the_same(tmp_path):
+    model, precision = {"mtp": {"num_modules": 2}}, {"dtype": "float32"}
+    ranks(1, run_here, settings(tmp_path, model=model, precision=precision, train={"steps": 2}), 1)
+    exported = export_model(tmp_path / "run", tmp_path / "out")
+    assert exported.num_left_out == 2
+    assert exported.proof.max_abs_difference < 1e-5
+    trained = load_model(tmp_path / "run").model
+    weights = {name: tensor for name, tensor in trained.state_dict().items() if not re.search(r"layers\.[23]\.", name)}
+    assert_bitwise(tensors_in(tmp_path / "out"), weights)
+    with pytest.raises(
+        ConfigError, match=r"LlamaForCausalLM cannot represent this model:\n- mtp must be None; got MTPConfig"
+    ):
+        fitting(trained.config)
+
+
 def test_the_proof_is_stored_and_a_wrong_model_is_none(tmp_path):
     theirs = write_folder(tmp_path / "source", "gpt2", "bfloat16")
     found = import_model(tmp_path / "source", tmp_path / "run")

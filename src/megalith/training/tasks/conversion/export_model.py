@@ -11,6 +11,7 @@ from megalith.errors import ConfigError
 from megalith.models.hf import Family, fitting, parameter_shapes
 from megalith.models.hf.parameters import check as check_shapes
 from megalith.models.hf.write_folder import write_tensors, write_tokenizer
+from megalith.models.multi_token_prediction import without_modules
 from megalith.storage import LocalStore, Store, new_folder
 from megalith.training.build_model import DTYPES
 from megalith.training.kept import kept_tokenizer
@@ -23,12 +24,17 @@ __all__ = ["Exported", "export_model"]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. ``proof``: that of the logits, or why there is none; None if none was asked for."""
+    """What was written.
+
+    ``num_left_out``: modules of multi-token prediction that were not. ``proof``: that of the logits, or why there is
+    none; None if none was asked for.
+    """
 
     checkpoint: Store
     family: Family
     dtype: str
     tokenizer: Tokenizer | None
+    num_left_out: int
     proof: LogitProof | str | None
 
 
@@ -42,7 +48,8 @@ def export_model(
 ) -> Exported:
     """Makes the folder ``out``, which transformers loads, of the run or checkpoint ``source``, in any layout.
 
-    One tensor is in memory at a time. ``out`` appears when all of it is there.
+    One tensor is in memory at a time. ``out`` appears when all of it is there. Modules of multi-token prediction are
+    left out: no family has them, and the model is the same without (arXiv:2412.19437, section 2.2).
 
     Args:
         dtype: of the tensors; by default the one that the run computed in.
@@ -58,9 +65,10 @@ def export_model(
     dtype = dtype or config.precision.dtype
     if dtype not in DTYPES:
         raise ConfigError(f"the dtype must be one of {', '.join(DTYPES)}; got {dtype}")
-    family, tokenizer, num_positions = fitting(config.model), kept_tokenizer(folder), config.data.seq_length
+    model = without_modules(config.model)
+    family, tokenizer, num_positions = fitting(model), kept_tokenizer(folder), config.data.seq_length
     hf_config = family.config_to_hf(
-        config.model,
+        model,
         max_position_embeddings=num_positions,
         dtype=dtype,
         eos_token_id=None if tokenizer is None else tokenizer.eod,
@@ -70,9 +78,10 @@ def export_model(
     shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
     check_shapes(shapes, parameter_shapes(config.model), str(checkpoint))
     with new_folder(out) as made:
-        packed = family.packed(config.model)
+        packed = family.packed(model)
         write_tensors(LocalStore(made), hf_config, packed, weights, DTYPES[dtype], progress)
         if tokenizer is not None:
-            write_tokenizer(made, tokenizer, config.model.max_position_embeddings or num_positions)
+            write_tokenizer(made, tokenizer, model.max_position_embeddings or num_positions)
         proof = stored_proof(checkpoint, made, made) if with_proof else None
-    return Exported(checkpoint, family, dtype, tokenizer, proof)
+    num_left_out = 0 if config.model.mtp is None else config.model.mtp.num_modules
+    return Exported(checkpoint, family, dtype, tokenizer, num_left_out, proof)

@@ -14,6 +14,7 @@ from torch import Tensor
 from megalith import optional
 from megalith.errors import CheckpointError, MissingDependencyError
 from megalith.models.hf import open_folder, parameter_shapes
+from megalith.models.multi_token_prediction import without_modules
 from megalith.observe.machine import free_memory_bytes
 from megalith.observe.units import quantity
 from megalith.storage import Store, write_json_atomic
@@ -72,7 +73,7 @@ def prove(run: str | Path | Store, folder: str | Path | Store) -> LogitProof:
     V, S = described.config.vocab_size, min(_LONGEST, described.num_positions)
     assert V is not None, "every config.json says it"
     _, _, config = open_run(run)
-    if parameter_shapes(config.model) != parameter_shapes(described.config):
+    if parameter_shapes(without_modules(config.model)) != parameter_shapes(described.config):
         raise CheckpointError(f"{run} and {folder} are not the same model: their tensors have other names or shapes")
     tokens = torch.randint(V, (_ROWS, S), generator=torch.Generator().manual_seed(0))  # [B, S]
     with torch.no_grad():
