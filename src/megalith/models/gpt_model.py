@@ -30,6 +30,7 @@ from megalith.transformer.normalization import Normalization
 from megalith.transformer.rotary import rotary_tables
 from megalith.transformer.stack import LayerStack
 from megalith.transformer.stage import Stage
+from megalith.transformer.step_record import MicroBatchRecord
 
 __all__ = ["GPTModel", "hidden_dtype", "hidden_shape"]
 
@@ -181,6 +182,7 @@ class GPTModel(ModelModule):
         caches: Mapping[int, KVCache] | None = None,
         hidden: Tensor | None = None,
         logits_to_keep: int | None = None,
+        record: MicroBatchRecord | None = None,
     ) -> Tensor:
         """Losses when ``labels`` are given, else logits; hidden states from a stage without the head.
 
@@ -196,6 +198,7 @@ class GPTModel(ModelModule):
             caches: one for each layer, by its index; ``tokens`` then follow those in the caches.
             hidden: [S, B, H], [S/tp, B, H] under sequence parallelism: what the stage before gave.
             logits_to_keep: how many of the last positions logits are wanted of; by default of all.
+            record: what routers are told of a training step and write to.
 
         Under context parallelism S stands for S/cp: this rank's tokens of each row, those at ``zigzag_positions``, and
         their labels, positions and ids.
@@ -221,7 +224,7 @@ class GPTModel(ModelModule):
         if position_ids is None:
             position_ids = torch.arange(num_cached, num_cached + tokens.shape[1], device=tokens.device)
         self._check_positions(position_ids, num_cached + tokens.shape[1] * cp_size)
-        context = self._context(tokens, position_ids, packed_seq_params, dropout_key)
+        context = self._context(tokens, position_ids, packed_seq_params, dropout_key, record)
         x: Tensor = self.model(tokens, position_ids, context, caches, hidden)
         if self.lm_head is None:
             return x
@@ -282,6 +285,7 @@ class GPTModel(ModelModule):
         position_ids: Tensor,
         documents: PackedSeqParams | None,
         given: DropoutKey | None,
+        record: MicroBatchRecord | None,
     ) -> LayerContext:
         rotary, rope = None, self.config.rope
         if rope is not None:
@@ -289,7 +293,9 @@ class GPTModel(ModelModule):
         key = self._dropout_key(tokens, given) if self.training else None
         sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
         hidden_key = None if key is None else sequence_parallel_key(key, sequence_group)
-        return LayerContext(documents=documents, rotary=rotary, token_dropout_key=key, hidden_dropout_key=hidden_key)
+        return LayerContext(
+            documents=documents, rotary=rotary, token_dropout_key=key, hidden_dropout_key=hidden_key, record=record
+        )
 
     def _gather(self, logits: Tensor) -> Tensor:
         """[S, B, V/tp] -> [S, B, V]; the last ranks' parts may be short, and travel padded."""

@@ -40,7 +40,7 @@ def normal_shard(
     Args:
         seed: of the run; with ``name`` it makes the Philox key.
         name: of the whole tensor, the same in every layout.
-        shape: of the whole tensor, of one to three dimensions.
+        shape: of the whole tensor, of one dimension or more.
         offset: where the slice begins, one number a dimension.
         size: of the slice, one number a dimension; a 0 gives an empty tensor.
         std: standard deviation.
@@ -48,7 +48,7 @@ def normal_shard(
         device: where they are computed, and stay.
 
     Raises:
-        ShapeError: ``shape`` has no or more than three dimensions, or the slice does not lie inside it.
+        ShapeError: ``shape`` has no dimensions, or the slice does not lie inside it.
     """
     _check(name, shape, offset, size)
     out = torch.empty(tuple(size), dtype=dtype, device=device)
@@ -70,8 +70,8 @@ def normal_shard(
 
 
 def _check(name: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> None:
-    if not 1 <= len(shape) <= 3:
-        raise ShapeError(f"{name}: a tensor of 1 to 3 dimensions is wanted; got shape {list(shape)}; flatten some")
+    if not shape:
+        raise ShapeError(f"{name}: a tensor of at least one dimension is wanted; got shape []; use [1]")
     if not len(shape) == len(offset) == len(size):
         raise ShapeError(
             f"{name}: offset and size must have one number for each dimension of shape {list(shape)}; "
@@ -101,11 +101,11 @@ def _row_ids(
 ) -> Tensor:
     """The rows ``first`` to ``last`` of the slice, counted in the whole tensor."""
     ids = torch.arange(first, last, device=device)
-    if len(shape) == 1:
-        return ids
-    if len(shape) == 2:
-        return ids + offset[0]
-    return (ids // size[1] + offset[0]) * shape[1] + ids % size[1] + offset[1]
+    found, rows = torch.zeros_like(ids), 1  # of the whole tensor, below the dimension
+    for dim in reversed(range(len(shape) - 1)):
+        found += (ids % size[dim] + offset[dim]) * rows
+        ids, rows = ids // size[dim], rows * shape[dim]
+    return found
 
 
 def _box_muller(w0: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:

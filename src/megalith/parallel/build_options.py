@@ -27,9 +27,9 @@ class BuildOptions:
             off.
         matrix_product: of every linear layer, the output projection included; one of 8 bits is another function.
         context_method: how the ranks of cp exchange keys and values.
-        dispatch: how tokens travel to the ranks of their experts.
         fused_linear_cross_entropy: a model with a loss computes it with its output projection, so that the logits of
             all tokens never exist.
+        dispatch: how tokens travel to the ranks of their experts.
 
     Raises:
         ConfigError: ``fused_linear_cross_entropy`` with a ``matrix_product``, which it does not call.
@@ -40,8 +40,8 @@ class BuildOptions:
     sequence_parallel: bool = False
     matrix_product: MatrixProduct = linear
     context_method: ContextMethod = field(default_factory=ContextMethod)
-    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     fused_linear_cross_entropy: bool = False
+    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
 
     def __post_init__(self) -> None:
         if self.fused_linear_cross_entropy and self.matrix_product is not linear:

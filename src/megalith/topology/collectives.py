@@ -131,13 +131,33 @@ def all_to_all(
 
 @dataclass(eq=False)
 class Travelling:
-    """Rows on their way: ``rows`` may be read after ``end_all_to_all`` alone."""
+    """Rows on their way, from ``begin_all_to_all`` to ``end_all_to_all``.
 
-    rows: Tensor
+    Attributes:
+        left: what was sent, which stands for it in autograd's graph: the gradient of one rank's rows is of their shape.
+        arriving: memory for what is received, which is there after the wait.
+    """
+
+    left: Tensor
     group: ProcessGroup | None = None
     sent: Sequence[int] = ()
     received: Sequence[int] = ()
+    arriving: Tensor | None = None
     work: dist.Work | None = None
+
+    def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Begins to send ``x``, and returns memory that will hold what is received."""
+        y = x.new_empty(sum(received), *x.shape[1:])
+        self.work = dist.all_to_all_single(
+            y, x.contiguous(), list(received), list(sent), group=self.group, async_op=True
+        )
+        return y
+
+    def wait(self) -> None:
+        """Waits for what ``start`` has begun."""
+        assert self.work is not None, "it has begun"
+        self.work.wait()
+        self.work = None
 
 
 def begin_all_to_all(
@@ -154,15 +174,15 @@ def begin_all_to_all(
         return Travelling(x)
     sent, received = _split_sizes(x, group.size(), output_split_sizes, input_split_sizes)
     travelling = Travelling(x, group, sent, received)
-    travelling.rows = _Departure.apply(x, travelling)
+    travelling.left = _Departure.apply(x, travelling)
     return travelling
 
 
 def end_all_to_all(travelling: Travelling) -> Tensor:
     """The rows that have arrived, in the order of ranks."""
     if travelling.group is None:
-        return travelling.rows
-    rows: Tensor = _Arrival.apply(travelling.rows, travelling)
+        return travelling.left
+    rows: Tensor = _Arrival.apply(travelling.left, travelling)
     return rows
 
 
@@ -186,12 +206,13 @@ class _Departure(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, travelling: Travelling) -> Tensor:
         ctx.travelling = travelling
-        return _start(x, travelling, travelling.sent, travelling.received)
+        travelling.arriving = travelling.start(x, travelling.sent, travelling.received)
+        return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        _wait(ctx.travelling)
+        ctx.travelling.wait()
         return dx, None
 
 
@@ -199,29 +220,18 @@ class _Arrival(torch.autograd.Function):
     """Waits forward; in backward starts the way back of the gradient, which has nothing else to be added to."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, travelling: Travelling) -> Tensor:
+    def forward(ctx: Any, left: Tensor, travelling: Travelling) -> Tensor:
         ctx.travelling = travelling
-        _wait(travelling)
-        return rows.view_as(rows)
+        travelling.wait()
+        rows, travelling.arriving = travelling.arriving, None
+        assert rows is not None, "it has begun, and ends once"
+        return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         travelling = ctx.travelling
-        return _start(dy, travelling, travelling.received, travelling.sent), None
-
-
-def _start(x: Tensor, travelling: Travelling, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    y = x.new_empty(sum(received), *x.shape[1:])
-    x = x.contiguous()
-    travelling.work = dist.all_to_all_single(y, x, list(received), list(sent), group=travelling.group, async_op=True)
-    return y
-
-
-def _wait(travelling: Travelling) -> None:
-    assert travelling.work is not None, "it has begun"
-    travelling.work.wait()
-    travelling.work = None
+        return travelling.start(dy, travelling.received, travelling.sent), None
 
 
 class _Movement(torch.autograd.Function):

@@ -85,6 +85,7 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
         product,
         method,
         config.train.fused_linear_cross_entropy,
+        parallel.dispatch,
     )
     pipeline = build_pipeline(config, task, options, state, device)
     with agreed("the training data cannot be read"):

@@ -6,7 +6,7 @@ else divides, so that a gradient does not depend on how the batch was cut. Two s
 ranks must agree on:
 
     before  [count of each term, ranks that were asked to stop, ranks with an error]
-    after   [sum of each term, squared gradient norm]
+    after   [sum of each term, squared gradient norm, loads and balance losses of layers with experts]
 """
 
 import math
@@ -24,7 +24,9 @@ from megalith.optim.grad_norm import clip_coefficient, local_squared_norm, scale
 from megalith.parallel.parameters import declared_parameters
 from megalith.topology.agreement import all_gather, everywhere
 from megalith.training.batch import inputs_for
+from megalith.training.routing import RoutingTotals, routing_sums, routing_totals
 from megalith.training.run import Run
+from megalith.transformer.step_record import StepRecord
 
 __all__ = ["StepResult", "StepTotals", "local_counts", "sum_totals", "train_step", "weighted_mean"]
 
@@ -51,6 +53,7 @@ class StepResult:
         grad_norm: before clipping.
         num_samples: in the global batch.
         skipped: the weights did not move.
+        routing: what routers did, where there are any.
     """
 
     loss: float
@@ -59,6 +62,7 @@ class StepResult:
     lr: float
     num_samples: int
     skipped: bool
+    routing: RoutingTotals
 
 
 def local_counts(run: Run, micro_batches: Sequence[Any]) -> dict[str, int]:
@@ -84,13 +88,18 @@ def train_step(run: Run, micro_batches: Sequence[Any], counts: Mapping[str, int]
     """
     scale = 1.0 if run.loss_scale is None else run.loss_scale.scale
     coefficients = {name: weight * scale / max(1, counts[name]) for name, weight in run.task.terms.items()}
+    num_micro_batches = len(micro_batches) * run.pg_collection.size("dp")  # over all ranks
+    record = StepRecord(scale / num_micro_batches)
     with run.timers("forward-backward"):
-        sums = _forward_backward(run, micro_batches, coefficients)
+        sums = _forward_backward(run, micro_batches, coefficients, record)
     parameters = run.parameters()
     with run.timers("gradient norm"):
-        terms, grad_norm = _reduce(run, sums, local_squared_norm(run.counted_parameters()))
+        squared_norm = local_squared_norm(run.counted_parameters()).view(1)
+        routing = routing_sums(run.task, record, run.device)
+        terms, grad_norm, of_routers = _reduce(run, sums, squared_norm, routing)
     terms = {name: value / max(1, counts[name]) for name, value in terms.items()}
     loss, grad_norm = weighted_mean(run.task.terms, terms), grad_norm / scale
+    totals = routing_totals(run.task, of_routers, num_micro_batches)
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
     if not finite:
         _refuse(run, loss, grad_norm)
@@ -98,6 +107,7 @@ def train_step(run: Run, micro_batches: Sequence[Any], counts: Mapping[str, int]
         if finite:
             scale_gradients_(parameters, clip_coefficient(grad_norm, run.config.optim.clip_norm) / scale)
             run.optimizer.step()
+            _update_routers(run, totals)
         run.optimizer.zero_grad()
     lr = run.scheduler.lr
     if finite:
@@ -108,7 +118,7 @@ def train_step(run: Run, micro_batches: Sequence[Any], counts: Mapping[str, int]
     run.state.step += 1
     run.state.consumed_samples += num_samples
     run.state.skipped_steps += not finite
-    return StepResult(loss, terms, grad_norm, lr, num_samples, not finite)
+    return StepResult(loss, terms, grad_norm, lr, num_samples, not finite, totals)
 
 
 def weighted_mean(weights: Mapping[str, float], means: Mapping[str, float]) -> float:
@@ -116,7 +126,9 @@ def weighted_mean(weights: Mapping[str, float], means: Mapping[str, float]) -> f
     return math.fsum(weight * means[name] for name, weight in weights.items())
 
 
-def _forward_backward(run: Run, micro_batches: Sequence[Any], coefficients: Mapping[str, float]) -> Tensor:
+def _forward_backward(
+    run: Run, micro_batches: Sequence[Any], coefficients: Mapping[str, float], record: StepRecord
+) -> Tensor:
     """Accumulates the gradient of the sums times ``coefficients``; returns this rank's sums [terms] in float64.
 
     They are zero on ranks without the last stage.
@@ -125,7 +137,7 @@ def _forward_backward(run: Run, micro_batches: Sequence[Any], coefficients: Mapp
     inputs_of = inputs_for(run.task, micro_batches, run.state.step, run.device, run.chunks[-1])
 
     def forward(model: nn.Module, micro_batch: int, hidden: Tensor | None) -> Tensor:
-        inputs = inputs_of(model, micro_batch)
+        inputs = run.task.with_record(inputs_of(model, micro_batch), record.micro_batch(micro_batch))
         output = run.task.forward(model, inputs, hidden)
         if not run.pipeline.holds_output(model):
             return output
@@ -140,14 +152,22 @@ def _forward_backward(run: Run, micro_batches: Sequence[Any], coefficients: Mapp
     return total
 
 
-def _reduce(run: Run, sums: Tensor, squared_norm: Tensor) -> tuple[dict[str, float], float]:
-    """The terms' sums over the global batch and the norm of its gradient."""
+def _reduce(
+    run: Run, sums: Tensor, squared_norm: Tensor, routing: Tensor
+) -> tuple[dict[str, float], float, list[float]]:
+    """The terms' sums over the global batch, the norm of its gradient, and the sums of ``routing`` over all ranks."""
     mine = sums if run.pg_collection.speaks_for_tokens else torch.zeros_like(sums)
-    reduced = torch.cat((mine, squared_norm.view(1)))  # [terms + 1]
+    reduced = torch.cat((mine, squared_norm, routing))
     dist.all_reduce(reduced)
-    *terms, squares = reduced.tolist()
+    terms, [squares], of_routers = (part.tolist() for part in reduced.split([len(mine), 1, len(routing)]))
     norm = math.sqrt(squares) if squares >= 0.0 else math.nan
-    return dict(zip(run.task.terms, terms, strict=True)), norm
+    return dict(zip(run.task.terms, terms, strict=True)), norm, of_routers
+
+
+def _update_routers(run: Run, totals: RoutingTotals) -> None:
+    for chunk in run.chunks:
+        for layer, router in chunk.routers().items():
+            router.update_(totals.loads[layer])
 
 
 def _refuse(run: Run, loss: float, grad_norm: float) -> None:

@@ -40,7 +40,7 @@ LayerSpecs = Callable[[int], LayerSpec]
 
 
 def layer_specs(config: TransformerConfig) -> LayerSpecs:
-    """The specs that ``config`` asks for: self-attention, with the window and positions of its layer; MLP or experts."""
+    """The specs that ``config`` asks for: the window and positions of each layer's attention, and MLP or experts."""
 
     def spec_of(index: int) -> LayerSpec:
         window, rotates = config.attention.window_of(index), config.rope is not None and config.rope.rotates(index)

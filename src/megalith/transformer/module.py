@@ -19,12 +19,21 @@ from megalith.transformer.attention import SelfAttention
 from megalith.transformer.dot_product_attention import DotProductAttention
 from megalith.transformer.dropout import DropoutSite, name_dropout_sites_
 from megalith.transformer.mlp import MLP
+from megalith.transformer.moe.moe_layer import MoELayer
+from megalith.transformer.moe.router import TopKRouter
+from megalith.transformer.moe.shared_experts import SharedExpertMLP
 
 __all__ = ["ModelModule"]
 
 # names of Megatron's --recompute-modules, where it has one
 _RECOMPUTABLE: Mapping[str, type[nn.Module]] = MappingProxyType(
-    {"core_attn": DotProductAttention, "self_attn": SelfAttention, "mlp": MLP}
+    {
+        "core_attn": DotProductAttention,
+        "self_attn": SelfAttention,
+        "mlp": MLP,
+        "moe": MoELayer,
+        "shared_experts": SharedExpertMLP,
+    }
 )
 
 
@@ -41,7 +50,11 @@ class ModelModule(DeclaringModule, ABC):
 
     def fsdp_units(self) -> list[nn.Module]:
         """What FSDP2 gathers one at a time, from the inside out; the rest of the model is a unit by itself."""
-        return self.layers()
+        return [unit for layer in self.layers() for unit in (*_with_experts(layer), layer)]
+
+    def routers(self) -> Mapping[int, TopKRouter]:
+        """The routers of this stage, by the global index of their layer."""
+        return {module.layer: module for module in self.modules() if isinstance(module, TopKRouter)}
 
     def shared_weights(self) -> list[nn.Parameter]:
         """Parameters that the first and the last stage both hold, in one order: their gradients are summed."""
@@ -93,3 +106,9 @@ class ModelModule(DeclaringModule, ABC):
     def num_parameters(self) -> int:
         """Number of parameters over all ranks, of the model or the stage that this is; tied ones once."""
         return sum(parameter.numel() for _, parameter, _ in declared_parameters(self))
+
+
+def _with_experts(layer: nn.Module) -> list[nn.Module]:
+    """The modules of ``layer`` whose weights are those of experts, which are sharded over other ranks."""
+    declaring = [module for module in layer.modules() if isinstance(module, DeclaringModule)]
+    return [module for module in declaring if any(spec.family == "expert" for spec in module.parameter_specs.values())]

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["MicroBatchRecord", "StepRecord"]
+__all__ = ["BALANCE_LOSSES", "MicroBatchRecord", "StepRecord"]
+
+# by the names of their weights in model.moe.router
+BALANCE_LOSSES = ("sequence_balance", "micro_batch_balance", "global_balance", "z_loss")
 
 
 class StepRecord:

@@ -35,6 +35,7 @@ from megalith.training.tasks.gpt_traffic import gpt_traffic
 from megalith.training.tasks.task import StageTraffic, Task
 from megalith.training.tasks.text_samples import GPTTextWriter
 from megalith.transformer.stage import Stage
+from megalith.transformer.step_record import MicroBatchRecord
 
 __all__ = ["GPTInputs", "PretrainGPT"]
 
@@ -54,6 +55,7 @@ class GPTInputs:
     position_ids: Tensor
     packed_seq_params: PackedSeqParams | None
     dropout_key: DropoutKey
+    record: MicroBatchRecord | None = None
 
 
 class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
@@ -79,6 +81,10 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         if mtp is not None:
             weights = dict.fromkeys(self._depths[1:], mtp.loss_weight / mtp.num_modules)
             self.terms = MappingProxyType({**self.terms, **weights})
+        num_layers = config.model.num_layers + (0 if mtp is None else mtp.num_modules)
+        if (moe := config.model.moe) is not None:
+            with_experts = (layer for layer in range(num_layers) if moe.has_experts(layer))
+            self.routed_layers = MappingProxyType(dict.fromkeys(with_experts, moe.num_experts))
         self._packs_documents = config.data.reset_attention_mask
         self._resets_positions = config.data.reset_position_ids
 
@@ -177,6 +183,10 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
             DropoutKey(self.config.train.seed, step, token_ids),
         )
 
+    def with_record(self, inputs: GPTInputs, record: MicroBatchRecord) -> GPTInputs:
+        """``inputs`` with ``record``."""
+        return replace(inputs, record=record)
+
     def forward(self, model: nn.Module, inputs: GPTInputs, hidden: Tensor | None) -> Tensor:
         """The loss of each label, [B, S] or [1+M, B, S]; of a stage without the head hidden states, [S, B, H]."""
         output: Tensor = model(
@@ -186,6 +196,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
             packed_seq_params=inputs.packed_seq_params,
             dropout_key=inputs.dropout_key,
             hidden=hidden,
+            record=inputs.record,
         )
         return output
 

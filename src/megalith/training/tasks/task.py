@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from megalith.parallel.sharding.traffic import Weight
 from megalith.parallel.traffic import Traffic
 from megalith.transformer.module import ModelModule
 from megalith.transformer.stage import Stage
+from megalith.transformer.step_record import MicroBatchRecord
 
 __all__ = ["AnyTask", "StageTraffic", "Task", "TextSample", "TextWriter"]
 
@@ -70,12 +72,14 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
         tokens_per_sample: how many tokens a model reads of a sample, with a loss or without.
         flops_per_sample: model FLOPs of training on a sample, forward and backward, without what recomputation repeats.
         num_parameters: of the whole model.
+        routed_layers: how many experts each layer has that has any, by its index, in all stages.
     """
 
     terms: Mapping[str, float]
     tokens_per_sample: int
     flops_per_sample: int
     num_parameters: int
+    routed_layers: Mapping[int, int] = MappingProxyType({})
 
     @abstractmethod
     def build_model(self, options: BuildOptions, stage: Stage | None = None) -> ModelModule:
@@ -146,6 +150,12 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
     @abstractmethod
     def inputs(self, batch: Batch, step: int, device: torch.device) -> Inputs:
         """``batch`` as the model takes it, on ``device``, for training step ``step``."""
+
+    def with_record(self, inputs: Inputs, record: MicroBatchRecord) -> Inputs:
+        """``inputs`` of a training step whose forward hands ``record`` to the model; a task with ``routed_layers``
+        needs it. By default as they are.
+        """
+        return inputs
 
     @abstractmethod
     def forward(self, model: nn.Module, inputs: Inputs, hidden: Tensor | None) -> Tensor:

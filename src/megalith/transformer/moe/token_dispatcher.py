@@ -214,4 +214,4 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher[_OnTheirWay, _WayBack]):
             return y
         R = gathered[self.etp_rank]
         terms = all_to_all(y, self.etp_group, [R] * self.etp_size, gathered)
-        return terms.view(self.etp_size, R, -1).sum(0)
+        return terms.view(self.etp_size, R, y.shape[1]).sum(0)

@@ -1,0 +1,23 @@
+"""Options of mixtures of experts, for tests/training/test_moe_layouts.py."""
+
+from typing import Any
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "experts in every layer": {"model": {"moe": {"num_experts": 4}}},
+    "experts in every other layer, shared ones with a gate": {
+        "model": {
+            "moe": {
+                "num_experts": 4,
+                "top_k": 1,
+                "ffn_hidden_size": 24,
+                "layers": [False, True],
+                "shared_ffn_hidden_size": 16,
+                "shared_expert_gate": True,
+                "router": {"score_function": "sigmoid"},
+            }
+        }
+    },
+    "experts of latents, with biases": {
+        "model": {"moe": {"num_experts": 4, "latent_size": 16}, "mlp_bias": True, "activation": "squared_relu"}
+    },
+}
