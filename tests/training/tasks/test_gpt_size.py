@@ -208,6 +208,38 @@ def test_our_model_has_exactly_as_many_parameters_in_every_mix_of_parts(
     assert parameters(config, 67) == sum(parameter.numel() for parameter in model.parameters())
 
 
+MIXTURES = {
+    "routed alone": {"num_experts": 4},
+    "of a size of their own, every other layer": {"num_experts": 4, "ffn_hidden_size": 24, "layers": [False, True]},
+    "shared with a gate": {"num_experts": 4, "shared_ffn_hidden_size": 40, "shared_expert_gate": True},
+    "latents, a biased router": {"num_experts": 4, "latent_size": 16, "router": {"bias": True}},
+}
+
+
+@pytest.mark.parametrize("add_bias_linear", [False, True])
+@pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
+@pytest.mark.parametrize("mtp", [None, {"num_modules": 1}], ids=["", "mtp"])
+@pytest.mark.parametrize("moe", MIXTURES.values(), ids=MIXTURES)
+def test_the_parameters_of_experts_are_those_of_the_model(moe, activation, add_bias_linear, mtp):
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=67, moe=moe, activation=activation,
+        add_bias_linear=add_bias_linear, mtp=mtp,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = GPTModel(config)
+    assert parameters(config, 67) == sum(parameter.numel() for parameter in model.parameters())
+    assert parameter_shapes(config) == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def test_a_token_costs_the_weights_of_the_experts_that_it_is_sent_to():
+    moe = {"num_experts": 8, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 40, "shared_expert_gate": True}
+    shape = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 100}
+    dense, sparse = TransformerConfig(**shape), TransformerConfig(**shape, moe={**moe, "layers": [False, True]})
+    more = flops_per_token(sparse, 67, 8) - flops_per_token(dense, 67, 8)
+    # of the one layer with experts in three: router, two experts, shared ones and their gate, and no MLP
+    assert more == 6 * (8 * 32 + 2 * 3 * 32 * 24 + 3 * 32 * 40 + 32 - 3 * 32 * 100)
+
+
 def test_a_layer_with_a_window_pays_for_the_keys_within_it():
     shape = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
     S, window, queries = 100, 30, 64

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megalith.config import TransformerConfig
+from megalith.config import MoEConfig, TransformerConfig
 from megalith.config.dotted import parent
 from megalith.config.relevance import CONDITIONS
 from megalith.errors import CheckpointError, ConfigError
@@ -46,7 +46,7 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, Shape]:
         shapes["model.embed_positions.weight"] = (config.max_position_embeddings, H)
     num_ahead = 0 if config.mtp is None else config.mtp.num_modules
     for layer in range(config.num_layers + num_ahead):
-        parts = _layer_shapes(config) | (_joining_shapes(config) if layer >= config.num_layers else {})
+        parts = _layer_shapes(config, layer) | (_joining_shapes(config) if layer >= config.num_layers else {})
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
     if config.residual.norm_placement != "post":
         shapes |= _norm("model.norm", config)
@@ -108,19 +108,44 @@ def _nested_defaults(config: TransformerConfig, opened: Container[str]) -> dict[
     return defaults
 
 
-def _layer_shapes(config: TransformerConfig) -> dict[str, Shape]:
-    H, F = config.hidden_size, config.ffn_hidden_size
-    linears = {"mlp.up_proj": (F, H), "mlp.down_proj": (H, F)}
-    if config.gate_activation is not None:
-        linears = {"mlp.gate_proj": (F, H), **linears}
+def _layer_shapes(config: TransformerConfig, layer: int) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for name in _NORMS[config.residual.norm_placement]:
         shapes |= _norm(name, config)
     shapes |= _attention_shapes(config)
-    for name, shape in linears.items():
-        shapes[f"{name}.weight"] = shape
+    if config.moe is not None and config.moe.has_experts(layer):
+        return shapes | _moe_shapes(config, config.moe)
+    return shapes | _mlp_shapes("mlp", config, config.ffn_hidden_size)
+
+
+def _mlp_shapes(name: str, config: TransformerConfig, F: int) -> dict[str, Shape]:
+    H = config.hidden_size
+    linears = {"up_proj": (F, H), "down_proj": (H, F)}
+    if config.gate_activation is not None:
+        linears = {"gate_proj": (F, H), **linears}
+    shapes: dict[str, Shape] = {}
+    for linear, shape in linears.items():
+        shapes[f"{name}.{linear}.weight"] = shape
         if config.mlp_bias:
-            shapes[f"{name}.bias"] = shape[:1]
+            shapes[f"{name}.{linear}.bias"] = shape[:1]
+    return shapes
+
+
+def _moe_shapes(config: TransformerConfig, moe: MoEConfig) -> dict[str, Shape]:
+    E, H, F, D = moe.num_experts, config.hidden_size, config.expert_ffn_hidden_size, moe.latent_size
+    shapes: dict[str, Shape] = {"mlp.gate.weight": (E, H)}
+    if moe.router.bias:
+        shapes["mlp.gate.bias"] = (E,)
+    inner, entering = ((F,), "up_proj") if config.gate_activation is None else ((2, F), "gate_up_proj")
+    shapes |= {f"mlp.experts.{entering}": (E, *inner, D or H), "mlp.experts.down_proj": (E, D or H, F)}
+    if config.mlp_bias:
+        shapes |= {f"mlp.experts.{entering}_bias": (E, *inner), "mlp.experts.down_proj_bias": (E, D or H)}
+    if moe.shared_ffn_hidden_size is not None:
+        shapes |= _mlp_shapes("mlp.shared_experts", config, moe.shared_ffn_hidden_size)
+    if moe.shared_expert_gate:
+        shapes["mlp.shared_experts.gate.weight"] = (1, H)
+    if D is not None:
+        shapes |= {"mlp.to_latents.weight": (D, H), "mlp.from_latents.weight": (H, D)}
     return shapes
 
 

@@ -14,6 +14,7 @@ of layers, or of the parts that a run names, as far as backward needs it.
 
 from megalith.config import RunConfig, TransformerConfig
 from megalith.config.layout import Layout
+from megalith.errors import ConfigError
 from megalith.models.gpt_model import hidden_dtype
 from megalith.parallel.context.attention import ContextMethod
 from megalith.parallel.context.traffic import attention_traffic
@@ -29,7 +30,9 @@ __all__ = ["gpt_traffic"]
 
 
 def gpt_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffic:
-    """The traffic of ``stage`` on each rank of ``layout`` that holds it."""
+    """The traffic of ``stage`` on each rank of ``layout`` that holds it. Raises ConfigError where there are experts."""
+    if config.model.moe is not None:
+        raise ConfigError("what travels to experts depends on the data, and is not counted beforehand; see docs/moe.md")
     model, dtype, tp = config.model, DTYPES[config.precision.dtype], layout.tensor
     sequence = config.parallel.sequence
     num_tokens = config.data.seq_length // layout.context * config.train.micro_batch_size
