@@ -5,7 +5,7 @@
                  C_e  how many of T' tokens chose e, with bias and groups, before any is dropped
     z-loss       Z = 1/T * sum over t of (logsumexp over e of logit_te)^2          Zoph et al. 2022, arXiv:2202.08906
     expert bias  b_e += rate * (sign(mean load - load_e) - the mean of these)      Wang et al. 2024, arXiv:2408.15664
-    offsets      alpha_t = the (K+1)-th largest of logit_te - offset_e over e;
+    offsets      alpha_t = midway between the K-th and the (K+1)-th largest of logit_te - offset_e over e;
                  the new offset_e = the (T K / E + 1)-th largest of logit_te - alpha_t over t: T K / E are above it
 
 Ranks hold parts of the tokens: C and the numbers of tokens are summed over ranks and have no gradient; P is of this
@@ -115,8 +115,10 @@ def quantile_offsets(logits: Tensor, offsets: Tensor, top_k: int, real: Tensor) 
     if not len(logits):
         return logits.new_zeros(logits.shape[1] + 1)
     E = logits.shape[1]
-    next_best = (logits - offsets).topk(top_k + 1, dim=1).values[:, top_k:]  # [T, 1]
-    margins = torch.where(real[:, None], logits - next_best, -torch.inf).sort(dim=0, descending=True).values
+    best = (logits - offsets).topk(top_k + 1, dim=1).values
+    # at the (K+1)-th itself many margins of e would be its old offset, and offsets would stop short of even loads
+    borders = best[:, -2:].mean(dim=1, keepdim=True)  # [T, 1]
+    margins = torch.where(real[:, None], logits - borders, -torch.inf).sort(dim=0, descending=True).values
     share = real.sum() * top_k // E  # on the device: no row is looked up from the host
     estimate = torch.nn.functional.pad(margins.index_select(0, share[None])[0], (0, 1), value=1.0)
     return torch.where(real.any(), estimate, 0.0)
