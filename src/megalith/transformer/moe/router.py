@@ -57,8 +57,9 @@ class TopKRouter(DeclaringModule):
 
         E, H = self.num_experts, config.hidden_size
         self.declare("weight", ParameterSpec((E, H), "normal", config.init_method_std), groups, options.dtype)
-        for name in ("bias", "e_score_correction_bias", "quantile_offsets"):
-            self.register_parameter(name, None)
+        self.register_parameter("bias", None)
+        self.register_buffer("e_score_correction_bias", None)
+        self.register_buffer("quantile_offsets", None)
         if self.router.bias:
             self.declare("bias", ParameterSpec((E,), "zeros"), groups, options.dtype)
         if self.router.expert_bias_update_rate is not None:
@@ -98,6 +99,20 @@ class TopKRouter(DeclaringModule):
             return routing
         C = expert_capacity(S * B, self.top_k, self.num_experts, self.capacity.factor)
         return drop_past_capacity(routing, C, self.capacity.drop, real)
+
+    def update_balance_(self, tokens_per_expert: Tensor, offset_estimates: Tensor | None) -> None:
+        """Moves the bias and the offsets that choices are made by: once per step that was applied, alike on all ranks.
+
+        Args:
+            tokens_per_expert: int64 [E], ``StepRecord.tokens_per_expert`` summed over the ranks of the layer's stage.
+            offset_estimates: [E + 1], ``StepRecord.total("quantile_offsets", layer)`` summed likewise, where choices
+                are made by quantiles.
+        """
+        if self.e_score_correction_bias is not None and self.router.expert_bias_update_rate is not None:
+            rate = self.router.expert_bias_update_rate
+            balance.update_expert_bias_(self.e_score_correction_bias, tokens_per_expert, rate)
+        if self.quantile_offsets is not None and offset_estimates is not None:
+            balance.update_quantile_offsets_(self.quantile_offsets, offset_estimates, self.router.quantile_decay)
 
     def _logits(self, x: Tensor, context: LayerContext) -> Tensor:
         """[T, H] -> [T, E], float32 or wider."""
