@@ -12,14 +12,16 @@ __all__ = [
     "expert_ranks_divide_the_world",
     "experts_divide_among_ranks",
     "experts_need_sequence_parallel",
+    "offsets_follow_the_next_best_expert",
     "one_expert_needs_a_weight",
+    "sinkhorn_has_weights_of_its_own",
     "tokens_choose_among_the_experts",
 ]
 
 _EXPERTS, _TOP_K, _CAPACITY = "model.moe.num_experts", "model.moe.top_k", "model.moe.capacity.factor"
 _ROUTER = "model.moe.router"
 _SCORE, _PRE, _SELECTION = f"{_ROUTER}.score_function", f"{_ROUTER}.pre_softmax", f"{_ROUTER}.selection"
-_GROUPS, _GROUP_TOPK = f"{_ROUTER}.num_groups", f"{_ROUTER}.group_topk"
+_GROUPS, _GROUP_TOPK, _GROUP_SCORE = (f"{_ROUTER}.{name}" for name in ("num_groups", "group_topk", "group_score_topk"))
 _EXPERT, _EXPERT_TENSOR = "parallel.expert", "parallel.expert_tensor"
 _TENSOR, _SEQUENCE, _PIPELINE = "parallel.tensor", "parallel.sequence", "parallel.pipeline"
 # what else keeps loads even, or is about scores; off where it is 0 or None
@@ -45,25 +47,36 @@ def one_expert_needs_a_weight(run: Draft) -> Iterator[Violation]:
 
 
 def expert_groups_hold_the_chosen(run: Draft) -> Iterator[Violation]:
-    """num_groups divides num_experts, group_topk divides top_k, and the chosen groups have top_k experts at least."""
+    """num_groups divides num_experts, and the chosen groups have top_k experts at least.
+
+    Without group_score_topk, which is at most the experts of a group, group_topk divides top_k.
+    """
     groups, kept, experts, top_k = run.get(_GROUPS), run.get(_GROUP_TOPK), run[_EXPERTS], run[_TOP_K]
+    scored = run.get(_GROUP_SCORE)
     if groups is None and kept is None:
         return
     if groups is not None and kept is not None and experts % groups == 0:
         per_group = experts // groups
-        if kept <= groups and top_k % kept == 0 and top_k <= kept * per_group and top_k // kept <= per_group:
+        scored_fit = top_k % kept == 0 if scored is None else scored <= per_group
+        if kept <= groups and scored_fit and top_k <= kept * per_group:
             return
     wanted = (
         f"{_GROUPS} ({groups}) and {_GROUP_TOPK} ({kept}) must both be set, the first divide {_EXPERTS} ({experts}), "
-        f"the second divide {_TOP_K} ({top_k}), and the chosen groups have {_TOP_K} experts at least"
+        f"the chosen groups have {_TOP_K} ({top_k}) experts at least, and {_GROUP_SCORE} ({scored}) be at most the "
+        f"experts of a group; without it {_GROUP_TOPK} must divide {_TOP_K}"
     )
     fixes: list[Fix] = [
-        {_GROUPS: number, _GROUP_TOPK: chosen}
+        {_GROUPS: number, _GROUP_TOPK: chosen, _GROUP_SCORE: None}
         for number in nearest_first(divisors(experts), groups or 1)
         for chosen in nearest_first(divisors(top_k), kept or 1)
         if chosen <= number and top_k // chosen <= experts // number
     ]
-    yield Violation("expert_groups_hold_the_chosen", _GROUPS, wanted, (*fixes[:8], {_GROUPS: None, _GROUP_TOPK: None}))
+    yield Violation(
+        "expert_groups_hold_the_chosen",
+        _GROUPS,
+        wanted,
+        (*fixes[:8], dict.fromkeys((_GROUPS, _GROUP_TOPK, _GROUP_SCORE))),
+    )
 
 
 def balanced_choices_need_no_other_balance(run: Draft) -> Iterator[Violation]:
@@ -85,6 +98,26 @@ def capacity_is_for_choices_by_score(run: Draft) -> Iterator[Violation]:
         message = f"model.moe.capacity needs {_SELECTION}=top_k; got {run[_SELECTION]}"
         fixes = ({_SELECTION: None}, {_CAPACITY: None, "model.moe.capacity.drop": None, "model.moe.capacity.pad": None})
         yield Violation("capacity_is_for_choices_by_score", _SELECTION, message, fixes)
+
+
+def sinkhorn_has_weights_of_its_own(run: Draft) -> Iterator[Violation]:
+    """selection=sinkhorn has no score_function: it weighs by sigmoid for top_k=1, else by softmax over all experts."""
+    if run[_SELECTION] == "sinkhorn" and (run[_SCORE] != "softmax" or run[_PRE]):
+        message = (
+            f"{_SELECTION}=sinkhorn has weights of its own, sigmoid for {_TOP_K}=1 and else softmax over all experts; "
+            f"leave out {_SCORE} and {_PRE}"
+        )
+        fixes: tuple[Fix, ...] = ({_SCORE: None, _PRE: None}, {_SELECTION: None})
+        yield Violation("sinkhorn_has_weights_of_its_own", _SELECTION, message, fixes)
+
+
+def offsets_follow_the_next_best_expert(run: Draft) -> Iterator[Violation]:
+    """selection=quantile needs an expert that a token has not chosen: top_k is less than num_experts."""
+    top_k, experts = run[_TOP_K], run[_EXPERTS]
+    if run[_SELECTION] == "quantile" and top_k == experts:
+        message = f"{_SELECTION}=quantile needs {_TOP_K} ({top_k}) to be less than {_EXPERTS} ({experts})"
+        fixes: tuple[Fix, ...] = ({_SELECTION: None}, {_EXPERTS: experts + 1})
+        yield Violation("offsets_follow_the_next_best_expert", _TOP_K, message, fixes)
 
 
 def experts_divide_among_ranks(run: Draft) -> Iterator[Violation]:

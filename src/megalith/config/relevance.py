@@ -46,6 +46,7 @@ CONDITIONS: Mapping[str, Condition] = MappingProxyType(
         **dict.fromkeys((f"model.rope.scaling.{name}" for name in _YARN), Condition(_SCALING, ("yarn",))),
         "model.attention.window_layers": Condition("model.attention.window"),
         "model.moe.shared_expert_gate": Condition("model.moe.shared_ffn_hidden_size"),
+        f"{_ROUTER}.group_score_topk": Condition(f"{_ROUTER}.num_groups"),
         f"{_ROUTER}.pre_softmax": Condition(f"{_ROUTER}.score_function", ("softmax",)),
         f"{_ROUTER}.expert_bias_update_rate": Condition(f"{_ROUTER}.score_function", ("sigmoid", "sqrtsoftplus")),
         f"{_ROUTER}.quantile_decay": Condition(f"{_ROUTER}.selection", ("quantile",)),

@@ -33,12 +33,19 @@ class RouterConfig(SettingsGroup):
     group_topk: int | None = Field(
         default=None, ge=1, le=LARGEST_SIZE, description="[groups] that a token may choose from"
     )
+    group_score_topk: int | None = Field(
+        default=None,
+        ge=1,
+        le=LARGEST_SIZE,
+        description="[experts] of a group whose best scores are summed up to choose groups; null: top_k / group_topk "
+        "(DeepSeek-V3); DeepSeek-V2 has 1",
+    )
     scaling_factor: float = Field(default=1.0, gt=0, description="[factor] on the weights of the chosen experts")
     bias: bool = Field(default=False, description="the logits have a bias (gpt-oss)")
     selection: Literal["top_k", "sinkhorn", "quantile", "round_robin"] = Field(
         default="top_k",
-        description="how experts are chosen: by their scores; in training by scores that Sinkhorn's iteration or "
-        "quantiles have balanced; or in turn, for benchmarks",
+        description="how experts are chosen: by their scores; in training by scores that Sinkhorn's iteration has "
+        "balanced; by logits less offsets that follow their quantiles; or in turn, for benchmarks",
     )
     expert_bias_update_rate: float | None = Field(
         default=None,

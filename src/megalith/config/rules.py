@@ -36,7 +36,9 @@ from megalith.config.moe_rules import (
     expert_ranks_divide_the_world,
     experts_divide_among_ranks,
     experts_need_sequence_parallel,
+    offsets_follow_the_next_best_expert,
     one_expert_needs_a_weight,
+    sinkhorn_has_weights_of_its_own,
     tokens_choose_among_the_experts,
 )
 from megalith.config.pipeline_rules import (
@@ -80,6 +82,8 @@ _SHAPE_RULES: tuple[Rule, ...] = (
     one_expert_needs_a_weight,
     expert_groups_hold_the_chosen,
     balanced_choices_need_no_other_balance,
+    sinkhorn_has_weights_of_its_own,
+    offsets_follow_the_next_best_expert,
     capacity_is_for_choices_by_score,
 )
 

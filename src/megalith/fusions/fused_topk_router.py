@@ -54,6 +54,7 @@ def fused_topk_router(
     expert_bias: Tensor | None = None,
     num_groups: int | None = None,
     group_topk: int | None = None,
+    group_score_topk: int | None = None,
     scaling_factor: float | None = None,
     backend: Backend | None = None,
 ) -> Routing:
@@ -66,7 +67,8 @@ def fused_topk_router(
         use_pre_softmax: softmax over all E before the choice, and no division after it; else over the chosen K.
         expert_bias: [E], floating, added to the scores for the choice alone (sigmoid and sqrtsoftplus).
         num_groups: the experts are in so many groups, one after the other, of which only
-        group_topk: the best can be chosen from; by the sum of their K / group_topk best scores.
+        group_topk: the best can be chosen from; by the sum of their
+        group_score_topk: best scores; by default K / group_topk.
         scaling_factor: multiplies the weights.
         backend: the path to take; by default that of ``use(...)``, else the one of the table.
 
@@ -84,10 +86,11 @@ def fused_topk_router(
     check_one_device(logits=logits, expert_bias=expert_bias)
     check_shape("expert_bias", expert_bias, logits.shape[1:], "one for each expert")
     _check_score(topk, score_function, use_pre_softmax, expert_bias)
-    _check_groups(logits.shape[1], topk, num_groups, group_topk)
+    _check_groups(logits.shape[1], topk, num_groups, group_topk, group_score_topk)
     score = "pre_softmax" if use_pre_softmax else score_function
     scale = 1.0 if scaling_factor is None else float(scaling_factor)
-    choice = Choice(topk, score, num_groups or 1, group_topk or 1, scale)
+    best = group_score_topk or topk // (group_topk or 1)
+    choice = Choice(topk, score, num_groups or 1, group_topk or 1, best, scale)
     compute = FUSION.path(logits, backend)
     return Routing(*compute(logits, expert_bias, *choice))
 
@@ -130,7 +133,7 @@ def _triton(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     return op(*inputs)
 
 
-_Routes = Callable[[Tensor, Tensor | None, int, str, int, int, float], tuple[Tensor, Tensor, Tensor]]
+_Routes = Callable[[Tensor, Tensor | None, int, str, int, int, int, float], tuple[Tensor, Tensor, Tensor]]
 _PATHS: Mapping[Backend, _Routes] = {
     "triton": _triton,
     "compile": compiled,
@@ -160,8 +163,12 @@ def _check_score(topk: int, score_function: str, use_pre_softmax: bool, expert_b
         raise ConfigError("softmax over the one expert of topk=1 is 1 and has no gradient: use use_pre_softmax=True")
 
 
-def _check_groups(num_experts: int, topk: int, num_groups: int | None, group_topk: int | None) -> None:
+def _check_groups(
+    num_experts: int, topk: int, num_groups: int | None, group_topk: int | None, group_score_topk: int | None
+) -> None:
     if num_groups is None and group_topk is None:
+        if group_score_topk is not None:
+            raise ConfigError(f"group_score_topk={group_score_topk} has no effect without num_groups: leave it out")
         return
     if num_groups is None or group_topk is None:
         raise ConfigError(f"num_groups and group_topk go together; got {num_groups} and {group_topk}")
@@ -169,7 +176,16 @@ def _check_groups(num_experts: int, topk: int, num_groups: int | None, group_top
         raise ConfigError(f"num_groups must divide the {num_experts} experts; got {num_groups}")
     if not 1 <= group_topk <= num_groups:
         raise ConfigError(f"group_topk must be from 1 to num_groups, {num_groups}; got {group_topk}")
-    if topk % group_topk:
-        raise ConfigError(f"topk ({topk}) must be a multiple of group_topk ({group_topk}): a group is worth as many")
-    if topk > group_topk * (num_experts // num_groups):
-        raise ConfigError(f"{group_topk} groups of {num_experts // num_groups} experts have fewer than topk, {topk}")
+    per_group = num_experts // num_groups
+    if topk > group_topk * per_group:
+        raise ConfigError(f"{group_topk} groups of {per_group} experts have fewer than topk, {topk}")
+    if group_score_topk is None:
+        if topk % group_topk:
+            raise ConfigError(
+                f"topk ({topk}) must be a multiple of group_topk ({group_topk}): a group is worth as many; or give "
+                "group_score_topk"
+            )
+    elif not 1 <= group_score_topk <= per_group:
+        raise ConfigError(
+            f"group_score_topk must be from 1 to the {per_group} experts of a group; got {group_score_topk}"
+        )

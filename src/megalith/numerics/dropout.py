@@ -35,6 +35,7 @@ __all__ = [
     "name_number",
     "philox_key",
     "threshold",
+    "uniform",
 ]
 
 _SITES = 2**16
@@ -128,22 +129,20 @@ def keep_mask_of(
 ) -> Tensor:
     """``keep_mask`` of a Philox key given by its two ``words``, for ``tokens`` and ``sites``, int64 of one shape."""
     _check_probability(p)
-    skipped = feature_offset % 4
-    quads = torch.arange(feature_offset // 4, -(-(feature_offset + num_features) // 4), device=tokens.device)
+    least = threshold(p)
+    return _of_words(lambda drawn: drawn >= least, torch.bool, words, tokens, sites, num_features, feature_offset)
 
-    def kept(tokens: Tensor, sites: Tensor) -> Tensor:
-        drawn = philox4x32(*low_and_high(tokens[:, None]), quads, sites[:, None], *words)  # each [rows, quads]
-        return (torch.stack(drawn, dim=-1).flatten(-2) >= threshold(p))[:, skipped : skipped + num_features]
 
-    shape, tokens, sites = (*tokens.shape, num_features), tokens.reshape(-1), sites.reshape(-1)
-    if torch.compiler.is_compiling():
-        return kept(tokens, sites).reshape(shape)  # its compiler makes the blocks
-    mask = torch.empty(len(tokens), num_features, dtype=torch.bool, device=tokens.device)
-    num_rows = max(1, counters_per_chunk(tokens.device) // max(1, len(quads)))
-    for start in range(0, len(mask), num_rows):
-        rows = slice(start, start + num_rows)
-        mask[rows] = kept(tokens[rows], sites[rows])
-    return mask.view(shape)
+def uniform(key: DropoutKey, num_features: int) -> Tensor:
+    """A number in [0, 1) for each feature of each token: float32 [*tokens.shape, num_features].
+
+    It reads the words that a dropout under the same ``key`` would read: give each a name or site of its own.
+    """
+    sites, words = torch.full_like(key.tokens, key.site), philox_key(key.seed, key.step)
+    # a float32 holds 24 bits
+    return _of_words(
+        lambda drawn: (drawn >> 8).float() * 2.0**-24, torch.float32, words, key.tokens, sites, num_features
+    )
 
 
 def philox_key(seed: int, step: int) -> tuple[int, int]:
@@ -190,6 +189,34 @@ def attention_dropout(probs: Tensor, p: float, key: DropoutKey, head_offset: int
     _, A, _, K = probs.shape
     y: Tensor = _Dropout.apply(probs, p, partial(attention_keep_mask, key, p, A, K, head_offset))
     return y
+
+
+def _of_words(
+    of: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+    words: tuple[int | Tensor, int | Tensor],
+    tokens: Tensor,
+    sites: Tensor,
+    num_features: int,
+    feature_offset: int = 0,
+) -> Tensor:
+    """``of`` the Philox words of ``tokens`` and ``sites``: [*tokens.shape, num_features] of ``dtype``."""
+    skipped = feature_offset % 4
+    quads = torch.arange(feature_offset // 4, -(-(feature_offset + num_features) // 4), device=tokens.device)
+
+    def of_rows(tokens: Tensor, sites: Tensor) -> Tensor:
+        drawn = philox4x32(*low_and_high(tokens[:, None]), quads, sites[:, None], *words)  # each [rows, quads]
+        return of(torch.stack(drawn, dim=-1).flatten(-2))[:, skipped : skipped + num_features]
+
+    shape, tokens, sites = (*tokens.shape, num_features), tokens.reshape(-1), sites.reshape(-1)
+    if torch.compiler.is_compiling():
+        return of_rows(tokens, sites).reshape(shape)  # its compiler makes the blocks
+    result = torch.empty(len(tokens), num_features, dtype=dtype, device=tokens.device)
+    num_rows = max(1, counters_per_chunk(tokens.device) // max(1, len(quads)))
+    for start in range(0, len(result), num_rows):
+        rows = slice(start, start + num_rows)
+        result[rows] = of_rows(tokens[rows], sites[rows])
+    return result.view(shape)
 
 
 class _Dropout(torch.autograd.Function):

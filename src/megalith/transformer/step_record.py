@@ -5,6 +5,7 @@ micro-batch), and a second run finds, or writes, what the first has written.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,7 +28,7 @@ class StepRecord:
         self.balance_scale = balance_scale
         self._loads: dict[int, dict[int, Tensor]] = defaultdict(dict)  # layer -> micro-batch -> [E]
         self._losses: dict[tuple[str, int, int], Tensor] = {}  # (name, layer, micro-batch) -> scalar
-        self._reduced: dict[int, dict[int, Tensor]] = defaultdict(dict)  # as _loads, over ranks
+        self._kept: dict[tuple[str, int], dict[int, Tensor]] = defaultdict(dict)  # (name, layer) -> micro-batch -> any
 
     def micro_batch(self, index: int) -> "MicroBatchRecord":
         """The part of micro-batch ``index``."""
@@ -36,6 +37,11 @@ class StepRecord:
     def tokens_per_expert(self, layer: int) -> Tensor | None:
         """int64 [E]: how often this rank's tokens chose each expert, in all micro-batches; None before any."""
         found = [*self._loads[layer].values()]
+        return sum(found[1:], start=found[0]) if found else None
+
+    def total(self, name: str, layer: int) -> Tensor | None:
+        """The sum of what ``layer`` has kept under ``name`` in the micro-batches so far; None before any."""
+        found = [*self._kept[name, layer].values()]
         return sum(found[1:], start=found[0]) if found else None
 
     def loss(self, name: str, layer: int) -> float:
@@ -62,3 +68,13 @@ class MicroBatchRecord:
     def add_loss(self, name: str, layer: int, value: Tensor) -> None:
         """Writes this rank's part of a balance loss of ``layer``, without its weight; a scalar."""
         self.step._losses[name, layer, self.index] = value.detach()
+
+    def kept(self, name: str, layer: int, compute: Callable[[], Tensor]) -> Tensor:
+        """What ``compute`` returned the first time, without a gradient.
+
+        For collectives, which a second run need not repeat, and for what would be different by then.
+        """
+        values = self.step._kept[name, layer]
+        if self.index not in values:
+            values[self.index] = compute().detach()
+        return values[self.index]

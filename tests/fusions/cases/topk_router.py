@@ -35,13 +35,14 @@ def formula(
     use_pre_softmax: bool = False,
     num_groups: int = 1,
     group_topk: int = 1,
+    group_score_topk: int | None = None,
     scaling_factor: float = 1.0,
 ) -> Routing:
     score = SCORES["pre_softmax" if use_pre_softmax else score_function](logits)
     chosen = torch.zeros(len(logits), topk, dtype=torch.int64, device=logits.device)
     for row, values in enumerate(score.detach() + (0 if expert_bias is None else expert_bias)):
         groups = values.view(num_groups, -1)
-        worth = groups.sort(dim=1, descending=True).values[:, : topk // group_topk].sum(dim=1)
+        worth = groups.sort(dim=1, descending=True).values[:, : group_score_topk or topk // group_topk].sum(dim=1)
         best = worth.sort(descending=True, stable=True).indices[:group_topk]
         allowed = torch.zeros_like(groups, dtype=torch.bool)
         allowed[best] = True
@@ -87,4 +88,6 @@ CASES = [
     case("sigmoid, one expert", 1, score_function="sigmoid"),
     case("sqrtsoftplus", 3, score_function="sqrtsoftplus"),
     case("softmax before the choice, groups", 4, use_pre_softmax=True, num_groups=4, group_topk=2),
+    case("softmax before the choice, groups by their best", 4, use_pre_softmax=True, num_groups=4, group_topk=3,
+         group_score_topk=1),
 ]  # fmt: skip

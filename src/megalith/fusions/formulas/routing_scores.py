@@ -3,8 +3,8 @@
     softmax      chooses by the logits;  weights softmax over the chosen K, or, use_pre_softmax, over all E
     sigmoid      scores q = sigmoid(logit), and sqrtsoftplus q = sqrt(log(1 + exp(logit))): chooses by q + bias;
                  weights q of the chosen, divided by their sum plus 1e-20 where K > 1
-    groups       a group is worth the sum of its K / group_topk best scores; only the experts of the best
-                 group_topk groups can be chosen
+    groups       a group is worth the sum of its group_score_topk best scores; only the experts of the
+                 best group_topk groups can be chosen
 
 DeepSeek-V2, arXiv:2405.04434 (groups); DeepSeek-V3, arXiv:2412.19437 (sigmoid and bias).
 
@@ -23,7 +23,9 @@ EPSILON = 1e-20  # beside sums of scores, which may all be zero
 FAR = -40.0
 
 
-def select(x: Tensor, bias: Tensor | None, topk: int, score: str, num_groups: int, group_topk: int) -> Tensor:
+def select(
+    x: Tensor, bias: Tensor | None, topk: int, score: str, num_groups: int, group_topk: int, group_score_topk: int
+) -> Tensor:
     """The experts that logits ``x`` [T, E] choose: [T, K], int64, the best first."""
     if bias is None and num_groups == 1:
         return largest(x, topk)
@@ -33,7 +35,7 @@ def select(x: Tensor, bias: Tensor | None, topk: int, score: str, num_groups: in
     if num_groups == 1:
         return largest(by, topk)
     of_groups = len(x) * num_groups, x.shape[1] // num_groups
-    best = value.reshape(of_groups).gather(1, largest(by.reshape(of_groups), topk // group_topk)).unbind(dim=1)
+    best = value.reshape(of_groups).gather(1, largest(by.reshape(of_groups), group_score_topk)).unbind(dim=1)
     worth = sum(best[1:], best[0]).view(len(x), num_groups)  # one after the other, so that every path rounds alike
     kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, largest(worth, group_topk), True)
     return largest(by, topk, among=kept.repeat_interleave(of_groups[1], dim=1))

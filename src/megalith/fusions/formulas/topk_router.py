@@ -20,14 +20,15 @@ class Choice(NamedTuple):
     score: str  # "pre_softmax" beside the names of score functions
     num_groups: int
     group_topk: int
+    group_score_topk: int
     scale: float
 
 
 def reference(logits: Tensor, expert_bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """probs, indices and tokens_per_expert."""
-    topk, score, num_groups, group_topk, scale = Choice(*options)
+    topk, score, num_groups, group_topk, group_score_topk, scale = Choice(*options)
     x = logits.to(wide(logits.dtype))
-    indices = select(x.detach(), expert_bias, topk, score, num_groups, group_topk)
+    indices = select(x.detach(), expert_bias, topk, score, num_groups, group_topk, group_score_topk)
     chosen = indices.flatten()
     num_tokens = chosen.new_zeros(logits.shape[1]).scatter_add_(0, chosen, torch.ones_like(chosen))
     return weigh(x, indices, score, scale).to(logits.dtype), indices, num_tokens
@@ -55,7 +56,14 @@ def _gradient_of_chosen(dprobs: Tensor, chosen: Tensor, score: str, scale: float
 
 
 def outputs(
-    logits: Tensor, expert_bias: Tensor | None, topk: int, score: str, num_groups: int, group_topk: int, scale: float
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    topk: int,
+    score: str,
+    num_groups: int,
+    group_topk: int,
+    group_score_topk: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for probs [T, K], indices [T, K] and tokens_per_expert [E]."""
     probs = logits.new_empty(logits.shape[0], topk)

@@ -98,7 +98,7 @@ def _of_best_groups(
 def _route_kernel(
     x_ptr, bias_ptr, probs_ptr, indices_ptr, counts_ptr, x_stride, T, E,
     K: tl.constexpr, KIND: tl.constexpr, SCALE: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, SIZE: tl.constexpr, BLOCK_G: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, SIZE: tl.constexpr, BEST: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -117,7 +117,7 @@ def _route_kernel(
         by = value
     key = key_of(by, of_row)
     if GROUPS > 1:
-        key = _of_best_groups(key, value, col, GROUPS, GROUP_TOPK, SIZE, K // GROUP_TOPK, BLOCK_G)
+        key = _of_best_groups(key, value, col, GROUPS, GROUP_TOPK, SIZE, BEST, BLOCK_G)
     index = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.int32)
     logit = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.float32)
     count = tl.zeros([BLOCK_E], dtype=tl.int64)
@@ -187,15 +187,15 @@ def _route_back_kernel(
 def _route(logits: Tensor, expert_bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     probs, indices, num_tokens = OPERATOR.outputs(logits, expert_bias, *options)
     num_tokens.zero_()
-    topk, score, num_groups, group_topk, scale = Choice(*options)
+    topk, score, num_groups, group_topk, group_score_topk, scale = Choice(*options)
     T, E = logits.shape
     if T:
         logits, tiling = contiguous_columns(logits), tile(E)
         wrap_triton(_route_kernel)[(triton.cdiv(T, tiling["BLOCK_T"]),)](
             logits, None if expert_bias is None else expert_bias.contiguous(), probs, indices, num_tokens,
             logits.stride(0), T, E, K=topk, KIND=score, SCALE=scale,
-            GROUPS=num_groups, GROUP_TOPK=group_topk, SIZE=E // num_groups, BLOCK_G=triton.next_power_of_2(num_groups),
-            BLOCK_K=triton.next_power_of_2(topk), **tiling,
+            GROUPS=num_groups, GROUP_TOPK=group_topk, SIZE=E // num_groups, BEST=group_score_topk,
+            BLOCK_G=triton.next_power_of_2(num_groups), BLOCK_K=triton.next_power_of_2(topk), **tiling,
         )  # fmt: skip
     return probs, indices, num_tokens
 

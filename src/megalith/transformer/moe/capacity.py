@@ -1,0 +1,69 @@
+"""A bound on the tokens of an expert: which of them are dropped, and rows of a fixed number.
+
+    C = ceil(factor * T K / E), T at most
+
+Of an expert's tokens the C of the greatest weights are kept, or the first C; of equal weights the first. The weights
+that are kept stay as they are. Lepikhin et al. 2020, "GShard", arXiv:2006.16668.
+"""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megalith.fusions.row_map import RowMap
+from megalith.transformer.moe.routing import Routing
+
+__all__ = ["drop_past_capacity", "expert_capacity", "fixed_row_map"]
+
+
+def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
+    """C: the tokens that an expert takes at most, of the T that a rank has at a time."""
+    exact = Fraction(str(factor)) * num_tokens * top_k / num_experts  # 1.1 is eleven tenths, and no hair more
+    return min(math.ceil(exact), num_tokens)
+
+
+def drop_past_capacity(
+    routing: Routing, capacity: int, drop: Literal["probability", "position"], real: Tensor
+) -> Routing:
+    """``routing`` without the choices past an expert's ``capacity``, which are marked as dropped.
+
+    ``real`` is bool [T]; tokens of padding are dropped, so that they take no room of others.
+    """
+    E = len(routing.tokens_per_expert)
+    priority = routing.weights.detach() if drop == "probability" else None
+    candidates = torch.where(real[:, None], routing.indices, E)
+    kept = (_rank_in_expert(candidates, E, priority) < capacity) & (candidates < E)
+    indices = torch.where(kept, routing.indices, routing.indices + E)
+    return replace(routing, indices=indices, weights=routing.weights * kept)
+
+
+def fixed_row_map(indices: Tensor, num_experts: int, capacity: int) -> RowMap:
+    """Rows sorted by expert, then by token, ``capacity`` of them for each expert, whatever was chosen.
+
+    ``indices`` are int64 [T, K], of which no expert has more than ``capacity``; R = E C, the rest of an expert's rows
+    are gaps. Nothing waits for the device.
+    """
+    T, K = indices.shape
+    kept = indices < num_experts
+    row_of = torch.where(kept, indices * capacity + _rank_in_expert(indices, num_experts), -1)  # [T, K]
+    # the row past the last one takes the slots that have none
+    token_of = torch.full((num_experts * capacity + 1,), -1, dtype=torch.int32, device=indices.device)
+    tokens = torch.arange(T, dtype=torch.int32, device=indices.device)[:, None].expand(T, K)
+    token_of[torch.where(kept, row_of, num_experts * capacity)] = tokens
+    rows_per_expert = torch.full((num_experts,), capacity, dtype=torch.int32, device=indices.device)
+    return RowMap(row_of.int(), token_of[:-1], rows_per_expert)
+
+
+def _rank_in_expert(indices: Tensor, num_experts: int, priority: Tensor | None = None) -> Tensor:
+    """int64 [T, K]: how many slots of the same expert come first: those of greater ``priority``, then earlier ones."""
+    flat = indices.flatten().clamp_max(num_experts)  # dropped ones are among themselves
+    by_priority = None if priority is None else priority.flatten().argsort(descending=True, stable=True)
+    order = flat.argsort(stable=True) if by_priority is None else by_priority[flat[by_priority].argsort(stable=True)]
+    counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
+    starts = counts.cumsum(0) - counts
+    position = torch.arange(len(flat), device=flat.device) - starts[flat[order]]
+    return torch.empty_like(flat).scatter_(0, order, position).view(indices.shape)

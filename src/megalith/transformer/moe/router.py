@@ -1,0 +1,217 @@
+"""The router of a mixture of experts: which experts each token goes to, with what weight, and what evens their loads.
+
+Logits are x W^T (+ b), in float32 or wider; ``routing`` says how they choose, ``balance`` what the losses are, and
+``capacity`` what is dropped. Losses, counts and jitter are of training alone.
+
+Each rank of tp (under sequence parallelism) and of cp routes tokens of its own. A micro-batch is what they have
+together: its losses count over all of them, and Sinkhorn's iteration and quantiles see the logits of all.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megalith.config import TransformerConfig
+from megalith.numerics.dropout import uniform
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.parameters import DeclaringModule, ParameterSpec, local
+from megalith.topology.collectives import gather_from_sequence_parallel_region
+from megalith.transformer.dropout import DropoutSite
+from megalith.transformer.layer_context import LayerContext
+from megalith.transformer.moe import balance
+from megalith.transformer.moe.capacity import drop_past_capacity, expert_capacity
+from megalith.transformer.moe.routing import (
+    Routing,
+    choose_by_score,
+    choose_in_turn,
+    largest_of_rows,
+    router_logits,
+    sinkhorn,
+    weights_of,
+)
+from megalith.transformer.step_record import MicroBatchRecord, StepRecord
+
+__all__ = ["TopKRouter"]
+
+
+class TopKRouter(DeclaringModule):
+    """The router of one layer; ``layer`` is its global index, under which it writes to the step's record."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    e_score_correction_bias: Tensor | None
+    quantile_offsets: Tensor | None
+
+    def __init__(self, config: TransformerConfig, options: BuildOptions, layer: int) -> None:
+        super().__init__()
+        assert config.moe is not None, "a router is built for a model with experts"
+        self.num_experts, self.top_k = config.moe.num_experts, config.moe.top_k
+        self.router, self.capacity = config.moe.router, config.moe.capacity
+        self.layer = layer
+        groups, self.partial = options.pg_collection, options.sequence_parallel
+        self.token_groups = [group for group in (groups.tp if self.partial else None, groups.cp) if group is not None]
+        self.dp_group = groups.dp
+        # its name and key are those of a dropout, and what is drawn by them a factor of each feature
+        self.jitter = DropoutSite(self.router.jitter)
+
+        E, H = self.num_experts, config.hidden_size
+        self.declare("weight", ParameterSpec((E, H), "normal", config.init_method_std), groups, options.dtype)
+        self.register_parameter("bias", None)
+        self.register_buffer("e_score_correction_bias", None)
+        self.register_buffer("quantile_offsets", None)
+        if self.router.bias:
+            self.declare("bias", ParameterSpec((E,), "zeros"), groups, options.dtype)
+        if self.router.expert_bias_update_rate is not None:
+            self.declare_buffer("e_score_correction_bias", lambda: torch.zeros(E, dtype=torch.float32), saved=True)
+        if self.router.selection == "quantile":
+            self.declare_buffer("quantile_offsets", lambda: torch.zeros(E, dtype=torch.float32), saved=True)
+
+    def forward(
+        self, x: Tensor, context: LayerContext, padding_mask: Tensor | None = None, replayed: Tensor | None = None
+    ) -> Routing:
+        """Where the tokens of this rank go.
+
+        Args:
+            x: [S, B, H], of [S/cp/tp, B, H] each; token s B + b of the T is x[s, b].
+            context: the micro-batch, with its record and the global ids of its tokens.
+            padding_mask: bool [S, B], True where a token is real. The others are routed too, while there is no
+                capacity, but count in no load and no loss.
+            replayed: the ``indices`` of an earlier routing, int64 [T, K], to take in place of choosing; weights are
+                those of ``x``, with their gradients.
+        """
+        S, B, H = x.shape
+        logits = self._logits(x.reshape(S * B, H), context)  # [T, E]
+        real = logits.new_ones(S * B, dtype=torch.bool) if padding_mask is None else padding_mask.reshape(S * B)
+        # without a record the loop is a user's own, which has one micro-batch and forgets
+        record = context.record or StepRecord(1.0).micro_batch(0)
+        if replayed is None:
+            indices, weights = self._choose(logits, context, record, real)
+        else:
+            indices, weights = replayed, weights_of(logits, replayed, self.router)
+        choices = balance.choices_of_sequences(indices, self.num_experts, B, real)  # [B, E + 1]
+        tokens_per_expert = choices[:, :-1].sum(dim=0)
+        if self.training:
+            record.add(self.layer, tokens_per_expert)
+            weights = self._with_losses(weights, logits, choices, record, real)
+        routing = Routing(indices, weights, tokens_per_expert)
+        if self.capacity is None or replayed is not None:  # what is replayed says what was dropped
+            return routing
+        C = expert_capacity(S * B, self.top_k, self.num_experts, self.capacity.factor)
+        return drop_past_capacity(routing, C, self.capacity.drop, real)
+
+    def update_balance_(self, tokens_per_expert: Tensor, offset_estimates: Tensor | None) -> None:
+        """Moves the bias and the offsets that choices are made by: once per step that was applied, alike on all ranks.
+
+        Args:
+            tokens_per_expert: int64 [E], ``StepRecord.tokens_per_expert`` summed over the ranks of the layer's stage.
+            offset_estimates: [E + 1], ``StepRecord.total("quantile_offsets", layer)`` summed likewise, where choices
+                are made by quantiles.
+        """
+        if self.e_score_correction_bias is not None and self.router.expert_bias_update_rate is not None:
+            rate = self.router.expert_bias_update_rate
+            balance.update_expert_bias_(self.e_score_correction_bias, tokens_per_expert, rate)
+        if self.quantile_offsets is not None and offset_estimates is not None:
+            balance.update_quantile_offsets_(self.quantile_offsets, offset_estimates, self.router.quantile_decay)
+
+    def _logits(self, x: Tensor, context: LayerContext) -> Tensor:
+        """[T, H] -> [T, E], float32 or wider."""
+        if (jitter := self.jitter.of(context.hidden_dropout_key)) is not None:
+            assert jitter.key is not None, "a site that draws has a key"
+            noise = uniform(jitter.key, x.shape[1]).view(x.shape)
+            x = x * (1.0 + jitter.p * (2.0 * noise - 1.0))
+        bias = None if self.bias is None else local(self.bias, partial=self.partial)
+        return router_logits(x, local(self.weight, partial=self.partial), bias)
+
+    def _choose(
+        self, logits: Tensor, context: LayerContext, record: MicroBatchRecord, real: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The experts [T, K] that ``logits`` [T, E] choose, and their weights, before any token is dropped."""
+        match self.router.selection:
+            case "top_k":
+                return choose_by_score(logits, self.top_k, self.router, self.e_score_correction_bias)
+            case "round_robin":
+                key = context.hidden_dropout_key
+                ids = torch.arange(len(logits), device=logits.device) if key is None else key.tokens.reshape(-1)
+                indices = choose_in_turn(ids, self.top_k, self.num_experts)
+            case "quantile":
+                assert self.quantile_offsets is not None, "the constructor has declared them"
+                offsets = self.quantile_offsets.to(logits.dtype)
+                indices = largest_of_rows(logits - offsets, self.top_k)
+                if self.training:
+                    record.kept("quantile_offsets", self.layer, lambda: self._quantile_offsets(logits, offsets, real))
+            case "sinkhorn":
+                indices = largest_of_rows(logits, self.top_k)
+                if self.training:
+                    # kept, as it takes collectives; a token of padding has no balanced logits
+                    balanced = record.kept("sinkhorn", self.layer, lambda: self._sinkhorn(logits, real))
+                    indices = torch.where(real[:, None], balanced, indices)
+        return indices, weights_of(logits, indices, self.router)
+
+    def _sinkhorn(self, logits: Tensor, real: Tensor) -> Tensor:
+        """[T, K]: the experts of this rank's tokens, in balance over the micro-batch."""
+        every, whose, start = self._of_micro_batch(logits, real)
+        return largest_of_rows(sinkhorn(every, whose)[start : start + len(logits)], self.top_k)
+
+    def _quantile_offsets(self, logits: Tensor, offsets: Tensor, real: Tensor) -> Tensor:
+        every, whose, _ = self._of_micro_batch(logits, real)
+        return balance.quantile_offsets(every, offsets, self.top_k, whose)
+
+    def _of_micro_batch(self, logits: Tensor, real: Tensor) -> tuple[Tensor, Tensor, int]:
+        """The logits of all ranks that share the micro-batch, which are real, and where this rank's begin."""
+        rows, start = torch.cat([logits.detach(), real[:, None].to(logits.dtype)], dim=1), 0  # [T, E + 1]
+        for group in self.token_groups:
+            start += group.rank() * len(rows)
+            rows = gather_from_sequence_parallel_region(rows, group)
+        return rows[:, :-1], rows[:, -1] > 0, start
+
+    def _with_losses(
+        self, weights: Tensor, logits: Tensor, choices: Tensor, record: MicroBatchRecord, real: Tensor
+    ) -> Tensor:
+        """``weights``, whose backward is that of the balance losses too. ``choices`` [B, E + 1] are this rank's."""
+        router, K = self.router, self.top_k
+        of_score = {
+            "sequence_balance": router.sequence_balance,
+            "micro_batch_balance": router.micro_batch_balance,
+            "global_balance": router.global_balance,
+        }
+        ratios = {name: ratio for name, ratio in {**of_score, "z_loss": router.z_loss}.items() if ratio}
+        if not ratios:
+            return weights
+        choices = record.kept("choices", self.layer, lambda: _summed(choices, self.token_groups))
+        all_choices, num_tokens = choices.sum(dim=0), choices[:, -1].sum()
+        losses: dict[str, Tensor] = {}
+        if ratios.keys() & of_score.keys():
+            scores = balance.scores_of_sequences(logits, K, router.score_function, len(choices), real)  # [B, E]
+            all_scores = scores.sum(dim=0)
+            losses["sequence_balance"] = balance.switch_loss(scores, choices[:, -1], choices, K).mean()
+            losses["micro_batch_balance"] = balance.switch_loss(all_scores, num_tokens, all_choices, K)
+        if "global_balance" in ratios:
+            so_far = self._choices_so_far(all_choices, record)
+            losses["global_balance"] = balance.switch_loss(all_scores, num_tokens, so_far, K)
+        if "z_loss" in ratios:
+            losses["z_loss"] = balance.z_loss(logits, real, num_tokens)
+        for name in ratios:
+            record.add_loss(name, self.layer, losses[name])
+        total = sum((ratio * losses[name] for name, ratio in ratios.items()), start=logits.new_zeros(()))
+        return balance.with_gradient_of(weights, total, record.balance_scale)
+
+    def _choices_so_far(self, choices: Tensor, record: MicroBatchRecord) -> Tensor:
+        """[E + 1]: ``choices`` of the micro-batch summed over dp and over the micro-batches of the step until this."""
+        dp_groups = [] if self.dp_group is None else [self.dp_group]
+        record.kept("choices_of_all_ranks", self.layer, lambda: _summed(choices, dp_groups))
+
+        def until_now() -> Tensor:
+            total = record.step.total("choices_of_all_ranks", self.layer)
+            assert total is not None, "this micro-batch's are among them"
+            return total
+
+        return record.kept("choices_so_far", self.layer, until_now)
+
+
+def _summed(counts: Tensor, groups: list[ProcessGroup]) -> Tensor:
+    """``counts``, whole numbers, summed over the ranks of all ``groups``."""
+    total = counts.clone()
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    return total
