@@ -20,4 +20,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "experts of latents, with biases": {
         "model": {"moe": {"num_experts": 4, "latent_size": 16}, "mlp_bias": True, "activation": "squared_relu"}
     },
+    "an even load by losses, and jitter": {
+        "model": {
+            "moe": {
+                "num_experts": 4,
+                "router": {"sequence_balance": 0.3, "z_loss": 0.1, "jitter": 0.1, "scaling_factor": 1.5},
+            }
+        }
+    },
+    "groups and a bias that evens loads": {
+        "model": {
+            "moe": {
+                "num_experts": 8,
+                "router": {
+                    "score_function": "sigmoid",
+                    "expert_bias_update_rate": 0.05,
+                    "num_groups": 4,
+                    "group_topk": 2,
+                },
+            }
+        }
+    },
 }

@@ -55,7 +55,7 @@ def _of_all_stages(mine: Trajectory) -> Trajectory:
 
 
 def _weights(run: Run) -> dict[str, torch.Tensor]:
-    return {name: _whole(parameter) for name, parameter, _ in declared_parameters(*run.chunks)}
+    return {name: _whole(tensor) for name, tensor in run.weights().items()}
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from megalith.numerics.tolerance import LAYOUT_FLOAT64, gradient_error
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions
 from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.transformer.step_record import MicroBatchRecord, StepRecord
 
 
 @dataclass
@@ -37,15 +38,17 @@ def reference(tree: dict[str, Any], num_steps: int = 2) -> Trajectory:
     torch.manual_seed(0)
     model = GPTModel(config.model, BuildOptions(ProcessGroupCollection.single(), torch.float64), seed=config.train.seed)
     named = dict(model.named_parameters())
-    decayed = [p for p in named.values() if p.ndim > 1]
-    plain = [p for p in named.values() if p.ndim == 1]
+    is_decayed = {name: p.ndim > 1 and not name.endswith("bias") for name, p in named.items()}
+    decayed = [p for name, p in named.items() if is_decayed[name]]
+    plain = [p for name, p in named.items() if not is_decayed[name]]
     optim = config.optim
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.adamw.betas, eps=optim.adamw.eps)
     dataset = GPTDataset(config.data.train, config.data.seq_length, config.train.seed)
     found = Trajectory(initial={name: p.detach().clone() for name, p in named.items()})
     for step in range(num_steps):
-        loss = _loss(model, config, dataset, step)
+        record = StepRecord(1.0)
+        loss = _loss(model, config, dataset, step, record.micro_batch(0))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm or float("inf"))
         found.losses.append(loss.item())
@@ -53,11 +56,13 @@ def reference(tree: dict[str, Any], num_steps: int = 2) -> Trajectory:
         found.gradients.append({name: p.grad.clone() for name, p in named.items()})
         optimizer.step()
         optimizer.zero_grad()
-    found.final = {name: p.detach().clone() for name, p in named.items()}
+        for layer, router in model.routers().items():
+            router.update_balance_(record.tokens_per_expert(layer), record.total("quantile_offsets", layer))
+    found.final = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return found
 
 
-def _loss(model: GPTModel, config: RunConfig, dataset: GPTDataset, step: int) -> Tensor:
+def _loss(model: GPTModel, config: RunConfig, dataset: GPTDataset, step: int, record: MicroBatchRecord) -> Tensor:
     G, S = config.train.global_batch_size, config.data.seq_length
     samples = [dataset[step * G + row] for row in range(G)]
     tokens, labels = (torch.tensor([list(getattr(s, name)) for s in samples]) for name in ("tokens", "labels"))
@@ -72,14 +77,16 @@ def _loss(model: GPTModel, config: RunConfig, dataset: GPTDataset, step: int) ->
             first = torch.where(starts.bool(), torch.arange(S), 0).cummax(1).values
             positions = torch.arange(S) - first
     key = None
-    if config.model.hidden_dropout or config.model.embedding_dropout or config.model.attention_dropout:
+    if model.drops():
         key = DropoutKey(config.train.seed, step, torch.arange(G * S).view(G, S))
     counted = tokens != 0 if config.data.eod_mask_loss else torch.ones_like(tokens, dtype=torch.bool)
     mtp = config.model.mtp
     num_ahead = 0 if mtp is None else mtp.num_modules
     if mtp is not None:
         labels = torch.stack([labels.roll(-depth, dims=1) for depth in range(1 + num_ahead)])
-    losses = model(tokens, labels=labels, position_ids=positions, packed_seq_params=packed, dropout_key=key)
+    losses = model(
+        tokens, labels=labels, position_ids=positions, packed_seq_params=packed, dropout_key=key, record=record
+    )
     total = losses.view(-1, G, S)[0][counted].sum() / counted.sum()
     for depth in range(1, 1 + num_ahead):
         # token by token: a document ends with its end-of-document token

@@ -14,12 +14,13 @@ __all__ = [
     "experts_need_sequence_parallel",
     "offsets_follow_the_next_best_expert",
     "one_expert_needs_a_weight",
+    "padded_capacities_travel_by_row",
     "sinkhorn_has_weights_of_its_own",
     "tokens_choose_among_the_experts",
 ]
 
 _EXPERTS, _TOP_K, _CAPACITY = "model.moe.num_experts", "model.moe.top_k", "model.moe.capacity.factor"
-_ROUTER = "model.moe.router"
+_ROUTER, _PAD = "model.moe.router", "model.moe.capacity.pad"
 _SCORE, _PRE, _SELECTION = f"{_ROUTER}.score_function", f"{_ROUTER}.pre_softmax", f"{_ROUTER}.selection"
 _GROUPS, _GROUP_TOPK, _GROUP_SCORE = (f"{_ROUTER}.{name}" for name in ("num_groups", "group_topk", "group_score_topk"))
 _EXPERT, _EXPERT_TENSOR = "parallel.expert", "parallel.expert_tensor"
@@ -118,6 +119,19 @@ def offsets_follow_the_next_best_expert(run: Draft) -> Iterator[Violation]:
         message = f"{_SELECTION}=quantile needs {_TOP_K} ({top_k}) to be less than {_EXPERTS} ({experts})"
         fixes: tuple[Fix, ...] = ({_SELECTION: None}, {_EXPERTS: experts + 1})
         yield Violation("offsets_follow_the_next_best_expert", _TOP_K, message, fixes)
+
+
+def padded_capacities_travel_by_row(run: Draft) -> Iterator[Violation]:
+    """capacity.pad needs dispatch.method=all_to_all and no dispatch.max_rows: what it bounds is known already."""
+    if not run.get(_PAD):
+        return
+    method, bound = "parallel.dispatch.method", "parallel.dispatch.max_rows"
+    if run[method] == "all_gather":
+        message = f"{_PAD}=true needs {method}=all_to_all; got all_gather"
+        yield Violation("padded_capacities_travel_by_row", method, message, ({method: None}, {_PAD: None}))
+    if run.get(bound) is not None:
+        message = f"{bound} ({run[bound]}) has no effect with {_PAD}=true, which bounds the rows of every expert"
+        yield Violation("padded_capacities_travel_by_row", bound, message, ({bound: None}, {_PAD: None}))
 
 
 def experts_divide_among_ranks(run: Draft) -> Iterator[Violation]:

@@ -38,6 +38,7 @@ from megalith.config.moe_rules import (
     experts_need_sequence_parallel,
     offsets_follow_the_next_best_expert,
     one_expert_needs_a_weight,
+    padded_capacities_travel_by_row,
     sinkhorn_has_weights_of_its_own,
     tokens_choose_among_the_experts,
 )
@@ -108,6 +109,7 @@ RUN_RULES: tuple[Rule, ...] = (
     expert_ranks_divide_the_world,
     experts_divide_among_ranks,
     experts_need_sequence_parallel,
+    padded_capacities_travel_by_row,
     pipeline_settings_need_a_pipeline,
     schedule_fits_the_stages,
     split_backwards_split_every_product,

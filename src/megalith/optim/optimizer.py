@@ -57,7 +57,7 @@ def matches(override: ParamGroupOverride, parameters: NamedParameters) -> bool:
 
 
 def parameter_groups(parameters: NamedParameters, overrides: Sequence[ParamGroupOverride]) -> list[dict[str, Any]]:
-    """Named parameters by what they share: ``wd_mult`` (0 for vectors: norms and biases; else 1) and overrides.
+    """Named parameters by what they share: ``wd_mult`` (0 for vectors and all biases; else 1) and overrides.
 
     An override's ``match`` is a shell pattern over the whole name: ``*.bias``, ``model.embed_tokens.*``.
 
@@ -67,7 +67,8 @@ def parameter_groups(parameters: NamedParameters, overrides: Sequence[ParamGroup
     groups: dict[tuple[tuple[str, float], ...], list[nn.Parameter]] = {}
     unused = {override.match for override in overrides}
     for name, parameter in parameters:
-        settings = {"wd_mult": 0.0 if parameter.dim() == 1 else 1.0}
+        is_bias = name.endswith("bias")  # those of experts are packed, and no vectors
+        settings = {"wd_mult": 0.0 if parameter.dim() == 1 or is_bias else 1.0}
         said: dict[str, str] = {}
         for override in (override for override in overrides if fnmatchcase(name, override.match)):
             unused.discard(override.match)

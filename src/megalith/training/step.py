@@ -24,7 +24,7 @@ from megalith.optim.grad_norm import clip_coefficient, local_squared_norm, scale
 from megalith.parallel.parameters import declared_parameters
 from megalith.topology.agreement import all_gather, everywhere
 from megalith.training.batch import inputs_for
-from megalith.training.routing import RoutingTotals, routing_sums, routing_totals
+from megalith.training.routing import RoutingTotals, routing_sums, routing_totals, update_routers_
 from megalith.training.run import Run
 from megalith.transformer.step_record import StepRecord
 
@@ -95,11 +95,11 @@ def train_step(run: Run, micro_batches: Sequence[Any], counts: Mapping[str, int]
     parameters = run.parameters()
     with run.timers("gradient norm"):
         squared_norm = local_squared_norm(run.counted_parameters()).view(1)
-        routing = routing_sums(run.task, record, run.device)
+        routing = routing_sums(run.task.routed_layers, record, run.device)
         terms, grad_norm, of_routers = _reduce(run, sums, squared_norm, routing)
     terms = {name: value / max(1, counts[name]) for name, value in terms.items()}
     loss, grad_norm = weighted_mean(run.task.terms, terms), grad_norm / scale
-    totals = routing_totals(run.task, of_routers, num_micro_batches)
+    totals = routing_totals(run.task.routed_layers, of_routers, num_micro_batches)
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
     if not finite:
         _refuse(run, loss, grad_norm)
@@ -107,7 +107,7 @@ def train_step(run: Run, micro_batches: Sequence[Any], counts: Mapping[str, int]
         if finite:
             scale_gradients_(parameters, clip_coefficient(grad_norm, run.config.optim.clip_norm) / scale)
             run.optimizer.step()
-            _update_routers(run, totals)
+            update_routers_(run.chunks, totals)
         run.optimizer.zero_grad()
     lr = run.scheduler.lr
     if finite:
@@ -162,12 +162,6 @@ def _reduce(
     terms, [squares], of_routers = (part.tolist() for part in reduced.split([len(mine), 1, len(routing)]))
     norm = math.sqrt(squares) if squares >= 0.0 else math.nan
     return dict(zip(run.task.terms, terms, strict=True)), norm, of_routers
-
-
-def _update_routers(run: Run, totals: RoutingTotals) -> None:
-    for chunk in run.chunks:
-        for layer, router in chunk.routers().items():
-            router.update_(totals.loads[layer])
 
 
 def _refuse(run: Run, loss: float, grad_norm: float) -> None:

@@ -84,7 +84,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         num_layers = config.model.num_layers + (0 if mtp is None else mtp.num_modules)
         if (moe := config.model.moe) is not None:
             with_experts = (layer for layer in range(num_layers) if moe.has_experts(layer))
-            self.routed_layers = MappingProxyType(dict.fromkeys(with_experts, moe.num_experts))
+            self.routed_layers = MappingProxyType(dict.fromkeys(with_experts, moe))
         self._packs_documents = config.data.reset_attention_mask
         self._resets_positions = config.data.reset_position_ids
 

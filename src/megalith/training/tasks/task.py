@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from megalith.config import MoEConfig
 from megalith.config.layout import Layout
 from megalith.data.samples import Identified, Samples, SizedSamples
 from megalith.errors import ConfigError
@@ -72,14 +73,14 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
         tokens_per_sample: how many tokens a model reads of a sample, with a loss or without.
         flops_per_sample: model FLOPs of training on a sample, forward and backward, without what recomputation repeats.
         num_parameters: of the whole model.
-        routed_layers: how many experts each layer has that has any, by its index, in all stages.
+        routed_layers: the layers with experts, in all stages, by their index.
     """
 
     terms: Mapping[str, float]
     tokens_per_sample: int
     flops_per_sample: int
     num_parameters: int
-    routed_layers: Mapping[int, int] = MappingProxyType({})
+    routed_layers: Mapping[int, MoEConfig] = MappingProxyType({})
 
     @abstractmethod
     def build_model(self, options: BuildOptions, stage: Stage | None = None) -> ModelModule:

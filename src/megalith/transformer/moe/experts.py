@@ -87,8 +87,8 @@ class GroupedMLP(DeclaringModule):
             return weighted_squared_relu_impl(h, weights)
         if self.activation == "relu":
             return torch.relu(h) * weights.to(h.dtype)
-        approximate = "tanh" if self.activation == "gelu_tanh" else "none"
-        return bias_gelu_impl(h, None, approximate=approximate) * weights.to(h.dtype)
+        y = bias_gelu_impl(h, None, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        return y * weights.to(h.dtype)
 
 
 class SequentialMLP(GroupedMLP):

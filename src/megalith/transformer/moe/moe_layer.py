@@ -11,6 +11,7 @@ Shazeer et al. 2017, arXiv:1701.06538; dropless as in Gale et al. 2022, "MegaBlo
 
 from dataclasses import replace
 from math import ceil
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from megalith.fusions import row_map
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.tensor.layers import ReplicatedLinear
 from megalith.transformer.layer_context import LayerContext
+from megalith.transformer.moe.capacity import expert_capacity
 from megalith.transformer.moe.experts import GroupedMLP
 from megalith.transformer.moe.router import TopKRouter
 from megalith.transformer.moe.routing import Routing
@@ -43,6 +45,7 @@ class MoELayer(nn.Module):
         moe, H = config.moe, config.hidden_size
         assert moe is not None, "a layer with experts is of a model with model.moe"
         self.num_experts, self.groups = moe.num_experts, options.pg_collection
+        self.top_k, self.capacity = moe.top_k, moe.capacity
         self.max_rows = options.dispatch.max_rows
         self.gate = TopKRouter(config, options, layer)
         self.experts = GroupedMLP(config, options)
@@ -52,7 +55,9 @@ class MoELayer(nn.Module):
         if moe.latent_size is not None:
             self.to_latents = ReplicatedLinear(H, moe.latent_size, options, std=config.init_method_std)
             self.from_latents = ReplicatedLinear(moe.latent_size, H, options, std=config.init_method_std)
-        self.dispatcher: MoETokenDispatcher = _DISPATCHERS[options.dispatch.method](moe.num_experts, self.groups)
+        self.dispatcher: MoETokenDispatcher[Any, Any] = _DISPATCHERS[options.dispatch.method](
+            moe.num_experts, self.groups
+        )
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
@@ -62,13 +67,19 @@ class MoELayer(nn.Module):
         if self.max_rows is not None and (num_turns := self._num_turns(routing, self.max_rows)) > 1:
             y, shared = self._in_turns(tokens, routing, num_turns), self._shared(x, context)
         else:
-            sent = self.dispatcher.send(tokens, routing)
+            sent = self.dispatcher.send(tokens, routing, self._padded_to(len(tokens)))
             shared = self._shared(x, context)  # while tokens travel
             (rows, weights, rows_per_expert), plan = self.dispatcher.receive(sent)
             y = self.dispatcher.combine(self.experts(rows, weights, rows_per_expert), plan)
         y = y.view(travels.shape)
         y = y if self.from_latents is None else self.from_latents(y)
         return y if shared is None else y + shared
+
+    def _padded_to(self, num_tokens: int) -> int | None:
+        """The rows of each expert from this rank, where they do not depend on data."""
+        if self.capacity is None or not self.capacity.pad:
+            return None
+        return expert_capacity(num_tokens, self.top_k, self.num_experts, self.capacity.factor)
 
     def _shared(self, x: Tensor, context: LayerContext) -> Tensor | None:
         return None if self.shared_experts is None else self.shared_experts(x, context)
@@ -105,7 +116,7 @@ class MoELayer(nn.Module):
         return max(1, ceil(int(most) / (max_rows * routing.indices.numel() * etp_size)))
 
 
-_DISPATCHERS: dict[str, type[MoETokenDispatcher]] = {
+_DISPATCHERS: dict[str, type[MoETokenDispatcher[Any, Any]]] = {
     "all_gather": MoEAllGatherTokenDispatcher,
     "all_to_all": MoEAlltoAllTokenDispatcher,
 }

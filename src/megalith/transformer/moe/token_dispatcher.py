@@ -26,6 +26,7 @@ from megalith.topology.collectives import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.transformer.moe.capacity import fixed_row_map
 from megalith.transformer.moe.routing import Routing
 
 __all__ = [
@@ -63,8 +64,11 @@ class MoETokenDispatcher(ABC, Generic[Sent, Plan]):
         self.num_local_experts = num_experts // self.ep_size
 
     @abstractmethod
-    def send(self, tokens: Tensor, routing: Routing) -> Sent:
-        """Begins to send tokens [T, D] to their experts; what is called before ``receive`` runs meanwhile."""
+    def send(self, tokens: Tensor, routing: Routing, capacity: int | None = None) -> Sent:
+        """Begins to send tokens [T, D] to their experts; what is called before ``receive`` runs meanwhile.
+
+        ``capacity``: every expert gets so many rows from each rank, zeros among them, and none has more.
+        """
 
     @abstractmethod
     def receive(self, sent: Sent) -> tuple[ExpertRows, Plan]:
@@ -87,8 +91,9 @@ class _Everything:
 class MoEAllGatherTokenDispatcher(MoETokenDispatcher[_Everything, RowMap]):
     """All tokens to all ranks: what travels does not grow with K. Every rank must have the same number of tokens."""
 
-    def send(self, tokens: Tensor, routing: Routing) -> _Everything:
+    def send(self, tokens: Tensor, routing: Routing, capacity: int | None = None) -> _Everything:
         """Gathers everything; it is there when this returns."""
+        assert capacity is None, "config refuses capacities that are padded to"
         return _Everything(*(self._gather(x) for x in (tokens, routing.indices, routing.weights)))
 
     def receive(self, sent: _Everything) -> tuple[ExpertRows, RowMap]:
@@ -146,12 +151,15 @@ class _WayBack:
 class MoEAlltoAllTokenDispatcher(MoETokenDispatcher[_OnTheirWay, _WayBack]):
     """Each row to the rank of its expert. The host waits for the device once, to know how many rows arrive.
 
-    Where routing is padded to a capacity all numbers are known, and it does not wait.
+    With a ``capacity`` all numbers are known, and it does not wait.
     """
 
-    def send(self, tokens: Tensor, routing: Routing) -> _OnTheirWay:
-        found = routing.padded_rows or row_map(routing.indices, routing.indices.numel(), num_experts=self.num_experts)
-        counts = self._counts(found, routing)
+    def send(self, tokens: Tensor, routing: Routing, capacity: int | None = None) -> _OnTheirWay:
+        if capacity is None:
+            found = row_map(routing.indices, routing.indices.numel(), num_experts=self.num_experts)
+        else:
+            found = fixed_row_map(routing.indices, self.num_experts, capacity)
+        counts = self._counts(found, capacity)
         if (num_rows := sum(counts.sent)) < len(found.token_of):  # some were dropped
             found = found._replace(token_of=found.token_of[:num_rows])
         rows, weights = permute_by(tokens, found, routing.weights)
@@ -186,12 +194,11 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher[_OnTheirWay, _WayBack]):
         y = all_to_all(y, self.ep_group, came.counts.sent, came.counts.received)
         return unpermute(y, came.sorted_here)
 
-    def _counts(self, found: RowMap, routing: Routing) -> _Counts:
-        if routing.padded_rows is not None:  # all experts get the same number of rows from every rank
-            each = len(found.token_of) // self.ep_size
+    def _counts(self, found: RowMap, capacity: int | None) -> _Counts:
+        if capacity is not None:
             arriving = found.rows_per_expert[:1].expand(self.etp_size, self.ep_size, self.num_local_experts)
-            even = [each] * self.ep_size
-            return _Counts(even, even, [each * self.ep_size] * self.etp_size, arriving)
+            even = [self.num_local_experts * capacity] * self.ep_size
+            return _Counts(even, even, [sum(even)] * self.etp_size, arriving)
         if self.ep_size * self.etp_size == 1:
             num_rows = len(found.token_of)
             return _Counts([num_rows], [num_rows], [num_rows], found.rows_per_expert)
