@@ -12,7 +12,7 @@ from megalith.fusions import grouped_matmul
 from tests.accuracy import assert_accurate
 from tests.fusions.cases.grouped_matmul import formula
 from tests.fusions.observe import operator_calls, saved_bytes
-from tests.kernel_reports import in_interpreter
+from tests.kernel_reports import in_interpreter, traffic
 
 E, H, F = 3, 8, 16  # aligned for torch's operator
 NAN, INF = float("nan"), float("inf")
@@ -195,6 +195,18 @@ def test_no_size_is_read_by_the_host(path, monkeypatch):
         monkeypatch.setattr(Tensor, name, refuse)
     y = grouped_matmul(x, weight, sizes, backend=path)
     torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+
+
+@in_interpreter
+def test_tiles_write_each_result_once_and_none_of_another_expert():
+    # in the interpreter the last write wins, and on a GPU any
+    x, weight = example(70, "cpu")
+    sizes = sizes_of(3, 0, 65, device="cpu")
+    found: list[Tensor] = []
+    forward = traffic(lambda: found.append(grouped_matmul(x, weight, sizes, backend="triton")), (x, weight, sizes))
+    dy = torch.ones(70, F)
+    backward = traffic(lambda: torch.autograd.backward(found, [dy]), (x, weight, sizes, dy))
+    assert forward.visits == backward.visits == 1
 
 
 @on_every_path

@@ -67,7 +67,7 @@ def _register(name: str, by_matrices: Product, by_rows: Product) -> Product:
         if x.numel() == 0 or weight.numel() == 0:
             dx, dweight = OPERATOR.gradients(dy, x, weight, rows_per_expert, needs)
             return dx.zero_(), dweight.zero_()
-        dy = contiguous_columns(dy)
+        dy = contiguous_columns(dy)  # one copy of an expanded gradient for both products
         dx = by_matrices(dy, weight, rows_per_expert) if needs[0] else x.new_empty(0)
         return dx, by_rows(dy, x, rows_per_expert) if needs[1] else x.new_empty(0)
 
@@ -112,6 +112,7 @@ def _by_rows_in_aten(dy: Tensor, x: Tensor, rows_per_expert: Tensor) -> Tensor:
 
 
 def _ends(x: Tensor, rows_per_expert: Tensor) -> Tensor:
+    """Where the rows of each expert end, R at most: on a GPU torch would read past the last row."""
     return rows_per_expert.cumsum(0, dtype=torch.int32).clamp_(max=x.shape[0])
 
 
