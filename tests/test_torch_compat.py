@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from megalith.torch_compat import all_gather_into, compile_apart, reduce_scatter_into
+from megalith.torch_compat import all_gather_into, compile_apart, grouped_mm, reduce_scatter_into
 from tests.rank_pool import ranks
 
 # (since 2.13, until then): both still exist in 2.13, where the older ones warn
@@ -36,6 +36,13 @@ def gather_and_scatter() -> tuple[list[float], list[float]]:
 
 def test_they_gather_and_scatter_without_a_warning():
     assert ranks(2, gather_and_scatter) == [([0, 1, 10, 11], [1]), ([0, 1, 10, 11], [3])]
+
+
+def test_this_torch_multiplies_groups_of_rows():
+    assert hasattr(torch.nn.functional, "grouped_mm") or hasattr(torch, "_grouped_mm")
+    a, b, ends = torch.ones(4, 8), torch.stack([torch.ones(8, 4), torch.full((8, 4), 2.0)]), torch.tensor([1, 4])
+    assert grouped_mm(a, b, ends.int())[:, 0].tolist() == [8, 16, 16, 16]
+    assert grouped_mm(a.t(), a, ends.int())[:, 0, 0].tolist() == [1, 3]
 
 
 def test_this_torch_can_end_a_backward_by_hand():

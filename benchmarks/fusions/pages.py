@@ -37,6 +37,7 @@ FUSIONS_OF: Mapping[str, Sequence[str]] = {
     "fused_softmax": ["masked_softmax"],
     "fused_topk_router": ["topk_router", "aux_loss_scores"],
     "fused_weighted_squared_relu": ["weighted_squared_relu"],
+    "grouped_matmul": ["grouped_matmul"],
 }
 
 

@@ -1,6 +1,7 @@
 """The one place that knows which torch is installed: names that differ between torch 2.11 and 2.13, or are private.
 
 all_gather_single, reduce_scatter_single    new in 2.13, which warns of all_gather_into_tensor, reduce_scatter_tensor
+torch.nn.functional.grouped_mm              torch._grouped_mm in older ones
 torch.compile(isolate_recompiles=...)       new in 2.13, with recompile_limit=...
 torch._functorch.config.donated_buffer      private; whether a compiled backward may overwrite what was saved
 forward_ad._current_level                   private; whether derivatives are carried forward
@@ -38,6 +39,7 @@ __all__ = [
     "compile_layers_",
     "end_backward",
     "forward_mode_is_on",
+    "grouped_mm",
     "is_intercepted",
     "keeping_what_is_saved",
     "launching_directly",
@@ -55,6 +57,7 @@ below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDis
 any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
 
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_grouped_mm = torch.nn.functional.grouped_mm if hasattr(torch.nn.functional, "grouped_mm") else torch._grouped_mm
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 # else a number that is rounded to be stored and widened to be used would be used as it was before
@@ -171,6 +174,15 @@ def reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup | None) -> N
     As everywhere in torch.distributed, None is the default group.
     """
     _reduce_scatter(out, x, group=group)
+
+
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Products of groups of rows or columns, each up to one of ``ends`` int32 [E], in the dtype of ``a``.
+
+    [R, n] with [E, n, m] -> [R, m], whose rows after the last group are not written; [m, R] with [R, n] -> [E, m, n].
+    """
+    y: Tensor = _grouped_mm(a, b, offs=ends)
+    return y
 
 
 def end_backward(root: FSDPModule) -> None:

@@ -103,6 +103,7 @@ from megalith.fusions.fused_weighted_squared_relu import (
 )
 from megalith.fusions.glu import glu, glu_back
 from megalith.fusions.glu_float8 import glu_float8
+from megalith.fusions.grouped_matmul import grouped_matmul
 from megalith.fusions.paths.backend import Backend, use
 from megalith.fusions.row_map import RowMap, row_map
 from megalith.fusions.softmax import masked_softmax
@@ -173,6 +174,7 @@ __all__ = [
     "glu",
     "glu_back",
     "glu_float8",
+    "grouped_matmul",
     "llama3_rope_frequencies",
     "masked_softmax",
     "merge_attention",

@@ -23,6 +23,7 @@ from megalith.fusions.fused_topk_router import FUSION as TOPK_ROUTER
 from megalith.fusions.fused_weighted_squared_relu import FUSION as WEIGHTED_SQUARED_RELU
 from megalith.fusions.glu import FUSION as GLU
 from megalith.fusions.glu_float8 import FUSION as GLU_FLOAT8
+from megalith.fusions.grouped_matmul import FUSION as GROUPED_MATMUL
 from megalith.fusions.paths.backend import Fusion, chosen_by_use
 from megalith.fusions.paths.blocks import LARGEST_WHOLE
 from megalith.fusions.row_map import FUSION as ROW_MAP
@@ -52,6 +53,7 @@ FUSIONS: tuple[Fusion[object], ...] = (
     PERMUTE_FUSION,
     UNPERMUTE_FUSION,
     ROW_MAP,
+    GROUPED_MATMUL,
     TOPK_ROUTER,
     AUX_LOSS_SCORES,
     WEIGHTED_SQUARED_RELU,

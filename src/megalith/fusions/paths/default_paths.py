@@ -24,6 +24,7 @@ DEFAULT_PATHS: Mapping[str, Mapping[str, Sequence[Backend]]] = {
     "indices_to_multihot": {"cuda": ("triton",), "cpu": ("reference",)},
     "multihot_to_indices": {"cuda": ("triton",), "cpu": ("reference",)},
     "attention": {"cuda": ("triton",), "cpu": ("aten",)},
+    "grouped_matmul": {"cuda": ("triton",), "cpu": ("aten", "blocked")},
     "masked_softmax": {"cuda": ("triton",), "cpu": ("blocked",)},
     "mla_rope_kv": {"cuda": ("triton",), "cpu": ("compile", "blocked")},
     "rope": {"cuda": ("triton",), "cpu": ("compile", "blocked")},
