@@ -83,7 +83,7 @@ from megalith.fusions.fused_mla_yarn_rope_apply import (
     fused_apply_mla_rope_for_q,
 )
 from megalith.fusions.fused_pad_routing_map import fused_pad_routing_map
-from megalith.fusions.fused_permute import permute, unpermute
+from megalith.fusions.fused_permute import permute, permute_by, unpermute
 from megalith.fusions.fused_quantize import quantize
 from megalith.fusions.fused_rope import fused_rope
 from megalith.fusions.fused_softmax import (
@@ -179,6 +179,7 @@ __all__ = [
     "masked_softmax",
     "merge_attention",
     "permute",
+    "permute_by",
     "positions_from_cu_seqlens",
     "quantize",
     "quick_geglu",
