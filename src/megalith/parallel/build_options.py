@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from megalith.errors import ConfigError
 from megalith.parallel.context.attention import ContextMethod
-from megalith.parallel.matrix_product import linear
 from megalith.topology.process_groups_config import ProcessGroupCollection
 
 __all__ = ["BuildOptions", "MatrixProduct"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import linear
 
 from megalith.config import RunConfig
 from megalith.data.loader import StepLoader
@@ -18,7 +19,6 @@ from megalith.optim.optimizer import BuildOptimizer, Optimizer, matches
 from megalith.optim.optimizer_param_scheduler import OptimizerParamScheduler
 from megalith.parallel.build_options import BuildOptions, MatrixProduct
 from megalith.parallel.context.attention import ContextMethod
-from megalith.parallel.matrix_product import linear
 from megalith.parallel.parameters import declared_parameters
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.parallel.pipeline.schedules import splits_backward

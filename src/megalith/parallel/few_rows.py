@@ -1,4 +1,4 @@
-"""The matrix product of linear layers: torch's, the other way round where that is faster.
+"""The matrix product of linear layers for models that only generate and evaluate: torch's, or its transpose.
 
     y = x W^T + b = (W x^T + b)^T
 
@@ -9,12 +9,12 @@ form as for the second, from [512, 512] to [8192, 512] (torch 2.13, one thread).
 import torch
 from torch import Tensor, nn
 
-__all__ = ["linear"]
+__all__ = ["linear_of_few_rows"]
 
 _MOST_ROWS = 32
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[..., in] times the transpose of ``weight`` [out, in], plus ``bias`` [out] -> [..., out]."""
     num_rows = x.shape[:-1].numel()
     if x.dtype != torch.bfloat16 or x.device.type != "cpu" or not 1 < num_rows <= _MOST_ROWS:
