@@ -46,6 +46,13 @@ def test_table_gives_kernels_to_gpus_and_the_reference_to_float64_to_unknown_dev
     assert FUSION.path(tensor(numel=LARGEST_WHOLE), None) == "reference"
 
 
+def test_one_block_takes_the_path_that_an_operation_names_for_it():
+    operation = Fusion("rms_norm", {name: name for name in ("compile", "blocked", "aten", "reference")}, whole="aten")
+    assert operation.path(tensor(numel=LARGEST_WHOLE), None) == "aten"
+    assert operation.path(tensor(), None) == "compile"
+    assert operation.path(tensor(dtype=torch.float64, numel=1), None) == "reference"
+
+
 def test_use_is_a_preference_and_the_argument_a_demand():
     without_blocks = Fusion("attention", {name: name for name in ("triton", "aten", "reference")})
     with use("blocked"):

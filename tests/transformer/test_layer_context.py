@@ -20,6 +20,12 @@ def test_a_cache_gives_all_tokens_so_far_without_moving_them():
     assert len(places) == 1
 
 
+def test_the_keys_of_a_head_follow_each_other_in_memory():
+    keys, values = KVCache(6).append(torch.randn(4, 2, 3, 5), torch.randn(4, 2, 3, 5))
+    for x in (keys, values):
+        assert x[:, 1, 2].is_contiguous()
+
+
 def test_more_tokens_than_it_has_room_for_are_refused():
     cache = KVCache(4)
     cache.append(torch.zeros(3, 1, 1, 2), torch.zeros(3, 1, 1, 2))

@@ -7,11 +7,13 @@ dropout it writes one gradient for x and residual together. Formulas and sources
 Floor: 4TH elements in forward and 4TH in backward, 5TH with dropout; saved: h and 4 or 8 bytes a token.
 """
 
-from torch import Tensor
+from typing import Any
+
+from torch import Tensor, nn
 
 from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.formulas.dropout_mask import mask_operands
-from megalith.fusions.formulas.norm import Normalization
+from megalith.fusions.formulas.norm import Normalization, Norming, as_stored, float_gain, summed
 from megalith.fusions.formulas.rows import as_rows, in_shape
 from megalith.fusions.norm import PATHS, check
 from megalith.fusions.paths.backend import Backend, Fusion
@@ -71,4 +73,19 @@ def fused_add_norm(
     return in_shape(y, x.shape), in_shape(h, x.shape)
 
 
-FUSION = Fusion("add_norm", PATHS)
+def _torch_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, input_bias: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """The sum, and torch's operator on it as it is stored, in float32 or wider."""
+    mask, eps, normalization, zero_centered = Norming.of(*options)
+    total = summed(x, residual, input_bias, mask)
+    h, H = as_stored(total, residual.dtype), total.shape[-1:]
+    gain = None if weight is None else float_gain(h, weight, zero_centered)
+    if normalization == "RMSNorm":
+        y = nn.functional.rms_norm(h, H, gain, eps)
+    else:
+        y = nn.functional.layer_norm(h, H, gain, None if bias is None else bias.to(h.dtype), eps)
+    return y.to(x.dtype), total.to(residual.dtype)
+
+
+FUSION = Fusion("add_norm", {**PATHS, "aten": _torch_add_norm}, whole="aten")

@@ -227,10 +227,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams | None, sink
     _, B, A, D = q.shape
     if k.dim() != 4 or k.shape[2] == 0 or A % k.shape[2]:
         raise ShapeError(f"k must be [Sk, B, G, D], with G a divisor of the {A} heads of q; got {list(k.shape)}")
-    check_shape("k", k, (k.shape[0], B, k.shape[2], D), f"[Sk, B, G, D] for q {list(q.shape)}")
+    check_shape("k", k, (k.shape[0], B, k.shape[2], D), "[Sk, B, G, D] with B and D of q")
     if v.dim() != 4 or v.shape[3] == 0 or v.shape[:3] != k.shape[:3]:
         raise ShapeError(f"v must be {[*k.shape[:3], 'Dv']}, as k, with columns; got {list(v.shape)}")
-    check_shape("sink", sink, (A,), f"one for each head of q {list(q.shape)}")
+    check_shape("sink", sink, (A,), "one for each head of q")
     if packed is not None:
         _check_documents(packed, q, k, v)
     bounds = None if packed is None else packed.document_bounds

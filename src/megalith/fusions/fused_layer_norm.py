@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.errors import ConfigError
-from megalith.fusions.formulas.norm import WIDEST_WHOLE_ROW, Normalization, Norming, float_gain, nested_rows
+from megalith.fusions.formulas.norm import WIDEST_WHOLE_ROW, Normalization, float_gain, nested_rows
 from megalith.fusions.formulas.rows import in_shape, wide
 from megalith.fusions.norm import PATHS, Norm, check
 from megalith.fusions.paths.backend import Backend, Fusion, Operand
@@ -227,7 +227,7 @@ def _torch_rms_norm(
     x: Tensor, residual: None, weight: Tensor | None, bias: None, input_bias: None, *options: Any
 ) -> tuple[Tensor]:
     """torch's operator rounds once, beside a gain of the dtype of ``x``; beside another it would take a slow way."""
-    _, eps, _, zero_centered = Norming.of(*options)
+    *_, eps, _, zero_centered = options
     gain = float_gain(x, weight, zero_centered) if zero_centered else weight
     if gain is None or gain.dtype == x.dtype:
         return (nn.functional.rms_norm(x, x.shape[-1:], gain, eps),)
@@ -238,7 +238,7 @@ def _torch_rms_norm(
 def _torch_layer_norm(
     x: Tensor, residual: None, weight: Tensor | None, bias: Tensor | None, input_bias: None, *options: Any
 ) -> tuple[Tensor]:
-    _, eps, _, zero_centered = Norming.of(*options)
+    *_, eps, _, zero_centered = options
     gain = None if weight is None else float_gain(x, weight, zero_centered)
     return (nn.functional.layer_norm(x, x.shape[-1:], gain, None if bias is None else bias.to(x.dtype), eps),)
 
@@ -252,4 +252,5 @@ def _why_not_torch_layer_norm(x: Operand) -> str | None:
 LAYER_NORM_FUSION = Fusion(
     "layer_norm", {**PATHS, "aten": _torch_layer_norm}, limits={"aten": _why_not_torch_layer_norm}
 )
-RMS_NORM_FUSION = Fusion("rms_norm", {**PATHS, "aten": _torch_rms_norm})
+# of a few rows, most of the reference's time is the start of its eight operators
+RMS_NORM_FUSION = Fusion("rms_norm", {**PATHS, "aten": _torch_rms_norm}, whole="aten")

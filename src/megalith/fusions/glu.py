@@ -141,4 +141,5 @@ def check(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | N
         raise ConfigError("interleaved is about a packed x; with up given there is nothing to interleave")
     check_shape("up", up, x.shape, "as the gate x")
     check_shape("bias", bias, (x.shape[-1] * (1 if up is None else 2),), "one for each column of gate and up")
-    check_shape("weights", weights, (*x.shape[:-1], 1), f"one for each token of x {list(x.shape)}")
+    if weights is not None:
+        check_shape("weights", weights, (*x.shape[:-1], 1), f"one for each token of x {list(x.shape)}")

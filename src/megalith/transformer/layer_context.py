@@ -17,10 +17,12 @@ __all__ = ["KVCache", "LayerContext"]
 class KVCache:
     """Keys and values of one layer for the tokens seen so far, in memory for ``capacity`` tokens of each row.
 
-    It is never moved: a token costs its own bytes, and not a copy of all before it.
+    It is never moved: a token costs its own bytes, and not a copy of all before it. In memory the keys of a head follow
+    each other, as attention reads them; a token of all rows and heads is written once and read in every later step.
 
     Attributes:
-        keys, values: [capacity, B, max(G/tp, 1), D] each, allocated at the first ``append``; None before.
+        keys, values: [capacity, B, max(G/tp, 1), D] each, views of [B, max(G/tp, 1), capacity, D]; allocated at the
+            first ``append``, None before.
         num_tokens: how many of a row's are there.
     """
 
@@ -39,7 +41,8 @@ class KVCache:
         if end > self.capacity:
             raise ShapeError(f"the cache has room for {self.capacity} tokens, and these make {end}; make it larger")
         if self.keys is None or self.values is None:
-            self.keys, self.values = (x.new_empty(self.capacity, *x.shape[1:]) for x in (k, v))
+            _, B, heads, D = k.shape
+            self.keys, self.values = (x.new_empty(B, heads, self.capacity, D).permute(2, 0, 1, 3) for x in (k, v))
         self.keys[start:end], self.values[start:end] = k, v
         self.num_tokens = end
         return self.keys[:end], self.values[:end]

@@ -15,8 +15,15 @@ __all__ = ["OPERATOR", "blocked", "compiled", "gradients", "outputs", "reference
 
 def reference(x: Tensor, bias: Tensor | None, residual: Tensor, *mask: Any) -> Tensor:
     """y [T, H] of ``x`` and ``residual`` [T, H], and the operands of a ``Mask``."""
+    if _is_plain_sum(x, bias, residual, *mask):
+        return x + residual
     acc = wide(torch.promote_types(x.dtype, residual.dtype))
     return _add_(x.to(acc, copy=True), bias, residual, Mask(*mask)).to(residual.dtype)
+
+
+def _is_plain_sum(x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None, *_: Any) -> bool:
+    """Whether y is one sum, which torch rounds once too."""
+    return key is None and bias is None and torch.promote_types(x.dtype, residual.dtype) == residual.dtype
 
 
 def _add_(y: Tensor, bias: Tensor | None, residual: Tensor, mask: Mask) -> Tensor:
@@ -76,12 +83,11 @@ OPERATOR = Operator(outputs, gradients, of=("x", "bias"), saves=_saves, passes=_
 
 
 def _forward(run: Runner, x: Tensor, bias: Tensor | None, residual: Tensor, *options: Any) -> Tensor:
-    mask = Mask(*options)
-    if mask.key is None and bias is None and torch.promote_types(x.dtype, residual.dtype) == residual.dtype:
-        return x + residual  # one sum, which torch rounds once too
+    if _is_plain_sum(x, bias, residual, *options):
+        return x + residual
     y = outputs(x, bias, residual, *options)
     acc = wide(torch.promote_types(x.dtype, y.dtype))
-    mask, *mask_rows = rows_of_mask(mask, x)
+    mask, *mask_rows = rows_of_mask(Mask(*options), x)
 
     def formula(
         x: Tensor, residual: Tensor, tokens: Tensor | None, sites: Tensor | None, out: list[Tensor | None]

@@ -9,6 +9,8 @@ from megalith.errors import ShapeError
 
 __all__ = ["check_bool", "check_floating", "check_indices", "check_one_device", "check_shape"]
 
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def check_bool(**tensors: Tensor) -> None:
     """Raises ShapeError unless each tensor given is bool."""
@@ -20,7 +22,7 @@ def check_bool(**tensors: Tensor) -> None:
 def check_floating(**tensors: Tensor | None) -> None:
     """Raises ShapeError unless each tensor given is floating, of 16 bits or more; names are those of the arguments."""
     for name, x in tensors.items():
-        if x is not None and not (x.is_floating_point() and x.element_size() > 1):
+        if x is not None and x.dtype not in _FLOATING:
             raise ShapeError(f"{name} must be float16, bfloat16, float32 or float64; got {x.dtype}")
 
 
@@ -33,13 +35,13 @@ def check_indices(**tensors: Tensor) -> None:
 
 def check_one_device(**tensors: Tensor | None) -> None:
     """Raises ShapeError unless all tensors given are on one device."""
-    given = {name: x.device for name, x in tensors.items() if x is not None}
-    if len(set(given.values())) > 1:
+    if len({x.device for x in tensors.values() if x is not None}) > 1:
+        given = {name: x.device for name, x in tensors.items() if x is not None}
         where = ", ".join(f"{name} is on {device}" for name, device in given.items())
         raise ShapeError(f"{' and '.join(given)} must be on one device; {where}")
 
 
 def check_shape(name: str, x: Tensor | None, shape: Sequence[int], because: str) -> None:
     """Raises ShapeError unless ``x`` is None or of ``shape``; ``because`` says what the shape follows from."""
-    if x is not None and list(x.shape) != list(shape):
+    if x is not None and x.shape != tuple(shape):
         raise ShapeError(f"{name} must be {list(shape)}, {because}; got {list(x.shape)}")

@@ -12,6 +12,7 @@ from torch import Tensor
 from megalith.fusions.formulas.dropout_mask import Mask, keep
 from megalith.fusions.formulas.rows import wide
 from megalith.fusions.paths.library import Operator
+from megalith.torch_compat import forward_mode_is_on
 
 __all__ = [
     "OPERATOR",
@@ -19,6 +20,7 @@ __all__ = [
     "Kept",
     "Normalization",
     "Norming",
+    "as_stored",
     "dropped",
     "float_gain",
     "gradients",
@@ -81,7 +83,7 @@ def reference(
     *mask, eps, normalization, zero_centered = options
     h = x.to(wide(x.dtype)) if residual is None else summed(x, residual, input_bias, Mask(*mask))
     stored = h.new_empty(0) if residual is None else h.to(residual.dtype)
-    h = h if residual is None else _as_stored(h, residual.dtype)
+    h = h if residual is None else as_stored(h, residual.dtype)
     mean, rstd = statistics(h, eps, normalization)
     y = (h if mean is None else h - mean) * rstd
     y = y if weight is None else y * float_gain(y, weight, zero_centered)
@@ -139,8 +141,13 @@ class _Rounding(torch.autograd.Function):
         return dh, None
 
 
-def _as_stored(h: Tensor, dtype: torch.dtype) -> Tensor:
-    rounded: Tensor = h if h.dtype == dtype else _Rounding.apply(h, dtype)
+def as_stored(h: Tensor, dtype: torch.dtype) -> Tensor:
+    """Wide rows ``h``, rounded to ``dtype``; their gradient is not."""
+    if h.dtype == dtype:
+        return h
+    if not h.requires_grad and not forward_mode_is_on():  # a Function inspects a signature in every call
+        return h.to(dtype).to(h.dtype)
+    rounded: Tensor = _Rounding.apply(h, dtype)
     return rounded
 
 

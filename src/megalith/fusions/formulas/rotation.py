@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 Layout = Literal["neox", "interleaved", "deepseek"]
+_LAYOUTS = get_args(Layout)
 
 
 class Rotation(NamedTuple):
@@ -57,7 +58,10 @@ class Tables(NamedTuple):
 
     def of_tokens(self, sections: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of each token, [S, 1 or B, 1, R/2] in ``dtype``: to be shared by the heads."""
-        return self._of_tokens(self.cos, sections, dtype), self._of_tokens(self.sin, sections, dtype)
+        if self.positions is None:
+            return self.cos.to(dtype).unsqueeze(2), self.sin.to(dtype).unsqueeze(2)
+        cos, sin = (self._chosen(table, self.positions, sections) for table in (self.cos, self.sin))
+        return cos.to(dtype).unsqueeze(2), sin.to(dtype).unsqueeze(2)
 
     def rows(self) -> tuple[Tensor, ...]:
         """What has a row for each token."""
@@ -67,19 +71,18 @@ class Tables(NamedTuple):
         """The tables of a block of tokens, of which these are the ``rows()``."""
         return Tables(rows[0], rows[1], None) if self.positions is None else Tables(self.cos, self.sin, rows[0])
 
-    def _of_tokens(self, table: Tensor, sections: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if self.positions is not None:
-            rows = table.squeeze(1).index_select(0, self.positions.flatten())  # raises where there is no such row
-            rows = rows.unflatten(0, self.positions.shape)  # [S, 1 or B, P, R/2]
-            parts = rows.split(list(sections), dim=-1) if sections else (rows,)
-            table = torch.cat([part[..., stream, :] for stream, part in enumerate(parts)], dim=-1)
-        return table.to(dtype).unsqueeze(2)
+    @staticmethod
+    def _chosen(table: Tensor, positions: Tensor, sections: Sequence[int]) -> Tensor:
+        rows = table.squeeze(1).index_select(0, positions.flatten())  # raises where there is no such row
+        rows = rows.unflatten(0, positions.shape)  # [S, 1 or B, P, R/2]
+        parts = rows.split(list(sections), dim=-1) if sections else (rows,)
+        return torch.cat([part[..., stream, :] for stream, part in enumerate(parts)], dim=-1)  # [S, 1 or B, R/2]
 
 
 def check_layout(layout: str) -> None:
     """Raises ConfigError unless there is such a layout."""
-    if layout not in get_args(Layout):
-        raise ConfigError(f"layout must be one of {', '.join(get_args(Layout))}; got {layout!r}")
+    if layout not in _LAYOUTS:
+        raise ConfigError(f"layout must be one of {', '.join(_LAYOUTS)}; got {layout!r}")
 
 
 def tables(
@@ -127,12 +130,15 @@ def reads_pairs(layout: str, inverse: bool) -> bool:
 
 def turn(x: Tensor, table: Tables, how: Rotation, dtype: torch.dtype | None = None) -> Tensor:
     """``x`` [S, B, A, D] turned by its positions, in float32 or wider, or rounded to ``dtype``."""
-    before, both, after = columns(x, table, how)
-    first, second = (half if dtype is None else half.to(dtype) for half in turn_pairs(both, table, how))
+    others: list[Tensor] = []
+    if 2 * table.cos.shape[-1] < x.shape[-1]:
+        before, x, after = columns(x, table, how)
+        others = [before.to(wide(x.dtype)), after.to(wide(x.dtype))]
+    halves = turn_pairs(x, table, how)
     pairs = reads_pairs(how.layout, not how.inverse)
-    turned = [torch.stack((first, second), dim=-1).flatten(-2)] if pairs else [first, second]
-    parts = [before.to(first.dtype), *turned, after.to(first.dtype)]
-    return torch.cat([part for part in parts if part.shape[-1]], dim=-1)
+    y = torch.stack(halves, dim=-1).flatten(-2) if pairs else torch.cat(halves, dim=-1)
+    y = torch.cat((others[0], y, others[1]), dim=-1) if others else y
+    return y if dtype is None else y.to(dtype)
 
 
 def columns(x: Tensor, table: Tables, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:

@@ -57,12 +57,14 @@ def chosen_by_use() -> Backend | None:
 class Fusion(Generic[Path]):
     """A fused operation: its name, and a function of one signature for each path that it has.
 
-    ``limits`` says of a path why it cannot take an operand that others can; None if it can.
+    ``limits`` says of a path why it cannot take an operand that others can; None if it can. ``whole`` is the path that
+    a tensor of one block takes where the table ranks loops over blocks first; it takes every operand.
     """
 
     name: str
     paths: Mapping[Backend, Path]
     limits: Mapping[Backend, Callable[[Operand], str | None]] = field(default_factory=dict)
+    whole: Backend = "reference"
 
     def path(self, x: Operand, backend: Backend | None) -> Path:
         """The function that computes the operation on ``x``: of the path ``backend``, or of that of ``choose``.
@@ -73,7 +75,7 @@ class Fusion(Generic[Path]):
         chosen = backend or self.choose(x)
         if chosen == "compile" and torch.compiler.is_compiling() and chosen in self.paths:
             return self.paths["reference"]  # its compiler sees through a formula, not through what is compiled
-        if reason := self.why_not(chosen, x):
+        if chosen != self.whole and (reason := self.why_not(chosen, x)):
             able = [path for path in self.paths if not self.why_not(path, x)]
             raise BackendError(
                 f"{self.name} cannot take backend={chosen!r}: {reason}; here it can take {' or '.join(able)}"
@@ -89,9 +91,9 @@ class Fusion(Generic[Path]):
         """The first path that can run here, of those in the committed table for the device of ``x``.
 
         float64 takes the reference on every device, and so does all that forward-mode AD goes through. So does, inside
-        of torch.compile, what would be compiled or blocked, and what is one block: there is nothing to cut, and nothing
-        to wait for a compiler for. Where ``x`` is beyond the limits of every path of the table, the reference takes it,
-        and a line in the log says so. ``prefer`` lifts all of that.
+        of torch.compile, what would be compiled or blocked. What is one block takes ``whole``: there is nothing to cut,
+        and nothing to wait for a compiler for. Where ``x`` is beyond the limits of every path of the table, the
+        reference takes it, and a line in the log says so. ``prefer`` lifts all of that.
         """
         ranked = DEFAULT_PATHS[self.name].get(x.device.type, ("reference",))
         if ranking.preferred is not None:
@@ -102,14 +104,19 @@ class Fusion(Generic[Path]):
         of_loops = ranked[0] in ("compile", "blocked")
         if x.dtype == torch.float64 or forward_mode_is_on():
             return "reference"
-        if of_loops and (torch.compiler.is_compiling() or x.numel() <= LARGEST_WHOLE):
+        if of_loops and torch.compiler.is_compiling():
             return "reference"
+        if of_loops and x.numel() <= LARGEST_WHOLE:
+            return self.whole
+        for path in ranked:
+            if not self.why_not(path, x):
+                return path
         fitting = [path for path in ranked if not self._limit(path, x)]
-        if not fitting:
-            if not torch.compiler.is_compiling():  # which cannot trace it
-                _tell(f"{self.name} takes its reference, in plain torch: {self._limit(ranked[-1], x)}")
-            return "reference"
-        return next((path for path in fitting if not self.why_not(path, x)), fitting[-1])
+        if fitting:
+            return fitting[-1]
+        if not torch.compiler.is_compiling():  # which cannot trace it
+            _tell(f"{self.name} takes its reference, in plain torch: {self._limit(ranked[-1], x)}")
+        return "reference"
 
     def why_not(self, backend: Backend, x: Operand) -> str | None:
         """Why ``x`` cannot take ``backend``, in one clause; None if it can."""

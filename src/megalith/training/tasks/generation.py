@@ -17,6 +17,7 @@ from megalith.models.generation import check_prompt_length, stream
 from megalith.models.gpt_model import GPTModel
 from megalith.models.sampling import Sampling
 from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.few_rows import linear_of_few_rows
 from megalith.parallel.parameters import refill_buffers_, state_tensors
 from megalith.storage import Store, open_store
 from megalith.topology.process_groups_config import ProcessGroupCollection
@@ -296,7 +297,9 @@ def _foreign_weights(folder: ForeignModel) -> GPTModel:
     """The model of ``folder`` in evaluation mode, in the dtype of its files."""
     dtype = getattr(torch, folder.weights.dtype)
     with torch.device("meta"):
-        model = GPTModel(folder.config, BuildOptions(ProcessGroupCollection.single(), dtype))
+        model = GPTModel(
+            folder.config, BuildOptions(ProcessGroupCollection.single(), dtype, matrix_product=linear_of_few_rows)
+        )
     model.to_empty(device=choose_device())
     refill_buffers_(model)
     load_weights(folder.store, {name: tensor.detach() for name, tensor in state_tensors(model).items()})
