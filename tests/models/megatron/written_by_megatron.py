@@ -1,6 +1,8 @@
 """Wrote the folders beside this file, with megatron-core 0.16.0 and torch 2.13.0 on a CPU; kept to write others.
 
-    torchrun --nproc-per-node 2 written_by_megatron.py llama-tp2      python written_by_megatron.py gpt-tp1
+    torchrun --nproc-per-node 2 written_by_megatron.py llama-tp2
+    python written_by_megatron.py gpt-tp1
+    python written_by_megatron.py windows-tp1        a Llama with norms of queries and keys and a window in layer 0
 
 Megatron wants a GPU for its random states, for synchronising and for the processes that write; here it does without.
 """
@@ -33,6 +35,8 @@ def _without_gpu():
 
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *args: None
+    ones = torch.ones
+    torch.ones = lambda *sizes, device=None, **options: ones(*sizes, **options)  # for the mask of a window
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = _NoRandomStates(), True
     writer, results = filesystem_async.FileSystemWriterAsync, queue.Queue()
 
@@ -50,8 +54,9 @@ def _without_gpu():
     filesystem_async._process_memory = lambda: 0
 
 
-def _arguments(llama):
+def _arguments(kind):
     """Those of Megatron's training script that say what the model is, and some that do not."""
+    llama, windows = kind != "gpt", kind == "windows"
     return argparse.Namespace(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -78,18 +83,20 @@ def _arguments(llama):
         init_method_std=0.3,
         params_dtype=torch.float32,
         num_experts=None,
-        qk_layernorm=False,
+        qk_layernorm=windows,
+        window_size=(4, 0) if windows else None,
+        window_attn_skip_freq=2 if windows else None,
         multi_latent_attention=False,
         activation_func=torch.nn.functional.gelu,
     )
 
 
-def _model(llama, tp):
+def _model(kind, tp):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    arguments = _arguments(llama)
+    arguments, llama = _arguments(kind), kind != "gpt"
     config = TransformerConfig(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -111,10 +118,13 @@ def _model(llama, tp):
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=0.3,
+        qk_layernorm=arguments.qk_layernorm,
+        window_size=arguments.window_size,
+        window_attn_skip_freq=arguments.window_attn_skip_freq,
     )
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization=config.normalization),
+        get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm),
         vocab_size=VOCAB,
         max_sequence_length=POSITIONS,
         position_embedding_type=arguments.position_embedding_type,
@@ -136,12 +146,12 @@ def main():
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
-    llama, tp = folder.name.startswith("llama"), dist.get_world_size()
+    kind, tp = folder.name.partition("-")[0], dist.get_world_size()
     parallel_state.initialize_model_parallel(tp)
     torch.manual_seed(7)
-    model = _model(llama, tp)
+    model = _model(kind, tp)
     folder.mkdir(exist_ok=True)
-    state = {"model": model.sharded_state_dict(), "args": _arguments(llama), "iteration": 12, "checkpoint_version": 3.0}
+    state = {"model": model.sharded_state_dict(), "args": _arguments(kind), "iteration": 12, "checkpoint_version": 3.0}
     dist_checkpointing.save(state, str(folder))
     tokens = torch.arange(20).view(1, 20) * 7 % VOCAB
     hidden_from = torch.ones(1, 1, 20, 20).triu(1).bool()

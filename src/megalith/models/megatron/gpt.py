@@ -5,6 +5,7 @@
     model.embed_positions                  embedding.position_embeddings
     layers.i.input_layernorm               decoder.layers.self_attention.linear_qkv.layer_norm_...
     layers.i.self_attn.{q,k,v}_proj        decoder.layers.self_attention.linear_qkv, by groups: A/G heads of q, k, v
+    layers.i.self_attn.{q,k}_norm          decoder.layers.self_attention.{q,k}_layernorm
     layers.i.self_attn.o_proj              decoder.layers.self_attention.linear_proj
     layers.i.post_attention_layernorm      decoder.layers.mlp.linear_fc1.layer_norm_...
     layers.i.mlp.{gate,up}_proj            decoder.layers.mlp.linear_fc1, gate above up
@@ -25,6 +26,7 @@ from pydantic import ValidationError
 
 from megalith.config import TransformerConfig
 from megalith.errors import ConfigError
+from megalith.models.hf.layer_types import MOST_LAYERS, window_layers
 from megalith.models.megatron.inert_pickle import shown
 
 __all__ = ["Rows", "config_of", "key_in_layer", "source_of"]
@@ -40,6 +42,10 @@ _QKV, _FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
 _IN_LAYER = {
     "input_layernorm.weight": f"{_QKV}.layer_norm_weight",
     "input_layernorm.bias": f"{_QKV}.layer_norm_bias",
+    "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
+    "self_attn.q_norm.bias": "self_attention.q_layernorm.bias",
+    "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
+    "self_attn.k_norm.bias": "self_attention.k_layernorm.bias",
     "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
     "self_attn.o_proj.bias": "self_attention.linear_proj.bias",
     "post_attention_layernorm.weight": f"{_FC1}.layer_norm_weight",
@@ -47,6 +53,7 @@ _IN_LAYER = {
     "mlp.down_proj.weight": "mlp.linear_fc2.weight",
     "mlp.down_proj.bias": "mlp.linear_fc2.bias",
 }
+_ZERO_CENTERED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")  # the argument, and its name inside
 # arguments that change the network -> the values with which it is one of ours; absent ones do not ask for anything
 _ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -54,18 +61,14 @@ _ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "num_moe_experts": (None,),
         "experimental_attention_variant": (None,),
         "heterogeneous_block_specs": (False, None),
-        "layernorm_zero_centered_gamma": (False, None),
         "activation_func_clamp_value": (None,),
         "glu_linear_offset": (0.0, None),
         "softmax_scale": (None,),
         "multi_latent_attention": (False, None),
         "mtp_num_layers": (None, 0),
-        "qk_layernorm": (False, None),
         "qk_l2_norm": (False, None),
         "attention_output_gate": (False, None),
-        "window_size": (None,),
         "softmax_type": ("vanilla", None),
-        "apply_layernorm_1p": (False, None),
         "apply_residual_connection_post_layernorm": (False, None),
         "squared_relu": (False, None),
         "quick_geglu": (False, None),
@@ -120,6 +123,8 @@ def config_of(arguments: Mapping[str, Any], vocab_size: int) -> TransformerConfi
         "normalization": arguments.get("normalization", "LayerNorm"),
         "layernorm_epsilon": arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5)),
         "position_embedding_type": kind,
+        "residual": {"zero_centered_norm": any(arguments.get(name) for name in _ZERO_CENTERED)},
+        "attention": _attention(arguments),
         "add_bias_linear": bool(linear_biases),
         "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
         "hidden_dropout": arguments.get("hidden_dropout", 0.1),
@@ -195,6 +200,37 @@ _SPLIT: Mapping[str, tuple[str, Callable[[TransformerConfig], Iterator[Rows]]]] 
 def _query_groups(arguments: Mapping[str, Any]) -> Any:
     """Megatron reads num_query_groups, whose default is 1, only together with group_query_attention."""
     return arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
+
+
+def _attention(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of ``model.attention``; norms of queries and keys are of the kind of all others."""
+    norm = arguments.get("normalization", "LayerNorm") if arguments.get("qk_layernorm") else None
+    return {"qk_norm": norm, **_windows(arguments)}
+
+
+def _windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """``window`` and ``window_layers``. Megatron counts the tokens before a query, and its layers from 1."""
+    size, skip = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
+    if size is None:
+        return {}
+    if not isinstance(size, tuple | list) or [type(n) for n in size] != [int, int] or size[0] < -1 or size[1] != 0:
+        raise ConfigError(
+            "Megatron's window_size must be the tokens before a query and 0 after it, as (127, 0), or (-1, 0) for all "
+            f"before it; it is {shown(size)}"
+        )
+    num_layers = min(arguments["num_layers"], MOST_LAYERS)
+    if skip is None:
+        windowed = (True,) * num_layers
+    elif type(skip) is int and skip > 0:
+        windowed = tuple(number % skip != 0 for number in range(1, num_layers + 1))
+    elif isinstance(skip, list) and len(skip) == num_layers and all(has in (0, 1) for has in skip):
+        windowed = tuple(map(bool, skip))
+    else:
+        raise ConfigError(
+            "Megatron's window_attn_skip_freq must be n, for every n-th layer without a window, or a list of 0 and 1 "
+            f"for each of {num_layers} layers; it is {shown(skip)}"
+        )
+    return {"window": size[0] + 1, "window_layers": window_layers(windowed)} if any(windowed) and size[0] >= 0 else {}
 
 
 def _activation(arguments: Mapping[str, Any]) -> str:

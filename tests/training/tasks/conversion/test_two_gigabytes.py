@@ -6,6 +6,7 @@ A process of its own for each command, whose memory is all of it: what Python, t
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -117,7 +118,8 @@ def assert_killed_at(share: float, conversion: str, folder: Path) -> None:
         assert process.poll() is None, "it was not killed"
         time.sleep(0.005)
     process.kill()
-    assert process.wait() == -9
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
     assert not (folder / made).exists()
     if conversion == "import":
         assert not list(staged.rglob("manifest.json"))
