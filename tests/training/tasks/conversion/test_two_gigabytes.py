@@ -128,19 +128,24 @@ def assert_killed_at(share: float, conversion: str, folder: Path) -> None:
         assert not (staged / "config.json").exists()
 
 
-def test_two_gigabytes_are_converted_in_the_stated_memory_and_killed_leave_nothing_complete(tmp_path):
-    largest = write_shards(tmp_path / "source")
-    assert num_bytes(tmp_path / "source") > 1.9e9
-    assert len(list((tmp_path / "source").glob("*.safetensors"))) > 5
+@pytest.fixture
+def folder(tmp_path):
+    yield tmp_path
+    shutil.rmtree(tmp_path)  # 6 GB, which pytest would keep
+
+
+def test_two_gigabytes_are_converted_in_the_stated_memory_and_killed_leave_nothing_complete(folder):
+    largest = write_shards(folder / "source")
+    assert num_bytes(folder / "source") > 1.9e9
+    assert len(list((folder / "source").glob("*.safetensors"))) > 5
     torch_alone = peak(python(f"import torch\n{PEAK}"))
     for conversion, (_, made) in CONVERSIONS.items():
         for share in (0.02, 0.5, 0.98):
-            assert_killed_at(share, conversion, tmp_path)
-        taken = peak(convert(conversion, tmp_path)) - torch_alone
+            assert_killed_at(share, conversion, folder)
+        taken = peak(convert(conversion, folder)) - torch_alone
         print(f"{conversion}: {taken / 2**20:.0f} MiB besides torch, the largest tensor is {largest / 2**20:.0f} MiB")
         assert taken < largest + MORE
-        assert not (tmp_path / f".{made}.tmp").exists()
-    for (key, want), (same, got) in zip(tensors(tmp_path / "source"), tensors(tmp_path / "out"), strict=True):
+        assert not (folder / f".{made}.tmp").exists()
+    for (key, want), (same, got) in zip(tensors(folder / "source"), tensors(folder / "out"), strict=True):
         assert (key, want.dtype) == (same, got.dtype)
         assert want.equal(got), key
-    shutil.rmtree(tmp_path)  # 6 GB, which pytest would keep
