@@ -55,7 +55,8 @@ def size(setting, value):
 
     def damage(folder):
         fields = detect(json.loads((folder / CONFIG).read_text())).sizes
-        rewrite(folder / CONFIG, **{theirs: value for theirs, ours in fields.items() if ours == setting})
+        [name] = (theirs for theirs, ours in fields.items() if ours == setting)
+        rewrite(folder / CONFIG, layer_types=None, **{name: value})  # which would have another length
 
     return damage
 
