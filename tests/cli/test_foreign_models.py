@@ -49,7 +49,7 @@ def assert_accuracies(folder, questions, path, *arguments):
         assert f"accuracy {share}" in found.out
 
 
-@pytest.mark.parametrize("name", ["llama-tp2", "gpt-tp1", "windows-tp1"])
+@pytest.mark.parametrize("name", ["llama-tp2", "gpt-tp1", "windows-tp1", "nemotron-tp1"])
 def test_a_checkpoint_of_megatron_goes_on_and_answers_as_the_logits_that_megatron_computed_say(name, words, tmp_path):
     saved = torch.load(MEGATRON / name / "logits.pt")
     tokens, logits = saved["tokens"][0].tolist(), saved["logits"][0, :, :EOD]

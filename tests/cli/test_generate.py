@@ -216,4 +216,4 @@ def test_a_tokenizer_with_ids_for_which_the_model_has_no_row_is_refused(run, tmp
         kept.write_bytes(content)
     assert found.code == 2
     assert "must have ids below 280" in found.err
-    assert "'<0>' (300)" in found.err
+    assert "'<0>' (280)" in found.err

@@ -44,16 +44,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure held-out loss, or accuracy, in one process, whatever layout wrote the checkpoint."""
-    from megalith.errors import ConfigError
-
-    if data == "":
-        raise ConfigError("--data is empty; name a dataset's PREFIX, or leave it out for the run's data.valid")
-    if choices is not None and (data is not None or samples is not None):
-        raise ConfigError("--choices asks all questions of its file; leave --data and --samples out")
-    if choices is None and tokenizer is not None:
-        raise ConfigError("--tokenizer is for --choices: a dataset is of tokens already; leave it out")
-    if eod is not None and tokenizer is None:
-        raise ConfigError("--eod names a token of --tokenizer, which is not given; leave it out")
+    _check(data, samples, choices, tokenizer, eod)
     console = Console(sys.stderr)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler(console)])
     unit = "samples" if choices is None else "choices"
@@ -77,6 +68,22 @@ def evaluate(
             console.close()
     for line in lines:
         show_text(line)
+
+
+def _check(
+    data: str | None, samples: int | None, choices: str | None, tokenizer: Path | None, eod: str | None
+) -> None:
+    """Raises ConfigError for options that contradict each other."""
+    from megalith.errors import ConfigError
+
+    if data == "":
+        raise ConfigError("--data is empty; name a dataset's PREFIX, or leave it out for the run's data.valid")
+    if choices is not None and (data is not None or samples is not None):
+        raise ConfigError("--choices asks all questions of its file; leave --data and --samples out")
+    if choices is None and tokenizer is not None:
+        raise ConfigError("--tokenizer is for --choices: a dataset is of tokens already; leave it out")
+    if eod is not None and tokenizer is None:
+        raise ConfigError("--eod names a token of --tokenizer, which is not given; leave it out")
 
 
 def _losses(source: str, data: str | None, samples: int | None, progress: Callable[[int, int], None]) -> list[str]:

@@ -24,7 +24,7 @@ from megalith.training.tasks.origin import settings_from
 from megalith.training.tasks.weights import load_weights
 
 HERE = Path(__file__).parent
-FOLDERS = {name: HERE / name for name in ("llama-tp2", "gpt-tp1", "windows-tp1")}
+FOLDERS = {name: HERE / name for name in ("llama-tp2", "gpt-tp1", "windows-tp1", "nemotron-tp1")}
 ARGUMENTS = {
     "num_layers": 2,
     "hidden_size": 16,
@@ -32,6 +32,8 @@ ARGUMENTS = {
     "ffn_hidden_size": 24,
     "max_position_embeddings": 8,
 }
+
+ROPE = {"position_embedding_type": "rope"}
 
 
 @pytest.fixture
@@ -158,9 +160,12 @@ def test_a_checkpoint_without_arguments_says_what_it_lacks(folder):
         ({"window_size": (3, 0), "window_attn_skip_freq": [1, 2]}, "window_attn_skip_freq must be"),
         ({"window_size": (3, 0), "num_layers": 10**12}, "num_layers"),
         ({"qk_l2_norm": True}, "qk_l2_norm must be False; it is True"),
-        ({"squared_relu": True}, "squared_relu must be False; it is True"),
+        ({"quick_geglu": True}, "quick_geglu must be False; it is True"),
         ({"position_embedding_type": "mrope"}, "'rope' or 'learned_absolute'; it is 'mrope'"),
-        ({"add_qkv_bias": True}, "add_qkv_bias"),
+        (ROPE | {"rotary_percent": 0}, "rope.percent: Input should be greater than 0"),
+        (ROPE | {"rotary_percent": "all"}, "rope.percent: Input should be a valid number"),
+        (ROPE | {"use_rope_scaling": True, "rope_scaling_factor": 0.5}, "rope.scaling.factor: Input should be"),
+        (ROPE | {"rotary_seq_len_interpolation_factor": 4}, "rotary_seq_len_interpolation_factor must be None; it is 4"),
         ({"num_layers": "2"}, "whole numbers for num_layers"),
         ({"normalization": "Other"}, "normalization"),
         ({"num_attention_heads": 3}, "num_attention_heads"),

@@ -70,12 +70,8 @@ _ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "attention_output_gate": (False, None),
         "softmax_type": ("vanilla", None),
         "apply_residual_connection_post_layernorm": (False, None),
-        "squared_relu": (False, None),
         "quick_geglu": (False, None),
-        "rotary_percent": (1.0, 1, None),
-        "rotary_interleaved": (False, None),
         "rotary_seq_len_interpolation_factor": (None, 1),
-        "use_rope_scaling": (False, None),
         "no_rope_freq": (None,),
         "is_hybrid_model": (False, None),
         "heterogeneous_layers_config_path": (None,),
@@ -104,11 +100,9 @@ def config_of(arguments: Mapping[str, Any], vocab_size: int) -> TransformerConfi
         for name, only in _ONLY.items()
         if name in arguments and arguments[name] not in only
     ]
-    kind, linear_biases = arguments.get("position_embedding_type", "learned_absolute"), arguments.get("add_bias_linear")
+    kind = arguments.get("position_embedding_type", "learned_absolute")
     if kind not in ("rope", "learned_absolute"):
         wrong.append(f"position_embedding_type must be 'rope' or 'learned_absolute'; it is {shown(kind)}")
-    if arguments.get("add_qkv_bias") and not linear_biases:
-        wrong.append("add_qkv_bias must come with add_bias_linear; it is alone")
     if wrong:
         raise ConfigError("our model cannot represent this one of Megatron:\n- " + "\n- ".join(wrong))
     needed = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
@@ -125,17 +119,14 @@ def config_of(arguments: Mapping[str, Any], vocab_size: int) -> TransformerConfi
         "position_embedding_type": kind,
         "residual": {"zero_centered_norm": any(arguments.get(name) for name in _ZERO_CENTERED)},
         "attention": _attention(arguments),
-        "add_bias_linear": bool(linear_biases),
+        "add_bias_linear": bool(arguments.get("add_bias_linear")),
         "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
         "hidden_dropout": arguments.get("hidden_dropout", 0.1),
         "attention_dropout": arguments.get("attention_dropout", 0.1),
         "init_method_std": arguments.get("init_method_std", 0.02),
     }
     if kind == "rope":
-        base = arguments.get("rotary_base", 10000)
-        if not isinstance(base, int | float) or not 1 < base < 2**63:
-            raise ConfigError(f"Megatron's rotary_base must be a number above 1; it is {shown(base)}")
-        settings["rope"] = {"base": float(base)}
+        settings["rope"] = _rope(arguments)
     else:
         settings["max_position_embeddings"] = arguments.get("max_position_embeddings")
     try:
@@ -202,10 +193,26 @@ def _query_groups(arguments: Mapping[str, Any]) -> Any:
     return arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
 
 
+def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of ``model.rope``. Megatron's scaling is that of Llama 3.1, of which its arguments have the factor."""
+    base, percent = arguments.get("rotary_base", 10000), arguments.get("rotary_percent")
+    if not isinstance(base, int | float) or not 1 < base < 2**63:
+        raise ConfigError(f"Megatron's rotary_base must be a number above 1; it is {shown(base)}")
+    rope = {
+        "base": float(base),
+        "percent": 1.0 if percent is None else percent,
+        "interleaved": bool(arguments.get("rotary_interleaved")),
+    }
+    if not arguments.get("use_rope_scaling"):
+        return rope
+    factor = arguments.get("rope_scaling_factor", 8.0)
+    return rope | {"scaling": {"type": "llama3", "factor": factor, "original_max_position_embeddings": 8192}}
+
+
 def _attention(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of ``model.attention``; norms of queries and keys are of the kind of all others."""
     norm = arguments.get("normalization", "LayerNorm") if arguments.get("qk_layernorm") else None
-    return {"qk_norm": norm, **_windows(arguments)}
+    return {"qk_norm": norm, "qkv_bias": True if arguments.get("add_qkv_bias") else None, **_windows(arguments)}
 
 
 def _windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,7 +242,8 @@ def _windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _activation(arguments: Mapping[str, Any]) -> str:
     """Megatron's fusion of bias and GELU computes it by tanh, and so does its openai_gelu."""
-    if arguments.get("swiglu"):
-        return "swiglu"
+    for name in ("swiglu", "squared_relu"):
+        if arguments.get(name):
+            return name
     by_tanh = arguments.get("openai_gelu") or arguments.get("bias_gelu_fusion", True)
     return "gelu_tanh" if by_tanh else "gelu"
