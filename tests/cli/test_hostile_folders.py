@@ -200,9 +200,7 @@ def state_of(folder):
     return {path: (path.lstat().st_size, path.lstat().st_mtime_ns) for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize(
-    ("family", "attack"), sampled([(family, attack) for family in FAMILIES for attack in ATTACKS])
-)
+@pytest.mark.parametrize(("family", "attack"), sampled([(family, attack) for family in FAMILIES for attack in ATTACKS]))
 def test_a_folder_that_does_not_fit_is_one_message_and_nothing_is_written(family, attack, sound, tmp_path):
     folder = Path(shutil.copytree(sound(family), tmp_path / "hf"))
     damage, says = ATTACKS[attack]
@@ -225,7 +223,7 @@ def test_any_value_in_any_field_of_a_config_is_read_or_refused(family, sound, tm
     folder = Path(shutil.copytree(sound(family), tmp_path / "hf"))
     given = json.loads((folder / CONFIG).read_text())
     described = detect(given)
-    refused = 0
+    refusals = []
     with bounded(MOST, seconds=60.0):
         for field in {*given, *described.sizes, *described.fields, "rope_scaling", "rope_parameters", "layer_types"}:
             for value in VALUES:
@@ -233,9 +231,9 @@ def test_any_value_in_any_field_of_a_config_is_read_or_refused(family, sound, tm
                 try:
                     open_folder(folder)
                 except MegalithError as error:
-                    refused += 1
-                    assert len(str(error)) < 10_000, field
-    assert refused > 300
+                    refusals.append(str(error))
+    assert len(refusals) > 300
+    assert max(map(len, refusals)) < 10_000
 
 
 def test_a_prompt_longer_than_learned_positions_is_refused_before_the_model_is_loaded(sound, monkeypatch):

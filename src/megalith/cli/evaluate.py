@@ -70,9 +70,7 @@ def evaluate(
         show_text(line)
 
 
-def _check(
-    data: str | None, samples: int | None, choices: str | None, tokenizer: Path | None, eod: str | None
-) -> None:
+def _check(data: str | None, samples: int | None, choices: str | None, tokenizer: Path | None, eod: str | None) -> None:
     """Raises ConfigError for options that contradict each other."""
     from megalith.errors import ConfigError
 

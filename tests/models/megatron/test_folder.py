@@ -165,7 +165,10 @@ def test_a_checkpoint_without_arguments_says_what_it_lacks(folder):
         (ROPE | {"rotary_percent": 0}, "rope.percent: Input should be greater than 0"),
         (ROPE | {"rotary_percent": "all"}, "rope.percent: Input should be a valid number"),
         (ROPE | {"use_rope_scaling": True, "rope_scaling_factor": 0.5}, "rope.scaling.factor: Input should be"),
-        (ROPE | {"rotary_seq_len_interpolation_factor": 4}, "rotary_seq_len_interpolation_factor must be None; it is 4"),
+        (
+            ROPE | {"rotary_seq_len_interpolation_factor": 4},
+            "rotary_seq_len_interpolation_factor must be None; it is 4",
+        ),
         ({"num_layers": "2"}, "whole numbers for num_layers"),
         ({"normalization": "Other"}, "normalization"),
         ({"num_attention_heads": 3}, "num_attention_heads"),

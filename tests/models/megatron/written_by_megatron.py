@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 written_by_megatron.py llama-tp2
     python written_by_megatron.py gpt-tp1
     python written_by_megatron.py windows-tp1     a Llama with norms of queries and keys, and a window in layer 0
-    python written_by_megatron.py nemotron-tp1    squared ReLU, biases of q, k and v alone, rotary positions of all kinds
+    python written_by_megatron.py nemotron-tp1    squared ReLU, biases of q, k and v alone, positions in part and scaled
 
 Megatron wants a GPU for its random states, for synchronising and for the processes that write; here it does without.
 """

@@ -4,6 +4,7 @@ A process of its own for each command, whose memory is all of it: what Python, t
 """
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -26,6 +27,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of a process as Linux tells it"),
 ]
+
+log = logging.getLogger(__name__)  # the figures: pytest --log-cli-level=INFO
 
 MORE = 256 << 20  # bytes that converting may take besides torch and the largest tensor
 # the sizes of a Llama of 1 billion parameters; in bfloat16
@@ -143,7 +146,7 @@ def test_two_gigabytes_are_converted_in_the_stated_memory_and_killed_leave_nothi
         for share in (0.02, 0.5, 0.98):
             assert_killed_at(share, conversion, folder)
         taken = peak(convert(conversion, folder)) - torch_alone
-        print(f"{conversion}: {taken / 2**20:.0f} MiB besides torch, the largest tensor is {largest / 2**20:.0f} MiB")
+        log.info("%s: %d MiB besides torch; the largest tensor has %d", conversion, taken >> 20, largest >> 20)
         assert taken < largest + MORE
         assert not (folder / f".{made}.tmp").exists()
     for (key, want), (same, got) in zip(tensors(folder / "source"), tensors(folder / "out"), strict=True):
