@@ -98,7 +98,11 @@ def write_shards(folder: Path) -> int:
 
 
 def num_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+    """The size of all tensors there; 0 while another process removes what a killed one has left."""
+    try:
+        return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+    except FileNotFoundError:
+        return 0
 
 
 def tensors(folder: Path):
