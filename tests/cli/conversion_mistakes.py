@@ -138,6 +138,10 @@ CONVERSION_MISTAKES: dict[str, tuple[Mistake, str]] = {
     "import: a shard that is not there": (in_shards({_NORM: "a.safetensors"}), r"a\.safetensors: No such file"),
     "import: a folder that is there": (out_is_there, "new exists, and nothing is overwritten"),
     "import: a tokenizer that is none": (tokenizer_that_is_none, r"tokenizer\.json"),
+    "import: a tokenizer of more tokens than the model": (
+        with_tokenizer,
+        r"tokenizer\.json must have ids below 61, .*; it has 209 others, the first .* \(61\); use the tokenizer\.json",
+    ),
     "import: a token that the tokenizer has not": (tokenizer_without_an_end, "--eod"),
     "export: no run": (lambda f: ["convert", "export", f / "none", "--out", f / "new"], "none is neither a run"),
     "export: a dtype that there is not": (export("--dtype", "int8"), "the dtype must be one of float64"),

@@ -35,6 +35,10 @@ MISTAKES = {
         "--choices asks all questions of its file; leave --data and --samples out",
     ),
     "questions that are not there": (lambda f: ["--choices", f / "q"], "cannot be read from {folder}/q: No such file"),
+    "a tokenizer and data": (
+        lambda f: ["--tokenizer", f / "t.json", "--data", f / "x"],
+        "--tokenizer is for --choices: a dataset is of tokens already; leave it out",
+    ),
     "no samples": (lambda _: ["--samples", 0], "the number of samples must be 1 or more; got 0"),
     "a negative number of samples": (lambda _: ["--samples", -3], "got -3"),
     "data that are not there": (lambda f: ["--data", f / "none"], "none.idx cannot be read"),

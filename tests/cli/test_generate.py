@@ -202,7 +202,7 @@ def test_no_new_tokens_give_the_prompt(run):
     assert generate(run, *X, "--max-new-tokens", 0).out == "x\n"
 
 
-def test_a_tokenizer_with_more_entries_than_the_model_is_refused(run, tmp_path):
+def test_a_tokenizer_with_ids_for_which_the_model_has_no_row_is_refused(run, tmp_path):
     kept = run / "tokenizer.json"
     content = kept.read_bytes()
     words = [f'{{"id": {300 + n}, "content": "<{n}>", "special": false, "single_word": false, "lstrip": false, '
@@ -215,4 +215,5 @@ def test_a_tokenizer_with_more_entries_than_the_model_is_refused(run, tmp_path):
     finally:
         kept.write_bytes(content)
     assert found.code == 2
-    assert "entries and the model of" in found.err
+    assert "must have ids below 280" in found.err
+    assert "'<0>' (280)" in found.err

@@ -109,6 +109,22 @@ def test_a_tokenizer_without_a_known_end_needs_to_be_told():
             Tokenizer(content, wrong)
 
 
+def test_ids_for_which_a_model_has_no_row_are_refused_but_for_special_tokens_that_no_text_becomes():
+    made = word_tokenizer(**{"</s>": 4, "<image>": 5})
+    tokenizer = Tokenizer(made.to_str().encode(), name="x.json")
+    tokenizer.check_fits("models/a", 5)
+    assert 5 not in tokenizer.encode("a <image> b")
+    with pytest.raises(
+        DataError, match=r"x\.json must have ids below 4, .*models/a.*; it has 1 others, .* '</s>' \(4\)"
+    ):
+        tokenizer.check_fits("models/a", 4)
+    with pytest.raises(DataError, match=r"ids below 2, .*it has 3 others, the first 'c' \(2\)"):
+        tokenizer.check_fits("models/a", 2)
+    made.add_tokens(["plain"])
+    with pytest.raises(DataError, match=r"'plain'"):
+        Tokenizer(made.to_str().encode()).check_fits("models/a", 5)
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"model": 1}'])
 def test_a_file_that_is_no_tokenizer_is_refused_by_name(content, tmp_path):
     (tmp_path / "t.json").write_bytes(content)

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
 
 from tests.docs.pages import ROOT
 from tests.program import Ended, here, start
@@ -59,6 +61,10 @@ def write_texts(folder: Path) -> None:
     (folder / "chapter.txt").write_text("Once")
     (folder / "prompts.txt").write_text("Once\nTwice\n")
     shutil.copytree(ROOT / "tests/models/megatron/gpt-tp1", folder / "checkpoints" / "iter_0010000")
+    words = {"Once": 0, "there": 1, "were": 2, "ships": 3, "names": 4, "</s>": 5}  # the checkpoint has 48 rows
+    few = tokenizers.Tokenizer(models.WordLevel(words, unk_token="</s>"))
+    few.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    few.save(str(folder / "tokenizer.json"))
     question = {"context": "Once there were", "choices": [" ships", " names"], "answer": 0}
     (folder / "questions.jsonl").write_text(json.dumps(question) + "\n")
 

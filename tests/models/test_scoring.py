@@ -37,11 +37,14 @@ def test_they_are_those_of_the_logits_of_transformers(make, family):
         assert (found.num_tokens, found.num_cut) == (len(continuation), 0)
 
 
-@pytest.mark.parametrize("at_once", [1, 20, 70, 4096])
-def test_in_batches_they_are_those_of_pairs_one_by_one(at_once, monkeypatch):
+@pytest.mark.parametrize(
+    ("tokens", "positions"), [(1, 4096), (20, 4096), (70, 4096), (4096, 0), (4096, 20), (70, 40), (4096, 4096)]
+)
+def test_in_batches_they_are_those_of_pairs_one_by_one(tokens, positions, monkeypatch):
     model = same_as_ours(llama(), LLAMA).double()
     alone = [score(model, [pair], longest=LONGEST)[0] for pair in pairs()]
-    monkeypatch.setattr(scoring, "_TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr(scoring, "_TOKENS_AT_ONCE", tokens)
+    monkeypatch.setattr(scoring, "_LOGITS_AT_ONCE", positions * 61)
     seen: list[tuple[int, int]] = []
     together = score(model, pairs(), longest=LONGEST, progress=lambda *progress: seen.append(progress))
     for one, other in zip(alone, together, strict=True):
@@ -49,7 +52,20 @@ def test_in_batches_they_are_those_of_pairs_one_by_one(at_once, monkeypatch):
         assert (one.is_greedy, one.num_tokens, one.num_cut) == (other.is_greedy, other.num_tokens, other.num_cut)
     assert seen[0] == (0, 9)
     assert seen[-1] == (9, 9)
-    assert len(seen) == {1: 10, 4096: 2}.get(at_once, len(seen))
+    assert len(seen) == {1: 10, 0: 10, 4096: 2}.get(min(tokens, positions), len(seen))
+
+
+@pytest.mark.parametrize(("context", "most"), [(1, 300), (20, 300), (20, 20)])
+def test_logits_of_a_batch_are_bounded_whatever_the_vocabulary_and_a_context_has_none(context, most, monkeypatch):
+    model = same_as_ours(llama(), LLAMA)
+    made: list[int] = []
+    model.lm_head.register_forward_hook(lambda *_: made.append(_[-1].numel()))
+    monkeypatch.setattr(scoring, "_LOGITS_AT_ONCE", most * 61)
+    uneven = [([1] * context, [2] * (1 + number % 4)) for number in range(200)]
+    score(model, uneven, longest=LONGEST)
+    assert max(made) <= most * 61
+    # so many at once as may be, of no more positions than the longest continuation and the padding behind another
+    assert len(made) <= 2 + 200 * (4 + 3) // most
 
 
 def test_the_likeliest_continuation_is_greedy_and_another_is_not():

@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,7 +16,13 @@ log = logging.getLogger(__name__)
 
 
 def evaluate(
-    source: Annotated[str, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A run's folder, or one of its checkpoints; for --choices also a folder of Hugging Face or Megatron.",
+            metavar="MODEL",
+        ),
+    ],
     data: Annotated[str | None, typer.Option(help="Prefix of the dataset; by default the run's data.valid.")] = None,
     samples: Annotated[
         int | None, typer.Option(help="Evaluate on so many samples, evenly spread; by default on all.")
@@ -28,14 +35,16 @@ def evaluate(
             metavar="FILE.jsonl",
         ),
     ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="With --choices: its tokenizer.json, for a model that has none.", metavar="PATH"),
+    ] = None,
+    eod: Annotated[
+        str | None, typer.Option(help="Token of --tokenizer that ends a document, if it has none of the usual names.")
+    ] = None,
 ) -> None:
     """Measure held-out loss, or accuracy, in one process, whatever layout wrote the checkpoint."""
-    from megalith.errors import ConfigError
-
-    if data == "":
-        raise ConfigError("--data is empty; name a dataset's PREFIX, or leave it out for the run's data.valid")
-    if choices is not None and (data is not None or samples is not None):
-        raise ConfigError("--choices asks all questions of its file; leave --data and --samples out")
+    _check(data, samples, choices, tokenizer, eod)
     console = Console(sys.stderr)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler(console)])
     unit = "samples" if choices is None else "choices"
@@ -51,11 +60,28 @@ def evaluate(
                 show_progress(done, total)
 
         try:
-            lines = _losses(source, data, samples, progress) if choices is None else _answers(source, choices, progress)
+            if choices is None:
+                lines = _losses(source, data, samples, progress)
+            else:
+                lines = _answers(source, choices, tokenizer, eod, progress)
         finally:
             console.close()
     for line in lines:
         show_text(line)
+
+
+def _check(data: str | None, samples: int | None, choices: str | None, tokenizer: Path | None, eod: str | None) -> None:
+    """Raises ConfigError for options that contradict each other."""
+    from megalith.errors import ConfigError
+
+    if data == "":
+        raise ConfigError("--data is empty; name a dataset's PREFIX, or leave it out for the run's data.valid")
+    if choices is not None and (data is not None or samples is not None):
+        raise ConfigError("--choices asks all questions of its file; leave --data and --samples out")
+    if choices is None and tokenizer is not None:
+        raise ConfigError("--tokenizer is for --choices: a dataset is of tokens already; leave it out")
+    if eod is not None and tokenizer is None:
+        raise ConfigError("--eod names a token of --tokenizer, which is not given; leave it out")
 
 
 def _losses(source: str, data: str | None, samples: int | None, progress: Callable[[int, int], None]) -> list[str]:
@@ -68,13 +94,15 @@ def _losses(source: str, data: str | None, samples: int | None, progress: Callab
     ]
 
 
-def _answers(source: str, choices: str, progress: Callable[[int, int], None]) -> list[str]:
+def _answers(
+    source: str, choices: str, tokenizer: Path | None, eod: str | None, progress: Callable[[int, int], None]
+) -> list[str]:
     from megalith.data.choices import read_questions
     from megalith.training.tasks.multiple_choice import answer_questions
     from megalith.training.tasks.text_scores import TextScorer
 
     questions = read_questions(choices)  # before the model, which takes long to load
-    scorer = TextScorer.load(source)
+    scorer = TextScorer.load(source, tokenizer, eod)
     found = answer_questions(scorer, questions, progress)
     if found.num_cut:
         log.warning(

@@ -1,4 +1,4 @@
-"""``megalith generate``: text from a trained run, or from a Hugging Face folder."""
+"""``megalith generate``: text from a trained run, or from a folder of Hugging Face or Megatron."""
 
 import itertools
 import sys
@@ -19,7 +19,10 @@ __all__ = ["generate"]
 
 def generate(
     source: Annotated[
-        str, typer.Argument(help="A run's folder, one of its checkpoints, or a Hugging Face folder.", metavar="MODEL")
+        str,
+        typer.Argument(
+            help="A run's folder, one of its checkpoints, or a folder of Hugging Face or Megatron.", metavar="MODEL"
+        ),
     ],
     prompt: Annotated[str | None, typer.Option(help="The text to go on from.")] = None,
     prompt_file: Annotated[

@@ -120,6 +120,23 @@ class Tokenizer:
         """The text of ``ids``, special tokens spelled out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
+    def check_fits(self, model: str, num_rows: int) -> None:
+        """Raises DataError if text, or the end of a document, gives an id for which ``model`` has no row.
+
+        Special tokens may be there besides, since no text is encoded as one: Gemma 3's tokenizer has one for images,
+        after the last row of the model that reads none.
+        """
+        special = {id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        entries = self._tokenizer.get_vocab(with_added_tokens=True).items()
+        outside = {id: text for text, id in entries if id >= num_rows and (id not in special or id == self.eod)}
+        if outside:
+            first = min(outside)
+            raise DataError(
+                f"{self.name} must have ids below {num_rows}, the vocabulary of the model in {model}; it has "
+                f"{len(outside)} others, the first {outside[first]!r:.80} ({first}); use the tokenizer.json that the "
+                "model was trained with, or convert the model without one"
+            )
+
     def __reduce__(self) -> tuple[type["Tokenizer"], tuple[bytes, int, str]]:
         return Tokenizer, (self._content, self.eod, self.name)
 

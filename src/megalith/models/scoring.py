@@ -15,7 +15,9 @@ from megalith.models.gpt_model import GPTModel
 
 __all__ = ["Score", "score"]
 
-_TOKENS_AT_ONCE = 4096  # of a batch, padding included: their logits are in memory together
+# of a batch, padding included, unless one row alone has more: tokens that the layers see, and logits, of which 2^26 in
+# float32 are 256 MiB
+_TOKENS_AT_ONCE, _LOGITS_AT_ONCE = 4096, 1 << 26
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ def score(
     Raises:
         ConfigError: a context or a continuation has no tokens, or a continuation has more than ``longest``.
     """
+    V = model.config.vocab_size
+    assert V is not None, "a model has one"
     for context, continuation in pairs:
         if not context or not 0 < len(continuation) <= longest:
             raise ConfigError(
@@ -62,7 +66,7 @@ def score(
     model.eval()
     progress(0, len(pairs))
     try:
-        for numbers in _batches(pairs, longest):
+        for numbers in _batches(pairs, longest, _LOGITS_AT_ONCE // V):
             batch = [pairs[number] for number in numbers]
             found |= zip(numbers, _scores(model, batch, longest), strict=True)
             progress(len(found), len(pairs))
@@ -71,12 +75,22 @@ def score(
     return [found[number] for number in range(len(pairs))]
 
 
-def _batches(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], longest: int) -> Iterator[list[int]]:
-    """Numbers of pairs, those of like length together and the longest first: memory that runs out does so at once."""
+def _batches(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], longest: int, positions_at_once: int
+) -> Iterator[list[int]]:
+    """Numbers of pairs, those of like length together and the longest first: memory that runs out does so at once.
+
+    ``positions_at_once``: how many a batch of more than one row may have logits of.
+    """
     lengths = [min(len(context) + len(continuation) - 1, longest) for context, continuation in pairs]
     in_order = sorted(range(len(pairs)), key=lambda number: -lengths[number])
     while in_order:
-        size = max(1, _TOKENS_AT_ONCE // lengths[in_order[0]])
+        S, size, kept = lengths[in_order[0]], 0, 0
+        for number in in_order[: max(1, _TOKENS_AT_ONCE // S)]:
+            kept = max(kept, S - lengths[number] + len(pairs[number][1]))  # from the first that is predicted on
+            if size and (size + 1) * kept > positions_at_once:
+                break
+            size += 1
         yield in_order[:size]
         in_order = in_order[size:]
 
@@ -87,9 +101,11 @@ def _scores(model: GPTModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]
     S = max(map(len, rows))
     device = next(model.parameters()).device
     tokens = torch.tensor([row + [0] * (S - len(row)) for row in rows], device=device)  # [B, S]
-    logits: Tensor = model(tokens)  # [B, S, V]
+    kept = max(S - len(row) + len(continuation) for row, (_, continuation) in zip(rows, pairs, strict=True))
+    logits: Tensor = model(tokens, logits_to_keep=kept)  # [B, kept, V]
     for row, of_row, (context, continuation) in zip(rows, logits, pairs, strict=True):
-        predicted = of_row[len(row) - len(continuation) : len(row)]  # [continuation, V]
+        end = len(row) - S + kept
+        predicted = of_row[end - len(continuation) : end]  # [continuation, V]
         log_probabilities = predicted.to(torch.promote_types(predicted.dtype, torch.float32)).log_softmax(dim=-1)
         wanted = torch.tensor(continuation, device=device).unsqueeze(-1)
         yield Score(

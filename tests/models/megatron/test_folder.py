@@ -1,6 +1,6 @@
 """Checkpoints that Megatron-Core 0.16 wrote: its logits are ours, whatever its layout and ours.
 
-The two folders here were written by ``written_by_megatron.py``, with the logits that Megatron computed.
+The folders here were written by ``written_by_megatron.py``, with the logits that Megatron computed.
 """
 
 import json
@@ -24,7 +24,7 @@ from megalith.training.tasks.origin import settings_from
 from megalith.training.tasks.weights import load_weights
 
 HERE = Path(__file__).parent
-FOLDERS = {"llama-tp2": HERE / "llama-tp2", "gpt-tp1": HERE / "gpt-tp1"}
+FOLDERS = {name: HERE / name for name in ("llama-tp2", "gpt-tp1", "windows-tp1", "nemotron-tp1")}
 ARGUMENTS = {
     "num_layers": 2,
     "hidden_size": 16,
@@ -32,6 +32,8 @@ ARGUMENTS = {
     "ffn_hidden_size": 24,
     "max_position_embeddings": 8,
 }
+
+ROPE = {"position_embedding_type": "rope"}
 
 
 @pytest.fixture
@@ -47,6 +49,52 @@ def test_the_logits_are_those_that_megatron_computed(name):
     saved = torch.load(FOLDERS[name] / "logits.pt")
     with torch.no_grad():
         torch.testing.assert_close(model(saved["tokens"]), saved["logits"], rtol=0, atol=1e-5)
+
+
+def test_norms_of_queries_and_keys_and_windows_by_layer_are_settings():
+    attention = open_megatron_folder(FOLDERS["windows-tp1"]).config.attention
+    assert (attention.qk_norm, attention.window) == ("RMSNorm", 5)
+    assert [attention.window_of(layer) for layer in range(2)] == [5, None]
+
+
+def test_gains_that_are_stored_without_their_1_are_read_as_such(tmp_path):
+    folder = Path(shutil.copytree(FOLDERS["windows-tp1"], tmp_path / "iter_0000012"))
+    rewrite_arguments(folder, apply_layernorm_1p=True)
+    found = open_megatron_folder(folder)
+    assert found.config.residual.zero_centered_norm
+    model = GPTModel(found.config).eval()
+    state = {key: found.weights.read(key) for key in found.weights.tensors}
+    gains = [key for key in state if "norm" in key]
+    assert len(gains) == 2 * 4 + 1
+    model.load_state_dict(state | {key: state[key] - 1 for key in gains})
+    saved = torch.load(folder / "logits.pt")
+    with torch.no_grad():
+        torch.testing.assert_close(model(saved["tokens"]), saved["logits"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "skip", "windows"),
+    [
+        ((3, 0), None, [4, 4, 4, 4]),
+        ([3, 0], 2, [4, None, 4, None]),
+        ((3, 0), 3, [4, 4, None, 4]),
+        ((3, 0), 9, [4, 4, 4, 4]),
+        ((3, 0), 1, [None] * 4),
+        ((0, 0), [1, 0, 0, 1], [1, None, None, 1]),
+        ((-1, 0), 2, [None] * 4),
+        (None, 2, [None] * 4),
+    ],
+)
+def test_which_layers_have_a_window_and_how_long_it_is_follow_from_megatrons_arguments(size, skip, windows):
+    given = ARGUMENTS | {"num_layers": 4, "window_size": size, "window_attn_skip_freq": skip}
+    attention = config_of(given, 48).attention
+    assert [attention.window_of(layer) for layer in range(4)] == windows
+
+
+def test_norms_of_queries_and_keys_are_of_the_kind_of_all_others():
+    for kind in ("RMSNorm", "LayerNorm"):
+        assert config_of(ARGUMENTS | {"qk_layernorm": True, "normalization": kind}, 48).attention.qk_norm == kind
+    assert config_of(ARGUMENTS, 48).attention.qk_norm is None
 
 
 def test_it_becomes_a_run_that_generates_and_says_why_there_is_no_proof(tmp_path):
@@ -102,9 +150,25 @@ def test_a_checkpoint_without_arguments_says_what_it_lacks(folder):
     ("given", "said"),
     [
         ({"num_experts": 8}, "num_experts must be None; it is 8"),
-        ({"squared_relu": True}, "squared_relu must be False; it is True"),
+        ({"window_size": (3, 1)}, r"window_size must be .*\(127, 0\).*; it is tuple"),
+        ({"window_size": (-2, 0)}, "window_size must be"),
+        ({"window_size": 3}, "window_size must be .*; it is 3"),
+        ({"window_size": (True, 0)}, "window_size must be"),
+        ({"window_size": (10**12, 0)}, "attention.window: Input should be less than"),
+        ({"window_size": (3, 0), "window_attn_skip_freq": 0}, "window_attn_skip_freq must be n, .*; it is 0"),
+        ({"window_size": (3, 0), "window_attn_skip_freq": [1]}, "for each of 2 layers; it is list"),
+        ({"window_size": (3, 0), "window_attn_skip_freq": [1, 2]}, "window_attn_skip_freq must be"),
+        ({"window_size": (3, 0), "num_layers": 10**12}, "num_layers"),
+        ({"qk_l2_norm": True}, "qk_l2_norm must be False; it is True"),
+        ({"quick_geglu": True}, "quick_geglu must be False; it is True"),
         ({"position_embedding_type": "mrope"}, "'rope' or 'learned_absolute'; it is 'mrope'"),
-        ({"add_qkv_bias": True}, "add_qkv_bias"),
+        (ROPE | {"rotary_percent": 0}, "rope.percent: Input should be greater than 0"),
+        (ROPE | {"rotary_percent": "all"}, "rope.percent: Input should be a valid number"),
+        (ROPE | {"use_rope_scaling": True, "rope_scaling_factor": 0.5}, "rope.scaling.factor: Input should be"),
+        (
+            ROPE | {"rotary_seq_len_interpolation_factor": 4},
+            "rotary_seq_len_interpolation_factor must be None; it is 4",
+        ),
         ({"num_layers": "2"}, "whole numbers for num_layers"),
         ({"normalization": "Other"}, "normalization"),
         ({"num_attention_heads": 3}, "num_attention_heads"),

@@ -186,14 +186,16 @@ def _shard_headers(store: Store, shard_of: Any) -> dict[str, dict[str, ShardEntr
     """Those of all shards; ``shard_of`` is the index's map from a tensor's name to the file that holds it."""
     if not isinstance(shard_of, dict) or not all(isinstance(file, str) for file in shard_of.values()):
         raise CheckpointError(f"{store / INDEX} must have a weight_map from names to files; it has none")
+    listed: dict[str, set[str]] = {}
+    for name, file in shard_of.items():
+        listed.setdefault(file, set()).add(name)
     headers: dict[str, dict[str, ShardEntry]] = {}
-    for shard in sorted(set(shard_of.values())):
+    for shard in sorted(listed):
         # an index that somebody else wrote must not reach outside of its folder
         if Path(shard).name != shard:
             raise CheckpointError(f"{store / INDEX} must name files of its own folder; it names {shard!r}")
         headers[shard] = _header(store, shard)
-        listed = {name for name, file in shard_of.items() if file == shard}
-        if wrong := sorted(listed ^ headers[shard].keys()):
+        if wrong := sorted(listed[shard] ^ headers[shard].keys()):
             raise CheckpointError(
                 f"{store / shard} and {INDEX} must list the same tensors; only one has: {', '.join(wrong[:8])}"
             )

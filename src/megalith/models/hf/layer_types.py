@@ -10,10 +10,10 @@ from typing import Any
 from megalith.config import TransformerConfig
 from megalith.models.hf.fields import Fields
 
-__all__ = ["read_layer_types", "write_layer_types"]
+__all__ = ["MOST_LAYERS", "read_layer_types", "window_layers", "write_layer_types"]
 
 _WINDOW, _WHOLE = "sliding_attention", "full_attention"
-_MOST_LAYERS = 10_000  # a deeper model is refused anyway, whatever its layers are
+MOST_LAYERS = 10_000  # a deeper model is refused anyway, whatever its layers are
 
 
 def read_layer_types(fields: Fields, window: int | None, usual: Callable[[int], bool]) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def read_layer_types(fields: Fields, window: int | None, usual: Callable[[int], 
     """
     kinds, num_layers = fields.optional("layer_types", list), fields["num_hidden_layers"]
     if kinds is None:
-        windowed = tuple(usual(index) for index in range(min(num_layers, _MOST_LAYERS)))
+        windowed = tuple(usual(index) for index in range(min(num_layers, MOST_LAYERS)))
     elif len(kinds) != num_layers or any(kind not in (_WINDOW, _WHOLE) for kind in kinds):
         fields.refuse(f"layer_types must be {_WINDOW} or {_WHOLE} for each of {num_layers} layers; got {kinds!r:.80}")
         return {}
@@ -36,16 +36,21 @@ def read_layer_types(fields: Fields, window: int | None, usual: Callable[[int], 
     if window is None:
         fields.refuse(f"layers of type {_WINDOW} need a window, and config.json has none switched on; give one")
         return {}
-    return {"window": window, "window_layers": None if all(windowed) else _shortest(windowed)}
+    return {"window": window, "window_layers": window_layers(windowed)}
+
+
+def window_layers(windowed: tuple[bool, ...]) -> tuple[bool, ...] | None:
+    """The setting ``model.attention.window_layers`` where ``windowed`` says of every layer whether it has the window.
+
+    None for all of them; else the shortest pattern that repeats to them, the last time perhaps cut short.
+    """
+    if all(windowed):
+        return None
+    length = next(n for n in range(1, len(windowed) + 1) if windowed[n:] == windowed[:-n])
+    return windowed[:length]
 
 
 def write_layer_types(config: TransformerConfig) -> list[str]:
     """The type of every layer of ``config``."""
     attention = config.attention
     return [_WHOLE if attention.window_of(index) is None else _WINDOW for index in range(config.num_layers)]
-
-
-def _shortest(windowed: tuple[bool, ...]) -> tuple[bool, ...]:
-    """The shortest pattern that repeats to ``windowed``, whose last repetition may be cut short."""
-    length = next(n for n in range(1, len(windowed) + 1) if windowed[n:] == windowed[:-n])
-    return windowed[:length]

@@ -5,6 +5,7 @@
     model.embed_positions                  embedding.position_embeddings
     layers.i.input_layernorm               decoder.layers.self_attention.linear_qkv.layer_norm_...
     layers.i.self_attn.{q,k,v}_proj        decoder.layers.self_attention.linear_qkv, by groups: A/G heads of q, k, v
+    layers.i.self_attn.{q,k}_norm          decoder.layers.self_attention.{q,k}_layernorm
     layers.i.self_attn.o_proj              decoder.layers.self_attention.linear_proj
     layers.i.post_attention_layernorm      decoder.layers.mlp.linear_fc1.layer_norm_...
     layers.i.mlp.{gate,up}_proj            decoder.layers.mlp.linear_fc1, gate above up
@@ -25,6 +26,7 @@ from pydantic import ValidationError
 
 from megalith.config import TransformerConfig
 from megalith.errors import ConfigError
+from megalith.models.hf.layer_types import MOST_LAYERS, window_layers
 from megalith.models.megatron.inert_pickle import shown
 
 __all__ = ["Rows", "config_of", "key_in_layer", "source_of"]
@@ -40,6 +42,10 @@ _QKV, _FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
 _IN_LAYER = {
     "input_layernorm.weight": f"{_QKV}.layer_norm_weight",
     "input_layernorm.bias": f"{_QKV}.layer_norm_bias",
+    "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
+    "self_attn.q_norm.bias": "self_attention.q_layernorm.bias",
+    "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
+    "self_attn.k_norm.bias": "self_attention.k_layernorm.bias",
     "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
     "self_attn.o_proj.bias": "self_attention.linear_proj.bias",
     "post_attention_layernorm.weight": f"{_FC1}.layer_norm_weight",
@@ -47,6 +53,7 @@ _IN_LAYER = {
     "mlp.down_proj.weight": "mlp.linear_fc2.weight",
     "mlp.down_proj.bias": "mlp.linear_fc2.bias",
 }
+_ZERO_CENTERED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")  # the argument, and its name inside
 # arguments that change the network -> the values with which it is one of ours; absent ones do not ask for anything
 _ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -54,25 +61,17 @@ _ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "num_moe_experts": (None,),
         "experimental_attention_variant": (None,),
         "heterogeneous_block_specs": (False, None),
-        "layernorm_zero_centered_gamma": (False, None),
         "activation_func_clamp_value": (None,),
         "glu_linear_offset": (0.0, None),
         "softmax_scale": (None,),
         "multi_latent_attention": (False, None),
         "mtp_num_layers": (None, 0),
-        "qk_layernorm": (False, None),
         "qk_l2_norm": (False, None),
         "attention_output_gate": (False, None),
-        "window_size": (None,),
         "softmax_type": ("vanilla", None),
-        "apply_layernorm_1p": (False, None),
         "apply_residual_connection_post_layernorm": (False, None),
-        "squared_relu": (False, None),
         "quick_geglu": (False, None),
-        "rotary_percent": (1.0, 1, None),
-        "rotary_interleaved": (False, None),
         "rotary_seq_len_interpolation_factor": (None, 1),
-        "use_rope_scaling": (False, None),
         "no_rope_freq": (None,),
         "is_hybrid_model": (False, None),
         "heterogeneous_layers_config_path": (None,),
@@ -101,11 +100,9 @@ def config_of(arguments: Mapping[str, Any], vocab_size: int) -> TransformerConfi
         for name, only in _ONLY.items()
         if name in arguments and arguments[name] not in only
     ]
-    kind, linear_biases = arguments.get("position_embedding_type", "learned_absolute"), arguments.get("add_bias_linear")
+    kind = arguments.get("position_embedding_type", "learned_absolute")
     if kind not in ("rope", "learned_absolute"):
         wrong.append(f"position_embedding_type must be 'rope' or 'learned_absolute'; it is {shown(kind)}")
-    if arguments.get("add_qkv_bias") and not linear_biases:
-        wrong.append("add_qkv_bias must come with add_bias_linear; it is alone")
     if wrong:
         raise ConfigError("our model cannot represent this one of Megatron:\n- " + "\n- ".join(wrong))
     needed = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
@@ -120,17 +117,16 @@ def config_of(arguments: Mapping[str, Any], vocab_size: int) -> TransformerConfi
         "normalization": arguments.get("normalization", "LayerNorm"),
         "layernorm_epsilon": arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5)),
         "position_embedding_type": kind,
-        "add_bias_linear": bool(linear_biases),
+        "residual": {"zero_centered_norm": any(arguments.get(name) for name in _ZERO_CENTERED)},
+        "attention": _attention(arguments),
+        "add_bias_linear": bool(arguments.get("add_bias_linear")),
         "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
         "hidden_dropout": arguments.get("hidden_dropout", 0.1),
         "attention_dropout": arguments.get("attention_dropout", 0.1),
         "init_method_std": arguments.get("init_method_std", 0.02),
     }
     if kind == "rope":
-        base = arguments.get("rotary_base", 10000)
-        if not isinstance(base, int | float) or not 1 < base < 2**63:
-            raise ConfigError(f"Megatron's rotary_base must be a number above 1; it is {shown(base)}")
-        settings["rope"] = {"base": float(base)}
+        settings["rope"] = _rope(arguments)
     else:
         settings["max_position_embeddings"] = arguments.get("max_position_embeddings")
     try:
@@ -197,9 +193,57 @@ def _query_groups(arguments: Mapping[str, Any]) -> Any:
     return arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
 
 
+def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of ``model.rope``. Megatron's scaling is that of Llama 3.1, of which its arguments have the factor."""
+    base, percent = arguments.get("rotary_base", 10000), arguments.get("rotary_percent")
+    if not isinstance(base, int | float) or not 1 < base < 2**63:
+        raise ConfigError(f"Megatron's rotary_base must be a number above 1; it is {shown(base)}")
+    rope = {
+        "base": float(base),
+        "percent": 1.0 if percent is None else percent,
+        "interleaved": bool(arguments.get("rotary_interleaved")),
+    }
+    if not arguments.get("use_rope_scaling"):
+        return rope
+    factor = arguments.get("rope_scaling_factor", 8.0)
+    return rope | {"scaling": {"type": "llama3", "factor": factor, "original_max_position_embeddings": 8192}}
+
+
+def _attention(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of ``model.attention``; norms of queries and keys are of the kind of all others."""
+    norm = arguments.get("normalization", "LayerNorm") if arguments.get("qk_layernorm") else None
+    return {"qk_norm": norm, "qkv_bias": True if arguments.get("add_qkv_bias") else None, **_windows(arguments)}
+
+
+def _windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """``window`` and ``window_layers``. Megatron counts the tokens before a query, and its layers from 1."""
+    size, skip = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
+    if size is None:
+        return {}
+    if not isinstance(size, tuple | list) or [type(n) for n in size] != [int, int] or size[0] < -1 or size[1] != 0:
+        raise ConfigError(
+            "Megatron's window_size must be the tokens before a query and 0 after it, as (127, 0), or (-1, 0) for all "
+            f"before it; it is {shown(size)}"
+        )
+    num_layers = min(arguments["num_layers"], MOST_LAYERS)
+    if skip is None:
+        windowed = (True,) * num_layers
+    elif type(skip) is int and skip > 0:
+        windowed = tuple(number % skip != 0 for number in range(1, num_layers + 1))
+    elif isinstance(skip, list) and len(skip) == num_layers and all(has in (0, 1) for has in skip):
+        windowed = tuple(map(bool, skip))
+    else:
+        raise ConfigError(
+            "Megatron's window_attn_skip_freq must be n, for every n-th layer without a window, or a list of 0 and 1 "
+            f"for each of {num_layers} layers; it is {shown(skip)}"
+        )
+    return {"window": size[0] + 1, "window_layers": window_layers(windowed)} if any(windowed) and size[0] >= 0 else {}
+
+
 def _activation(arguments: Mapping[str, Any]) -> str:
     """Megatron's fusion of bias and GELU computes it by tanh, and so does its openai_gelu."""
-    if arguments.get("swiglu"):
-        return "swiglu"
+    for name in ("swiglu", "squared_relu"):
+        if arguments.get(name):
+            return name
     by_tanh = arguments.get("openai_gelu") or arguments.get("bias_gelu_fusion", True)
     return "gelu_tanh" if by_tanh else "gelu"

@@ -57,19 +57,14 @@ class TextSource:
             tokenizer: path of a tokenizer.json, for a source that has none; ``eod`` is its token that ends a document,
                 as in ``Tokenizer``.
 
-        Raises as ``open_run``, ``foreign_model`` and ``find_tokenizer`` do, and DataError for a tokenizer that has more
-        entries than the model.
+        Raises as ``open_run``, ``foreign_model`` and ``find_tokenizer`` do, and DataError for a tokenizer that gives
+        ids for which the model has no row.
         """
         store = open_store(source)
         folder = foreign_model(store)
         opened = _open_run(store, tokenizer, eod) if folder is None else _open_foreign(folder, tokenizer, eod)
-        vocab_size, found = opened.config.vocab_size, opened.tokenizer
-        assert vocab_size is not None, "a run keeps its resolved settings, and a folder says it"
-        if found.vocab_size > vocab_size:
-            raise DataError(
-                f"{found.name} has {found.vocab_size} entries and the model of {source} {vocab_size}; give the "
-                "tokenizer that it was trained with"
-            )
+        assert opened.config.vocab_size is not None, "a run keeps its resolved settings, and a folder says it"
+        opened.tokenizer.check_fits(str(source), opened.config.vocab_size)
         return opened
 
     def encode(self, prompts: Sequence[str]) -> list[list[int]]:

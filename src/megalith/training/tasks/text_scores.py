@@ -21,12 +21,14 @@ class TextScorer:
     longest: int
 
     @classmethod
-    def load(cls, source: str | Path) -> "TextScorer":
-        """That of ``source``, as ``TextGenerator.load`` reads it and with its errors.
+    def load(
+        cls, source: str | Path, tokenizer: str | Path | None = None, eod: str | int | None = None
+    ) -> "TextScorer":
+        """That of ``source``, as ``TextGenerator.load`` reads it, with its arguments and errors.
 
         A run's model reads as many tokens at once as it was trained on, ``data.seq_length``.
         """
-        generator = TextGenerator.load(source)
+        generator = TextGenerator.load(source, tokenizer, eod)
         return cls(generator.model, generator.source.tokenizer, generator.source.longest)
 
     def encode(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

@@ -53,11 +53,15 @@ def import_model(
     Raises:
         CheckpointError: ``source`` is no sound model folder, or the logits differ.
         ConfigError: our model cannot represent it.
-        DataError: its tokenizer.json cannot be read, or has no token that ends a document.
+        DataError: its tokenizer.json cannot be read, has no token that ends a document, or gives ids
+            for which the model has no row.
         StorageError: ``out`` exists, or cannot be written.
     """
     folder = foreign_model(source) or open_folder(source)
     tokenizer = folder.tokenizer(eod)
+    if tokenizer is not None:
+        assert folder.config.vocab_size is not None, "a folder says it"
+        tokenizer.check_fits(str(folder.store), folder.config.vocab_size)
     settings = usual_settings(folder.config, folder.num_positions, folder.weights.dtype) | {"run": str(out.absolute())}
     config = load_run(settings)
     with new_folder(out) as made:
