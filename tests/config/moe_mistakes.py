@@ -22,7 +22,7 @@ MOE_MISTAKES = [
         {**GROUPS, f"{ROUTER}.group_topk": 2, f"{ROUTER}.group_score_topk": 3}, r"group_score_topk \(3\) be at most the"
     ),
     Mistake(
-        {**MOE, f"{ROUTER}.group_score_topk": 1}, r"group_score_topk \(1\) has no effect without .*num_groups; rem"
+        {**MOE, f"{ROUTER}.group_score_topk": 1}, r"group_score_topk \(1\) has no effect without .*num_groups; use"
     ),
     Mistake(
         {**QUANTILE, "model.moe.top_k": 8}, r"selection=quantile needs model.moe.top_k \(8\) to be less than .*; use"
@@ -41,7 +41,10 @@ MOE_MISTAKES = [
     Mistake({**MOE, f"{ROUTER}.quantile_decay": 0.5}, r"quantile_decay \(0.5\) has no effect with .*selection=top_k"),
     Mistake({**MOE, "model.moe.num_experts": 6, "parallel.expert": 4}, r"num_experts \(6\) must be divisible by .*", 4),
     Mistake(
-        {**MOE, "parallel.expert": 3}, r"parallel.expert \(3\) .* must divide the 4 ranks of a pipeline stage", 4, 1
+        {**MOE, "parallel.expert": 2, "parallel.expert_tensor": 4},
+        r"x parallel.expert \(2\) x parallel.expert_tensor \(4\) must divide the number of ranks \(4\)",
+        4,
+        1,
     ),
     Mistake({**MOE, "parallel.tensor": 2}, r"with parallel.tensor=2 needs parallel.sequence=true", 2),
 ]
