@@ -1,5 +1,7 @@
 """router: one process. What is in evaluation, what padding leaves out, what is replayed, what a step records."""
 
+from random import Random
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megalith.errors import ShapeError
 from megalith.fusions.paths.backend import use
 from megalith.parallel.parameters import state_tensors
 from megalith.transformer.layer_context import LayerContext
@@ -255,6 +258,25 @@ def test_a_replayed_routing_drops_what_was_dropped_and_nothing_else():
     assert torch.equal(router_of()(x_of(S, B), CONTEXT).tokens_per_expert, first.tokens_per_expert)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"padding_mask": torch.ones(B, S, dtype=torch.bool)},
+            r"padding_mask must be torch.bool \[12, 2\]; got .*\[2, 12\]",
+        ),
+        ({"padding_mask": torch.ones(S, B)}, r"padding_mask must be torch.bool \[12, 2\]; got torch.float32"),
+        (
+            {"replayed": torch.zeros(S * B, 3, dtype=torch.int64)},
+            r"replayed must be torch.int64 \[24, 2\]; got .*\[24, 3\]",
+        ),
+    ],
+)
+def test_masks_and_replayed_experts_of_another_shape_are_refused(given, message):
+    with pytest.raises(ShapeError, match=message):
+        router_of()(x_of(S, B), CONTEXT, **given)
+
+
 def test_a_bias_moves_once_a_step_by_the_loads_of_all_micro_batches_and_is_saved_in_float32():
     router = router_of(score_function="sigmoid", expert_bias_update_rate=0.1)
     assert state_tensors(router)["e_score_correction_bias"].dtype == torch.float32
@@ -336,3 +358,41 @@ def test_every_path_routes_alike(path):
         other, other_gradient = result()
     assert torch.equal(routing.indices, other.indices)
     torch.testing.assert_close(gradient, other_gradient, rtol=EXACT, atol=EXACT)
+
+
+OPTIONS = {
+    "top_k": [1, 2, 3, 8],
+    "score_function": ["softmax", "sigmoid", "sqrtsoftplus"],
+    "pre_softmax": [False, True],
+    "num_groups": [None, None, 2, 4],
+    "group_topk": [None, None, 1, 2],
+    "group_score_topk": [None, None, None, 1],
+    "scaling_factor": [1.0, 2.5],
+    "bias": [False, True],
+    "selection": ["top_k", "top_k", "top_k", "sinkhorn", "quantile", "round_robin"],
+    "expert_bias_update_rate": [None, 0.0, 1e-3],
+    "jitter": [0.0, 0.1],
+    "sequence_balance": [0.0, 0.0, 0.1],
+    "global_balance": [0.0, 0.0, 0.1],
+    "z_loss": [0.0, 0.1],
+    "capacity": [None, {"factor": 0.5}, {"factor": 1.25, "drop": "position"}],
+}
+
+
+def test_random_settings_route_forward_and_backward_or_are_refused_at_construction():
+    random, num_built = Random(0), 0
+    for _ in range(200):
+        settings = {name: random.choice(values) for name, values in OPTIONS.items()}
+        plain = {name: values[0] for name, values in OPTIONS.items() if name not in ("top_k", "capacity")}
+        given = {name: value for name, value in settings.items() if name not in plain or value != plain[name]}
+        try:
+            router = router_of(**given)
+        except ValidationError:
+            continue
+        num_built += 1
+        mask = torch.arange(S * B).view(S, B) % 5 != 2
+        routing = router(x_of(S, B), keyed(IDS), padding_mask=mask)
+        (routing.weights * torch.arange(settings["top_k"])).sum().backward()
+        assert router.weight.grad.isfinite().all()
+        assert int(routing.tokens_per_expert.sum()) == int(mask.sum()) * settings["top_k"]
+    assert num_built > 20
