@@ -381,7 +381,7 @@ OPTIONS = {
 
 def test_random_settings_route_forward_and_backward_or_are_refused_at_construction():
     random, num_built = Random(0), 0
-    for _ in range(200):
+    for _ in range(1000):  # most of them contradict themselves
         settings = {name: random.choice(values) for name, values in OPTIONS.items()}
         plain = {name: values[0] for name, values in OPTIONS.items() if name not in ("top_k", "capacity")}
         given = {name: value for name, value in settings.items() if name not in plain or value != plain[name]}
@@ -395,4 +395,4 @@ def test_random_settings_route_forward_and_backward_or_are_refused_at_constructi
         (routing.weights * torch.arange(settings["top_k"])).sum().backward()
         assert router.weight.grad.isfinite().all()
         assert int(routing.tokens_per_expert.sum()) == int(mask.sum()) * settings["top_k"]
-    assert num_built > 20
+    assert num_built > 80
