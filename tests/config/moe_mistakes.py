@@ -33,6 +33,10 @@ MOE_MISTAKES = [
         {**SINKHORN, f"{ROUTER}.global_balance": 0.1}, r"keeps loads even by itself; leave out .*global_balance; use"
     ),
     Mistake(
+        {**QUANTILE, f"{ROUTER}.num_groups": 4, f"{ROUTER}.group_topk": 2, f"{ROUTER}.group_score_topk": 1},
+        r"keeps loads even by itself; leave out .*num_groups; use .*num_groups=null, .*group_score_topk=null",
+    ),
+    Mistake(
         {**QUANTILE, "model.moe.capacity.factor": 1.0}, r"model.moe.capacity needs .*selection=top_k; got quantile"
     ),
     Mistake(
