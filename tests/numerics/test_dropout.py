@@ -13,6 +13,7 @@ from megalith.numerics.dropout import (
     dropout,
     keep_mask,
     philox_key,
+    uniform,
 )
 from megalith.numerics.philox import philox4x32
 
@@ -170,3 +171,21 @@ def test_a_key_of_masks_packed_in_an_int64_is_never_negative():
     words = [philox_key(seed, step) for seed in (0, 1234) for step in range(50)]
     assert all(0 <= low < 2**32 and 0 <= high < 2**31 for low, high in words)
     assert len(set(words)) == len(words)
+
+
+def test_a_uniform_number_is_the_upper_24_bits_of_the_word_that_a_dropout_would_read():
+    feature, site = 10, 5  # of token 2^40 + 6
+    counter = (torch.tensor([word]) for word in (6, 2**8, feature // 4, site))
+    word = philox4x32(*counter, *philox_key(1234, 7))[feature % 4].item()
+    drawn = uniform(KEY, 16)
+    assert (drawn.shape, drawn.dtype) == ((3, 4, 16), torch.float32)
+    assert drawn[1, 2, feature].item() == (word >> 8) / 2**24
+    assert torch.equal(uniform(key_for(TOKENS[1:, 2:]), 13), drawn[1:, 2:, :13])
+
+
+def test_uniform_numbers_fill_the_unit_interval():
+    drawn = uniform(key_for(torch.arange(1000)), 64).double()
+    assert 0.0 <= drawn.min() < 1e-3
+    assert 1.0 - 1e-3 < drawn.max() < 1.0
+    assert drawn.mean().item() == pytest.approx(1 / 2, abs=5 / (12 * 64000) ** 0.5)  # five deviations
+    assert drawn.var().item() == pytest.approx(1 / 12, abs=2e-3)

@@ -89,7 +89,7 @@ def balanced_choices_need_no_other_balance(run: Draft) -> Iterator[Violation]:
         message = f"{_SELECTION}={run[_SELECTION]} keeps loads even by itself; leave out {' and '.join(also)}"
         fixes: tuple[Fix, ...] = (dict.fromkeys(also), {_SELECTION: None})
         if _GROUPS in also:
-            fixes = ({**dict.fromkeys(also), _GROUP_TOPK: None}, {_SELECTION: None})
+            fixes = (dict.fromkeys((*also, _GROUP_TOPK, _GROUP_SCORE)), {_SELECTION: None})
         yield Violation("balanced_choices_need_no_other_balance", _SELECTION, message, fixes)
 
 

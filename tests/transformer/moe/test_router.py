@@ -1,13 +1,15 @@
 """router: one process. What is in evaluation, what padding leaves out, what is replayed, what a step records."""
 
+from random import Random
+
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megalith.config import TransformerConfig
-from megalith.errors import ConfigError
+from megalith.errors import ShapeError
 from megalith.fusions.paths.backend import use
 from megalith.parallel.parameters import state_tensors
 from megalith.transformer.layer_context import LayerContext
@@ -163,8 +165,8 @@ def test_in_evaluation_routing_is_by_score_alone_and_nothing_is_recorded(setting
     plain = router_of().eval()(x_of(S, B), CONTEXT)
     assert torch.equal(routing.indices, plain.indices)
     assert torch.equal(routing.weights, again.weights)
-    if settings.get("selection") != "sinkhorn":
-        assert torch.equal(routing.weights, plain.weights)
+    if settings.get("selection") != "sinkhorn":  # which weighs by softmax over all
+        torch.testing.assert_close(routing.weights, plain.weights, rtol=EXACT, atol=EXACT)
     (0.0 * routing.weights).sum().backward()
     assert not router.weight.grad.any()
     assert record.tokens_per_expert(LAYER) is None
@@ -192,7 +194,7 @@ def test_jitter_is_of_the_token_and_the_step_and_of_the_router_alone():
     factors = logits(keyed(IDS)) / x.view(-1, H)[:, :E]
     assert 0.8 <= factors.min() < 0.82
     assert 1.18 < factors.max() <= 1.2
-    assert factors.mean() == pytest.approx(1.0, abs=0.03)
+    assert factors.mean().item() == pytest.approx(1.0, abs=0.03)
 
 
 def test_quantile_offsets_choose_and_leave_the_weights_alone():
@@ -210,7 +212,7 @@ def test_sinkhorn_evens_the_loads_of_real_tokens_in_training_alone():
     before = router.eval()(x, CONTEXT).tokens_per_expert
     mask = torch.arange(64).view(64, 1) < 48
     routing = router.train()(x, CONTEXT, padding_mask=mask)
-    assert before.max() > 2 * 64 * K / E
+    assert before.max() > 1.9 * 64 * K / E
     assert routing.tokens_per_expert.max() < 1.5 * 48 * K / E
     padding = (~mask).flatten()
     assert torch.equal(routing.indices[padding], router.eval()(x, CONTEXT).indices[padding])
@@ -254,6 +256,25 @@ def test_a_replayed_routing_drops_what_was_dropped_and_nothing_else():
     torch.testing.assert_close(same.weights, first.weights, rtol=EXACT, atol=EXACT)
     assert torch.equal(same.tokens_per_expert, first.tokens_per_expert)
     assert torch.equal(router_of()(x_of(S, B), CONTEXT).tokens_per_expert, first.tokens_per_expert)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"padding_mask": torch.ones(B, S, dtype=torch.bool)},
+            r"padding_mask must be torch.bool \[12, 2\]; got .*\[2, 12\]",
+        ),
+        ({"padding_mask": torch.ones(S, B)}, r"padding_mask must be torch.bool \[12, 2\]; got torch.float32"),
+        (
+            {"replayed": torch.zeros(S * B, 3, dtype=torch.int64)},
+            r"replayed must be torch.int64 \[24, 2\]; got .*\[24, 3\]",
+        ),
+    ],
+)
+def test_masks_and_replayed_experts_of_another_shape_are_refused(given, message):
+    with pytest.raises(ShapeError, match=message):
+        router_of()(x_of(S, B), CONTEXT, **given)
 
 
 def test_a_bias_moves_once_a_step_by_the_loads_of_all_micro_batches_and_is_saved_in_float32():
@@ -318,7 +339,7 @@ def test_no_token_and_one_token_are_routed(S, selection):
     ids=str,
 )
 def test_settings_that_cannot_be_met_are_refused_at_construction(wrong):
-    with pytest.raises(ConfigError):
+    with pytest.raises(ValidationError):
         config(moe={"num_experts": 8, **wrong})
 
 
@@ -339,6 +360,39 @@ def test_every_path_routes_alike(path):
     torch.testing.assert_close(gradient, other_gradient, rtol=EXACT, atol=EXACT)
 
 
-def test_a_router_is_of_the_settings_it_is_given():
-    assert isinstance(config(moe={"num_experts": 4}), TransformerConfig)
-    assert router_of(experts=4, build={"dtype": torch.float32}).weight.shape == (4, H)
+OPTIONS = {
+    "top_k": [1, 2, 3, 8],
+    "score_function": ["softmax", "sigmoid", "sqrtsoftplus"],
+    "pre_softmax": [False, True],
+    "num_groups": [None, None, 2, 4],
+    "group_topk": [None, None, 1, 2],
+    "group_score_topk": [None, None, None, 1],
+    "scaling_factor": [1.0, 2.5],
+    "bias": [False, True],
+    "selection": ["top_k", "top_k", "top_k", "sinkhorn", "quantile", "round_robin"],
+    "expert_bias_update_rate": [None, 0.0, 1e-3],
+    "jitter": [0.0, 0.1],
+    "sequence_balance": [0.0, 0.0, 0.1],
+    "global_balance": [0.0, 0.0, 0.1],
+    "z_loss": [0.0, 0.1],
+    "capacity": [None, {"factor": 0.5}, {"factor": 1.25, "drop": "position"}],
+}
+
+
+def test_random_settings_route_forward_and_backward_or_are_refused_at_construction():
+    random, num_built = Random(0), 0
+    for _ in range(1000):  # most of them contradict themselves
+        settings = {name: random.choice(values) for name, values in OPTIONS.items()}
+        plain = {name: values[0] for name, values in OPTIONS.items() if name not in ("top_k", "capacity")}
+        given = {name: value for name, value in settings.items() if name not in plain or value != plain[name]}
+        try:
+            router = router_of(**given)
+        except ValidationError:
+            continue
+        num_built += 1
+        mask = torch.arange(S * B).view(S, B) % 5 != 2
+        routing = router(x_of(S, B), keyed(IDS), padding_mask=mask)
+        (routing.weights * torch.arange(settings["top_k"])).sum().backward()
+        assert router.weight.grad.isfinite().all()
+        assert int(routing.tokens_per_expert.sum()) == int(mask.sum()) * settings["top_k"]
+    assert num_built > 80

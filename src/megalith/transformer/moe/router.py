@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalith.config import TransformerConfig
+from megalith.errors import ShapeError
 from megalith.numerics.dropout import uniform
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import DeclaringModule, ParameterSpec, local
@@ -79,8 +80,13 @@ class TopKRouter(DeclaringModule):
                 capacity, but count in no load and no loss.
             replayed: the ``indices`` of an earlier routing, int64 [T, K], to take in place of choosing; weights are
                 those of ``x``, with their gradients.
+
+        Raises:
+            ShapeError: ``padding_mask`` or ``replayed`` is not of this shape and dtype.
         """
         S, B, H = x.shape
+        _check("padding_mask", padding_mask, torch.bool, (S, B))
+        _check("replayed", replayed, torch.int64, (S * B, self.top_k))
         logits = self._logits(x.reshape(S * B, H), context)  # [T, E]
         real = logits.new_ones(S * B, dtype=torch.bool) if padding_mask is None else padding_mask.reshape(S * B)
         # without a record the loop is a user's own, which has one micro-batch and forgets
@@ -207,6 +213,11 @@ class TopKRouter(DeclaringModule):
             return total
 
         return record.kept("choices_so_far", self.layer, until_now)
+
+
+def _check(name: str, given: Tensor | None, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    if given is not None and (given.dtype != dtype or given.shape != shape):
+        raise ShapeError(f"{name} must be {dtype} {list(shape)}; got {given.dtype} {list(given.shape)}")
 
 
 def _summed(counts: Tensor, groups: list[ProcessGroup]) -> Tensor:

@@ -1,0 +1,54 @@
+"""Mistakes in a mixture of experts and its router."""
+
+from typing import Any
+
+from tests.config.mistake import Mistake
+
+__all__ = ["MOE_MISTAKES"]
+
+MOE: dict[str, Any] = {"model.moe.num_experts": 8}
+ROUTER = "model.moe.router"
+SINKHORN, QUANTILE = ({**MOE, f"{ROUTER}.selection": name} for name in ("sinkhorn", "quantile"))
+GROUPS = {**MOE, f"{ROUTER}.num_groups": 4}
+
+MOE_MISTAKES = [
+    Mistake({**MOE, "model.moe.top_k": 9}, r"model.moe.top_k \(9\) must be at most .* \(8\); use model.moe.top_k=8"),
+    Mistake({**MOE, "model.moe.top_k": 1}, r"needs model.moe.router.pre_softmax=true.*; use .*pre_softmax=true"),
+    Mistake({**GROUPS, f"{ROUTER}.group_topk": 5}, r"num_groups \(4\) and .*group_topk \(5\) must both be set.*; use"),
+    Mistake(
+        {**GROUPS, f"{ROUTER}.group_topk": 2, "model.moe.top_k": 3}, r"without it .*group_topk must divide .*; use"
+    ),
+    Mistake(
+        {**GROUPS, f"{ROUTER}.group_topk": 2, f"{ROUTER}.group_score_topk": 3}, r"group_score_topk \(3\) be at most the"
+    ),
+    Mistake(
+        {**MOE, f"{ROUTER}.group_score_topk": 1}, r"group_score_topk \(1\) has no effect without .*num_groups; use"
+    ),
+    Mistake(
+        {**QUANTILE, "model.moe.top_k": 8}, r"selection=quantile needs model.moe.top_k \(8\) to be less than .*; use"
+    ),
+    Mistake({**SINKHORN, f"{ROUTER}.score_function": "sigmoid"}, r"selection=sinkhorn has weights of its own, .*; use"),
+    Mistake({**SINKHORN, f"{ROUTER}.pre_softmax": True}, r"selection=sinkhorn has weights of its own, .*; use"),
+    Mistake(
+        {**SINKHORN, f"{ROUTER}.global_balance": 0.1}, r"keeps loads even by itself; leave out .*global_balance; use"
+    ),
+    Mistake(
+        {**QUANTILE, f"{ROUTER}.num_groups": 4, f"{ROUTER}.group_topk": 2, f"{ROUTER}.group_score_topk": 1},
+        r"keeps loads even by itself; leave out .*num_groups; use .*num_groups=null, .*group_score_topk=null",
+    ),
+    Mistake(
+        {**QUANTILE, "model.moe.capacity.factor": 1.0}, r"model.moe.capacity needs .*selection=top_k; got quantile"
+    ),
+    Mistake(
+        {**MOE, f"{ROUTER}.expert_bias_update_rate": 0.1}, r"has no effect with .*score_function=softmax, only with"
+    ),
+    Mistake({**MOE, f"{ROUTER}.quantile_decay": 0.5}, r"quantile_decay \(0.5\) has no effect with .*selection=top_k"),
+    Mistake({**MOE, "model.moe.num_experts": 6, "parallel.expert": 4}, r"num_experts \(6\) must be divisible by .*", 4),
+    Mistake(
+        {**MOE, "parallel.expert": 2, "parallel.expert_tensor": 4},
+        r"x parallel.expert \(2\) x parallel.expert_tensor \(4\) must divide the number of ranks \(4\)",
+        4,
+        1,
+    ),
+    Mistake({**MOE, "parallel.tensor": 2}, r"with parallel.tensor=2 needs parallel.sequence=true", 2),
+]
