@@ -5,6 +5,7 @@ from megalith.config.attention_config import AttentionConfig
 from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
 from megalith.config.glu_config import GluConfig
 from megalith.config.loading import as_tree, dump_yaml, load_run, read_tree
+from megalith.config.mla_config import MLAConfig
 from megalith.config.model_parallel_config import ModelParallelConfig
 from megalith.config.multipliers_config import MultipliersConfig
 from megalith.config.optim_config import (
@@ -44,6 +45,7 @@ __all__ = [
     "GenerationConfig",
     "GluConfig",
     "LossScaleConfig",
+    "MLAConfig",
     "ModelParallelConfig",
     "MultipliersConfig",
     "OptimConfig",

@@ -14,34 +14,36 @@ __all__ = ["KVCache", "LayerContext"]
 
 
 class KVCache:
-    """Keys and values of one layer for the tokens seen so far, in memory for ``capacity`` tokens of each row.
+    """What one layer keeps of the tokens seen so far, in memory for ``capacity`` tokens of each row.
+
+    Keys and values, [S, B, max(G/tp, 1), D] each; of latent attention, the latents that they are made from.
 
     It is never moved: a token costs its own bytes, and not a copy of all before it.
 
     Attributes:
-        keys, values: [capacity, B, max(G/tp, 1), D] each, allocated at the first ``append``; None before.
+        held: tensors [capacity, B, ...], allocated at the first ``append``; none before.
         num_tokens: how many of a row's are there.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_tokens = 0
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.held: tuple[Tensor, ...] = ()
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the newest ``k`` and ``v`` and returns all of them, [num_tokens, B, max(G/tp, 1), D], as views.
+    def append(self, *newest: Tensor) -> tuple[Tensor, ...]:
+        """Adds ``newest``, [S, B, ...] each, and returns those of all tokens, [num_tokens, B, ...], as views.
 
         Raises ShapeError where they pass ``capacity``.
         """
-        start, end = self.num_tokens, self.num_tokens + k.shape[0]
+        start, end = self.num_tokens, self.num_tokens + newest[0].shape[0]
         if end > self.capacity:
             raise ShapeError(f"the cache has room for {self.capacity} tokens, and these make {end}; make it larger")
-        if self.keys is None or self.values is None:
-            self.keys, self.values = (x.new_empty(self.capacity, *x.shape[1:]) for x in (k, v))
-        self.keys[start:end], self.values[start:end] = k, v
+        if not self.held:
+            self.held = tuple(x.new_empty(self.capacity, *x.shape[1:]) for x in newest)
+        for whole, x in zip(self.held, newest, strict=True):
+            whole[start:end] = x
         self.num_tokens = end
-        return self.keys[:end], self.values[:end]
+        return tuple(whole[:end] for whole in self.held)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +58,7 @@ class LayerContext:
         token_dropout_key: the step's dropout key for attention, with token ids [B, S]; None disables dropout.
         hidden_dropout_key: the same for the hidden states, whose token ids are [S, B], [S/tp, B] under sequence
             parallelism.
-        cache: keys and values of this layer from earlier calls; the tokens follow them.
+        cache: what this layer has kept of earlier calls; the tokens follow them.
     """
 
     mask: AttentionMask = CAUSAL

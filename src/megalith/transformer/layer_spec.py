@@ -13,6 +13,7 @@ from megalith.config import TransformerConfig
 from megalith.parallel.build_options import BuildOptions
 from megalith.transformer.attention import SelfAttention
 from megalith.transformer.mlp import MLP
+from megalith.transformer.multi_latent_attention import MLASelfAttention
 from megalith.transformer.normalization import Normalization
 
 __all__ = ["LayerSpec", "LayerSpecs", "layer_specs"]
@@ -40,9 +41,10 @@ LayerSpecs = Callable[[int], LayerSpec]
 
 def layer_specs(config: TransformerConfig) -> LayerSpecs:
     """The specs that ``config`` asks for: self-attention, with the window and positions of its layer, and ``MLP``."""
+    attention = SelfAttention if config.mla is None else MLASelfAttention
 
     def spec_of(index: int) -> LayerSpec:
         window, rotates = config.attention.window_of(index), config.rope is not None and config.rope.rotates(index)
-        return LayerSpec(attention=partial(SelfAttention, window=window, rotates=rotates))
+        return LayerSpec(attention=partial(attention, window=window, rotates=rotates))
 
     return spec_of

@@ -19,12 +19,13 @@ from megalith.transformer.attention import SelfAttention
 from megalith.transformer.dot_product_attention import DotProductAttention
 from megalith.transformer.dropout import DropoutSite, name_dropout_sites_
 from megalith.transformer.mlp import MLP
+from megalith.transformer.multi_latent_attention import MLASelfAttention
 
 __all__ = ["ModelModule"]
 
 # names of Megatron's --recompute-modules, where it has one
-_RECOMPUTABLE: Mapping[str, type[nn.Module]] = MappingProxyType(
-    {"core_attn": DotProductAttention, "self_attn": SelfAttention, "mlp": MLP}
+_RECOMPUTABLE: Mapping[str, tuple[type[nn.Module], ...]] = MappingProxyType(
+    {"core_attn": (DotProductAttention,), "self_attn": (SelfAttention, MLASelfAttention), "mlp": (MLP,)}
 )
 
 

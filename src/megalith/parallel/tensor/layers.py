@@ -2,6 +2,7 @@
 
     column  Y = X W^T + b, W [out/tp, in]: each rank computes some of the outputs
     block   Y = X W_i^T + b_i, W [out, in] on every rank: each computes the one block of outputs that it reads
+    replicated  Y = X W^T + b, W [out, in] on every rank: each computes all outputs, of its own tokens
     row     Y = sum over tp of X W^T, + b, W [out, in/tp]: each rank has some of the inputs
     embedding  E [V/tp, H]: each rank looks up the tokens that it holds, the others add zero
 
@@ -19,7 +20,13 @@ from megalith.parallel.local_ranges import chunk_range
 from megalith.parallel.parameters import DeclaringModule, ParameterSpec, local
 from megalith.parallel.tensor.regions import enter_tensor_parallel, leave_tensor_parallel
 
-__all__ = ["BlockReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
+__all__ = [
+    "BlockReplicatedLinear",
+    "ColumnParallelLinear",
+    "ReplicatedLinear",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+]
 
 
 class ColumnParallelLinear(DeclaringModule):
@@ -125,6 +132,32 @@ class BlockReplicatedLinear(DeclaringModule):
         weight = local(self.weight, partial=True)[self.rows]
         bias = None if self.bias is None else local(self.bias, partial=True)[self.rows]
         return self.options.matrix_product(x, weight, bias)
+
+
+class ReplicatedLinear(DeclaringModule):
+    """A linear layer outside of tensor parallelism: whole on every rank of tp, between regions.
+
+    Args are those of ColumnParallelLinear.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, options: BuildOptions, *, bias: bool, std: float) -> None:
+        super().__init__()
+        self.options = options
+        spec = ParameterSpec((out_features, in_features), "normal", std)
+        self.declare("weight", spec, options.pg_collection, options.dtype)
+        if bias:
+            self.declare("bias", ParameterSpec((out_features,), "zeros"), options.pg_collection, options.dtype)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, in] -> [S, B, out], of [S/tp, ...] each under sequence parallelism."""
+        partial = self.options.sequence_parallel  # a rank sees its own tokens
+        bias = None if self.bias is None else local(self.bias, partial=partial)
+        return self.options.matrix_product(x, local(self.weight, partial=partial), bias)
 
 
 class RowParallelLinear(DeclaringModule):
