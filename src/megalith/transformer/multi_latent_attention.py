@@ -110,6 +110,7 @@ class MLASelfAttention(nn.Module):
 
     def _queries(self, x: Tensor) -> Tensor:
         """[S, B, A/tp, D] of [S, B, H], of [S/tp, B, H] under sequence parallelism."""
+        q: Tensor
         if self.has_query_latent:
             q = self.q_b_proj(self.q_entered(self._enter, self.q_a_layernorm(self.q_a_proj(x))))
         else:
@@ -138,6 +139,7 @@ class MLASelfAttention(nn.Module):
 
     def _attend_absorbed(self, q_nope: Tensor, q_rope: Tensor, held: Tensor, context: LayerContext) -> Tensor:
         """``_attend`` over what the cache ``held`` [Sk, B, 1, Z + R], as one key and value for all heads."""
+        assert self.kv_b_proj.weight is not None, "it is its own"
         weight = local(self.kv_b_proj.weight).unflatten(0, (-1, self.head_parts[0] + self.value_size))
         to_key, to_value = weight.split((self.head_parts[0], self.value_size), dim=1)  # [A/tp, N, Z], [A/tp, Dv, Z]
         q = torch.cat((torch.einsum("sban,anz->sbaz", q_nope, to_key), q_rope), dim=-1)  # [Sq, B, A/tp, Z + R]
@@ -146,7 +148,7 @@ class MLASelfAttention(nn.Module):
         return torch.einsum("sbaz,avz->sbav", out, to_value)
 
     def _absorbing_is_cheaper(self, num_queries: int, num_keys: int) -> bool:
-        """By the multiplications of a head; both project as many queries' worth of latents."""
+        """Whether ``_attend_absorbed`` has fewer multiplications for each head than ``_attend``."""
         (N, R), Z, Dv = self.head_parts, self.latent_size, self.value_size
         more_scores = num_queries * num_keys * (2 * (Z + R) - (N + R + Dv))
         return more_scores < (num_keys - num_queries) * Z * (N + Dv)
