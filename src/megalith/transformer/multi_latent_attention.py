@@ -115,7 +115,7 @@ class MLASelfAttention(nn.Module):
             q = self.q_b_proj(self.q_entered(self._enter, self.q_a_layernorm(self.q_a_proj(x))))
         else:
             q = self.q_proj(self.q_entered(self._enter, x))
-        return q.unflatten(-1, (-1, sum(self.head_parts)))
+        return q.view(*q.shape[:2], -1, sum(self.head_parts))
 
     def _latents(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The normed latents [S, B, Z] and the keys [S, B, 1, R], not rotated; ``x`` is as ``forward`` takes it."""

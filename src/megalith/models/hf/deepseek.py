@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from megalith.config import TransformerConfig
+from megalith.config import MLAConfig, TransformerConfig
 from megalith.models.hf.fields import Fields
 from megalith.models.hf.llama import LLAMA, allowed_of_llamas, read_llamas, write_llamas
 from megalith.models.hf.parameters import left_open
@@ -90,10 +90,8 @@ def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> Mapp
 def _allowed(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
     of_latents: dict[str, tuple[Any, ...]] = {"mla.kv_lora_rank": ("a size",)}
     if config.mla is not None:
-        of_latents = {
-            **left_open(config, "mla"),
-            "mla.norm_epsilon": (_EPSILON, None) if config.layernorm_epsilon == _EPSILON else (_EPSILON,),
-        }
+        of_latents = left_open(config, *(f"mla.{name}" for name in MLAConfig.model_fields))
+        of_latents["mla.norm_epsilon"] = (_EPSILON, None) if config.layernorm_epsilon == _EPSILON else (_EPSILON,)
     return {
         **allowed_of_llamas(config),
         **left_open(config, "rope.interleaved"),

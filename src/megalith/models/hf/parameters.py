@@ -3,11 +3,13 @@
 Alphabet: H hidden, A heads, G kv groups, D head size, F ffn hidden, V vocabulary, P positions. Weights are [out, in].
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from megalith.config import MLAConfig, TransformerConfig
+from megalith.config.dotted import parent
+from megalith.config.relevance import CONDITIONS
 from megalith.errors import CheckpointError, ConfigError
 
 __all__ = ["Shape", "check", "left_open", "parameter_shapes", "require"]
@@ -69,11 +71,12 @@ def check(found: Mapping[str, Shape], wanted: Mapping[str, Shape], source: str) 
 def require(architecture: str, config: TransformerConfig, **allowed: tuple[Any, ...]) -> None:
     """Raises ConfigError naming every field of ``config`` that has none of its ``allowed`` values.
 
-    Fields of nested groups go by their dotted names; those that are not in ``allowed`` must have their defaults.
+    Fields of nested groups go by their dotted names; those that are not in ``allowed`` must have their defaults, and a
+    group that a model need not have, and of which nothing is in ``allowed``, must not be there.
     """
     wrong = [
         f"{name} must be {' or '.join(map(repr, values))}; got {value!r}"
-        for name, values in (_nested_defaults(config) | allowed).items()
+        for name, values in (_nested_defaults(config, {parent(name) for name in allowed}) | allowed).items()
         if (value := _setting(config, name)) not in values
     ]
     if wrong:
@@ -92,18 +95,15 @@ def _setting(config: TransformerConfig, name: str) -> Any:
     return None if owner is None else getattr(owner, field)
 
 
-def _nested_defaults(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
-    """The default of every field of the nested groups that ``config`` has.
-
-    Of a group that has a field without a default, to have no such group is the default.
-    """
-    found: dict[str, tuple[Any, ...]] = {}
+def _nested_defaults(config: TransformerConfig, opened: Container[str]) -> dict[str, tuple[Any, ...]]:
+    """The default of every field of the nested groups that ``config`` has; of a group that is not opened, None."""
+    defaults: dict[str, tuple[Any, ...]] = {}
     for name, group in config.nested_groups.items():
-        if any(info.is_required() for info in group.model_fields.values()):
-            found[name] = (None,)
+        if config.is_optional(name) and config.name_of(name) not in CONDITIONS and name not in opened:
+            defaults[name] = (None,)
         elif getattr(config, name) is not None:
-            found |= {f"{name}.{field}": (info.default,) for field, info in group.model_fields.items()}
-    return found
+            defaults |= {f"{name}.{field}": (info.default,) for field, info in group.model_fields.items()}
+    return defaults
 
 
 def _layer_shapes(config: TransformerConfig) -> dict[str, Shape]:

@@ -2,8 +2,8 @@
 
     column  Y = X W^T + b, W [out/tp, in]: each rank computes some of the outputs
     block   Y = X W_i^T + b_i, W [out, in] on every rank: each computes the one block of outputs that it reads
-    replicated  Y = X W^T + b, W [out, in] on every rank: each computes all outputs, of its own tokens
     row     Y = sum over tp of X W^T, + b, W [out, in/tp]: each rank has some of the inputs
+    whole   Y = X W^T + b, W [out, in] on every rank: each computes all outputs, of the tokens that it has
     embedding  E [V/tp, H]: each rank looks up the tokens that it holds, the others add zero
 
 The product is ``options.matrix_product``. Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. V and out may be uneven
@@ -134,32 +134,6 @@ class BlockReplicatedLinear(DeclaringModule):
         return self.options.matrix_product(x, weight, bias)
 
 
-class ReplicatedLinear(DeclaringModule):
-    """A linear layer outside of tensor parallelism: whole on every rank of tp, between regions.
-
-    Args are those of ColumnParallelLinear.
-    """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(self, in_features: int, out_features: int, options: BuildOptions, *, bias: bool, std: float) -> None:
-        super().__init__()
-        self.options = options
-        spec = ParameterSpec((out_features, in_features), "normal", std)
-        self.declare("weight", spec, options.pg_collection, options.dtype)
-        if bias:
-            self.declare("bias", ParameterSpec((out_features,), "zeros"), options.pg_collection, options.dtype)
-        else:
-            self.register_parameter("bias", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[S, B, in] -> [S, B, out], of [S/tp, ...] each under sequence parallelism."""
-        partial = self.options.sequence_parallel  # a rank sees its own tokens
-        bias = None if self.bias is None else local(self.bias, partial=partial)
-        return self.options.matrix_product(x, local(self.weight, partial=partial), bias)
-
-
 class RowParallelLinear(DeclaringModule):
     """A linear layer that has in/tp of its inputs on each rank; the outputs are summed, then the bias is added once.
 
@@ -189,6 +163,35 @@ class RowParallelLinear(DeclaringModule):
         y = leave_tensor_parallel(y, self.options.pg_collection.tp, self.options.sequence_parallel)
         # under sequence parallelism a rank adds the bias to its own tokens only, so its gradient is partial
         return y if self.bias is None else y + local(self.bias, partial=self.options.sequence_parallel)
+
+
+class ReplicatedLinear(DeclaringModule):
+    """A linear layer between activations that tp does not split.
+
+    Under sequence parallelism each rank computes its own tokens, and only the gradient is exchanged, once a step.
+    Without it every rank of tp computes the same. Args are those of ColumnParallelLinear.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, in_features: int, out_features: int, options: BuildOptions, *, std: float, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.options = options
+        spec = ParameterSpec((out_features, in_features), "normal", std)
+        self.declare("weight", spec, options.pg_collection, options.dtype)
+        if bias:
+            self.declare("bias", ParameterSpec((out_features,), "zeros"), options.pg_collection, options.dtype)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, in] -> [S, B, out], of S/tp each under sequence parallelism."""
+        partial = self.options.sequence_parallel
+        bias = None if self.bias is None else local(self.bias, partial=partial)
+        return self.options.matrix_product(x, local(self.weight, partial=partial), bias)
 
 
 class VocabParallelEmbedding(DeclaringModule):

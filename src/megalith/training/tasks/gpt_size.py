@@ -24,8 +24,8 @@ over the S/2 positions that a causal mask leaves to a token on average; the back
 
     3 (2 W + 2 A D S L),    W = L (H (A + 2G) D + A D H + m H F) + V H
 
-with A (D + Dv) in place of 2 A D under model.mla. In a layer with a window of w < S tokens a query sees
-w (2S - w) / 2S of them on average, in place of S/2.
+In latent attention it is A (D + Dv) in place of 2 A D.
+In a layer with a window of w < S tokens a query sees w (2S - w) / 2S of them on average, in place of S/2.
 
 This is the count of Chowdhery et al. 2022 ("PaLM", arXiv:2204.02311, appendix B: 6 N + 12 L H Q T) with attention
 halved for the causal mask, and without the parameters that only add or look up (embeddings, norms, biases). What

@@ -2,7 +2,7 @@
 
     embedding   leaves tensor parallelism                                            1 X
     layer       attention and feed-forward each enter and leave tensor parallelism   4 X
-                attention of latents enters with them, or with x and one of them
+                latent attention enters with its latents in place of X, or with X and one of them
                 between q, k, v and o, attention over context
     head        enters tensor parallelism                                            1 X
                 the loss gathers three numbers of each token
@@ -11,8 +11,6 @@ With sequence parallelism each X is exchanged forward and backward: an all-gathe
 Without, it is one all-reduce: of what leaves in forward, of what enters in backward. Recomputation repeats the forward
 of layers, or of the parts that a run names, as far as backward needs it.
 """
-
-from collections.abc import Sequence
 
 from megalith.config import MLAConfig, RunConfig, TransformerConfig
 from megalith.config.layout import Layout
@@ -77,27 +75,26 @@ def _layer(config: RunConfig, layout: Layout, X: int) -> Traffic:
         layout.context,
         drops=model.attention_dropout > 0.0,
     )
-    attention, mlp = [begin, core, leave], [enter, leave]
-    layer = sum([*attention, *mlp], start=Passes())
-    return layer.forward + layer.backward + _recomputed(config, attention, mlp)
+    layer = begin + core + leave + enter + leave
+    return layer.forward + layer.backward + _recomputed(config, begin, enter, core, leave)
 
 
-def _recomputed(config: RunConfig, attention: Sequence[Passes], mlp: Sequence[Passes]) -> Traffic:
+def _recomputed(config: RunConfig, begin: Passes, enter: Passes, core: Passes, leave: Passes) -> Traffic:
     """What a layer exchanges once more because backward computes some of it again."""
-    names = config.train.recompute_modules
+    attention, mlp, names = begin + core + leave, enter + leave, config.train.recompute_modules
     if config.train.recompute == "none":
         return Traffic()
     if config.train.recompute == "full":
-        layer = sum([*attention, *mlp], start=Passes())
+        layer = attention + mlp
         # dropout at the layer's end saves its mask, and a norm there what it reads
         saves_last = config.model.hidden_dropout > 0.0 or config.model.residual.norm_placement != "pre"
         return layer.forward if saves_last else layer.recomputed
-    again = attention[1].recomputed if "core_attn" in names else Traffic()
-    for name, block in (("self_attn", attention), ("mlp", mlp)):
+    again = core.recomputed if "core_attn" in names else Traffic()
+    for name, block, entered in (("self_attn", attention, begin), ("mlp", mlp, enter)):
         if name in names:
-            again += sum(block, start=Passes()).recomputed
+            again += block.recomputed
         elif "layernorm" in names:
-            again += block[0].forward  # the norm's output is kept before it is gathered, or not at all
+            again += entered.forward  # the norm's output is kept before it is gathered, or not at all
     return again
 
 
