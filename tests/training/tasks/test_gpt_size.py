@@ -211,12 +211,12 @@ def test_our_model_has_exactly_as_many_parameters_with_latent_attention(normaliz
     assert parameter_shapes(config) == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def test_deepseek_v3_of_dense_layers_has_the_weights_of_attention_that_its_report_gives():
+def test_attention_of_deepseek_v3_has_the_parameters_of_its_published_checkpoint():
     # DeepSeek-V3, arXiv:2412.19437, section 4.2: 61 layers of 7168, 128 heads, latents of 1536 and 512
     shape = {"num_layers": 1, "hidden_size": 7168, "num_attention_heads": 128, "ffn_hidden_size": 1}
     mla = {"kv_lora_rank": 512, "q_lora_rank": 1536}
     attention = parameters(TransformerConfig(**shape, mla=mla), 1) - 2 * 7168 - 3 * 7168 - 3 * 7168
-    # of the tensors of a layer in the published checkpoint
+    # q_b, kv_a, kv_b and o beside q_a, by the shapes of its tensors
     weights = 1536 * 7168 + 24576 * 1536 + 576 * 7168 + 32768 * 512 + 7168 * 16384
     assert attention == weights + 1536 + 512
 
