@@ -21,7 +21,8 @@ class KVCache:
     It is never moved: a token costs its own bytes, and not a copy of all before it.
 
     Attributes:
-        held: tensors [capacity, B, ...], allocated at the first ``append``; none before.
+        held: tensors [capacity, B, heads, D], views of [B, heads, capacity, D]; allocated at the first ``append``, none
+            before.
         num_tokens: how many of a row's are there.
     """
 
@@ -31,7 +32,7 @@ class KVCache:
         self.held: tuple[Tensor, ...] = ()
 
     def append(self, *newest: Tensor) -> tuple[Tensor, ...]:
-        """Adds ``newest``, [S, B, ...] each, and returns those of all tokens, [num_tokens, B, ...], as views.
+        """Adds ``newest``, [S, B, heads, D] each, and returns all tokens, [num_tokens, B, heads, D], as views.
 
         Raises ShapeError where they pass ``capacity``.
         """
@@ -39,7 +40,8 @@ class KVCache:
         if end > self.capacity:
             raise ShapeError(f"the cache has room for {self.capacity} tokens, and these make {end}; make it larger")
         if not self.held:
-            self.held = tuple(x.new_empty(self.capacity, *x.shape[1:]) for x in newest)
+            shapes = [(B, heads, self.capacity, D) for _, B, heads, D in (x.shape for x in newest)]
+            self.held = tuple(newest[0].new_empty(shape).permute(2, 0, 1, 3) for shape in shapes)
         for whole, x in zip(self.held, newest, strict=True):
             whole[start:end] = x
         self.num_tokens = end
