@@ -10,7 +10,59 @@ YARN = {
     "model.rope.scaling.original_max_position_embeddings": 4096,
 }
 
+LATENT = {"model.mla.kv_lora_rank": 64, "model.num_query_groups": None}
+
 OPTION_MISTAKES = [
+    # latent attention
+    Mistake(
+        LATENT | {"model.num_query_groups": 4},
+        r"model.num_query_groups \(4\) must be 12 with model.mla; use model.num_query_groups=null",
+    ),
+    Mistake(
+        LATENT | {"model.kv_channels": 64},
+        r"model.kv_channels \(64\) must be 192 with model.mla; use model.kv_channels=null",
+    ),
+    Mistake(
+        LATENT | {"model.preset": "llama-4m", "model.num_query_groups": 1},
+        r"model.num_query_groups \(1\) must be 12 with model.mla; use model.num_query_groups=null",
+    ),
+    Mistake(
+        LATENT | {"model.position_embedding_type": "learned_absolute"},
+        r"position_embedding_type \(learned_absolute\) must be rope with model.mla; use .*position_embedding_type=null",
+    ),
+    Mistake(
+        LATENT | {"model.rope.percent": 0.5}, r"rope.percent \(0.5\) must be 1.0 with model.mla; use .*percent=null"
+    ),
+    Mistake(
+        LATENT | {"model.attention.softmax": "learnable"},
+        r"softmax \(learnable\) must be vanilla with model.mla; use model.attention.softmax=null",
+    ),
+    Mistake(
+        LATENT | {"model.attention.qk_norm": "L2"},
+        r"qk_norm \(L2\) must be null with model.mla; use model.attention.qk_norm=null",
+    ),
+    Mistake(
+        LATENT | {"model.attention.output_gate": True},
+        r"output_gate \(True\) must be False with model.mla; use model.attention.output_gate=null",
+    ),
+    Mistake(
+        LATENT | {"model.mla.qk_rope_head_dim": 63},
+        r"mla.qk_rope_head_dim, .*, must be even under rope; it is 63; use model.mla.qk_rope_head_dim=64",
+    ),
+    Mistake(
+        LATENT | {"model.rope.sections": [1, 2, 3]},
+        r"sections .* must add up to 32, .*; they add up to 6; use model.rope.sections=\[8, 12, 12\]",
+    ),
+    Mistake({"model.mla.q_lora_rank": 64}, r"model.mla.kv_lora_rank is missing; use model.mla.kv_lora_rank=512"),
+    Mistake(
+        LATENT | {"model.mla.qk_pos_emb_head_dim": 32},
+        r"there is no setting model.mla.qk_pos_emb_head_dim; did you mean model.mla.qk_rope_head_dim\? use .*_dim=32",
+    ),
+    Mistake(
+        LATENT | {"model.mla.q_lora_rank": 30, "parallel.shard": 4},
+        r"model.mla.q_lora_rank \(30\) must be divisible by the 4 ranks of parallel.shard; use ",
+        world_size=4,
+    ),
     # what is computed again
     Mistake(
         {"train.recompute": "selective", "train.recompute_modules": ["mlp", "core_attention"]},

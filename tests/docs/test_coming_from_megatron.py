@@ -66,6 +66,9 @@ def test_every_setting_that_is_named_exists():
 def test_every_setting_has_a_row_among_the_flags_or_is_ours_alone():
     ours_alone = {"model.preset", "train.compile", "checkpoint.keep", "checkpoint.keep_best", "optim.sgd.nesterov"}
     ours_alone |= {name for name in FIELDS if name.startswith("train.generation.")} | {"train.poison_buffers"}
-    ours_alone |= {name for name in FIELDS if name.startswith("model.rope.scaling.")} | {"model.rope.local_base"}
+    ours_alone |= {name for name in FIELDS if name.startswith("model.rope.scaling.")} | {
+        "model.rope.local_base",
+        "model.mla.norm_epsilon",
+    }
     ours_alone |= {f"model.attention.{name}" for name in ("logit_softcap", "scale", "output_bias")}
     assert [name for name in FIELDS if f"`{name}`" not in FLAGS and name not in ours_alone] == []

@@ -45,13 +45,26 @@ def turn(x: Tensor, c: TransformerConfig, layer: int, streams: Tensor | None = N
 def by_formula(c: TransformerConfig, w: dict[str, Tensor], row: Tensor, streams: Tensor | None = None) -> Tensor:
     """Logits [S, V] of one row of tokens, without dropout; ``streams`` [3, S]: its positions of multimodal rope."""
 
-    def norm(x: Tensor, name: str) -> Tensor:
+    def norm(x: Tensor, name: str, eps: float = c.layernorm_epsilon) -> Tensor:
         if c.normalization == "RMSNorm":
-            return rms_norm(x, x.shape[-1:], w[f"{name}.weight"], c.layernorm_epsilon)
+            return rms_norm(x, x.shape[-1:], w[f"{name}.weight"], eps)
         return layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], c.layernorm_epsilon)
 
     def project(x: Tensor, name: str) -> Tensor:
         return linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+    def latent_heads(h: Tensor, attention: str, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k [S, A, D], v [S, A, Dv] of latent attention with a latent of queries."""
+        eps, nope, A = c.mla.norm_epsilon, c.mla.qk_nope_head_dim, c.num_attention_heads
+        q = project(
+            norm(project(h, f"{attention}.q_a_proj"), f"{attention}.q_a_layernorm", eps), f"{attention}.q_b_proj"
+        )
+        latent, k_rope = project(h, f"{attention}.kv_a_proj_with_mqa").tensor_split([c.mla.kv_lora_rank], dim=1)
+        kv = project(norm(latent, f"{attention}.kv_a_layernorm", eps), f"{attention}.kv_b_proj")
+        q_nope, q_rope = q.unflatten(1, (A, -1)).tensor_split([nope], dim=2)
+        k_nope, v = kv.unflatten(1, (A, -1)).tensor_split([nope], dim=2)
+        q_rope, k_rope = turn(q_rope, c, layer), turn(k_rope[:, None], c, layer).expand(-1, A, -1)
+        return torch.cat((q_nope, q_rope), dim=2), torch.cat((k_nope, k_rope), dim=2), v
 
     x = embedding(row, w["model.embed_tokens.weight"])
     if c.position_embedding_type == "learned_absolute":
@@ -59,8 +72,11 @@ def by_formula(c: TransformerConfig, w: dict[str, Tensor], row: Tensor, streams:
     for index in range(c.num_layers):
         layer = f"model.layers.{index}"
         h = norm(x, f"{layer}.input_layernorm")
-        q, k, v = (project(h, f"{layer}.self_attn.{n}_proj").unflatten(1, (-1, c.kv_channels)) for n in "qkv")
-        if c.position_embedding_type == "rope":
+        if c.mla is not None:
+            q, k, v = latent_heads(h, f"{layer}.self_attn", index)
+        else:
+            q, k, v = (project(h, f"{layer}.self_attn.{n}_proj").unflatten(1, (-1, c.kv_channels)) for n in "qkv")
+        if c.position_embedding_type == "rope" and c.mla is None:
             q, k = (turn(each, c, index, streams) for each in (q, k))
         k, v = (each.repeat_interleave(c.num_attention_heads // c.num_query_groups, dim=1) for each in (k, v))
         x = x + project(attend(q, k, v, c, index), f"{layer}.self_attn.o_proj")

@@ -65,7 +65,7 @@ def assert_frequencies(sampling: Sampling, want: list[float], seed: int = 1) -> 
         assert drawn[token] / num_tokens == pytest.approx(probability, abs=5 * deviation), f"token {token}"
 
 
-@pytest.mark.parametrize("shape", ["llama", "gpt2", "rope, exact gelu, biases"])
+@pytest.mark.parametrize("shape", ["llama", "gpt2", "rope, exact gelu, biases", "latents"])
 def test_greedy_tokens_are_the_likeliest_of_a_full_forward_without_cache(shape):
     model = built(shape)
     want = greedy_without_cache(model, PROMPT, 12)
@@ -205,7 +205,7 @@ def _narrow(spec: LayerSpec, index: int) -> LayerSpec:
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0), EVERYTHING], ids=["greedy", "sampled", "everything"])
 @pytest.mark.parametrize("build", [built, windowed])
-@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+@pytest.mark.parametrize("shape", ["llama", "gpt2", "latents"])
 def test_a_text_is_the_same_alone_and_in_any_batch(shape, build, sampling):
     model, seeds = build(shape), [3, 1, 4, 1]
     together = generate(model, RAGGED, 14, sampling=sampling, seeds=seeds)
@@ -323,6 +323,9 @@ def drawn_on_ranks(shape: str, tensor: int, context: int, sequence_parallel: boo
         ("llama", 2, 1, False),
         ("gpt2", 2, 1, True),
         ("llama", 1, 2, False),
+        ("latents", 2, 1, False),
+        pytest.param("latents", 2, 1, True, marks=pytest.mark.slow),
+        pytest.param("latents", 1, 2, False, marks=pytest.mark.slow),
         pytest.param("gpt2", 2, 1, False, marks=pytest.mark.slow),
         pytest.param("llama", 2, 1, True, marks=pytest.mark.slow),
         pytest.param("gpt2", 1, 2, False, marks=pytest.mark.slow),

@@ -11,6 +11,7 @@ from megalith.observe.metrics import read_metrics
 from tests.program import start, write_settings
 from tests.tiny_run import GPT2, settings
 from tests.training.model_options_attn import ALL_AT_ONCE
+from tests.training.model_options_mla import latent
 
 # dropout whose masks each layer draws by a name of its own, in more layers than torch keeps variants of code for
 DROPOUT = {**GPT2, "ffn_hidden_size": None, "num_query_groups": None, "num_layers": 10}
@@ -35,6 +36,7 @@ def losses(tree: dict[str, Any], folder: Path, nproc: int) -> list[float]:
         ({"context": 2}, {}),
         ({"pipeline": 2}, {}),
         ({"tensor": 2}, ATTENTION),
+        ({"tensor": 2, "sequence": True}, latent(8)["model"]),
     ],
     ids=str,
 )

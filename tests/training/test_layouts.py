@@ -11,6 +11,7 @@ import pytest
 
 from tests.rank_pool import ranks
 from tests.tiny_run import GPT2, settings
+from tests.training.model_options_mla import latent
 from tests.training.on_ranks import first_steps
 from tests.training.reference import Trajectory, differences, reference
 
@@ -180,6 +181,23 @@ SHARED_GROUPS = [
     ("tensor 2 x context 2, sequence, packed", 1),
     ("tensor 2 x context 2, heads traded", 1),
 ]
+# of latent attention: context by every exchange, weights of latents in every kind of stage
+FOR_LATENTS = [
+    "one rank, one row at a time",
+    "hybrid 2 x 2",
+    "tensor 4",
+    "tensor 2, sequence, packed, recompute",
+    "tensor 2 x replicate 2, sequence, accumulation",
+    "pipeline 2, zero bubble, five layers, recompute",
+    "pipeline 2 x tensor 2 x shard 2, zero bubble, sequence, packed",
+    "pipeline 2 x tensor 2 x context 2, zb_v, sequence, packed",
+    "context 2, gathered, packed",
+    "context 2, heads traded, packed, recompute",
+    "context 4, two levels",
+    "tensor 2 x context 2, heads traded",
+    "context 2 x shard 2, accumulation",
+]
+LATENTS_IN_MAKE_TEST = ["context 2, gathered, packed", "context 2, heads traded, packed, recompute"]
 # what no generated layout of `make test` has: one rank, stages of listed layers, eight stages, a step of one
 # micro-batch, dropout with 1F1B
 LLAMA_IN_MAKE_TEST = ["one rank", "pipeline 4, zero bubble, listed layers", "pipeline 4, zb_v, eight layers"]
@@ -206,6 +224,11 @@ def llama_references() -> dict[Hashable, Trajectory]:
 
 
 @pytest.fixture(scope="module")
+def latent_references() -> dict[Hashable, Trajectory]:
+    return {}
+
+
+@pytest.fixture(scope="module")
 def gpt2_references() -> dict[Hashable, Trajectory]:
     return {}
 
@@ -222,6 +245,11 @@ def test_a_llama_learns_the_same_in_every_layout(name, tmp_path, llama_reference
 @pytest.mark.parametrize("name", slow_but(GPT2_IN_MAKE_TEST, FOR_GPT2))
 def test_a_gpt2_with_dropout_learns_the_same_in_every_layout(name, tmp_path, gpt2_references):
     check(name, {**GPT2, "ffn_hidden_size": None, "num_query_groups": None}, tmp_path, gpt2_references)
+
+
+@pytest.mark.parametrize("name", slow_but(LATENTS_IN_MAKE_TEST, FOR_LATENTS))
+def test_latent_attention_learns_the_same_in_every_layout(name, tmp_path, latent_references):
+    check(name, latent(8, attention_dropout=0.1)["model"], tmp_path, latent_references)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from tests.rank_pool import ranks
 from tests.sampling import sampled
 from tests.tiny_run import GPT2, LLAMA, SEQ, settings
 from tests.training.model_options_attn import ALL_AT_ONCE
+from tests.training.model_options_mla import latent
 from tests.training.on_ranks import first_steps
 from tests.training.plugins import OtherSecondLayer
 from tests.training.reference import differences, reference
@@ -37,7 +38,13 @@ CHOICES = [
     ["self_attn", "layernorm", "mlp"],
 ]
 OTHER = {**GPT2, "ffn_hidden_size": None, "num_query_groups": None}
-SHAPES = {"llama": {}, "gpt2 with dropout": OTHER, "options of attention": {"attention": ALL_AT_ONCE}}
+LATENTS = latent(8)["model"]
+SHAPES = {
+    "llama": {},
+    "gpt2 with dropout": OTHER,
+    "options of attention": {"attention": ALL_AT_ONCE},
+    "latents": LATENTS,
+}
 B, L, A, H, F = 8, LLAMA["num_layers"], LLAMA["num_attention_heads"], LLAMA["hidden_size"], LLAMA["ffn_hidden_size"]
 HIDDEN = 8 * SEQ * B * H  # bytes of [S, B, H] in float64
 INNER = 8 * SEQ * B * F
@@ -146,6 +153,17 @@ def test_of_norms_under_sequence_parallelism_what_ranks_gather_is_not_kept(tmp_p
     found = ranks(2, kept, {**tree, "train": tree["train"] | named(["layernorm"])})
     # two inputs of each layer, of whole rows; a norm's own output, of half of them, nobody keeps anyway
     assert [more - less for more, less in zip(everything, found, strict=True)] == [L * 2 * HIDDEN] * 2
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_of_norms_no_latents_are_kept_nor_what_ranks_gather_of_them(tensor, tmp_path):
+    parallel = {"tensor": tensor, "sequence": tensor > 1}
+    tree = settings(tmp_path, model=LATENTS, train={"micro_batch_size": B}, parallel=parallel)
+    everything = ranks(tensor, kept, tree)
+    found = ranks(tensor, kept, {**tree, "train": tree["train"] | named(["layernorm"])})
+    # the inputs of attention, of a rank's own tokens, and of the mlp; latents of 8, and of 12 with a key of 4
+    want = L * (HIDDEN // tensor + HIDDEN + HIDDEN // H * (8 + 12 + 4))
+    assert [more - less for more, less in zip(everything, found, strict=True)] == [want] * tensor
 
 
 PACKED = {"reset_attention_mask": True, "reset_position_ids": True}

@@ -23,6 +23,7 @@ from megalith.training.traffic import busiest_rank, step_traffic
 from tests.rank_pool import ranks, renew_ranks
 from tests.tiny_run import GPT2, LLAMA, settings
 from tests.training.layout_cover import layouts, name_of, settings_of, world_size
+from tests.training.model_options_mla import latent
 from tests.training.recorder import APART, Recorder, axis_of
 from tests.training.test_layouts import FOR_GPT2, LAYOUTS, SHARED_GROUPS
 
@@ -129,6 +130,42 @@ def test_ranks_that_share_a_group_of_heads_exchange_what_is_counted(name, groups
 def test_ranks_exchange_what_is_counted_with_options_of_attention(name, attention, tmp_path):
     num_ranks, groups = LAYOUTS[name]
     check(settings(tmp_path, **{**groups, "model": {**SHAPES["llama"], "attention": attention}}), num_ranks)
+
+
+# a run of each is in `make test`: gathered latents, values that travel apart from keys, what is computed again
+LATENTS = [
+    ("tensor 2, sequence", {}),
+    ("context 2", {"q_lora_rank": 8}),
+    ("tensor 2, sequence, packed, recompute", {"q_lora_rank": 8}),
+    ("tensor 2", {"q_lora_rank": 8}),
+    ("tensor 2 x shard 2, selective", {"q_lora_rank": 8}),
+    ("context 2, gathered, packed", {}),
+    ("context 2, heads traded, packed, recompute", {"q_lora_rank": 8}),
+    ("context 4, two levels", {}),
+    ("tensor 2 x context 2, heads traded", {"q_lora_rank": 8}),
+    ("hybrid 2 x 2", {"q_lora_rank": 8}),
+    ("pipeline 2", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [pytest.param(*each, marks=[] if number < 2 else [pytest.mark.slow]) for number, each in enumerate(LATENTS)],
+)
+def test_ranks_exchange_what_is_counted_with_latent_attention(name, sizes, tmp_path):
+    num_ranks, groups = LAYOUTS[name]
+    model = {**SHAPES["llama"], **latent()["model"], **groups.get("model", {})}
+    model["mla"] = {**model["mla"], **sizes}
+    check(settings(tmp_path, **{**groups, "model": {**model, "attention": {"qkv_bias": True}}}), num_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("modules", [["layernorm"], ["self_attn", "layernorm"], ["core_attn", "layernorm", "mlp"]])
+@pytest.mark.parametrize("q_lora_rank", [None, 8])
+def test_ranks_exchange_what_is_counted_where_latents_are_computed_again(modules, q_lora_rank, tmp_path):
+    train = {"recompute": "selective", "recompute_modules": modules}
+    tree = settings(tmp_path, **latent(q_lora_rank), train=train, parallel={"tensor": 2, "sequence": True})
+    check(tree, 2)
 
 
 @pytest.mark.parametrize(

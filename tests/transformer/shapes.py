@@ -29,6 +29,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         **_LEARNED,
     },
     "rope, exact gelu, biases": {"activation": "gelu", "add_bias_linear": True, "num_query_groups": 1},
+    "latents": {
+        "mla": {
+            "kv_lora_rank": 10,
+            "q_lora_rank": 12,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 5,
+            "norm_epsilon": 1e-3,
+        },
+        "rope": {"interleaved": True},
+        "attention": {"qkv_bias": True, "output_bias": True},
+    },
     "learned positions, swiglu, narrow heads": {"normalization": "LayerNorm", "kv_channels": 6, **_LEARNED},
 }
 

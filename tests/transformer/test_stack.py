@@ -91,8 +91,8 @@ def test_each_layer_has_a_cache_of_its_own():
     torch.testing.assert_close(torch.cat(outs), want, rtol=1e-12, atol=1e-12)
     assert [cache.num_tokens for cache in caches.values()] == [S] * 3
     keys = stack["2"].self_attn.k_proj(stack["2"].input_layernorm(stack["1"](x_of(), context_of())))
-    assert caches[2].keys.shape == (S, B, 2, D)
-    torch.testing.assert_close(caches[2].keys[0], keys[0].view(B, 2, D), rtol=1e-12, atol=1e-12)  # not turned at 0
+    assert caches[2].held[0].shape == (S, B, 2, D)
+    torch.testing.assert_close(caches[2].held[0][0], keys[0].view(B, 2, D), rtol=1e-12, atol=1e-12)  # not turned at 0
 
 
 class Doubled(nn.Module):

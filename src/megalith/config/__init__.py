@@ -6,6 +6,7 @@ from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size
 from megalith.config.dispatch_config import DispatchConfig
 from megalith.config.glu_config import GluConfig
 from megalith.config.loading import as_tree, dump_yaml, load_run, read_tree
+from megalith.config.mla_config import MLAConfig
 from megalith.config.model_parallel_config import ModelParallelConfig
 from megalith.config.moe_config import CapacityConfig, MoEConfig
 from megalith.config.mtp_config import MTPConfig
@@ -50,6 +51,7 @@ __all__ = [
     "GenerationConfig",
     "GluConfig",
     "LossScaleConfig",
+    "MLAConfig",
     "MTPConfig",
     "MoEConfig",
     "ModelParallelConfig",

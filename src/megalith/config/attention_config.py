@@ -43,9 +43,16 @@ class AttentionConfig(SettingsGroup):
     logit_softcap: float | None = Field(
         default=None, gt=0, description="[score] c, which keeps scores within c: c tanh(score / c) (Gemma 2)"
     )
-    scale: float | None = Field(default=None, gt=0, description="[factor] on q k^T; null: 1 / sqrt(model.kv_channels)")
+    scale: float | None = Field(
+        default=None,
+        gt=0,
+        description="[factor] on q k^T; null: 1 / sqrt(model.kv_channels), with model.mla times the square of "
+        "yarn's mscale_all_dim",
+    )
     qkv_bias: bool | None = Field(
-        default=None, description="biases of the projections to q, k, v and the gate; null: model.add_bias_linear"
+        default=None,
+        description="biases of the projections to q, k, v and the gate, with model.mla to the latents; null: "
+        "model.add_bias_linear",
     )
     output_bias: bool | None = Field(
         default=None, description="bias of the output projection; null: model.add_bias_linear"

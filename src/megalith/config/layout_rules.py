@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 _HEADS, _GROUPS = "model.num_attention_heads", "model.num_query_groups"
+_LATENT = "model.mla.kv_lora_rank"
 _TENSOR, _SEQUENCE = "parallel.tensor", "parallel.sequence"
 _CONTEXT, _METHOD, _INNER = "parallel.context", "parallel.context_method", "parallel.context_inner"
 _REPLICATE, _SHARD = "parallel.replicate", "parallel.shard"
@@ -142,13 +143,15 @@ def heads_divide_among_context_ranks(run: Draft) -> Iterator[Violation]:
 
 
 def hidden_size_divides_among_shards(run: Draft) -> Iterator[Violation]:
-    """hidden_size is divisible by shard x context: FSDP shards that dimension and needs equal parts of it."""
-    hidden, shard = run["model.hidden_size"], run.layout.shard * run.layout.context
-    if hidden % shard:
-        of_context = f" x {_CONTEXT}" if run.layout.context > 1 else ""
-        message = f"model.hidden_size ({hidden}) must be divisible by the {shard} ranks of {_SHARD}{of_context}"
-        fixes = [*_layouts(run), {"model.hidden_size": round_up(hidden, _hidden_unit(run, shard))}]
-        yield Violation("hidden_size_divides_among_shards", "model.hidden_size", message, tuple(fixes))
+    """hidden_size, and the latents of mla, are divisible by shard x context: FSDP needs equal parts of them."""
+    shard = run.layout.shard * run.layout.context
+    units = {"model.hidden_size": _hidden_unit(run, shard), "model.mla.q_lora_rank": shard, _LATENT: shard}
+    for name, unit in units.items():
+        if (size := run.get(name)) is not None and size % shard:
+            of_context = f" x {_CONTEXT}" if run.layout.context > 1 else ""
+            message = f"{name} ({size}) must be divisible by the {shard} ranks of {_SHARD}{of_context}"
+            fixes = [*_layouts(run), {name: round_up(size, unit)}]
+            yield Violation("hidden_size_divides_among_shards", name, message, tuple(fixes))
 
 
 def batches_divide_among_ranks(run: Draft) -> Iterator[Violation]:

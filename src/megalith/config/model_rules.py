@@ -1,11 +1,13 @@
 """Rules on the shape of the model."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from megalith.config.draft import Draft, Violation, divisors, nearest_first, round_up
 
 __all__ = [
     "heads_divide_hidden_size",
+    "latent_heads_are_those_of_mla",
     "local_base_needs_a_window",
     "modules_predict_within_the_sequence",
     "positions_are_given",
@@ -19,6 +21,7 @@ __all__ = [
 
 _HEADS, _GROUPS, _HIDDEN = "model.num_attention_heads", "model.num_query_groups", "model.hidden_size"
 _HEAD_SIZE, _POSITIONS = "model.kv_channels", "model.max_position_embeddings"
+_LATENT, _NOPE, _ROPE = "model.mla.kv_lora_rank", "model.mla.qk_nope_head_dim", "model.mla.qk_rope_head_dim"
 _PERCENT, _SECTIONS, _SCALING = "model.rope.percent", "model.rope.sections", "model.rope.scaling"
 _MODULES = "model.mtp.num_modules"
 
@@ -41,20 +44,24 @@ def heads_divide_hidden_size(run: Draft) -> Iterator[Violation]:
 
 
 def rotated_features_are_even(run: Draft) -> Iterator[Violation]:
-    """Of a head's kv_channels, rope rotates an even number, at least 2: all of them, or the share rope.percent."""
-    hidden, heads, size, percent = run[_HIDDEN], run[_HEADS], run[_HEAD_SIZE], run[_PERCENT]
+    """Of a head's kv_channels, rope rotates an even number, at least 2: all of them, or the share rope.percent.
+
+    Of latent attention it rotates mla.qk_rope_head_dim.
+    """
+    hidden, heads, percent, name = run[_HIDDEN], run[_HEADS], run[_PERCENT], _rotated_size(run)
+    size = run[name]
     rotated = int(size * percent)
     if rotated % 2 == 0 and rotated > 0:
         return
     if percent < 1:
-        wanted = f"{_PERCENT} ({percent}) of {_HEAD_SIZE} ({size}) must be an even number of features; it is {rotated}"
+        wanted = f"{_PERCENT} ({percent}) of {name} ({size}) must be an even number of features; it is {rotated}"
         shares = (features / size for features in nearest_first(range(2, size + 1, 2), size * percent))
         yield Violation(
             "rotated_features_are_even", _PERCENT, wanted, (*({_PERCENT: share} for share in shares), {_PERCENT: None})
         )
         return
-    if _HEAD_SIZE in run.given:
-        fixes = [{_HEAD_SIZE: size + 1}]
+    if name in run.given:
+        fixes = [{name: size + 1}]
     else:
         if hidden % heads:
             return  # heads_divide_hidden_size has said so
@@ -62,15 +69,20 @@ def rotated_features_are_even(run: Draft) -> Iterator[Violation]:
         fixes = [{_HIDDEN: hidden + heads}, *({_HEADS: count} for count in nearest_first(even, heads))]
     yield Violation(
         "rotated_features_are_even",
-        _HEAD_SIZE,
-        f"{_HEAD_SIZE}, the size of a head, must be even under rope; it is {size}",
-        (*fixes, {_HEAD_SIZE: size + 1}),
+        name,
+        f"{name}, the size of a head, must be even under rope; it is {size}",
+        (*fixes, {name: size + 1}),
     )
+
+
+def _rotated_size(run: Draft) -> str:
+    """The setting that has the size of what rope rotates of a head, or a share of."""
+    return _HEAD_SIZE if run.get(_LATENT) is None else _ROPE
 
 
 def sections_are_all_pairs(run: Draft) -> Iterator[Violation]:
     """The three numbers of rope.sections add up to the pairs of features that rope rotates."""
-    sections, rotated = run[_SECTIONS], int(run[_HEAD_SIZE] * run[_PERCENT])
+    sections, rotated = run[_SECTIONS], int(run[_rotated_size(run)] * run[_PERCENT])
     if rotated % 2 or sum(sections) == rotated // 2:
         return  # rotated_features_are_even has reported an odd number
     height = 3 * rotated // 16  # as in Qwen2-VL: 16, 24 and 24 of 64
@@ -138,6 +150,25 @@ def query_groups_divide_heads(run: Draft) -> Iterator[Violation]:
             {_HEADS: round_up(heads, groups)},
         ),
     )
+
+
+def latent_heads_are_those_of_mla(run: Draft) -> Iterator[Violation]:
+    """mla has a key for each query head, of its own size, and rope; no qk_norm, output_gate, sink or rope.percent."""
+    if run.get(_LATENT) is None:
+        return
+    wanted: dict[str, Any] = {
+        _GROUPS: run[_HEADS],
+        _HEAD_SIZE: run[_NOPE] + run[_ROPE],
+        "model.position_embedding_type": "rope",
+        _PERCENT: 1.0,
+        "model.attention.softmax": "vanilla",
+        "model.attention.qk_norm": None,
+        "model.attention.output_gate": False,
+    }
+    for name, only in wanted.items():
+        if (value := run.get(name)) not in (None, only):
+            message = f"{name} ({value}) must be {'null' if only is None else only} with model.mla"
+            yield Violation("latent_heads_are_those_of_mla", name, message, ({name: None}, {name: only}))
 
 
 def positions_reach_the_sequence(run: Draft) -> Iterator[Violation]:

@@ -19,6 +19,7 @@ from megalith.config.layout_rules import (
 )
 from megalith.config.model_rules import (
     heads_divide_hidden_size,
+    latent_heads_are_those_of_mla,
     local_base_needs_a_window,
     modules_predict_within_the_sequence,
     positions_are_given,
@@ -75,6 +76,7 @@ _SHAPE_RULES: tuple[Rule, ...] = (
     heads_divide_hidden_size,
     rotated_features_are_even,
     query_groups_divide_heads,
+    latent_heads_are_those_of_mla,
     sections_are_all_pairs,
     local_base_needs_a_window,
     scaling_counts_rotations_of_a_pair,

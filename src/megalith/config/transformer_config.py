@@ -9,6 +9,7 @@ from megalith.config.activations import GATES, Activation, GateActivation
 from megalith.config.attention_config import AttentionConfig
 from megalith.config.draft import round_up
 from megalith.config.glu_config import GluConfig
+from megalith.config.mla_config import MLAConfig, head_parts
 from megalith.config.moe_config import MoEConfig
 from megalith.config.mtp_config import MTPConfig
 from megalith.config.multipliers_config import MultipliersConfig
@@ -23,6 +24,10 @@ __all__ = ["TransformerConfig"]
 
 
 _MOST_LAYERS = 10_000  # the deepest transformers have 1000 (Wang et al. 2022, arXiv:2203.00555)
+
+
+# which latent attention has sizes of its own for
+_HEADS_OF_GROUPS = ("num_query_groups", "kv_channels")
 
 
 def _usual_ffn_hidden_size(shape: Mapping[str, Any]) -> int:
@@ -64,7 +69,7 @@ class TransformerConfig(SettingsGroup):
         default_factory=Follows(lambda shape: max(shape["hidden_size"] // shape["num_attention_heads"], 1)),
         ge=1,
         le=LARGEST_SIZE,
-        description="[features] size of a head; null: hidden_size / num_attention_heads",
+        description="[features] size of a query or key head; null: hidden_size / num_attention_heads, or that of mla",
     )
     activation: Activation = Field(
         default="swiglu",
@@ -84,6 +89,7 @@ class TransformerConfig(SettingsGroup):
     )
     rope: RopeConfig | None = Field(default=None, description="rotary position embedding")
     attention: AttentionConfig = Field(default_factory=AttentionConfig, description="self-attention")
+    mla: MLAConfig | None = Field(default=None, description="latent attention, in place of groups of heads")
     max_position_embeddings: int | None = Field(
         default=None,
         ge=1,
@@ -111,12 +117,14 @@ class TransformerConfig(SettingsGroup):
     @classmethod
     def filled_in(cls, given: dict[str, Any]) -> dict[str, Any]:
         if given.get("preset") not in preset_names():
-            return given
+            return _with_latent_heads(given)
         preset = read_preset(given["preset"])
         value_of = value_in(cls, preset | given)
         # what the preset says of rope is dropped with rope; what the user says is kept, and refused
         of_preset = {name: value for name, value in preset.items() if has_effect(cls.name_of(name), value_of)}
-        return _merged(of_preset, given)
+        if "mla" in given:
+            of_preset = {name: value for name, value in of_preset.items() if name not in _HEADS_OF_GROUPS}
+        return _with_latent_heads(_merged(of_preset, given))
 
     @property
     def gate_activation(self) -> GateActivation | None:
@@ -130,6 +138,11 @@ class TransformerConfig(SettingsGroup):
         return self.ffn_hidden_size if given is None else given
 
     @property
+    def rotary_head_size(self) -> int:
+        """The features of a head that rotary positions are for, of which they may rotate a share."""
+        return self.kv_channels if self.mla is None else self.mla.qk_rope_head_dim
+
+    @property
     def embedding_dropout(self) -> float:
         """The share of the embedding's features that is dropped."""
         given = self.residual.embedding_dropout
@@ -137,7 +150,7 @@ class TransformerConfig(SettingsGroup):
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether the projections to q, k, v and the output gate have biases."""
+        """Whether the projections to q, k, v and the output gate have biases; with ``mla`` those to the latents."""
         return self.add_bias_linear if self.attention.qkv_bias is None else self.attention.qkv_bias
 
     @property
@@ -150,6 +163,12 @@ class TransformerConfig(SettingsGroup):
         if found := broken(draft_of_group(self), MODEL_RULES):
             raise ValueError("; ".join(violation.message for violation in found))
         return self
+
+
+def _with_latent_heads(given: dict[str, Any]) -> dict[str, Any]:
+    """``given`` with the size of a head that its ``mla`` stands for, if that is well-formed."""
+    sizes = head_parts(given["mla"]) if isinstance(given.get("mla"), Mapping) else ()
+    return {"kv_channels": sum(sizes), **given} if sizes and all(type(size) is int for size in sizes) else given
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -289,7 +289,7 @@ class GPTModel(ModelModule):
     ) -> LayerContext:
         rotary, rope = None, self.config.rope
         if rope is not None:
-            rotary = rotary_tables(position_ids, self.config.kv_channels, rope, self.options.dtype)
+            rotary = rotary_tables(position_ids, self.config.rotary_head_size, rope, self.options.dtype)
         key = self._dropout_key(tokens, given) if self.training else None
         sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
         hidden_key = None if key is None else sequence_parallel_key(key, sequence_group)

@@ -15,37 +15,39 @@ __all__ = ["KVCache", "LayerContext"]
 
 
 class KVCache:
-    """Keys and values of one layer for the tokens seen so far, in memory for ``capacity`` tokens of each row.
+    """What one layer keeps of the tokens seen so far, in memory for ``capacity`` tokens of each row.
+
+    Keys and values, [S, B, max(G/tp, 1), D] each; of latent attention, the latents that they are made from.
 
     It is never moved: a token costs its own bytes, and not a copy of all before it. In memory the keys of a head follow
     each other, as attention reads them; a token of all rows and heads is written once and read in every later step.
 
     Attributes:
-        keys, values: [capacity, B, max(G/tp, 1), D] each, views of [B, max(G/tp, 1), capacity, D]; allocated at the
-            first ``append``, None before.
+        held: tensors [capacity, B, heads, D], views of [B, heads, capacity, D]; allocated at the first ``append``, none
+            before.
         num_tokens: how many of a row's are there.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_tokens = 0
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.held: tuple[Tensor, ...] = ()
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the newest ``k`` and ``v`` and returns all of them, [num_tokens, B, max(G/tp, 1), D], as views.
+    def append(self, *newest: Tensor) -> tuple[Tensor, ...]:
+        """Adds ``newest``, [S, B, heads, D] each, and returns all tokens, [num_tokens, B, heads, D], as views.
 
         Raises ShapeError where they pass ``capacity``.
         """
-        start, end = self.num_tokens, self.num_tokens + k.shape[0]
+        start, end = self.num_tokens, self.num_tokens + newest[0].shape[0]
         if end > self.capacity:
             raise ShapeError(f"the cache has room for {self.capacity} tokens, and these make {end}; make it larger")
-        if self.keys is None or self.values is None:
-            _, B, heads, D = k.shape
-            self.keys, self.values = (x.new_empty(B, heads, self.capacity, D).permute(2, 0, 1, 3) for x in (k, v))
-        self.keys[start:end], self.values[start:end] = k, v
+        if not self.held:
+            shapes = [(B, heads, self.capacity, D) for _, B, heads, D in (x.shape for x in newest)]
+            self.held = tuple(newest[0].new_empty(shape).permute(2, 0, 1, 3) for shape in shapes)
+        for whole, x in zip(self.held, newest, strict=True):
+            whole[start:end] = x
         self.num_tokens = end
-        return self.keys[:end], self.values[:end]
+        return tuple(whole[:end] for whole in self.held)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +62,7 @@ class LayerContext:
         token_dropout_key: the step's dropout key for attention, with token ids [B, S]; None disables dropout.
         hidden_dropout_key: the same for the hidden states, whose token ids are [S, B], [S/tp, B] under sequence
             parallelism.
-        cache: keys and values of this layer from earlier calls; the tokens follow them.
+        cache: what this layer has kept of earlier calls; the tokens follow them.
         record: of the training step, for routers; without one they count nothing.
     """
 

@@ -14,6 +14,7 @@ from megalith.parallel.build_options import BuildOptions
 from megalith.transformer.attention import SelfAttention
 from megalith.transformer.mlp import MLP
 from megalith.transformer.moe.moe_layer import MoELayer
+from megalith.transformer.multi_latent_attention import MLASelfAttention
 from megalith.transformer.normalization import Normalization
 
 __all__ = ["LayerSpec", "LayerSpecs", "layer_specs"]
@@ -41,12 +42,13 @@ LayerSpecs = Callable[[int], LayerSpec]
 
 def layer_specs(config: TransformerConfig) -> LayerSpecs:
     """The specs that ``config`` asks for: the window and positions of each layer's attention, and MLP or experts."""
+    attention = SelfAttention if config.mla is None else MLASelfAttention
 
     def spec_of(index: int) -> LayerSpec:
         window, rotates = config.attention.window_of(index), config.rope is not None and config.rope.rotates(index)
         has_experts = config.moe is not None and config.moe.has_experts(index)
         return LayerSpec(
-            attention=partial(SelfAttention, window=window, rotates=rotates),
+            attention=partial(attention, window=window, rotates=rotates),
             feed_forward=partial(MoELayer, layer=index) if has_experts else MLP,
         )
 

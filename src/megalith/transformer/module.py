@@ -22,17 +22,18 @@ from megalith.transformer.mlp import MLP
 from megalith.transformer.moe.moe_layer import MoELayer
 from megalith.transformer.moe.router import TopKRouter
 from megalith.transformer.moe.shared_experts import SharedExpertMLP
+from megalith.transformer.multi_latent_attention import MLASelfAttention
 
 __all__ = ["ModelModule"]
 
 # names of Megatron's --recompute-modules, where it has one
-_RECOMPUTABLE: Mapping[str, type[nn.Module]] = MappingProxyType(
+_RECOMPUTABLE: Mapping[str, tuple[type[nn.Module], ...]] = MappingProxyType(
     {
-        "core_attn": DotProductAttention,
-        "self_attn": SelfAttention,
-        "mlp": MLP,
-        "moe": MoELayer,
-        "shared_experts": SharedExpertMLP,
+        "core_attn": (DotProductAttention,),
+        "self_attn": (SelfAttention, MLASelfAttention),
+        "mlp": (MLP,),
+        "moe": (MoELayer,),
+        "shared_experts": (SharedExpertMLP,),
     }
 )
 

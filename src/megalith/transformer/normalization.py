@@ -22,27 +22,34 @@ __all__ = ["Normalization"]
 
 
 class Normalization(DeclaringModule):
-    """The norm that ``config.normalization`` names, over H."""
+    """The norm that ``config.normalization`` names.
+
+    Args:
+        size: features that it is over; by default H.
+        eps: added before the root; by default ``config.layernorm_epsilon``.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter  # of LayerNorm alone
 
-    def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
+    def __init__(
+        self, config: TransformerConfig, options: BuildOptions, size: int | None = None, eps: float | None = None
+    ) -> None:
         super().__init__()
         self.normalization = config.normalization
-        self.eps = config.layernorm_epsilon
+        self.eps = config.layernorm_epsilon if eps is None else eps
         self.zero_centered = config.residual.zero_centered_norm
         self.reads_fp32 = config.residual.fp32
         self.partial = options.sequence_parallel
         self.normed = DiscardableOutput("layernorm")
-        shape = (config.hidden_size,)
+        shape = (config.hidden_size if size is None else size,)
         gain = ParameterSpec(shape, "zeros" if self.zero_centered else "ones")
         self.declare("weight", gain, options.pg_collection, options.dtype)
         if self.normalization == "LayerNorm":
             self.declare("bias", ParameterSpec(shape, "zeros"), options.pg_collection, options.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., H] -> [..., H], same dtype; that of the weights for a residual stream in float32."""
+        """[..., size] -> [..., size], same dtype; that of the weights for a residual stream in float32."""
         y: Tensor = self.normed(self._normalize, x)
         return y
 

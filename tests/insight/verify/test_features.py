@@ -12,7 +12,7 @@ from megalith.acceleration import recompute
 from megalith.fusions.formulas import linear_cross_entropy
 from megalith.fusions.fused_linear_cross_entropy import fused_linear_cross_entropy
 from megalith.insight.verify.proof import Case
-from megalith.parallel.tensor import cross_entropy
+from megalith.parallel.tensor import cross_entropy, layers
 from tests.insight.verify.proofs import GPT2_RECIPE, Fault, begin, found_with
 from tests.training import test_zero_bubble as zero_bubble
 
@@ -43,6 +43,11 @@ def double_what_is_computed_again() -> Any:
     return patch.object(recompute._Recipe, "make", lambda self: 2.0 * make(self))
 
 
+def forget_that_ranks_project_tokens_of_their_own() -> Any:
+    local = layers.local
+    return patch.object(layers, "local", lambda weight, partial=False: local(weight))
+
+
 # settings, what each rank does besides, a case, and a mistake
 FEATURES: dict[str, tuple[dict[str, Any], Fault, Case, Fault]] = {
     "zero_bubble": (
@@ -65,6 +70,19 @@ FEATURES: dict[str, tuple[dict[str, Any], Fault, Case, Fault]] = {
         ExitStack,
         Case(TENSOR, "float64", "reference"),
         double_what_is_computed_again,
+    ),
+    "mla": (
+        {
+            "parallel": {**TENSOR, "sequence": True},
+            "model": {
+                "position_embedding_type": "rope",
+                "add_bias_linear": False,
+                "mla": {"kv_lora_rank": 512, "q_lora_rank": 1536},
+            },
+        },
+        ExitStack,
+        Case(TENSOR, "float64", "reference"),
+        forget_that_ranks_project_tokens_of_their_own,
     ),
     "fused_linear_cross_entropy": (
         {"parallel": {**TENSOR, "sequence": True}, "train": {"fused_linear_cross_entropy": True}},

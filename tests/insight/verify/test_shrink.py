@@ -36,6 +36,9 @@ CHOICES: dict[str, list[Any]] = {
     "model.position_embedding_type": ["rope", "learned_absolute"],
     "model.rope.percent": [None, 0.25, 0.6],
     "model.rope.layers": [None, [True, True, False]],
+    "model.mla.kv_lora_rank": [None, None, 512],
+    "model.mla.q_lora_rank": [None, 1536],
+    "model.mla.v_head_dim": [128, 192],
     "model.attention.window": [None, 100, 5000],
     "model.attention.window_layers": [None, [True, False]],
     "model.vocab_size": [50257, 50304],
@@ -88,7 +91,12 @@ def drawn(source: random.Random) -> tuple[RunConfig, int] | None:
     world_size = prod(values[f"parallel.{axis}"] for axis in AXES)
     if values["parallel.context"] == 1:
         values |= {"parallel.context_method": None, "parallel.context_inner": None}
-    if values["model.position_embedding_type"] != "rope":
+    if values["model.mla.kv_lora_rank"] is None:
+        values |= {"model.mla.q_lora_rank": None, "model.mla.v_head_dim": None}
+    else:
+        heads = ("num_query_groups", "kv_channels", "position_embedding_type", "attention.softmax", "attention.qk_norm")
+        values |= dict.fromkeys(f"model.{name}" for name in (*heads, "rope.percent"))
+    if values["model.position_embedding_type"] == "learned_absolute":
         values |= {"model.rope.percent": None, "model.rope.layers": None}
     if values["model.attention.window"] is None:
         values["model.attention.window_layers"] = None
@@ -142,6 +150,10 @@ def holds(config: RunConfig, world_size: int) -> None:
     assert kinds_of_layers(small) == kinds_of_layers(large)
     if large.attention.window is not None:
         assert (small.attention.window < SEQ_LENGTH) == (large.attention.window < config.data.seq_length)
+    assert (small.mla is None) == (large.mla is None)
+    if large.mla is not None:
+        assert (small.mla.q_lora_rank is None) == (large.mla.q_lora_rank is None)
+        assert (small.mla.v_head_dim == small.kv_channels) == (large.mla.v_head_dim == large.kv_channels)
     if large.rope is not None:
         assert (small.rope.percent < 1) == (large.rope.percent < 1)
     assert alone.train.recompute == "none"
@@ -190,8 +202,10 @@ def test_random_recipes_are_valid_when_they_are_small():
         if found is not None:
             holds(*found)
             num_found += 1
-            seen |= {(name, str(value(found[0], name))) for name in CHOICES if name in KEPT or name.count(".") == 1}
+            names = [name for name in CHOICES if name in KEPT or name.count(".") == 1]
+            seen |= {(name, str(value(found[0], name))) for name in [*names, "model.mla"]}
     assert {name for name, _ in seen} >= set(KEPT)
+    assert len({kind for name, kind in seen if name == "model.mla"}) > 1
     assert len({method for name, method in seen if name == "parallel.context_method"}) == 4
 
 

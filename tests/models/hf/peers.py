@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -120,6 +122,12 @@ def gemma3(**fields: Any) -> PreTrainedModel:
     return randomized(Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA | {"num_hidden_layers": 3} | fields)))
 
 
+def deepseek_v3(**fields: Any) -> PreTrainedModel:
+    sizes = {"kv_lora_rank": 10, "q_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+    dense = {"num_key_value_heads": 4, "first_k_dense_replace": 2, "rms_norm_eps": 1e-3}
+    return randomized(DeepseekV3ForCausalLM(DeepseekV3Config(**LLAMA | sizes | dense | fields)))
+
+
 class Peer(NamedTuple):
     """One of our families, and how transformers builds models of it."""
 
@@ -134,6 +142,7 @@ PEERS = {
     "qwen2": Peer(hf.QWEN2, qwen2, Qwen2Config, Qwen2ForCausalLM),
     "qwen3": Peer(hf.QWEN3, qwen3, Qwen3Config, Qwen3ForCausalLM),
     "gemma2": Peer(hf.GEMMA2, gemma2, Gemma2Config, Gemma2ForCausalLM),
+    "deepseek_v3": Peer(hf.DEEPSEEK_V3, deepseek_v3, DeepseekV3Config, DeepseekV3ForCausalLM),
     "gemma3": Peer(hf.GEMMA3, gemma3, Gemma3TextConfig, Gemma3ForCausalLM),
 }
 

@@ -52,6 +52,20 @@ FIELDS = {
         "no window": {"layer_types": [WHOLE, WHOLE]},
         "rope scaling": peers.scaled("linear"),
     },
+    "deepseek_v3": {
+        "latent queries": {},
+        "no latent of queries, tied": {"q_lora_rank": None, "tie_word_embeddings": True},
+        "biases, yarn": {"attention_bias": True, **peers.scaled("yarn, all of its fields")},
+        "no latent of queries, yarn": {"q_lora_rank": None, **peers.scaled("yarn")},
+        "halves rotated, odd sizes": {
+            "rope_interleave": False,
+            "hidden_size": 33,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "qk_nope_head_dim": 3,
+            "v_head_dim": 9,
+        },
+    },
     "gemma3": {
         "a window in every layer": {},
         "a window by pattern, untied": {"sliding_window_pattern": 2, "tie_word_embeddings": False},

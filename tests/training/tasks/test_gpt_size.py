@@ -89,6 +89,26 @@ def small_qwen3():
     return transformers.Qwen3ForCausalLM(shape), ours
 
 
+def small_deepseek(query_latent=24):
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "q_lora_rank": query_latent, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 9
+    }  # fmt: skip
+    shape = transformers.DeepseekV3Config(
+        vocab_size=131, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=6, first_k_dense_replace=3, attn_implementation="eager", attention_bias=True, **sizes,
+    )  # fmt: skip
+    ours = TransformerConfig(
+        num_layers=3, hidden_size=48, ffn_hidden_size=80, num_attention_heads=6, mla=sizes,
+        attention={"qkv_bias": True, "output_bias": True},
+    )  # fmt: skip
+    return transformers.DeepseekV3ForCausalLM(shape), ours
+
+
+def small_deepseek_without_a_latent_of_queries():
+    return small_deepseek(None)
+
+
 def small_gpt2():
     transformers = pytest.importorskip("transformers")
     shape = transformers.GPT2Config(
@@ -100,7 +120,17 @@ def small_gpt2():
     return transformers.GPT2LMHeadModel(shape), ours
 
 
-@pytest.mark.parametrize("pair", [small_llama, small_llama_with_biases, small_qwen3, small_gpt2])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        small_llama,
+        small_llama_with_biases,
+        small_qwen3,
+        small_deepseek,
+        small_deepseek_without_a_latent_of_queries,
+        small_gpt2,
+    ],
+)
 def test_hugging_face_builds_as_many_parameters_and_torch_counts_as_many_flops(pair):
     model, config = pair()
     assert parameters(config, 131) == sum(parameter.numel() for parameter in model.parameters())
@@ -110,7 +140,8 @@ def test_hugging_face_builds_as_many_parameters_and_torch_counts_as_many_flops(p
     with FlopCounterMode(display=False) as counter:
         model(input_ids=tokens).logits.sum().backward()
     # eager attention computes the masked half too
-    masked_half = 3 * 2 * config.num_attention_heads * config.kv_channels * S * config.num_layers
+    value_size = config.kv_channels if config.mla is None else config.mla.v_head_dim
+    masked_half = 3 * config.num_attention_heads * (config.kv_channels + value_size) * S * config.num_layers
     assert counter.get_total_flops() == B * S * (flops_per_token(config, 131, S) + masked_half)
 
 
@@ -164,6 +195,30 @@ def test_our_model_has_exactly_as_many_parameters_with_every_option_of_attention
     with torch.device("meta"):
         model = GPTModel(config)
     assert parameters(config, 67) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("add_bias_linear", [False, True])
+@pytest.mark.parametrize("q_lora_rank", [None, 24])
+def test_our_model_has_exactly_as_many_parameters_with_latent_attention(normalization, add_bias_linear, q_lora_rank):
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=67, normalization=normalization,
+        add_bias_linear=add_bias_linear, mla={"kv_lora_rank": 10, "q_lora_rank": q_lora_rank, "v_head_dim": 7},
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = GPTModel(config)
+    assert parameters(config, 67) == sum(parameter.numel() for parameter in model.parameters())
+    assert parameter_shapes(config) == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def test_attention_of_deepseek_v3_has_the_parameters_of_its_published_checkpoint():
+    # DeepSeek-V3, arXiv:2412.19437, section 4.2: 61 layers of 7168, 128 heads, latents of 1536 and 512
+    shape = {"num_layers": 1, "hidden_size": 7168, "num_attention_heads": 128, "ffn_hidden_size": 1}
+    mla = {"kv_lora_rank": 512, "q_lora_rank": 1536}
+    attention = parameters(TransformerConfig(**shape, mla=mla), 1) - 2 * 7168 - 3 * 7168 - 3 * 7168
+    # q_b, kv_a, kv_b and o beside q_a, by the shapes of its tensors
+    weights = 1536 * 7168 + 24576 * 1536 + 576 * 7168 + 32768 * 512 + 7168 * 16384
+    assert attention == weights + 1536 + 512
 
 
 def test_an_output_gate_costs_a_token_as_much_as_the_output_projection():

@@ -116,7 +116,7 @@ def _forward(
     if sink is not None:
         of_keys, lse = lse, torch.logaddexp(lse, sink.to(lse.dtype).unsqueeze(-1))
         out = out * torch.exp(of_keys - lse).unsqueeze(-1)
-    return out[..., :Dv].permute(2, 0, 1, 3).to(dtype, memory_format=torch.contiguous_format), _heads_last(lse)
+    return out[..., :Dv].permute(2, 0, 1, 3).to(dtype).contiguous(), _heads_last(lse)
 
 
 def _backward(

@@ -22,6 +22,7 @@ Tree = dict[str, Any]
 SEQ_LENGTH = 16  # four ranks of context have two chunks of two tokens each
 EOD = 0
 _HEAD_SIZE = 8
+_LATENTS = {"q_lora_rank": 24, "kv_lora_rank": 16}  # which ranks of shard and context divide
 _WINDOW = 5  # ends within the chunks of a rank of context
 _PRIME, _EVEN = 61, 64  # vocabularies
 _WIDEST_STD = 0.1
@@ -122,20 +123,33 @@ def _model(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]
         "model.mtp.num_modules": model.mtp and min(model.mtp.num_modules, 2),
         "model.init_method_std": max(model.init_method_std, min(wider, _WIDEST_STD)),
         "data.seq_length": SEQ_LENGTH,
+        **_latents(model),
         **_positions(model),
         **_windows(model, config.data.seq_length),
     }
+
+
+def _latents(model: TransformerConfig) -> dict[str, Any]:
+    """Those that there are, and heads half of which are rotated, with values as wide as queries or not."""
+    if (mla := model.mla) is None:
+        return {}
+    sizes = {
+        **{name: size for name, size in _LATENTS.items() if getattr(mla, name) is not None},
+        **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), _HEAD_SIZE // 2),
+        "v_head_dim": _HEAD_SIZE if mla.v_head_dim == model.kv_channels else _HEAD_SIZE // 2 + 1,
+    }
+    return {f"model.mla.{name}": size for name, size in sizes.items()}
 
 
 def _positions(model: TransformerConfig) -> dict[str, Any]:
     """Rotary positions: as near to the share of rotated features as even numbers come, and pairs for each section."""
     if (rope := model.rope) is None:
         return {}
-    half = _HEAD_SIZE // 2
+    half = _HEAD_SIZE // (2 if model.mla is None else 4)
     pairs = half if rope.percent == 1 else min(max(round(rope.percent * half), 1), half - 1)
     height = 3 * pairs // 8  # as in Qwen2-VL
     return {
-        "model.rope.percent": 2 * pairs / _HEAD_SIZE,
+        "model.rope.percent": pairs / half,
         "model.rope.sections": rope.sections and [pairs - 2 * height, height, height],
         "model.rope.layers": rope.layers and [rotates for _, rotates in _kinds_of_layers(model)],
     }

@@ -1,5 +1,6 @@
 """Models of Hugging Face's transformers: their config.json and tensors read as ours, and ours written as theirs."""
 
+from megalith.models.hf.deepseek import DEEPSEEK_V3
 from megalith.models.hf.families import FAMILIES, detect, fitting
 from megalith.models.hf.family import Family
 from megalith.models.hf.folder import ModelFolder, is_model_folder, open_folder, read_folder
@@ -11,6 +12,7 @@ from megalith.models.hf.parameters import parameter_shapes
 from megalith.models.hf.qwen import QWEN2, QWEN3
 
 __all__ = [
+    "DEEPSEEK_V3",
     "FAMILIES",
     "GEMMA2",
     "GEMMA3",

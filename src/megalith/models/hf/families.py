@@ -5,6 +5,7 @@ from typing import Any
 
 from megalith.config import TransformerConfig
 from megalith.errors import ConfigError
+from megalith.models.hf.deepseek import DEEPSEEK_V3
 from megalith.models.hf.family import Family
 from megalith.models.hf.gemma import GEMMA2, GEMMA3
 from megalith.models.hf.gpt2 import GPT2
@@ -14,7 +15,7 @@ from megalith.models.hf.qwen import QWEN2, QWEN3
 
 __all__ = ["FAMILIES", "detect", "fitting"]
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT2)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT2, DEEPSEEK_V3)
 
 
 def detect(hf_config: Mapping[str, Any]) -> Family:

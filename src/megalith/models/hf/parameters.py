@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megalith.config import MoEConfig, TransformerConfig
+from megalith.config import MLAConfig, MoEConfig, TransformerConfig
 from megalith.config.dotted import parent
 from megalith.config.relevance import CONDITIONS
 from megalith.errors import CheckpointError, ConfigError
@@ -150,6 +150,8 @@ def _moe_shapes(config: TransformerConfig, moe: MoEConfig) -> dict[str, Shape]:
 
 
 def _attention_shapes(config: TransformerConfig) -> dict[str, Shape]:
+    if config.mla is not None:
+        return _latent_attention_shapes(config, config.mla)
     H, A, D, attention = config.hidden_size, config.num_attention_heads, config.kv_channels, config.attention
     Q, KV = A * D, config.num_query_groups * D
     linears = {"q_proj": (Q, H), "k_proj": (KV, H), "v_proj": (KV, H), "o_proj": (H, Q)}
@@ -175,6 +177,25 @@ def _joining_shapes(config: TransformerConfig) -> dict[str, Shape]:
     return shapes
 
 
-def _norm(name: str, config: TransformerConfig) -> dict[str, Shape]:
+def _latent_attention_shapes(config: TransformerConfig, mla: MLAConfig) -> dict[str, Shape]:
+    H, A, D, latent = config.hidden_size, config.num_attention_heads, config.kv_channels, mla.kv_lora_rank
+    latents = {"kv_a": (latent, latent + mla.qk_rope_head_dim, "kv_a_proj_with_mqa")}
+    linears = {"q_proj": (A * D, H)}
+    if mla.q_lora_rank is not None:
+        latents = {"q_a": (mla.q_lora_rank, mla.q_lora_rank, "q_a_proj"), **latents}
+        linears = {"q_b_proj": (A * D, mla.q_lora_rank)}
+    linears["kv_b_proj"] = (A * (mla.qk_nope_head_dim + mla.v_head_dim), latent)
+    linears["o_proj"] = (H, A * mla.v_head_dim)
+    shapes: dict[str, Shape] = {}
+    for name, (size, width, projection) in latents.items():
+        shapes |= _norm(f"self_attn.{name}_layernorm", config, size)
+        shapes[f"self_attn.{projection}.weight"] = (width, H)
+        if config.qkv_bias:
+            shapes[f"self_attn.{projection}.bias"] = (width,)
+    shapes |= {f"self_attn.{name}.weight": shape for name, shape in linears.items()}
+    return shapes | ({"self_attn.o_proj.bias": (H,)} if config.output_bias else {})
+
+
+def _norm(name: str, config: TransformerConfig, size: int | None = None) -> dict[str, Shape]:
     parts = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
-    return {f"{name}.{part}": (config.hidden_size,) for part in parts}
+    return {f"{name}.{part}": (config.hidden_size if size is None else size,) for part in parts}

@@ -1,6 +1,7 @@
 """What attention over a split sequence exchanges, by the method that a run chooses.
 
-With n = cp, q for [S/cp, B, A/tp, D] and kv for [S/cp, B, G/tp, D], in bytes; kv32 for kv in float32 or wider:
+With n = cp, q for [S/cp, B, A/tp, D] and kv for [S/cp, B, G/tp, D], in bytes; kv32 for kv in float32 or wider; one of
+each two for k, and one for v, whose heads may have another size:
 
     ring         forward  2 (n - 1) sends of kv
                  backward 2 (n - 1) sends of kv, 2 n of kv32: gradients travel once more, back to where they belong
@@ -16,7 +17,7 @@ from math import gcd, prod
 import torch
 
 from megalith.parallel.context.attention import ContextMethod
-from megalith.parallel.traffic import Passes, collective
+from megalith.parallel.traffic import Passes, Traffic, collective
 
 __all__ = ["attention_traffic"]
 
@@ -24,30 +25,40 @@ __all__ = ["attention_traffic"]
 def attention_traffic(
     q_shape: tuple[int, int, int, int],
     k_shape: tuple[int, int, int, int],
+    value_size: int,
     dtype: torch.dtype,
     method: ContextMethod,
     cp_size: int,
     drops: bool,
 ) -> Passes:
-    """What ``context_attention`` exchanges over cp for q [S/cp, B, A, D], and k and v [S/cp, B, G, D].
+    """What ``context_attention`` exchanges over cp for q [S/cp, B, A, D], k [S/cp, B, G, D] and v of ``value_size``.
 
     ``drops``: whether there is attention dropout, for which ranks that trade heads trade token ids too.
     """
-    kv = prod(k_shape) * dtype.itemsize
+    q, out, k, v = (
+        prod(shape[:3]) * size * dtype.itemsize
+        for shape, size in ((q_shape, q_shape[3]), (q_shape, value_size), (k_shape, k_shape[3]), (k_shape, value_size))
+    )
     if method.name == "all_gather":
-        gathered = collective("context", "all_gather", cp_size * kv, cp_size, times=2)
-        return Passes(gathered, collective("context", "reduce_scatter", cp_size * kv, cp_size, times=2))
+        gathered, reduced = (
+            collective("context", kind, cp_size * k, cp_size) + collective("context", kind, cp_size * v, cp_size)
+            for kind in ("all_gather", "reduce_scatter")
+        )
+        return Passes(gathered, reduced)
     inner = method.ranks_trading_heads(cp_size)
-    kv *= inner // gcd(k_shape[2], inner)
-    q = prod(q_shape) * dtype.itemsize
-    one, two = (collective("context", "all_to_all", size, inner, times) for size, times in ((q, 1), (kv, 2)))
+    copies = inner // gcd(k_shape[2], inner)
+    k, v = copies * k, copies * v
+    given = sum((collective("context", "all_to_all", size, inner) for size in (q, k, v)), start=Traffic())
+    one = collective("context", "all_to_all", out, inner)
     token_ids = inner * q_shape[0] * q_shape[1] * torch.int64.itemsize
     ids = collective("context", "all_to_all", token_ids, inner, times=int(drops))
-    for_sequence, for_heads = Passes(one + two + ids, one + two), Passes(one, one, unsaved=one)
-    return for_sequence + _ring(kv, dtype, cp_size // inner) + for_heads
+    for_sequence, for_heads = Passes(given + ids, given), Passes(one, one, unsaved=one)
+    rings = [_ring(num_bytes, dtype, cp_size // inner) for num_bytes in (k, v)]
+    return for_sequence + rings[0] + rings[1] + for_heads
 
 
-def _ring(kv: int, dtype: torch.dtype, size: int) -> Passes:
-    wide_kv = kv // dtype.itemsize * torch.promote_types(dtype, torch.float32).itemsize
-    passed_on = collective("context", "send", kv, size, times=2 * (size - 1))
-    return Passes(passed_on, passed_on + collective("context", "send", wide_kv, size, times=2 * size))
+def _ring(num_bytes: int, dtype: torch.dtype, size: int) -> Passes:
+    """Of k or v."""
+    wide_bytes = num_bytes // dtype.itemsize * torch.promote_types(dtype, torch.float32).itemsize
+    passed_on = collective("context", "send", num_bytes, size, times=size - 1)
+    return Passes(passed_on, passed_on + collective("context", "send", wide_bytes, size, times=size))

@@ -3,7 +3,7 @@
     column  Y = X W^T + b, W [out/tp, in]: each rank computes some of the outputs
     block   Y = X W_i^T + b_i, W [out, in] on every rank: each computes the one block of outputs that it reads
     row     Y = sum over tp of X W^T, + b, W [out, in/tp]: each rank has some of the inputs
-    whole   Y = X W^T, W [out, in] on every rank: each computes all outputs, of the tokens that it has
+    whole   Y = X W^T + b, W [out, in] on every rank: each computes all outputs, of the tokens that it has
     embedding  E [V/tp, H]: each rank looks up the tokens that it holds, the others add zero
 
 The product is ``options.matrix_product``. Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. V and out may be uneven
@@ -166,24 +166,32 @@ class RowParallelLinear(DeclaringModule):
 
 
 class ReplicatedLinear(DeclaringModule):
-    """A linear layer between activations that tp does not split, without a bias.
+    """A linear layer between activations that tp does not split.
 
     Under sequence parallelism each rank computes its own tokens, and only the gradient is exchanged, once a step.
-    Without it every rank of tp computes the same.
+    Without it every rank of tp computes the same. Args are those of ColumnParallelLinear.
     """
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
 
-    def __init__(self, in_features: int, out_features: int, options: BuildOptions, *, std: float) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, options: BuildOptions, *, std: float, bias: bool = False
+    ) -> None:
         super().__init__()
         self.options = options
         spec = ParameterSpec((out_features, in_features), "normal", std)
         self.declare("weight", spec, options.pg_collection, options.dtype)
+        if bias:
+            self.declare("bias", ParameterSpec((out_features,), "zeros"), options.pg_collection, options.dtype)
+        else:
+            self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, in] -> [S, B, out], of S/tp each under sequence parallelism."""
-        weight = local(self.weight, partial=self.options.sequence_parallel)
-        return self.options.matrix_product(x, weight, None)
+        partial = self.options.sequence_parallel
+        bias = None if self.bias is None else local(self.bias, partial=partial)
+        return self.options.matrix_product(x, local(self.weight, partial=partial), bias)
 
 
 class VocabParallelEmbedding(DeclaringModule):

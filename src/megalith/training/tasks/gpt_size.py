@@ -10,6 +10,10 @@ over the S/2 positions that a causal mask leaves to a token on average; the back
 for L layers, H hidden, A heads, G kv groups, D head size, F ffn, V vocabulary, and an MLP of m matrices, 3 with a gate,
 else 2; an output gate of attention adds A D H to a layer.
 
+In latent attention, of ranks Zq and Z, with N features of a head that positions do not rotate, R that they do, and Dv of
+a value, a layer has Zq (H + A (N + R)) + H (Z + R) + Z A (N + Dv) + A Dv H in place of q, k, v and o, and A (D + Dv) is
+in place of 2 A D.
+
 In a layer with a window of w < S tokens a query sees w (2S - w) / 2S of them on average, in place of S/2.
 A module of multi-token prediction has the weights and the attention of a layer, 2 H^2, and V H of the head once more.
 In a layer with experts, in place of m H F: E H of the router and K m H F of the K experts that a token is sent to, with
@@ -22,7 +26,7 @@ recomputation repeats is not counted: it is work of the machine, not of the mode
 
 from math import prod
 
-from megalith.config import TransformerConfig
+from megalith.config import MLAConfig, TransformerConfig
 from megalith.models.hf import parameter_shapes
 from megalith.parallel.pipeline.stages import ModelCosts
 
@@ -61,11 +65,14 @@ def _num_modules(config: TransformerConfig) -> int:
 def _attention_flops(config: TransformerConfig, layer: int, seq_length: int) -> int:
     """Of a token's forward, in the two matmuls of attention."""
     seen = min(config.attention.window_of(layer) or seq_length, seq_length)
-    return 2 * _widths(config)[0] * seen * (2 * seq_length - seen) // seq_length
+    queries, values = _widths(config)[0], _value_width(config)
+    return (queries + values) * seen * (2 * seq_length - seen) // seq_length
 
 
 def _attention_weights(config: TransformerConfig) -> int:
     """The weights of a layer's attention that matmuls use."""
+    if config.mla is not None:
+        return _latent_weights(config, config.mla)
     queries, keys = _widths(config)
     reads_queries = 3 if config.attention.output_gate else 2  # q, o and the gate
     return config.hidden_size * (reads_queries * queries + 2 * keys)
@@ -82,6 +89,21 @@ def _mlp_weights(config: TransformerConfig, layer: int) -> int:
     return routed + latents + shared
 
 
+def _latent_weights(config: TransformerConfig, mla: MLAConfig) -> int:
+    """The weights of latent attention in a layer that matmuls use."""
+    H, A, (queries, _) = config.hidden_size, config.num_attention_heads, _widths(config)
+    rank = mla.q_lora_rank
+    to_queries = H * queries if rank is None else rank * (H + queries)
+    to_latent = H * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+    to_heads = mla.kv_lora_rank * A * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return to_queries + to_latent + to_heads + A * mla.v_head_dim * H
+
+
 def _widths(config: TransformerConfig) -> tuple[int, int]:
     """A D and G D."""
     return config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
+
+
+def _value_width(config: TransformerConfig) -> int:
+    """A Dv, the width of what the output projection reads."""
+    return config.num_attention_heads * (config.kv_channels if config.mla is None else config.mla.v_head_dim)

@@ -2,6 +2,7 @@
 
     embedding   leaves tensor parallelism                                            1 X
     layer       attention and feed-forward each enter and leave tensor parallelism   4 X
+                latent attention enters with its latents in place of X, or with X and one of them
                 between q, k, v and o, attention over context
     head        enters tensor parallelism                                            1 X
                 the loss gathers three numbers of each token
@@ -12,7 +13,7 @@ Without, it is one all-reduce: of what leaves in forward, of what enters in back
 of layers, or of the parts that a run names, as far as backward needs it.
 """
 
-from megalith.config import RunConfig, TransformerConfig
+from megalith.config import MLAConfig, RunConfig, TransformerConfig
 from megalith.config.layout import Layout
 from megalith.errors import ConfigError
 from megalith.models.gpt_model import hidden_dtype
@@ -67,21 +68,32 @@ def _layer(config: RunConfig, layout: Layout, X: int, *, in_module: bool = False
     model, parallel = config.model, config.parallel
     enter, leave = (part(X, layout.tensor, parallel.sequence) for part in (enter_traffic, leave_traffic))
     S, B, D = config.data.seq_length // layout.context, config.train.micro_batch_size, model.kv_channels
+    begin = enter
+    if model.mla is not None:  # queries, then keys and values
+        read = model.hidden_size if model.mla.q_lora_rank is None else model.mla.q_lora_rank
+        widths = read, model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
+        of_queries, of_keys = (
+            enter_traffic(X // model.hidden_size * width, layout.tensor, parallel.sequence) for width in widths
+        )
+        begin = of_queries + of_keys
     core = attention_traffic(
         (S, B, model.num_attention_heads // layout.tensor, D),
         (S, B, max(model.num_query_groups // layout.tensor, 1), D),
+        D if model.mla is None else model.mla.v_head_dim,
         DTYPES[config.precision.dtype],
         ContextMethod(parallel.context_method, parallel.context_inner or 1),
         layout.context,
         drops=model.attention_dropout > 0.0,
     )
-    layer = enter + core + leave + enter + leave
-    return layer.forward + layer.backward + _recomputed(config, enter, core, leave, in_module=in_module)
+    layer = begin + core + leave + enter + leave
+    return layer.forward + layer.backward + _recomputed(config, begin, enter, core, leave, in_module=in_module)
 
 
-def _recomputed(config: RunConfig, enter: Passes, core: Passes, leave: Passes, *, in_module: bool) -> Traffic:
+def _recomputed(
+    config: RunConfig, begin: Passes, enter: Passes, core: Passes, leave: Passes, *, in_module: bool
+) -> Traffic:
     """What a layer exchanges once more because backward computes some of it again."""
-    attention, mlp, names = enter + core + leave, enter + leave, config.train.recompute_modules
+    attention, mlp, names = begin + core + leave, enter + leave, config.train.recompute_modules
     if config.train.recompute == "none":
         return Traffic()
     if config.train.recompute == "full":
@@ -91,29 +103,53 @@ def _recomputed(config: RunConfig, enter: Passes, core: Passes, leave: Passes, *
         saves_last = config.model.hidden_dropout > 0.0 or norm_follows
         return layer.forward if saves_last else layer.recomputed
     again = core.recomputed if "core_attn" in names else Traffic()
-    for name, block in (("self_attn", attention), ("mlp", mlp)):
+    for name, block, entered in (("self_attn", attention, begin), ("mlp", mlp, enter)):
         if name in names:
             again += block.recomputed
         elif "layernorm" in names:
-            again += enter.forward  # the norm's output is kept before it is gathered, or not at all
+            again += entered.forward  # the norm's output is kept before it is gathered, or not at all
     return again
 
 
 def _layer_weights(model: TransformerConfig, tp_size: int, sequence: bool) -> list[Weight]:
     """Those of a layer; what ranks of tp use on their own tokens, or for heads of their own, has partial gradients."""
-    H, F, D = model.hidden_size, model.ffn_hidden_size, model.kv_channels
-    A, G = model.num_attention_heads, model.num_query_groups
+    H, F = model.hidden_size, model.ffn_hidden_size
+    fc1 = [Weight((F, H), split=0)] * (1 if model.gate_activation is None else 2)
+    biases = [Weight((F,), split=0)] * len(fc1) if model.mlp_bias else []
+    biases += [Weight((H,), partial=sequence)] * (model.output_bias + model.mlp_bias)  # of row-parallel products
+    attention = _attention_weights(model, tp_size) if model.mla is None else _latent_weights(model, model.mla, sequence)
+    num_norms = 4 if model.residual.norm_placement == "sandwich" else 2
+    return [*attention, *fc1, Weight((H, F), split=1), *biases, *_norm(model, sequence) * num_norms]
+
+
+def _attention_weights(model: TransformerConfig, tp_size: int) -> list[Weight]:
+    """Those of attention in a layer, but for the bias of its output."""
+    H, A, G, D = model.hidden_size, model.num_attention_heads, model.num_query_groups, model.kv_channels
     heads_are_shared = G % tp_size != 0
     key = Weight((G * D, H), split=None if heads_are_shared else 0, partial=heads_are_shared)
-    fc1 = [Weight((F, H), split=0)] * (1 if model.gate_activation is None else 2)
     reads_queries = 2 if model.attention.output_gate else 1
     qkv = [*[Weight((A * D, H), split=0)] * reads_queries, key, key]
-    rows = [Weight((H, A * D), split=1), Weight((H, F), split=1)]
-    biased = [*(qkv if model.qkv_bias else []), *(fc1 if model.mlp_bias else [])]
-    biases = [Weight(column.shape[:1], column.split, column.partial) for column in biased]
-    biases += [Weight((H,), partial=sequence)] * (model.output_bias + model.mlp_bias)  # of row-parallel products
-    num_norms = 4 if model.residual.norm_placement == "sandwich" else 2
-    return [*qkv, *fc1, *rows, *biases, *_of_heads(model), *_norm(model, sequence) * num_norms]
+    biases = [Weight(column.shape[:1], column.split, column.partial) for column in qkv] if model.qkv_bias else []
+    return [*qkv, Weight((H, A * D), split=1), *biases, *_of_heads(model)]
+
+
+def _latent_weights(model: TransformerConfig, mla: MLAConfig, sequence: bool) -> list[Weight]:
+    """``_attention_weights`` of latent attention: what comes before the heads is whole on every rank of tp."""
+    H, A, D = model.hidden_size, model.num_attention_heads, model.kv_channels
+    heads = [
+        Weight((A * D, mla.q_lora_rank or H), split=0),
+        Weight((A * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank), split=0),
+        Weight((H, A * mla.v_head_dim), split=1),
+    ]
+    latents = [(mla.kv_lora_rank, mla.kv_lora_rank + mla.qk_rope_head_dim)]
+    if mla.q_lora_rank is not None:
+        latents.append((mla.q_lora_rank, mla.q_lora_rank))
+    whole: list[Weight] = []
+    for size, width in latents:
+        whole += [Weight((width, H), partial=sequence)]
+        whole += [Weight((width,), partial=sequence)] * model.qkv_bias
+        whole += _norm(model, sequence, size)
+    return [*heads, *whole]
 
 
 def _of_heads(model: TransformerConfig) -> list[Weight]:
@@ -150,8 +186,10 @@ def _last_stage_embeds(model: TransformerConfig) -> bool:
     return model.tie_word_embeddings or model.mtp is not None
 
 
-def _norm(model: TransformerConfig, sequence: bool) -> list[Weight]:
-    return [Weight((model.hidden_size,), partial=sequence)] * (2 if model.normalization == "LayerNorm" else 1)
+def _norm(model: TransformerConfig, sequence: bool, size: int | None = None) -> list[Weight]:
+    return [Weight((model.hidden_size if size is None else size,), partial=sequence)] * (
+        2 if model.normalization == "LayerNorm" else 1
+    )
 
 
 def _embedding(model: TransformerConfig) -> Weight:
