@@ -9,6 +9,7 @@ __all__ = ["MOE_MISTAKES"]
 MOE: dict[str, Any] = {"model.moe.num_experts": 8}
 ROUTER = "model.moe.router"
 SINKHORN, QUANTILE = ({**MOE, f"{ROUTER}.selection": name} for name in ("sinkhorn", "quantile"))
+CAPACITY = {**MOE, "model.moe.capacity.factor": 1.5, "model.moe.capacity.pad": True}
 GROUPS = {**MOE, f"{ROUTER}.num_groups": 4}
 
 MOE_MISTAKES = [
@@ -46,9 +47,17 @@ MOE_MISTAKES = [
     Mistake({**MOE, "model.moe.num_experts": 6, "parallel.expert": 4}, r"num_experts \(6\) must be divisible by .*", 4),
     Mistake(
         {**MOE, "parallel.expert": 2, "parallel.expert_tensor": 4},
-        r"x parallel.expert \(2\) x parallel.expert_tensor \(4\) must divide the number of ranks \(4\)",
+        r"parallel.expert \(2\) x parallel.expert_tensor \(4\) must divide the 4 ranks of a pipeline stage",
         4,
-        1,
+    ),
+    Mistake({"parallel.expert": 2}, r"parallel.expert \(2\) has no effect without model.moe; use", 2),
+    Mistake(
+        {**CAPACITY, "parallel.expert": 2, "parallel.dispatch.method": "all_gather"},
+        r"capacity.pad=true needs .*method=all_to_all; got all_gather",
+        2,
+    ),
+    Mistake(
+        {**CAPACITY, "parallel.dispatch.max_rows": 2.0}, r"max_rows \(2.0\) has no effect with .*capacity.pad=true"
     ),
     Mistake({**MOE, "parallel.tensor": 2}, r"with parallel.tensor=2 needs parallel.sequence=true", 2),
 ]

@@ -8,9 +8,9 @@ from typing import Any
 from megalith.config.layout import Layout
 from megalith.errors import TopologyError
 
-__all__ = ["Draft", "Fix", "Unknown", "Violation", "divisors", "nearest_first", "round_up"]
+__all__ = ["DENSE_DEGREES", "Draft", "Fix", "Unknown", "Violation", "divisors", "nearest_first", "round_up"]
 
-_DEGREES = ("tensor", "context", "pipeline", "replicate", "shard", "expert")
+DENSE_DEGREES = ("tensor", "context", "pipeline", "replicate", "shard")
 
 # settings to change, by dotted name; None takes the setting out
 Fix = Mapping[str, Any]
@@ -41,7 +41,7 @@ class Draft:
     @property
     def degrees(self) -> dict[str, int]:
         """The degrees of parallelism as set, for ``Layout.resolve``."""
-        degrees: dict[str, int] = {name: self[f"parallel.{name}"] for name in _DEGREES}
+        degrees: dict[str, int] = {name: self[f"parallel.{name}"] for name in (*DENSE_DEGREES, "expert")}
         if (expert_tensor := self.get("parallel.expert_tensor")) is not None:
             degrees["expert_tensor"] = expert_tensor
         return degrees

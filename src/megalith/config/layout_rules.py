@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from math import gcd, lcm
 
 from megalith.config.batch_size_schedule import parse_batch_size_schedule, with_batch_sizes
-from megalith.config.draft import Draft, Fix, Unknown, Violation, divisors, nearest_first, round_up
+from megalith.config.draft import DENSE_DEGREES, Draft, Fix, Unknown, Violation, divisors, nearest_first, round_up
 from megalith.config.layout import Layout
 from megalith.errors import ConfigError, TopologyError
 
@@ -34,11 +34,12 @@ _BATCH, _MICRO, _SCHEDULE = "train.global_batch_size", "train.micro_batch_size",
 
 def degrees_multiply_to_the_world_size(run: Draft) -> Iterator[Violation]:
     """tensor x context x pipeline x replicate x shard is the number of ranks; shard=-1 takes what the others leave."""
-    degrees, world = run.degrees, run.world_size
+    world = run.world_size
     if world is None:
         return
+    degrees: dict[str, int] = {name: run[f"parallel.{name}"] for name in DENSE_DEGREES}
     try:
-        Layout.resolve(world, **degrees)
+        Layout.resolve(world, **degrees, expert_tensor=1)  # those of experts have a rule of their own
     except TopologyError:
         shard = degrees.pop("shard")
         always = ("tensor", "replicate")

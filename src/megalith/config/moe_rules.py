@@ -9,6 +9,7 @@ __all__ = [
     "balanced_choices_need_no_other_balance",
     "capacity_is_for_choices_by_score",
     "expert_groups_hold_the_chosen",
+    "expert_layouts_need_experts",
     "expert_ranks_divide_the_world",
     "experts_divide_among_ranks",
     "experts_need_sequence_parallel",
@@ -149,6 +150,16 @@ def experts_divide_among_ranks(run: Draft) -> Iterator[Violation]:
         message = f"the inner width of an expert ({width}) must be divisible by the {ranks} ranks that share it"
         fixes = [{name: round_up(width, ranks)}, {_EXPERT_TENSOR: 1}]
         yield Violation("experts_divide_among_ranks", name, message, tuple(fixes))
+
+
+def expert_layouts_need_experts(run: Draft) -> Iterator[Violation]:
+    """expert, expert_tensor and dispatch need model.moe."""
+    if run.get(_EXPERTS) is not None:
+        return
+    for name in (_EXPERT, _EXPERT_TENSOR, "parallel.dispatch.method", "parallel.dispatch.max_rows"):
+        if name in run.given:
+            message = f"{name} ({run.get(name)}) has no effect without model.moe"
+            yield Violation("expert_layouts_need_experts", name, message, ({name: None}, {_EXPERTS: 8}))
 
 
 def experts_need_sequence_parallel(run: Draft) -> Iterator[Violation]:

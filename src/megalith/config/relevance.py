@@ -28,8 +28,7 @@ class Condition:
         return f"with {self.setting}" + (f"={' or '.join(map(str, self.values))}" if self.values else "")
 
 
-_ROUTER, _EXPERTS = "model.moe.router", "model.moe.num_experts"
-_OF_EXPERTS = ("expert", "expert_tensor", "dispatch.method", "dispatch.max_rows")
+_ROUTER = "model.moe.router"
 _SCALING = "model.rope.scaling.type"
 _LLAMA3 = ("low_freq_factor", "high_freq_factor")
 _YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
@@ -50,7 +49,6 @@ CONDITIONS: Mapping[str, Condition] = MappingProxyType(
         f"{_ROUTER}.pre_softmax": Condition(f"{_ROUTER}.score_function", ("softmax",)),
         f"{_ROUTER}.expert_bias_update_rate": Condition(f"{_ROUTER}.score_function", ("sigmoid", "sqrtsoftplus")),
         f"{_ROUTER}.quantile_decay": Condition(f"{_ROUTER}.selection", ("quantile",)),
-        **dict.fromkeys((f"parallel.{name}" for name in _OF_EXPERTS), Condition(_EXPERTS)),
         "model.max_position_embeddings": Condition("model.position_embedding_type", ("learned_absolute",)),
         "train.global_batch_size": Condition("train.batch_size_schedule", (None,)),
         "train.batch_size_schedule_unit": Condition("train.batch_size_schedule"),

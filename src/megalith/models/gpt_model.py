@@ -200,8 +200,7 @@ class GPTModel(ModelModule):
             logits_to_keep: how many of the last positions logits are wanted of; by default of all.
             record: what routers are told of a training step and write to.
 
-        Under context parallelism S stands for S/cp: this rank's tokens of each row, those at ``zigzag_positions``, and
-        their labels, positions and ids.
+        Under context parallelism S stands for S/cp: this rank's tokens, those at ``zigzag_positions``.
 
         Returns:
             The loss of each label, [B, S] or [1+M, B, S] in float32 or wider; or logits [B, S, V], whole on every rank;
@@ -210,13 +209,12 @@ class GPTModel(ModelModule):
         Raises:
             ShapeError: more positions than ``max_position_embeddings``, unless ``position_ids`` are of each row, three
                 streams of them without ``rope.sections``, an S that sequence parallelism cannot split, documents of
-                other rows, labels of other depths than the model's, or ``hidden`` where the stage embeds tokens, or
-                none where it does not; more tokens than the caches have room for; under context parallelism no
-                ``position_ids``, or caches; ``logits_to_keep`` of rows that ranks hold parts of.
+                other rows, labels of other depths, ``hidden`` that does not fit the stage, more tokens than caches have
+                room for; under cp no ``position_ids``, or caches; ``logits_to_keep`` of rows that are split.
             ConfigError: training with dropout under tensor or context parallelism without a ``dropout_key``.
         """
         cache = next(iter(caches.values())) if caches else None
-        num_cached = 0 if cache is None else cache.num_tokens
+        num_cached = cache.num_tokens if cache else 0
         self._check_shape(tokens, hidden)
         self._check_documents(tokens, cache, packed_seq_params)
         self._check_labels(labels)
@@ -229,7 +227,7 @@ class GPTModel(ModelModule):
         if self.lm_head is None:
             return x
         if labels is None:
-            x = x if logits_to_keep is None else self._last(x, logits_to_keep)
+            x = self._last(x, logits_to_keep)
             return self._gather(self._logits(self.lm_head, x)).transpose(0, 1)  # [B, S, V]
         # FSDP2 hooks what a forward returns, and warns of a view
         return self._losses_ahead(self.lm_head, x, labels, context).clone()
@@ -263,8 +261,10 @@ class GPTModel(ModelModule):
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return (softcap * torch.tanh(wide / softcap)).to(logits.dtype)
 
-    def _last(self, x: Tensor, num_positions: int) -> Tensor:
-        """[S, B, H] -> [num_positions, B, H]. Raises ShapeError for rows that ranks hold parts of."""
+    def _last(self, x: Tensor, num_positions: int | None) -> Tensor:
+        """[S, B, H] -> [num_positions, B, H], by default all. Raises ShapeError for rows that ranks hold parts of."""
+        if num_positions is None:
+            return x
         if self.options.sequence_parallel or self.options.pg_collection.size("cp") > 1:
             raise ShapeError("the last positions of a row that is split are not on every rank; take all of its logits")
         return x[-num_positions:]

@@ -10,7 +10,7 @@ over the S/2 positions that a causal mask leaves to a token on average; the back
 for L layers, H hidden, A heads, G kv groups, D head size, F ffn, V vocabulary, and an MLP of m matrices, 3 with a gate,
 else 2; an output gate of attention adds A D H to a layer.
 
-In latent attention, of ranks Zq and Z, with N features of a head that positions do not rotate, R that they do, and Dv of
+In latent attention, of ranks Zq and Z, with N features of a head that are not rotated, R that are, and Dv of
 a value, a layer has Zq (H + A (N + R)) + H (Z + R) + Z A (N + Dv) + A Dv H in place of q, k, v and o, and A (D + Dv) is
 in place of 2 A D.
 
