@@ -10,8 +10,8 @@ from megalith.errors import MissingDependencyError
 
 __all__ = ["has", "has_triton", "need", "triton_interprets", "why_not_interpret"]
 
-# package: (what needs it, the extra of megalith that installs it)
-_EXTRAS = {
+# package: (what needs it, the extra of megalith that installs it, or None where pip has it not)
+_EXTRAS: dict[str, tuple[str, str | None]] = {
     "pyarrow.parquet": ("reading .parquet files", "parquet"),
     "matplotlib": ("drawing report.html", "report"),
     "matplotlib.figure": ("drawing report.html", "report"),
@@ -19,6 +19,7 @@ _EXTRAS = {
     "wandb": ("writing for Weights & Biases", "tracking"),
     "mlflow": ("writing for MLflow", "tracking"),
     "transformers": ("comparing with Hugging Face", "hf"),
+    "deep_ep": ("parallel.dispatch.method=flex", None),
     "triton": ("a Triton kernel", "triton"),
     "lm_eval.api.model": ("evaluating with lm-eval", "lm-eval"),
 }
@@ -38,12 +39,11 @@ def has(package: str) -> bool:
 def need(package: str) -> ModuleType:
     """The module ``package``, imported. Raises MissingDependencyError, with the command that installs it."""
     purpose, extra = _EXTRAS[package]
+    how = f"run: pip install 'megalith[{extra}]'" if extra else "build it as its own page says: it has no wheels"
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise MissingDependencyError(
-            f"{purpose} needs {package}, which cannot be imported ({error}); run: pip install 'megalith[{extra}]'"
-        ) from error
+        raise MissingDependencyError(f"{purpose} needs {package}, which cannot be imported ({error}); {how}") from error
 
 
 def has_triton() -> bool:

@@ -329,10 +329,10 @@ MISTAKES = [
         {"precision.dtype": "float16", "precision.loss_scale.minimum": 1e6},
         r"loss_scale.minimum \(1000000.0\) must be at most precision.loss_scale.initial \(65536.0\)",
     ),
-    Mistake({"train.compile": True}, r"train.compile is experimental .* use experimental=\[compile\]"),
+    Mistake({"train.compile": True}, r"train.compile=true is experimental .* use experimental=\[compile\]"),
     Mistake(
         {"experimental": ["compile"]}, r"'compile' has no effect without train.compile=true; use experimental=null"
     ),
-    Mistake({"experimental": ["fp5"]}, r"'fp5' is not a feature; there are: compile; use experimental=null"),
+    Mistake({"experimental": ["fp5"]}, r"'fp5' is not a feature; there are: compile, deep_ep; use experimental=null"),
     Mistake({"experimental": ["compil"], "train.compile": True}, r"is experimental", None, 1),
 ]

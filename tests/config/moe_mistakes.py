@@ -50,6 +50,21 @@ MOE_MISTAKES = [
         r"parallel.expert \(2\) x parallel.expert_tensor \(4\) must divide the 4 ranks of a pipeline stage",
         4,
     ),
+    Mistake(
+        {**MOE, "parallel.dispatch.method": "flex"},
+        r"method=flex is experimental \(DeepEP.*; use experimental=\[deep_ep\]",
+    ),
+    Mistake(
+        {
+            **MOE,
+            "experimental": ["deep_ep"],
+            "parallel.dispatch.method": "flex",
+            "parallel.expert": 2,
+            "parallel.expert_tensor": 2,
+        },
+        r"method=flex needs parallel.expert_tensor=1; got 2 ranks that share each expert; use",
+        4,
+    ),
     Mistake({"parallel.expert": 2}, r"parallel.expert \(2\) has no effect without model.moe; use", 2),
     Mistake(
         {**CAPACITY, "parallel.expert": 2, "parallel.dispatch.method": "all_gather"},

@@ -17,9 +17,9 @@ Part = tuple[Ranges, Tensor]
 
 
 @functools.cache
-def collection(tensor: int = 1, replicate: int = 1, context: int = 1) -> ProcessGroupCollection:
+def collection(tensor: int = 1, replicate: int = 1, context: int = 1, expert: int = 1) -> ProcessGroupCollection:
     """The groups of this rank; what tp, cp and replicate leave of the world is sharded."""
-    grid = RankGrid(dist.get_world_size(), tensor=tensor, replicate=replicate, context=context)
+    grid = RankGrid(dist.get_world_size(), tensor=tensor, replicate=replicate, context=context, expert=expert)
     return ParallelState(grid).collection()
 
 

@@ -16,7 +16,7 @@ class DispatchConfig(SettingsGroup):
 
     method: Literal["all_to_all", "all_gather", "flex"] = Field(
         default="all_to_all",
-        description="each row to the rank of its expert; all tokens to all ranks; or through DeepEP (experimental)",
+        description="each row to the rank of its expert; all tokens to all ranks; or by DeepEP (experimental: deep_ep)",
     )
     max_rows: float | None = Field(
         default=None,

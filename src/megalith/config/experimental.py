@@ -2,16 +2,34 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from megalith.errors import ExperimentalError
 
 __all__ = ["FEATURES", "USED_BY", "refusal", "require"]
 
-FEATURES: Mapping[str, str] = MappingProxyType({"compile": "torch.compile of the transformer layers"})
+FEATURES: Mapping[str, str] = MappingProxyType(
+    {
+        "compile": "torch.compile of the transformer layers",
+        "deep_ep": "DeepEP's fused dispatch and combine, never run on several GPUs here",
+    }
+)
 
-# the switch that puts a feature to use; with it off, naming the feature in `experimental` would have no effect
-USED_BY: Mapping[str, str] = MappingProxyType({"compile": "train.compile"})
+
+class Use(NamedTuple):
+    """The value of a setting that puts a feature to use."""
+
+    setting: str
+    value: bool | str
+
+    def __str__(self) -> str:
+        return f"{self.setting}={'true' if self.value is True else self.value}"
+
+
+# without it, naming the feature in `experimental` would have no effect
+USED_BY: Mapping[str, Use] = MappingProxyType(
+    {"compile": Use("train.compile", True), "deep_ep": Use("parallel.dispatch.method", "flex")}
+)
 
 
 class HasExperimental(Protocol):

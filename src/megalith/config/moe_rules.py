@@ -13,6 +13,7 @@ __all__ = [
     "expert_ranks_divide_the_world",
     "experts_divide_among_ranks",
     "experts_need_sequence_parallel",
+    "fused_exchanges_are_over_whole_experts",
     "offsets_follow_the_next_best_expert",
     "one_expert_needs_a_weight",
     "padded_capacities_travel_by_row",
@@ -24,6 +25,7 @@ _EXPERTS, _TOP_K, _CAPACITY = "model.moe.num_experts", "model.moe.top_k", "model
 _ROUTER, _PAD = "model.moe.router", "model.moe.capacity.pad"
 _SCORE, _PRE, _SELECTION = f"{_ROUTER}.score_function", f"{_ROUTER}.pre_softmax", f"{_ROUTER}.selection"
 _GROUPS, _GROUP_TOPK, _GROUP_SCORE = (f"{_ROUTER}.{name}" for name in ("num_groups", "group_topk", "group_score_topk"))
+_METHOD = "parallel.dispatch.method"
 _EXPERT, _EXPERT_TENSOR = "parallel.expert", "parallel.expert_tensor"
 _TENSOR, _SEQUENCE, _PIPELINE = "parallel.tensor", "parallel.sequence", "parallel.pipeline"
 # what else keeps loads even, or is about scores; off where it is 0 or None
@@ -126,9 +128,9 @@ def padded_capacities_travel_by_row(run: Draft) -> Iterator[Violation]:
     """capacity.pad needs dispatch.method=all_to_all and no dispatch.max_rows: what it bounds is known already."""
     if not run.get(_PAD):
         return
-    method, bound = "parallel.dispatch.method", "parallel.dispatch.max_rows"
-    if run[method] == "all_gather":
-        message = f"{_PAD}=true needs {method}=all_to_all; got all_gather"
+    method, bound = _METHOD, "parallel.dispatch.max_rows"
+    if run[method] != "all_to_all":
+        message = f"{_PAD}=true needs {method}=all_to_all; got {run[method]}"
         yield Violation("padded_capacities_travel_by_row", method, message, ({method: None}, {_PAD: None}))
     if run.get(bound) is not None:
         message = f"{bound} ({run[bound]}) has no effect with {_PAD}=true, which bounds the rows of every expert"
@@ -152,11 +154,20 @@ def experts_divide_among_ranks(run: Draft) -> Iterator[Violation]:
         yield Violation("experts_divide_among_ranks", name, message, tuple(fixes))
 
 
+def fused_exchanges_are_over_whole_experts(run: Draft) -> Iterator[Violation]:
+    """dispatch.method=flex needs expert_tensor=1: it sums over the experts of a token, not over parts of an expert."""
+    ranks = run.get(_EXPERT_TENSOR) or run[_TENSOR]
+    if run[_METHOD] == "flex" and ranks > 1:
+        message = f"{_METHOD}=flex needs {_EXPERT_TENSOR}=1; got {ranks} ranks that share each expert"
+        fixes = ({_EXPERT_TENSOR: 1}, {_METHOD: None})
+        yield Violation("fused_exchanges_are_over_whole_experts", _EXPERT_TENSOR, message, fixes)
+
+
 def expert_layouts_need_experts(run: Draft) -> Iterator[Violation]:
     """expert, expert_tensor and dispatch need model.moe."""
     if run.get(_EXPERTS) is not None:
         return
-    for name in (_EXPERT, _EXPERT_TENSOR, "parallel.dispatch.method", "parallel.dispatch.max_rows"):
+    for name in (_EXPERT, _EXPERT_TENSOR, _METHOD, "parallel.dispatch.max_rows"):
         if name in run.given:
             message = f"{name} ({run.get(name)}) has no effect without model.moe"
             yield Violation("expert_layouts_need_experts", name, message, ({name: None}, {_EXPERTS: 8}))

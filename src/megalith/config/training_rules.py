@@ -185,10 +185,10 @@ def loss_scale_starts_above_its_minimum(run: Draft) -> Iterator[Violation]:
 def experimental_features_are_switched_on(run: Draft) -> Iterator[Violation]:
     """A feature that is experimental is named in `experimental` by the run that uses it."""
     switched_on = list(run["experimental"])
-    for feature, switch in USED_BY.items():
-        if run[switch] and feature not in switched_on:
-            fixes = ({"experimental": [*switched_on, feature]}, {switch: False})
-            yield Violation("experimental_features_are_switched_on", switch, refusal(feature), fixes)
+    for feature, (setting, value) in USED_BY.items():
+        if run[setting] == value and feature not in switched_on:
+            fixes = ({"experimental": [*switched_on, feature]}, {setting: None})
+            yield Violation("experimental_features_are_switched_on", setting, refusal(feature), fixes)
 
 
 def switched_on_features_are_used(run: Draft) -> Iterator[Violation]:
@@ -199,8 +199,8 @@ def switched_on_features_are_used(run: Draft) -> Iterator[Violation]:
         fixes = [{"experimental": [*others, near]} for near in get_close_matches(feature, FEATURES)]
         if feature not in FEATURES:
             message = f"experimental: {feature!r} is not a feature; there are: {', '.join(FEATURES)}"
-        elif not run[USED_BY[feature]]:
-            message, fixes = f"experimental: {feature!r} has no effect without {USED_BY[feature]}=true", []
+        elif run[USED_BY[feature].setting] != USED_BY[feature].value:
+            message, fixes = f"experimental: {feature!r} has no effect without {USED_BY[feature]}", []
         else:
             continue
         name = f"experimental[{feature}]"

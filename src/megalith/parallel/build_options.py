@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 from megalith.config import DispatchConfig
 from megalith.errors import ConfigError
 from megalith.parallel.context.attention import ContextMethod
+from megalith.parallel.expert.fused_a2a import FusedA2A
 from megalith.topology.process_groups_config import ProcessGroupCollection
 
 __all__ = ["BuildOptions", "MatrixProduct"]
@@ -30,6 +31,7 @@ class BuildOptions:
         fused_linear_cross_entropy: a model with a loss computes it with its output projection, so that the logits of
             all tokens never exist.
         dispatch: how tokens travel to the ranks of their experts.
+        fused_a2a: the fused exchange over ep that ``dispatch.method`` "flex" takes.
 
     Raises:
         ConfigError: ``fused_linear_cross_entropy`` with a ``matrix_product``, which it does not call.
@@ -42,6 +44,7 @@ class BuildOptions:
     context_method: ContextMethod = field(default_factory=ContextMethod)
     fused_linear_cross_entropy: bool = False
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
+    fused_a2a: FusedA2A | None = None
 
     def __post_init__(self) -> None:
         if self.fused_linear_cross_entropy and self.matrix_product is not linear:

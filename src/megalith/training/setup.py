@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn.functional import linear
 
 from megalith.config import RunConfig
+from megalith.config.experimental import require
 from megalith.data.loader import StepLoader
 from megalith.errors import ConfigError
 from megalith.observe.device_clock import DeviceClock
@@ -19,6 +20,7 @@ from megalith.optim.optimizer import BuildOptimizer, Optimizer, matches
 from megalith.optim.optimizer_param_scheduler import OptimizerParamScheduler
 from megalith.parallel.build_options import BuildOptions, MatrixProduct
 from megalith.parallel.context.attention import ContextMethod
+from megalith.parallel.expert.fused_a2a import FusedA2A, deep_ep_buffer
 from megalith.parallel.parameters import declared_parameters
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.parallel.pipeline.schedules import splits_backward
@@ -26,6 +28,7 @@ from megalith.parallel.pipeline.split_product import SplitProduct
 from megalith.storage import Store, open_store
 from megalith.topology.agreement import agreed, all_gather
 from megalith.topology.inbox import poison_buffers
+from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
 from megalith.topology.rank_groups import ParallelState
 from megalith.training.batch import collate_for
@@ -86,6 +89,7 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
         method,
         config.train.fused_linear_cross_entropy,
         parallel.dispatch,
+        _fused_a2a(config, pg_collection),
     )
     pipeline = build_pipeline(config, task, options, state, device)
     with agreed("the training data cannot be read"):
@@ -119,6 +123,17 @@ def set_determinism(deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(deterministic)
+
+
+def _fused_a2a(config: RunConfig, pg_collection: ProcessGroupCollection) -> FusedA2A | None:
+    """The exchange of DeepEP, where the run asks for it. Raises MissingDependencyError, on every rank, without it."""
+    if config.parallel.dispatch.method != "flex" or pg_collection.ep is None:
+        return None
+    require("deep_ep", config)
+    moe = config.model.moe
+    size = config.model.hidden_size if moe is None or moe.latent_size is None else moe.latent_size
+    with agreed():
+        return FusedA2A(pg_collection.ep, deep_ep_buffer(pg_collection.ep, size * torch.bfloat16.itemsize))
 
 
 def _matrix_product(config: RunConfig, parts: RunParts) -> MatrixProduct:

@@ -31,6 +31,7 @@ from megalith.transformer.moe.shared_experts import SharedExpertMLP
 from megalith.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
+    MoEFlexTokenDispatcher,
     MoETokenDispatcher,
 )
 
@@ -55,9 +56,7 @@ class MoELayer(nn.Module):
         if moe.latent_size is not None:
             self.to_latents = ReplicatedLinear(H, moe.latent_size, options, std=config.init_method_std)
             self.from_latents = ReplicatedLinear(moe.latent_size, H, options, std=config.init_method_std)
-        self.dispatcher: MoETokenDispatcher[Any, Any] = _DISPATCHERS[options.dispatch.method](
-            moe.num_experts, self.groups
-        )
+        self.dispatcher: MoETokenDispatcher[Any, Any] = _DISPATCHERS[options.dispatch.method](moe.num_experts, options)
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
@@ -119,4 +118,5 @@ class MoELayer(nn.Module):
 _DISPATCHERS: dict[str, type[MoETokenDispatcher[Any, Any]]] = {
     "all_gather": MoEAllGatherTokenDispatcher,
     "all_to_all": MoEAlltoAllTokenDispatcher,
+    "flex": MoEFlexTokenDispatcher,
 }

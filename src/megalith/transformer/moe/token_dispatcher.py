@@ -3,6 +3,7 @@
 all_to_all   each row goes to the rank of its expert; with etp, where ranks hold parts of the same experts and have
              different tokens, rows are then gathered over etp. Back by the same ways, summed over etp
 all_gather   every rank of ep and etp receives all tokens and computes the rows of its experts; their sums are scattered
+flex         each token once to every rank of ep that holds one of its experts, and sums back, by fused kernels
 
 Between, rows are sorted by expert. What a call needs later is in frozen records that it is given back, so that several
 batches may be on their way at once. Weights of rows travel with them: experts apply them.
@@ -15,8 +16,11 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from megalith.errors import ConfigError
 from megalith.fusions import permute, permute_by, unpermute
 from megalith.fusions.row_map import RowMap, row_map
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.expert.fused_a2a import Received, fused_combine, fused_dispatch
 from megalith.topology.collectives import (
     Travelling,
     all_to_all,
@@ -25,7 +29,6 @@ from megalith.topology.collectives import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.transformer.moe.capacity import fixed_row_map
 from megalith.transformer.moe.routing import Routing
 
@@ -33,6 +36,7 @@ __all__ = [
     "ExpertRows",
     "MoEAllGatherTokenDispatcher",
     "MoEAlltoAllTokenDispatcher",
+    "MoEFlexTokenDispatcher",
     "MoETokenDispatcher",
 ]
 
@@ -53,10 +57,11 @@ class MoETokenDispatcher(ABC, Generic[Sent, Plan]):
 
     Args:
         num_experts: of the layer, on all ranks.
-        pg_collection: this rank's groups.
+        options: this rank's groups, and the fused exchange where it is used.
     """
 
-    def __init__(self, num_experts: int, pg_collection: ProcessGroupCollection) -> None:
+    def __init__(self, num_experts: int, options: BuildOptions) -> None:
+        pg_collection = options.pg_collection
         self.num_experts = num_experts
         self.ep_group, self.etp_group = pg_collection.ep, pg_collection.etp
         self.ep_size, self.etp_size = pg_collection.size("ep"), pg_collection.size("etp")
@@ -222,3 +227,45 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher[_OnTheirWay, _WayBack]):
         R = gathered[self.etp_rank]
         terms = all_to_all(y, self.etp_group, [R] * self.etp_size, gathered)
         return terms.view(self.etp_size, R, y.shape[1]).sum(0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Merged:
+    """The tokens that arrived, and where their rows are; None: nothing has travelled."""
+
+    rows: RowMap
+    received: Received | None
+
+
+class MoEFlexTokenDispatcher(MoETokenDispatcher[Received, _Merged]):
+    """Fused dispatch and combine, see ``parallel.expert.fused_a2a``. Raises ConfigError without such an exchange."""
+
+    def __init__(self, num_experts: int, options: BuildOptions) -> None:
+        super().__init__(num_experts, options)
+        self.a2a = options.fused_a2a
+        if self.a2a is None and self.ep_size > 1:
+            raise ConfigError(
+                "parallel.dispatch.method=flex needs BuildOptions(fused_a2a=...), an exchange over ep; give one, or "
+                "use all_to_all"
+            )
+
+    def send(self, tokens: Tensor, routing: Routing, capacity: int | None = None) -> Received:
+        assert capacity is None, "config refuses capacities that are padded to"
+        experts = routing.indices.where(routing.indices < self.num_experts, -1)
+        if self.a2a is None:
+            return Received(tokens, experts, routing.weights)
+        return fused_dispatch(self.a2a, tokens, experts, routing.weights, self.num_experts)
+
+    def receive(self, sent: Received) -> tuple[ExpertRows, _Merged]:
+        num_rows = None if self.a2a is None else sum(sent.tokens_per_expert)
+        rows, weights, found = permute(
+            sent.tokens, sent.experts, sent.weights, num_rows, num_experts=self.num_local_experts
+        )
+        assert weights is not None, "weights were given"
+        return ExpertRows(rows, weights, found.rows_per_expert), _Merged(found, None if self.a2a is None else sent)
+
+    def combine(self, rows: Tensor, plan: _Merged) -> Tensor:
+        y = unpermute(rows, plan.rows)
+        if self.a2a is None or plan.received is None:
+            return y
+        return fused_combine(self.a2a, y, plan.received)
