@@ -47,6 +47,7 @@ class RunHistory:
     training: list[dict[str, Any]]
     evaluations: list[tuple[int, float]]  # (step, held-out loss)
     valid_sets: Mapping[str, list[tuple[int, float]]]  # the same of each set, of those with names
+    expert_loads: list[tuple[int, dict[int, list[float]]]]  # (step, {layer: loads relative to their mean})
     phases: list[Phase]
     time: Mapping[str, float]  # seconds of the whole run: "training" steps, "compile", what came between the steps
     evaluation: Mapping[str, Any]
@@ -100,6 +101,7 @@ def read_run(folder: Path) -> RunHistory:
         training=training,
         evaluations=sorted(evaluations.items()),
         valid_sets={name: _losses_of_set(records, name) for record in records for name in record.get("valid_sets", {})},
+        expert_loads=[(record["step"], loads) for record in training if (loads := _expert_loads(record))],
         phases=_phases(training),
         time=_time(records),
         evaluation=_json(folder / "evaluation.json", dict),
@@ -112,6 +114,22 @@ def read_run(folder: Path) -> RunHistory:
 def _losses_of_set(records: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
     losses = {record["step"]: float(loss) for record in records if _is_number(loss := held_out_loss(record, name))}
     return sorted(losses.items())
+
+
+def _expert_loads(record: Mapping[str, Any]) -> dict[int, list[float]]:
+    """The loads of each layer in ``record``; of layers that are no list of numbers, none."""
+    experts = record.get("experts")
+    layers = experts.get("layers") if isinstance(experts, dict) else None
+    found = [layer for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
+    return {
+        layer["layer"]: [float(load) for load in layer["load"]]
+        for layer in found
+        if type(layer.get("layer")) is int and _is_list_of_numbers(layer.get("load"))
+    }
+
+
+def _is_list_of_numbers(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_number, value))
 
 
 def _samples(folder: Path, records: list[dict[str, Any]]) -> list[Mapping[str, Any]]:

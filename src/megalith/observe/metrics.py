@@ -11,6 +11,13 @@ named validation sets these are the numbers of the first, and ``valid_sets`` has
 "perplexity", "tokens"}}, and ``means`` like ``valid``. The texts of ``train.generation`` are a record too: step, time,
 samples ([{"prompt", "text"}, ...]).
 
+With experts, the record of every ``train.log_every``-th step, of the first and of the last has ``experts``:
+max_violation (the greatest load of an expert divided by the mean, less 1), entropy (of the choices, nats) and
+dead_experts (chosen by no token), each of the layer where it is worst, each balance loss by name (without its weight,
+the mean over layers), bias_range (the widest), and ``layers``, which has the same of each layer: [{"layer",
+"max_violation", "entropy", "dead_experts", "losses": {name: value or null}, "bias_range" or null, "load"}, ...].
+``load`` is of each expert relative to the mean, where there are more than 64 experts of 64 ranges of neighbours.
+
 JSON has no NaN. A number that is not finite stands as null, and ``nonfinite`` beside it says what it was:
 ``{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}``. ``read_metrics`` puts the numbers back.
 """

@@ -11,7 +11,7 @@ from megalith.observe.units import duration, gibibytes, quantity
 __all__ = ["progress_line", "shortened"]
 
 # columns that a narrow terminal does without, the first first
-_LEAST_WANTED = (r"  grad norm +\S+", r"  lr +\S+", r"  +\d+%", r"  +\S+ tokens/s")
+_LEAST_WANTED = (r"  max violation +\S+", r"  grad norm +\S+", r"  lr +\S+", r"  +\d+%", r"  +\S+ tokens/s")
 
 
 def progress_line(record: Mapping[str, Any], steps: int, seconds_left: float) -> str:
@@ -20,7 +20,7 @@ def progress_line(record: Mapping[str, Any], steps: int, seconds_left: float) ->
     ``step 120/1,200  10%  loss  3.4121  grad norm  0.92  lr 3.00e-04  12.3k tokens/s  3.21 GiB  4 min 10 s left``
 
     A loss of any sign is shown, and one that is no number as ``nan`` or ``inf``. ``seconds_left`` that is not finite
-    (nothing measured yet) leaves its column out; a compiler that was waited for adds one.
+    (nothing measured yet) leaves its column out; a compiler that was waited for adds one, and so do experts.
     """
     step, total = record["step"], f"{steps:,}"
     columns = [
@@ -32,6 +32,8 @@ def progress_line(record: Mapping[str, Any], steps: int, seconds_left: float) ->
         f"{quantity(record['tokens_per_second']):>5} tokens/s",
         f"{gibibytes(record['peak_memory']):>8}",
     ]
+    if experts := record.get("experts"):
+        columns.append(f"max violation {experts['max_violation']:5.2f}")
     if math.isfinite(seconds_left):
         columns.append(f"{duration(seconds_left)} left")
     if compiling := record["time"].get(COMPILE):

@@ -22,6 +22,7 @@ from megalith.observe.trackers import Trackers
 from megalith.observe.units import perplexity
 from megalith.topology.agreement import agreed, attempt
 from megalith.training.evaluation import Evaluation, evaluate
+from megalith.training.expert_loads import experts_record
 from megalith.training.loop import Callback, FinishedStep, Outcome
 from megalith.training.resume import save
 from megalith.training.run import Run
@@ -106,11 +107,14 @@ class Metrics(Callback):
             record["terms"] = dict(result.terms)
         if run.loss_scale is not None:
             record["loss_scale"] = run.loss_scale.scale
+        steps = run.config.train.steps
+        is_shown = state.step % self.every == 0 or state.step in (self.first_step, steps)
+        if is_shown and result.routing.loads:
+            record["experts"] = experts_record(result.routing)
         self.write(record)
         if result.skipped and run.loss_scale is None:
             log.warning("step %d skipped: loss %s, gradient norm %s", state.step, result.loss, result.grad_norm)
-        steps = run.config.train.steps
-        if state.step % self.every == 0 or state.step in (self.first_step, steps):
+        if is_shown:
             self.show_progress(progress_line(record, steps, self.left.after(state.step)))
 
     def on_end(self, run: Run, outcome: Outcome) -> None:

@@ -1,6 +1,7 @@
 """What a run would do, without doing it: settings, size, memory, and its first batch as text."""
 
 from collections import Counter
+from math import prod
 
 from megalith.config import RunConfig, dump_yaml
 from megalith.config.layout import Layout
@@ -32,8 +33,9 @@ def describe(config: RunConfig, world_size: int) -> str:
         [
             dump_yaml(config).rstrip(),
             "",
-            f"parameters            {task.num_parameters:,}",
+            f"parameters            {task.num_parameters:,}{_active(task)}",
             f"ranks                 {world_size} = {' x '.join(f'{name} {degree}' for name, degree in axes.items())}",
+            *_experts(task, layout),
             *_stages(config, task, layout),
             f"state on each rank    {share} of {quantity(state)}B",
             f"tokens in a step      {tokens:,}, in all {tokens * config.train.steps:,}",
@@ -43,6 +45,31 @@ def describe(config: RunConfig, world_size: int) -> str:
             *task.sample_as_text(task.train_dataset()[0]),
         ]
     )
+
+
+def _active(task: AnyTask) -> str:
+    """How many parameters a token uses, where it does not use all."""
+    if not task.num_expert_parameters:
+        return ""
+    moe = next(iter(task.routed_layers.values()))
+    idle = task.num_expert_parameters * (moe.num_experts - moe.top_k) // moe.num_experts
+    return f", {task.num_parameters - idle:,} of them active for a token"
+
+
+def _experts(task: AnyTask, layout: Layout) -> list[str]:
+    """The ranks of experts, which are those of a stage, cut in another way."""
+    if not task.num_expert_parameters:
+        return []
+    degrees = {
+        "expert": layout.expert,
+        "expert tensor": layout.expert_tensor,
+        "replicate": layout.edp_replicate,
+        "shard": layout.edp_shard,
+    }
+    axes = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+    return [
+        f"ranks of experts      {prod(degrees.values())} = {axes}, holding {task.num_expert_parameters:,} parameters"
+    ]
 
 
 def _stages(config: RunConfig, task: AnyTask, layout: Layout) -> list[str]:
@@ -67,6 +94,8 @@ def _stages(config: RunConfig, task: AnyTask, layout: Layout) -> list[str]:
 
 def _exchanged(config: RunConfig, task: AnyTask, world_size: int) -> list[str]:
     """A line for each axis: how many collectives of each kind, and their bytes together."""
+    if task.num_expert_parameters:
+        return ["exchanged in a step   depends on where tokens go; docs/moe.md has the bytes of each layer"]
     rank, traffic = busiest_rank(config, task, world_size)
     times, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for each, number in traffic.items():

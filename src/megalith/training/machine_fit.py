@@ -1,5 +1,8 @@
 """Whether this machine has what a run needs before it can take a step: a GPU for each rank, memory for the state."""
 
+from collections import Counter
+from dataclasses import dataclass
+
 import torch
 
 from megalith.config import RunConfig
@@ -8,7 +11,7 @@ from megalith.observe.machine import memory_bytes
 from megalith.observe.units import quantity
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import declared_parameters
-from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.topology.process_groups_config import Family, ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
 from megalith.training.build_model import param_dtype, placement_of_run, stages_of
 from megalith.training.process_group import choose_device
@@ -28,10 +31,17 @@ def state_bytes(config: RunConfig, num_parameters: int, num_copied: int = 0) -> 
 
 
 def rank_state_bytes(config: RunConfig, task: AnyTask, world_size: int) -> list[int]:
-    """``state_bytes`` of what a rank holds, by its place along the pipeline; ranks of one stage hold equal parts."""
+    """``state_bytes`` of what a rank holds, by its place along the pipeline; ranks of one stage hold equal parts.
+
+    Experts are split over other ranks than the rest, and may have more copies or fewer.
+    """
     layout = config.parallel.layout(world_size)
-    num_shards = world_size // (layout.pipeline * layout.replicate)
-    return [state_bytes(config, *numbers) // num_shards for numbers in _pipeline_parameters(config, task)]
+    ranks = world_size // layout.pipeline
+    return [
+        state_bytes(config, held.dense, held.copied) // (ranks // layout.replicate)
+        + state_bytes(config, held.expert) // (ranks // layout.edp_replicate)
+        for held in _pipeline_parameters(config, task)
+    ]
 
 
 def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> None:
@@ -65,16 +75,32 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
         )
 
 
-def _pipeline_parameters(config: RunConfig, task: AnyTask) -> list[tuple[int, int]]:
-    """How many parameters the stages of each rank along the pipeline have, and how many that are copies of those."""
+@dataclass(frozen=True)
+class _Held:
+    """Numbers of parameters: of experts, all others, and copies of others."""
+
+    expert: int
+    dense: int
+    copied: int = 0
+
+
+def _pipeline_parameters(config: RunConfig, task: AnyTask) -> list[_Held]:
+    """What the stages of each rank along the pipeline have."""
     placement = placement_of_run(config)
     if placement.num_stages == 1:
-        return [(task.num_parameters, 0)]
+        num_expert = task.num_expert_parameters
+        return [_Held(num_expert, task.num_parameters - num_expert)]
     options = BuildOptions(ProcessGroupCollection.single())
     chunks: list[list[ModelModule]] = [[] for _ in range(placement.num_ranks)]
     for number, stage in enumerate(stages_of(config, task)):
         with torch.device("meta"):
             chunks[placement.place(number)[0]].append(task.build_model(options, stage))
-    held = [sum(parameter.numel() for chunk in mine for parameter in chunk.parameters()) for mine in chunks]
-    named = [sum(parameter.numel() for _, parameter, _ in declared_parameters(*mine)) for mine in chunks]
-    return [(number, total - number) for number, total in zip(named, held, strict=True)]
+    return [_held(mine) for mine in chunks]
+
+
+def _held(chunks: list[ModelModule]) -> _Held:
+    total = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    numbers = Counter[Family]()
+    for _, parameter, spec in declared_parameters(*chunks):
+        numbers[spec.family] += parameter.numel()
+    return _Held(numbers["expert"], numbers["dense"], total - numbers.total())

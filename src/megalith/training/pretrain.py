@@ -16,6 +16,7 @@ from megalith.storage.run_lock import RunLock
 from megalith.topology.agreement import agreed
 from megalith.training.about import write_about
 from megalith.training.callbacks import Checkpoints, HeldOutLoss, Metrics, TextSamples
+from megalith.training.expert_loads import CollapseAlarm
 from megalith.training.loop import Outcome, train
 from megalith.training.process_group import choose_device, process_group
 from megalith.training.resume import resume_or_load
@@ -74,6 +75,7 @@ def pretrain(
                 HeldOutLoss(run, metrics),
                 TextSamples(run, metrics),
                 Checkpoints(run, metrics),
+                *([CollapseAlarm()] if run.task.routed_layers else []),
                 *(parts.callbacks if parts else ()),
             ]
             if dist.get_rank() == 0:

@@ -1,7 +1,8 @@
 """What the routers of a step did, over all ranks: how often each expert was chosen, and the balance losses.
 
 It travels with the sums of the loss terms, in the one all-reduce after the step: for each layer with experts its load
-[E], the mean of each balance loss that it has, and the estimates of offsets [E+1] where it chooses by quantiles.
+[E], the mean of each balance loss that it has, the estimates of offsets [E+1] where it chooses by quantiles, and the
+range of its expert bias. So a rank that holds other layers knows them too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from megalith.transformer.step_record import BALANCE_LOSSES, StepRecord
 
 __all__ = ["RoutingTotals", "routing_sums", "routing_totals", "update_routers_"]
 
-_LOAD, _OFFSETS = "load", "quantile_offsets"
+_LOAD, _OFFSETS, _BIAS = "load", "quantile_offsets", "expert_bias"
 
 
 @dataclass(frozen=True)
@@ -27,20 +28,28 @@ class RoutingTotals:
         loads: int64 [E], how often tokens of the global batch chose each expert, before any were dropped.
         losses: of each balance loss by name, without its weight, the mean of all micro-batches.
         offsets: float64 [E+1], the sum of what micro-batches estimate, and how many did.
+        bias_ranges: the greatest expert bias less the least, those that this step chose by.
     """
 
     loads: Mapping[int, Tensor] = field(default_factory=dict)
     losses: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     offsets: Mapping[int, Tensor] = field(default_factory=dict)
+    bias_ranges: Mapping[int, float] = field(default_factory=dict)
 
 
-def routing_sums(layers: Mapping[int, MoEConfig], record: StepRecord, device: torch.device) -> Tensor:
+def routing_sums(
+    layers: Mapping[int, MoEConfig], chunks: Sequence[ModelModule], record: StepRecord, device: torch.device
+) -> Tensor:
     """What this rank adds for ``layers``, float64 [n]; zeros for those of other stages."""
+    biases = {layer: router.e_score_correction_bias for chunk in chunks for layer, router in chunk.routers().items()}
     parts = [torch.zeros(0, dtype=torch.float64, device=device)]
     for layer, moe in layers.items():
         for name, width in _parts(moe):
             if name in BALANCE_LOSSES:
                 parts.append(parts[0].new_tensor([record.loss(name, layer)]))
+                continue
+            if name == _BIAS:
+                parts.append(_range_and_one(biases.get(layer), parts[0]))
                 continue
             found = record.tokens_per_expert(layer) if name == _LOAD else record.total(name, layer)
             parts.append(parts[0].new_zeros(width) if found is None else found.to(torch.float64))
@@ -65,6 +74,12 @@ def routing_totals(layers: Mapping[int, MoEConfig], sums: Sequence[float], num_m
             for layer, parts in found.items()
             if _OFFSETS in parts
         },
+        bias_ranges={
+            layer: total / num_ranks
+            for layer, parts in found.items()
+            if _BIAS in parts
+            for total, num_ranks in [parts[_BIAS]]
+        },
     )
 
 
@@ -84,3 +99,12 @@ def _parts(moe: MoEConfig) -> Iterator[tuple[str, int]]:
     yield from ((name, 1) for name in BALANCE_LOSSES if getattr(router, name))
     if router.selection == "quantile":
         yield _OFFSETS, E + 1
+    if router.expert_bias_update_rate is not None:
+        yield _BIAS, 2
+
+
+def _range_and_one(bias: Tensor | None, like: Tensor) -> Tensor:
+    """[2]: the range of ``bias`` and 1, so that the sum over its ranks has their number; zeros without one."""
+    if bias is None:
+        return like.new_zeros(2)
+    return torch.stack([bias.max() - bias.min(), bias.new_ones(())]).to(like)

@@ -95,7 +95,7 @@ def train_step(run: Run, micro_batches: Sequence[Any], counts: Mapping[str, int]
     parameters = run.parameters()
     with run.timers("gradient norm"):
         squared_norm = local_squared_norm(run.counted_parameters()).view(1)
-        routing = routing_sums(run.task.routed_layers, record, run.device)
+        routing = routing_sums(run.task.routed_layers, run.chunks, record, run.device)
         terms, grad_norm, of_routers = _reduce(run, sums, squared_norm, routing)
     terms = {name: value / max(1, counts[name]) for name, value in terms.items()}
     loss, grad_norm = weighted_mean(run.task.terms, terms), grad_norm / scale

@@ -30,12 +30,17 @@ from megalith.config import MLAConfig, TransformerConfig
 from megalith.models.hf import parameter_shapes
 from megalith.parallel.pipeline.stages import ModelCosts
 
-__all__ = ["flops_per_token", "parameters", "stage_costs"]
+__all__ = ["expert_parameters", "flops_per_token", "parameters", "stage_costs"]
 
 
 def parameters(config: TransformerConfig, vocab_size: int) -> int:
     """How many parameters a GPT of this shape has: exactly those of the built model."""
-    return sum(prod(shape) for shape in parameter_shapes(config.model_copy(update={"vocab_size": vocab_size})).values())
+    return sum(map(prod, _shapes(config, vocab_size).values()))
+
+
+def expert_parameters(config: TransformerConfig, vocab_size: int) -> int:
+    """How many of them are of the experts that tokens are routed to: neither routers nor shared experts."""
+    return sum(prod(shape) for name, shape in _shapes(config, vocab_size).items() if ".mlp.experts." in name)
 
 
 def flops_per_token(config: TransformerConfig, vocab_size: int, seq_length: int) -> int:
@@ -55,6 +60,10 @@ def stage_costs(config: TransformerConfig, vocab_size: int, seq_length: int) -> 
     head, joining = 3 * 2 * vocab_size * H, 3 * 2 * 2 * H * H
     # the modules of multi-token prediction are in the stage of the head
     return ModelCosts(tuple(layers[:L]), embedding=0, head=head + sum(layers[L:]) + M * (joining + head))
+
+
+def _shapes(config: TransformerConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    return parameter_shapes(config.model_copy(update={"vocab_size": vocab_size}))
 
 
 def _num_modules(config: TransformerConfig) -> int:

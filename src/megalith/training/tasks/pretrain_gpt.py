@@ -30,7 +30,7 @@ from megalith.parallel.pipeline.stages import ModelCosts
 from megalith.storage import open_store, record_of
 from megalith.training.batch import to_device
 from megalith.training.preflight import load_tokenizer
-from megalith.training.tasks.gpt_size import flops_per_token, parameters, stage_costs
+from megalith.training.tasks.gpt_size import expert_parameters, flops_per_token, parameters, stage_costs
 from megalith.training.tasks.gpt_traffic import gpt_traffic
 from megalith.training.tasks.task import StageTraffic, Task
 from megalith.training.tasks.text_samples import GPTTextWriter
@@ -75,6 +75,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         S = config.data.seq_length
         self.flops_per_sample = flops_per_token(config.model, vocab_size, S) * S
         self.num_parameters = parameters(config.model, vocab_size)
+        self.num_expert_parameters = expert_parameters(config.model, vocab_size)
         mtp = config.model.mtp
         # the term of each depth of labels
         self._depths = ["lm"] if mtp is None else ["lm", *(f"mtp_{depth + 1}" for depth in range(mtp.num_modules))]

@@ -73,6 +73,7 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
         tokens_per_sample: how many tokens a model reads of a sample, with a loss or without.
         flops_per_sample: model FLOPs of training on a sample, forward and backward, without what recomputation repeats.
         num_parameters: of the whole model.
+        num_expert_parameters: of these, those of the experts that tokens are routed to.
         routed_layers: the layers with experts, in all stages, by their index.
     """
 
@@ -80,6 +81,7 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
     tokens_per_sample: int
     flops_per_sample: int
     num_parameters: int
+    num_expert_parameters: int = 0
     routed_layers: Mapping[int, MoEConfig] = MappingProxyType({})
 
     @abstractmethod
