@@ -54,7 +54,7 @@ def test_a_loss_of_several_terms_is_recorded_term_by_term(tmp_path):
     step, held_out = read_metrics(Path(tree["run"]))
     assert step["terms"].keys() == held_out["valid"].keys() == {"lm", "square"}
     assert step["loss"] == pytest.approx(step["terms"]["lm"] + 0.25 * step["terms"]["square"])
-    assert held_out["valid_loss"] == pytest.approx(held_out["valid"]["lm"] + 0.25 * held_out["valid"]["square"])
+    assert held_out["valid_loss"] == held_out["valid"]["lm"]  # what the run is about
 
 
 class Compiling(PretrainGPT):
