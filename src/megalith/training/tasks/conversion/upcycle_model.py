@@ -1,6 +1,6 @@
 """``megalith convert upcycle``: a run's folder at step 0, a mixture of experts made of a trained dense model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -78,8 +78,7 @@ def upcycle_model(
         StorageError: ``out`` exists, or cannot be written.
     """
     found = _open(source)
-    usual = usual_settings(found.config, found.num_positions, found.weights.dtype)
-    config = load_run({**usual, "run": str(out.absolute())}, overrides)
+    config = load_run({**found.settings, "run": str(out.absolute())}, overrides)
     check_upcycling(found.config, config.model)
     how = Upcycling(config.train.seed, scaling, noise)
     dtype = found.weights.dtype
@@ -111,11 +110,11 @@ def upcycle_model(
 
 @dataclass(frozen=True)
 class _Dense:
-    """The model to start from. ``num_positions``: [tokens] the length that it was trained on."""
+    """The model to start from. ``settings``: a tree to go on training it with, on its own data if it names any."""
 
     store: Store
     config: TransformerConfig
-    num_positions: int
+    settings: Mapping[str, Any]
     weights: StoredTensors
     tokenizer: Tokenizer | None
 
@@ -123,11 +122,13 @@ class _Dense:
 def _open(source: str | Path) -> _Dense:
     store = open_store(source)
     if (foreign := foreign_model(store)) is not None:
-        return _Dense(foreign.store, foreign.config, foreign.num_positions, foreign.weights, foreign.tokenizer())
+        usual = usual_settings(foreign.config, foreign.num_positions, foreign.weights.dtype)
+        return _Dense(foreign.store, foreign.config, usual, foreign.weights, foreign.tokenizer())
     checkpoint, folder, run = open_run(store)
     verify_checkpoint(checkpoint)
     weights = open_tensors(checkpoint, is_weight)
-    return _Dense(checkpoint, run.model, run.data.seq_length, weights, kept_tokenizer(folder))
+    usual = usual_settings(run.model, run.data.seq_length, weights.dtype)
+    return _Dense(checkpoint, run.model, {**usual, "data": run.data}, weights, kept_tokenizer(folder))
 
 
 def _on_meta(config: RunConfig, dtype: torch.dtype) -> ModelModule:
