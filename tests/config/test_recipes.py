@@ -14,8 +14,8 @@ def test_a_recipe_runs_on_one_to_eight_ranks(recipe, world_size):
     assert config.data.train == "corpus"
 
 
-def test_there_are_three_recipes_to_begin_with():
-    assert {"llama-4m", "llama-28m", "gpt2-124m"} <= set(recipe_names()) <= set(preset_names())
+def test_there_are_recipes_to_begin_with():
+    assert {"llama-4m", "llama-28m", "gpt2-124m", "moe-tiny"} <= set(recipe_names()) <= set(preset_names())
 
 
 # as published in the model cards and with GPT-2's released checkpoints; ours by hand
@@ -29,13 +29,18 @@ def test_there_are_three_recipes_to_begin_with():
         ("gpt2-1.5b", 50_257, 1_557_611_200),
         ("llama-28m", 8_192, 27_662_848),
         ("llama-4m", 2_048, 4_000_000),
+        ("moe-tiny", 2_048, 10_496_256),
     ],
 )
 def test_a_preset_has_the_published_number_of_parameters(preset, vocab_size, parameters):
     model = TransformerConfig(preset=preset)
     hidden, ffn, size = model.hidden_size, model.ffn_hidden_size, model.kv_channels
     heads, groups = model.num_attention_heads * size, model.num_query_groups * size
+    if model.moe is not None:
+        assert model.moe.ffn_hidden_size is not None
+        ffn = model.moe.num_experts * model.moe.ffn_hidden_size
     weights = 2 * hidden * heads + 2 * hidden * groups + (3 if model.activation == "swiglu" else 2) * hidden * ffn
+    weights += 0 if model.moe is None else model.moe.num_experts * hidden
     biases = heads + 2 * groups + hidden + ffn + hidden if model.add_bias_linear else 0
     norm = hidden * (2 if model.normalization == "LayerNorm" else 1)
     embeddings = (vocab_size * (1 if model.tie_word_embeddings else 2) + (model.max_position_embeddings or 0)) * hidden
@@ -43,4 +48,4 @@ def test_a_preset_has_the_published_number_of_parameters(preset, vocab_size, par
 
 
 def test_every_preset_is_counted_above():
-    assert len(preset_names()) == 7
+    assert len(preset_names()) == 8

@@ -45,6 +45,13 @@ class StoredTensors:
         """Of all tensors."""
         return sum(prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize for tensor in self.tensors.values())
 
+    def described(self) -> dict[str, Tensor]:
+        """All tensors on meta, by name."""
+        return {
+            name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+            for name, tensor in self.tensors.items()
+        }
+
     def fill(self, parts: Mapping[str, tuple[Box, Tensor]]) -> None:
         """Copies the box of each named tensor into the tensor beside it, file by file.
 

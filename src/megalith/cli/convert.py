@@ -1,10 +1,10 @@
-"""``megalith convert``: models of Hugging Face in and out, and the proof that both are the same."""
+"""``megalith convert``: models of Hugging Face in and out, the proof that both are the same, and upcycling."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -21,12 +21,14 @@ app = typer.Typer(no_args_is_help=True)
 Out = Annotated[Path, typer.Option(help="A new folder.", metavar="DIR")]
 Run = Annotated[str, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")]
 NoProof = Annotated[bool, typer.Option("--no-proof", help="Do not compare logits with transformers.")]
+Scaling = Literal["exact", "published"]
+_WRITING = "writing the run's folder"
 _COMPARING = "comparing logits with transformers"
 
 
 @app.callback()
 def convert() -> None:
-    """Read models of Hugging Face, and write them."""
+    """Read models of Hugging Face and write them; make experts of a dense model."""
 
 
 @app.command("import")
@@ -79,6 +81,44 @@ def export_command(
     )
 
 
+@app.command("upcycle")
+def upcycle_command(
+    source: Annotated[
+        str, typer.Argument(help="A dense model: a run, a checkpoint, or a folder of Hugging Face.", metavar="SRC")
+    ],
+    overrides: Annotated[
+        list[str],
+        typer.Argument(
+            help="The experts: model.moe.num_experts=8 model.moe.ffn_hidden_size=352 ...", metavar="KEY=VALUE..."
+        ),
+    ],
+    out: Out,
+    scaling: Annotated[
+        Scaling, typer.Option(help="exact: the dense function for every activation; or as published.")
+    ] = "exact",
+    noise: Annotated[
+        float, typer.Option(help="[ratio] On the weights of experts, so that copies differ, to their deviation.")
+    ] = 0.0,
+) -> None:
+    """Make a run at step 0 of a dense model: a mixture of experts cut from its MLPs, to train."""
+    from megalith.observe.units import quantity
+
+    with _progress(f"reading {source}", _WRITING) as progress:
+        from megalith.training.tasks.conversion import upcycle_model
+
+        found = upcycle_model(source, out, overrides, scaling=scaling, noise=noise, progress=progress)
+    moe, num_shards = found.config.moe, found.config.ffn_hidden_size // found.config.expert_ffn_hidden_size
+    assert moe is not None, "it has been upcycled"
+    reasons = "".join(f"not exact  {reason}\n" for reason in found.inexact_for)
+    show_text(
+        f"model      {quantity(found.num_parameters)} parameters; new ones in {found.dtype}\n"
+        f"experts    {moe.num_experts} a layer, {moe.top_k} for each token: {moe.num_experts // num_shards} copies of "
+        f"{num_shards} shards of an MLP\n"
+        f"{reasons}{_tokenizer_line(found.tokenizer)}"
+        f"next: megalith train {out} data.train=PREFIX, or megalith train RECIPE --from {out} run=..."
+    )
+
+
 @app.command("prove")
 def prove_command(
     source: Run,
@@ -94,8 +134,8 @@ def prove_command(
 
 
 @contextmanager
-def _progress(reading: str) -> Iterator[Callable[[int, int], None]]:
-    """What goes on, on standard error, once it has taken long."""
+def _progress(reading: str, then: str = _COMPARING) -> Iterator[Callable[[int, int], None]]:
+    """What goes on, on standard error, once it has taken long; ``then``: after all has been read."""
     from megalith.observe.units import quantity
 
     console = Console(sys.stderr)
@@ -106,7 +146,7 @@ def _progress(reading: str) -> Iterator[Callable[[int, int], None]]:
         def progress(done: int, total: int) -> None:
             if done == total:
                 console.close()
-                announcer.begin(_COMPARING)
+                announcer.begin(then)
             elif done:
                 announcer.end()
                 show(done, total)

@@ -1,7 +1,17 @@
-"""Models of Hugging Face made into runs of ours, and runs into models of Hugging Face."""
+"""Models of Hugging Face made into runs of ours, runs into models of Hugging Face, and dense models into experts."""
 
 from megalith.training.tasks.conversion.export_model import Exported, export_model
 from megalith.training.tasks.conversion.import_model import Imported, import_model
 from megalith.training.tasks.conversion.logit_proof import LogitProof, prove
+from megalith.training.tasks.conversion.upcycle_model import Upcycled, upcycle_model
 
-__all__ = ["Exported", "Imported", "LogitProof", "export_model", "import_model", "prove"]
+__all__ = [
+    "Exported",
+    "Imported",
+    "LogitProof",
+    "Upcycled",
+    "export_model",
+    "import_model",
+    "prove",
+    "upcycle_model",
+]

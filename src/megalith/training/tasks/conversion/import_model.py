@@ -5,19 +5,13 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from megalith.checkpoint.save import save_checkpoint
-from megalith.config import dump_yaml, load_run
+from megalith.config import load_run
 from megalith.data.tokenizer import Tokenizer
 from megalith.models.foreign import ForeignModel, foreign_model
 from megalith.models.hf import ModelFolder, open_folder
-from megalith.observe.machine import describe_machine
-from megalith.storage import new_folder, write_json_atomic, write_text_atomic
-from megalith.training.kept import EOD_FILE, KEPT_TOKENIZER
-from megalith.training.state import STATE_VERSION, TrainState
+from megalith.storage import new_folder
 from megalith.training.tasks.conversion.logit_proof import LogitProof, stored_proof
+from megalith.training.tasks.conversion.new_run import write_new_run
 from megalith.training.tasks.origin import usual_settings
 
 __all__ = ["Imported", "import_model"]
@@ -64,15 +58,17 @@ def import_model(
         tokenizer.check_fits(str(folder.store), folder.config.vocab_size)
     settings = usual_settings(folder.config, folder.num_positions, folder.weights.dtype) | {"run": str(out.absolute())}
     config = load_run(settings)
+    num_parameters = sum(prod(tensor.shape) for tensor in folder.weights.tensors.values())
     with new_folder(out) as made:
-        _save_weights(made, folder, progress)
-        if tokenizer is not None:
-            tokenizer.save(made / KEPT_TOKENIZER)
-            write_json_atomic(made / EOD_FILE, {"id": tokenizer.eod})
-        write_text_atomic(made / "config.yaml", dump_yaml(config))
-        num_parameters = sum(prod(tensor.shape) for tensor in folder.weights.tensors.values())
-        about = {"parameters": num_parameters, "dtype": folder.weights.dtype, "imported from": str(folder.store)}
-        write_json_atomic(made / "about.json", about | describe_machine())
+        write_new_run(
+            made,
+            config,
+            folder.weights.described(),
+            folder.weights.read,
+            tokenizer=tokenizer,
+            about={"parameters": num_parameters, "dtype": folder.weights.dtype, "imported from": str(folder.store)},
+            progress=progress,
+        )
         proof = _proof(made, folder) if with_proof else None
     return Imported(folder, num_parameters, tokenizer, proof)
 
@@ -81,22 +77,3 @@ def _proof(made: Path, folder: ForeignModel) -> LogitProof | str:
     if isinstance(folder, ModelFolder):
         return stored_proof(made, folder.store, made)
     return "transformers cannot load a checkpoint of Megatron; compare the loss on held-out text: megalith eval"
-
-
-def _save_weights(made: Path, folder: ForeignModel, progress: Callable[[int, int], None]) -> None:
-    """The checkpoint of step 0: weights, and no optimizer that has seen a step."""
-    weights, done = folder.weights, 0
-    described = {
-        name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
-        for name, tensor in weights.tensors.items()
-    }
-
-    def read(name: str) -> Tensor:
-        nonlocal done
-        progress(done, folder.weights.num_bytes)
-        done += described[name].numel() * described[name].element_size()
-        return weights.read(name)
-
-    state = {"version": STATE_VERSION, "train": TrainState().state_dict()}
-    save_checkpoint(made / "checkpoints", 0, described, state, keep_last=1, read=read)
-    progress(folder.weights.num_bytes, folder.weights.num_bytes)

@@ -1,0 +1,117 @@
+"""megalith convert upcycle: a dense model, ours or Hugging Face's, becomes a mixture of experts with the same loss."""
+
+import json
+
+import pytest
+import torch
+
+from megalith.checkpoint import find_checkpoint
+from megalith.checkpoint.load import read_state
+from megalith.errors import ConfigError
+from megalith.training.inference import evaluate_checkpoint, load_model
+from megalith.training.tasks.conversion import upcycle_model
+from tests.program import here
+from tests.rank_pool import ranks
+from tests.tiny_run import settings
+from tests.training.outcomes import run_here
+from tests.training.tasks.conversion.folders import write_folder
+
+EXPERTS = ("model.moe.num_experts=8", "model.moe.ffn_hidden_size=24")
+TOKENS = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def trained(folder, **model):
+    """A dense run of two steps in float32."""
+    tree = settings(folder, model=model, precision={"dtype": "float32"}, train={"steps": 2})
+    ranks(1, run_here, tree, 1)
+    return folder / "run"
+
+
+def loss_of(run, data):
+    [found] = evaluate_checkpoint(run, str(data), None)
+    return found.loss
+
+
+@pytest.mark.parametrize(
+    ("model", "experts"),
+    [
+        ({}, ()),
+        ({"mlp_bias": True, "activation": "squared_relu"}, ("model.moe.top_k=4",)),
+        (
+            {},
+            (
+                "model.moe.router.score_function=sigmoid",
+                "model.moe.router.expert_bias_update_rate=1e-3",
+                "model.moe.shared_ffn_hidden_size=16",
+                "model.moe.layers=[false,true]",
+            ),
+        ),
+    ],
+    ids=["swiglu", "squared relu with biases", "sigmoid with an expert bias, shared experts, a dense layer"],
+)
+def test_the_loss_at_step_0_is_that_of_the_dense_run_and_training_goes_on_from_it(model, experts, tmp_path):
+    run, out = trained(tmp_path, **model), tmp_path / "experts"
+    found = upcycle_model(run, out, [*EXPERTS, *experts])
+    assert found.inexact_for == ()
+    data = tmp_path / "text"
+    assert abs(loss_of(out, data) - loss_of(run, data)) < 1e-5
+    few = (f"data.train={data}", "train.steps=1", "train.global_batch_size=2", "optim.lr=1e-3")
+    began = here("train", out, *few)
+    assert f"started at step 0 from the weights of {out}/checkpoints/step-00000000" in began.out, began
+
+
+def test_how_it_was_made_is_in_the_checkpoint_and_the_seed_is_that_of_training(tmp_path):
+    run = trained(tmp_path)
+    for seed in (1, 2):
+        upcycle_model(run, tmp_path / f"of {seed}", [*EXPERTS, f"train.seed={seed}"], noise=0.5, scaling="published")
+    step = find_checkpoint(tmp_path / "of 2" / "checkpoints")
+    assert read_state(step)["upcycling"] == {
+        "source": str(find_checkpoint(run / "checkpoints")),
+        "granularity": 2,
+        "num_experts": 8,
+        "scaling": "published",
+        "noise": 0.5,
+        "seed": 2,
+    }
+    about = json.loads((tmp_path / "of 2" / "about.json").read_text())
+    assert about["upcycled from"] == str(find_checkpoint(run / "checkpoints"))
+    one, other = (dict(load_model(tmp_path / f"of {seed}").model.named_parameters()) for seed in (1, 2))
+    assert sum(tensor.numel() for tensor in one.values()) == about["parameters"]
+    differing = {name.rpartition("mlp.")[2] for name, tensor in one.items() if not tensor.equal(other[name])}
+    assert differing == {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}
+
+
+def test_a_folder_of_hugging_face_is_upcycled_by_the_command_and_keeps_its_dtype_and_its_tokenizer(tmp_path):
+    source, dense, out = (tmp_path / name for name in ("source", "dense", "out"))
+    write_folder(source, "llama", "bfloat16")
+    assert here("convert", "import", source, "--out", dense, "--no-proof").code == 0
+    found = here("convert", "upcycle", source, "--out", out, *EXPERTS)
+    assert (found.code, found.err) == (0, ""), found
+    for line in (
+        "parameters; new ones in bfloat16\n",
+        "experts    8 a layer, 2 for each token: 4 copies of 2 shards of an MLP\n",
+        "tokenizer  270 entries; '<|endoftext|>' ends a document\n",
+    ):
+        assert line in found.out, found.out
+    assert "not exact" not in found.out
+    assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert {tensor.dtype for tensor in load_model(out).model.parameters()} == {torch.bfloat16}
+    ours, want = (load_model(run, dtype=torch.float32).model for run in (out, dense))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(TOKENS), want(TOKENS), rtol=0, atol=1e-5)
+
+
+def test_what_makes_it_inexact_is_said_and_what_is_impossible_is_refused(tmp_path):
+    source = tmp_path / "source"
+    write_folder(source, "llama")
+    found = here("convert", "upcycle", source, "--out", tmp_path / "out", *EXPERTS, "model.moe.top_k=3")
+    assert "not exact  model.moe.top_k (3) is not a multiple of the 2 shards" in found.out, found
+    refused = here(
+        "convert", "upcycle", source, "--out", tmp_path / "no", "model.moe.num_experts=8", "model.moe.ffn_hidden_size=7"
+    )
+    assert (refused.code, "model.moe.ffn_hidden_size (7) must divide" in refused.err) == (2, True), refused
+    refused = here("convert", "upcycle", source, "--out", tmp_path / "no", *EXPERTS, "model.hidden_size=64")
+    assert (refused.code, "must not change the model but for model.moe" in refused.err) == (2, True), refused
+    with pytest.raises(ConfigError, match="upcycling needs a dense model; this one has 8 experts a layer already"):
+        upcycle_model(tmp_path / "out", tmp_path / "no", EXPERTS)
+    assert not (tmp_path / "no").exists()
