@@ -20,7 +20,13 @@ from tests.rank_pool import ranks
 from tests.tiny_run import SEQ, settings
 
 E, K = 8, 2
-ROUTER = {"bias": True, "expert_bias_update_rate": 0.01, "sequence_balance": 0.01, "z_loss": 0.001}
+ROUTER = {
+    "score_function": "sigmoid",
+    "bias": True,
+    "expert_bias_update_rate": 0.01,
+    "sequence_balance": 0.01,
+    "z_loss": 0.001,
+}
 
 
 class SendAllToTwo(Callback):
