@@ -114,7 +114,7 @@ def test_a_layer_of_many_experts_takes_64_numbers():
         ([260, 200, 200, 364, 0, 0, 0, 0], None),  # half are in use
         ([260, 400, 364, 0, 0, 0, 0, 0], "5 of 8 experts were chosen by no token"),
         ([440, 440, 40, 40, 16, 16, 16, 16], None),
-        ([460, 460, 30, 30, 11, 11, 11, 11], "entropy"),
+        ([470, 470, 80, 1, 1, 1, 1, 0], "entropy 0.94, as if 2.6 of 8"),
         ([128] * 8, None),
         ([5, 5, 0, 0, 0, 0, 0, 0], None),  # too few tokens to tell
     ],
