@@ -31,7 +31,7 @@ def test_every_field_is_described_and_every_number_has_a_unit(name):
 
 def test_every_required_field_has_an_example():
     required = [name for name, field in FIELDS.items() if field.is_required()]
-    assert len(required) == 16
+    assert len(required) == 18
     assert all(FIELDS[name].examples for name in required)
 
 
@@ -53,6 +53,9 @@ def test_a_run_has_few_groups_of_few_fields_with_one_name_each():
     assert {leaf for leaf in leaves if leaves.count(leaf) > 1} == {
         "decay_steps",
         "every",
+        "factor",
+        "ffn_hidden_size",
+        "layers",
         "logit_softcap",
         "schedule",
         "window",

@@ -331,3 +331,14 @@ def test_a_page_that_cannot_be_written_or_drawn_is_one_line_and_no_error(tmp_pat
     assert write_report_if_possible(tmp_path) == (
         f"no report: RuntimeError: no fonts; the run is complete, try: megalith report {tmp_path}"
     )
+
+
+def test_loads_of_experts_are_a_heat_map_by_layer_and_over_time_of_the_worst(tmp_path):
+    layers = [{"layer": 1, "load": [1.0, 1.0]}, {"layer": 3, "load": [0.0, 2.0]}]
+    page = page_with(tmp_path, *(record(step, experts={"max_violation": 1.0, "layers": layers}) for step in (1, 2, 3)))
+    assert "Layer 3, whose balance was the worst, over steps" in page.text
+    assert page.html.count('class="heat"') == 6  # two, in three widths of the window
+    assert 'class="load-none"' in page.html
+    assert (
+        "Loads of experts" not in page_with(tmp_path, record(1, experts={"layers": [{"layer": 0, "load": "x"}]})).text
+    )

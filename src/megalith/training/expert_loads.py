@@ -87,8 +87,9 @@ def _warning(step: int, found: dict[int, str]) -> str:
     return (
         f"step {step}: the routing has collapsed, for {_PATIENCE} steps now: {where}. Experts that get no token learn "
         "nothing and rarely come back: stop, go back to an earlier checkpoint, and raise "
-        "model.moe.router.sequence_balance (such as 0.01) or set model.moe.router.expert_bias_update_rate (such as "
-        "0.001); if logits grow, set model.moe.router.z_loss (such as 0.001) or lower optim.lr"
+        "model.moe.router.sequence_balance (such as 0.01) or, with sigmoid scores, set "
+        "model.moe.router.expert_bias_update_rate (such as 0.001); if logits grow, set model.moe.router.z_loss "
+        "(such as 0.001) or lower optim.lr"
     )
 
 
