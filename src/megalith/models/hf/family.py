@@ -113,6 +113,7 @@ class Family:
         there or not; whether it is the embedding is for the caller to see.
         """
         self.require(config)
+        self._require_tensors_of_experts(len(keys), config)
         missing_prefix = "" if any(key.startswith(self.prefix) for key in keys) else self.prefix
         full = {key if key == HEAD else missing_prefix + key: key for key in keys}
         found = {name: key for name, key in full.items() if not self.buffers.fullmatch(name)}
@@ -121,6 +122,17 @@ class Family:
             wanted[HEAD] = wanted[self.tied_to]
         check({name: keys[key] for name, key in found.items()}, wanted, self.architecture)
         return found
+
+    def _require_tensors_of_experts(self, num_tensors: int, config: TransformerConfig) -> None:
+        """Raises CheckpointError before a number that somebody wrote into config.json becomes as many names."""
+        if config.moe is None or not self.separate_experts:
+            return
+        num_experts = config.moe.num_experts * sum(map(config.moe.has_experts, range(config.num_layers)))
+        if num_experts > num_tensors:
+            raise CheckpointError(
+                f"a {self.architecture} with {num_experts:,} experts in all layers must have a tensor for each of them "
+                f"at least; there are {num_tensors:,}"
+            )
 
     @property
     def tied_to(self) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megalith.checkpoint.box import Box
 from megalith.models.hf.parameters import Shape
 
-__all__ = ["Packed", "Part", "Place", "parts_of"]
+__all__ = ["Dims", "Packed", "Part", "Place", "parts_of"]
 
 Dims = tuple[int | tuple[int, ...], ...]
 
