@@ -22,10 +22,10 @@ def stored(tmp_path):
     whole = torch.arange(60.0).reshape(12, 5)
     save_file({"plain": whole, "turned": whole.t().contiguous()}, tmp_path / "x.safetensors")
     tensors = {}
-    for key, transposed in (("plain", False), ("turned", True)):
+    for key, dims in (("plain", None), ("turned", (1, 0))):
         for third in range(3):
             box = Box(((-4 * third, 12 - 4 * third), (0, 5)))
-            piece = Piece("x.safetensors", key, box, transposed)
+            piece = Piece("x.safetensors", key, box, dims)
             tensors[f"{key} {third}"] = StoredTensor((4, 5), "float32", (piece,))
     return StoredTensors(LocalStore(tmp_path), tensors), whole
 

@@ -44,9 +44,9 @@ class Box:
         both = Box(tuple((max(mine[0], its[0]), min(mine[1], its[1])) for mine, its in pairs))
         return both if all(start < stop for start, stop in both.ranges) else None
 
-    def transposed(self) -> "Box":
-        """The same part of the transposed tensor."""
-        return Box(self.ranges[::-1])
+    def permuted(self, dims: Sequence[int]) -> "Box":
+        """The same part of the tensor whose dimensions are in the order ``dims``, as ``Tensor.permute`` has it."""
+        return Box(tuple(self.ranges[d] for d in dims))
 
     def slices_in(self, outer: "Box") -> tuple[slice, ...]:
         """Where this box lies in a tensor that holds ``outer``."""

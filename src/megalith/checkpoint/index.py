@@ -22,14 +22,15 @@ T = TypeVar("T")
 class Piece:
     """One box of a tensor, in ``file`` of the checkpoint's folder, under ``key``.
 
-    A checkpoint of our own stores each box as it is. Files of others may store the matrix ``transposed``, or several
-    tensors packed into one: ``box`` then is all that is stored, and reaches beyond the tensor's own bounds.
+    A checkpoint of our own stores each box as it is. Files of others may store its dimensions in another order, which
+    is ``dims`` of ``Tensor.permute``, or several tensors packed into one: ``box`` then is all that is stored, and
+    reaches beyond the tensor's own bounds.
     """
 
     file: str
     key: str
     box: Box
-    transposed: bool = False
+    dims: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -59,16 +59,18 @@ class ShardFile:
         self._name = name
         self._entries = read_header(store, name) if entries is None else entries
 
-    def read_part(self, key: str, box: Box, part: Box, dtype: str, into: Tensor, *, transposed: bool = False) -> None:
+    def read_part(
+        self, key: str, box: Box, part: Box, dtype: str, into: Tensor, *, dims: tuple[int, ...] | None = None
+    ) -> None:
         """Copies ``part`` of the stored ``box`` under ``key`` to ``into``, of any dtype, device and strides.
 
-        Besides ``into``, a block of some megabytes is held at a time. ``transposed``: what is stored is the transpose.
+        Besides ``into``, a block of some megabytes is held at a time. ``dims``: what is stored is permuted by them.
 
         Raises:
             CheckpointError: what is stored is not a ``box`` of ``dtype`` (torch's name).
         """
-        if transposed:
-            box, part, into = box.transposed(), part.transposed(), into.t()
+        if dims is not None:
+            box, part, into = box.permuted(dims), part.permuted(dims), into.permute(dims)
         if key not in self._entries:
             raise CheckpointError(f"it has no tensor {key}")
         entry = self._entries[key]

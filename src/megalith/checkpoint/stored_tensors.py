@@ -20,7 +20,8 @@ __all__ = ["StoredTensors"]
 class StoredTensors:
     """The ``tensors`` of an index, in files of the folder ``store``. Nothing is read until it is asked for.
 
-    ``entries``: by file, where each key lies in it, for files that are not safetensors.
+    ``entries``: by file, where each key of a piece lies in it, for files that are not safetensors, or whose tensors are
+    read with other keys and shapes than their headers have.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class StoredTensors:
                 for name, piece, both in pieces:
                     wanted, tensor = parts[name]
                     dtype, target = self.tensors[name].dtype, tensor[both.slices_in(wanted)]
-                    shard.read_part(piece.key, piece.box, both, dtype, target, transposed=piece.transposed)
+                    shard.read_part(piece.key, piece.box, both, dtype, target, dims=piece.dims)
             except CheckpointError as error:
                 raise CheckpointError(f"{file}: {error}") from error
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-__all__ = ["LayerPattern", "holds"]
+__all__ = ["LayerPattern", "holds", "shortest_pattern"]
 
 # at most one value for each layer of the deepest model
 LayerPattern = Annotated[tuple[bool, ...], Field(min_length=1, max_length=10_000, strict=False)]
@@ -16,3 +16,11 @@ LayerPattern = Annotated[tuple[bool, ...], Field(min_length=1, max_length=10_000
 def holds(pattern: tuple[bool, ...], layer_index: int) -> bool:
     """Whether the layer with this global index, from 0, has what ``pattern`` says."""
     return pattern[layer_index % len(pattern)]
+
+
+def shortest_pattern(layers: tuple[bool, ...]) -> tuple[bool, ...] | None:
+    """The shortest pattern that repeats to ``layers``, the last time perhaps cut short; None if all are True."""
+    if all(layers):
+        return None
+    length = next(n for n in range(1, len(layers) + 1) if layers[n:] == layers[:-n])
+    return layers[:length]

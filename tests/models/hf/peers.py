@@ -14,17 +14,24 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from megalith.models import hf
 from megalith.models.gpt_model import GPTModel
@@ -122,6 +129,27 @@ def gemma3(**fields: Any) -> PreTrainedModel:
     return randomized(Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA | {"num_hidden_layers": 3} | fields)))
 
 
+def mixtral(**fields: Any) -> PreTrainedModel:
+    return with_experts(MixtralForCausalLM, MixtralConfig(**LLAMA | {"num_local_experts": 4} | fields))
+
+
+def qwen3_moe(**fields: Any) -> PreTrainedModel:
+    experts = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 16}
+    return with_experts(Qwen3MoeForCausalLM, Qwen3MoeConfig(**LLAMA | experts | fields))
+
+
+def gpt_oss(**fields: Any) -> PreTrainedModel:
+    # a window and positions that 16 tokens show, and a clamp that some features reach
+    shown = {"head_dim": 12, "sliding_window": 5, "swiglu_limit": 0.3, **scaled("yarn")}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return with_experts(GptOssForCausalLM, GptOssConfig(**LLAMA | shown | experts | fields))
+
+
+def with_experts(model: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    # torch's grouped product, their default, takes no odd sizes
+    return randomized(model._from_config(config, experts_implementation="eager"))
+
+
 def deepseek_v3(**fields: Any) -> PreTrainedModel:
     sizes = {"kv_lora_rank": 10, "q_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
     dense = {"num_key_value_heads": 4, "first_k_dense_replace": 2, "rms_norm_eps": 1e-3}
@@ -141,17 +169,28 @@ PEERS = {
     "mistral": Peer(hf.MISTRAL, mistral, MistralConfig, MistralForCausalLM),
     "qwen2": Peer(hf.QWEN2, qwen2, Qwen2Config, Qwen2ForCausalLM),
     "qwen3": Peer(hf.QWEN3, qwen3, Qwen3Config, Qwen3ForCausalLM),
+    "mixtral": Peer(hf.MIXTRAL, mixtral, MixtralConfig, MixtralForCausalLM),
+    "qwen3_moe": Peer(hf.QWEN3_MOE, qwen3_moe, Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "gpt_oss": Peer(hf.GPT_OSS, gpt_oss, GptOssConfig, GptOssForCausalLM),
     "gemma2": Peer(hf.GEMMA2, gemma2, Gemma2Config, Gemma2ForCausalLM),
     "deepseek_v3": Peer(hf.DEEPSEEK_V3, deepseek_v3, DeepseekV3Config, DeepseekV3ForCausalLM),
     "gemma3": Peer(hf.GEMMA3, gemma3, Gemma3TextConfig, Gemma3ForCausalLM),
 }
 
 
+def as_in_files(theirs: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict ``tensors`` of their model, or its gradients, as ``save_pretrained`` writes them.
+
+    transformers 5 packs in memory the experts that its files have apart.
+    """
+    return revert_weight_conversion(theirs, dict(tensors))
+
+
 def same_as_ours(theirs: PreTrainedModel, architecture: Family) -> GPTModel:
     """Our model with their weights."""
     config = architecture.config_from_hf(theirs.config.to_dict())
     ours = GPTModel(config)
-    ours.load_state_dict(architecture.from_hf(theirs.state_dict(), config))
+    ours.load_state_dict(architecture.from_hf(as_in_files(theirs, theirs.state_dict()), config))
     return ours
 
 
@@ -174,7 +213,7 @@ def assert_same_function(theirs: PreTrainedModel, architecture: Family) -> None:
     loss.backward()
     want.backward()
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    wanted = architecture.from_hf(gradients, ours.config)
+    wanted = architecture.from_hf(as_in_files(theirs, gradients), ours.config)
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(
             parameter.grad, wanted[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"

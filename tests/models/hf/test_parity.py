@@ -38,6 +38,47 @@ FIELDS = {
         "a window in every layer": {**WINDOW, "max_window_layers": 0},
         "a window by layer_types": {**WINDOW, "num_hidden_layers": 3, "layer_types": [WHOLE, LOCAL, LOCAL]},
     },
+    "mixtral": {
+        "all key and value heads, one expert more": {"num_key_value_heads": 4, "num_local_experts": 5},
+        "tied, a window": {"tie_word_embeddings": True, "sliding_window": 5, "num_experts_per_tok": 4},
+        "odd sizes, rope scaling": {
+            "hidden_size": 30,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 10,  # their yarn takes no null
+            "intermediate_size": 17,
+            **peers.scaled("yarn"),
+        },
+    },
+    "qwen3_moe": {
+        "weights of the chosen as they are": {},
+        "weights of the chosen divided, tied, biases": {
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+        "experts in every second layer, a window": {"num_hidden_layers": 4, "decoder_sparse_step": 2, **WINDOW},
+        "an MLP in layer 1": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+    },
+    "gpt_oss": {
+        "windows by turns": {},
+        "a window by layer_types, untied, no biases": {"layer_types": [WHOLE, LOCAL], "attention_bias": False},
+        "no window, tied, usual positions": {
+            "layer_types": [WHOLE, WHOLE],
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        "odd sizes, a usual clamp": {
+            "hidden_size": 33,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 6,
+            "intermediate_size": 17,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 4,
+            "swiglu_limit": 7.0,
+        },
+    },
     "gemma2": {
         "tied": {},
         "untied, biases": {"tie_word_embeddings": False, "attention_bias": True},
@@ -94,7 +135,8 @@ of_cases = pytest.mark.parametrize(("peer", "fields"), CASES.values(), ids=CASES
 @of_cases
 def test_tensors_come_back_bitwise(peer, fields):
     theirs = peer.build(**fields)
-    state, config = theirs.bfloat16().state_dict(), peer.family.config_from_hf(theirs.config.to_dict())
+    state = peers.as_in_files(theirs, theirs.bfloat16().state_dict())
+    config = peer.family.config_from_hf(theirs.config.to_dict())
     peers.assert_bitwise(peer.family.to_hf(peer.family.from_hf(state, config), config), state)
 
 
@@ -110,8 +152,9 @@ def test_config_comes_back_and_builds_their_model(peer, fields):
     exported = family.config_to_hf(config, max_position_embeddings=2048, dtype="float32", eos_token_id=7)
     assert detect(exported) == fitting(config) == family
     assert family.config_from_hf(exported) == config
-    again = peer.model._from_config(peer.config(**exported), attn_implementation=theirs.config._attn_implementation)
-    again.load_state_dict(family.to_hf(family.from_hf(theirs.state_dict(), config), config))
+    state = family.to_hf(family.from_hf(peers.as_in_files(theirs, theirs.state_dict()), config), config)
+    how = {f"{part}_implementation": getattr(theirs.config, f"_{part}_implementation") for part in ("attn", "experts")}
+    again = peer.model.from_pretrained(None, config=peer.config(**exported), state_dict=state, **how)
     tokens = torch.arange(20).view(1, 20)
     assert torch.equal(again(tokens).logits, theirs(tokens).logits)
 

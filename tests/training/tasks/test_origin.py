@@ -10,6 +10,7 @@ from megalith.models.hf import open_folder
 from megalith.numerics.tolerance import NOISE_FLOAT32, gradient_error
 from megalith.training.preflight import preflight
 from megalith.training.tasks.origin import settings_from
+from tests.models.hf.peers import as_in_files
 from tests.rank_pool import ranks
 from tests.tiny_run import SEQ, settings, write_dataset
 from tests.training.on_ranks import first_steps
@@ -25,9 +26,15 @@ LAYOUTS = {
     "shard 4": (4, {"shard": 4}),
     "pipeline 2 x tensor 2": (4, {"pipeline": 2, "tensor": 2}),
 }
-FAST = [("gpt2", "tensor 2"), ("gemma3", "context 2")]
+OF_EXPERTS = {
+    "expert 2": (2, {"expert": 2}),
+    "expert 2 x tensor 2": (4, {"expert": 2, "tensor": 2, "sequence": True}),
+}
+FAST = [("gpt2", "tensor 2"), ("gemma3", "context 2"), ("mixtral", "expert 2")]
 FAMILIES = ("llama", "tied llama", "mistral", "windowed qwen2", "qwen3", "gemma2", "gemma3", "gpt2")
+WITH_EXPERTS = ("mixtral", "qwen3 of experts", "gpt-oss")
 CASES = [(shape, layout) for shape in FAMILIES for layout in LAYOUTS if layout != "one process"]
+CASES += [(shape, layout) for shape in WITH_EXPERTS for layout in OF_EXPERTS]
 ROUNDING = 1e-5  # transformers computes norms and rotations of float64 models in float32
 
 
@@ -52,18 +59,21 @@ def transformers_step(theirs, folder):
     loss.backward()
     family = open_folder(folder / "source").family
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    return loss.item(), family.from_hf(gradients, config.model)
+    return loss.item(), family.from_hf(as_in_files(theirs, gradients), config.model)
 
 
 def first_step(folder, layout="one process"):
     """The run's first step in ``layout``, as each rank has it."""
-    num_ranks, parallel = LAYOUTS[layout]
+    num_ranks, parallel = (LAYOUTS | OF_EXPERTS)[layout]
     return ranks(num_ranks, first_steps, tree_of(folder, **parallel), num_ranks, 1)
 
 
 @pytest.mark.parametrize(
     "shape",
-    [pytest.param(s, marks=[] if s in ("llama", "gemma3", "gpt2") else [pytest.mark.slow]) for s in FAMILIES],
+    [
+        pytest.param(s, marks=[] if s in ("llama", "gemma3", "gpt2") else [pytest.mark.slow])
+        for s in FAMILIES + WITH_EXPERTS
+    ],
 )
 def test_the_first_step_in_one_process_is_that_of_transformers(shape, tmp_path):
     theirs = write_folder(tmp_path / "source", shape, "float64")

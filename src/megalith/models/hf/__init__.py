@@ -6,10 +6,13 @@ from megalith.models.hf.family import Family
 from megalith.models.hf.folder import ModelFolder, is_model_folder, open_folder, read_folder
 from megalith.models.hf.gemma import GEMMA2, GEMMA3
 from megalith.models.hf.gpt2 import GPT2
+from megalith.models.hf.gpt_oss import GPT_OSS
 from megalith.models.hf.llama import LLAMA
 from megalith.models.hf.mistral import MISTRAL
+from megalith.models.hf.mixtral import MIXTRAL
 from megalith.models.hf.parameters import parameter_shapes
 from megalith.models.hf.qwen import QWEN2, QWEN3
+from megalith.models.hf.qwen_moe import QWEN3_MOE
 
 __all__ = [
     "DEEPSEEK_V3",
@@ -17,10 +20,13 @@ __all__ = [
     "GEMMA2",
     "GEMMA3",
     "GPT2",
+    "GPT_OSS",
     "LLAMA",
     "MISTRAL",
+    "MIXTRAL",
     "QWEN2",
     "QWEN3",
+    "QWEN3_MOE",
     "Family",
     "ModelFolder",
     "detect",

@@ -9,13 +9,16 @@ from megalith.models.hf.deepseek import DEEPSEEK_V3
 from megalith.models.hf.family import Family
 from megalith.models.hf.gemma import GEMMA2, GEMMA3
 from megalith.models.hf.gpt2 import GPT2
+from megalith.models.hf.gpt_oss import GPT_OSS
 from megalith.models.hf.llama import LLAMA
 from megalith.models.hf.mistral import MISTRAL
+from megalith.models.hf.mixtral import MIXTRAL
 from megalith.models.hf.qwen import QWEN2, QWEN3
+from megalith.models.hf.qwen_moe import QWEN3_MOE
 
 __all__ = ["FAMILIES", "detect", "fitting"]
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT2, DEEPSEEK_V3)
+FAMILIES = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, GPT_OSS, GPT2, DEEPSEEK_V3)
 
 
 def detect(hf_config: Mapping[str, Any]) -> Family:

@@ -1,7 +1,7 @@
 """A family of models of Hugging Face as a table: its config.json and its tensors, both ways.
 
 A new family is one more ``Family`` in ``families.py``. What is said of tensors is where each of ours lies in theirs
-(``Place``); whole state dicts, folders and exports all follow from that.
+(``places.py``); whole state dicts, folders and exports all follow from that.
 """
 
 import re
@@ -16,50 +16,12 @@ from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError
 from megalith.models.hf.fields import Fields
 from megalith.models.hf.parameters import Shape, check, parameter_shapes, require
+from megalith.models.hf.places import Packed, Part, Place, parts_of
 
-__all__ = ["HEAD", "Family", "Packed", "Place"]
+__all__ = ["HEAD", "Family"]
 
 HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
-
-
-@dataclass(frozen=True)
-class Place:
-    """The tensor of theirs, by its key, that holds one of ours, or its transpose.
-
-    Tensors of ours that have the same key lie in it end to end, in the order of ``parameter_shapes``.
-    """
-
-    key: str
-    transposed: bool = False
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A tensor of theirs: ours, by name with their shapes, end to end along dimension 0, then ``transposed``."""
-
-    parts: Mapping[str, Shape]
-    transposed: bool
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of their tensor."""
-        first, *rest = self.parts.values()
-        whole = (first[0] + sum(shape[0] for shape in rest), *first[1:])
-        return whole[::-1] if self.transposed else whole
-
-    def rows(self) -> dict[str, tuple[int, int]]:
-        """Which rows of their tensor, transposed back, each of ours is: the first, and the one after the last."""
-        found, start = {}, 0
-        for name, shape in self.parts.items():
-            found[name] = (start, start + shape[0])
-            start += shape[0]
-        return found
-
-    def views(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Our tensors as views of theirs."""
-        whole = tensor.t() if self.transposed else tensor
-        return {name: whole[start:stop] for name, (start, stop) in self.rows().items()}
 
 
 @dataclass(frozen=True)
@@ -77,6 +39,8 @@ class Family:
         place: where a tensor of ours, by name, lies in theirs.
         buffers: keys in old files that are no parameters.
         prefix: what keys in files of the model without its head lack.
+        separate_experts: in files each expert has tensors of its own, and ``place`` is asked for them one by one, under
+            their usual names, as ``model.layers.0.mlp.experts.7.gate_proj.weight``.
     """
 
     model_type: str
@@ -89,6 +53,7 @@ class Family:
     place: Callable[[str], Place]
     buffers: re.Pattern[str]
     prefix: str = ""
+    separate_experts: bool = True
 
     def config_from_hf(self, hf_config: Mapping[str, Any]) -> TransformerConfig:
         """The model that ``hf_config`` describes; absent fields have the defaults of transformers.
@@ -135,10 +100,11 @@ class Family:
 
     def packed(self, config: TransformerConfig) -> dict[str, Packed]:
         """Every tensor of theirs by key; a tied head is no tensor of its own."""
-        parts: dict[Place, dict[str, Shape]] = {}
+        found: dict[Place, list[Part]] = {}
         for name, shape in parameter_shapes(config).items():
-            parts.setdefault(self.place(name), {})[name] = shape
-        return {place.key: Packed(shapes, place.transposed) for place, shapes in parts.items()}
+            for part in parts_of(name, shape, self.separate_experts):
+                found.setdefault(self.place(part.name), []).append(part)
+        return {place.key: Packed(tuple(parts), place.dims) for place, parts in found.items()}
 
     def parameters_of(self, keys: Mapping[str, Shape], config: TransformerConfig) -> dict[str, str]:
         """The full key of each parameter among ``keys`` of a file or state dict, with their shapes -> the key there.
@@ -147,6 +113,7 @@ class Family:
         there or not; whether it is the embedding is for the caller to see.
         """
         self.require(config)
+        self._require_tensors_of_experts(len(keys), config)
         missing_prefix = "" if any(key.startswith(self.prefix) for key in keys) else self.prefix
         full = {key if key == HEAD else missing_prefix + key: key for key in keys}
         found = {name: key for name, key in full.items() if not self.buffers.fullmatch(name)}
@@ -155,6 +122,17 @@ class Family:
             wanted[HEAD] = wanted[self.tied_to]
         check({name: keys[key] for name, key in found.items()}, wanted, self.architecture)
         return found
+
+    def _require_tensors_of_experts(self, num_tensors: int, config: TransformerConfig) -> None:
+        """Raises CheckpointError before a number that somebody wrote into config.json becomes as many names."""
+        if config.moe is None or not self.separate_experts:
+            return
+        num_experts = config.moe.num_experts * sum(map(config.moe.has_experts, range(config.num_layers)))
+        if num_experts > num_tensors:
+            raise CheckpointError(
+                f"a {self.architecture} with {num_experts:,} experts in all layers must have a tensor for each of them "
+                f"at least; there are {num_tensors:,}"
+            )
 
     @property
     def tied_to(self) -> str:
@@ -169,26 +147,30 @@ class Family:
         )
 
     def from_hf(self, state: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
-        """Our state dict of theirs: the same tensors, copied where they lie there transposed or packed.
+        """Our state dict of theirs: the same tensors, copied where they lie there otherwise than as they are.
 
-        Raises CheckpointError listing every tensor that is missing, unknown or of another shape, or if a tied head is
-        not bitwise the embedding.
+        Theirs has the keys of files, as ``save_pretrained`` writes them. Raises CheckpointError listing every tensor
+        that is missing, unknown or of another shape, or if a tied head is not bitwise the embedding.
         """
         keys = self.parameters_of({key: tuple(tensor.shape) for key, tensor in state.items()}, config)
         tied = config.tie_word_embeddings and HEAD in keys
         if tied and not state[keys[HEAD]].equal(state[keys[self.tied_to]]):
             raise self.not_tied()
-        ours: dict[str, Tensor] = {}
+        as_they_are: set[str] = set()
+        views: dict[str, list[Tensor]] = {}
         for key, packed in self.packed(config).items():
-            views = packed.views(state[keys[key]])
-            # copies, so that no two share memory
-            shared = packed.transposed or len(views) > 1
-            contiguous = torch.contiguous_format
-            ours |= {name: view.clone(memory_format=contiguous) if shared else view for name, view in views.items()}
-        return {name: ours[name] for name in parameter_shapes(config)}
+            for part, view in packed.views(state[keys[key]]):
+                views.setdefault(part.parameter, []).append(view)
+                if packed.is_parameter:
+                    as_they_are.add(part.parameter)
+        # others are copied, so that no two share memory
+        return {
+            name: views[name][0] if name in as_they_are else torch.stack(views[name]).view(shape)
+            for name, shape in parameter_shapes(config).items()
+        }
 
     def to_hf(self, state: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
-        """Their state dict of ours: the same tensors, copied where they lie there transposed or packed.
+        """Their state dict of ours: the same tensors, copied where they lie there otherwise than as they are.
 
         A tied head is the embedding a second time, as ``load_state_dict`` wants it and a safetensors file does not.
         Raises CheckpointError listing every tensor that is missing, unknown or of another shape.
@@ -197,7 +179,7 @@ class Family:
         check({name: tuple(tensor.shape) for name, tensor in state.items()}, parameter_shapes(config), "the model")
         theirs: dict[str, Tensor] = {}
         for key, packed in self.packed(config).items():
-            first, *rest = [state[name] for name in packed.parts]
-            whole = torch.cat([first, *rest]) if rest else first
-            theirs[key] = whole.t().contiguous() if packed.transposed else whole
+            tensors = [state[part.parameter][part.index] for part in packed.parts]
+            whole = tensors[0] if packed.is_parameter else torch.cat(tensors)
+            theirs[key] = whole.permute(packed.order).contiguous().view(packed.shape)
         return theirs | {HEAD: theirs[self.tied_to]} if config.tie_word_embeddings else theirs

@@ -7,13 +7,12 @@ of each no more than the wanted box.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from megalith.checkpoint.box import Box
 from megalith.checkpoint.index import Piece, StoredTensor
 from megalith.checkpoint.shard_header import DTYPES, ShardEntry, read_header
 from megalith.checkpoint.stored_tensors import StoredTensors
@@ -112,17 +111,17 @@ def open_folder(location: str | Path | Store) -> ModelFolder:
     file_of = {key: file for file, entries in files.items() for key in entries}
     entries = {key: entry for file in files.values() for key, entry in file.items()}
     keys = family.parameters_of({key: entry.shape for key, entry in entries.items()}, config)
-    places = {name: (file_of[key], key, entries[key]) for name, key in keys.items()}
-    if wrong := [f"{name} is {entry.dtype}" for name, (_, _, entry) in places.items() if entry.dtype not in _WEIGHTS]:
+    places = {name: (file_of[key], entries[key]) for name, key in keys.items()}
+    if wrong := [f"{name} is {entry.dtype}" for name, (_, entry) in places.items() if entry.dtype not in _WEIGHTS]:
         raise CheckpointError(
             f"the tensors of {store} must be {', '.join(_WEIGHTS)}; {', '.join(wrong[:8])}; save the model again in "
             "one of them"
         )
     if config.tie_word_embeddings and HEAD in places:
-        (file, _, head), (other, _, embedding) = places[HEAD], places[family.tied_to]
+        (file, head), (other, embedding) = places[HEAD], places[family.tied_to]
         if head.dtype != embedding.dtype or not _equal(store, (file, head), (other, embedding)):
             raise family.not_tied()
-    return ModelFolder(store, hf_config, family, config, StoredTensors(store, _index(family, config, places)))
+    return ModelFolder(store, hf_config, family, config, _weights(store, family, config, places))
 
 
 def read_folder(location: str | Path | Store) -> tuple[TransformerConfig, dict[str, Tensor]]:
@@ -150,20 +149,29 @@ def _read_json(store: Store, name: str) -> dict[str, Any]:
     return tree
 
 
-def _index(
-    family: Family, config: TransformerConfig, places: Mapping[str, tuple[str, str, ShardEntry]]
-) -> dict[str, StoredTensor]:
-    """Our parameters as parts of the tensors at ``places``: (file, key in it, entry) by their full keys."""
-    found: dict[str, StoredTensor] = {}
+def _weights(
+    store: Store, family: Family, config: TransformerConfig, places: Mapping[str, tuple[str, ShardEntry]]
+) -> StoredTensors:
+    """Our parameters in pieces of the tensors at ``places``, (file, entry) by their full keys."""
+    pieces: dict[str, list[Piece]] = {}
+    dtypes: dict[str, set[str]] = {}
+    entries: dict[str, dict[str, ShardEntry]] = {}
     for full_key, packed in family.packed(config).items():
-        file, key, entry = places[full_key]
-        num_rows = sum(shape[0] for shape in packed.parts.values())
-        for name, (start, _) in packed.rows().items():
-            shape = packed.parts[name]
-            # all of their tensor in the indices of ours, which begins at its row ``start``
-            box = Box(((-start, num_rows - start), *Box.whole(shape[1:]).ranges))
-            found[name] = StoredTensor(shape, _WEIGHTS[entry.dtype], (Piece(file, key, box, packed.transposed),))
-    return {name: found[name] for name in parameter_shapes(config)}
+        file, entry = places[full_key]
+        for part, box in packed.boxes():
+            num_leading = len(part.index)
+            dims = (*range(num_leading), *(num_leading + d for d in packed.order))
+            # the same bytes, with every dimension of ours as one of theirs
+            entries.setdefault(file, {})[part.name] = replace(entry, shape=box.permuted(dims).shape)
+            pieces.setdefault(part.parameter, []).append(Piece(file, part.name, box, dims))
+            dtypes.setdefault(part.parameter, set()).add(entry.dtype)
+    if mixed := [f"{name} of {', '.join(sorted(found))}" for name, found in dtypes.items() if len(found) > 1]:
+        raise CheckpointError(f"the experts of a layer in {store} must have one dtype; {'; '.join(mixed[:8])}")
+    index = {
+        name: StoredTensor(shape, _WEIGHTS[next(iter(dtypes[name]))], tuple(pieces[name]))
+        for name, shape in parameter_shapes(config).items()
+    }
+    return StoredTensors(store, index, entries)
 
 
 def _headers(store: Store) -> dict[str, dict[str, ShardEntry]]:

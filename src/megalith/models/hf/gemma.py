@@ -15,11 +15,11 @@ from typing import Any
 from megalith.config import TransformerConfig
 from megalith.config.draft import round_up
 from megalith.config.settings_group import LARGEST_SIZE
-from megalith.models.hf.family import Place
 from megalith.models.hf.fields import Fields
 from megalith.models.hf.layer_types import read_layer_types, write_layer_types
 from megalith.models.hf.llama import LLAMA
 from megalith.models.hf.parameters import left_open
+from megalith.models.hf.places import Place
 from megalith.models.hf.rope_parameters import read_rope, read_rope_by_layer, write_rope, write_rope_by_layer
 
 __all__ = ["GEMMA2", "GEMMA3"]

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalith.config import TransformerConfig
-from megalith.models.hf.family import HEAD, Family, Place
+from megalith.models.hf.family import HEAD, Family
 from megalith.models.hf.fields import Fields
 from megalith.models.hf.parameters import left_open
+from megalith.models.hf.places import Place
 
 __all__ = ["GPT2"]
 
@@ -80,7 +81,8 @@ def _place(name: str) -> Place:
         return Place(f"transformer.{_OUTSIDE[module]}.{part}")
     _, _, layer, module = module.split(".", 3)  # model.layers.<layer>.<module>
     theirs = _NORMS.get(module) or _LINEARS[module]
-    return Place(f"transformer.h.{layer}.{theirs}.{part}", transposed=module in _LINEARS and part == "weight")
+    transposed = module in _LINEARS and part == "weight"
+    return Place(f"transformer.h.{layer}.{theirs}.{part}", (1, 0) if transposed else ())
 
 
 GPT2 = Family(

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from megalith.config import TransformerConfig
+from megalith.config.layer_pattern import shortest_pattern
 from megalith.models.hf.fields import Fields
 
-__all__ = ["MOST_LAYERS", "read_layer_types", "window_layers", "write_layer_types"]
+__all__ = ["MOST_LAYERS", "read_layer_types", "write_layer_types"]
 
 _WINDOW, _WHOLE = "sliding_attention", "full_attention"
 MOST_LAYERS = 10_000  # a deeper model is refused anyway, whatever its layers are
@@ -36,18 +37,7 @@ def read_layer_types(fields: Fields, window: int | None, usual: Callable[[int], 
     if window is None:
         fields.refuse(f"layers of type {_WINDOW} need a window, and config.json has none switched on; give one")
         return {}
-    return {"window": window, "window_layers": window_layers(windowed)}
-
-
-def window_layers(windowed: tuple[bool, ...]) -> tuple[bool, ...] | None:
-    """The setting ``model.attention.window_layers`` where ``windowed`` says of every layer whether it has the window.
-
-    None for all of them; else the shortest pattern that repeats to them, the last time perhaps cut short.
-    """
-    if all(windowed):
-        return None
-    length = next(n for n in range(1, len(windowed) + 1) if windowed[n:] == windowed[:-n])
-    return windowed[:length]
+    return {"window": window, "window_layers": shortest_pattern(windowed)}
 
 
 def write_layer_types(config: TransformerConfig) -> list[str]:

@@ -6,16 +6,17 @@ from typing import Any
 
 from megalith.config import TransformerConfig
 from megalith.config.draft import round_up
-from megalith.models.hf.family import Family, Place
+from megalith.models.hf.family import Family
 from megalith.models.hf.fields import Fields
 from megalith.models.hf.parameters import left_open
+from megalith.models.hf.places import Place
 from megalith.models.hf.rope_parameters import read_rope, write_rope
 
 __all__ = ["LLAMA", "allowed_of_llamas", "read_llamas", "write_llamas"]
 
 
-def read_llamas(fields: Fields) -> dict[str, Any]:
-    """Settings of Llama and of those that its successors left as they are."""
+def read_llamas(fields: Fields, rope_base: float = 10000.0) -> dict[str, Any]:
+    """Settings of Llama and of those that its successors left as they are, some with another default of the base."""
     activation = fields.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         fields.refuse(f"hidden_act must be 'silu', half of our swiglu; got {activation!r}")
@@ -23,7 +24,7 @@ def read_llamas(fields: Fields) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "activation": "swiglu",
         "position_embedding_type": "rope",
-        "rope": read_rope(fields),
+        "rope": read_rope(fields, rope_base),
     }
 
 

@@ -3,13 +3,15 @@
 Alphabet: H hidden, A heads, G kv groups, D head size, F ffn hidden, V vocabulary, P positions. Weights are [out, in].
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
 from megalith.config import MLAConfig, MoEConfig, TransformerConfig
 from megalith.config.dotted import parent
 from megalith.config.relevance import CONDITIONS
+from megalith.config.settings_group import SettingsGroup
 from megalith.errors import CheckpointError, ConfigError
 
 __all__ = ["Shape", "check", "left_open", "parameter_shapes", "require"]
@@ -78,7 +80,7 @@ def require(architecture: str, config: TransformerConfig, **allowed: tuple[Any, 
     """
     wrong = [
         f"{name} must be {' or '.join(map(repr, values))}; got {value!r}"
-        for name, values in (_nested_defaults(config, {parent(name) for name in allowed}) | allowed).items()
+        for name, values in (dict(_nested_defaults(config, {parent(name) for name in allowed})) | allowed).items()
         if (value := _setting(config, name)) not in values
     ]
     if wrong:
@@ -92,20 +94,21 @@ def left_open(config: TransformerConfig, *names: str) -> dict[str, tuple[Any, ..
 
 def _setting(config: TransformerConfig, name: str) -> Any:
     """The value of the setting with the dotted ``name``; None in a group that is not there."""
-    group, _, field = name.rpartition(".")
-    owner = getattr(config, group) if group else config
-    return None if owner is None else getattr(owner, field)
+    return reduce(lambda owner, field: None if owner is None else getattr(owner, field), name.split("."), config)
 
 
-def _nested_defaults(config: TransformerConfig, opened: Container[str]) -> dict[str, tuple[Any, ...]]:
-    """The default of every field of the nested groups that ``config`` has; of a group that is not opened, None."""
-    defaults: dict[str, tuple[Any, ...]] = {}
-    for name, group in config.nested_groups.items():
-        if config.is_optional(name) and config.name_of(name) not in CONDITIONS and name not in opened:
-            defaults[name] = (None,)
-        elif getattr(config, name) is not None:
-            defaults |= {f"{name}.{field}": (info.default,) for field, info in group.model_fields.items()}
-    return defaults
+def _nested_defaults(
+    group: SettingsGroup, opened: Container[str], prefix: str = ""
+) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The default of every field of the groups nested in ``group``; of an optional one that is not opened, None."""
+    for field, nested in group.nested_groups.items():
+        name, value = f"{prefix}{field}", getattr(group, field)
+        if group.is_optional(field) and group.name_of(field) not in CONDITIONS and name not in opened:
+            yield name, (None,)
+        elif value is not None:
+            fields = nested.model_fields.items()
+            yield from ((f"{name}.{one}", (info.default,)) for one, info in fields if one not in nested.nested_groups)
+            yield from _nested_defaults(value, opened, f"{name}.")
 
 
 def _layer_shapes(config: TransformerConfig, layer: int) -> dict[str, Shape]:

@@ -38,10 +38,13 @@ _TYPES: Mapping[str, _Keys] = MappingProxyType(
 )
 
 
-def read_rope(fields: Fields) -> dict[str, Any]:
-    """The settings of ``model.rope``. Fields that disagree, and what our rotary positions lack, are refused."""
+def read_rope(fields: Fields, base: float = 10000.0) -> dict[str, Any]:
+    """The settings of ``model.rope``. Fields that disagree, and what our rotary positions lack, are refused.
+
+    ``base`` is the default of their class.
+    """
     given = {name: fields.optional(name, dict) or {} for name in ("rope_scaling", "rope_parameters")}
-    return _read(fields, "rope_theta", given, 10000.0)
+    return _read(fields, "rope_theta", given, base)
 
 
 def read_rope_by_layer(fields: Fields, base: float, local_base: float) -> dict[str, Any]:

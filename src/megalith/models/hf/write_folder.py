@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.box import Box
 from megalith.checkpoint.shard_file import write_shard
 from megalith.checkpoint.stored_tensors import StoredTensors
 from megalith.data.tokenizer import Tokenizer
-from megalith.models.hf.family import Packed
 from megalith.models.hf.folder import CONFIG, INDEX, WHOLE
+from megalith.models.hf.places import Packed
 from megalith.storage import LocalStore, Store
 
 __all__ = ["write_tensors", "write_tokenizer"]
@@ -45,8 +44,8 @@ def write_tensors(
         progress(done, total)
         done += _num_bytes(described[key])
         tensor = torch.empty(packed[key].shape, dtype=dtype)
-        views = packed[key].views(tensor)
-        weights.fill({name: (Box.whole(view.shape), view) for name, view in views.items()})
+        for part, view in packed[key].views(tensor):
+            weights.fill({part.parameter: (part.box, view.view(part.box.shape))})
         return tensor
 
     groups = _groups(described)

@@ -25,8 +25,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from megalith.config import TransformerConfig
+from megalith.config.layer_pattern import shortest_pattern
 from megalith.errors import ConfigError
-from megalith.models.hf.layer_types import MOST_LAYERS, window_layers
+from megalith.models.hf.layer_types import MOST_LAYERS
 from megalith.models.megatron.inert_pickle import shown
 
 __all__ = ["Rows", "config_of", "key_in_layer", "source_of"]
@@ -237,7 +238,9 @@ def _windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
             "Megatron's window_attn_skip_freq must be n, for every n-th layer without a window, or a list of 0 and 1 "
             f"for each of {num_layers} layers; it is {shown(skip)}"
         )
-    return {"window": size[0] + 1, "window_layers": window_layers(windowed)} if any(windowed) and size[0] >= 0 else {}
+    return (
+        {"window": size[0] + 1, "window_layers": shortest_pattern(windowed)} if any(windowed) and size[0] >= 0 else {}
+    )
 
 
 def _activation(arguments: Mapping[str, Any]) -> str:
