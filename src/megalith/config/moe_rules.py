@@ -167,8 +167,9 @@ def expert_layouts_need_experts(run: Draft) -> Iterator[Violation]:
     """expert, expert_tensor and dispatch need model.moe."""
     if run.get(_EXPERTS) is not None:
         return
-    for name in (_EXPERT, _EXPERT_TENSOR, _METHOD, "parallel.dispatch.max_rows"):
-        if name in run.given:
+    without_effect = {_EXPERT: 1, _EXPERT_TENSOR: None, _METHOD: "all_to_all", "parallel.dispatch.max_rows": None}
+    for name, default in without_effect.items():
+        if run.get(name) != default:
             message = f"{name} ({run.get(name)}) has no effect without model.moe"
             yield Violation("expert_layouts_need_experts", name, message, ({name: None}, {_EXPERTS: 8}))
 

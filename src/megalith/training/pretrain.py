@@ -70,14 +70,8 @@ def pretrain(
             names = config.tracking if dist.get_rank() == 0 else ()
             trackers = Trackers(run.folder, names, resumed_step=run.state.step, settings=config.model_dump(mode="json"))
             metrics = Metrics(run, show, show_progress, trackers)
-            callbacks = [
-                metrics,
-                HeldOutLoss(run, metrics),
-                TextSamples(run, metrics),
-                Checkpoints(run, metrics),
-                *([CollapseAlarm()] if run.task.routed_layers else []),
-                *(parts.callbacks if parts else ()),
-            ]
+            ours = (HeldOutLoss(run, metrics), TextSamples(run, metrics), Checkpoints(run, metrics), CollapseAlarm())
+            callbacks = [metrics, *ours, *(parts.callbacks if parts else ())]
             if dist.get_rank() == 0:
                 keep_settings(run)
                 keep_tokenizer(run)
