@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megalith.acceleration.recompute import recompute
 from megalith.config import TransformerConfig
+from megalith.errors import ConfigError
 from megalith.fusions import row_map
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.tensor.layers import ReplicatedLinear
@@ -55,9 +56,10 @@ class MoELayer(nn.Module):
         if moe.latent_size is not None:
             self.to_latents = ReplicatedLinear(H, moe.latent_size, options, std=config.init_method_std)
             self.from_latents = ReplicatedLinear(moe.latent_size, H, options, std=config.init_method_std)
-        self.dispatcher: MoETokenDispatcher[Any, Any] = _DISPATCHERS[options.dispatch.method](
-            moe.num_experts, self.groups
-        )
+        method = options.dispatch.method
+        if method not in _DISPATCHERS:
+            raise ConfigError(f"parallel.dispatch.method={method} is not there yet; use {' or '.join(_DISPATCHERS)}")
+        self.dispatcher: MoETokenDispatcher[Any, Any] = _DISPATCHERS[method](moe.num_experts, self.groups)
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
