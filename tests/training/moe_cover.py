@@ -87,7 +87,7 @@ def settings_of(row: Row) -> dict[str, Any]:
                 "ffn_hidden_size": 16,
                 "layers": row["layers"],
                 "shared_ffn_hidden_size": row["shared"] and 24,
-                "shared_expert_gate": row["shared"] == "gate",
+                **({"shared_expert_gate": True} if row["shared"] == "gate" else {}),
                 "latent_size": row["latent_size"],
                 "router": {**ROUTERS[row["router"]], "jitter": row["jitter"]},
                 "capacity": CAPACITIES[row["capacity"]],

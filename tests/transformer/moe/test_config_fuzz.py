@@ -19,7 +19,7 @@ CHOICES: dict[str, list[Any]] = {
     "ffn_hidden_size": [None, 5, 16],
     "layers": [None, [False, True]],
     "shared_ffn_hidden_size": [None, 7],
-    "shared_expert_gate": [False, False, True],
+    "shared_expert_gate": [True],
     "latent_size": [None, 3],
 }
 ROUTER: dict[str, list[Any]] = {
@@ -84,7 +84,7 @@ def taken_or_refused(moe: dict[str, Any], dispatch: dict[str, Any]) -> bool:
 @pytest.mark.slow
 def test_200_random_mixtures_learn_or_are_refused_at_construction():
     taken = [taken_or_refused(*drawn(seed)) for seed in range(200)]
-    assert 40 < sum(taken) < 180
+    assert 30 < sum(taken) < 160
 
 
 def test_20_random_mixtures_learn_or_are_refused_at_construction():
