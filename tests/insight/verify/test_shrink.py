@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from megalith.config import RunConfig, TransformerConfig, load_run, preset_names, recipe_names
+from megalith.config import MoEConfig, RunConfig, TransformerConfig, load_run, preset_names, recipe_names
 from megalith.config.layout import Layout
 from megalith.config.settings_tree import applied
 from megalith.errors import ConfigError
 from megalith.insight.verify.cover import AXES, cover, degrees_to_show, num_ranks
+from megalith.insight.verify.experts import comparable_at
 from megalith.insight.verify.shrink import SEQ_LENGTH, on_layout, on_one_process, small_recipe
 from tests.insight.verify.proofs import GPT2_RECIPE
 
@@ -41,6 +42,22 @@ CHOICES: dict[str, list[Any]] = {
     "model.mla.v_head_dim": [128, 192],
     "model.attention.window": [None, 100, 5000],
     "model.attention.window_layers": [None, [True, False]],
+    "model.moe.num_experts": [None, 8, 24, 64],
+    "model.moe.top_k": [1, 2, 6, 8],
+    "model.moe.layers": [None, [False, True], [False, True, True]],
+    "model.moe.ffn_hidden_size": [None, 192],
+    "model.moe.shared_ffn_hidden_size": [None, 384],
+    "model.moe.latent_size": [None, 64],
+    "model.moe.router.num_groups": [None, 8],
+    "model.moe.router.group_topk": [1, 2, 4, 8],
+    "model.moe.router.score_function": ["softmax", "sigmoid"],
+    "model.moe.router.selection": ["top_k", "top_k", "sinkhorn"],
+    "model.moe.router.micro_batch_balance": [0.0, 0.0, 0.1],
+    "model.moe.router.global_balance": [0.0, 0.1],
+    "model.moe.capacity.factor": [None, None, 1.25],
+    "parallel.expert": [1, 2, 4],
+    "parallel.expert_tensor": [None, 1, 2],
+    "parallel.dispatch.max_rows": [None, 2.0],
     "model.vocab_size": [50257, 50304],
     "model.tie_word_embeddings": [False, True],
     "model.hidden_dropout": [0.0, 0.1],
@@ -82,13 +99,16 @@ KEPT = [
 ]
 
 
+OF_RANKS = AXES[:5]
+
+
 def drawn(source: random.Random) -> tuple[RunConfig, int] | None:
     """A recipe of random settings and its ranks; None where they contradict each other."""
     values = {name: source.choice(choices) for name, choices in CHOICES.items()}
     values |= {"train.global_batch_size": None if values["train.batch_size_schedule"] else 1152, "data.seq_length": 768}
     values |= {"optim.warmup_steps": 20, "optim.wsd.decay_steps": 10 if values["optim.schedule"] == "WSD" else None}
     values |= {"data.valid": "elsewhere", "optim.clip_norm": None}
-    world_size = prod(values[f"parallel.{axis}"] for axis in AXES)
+    world_size = prod(values[f"parallel.{axis}"] for axis in OF_RANKS)
     if values["parallel.context"] == 1:
         values |= {"parallel.context_method": None, "parallel.context_inner": None}
     if values["model.mla.kv_lora_rank"] is None:
@@ -96,6 +116,11 @@ def drawn(source: random.Random) -> tuple[RunConfig, int] | None:
     else:
         heads = ("num_query_groups", "kv_channels", "position_embedding_type", "attention.softmax", "attention.qk_norm")
         values |= dict.fromkeys(f"model.{name}" for name in (*heads, "rope.percent"))
+    if values["model.moe.num_experts"] is None:
+        of_experts = ("model.moe.", "parallel.expert", "parallel.dispatch.")
+        values |= {name: None for name in values if name.startswith(of_experts)}
+    elif values["model.moe.router.num_groups"] is None:
+        values["model.moe.router.group_topk"] = None
     if values["model.position_embedding_type"] == "learned_absolute":
         values |= {"model.rope.percent": None, "model.rope.layers": None}
     if values["model.attention.window"] is None:
@@ -126,11 +151,12 @@ def value(config: RunConfig, name: str) -> Any:
     return attrgetter(name)(config)
 
 
-def kinds_of_layers(model: TransformerConfig) -> set[tuple[bool, bool]]:
-    """Which layers there are: with a window or without, with rotary positions or without."""
+def kinds_of_layers(model: TransformerConfig) -> set[tuple[bool, bool, bool]]:
+    """Which layers there are: with a window or without, with rotary positions or without, with experts or without."""
     layers = range(model.num_layers)
     rotates = [model.rope is not None and model.rope.rotates(layer) for layer in layers]
-    return {(model.attention.window_of(layer) is not None, rotates[layer]) for layer in layers}
+    experts = [model.moe is not None and model.moe.has_experts(layer) for layer in layers]
+    return {(model.attention.window_of(layer) is not None, rotates[layer], experts[layer]) for layer in layers}
 
 
 def holds(config: RunConfig, world_size: int) -> None:
@@ -156,6 +182,9 @@ def holds(config: RunConfig, world_size: int) -> None:
         assert (small.mla.v_head_dim == small.kv_channels) == (large.mla.v_head_dim == large.kv_channels)
     if large.rope is not None:
         assert (small.rope.percent < 1) == (large.rope.percent < 1)
+    assert (small.moe is None) == (large.moe is None)
+    if large.moe is not None:
+        holds_of_experts(large.moe, small.moe)
     assert alone.train.recompute == "none"
     for run, row in runs:
         assert run.model == small
@@ -164,6 +193,13 @@ def holds(config: RunConfig, world_size: int) -> None:
         parallel = run.parallel
         num_micro_batches = run.train.global_batch_size // run.train.micro_batch_size
         assert num_micro_batches > row.get("replicate", 1) * row.get("shard", 1)
+        of_one, together = alone.train.micro_batch_size, run.train.micro_batch_size
+        if comparable_at(large.moe) == "equal micro-batches":
+            assert of_one == together > 1
+        elif comparable_at(large.moe) == "equal numbers of them":
+            assert of_one == together * row.get("replicate", 1) * row.get("shard", 1)
+        else:
+            assert of_one == alone.train.global_batch_size
         if "tensor" in row:
             assert parallel.sequence == config.parallel.sequence
             shares = large.num_query_groups < tensor
@@ -176,6 +212,23 @@ def holds(config: RunConfig, world_size: int) -> None:
             stages, small_stages = (p.pipeline * p.virtual for p in (config.parallel, parallel))
             if large.num_layers % stages:
                 assert small.num_layers % small_stages
+
+
+def holds_of_experts(large: MoEConfig, small: MoEConfig) -> None:
+    """One expert of a token or several, all or some; groups that are one, some or all; every part that there is."""
+    assert (small.top_k > 1, small.top_k < small.num_experts) == (large.top_k > 1, large.top_k < large.num_experts)
+    for name in ("ffn_hidden_size", "shared_ffn_hidden_size", "latent_size", "capacity"):
+        assert (getattr(small, name) is None) == (getattr(large, name) is None)
+    assert (small.router.score_function, small.router.selection) == (
+        large.router.score_function,
+        large.router.selection,
+    )
+    if large.router.num_groups is None:
+        assert small.router.num_groups is None
+        return
+    kept, small_kept = large.router.group_topk, small.router.group_topk
+    assert (small_kept > 1, small_kept < small.router.num_groups) == (kept > 1, kept < large.router.num_groups)
+    assert (small.top_k > small_kept) == (large.top_k > kept)
 
 
 def holds_of_heads(config: RunConfig, layout: Layout, small: TransformerConfig, tensor: int) -> None:
@@ -203,9 +256,10 @@ def test_random_recipes_are_valid_when_they_are_small():
             holds(*found)
             num_found += 1
             names = [name for name in CHOICES if name in KEPT or name.count(".") == 1]
-            seen |= {(name, str(value(found[0], name))) for name in [*names, "model.mla"]}
+            seen |= {(name, str(value(found[0], name))) for name in [*names, "model.mla", "model.moe"]}
     assert {name for name, _ in seen} >= set(KEPT)
     assert len({kind for name, kind in seen if name == "model.mla"}) > 1
+    assert len({kind for name, kind in seen if name == "model.moe"}) > 20
     assert len({method for name, method in seen if name == "parallel.context_method"}) == 4
 
 

@@ -1,12 +1,11 @@
 """What a person reads: a row for each run, what could not be shown, and a verdict that says where to look."""
 
-from megalith.config.layout import Layout
 from megalith.insight.verify.proof import Case, Result
 from megalith.insight.verify.record import Key
 from megalith.insight.verify.table import as_text
 from megalith.insight.verify.verification import Verification
 
-LAYOUT = Layout.resolve(tensor=8, shard=4)
+LAYOUT = {"tensor": 8, "shard": 4}
 GRADIENT = Key(2, "gradient", "lm_head.weight")
 MODULE = Key(1, "module", "the output of model.layers.0.mlp")
 SAME = Result(Case({"tensor": 2}, "float64", "blocked"), 3.0, GRADIENT, 1.4e-15, taken=frozenset({"aten", "blocked"}))

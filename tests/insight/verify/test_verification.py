@@ -88,14 +88,14 @@ def test_what_cannot_be_shown_is_told(recorded, monkeypatch):
 
 def test_world_says_what_is_left_for_shard(recorded):
     found = verify("llama-4m", ["parallel.tensor=2"], 8, str)
-    assert (found.layout.tensor, found.layout.shard) == (2, 4)
+    assert found.layout == {"tensor": 2, "shard": 4}
     assert not any("--world" in line for line in found.uncovered)
 
 
 def test_the_settings_of_a_run_are_proven_from_its_folder(recorded, tmp_path):
     (tmp_path / "config.yaml").write_text(dump_yaml(load_run("llama-4m", OVERRIDES)))
     found = verify(str(tmp_path), ["parallel.shard=1"], None, str)
-    assert (found.layout.tensor, found.layout.replicate) == (2, 2)
+    assert found.layout == {"tensor": 2, "replicate": 2}
 
 
 def test_after_a_run_that_fails_only_smaller_ones_of_its_layout_follow(recorded):

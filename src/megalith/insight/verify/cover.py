@@ -1,7 +1,8 @@
 """Small layouts in which every two axes that a run splits over are split together, on at most eight ranks.
 
 An axis is shown with two ranks, and where two are too few to show what it does, with four: a ring of two has one way
-round, and a pipeline of two has no stage in the middle.
+round, and a pipeline of two has no stage in the middle. The axes of experts take no ranks of their own: they are
+folded over those of tensor, context, replicate and shard.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,19 +12,37 @@ from math import prod
 from megalith.config import RunConfig
 from megalith.config.layout import Layout
 
-__all__ = ["AXES", "MOST_RANKS", "Degrees", "cover", "degrees_to_show", "missing_pairs", "name_of", "num_ranks"]
+__all__ = [
+    "AXES",
+    "MOST_RANKS",
+    "Degrees",
+    "axes_of",
+    "cover",
+    "degrees_to_show",
+    "is_layout",
+    "missing_pairs",
+    "name_of",
+    "num_ranks",
+]
 
 MOST_RANKS = 8
-AXES = ("tensor", "context", "pipeline", "replicate", "shard")
+_FOLDED = ("expert", "expert_tensor")
+AXES = ("tensor", "context", "pipeline", "replicate", "shard", *_FOLDED)
 
 # the axes of a layout that are above 1, in the order of AXES
 Degrees = Mapping[str, int]
 
 
+def axes_of(config: RunConfig, layout: Layout) -> dict[str, int]:
+    """The degrees of ``layout`` that are above 1; those of experts in models that have experts."""
+    axes = AXES if config.model.moe is not None else [axis for axis in AXES if axis not in _FOLDED]
+    return {axis: getattr(layout, axis) for axis in axes if getattr(layout, axis) > 1}
+
+
 def degrees_to_show(config: RunConfig, layout: Layout) -> dict[str, tuple[int, ...]]:
     """For each axis that ``layout`` splits over, the degrees in which it must be seen."""
     parallel, groups = config.parallel, config.model.num_query_groups
-    shown: dict[str, tuple[int, ...]] = {axis: (2,) for axis in AXES if getattr(layout, axis) > 1}
+    shown: dict[str, tuple[int, ...]] = dict.fromkeys(axes_of(config, layout), (2,))
     if 1 < groups < layout.tensor:
         shown["tensor"] = (4,)  # of two ranks that share the groups none has another group than its neighbour
     if layout.context > 1 and parallel.context_method == "two_level":
@@ -32,6 +51,9 @@ def degrees_to_show(config: RunConfig, layout: Layout) -> dict[str, tuple[int, .
         shown["context"] = (2, 4)
     if layout.pipeline > 2 and parallel.virtual == 1:
         shown["pipeline"] = (2, 4)
+    beneath = [axis for axis in shown if axis not in ("pipeline", *_FOLDED)]
+    if shown.keys() >= set(_FOLDED) and len(beneath) == 1:
+        shown[beneath[0]] = (4,)  # room for both
     return shown
 
 
@@ -43,7 +65,7 @@ def cover(shown: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
     candidates = [
         {axis: degree for axis, degree in zip(AXES, row, strict=True) if degree > 1} for row in product(*choices)
     ]
-    candidates = [row for row in candidates if num_ranks(row) <= MOST_RANKS]
+    candidates = [row for row in candidates if is_layout(row)]
     missing = set().union(*map(_shows, candidates))
     found: list[dict[str, int]] = []
     while missing:
@@ -62,7 +84,14 @@ def missing_pairs(shown: Mapping[str, Sequence[int]], rows: Sequence[Degrees]) -
 
 def num_ranks(degrees: Degrees) -> int:
     """The ranks of a layout."""
-    return prod(degrees.values())
+    return prod(degree for axis, degree in degrees.items() if axis not in _FOLDED)
+
+
+def is_layout(degrees: Degrees) -> bool:
+    """Whether ``MOST_RANKS`` are enough, and those of a pipeline stage can share the experts."""
+    size = num_ranks(degrees)
+    experts = prod(degrees.get(axis, 1) for axis in _FOLDED)
+    return size <= MOST_RANKS and size // degrees.get("pipeline", 1) % experts == 0
 
 
 def name_of(degrees: Degrees) -> str:

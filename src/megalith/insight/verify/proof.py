@@ -18,7 +18,7 @@ from megalith.errors import RankFailedError
 from megalith.fusions.paths.names import Backend
 from megalith.fusions.paths.preference import prefer
 from megalith.insight.verify.compare import BOUNDS, Errors, errors, expected, first_beyond, merged
-from megalith.insight.verify.cover import Degrees, num_ranks
+from megalith.insight.verify.cover import Degrees, is_layout, num_ranks
 from megalith.insight.verify.record import Key, record_steps
 from megalith.insight.verify.shrink import EOD, SEQ_LENGTH, Tree, on_layout, on_one_process
 from megalith.resilience.call_ranks import call_ranks
@@ -129,8 +129,9 @@ def narrowed(proof: Proof, result: Result) -> Result:
     """The result of the first layout of fewest axes of ``result``'s that is wrong too; else its own."""
     case = result.case
     for size in range(len(case.degrees)):
-        for axes in combinations(case.degrees, size):
-            fewer = proof.run(Case({axis: case.degrees[axis] for axis in axes}, case.dtype, case.paths))
+        fewer_axes = ({axis: case.degrees[axis] for axis in axes} for axes in combinations(case.degrees, size))
+        for degrees in filter(is_layout, fewer_axes):
+            fewer = proof.run(Case(degrees, case.dtype, case.paths))
             if not fewer.same:
                 return fewer
     return result

@@ -86,8 +86,8 @@ class _Recorder(Callback):
             self._add_weights(run)
 
     def _add_weights(self, run: Run) -> None:
-        for name, parameter, _ in declared_parameters(*run.chunks):
-            self.record[Key(run.state.step, "weight", name)] = Entry(_whole(parameter))
+        for name, tensor in run.weights().items():
+            self.record[Key(run.state.step, "weight", name)] = Entry(_whole(tensor))
 
 
 class _ModuleRecorder:

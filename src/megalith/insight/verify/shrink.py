@@ -7,13 +7,14 @@ and no attention becomes an average of all that it sees.
 
 from collections.abc import Mapping, Sequence
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalith.config import RunConfig, TransformerConfig, as_tree, parse_batch_size_schedule
 from megalith.config.draft import round_up
 from megalith.config.layout import Layout
 from megalith.config.settings_tree import applied
 from megalith.insight.verify.cover import Degrees
+from megalith.insight.verify.experts import comparable_at, small_experts
 
 __all__ = ["EOD", "SEQ_LENGTH", "on_layout", "on_one_process", "small_recipe"]
 
@@ -27,6 +28,7 @@ _WINDOW = 5  # ends within the chunks of a rank of context
 _PRIME, _EVEN = 61, 64  # vocabularies
 _WIDEST_STD = 0.1
 _SMALLEST_EPS = 1e-6
+_FEW_ROWS = 0.7  # of even loads: even they take several turns
 
 # what is the user's to read and write, what two steps do not come to, and what each small run says anew
 _LEFT_OUT = (
@@ -57,20 +59,26 @@ def small_recipe(
     the same batches. ``data.train`` and ``run`` are still to be set.
     """
     left_out = dict.fromkeys(_LEFT_OUT)
-    return applied(as_tree(config), {**left_out, **_model(config, layout, shown), **_course(config, rows)})
+    changes = {**left_out, **_model(config, layout, shown), **_course(config, rows)}
+    if config.model.moe is not None:
+        changes |= small_experts(config.model.moe, changes["model.hidden_size"], rows)
+        changes["model.moe.layers"] = _pattern(config.model, config.model.moe.layers, "has_experts")
+    return applied(as_tree(config), changes)
 
 
 def on_one_process(small: Tree) -> Tree:
-    """``small`` for one process that takes each batch whole and computes nothing again."""
-    changes = {"train.micro_batch_size": _batch(small), "train.recompute": None, "train.recompute_modules": None}
-    return applied(small, changes)
+    """``small`` for one process that computes nothing again.
+
+    It takes each batch whole, or in the micro-batches that its numbers depend on.
+    """
+    return applied(small, {"train.recompute": None, "train.recompute_modules": None})
 
 
 def on_layout(small: Tree, config: RunConfig, degrees: Degrees, dtype: str) -> Tree:
     """``small`` in a layout of ``degrees``, with what ``config`` says of its axes."""
     parallel, changes = config.parallel, dict[str, Any]({f"parallel.{axis}": size for axis, size in degrees.items()})
     changes |= {"parallel.shard": degrees.get("shard", 1), "precision.dtype": dtype}
-    changes["train.micro_batch_size"] = _batch(small) // _num_micro_batches(degrees)
+    changes["train.micro_batch_size"] = _micro_batch_size(small, config, degrees)
     if "tensor" in degrees:
         changes["parallel.sequence"] = parallel.sequence
     if "context" in degrees:
@@ -82,12 +90,33 @@ def on_layout(small: Tree, config: RunConfig, degrees: Degrees, dtype: str) -> T
         if parallel.stage_layers is not None:
             num_stages = degrees["pipeline"] * virtual
             changes["parallel.stage_layers"] = _listed(parallel.stage_layers, small["model"]["num_layers"], num_stages)
+    if config.model.moe is not None:
+        dispatch = parallel.dispatch
+        changes["parallel.expert_tensor"] = degrees.get("expert_tensor", 1)
+        changes["parallel.dispatch.method"] = "all_gather" if dispatch.method == "all_gather" else "all_to_all"
+        changes["parallel.dispatch.max_rows"] = dispatch.max_rows and min(dispatch.max_rows, _FEW_ROWS)
     return applied(small, changes)
+
+
+def _micro_batch_size(small: Tree, config: RunConfig, degrees: Degrees) -> int:
+    """Of each rank, so that what one process computes can be compared."""
+    of_one_process: int = small["train"]["micro_batch_size"]
+    match comparable_at(config.model.moe):
+        case "any":
+            return _batch(small) // _num_micro_batches(degrees)
+        case "equal micro-batches":
+            return of_one_process
+        case "equal numbers of them":
+            return of_one_process // _data_parallel(degrees)
+
+
+def _data_parallel(degrees: Degrees) -> int:
+    return degrees.get("replicate", 1) * degrees.get("shard", 1)
 
 
 def _num_micro_batches(degrees: Degrees) -> int:
     """Over all data-parallel ranks: gradients accumulate, and a pipeline has a steady state."""
-    return degrees.get("replicate", 1) * degrees.get("shard", 1) * (4 if "pipeline" in degrees else 2)
+    return _data_parallel(degrees) * (4 if "pipeline" in degrees else 2)
 
 
 def _batch(small: Tree) -> int:
@@ -96,6 +125,19 @@ def _batch(small: Tree) -> int:
     schedule = train.get("batch_size_schedule")
     size: int = parse_batch_size_schedule(schedule)[0].global_batch_size if schedule else train["global_batch_size"]
     return size
+
+
+def _batch_sizes(config: RunConfig, rows: Sequence[Degrees]) -> tuple[int, int]:
+    """The samples of the first step, and how many of them one process takes at a time."""
+    most = max([4, *map(_num_micro_batches, rows)])
+    match comparable_at(config.model.moe):
+        case "any":
+            return most, most
+        case "equal micro-batches":
+            return 2 * most, 2  # several sequences in each
+        case "equal numbers of them":
+            together = 2 * max(map(_data_parallel, rows), default=1)
+            return (4 if any("pipeline" in row for row in rows) else 2) * together, together
 
 
 def _model(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]) -> dict[str, Any]:
@@ -151,7 +193,7 @@ def _positions(model: TransformerConfig) -> dict[str, Any]:
     return {
         "model.rope.percent": pairs / half,
         "model.rope.sections": rope.sections and [pairs - 2 * height, height, height],
-        "model.rope.layers": rope.layers and [rotates for _, rotates in _kinds_of_layers(model)],
+        "model.rope.layers": _pattern(model, rope.layers, "rotates"),
     }
 
 
@@ -160,15 +202,32 @@ def _windows(model: TransformerConfig, seq_length: int) -> dict[str, Any]:
     window, pattern = model.attention.window, model.attention.window_layers
     return {
         "model.attention.window": window and (_WINDOW if window < seq_length else SEQ_LENGTH),
-        "model.attention.window_layers": pattern and [has_window for has_window, _ in _kinds_of_layers(model)],
+        "model.attention.window_layers": _pattern(model, pattern, "has_window"),
     }
 
 
-def _kinds_of_layers(model: TransformerConfig) -> list[tuple[bool, bool]]:
-    """Which layers there are, each kind once: whether they have the window, and whether they rotate."""
-    windows = [model.attention.window_of(layer) is not None for layer in range(model.num_layers)]
-    rotates = [model.rope is not None and model.rope.rotates(layer) for layer in range(model.num_layers)]
-    return list(dict.fromkeys(zip(windows, rotates, strict=True)))
+class _KindOfLayer(NamedTuple):
+    has_window: bool
+    rotates: bool
+    has_experts: bool
+
+
+def _kinds_of_layers(model: TransformerConfig) -> list[_KindOfLayer]:
+    """Which layers there are, each kind once."""
+    kinds = (
+        _KindOfLayer(
+            has_window=model.attention.window_of(layer) is not None,
+            rotates=model.rope is not None and model.rope.rotates(layer),
+            has_experts=model.moe is not None and model.moe.has_experts(layer),
+        )
+        for layer in range(model.num_layers)
+    )
+    return list(dict.fromkeys(kinds))
+
+
+def _pattern(model: TransformerConfig, large: Sequence[bool] | None, name: str) -> list[bool] | None:
+    """The pattern ``large`` of layers that have the property ``name``, with each kind of layer once."""
+    return None if large is None else [getattr(kind, name) for kind in _kinds_of_layers(model)]
 
 
 def _heads(config: RunConfig, layout: Layout, tensor: int) -> tuple[int, int]:
@@ -205,8 +264,12 @@ def _listed(listed: Sequence[int], num_layers: int, num_stages: int) -> list[int
 
 def _course(config: RunConfig, rows: Sequence[Degrees]) -> dict[str, Any]:
     """Two steps: of a schedule of batch sizes, one of each of two sizes; and with a learning rate from the first on."""
-    optim, batch = config.optim, max([4, *map(_num_micro_batches, rows)])
-    changes: dict[str, Any] = {"train.steps": 2, "train.global_batch_size": batch}
+    optim, (batch, micro_batch) = config.optim, _batch_sizes(config, rows)
+    changes: dict[str, Any] = {
+        "train.steps": 2,
+        "train.global_batch_size": batch,
+        "train.micro_batch_size": micro_batch,
+    }
     if config.train.batch_size_schedule is not None:
         changes["train.global_batch_size"] = None
         changes["train.batch_size_schedule"] = f"0:{batch} {batch}:{2 * batch}"

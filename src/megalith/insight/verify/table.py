@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megalith.insight.verify.compare import BOUNDS
-from megalith.insight.verify.cover import AXES, name_of, num_ranks
+from megalith.insight.verify.cover import name_of, num_ranks
 from megalith.insight.verify.proof import Result
 from megalith.insight.verify.record import Key
 from megalith.insight.verify.verification import Verification
@@ -16,12 +16,11 @@ _HEAD = ("ranks", "layout", "dtype", "paths", "time", "furthest from one process
 
 def as_text(found: Verification) -> str:
     """Several lines for a person."""
-    axes = {axis: getattr(found.layout, axis) for axis in AXES}
     rows = [_HEAD, *map(_row, found.results)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     return "\n".join(
         [
-            f"the recipe  {name_of({axis: degree for axis, degree in axes.items() if degree > 1})}",
+            f"the recipe  {name_of(found.layout)}",
             f"made small  {found.small}",
             "",
             *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),

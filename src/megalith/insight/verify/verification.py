@@ -11,10 +11,19 @@ from typing import get_args
 import torch
 
 from megalith.config import ParamGroupOverride, RunConfig, load_run
-from megalith.config.layout import Layout
 from megalith.fusions.paths.backend import Backend
 from megalith.fusions.paths.compiler import why_not_compile
-from megalith.insight.verify.cover import AXES, MOST_RANKS, Degrees, cover, degrees_to_show, missing_pairs, name_of
+from megalith.insight.verify.cover import (
+    AXES,
+    MOST_RANKS,
+    Degrees,
+    axes_of,
+    cover,
+    degrees_to_show,
+    missing_pairs,
+    name_of,
+)
+from megalith.insight.verify.experts import experts_not_shown
 from megalith.insight.verify.proof import Case, Proof, Result, narrowed
 from megalith.insight.verify.shrink import Tree, on_one_process, small_recipe
 from megalith.optim.optimizer import matches
@@ -41,13 +50,13 @@ class Verification:
     """What was proven.
 
     Attributes:
-        layout: of the user's run; ``small`` is what it was made into, in words.
+        layout: the axes of the user's run that are above 1; ``small`` is what it was made into, in words.
         results: of each small run.
         fault: of the smallest layout that was found to differ; None if all numbers are the same.
         uncovered: what the small runs could not show, a line each.
     """
 
-    layout: Layout
+    layout: Degrees
     small: str
     results: Sequence[Result]
     fault: Result | None
@@ -85,8 +94,8 @@ def verify(
         if wrong is not None:
             progress("looking for the smallest layout that is wrong")
             wrong = narrowed(proof, wrong)
-    uncovered += _uncovered(config, missing_pairs(shown, rows), results)
-    return Verification(layout, _in_words(small), results, wrong, uncovered)
+    uncovered += [*_uncovered(config, missing_pairs(shown, rows), results), *experts_not_shown(config, rows)]
+    return Verification(axes_of(config, layout), _in_words(small), results, wrong, uncovered)
 
 
 def cases(rows: Sequence[Degrees]) -> Iterator[Case]:

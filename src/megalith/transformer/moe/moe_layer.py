@@ -112,6 +112,9 @@ class MoELayer(nn.Module):
             if group is not None:
                 dist.all_reduce(loads, group=group)
         most = loads.view(ep_size, -1).sum(1).max()
+        if groups.edp is not None:
+            # FSDP gathers the weights of experts in every turn, with the ranks that have the same experts
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.edp)
         return max(1, ceil(int(most) / (max_rows * routing.indices.numel() * etp_size)))
 
 

@@ -1,0 +1,97 @@
+"""A mixture of experts made small, and how a layout must cut batches so that one process has the same numbers.
+
+A switch loss over a micro-batch, choices by Sinkhorn or by quantiles, and what a capacity drops depend on which samples
+are in a micro-batch. A global switch loss depends on the micro-batches that all data-parallel ranks have at a time,
+which together are one micro-batch of one process.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from megalith.config import MoEConfig, RunConfig
+from megalith.insight.verify.cover import Degrees
+
+__all__ = ["comparable_at", "experts_not_shown", "small_experts"]
+
+_ROUTER = "model.moe.router"
+
+
+def comparable_at(moe: MoEConfig | None) -> Literal["any", "equal micro-batches", "equal numbers of them"]:
+    """Which cuts of a batch have the same numbers: any; those into the same micro-batches; or into as many of them.
+
+    The last are so many on each data-parallel rank as one process has.
+    """
+    if moe is None:
+        return "any"
+    if _of_micro_batches(moe):
+        return "equal micro-batches"
+    return "equal numbers of them" if moe.router.global_balance else "any"
+
+
+def small_experts(moe: MoEConfig, hidden_size: int, rows: Sequence[Degrees]) -> dict[str, Any]:
+    """The settings of ``model.moe`` for a model of ``hidden_size``, which the layouts ``rows`` can split.
+
+    ``model.moe.layers`` is not among them.
+    """
+    router, groups, kept = moe.router, moe.router.num_groups, moe.router.group_topk
+    if groups is None or kept is None:
+        num_experts = 4 if moe.num_experts > 2 else moe.num_experts
+        top_k = num_experts if moe.top_k == moe.num_experts else min(moe.top_k, 2)
+    else:
+        several = 2 if moe.top_k > kept else 1
+        # all groups, one of them, or some
+        groups, kept = (min(groups, 2), min(kept, 2)) if kept in (1, groups) else (4, 2)
+        top_k = several * kept
+        num_experts = top_k if moe.top_k == moe.num_experts else 16
+    changes: dict[str, Any] = {
+        "model.moe.num_experts": num_experts,
+        "model.moe.top_k": top_k,
+        "model.moe.ffn_hidden_size": moe.ffn_hidden_size and hidden_size,
+        "model.moe.shared_ffn_hidden_size": moe.shared_ffn_hidden_size and hidden_size,
+        "model.moe.latent_size": moe.latent_size and hidden_size // 2,
+        f"{_ROUTER}.num_groups": groups,
+        f"{_ROUTER}.group_topk": kept,
+        f"{_ROUTER}.group_score_topk": router.group_score_topk and min(router.group_score_topk, 2),
+    }
+    if _of_micro_batches(moe):
+        changes[f"{_ROUTER}.global_balance"] = None
+    if moe.capacity is not None:
+        nothing_dropped = num_experts / top_k
+        split = _tokens_are_split(rows)
+        changes["model.moe.capacity.factor"] = nothing_dropped if split else min(moe.capacity.factor, 1.0)
+    return changes
+
+
+def experts_not_shown(config: RunConfig, rows: Sequence[Degrees]) -> Iterator[str]:
+    """What no pair of one of the layouts ``rows`` and one process can show, a line each."""
+    if (moe := config.model.moe) is None:
+        return
+    beside = _of_micro_batches(moe)
+    if moe.router.global_balance and beside:
+        yield (
+            f"{_ROUTER}.global_balance beside {beside[0]}: one process has either the micro-batches of each rank or "
+            "those of all ranks together; global_balance was left out"
+        )
+    if moe.capacity is not None and _tokens_are_split(rows):
+        yield (
+            "model.moe.capacity.factor: each rank of tensor and of context drops among the tokens that it has, which "
+            "one process does not; it was raised until nothing is dropped"
+        )
+    if config.parallel.dispatch.method == "flex":
+        yield "parallel.dispatch.method=flex: DeepEP needs several GPUs; all_to_all was run"
+
+
+def _of_micro_batches(moe: MoEConfig) -> list[str]:
+    """Settings whose effect depends on what is in a micro-batch."""
+    found = []
+    if moe.router.micro_batch_balance:
+        found.append(f"{_ROUTER}.micro_batch_balance")
+    if moe.router.selection in ("sinkhorn", "quantile"):
+        found.append(f"{_ROUTER}.selection={moe.router.selection}")
+    if moe.capacity is not None:
+        found.append("model.moe.capacity")
+    return found
+
+
+def _tokens_are_split(rows: Sequence[Degrees]) -> bool:
+    return any("tensor" in row or "context" in row for row in rows)
