@@ -45,7 +45,7 @@ SHAPES = {
         tie_word_embeddings=True,
         eos_token_id=0,
     ),
-    "gpt-oss": lambda: peers.gpt_oss(vocab_size=VOCAB, eos_token_id=0),
+    "gpt-oss": lambda: peers.gpt_oss(vocab_size=VOCAB, intermediate_size=20, eos_token_id=0),
     "gpt2": lambda: peers.gpt2(vocab_size=VOCAB, eos_token_id=0),
     "untied gpt2": lambda: peers.gpt2(vocab_size=VOCAB, tie_word_embeddings=False, n_inner=37),
 }
