@@ -36,6 +36,7 @@ SHAPES = {
         vocab_size=VOCAB, max_position_embeddings=24, sliding_window_pattern=2, num_hidden_layers=4, eos_token_id=0
     ),
     "mixtral": lambda: peers.mixtral(vocab_size=VOCAB, max_position_embeddings=24, eos_token_id=0),
+    "qwen2 of experts": lambda: peers.qwen2_moe(vocab_size=VOCAB, max_position_embeddings=24, eos_token_id=0),
     "qwen3 of experts": lambda: peers.qwen3_moe(
         vocab_size=VOCAB,
         max_position_embeddings=24,
