@@ -3,7 +3,7 @@
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from megalith.config.layer_pattern import LayerPattern, holds
+from megalith.config.layer_pattern import LayerPattern, holds, shortest_pattern
 
 
 def test_a_pattern_repeats_over_the_layers_from_layer_0() -> None:
@@ -16,6 +16,12 @@ def test_a_pattern_of_one_value_is_that_of_every_layer() -> None:
 
 def test_a_pattern_is_read_from_a_list_of_yaml() -> None:
     assert TypeAdapter(LayerPattern).validate_python([True, False]) == (True, False)
+
+
+def test_the_shortest_pattern_repeats_to_the_layers_that_it_was_made_of() -> None:
+    assert shortest_pattern((True, True)) is None
+    assert shortest_pattern((True, False, True, False, True)) == (True, False)
+    assert shortest_pattern((False, True, True, True)) == (False, True, True, True)
 
 
 @pytest.mark.parametrize("pattern", [[], "true", [1.5], [None]])

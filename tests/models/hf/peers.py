@@ -26,6 +26,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -133,6 +135,11 @@ def mixtral(**fields: Any) -> PreTrainedModel:
     return with_experts(MixtralForCausalLM, MixtralConfig(**LLAMA | {"num_local_experts": 4} | fields))
 
 
+def qwen2_moe(**fields: Any) -> PreTrainedModel:
+    experts = {"num_experts": 4, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
+    return with_experts(Qwen2MoeForCausalLM, Qwen2MoeConfig(**LLAMA | experts | {"num_experts_per_tok": 2} | fields))
+
+
 def qwen3_moe(**fields: Any) -> PreTrainedModel:
     experts = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 16}
     return with_experts(Qwen3MoeForCausalLM, Qwen3MoeConfig(**LLAMA | experts | fields))
@@ -170,6 +177,7 @@ PEERS = {
     "qwen2": Peer(hf.QWEN2, qwen2, Qwen2Config, Qwen2ForCausalLM),
     "qwen3": Peer(hf.QWEN3, qwen3, Qwen3Config, Qwen3ForCausalLM),
     "mixtral": Peer(hf.MIXTRAL, mixtral, MixtralConfig, MixtralForCausalLM),
+    "qwen2_moe": Peer(hf.QWEN2_MOE, qwen2_moe, Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": Peer(hf.QWEN3_MOE, qwen3_moe, Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "gpt_oss": Peer(hf.GPT_OSS, gpt_oss, GptOssConfig, GptOssForCausalLM),
     "gemma2": Peer(hf.GEMMA2, gemma2, Gemma2Config, Gemma2ForCausalLM),

@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from megalith.checkpoint.box import Box
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.hf import GPT_OSS, MIXTRAL, QWEN3_MOE, open_folder
+from megalith.models.hf import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE, open_folder
 from tests.models.hf import peers
 
-PEERS = {name: peers.PEERS[name] for name in ("mixtral", "qwen3_moe", "gpt_oss")}
+PEERS = {name: peers.PEERS[name] for name in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")}
 of_peers = pytest.mark.parametrize("peer", PEERS.values(), ids=PEERS)
 SIZES = {"vocab_size": 8, "num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 
@@ -52,6 +52,7 @@ def test_what_our_model_lacks_is_refused_by_field(name, fields, message):
         (MIXTRAL, {"moe": {"num_experts": 4, "router": {"scaling_factor": 2.5}}}, r"moe.router.scaling_factor must be"),
         (MIXTRAL, {"moe": {"num_experts": 4, "capacity": {"factor": 1.0}}}, r"moe.capacity must be None"),
         (QWEN3_MOE, {"moe": {"num_experts": 4, "shared_ffn_hidden_size": 8}}, r"moe.shared_ffn_hidden_size must be"),
+        (QWEN2_MOE, {"moe": {"num_experts": 4}}, r"moe.shared_ffn_hidden_size must be 'a number'; got None"),
         (GPT_OSS, {"moe": {"num_experts": 4}, "activation": "quick_geglu"}, r"glu.offset must be 1.0; got 0.0"),
     ],
 )

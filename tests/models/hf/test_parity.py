@@ -50,6 +50,20 @@ FIELDS = {
             **peers.scaled("yarn"),
         },
     },
+    "qwen2_moe": {
+        "weights of the chosen as they are": {},
+        "weights of the chosen divided, tied, no biases": {
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+            "qkv_bias": False,
+        },
+        "an MLP in layer 0, a window in layers 0 and 2": {
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [0],
+            "max_window_layers": 3,
+            **WINDOW,
+        },
+    },
     "qwen3_moe": {
         "weights of the chosen as they are": {},
         "weights of the chosen divided, tied, biases": {

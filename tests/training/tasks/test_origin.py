@@ -32,7 +32,7 @@ OF_EXPERTS = {
 }
 FAST = [("gpt2", "tensor 2"), ("gemma3", "context 2"), ("mixtral", "expert 2")]
 FAMILIES = ("llama", "tied llama", "mistral", "windowed qwen2", "qwen3", "gemma2", "gemma3", "gpt2")
-WITH_EXPERTS = ("mixtral", "qwen3 of experts", "gpt-oss")
+WITH_EXPERTS = ("mixtral", "qwen2 of experts", "qwen3 of experts", "gpt-oss")
 CASES = [(shape, layout) for shape in FAMILIES for layout in LAYOUTS if layout != "one process"]
 CASES += [(shape, layout) for shape in WITH_EXPERTS for layout in OF_EXPERTS]
 ROUNDING = 1e-5  # transformers computes norms and rotations of float64 models in float32

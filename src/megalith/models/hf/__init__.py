@@ -12,7 +12,7 @@ from megalith.models.hf.mistral import MISTRAL
 from megalith.models.hf.mixtral import MIXTRAL
 from megalith.models.hf.parameters import parameter_shapes
 from megalith.models.hf.qwen import QWEN2, QWEN3
-from megalith.models.hf.qwen_moe import QWEN3_MOE
+from megalith.models.hf.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
 __all__ = [
     "DEEPSEEK_V3",
@@ -25,6 +25,7 @@ __all__ = [
     "MISTRAL",
     "MIXTRAL",
     "QWEN2",
+    "QWEN2_MOE",
     "QWEN3",
     "QWEN3_MOE",
     "Family",

@@ -14,11 +14,24 @@ from megalith.models.hf.llama import LLAMA
 from megalith.models.hf.mistral import MISTRAL
 from megalith.models.hf.mixtral import MIXTRAL
 from megalith.models.hf.qwen import QWEN2, QWEN3
-from megalith.models.hf.qwen_moe import QWEN3_MOE
+from megalith.models.hf.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
 __all__ = ["FAMILIES", "detect", "fitting"]
 
-FAMILIES = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, GPT_OSS, GPT2, DEEPSEEK_V3)
+FAMILIES = (
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    GEMMA2,
+    GEMMA3,
+    GPT_OSS,
+    GPT2,
+    DEEPSEEK_V3,
+)
 
 
 def detect(hf_config: Mapping[str, Any]) -> Family:

@@ -1,6 +1,7 @@
-"""Hugging Face's ``Qwen3MoeForCausalLM``: a Qwen3 with experts, in every layer or in some.
+"""Hugging Face's ``Qwen2MoeForCausalLM`` and ``Qwen3MoeForCausalLM``: experts in some layers or all of them.
 
-Yang et al. 2025, "Qwen3", arXiv:2505.09388, section 2.
+Yang et al. 2024, "Qwen2", arXiv:2407.10671, whose experts have a shared one beside them, with a gate; Yang et al. 2025,
+"Qwen3", arXiv:2505.09388, section 2.
 """
 
 from collections.abc import Mapping
@@ -10,41 +11,44 @@ from typing import Any
 from megalith.config import TransformerConfig
 from megalith.models.hf.experts import allowed_of_experts, read_expert_layers, write_expert_layers
 from megalith.models.hf.fields import Fields
+from megalith.models.hf.layer_types import read_layer_types, write_layer_types
 from megalith.models.hf.llama import read_llamas, write_llamas
-from megalith.models.hf.qwen import QWEN3
+from megalith.models.hf.parameters import left_open
+from megalith.models.hf.places import Place
+from megalith.models.hf.qwen import QWEN2, QWEN3
 
-__all__ = ["QWEN3_MOE"]
+__all__ = ["QWEN2_MOE", "QWEN3_MOE"]
+
+_OF_LAYERS = ("moe.layers", "moe.router.pre_softmax")
 
 
-def _read_rest(fields: Fields) -> Mapping[str, Any]:
-    bias, window = fields.get("attention_bias", False), fields.get_or_null("sliding_window", 4096)
-    if not fields.get("use_sliding_window", False):
-        window = None
-    fields.optional("max_window_layers", int)  # in files of the models, and not used: all layers have the window
-    # the number's name in transformers 4, and in what transformers 5 saves
+def _read_window(fields: Fields) -> int | None:
+    window = fields.get_or_null("sliding_window", 4096)
+    return window if fields.get("use_sliding_window", False) else None
+
+
+def _read_experts(fields: Fields, num_experts: int, top_k: int, ffn_hidden_size: int) -> dict[str, Any]:
+    """Settings of ``model.moe``; the sizes are the defaults of their class."""
+    # the number's name in transformers 4, and in what transformers 5 saves of a Qwen3
     names = ("num_experts", "num_local_experts")
     given = {name: number for name in names if (number := fields.optional(name, int)) is not None}
     if len(set(given.values())) > 1:
         fields.refuse(f"num_experts and num_local_experts must be the same; got {given}; delete the wrong one")
     return {
-        **read_llamas(fields),
-        "attention": {"window": window, "qk_norm": "RMSNorm", "qkv_bias": bias, "output_bias": bias},
-        "moe": {
-            "num_experts": next(iter(given.values()), 128),
-            "top_k": fields.get("num_experts_per_tok", 8),
-            "ffn_hidden_size": fields.get("moe_intermediate_size", 768),
-            "layers": read_expert_layers(fields),
-            # softmax over all that is divided by the sum of the chosen is softmax over the chosen
-            "router": {"pre_softmax": not fields.get("norm_topk_prob", False)},
-        },
+        "num_experts": next(iter(given.values()), num_experts),
+        "top_k": fields.get("num_experts_per_tok", top_k),
+        "ffn_hidden_size": fields.get("moe_intermediate_size", ffn_hidden_size),
+        "layers": read_expert_layers(fields),
+        # softmax over all that is divided by the sum of the chosen is softmax over the chosen
+        "router": {"pre_softmax": not fields.get("norm_topk_prob", False)},
     }
 
 
-def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
-    assert config.moe is not None, "a Qwen3-MoE has experts"
+def _write_experts(config: TransformerConfig, max_position_embeddings: int) -> dict[str, Any]:
+    """The inverse, and what both families have besides."""
+    assert config.moe is not None, "the family has experts"
     return {
         **write_llamas(config, max_position_embeddings),
-        "attention_bias": config.qkv_bias,
         "use_sliding_window": config.attention.window is not None,
         "sliding_window": config.attention.window,
         "num_experts": config.moe.num_experts,
@@ -55,14 +59,75 @@ def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> Mapp
     }
 
 
-def _allowed(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
+def _read_qwen2(fields: Fields) -> Mapping[str, Any]:
+    window, first_without = _read_window(fields), fields.get("max_window_layers", 28)
+    windows = read_layer_types(
+        fields, window, lambda index: window is not None and index % 2 == 0 and index < first_without
+    )
+    shared = fields.get("shared_expert_intermediate_size", 5632)
+    experts = _read_experts(fields, num_experts=60, top_k=4, ffn_hidden_size=1408)
     return {
-        **QWEN3.allowed(config),
-        **allowed_of_experts(config, "moe.layers", "moe.router.pre_softmax"),
-        "attention.window_layers": (None,),
+        **read_llamas(fields),
+        "attention": {**windows, "qkv_bias": fields.get("qkv_bias", True)},
+        "moe": {**experts, "shared_ffn_hidden_size": shared, "shared_expert_gate": True},
     }
 
 
+def _read_qwen3(fields: Fields) -> Mapping[str, Any]:
+    bias = fields.get("attention_bias", False)
+    fields.optional("max_window_layers", int)  # in files of the models, and not used: all layers have the window
+    return {
+        **read_llamas(fields),
+        "attention": {"window": _read_window(fields), "qk_norm": "RMSNorm", "qkv_bias": bias, "output_bias": bias},
+        "moe": _read_experts(fields, num_experts=128, top_k=8, ffn_hidden_size=768),
+    }
+
+
+def _write_qwen2(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
+    assert config.moe is not None, "a Qwen2-MoE has experts"
+    return {
+        **_write_experts(config, max_position_embeddings),
+        "qkv_bias": config.qkv_bias,
+        "layer_types": write_layer_types(config),
+        "shared_expert_intermediate_size": config.moe.shared_ffn_hidden_size,
+    }
+
+
+def _write_qwen3(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
+    return {**_write_experts(config, max_position_embeddings), "attention_bias": config.qkv_bias}
+
+
+def _allowed_of_qwen2(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
+    shared = None if config.moe is None else config.moe.shared_ffn_hidden_size
+    return {
+        **QWEN2.allowed(config),
+        **left_open(config, "qkv_bias"),
+        **allowed_of_experts(config, *_OF_LAYERS),
+        "moe.shared_ffn_hidden_size": (shared or "a number",),
+        "moe.shared_expert_gate": (True,),
+    }
+
+
+def _allowed_of_qwen3(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
+    one_window = {"attention.window_layers": (None,)}
+    return {**QWEN3.allowed(config), **allowed_of_experts(config, *_OF_LAYERS), **one_window}
+
+
+def _place_of_qwen2(name: str) -> Place:
+    gate = name.replace(".mlp.shared_experts.gate.", ".mlp.shared_expert_gate.")
+    return Place(gate.replace(".mlp.shared_experts.", ".mlp.shared_expert."))
+
+
+QWEN2_MOE = replace(
+    QWEN2,
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    fields={**QWEN2.fields, "num_key_value_heads": ("num_query_groups", 16)},
+    read_rest=_read_qwen2,
+    write_rest=_write_qwen2,
+    allowed=_allowed_of_qwen2,
+    place=_place_of_qwen2,
+)
 QWEN3_MOE = replace(
     QWEN3,
     model_type="qwen3_moe",
@@ -72,7 +137,7 @@ QWEN3_MOE = replace(
         "num_key_value_heads": ("num_query_groups", 4),
         "head_dim": ("kv_channels", int),
     },
-    read_rest=_read_rest,
-    write_rest=_write_rest,
-    allowed=_allowed,
+    read_rest=_read_qwen3,
+    write_rest=_write_qwen3,
+    allowed=_allowed_of_qwen3,
 )

@@ -36,6 +36,7 @@ SHAPES = {
         vocab_size=VOCAB, max_position_embeddings=24, sliding_window_pattern=2, num_hidden_layers=4, eos_token_id=0
     ),
     "mixtral": lambda: peers.mixtral(vocab_size=VOCAB, max_position_embeddings=24, eos_token_id=0),
+    "qwen2 of experts": lambda: peers.qwen2_moe(vocab_size=VOCAB, max_position_embeddings=24, eos_token_id=0),
     "qwen3 of experts": lambda: peers.qwen3_moe(
         vocab_size=VOCAB,
         max_position_embeddings=24,
@@ -45,7 +46,7 @@ SHAPES = {
         tie_word_embeddings=True,
         eos_token_id=0,
     ),
-    "gpt-oss": lambda: peers.gpt_oss(vocab_size=VOCAB, eos_token_id=0),
+    "gpt-oss": lambda: peers.gpt_oss(vocab_size=VOCAB, intermediate_size=20, eos_token_id=0),
     "gpt2": lambda: peers.gpt2(vocab_size=VOCAB, eos_token_id=0),
     "untied gpt2": lambda: peers.gpt2(vocab_size=VOCAB, tie_word_embeddings=False, n_inner=37),
 }

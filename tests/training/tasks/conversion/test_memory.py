@@ -2,6 +2,7 @@
 
 import json
 import resource
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from megalith.config import TransformerConfig
-from megalith.models.hf import GPT2, LLAMA
+from megalith.models.hf import GPT2, GPT_OSS, LLAMA, MIXTRAL, parameter_shapes
 from megalith.training.tasks.conversion import export_model, import_model
 from tests.rank_pool import ranks
 from tests.tiny_run import GPT2 as GPT2_SHAPE
@@ -17,9 +18,21 @@ from tests.tiny_run import LLAMA as LLAMA_SHAPE
 
 MORE = 256 << 20
 LARGE = {"num_layers": 10, "hidden_size": 768, "ffn_hidden_size": 3072}
+LARGE_EXPERTS = {"num_layers": 4, "hidden_size": 768, "ffn_hidden_size": 1024, "moe": {"num_experts": 8}}
+GPT_OSS_EXPERTS = {"activation": "quick_geglu", "mlp_bias": True, "moe": {"num_experts": 8, "router": {"bias": True}}}
 MODELS = {
     # the largest tensor is the embedding; and a transposed one
     "llama": (LLAMA, TransformerConfig(**LLAMA_SHAPE | LARGE | {"vocab_size": 20_011})),
+    # the largest tensor is that of all experts in ours; and in theirs too, interleaved
+    "mixtral": (MIXTRAL, TransformerConfig(**LLAMA_SHAPE | LARGE_EXPERTS)),
+    "gpt-oss": (
+        GPT_OSS,
+        TransformerConfig(
+            **LLAMA_SHAPE | LARGE_EXPERTS | GPT_OSS_EXPERTS,
+            attention={"softmax": "learnable"},
+            glu={"clamp": 7.0, "offset": 1.0},
+        ),
+    ),
     "gpt2": (GPT2, TransformerConfig(**GPT2_SHAPE | LARGE | {"vocab_size": 1009, "max_position_embeddings": 64})),
 }
 
@@ -40,13 +53,14 @@ def grown(folder: Path) -> tuple[int, int]:
 
 
 def write(folder: Path, family, config: TransformerConfig) -> int:
-    """A model folder of random bytes that are numbers; the bytes of its largest tensor."""
+    """A model folder of random bytes that are numbers; the bytes of its largest tensor, or of ours."""
     folder.mkdir()
     described = family.config_to_hf(config, max_position_embeddings=64, dtype="float32", eos_token_id=None)
     (folder / "config.json").write_text(json.dumps(described))
     tensors = {key: torch.rand(packed.shape) for key, packed in family.packed(config).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return max(tensor.nbytes for tensor in tensors.values())
+    of_ours = (4 * prod(shape) for shape in parameter_shapes(config).values())
+    return max(*(tensor.nbytes for tensor in tensors.values()), *of_ours)
 
 
 @pytest.mark.slow
