@@ -18,6 +18,7 @@ Komatsuzaki et al. 2022, "Sparse Upcycling", arXiv:2212.05055; He et al. 2024, "
 Mixture of Experts", arXiv:2410.07524.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -177,7 +178,7 @@ def _scale(linear: str, kind: str, config: TransformerConfig, how: Upcycling) ->
     if how.scaling == "exact":
         return a if linear == "down_proj" else 1.0
     three_factors = config.gate_activation is not None or config.activation == "squared_relu"
-    return a ** (1 / 3 if three_factors else 1 / 2)
+    return math.pow(a, 1 / 3 if three_factors else 1 / 2)
 
 
 def _total_weight(moe: MoEConfig) -> float:
