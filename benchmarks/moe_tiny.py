@@ -17,6 +17,7 @@ import os
 import sys
 from collections import defaultdict
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from megalith.resilience.launch import launch
 from megalith.storage import write_json_atomic
 from megalith.training.evaluation import evaluate
 from megalith.training.inference import load_model
+from megalith.training.resume import where_it_goes_on
 from megalith.training.tasks.conversion import upcycle_model
 from megalith.transformer.moe.router import TopKRouter
 from megalith.transformer.moe.routing import Routing
@@ -78,18 +80,19 @@ def _data(folder: Path) -> tuple[str, str]:
 def _result(folder: Path, seed: int, train: str, valid: str) -> Result:
     common = [f"data.train={train}", f"data.valid={valid}", f"train.seed={seed}", f"optim.decay_steps={_STEPS}"]
     experts, dense, upcycled = (folder / name for name in ("experts", "dense", "upcycled"))
-    half = ["train.micro_batch_size=4", f"run={experts}"]
-    _train(4, [*common, *half, "parallel.expert=2", f"train.steps={_STEPS_BEFORE_CHANGE}"], folder)
-    _train(4, [*common, *half, "parallel.expert=4", f"train.steps={_STEPS}"], folder)
-    _train(2, [*common, *_DENSE, "train.micro_batch_size=8", f"run={dense}", f"train.steps={_STEPS}"], folder)
+    half = "train.micro_batch_size=4"
+    _train(4, [*common, half, "parallel.expert=2", f"train.steps={_STEPS_BEFORE_CHANGE}"], experts)
+    _train(4, [*common, half, "parallel.expert=4", f"train.steps={_STEPS}"], experts)
+    _train(2, [*common, *_DENSE, "train.micro_batch_size=8", f"train.steps={_STEPS}"], dense)
     if not upcycled.exists():
         upcycle_model(dense, upcycled, _EXPERTS)
     (of_experts, violation), (of_dense, _), (of_upcycled, _) = (_held_out(run) for run in (experts, dense, upcycled))
     return Result(seed, of_experts, of_dense, violation, abs(of_upcycled - of_dense))
 
 
-def _train(num_ranks: int, overrides: list[str], folder: Path) -> None:
-    if code := launch(num_ranks, ["train", _RECIPE, *overrides], folder / "logs", lambda line: None):
+def _train(num_ranks: int, overrides: list[str], run: Path) -> None:
+    arguments, on = ["train", _RECIPE, *overrides, f"run={run}"], partial(where_it_goes_on, run / "checkpoints")
+    if code := launch(num_ranks, arguments, run.parent / "logs", print, goes_on=on):
         raise SystemExit(f"megalith train {_RECIPE} {' '.join(overrides)} ended with exit code {code}")
 
 
