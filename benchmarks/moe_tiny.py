@@ -15,7 +15,9 @@ a seed misses what the recipe is for. What is in FOLDER already is not trained a
 
 import os
 import sys
+from collections import defaultdict
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,12 @@ from torch import Tensor, nn
 
 from megalith.data.prepare import prepare
 from megalith.insight.corpus import split_by_file, standard_library_sources
+from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.resilience.launch import launch
 from megalith.storage import write_json_atomic
-from megalith.training.inference import evaluate_checkpoint, load_model
+from megalith.training.evaluation import evaluate
+from megalith.training.inference import load_model
+from megalith.training.resume import where_it_goes_on
 from megalith.training.tasks.conversion import upcycle_model
 from megalith.transformer.moe.router import TopKRouter
 from megalith.transformer.moe.routing import Routing
@@ -75,36 +80,43 @@ def _data(folder: Path) -> tuple[str, str]:
 def _result(folder: Path, seed: int, train: str, valid: str) -> Result:
     common = [f"data.train={train}", f"data.valid={valid}", f"train.seed={seed}", f"optim.decay_steps={_STEPS}"]
     experts, dense, upcycled = (folder / name for name in ("experts", "dense", "upcycled"))
-    half = ["train.micro_batch_size=4", f"run={experts}"]
-    _train(4, [*common, *half, "parallel.expert=2", f"train.steps={_STEPS_BEFORE_CHANGE}"], folder)
-    _train(4, [*common, *half, "parallel.expert=4", f"train.steps={_STEPS}"], folder)
-    _train(2, [*common, *_DENSE, "train.micro_batch_size=8", f"run={dense}", f"train.steps={_STEPS}"], folder)
+    half = "train.micro_batch_size=4"
+    _train(4, [*common, half, "parallel.expert=2", f"train.steps={_STEPS_BEFORE_CHANGE}"], experts)
+    _train(4, [*common, half, "parallel.expert=4", f"train.steps={_STEPS}"], experts)
+    _train(2, [*common, *_DENSE, "train.micro_batch_size=8", f"train.steps={_STEPS}"], dense)
     if not upcycled.exists():
         upcycle_model(dense, upcycled, _EXPERTS)
-    losses = [evaluate_checkpoint(run, None, _SAMPLES)[0].loss for run in (experts, dense, upcycled)]
-    return Result(seed, losses[0], losses[1], _violation(experts, valid), abs(losses[2] - losses[1]))
+    (of_experts, violation), (of_dense, _), (of_upcycled, _) = (_held_out(run) for run in (experts, dense, upcycled))
+    return Result(seed, of_experts, of_dense, violation, abs(of_upcycled - of_dense))
 
 
-def _train(num_ranks: int, overrides: list[str], folder: Path) -> None:
-    if code := launch(num_ranks, ["train", _RECIPE, *overrides], folder / "logs", lambda line: None):
+def _train(num_ranks: int, overrides: list[str], run: Path) -> None:
+    arguments, on = ["train", _RECIPE, *overrides, f"run={run}"], partial(where_it_goes_on, run / "checkpoints")
+    if code := launch(num_ranks, arguments, run.parent / "logs", print, goes_on=on):
         raise SystemExit(f"megalith train {_RECIPE} {' '.join(overrides)} ended with exit code {code}")
 
 
-def _violation(run: Path, valid: str) -> float:
-    """The largest over layers, of the loads on ``_SAMPLES`` held-out samples."""
-    loads: dict[int, Tensor] = {}
+def _held_out(run: Path) -> tuple[float, float]:
+    """The loss of ``run`` on ``_SAMPLES`` held-out samples, and the largest violation over its layers, 0 of none."""
+    trained, loads = load_model(run), defaultdict[nn.Module, Tensor](lambda: torch.zeros((), dtype=torch.int64))
 
     def add(router: nn.Module, _: Any, routing: Routing) -> None:
-        loads[id(router)] = loads.get(id(router), 0) + routing.tokens_per_expert
+        loads[router] = loads[router] + routing.tokens_per_expert
 
-    trained = load_model(run)
     for module in trained.model.modules():
         if isinstance(module, TopKRouter):
             module.register_forward_hook(add)
-    tokens = trained.task.valid_samples(valid)  # placeholder
-    with torch.no_grad():
-        trained.model(tokens)
-    return max(float(load.max() / load.double().mean() - 1) for load in loads.values())
+    samples = trained.task.evaluation_dataset(trained.config.data.valid_sets[""])
+    found = evaluate(
+        trained.task,
+        Pipeline([trained.model]),
+        samples,
+        trained.config.train.micro_batch_size,
+        options=trained.options,
+        device=trained.device,
+        max_samples=_SAMPLES,
+    )
+    return found.loss, max((float(load.max() / load.double().mean() - 1) for load in loads.values()), default=0.0)
 
 
 if __name__ == "__main__":
