@@ -41,4 +41,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
             }
         }
     },
+    "activations of experts and shared experts computed again": {
+        "model": {"moe": {"num_experts": 4, "shared_ffn_hidden_size": 16, "router": {"sequence_balance": 0.3}}},
+        "train": {"recompute": "selective", "recompute_modules": ["moe_act", "shared_experts"]},
+    },
+    "the mixture computed again": {
+        "model": {"moe": {"num_experts": 4, "router": {"sequence_balance": 0.3, "jitter": 0.1}}},
+        "train": {"recompute": "selective", "recompute_modules": ["moe"]},
+    },
 }

@@ -41,7 +41,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }
-CASES = [(option, layout) for option in OPTIONS for layout in LAYOUTS]
+# `make test` takes each option in one layout, in turn, beside the layouts of test_moe_layout_cover.py
+CASES = [
+    pytest.param(option, layout, marks=() if number * 2 % len(LAYOUTS) == place else pytest.mark.slow)
+    for number, option in enumerate(OPTIONS)
+    for place, layout in enumerate(LAYOUTS)
+]
 
 
 @pytest.mark.parametrize(("option", "layout"), CASES)

@@ -56,6 +56,10 @@ _ValidSets = Annotated[
 ]
 
 
+# names of Megatron's --recompute-modules, where it has one
+Recomputable = Literal["core_attn", "self_attn", "layernorm", "mlp", "mlp_act", "moe", "moe_act", "shared_experts"]
+
+
 class DataConfig(SettingsGroup):
     """What is read. Datasets are pairs of files PREFIX.bin and PREFIX.idx."""
 
@@ -165,12 +169,12 @@ class TrainConfig(SettingsGroup):
         default="none",
         description="activations computed again in backward: none, of whole layers, or those of recompute_modules",
     )
-    recompute_modules: tuple[Literal["core_attn", "self_attn", "layernorm", "mlp", "mlp_act"], ...] = Field(
+    recompute_modules: tuple[Recomputable, ...] = Field(
         default=("core_attn",),
         min_length=1,
         strict=False,
         description="what selective recomputation computes again in every layer: attention between its projections, or "
-        "with them, norms, the MLP, or its activation alone",
+        "with them, norms, the MLP, or its activation alone, the mixture of experts, its activation, or shared experts",
     )
     fused_linear_cross_entropy: bool = Field(
         default=False,

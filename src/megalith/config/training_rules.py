@@ -30,7 +30,7 @@ _WARMUP, _DECAY, _WSD_DECAY = "optim.warmup_steps", "optim.decay_steps", "optim.
 _FIRST_SCALE, _LEAST_SCALE = "precision.loss_scale.initial", "precision.loss_scale.minimum"
 _KEEP_BEST = "checkpoint.keep_best"
 _RECOMPUTED = "train.recompute_modules"
-_PART_OF = {"core_attn": "self_attn", "mlp_act": "mlp"}
+_PART_OF = {"core_attn": "self_attn", "mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
 _OUTPUTS = ("layernorm", "mlp_act")  # operations of which the output is discarded
 _BATCHES, _UNIT = "train.batch_size_schedule", "train.batch_size_schedule_unit"
 
