@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from megalith.config import MoEConfig, RunConfig, TransformerConfig, load_run, preset_names, recipe_names
+from megalith.config import (
+    MoEConfig,
+    RunConfig,
+    TransformerConfig,
+    batch_size_stages,
+    load_run,
+    preset_names,
+    recipe_names,
+)
 from megalith.config.layout import Layout
 from megalith.config.settings_tree import applied
 from megalith.errors import ConfigError
@@ -199,7 +207,7 @@ def holds(config: RunConfig, world_size: int) -> None:
         elif comparable_at(large.moe) == "equal numbers of them":
             assert of_one == together * row.get("replicate", 1) * row.get("shard", 1)
         else:
-            assert of_one == alone.train.global_batch_size
+            assert of_one == batch_size_stages(alone.train, SEQ_LENGTH)[0].global_batch_size
         if "tensor" in row:
             assert parallel.sequence == config.parallel.sequence
             shares = large.num_query_groups < tensor
