@@ -17,8 +17,11 @@ from torch.nn import functional
 from benchmarks.fusions.clock import Clock
 from benchmarks.rounds import Spread
 from megalith import fusions
-from megalith.fusions.formulas import attention, glu, norm, rope
-from megalith.fusions.paths.library import Operator
+from megalith.fusions.attention import formulas as attention
+from megalith.fusions.core.registration import Operator
+from megalith.fusions.gated import formulas as glu
+from megalith.fusions.norm import formulas as norm
+from megalith.fusions.rope import formulas as rope
 
 __all__ = ["as_markdown", "measure_calls"]
 

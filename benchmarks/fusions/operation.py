@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.fusions.cost import Cost
-from megalith.fusions.paths.default_paths import DEFAULT_PATHS
+from benchmarks.fusions.cost import Cost
+from megalith.fusions.core.registry import FUSIONS
 
 __all__ = ["BASE", "WITHOUT_COMPILER", "Inputs", "Operation", "outputs_of"]
 
@@ -59,7 +59,7 @@ class Operation:
     def contenders(self, device: str) -> dict[str, Call]:
         """By name: ours, by default and where no compiler is, torch eager and compiled, and the peers installed."""
         found: dict[str, Call] = {"Megalith": lambda **inputs: self.ours(**inputs)}
-        first, *others = DEFAULT_PATHS[self.fusion][device]
+        first, *others = FUSIONS[self.fusion].defaults[device]
         if first == "compile":
             found[WITHOUT_COMPILER] = lambda **inputs: self.ours(**inputs, backend=others[0])
         found |= {BASE: self.eager, "torch.compile": torch.compile(self.eager, dynamic=False)}

@@ -1,19 +1,15 @@
-"""The one list of operations."""
+"""The one list of operations: those of every file in ``operations/``."""
 
+import importlib
+import pkgutil
+
+from benchmarks.fusions import operations
 from benchmarks.fusions.operation import Operation
-from benchmarks.fusions.operations import (
-    activations,
-    attention,
-    casts,
-    experts,
-    losses,
-    norms,
-    residuals,
-    rotary,
-    routing,
-)
 
 __all__ = ["FAMILIES", "OPERATIONS"]
 
-FAMILIES = (activations, residuals, norms, rotary, attention, losses, routing, experts, casts)
+FAMILIES = tuple(
+    importlib.import_module(f"{operations.__name__}.{module.name}")
+    for module in pkgutil.iter_modules(operations.__path__)
+)
 OPERATIONS: dict[str, Operation] = {operation.name: operation for family in FAMILIES for operation in family.OPERATIONS}

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.fusions.cost import Cost
-from megalith.fusions.paths.backend import Backend, Fusion
+from benchmarks.fusions.cost import Cost
+from megalith.fusions.core.dispatch import Backend, Fusion
 from tests.accuracy import assert_accurate
 
 WIDTHS = (1, 7, 64, 127, 1000, 1536, 4096, 16385)
@@ -122,9 +122,10 @@ def in_float64(x: Tensor | None) -> Tensor | None:
 
 
 def all_cases() -> list[Case]:
-    """The ``CASES`` of every file in ``cases/``."""
-    files = sorted(file.stem for file in (Path(__file__).parent / "cases").glob("*.py"))
-    return [case for file in files for case in importlib.import_module(f"tests.fusions.cases.{file}").CASES]
+    """The ``CASES`` of every file ``cases_of_*.py`` of a family."""
+    files = sorted(Path(__file__).parent.glob("*/cases_of_*.py"), key=lambda file: file.stem)
+    modules = [importlib.import_module(f"tests.fusions.{file.parent.name}.{file.stem}") for file in files]
+    return [case for module in modules for case in module.CASES]
 
 
 def first_of_each_operation() -> list[Case]:

@@ -13,7 +13,6 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from megalith.errors import BackendError
-from megalith.fusions.paths.default_paths import DEFAULT_PATHS
 from tests.fusions.harness import SAMPLE, Case, Inputs, all_cases, as_tuple, first_of_each_operation
 from tests.fusions.observe import operator_calls, saved_bytes
 from tests.kernel_reports import in_interpreter, traffic
@@ -24,7 +23,7 @@ FIRST = first_of_each_operation()
 OURS = ("triton", "blocked")  # the paths with an operator of ours
 EAGER = (*OURS, "aten", "reference")
 CaseAndPath = tuple[Case, str]
-COMPILED = [case for case in CASES if "compile" in DEFAULT_PATHS[case.fusion.name]["cpu"]]  # by default
+COMPILED = [case for case in CASES if "compile" in case.fusion.defaults.get("cpu", ())]  # by default
 
 
 def of_each_operation(pair: CaseAndPath) -> set[Hashable]:
@@ -296,6 +295,6 @@ def test_what_is_kept_for_backward_is_what_the_table_says(case, path, device):
 
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_every_operation_has_a_default_on_every_device_that_it_can_take(case):
-    defaults = DEFAULT_PATHS[case.fusion.name]
+    defaults = case.fusion.defaults
     assert {"cpu", "cuda"} <= defaults.keys()
     assert {path for ranked in defaults.values() for path in ranked} <= case.fusion.paths.keys()

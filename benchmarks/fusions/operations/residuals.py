@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.fusions import cost
 from benchmarks.fusions.operation import Call, Inputs, Operation
 from megalith import fusions
-from megalith.fusions import cost
 
 __all__ = ["OPERATIONS"]
 

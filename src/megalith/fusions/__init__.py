@@ -1,20 +1,43 @@
-"""Fused operations: tensor functions that know no model and no config. Every public name is importable from here."""
+"""Fused operations: tensor functions that know no model and no config. Every public name is importable from here.
 
-from megalith.fusions.aux_loss_scores import compute_routing_scores_for_aux_loss
-from megalith.fusions.explain import explain
-from megalith.fusions.formulas.activations import Activation
-from megalith.fusions.formulas.attention import merge_attention, sink_correction
-from megalith.fusions.formulas.quantized import Quantized, dequantize
-from megalith.fusions.formulas.rope_tables import (
-    llama3_rope_frequencies,
-    positions_from_cu_seqlens,
-    rope_cos_sin,
-    rope_frequencies,
-    yarn_concentration,
-    yarn_cos_sin,
-    yarn_rope_frequencies,
-)
-from megalith.fusions.formulas.rotation import Layout
+Norms             fused_layer_norm, fused_rms_norm, FusedLayerNorm, FusedRMSNorm;
+                  fused_add_norm, of bias, dropout and residual in the same pass
+Gated units       glu, glu_float8, glu_back, Activation;
+  SwiGLU          bias_swiglu_impl, weighted_bias_swiglu_impl; swiglu, bias_swiglu, weighted_swiglu, clamped_swiglu,
+                  bias_clamped_swiglu and clamped_weighted_swiglu, each with its _back; SwiGLUFunction,
+                  BiasSwiGLUFunction, WeightedSwiGLUFunction
+  GEGLU           bias_geglu_impl; geglu, bias_geglu, each with its _back; GeGLUFunction, BiasGeGLUFunction
+  quick GEGLU     weighted_bias_quick_geglu_impl; quick_gelu; quick_geglu, weighted_quick_geglu and
+                  weighted_bias_quick_geglu, each with its _back; WeightedQuickGeGLUFunction,
+                  WeightedBiasQuickGeGLUFunction
+Activations       bias_gelu_impl, bias_gelu, bias_gelu_back, GeLUFunction; weighted_squared_relu_impl,
+                  weighted_squared_relu, weighted_squared_relu_back, WeightedSquaredReLUFunction
+Attention         fused_attention; merge_attention and sink_correction, which join its parts
+Softmax           masked_softmax, FusedScaleMaskSoftmax, AttnMaskType, SoftmaxOne, ScaledSoftmax, ScaledMaskedSoftmax,
+                  ScaledUpperTriangMaskedSoftmax
+Cross entropy     fused_vocab_parallel_cross_entropy, fused_linear_cross_entropy; in two collectives:
+                  calculate_logits_max, calculate_predicted_logits, calculate_cross_entropy_loss, calculate_gradients
+Rotary positions  fused_rope, Layout; fused_apply_mla_rope_for_q, fused_apply_mla_rope_for_kv, ApplyMLARotaryEmbQ,
+                  ApplyMLARotaryEmbKV; tables: rope_cos_sin, rope_frequencies, llama3_rope_frequencies,
+                  yarn_rope_frequencies, yarn_cos_sin, yarn_concentration, positions_from_cu_seqlens
+Routing           fused_topk_router, Routing, topk_routing_with_score_function, compute_routing_scores_for_aux_loss;
+                  fused_indices_to_multihot, fused_multihot_to_indices, IndicesToMultihot
+Experts           permute, unpermute, permute_by, row_map, RowMap, fused_pad_routing_map, grouped_matmul
+Residual          bias_dropout_add_fused_train, bias_dropout_add_fused_inference, bias_dropout_add_unfused,
+                  get_bias_dropout_add
+8 and 4 bits      quantize, dequantize, Quantized
+Optimizer         fused_adamw_
+Paths             Backend, use, explain
+
+Each takes ``backend=``; ``explain()`` says what each takes without it.
+"""
+
+from megalith.fusions.attention.formulas import merge_attention, sink_correction
+from megalith.fusions.core.activations import Activation
+from megalith.fusions.core.dispatch import Backend, use
+from megalith.fusions.core.explain import explain
+from megalith.fusions.experts.grouped_matmul import grouped_matmul
+from megalith.fusions.experts.row_map import RowMap, row_map
 from megalith.fusions.fused_adamw import fused_adamw_
 from megalith.fusions.fused_add_norm import fused_add_norm
 from megalith.fusions.fused_attention import fused_attention
@@ -43,19 +66,20 @@ from megalith.fusions.fused_bias_geglu import (
     weighted_quick_geglu,
     weighted_quick_geglu_back,
 )
-from megalith.fusions.fused_bias_gelu import (
-    GeLUFunction,
-    bias_gelu,
-    bias_gelu_back,
-    bias_gelu_impl,
-)
+from megalith.fusions.fused_bias_gelu import GeLUFunction, bias_gelu, bias_gelu_back, bias_gelu_impl
 from megalith.fusions.fused_bias_swiglu import (
     BiasSwiGLUFunction,
     SwiGLUFunction,
     WeightedSwiGLUFunction,
+    bias_clamped_swiglu,
+    bias_clamped_swiglu_back,
     bias_swiglu,
     bias_swiglu_back,
     bias_swiglu_impl,
+    clamped_swiglu,
+    clamped_swiglu_back,
+    clamped_weighted_swiglu,
+    clamped_weighted_swiglu_back,
     swiglu,
     swiglu_back,
     weighted_bias_swiglu_impl,
@@ -101,12 +125,21 @@ from megalith.fusions.fused_weighted_squared_relu import (
     weighted_squared_relu_back,
     weighted_squared_relu_impl,
 )
-from megalith.fusions.glu import glu, glu_back
-from megalith.fusions.glu_float8 import glu_float8
-from megalith.fusions.grouped_matmul import grouped_matmul
-from megalith.fusions.paths.backend import Backend, use
-from megalith.fusions.row_map import RowMap, row_map
-from megalith.fusions.softmax import masked_softmax
+from megalith.fusions.gated.glu import glu, glu_back
+from megalith.fusions.gated.glu_float8 import glu_float8
+from megalith.fusions.quantization.quantized import Quantized, dequantize
+from megalith.fusions.rope.rotation import Layout
+from megalith.fusions.rope.tables import (
+    llama3_rope_frequencies,
+    positions_from_cu_seqlens,
+    rope_cos_sin,
+    rope_frequencies,
+    yarn_concentration,
+    yarn_cos_sin,
+    yarn_rope_frequencies,
+)
+from megalith.fusions.routing.aux_loss_scores import compute_routing_scores_for_aux_loss
+from megalith.fusions.softmax.masked_softmax import masked_softmax
 
 __all__ = [
     "Activation",
@@ -135,6 +168,8 @@ __all__ = [
     "WeightedQuickGeGLUFunction",
     "WeightedSquaredReLUFunction",
     "WeightedSwiGLUFunction",
+    "bias_clamped_swiglu",
+    "bias_clamped_swiglu_back",
     "bias_dropout_add_fused_inference",
     "bias_dropout_add_fused_train",
     "bias_dropout_add_unfused",
@@ -151,6 +186,10 @@ __all__ = [
     "calculate_gradients",
     "calculate_logits_max",
     "calculate_predicted_logits",
+    "clamped_swiglu",
+    "clamped_swiglu_back",
+    "clamped_weighted_swiglu",
+    "clamped_weighted_swiglu_back",
     "compute_routing_scores_for_aux_loss",
     "dequantize",
     "explain",

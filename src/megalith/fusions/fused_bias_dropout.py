@@ -1,127 +1,15 @@
-"""Bias, dropout and residual in one pass; the mask is computed again in backward, and never stored.
+"""Bias, dropout and residual in one pass; the mask is computed again in backward, and never stored."""
 
-    y         = residual + (x + bias) * m        m = keep / (1 - p), keep with probability 1 - p
-    dx        = dy * m
-    dbias     = sum over T of dx
-    dresidual = dy, the same tensor; dx too, where p = 0 and x has the dtype of residual
-
-The mask is that of ``megalith.numerics.dropout``: a Philox word for each pair of token and feature, so that it does not
-depend on the layout of ranks, the path, or recomputation. Srivastava et al. 2014, "Dropout".
-
-T tokens (leading dimensions flattened), H hidden size. Saved for backward: the key, 8 bytes, and the ids of tokens, 8T.
-Floor: forward 3TH elements, backward 2TH (none at p = 0; TH for dbias alone), and 8T bytes of token ids each.
-"""
-
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.formulas.bias_dropout import blocked, compiled, reference
-from megalith.fusions.formulas.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.formulas.dropout_mask import mask_operands
-from megalith.fusions.formulas.rows import as_rows, in_shape
-from megalith.fusions.paths.backend import Backend, Fusion
-from megalith.numerics.dropout import DropoutKey
+from megalith.fusions.residual.bias_dropout import (
+    bias_dropout_add_fused_inference,
+    bias_dropout_add_fused_train,
+    bias_dropout_add_unfused,
+    get_bias_dropout_add,
+)
 
 __all__ = [
-    "FUSION",
     "bias_dropout_add_fused_inference",
     "bias_dropout_add_fused_train",
     "bias_dropout_add_unfused",
     "get_bias_dropout_add",
 ]
-
-XWithBias = tuple[Tensor, Tensor | None]
-
-
-def bias_dropout_add_fused_train(
-    x_with_bias: XWithBias,
-    residual: Tensor,
-    prob: float,
-    *,
-    key: DropoutKey | None = None,
-    feature_offset: int = 0,
-    backend: Backend | None = None,
-) -> Tensor:
-    """``residual + dropout(x + bias)``.
-
-    Args:
-        x_with_bias: x [..., H] and bias [H] or None: what a linear layer returns that leaves its bias to the next.
-        residual: [..., H]; x and bias are cast up to it, so a stream kept in float32 stays there.
-        prob: of an element to be dropped, in [0, 1).
-        key: what decides the mask: seed, step, site, and one token id for each row, of the shape of x without its last
-            dimension. Without one, a key is drawn from torch's generator of the device, and rows count as tokens:
-            torch.manual_seed repeats the mask, ``torch.utils.checkpoint`` recomputes it, but another layout of ranks
-            has another mask, and ranks with generators alike have masks alike.
-        feature_offset: where the features of this rank begin among all of them, for a tensor-parallel shard.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
-
-    Returns:
-        [..., H] in the dtype of ``residual``.
-
-    Raises:
-        ShapeError: the tensors, or the token ids, do not fit together.
-        ConfigError: a probability outside [0, 1), or a negative offset.
-        BackendError: ``backend`` cannot run on ``x``.
-    """
-    x, bias = x_with_bias
-    _check(x, bias, residual, prob, feature_offset)
-    compute = FUSION.path(x if x.dtype == torch.float64 else residual, backend)
-    words, tokens, site = mask_operands(key, x) if prob else (None, None, 0)
-    y = compute(as_rows(x), bias, as_rows(residual), words, tokens, site, float(prob), feature_offset)
-    return in_shape(y, residual.shape)
-
-
-def bias_dropout_add_fused_inference(
-    x_with_bias: XWithBias, residual: Tensor, prob: float, *, backend: Backend | None = None
-) -> Tensor:
-    """``residual + x + bias``, of which nothing is dropped; ``prob`` is checked all the same.
-
-    Shapes, dtypes and errors are those of ``bias_dropout_add_fused_train``. It writes fresh memory, also without grad.
-    """
-    _check(*x_with_bias, residual, prob, 0)
-    return bias_dropout_add_fused_train(x_with_bias, residual, 0.0, backend=backend)
-
-
-def bias_dropout_add_unfused(training: bool) -> Callable[..., Tensor]:
-    """The same operation in plain torch, on every device: ``backend="reference"``, with the same mask and numerics."""
-    return partial(bias_dropout_add_fused_train if training else bias_dropout_add_fused_inference, backend="reference")
-
-
-def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """The function of ``(x_with_bias, residual, prob)`` to call; for training it also takes ``key`` and its kin."""
-    if not fused:
-        return bias_dropout_add_unfused(training)
-    return bias_dropout_add_fused_train if training else bias_dropout_add_fused_inference
-
-
-def _triton(*inputs: Any) -> Tensor:
-    from megalith.fusions.kernels.bias_dropout import op
-
-    return op(*inputs)
-
-
-_PATHS: Mapping[Backend, Callable[..., Tensor]] = {
-    "triton": _triton,
-    "compile": compiled,
-    "blocked": blocked,
-    "reference": reference,
-}
-FUSION = Fusion("bias_dropout_add", _PATHS)
-
-
-def _check(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float, feature_offset: int) -> None:
-    if not 0.0 <= prob < 1.0:
-        raise ConfigError(f"prob must be in [0, 1), the share of elements to drop; got {prob}")
-    if feature_offset < 0:
-        raise ConfigError(f"feature_offset must be 0 or more, where this rank's features begin; got {feature_offset}")
-    check_floating(x=x, bias=bias, residual=residual)
-    check_one_device(x=x, bias=bias, residual=residual)
-    if x.dim() == 0:
-        raise ShapeError("x must be [..., H]; got a tensor without dimensions")
-    check_shape("residual", residual, x.shape, "as x")
-    check_shape("bias", bias, x.shape[-1:], "one for each feature of x")

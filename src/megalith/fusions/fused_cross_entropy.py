@@ -1,119 +1,17 @@
-"""Cross entropy of logits whose vocabulary may be split over ranks: one pass and one collective forward, one pass back.
+"""Cross entropy of logits whose vocabulary may be split over ranks."""
 
-    ce   = lse - x_y                        lse = log sum over v of exp(x_v), x = softcap * tanh(logits / softcap)
-    loss = (1 - a) ce + a (lse - sum over v of x_v / V) + z lse^2
-    dx_v = dloss (p_v (1 + 2 z lse) - (1 - a) [v = y] - a / V)         p = softmax(x), a = label_smoothing, z = z_loss
-
-Each rank reads its logits once, and says of every row the largest other logit, the sum of exponentials without the
-target, and the target's logit; these few numbers are gathered. The target enters last, so tiny losses and the target's
-gradient keep all digits of float32 (``formulas.cross_entropy``). Smoothing: Szegedy et al. 2015, arXiv:1512.00567;
-z-loss: Chowdhery et al. 2022, "PaLM", arXiv:2204.02311; softcap: Gemma Team 2024, "Gemma 2", arXiv:2408.00118.
-
-T tokens (leading dimensions flattened), V vocabulary. Saved for backward: the logits as they came, 12T bytes of
-statistics and the targets. Floor: forward TV/tp elements, backward 2TV/tp: 6 bytes per logit in 16 bits.
-"""
-
-from collections.abc import Mapping
-from typing import Any
-
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
-from megalith.errors import ShapeError
-from megalith.fusions.formulas.checks import check_floating, check_one_device
-from megalith.fusions.formulas.cross_entropy import reference
-from megalith.fusions.formulas.cross_entropy_blocked import blocked, compiled
-from megalith.fusions.formulas.cross_entropy_options import Smoothing, check_target, part_of_rank, terms_of
-from megalith.fusions.formulas.cross_entropy_steps import Steps, loss_of_parts
-from megalith.fusions.formulas.rows import as_rows, in_shape
-from megalith.fusions.formulas.two_collective_cross_entropy import (
+from megalith.fusions.cross_entropy.vocab_parallel import (
     calculate_cross_entropy_loss,
     calculate_gradients,
     calculate_logits_max,
     calculate_predicted_logits,
+    fused_vocab_parallel_cross_entropy,
 )
-from megalith.fusions.paths.backend import Backend, Fusion
 
 __all__ = [
-    "FUSION",
     "calculate_cross_entropy_loss",
     "calculate_gradients",
     "calculate_logits_max",
     "calculate_predicted_logits",
     "fused_vocab_parallel_cross_entropy",
 ]
-
-
-def fused_vocab_parallel_cross_entropy(
-    vocab_parallel_logits: Tensor,
-    target: Tensor,
-    tp_group: ProcessGroup | None = None,
-    *,
-    label_smoothing: float = 0.0,
-    smoothing: Smoothing = "torch",
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    ignore_index: int | None = -100,
-    vocab_size: int | None = None,
-    vocab_start: int | None = None,
-    backend: Backend | None = None,
-) -> Tensor:
-    """The loss of every token, equal on all ranks of ``tp_group``; no rank holds a whole row of logits.
-
-    Args:
-        vocab_parallel_logits: [..., V/tp], this rank's part, floating; rows may be strided.
-        target: int64 [...], the word of each row, in [0, V). The loss and gradient of another, but ``ignore_index``,
-            are NaN: to look for one would make the host wait for the device.
-        tp_group: the ranks that share the vocabulary; None for one rank.
-        label_smoothing: the share of the target that all words get, in [0, 1].
-        smoothing: who shares it: "torch", all V words, as torch.nn.functional.cross_entropy has it; "nemo", the V - 1
-            other words, as Megatron does on one rank.
-        z_loss: the weight of lse^2, which keeps logits from drifting; 0 for none.
-        softcap: the bound that logits approach as softcap * tanh(x / softcap); None for none.
-        ignore_index: rows of this target have loss 0 and gradient 0, whatever their logits; None: no row.
-        vocab_size: V, where the columns of all ranks are more, for padding, or not equally many; by default, all of
-            them. Padding, at the end, has no probability and gradient 0.
-        vocab_start: the word of the first column; by default as torch.chunk splits V, or as an even split of the padded
-            vocabulary does.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
-
-    Returns:
-        [...] in float32, or float64 for float64 logits.
-
-    Raises:
-        ShapeError: the tensors do not fit together, or are not this rank's part of the vocabulary.
-        ConfigError: an option out of its range.
-        BackendError: ``backend`` cannot run on the logits.
-    """
-    check_floating(vocab_parallel_logits=vocab_parallel_logits)
-    check_one_device(vocab_parallel_logits=vocab_parallel_logits, target=target)
-    if vocab_parallel_logits.dim() == 0:
-        raise ShapeError("vocab_parallel_logits must be [..., V/tp], a logit for each word; got []")
-    check_target(target, vocab_parallel_logits.shape[:-1], "vocab_parallel_logits")
-    num_columns = vocab_parallel_logits.shape[-1]
-    part = part_of_rank(num_columns, tp_group, vocab_size, vocab_start, softcap, ignore_index)
-    terms = terms_of(label_smoothing, smoothing, z_loss, part.vocab_size)
-    steps = FUSION.path(vocab_parallel_logits, backend)
-    loss = loss_of_parts(steps, (as_rows(vocab_parallel_logits),), target.reshape(-1), tp_group, part, terms)
-    return in_shape(loss, target.shape)
-
-
-def _triton_statistics(*inputs: Any) -> Tensor:
-    from megalith.fusions.kernels.cross_entropy import STEPS
-
-    return STEPS.statistics(*inputs)
-
-
-def _triton_loss(*inputs: Any) -> Tensor:
-    from megalith.fusions.kernels.cross_entropy import STEPS
-
-    return STEPS.loss(*inputs)
-
-
-_PATHS: Mapping[Backend, Steps] = {
-    "triton": Steps(_triton_statistics, _triton_loss),
-    "compile": compiled,
-    "blocked": blocked,
-    "reference": reference,
-}
-FUSION = Fusion("vocab_parallel_cross_entropy", _PATHS)

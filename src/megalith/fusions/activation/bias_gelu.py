@@ -1,0 +1,104 @@
+"""GELU of an input with its bias; the bias has its gradient in the same pass.
+
+    a     = x + bias
+    y     = gelu(a)         a s(2 u), u = sqrt(2/pi) (a + 0.044715 a^3), in the tanh form; a Phi(a) in the exact one
+    dx    = dy * gelu'(a)
+    dbias = sum over T of dx
+
+Hendrycks and Gimpel 2016, "Gaussian Error Linear Units (GELUs)", arXiv:1606.08415; s = sigmoid, Phi the cumulative
+normal distribution. The tanh form is that of GPT-2.
+
+T tokens (leading dimensions flattened), F ffn hidden size. Saved for backward: x and bias.
+Floor: forward 2TF elements, backward 3TF.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.activation.bias_gelu_formulas import blocked, compiled, gradient_of, reference
+from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.core.dispatch import Backend, Fusion
+from megalith.fusions.core.registry import registered
+from megalith.fusions.core.rows import as_rows, in_shape
+
+__all__ = ["FUSION", "Approximate", "GeLUFunction", "bias_gelu", "bias_gelu_back", "bias_gelu_impl"]
+
+Approximate = Literal["tanh", "none"]
+_ACTIVATIONS = {"tanh": "gelu_tanh", "none": "gelu"}
+
+
+def bias_gelu_impl(
+    input: Tensor, bias: Tensor | None, *, approximate: Approximate = "tanh", backend: Backend | None = None
+) -> Tensor:
+    """``gelu(input + bias)``, by default in the tanh form.
+
+    Args:
+        input: [..., F], floating; rows may be strided.
+        bias: [F], or None.
+        approximate: "tanh", or "none" for the exact form, which differs by up to 5e-4: part of what is computed.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Returns:
+        [..., F] in the dtype of ``input``.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+        ConfigError: an unknown form.
+        BackendError: ``backend`` cannot run on ``input``.
+    """
+    activation = _check(input, bias, approximate)
+    compute = FUSION.path(input, backend)
+    return in_shape(compute(as_rows(input), bias, activation), input.shape)
+
+
+class GeLUFunction:
+    """``apply`` is ``bias_gelu_impl``, under the name that the field knows."""
+
+    apply = staticmethod(bias_gelu_impl)
+
+
+def bias_gelu(bias: Tensor | None, y: Tensor, *, approximate: Approximate = "tanh") -> Tensor:
+    """Reference forward of ``y`` [..., F], the bias first; in the dtype of ``y``."""
+    return reference(y, bias, _check(y, bias, approximate))
+
+
+@torch.no_grad()
+def bias_gelu_back(g: Tensor, bias: Tensor | None, y: Tensor, *, approximate: Approximate = "tanh") -> Tensor:
+    """Reference backward: the gradient of ``y`` [..., F], of the upstream ``g``; that of ``bias`` is its sum.
+
+    It is numbers: nothing is differentiated through it.
+    """
+    activation = _check(y, bias, approximate)
+    check_shape("g", g, y.shape, "as y")
+    return gradient_of(g, y, bias, activation).to(y.dtype)
+
+
+def _triton(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    from megalith.fusions.activation.kernels.bias_gelu import op
+
+    return op(x, bias, activation)
+
+
+_PATHS: Mapping[Backend, Callable[[Tensor, Tensor | None, str], Tensor]] = {
+    "triton": _triton,
+    "compile": compiled,
+    "blocked": blocked,
+    "reference": reference,
+}
+FUSION = registered(Fusion("bias_gelu", _PATHS, defaults={"cuda": ("triton",), "cpu": ("compile", "blocked")}))
+
+
+def _check(input: Tensor, bias: Tensor | None, approximate: str) -> str:
+    """The activation that ``approximate`` stands for."""
+    if approximate not in _ACTIVATIONS:
+        raise ConfigError(f'approximate must be "tanh" or "none"; got {approximate!r}')
+    check_floating(input=input, bias=bias)
+    check_one_device(input=input, bias=bias)
+    if input.dim() == 0:
+        raise ShapeError("input must be [..., F]; got a tensor without dimensions")
+    check_shape("bias", bias, input.shape[-1:], "one for each column of input")
+    return _ACTIVATIONS[approximate]

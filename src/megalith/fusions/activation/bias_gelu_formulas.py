@@ -1,0 +1,66 @@
+"""Formulas of ``bias_gelu``, whose head states them; T tokens, F ffn hidden size."""
+
+from torch import Tensor
+
+from megalith.fusions.core.activations import activate, activation_back, check_activation
+from megalith.fusions.core.registration import Operator, gradients_like
+from megalith.fusions.core.row_wise import Runner, register_row_wise
+from megalith.fusions.core.rows import wide
+
+__all__ = ["OPERATOR", "blocked", "compiled", "gradient_of", "gradients", "outputs", "reference"]
+
+
+def reference(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """y [..., F], rounded."""
+    return activate(_biased(x, bias), activation).to(x.dtype)
+
+
+def gradient_of(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None) -> Tensor:
+    """dx [..., F], not yet rounded; it may go into ``out``."""
+    a = _biased(x, bias)
+    return activation_back(dy.to(a.dtype), a, activation, out)
+
+
+def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
+    acc = wide(x.dtype)
+    return x.to(acc) if bias is None else x.to(acc) + bias.to(acc)
+
+
+def outputs(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """Memory for y [T, F]."""
+    check_activation(activation)
+    return x.new_empty(x.shape)
+
+
+def gradients(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    """Memory for dx [T, F] and dbias [F], which is empty without a bias."""
+    dx, dbias = gradients_like(x, bias)
+    return dx, dbias
+
+
+OPERATOR = Operator(outputs, gradients, of=("x", "bias"))
+
+
+def _forward(run: Runner, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    y = outputs(x, bias, activation)
+
+    def formula(x: Tensor, out: list[Tensor | None]) -> tuple[Tensor]:
+        return (activate(_biased(x, bias), activation),)
+
+    run.widened_by_blocks(formula, (x,), (y,), acc=wide(x.dtype))
+    return y
+
+
+def _backward(run: Runner, dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    dx, dbias = gradients(dy, x, bias, activation)
+    total = dbias.zero_().to(wide(dbias.dtype))
+
+    def formula(dy: Tensor, x: Tensor, out: list[Tensor | None]) -> tuple[Tensor, ...]:
+        dx = gradient_of(dy, x, bias, activation, *out)
+        return (dx,) if bias is None else (dx, dx.sum(dim=0))
+
+    run.widened_by_blocks(formula, (dy, x), (dx,), () if bias is None else (total,), acc=wide(x.dtype))
+    return dx, total.to(dbias.dtype)
+
+
+blocked, compiled = register_row_wise(OPERATOR, "bias_gelu", _forward, _backward)

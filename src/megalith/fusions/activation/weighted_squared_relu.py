@@ -1,0 +1,79 @@
+"""Squared ReLU scaled by one weight per token; forward and backward are one pass each.
+
+    y  = relu(x)^2 * w
+    dx = 2 * dy * w * relu(x)
+    dw = sum over F of dy * relu(x)^2
+
+Squared ReLU: So et al. 2021, "Primer", arXiv:2109.08668. The weight is the router's probability for the token.
+
+T tokens (leading dimensions flattened), F ffn hidden size. Saved for backward: x and w.
+Floor: forward 2TF elements of x and 4T bytes, backward 3TF elements and 8T bytes (w in float32).
+"""
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from megalith.fusions.activation.weighted_squared_relu_formulas import (
+    blocked,
+    compiled,
+    weighted_squared_relu,
+    weighted_squared_relu_back,
+)
+from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.core.dispatch import Backend, Fusion
+from megalith.fusions.core.registry import registered
+from megalith.fusions.core.rows import as_rows, in_shape
+
+__all__ = [
+    "FUSION",
+    "WeightedSquaredReLUFunction",
+    "weighted_squared_relu",
+    "weighted_squared_relu_back",
+    "weighted_squared_relu_impl",
+]
+
+
+def weighted_squared_relu_impl(input: Tensor, weights: Tensor, backend: Backend | None = None) -> Tensor:
+    """``relu(input)^2 * weights``, one weight per token.
+
+    Args:
+        input: [..., F], floating; rows may be strided.
+        weights: [..., 1], same leading sizes and device; often float32 while ``input`` is bfloat16.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Returns:
+        [..., F] in the dtype of ``input``.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+        BackendError: ``backend`` cannot run on ``input``.
+    """
+    check_floating(input=input, weights=weights)
+    check_one_device(input=input, weights=weights)
+    check_shape("weights", weights, (*input.shape[:-1], 1), f"one for each token of input {list(input.shape)}")
+    compute = FUSION.path(input, backend)
+    return in_shape(compute(as_rows(input), as_rows(weights)), input.shape)
+
+
+class WeightedSquaredReLUFunction:
+    """``apply`` is ``weighted_squared_relu_impl``, under the name that the field knows."""
+
+    apply = staticmethod(weighted_squared_relu_impl)
+
+
+def _triton(x: Tensor, weights: Tensor) -> Tensor:
+    from megalith.fusions.activation.kernels.weighted_squared_relu import op
+
+    return op(x, weights)
+
+
+_PATHS: Mapping[Backend, Callable[[Tensor, Tensor], Tensor]] = {
+    "triton": _triton,
+    "compile": compiled,
+    "blocked": blocked,
+    "reference": weighted_squared_relu,
+}
+FUSION = registered(
+    Fusion("weighted_squared_relu", _PATHS, defaults={"cuda": ("triton",), "cpu": ("compile", "blocked")})
+)

@@ -1,0 +1,1 @@
+"""One AdamW update of many tensors."""

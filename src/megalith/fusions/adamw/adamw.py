@@ -1,0 +1,156 @@
+"""AdamW over many tensors in one launch: weights, moments and the copy of weights that a model computes with.
+
+    g = scale * grad          m = b1 m + (1 - b1) g          v = b2 v + (1 - b2) g^2
+    w = (1 - lr * decay) w - lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)          param = nearest(w)
+
+Loshchilov and Hutter 2017, "Decoupled Weight Decay Regularization", arXiv:1711.05101. w are the float32 masters, or the
+params themselves where there are none.
+
+Floor: 30 bytes a parameter of bfloat16 with float32 gradients (4 + 12 read, 12 + 2 written, with its master), 28 of
+float32 without a master. Nothing is saved: there is no gradient.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.adamw.formulas import aten, reference
+from megalith.fusions.core.dispatch import Backend, Fusion
+from megalith.fusions.core.registry import registered
+
+__all__ = ["FUSION", "fused_adamw_"]
+
+Update = Callable[..., None]
+
+
+def fused_adamw_(
+    params: Sequence[Tensor],
+    masters: Sequence[Tensor] | None,
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float,
+    step: int,
+    grad_scale: Tensor | None = None,
+    found_nonfinite: Tensor | None = None,
+    backend: Backend | None = None,
+) -> None:
+    """Makes one update of ``params``, ``masters``, ``exp_avgs`` and ``exp_avg_sqs``, in place.
+
+    Every list has a tensor for each parameter, of its shape; a list has one dtype, and all are on one device. Nothing
+    waits for the device.
+
+    Args:
+        params: contiguous; float32 or float64, or with masters any floating dtype.
+        masters: the weights that are updated, in float32 or float64, and then rounded to ``params``; None: params.
+        grads: floating; may be strided.
+        exp_avgs: first moments, contiguous, in the dtype of the weights; zeros before the first step.
+        exp_avg_sqs: second moments, likewise. In 16 bits they would stand still: 0.1 % of them is less than a rounding.
+        lr: the learning rate, by which decay is multiplied too.
+        betas: how much of each moment stays.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled.
+        step: the number of this update, from 1; one that ``found_nonfinite`` has stopped does not count.
+        grad_scale: one float, on the device: what gradients are multiplied by, to clip them or to undo a loss scale.
+        found_nonfinite: one number, on the device: unless it is 0, nothing is written.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Raises:
+        ShapeError: tensors do not fit together, or a list has several dtypes.
+        ConfigError: a setting is out of range.
+        BackendError: ``backend`` cannot run on the weights.
+    """
+    weights, copies = (params, []) if masters is None else (masters, params)
+    _check_settings(lr, betas, eps, weight_decay, step)
+    _check_tensors(params, masters, grads, exp_avgs, exp_avg_sqs, grad_scale, found_nonfinite)
+    if not weights:
+        return
+    update = FUSION.path(weights[0], backend)
+    with torch.no_grad():
+        scale = None if grad_scale is None else grad_scale.to(weights[0].dtype).reshape(())
+        stop = None if found_nonfinite is None else found_nonfinite.reshape(()).ne(0).float()
+        lists = [list(tensors) for tensors in (weights, copies, grads, exp_avgs, exp_avg_sqs)]
+        update(*lists, [lr, *betas, eps, weight_decay, float(step)], scale, stop)
+
+
+def _triton(*inputs: Any) -> None:
+    from megalith.fusions.adamw.kernels.adamw import op
+
+    op(*inputs)
+
+
+_PATHS: Mapping[Backend, Update] = {"triton": _triton, "aten": aten, "reference": reference}
+FUSION = registered(Fusion("adamw", _PATHS, defaults={"cuda": ("triton",), "cpu": ("aten",)}))
+
+
+def _check_settings(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int) -> None:
+    for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
+        if not value >= 0.0:
+            raise ConfigError(f"{name} must be 0 or more; got {value}")
+    if not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ConfigError(f"betas must be two numbers from 0 to below 1; got {betas}")
+    if step < 1:
+        raise ConfigError(f"step must be the number of this update, from 1; got {step}")
+
+
+def _check_tensors(
+    params: Sequence[Tensor],
+    masters: Sequence[Tensor] | None,
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    grad_scale: Tensor | None,
+    found_nonfinite: Tensor | None,
+) -> None:
+    written = {"params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    if masters is not None:
+        written["masters"] = masters
+    for name, tensors in {**written, "grads": grads}.items():
+        _check_list(name, tensors, params)
+        for i, tensor in enumerate(tensors if name in written else ()):
+            if not tensor.is_contiguous():
+                raise ShapeError(
+                    f"{name}[{i}] must be contiguous, for it is written as it lies in memory; got strides "
+                    f"{tensor.stride()} of {list(tensor.shape)}; keep it as tensor.contiguous()"
+                )
+    if params:
+        weights = params if masters is None else masters
+        _check_dtypes(weights[0].dtype, masters is None, {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs})
+    for name, scalar in {"grad_scale": grad_scale, "found_nonfinite": found_nonfinite}.items():
+        if scalar is not None and params and (scalar.numel() != 1 or scalar.device != params[0].device):
+            raise ShapeError(
+                f"{name} must be one number on {params[0].device}, where params are; "
+                f"got {list(scalar.shape)} on {scalar.device}"
+            )
+
+
+def _check_list(name: str, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+    if len(tensors) != len(params):
+        raise ShapeError(f"{name} must have a tensor for each of {len(params)} params; got {len(tensors)}")
+    for i, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
+        if tensor.shape != param.shape:
+            raise ShapeError(f"{name}[{i}] must be {list(param.shape)}, as params[{i}]; got {list(tensor.shape)}")
+        if tensor.device != params[0].device:
+            raise ShapeError(f"{name}[{i}] must be on {params[0].device}, as params[0]; got {tensor.device}")
+        if tensor.dtype != tensors[0].dtype or not tensor.is_floating_point():
+            raise ShapeError(
+                f"{name} must be floating and of one dtype (call once for each); got {tensor.dtype} of [{i}], "
+                f"{tensors[0].dtype} of [0]"
+            )
+
+
+def _check_dtypes(weights: torch.dtype, without_masters: bool, moments: Mapping[str, Sequence[Tensor]]) -> None:
+    if weights not in (torch.float32, torch.float64):
+        name = "params" if without_masters else "masters"
+        way_out = "; give masters in float32, or small updates are lost" if without_masters else ""
+        raise ShapeError(f"{name} must be float32 or float64; got {weights}{way_out}")
+    for name, tensors in moments.items():
+        if tensors[0].dtype != weights:
+            raise ShapeError(f"{name} must be {weights}, as the weights; got {tensors[0].dtype}")

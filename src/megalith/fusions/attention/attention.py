@@ -1,0 +1,251 @@
+"""Attention over grouped heads: a window, packed documents and a sink; the output, and the log-sum-exp of its scores.
+
+    s_ij = scale q_i . k_j                          for each key j that query i sees
+    with a softcap c: s_ij = c tanh(scale q_i . k_j / c)
+    lse  = log(sum_j exp(s_ij) + exp(sink))         natural logarithm; without a sink, without its term
+    p_ij = exp(s_ij - lse_i);   out_i = sum_j p_ij v_j
+    ds   = p (dout . v - delta),   delta_i = dout_i . out_i - dlse_i;   times 1 - (s / c)^2 with a softcap
+    dq   = scale ds k;   dk = scale ds^T q;   dv = p^T dout;   dsink = -sum_i exp(sink - lse_i) delta_i
+
+Dao et al. 2022, 2023, "FlashAttention", arXiv:2205.14135, 2307.08691; groups: Ainslie et al. 2023, arXiv:2305.13245;
+sink: Xiao et al. 2023, arXiv:2309.17453; softcap: Gemma Team 2024, "Gemma 2", arXiv:2408.00118, section 2.
+
+Query i stands beside key i + Sk - Sq: the last ones are together. It sees the keys of one interval, given by the causal
+rule, the window and the bounds of its document, and an interval of queries sees each key: blocks outside are skipped.
+
+S sequence, B micro-batch, A query heads, G groups of heads, D head size, Dv of v. Saved for backward: the inputs, out
+and lse. Floor: forward reads q, k, v and writes out and lse; nothing of size S x S exists.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.attention.flash_for_cpu import op as flash_for_cpu
+from megalith.fusions.attention.formulas import WIDEST_HEAD, reference, reference_gradients
+from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.core.dispatch import Backend, Fusion, Operand, why_not_forward_mode
+from megalith.fusions.core.registry import registered
+from megalith.packed_seq_params import PackedSeqParams
+
+__all__ = ["CAPPED_FUSION", "FUSION", "Attention", "attention_gradients", "fused_attention", "key_range"]
+
+_UNBOUNDED = 2**30  # tokens on a side of an infinite window; a position and this fit int32
+Attention = Callable[
+    [Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, float | None, int, int],
+    tuple[Tensor, Tensor],
+]
+# (dout, q, k, v, out, lse, bounds, scale, softcap, left, right) -> dq, dk, dv
+_Gradients = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, float, float | None, int, int],
+    tuple[Tensor, Tensor, Tensor],
+]
+
+
+def fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    packed_seq_params: PackedSeqParams | None = None,
+    sink: Tensor | None = None,
+    softcap: float | None = None,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``softmax(scale q k^T) v`` over the keys that each query sees, and the log-sum-exp of its scores.
+
+    Args:
+        q: [Sq, B, A, D], floating; strided as you like.
+        k: [Sk, B, G, D], A divisible by G; query head a reads group a // (A / G).
+        v: [Sk, B, G, Dv].
+        causal: a query sees no key after the one beside it. The last of both are beside each other, so that queries
+            after a cache of keys are the last positions.
+        scale: of the scores, positive; by default 1 / sqrt(D).
+        window: (left, right), how many keys a query sees before and after the one beside it; -1 is all of them.
+        packed_seq_params: tokens see those of their own document only. Queries and keys are the same tokens; or the
+            queries follow a cache, and the keys are the first Sk tokens of the rows, which may go on behind them. Then
+            there is no gradient.
+        sink: [A], a score in every softmax of the head that has no value: attention to nothing. It is not capped.
+        softcap: scores are ``softcap * tanh(score / softcap)``, within ±softcap; positive. torch's kernels for a CPU
+            have none: the reference is taken there, which holds all S x S scores of each head in memory.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Returns:
+        out [Sq, B, A, Dv] in the dtype of ``q``, and lse [B, A, Sq] in float32 (float64 of float64), which counts the
+        sink. A query that sees no key has out 0 and lse -inf (or the sink), and gives no gradient. Both have
+        gradients: partial results over parts of the keys can be merged.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+        ConfigError: a window that is none, or that the causal rule makes idle; a scale or a softcap that is not
+            positive.
+        BackendError: ``backend`` cannot run on ``q``.
+    """
+    _check(q, k, v, packed_seq_params, sink)
+    left, right = key_range(causal, window)
+    bounds = _bounds(packed_seq_params, q, k)
+    compute = (FUSION if softcap is None else CAPPED_FUSION).path(_wider(q, v), backend)
+    return compute(q, k, v, sink, bounds, _checked_scale(q, scale, softcap), softcap, left, right)
+
+
+def attention_gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    packed_seq_params: PackedSeqParams | None = None,
+    softcap: float | None = None,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The terms that the keys ``k`` add to dq, and their own dk and dv, where ``out`` and ``lse`` are over all keys.
+
+    Attention over parts of the keys, one after another, is merged by ``merge_attention``; this goes back through one
+    part, from the merged result, and computes no forward again. A sink is in ``out`` and ``lse`` already. Args and
+    errors are those of ``fused_attention``; dout and out are [Sq, B, A, Dv], lse [B, A, Sq]. Not differentiable.
+    """
+    _check(q, k, v, packed_seq_params, None)
+    left, right = key_range(causal, window)
+    bounds = _bounds(packed_seq_params, q, k)
+    compute = (_GRADIENTS if softcap is None else _CAPPED_GRADIENTS).path(_wider(q, v), backend)
+    return compute(dout, q, k, v, out, lse, bounds, _checked_scale(q, scale, softcap), softcap, left, right)
+
+
+def key_range(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
+    """How many keys a query sees before and after the one beside it; without end, more than any row has.
+
+    Raises ConfigError for a window that is none, or that the causal rule makes idle.
+    """
+    left, right = (-1, -1) if window is None else window
+    if left < -1 or right < -1:
+        raise ConfigError(f"window must be (left, right), numbers of keys, or -1 for all of them; got {window}")
+    if causal and right > 0:
+        raise ConfigError(f"a causal query sees no later key; window must end in 0 or -1, or causal be False: {window}")
+    left = _UNBOUNDED if left == -1 else min(left, _UNBOUNDED)
+    return left, 0 if causal else _UNBOUNDED if right == -1 else min(right, _UNBOUNDED)
+
+
+def _bounds(packed: PackedSeqParams | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """int32 [B, Sq, 2]: the interval of keys that are of the document of each query."""
+    if packed is None or packed.seq_length == q.shape[0]:
+        return None if packed is None else packed.document_bounds
+    Sq, Sk = q.shape[0], k.shape[0]
+    return packed.document_bounds[:, Sk - Sq : Sk].clamp(max=Sk)
+
+
+def _triton(q: Tensor, k: Tensor, v: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    from megalith.fusions.attention.kernels.attention import op
+
+    return op(q, k, v, *inputs)
+
+
+def _triton_gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *inputs: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    from megalith.fusions.attention.kernels import attention  # noqa: F401  registers the operators
+
+    out, lse = out.contiguous(), lse.contiguous()  # as forward leaves them, and the kernels read them
+    dq, dk, dv, _ = torch.ops.megalith.attention_back(dout, None, q, k, v, None, out, lse, *inputs)
+    return dq, dk, dv
+
+
+def _gradients_for_cpu(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *inputs: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv, _ = torch.ops.megalith.attention_for_cpu_back(dout, None, q, k, v, None, out, lse, *inputs)
+    return dq, dk, dv
+
+
+# no `compile`, which would make every score, and no `blocked`: torch's kernels for a CPU are made of blocks
+_PATHS: Mapping[Backend, Attention] = {"triton": _triton, "aten": flash_for_cpu, "reference": reference}
+
+
+def _wider(q: Tensor, v: Tensor) -> Tensor:
+    """The one of more columns, to choose a path by."""
+    return q if q.shape[-1] >= v.shape[-1] else v
+
+
+def _why_not_triton(x: Operand) -> str | None:
+    if isinstance(x, Tensor) and x.shape[-1] > WIDEST_HEAD:  # explain() asks about no heads in particular
+        return f"its blocks hold heads of {WIDEST_HEAD} columns, and these have {x.shape[-1]}"
+    return None
+
+
+def _why_not_aten(x: Operand) -> str | None:
+    if x.device.type != "cpu":
+        return f"torch's kernels on {x.device.type} give the log-sum-exp no gradient"
+    return why_not_forward_mode()  # torch's kernels for a CPU are inside of an operator of ours
+
+
+def _why_not_aten_softcap(x: Operand) -> str:
+    return "torch's kernels cap no scores; all S x S of each head are in memory"
+
+
+def _without_aten(fusion: Fusion[Any]) -> Fusion[Any]:
+    """``fusion`` where scores are capped."""
+    paths: dict[Backend, Any] = {name: path for name, path in fusion.paths.items() if name != "aten"}
+    return replace(fusion, paths=paths, limits={**_LIMITS, "aten": _why_not_aten_softcap})
+
+
+_LIMITS: Mapping[Backend, Callable[[Operand], str | None]] = {"triton": _why_not_triton, "aten": _why_not_aten}
+FUSION = registered(Fusion("attention", _PATHS, _LIMITS, defaults={"cuda": ("triton",), "cpu": ("aten",)}))
+_GRADIENTS = Fusion[_Gradients](
+    "attention",
+    {"triton": _triton_gradients, "aten": _gradients_for_cpu, "reference": reference_gradients},
+    _LIMITS,
+    defaults=FUSION.defaults,
+)
+CAPPED_FUSION: Fusion[Attention] = _without_aten(FUSION)
+_CAPPED_GRADIENTS: Fusion[_Gradients] = _without_aten(_GRADIENTS)
+
+
+def _checked_scale(q: Tensor, scale: float | None, softcap: float | None) -> float:
+    """The scale, 1 / sqrt(D) by default. Raises ConfigError for a scale or a softcap that is not positive."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    for name, factor in (("scale", scale), ("softcap", softcap)):
+        if factor is not None and not 0.0 < factor < torch.inf:
+            raise ConfigError(f"{name} must be positive and finite; got {factor}")
+    return scale
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams | None, sink: Tensor | None) -> None:
+    check_floating(q=q, k=k, v=v, sink=sink)
+    if q.dim() != 4 or q.shape[2] == 0 or q.shape[3] == 0:
+        raise ShapeError(f"q must be [Sq, B, A, D], with a head and columns; got {list(q.shape)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ShapeError(f"q, k and v must be of one dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
+    _, B, A, D = q.shape
+    if k.dim() != 4 or k.shape[2] == 0 or A % k.shape[2]:
+        raise ShapeError(f"k must be [Sk, B, G, D], with G a divisor of the {A} heads of q; got {list(k.shape)}")
+    check_shape("k", k, (k.shape[0], B, k.shape[2], D), "[Sk, B, G, D] with B and D of q")
+    if v.dim() != 4 or v.shape[3] == 0 or v.shape[:3] != k.shape[:3]:
+        raise ShapeError(f"v must be {[*k.shape[:3], 'Dv']}, as k, with columns; got {list(v.shape)}")
+    check_shape("sink", sink, (A,), "one for each head of q")
+    if packed is not None:
+        _check_documents(packed, q, k, v)
+    bounds = None if packed is None else packed.document_bounds
+    check_one_device(q=q, k=k, v=v, sink=sink, packed_seq_params=bounds)
+
+
+def _check_documents(packed: PackedSeqParams, q: Tensor, k: Tensor, v: Tensor) -> None:
+    (Sq, B), Sk = q.shape[:2], k.shape[0]
+    follows_cache = Sq < Sk <= packed.seq_length or Sq == Sk < packed.seq_length
+    if packed.batch_size != B or not (Sq == Sk == packed.seq_length or follows_cache):
+        raise ShapeError(
+            f"packed_seq_params of {packed.batch_size} rows of {packed.seq_length} tokens must be those of q and k; "
+            f"got q {list(q.shape)} and k {list(k.shape)}"
+        )
+    if follows_cache and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise ShapeError("queries after a cache in rows of documents have no gradient; call this under torch.no_grad()")

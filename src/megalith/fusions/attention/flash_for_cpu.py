@@ -1,0 +1,209 @@
+"""Attention on a CPU: torch's own flash kernels, over tiles that hold every pair of tokens that see each other.
+
+A tile is a rectangle of queries and keys. A whole row, or a document of it, is one tile, with torch's causal rule or
+none. A window, or queries after a cache, take a tile for every few queries, with a mask of no more than that tile; what
+no token sees is in no tile, and costs nothing. Documents of queries after a cache are in the mask too: a call for each
+row would cost more than the keys that it leaves out.
+
+float16 is widened for them: their own takes longer than that, and adds up the gradient of v in 16 bits.
+
+torch's kernels take one head size for q, k and v, and give the log-sum-exp no gradient. Columns of zeros make up the
+difference in size. In backward two more columns, ones in v and dlse in dout, turn dout v^T into dout v^T + dlse: what
+backward must add there.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalith.fusions.attention.formulas import operator, sink_gradient
+from megalith.fusions.core.rows import contiguous_columns, wide
+
+__all__ = ["op"]
+
+# queries in a tile with a mask; of 32 to 512, about the fastest for windows of 128 and 512 tokens on two cores
+_QUERIES = 256
+_NONE_SEEN = float("-inf")
+
+
+class _Tile(NamedTuple):
+    """What of the batch, of the queries and of the keys; ``mask`` [Sq, Sk] or [B, 1, Sq, Sk] of it is 0 or -inf."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+    causal: bool = False
+    mask: Tensor | None = None
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        return x[self.rows, :, self.queries]
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        return x[self.rows, :, self.keys]
+
+
+def _tiles(q: Tensor, k: Tensor, bounds: Tensor | None, left: int, right: int) -> list[_Tile]:
+    """The tiles of ``q`` [B, A, Sq, D] and ``k`` [B, G, Sk, D]; each query is in one at most."""
+    if bounds is None or q.shape[2] != k.shape[2]:
+        found = _tiles_of(slice(0, q.shape[0]), 0, (q.shape[2], k.shape[2]), left, right, q.dtype)
+        tiles = list(found) if q.numel() and k.numel() else []
+        return tiles if bounds is None else [_within_documents(tile, bounds, q.dtype) for tile in tiles]
+    begins = bounds[..., 0] == torch.arange(bounds.shape[1])
+    documents = zip(begins.nonzero().tolist(), bounds[begins].tolist(), strict=True)
+    return [
+        tile
+        for (row, _), (start, end) in documents
+        for tile in _tiles_of(slice(row, row + 1), start, (end - start, end - start), left, right, q.dtype)
+    ]
+
+
+def _tiles_of(
+    rows: slice, start: int, sizes: tuple[int, int], left: int, right: int, dtype: torch.dtype
+) -> Iterator[_Tile]:
+    """The tiles of ``sizes`` queries and keys from ``start`` on, where the last query is beside the last key."""
+    Sq, Sk = sizes
+    beside = Sk - Sq  # query i is beside key i + beside
+    if left >= Sk - 1 and (right >= Sq - 1 or right == beside == 0):
+        causal = right < Sq - 1
+        yield _Tile(rows, slice(start, start + Sq), slice(start, start + Sk), causal)
+        return
+    for first in range(max(0, -beside - right), Sq, _QUERIES):  # queries before those see no key
+        last = min(first + _QUERIES, Sq) - 1
+        low, high = max(0, first + beside - left), min(Sk, last + beside + right + 1)
+        mask = None
+        if low < last + beside - left or first + beside + right + 1 < high:
+            distance = torch.arange(low, high) - torch.arange(first + beside, last + beside + 1).unsqueeze(1)
+            seen = (distance >= -left) & (distance <= right)
+            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, _NONE_SEEN)
+        yield _Tile(rows, slice(start + first, start + last + 1), slice(start + low, start + high), mask=mask)
+
+
+def _within_documents(tile: _Tile, bounds: Tensor, dtype: torch.dtype) -> _Tile:
+    """``tile``, all rows at once, with the keys hidden that are not of the query's document."""
+    first, end = bounds[:, None, tile.queries].unsqueeze(-2).unbind(-1)  # [B, 1, Sq, 1]
+    keys = torch.arange(tile.keys.start, tile.keys.stop)
+    seen = (keys >= first) & (keys < end)
+    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, _NONE_SEEN)
+    return tile._replace(mask=mask if tile.mask is None else mask + tile.mask)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    bounds: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor]:
+    assert softcap is None, "torch's kernels cap no scores, and the path declines such a call"
+    (Sq, B, A, D), Dv, dtype = q.shape, v.shape[-1], q.dtype
+    q, k, v = (_heads_first(x, max(D, Dv)) for x in (q, k, v))
+    tiles = _tiles(q, k, bounds, left, right)
+    if _is_all(tiles, q, k):
+        out, lse = _flash(q, k, v, tiles[0], scale)
+    else:
+        out = q.new_zeros(Sq, B, A, q.shape[-1]).permute(1, 2, 0, 3)
+        lse = q.new_full((B, Sq, A), _NONE_SEEN, dtype=wide(q.dtype)).transpose(1, 2)
+        for tile in tiles:
+            parts = tile.of_queries(q), tile.of_keys(k), tile.of_keys(v)
+            tile.of_queries(out)[:], tile.of_queries(lse)[:] = _flash(*parts, tile, scale)
+    if sink is not None:
+        of_keys, lse = lse, torch.logaddexp(lse, sink.to(lse.dtype).unsqueeze(-1))
+        out = out * torch.exp(of_keys - lse).unsqueeze(-1)
+    return out[..., :Dv].permute(2, 0, 1, 3).to(dtype).contiguous(), _heads_last(lse)
+
+
+def _backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    bounds: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    D, Dv, dtype = q.shape[-1], v.shape[-1], q.dtype
+    dout = torch.zeros_like(out) if dout is None else dout
+    dsink = q.new_empty(0) if sink is None else sink_gradient(dout, dlse, out, lse, sink)
+    width = max(D, Dv) + (0 if dlse is None else 2)
+    q, k, v, out, dout = (_heads_first(x, width) for x in (q, k, v, out, dout))
+    if dlse is not None:
+        v[..., -2:] = 1.0
+        dout[..., -2] = dlse
+        dout[..., -1] = dlse - dout[..., -2]  # what the dtype of dout has lost of it
+    lse = lse.masked_fill(lse == _NONE_SEEN, 0.0)  # of a query that sees nothing: exp(-inf - 0) is 0, as it must be
+    tiles = _tiles(q, k, bounds, left, right)
+    if _is_all(tiles, q, k):
+        dq, dk, dv = _flash_back(dout, q, k, v, out, lse, tiles[0], scale)
+    else:
+        # keys in several tiles add up in float32
+        shared = any(a.rows == b.rows and a.keys.stop > b.keys.start for a, b in pairwise(tiles))
+        dq, dk, dv = (_zeros_heads_first(x, wide(x.dtype) if shared and x is not q else x.dtype) for x in (q, k, v))
+        for tile in tiles:
+            dq_part, dk_part, dv_part = _flash_back(dout, q, k, v, out, lse, tile, scale)
+            tile.of_queries(dq)[:] = dq_part
+            tile.of_keys(dk).add_(dk_part)
+            tile.of_keys(dv).add_(dv_part)
+    dq, dk, dv = (x[..., :size].to(dtype) for x, size in ((dq, D), (dk, D), (dv, Dv)))
+    dq, dk, dv = (_heads_last(x).permute(2, 0, 1, 3) for x in (dq, dk, dv))
+    return dq, dk, dv, dsink
+
+
+def _is_all(tiles: list[_Tile], q: Tensor, k: Tensor) -> bool:
+    """Whether there is one tile, and it holds every query and key."""
+    # of slices and not of tensors: a token after a cache costs little more than such a look
+    whole = slice(0, q.shape[0]), slice(0, q.shape[2]), slice(0, k.shape[2])
+    return len(tiles) == 1 and tiles[0][:3] == whole
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, scale: float) -> tuple[Tensor, Tensor]:
+    """Of the queries and keys of ``tile``."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, tile.causal, attn_mask=tile.mask, scale=scale
+    )
+    return out, lse
+
+
+def _flash_back(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: _Tile, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, out, lse = (tile.of_queries(x) for x in (dout, q, out, lse))
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, tile.of_keys(k), tile.of_keys(v), out, lse, 0.0, tile.causal, attn_mask=tile.mask, scale=scale
+    )
+    return dq, dk, dv
+
+
+def _heads_first(x: Tensor, width: int) -> Tensor:
+    """``x`` [S, B, heads, D] as [B, heads, S, width], columns contiguous and zeros behind them; a view if it can be.
+
+    In the dtype that torch's kernels get.
+    """
+    x = x.float() if x.dtype == torch.float16 else x
+    x = contiguous_columns(x) if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+    return x.permute(1, 2, 0, 3)
+
+
+def _heads_last(x: Tensor) -> Tensor:
+    """``x`` [B, heads, S, ...] in memory as torch's kernels leave it: [B, S, heads, ...]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _zeros_heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
+    B, heads, S, D = x.shape
+    return x.new_zeros(B, S, heads, D, dtype=dtype).transpose(1, 2)
+
+
+op = operator(batch_first=True).register("attention_for_cpu", _forward, _backward, opaque=True)

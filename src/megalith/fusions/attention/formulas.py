@@ -1,0 +1,232 @@
+"""Formulas of ``attention``, whose head states them, and what joins parts of the keys.
+
+    lse = log(exp(lse_a) + exp(lse_b));   out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
+    with a sink: out sigmoid(lse - sink)
+
+Dao et al. 2022, arXiv:2205.14135; Liu et al. 2023, "Ring Attention", arXiv:2310.01889; sink: Xiao et al. 2023,
+arXiv:2309.17453. What joins is elementwise, in plain torch on every path, and differentiable twice.
+
+S sequence, B micro-batch, A query heads, G groups of heads, D head size, Dv of v. ``bounds`` int32 [B, S, 2] are the
+first token of each token's document, and the one after its last.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.core.registration import Operator, gradients_like
+from megalith.fusions.core.rows import wide
+
+__all__ = [
+    "OPERATOR",
+    "WIDEST_HEAD",
+    "merge_attention",
+    "operator",
+    "reference",
+    "reference_gradients",
+    "sink_correction",
+    "sink_gradient",
+]
+
+WIDEST_HEAD = 256  # columns that the kernels' tables of blocks go up to
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    bounds: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    left: int,
+    right: int,
+    factors: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse, with every score in memory. ``factors`` [B, A, Sq, Sk] multiply the probabilities: dropout."""
+    acc, groups = wide(q.dtype), k.shape[2]
+    hidden = ~_seen(q, k, bounds, left, right)  # [B or 1, 1, Sq, Sk]
+    scores = torch.einsum("sbghd,tbgd->bghst", (q.to(acc) * scale).unflatten(2, (groups, -1)), k.to(acc))
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.flatten(1, 2).masked_fill(hidden, -torch.inf)  # [B, A, Sq, Sk]
+    lse = torch.logsumexp(scores, dim=-1)  # [B, A, Sq]
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink.to(acc).unsqueeze(-1))
+    probs = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+    probs = probs if factors is None else probs * factors
+    out = torch.einsum("bghst,tbgd->sbghd", probs.unflatten(1, (groups, -1)), v.to(acc))
+    return out.flatten(2, 3).to(q.dtype), lse
+
+
+def reference_gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bounds: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    left: int,
+    right: int,
+    factors: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of attention over some of the keys, where ``out`` and ``lse`` are over all of them."""
+    acc, groups = wide(q.dtype), k.shape[2]
+    hidden = ~_seen(q, k, bounds, left, right)  # [B or 1, 1, Sq, Sk]
+    q_by_group, dout_by_group = (x.to(acc).unflatten(2, (groups, -1)) for x in (q, dout))  # [Sq, B, G, A/G, D]
+    scores = torch.einsum("sbghd,tbgd->bghst", q_by_group * scale, k.to(acc)).flatten(1, 2)  # [B, A, Sq, Sk]
+    slope: Tensor | float = 1.0
+    if softcap is not None:
+        slope = torch.cosh(scores / softcap) ** -2  # 1 - tanh^2 cancels
+        scores = softcap * torch.tanh(scores / softcap)
+    probs = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(hidden, 0.0)
+    dprobs = torch.einsum("sbghd,tbgd->bghst", dout_by_group, v.to(acc)).flatten(1, 2)  # [B, A, Sq, Sk]
+    dprobs = dprobs if factors is None else dprobs * factors
+    delta = (dout.to(acc) * out.to(acc)).sum(dim=-1).permute(1, 2, 0)  # [B, A, Sq]
+    dscores = (scale * probs * (dprobs - delta.unsqueeze(-1)) * slope).unflatten(1, (groups, -1))  # [B, G, A/G, Sq, Sk]
+    weights = (probs if factors is None else probs * factors).unflatten(1, (groups, -1))
+    dq = torch.einsum("bghst,tbgd->sbghd", dscores, k.to(acc)).flatten(2, 3)  # [Sq, B, A, D]
+    dk = torch.einsum("bghst,sbghd->tbgd", dscores, q_by_group)
+    dv = torch.einsum("bghst,sbghd->tbgd", weights, dout_by_group)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _seen(q: Tensor, k: Tensor, bounds: Tensor | None, left: int, right: int) -> Tensor:
+    """Which keys each query sees: [B, 1, Sq, Sk], or [1, 1, Sq, Sk] without documents."""
+    Sq, Sk = q.shape[0], k.shape[0]
+    keys = torch.arange(Sk, device=q.device)
+    beside = torch.arange(Sk - Sq, Sk, device=q.device).unsqueeze(1)  # [Sq, 1]
+    seen = (keys >= beside - left) & (keys <= beside + right)
+    if bounds is not None:
+        first, end = bounds.unsqueeze(1).unsqueeze(-2).unbind(-1)  # [B, 1, S, 1]
+        seen = seen & (keys >= first) & (keys < end)
+    return seen.expand(1, 1, Sq, Sk) if bounds is None else seen
+
+
+def operator(batch_first: bool) -> Operator[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Attention, declared; with ``batch_first``, lse and gradients are laid out in memory as [B, S, heads, ...]."""
+
+    def outputs(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        bounds: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        left: int,
+        right: int,
+    ) -> tuple[Tensor, Tensor]:
+        Sq, B, A, _ = q.shape
+        lse = q.new_empty((B, Sq, A) if batch_first else (B, A, Sq), dtype=wide(q.dtype))
+        return q.new_empty(Sq, B, A, v.shape[-1]), lse.transpose(1, 2) if batch_first else lse
+
+    def gradients(
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        bounds: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        left: int,
+        right: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dq, dk, dv, dsink = gradients_like(q, k, v, sink)
+        if batch_first:
+            dq, dk, dv = (x.view(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1) for x in (dq, dk, dv))
+        return dq, dk, dv, dsink
+
+    return Operator(
+        outputs, gradients, of=("q", "k", "v", "sink"), saves=_saves, num_differentiable=2, absent_as_none=True
+    )
+
+
+def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    return (*inputs[:4], *outputs, *inputs[4:])
+
+
+OPERATOR = operator(batch_first=False)
+
+
+def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys, from that over each; a query that sees none of a set has lse -inf there.
+
+    Args:
+        out_a, out_b: [S, B, A, D].
+        lse_a, lse_b: [B, A, S], as ``fused_attention`` gives them.
+
+    Returns:
+        out [S, B, A, D] in the dtype of ``out_a``, and lse [B, A, S]. To merge many parts, keep ``out_a`` in float32:
+        then it is rounded once, at the end.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+    """
+    check_floating(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    check_one_device(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    check_shape("out_b", out_b, out_a.shape, "as out_a")
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        _check_lse(name, lse, out_a)
+    acc = wide(out_a.dtype)
+    neither = (lse_a == -torch.inf) & (lse_b == -torch.inf)
+    ahead = (lse_a - lse_b).masked_fill(neither, 0.0)
+    # each branch is exact where it is taken, and keeps infinities out of the other's gradient
+    softplus = torch.nn.functional.softplus
+    lse = torch.where(ahead >= 0, lse_a + softplus(-ahead.clamp(min=0)), lse_b + softplus(ahead.clamp(max=0)))
+    share = _beside(torch.sigmoid(ahead)).to(acc)
+    out = share * out_a.to(acc) + (1.0 - share) * out_b.to(acc)
+    return out.to(out_a.dtype), lse
+
+
+def sink_correction(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """``out`` and ``lse`` of attention without a sink, turned into those of attention with ``sink`` [A].
+
+    Zero is "off by one": a softmax with 1 added to its sum. Merge all parts of the keys first: a sink counts once.
+
+    Args:
+        out: [S, B, A, D].
+        lse: [B, A, S].
+
+    Returns:
+        out [S, B, A, D] in its dtype, and lse [B, A, S] that counts the sink. Where lse is -inf, out is 0.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+    """
+    check_floating(out=out, lse=lse, sink=sink)
+    check_one_device(out=out, lse=lse, sink=sink)
+    _check_lse("lse", lse, out)
+    check_shape("sink", sink, out.shape[2:3], f"one for each head of out {list(out.shape)}")
+    acc, score = wide(out.dtype), sink.to(lse.dtype).unsqueeze(-1)
+    share = _beside(torch.sigmoid(lse - score)).to(acc)
+    return (share * out.to(acc)).to(out.dtype), torch.logaddexp(lse, score)
+
+
+def sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """dsink [A], where ``out`` [S, B, A, D] and ``lse`` [B, A, S] count the sink.
+
+    The sink is a key whose value is zero, and its share of a softmax is exp(sink - lse).
+    """
+    acc = lse.dtype
+    delta = (dout.to(acc) * out.to(acc)).sum(dim=-1).permute(1, 2, 0)  # [B, A, Sq]
+    share = torch.exp(sink.to(acc).unsqueeze(-1) - lse)
+    return (share * (-delta if dlse is None else dlse - delta)).sum(dim=(0, 2)).to(sink.dtype)
+
+
+def _beside(x: Tensor) -> Tensor:
+    """``x`` [B, A, S] as [S, B, A, 1]."""
+    return x.permute(2, 0, 1).unsqueeze(-1)
+
+
+def _check_lse(name: str, lse: Tensor, out: Tensor) -> None:
+    S, B, A = out.shape[:3]
+    check_shape(name, lse, (B, A, S), f"[B, A, S] of out {list(out.shape)}")

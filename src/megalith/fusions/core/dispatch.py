@@ -1,0 +1,160 @@
+"""Chooses the path of a fused operation: its ``backend`` argument, else ``use(...)``, else its family's default.
+
+triton     our kernels, on a GPU (CUDA or ROCm), or on any tensor in Triton's interpreter
+compile    through torch.compile: formulas over rows, forward and backward, that keep what triton keeps; of other
+           operations the reference. On a CPU it needs a C++ compiler. Inside of an enclosing torch.compile it is the
+           formulas of the reference, for that compiler to fuse
+aten       torch's own operator, for operations that have one with the same numerics
+blocked    the reference over blocks of rows that stay in a CPU's cache, forward and backward; keeps what triton keeps
+reference  plain torch: any device, any dtype, differentiable twice
+
+All paths of an operation agree: float32 inside (float64 for float64), one rounding on store. ``backend`` is a demand:
+a path that cannot run is an error. ``use`` is a preference: where it cannot be taken, the default is.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megalith.errors import BackendError
+from megalith.fusions.core import preference
+from megalith.fusions.core.blocks import LARGEST_WHOLE
+from megalith.fusions.core.compiled_reference import compiled
+from megalith.fusions.core.compiler import why_not_compile
+from megalith.fusions.core.names import Backend
+from megalith.fusions.core.preference import ranking, use
+from megalith.optional import has_triton, triton_interprets
+from megalith.torch_compat import forward_mode_is_on
+
+__all__ = ["Backend", "Fusion", "Operand", "chosen_by_use", "compiled", "use", "why_not_forward_mode"]
+
+log = logging.getLogger(__name__)
+Path = TypeVar("Path", covariant=True)
+
+
+class Operand(Protocol):
+    """All of a tensor that the choice of a path looks at."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def numel(self) -> int: ...
+
+
+def chosen_by_use() -> Backend | None:
+    """The path that the innermost ``use(...)`` of this thread or asyncio task says."""
+    return preference.backend
+
+
+@dataclass(frozen=True)
+class Fusion(Generic[Path]):
+    """A fused operation: its name, and a function of one signature for each path that it has.
+
+    ``limits`` says of a path why it cannot take an operand that others can; None if it can. ``whole`` is the path that
+    a tensor of one block takes where the table ranks loops over blocks first; it takes every operand. ``defaults`` is
+    the table: by device, the paths that are taken by default, the first that can run; a device that is not listed takes
+    the reference. For a CPU it says what ``python -m benchmarks.fusions`` found fastest, with a C++ compiler and
+    without one (the end of each page of docs/fusions holds the last table); for a GPU, untuned, our kernels.
+    """
+
+    name: str
+    paths: Mapping[Backend, Path]
+    limits: Mapping[Backend, Callable[[Operand], str | None]] = field(default_factory=dict)
+    whole: Backend = "reference"
+    defaults: Mapping[str, Sequence[Backend]] = field(default_factory=dict)
+
+    def path(self, x: Operand, backend: Backend | None) -> Path:
+        """The function that computes the operation on ``x``: of the path ``backend``, or of that of ``choose``.
+
+        Raises:
+            BackendError: the path cannot run on ``x``; the message says why and names those that can.
+        """
+        chosen = backend or self.choose(x)
+        if chosen == "compile" and torch.compiler.is_compiling() and chosen in self.paths:
+            return self.paths["reference"]  # its compiler sees through a formula, not through what is compiled
+        if chosen != self.whole and (reason := self.why_not(chosen, x)):
+            able = [path for path in self.paths if not self.why_not(path, x)]
+            raise BackendError(
+                f"{self.name} cannot take backend={chosen!r}: {reason}; here it can take {' or '.join(able)}"
+            )
+        return self.paths[chosen]
+
+    def choose(self, x: Operand) -> Backend:
+        """The path of ``use(...)`` where ``x`` can take it, else the default."""
+        preferred = chosen_by_use()
+        return self.default(x) if preferred is None or self.why_not(preferred, x) else preferred
+
+    def default(self, x: Operand) -> Backend:
+        """The first path that can run here, of those in ``defaults`` for the device of ``x``.
+
+        float64 takes the reference on every device, and so does all that forward-mode AD goes through. So does, inside
+        of torch.compile, what would be compiled or blocked. What is one block takes ``whole``: there is nothing to cut,
+        and nothing to wait for a compiler for. Where ``x`` is beyond the limits of every path of the table, the
+        reference takes it, and a line in the log says so. ``prefer`` lifts all of that.
+        """
+        ranked = self.defaults.get(x.device.type, ("reference",))
+        if ranking.preferred is not None:
+            order: tuple[Backend, ...] = (*ranking.preferred, *ranked, "reference")
+            preferred = next(path for path in order if not self.why_not(path, x))
+            ranking.taken.add((self.name, preferred))
+            return preferred
+        of_loops = ranked[0] in ("compile", "blocked")
+        if x.dtype == torch.float64 or forward_mode_is_on():
+            return "reference"
+        if of_loops and torch.compiler.is_compiling():
+            return "reference"
+        if of_loops and x.numel() <= LARGEST_WHOLE:
+            return self.whole
+        for path in ranked:
+            if not self.why_not(path, x):
+                return path
+        fitting = [path for path in ranked if not self._limit(path, x)]
+        if fitting:
+            return fitting[-1]
+        if not torch.compiler.is_compiling():  # which cannot trace it
+            _tell(f"{self.name} takes its reference, in plain torch: {self._limit(ranked[-1], x)}")
+        return "reference"
+
+    def why_not(self, backend: Backend, x: Operand) -> str | None:
+        """Why ``x`` cannot take ``backend``, in one clause; None if it can."""
+        if backend not in self.paths:
+            return f"it has no such path, only {', '.join(self.paths)}"
+        if reason := self._limit(backend, x):
+            return reason
+        if backend not in ("aten", "reference") and (reason := why_not_forward_mode()):
+            return reason
+        if backend == "triton":
+            return _why_not_triton(x)
+        if backend == "compile" and x.device.type == "cpu" and not torch.compiler.is_compiling():
+            return None if isinstance(x, FakeTensor) else why_not_compile()  # only its shape is asked for
+        return None
+
+    def _limit(self, backend: Backend, x: Operand) -> str | None:
+        return self.limits[backend](x) if backend in self.limits else None
+
+
+def why_not_forward_mode() -> str | None:
+    """Why an operator of ours cannot run under forward-mode AD, in one clause; None where there is none."""
+    return "it has no derivative for forward-mode AD" if forward_mode_is_on() else None
+
+
+@functools.cache
+def _tell(line: str) -> None:
+    """Logs ``line``, once in a process."""
+    log.warning(line)
+
+
+def _why_not_triton(x: Operand) -> str | None:
+    if not has_triton():
+        return "triton is not installed (pip install 'megalith[triton]')"
+    if x.dtype == torch.float64:
+        return "kernels compute in float32, and the input is float64"
+    if x.device.type != "cuda" and not triton_interprets():
+        return f"the input is on {x.device.type}, and TRITON_INTERPRET=1 was not set when megalith was imported"
+    return None

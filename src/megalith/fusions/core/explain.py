@@ -1,0 +1,41 @@
+"""Says which path each fused operation would take here, why, and which others it could take."""
+
+from typing import NamedTuple
+
+import torch
+
+from megalith.fusions.core.blocks import LARGEST_WHOLE
+from megalith.fusions.core.dispatch import chosen_by_use
+from megalith.fusions.core.registry import FUSIONS
+
+__all__ = ["explain"]
+
+
+class _Asked(NamedTuple):
+    """The operand that is asked about: larger than a block, and no tensor of it is made."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def numel(self) -> int:
+        return LARGEST_WHOLE + 1
+
+
+def explain(device: str | torch.device | None = None, dtype: torch.dtype = torch.bfloat16) -> str:
+    """A table with a row for each operation: the path for tensors of ``device`` and ``dtype``, why, and the others.
+
+    ``device`` is by default "cuda" where there is one, else "cpu". Nothing is computed on it.
+    """
+    x = _Asked(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), dtype)
+    rows = [("operation", "path", "because", "could also take")]
+    for _, fusion in sorted(FUSIONS.items()):
+        preferred, chosen = chosen_by_use(), fusion.choose(x)
+        because = "use(...)" if preferred == chosen else f"the table for {x.device.type}"
+        if preferred is not None and preferred != chosen:
+            because += f"; it cannot take {preferred!r}: {fusion.why_not(preferred, x)}"
+        if reason := fusion.why_not(chosen, x):
+            because += f", but {reason}"
+        others = [path for path in fusion.paths if path != chosen and not fusion.why_not(path, x)]
+        rows.append((fusion.name, chosen, because, ", ".join(others)))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -1,0 +1,69 @@
+"""Which paths operations should take: ``use`` says it for its thread or asyncio task, ``prefer`` for a whole process.
+
+``preference.backend`` reads what ``use`` says: torch.compile guards an attribute of a module, and cannot trace a
+ContextVar.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import get_args
+
+from megalith.errors import BackendError
+from megalith.fusions.core.names import Backend
+
+__all__ = ["prefer", "ranking", "use"]
+
+_backend: ContextVar[Backend | None] = ContextVar("backend", default=None)
+
+
+class _Ranking:
+    """What ``prefer`` has set, and which operation has taken which path since."""
+
+    def __init__(self) -> None:
+        self.preferred: tuple[Backend, ...] | None = None
+        self.taken: set[tuple[str, Backend]] = set()
+
+
+ranking = _Ranking()
+
+
+def __getattr__(name: str) -> Backend | None:
+    if name == "backend":
+        return _backend.get()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@contextmanager
+def use(backend: Backend | None) -> Iterator[None]:
+    """Fused operations that this thread or asyncio task calls inside take ``backend`` where they can.
+
+    An operation that has no such path, or whose operand does not fit it, takes its default; ``explain()`` says which.
+    The backward of an operation follows its forward, wherever it runs. With None all take their defaults. torch.compile
+    follows it from outside of what it traces, not inside.
+
+    Raises:
+        BackendError: there is no such path.
+    """
+    if backend is not None and backend not in get_args(Backend):
+        raise BackendError(f"backend must be one of {', '.join(get_args(Backend))}, or None; got {backend!r}")
+    token = _backend.set(backend)
+    try:
+        yield
+    finally:
+        _backend.reset(token)
+
+
+@contextmanager
+def prefer(*backends: Backend) -> Iterator[set[tuple[str, Backend]]]:
+    """Fused operations of this process choose, inside, without regard to the size and the dtype of their tensors.
+
+    Each takes the first of ``backends`` that it can, then the first of its defaults. Gives the pairs of an
+    operation's name and the path that it has taken. An explicit ``backend``, or ``use``, still decides first.
+    """
+    outer, taken = (ranking.preferred, ranking.taken), set[tuple[str, Backend]]()
+    ranking.preferred, ranking.taken = backends, taken
+    try:
+        yield taken
+    finally:
+        ranking.preferred, ranking.taken = outer

@@ -1,0 +1,154 @@
+"""Output projection and cross entropy in one: the logits of a chunk of tokens live at a time, never those of all.
+
+    logits = x weight^T + bias              then the loss of ``fused_cross_entropy``, with its options
+    dx     = dlogits weight                 summed over the ranks that share the vocabulary, or reduce-scattered
+    dw     = sum over T of dlogits^T x      dbias = sum over T of dlogits
+
+Forward sweeps over the chunks for the statistics of their logits, gathers those of all tokens in one collective, and
+drops the logits; backward makes them again, chunk by chunk, turns them into their gradient in place, and multiplies.
+So the gradient of any upstream gradient is right, a token's own too, and evaluation computes none. Gradients made in
+forward would save a quarter of the multiplications and could not know their upstream; see Hsu et al. 2024, "Liger
+Kernel", arXiv:2410.10989, for those, and Wijmans et al. 2024, "Cut Your Losses", arXiv:2411.09009, for none at all.
+
+T tokens (leading dimensions flattened), H hidden, V vocabulary. Saved for backward: x, the weight and the bias as they
+came, 12T bytes of statistics and the targets. Floor: 8THV/tp operations, 2 forward and 6 backward; beyond inputs and
+gradients, ``chunk_size`` V/tp elements of memory, and in backward the weight's gradient in float32.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.core.dispatch import Backend, Fusion, compiled
+from megalith.fusions.core.registry import registered
+from megalith.fusions.core.rows import as_rows, in_shape
+from megalith.fusions.cross_entropy.linear_formulas import blocked, reference
+from megalith.fusions.cross_entropy.options import Smoothing, check_target, part_of_rank, terms_of
+from megalith.fusions.cross_entropy.steps import Steps, loss_of_parts
+from megalith.topology.collectives import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+
+__all__ = ["FUSION", "fused_linear_cross_entropy"]
+
+_CHUNK_SIZE = 4096  # rows: adding up the weight's gradient is then a twentieth of making it, on an H200; untuned
+
+
+def fused_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    tp_group: ProcessGroup | None = None,
+    *,
+    bias: Tensor | None = None,
+    sequence_parallel: bool = False,
+    chunk_size: int | None = None,
+    label_smoothing: float = 0.0,
+    smoothing: Smoothing = "torch",
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    ignore_index: int | None = -100,
+    vocab_size: int | None = None,
+    vocab_start: int | None = None,
+    backend: Backend | None = None,
+) -> Tensor:
+    """``fused_vocab_parallel_cross_entropy(linear(x, weight, bias), target, ...)`` without its logits.
+
+    Logits are rounded to the dtype of ``x``, as linear rounds them; autocast does not reach inside.
+
+    Args:
+        x: [..., H], floating, the same on all ranks of ``tp_group``. Its gradient is summed over them here, so it must
+            not come out of a region that sums it too (``copy_to_tensor_model_parallel_region``).
+        weight: [V/tp, H], this rank's part, in the dtype of ``x``.
+        target: int64 [...], the word of each row, in [0, V); the loss and gradients of another are NaN.
+        tp_group: the ranks that share the vocabulary; None for one rank.
+        bias: [V/tp], in the dtype of ``x``.
+        sequence_parallel: ``x`` is [S/tp, ..., H], this rank's part of dim 0, and is gathered here; each rank gets the
+            gradient of its part by a reduce-scatter. ``target`` is whole.
+        chunk_size: tokens whose logits live at a time; by default 4096. The reference and compile paths make all.
+        label_smoothing: this and all that follow as in ``fused_vocab_parallel_cross_entropy``, of which the columns are
+            the rows of ``weight``.
+        smoothing: "torch" or "nemo".
+        z_loss: the weight of lse^2.
+        softcap: the bound of the logits.
+        ignore_index: the target of rows without a loss.
+        vocab_size: V, where the rows of all weights are more, or not equally many.
+        vocab_start: the word of the first row of ``weight``.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Returns:
+        [...] in float32, or float64 for float64, equal on all ranks.
+
+    Raises:
+        ShapeError: the tensors do not fit together, or are not this rank's part of the vocabulary.
+        ConfigError: an option out of its range.
+        BackendError: ``backend`` cannot run on ``x``.
+    """
+    _check(x, weight, bias, chunk_size)
+    check_one_device(x=x, weight=weight, target=target, bias=bias)
+    check_target(target, _whole_rows(x, tp_group, sequence_parallel), "x")
+    num_columns = weight.shape[0]
+    part = part_of_rank(num_columns, tp_group, vocab_size, vocab_start, softcap, ignore_index)
+    terms = terms_of(label_smoothing, smoothing, z_loss, part.vocab_size)
+    steps = FUSION.path(_Logits(x.device, x.dtype, target.numel() * num_columns), backend)
+    enter = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
+    inputs = (as_rows(enter(x, tp_group)), weight, bias, chunk_size or _CHUNK_SIZE)
+    return in_shape(loss_of_parts(steps, inputs, target.reshape(-1), tp_group, part, terms), target.shape)
+
+
+def _whole_rows(x: Tensor, tp_group: ProcessGroup | None, sequence_parallel: bool) -> torch.Size:
+    """The leading dimensions of ``x`` on all ranks. Raises ShapeError for a single row, which has no part."""
+    if not sequence_parallel:
+        return x.shape[:-1]
+    if x.dim() < 2:
+        raise ShapeError(f"under sequence_parallel x must be [S/tp, ..., H]; got {list(x.shape)}: give it a dimension")
+    return torch.Size((x.shape[0] * (1 if tp_group is None else tp_group.size()), *x.shape[1:-1]))
+
+
+class _Logits(NamedTuple):
+    """The logits that are not made, to choose a path by."""
+
+    device: torch.device
+    dtype: torch.dtype
+    size: int
+
+    def numel(self) -> int:
+        return self.size
+
+
+def _triton_statistics(*inputs: Any) -> Tensor:
+    from megalith.fusions.cross_entropy.kernels.linear import STEPS
+
+    return STEPS.statistics(*inputs)
+
+
+def _triton_loss(*inputs: Any) -> Tensor:
+    from megalith.fusions.cross_entropy.kernels.linear import STEPS
+
+    return STEPS.loss(*inputs)
+
+
+_PATHS: Mapping[Backend, Steps] = {
+    "triton": Steps(_triton_statistics, _triton_loss),
+    "compile": Steps(compiled(reference.statistics), compiled(reference.loss)),
+    "blocked": blocked,
+    "reference": reference,
+}
+FUSION = registered(Fusion("linear_cross_entropy", _PATHS, defaults={"cuda": ("triton",), "cpu": ("blocked",)}))
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None) -> None:
+    check_floating(x=x, weight=weight, bias=bias)
+    if x.dim() == 0 or weight.dim() != 2 or weight.shape[-1] != x.shape[-1]:
+        raise ShapeError(
+            f"x must be [..., H] and weight [V/tp, H] with the same H; got {list(x.shape)} and {list(weight.shape)}"
+        )
+    check_shape("bias", bias, weight.shape[:1], "one for each row of weight")
+    for name, given in (("weight", weight), ("bias", bias)):
+        if given is not None and given.dtype != x.dtype:
+            raise ShapeError(f"{name} must be {x.dtype}, as x; got {given.dtype}: cast one of them")
+    if chunk_size is not None and chunk_size < 1:
+        raise ConfigError(f"chunk_size must be 1 token or more, or None; got {chunk_size}")

@@ -1,0 +1,200 @@
+"""Formulas of ``linear``, whose head states them: at once, and by chunks.
+
+The statistics, the loss and the gradient of given logits are those of a path of cross entropy; here the logits of a
+chunk are made, used, and dropped. T tokens, H hidden, n words of this part.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from megalith.fusions.core.registration import Operator, register_without_gradient
+from megalith.fusions.core.row_wise import RUNNERS
+from megalith.fusions.core.rows import wide
+from megalith.fusions.cross_entropy import blocked as cross_entropy_blocked
+from megalith.fusions.cross_entropy import formulas as cross_entropy
+from megalith.fusions.cross_entropy.steps import Steps, steps_of_operators
+
+__all__ = ["OPERATOR", "blocked", "reference", "steps_by_chunks"]
+
+
+def _statistics_outputs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chunk_size: int,
+    target: Tensor,
+    start: int,
+    vocab_size: int,
+    softcap: float,
+    ignore_index: int,
+    with_sum: bool,
+) -> Tensor:
+    return cross_entropy.empty_statistics(x, with_sum)
+
+
+def _outputs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chunk_size: int,
+    target: Tensor,
+    parts: Tensor,
+    start: int,
+    vocab_size: int,
+    softcap: float,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float,
+) -> tuple[Tensor, Tensor]:
+    return cross_entropy.empty_loss(x)
+
+
+def _gradients(
+    dloss: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chunk_size: int,
+    target: Tensor,
+    whole: Tensor,
+    start: int,
+    vocab_size: int,
+    softcap: float,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for dx, dweight and dbias, empty for what is not wanted."""
+    dx, dweight, dbias = map(x.new_empty, _sizes(x, weight, bias, needs))
+    return dx, dweight, dbias
+
+
+OPERATOR = Operator(_outputs, _gradients, of=("x", "weight", "bias"), saves=cross_entropy.kept_for_gradient)
+
+
+def _reference_statistics(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int, target: Tensor, *options: Any
+) -> Tensor:
+    with _without_autocast(x):
+        return cross_entropy.reference.statistics(linear(x, weight, bias), target, *options)
+
+
+def _reference_loss(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int, target: Tensor, parts: Tensor, *options: Any
+) -> Tensor:
+    return cross_entropy.reference.loss(x, target, parts, *options)
+
+
+reference = Steps(_reference_statistics, _reference_loss)
+
+
+def steps_by_chunks(
+    name: str,
+    statistics: Callable[..., Tensor],
+    loss: Callable[..., tuple[Tensor, Tensor]],
+    gradient_into: Callable[..., None],
+) -> Steps:
+    """The steps of (x [T, H], weight [n, H], bias [n] or None, chunk_size) from those of logits [T, n]."""
+    of_logits = _OfLogits(statistics, loss, gradient_into)
+    return steps_of_operators(
+        register_without_gradient(
+            f"{name}_statistics", of_logits.statistics_of_chunks, _statistics_outputs, opaque=True
+        ),
+        OPERATOR.register(name, of_logits.loss_of_chunks, of_logits.gradients, opaque=True),
+    )
+
+
+class _OfLogits(NamedTuple):
+    """What a path does with the logits of a chunk; its methods are what the operators do with all tokens."""
+
+    statistics: Callable[..., Tensor]
+    loss: Callable[..., tuple[Tensor, Tensor]]
+    gradient_into: Callable[..., None]
+
+    def statistics_of_chunks(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int, target: Tensor, *options: Any
+    ) -> Tensor:
+        found = _statistics_outputs(x, weight, bias, chunk_size, target, *options)
+        with _without_autocast(x):
+            for rows in _chunks(x, chunk_size):
+                found[rows] = self.statistics(linear(x[rows], weight, bias), target[rows], *options)
+        return found
+
+    def loss_of_chunks(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        chunk_size: int,
+        target: Tensor,
+        parts: Tensor,
+        *options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        return self.loss(x, target, parts, *options)
+
+    def gradients(
+        self,
+        dloss: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        chunk_size: int,
+        target: Tensor,
+        whole: Tensor,
+        *options_and_needs: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        *options, needs = options_and_needs
+        sizes = _sizes(x, weight, bias, needs)
+        dx = x.new_empty(sizes[0])
+        in_parts = x.shape[0] > chunk_size  # one product rounds by itself, and needs no wide sum
+        dweight, dbias = (x.new_zeros(size, dtype=wide(x.dtype) if in_parts else x.dtype) for size in sizes[1:])
+        with _without_autocast(x):
+            for rows in _chunks(x, chunk_size):
+                dlogits = logits = linear(x[rows], weight, bias)
+                self.gradient_into(dlogits, dloss[rows], logits, target[rows], whole[rows], *options)
+                if needs[0]:
+                    dx[rows] = dlogits @ weight
+                if needs[1]:
+                    _add_product(dweight, dlogits.t(), x[rows], first=rows.start == 0)
+                if needs[2]:
+                    dbias += dlogits.sum(dim=0, dtype=dbias.dtype)
+        return dx, dweight.to(x.dtype), dbias.to(x.dtype)
+
+
+def _chunks(x: Tensor, chunk_size: int) -> Iterator[slice]:
+    return (slice(first, first + chunk_size) for first in range(0, x.shape[0], chunk_size))
+
+
+def _without_autocast(x: Tensor) -> torch.autocast:
+    """Logits are made twice, and backward may run outside of what changed their dtype in forward."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _sizes(x: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool]) -> list[list[int]]:
+    """The sizes of the gradients that are wanted; [0] for the others."""
+    given = zip((x, weight, bias), needs, strict=True)
+    return [list(one.shape) if one is not None and needed else [0] for one, needed in given]
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """Adds ``a`` @ ``b`` to ``total``, of the same dtype or in float32; to what is zero, if it is the ``first``."""
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, beta=0.0 if first else 1.0, out=total)
+    elif a.is_cuda and torch.version.hip is None:
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
+    else:
+        total += a @ b  # other devices round the product of a chunk to its own dtype first
+
+
+blocked = steps_by_chunks(
+    "linear_cross_entropy_blocked",
+    partial(cross_entropy_blocked.statistics, RUNNERS["blocked"]),
+    cross_entropy.loss_of_whole,
+    partial(cross_entropy_blocked.gradient_into, RUNNERS["blocked"]),
+)

@@ -1,0 +1,67 @@
+"""The field's own steps of vocabulary-parallel cross entropy, with a collective after each of the first two.
+
+    x, m             = calculate_logits_max(logits)                        all-reduce m by maximum
+    ..., sums, e     = calculate_predicted_logits(x, target, m, ...)       all-reduce sums: x_y - m and d = sum of e
+    softmax, loss    = calculate_cross_entropy_loss(e, sums)               loss = log d - (x_y - m)
+    dx               = calculate_gradients(softmax, dloss, ...)            dx = (softmax - [v = y]) dloss
+
+Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. They keep softmax in float32, 4 bytes a logit, and lose the digits
+of tiny losses; ``fused_vocab_parallel_cross_entropy`` does neither. They are here to compare with, and for programs
+that call them by name. No input is written to.
+"""
+
+import torch
+from torch import Tensor
+
+from megalith.fusions.core.rows import wide
+
+__all__ = [
+    "calculate_cross_entropy_loss",
+    "calculate_gradients",
+    "calculate_logits_max",
+    "calculate_predicted_logits",
+]
+
+
+def calculate_logits_max(vocab_parallel_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits [..., V/tp] in float32 or wider, and the largest of each row [...], still of this rank's part."""
+    x = vocab_parallel_logits.to(wide(vocab_parallel_logits.dtype))
+    return x, x.amax(dim=-1)
+
+
+def calculate_predicted_logits(
+    vocab_parallel_logits: Tensor, target: Tensor, logits_max: Tensor, vocab_start_index: int, vocab_end_index: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What this rank's part adds to the sums, and what backward needs.
+
+    Args:
+        vocab_parallel_logits: [..., V/tp], as ``calculate_logits_max`` gave them.
+        target: int64 [...].
+        logits_max: [...], the largest of each row over all ranks.
+        vocab_start_index: the word of the first column.
+        vocab_end_index: the word after that of the last column.
+
+    Returns:
+        Where another rank holds the target, bool [...]; the target's column, 0 there, int64 [T]; the shifted logit of
+        the target, 0 there, and the sum of the exponentials, one after the other along dimension 0, [2, ...] flattened
+        by one dimension; the exponentials [..., V/tp].
+    """
+    shifted = vocab_parallel_logits - logits_max.unsqueeze(-1)
+    target_mask = (target < vocab_start_index) | (target >= vocab_end_index)
+    column = (target - vocab_start_index).masked_fill(target_mask, 0)
+    predicted = shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(target_mask, 0.0)
+    exp_logits = torch.exp(shifted)
+    return target_mask, column.reshape(-1), torch.cat((predicted, exp_logits.sum(dim=-1))), exp_logits
+
+
+def calculate_cross_entropy_loss(exp_logits: Tensor, predicted_logits_sum_exp_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The softmax [..., V/tp] of this rank's part, and the loss [...], from the sums over all ranks."""
+    predicted, total = predicted_logits_sum_exp_logits.chunk(2)
+    return exp_logits / total.unsqueeze(-1), torch.log(total) - predicted
+
+
+def calculate_gradients(softmax: Tensor, grad_output: Tensor, target_mask: Tensor, masked_target_1d: Tensor) -> Tensor:
+    """The gradient of the logits [..., V/tp] in the dtype of ``softmax``; ``grad_output`` is [...]."""
+    hit = (~target_mask).to(softmax.dtype).unsqueeze(-1)
+    column = masked_target_1d.view_as(target_mask).unsqueeze(-1)
+    return softmax.scatter_add(-1, column, -hit) * grad_output.unsqueeze(-1)

@@ -1,0 +1,178 @@
+"""Moves tokens to their experts and back: rows sorted by expert, each weight and each gradient in the same pass.
+
+    permute      permuted[row_of[t, s]] = tokens[t];  weights[row_of[t, s]] = probs[t, s];  gaps are zero
+                 dtokens[t] = sum over s of dpermuted[row_of[t, s]];  dprobs[t, s] = dweights[row_of[t, s]]
+    unpermute    y[t] = sum over s of probs[t, s] * permuted[row_of[t, s]]
+                 dpermuted[row_of[t, s]] = probs[t, s] * dy[t];  dprobs[t, s] = dy[t] . permuted[row_of[t, s]]
+
+over the slots s of token t that have a row. One is the other's gradient. A token's rows are added in float32, by one
+program and in one order, that of the experts (of the slots, on a CPU): no atomics.
+
+T tokens, H hidden, E experts, K experts per token, R rows (K T without drops and padding), slots S: E or K.
+Saved for backward: the row map; for weighted unpermute also its input and probs.
+Floor: (T + R) H elements either way, and R H more for dprobs of unpermute, beside the maps of four bytes an entry.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megalith.errors import ShapeError
+from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.core.dispatch import Backend, Fusion, compiled
+from megalith.fusions.core.registry import registered
+from megalith.fusions.core.rows import as_rows
+from megalith.fusions.experts.permute_formulas import (
+    permute_blocked,
+    permute_reference,
+    unpermute_blocked,
+    unpermute_reference,
+)
+from megalith.fusions.experts.row_map import RowMap, row_map
+
+__all__ = [
+    "PERMUTE_FUSION",
+    "UNPERMUTE_FUSION",
+    "permute",
+    "permute_by",
+    "unpermute",
+]
+
+
+def permute(
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor | None = None,
+    num_out_tokens: int | None = None,
+    *,
+    num_experts: int | None = None,
+    pad_multiple: int = 1,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor | None, RowMap]:
+    """Tokens as rows, sorted by expert and then by token, as grouped matrix products take them.
+
+    Args:
+        tokens: [T, H] or [..., H], floating; rows may be strided.
+        routing_map: [T, E], bool, or the indices of experts [T, K], int32 or int64: see ``row_map``.
+        probs: of the shape of ``routing_map``, floating: a weight for each slot.
+        num_out_tokens: R. Rows past it are dropped; rows that nothing is routed to are zero. With None the rows are
+            counted, and the host waits for the device.
+        num_experts: E, of indices.
+        pad_multiple: the rows of each expert are filled up with zeros to a multiple of this: 16 for most fp8 recipes.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Returns:
+        permuted [R, H]; the weight of each row [R], zero in gaps, or None without ``probs``; and the row map.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+        ConfigError: see ``row_map``.
+        BackendError: ``backend`` cannot run on ``tokens``.
+    """
+    check_floating(tokens=tokens, probs=probs)
+    check_one_device(tokens=tokens, routing_map=routing_map, probs=probs)
+    if tokens.dim() < 2 or routing_map.dim() == 0 or tokens.shape[:-1].numel() != routing_map.shape[0]:
+        shapes = f"tokens {list(tokens.shape)} and routing_map {list(routing_map.shape)}"
+        raise ShapeError(f"tokens [..., H] must be one for each row of routing_map; got {shapes}")
+    check_shape("probs", probs, routing_map.shape, "one for each entry of routing_map")
+    rows = row_map(routing_map, num_out_tokens, num_experts=num_experts, pad_multiple=pad_multiple, backend=backend)
+    permuted, weights = permute_by(tokens, rows, probs, backend=backend)
+    return permuted, weights, rows
+
+
+def permute_by(
+    tokens: Tensor, row_map: RowMap, probs: Tensor | None = None, *, backend: Backend | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """``permute`` with rows that are known already.
+
+    Args:
+        tokens: [T, H] or [..., H], floating; rows may be strided.
+        row_map: of the T tokens.
+        probs: a weight for each slot of ``row_map``, floating.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Returns:
+        permuted [R, H], and the weight of each row [R], zero in gaps, or None without ``probs``.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+        BackendError: ``backend`` cannot run on ``tokens``.
+    """
+    check_floating(tokens=tokens, probs=probs)
+    check_one_device(tokens=tokens, row_map=row_map.row_of, probs=probs)
+    if tokens.dim() < 2 or tokens.shape[:-1].numel() != len(row_map.row_of):
+        raise ShapeError(f"tokens [..., H] must be the {len(row_map.row_of)} of row_map; got {list(tokens.shape)}")
+    check_shape("probs", probs, row_map.row_of.shape, "one for each slot of row_map")
+    compute = PERMUTE_FUSION.path(tokens, backend)
+    permuted, weights = compute(as_rows(tokens), probs, row_map.row_of, row_map.token_of)
+    return permuted, None if probs is None else weights
+
+
+def unpermute(
+    permuted_tokens: Tensor,
+    row_map: RowMap,
+    restore_shape: Sequence[int] | None = None,
+    probs: Tensor | None = None,
+    *,
+    backend: Backend | None = None,
+) -> Tensor:
+    """The sum of each token's rows, weighted by ``probs`` if given; zero for a token that has none.
+
+    Args:
+        permuted_tokens: [R, H], floating, in the order that ``permute`` made; rows may be strided.
+        row_map: what ``permute`` returned.
+        restore_shape: the shape of the result, [..., H] with T tokens; by default [T, H].
+        probs: a weight for each slot, of the shape of the routing that ``permute`` was given. Where the weight is
+            applied inside of the experts, leave it out.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Returns:
+        ``restore_shape``, in the dtype of ``permuted_tokens``; summed in float32 and rounded once.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+        BackendError: ``backend`` cannot run on ``permuted_tokens``.
+    """
+    row_of, token_of, _ = row_map
+    check_floating(permuted_tokens=permuted_tokens, probs=probs)
+    check_one_device(permuted_tokens=permuted_tokens, row_map=row_of, probs=probs)
+    if permuted_tokens.dim() != 2 or len(permuted_tokens) != len(token_of):
+        wanted = f"[{len(token_of)}, H], a row for each of row_map"
+        raise ShapeError(f"permuted_tokens must be {wanted}; got {list(permuted_tokens.shape)}")
+    check_shape("probs", probs, row_of.shape, "one for each slot of row_map")
+    shape = [len(row_of), permuted_tokens.shape[1]] if restore_shape is None else list(restore_shape)
+    if not shape or [math.prod(shape[:-1]), shape[-1]] != [len(row_of), permuted_tokens.shape[1]]:
+        raise ShapeError(
+            f"restore_shape must be {len(row_of)} tokens of {permuted_tokens.shape[1]} columns; got {shape}"
+        )
+    return UNPERMUTE_FUSION.path(permuted_tokens, backend)(permuted_tokens, probs, row_of, token_of).view(shape)
+
+
+def _triton_permute(*inputs: Any) -> tuple[Tensor, Tensor]:
+    from megalith.fusions.experts.kernels.permute import permute_op
+
+    return permute_op(*inputs)
+
+
+def _triton_unpermute(*inputs: Any) -> Tensor:
+    from megalith.fusions.experts.kernels.permute import unpermute_op
+
+    return unpermute_op(*inputs)
+
+
+_PERMUTE: Mapping[Backend, Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "triton": _triton_permute,
+    "compile": compiled(permute_reference),
+    "blocked": permute_blocked,
+    "reference": permute_reference,
+}
+_UNPERMUTE: Mapping[Backend, Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor]] = {
+    "triton": _triton_unpermute,
+    "compile": compiled(unpermute_reference),
+    "blocked": unpermute_blocked,
+    "reference": unpermute_reference,
+}
+PERMUTE_FUSION = registered(Fusion("permute", _PERMUTE, defaults={"cuda": ("triton",), "cpu": ("blocked",)}))
+UNPERMUTE_FUSION = registered(Fusion("unpermute", _UNPERMUTE, defaults={"cuda": ("triton",), "cpu": ("blocked",)}))

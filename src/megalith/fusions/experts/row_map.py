@@ -1,0 +1,100 @@
+"""Where permuted tokens go: sorted by expert, then by token, each expert's rows starting at a multiple if one is asked.
+
+    rows_per_expert[e] = routed tokens of e, rounded up to a multiple of pad_multiple
+    row of (t, e)      = sum of rows_per_expert[e'] over e' < e, plus the tokens before t that are routed to e
+
+T tokens, E experts, K experts per token, R rows. A routing is a map [T, E] or indices [T, K]; either is read once to
+count by tiles of tokens and once to place them, in whole numbers and without atomics, so the map never varies.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.core.checks import check_indices
+from megalith.fusions.core.dispatch import Backend, Fusion, compiled
+from megalith.fusions.core.registry import registered
+from megalith.fusions.experts.row_map_formulas import blocked, counts_of, padded_to, reference
+
+__all__ = ["FUSION", "RowMap", "row_map"]
+
+
+class RowMap(NamedTuple):
+    """Where each token's rows are, and whose each row is; all int32, on the device of the routing.
+
+    row_of           [T, E] for a map, [T, K] for indices: the row of this slot, -1 where nothing is routed or it is
+                     dropped
+    token_of         [R]: the token in this row, -1 in a gap: padding, or past the last routed token
+    rows_per_expert  [E]: rows of each expert, padding and all, as grouped matrix products take their sizes
+    """
+
+    row_of: Tensor
+    token_of: Tensor
+    rows_per_expert: Tensor
+
+
+def row_map(
+    routing_map: Tensor,
+    num_out_tokens: int | None = None,
+    *,
+    num_experts: int | None = None,
+    pad_multiple: int = 1,
+    backend: Backend | None = None,
+) -> RowMap:
+    """The rows that ``permute`` moves tokens to; made once, for every tensor that is permuted alike.
+
+    Args:
+        routing_map: [T, E], bool; or the indices of experts [T, K], int32 or int64, of which those outside of
+            [0, num_experts) are skipped, and an expert named twice gets two rows.
+        num_out_tokens: R. Rows past it are dropped; rows of it that nothing is routed to are gaps at its end. With
+            None they are counted, and the host waits for the device to know how much memory they take.
+        num_experts: E, of indices. A map says it by its width.
+        pad_multiple: the rows of each expert are filled up to a multiple of this by gaps.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Raises:
+        ShapeError: ``routing_map`` is neither of the two.
+        ConfigError: ``num_experts`` is missing, or given beside a map; a count is negative or ``pad_multiple`` zero.
+        BackendError: ``backend`` cannot run on ``routing_map``.
+    """
+    E = _check(routing_map, num_out_tokens, num_experts, pad_multiple)
+    compute = FUSION.path(routing_map, backend)
+    if num_out_tokens is None:
+        num_out_tokens = int(padded_to(counts_of(routing_map, E), pad_multiple).sum())
+    return RowMap(*compute(routing_map, num_out_tokens, E, pad_multiple))
+
+
+def _triton(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from megalith.fusions.experts.kernels.row_map import op
+
+    return op(*inputs)
+
+
+_PATHS: Mapping[Backend, Callable[[Tensor, int, int, int], tuple[Tensor, Tensor, Tensor]]] = {
+    "triton": _triton,
+    "compile": compiled(reference),
+    "blocked": blocked,
+    "reference": reference,
+}
+FUSION = registered(Fusion("row_map", _PATHS, defaults={"cuda": ("triton",), "cpu": ("blocked",)}))
+
+
+def _check(routing_map: Tensor, num_out_tokens: int | None, num_experts: int | None, pad_multiple: int) -> int:
+    """The number of experts."""
+    if routing_map.dim() != 2:
+        raise ShapeError(f"routing_map must be [T, E], or indices [T, K]; got {list(routing_map.shape)}")
+    if pad_multiple < 1:
+        raise ConfigError(f"pad_multiple must be 1 or more rows; got {pad_multiple}")
+    if num_out_tokens is not None and num_out_tokens < 0:
+        raise ConfigError(f"num_out_tokens must be 0 or more rows, or None to count them; got {num_out_tokens}")
+    if routing_map.dtype == torch.bool:
+        if num_experts is not None:
+            raise ConfigError("num_experts is for indices; a bool routing_map says it by its width")
+        return routing_map.shape[1]
+    check_indices(routing_map=routing_map)
+    if num_experts is None or num_experts < 1:
+        raise ConfigError(f"indices need num_experts, 1 or more; got {num_experts} (a map must be bool)")
+    return num_experts

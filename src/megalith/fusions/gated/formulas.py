@@ -1,0 +1,203 @@
+"""Formulas of ``glu``, whose head states them; T tokens, F ffn hidden size, all of them rows."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError
+from megalith.fusions.core.activations import activate, activation_back, check_activation
+from megalith.fusions.core.registration import Operator, gradients_like
+from megalith.fusions.core.row_wise import Runner, register_row_wise
+from megalith.fusions.core.rows import wide
+
+__all__ = [
+    "OPERATOR",
+    "Gating",
+    "blocked",
+    "compiled",
+    "gradients",
+    "gradients_of",
+    "halves",
+    "join",
+    "outputs",
+    "reference",
+    "split",
+    "value_of",
+]
+
+
+class Gating(NamedTuple):
+    """What is computed, of ``gate`` and ``up``; the last operands of an operator."""
+
+    activation: str
+    offset: float
+    clamp: float  # infinite for none
+    interleaved: bool
+
+    @classmethod
+    def of(
+        cls, activation: str, offset: float = 0.0, clamp: float | None = None, interleaved: bool = False
+    ) -> "Gating":
+        """From the arguments of ``glu``; raises ConfigError for those that mean nothing."""
+        check_activation(activation)
+        if clamp is not None and not clamp > 0.0:
+            raise ConfigError(f"clamp must be positive, or None for no clamp; got {clamp}")
+        return cls(activation, float(offset), math.inf if clamp is None else float(clamp), interleaved)
+
+
+def value_of(
+    gate: Tensor, up: Tensor, bias: Tensor | None, weights: Tensor | None, gating: Gating, out: Tensor | None = None
+) -> Tensor:
+    """y [T, F] of ``gate`` and ``up`` [T, F] in float32 or wider; by torch alone, and differentiable twice.
+
+    Where nothing is differentiated, the last product may go into ``out``.
+    """
+    a, linear = _moved(gate, up, bias, gating)
+    if gating.clamp != math.inf:
+        a, linear = a.clamp(max=gating.clamp), linear.clamp(-gating.clamp, gating.clamp)
+    linear = linear + gating.offset if gating.offset else linear
+    act = activate(a, gating.activation)
+    if weights is None:
+        return torch.mul(act, linear, out=out)
+    return torch.mul(act * linear, weights.to(act.dtype), out=out)
+
+
+def gradients_of(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    bias: Tensor | None,
+    weights: Tensor | None,
+    gating: Gating,
+    out: Sequence[Tensor | None] = (None, None),
+) -> tuple[Tensor, ...]:
+    """Gradients of gate and up [T, F], of ``weights`` [T, 1] and of both halves of ``bias``, if given; not rounded.
+
+    All in float32 or wider, as ``dy``. The first two may go into ``out``.
+    """
+    a, linear = given = _moved(gate, up, bias, gating)
+    clamp = gating.clamp
+    if clamp != math.inf:
+        a, linear = a.clamp(max=clamp), linear.clamp(-clamp, clamp)
+    linear = linear + gating.offset if gating.offset else linear
+    if weights is None and bias is None and clamp == math.inf:
+        dl = torch.mul(activate(a, gating.activation), dy, out=out[1])
+        return activation_back(dy * linear, a, gating.activation, out[0]), dl
+    dl = activate(a, gating.activation).mul_(dy)
+    da = activation_back(dy * linear, a, gating.activation)
+    found: list[Tensor] = []
+    if weights is not None:
+        found.append((dl * linear).sum(dim=-1, keepdim=True))
+        w = weights.to(a.dtype)
+        da, dl = da.mul_(w), dl.mul_(w)
+    if clamp != math.inf:  # as torch's clamp: the gradient passes at the bounds and at -inf, and not at NaN
+        da, dl = torch.where(given[0] <= clamp, da, 0.0), torch.where(given[1].abs() <= clamp, dl, 0.0)
+    if bias is not None:
+        found += [da.sum(dim=0), dl.sum(dim=0)]
+    return da, dl, *found
+
+
+def split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Gate and up, as views of a packed ``x``."""
+    F = x.shape[-1] // 2
+    return (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :F], x[..., F:])
+
+
+def join(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
+    return torch.stack((gate, up), dim=-1).flatten(-2) if interleaved else torch.cat((gate, up), dim=-1)
+
+
+def halves(x: Tensor, up: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Gate and up [T, F], of one packed tensor or of two."""
+    return split(x, interleaved) if up is None else (x, up)
+
+
+def _moved(gate: Tensor, up: Tensor, bias: Tensor | None, gating: Gating) -> tuple[Tensor, Tensor]:
+    if bias is None:
+        return gate, up
+    gate_bias, up_bias = split(bias.to(gate.dtype), gating.interleaved)
+    return gate + gate_bias, up + up_bias
+
+
+def outputs(
+    x: Tensor,
+    up: Tensor | None,
+    bias: Tensor | None,
+    weights: Tensor | None,
+    activation: str,
+    offset: float,
+    clamp: float,
+    interleaved: bool,
+) -> Tensor:
+    """Memory for y [T, F]."""
+    check_activation(activation)
+    return x.new_empty(x.shape[0], x.shape[1] if up is not None else x.shape[1] // 2)
+
+
+def gradients(
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor | None,
+    bias: Tensor | None,
+    weights: Tensor | None,
+    activation: str,
+    offset: float,
+    clamp: float,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory for dx, dup, dbias and dw, empty for what was not given."""
+    dx, dup, dbias, dw = gradients_like(x, up, bias, weights)
+    return dx, dup, dbias, dw
+
+
+OPERATOR = Operator(outputs, gradients, of=("x", "up", "bias", "weights"))
+
+
+def reference(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Any) -> Tensor:
+    """y [T, F], rounded."""
+    gating = Gating(*options)
+    gate, linear = (half.to(wide(x.dtype)) for half in halves(x, up, gating.interleaved))
+    return value_of(gate, linear, bias, weights, gating).to(x.dtype)
+
+
+def _forward(
+    run: Runner, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Any
+) -> Tensor:
+    y, gating = outputs(x, up, bias, weights, *options), Gating(*options)
+
+    def formula(gate: Tensor, up: Tensor, weights: Tensor | None, out: list[Tensor | None]) -> tuple[Tensor]:
+        return (value_of(gate, up, bias, weights, gating, *out),)
+
+    run.widened_by_blocks(formula, (*halves(x, up, gating.interleaved), weights), (y,), acc=wide(x.dtype))
+    return y
+
+
+def _backward(
+    run: Runner,
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor | None,
+    bias: Tensor | None,
+    weights: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dx, dup, dbias, dw = gradients_like(x, up, bias, weights)
+    gating = Gating(*options)
+
+    def formula(
+        dy: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, out: list[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        return gradients_of(dy, gate, up, bias, weights, gating, out)
+
+    given = *halves(x, up, gating.interleaved), weights
+    outputs = [*halves(dx, None if up is None else dup, gating.interleaved), *([] if weights is None else [dw])]
+    total = dbias.zero_().to(wide(dbias.dtype))
+    sums = () if bias is None else split(total, gating.interleaved)
+    run.widened_by_blocks(formula, (dy, *given), outputs, sums, acc=wide(x.dtype))
+    return dx, dup, total.to(dbias.dtype), dw
+
+
+blocked, compiled = register_row_wise(OPERATOR, "glu", _forward, _backward)

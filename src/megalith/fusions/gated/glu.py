@@ -1,0 +1,146 @@
+"""The family of gated linear units: one formula, one operator, many names (fused_bias_swiglu, fused_bias_geglu).
+
+    a, l = gate + bias, up + bias       a <= clamp and -clamp <= l <= clamp, if there is a clamp
+    y    = act(a) * (l + offset) * w
+    da   = dy * w * act'(a) * (l + offset)    where a <= clamp
+    dl   = dy * w * act(a)                    where -clamp <= l <= clamp
+    dw   = sum over F of dy * act(a) * (l + offset);   dbias = sum over T of da and dl
+
+Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202. Activations: ``core.activations``.
+
+T tokens (leading dimensions flattened), F ffn hidden size. Saved for backward: the input, bias and w; no output.
+Floor: forward 3TF elements, backward 5TF, and 4T and 8T bytes for w in float32.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.core.activations import Activation
+from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.core.dispatch import Backend, Fusion
+from megalith.fusions.core.registry import registered
+from megalith.fusions.core.rows import as_rows, in_shape, wide
+from megalith.fusions.gated.formulas import Gating, blocked, compiled, gradients_of, halves, join, reference
+
+__all__ = ["FUSION", "back", "check", "glu", "glu_back"]
+
+# the gradient of what is given is a tensor, of None it is None, and of what may be either it may be either
+Up = TypeVar("Up", Tensor, None, Tensor | None)
+Bias = TypeVar("Bias", Tensor, None, Tensor | None)
+Weights = TypeVar("Weights", Tensor, None, Tensor | None)
+
+
+def glu(
+    x: Tensor,
+    up: Tensor | None = None,
+    *,
+    activation: Activation,
+    bias: Tensor | None = None,
+    weights: Tensor | None = None,
+    offset: float = 0.0,
+    clamp: float | None = None,
+    interleaved: bool = False,
+    backend: Backend | None = None,
+) -> Tensor:
+    """``act(gate) * (up + offset) * weights``, of one packed tensor or of two.
+
+    Args:
+        x: the gate [..., F]; or, without ``up``, gate and up [..., 2F], one half after the other.
+        up: [..., F], where gate and up come from two projections.
+        activation: of the gate; part of what is computed, never of how.
+        bias: [2F], in the order of a packed ``x``.
+        weights: [..., 1], one for each token, often float32 while ``x`` is bfloat16: the router's probability.
+        offset: added to up, after its clamp (1 in gpt-oss); has no gradient.
+        clamp: the gate's upper bound and up's bounds on both sides, after the bias (7 in gpt-oss).
+        interleaved: a packed ``x`` holds gate and up by turns, as Hugging Face's gpt-oss does.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Returns:
+        [..., F] in the dtype of ``x``.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+        ConfigError: an unknown activation, or a clamp that is not positive.
+        BackendError: ``backend`` cannot run on ``x``.
+    """
+    gating = Gating.of(activation, offset, clamp, interleaved)
+    check(x, up, bias, weights, interleaved)
+    compute = FUSION.path(x, backend)
+    y = compute(as_rows(x), _rows(up), bias, _rows(weights), *gating)
+    return in_shape(y, (*x.shape[:-1], y.shape[-1]))
+
+
+def glu_back(
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor | None = None,
+    *,
+    activation: Activation,
+    bias: Tensor | None = None,
+    weights: Tensor | None = None,
+    offset: float = 0.0,
+    clamp: float | None = None,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Reference backward of ``glu``: dx, dup, dbias and dw, each as what it is the gradient of, or None without it.
+
+    They are numbers: nothing is differentiated through them.
+    """
+    return back(dy, x, up, bias, weights, Gating.of(activation, offset, clamp, interleaved))
+
+
+@torch.no_grad()
+def back(
+    dy: Tensor, x: Tensor, up: Up, bias: Bias, weights: Weights, gating: Gating
+) -> tuple[Tensor, Up, Bias, Weights]:
+    """``glu_back`` where a type says which operands there are, and so which gradients."""
+    check(x, up, bias, weights, gating.interleaved)
+    check_shape("dy", dy, (*x.shape[:-1], x.shape[-1] // (2 if up is None else 1)), "as the output")
+    gate, linear = halves(as_rows(x), _rows(up), gating.interleaved)
+    acc = wide(x.dtype)
+    da, dl, *rest = gradients_of(as_rows(dy).to(acc), gate.to(acc), linear.to(acc), bias, _rows(weights), gating)
+    dw = None if weights is None else rest.pop(0).to(weights.dtype).view(weights.shape)
+    dbias = None if bias is None else join(rest[0], rest[1], gating.interleaved).to(bias.dtype)
+    if up is None:
+        return join(da, dl, gating.interleaved).to(x.dtype).view(x.shape), None, dbias, dw
+    return da.to(x.dtype).view(x.shape), dl.to(up.dtype).view(up.shape), dbias, dw
+
+
+def _rows(x: Tensor | None) -> Tensor | None:
+    return None if x is None else as_rows(x)
+
+
+Glu = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, str, float, float, bool], Tensor]
+
+
+def _triton(*inputs: Any) -> Tensor:
+    from megalith.fusions.gated.kernels.glu import op
+
+    return op(*inputs)
+
+
+_PATHS: Mapping[Backend, Glu] = {
+    "triton": _triton,
+    "compile": compiled,
+    "blocked": blocked,
+    "reference": reference,
+}
+FUSION = registered(Fusion("glu", _PATHS, defaults={"cuda": ("triton",), "cpu": ("compile", "blocked")}))
+
+
+def check(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, interleaved: bool) -> None:
+    """Raises ShapeError, or ConfigError for an order without a packed ``x``, unless the operands fit together."""
+    check_floating(x=x, up=up, bias=bias, weights=weights)
+    check_one_device(x=x, up=up, bias=bias, weights=weights)
+    if x.dim() == 0 or (up is None and x.shape[-1] % 2):
+        raise ShapeError(f"x must be [..., 2F], gate and up, or come with up [..., F]; got {list(x.shape)}")
+    if up is not None and interleaved:
+        raise ConfigError("interleaved is about a packed x; with up given there is nothing to interleave")
+    check_shape("up", up, x.shape, "as the gate x")
+    check_shape("bias", bias, (x.shape[-1] * (1 if up is None else 2),), "one for each column of gate and up")
+    if weights is not None:
+        check_shape("weights", weights, (*x.shape[:-1], 1), f"one for each token of x {list(x.shape)}")

@@ -1,0 +1,68 @@
+"""Gated linear units that keep their input for backward in 8 bits: half of the memory, and a rounded gradient.
+
+    y     = glu(x)                                       of x as it is
+    scale = max over 2F of abs(x) / 448                  one for each token
+    x'    = float8_e4m3fn(x / scale) * scale
+    dx    = the gradient of glu at x'                    dbias and dw too
+
+The numbers of float8_e4m3fn reach 448, so a token's largest number is kept to its 3 bits, and none overflows, however
+large. The error of dx is that of 4 significant bits in x: a relative 3 % where x matters.
+
+T tokens, F ffn hidden size. Saved for backward: 2TF bytes, 4T for scales, and bias and w. Floor: forward 3TF elements
+and 2TF bytes, backward 3TF elements and 2TF bytes.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megalith.fusions.core.activations import Activation
+from megalith.fusions.core.dispatch import Backend, Fusion
+from megalith.fusions.core.registry import registered
+from megalith.fusions.core.rows import as_rows, in_shape
+from megalith.fusions.gated.float8_formulas import blocked, compiled
+from megalith.fusions.gated.formulas import Gating
+from megalith.fusions.gated.glu import check
+
+__all__ = ["FUSION", "glu_float8"]
+
+
+def glu_float8(
+    x: Tensor,
+    *,
+    activation: Activation,
+    bias: Tensor | None = None,
+    weights: Tensor | None = None,
+    offset: float = 0.0,
+    clamp: float | None = None,
+    interleaved: bool = False,
+    backend: Backend | None = None,
+) -> Tensor:
+    """``megalith.fusions.glu`` of a packed ``x`` [..., 2F], of which backward gets float8_e4m3fn and a scale per token.
+
+    Arguments, result and errors are those of ``glu``. Its gradient has no gradient, on any path. What is infinite or
+    NaN in ``x`` is NaN in backward, and leaves the rest of its token as it is.
+    """
+    gating = Gating.of(activation, offset, clamp, interleaved)
+    check(x, None, bias, weights, interleaved)
+    compute = FUSION.path(x, backend)
+    y, _, _ = compute(as_rows(x), bias, None if weights is None else as_rows(weights), *gating)
+    return in_shape(y, (*x.shape[:-1], y.shape[-1]))
+
+
+def _triton(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from megalith.fusions.gated.kernels.glu import op_float8
+
+    return op_float8(*inputs)
+
+
+GluFloat8 = Callable[[Tensor, Tensor | None, Tensor | None, str, float, float, bool], tuple[Tensor, Tensor, Tensor]]
+# one operator is both: torch's own autograd of the formula would keep more than the input, and that in full
+_PATHS: Mapping[Backend, GluFloat8] = {
+    "triton": _triton,
+    "compile": compiled,
+    "blocked": blocked,
+    "reference": blocked,
+}
+FUSION = registered(Fusion("glu_float8", _PATHS, defaults={"cuda": ("triton",), "cpu": ("compile", "blocked")}))

@@ -1,0 +1,195 @@
+"""SwiGLU, with a bias, with a weight per token, with both: ``megalith.fusions.glu`` under the names of the field.
+
+    y = silu(gate + bias) * (up + bias) * w        silu(a) = a * sigmoid(a)
+
+Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202. Functions without ``_impl`` are references in plain
+torch, on the whole tensor; floor and what is saved are those of ``glu``.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from megalith.errors import BackendError
+from megalith.fusions.core.dispatch import Backend
+from megalith.fusions.gated.formulas import Gating
+from megalith.fusions.gated.glu import back, glu, glu_back
+from megalith.fusions.gated.glu_float8 import glu_float8
+
+__all__ = [
+    "BiasSwiGLUFunction",
+    "SwiGLUFunction",
+    "WeightedSwiGLUFunction",
+    "bias_clamped_swiglu",
+    "bias_clamped_swiglu_back",
+    "bias_swiglu",
+    "bias_swiglu_back",
+    "bias_swiglu_impl",
+    "clamped_swiglu",
+    "clamped_swiglu_back",
+    "clamped_weighted_swiglu",
+    "clamped_weighted_swiglu_back",
+    "swiglu",
+    "swiglu_back",
+    "weighted_bias_swiglu_impl",
+    "weighted_swiglu",
+    "weighted_swiglu_back",
+]
+
+
+def bias_swiglu_impl(
+    input: Tensor,
+    bias: Tensor | None,
+    fp8_input_store: bool = False,
+    cpu_offload_input: bool = False,
+    *,
+    clamp_value: float | None = None,
+    interleaved: bool = False,
+    backend: Backend | None = None,
+) -> Tensor:
+    """SwiGLU of gate and up, packed in ``input``.
+
+    Args:
+        input: [..., 2F], floating: gate, then up.
+        bias: [2F], or None.
+        fp8_input_store: keep the input for backward in 8 bits, with a scale per token; see ``glu_float8``.
+        cpu_offload_input: keep what backward needs in CPU memory until then, in pinned memory if it comes from a GPU.
+            Input on a CPU is there already. torch.compile cannot trace it: a graph ends there, or raises if it must be
+            whole.
+        clamp_value: the gate's upper bound and up's bounds on both sides, after the bias.
+        interleaved: ``input`` and ``bias`` hold gate and up by turns.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Returns:
+        [..., F] in the dtype of ``input``.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+        ConfigError: a clamp that is not positive.
+        BackendError: ``backend`` cannot run on ``input``; or ``cpu_offload_input`` inside torch.compile.
+    """
+    compute = glu_float8 if fp8_input_store else glu
+    with _saved_on_cpu(input) if cpu_offload_input else nullcontext():
+        return compute(input, activation="silu", bias=bias, clamp=clamp_value, interleaved=interleaved, backend=backend)
+
+
+def weighted_bias_swiglu_impl(
+    input: Tensor,
+    bias: Tensor | None,
+    weights: Tensor,
+    fp8_input_store: bool = False,
+    *,
+    clamp_value: float | None = None,
+    interleaved: bool = False,
+    backend: Backend | None = None,
+) -> Tensor:
+    """SwiGLU times one weight per token, ``weights`` [..., 1]: the router's probability, often in float32.
+
+    The other arguments, the result and the errors are those of ``bias_swiglu_impl``.
+    """
+    compute = glu_float8 if fp8_input_store else glu
+    return compute(
+        input,
+        activation="silu",
+        bias=bias,
+        weights=weights,
+        clamp=clamp_value,
+        interleaved=interleaved,
+        backend=backend,
+    )
+
+
+def swiglu(y: Tensor) -> Tensor:
+    """``silu(gate) * up`` [..., F] of ``y`` [..., 2F]."""
+    return glu(y, activation="silu", backend="reference")
+
+
+def bias_swiglu(y: Tensor, bias: Tensor) -> Tensor:
+    """``swiglu`` of ``y + bias``, added before anything is rounded."""
+    return glu(y, activation="silu", bias=bias, backend="reference")
+
+
+def weighted_swiglu(y: Tensor, weights: Tensor) -> Tensor:
+    """``swiglu(y) * weights``, of one weight [..., 1] per token, in the dtype of ``y``."""
+    return glu(y, activation="silu", weights=weights, backend="reference")
+
+
+def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
+    """The gradient of ``y`` [..., 2F], of the upstream ``g`` [..., F]."""
+    return glu_back(g, y, activation="silu")[0]
+
+
+def bias_swiglu_back(g: Tensor, y: Tensor, bias: Tensor) -> Tensor:
+    """The gradient of ``y`` [..., 2F]; that of ``bias`` is its sum over tokens."""
+    return glu_back(g, y, activation="silu", bias=bias)[0]
+
+
+def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of ``y`` [..., 2F] and of ``weights`` [..., 1], each in the dtype of its tensor."""
+    dy, _, _, dw = back(g, y, None, None, weights, Gating.of("silu"))
+    return dy, dw
+
+
+def clamped_swiglu(y: Tensor, clamp_value: float) -> Tensor:
+    """``swiglu`` of a gate of at most ``clamp_value``, and of up within [-clamp_value, clamp_value]."""
+    return glu(y, activation="silu", clamp=clamp_value, backend="reference")
+
+
+def bias_clamped_swiglu(y: Tensor, bias: Tensor, clamp_value: float) -> Tensor:
+    """``clamped_swiglu`` of ``y + bias``, added before anything is clamped or rounded."""
+    return glu(y, activation="silu", bias=bias, clamp=clamp_value, backend="reference")
+
+
+def clamped_weighted_swiglu(y: Tensor, weights: Tensor, clamp_value: float) -> Tensor:
+    """``clamped_swiglu(y) * weights``, of one weight [..., 1] per token, in the dtype of ``y``."""
+    return glu(y, activation="silu", weights=weights, clamp=clamp_value, backend="reference")
+
+
+def clamped_swiglu_back(g: Tensor, y: Tensor, clamp_value: float) -> Tensor:
+    """The gradient of ``y`` [..., 2F], of the upstream ``g`` [..., F]; it passes at the bounds."""
+    return glu_back(g, y, activation="silu", clamp=clamp_value)[0]
+
+
+def bias_clamped_swiglu_back(g: Tensor, y: Tensor, bias: Tensor, clamp_value: float) -> Tensor:
+    """The gradient of ``y`` [..., 2F]; that of ``bias`` is its sum over tokens."""
+    return glu_back(g, y, activation="silu", bias=bias, clamp=clamp_value)[0]
+
+
+def clamped_weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor, clamp_value: float) -> tuple[Tensor, Tensor]:
+    """The gradients of ``y`` [..., 2F] and of ``weights`` [..., 1], each in the dtype of its tensor."""
+    dy, _, _, dw = back(g, y, None, None, weights, Gating.of("silu", clamp=clamp_value))
+    return dy, dw
+
+
+class SwiGLUFunction:
+    """``apply(input, fp8_input_store, cpu_offload_input)`` is ``bias_swiglu_impl`` without a bias."""
+
+    @staticmethod
+    def apply(input: Tensor, fp8_input_store: bool = False, cpu_offload_input: bool = False) -> Tensor:
+        return bias_swiglu_impl(input, None, fp8_input_store, cpu_offload_input)
+
+
+class BiasSwiGLUFunction:
+    """``apply`` is ``bias_swiglu_impl``."""
+
+    apply = staticmethod(bias_swiglu_impl)
+
+
+class WeightedSwiGLUFunction:
+    """``apply(input, weights, fp8_input_store)`` is ``weighted_bias_swiglu_impl`` without a bias."""
+
+    @staticmethod
+    def apply(input: Tensor, weights: Tensor, fp8_input_store: bool = False) -> Tensor:
+        return weighted_bias_swiglu_impl(input, None, weights, fp8_input_store)
+
+
+def _saved_on_cpu(x: Tensor) -> AbstractContextManager[object]:
+    """Sends what autograd saves inside to CPU memory, and back when backward asks for it."""
+    if torch.compiler.is_compiling():
+        raise BackendError(
+            "cpu_offload_input moves what autograd saves, which torch.compile cannot trace; leave it out there, "
+            "or keep the call out of the graph with torch.compiler.disable"
+        )
+    # from pageable memory a copy runs at a fraction of the speed of the bus
+    return torch.autograd.graph.save_on_cpu(pin_memory=x.is_cuda)

@@ -1,0 +1,1 @@
+"""LayerNorm and RMSNorm, alone and of a sum with a residual."""

@@ -1,0 +1,251 @@
+"""Formulas of ``norm.paths``, whose head states them: the rows, what is kept of them, and the reference.
+
+T rows, H features of each.
+"""
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalith.fusions.core.dropout_mask import Mask, keep
+from megalith.fusions.core.registration import Operator
+from megalith.fusions.core.rows import wide
+from megalith.torch_compat import forward_mode_is_on
+
+__all__ = [
+    "OPERATOR",
+    "WIDEST_WHOLE_ROW",
+    "Kept",
+    "Normalization",
+    "Norming",
+    "as_stored",
+    "dropped",
+    "float_gain",
+    "gradients",
+    "nested_rows",
+    "outputs",
+    "reference",
+    "rows_per_program",
+    "statistics",
+    "summed",
+]
+
+Normalization = Literal["LayerNorm", "RMSNorm"]
+
+# the widest row that a kernel holds in the registers of 512 threads, where twice as many would spill; a wider one is
+# read in tiles, a second time from a cache
+WIDEST_WHOLE_ROW = 2**14
+
+
+class Norming(NamedTuple):
+    """What is computed of rows and vectors."""
+
+    mask: Mask
+    eps: float
+    normalization: str
+    zero_centered: bool
+
+    @classmethod
+    def of(cls, *options: Any) -> "Norming":
+        """From the last operands of the operator."""
+        return cls(Mask(*options[:4]), *options[4:])
+
+
+class Kept(NamedTuple):
+    """What backward gets beside the gradients, h and the weight."""
+
+    mask: Mask
+    zero_centered: bool
+    mean: Tensor
+    rstd: Tensor
+    x_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    input_bias_dtype: torch.dtype | None
+    needs: list[bool]
+
+    @classmethod
+    def of(cls, *options: Any) -> "Kept":
+        """From the last operands of the gradient's operator."""
+        return cls(Mask(*options[:4]), *options[4:])
+
+
+def reference(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    """y of rows ``x`` [..., H] in its dtype, and h in that of ``residual``, empty without one."""
+    *mask, eps, normalization, zero_centered = options
+    h = x.to(wide(x.dtype)) if residual is None else summed(x, residual, input_bias, Mask(*mask))
+    stored = h.new_empty(0) if residual is None else h.to(residual.dtype)
+    h = h if residual is None else as_stored(h, residual.dtype)
+    mean, rstd = statistics(h, eps, normalization)
+    y = (h if mean is None else h - mean) * rstd
+    y = y if weight is None else y * float_gain(y, weight, zero_centered)
+    y = y if bias is None else y + bias.to(y.dtype)
+    return y.to(x.dtype), stored
+
+
+def summed(x: Tensor, residual: Tensor, input_bias: Tensor | None, mask: Mask) -> Tensor:
+    """h of rows [T, H] in float32 or wider, before it is rounded."""
+    acc = wide(torch.promote_types(x.dtype, residual.dtype))
+    h = x.to(acc) if input_bias is None else x.to(acc) + input_bias.to(acc)
+    return dropped(h, mask) + residual.to(acc)
+
+
+def dropped(h: Tensor, mask: Mask) -> Tensor:
+    """Rows ``h`` [T, H] times their mask / (1 - p); the same where nothing is dropped."""
+    if mask.key is None:
+        return h
+    # a product, so that NaN and inf pass as they do through torch's dropout
+    return h * keep(mask.key, mask.tokens, mask.site, mask.p, h.shape[0], h.shape[1], 0) * (1.0 / (1.0 - mask.p))
+
+
+def statistics(h: Tensor, eps: float, normalization: str) -> tuple[Tensor | None, Tensor]:
+    """Mean, None for RMSNorm, and rstd, [..., 1], of rows in float32 or wider."""
+    mean = h.mean(dim=-1, keepdim=True) if normalization == "LayerNorm" else None
+    centred = h if mean is None else h - mean
+    return mean, torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
+
+
+def float_gain(h: Tensor, weight: Tensor | None, zero_centered: bool) -> Tensor:
+    """The gain [H] in what ``h`` is computed in."""
+    acc = wide(h.dtype)
+    if weight is None:
+        return h.new_ones(h.shape[-1], dtype=acc)
+    return 1.0 + weight.to(acc) if zero_centered else weight.to(acc)
+
+
+class _Rounding(torch.autograd.Function):
+    """Rounds to a narrower dtype and keeps the wide one, also for the gradient, which passes as it is."""
+
+    @staticmethod
+    def forward(h: Tensor, dtype: torch.dtype) -> Tensor:
+        return h.to(dtype).to(h.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def jvp(ctx: Any, h: Tensor, _: None) -> Tensor:
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
+        return dh, None
+
+
+def as_stored(h: Tensor, dtype: torch.dtype) -> Tensor:
+    """Wide rows ``h``, rounded to ``dtype``; their gradient is not."""
+    if h.dtype == dtype:
+        return h
+    if not h.requires_grad and not forward_mode_is_on():  # a Function inspects a signature in every call
+        return h.to(dtype).to(h.dtype)
+    rounded: Tensor = _Rounding.apply(h, dtype)
+    return rounded
+
+
+def nested_rows(x: Tensor) -> Tensor:
+    """``x`` [..., H] as [M, N, H], without a copy if two strides reach every row; else N is 1.
+
+    So are the heads [S, B, A, D] of a projection that holds queries, keys and values: M is S B, and N is A.
+    """
+    T, H = x.shape[:-1].numel(), x.shape[-1]
+    if x.is_contiguous():
+        return x if x.shape == (T, 1, H) else x.view(T, 1, H)
+    steps = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size != 1]
+    breaks = [i for i in range(1, len(steps)) if steps[i - 1][1] != steps[i][0] * steps[i][1]]
+    if T == 0 or len(breaks) != 1:
+        return x.reshape(T, 1, H)
+    num_outer = math.prod(size for size, _ in steps[: breaks[0]])
+    return x.view(num_outer, T // num_outer, H)
+
+
+def rows_per_program(num_rows: int, at_once: int, num_tiles: int) -> int:
+    """How many of ``num_rows`` rows a program of the backward kernel adds up, ``at_once`` of them in each step.
+
+    At least 512 programs, some for every multiprocessor of today's GPUs; each more writes and reads another part of dw.
+    """
+    return at_once * max(1, num_rows * num_tiles // (512 * at_once))
+
+
+def outputs(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
+    key: Tensor | None,
+    tokens: Tensor | None,
+    site: int,
+    p: float,
+    eps: float,
+    normalization: str,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Fresh memory for y, h (empty without a residual), mean (empty for RMSNorm) and rstd, both [..., 1]."""
+    h_dtype = x.dtype if residual is None else residual.dtype
+    rstd = x.new_empty((*x.shape[:-1], 1), dtype=wide(h_dtype))
+    mean = torch.empty_like(rstd) if normalization == "LayerNorm" else rstd.new_empty(0)
+    h = x.new_empty(0 if residual is None else x.shape, dtype=h_dtype)
+    return x.new_empty(x.shape), h, mean, rstd
+
+
+def gradients(
+    dy: Tensor | None,
+    dh: Tensor | None,
+    h: Tensor,
+    weight: Tensor | None,
+    key: Tensor | None,
+    tokens: Tensor | None,
+    site: int,
+    p: float,
+    zero_centered: bool,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    input_bias_dtype: torch.dtype | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Fresh memory for dx, dresidual, dw, db and dinput_bias, empty what ``needs`` does not ask for."""
+
+    def rows(needed: bool, dtype: torch.dtype) -> Tensor:
+        return h.new_empty(h.shape if needed else 0, dtype=dtype)
+
+    def vector(needed: bool, dtype: torch.dtype | None) -> Tensor:
+        return h.new_empty(h.shape[-1] if needed else 0, dtype=dtype)
+
+    dx, dresidual = rows(needs[0], x_dtype), rows(needs[1], h.dtype)
+    dw = vector(needs[2], None if weight is None else weight.dtype)
+    return dx, dresidual, dw, vector(needs[3], bias_dtype), vector(needs[4], input_bias_dtype)
+
+
+def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    x, residual, weight, bias, input_bias, *mask, _, _, zero_centered = inputs
+    _, h, mean, rstd = outputs
+    dtypes = (None if vector is None else vector.dtype for vector in (bias, input_bias))
+    return x if residual is None else h, weight, *mask, zero_centered, mean, rstd, x.dtype, *dtypes
+
+
+def _shares(x: Tensor, residual: Tensor | None, *rest: Any) -> dict[str, str]:
+    """Without dropout x and residual have one gradient, which is written once if they have one dtype."""
+    key = rest[3]
+    return {"residual": "x"} if residual is not None and key is None and x.dtype == residual.dtype else {}
+
+
+OPERATOR = Operator(
+    outputs,
+    gradients,
+    of=("x", "residual", "weight", "bias", "input_bias"),
+    saves=_saves,
+    shares=_shares,
+    num_differentiable=2,
+    absent_as_none=True,
+)

@@ -1,0 +1,117 @@
+"""The operator on the kernels of norm.py: LayerNorm and RMSNorm, with or without a sum before them.
+
+Rows are [T, H], or [M, N, H] where two strides reach them.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from megalith.fusions.core.registration import wrap_triton
+from megalith.fusions.core.rows import contiguous_columns
+from megalith.fusions.norm.formulas import OPERATOR, WIDEST_WHOLE_ROW, Kept, Norming, rows_per_program
+from megalith.fusions.norm.kernels.norm import backward_kernel, coefficients_kernel, forward_kernel, wide_forward_kernel
+from megalith.numerics.dropout import threshold
+
+__all__ = ["op"]
+
+# all untuned
+_ELEMENTS = 2048  # that a program holds at least, in several rows if they are short
+_WIDE_BLOCK = 4096
+_WIDEST_SUMMED_ROW = 8192  # that a program holds twice, beside the sums of dw and db
+
+
+def _forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mask, eps, _, zero_centered = Norming.of(*options)
+    y, h, mean, rstd = OPERATOR.outputs(x, residual, weight, bias, input_bias, *options)
+    if y.numel() == 0:
+        return y, h, mean, rstd
+    x, residual = _nested(x), None if residual is None else contiguous_columns(residual)
+    T, (_, N, H) = rstd.numel(), x.shape
+    tensors = (
+        x, residual, _dense(input_bias), mask.key, _dense(mask.tokens), _dense(weight), _dense(bias),
+        _given(h), y, _given(mean), rstd,
+        x.stride(0), x.stride(1), 0 if residual is None else residual.stride(0), mask.site,
+    )  # fmt: skip
+    settings: dict[str, Any] = {"EPS": eps, "ZERO_CENTERED": zero_centered} | _dropout(mask.p)
+    if H > WIDEST_WHOLE_ROW:
+        wrap_triton(wide_forward_kernel)[(T,)](*tensors, N, H, **settings, BLOCK=_WIDE_BLOCK, num_warps=8)
+    else:
+        tile = _tile(H, mask.key)
+        wrap_triton(forward_kernel)[(triton.cdiv(T, tile["ROWS"]),)](*tensors, T, N, H, **settings, **tile)
+    return y, h, mean, rstd
+
+
+def _backward(
+    dy: Tensor | None, dh: Tensor | None, h: Tensor, weight: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    kept = Kept.of(*options)
+    mask, zero_centered, mean, rstd = kept.mask, kept.zero_centered, kept.mean, kept.rstd
+    gradients = OPERATOR.gradients(dy, dh, h, weight, *options)
+    if h.numel() == 0:
+        for gradient in gradients:
+            gradient.zero_()
+        return gradients
+    dx, dresidual, *vectors = gradients
+    T, H, whole = rstd.numel(), h.shape[-1], h.shape[-1] <= _WIDEST_SUMMED_ROW
+    dy = _nested(torch.zeros_like(h, dtype=kept.x_dtype) if dy is None else dy)
+    dh, h = None if dh is None else _given(contiguous_columns(dh)), _nested(h)
+    rows = dy, h, _dense(weight), _given(mean), rstd
+    strides = dy.stride(0), dy.stride(1), h.stride(0), h.stride(1)
+    along = across = None
+    if not whole:
+        along, across = torch.empty_like(rstd), _given(torch.empty_like(mean))
+        wrap_triton(coefficients_kernel)[(T,)](
+            *rows, along, across, *strides, h.shape[1], H, ZERO_CENTERED=zero_centered, BLOCK=_WIDE_BLOCK, num_warps=8
+        )
+    tile = _tile(H if whole else _ELEMENTS, mask.key)
+    num_tiles = triton.cdiv(H, tile["BLOCK"])
+    num_rows = rows_per_program(T, tile["ROWS"], num_tiles)
+    groups = triton.cdiv(T, num_rows)
+    sums = [h.new_empty(groups, H, dtype=torch.float32) if needed else None for needed in kept.needs[2:]]
+    wrap_triton(backward_kernel)[(groups, num_tiles)](
+        *rows, dh, mask.key, _dense(mask.tokens), along, across, _given(dx), _given(dresidual), *sums,
+        *strides, 0 if dh is None else dh.stride(0), mask.site, T, h.shape[1], H, num_rows,
+        ZERO_CENTERED=zero_centered, **_dropout(mask.p), **tile,
+    )  # fmt: skip
+    for gradient, parts in zip(vectors, sums, strict=True):
+        if parts is not None:
+            gradient.copy_(parts.sum(dim=0))
+    return gradients
+
+
+def _tile(H: int, key: Tensor | None) -> dict[str, int]:
+    """Rows at once, columns of each, and warps for 16 elements a thread; the mask of dropout is made row by row."""
+    block = max(4, triton.next_power_of_2(H))
+    rows = 1 if key is not None else max(1, _ELEMENTS // block)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // 512))}
+
+
+def _dropout(p: float) -> dict[str, Any]:
+    return {"THRESHOLD": threshold(p), "SCALE": 1.0 / (1.0 - p)}
+
+
+def _nested(x: Tensor) -> Tensor:
+    x = contiguous_columns(x)
+    return x if x.dim() == 3 else x[:, None]
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _given(x: Tensor) -> Tensor | None:
+    """None for the empty tensor that stands for none."""
+    return x if x.numel() else None
+
+
+op = OPERATOR.register("norm", _forward, _backward)

@@ -1,0 +1,68 @@
+"""The family of norms: one formula, one operator, many names (fused_layer_norm, fused_rms_norm, fused_add_norm).
+
+    h    = residual + m * (x + input_bias) / (1 - p), stored; m the dropout mask. Without a residual, h is x
+    mean = sum of h / H for LayerNorm, 0 for RMSNorm;   rstd = (sum of (h - mean)^2 / H + eps)^(-1/2)
+    h^   = (h - mean) * rstd;   y = h^ * g + b;         g is w, or 1 + w where the gain is zero-centred
+    dh   = rstd * (g dy - h^ mean(h^ g dy) - mean(g dy)) + dh', the last mean for LayerNorm alone, dh' of h as a result
+    dresidual = dh;   dx = m * dh / (1 - p);   dinput_bias = sum over T of dx
+    dw   = sum over T of dy * h^;   db = sum over T of dy
+
+LayerNorm: Ba et al. 2016, arXiv:1607.06450. RMSNorm: Zhang and Sennrich 2019, arXiv:1910.07467.
+
+T tokens, H hidden size. Saved for backward: h, w, and the statistics in float32; of dropout a key, never the mask.
+Floor: a norm reads and writes 2TH elements in forward and 3TH in backward; with a residual it is 4TH each way.
+
+The norm is that of h as it is stored, so that it equals an addition and then a norm bit for bit. The variance is that
+of centred values: E[h^2] - mean^2 loses every digit under a large mean. 1 + w is formed in float32: in bfloat16 it
+would keep 8 bits of w at best.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.core.dispatch import Backend
+from megalith.fusions.norm.blocked import blocked, compiled
+from megalith.fusions.norm.formulas import reference
+
+__all__ = ["PATHS", "Norm", "check"]
+
+# (x, residual, weight, bias, input_bias, key, tokens, site, p, eps, normalization, zero_centered) -> (y, h, ...)
+Norm = Callable[..., tuple[Tensor, ...]]
+
+
+def _triton(*inputs: Any) -> tuple[Tensor, ...]:
+    from megalith.fusions.norm.kernels.add_norm import op
+
+    return op(*inputs)
+
+
+PATHS: Mapping[Backend, Norm] = {
+    "triton": _triton,
+    "compile": compiled,
+    "blocked": blocked,
+    "reference": reference,
+}
+
+
+def check(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, normalization: str, zero_centered: bool
+) -> None:
+    """Raises ShapeError or ConfigError unless the rows of ``x`` [..., H] can be normalised like this."""
+    if normalization not in ("LayerNorm", "RMSNorm"):
+        raise ConfigError(f"normalization must be 'LayerNorm' or 'RMSNorm'; got {normalization!r}")
+    if normalization == "RMSNorm" and bias is not None:
+        raise ConfigError("RMSNorm has no bias; leave it out, or take normalization='LayerNorm'")
+    if zero_centered and weight is None:
+        raise ConfigError("zero_centered makes the gain 1 + weight, and there is no weight; give one, or take False")
+    if not eps >= 0.0:
+        raise ConfigError(f"eps must be 0 or more; got {eps}")
+    check_floating(x=x, weight=weight, bias=bias)
+    check_one_device(x=x, weight=weight, bias=bias)
+    if x.dim() == 0:
+        raise ShapeError("x must be [..., H], rows to normalise; got a tensor without dimensions")
+    check_shape("weight", weight, x.shape[-1:], "one for each feature of x")
+    check_shape("bias", bias, x.shape[-1:], "one for each feature of x")

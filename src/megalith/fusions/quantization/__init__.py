@@ -1,0 +1,1 @@
+"""Quantization to fp8, mxfp8 and nvfp4."""

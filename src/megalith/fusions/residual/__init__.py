@@ -1,0 +1,1 @@
+"""Bias, dropout and residual."""

@@ -1,0 +1,123 @@
+"""Formulas of ``bias_dropout``, whose head states them; T tokens, H hidden size."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.fusions.core.dropout_mask import Mask, keep, rows_of_mask
+from megalith.fusions.core.registration import Operator
+from megalith.fusions.core.row_wise import Runner, register_row_wise
+from megalith.fusions.core.rows import wide
+
+__all__ = ["OPERATOR", "blocked", "compiled", "gradients", "outputs", "reference"]
+
+
+def reference(x: Tensor, bias: Tensor | None, residual: Tensor, *mask: Any) -> Tensor:
+    """y [T, H] of ``x`` and ``residual`` [T, H], and the operands of a ``Mask``."""
+    if _is_plain_sum(x, bias, residual, *mask):
+        return x + residual
+    acc = wide(torch.promote_types(x.dtype, residual.dtype))
+    return _add_(x.to(acc, copy=True), bias, residual, Mask(*mask)).to(residual.dtype)
+
+
+def _is_plain_sum(x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None, *_: Any) -> bool:
+    """Whether y is one sum, which torch rounds once too."""
+    return key is None and bias is None and torch.promote_types(x.dtype, residual.dtype) == residual.dtype
+
+
+def _add_(y: Tensor, bias: Tensor | None, residual: Tensor, mask: Mask) -> Tensor:
+    """Turns ``y``, a copy of x in float32 or wider, into the sum."""
+    y = y if bias is None else y.add_(bias.to(y.dtype))
+    return _drop_(y, mask).add_(residual.to(y.dtype))
+
+
+def _drop_(y: Tensor, mask: Mask) -> Tensor:
+    if mask.key is None:
+        return y
+    # a product with a bool, of which autograd keeps a byte for each element
+    kept = keep(mask.key, mask.tokens, mask.site, mask.p, y.shape[0], y.shape[1], mask.feature_offset)
+    return y.mul_(kept).mul_(1.0 / (1.0 - mask.p))
+
+
+def outputs(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    key: Tensor | None,
+    tokens: Tensor | None,
+    site: int,
+    p: float,
+    feature_offset: int,
+) -> Tensor:
+    """Memory for y [T, H]."""
+    return residual.new_empty(residual.shape)
+
+
+def gradients(
+    dy: Tensor,
+    key: Tensor | None,
+    tokens: Tensor | None,
+    site: int,
+    p: float,
+    feature_offset: int,
+    x_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor]:
+    """Memory for dx and dbias, empty what ``needs`` does not ask for."""
+    dx = dy.new_empty(dy.shape if needs[0] else 0, dtype=x_dtype)
+    return dx, dy.new_empty(dy.shape[1] if needs[1] else 0, dtype=bias_dtype or x_dtype)
+
+
+def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    x, bias, _, *mask = inputs
+    return *mask, x.dtype, None if bias is None else bias.dtype
+
+
+def _passes(x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None, *_: Any) -> tuple[str, ...]:
+    return ("residual", "x") if key is None and x.dtype == residual.dtype else ("residual",)
+
+
+OPERATOR = Operator(outputs, gradients, of=("x", "bias"), saves=_saves, passes=_passes)
+
+
+def _forward(run: Runner, x: Tensor, bias: Tensor | None, residual: Tensor, *options: Any) -> Tensor:
+    if _is_plain_sum(x, bias, residual, *options):
+        return x + residual
+    y = outputs(x, bias, residual, *options)
+    acc = wide(torch.promote_types(x.dtype, y.dtype))
+    mask, *mask_rows = rows_of_mask(Mask(*options), x)
+
+    def formula(
+        x: Tensor, residual: Tensor, tokens: Tensor | None, sites: Tensor | None, out: list[Tensor | None]
+    ) -> tuple[Tensor]:
+        if out[0] is None:
+            total = x.clone() if bias is None else x + bias.to(acc)
+        else:
+            total = out[0].copy_(x) if bias is None else torch.add(x, bias.to(acc), out=out[0])
+        return (_drop_(total, mask.at(tokens, sites)).add_(residual),)
+
+    run.widened_by_blocks(formula, (x, residual, *mask_rows), (y,), acc=acc)
+    return y
+
+
+def _backward(run: Runner, dy: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    dx, dbias = gradients(dy, *options)
+    *operands, x_dtype, _, needs = options
+    mask, acc = Mask(*operands), wide(torch.promote_types(x_dtype, dy.dtype))
+    if mask.key is None and needs == [False, True] and dy.dtype == acc:
+        return dx, dy.sum(dim=0, dtype=acc).to(dbias.dtype)
+    total = dbias.zero_().to(acc)
+    mask, *mask_rows = rows_of_mask(mask, dy)
+
+    def formula(dy: Tensor, tokens: Tensor | None, sites: Tensor | None) -> tuple[Tensor, ...]:
+        dx = _drop_(dy.to(acc, copy=mask.key is not None), mask.at(tokens, sites))
+        return (*([dx] if needs[0] else []), *([dx.sum(dim=0)] if needs[1] else []))
+
+    outputs, sums = (dx,) if needs[0] else (), (total,) if needs[1] else ()
+    run.by_blocks(formula, (dy, *mask_rows), outputs, sums)
+    return dx, total.to(dbias.dtype)
+
+
+blocked, compiled = register_row_wise(OPERATOR, "bias_dropout_add", _forward, _backward)

@@ -1,0 +1,1 @@
+"""Rotary positions, also of multi-latent attention, and their tables."""

@@ -1,0 +1,360 @@
+"""Triton kernels of fused_rope.
+
+T = S * B tokens, NUM_HEADS heads of D columns, R = 2 * HALF of which turn, from column OFFSET on; the others, from
+column REST_START on, are copied. A tile is [BLOCK_T tokens, BLOCK_A heads, columns], so cos and sin are loaded once for
+all heads. Tokens and heads may be strided; columns are contiguous.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megalith.fusions.core.registration import wrap_triton
+from megalith.fusions.core.rows import contiguous_columns, rows_per_sum
+from megalith.fusions.rope.formulas import OPERATOR, Outputs
+from megalith.fusions.rope.rotation import Rotation, Tables, reads_pairs
+
+__all__ = ["load_parts", "load_tables", "op", "store_parts", "table_arguments", "turn"]
+
+_TILE = 2048  # elements of a tile, untuned
+
+
+@triton.jit
+def load_parts(start, rows, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, PAIRS: tl.constexpr):
+    """The two features of each pair, in float32, of rows that begin at ``start`` [tokens, heads, 1]."""
+    if PAIRS:  # neighbours: one wide load, taken apart in registers
+        col = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
+        both = tl.load(start + col, mask=rows & (col < 2 * HALF), other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(both, [both.shape[0], both.shape[1], BLOCK_HALF, 2]))
+    else:
+        col = tl.arange(0, BLOCK_HALF)[None, None, :]
+        mask = rows & (col < HALF)
+        first = tl.load(start + col, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(start + HALF + col, mask=mask, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def store_parts(start, first, second, rows, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, PAIRS: tl.constexpr):
+    """Stores what ``load_parts`` would load."""
+    if PAIRS:
+        col = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
+        both = tl.reshape(tl.join(first, second), [first.shape[0], first.shape[1], 2 * BLOCK_HALF])
+        tl.store(start + col, both, mask=rows & (col < 2 * HALF))
+    else:
+        col = tl.arange(0, BLOCK_HALF)[None, None, :]
+        mask = rows & (col < HALF)
+        tl.store(start + col, first, mask=mask)
+        tl.store(start + HALF + col, second, mask=mask)
+
+
+@triton.jit
+def load_tables(
+    cos_ptr, sin_ptr, positions_ptr, s, b, in_range, table_stride_s, table_stride_b, num_rows,
+    position_stride_s, position_stride_b, position_stride_p,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, TIMES: tl.constexpr, HEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """cos and sin [tokens, 1, pairs] of the tokens (s, b), in float32; NaN where the table has no such row."""
+    col = tl.arange(0, BLOCK_HALF)[None, None, :]
+    row = s
+    if positions_ptr is not None:
+        at = positions_ptr + s * position_stride_s + b * position_stride_b
+        if TIMES is not None:  # mRoPE: pairs follow the time, the height or the width of a token
+            at += ((col >= TIMES).to(tl.int32) + (col >= TIMES + HEIGHTS).to(tl.int32)) * position_stride_p
+        row = tl.load(at, mask=in_range, other=0).to(tl.int64)
+    known = (row >= 0) & (row < num_rows)
+    mask = in_range & known & (col < HALF)
+    at = row * table_stride_s + b * table_stride_b + col
+    cos = tl.load(cos_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(known, cos, float("nan")), tl.where(known, sin, float("nan"))
+
+
+@triton.jit
+def turn(first, second, cos, sin, INVERSE: tl.constexpr):
+    """Each pair, turned; or turned back."""
+    if INVERSE:
+        sin = -sin
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _load_gain(
+    w_ptr, OFFSET: tl.constexpr, REST_START: tl.constexpr, REST: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+    PLUS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """The gains [1, 1, columns] of what turns, and of the rest; ones for no weight, which the compiler leaves out."""
+    first, second, rest = 1.0, 1.0, 1.0
+    if w_ptr is not None:
+        start = w_ptr + tl.zeros([1, 1, 1], dtype=tl.int32)
+        first, second = load_parts(start + OFFSET, tl.full([1, 1, 1], 1, dtype=tl.int1), HALF, BLOCK_HALF, PAIRS)
+        first, second = first + PLUS, second + PLUS
+        if REST > 0:
+            col = tl.arange(0, BLOCK_REST)[None, None, :]
+            rest = tl.load(w_ptr + REST_START + col, mask=col < REST, other=0.0).to(tl.float32) + PLUS
+    return first, second, rest
+
+
+@triton.jit
+def _turn_heads(
+    x_ptr, y_ptr, w_ptr, rstd_ptr, token, s, b, in_range, cos, sin, stride_s, stride_b, stride_a,
+    NUM_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr, REST_START: tl.constexpr,
+    READ: tl.constexpr, WRITE: tl.constexpr, INVERSE: tl.constexpr, EPS: tl.constexpr, PLUS: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """Normalises (if there is a weight) and turns all heads of the tokens."""
+    REST: tl.constexpr = D - 2 * HALF
+    w_first, w_second, w_rest = _load_gain(w_ptr, OFFSET, REST_START, REST, HALF, READ, PLUS, BLOCK_HALF, BLOCK_REST)
+    for start in range(0, NUM_HEADS, BLOCK_A):
+        head = (start + tl.arange(0, BLOCK_A)).to(tl.int64)[None, :, None]
+        rows = in_range & (head < NUM_HEADS)
+        x = x_ptr + s * stride_s + b * stride_b + head * stride_a
+        y = token * NUM_HEADS + head
+        first, second = load_parts(x + OFFSET, rows, HALF, BLOCK_HALF, READ)
+        if REST > 0:
+            col = REST_START + tl.arange(0, BLOCK_REST)[None, None, :]
+            rest_mask = rows & (col < REST_START + REST)
+            rest = tl.load(x + col, mask=rest_mask, other=0.0)
+        if w_ptr is not None:
+            squares = tl.sum(first * first + second * second, axis=2, keep_dims=True)
+            if REST > 0:
+                rest = rest.to(tl.float32)
+                squares += tl.sum(rest * rest, axis=2, keep_dims=True)
+            rstd = tl.rsqrt(squares / D + EPS)
+            tl.store(rstd_ptr + y, rstd, mask=rows)
+            first, second = first * rstd * w_first, second * rstd * w_second
+            if REST > 0:
+                rest = rest * rstd * w_rest
+        first, second = turn(first, second, cos, sin, INVERSE)
+        store_parts(y_ptr + y * D + OFFSET, first, second, rows, HALF, BLOCK_HALF, WRITE)
+        if REST > 0:
+            tl.store(y_ptr + y * D + col, rest, mask=rest_mask)
+
+
+@triton.jit
+def _turn_kernel(
+    q_ptr, k_ptr, y_ptr, y_k_ptr, q_weight_ptr, k_weight_ptr, q_rstd_ptr, k_rstd_ptr, cos_ptr, sin_ptr, positions_ptr,
+    table_stride_s, table_stride_b, num_rows, position_stride_s, position_stride_b, position_stride_p,
+    q_stride_s, q_stride_b, q_stride_a, k_stride_s, k_stride_b, k_stride_a, T, B,
+    A: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr,
+    REST_START: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, INVERSE: tl.constexpr, TIMES: tl.constexpr,
+    HEIGHTS: tl.constexpr, EPS: tl.constexpr, PLUS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    token = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None, None]
+    s, b, in_range = token // B, token % B, token < T
+    cos, sin = load_tables(
+        cos_ptr, sin_ptr, positions_ptr, s, b, in_range, table_stride_s, table_stride_b, num_rows,
+        position_stride_s, position_stride_b, position_stride_p, HALF, BLOCK_HALF, TIMES, HEIGHTS,
+    )  # fmt: skip
+    _turn_heads(
+        q_ptr, y_ptr, q_weight_ptr, q_rstd_ptr, token, s, b, in_range, cos, sin, q_stride_s, q_stride_b, q_stride_a,
+        A, D, HALF, OFFSET, REST_START, READ, WRITE, INVERSE, EPS, PLUS, BLOCK_A, BLOCK_HALF, BLOCK_REST,
+    )  # fmt: skip
+    if k_ptr is not None:
+        _turn_heads(
+            k_ptr, y_k_ptr, k_weight_ptr, k_rstd_ptr, token, s, b, in_range, cos, sin,
+            k_stride_s, k_stride_b, k_stride_a,
+            G, D, HALF, OFFSET, REST_START, READ, WRITE, INVERSE, EPS, PLUS, BLOCK_G, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+
+
+@triton.jit
+def _norm_back_kernel(
+    dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, sums_ptr, cos_ptr, sin_ptr, positions_ptr,
+    table_stride_s, table_stride_b, num_rows, position_stride_s, position_stride_b, position_stride_p,
+    dy_stride_s, dy_stride_b, dy_stride_a, x_stride_s, x_stride_b, x_stride_a, T, B, num_steps,
+    A: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr, REST_START: tl.constexpr,
+    READ: tl.constexpr, WRITE: tl.constexpr, TIMES: tl.constexpr, HEIGHTS: tl.constexpr, PLUS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """dx of ``num_steps`` blocks of tokens, all heads of each, and one part of the gain's gradient."""
+    REST: tl.constexpr = D - 2 * HALF
+    group = tl.program_id(0).to(tl.int64)
+    w_first, w_second, w_rest = _load_gain(w_ptr, OFFSET, REST_START, REST, HALF, READ, PLUS, BLOCK_HALF, BLOCK_REST)
+    sum_first = tl.zeros([BLOCK_T, BLOCK_A, BLOCK_HALF], dtype=tl.float32)
+    sum_second = tl.zeros([BLOCK_T, BLOCK_A, BLOCK_HALF], dtype=tl.float32)
+    sum_rest = tl.zeros([BLOCK_T, BLOCK_A, BLOCK_REST if REST > 0 else 1], dtype=tl.float32)
+    for step in range(num_steps):
+        token = ((group * num_steps + step) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None, None]
+        s, b, in_range = token // B, token % B, token < T
+        cos, sin = load_tables(
+            cos_ptr, sin_ptr, positions_ptr, s, b, in_range, table_stride_s, table_stride_b, num_rows,
+            position_stride_s, position_stride_b, position_stride_p, HALF, BLOCK_HALF, TIMES, HEIGHTS,
+        )  # fmt: skip
+        for start in range(0, A, BLOCK_A):
+            head = (start + tl.arange(0, BLOCK_A)).to(tl.int64)[None, :, None]
+            rows = in_range & (head < A)
+            dy = dy_ptr + s * dy_stride_s + b * dy_stride_b + head * dy_stride_a
+            x = x_ptr + s * x_stride_s + b * x_stride_b + head * x_stride_a
+            at = token * A + head
+            rstd = tl.load(rstd_ptr + at, mask=rows, other=0.0)
+            g_first, g_second = load_parts(dy + OFFSET, rows, HALF, BLOCK_HALF, WRITE)
+            g_first, g_second = turn(g_first, g_second, cos, sin, True)
+            first, second = load_parts(x + OFFSET, rows, HALF, BLOCK_HALF, READ)
+            first, second = first * rstd, second * rstd
+            # a row that is not there may meet a table's NaN
+            sum_first += tl.where(rows, g_first * first, 0.0)
+            sum_second += tl.where(rows, g_second * second, 0.0)
+            g_first, g_second = g_first * w_first, g_second * w_second
+            mean = tl.sum(g_first * first + g_second * second, axis=2, keep_dims=True)
+            if REST > 0:
+                col = REST_START + tl.arange(0, BLOCK_REST)[None, None, :]
+                rest_mask = rows & (col < REST_START + REST)
+                g_rest = tl.load(dy + col, mask=rest_mask, other=0.0).to(tl.float32)
+                rest = tl.load(x + col, mask=rest_mask, other=0.0).to(tl.float32) * rstd
+                sum_rest += g_rest * rest
+                g_rest *= w_rest
+                mean += tl.sum(g_rest * rest, axis=2, keep_dims=True)
+            mean = mean / D
+            first, second = rstd * (g_first - first * mean), rstd * (g_second - second * mean)
+            store_parts(dx_ptr + at * D + OFFSET, first, second, rows, HALF, BLOCK_HALF, READ)
+            if REST > 0:
+                tl.store(dx_ptr + at * D + col, rstd * (g_rest - rest * mean), mask=rest_mask)
+    sum_first = tl.sum(tl.sum(sum_first, axis=1, keep_dims=True), axis=0, keep_dims=True)
+    sum_second = tl.sum(tl.sum(sum_second, axis=1, keep_dims=True), axis=0, keep_dims=True)
+    sums = sums_ptr + group * D + tl.zeros([1, 1, 1], dtype=tl.int64)
+    store_parts(sums + OFFSET, sum_first, sum_second, tl.full([1, 1, 1], 1, dtype=tl.int1), HALF, BLOCK_HALF, READ)
+    if REST > 0:
+        sum_rest = tl.sum(tl.sum(sum_rest, axis=1, keep_dims=True), axis=0, keep_dims=True)
+        col = REST_START + tl.arange(0, BLOCK_REST)[None, None, :]
+        tl.store(sums + col, sum_rest, mask=col < REST_START + REST)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    *options: Any,
+) -> Outputs:
+    results = OPERATOR.outputs(q, k, cos, sin, positions, q_norm_weight, k_norm_weight, *options)
+    _turn(q, k, Tables(cos, sin, positions), q_norm_weight, k_norm_weight, Rotation(*options), results)
+    return results
+
+
+def _backward(
+    dy: Tensor,
+    dy_k: Tensor,
+    q: Tensor | None,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    q_rstd: Tensor,
+    k_rstd: Tensor,
+    *options: Any,
+) -> Outputs:
+    weights = q_norm_weight, k_norm_weight
+    results = OPERATOR.gradients(dy, dy_k, q, k, cos, sin, positions, *weights, q_rstd, k_rstd, *options)
+    table, how = Tables(cos, sin, positions), Rotation(*options)
+    dq, dk, dq_weight, dk_weight = results
+    back = how._replace(inverse=not how.inverse)
+    if q is None and k is None:
+        _turn(dy, None if dy_k.dim() == 1 else dy_k, table, None, None, back, results)
+        return results
+    for g, x, weight, rstd, dx, dweight in (
+        (dy, q, q_norm_weight, q_rstd, dq, dq_weight),
+        (dy_k, k, k_norm_weight, k_rstd, dk, dk_weight),
+    ):
+        if x is not None and weight is not None:
+            _norm_back(g, x, table, weight, rstd, how, dx, dweight)
+        elif g.dim() > 1:  # one of the two is not normalised
+            _turn(g, None, table, None, None, back, (dx, *results[1:]))
+    return results
+
+
+def _turn(
+    q: Tensor,
+    k: Tensor | None,
+    table: Tables,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    how: Rotation,
+    results: tuple[Tensor, ...],
+) -> None:
+    S, B, A, D = q.shape
+    if S * B == 0:
+        return
+    G = 0 if k is None else k.shape[2]
+    sizes = _sizes(D, table, how)
+    BLOCK_T, BLOCK_A = _tile(max(A, G), sizes)
+    q, k = contiguous_columns(q), None if k is None else contiguous_columns(k)
+    weights = (None if w is None else w.contiguous() for w in (q_norm_weight, k_norm_weight))
+    y, y_k, q_rstd, k_rstd = results
+    wrap_triton(_turn_kernel)[(triton.cdiv(S * B, BLOCK_T),)](
+        q, k, y, None if k is None else y_k, *weights, q_rstd, k_rstd, *table_arguments(table),
+        *q.stride()[:3], *((0, 0, 0) if k is None else k.stride()[:3]), S * B, B,
+        A=A, G=G, INVERSE=how.inverse, EPS=how.eps, BLOCK_T=BLOCK_T, BLOCK_A=min(BLOCK_A, _tile(A, sizes)[1]),
+        BLOCK_G=min(BLOCK_A, _tile(G, sizes)[1]), **sizes,
+    )  # fmt: skip
+
+
+def _norm_back(
+    dy: Tensor, x: Tensor, table: Tables, weight: Tensor, rstd: Tensor, how: Rotation, dx: Tensor, dweight: Tensor
+) -> None:
+    S, B, A, D = x.shape
+    if x.numel() == 0:
+        dweight.zero_()
+        return
+    sizes = _sizes(D, table, how)
+    BLOCK_T, BLOCK_A = _tile(A, sizes)
+    num_steps = triton.cdiv(rows_per_sum(S * B, 1), BLOCK_T)
+    groups = triton.cdiv(S * B, num_steps * BLOCK_T)
+    sums = x.new_empty(groups, D, dtype=torch.float32)
+    dy, x = contiguous_columns(dy), contiguous_columns(x)
+    wrap_triton(_norm_back_kernel)[(groups,)](
+        dy, x, weight.contiguous(), rstd, dx, sums, *table_arguments(table), *dy.stride()[:3], *x.stride()[:3],
+        S * B, B, num_steps, A=A, BLOCK_T=BLOCK_T, BLOCK_A=BLOCK_A, **sizes,
+    )  # fmt: skip
+    dweight.copy_(sums.sum(dim=0))
+
+
+def table_arguments(table: Tables) -> tuple[Any, ...]:
+    """What kernels take of the tables, in order: pointers, strides, and the number of rows."""
+    cos, sin, positions = contiguous_columns(table.cos), contiguous_columns(table.sin), table.positions
+    if cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    strides = (0, 0, 0) if positions is None else (positions.stride(0), _batch_stride(positions), positions.stride(2))
+    return cos, sin, positions, cos.stride(0), _batch_stride(cos), len(cos), *strides
+
+
+def _batch_stride(x: Tensor) -> int:
+    return x.stride(1) if x.shape[1] > 1 else 0
+
+
+def _sizes(D: int, table: Tables, how: Rotation) -> dict[str, Any]:
+    """Constants of both kernels, of columns."""
+    HALF = table.cos.shape[-1]
+    TIMES, HEIGHTS, _ = how.sections or (None, None, None)
+    return {
+        "D": D,
+        "HALF": HALF,
+        "OFFSET": how.offset,
+        "REST_START": 0 if how.offset else 2 * HALF,
+        "READ": reads_pairs(how.layout, how.inverse),
+        "WRITE": reads_pairs(how.layout, not how.inverse),
+        "TIMES": TIMES,
+        "HEIGHTS": HEIGHTS,
+        "PLUS": 1.0 if how.zero_centered else 0.0,
+        "BLOCK_HALF": triton.next_power_of_2(HALF),
+        "BLOCK_REST": triton.next_power_of_2(D - 2 * HALF) if D > 2 * HALF else 0,
+    }
+
+
+def _tile(num_heads: int, sizes: dict[str, Any]) -> tuple[int, int]:
+    """Tokens and heads of a tile: as many heads as it can hold, and more tokens if they are few."""
+    width = triton.next_power_of_2(2 * sizes["BLOCK_HALF"] + sizes["BLOCK_REST"])
+    BLOCK_A = max(1, min(triton.next_power_of_2(num_heads), _TILE // width))
+    return max(1, _TILE // (BLOCK_A * width)), BLOCK_A
+
+
+op = OPERATOR.register("rope", _forward, _backward)

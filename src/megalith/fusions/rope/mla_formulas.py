@@ -1,0 +1,83 @@
+"""Formulas of the keys and values of ``mla_rope``, whose head states them.
+
+S sequence, B micro-batch, A heads; columns of a head: K that stay, R that turn, V of the value.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.fusions.core.blocks import by_blocks
+from megalith.fusions.core.compiled_blocks import compiled_whole
+from megalith.fusions.core.registration import Operator
+from megalith.fusions.core.rows import wide
+from megalith.fusions.rope.rotation import Rotation, Tables, turn
+
+__all__ = ["OPERATOR", "blocked", "compiled", "gradients", "outputs", "reference"]
+
+
+def reference(
+    kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, k_dim: int, layout: str
+) -> tuple[Tensor, Tensor]:
+    """k [S, B, A, K + R] and v [S, B, A, V], of ``kv`` [S, B, A, K + V], ``k_pe`` [S, B, R] and ``Tables``."""
+    turned = turn(k_pe.unsqueeze(2), Tables(cos, sin, positions), Rotation(layout), kv.dtype)  # [S, B, 1, R]
+    k = torch.cat((kv[..., :k_dim], turned.expand(*kv.shape[:-1], -1)), dim=-1)
+    return k, kv[..., k_dim:].clone(memory_format=torch.contiguous_format)
+
+
+def outputs(
+    kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, k_dim: int, layout: str
+) -> tuple[Tensor, Tensor]:
+    """Memory for k [S, B, A, K + R] and v [S, B, A, V]."""
+    heads = kv.shape[:-1]
+    return kv.new_empty(*heads, k_dim + k_pe.shape[-1]), kv.new_empty(*heads, kv.shape[-1] - k_dim)
+
+
+def gradients(
+    dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, layout: str
+) -> tuple[Tensor, Tensor]:
+    """Memory for dkv [S, B, A, K + V] and dk_pe [S, B, R]."""
+    R = 2 * cos.shape[-1]
+    return dk.new_empty(*dk.shape[:-1], dk.shape[-1] - R + dv.shape[-1]), dk.new_empty(*dk.shape[:2], R)
+
+
+def _saves(inputs: tuple[Any, ...], _: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """What backward gets beside the gradients: the tables and the layout."""
+    _, _, cos, sin, positions, _, layout = inputs
+    return cos, sin, positions, layout
+
+
+OPERATOR = Operator(outputs, gradients, of=("kv", "k_pe"), saves=_saves, num_differentiable=2)
+
+
+def _backward(
+    dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, layout: str
+) -> tuple[Tensor, Tensor]:
+    table, R = Tables(cos, sin, positions), 2 * cos.shape[-1]
+    nope, pe = dk.split((dk.shape[-1] - R, R), dim=-1)
+    dk_pe = dk.new_empty(*dk.shape[:2], 1, R)
+
+    def summed_and_turned_back(pe: Tensor, *rows: Tensor) -> tuple[Tensor]:
+        shared = pe.sum(dim=2, keepdim=True, dtype=wide(pe.dtype))
+        return (turn(shared, table.block(*rows), Rotation(layout, inverse=True)),)
+
+    by_blocks(summed_and_turned_back, (pe, *table.rows()), (dk_pe,))
+    return torch.cat((nope, dv), dim=-1), dk_pe.squeeze(2)
+
+
+def _whole_backward(
+    dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, layout: str
+) -> tuple[Tensor, Tensor]:
+    R = 2 * cos.shape[-1]
+    nope, pe = dk.split((dk.shape[-1] - R, R), dim=-1)
+    shared = pe.sum(dim=2, keepdim=True, dtype=wide(pe.dtype))
+    dk_pe = turn(shared, Tables(cos, sin, positions), Rotation(layout, inverse=True), dk.dtype)
+    return torch.cat((nope, dv), dim=-1), dk_pe.squeeze(2)
+
+
+# forward copies each column once, to where it belongs: there is nothing to gain from blocks
+blocked = OPERATOR.register("mla_rope_kv_blocked", reference, _backward, opaque=True)
+compiled = OPERATOR.register(
+    "mla_rope_kv_compiled", compiled_whole(reference), compiled_whole(_whole_backward), opaque=True
+)

@@ -1,0 +1,1 @@
+"""What a router computes: scores, the choice of experts, dense maps and indices."""

@@ -1,0 +1,140 @@
+"""What a router chose, from top-k indices to a dense map over experts and back.
+
+    multihot[t, e] = indices[t, k] == e for some k
+    probs[t, e]    = sum of probs_indices[t, k] over the k with indices[t, k] == e
+    back: indices[t] lists the experts of multihot[t] in rising order, then -1
+
+An index below 0, or of E and more, is of no expert here (of another rank, or dropped): it is skipped, and its gradient
+is zero. Where a row names an expert twice the weights add up, and both slots get the whole gradient of the sum.
+
+T tokens, E experts, K experts per token. Each conversion is the other's gradient, so backward keeps the indices alone
+(8TK bytes, or 4TK for int32), where a map from columns to slots would take 4TE.
+Floor: forward 8TK + eTK bytes read and (1 + e)TE written, with probabilities of e bytes; backward 8TK + 2eTK.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.core.checks import check_bool, check_floating, check_indices, check_one_device, check_shape
+from megalith.fusions.core.dispatch import Backend, Fusion, compiled
+from megalith.fusions.core.registry import registered
+from megalith.fusions.routing.indices_converter_formulas import (
+    to_indices_blocked,
+    to_indices_reference,
+    to_multihot_blocked,
+    to_multihot_reference,
+)
+
+__all__ = [
+    "INDICES_TO_MULTIHOT_FUSION",
+    "MULTIHOT_TO_INDICES_FUSION",
+    "IndicesToMultihot",
+    "fused_indices_to_multihot",
+    "fused_multihot_to_indices",
+]
+
+
+def fused_indices_to_multihot(
+    indices: Tensor, probs_indices: Tensor, num_of_local_experts: int, *, backend: Backend | None = None
+) -> tuple[Tensor, Tensor]:
+    """Which experts each token goes to, and with what weight, as rows over all experts.
+
+    Args:
+        indices: [T, K], int32 or int64; what is not in [0, E) is skipped.
+        probs_indices: [T, K], floating: the weight of each.
+        num_of_local_experts: E.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Returns:
+        multihot [T, E], bool, and probs [T, E] in the dtype of ``probs_indices``, zero where multihot is False.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+        ConfigError: fewer than one expert.
+        BackendError: ``backend`` cannot run on these tensors.
+    """
+    check_indices(indices=indices)
+    check_floating(probs_indices=probs_indices)
+    check_one_device(indices=indices, probs_indices=probs_indices)
+    if indices.dim() != 2:
+        raise ShapeError(f"indices must be [T, K], a row for each token; got {list(indices.shape)}")
+    check_shape("probs_indices", probs_indices, indices.shape, "one for each of indices")
+    if num_of_local_experts < 1:
+        raise ConfigError(f"num_of_local_experts must be 1 or more; got {num_of_local_experts}")
+    compute = INDICES_TO_MULTIHOT_FUSION.path(probs_indices, backend)
+    probs, multihot = compute(indices, probs_indices, num_of_local_experts)
+    return multihot, probs
+
+
+class IndicesToMultihot:
+    """``apply`` is ``fused_indices_to_multihot``, under the name that the field knows."""
+
+    apply = staticmethod(fused_indices_to_multihot)
+
+
+def fused_multihot_to_indices(
+    multihot: Tensor, probs: Tensor, topk: int, *, backend: Backend | None = None
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token in rising order, and their weights: what ``fused_indices_to_multihot`` undoes.
+
+    Args:
+        multihot: [T, E], bool.
+        probs: [T, E], floating; read where ``multihot`` is True.
+        topk: K, the slots of a token. A token of fewer experts fills up with index -1 and weight 0; of more experts,
+            those of the highest numbers are left out.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Returns:
+        indices [T, K], int64, and probs_indices [T, K] in the dtype of ``probs``.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+        ConfigError: ``topk`` is not in [1, E].
+        BackendError: ``backend`` cannot run on these tensors.
+    """
+    check_bool(multihot=multihot)
+    check_floating(probs=probs)
+    check_one_device(multihot=multihot, probs=probs)
+    if multihot.dim() != 2:
+        raise ShapeError(f"multihot must be [T, E], a row for each token; got {list(multihot.shape)}")
+    check_shape("probs", probs, multihot.shape, "one for each entry of multihot")
+    if not 1 <= topk <= multihot.shape[1]:
+        raise ConfigError(f"topk must be from 1 to the number of experts, {multihot.shape[1]}; got {topk}")
+    probs_indices, indices = MULTIHOT_TO_INDICES_FUSION.path(probs, backend)(multihot, probs, topk)
+    return indices, probs_indices
+
+
+def _triton_to_multihot(*inputs: Any) -> tuple[Tensor, Tensor]:
+    from megalith.fusions.routing.kernels.indices_converter import to_multihot_op
+
+    return to_multihot_op(*inputs)
+
+
+def _triton_to_indices(*inputs: Any) -> tuple[Tensor, Tensor]:
+    from megalith.fusions.routing.kernels.indices_converter import to_indices_op
+
+    return to_indices_op(*inputs)
+
+
+_Conversion = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+_TO_MULTIHOT: Mapping[Backend, _Conversion] = {
+    "triton": _triton_to_multihot,
+    "compile": compiled(to_multihot_reference),
+    "blocked": to_multihot_blocked,
+    "reference": to_multihot_reference,
+}
+_TO_INDICES: Mapping[Backend, _Conversion] = {
+    "triton": _triton_to_indices,
+    "compile": compiled(to_indices_reference),
+    "blocked": to_indices_blocked,
+    "reference": to_indices_reference,
+}
+INDICES_TO_MULTIHOT_FUSION = registered(
+    Fusion("indices_to_multihot", _TO_MULTIHOT, defaults={"cuda": ("triton",), "cpu": ("reference",)})
+)
+MULTIHOT_TO_INDICES_FUSION = registered(
+    Fusion("multihot_to_indices", _TO_INDICES, defaults={"cuda": ("triton",), "cpu": ("reference",)})
+)

@@ -1,0 +1,113 @@
+"""Scaled softmax over the keys that a query may see: masks, causal and sliding windows, attention sinks; any length.
+
+    s = scale * x,   -inf where hidden          m = max over keys of s, and o
+    p = exp(s - m) / (sum over keys of exp(s - m) + exp(o - m))      0 in a row of which nothing is seen
+    r = sum over keys of dp * p
+    dx = scale * p * (dp - r);   do = - sum over queries of r * exp(o - m) / (the same sum)
+
+o is a head's sink (Xiao et al. 2023, arXiv:2309.17453): a logit of no key, learnt; 0 makes the off-by-one softmax, and
+without one the terms in o are not there. Rows wider than a block are summed online (arXiv:1805.02867).
+
+B micro-batch, A heads, Sq queries, Sk keys, S = B A Sq Sk scores. Saved for backward: p, and with a sink 4 bytes a row.
+Floor: forward reads the scores that may be seen and writes S, backward reads p and dp there and writes S.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.core.dispatch import Backend, Fusion, compiled
+from megalith.fusions.core.registry import registered
+from megalith.fusions.core.rows import as_rows, in_shape
+from megalith.fusions.softmax.formulas import blocked, limits, reference
+
+__all__ = ["FUSION", "broadcasts", "check_window", "masked_softmax"]
+
+
+def masked_softmax(
+    scores: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    scale: float = 1.0,
+    sink: Tensor | None = None,
+    backend: Backend | None = None,
+) -> Tensor:
+    """The probabilities of ``scores``; what a query may not see has none, and no gradient.
+
+    Args:
+        scores: [B, A, Sq, Sk], or [A, Sq, Sk].
+        mask: bool, True where a key is hidden; any shape that broadcasts to that of ``scores``.
+        causal: hides the keys after a query. The last query stands at the last key, also where Sq and Sk differ.
+        window: keys seen before and after a query's own, which it sees too; -1 is no limit. Joins the other masks.
+        scale: of the scores, before anything else.
+        sink: [A], a logit for each head that takes its share and gives it to no key.
+        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+
+    Returns:
+        Probabilities of the shape and dtype of ``scores``. A row sums to 1, with a sink to less; one of which nothing
+        is seen is 0.
+
+    Raises:
+        ShapeError: the tensors do not fit together, or the mask is not bool.
+        ConfigError: a window that is none.
+        BackendError: ``backend`` cannot run on ``scores``.
+    """
+    _check(scores, mask, window, sink)
+    *_, A, Sq, Sk = scores.shape
+    if Sk == 0:
+        return scores * scale  # nothing to share, and reductions refuse it
+    if mask is not None:
+        mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    compute = FUSION.path(scores, backend)
+    p, _ = compute(as_rows(scores), mask, sink, A, Sq, *limits(causal, window, Sq, Sk), float(scale))
+    return in_shape(p, scores.shape)
+
+
+def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
+    from megalith.fusions.softmax.kernels.softmax import op
+
+    return op(*inputs)
+
+
+_PATHS: Mapping[Backend, Callable[..., tuple[Tensor, Tensor]]] = {
+    "triton": _triton,
+    "compile": compiled(reference),
+    "blocked": blocked,
+    "reference": reference,
+}
+FUSION = registered(Fusion("masked_softmax", _PATHS, defaults={"cuda": ("triton",), "cpu": ("blocked",)}))
+
+
+def check_window(window: tuple[int, int] | None) -> None:
+    """Raises ConfigError unless ``window`` is None or two limits."""
+    if window is not None and (len(window) != 2 or min(window) < -1):
+        raise ConfigError(
+            f"a window must be how many keys are seen before and after a query's own, -1 for all of them; got {window}"
+        )
+
+
+def broadcasts(mask: Tensor, shape: Sequence[int]) -> bool:
+    """Whether ``mask`` broadcasts to scores of ``shape``, and not the other way round."""
+    sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
+    return mask.dim() <= len(shape) and all(size in (1, of) for size, of in sizes)
+
+
+def _check(scores: Tensor, mask: Tensor | None, window: tuple[int, int] | None, sink: Tensor | None) -> None:
+    check_floating(scores=scores, sink=sink)
+    check_one_device(scores=scores, mask=mask, sink=sink)
+    check_window(window)
+    if scores.dim() not in (3, 4):
+        raise ShapeError(f"scores must be [B, A, Sq, Sk] or [A, Sq, Sk]; got {list(scores.shape)}")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ShapeError(
+            f"mask must be bool, True where a key is hidden; got {mask.dtype}; pass mask != 0, or mask < 0"
+        )
+    if mask is not None and not broadcasts(mask, scores.shape):
+        raise ShapeError(f"mask must broadcast to scores {list(scores.shape)}; got {list(mask.shape)}")
+    check_shape("sink", sink, scores.shape[-3:-2], "one logit for each head of scores")

@@ -1,0 +1,229 @@
+"""The softmax of attention scores under the names that the field knows; ``masked_softmax`` computes all of them.
+
+Masks are bool, True where a key is hidden, and join the causal mask and the window. Hidden keys get -inf, so that a
+query that sees none has probabilities of 0 and no gradient.
+
+B micro-batch, A heads (np in the names of arguments), Sq queries, Sk keys. What is saved, and the floor in bytes, are
+those of ``masked_softmax``.
+"""
+
+from collections.abc import Callable
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.softmax.formulas import Rows, limits, tile
+from megalith.fusions.softmax.masked_softmax import broadcasts, check_window, masked_softmax
+
+__all__ = [
+    "AttnMaskType",
+    "FusedScaleMaskSoftmax",
+    "ScaledMaskedSoftmax",
+    "ScaledSoftmax",
+    "ScaledUpperTriangMaskedSoftmax",
+    "SoftmaxOne",
+]
+
+
+class AttnMaskType(Enum):
+    """Which keys an attention hides, before the mask that it is given: those after the query, if it is causal."""
+
+    padding = 1
+    causal = 2
+    no_mask = 3
+    padding_causal = 4
+    arbitrary = 5
+
+    @classmethod
+    def of(cls, given: "Enum | str") -> "AttnMaskType":
+        """The member of the name that is ``given``, or that a member of another enum has, such as Megatron's.
+
+        Raises ConfigError for anything else.
+        """
+        name = given.name if isinstance(given, Enum) else given
+        if isinstance(name, str) and name in cls.__members__:
+            return cls[name]
+        raise ConfigError(
+            f"attn_mask_type must be one of {', '.join(cls.__members__)}, as AttnMaskType.causal or as 'causal'; "
+            f"got {given!r}"
+        )
+
+
+def _upper_triang(x: Tensor, scale: float) -> Tensor:
+    """Causal probabilities of ``x`` [B, Sq, Sk]; where Sq and Sk differ, the last query stands at the last key."""
+    return masked_softmax(x, causal=True, scale=scale)
+
+
+def _masked(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Probabilities of ``x`` [B, A, Sq, Sk], without the keys where ``mask``, which broadcasts to it, is True."""
+    return masked_softmax(x, mask, scale=scale)
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    """Probabilities of ``x`` [B, A, Sq, Sk], of all keys."""
+    return masked_softmax(x, scale=scale)
+
+
+class ScaledUpperTriangMaskedSoftmax:
+    """``apply(x, scale)``: x [B, Sq, Sk], causal."""
+
+    apply = staticmethod(_upper_triang)
+
+
+class ScaledMaskedSoftmax:
+    """``apply(x, mask, scale)``: x [B, A, Sq, Sk], mask bool [1 | B, 1 | A, 1 | Sq, Sk], True where a key is hidden."""
+
+    apply = staticmethod(_masked)
+
+
+class ScaledSoftmax:
+    """``apply(x, scale)``: x [B, A, Sq, Sk]."""
+
+    apply = staticmethod(_scaled)
+
+
+class SoftmaxOne(torch.nn.Module):
+    """Softmax over keys with a sink: exp(x) / (sum of exp(x) + exp(offset)).
+
+    Args:
+        dim: of the keys: the last.
+        denominator_offset: the sink's logit: one for each head, [A], a parameter if it is learnt; or one for all. At 0
+            the denominator has one more, as in the off-by-one softmax.
+
+    Raises ConfigError for another dimension.
+    """
+
+    def __init__(self, dim: int = -1, denominator_offset: Tensor | float = 0.0) -> None:
+        super().__init__()
+        if dim not in (-1, 3):
+            raise ConfigError(f"dim must be -1 or 3, the keys of scores [B, A, Sq, Sk]; got {dim}")
+        if isinstance(denominator_offset, Tensor) and not isinstance(denominator_offset, torch.nn.Parameter):
+            self.register_buffer("denominator_offset", denominator_offset, persistent=False)
+        else:
+            self.denominator_offset = denominator_offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Probabilities of ``x`` [B, A, Sq, Sk]."""
+        sink = self.denominator_offset
+        return masked_softmax(x, sink=sink if isinstance(sink, Tensor) else x.new_full(x.shape[-3:-2], sink))
+
+
+class FusedScaleMaskSoftmax(torch.nn.Module):
+    """Scale, mask and softmax of attention scores.
+
+    Args:
+        input_in_fp16: scores must be float16.
+        input_in_bf16: scores must be bfloat16. With neither, any floating dtype is taken.
+        attn_mask_type: causal and padding_causal hide the keys after a query, whatever else is hidden; no_mask takes
+            no mask. An AttnMaskType, a member of that name of another enum, such as Megatron's, or the name.
+        scaled_masked_softmax_fusion: take ``forward_fused_softmax``, or raise; else ``forward_torch_softmax``.
+        mask_func: (scores, mask) -> scores, for the torch path; the fused one masks with -inf itself, as the torch
+            path does without a function.
+        softmax_in_fp32: ``mask_func`` gets scores in float32, which no fill value overflows. The softmax itself always
+            computes in float32.
+        scale: of the scores; None is 1.
+        window_size: keys seen before and after a query's own, -1 for all of them; None for no window.
+
+    Raises ConfigError for both dtypes, an unknown mask type, a window that is none, or a scale without
+    ``softmax_in_fp32``.
+    """
+
+    def __init__(
+        self,
+        input_in_fp16: bool,
+        input_in_bf16: bool,
+        attn_mask_type: Enum | str,
+        scaled_masked_softmax_fusion: bool,
+        mask_func: Callable[[Tensor, Tensor], Tensor] | None,
+        softmax_in_fp32: bool,
+        scale: float | None,
+        window_size: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__()
+        if input_in_fp16 and input_in_bf16:
+            raise ConfigError(
+                "input_in_fp16 and input_in_bf16 are both set; scores have one dtype: set one, or neither"
+            )
+        check_window(window_size)
+        if scale is not None and not softmax_in_fp32:
+            raise ConfigError(f"scale={scale} needs softmax_in_fp32=True: scaled scores of 16 bits could overflow")
+        self.input_dtype = torch.float16 if input_in_fp16 else torch.bfloat16 if input_in_bf16 else None
+        self.attn_mask_type = AttnMaskType.of(attn_mask_type)
+        self.scaled_masked_softmax_fusion = scaled_masked_softmax_fusion
+        self.mask_func = mask_func
+        self.softmax_in_fp32 = softmax_in_fp32
+        self.scale = scale
+        self.window_size = window_size
+
+    def forward(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
+        """Probabilities of ``input`` [B, A, Sq, Sk], in its dtype.
+
+        Args:
+            input: scores.
+            mask: bool, True where a key is hidden, [1 | B, 1 | A, 1 | Sq, 1 | Sk]; or None.
+            softmax_offset: the logit of each head's sink, [A].
+
+        Raises:
+            ShapeError: scores of another dtype than was said, or a mask or sink that does not fit them.
+            ConfigError: a mask, where there should be none.
+        """
+        fused = self.scaled_masked_softmax_fusion
+        return (self.forward_fused_softmax if fused else self.forward_torch_softmax)(input, mask, softmax_offset)
+
+    def forward_fused_softmax(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
+        """``forward`` by ``masked_softmax``, on its path for the device of ``input``."""
+        self._check(input, mask)
+        return masked_softmax(
+            input,
+            mask,
+            causal=self._causal,
+            window=self.window_size,
+            scale=1.0 if self.scale is None else self.scale,
+            sink=softmax_offset,
+        )
+
+    def forward_torch_softmax(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
+        """``forward`` in plain torch, masked by ``mask_func``."""
+        self._check(input, mask)
+        x = input.float() if self.softmax_in_fp32 and input.element_size() == 2 else input
+        x = x if self.scale is None else x * self.scale
+        hidden = self._hidden(input, mask)
+        if hidden is not None:
+            if self.mask_func is None:
+                x = x.masked_fill(hidden, float("-inf"))
+            else:
+                # the field's functions write into what they are given
+                x = self.mask_func(x.clone() if x is input else x, hidden)
+        return masked_softmax(x, sink=softmax_offset, backend="reference").to(input.dtype)
+
+    def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
+        """Whether ``forward`` takes the fused path for scores [b, np, sq, sk]: any size, if the mask fits them."""
+        fits = mask is None or (mask.dtype == torch.bool and broadcasts(mask, (b, np, sq, sk)))
+        wanted = mask is None or self.attn_mask_type is not AttnMaskType.no_mask
+        return self.scaled_masked_softmax_fusion and fits and wanted
+
+    @staticmethod
+    def get_batch_per_block(sq: int, sk: int, b: int, np: int) -> int:
+        """How many rows of scores, of [b, np, sq, sk], a program of our kernels holds at a time."""
+        return min(b * np * sq, tile(sk)[0])
+
+    @property
+    def _causal(self) -> bool:
+        return self.attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+    def _check(self, scores: Tensor, mask: Tensor | None) -> None:
+        if scores.dim() != 4:
+            raise ShapeError(f"input must be scores [B, A, Sq, Sk]; got {list(scores.shape)}")
+        if self.input_dtype not in (None, scores.dtype):
+            raise ShapeError(f"input must be {self.input_dtype}, as was said at construction; got {scores.dtype}")
+        if mask is not None and self.attn_mask_type is AttnMaskType.no_mask:
+            raise ConfigError("a mask was given to a softmax of AttnMaskType.no_mask; pass None, or use arbitrary")
+
+    def _hidden(self, scores: Tensor, mask: Tensor | None) -> Tensor | None:
+        """The mask, the window and causality in one mask, or None if nothing is hidden."""
+        Sq, Sk = scores.shape[-2:]
+        of_a_head = Rows(1, Sq, Sk, *limits(self._causal, self.window_size, Sq, Sk))
+        outside = of_a_head.hidden(slice(0, Sq), slice(0, Sk), None, scores.device)
+        return outside if mask is None else mask if outside is None else mask | outside

@@ -1,0 +1,46 @@
+"""fused_attention with a softcap of its scores: beside float64 with every option, at both ends, and on a CPU."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+from megalith.errors import BackendError
+from megalith.fusions import fused_attention
+from megalith.fusions.attention.attention import CAPPED_FUSION
+from megalith.fusions.core.dispatch import _tell
+from tests.fusions.attention.cases_of_attention import formula
+from tests.fusions.attention.test_fused_attention import OPTIONS, assert_near, in_double, qkv, with_gradients
+
+CAPPED_PATHS = ("triton", "reference")
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", CAPPED_PATHS)
+def test_a_softcap_goes_with_every_option(backend, dtype, options, device):
+    leaves = qkv(129, 191, (4, 2), dtype=dtype, device=device)
+    options = options | {"softcap": 0.8}  # below the larger half of the scores
+    got = with_gradients(functools.partial(fused_attention, backend=backend, **options), leaves)
+    assert_near(got, with_gradients(functools.partial(formula, **options), in_double(leaves)), dtype)
+
+
+@pytest.mark.parametrize("backend", CAPPED_PATHS)
+def test_a_softcap_leaves_small_scores_and_makes_large_ones_equal(backend, device):
+    q, k, v = (x.detach() for x in qkv(7, device=device))
+    torch.testing.assert_close(fused_attention(q, k, v, softcap=1e4, backend=backend), fused_attention(q, k, v))
+    # every score is 2e3 or more, and 5 after the cap, so that all keys weigh the same
+    out, lse = fused_attention(q.abs() + 1, k.abs() + 1, v, causal=False, scale=1e3, softcap=5.0, backend=backend)
+    torch.testing.assert_close(out, v.mean(dim=0).expand_as(out))
+    torch.testing.assert_close(lse, torch.full_like(lse, 5.0 + math.log(7)))
+
+
+def test_a_softcap_on_a_cpu_takes_the_reference_and_says_what_that_costs(caplog):
+    q, k, v = (x.detach() for x in qkv(7))
+    _tell.cache_clear()
+    fused_attention(q, k, v, softcap=5.0)
+    assert "attention takes its reference, in plain torch: torch's kernels cap no scores" in caplog.text
+    assert CAPPED_FUSION.default(q) == "reference"
+    with pytest.raises(BackendError, match="no such path, only triton, reference; here it can take"):
+        fused_attention(q, k, v, softcap=5.0, backend="aten")

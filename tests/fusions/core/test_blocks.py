@@ -1,0 +1,61 @@
+"""Blocks of rows: whole results whatever the cut, sums over all rows, and rows as wide as the formula wants them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.fusions.core import blocks
+from megalith.fusions.core.blocks import by_blocks, widened_by_blocks
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(blocks, "_THREAD_ELEMENTS", 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+
+def test_blocks_are_as_many_elements_a_thread_and_one_row_at_least():
+    assert [(block.start, block.stop) for block in blocks.blocks(7, 4)] == [(0, 4), (4, 7)]
+    assert [(block.start, block.stop) for block in blocks.blocks(2, 1000)] == [(0, 1), (1, 2)]
+    assert list(blocks.blocks(0, 4)) == []
+
+
+def test_a_formula_fills_outputs_and_adds_up_sums():
+    x, shift = torch.randn(11, 4), torch.randn(11, 1)
+    y, total = torch.empty(11, 4), torch.zeros(4)
+    seen = []
+
+    def formula(x: Tensor, absent: None, shift: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append((len(x), absent))
+        return x + shift, x.sum(dim=0)
+
+    by_blocks(formula, (x, None, shift), (y,), (total,))
+    assert seen == [(4, None), (4, None), (3, None)]
+    assert torch.equal(y, x + shift)
+    torch.testing.assert_close(total, x.sum(dim=0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_narrow_floats_come_widened_and_results_go_where_they_belong(dtype):
+    x, index = torch.randn(11, 4).to(dtype), torch.arange(11)
+    given = x.clone()
+    y, wide = torch.empty(11, 4, dtype=dtype), torch.empty(11, 4)
+    targets = []
+
+    def formula(x: Tensor, index: Tensor, out: list[Tensor | None]) -> tuple[Tensor, Tensor]:
+        assert (x.dtype, index.dtype) == (torch.float32, torch.int64)
+        targets.append([target is not None for target in out])
+        return torch.mul(x, 2.0, out=out[0]), torch.add(x, index[:, None], out=out[1])
+
+    widened_by_blocks(formula, (x, index), (y, wide), acc=torch.float32)
+    assert targets == 3 * [[dtype == torch.float32, True]]
+    assert torch.equal(y, (given.float() * 2.0).to(dtype))
+    assert torch.equal(wide, given.float() + index[:, None])
+    assert torch.equal(x, given)
+
+
+def test_no_rows_are_no_blocks():
+    def formula(*_: object) -> tuple[Tensor]:
+        raise AssertionError("there is nothing to compute")
+
+    widened_by_blocks(formula, (torch.empty(0, 4, dtype=torch.bfloat16),), (torch.empty(0, 4),), acc=torch.float32)

@@ -1,0 +1,115 @@
+"""Compiled formulas over rows: compiled once for any number of rows, whole results in parts of tensors, sums of all."""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith import fusions
+from megalith.fusions.core import compiled_blocks
+from megalith.fusions.core.compiled_blocks import compiled_by_blocks
+from megalith.fusions.core.compiler import why_not_compile
+from megalith.numerics.dropout import Dropout, DropoutKey
+
+pytestmark = pytest.mark.skipif(bool(why_not_compile()), reason=f"{why_not_compile()}")
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    torch.compiler.reset()
+    compiled_blocks._compiled.cache_clear()
+    monkeypatch.setattr(
+        compiled_blocks, "blocks", lambda n, *_, **__: (slice(i, min(i + 4, n)) for i in range(0, n, 4))
+    )
+
+
+def test_a_formula_of_rows_is_compiled_once_and_adds_up_the_sums_of_all_blocks():
+    def formula(x: Tensor, absent: None) -> tuple[Tensor, Tensor]:
+        return x + 1.0, x.sum(dim=0)
+
+    for num_rows, stance in ((11, "default"), (6, "fail_on_recompile")):  # blocks of 4, 4, 3 and of 4, 2
+        x = torch.randn(num_rows, 5)
+        y, total = torch.empty(num_rows, 5), torch.zeros(5)
+        with torch.compiler.set_stance(stance):
+            compiled_by_blocks(formula, (x, None), (y,), (total,))
+        assert torch.equal(y, x + 1.0)
+        torch.testing.assert_close(total, x.sum(dim=0))
+
+
+@pytest.mark.parametrize(
+    "in_parts",
+    [
+        pytest.param(lambda y: y.chunk(2, dim=-1), id="halves"),
+        pytest.param(lambda y: (y[:, ::2], y[:, 1::2]), id="interleaved", marks=pytest.mark.slow),
+    ],
+)
+def test_parts_of_one_tensor_are_written_as_if_they_were_tensors(in_parts):
+    x, y = torch.randn(9, 6).bfloat16(), torch.full((9, 12), 7.0, dtype=torch.bfloat16)
+
+    def formula(x: Tensor, out: list[Tensor | None]) -> tuple[Tensor, Tensor]:
+        assert (x.dtype, out) == (torch.float32, [None, None])
+        return x * 2.0, x - 1.0
+
+    parts = in_parts(y)
+    compiled_by_blocks(formula, (x,), parts, acc=torch.float32)
+    assert torch.equal(parts[0], (x.float() * 2.0).bfloat16())
+    assert torch.equal(parts[1], (x.float() - 1.0).bfloat16())
+
+
+def test_no_rows_compile_nothing():
+    def formula(*_: object) -> tuple[Tensor]:
+        raise AssertionError("there is nothing to compute")
+
+    compiled_by_blocks(formula, (torch.empty(0, 4),), (torch.empty(0, 4),))
+
+
+def norm_after_dropout(T: int, site: int, step: int) -> None:
+    x, residual, weight = torch.randn(T, 8, requires_grad=True), torch.randn(T, 8), torch.ones(8)
+    drop = Dropout(0.5, DropoutKey(seed=1, step=step, tokens=torch.arange(T), site=site))
+    y, h = fusions.fused_add_norm(x, residual, weight, normalization="RMSNorm", dropout=drop, backend="compile")
+    want = fusions.fused_add_norm(x, residual, weight, normalization="RMSNorm", dropout=drop, backend="reference")
+    torch.testing.assert_close((y, h), want)
+    (y.sum() + h.sum()).backward()
+
+
+def rope(T: int, site: int, step: int) -> None:
+    q, _ = fusions.fused_rope(torch.randn(T, 1, 2, 8), None, torch.ones(T, 4), torch.zeros(T, 4), backend="compile")
+    assert q.shape == (T, 1, 2, 8)
+
+
+@pytest.mark.parametrize("layer", [norm_after_dropout, pytest.param(rope, marks=pytest.mark.slow)])
+def test_other_lengths_steps_and_layers_compile_nothing_again(layer):
+    layer(6, site=1, step=1)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        layer(10, site=2, step=5)
+
+
+def test_backward_gets_what_it_gets_in_blocks():
+    x = torch.randn(9, 16, requires_grad=True)
+    bias = torch.randn(16, requires_grad=True)
+    found = {}
+    for path in ("compile", "blocked"):
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(functools.partial(kept_by, kept), lambda x: x):
+            y = fusions.glu(x, activation="silu", bias=bias, backend=path)
+        found[path] = (sum(t.nbytes for t in kept), y, *torch.autograd.grad(y.square().sum(), (x, bias)))
+    assert found["compile"][0] == found["blocked"][0]
+    torch.testing.assert_close(found["compile"][1:], found["blocked"][1:])
+
+
+def kept_by(kept: list[Tensor], x: Tensor) -> Tensor:
+    kept.append(x)
+    return x
+
+
+def test_inside_torch_compile_its_compiler_sees_the_formula():
+    graphs = []
+    compute = torch.compile(
+        functools.partial(fusions.glu, activation="silu", backend="compile"),
+        fullgraph=True,
+        backend=lambda graph, _: graphs.append(graph.code) or graph,
+    )
+    compute(torch.randn(3, 8))
+    assert "silu" in graphs[0]
+    assert "megalith.glu" not in graphs[0]

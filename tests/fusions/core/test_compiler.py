@@ -1,0 +1,67 @@
+"""Whether torch.compile can build here is asked by building, and every reason why not is one clause."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megalith import fusions
+from megalith.fusions.core import compiler
+from megalith.fusions.core import dispatch as backend
+from megalith.fusions.core.blocks import LARGEST_WHOLE
+from megalith.fusions.core.compiler import why_not_compile
+from megalith.fusions.core.dispatch import Fusion
+
+
+@pytest.fixture(autouse=True)
+def asked_anew():
+    why_not_compile.cache_clear()
+    yield
+    why_not_compile.cache_clear()
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert why_not_compile() == "torch.compile finds no C++ compiler (install no-such-compiler, or set CXX)"
+
+
+def test_torch_can_be_told_to_compile_nothing(monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    assert "TORCH_COMPILE_DISABLE=1" in why_not_compile()
+
+
+def test_a_compiler_that_cannot_build_is_found_out_once(monkeypatch):
+    tries = []
+
+    def refuse(function):
+        tries.append(function)
+        raise RuntimeError("Python.h: No such file or directory\nlong output")
+
+    monkeypatch.setattr(compiler, "compile_apart", refuse)
+    monkeypatch.setattr(compiler.shutil, "which", lambda _: "/usr/bin/g++")
+    assert (
+        why_not_compile()
+        == why_not_compile()
+        == ("torch.compile cannot build here (Python.h: No such file or directory)")
+    )
+    assert len(tries) == 1
+
+
+def test_without_it_the_default_is_the_next_of_the_table(monkeypatch):
+    x = torch.empty(LARGEST_WHOLE + 1)
+    paths = {path: path for path in ("compile", "blocked", "reference")}
+    fusion = Fusion("glu", paths, defaults={"cpu": ("compile", "blocked")})
+    for reason, want in ((None, "compile"), ("there is none", "blocked")):
+        monkeypatch.setattr(backend, "why_not_compile", lambda reason=reason: reason)
+        assert fusion.default(x) == want
+
+
+def test_a_fake_tensor_asks_no_compiler(monkeypatch):
+    def refuse(function):
+        raise AssertionError("a probe of fake tensors would crash")
+
+    monkeypatch.setattr(compiler, "compile_apart", refuse)
+    with FakeTensorMode():
+        x = torch.empty(512, 1024, requires_grad=True)
+        y = fusions.glu(x, activation="silu")
+        y.sum().backward()
+    assert (y.shape, x.grad.shape) == ((512, 512), (512, 1024))

@@ -1,0 +1,147 @@
+"""Eager mode calls implementations without the dispatch of an operator; whatever must see an operator still does."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.two_tensor import TwoTensor
+
+from megalith.fusions import fused_rms_norm, quantize
+from tests.fusions.observe import operator_calls
+from tests.kernel_reports import without_interpreter
+
+X, W = torch.linspace(-2.0, 3.0, 4 * 64).view(4, 1, 64), torch.linspace(0.5, 1.5, 64)
+
+
+def norm(x: Tensor, w: Tensor) -> Tensor:
+    return fused_rms_norm(x, w, backend="blocked")
+
+
+def registered(x: Tensor, w: Tensor) -> Tensor:
+    """The same, dispatched by torch."""
+    return torch.ops.megalith.norm_blocked(x, None, w, None, None, None, None, 0, 0.0, 1e-5, "RMSNorm", False)[0]
+
+
+def leaves() -> tuple[Tensor, Tensor]:
+    return X.clone().requires_grad_(), W.clone().requires_grad_()
+
+
+def dispatched(call: Callable[[], object]) -> set[str]:
+    """Names of the operators that go through torch's dispatcher."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        call()
+    return {event.name for event in profiler.events()}
+
+
+def forward_and_backward(compute: Callable[..., Tensor]) -> list[Tensor]:
+    x, w = leaves()
+    y = compute(x, w)
+    return [y.detach(), *torch.autograd.grad(y, (x, w), X.sin())]
+
+
+def test_no_operator_is_dispatched_forward_or_backward():
+    names = dispatched(lambda: forward_and_backward(norm))
+    assert "aten::mul" in names
+    assert {name for name in names if name.startswith("megalith::")} == set()
+    with torch.no_grad():
+        assert not any("norm_blocked" in name for name in dispatched(lambda: norm(*leaves())))
+    assert not any(
+        name.startswith("megalith::")
+        for name in dispatched(lambda: quantize(W.view(1, 64), "mxfp8", backend="blocked"))
+    )
+
+
+def test_results_and_gradients_are_those_of_the_operator_bit_for_bit():
+    for got, want in zip(forward_and_backward(norm), forward_and_backward(registered), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_dispatch_modes_see_the_operators():
+    names = [str(operator) for operator, _ in operator_calls(lambda: forward_and_backward(norm))]
+    assert names == ["megalith.norm_blocked.default", "megalith.norm_blocked_back.default"]
+
+
+def test_a_trace_and_an_export_hold_the_operator():
+    assert "megalith.norm_blocked" in make_fx(norm)(X, W).code
+
+    class Norm(nn.Module):
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            return norm(x, w)
+
+    for strict in (True, False):
+        assert "megalith.norm_blocked" in torch.export.export(Norm(), (X, W), strict=strict).graph_module.code
+
+
+def test_tensors_without_data_get_shapes():
+    assert norm(X.to("meta"), W.to("meta")).shape == X.shape
+    with FakeTensorMode() as mode:
+        x, w = mode.from_tensor(X), mode.from_tensor(W)
+        assert norm(x, w).shape == X.shape
+    assert norm(x, w).shape == X.shape  # outside of the mode too
+
+
+def test_a_subclass_of_tensor_is_asked_for_the_operator():
+    assert isinstance(norm(TwoTensor(X, X), W), TwoTensor)
+
+
+def outcome(transform: Callable[..., Tensor], compute: Callable[..., Tensor]) -> list[object] | str:
+    try:
+        return transform(compute).tolist()
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap's, of an operator in a loop
+def test_transforms_of_torch_func_do_what_they_do_to_the_operator():
+    def vmapped(compute: Callable[..., Tensor]) -> Tensor:
+        return torch.func.vmap(compute, in_dims=(0, None))(X.view(2, 2, 1, 64), W)
+
+    def differentiated(compute: Callable[..., Tensor]) -> Tensor:
+        return torch.func.grad(lambda x: (compute(x, W) * X.sin()).sum())(X)
+
+    for transform in (vmapped, differentiated):
+        assert outcome(transform, norm) == outcome(transform, registered)
+
+
+def test_in_inference_mode_and_of_a_frozen_module_nothing_is_recorded():
+    with torch.inference_mode():
+        assert norm(X, W).is_inference()
+    assert norm(X, W).grad_fn is None
+    parameter = nn.Parameter(W)
+    assert norm(X, parameter).requires_grad
+    assert not norm(X, copy.deepcopy(parameter).requires_grad_(False)).requires_grad
+
+
+def test_what_is_saved_goes_through_hooks_once():
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or len(packed) - 1, lambda i: packed[i]):
+        got = forward_and_backward(norm)
+    assert len(packed) == 4  # x, the weight, the empty mean, 1 / root mean square
+    assert torch.equal(got[1], forward_and_backward(norm)[1])
+
+
+def kernels_launched() -> list[object]:
+    """What a norm on a CPU launches where kernels are born compiled, and what its kernel is."""
+    from megalith.fusions.norm.kernels import add_norm
+
+    launched = []
+
+    def record(kernel: object) -> dict[tuple[int], Callable[..., None]]:
+        launched.append(torch.library.wrap_triton(kernel) is kernel)
+        return defaultdict(lambda: lambda *_, **__: None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(add_norm, "wrap_triton", record)
+        y, *_ = add_norm.op(X, None, W.clone().requires_grad_(), None, None, None, None, 0, 0.0, 1e-5, "RMSNorm", False)
+        y.sum().backward()
+    return launched
+
+
+def test_kernels_are_launched_as_they_are_forward_and_backward():
+    assert without_interpreter(kernels_launched) == [True, True]

@@ -1,0 +1,34 @@
+"""fusions.explain(): a row for each operation, the path that it would take, and why."""
+
+import torch
+
+from megalith import fusions
+from megalith.fusions.core.registry import FUSIONS
+from tests.fusions.harness import all_cases
+
+
+def test_every_operation_is_in_the_table_in_the_list_and_in_the_tests():
+    names = FUSIONS.keys()
+    assert names == {case.fusion.name for case in all_cases()}
+    rows = fusions.explain("cpu").splitlines()
+    assert [row.split()[0] for row in rows] == ["operation", *sorted(names)]
+
+
+def test_the_path_is_the_one_that_would_be_taken():
+    row = next(row for row in fusions.explain("cpu").splitlines() if row.startswith("glu "))
+    assert row.split()[1] in FUSIONS["glu"].defaults["cpu"]
+    assert "the table for cpu" in row
+    with fusions.use("reference"):
+        row = next(row for row in fusions.explain("cpu").splitlines() if row.startswith("glu "))
+    assert row.split()[1] == "reference"
+    assert "use(...)" in row
+    with fusions.use("blocked"):
+        row = next(row for row in fusions.explain("cpu").splitlines() if row.startswith("attention "))
+    assert row.split()[1] == "aten"
+    assert "the table for cpu; it cannot take 'blocked': it has no such path" in row
+    assert "kernels compute in float32" not in fusions.explain("cuda", torch.float64)  # which takes the reference
+
+
+def test_a_default_that_cannot_run_here_says_why(monkeypatch):
+    monkeypatch.setattr("megalith.fusions.core.dispatch.has_triton", lambda: False)
+    assert "the table for cuda, but triton is not installed" in fusions.explain("cuda")
