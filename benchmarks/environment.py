@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["describe", "surroundings"]
 
-_PACKAGES = ("megalith", "torch", "transformers", "numpy")
+_PACKAGES = ("megalith", "torch", "transformers", "megatron-core", "numpy")
 
 
 def surroundings(scratch: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def test_a_file_of_the_library_is_read(tmp_path):
         ({"a": entry(0, 8, more=1)}, 8, "unexpected keyword"),
         ({"a": {"dtype": "F32", "shape": [2]}}, 8, "data_offsets"),
         ({"a": 1}, 8, "its header is not that of a safetensors file"),
-        ({"__metadata__": {"format": 1}, "a": entry(0, 8)}, 8, "__metadata__ must map names to text"),
+        ({"__metadata__": {"format": 1}, "a": entry(0, 8)}, 8, "value of __metadata__, must be text"),
         ([], 0, "it begins with b'\\['"),
     ],
 )
@@ -71,12 +72,65 @@ def test_entries_that_do_not_fit_the_file_are_refused(tmp_path, entries, num_byt
         (b"", "begins with 8 bytes of length; it has 0"),
         (b"1234567", "begins with 8 bytes of length; it has 7"),
         ((100).to_bytes(8, "little") + b"{}", "should take 100 bytes; the file has 10"),
-        (b"\xff" * 8 + b"{}", "should take 18446744073709551615 bytes"),
+        (b"\xff" * 8 + b"{}", "should take 18,446,744,073,709,551,615 bytes"),
         (file_of(' {"a": 1}', 0), "it begins with b' '"),
         (file_of('{"a": ', 0), "its header is not that of a safetensors file"),
-        (file_of('{"a": {}, "a": {}}', 0), "a key is there twice"),
+        (file_of('{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}, "a": {}}', 0), "a key is there twice"),
         (file_of('{"a":' * 100_000, 0), "its header is not that of a safetensors file"),
     ],
 )
 def test_what_is_no_header_is_refused(tmp_path, content, message):
     assert message in refusal(tmp_path, content)
+
+
+# one MB each: a header of the longest, 32 MB, takes as many times its size
+HOSTILE = {
+    "lists": '{"a": {"dtype": [' + "[]," * 350_000 + "[]]}}",
+    "lists in place of an entry": '{"a": [' + "[]," * 350_000 + "[]]}",
+    "objects": '{"a": [' + '{"":0},' * 150_000 + "{}]}",
+    "metadata": '{"__metadata__": {' + ",".join(f'"{n}":""' for n in range(90_000)) + "}}",
+    "a long key": '{"' + "k" * 1_000_000 + '": 1}',
+    "a wide sign in a long key": '{"' + "k" * 1_000_000 + '\U0001f600": 1}',
+    "tensors of nothing": "{"
+    + ",".join(f'"{n}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for n in range(19_000))
+    + "}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_header_takes_little_more_memory_than_its_tensors(name, tmp_path):
+    content = file_of(HOSTILE[name], 0)
+    (tmp_path / NAME).write_bytes(content)
+    tracemalloc.start()
+    try:
+        read_header(LocalStore(tmp_path), NAME)
+    except CheckpointError:
+        assert name not in ("metadata", "tensors of nothing")
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 7.9 * len(content)  # 256 MB of a header of 32
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a" 1}', "byte 5 must be :; it is b'1'"),
+        ('{"a": {"dtype": 1', "must be an object of at most 1024 bytes"),
+        ('{"__metadata__": {"a\\"}}', "has no end"),
+        ('{"__metadata__": {}} x', "something follows the object, at byte 21"),
+        ('{"__metadata__": {},}', "must be text; byte 20"),
+        ('{"a": {"dtype":"U8","shape":[0],"data_offsets":[0,0]} "b"', "must be , or }"),
+    ],
+)
+def test_what_is_no_json_object_is_refused_where_it_ends_to_be_one(text, message, tmp_path):
+    assert re.search(message, refusal(tmp_path, file_of(text, 0)))
+
+
+def test_keys_and_metadata_are_those_of_json(tmp_path):
+    key, metadata = 'a "quoted" \\ key, in {braces}: \u00fc\U0001f600', {"}": '"', "\\": '\\"', "": "{}"}
+    save_file({key: torch.ones(2)}, tmp_path / NAME, metadata=metadata)
+    assert read_header(LocalStore(tmp_path), NAME).keys() == {key}
+    spaced = json.dumps({"__metadata__": metadata, key: entry(0, 8)}, indent=2) + "   "
+    (tmp_path / NAME).write_bytes(file_of(spaced, 8))
+    assert read_header(LocalStore(tmp_path), NAME)[key].shape == (2,)

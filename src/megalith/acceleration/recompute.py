@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megalith.fusions.paths.backend import Backend, chosen_by_use, use
+from megalith.fusions.core.dispatch import Backend, chosen_by_use, use
 
 __all__ = ["DiscardableOutput", "discard_outputs_", "recompute", "recompute_modules_"]
 

@@ -6,7 +6,8 @@ elements, row-major, little-endian, without holes.
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -35,11 +36,14 @@ DTYPES = {
 }
 _ITEMSIZES = {name: getattr(torch, dtype).itemsize for dtype, name in DTYPES.items()}
 _METADATA = "__metadata__"
-# bytes of header, which takes up to 26 times as much when it is parsed: a quarter of a million tensors
+# bytes of header: a quarter of a million tensors. The format allows 100 MB, whose entries would take more memory than
+# a conversion is given
 _LONGEST = 1 << 25
+_LONGEST_ENTRY = 1 << 10  # bytes of what is said of one tensor
+_SPACES = re.compile(rb"[ \t\n\r]*")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ShardEntry:
     """A tensor of a file: ``dtype`` is the format's name, ``begin`` and ``end`` are bytes of the file."""
 
@@ -77,7 +81,8 @@ def read_header(store: Store, name: str) -> dict[str, ShardEntry]:
     length = int.from_bytes(store.read(name, 0, 8), "little")
     if length > min(num_bytes - 8, _LONGEST):
         raise CheckpointError(
-            f"its header should take {length} bytes; the file has {num_bytes}, and {_LONGEST} are allowed"
+            f"its header should take {length:,} bytes; the file has {num_bytes:,}, and {_LONGEST:,} are read, as of a "
+            "quarter of a million tensors; save a model of more in several files"
         )
     try:
         return _parse(store.read(name, 8, 8 + length), 8 + length, num_bytes)
@@ -89,19 +94,105 @@ def _parse(text: bytes, first: int, last: int) -> dict[str, ShardEntry]:
     """The entries of a header whose elements take the bytes ``first`` to ``last``. Raises ValueError and its kin."""
     if not text.startswith(b"{"):
         raise ValueError(f"it begins with {text[:1]!r}, not with '{{'")
-    content = json.loads(text, object_pairs_hook=_without_repetition)
-    metadata = content.pop(_METADATA, {})
-    if not all(type(value) is str for value in metadata.values()):
-        raise ValueError(f"{_METADATA} must map names to text")
-    entries = {key: _entry(key, first, **fields) for key, fields in content.items()}
+    header, entries = _Header(text), dict[str, ShardEntry]()
+    for key in header.members():
+        if key in entries:
+            raise ValueError("a key is there twice")
+        if key == _METADATA:
+            for _ in header.members():
+                header.skip_text()
+        else:
+            entries[key] = _entry(key, first, **header.flat_object())
+    header.end()
     end = first
-    for key, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if entry.begin != end:
-            raise ValueError(f"{key} must begin at byte {end}, where the one before ends; it begins at {entry.begin}")
-        end = entry.end
+    for key in sorted(entries, key=lambda key: (entries[key].begin, entries[key].end)):
+        if entries[key].begin != end:
+            raise ValueError(
+                f"{key} must begin at byte {end}, where the one before ends; it begins at {entries[key].begin}"
+            )
+        end = entries[key].end
     if end != last:
         raise ValueError(f"its tensors end at byte {end}, and the file at {last}")
     return entries
+
+
+class _Header:
+    """JSON that is read one member at a time: parsed as a whole, a hostile one takes 30 times its size in memory.
+
+    Every method raises ValueError where something else stands.
+    """
+
+    def __init__(self, text: bytes) -> None:
+        self._text = text
+        self._at = 0  # what comes next
+
+    def members(self) -> Iterator[str]:
+        """The keys of the object that comes next; the caller takes the value of each."""
+        self._take(b"{")
+        if self._next() == b"}":
+            self._take(b"}")
+            return
+        while True:
+            key = self.key()
+            self._take(b":")
+            yield key
+            if self._take(b",", b"}") == b"}":
+                return
+
+    def key(self) -> str:
+        """The string that comes next."""
+        self._next()
+        start = self._at
+        self.skip_text()
+        if self._at - start > _LONGEST_ENTRY:
+            raise ValueError(f"the name at byte {start} must have at most {_LONGEST_ENTRY} bytes")
+        found: str = json.loads(self._text[start : self._at])
+        return found
+
+    def skip_text(self) -> None:
+        """Goes past the string that comes next, which is a value of the metadata or a name."""
+        if self._next() != b'"':
+            raise ValueError(f"a name, or a value of {_METADATA}, must be text; byte {self._at} begins something else")
+        start = end = self._at
+        while True:
+            end = self._text.find(b'"', end + 1)
+            if end < 0:
+                raise ValueError(f"the text at byte {start} has no end")
+            before = end
+            while self._text[before - 1] == 0x5C:  # a backslash: an odd number of them escapes the quotation mark
+                before -= 1
+            if (end - before) % 2 == 0:
+                break
+        self._at = end + 1
+
+    def flat_object(self) -> dict[str, Any]:
+        """The object that comes next, in which there is no other."""
+        self._next()
+        end = self._text.find(b"}", self._at, self._at + _LONGEST_ENTRY) + 1
+        if end == 0:
+            raise ValueError(f"the entry at byte {self._at} must be an object of at most {_LONGEST_ENTRY} bytes")
+        fields: dict[str, Any] = json.loads(self._text[self._at : end], object_pairs_hook=_without_repetition)
+        self._at = end
+        return fields
+
+    def end(self) -> None:
+        """Only spaces follow."""
+        if self._next():
+            raise ValueError(f"something follows the object, at byte {self._at}")
+
+    def _next(self) -> bytes:
+        """What comes next but spaces; nothing at the end."""
+        spaces = _SPACES.match(self._text, self._at)
+        assert spaces is not None, "it matches the empty text"
+        self._at = spaces.end()
+        return self._text[self._at : self._at + 1]
+
+    def _take(self, *wanted: bytes) -> bytes:
+        found = self._next()
+        if found not in wanted:
+            raise ValueError(f"byte {self._at} must be {b' or '.join(wanted).decode()}; it is {found!r}")
+        self._at += 1
+        return found
 
 
 def _entry(key: str, first: int, dtype: str, shape: list[int], data_offsets: list[int]) -> ShardEntry:

@@ -1,7 +1,7 @@
 """Tensors that lie in the files of a folder, read box by box."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from math import prod
 
 import torch
@@ -22,6 +22,7 @@ class StoredTensors:
 
     ``entries``: by file, where each key of a piece lies in it, for files that are not safetensors, or whose tensors are
     read with other keys and shapes than their headers have.
+    ``buffers``: those of ``tensors`` that are no parameters, and have a dtype of their own.
     """
 
     def __init__(
@@ -29,17 +30,24 @@ class StoredTensors:
         store: Store,
         tensors: Mapping[str, StoredTensor],
         entries: Mapping[str, Mapping[str, ShardEntry]] | None = None,
+        buffers: Set[str] = frozenset(),
     ) -> None:
         self.store = store
         self.tensors = tensors
+        self.buffers = buffers
         self._entries = entries or {}
         self._files: dict[str, ShardFile] = {}
 
     @property
     def dtype(self) -> str:
-        """That of all tensors, by torch's name; float32 if they have several."""
-        dtypes = {tensor.dtype for tensor in self.tensors.values()}
+        """That of all parameters, by torch's name; float32 if they have several."""
+        dtypes = {tensor.dtype for name, tensor in self.tensors.items() if name not in self.buffers}
         return dtypes.pop() if len(dtypes) == 1 else "float32"
+
+    @property
+    def num_parameters(self) -> int:
+        """How many elements all parameters have."""
+        return sum(prod(tensor.shape) for name, tensor in self.tensors.items() if name not in self.buffers)
 
     @property
     def num_bytes(self) -> int:

@@ -14,17 +14,31 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
-__all__ = ["Collective", "Passes", "Traffic", "collective", "repeated"]
+__all__ = ["Axis", "Collective", "Passes", "Traffic", "collective", "repeated"]
 
-# as the settings of ``parallel`` call them; "shard" is shard x context, over which FSDP2 shards
-_Axis: TypeAlias = Literal["tensor", "context", "pipeline", "shard", "replicate", "world"]
+# as the settings of ``parallel`` call them; "shard" is shard x context, over which FSDP2 shards, "data" is shard x
+# replicate, and "edp" what ranks of expert and expert_tensor leave of a stage, sharded and replicated too
+Axis: TypeAlias = Literal[
+    "tensor",
+    "context",
+    "pipeline",
+    "shard",
+    "replicate",
+    "data",
+    "expert",
+    "expert_tensor",
+    "edp",
+    "edp_shard",
+    "edp_replicate",
+    "world",
+]
 _Kind: TypeAlias = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
 
 class Collective(NamedTuple):
     """One collective, or one message: over which ranks, and of how many bytes."""
 
-    axis: _Axis
+    axis: Axis
     kind: _Kind
     num_bytes: int
 
@@ -53,7 +67,7 @@ class Passes:
         return self.forward - self.unsaved
 
 
-def collective(axis: _Axis, kind: _Kind, num_bytes: int, num_ranks: int, times: int = 1) -> Traffic:
+def collective(axis: Axis, kind: _Kind, num_bytes: int, num_ranks: int, times: int = 1) -> Traffic:
     """``times`` one collective; nothing over a group of one rank, or of no bytes."""
     return Counter({Collective(axis, kind, num_bytes): times} if num_ranks > 1 and num_bytes and times else {})
 

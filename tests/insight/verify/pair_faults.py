@@ -52,10 +52,10 @@ def sum_tied_embeddings_once_for_each_rank_of_tp() -> Any:
 def number_tokens_from_zero_in_later_stages() -> Any:
     context = GPTModel._context
 
-    def from_zero(self: GPTModel, tokens: Any, position_ids: Any, documents: Any, given: Any) -> Any:
+    def from_zero(self: GPTModel, tokens: Any, position_ids: Any, documents: Any, given: Any, record: Any) -> Any:
         if not self.stage.has_embedding and self.options.pg_collection.size("cp") > 1:
             given = replace(given, tokens=given.tokens - given.tokens.min())
-        return context(self, tokens, position_ids, documents, given)
+        return context(self, tokens, position_ids, documents, given, record)
 
     return patch.object(GPTModel, "_context", from_zero)
 

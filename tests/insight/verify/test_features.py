@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalith.acceleration import recompute
-from megalith.fusions.formulas import linear_cross_entropy
+from megalith.fusions.cross_entropy import linear_formulas as linear_cross_entropy
 from megalith.fusions.fused_linear_cross_entropy import fused_linear_cross_entropy
 from megalith.insight.verify.proof import Case
 from megalith.parallel.tensor import cross_entropy, layers

@@ -77,6 +77,7 @@ CHOICES: dict[str, list[Any]] = {
     "model.mlp_bias": [None, True],
     "model.multipliers.embedding": [1.0, 30.0],
     "model.multipliers.logit_softcap": [None, 30.0],
+    "model.mup.base_hidden_size": [None, 96],
     "model.mtp.num_modules": [None, 1, 3],
     "data.reset_attention_mask": [False, True],
     "train.micro_batch_size": [1, 2, 8],

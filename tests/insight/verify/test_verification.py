@@ -7,7 +7,7 @@ import pytest
 from megalith import optional
 from megalith.config import dump_yaml, load_run
 from megalith.insight.verify import verification
-from megalith.insight.verify.cover import cover
+from megalith.insight.verify.cover import cover, is_layout
 from megalith.insight.verify.proof import Case, Proof, Result
 from megalith.insight.verify.record import Key
 from megalith.insight.verify.verification import cases, verify
@@ -54,6 +54,15 @@ def test_every_layout_is_run_in_float64_and_a_compiler_waited_for_in_a_few():
         assert [case.degrees for case in planned if case.paths == path and case.degrees] == rows
     slow = [(case.degrees, case.dtype) for case in planned if case.paths == "own"]
     assert slow == [({}, "float32"), ({"tensor": 2, "context": 2}, "float32"), ({"tensor": 2}, "float64")]
+
+
+def test_ranks_that_share_experts_are_run_on_the_paths_of_a_run():
+    rows = cover(dict.fromkeys(("pipeline", "shard", "expert"), (2,)))
+    sharing, slow = {"shard": 2, "expert": 2}, ("own", "triton")
+    planned = [(case.degrees, case.dtype, case.paths) for case in cases(rows) if case.paths in slow]
+    assert (sharing, "float32", "own") in planned
+    assert (sharing, "float32", "triton") in planned
+    assert all(is_layout(degrees) for degrees, _, _ in planned)
 
 
 def test_a_recipe_of_one_rank_is_run_on_every_path():

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megalith.errors import ShapeError
-from megalith.fusions.paths.backend import use
+from megalith.fusions.core.dispatch import use
 from megalith.parallel.parameters import state_tensors
 from megalith.transformer.layer_context import LayerContext
 from megalith.transformer.moe.router import TopKRouter

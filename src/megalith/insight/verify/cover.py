@@ -14,6 +14,7 @@ from megalith.config.layout import Layout
 
 __all__ = [
     "AXES",
+    "FOLDED",
     "MOST_RANKS",
     "Degrees",
     "axes_of",
@@ -26,8 +27,8 @@ __all__ = [
 ]
 
 MOST_RANKS = 8
-_FOLDED = ("expert", "expert_tensor")
-AXES = ("tensor", "context", "pipeline", "replicate", "shard", *_FOLDED)
+FOLDED = ("expert", "expert_tensor")
+AXES = ("tensor", "context", "pipeline", "replicate", "shard", *FOLDED)
 
 # the axes of a layout that are above 1, in the order of AXES
 Degrees = Mapping[str, int]
@@ -35,7 +36,7 @@ Degrees = Mapping[str, int]
 
 def axes_of(config: RunConfig, layout: Layout) -> dict[str, int]:
     """The degrees of ``layout`` that are above 1; those of experts in models that have experts."""
-    axes = AXES if config.model.moe is not None else [axis for axis in AXES if axis not in _FOLDED]
+    axes = AXES if config.model.moe is not None else [axis for axis in AXES if axis not in FOLDED]
     return {axis: getattr(layout, axis) for axis in axes if getattr(layout, axis) > 1}
 
 
@@ -51,8 +52,8 @@ def degrees_to_show(config: RunConfig, layout: Layout) -> dict[str, tuple[int, .
         shown["context"] = (2, 4)
     if layout.pipeline > 2 and parallel.virtual == 1:
         shown["pipeline"] = (2, 4)
-    beneath = [axis for axis in shown if axis not in ("pipeline", *_FOLDED)]
-    if shown.keys() >= set(_FOLDED) and len(beneath) == 1:
+    beneath = [axis for axis in shown if axis not in ("pipeline", *FOLDED)]
+    if shown.keys() >= set(FOLDED) and len(beneath) == 1:
         shown[beneath[0]] = (4,)  # room for both
     return shown
 
@@ -84,13 +85,13 @@ def missing_pairs(shown: Mapping[str, Sequence[int]], rows: Sequence[Degrees]) -
 
 def num_ranks(degrees: Degrees) -> int:
     """The ranks of a layout."""
-    return prod(degree for axis, degree in degrees.items() if axis not in _FOLDED)
+    return prod(degree for axis, degree in degrees.items() if axis not in FOLDED)
 
 
 def is_layout(degrees: Degrees) -> bool:
     """Whether ``MOST_RANKS`` are enough, and those of a pipeline stage can share the experts."""
     size = num_ranks(degrees)
-    experts = prod(degrees.get(axis, 1) for axis in _FOLDED)
+    experts = prod(degrees.get(axis, 1) for axis in FOLDED)
     return size <= MOST_RANKS and size // degrees.get("pipeline", 1) % experts == 0
 
 

@@ -15,8 +15,8 @@ import torch
 from megalith.config import RunConfig, load_run
 from megalith.data.indexed_dataset import IndexedDatasetBuilder
 from megalith.errors import RankFailedError
-from megalith.fusions.paths.names import Backend
-from megalith.fusions.paths.preference import prefer
+from megalith.fusions.core.names import Backend
+from megalith.fusions.core.preference import prefer
 from megalith.insight.verify.compare import BOUNDS, Errors, errors, expected, first_beyond, merged
 from megalith.insight.verify.cover import Degrees, is_layout, num_ranks
 from megalith.insight.verify.record import Key, record_steps

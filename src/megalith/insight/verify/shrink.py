@@ -162,6 +162,8 @@ def _model(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]
         "model.ffn_hidden_size": 3 * hidden // 2,
         "model.attention.scale": scale and scale * sqrt(model.kv_channels / _HEAD_SIZE),
         "model.max_position_embeddings": longest and SEQ_LENGTH + 4 * (longest > config.data.seq_length),
+        "model.mup.base_hidden_size": model.mup and max(round(hidden / model.width), 1),
+        "model.mup.base_kv_channels": model.mup and model.mup.base_kv_channels and _HEAD_SIZE,
         "model.mtp.num_modules": model.mtp and min(model.mtp.num_modules, 2),
         "model.init_method_std": max(model.init_method_std, min(wider, _WIDEST_STD)),
         "data.seq_length": SEQ_LENGTH,

@@ -11,10 +11,11 @@ from typing import get_args
 import torch
 
 from megalith.config import ParamGroupOverride, RunConfig, load_run
-from megalith.fusions.paths.backend import Backend
-from megalith.fusions.paths.compiler import why_not_compile
+from megalith.fusions.core.compiler import why_not_compile
+from megalith.fusions.core.dispatch import Backend
 from megalith.insight.verify.cover import (
     AXES,
+    FOLDED,
     MOST_RANKS,
     Degrees,
     axes_of,
@@ -101,22 +102,34 @@ def verify(
 def cases(rows: Sequence[Degrees]) -> Iterator[Case]:
     """The small runs for layouts ``rows``: all of them in float64 on paths that need no compiler, a few on the others.
 
-    Operations see what ranks of tensor and of context give them; the other axes move layers and batches as they are.
-    So one layout of two axes, those first, is enough where every rank waits for a compiler.
+    Operations see what ranks of tensor and of context give them, and experts what ranks that share them do; the other
+    axes move layers and batches as they are. So one layout of two axes, those first, and one of ranks that share
+    experts, are enough where every rank waits for a compiler.
     """
     for row in [{}, *rows]:
         yield Case(row, "float64", "reference")
     for row in rows or [{}]:
         yield Case(row, "float64", "blocked")
     axes = [axis for axis in AXES if any(axis in row for row in rows)]
-    few = {axis: min(row[axis] for row in rows if axis in row) for axis in axes[:2]}
-    first = {axis: few[axis] for axis in axes[:1]}
+    fewest = {axis: min(row[axis] for row in rows if axis in row) for axis in axes}
+    few, first, sharing = _of(fewest, axes[:2]), _of(fewest, axes[:1]), _of(fewest, _sharing_experts(axes))
     yield Case({}, "float32", "own")  # alone, so that one rank builds what the others then find
-    if few:
-        yield Case(few, "float32", "own")
+    for each in [few] + [sharing] * (sharing != few):
+        if each:
+            yield Case(each, "float32", "own")
     yield Case(first, "float64", "own")
     if why_not_interpret() is None:
-        yield Case(first, "float32", "triton")
+        yield Case(sharing or first, "float32", "triton")
+
+
+def _of(degrees: Degrees, axes: Sequence[str]) -> Degrees:
+    return {axis: degrees[axis] for axis in axes}
+
+
+def _sharing_experts(axes: Sequence[str]) -> list[str]:
+    """Of ``axes`` one of experts and one whose ranks it takes; none, where experts are not shared."""
+    experts = [axis for axis in axes if axis in FOLDED]
+    return [next(axis for axis in axes if axis not in ("pipeline", *FOLDED)), experts[0]] if experts else []
 
 
 def _run(proof: Proof, planned: Sequence[Case], progress: Callable[[str], None]) -> Iterator[Result]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.paths.backend import chosen_by_use
+from megalith.fusions.core.dispatch import chosen_by_use
 from megalith.numerics.dropout import Dropout
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.context.blocks import Sight

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalith.fusions import sink_correction
-from megalith.fusions.formulas.attention import sink_gradient
+from megalith.fusions.attention.formulas import sink_gradient
 from megalith.parallel.context.partial_attention import PartialAttention
 from megalith.topology.inbox import Inbox
 

@@ -6,7 +6,8 @@
     all_reduce       over tensor, once a step for each weight whose gradient is partial on the ranks of tp, in the dtype
                      of the reduction
 
-The dimension that is sharded is padded to a multiple of the ranks.
+Experts are a unit of their own, over edp_shard and edp_replicate. The dimension that is sharded is padded to a multiple
+of the ranks.
 """
 
 from collections.abc import Sequence
@@ -58,6 +59,24 @@ class Sharding:
         found += collective("replicate", "all_reduce", padded // shards * reduced, self.layout.replicate)
         terms = [prod(self._of_tp(weight)) * reduced for weight in weights if weight.partial]
         return sum((collective("tensor", "all_reduce", size, self.layout.tensor) for size in terms), start=found)
+
+    def expert_unit_traffic(self, weights: Sequence[Weight], num_gathers: int) -> Traffic:
+        """``unit_traffic`` of experts [E, ...], which ep splits, and etp their dimension ``split``."""
+        layout, shards, reduced = self.layout, self.layout.edp_shard, self.reduce_dtype.itemsize
+        num_elements = 0
+        for weight in weights:
+            assert weight.split is not None, "etp splits every weight of experts"
+            sizes = list(weight.shape)
+            sizes[0] //= layout.expert
+            sizes[weight.split] //= layout.expert_tensor
+            degrees = {0: layout.expert, weight.split: layout.expert_tensor}
+            sharded = sharded_dimension(len(sizes), {dim for dim, degree in degrees.items() if degree > 1})
+            num_elements += prod(_part(sizes, sharded, shards, index=0))  # the largest, to which others are padded
+        found = collective(
+            "edp_shard", "all_gather", num_elements * shards * self.compute_dtype.itemsize, shards, num_gathers
+        )
+        found += collective("edp_shard", "reduce_scatter", num_elements * shards * reduced, shards)
+        return found + collective("edp_replicate", "all_reduce", num_elements * reduced, layout.edp_replicate)
 
     def shard_bytes(self, weight: Weight, index: int) -> int:
         """The gradient of ``weight`` on the rank ``index`` of those that share it, without padding."""

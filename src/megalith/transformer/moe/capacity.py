@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megalith.fusions.row_map import RowMap
+from megalith.fusions.experts.row_map import RowMap
 from megalith.transformer.moe.routing import Routing
 
 __all__ = ["drop_past_capacity", "expert_capacity", "fixed_row_map"]

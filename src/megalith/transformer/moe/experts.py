@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megalith.acceleration.recompute import DiscardableOutput
 from megalith.config import TransformerConfig
 from megalith.fusions import bias_gelu_impl, glu, grouped_matmul, weighted_squared_relu_impl
-from megalith.fusions.paths.backend import Backend
+from megalith.fusions.core.dispatch import Backend
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import DeclaringModule, ParameterSpec, local
 from megalith.transformer.initialization import output_std

@@ -103,19 +103,23 @@ class MoELayer(nn.Module):
         return y
 
     def _num_turns(self, routing: Routing, max_rows: float) -> int:
-        """In how many turns no rank has more than ``max_rows`` times the rows of even loads; equal on all ranks."""
+        """In how many turns no rank has more than ``max_rows`` times the rows of even loads; equal on all ranks.
+
+        Even loads are those of the tokens of all ranks of ep and etp, each of which may have another number of them.
+        """
         groups = self.groups
-        ep_size, etp_size = groups.size("ep"), groups.size("etp")
-        chosen = routing.indices.flatten()
-        loads = torch.bincount(chosen, minlength=self.num_experts + 1)[: self.num_experts]
+        # the last entry are the slots that are dropped
+        loads = torch.bincount(routing.indices.flatten().clamp(max=self.num_experts), minlength=self.num_experts + 1)
         for group in (groups.ep, groups.etp):
             if group is not None:
                 dist.all_reduce(loads, group=group)
-        most = loads.view(ep_size, -1).sum(1).max()
+        ep_size = groups.size("ep")
+        most = loads[:-1].view(ep_size, -1).sum(1).max()
+        ratio = most.double() * ep_size / loads.sum().clamp(min=1)
         if groups.edp is not None:
             # FSDP gathers the weights of experts in every turn, with the ranks that have the same experts
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.edp)
-        return max(1, ceil(int(most) / (max_rows * routing.indices.numel() * etp_size)))
+            dist.all_reduce(ratio, op=dist.ReduceOp.MAX, group=groups.edp)
+        return max(1, ceil(float(ratio) / max_rows))
 
 
 _DISPATCHERS: dict[str, type[MoETokenDispatcher[Any, Any]]] = {

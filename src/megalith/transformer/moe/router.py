@@ -124,7 +124,8 @@ class TopKRouter(DeclaringModule):
         """[T, H] -> [T, E], float32 or wider."""
         if (jitter := self.jitter.of(context.hidden_dropout_key)) is not None:
             assert jitter.key is not None, "a site that draws has a key"
-            noise = uniform(jitter.key, x.shape[1]).view(x.shape)
+            # Inductor shifts Philox's integers as floats, and its C++ does not build (torch 2.13): not traced
+            noise = torch.compiler.disable(uniform)(jitter.key, x.shape[1]).view(x.shape)
             x = x * (1.0 + jitter.p * (2.0 * noise - 1.0))
         bias = None if self.bias is None else local(self.bias, partial=self.partial)
         return router_logits(x, local(self.weight, partial=self.partial), bias)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megalith.config import RouterConfig
 from megalith.fusions import fused_topk_router
-from megalith.fusions.formulas.routing_scores import weigh
+from megalith.fusions.routing.scores import weigh
 
 __all__ = ["Routing", "choose_by_score", "choose_in_turn", "largest_of_rows", "router_logits", "sinkhorn", "weights_of"]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megalith.errors import ConfigError
 from megalith.fusions import permute, permute_by, unpermute
-from megalith.fusions.row_map import RowMap, row_map
+from megalith.fusions.experts.row_map import RowMap, row_map
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.expert.fused_a2a import Received, fused_combine, fused_dispatch
 from megalith.topology.collectives import (

@@ -1,0 +1,242 @@
+"""Forward and backward of one mixture of experts on the CPU: ours against Hugging Face's Mixtral and Megatron-Core's.
+
+Every contender has the same random weights and sees the same hidden states and the same gradient of its output. What
+judges the first run is Hugging Face's layer in float32, in a process of its own, that goes from expert to expert.
+
+Gates are drawn wide, so that no token is near a tie: dtypes round logits in their own ways, and a token that goes
+elsewhere is an error of the routing and not of the experts.
+
+H hidden, F ffn hidden of an expert, E experts, K experts per token, T tokens.
+"""
+
+import functools
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from benchmarks.case import Case, Contender, First
+from benchmarks.megatron_core import megatron_core_experts
+from megalith.config import TransformerConfig
+from megalith.numerics.tolerance import gradient_error
+from megalith.optional import need
+from megalith.parallel.build_options import BuildOptions
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.transformer.layer_context import LayerContext
+from megalith.transformer.moe.experts import SequentialMLP
+from megalith.transformer.moe.moe_layer import MoELayer
+
+__all__ = ["CASES", "Size"]
+
+Layer = Callable[[Tensor], Tensor]  # [T, H] -> [T, H]
+Gradients = Callable[[], dict[str, Tensor]]
+# what our layer calls its weights
+_GATE, _ENTERING, _LEAVING = "gate.weight", "experts.gate_up_proj", "experts.down_proj"
+
+
+@dataclass(frozen=True)
+class Size:
+    """A layer of ``E`` experts, ``K`` for each of ``T`` tokens."""
+
+    T: int
+    H: int
+    F: int
+    E: int
+    K: int
+
+
+class LayerStep:
+    """Forward and backward of ``layer``, whose gradients ``gradients`` gives by our names."""
+
+    def __init__(self, layer: Layer, model: nn.Module, dtype: torch.dtype, gradients: Gradients, folder: Path) -> None:
+        self._layer, self._model, self._gradients, self._folder = layer, model, gradients, folder
+        batch = load_file(folder / "batch.safetensors")
+        self._x, self._dy = batch["x"].to(dtype).requires_grad_(), batch["dy"].to(dtype)
+
+    def first(self) -> First:
+        """The first run; the clock stands while its gradients are compared."""
+        start = time.perf_counter()
+        y = self._forward_backward()
+        seconds = time.perf_counter() - start
+        judged = json.loads((self._folder / "reference.json").read_text())
+        reference = load_file(self._folder / "gradients.safetensors")
+        assert self._x.grad is not None, "the hidden states take part"
+        found = {"x": self._x.grad, **self._gradients()}
+        assert found.keys() == reference.keys(), "the same parameters by the same names"
+        errors = [gradient_error(dx.float(), reference[name], judged["norm"]) for name, dx in found.items()]
+        loss_error = abs((y.float() * self._dy.float()).sum().item() - judged["loss"])
+        return First(seconds, loss_error, torch.tensor(errors).max().item())  # NaN, if one is
+
+    def run(self) -> None:
+        self._model.zero_grad()
+        self._x.grad = None
+        self._forward_backward()
+
+    def _forward_backward(self) -> Tensor:
+        y = self._layer(self._x)
+        y.backward(self._dy)
+        return y.detach()
+
+
+def _ours(size: Size, folder: Path, *, dtype: torch.dtype, sequential: bool = False) -> LayerStep:
+    """``MoELayer``, its experts together or one after the other."""
+    model = {
+        "hidden_size": size.H,
+        "num_attention_heads": 1,
+        "num_layers": 1,
+        "ffn_hidden_size": size.F,
+        "vocab_size": 1,
+        "moe": {"num_experts": size.E, "top_k": size.K},
+    }
+    layer = MoELayer(
+        TransformerConfig.model_validate(model), BuildOptions(ProcessGroupCollection.single(), dtype), layer=0
+    )
+    layer.load_state_dict(_weights(folder))
+    if sequential:
+        layer.experts.backend = SequentialMLP.backend
+    context, gradients = LayerContext(), functools.partial(_gradients_of, layer)
+    return LayerStep(lambda x: layer(x.unsqueeze(1), context).squeeze(1), layer, dtype, gradients, folder)
+
+
+def _theirs(size: Size, folder: Path, *, dtype: torch.dtype, experts: str) -> LayerStep:
+    """Hugging Face's ``MixtralSparseMoeBlock`` with its ``experts`` implementation."""
+    block = _hugging_face_block(size, folder, experts).to(dtype)
+
+    def gradients() -> dict[str, Tensor]:
+        grads = _gradients_of(block)
+        return {**grads, _ENTERING: grads[_ENTERING].view(size.E, 2, size.F, size.H)}
+
+    return LayerStep(lambda x: block(x.unsqueeze(0)).squeeze(0), block, dtype, gradients, folder)
+
+
+def _hugging_face_block(size: Size, folder: Path, experts: str) -> Any:
+    transformers = need("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=size.H,
+        intermediate_size=size.F,
+        num_local_experts=size.E,
+        num_experts_per_tok=size.K,
+        experts_implementation=experts,
+    )
+    block = transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock(config).train()
+    weights = _weights(folder)
+    block.load_state_dict({**weights, _ENTERING: weights[_ENTERING].flatten(1, 2)})
+    return block
+
+
+def _megatron_core(size: Size, folder: Path, *, dtype: torch.dtype) -> LayerStep:
+    """Megatron-Core's ``MoELayer`` with its ``SequentialMLP``."""
+    layer = megatron_core_experts(size.H, size.F, size.E, size.K, dtype)
+    weights = {name: weight.to(dtype) for name, weight in _weights(folder).items()}
+    experts = layer.experts.local_experts
+    with torch.no_grad():
+        layer.router.weight.copy_(weights[_GATE])
+        for expert, entering, leaving in zip(experts, weights[_ENTERING], weights[_LEAVING], strict=True):
+            expert.linear_fc1.weight.copy_(entering.flatten(0, 1))
+            expert.linear_fc2.weight.copy_(leaving)
+
+    def gradients() -> dict[str, Tensor]:
+        entering = torch.stack([expert.linear_fc1.weight.grad for expert in experts])
+        leaving = torch.stack([expert.linear_fc2.weight.grad for expert in experts])
+        return {
+            _GATE: layer.router.weight.grad,
+            _ENTERING: entering.view(size.E, 2, size.F, size.H),
+            _LEAVING: leaving,
+        }
+
+    return LayerStep(lambda x: layer(x.unsqueeze(1))[0].squeeze(1), layer, dtype, gradients, folder)
+
+
+def _gradients_of(layer: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}
+
+
+def _weights(folder: Path) -> Mapping[str, Tensor]:
+    return load_file(folder / "weights.safetensors")
+
+
+def _prepare(size: Size, folder: Path) -> None:
+    """Writes weights and batch, and what the float32 reference makes of them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(std: float, *shape: int) -> Tensor:
+        # values of bfloat16, so that every dtype starts from the same
+        return (std * torch.randn(shape, generator=generator)).bfloat16().float()
+
+    gate = draw(1.0, size.E, size.H)
+    weights = {
+        _GATE: gate,
+        _ENTERING: draw(0.02, size.E, 2, size.F, size.H),
+        _LEAVING: draw(0.02, size.E, size.H, size.F),
+    }
+    save_file(weights, folder / "weights.safetensors")
+    x = _far_from_ties(draw(1.0, 2 * size.T, size.H), gate, size)
+    batch = {"x": x, "dy": draw(1.0, size.T, size.H) / size.T}
+    save_file(batch, folder / "batch.safetensors")
+
+    block = _hugging_face_block(size, folder, "eager")
+    x.requires_grad_()
+    y = block(x.unsqueeze(0)).squeeze(0)
+    y.backward(batch["dy"])
+    gradients = _gradients_of(block)
+    gradients[_ENTERING] = gradients[_ENTERING].view(size.E, 2, size.F, size.H)
+    norm = torch.nn.utils.get_total_norm(gradients.values()).item()
+    assert x.grad is not None, "the hidden states take part"
+    save_file({"x": x.grad, **gradients}, folder / "gradients.safetensors")
+    loss = (y * batch["dy"]).sum().item()
+    (folder / "reference.json").write_text(json.dumps({"loss": loss, "norm": norm}))
+
+
+def _far_from_ties(x: Tensor, gate: Tensor, size: Size) -> Tensor:
+    """Those ``T`` rows whose K-th logit is farthest from the next one, in the order they have; all K may be all E."""
+    if size.K == size.E:
+        return x[: size.T].contiguous()
+    logits = (x @ gate.T).sort(dim=1, descending=True).values
+    margin = logits[:, size.K - 1] - logits[:, size.K]
+    return x[margin.topk(size.T).indices.sort().values].contiguous()
+
+
+def _flops(size: Size) -> int:
+    """Three products of an expert, forward and twice backward."""
+    return 3 * 2 * size.T * size.K * 3 * size.H * size.F
+
+
+def _case(E: int, K: int, dtype: torch.dtype) -> Case:
+    name = str(dtype).removeprefix("torch.")
+
+    def contender(build: Callable[..., LayerStep], **options: Any) -> Contender:
+        return Contender(functools.partial(build, dtype=dtype, **options), name, _TOLERANCE[dtype])
+
+    return Case(
+        title=f"CPU mixture of experts, {E} experts, {K} for each token, {name}",
+        base="Hugging Face, eager",
+        contenders={
+            "Megalith": contender(_ours),
+            "Megalith, experts one by one": contender(_ours, sequential=True),
+            "Hugging Face, eager": contender(_theirs, experts="eager"),
+            "Hugging Face, grouped_mm": contender(_theirs, experts="grouped_mm"),
+            "Megatron-Core, SequentialMLP": contender(_megatron_core),
+        },
+        sizes={"full": Size(T=2048, H=512, F=1024, E=E, K=K), "quick": Size(T=32, H=16, F=32, E=E, K=K)},
+        prepare=_prepare,
+        tokens=lambda size: size.T,
+        flops=_flops,
+        loss_tolerance=_TOLERANCE[dtype],
+    )
+
+
+# of the worst tensor; bfloat16 keeps 8 bits
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+
+CASES = {
+    f"experts-{E}-top{K}-{str(dtype).removeprefix('torch.')}": _case(E, K, dtype)
+    for E in (8, 64)
+    for K in (2, 8)
+    for dtype in _TOLERANCE
+}

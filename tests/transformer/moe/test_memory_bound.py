@@ -1,0 +1,60 @@
+"""moe_layer: a router that sends every token to one rank costs time, in turns of all ranks, and no memory."""
+
+import torch
+import torch.distributed as dist
+
+from megalith.config import DispatchConfig
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.parameters import local
+from megalith.topology.rank_grid import RankGrid
+from megalith.topology.rank_groups import ParallelState
+from megalith.transformer.layer_context import LayerContext
+from megalith.transformer.moe.routing import Routing
+from tests.live_memory import LiveMemory
+from tests.rank_pool import ranks
+from tests.transformer.moe.layers import layer_of, rows_of
+
+E, K, H, F, T = 8, 2, 16, 64, 256
+EVEN_ROWS = T * K  # that a rank's experts receive under even loads
+
+
+def peak(one_rank: bool, max_rows: float | None) -> int:
+    """The most bytes that forward and backward of a layer held at a time on this rank of EP 4."""
+    groups = ParallelState(RankGrid(dist.get_world_size(), expert=4)).collection()
+    build = BuildOptions(groups, torch.float64, dispatch=DispatchConfig(max_rows=max_rows))
+    layer = layer_of(build, num_experts=E, top_k=K, ffn_hidden_size=F, router={"bias": True})
+    x = rows_of(dist.get_rank(), T, 1, H).requires_grad_()
+    with torch.no_grad():
+        local(layer.gate.weight).zero_()
+        if one_rank:
+            local(layer.gate.bias).copy_(torch.tensor([20.0, 20.0, *[0.0] * (E - K)]))
+        else:  # two experts next to each other for each token, every pair for as many tokens as any other
+            local(layer.gate.weight)[:, :E] = 20 * torch.eye(E)
+            x.data[:, 0, :E] = torch.eye(E)[torch.arange(T) % E] + torch.eye(E)[(torch.arange(T) + 1) % E]
+    with LiveMemory() as memory:
+        layer(x, LayerContext()).sum().backward()
+    return memory.peak
+
+
+def test_memory_under_a_router_that_sends_all_tokens_to_one_rank_is_that_of_even_loads():
+    even = max(ranks(4, peak, False, None))
+    hidden = EVEN_ROWS * 3 * F * 8  # bytes of what the experts keep inside: gate and up, and what is made of them
+    assert even > hidden
+    assert max(ranks(4, peak, True, None)) > even + 3 * hidden  # all at once: four times the rows
+    assert max(ranks(4, peak, True, 1.0)) < 1.25 * even
+
+
+def turns(loads: list[list[int]], max_rows: float) -> int:
+    """What this rank of EP 2 finds, whose tokens choose the two experts ``loads`` times."""
+    groups = ParallelState(RankGrid(dist.get_world_size(), expert=2)).collection()
+    build = BuildOptions(groups, torch.float64, dispatch=DispatchConfig(max_rows=max_rows))
+    layer = layer_of(build, num_experts=2, top_k=1, router={"score_function": "sigmoid"})
+    indices = torch.arange(2).repeat_interleave(torch.tensor(loads[dist.get_rank()])).unsqueeze(1)
+    routing = Routing(indices, indices.double(), torch.tensor(loads[dist.get_rank()]))
+    return layer._num_turns(routing, max_rows)
+
+
+def test_all_ranks_with_the_same_experts_take_as_many_turns_as_the_one_of_the_most_uneven_loads():
+    # ranks 0 and 1 share the experts, and so do 2 and 3: 6 rows each there; 11 and 1 here, 11/6 of even loads
+    assert ranks(4, turns, [[3, 3], [3, 3], [6, 0], [5, 1]], 0.5) == [4] * 4
+    assert ranks(4, turns, [[3, 3], [3, 3], [6, 0], [5, 1]], 1.0) == [2] * 4
