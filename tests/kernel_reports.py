@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpreterBuilder
 
-from megalith.fusions.paths import backend
+from megalith.fusions.core import dispatch as backend
 from megalith.optional import triton_interprets
 
 T = TypeVar("T")

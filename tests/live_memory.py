@@ -18,6 +18,7 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self.largest = 0  # bytes of the largest storage so far
+        self.peak = 0  # the most bytes that were alive after an operation
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -27,6 +28,7 @@ class LiveMemory(TorchDispatchMode):
                 storage = x.untyped_storage()
                 self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                 self.largest = max(self.largest, storage.nbytes())
+        self.peak = max(self.peak, self.alive())
         return result
 
     def alive(self) -> int:

@@ -24,13 +24,14 @@ GLOBAL_STATE = {
     "src/megalith/recipe_files.py:preset_names": "remembers names of files of the wheel",
     "src/megalith/recipe_files.py:recipe_names": "remembers names of files of the wheel",
     "src/megalith/data/parts.py:_tokenizer": "the tokenizer that a worker process loads once",
-    "src/megalith/fusions/paths/preference.py:ranking": "what `prefer` has set, for all threads of a process",
-    "src/megalith/fusions/paths/preference.py:_backend": "what `use` says, to the thread or task that says it",
-    "src/megalith/fusions/paths/backend.py:_tell": "which lines the log has already",
-    "src/megalith/fusions/paths/compiled_blocks.py:_compiled": "cache: a compiler for each formula's code",
-    "src/megalith/fusions/paths/compiled_blocks.py:build": "cache: the compiled function",
-    "src/megalith/fusions/paths/compiler.py:why_not_compile": "cache: whether torch.compile can build here",
-    "src/megalith/fusions/paths/compiled_reference.py:build": "compiles a path once, when it is first taken",
+    "src/megalith/fusions/core/preference.py:ranking": "what `prefer` has set, for all threads of a process",
+    "src/megalith/fusions/core/preference.py:_backend": "what `use` says, to the thread or task that says it",
+    "src/megalith/fusions/core/registry.py:FUSIONS": "the operations there are, as their families are imported",
+    "src/megalith/fusions/core/dispatch.py:_tell": "which lines the log has already",
+    "src/megalith/fusions/core/compiled_blocks.py:_compiled": "cache: a compiler for each formula's code",
+    "src/megalith/fusions/core/compiled_blocks.py:build": "cache: the compiled function",
+    "src/megalith/fusions/core/compiler.py:why_not_compile": "cache: whether torch.compile can build here",
+    "src/megalith/fusions/core/compiled_reference.py:build": "compiles a path once, when it is first taken",
     "src/megalith/parallel/pipeline/links.py:deliveries_to": "cache: what follows from a schedule",
     "src/megalith/parallel/pipeline/pipeline.py:_forward_only": "cache: the schedule of the evaluation before",
     "src/megalith/parallel/pipeline/pipeline.py:_schedule": "cache: the schedule of the step before",
@@ -40,7 +41,7 @@ GLOBAL_STATE = {
 # __init__ file:what -> why it is more than a docstring, imports and __all__
 CODE_IN_INIT = {
     "src/megalith/__init__.py:__version__": "the build reads it from there",
-    "src/megalith/fusions/kernels/__init__.py:Expr": "says how to get triton before a kernel file fails for it",
+    "src/megalith/fusions/core/kernels/__init__.py:Expr": "says how to get triton before a kernel file fails for it",
 }
 # what imports no torch, so that commands answer at once and data can be prepared on a machine without it
 WITHOUT_TORCH = [

@@ -19,6 +19,7 @@ _EXTRAS: dict[str, tuple[str, str | None]] = {
     "wandb": ("writing for Weights & Biases", "tracking"),
     "mlflow": ("writing for MLflow", "tracking"),
     "transformers": ("comparing with Hugging Face", "hf"),
+    "megatron.core": ("comparing with Megatron-Core", "dev"),
     "deep_ep": ("parallel.dispatch.method=flex", None),
     "triton": ("a Triton kernel", "triton"),
     "lm_eval.api.model": ("evaluating with lm-eval", "lm-eval"),

@@ -7,11 +7,11 @@ import pytest
 from benchmarks.fusions import pages
 from benchmarks.fusions.contest import Contest, Figures
 from benchmarks.fusions.report import Run, as_json, from_json
-from megalith.fusions.explain import FUSIONS
+from megalith.fusions.core.registry import FUSIONS
 
 
 def test_every_operation_is_on_a_page_and_every_page_about_one():
-    assert {name for names in pages.FUSIONS_OF.values() for name in names} == {fusion.name for fusion in FUSIONS}
+    assert {name for names in pages.FUSIONS_OF.values() for name in names} == FUSIONS.keys()
     assert {f"{page}.md" for page in pages.FUSIONS_OF} == {file.name for file in pages.PAGES.glob("*.md")}
 
 

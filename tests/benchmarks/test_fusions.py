@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.fusions import calls, operation, registry, report
+from benchmarks.fusions import calls, cost, operation, registry, report
 from benchmarks.fusions.clock import Clock, memory_of
 from benchmarks.fusions.contest import Contest, Figures, contest
-from megalith.fusions import cost
-from megalith.fusions.explain import FUSIONS
+from megalith.fusions.core.registry import FUSIONS
 
 
 def inputs(num_bytes: int, dtype: torch.dtype, device: str) -> operation.Inputs:
@@ -95,4 +94,4 @@ def test_what_a_call_costs_is_told_for_a_norm_a_sum_a_gate_rope_and_attention():
 
 def test_every_operation_has_a_row_and_every_row_a_name_of_its_own():
     assert len(registry.OPERATIONS) == sum(len(family.OPERATIONS) for family in registry.FAMILIES)
-    assert {one.fusion for one in registry.OPERATIONS.values()} == {fusion.name for fusion in FUSIONS}
+    assert {one.fusion for one in registry.OPERATIONS.values()} == FUSIONS.keys()

@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 import torch
 from tokenizers import AddedToken, models, pre_tokenizers
+from transformers import AutoModelForCausalLM
 
 from megalith.data.tokenizer import Tokenizer
 from tests.cli.mistakes import tokenizer
@@ -86,6 +87,29 @@ def test_a_folder_of_hugging_face_answers_as_transformers_does(shape, tmp_path):
             likelihoods.append(sum(logits[at - 1, whole[at]].item() for at in range(start, len(whole))))
         questions.append({"context": context, "choices": choices, "answer": likelihoods.index(max(likelihoods))})
     assert_accuracies(folder, questions, tmp_path / "asked.jsonl")
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_text_ends_where_transformers_ends_it_at_any_of_several_tokens(file, tmp_path):
+    folder = tmp_path / "hf"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        write_folder(folder, "llama")
+    read = Tokenizer.load(folder / "tokenizer.json")
+    prompt = torch.tensor([read.encode("some words to merge")])
+    how = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    [whole] = AutoModelForCausalLM.from_pretrained(folder).generate(prompt, **how)
+    new = whole[prompt.shape[1] :].tolist()
+    at = next(index for index in range(1, 11) if new[index] not in new[:index])
+    if file == "config.json":  # which counts where the other is missing
+        (folder / "generation_config.json").unlink()
+    described = folder / file
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"eos_token_id": [0, new[at]]}))
+    [theirs] = AutoModelForCausalLM.from_pretrained(folder).generate(prompt, **how)
+    assert theirs.tolist() == whole[: prompt.shape[1] + at + 1].tolist()
+    found = here("generate", folder, "--prompt", "some words to merge", "--max-new-tokens", 12, "--temperature", 0)
+    assert found.code == 0, found
+    assert found.out == read.decode(theirs[:-1].tolist()) + "\n"
 
 
 def test_a_model_without_a_tokenizer_or_with_one_that_does_not_fit_is_one_message(words, tmp_path):

@@ -1,6 +1,8 @@
 """megalith generate: prompts from everywhere, several samples, text as it is drawn, and one message for a mistake."""
 
 import io
+import logging
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -216,4 +218,22 @@ def test_a_tokenizer_with_ids_for_which_the_model_has_no_row_is_refused(run, tmp
         kept.write_bytes(content)
     assert found.code == 2
     assert "must have ids below 280" in found.err
-    assert "'<0>' (280)" in found.err
+    assert "280 ('<0>')" in found.err
+
+
+@pytest.mark.parametrize(("shape", "more", "told"), [("llama", 24, True), ("llama", 3, False), ("gpt2", 24, False)])
+def test_a_text_that_may_outgrow_the_rows_of_training_is_told_with_the_way_to_stay_within(
+    shape, more, told, tmp_path, caplog
+):
+    write_folder(tmp_path / "source", shape)  # of 24 positions; those of gpt2 end there
+    with caplog.at_level(logging.WARNING):
+        found = generate(tmp_path / "source", "--prompt", "some more", "--max-new-tokens", more, "--temperature", 0)
+    assert found.code == 0, found
+    lines = [record.getMessage() for record in caplog.records if "trained on rows" in record.getMessage()]
+    assert len(lines) == told
+    for line in lines:
+        found = re.match(
+            r"the text may come to (\d+) tokens and the model was trained on rows of 24: .* at most (\d+) tokens$", line
+        )
+        assert found is not None, line
+        assert int(found[1]) - more == 24 - int(found[2])  # both are the prompt

@@ -24,9 +24,10 @@ from tests.training.tasks.conversion.folders import write_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "deepseek v3", "deepseek v2")
 MOST = 384 << 20  # bytes of address space that a refusal may take; a thread of tokenizers reserves 64 MiB
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
+GENERATION = "generation_config.json"
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +180,7 @@ ATTACKS = {
     "offsets that are no numbers": (first_entry(data_offsets=["0", 8]), "cannot be read as safetensors"),
     "a header of 2^63 bytes": (
         lambda folder: shards(folder)[0].write_bytes(bytes(7) + b"\x80" + bytes(99)),
-        "its header should take 9223372036854775808 bytes",
+        "its header should take 9,223,372,036,854,775,808 bytes",
     ),
     "a header nested 100,000 deep": (header(lambda _: NESTED), "cannot be read as safetensors"),
     "a thousand million layers": (size("num_layers", 10**9), "num_layers"),
@@ -189,8 +190,13 @@ ATTACKS = {
     "a width that is text": (size("hidden_size", "32"), "must be a whole number; got '32'"),
     "layers that are a list": (size("num_layers", [2]), r"must be a whole number; got \[2\]"),
     "a config of 300 MB": (long(CONFIG), r"config\.json has 314,572,800 bytes, and at most"),
+    "a generation config of 300 MB": (
+        long(GENERATION),
+        r"generation_config\.json has 314,572,800 bytes, and at most",
+    ),
     "an index of 300 MB": (long(INDEX), r"index\.json has 314,572,800 bytes, and at most"),
     "a config nested 100,000 deep": (content(CONFIG, NESTED), r"config\.json is not JSON"),
+    "a generation config nested 100,000 deep": (content(GENERATION, NESTED), r"generation_config\.json is not JSON"),
     "an index nested 100,000 deep": (content(INDEX, NESTED), r"index\.json is not JSON"),
     "an index that maps to lists": (content(INDEX, b'{"weight_map": {"a": ["b"]}}'), "must have a weight_map"),
 }

@@ -11,6 +11,7 @@ ROUTER = "model.moe.router"
 SINKHORN, QUANTILE = ({**MOE, f"{ROUTER}.selection": name} for name in ("sinkhorn", "quantile"))
 CAPACITY = {**MOE, "model.moe.capacity.factor": 1.5, "model.moe.capacity.pad": True}
 GROUPS = {**MOE, f"{ROUTER}.num_groups": 4}
+FLEX = {**MOE, "parallel.dispatch.method": "flex", "precision.dtype": "bfloat16"}
 
 MOE_MISTAKES = [
     Mistake({**MOE, "model.moe.top_k": 9}, r"model.moe.top_k \(9\) must be at most .* \(8\); use model.moe.top_k=8"),
@@ -51,19 +52,23 @@ MOE_MISTAKES = [
         4,
     ),
     Mistake(
-        {**MOE, "parallel.dispatch.method": "flex"},
+        FLEX,
         r"method=flex is experimental \(DeepEP.*; use experimental=\[deep_ep\]",
     ),
     Mistake(
         {
-            **MOE,
+            **FLEX,
             "experimental": ["deep_ep"],
-            "parallel.dispatch.method": "flex",
             "parallel.expert": 2,
             "parallel.expert_tensor": 2,
         },
         r"method=flex needs parallel.expert_tensor=1; got 2 ranks that share each expert; use",
         4,
+    ),
+    Mistake(
+        {**FLEX, "experimental": ["deep_ep"], "parallel.expert": 2, "precision.dtype": "float32"},
+        r"method=flex needs precision.dtype=bfloat16, which DeepEP computes in; got float32; use",
+        2,
     ),
     Mistake({"parallel.expert": 2}, r"parallel.expert \(2\) has no effect without model.moe; use", 2),
     Mistake(

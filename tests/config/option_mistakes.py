@@ -31,6 +31,18 @@ OPTION_MISTAKES = [
         r"position_embedding_type \(learned_absolute\) must be rope with model.mla; use .*position_embedding_type=null",
     ),
     Mistake(
+        LATENT | {"model.mup.base_hidden_size": 32, "model.mup.base_kv_channels": 8},
+        r"model.mup.base_kv_channels \(8\) must be null with model.mla; use model.mup.base_kv_channels=null",
+    ),
+    Mistake(
+        {"model.mup.base_hidden_size": 32, "optim.name": "sgd"},
+        r"model.mup scales the learning rates of AdamW with the width, and optim.name is sgd; use optim.name=adamw",
+    ),
+    Mistake(
+        {"model.mup.base_hidden_size": 32, "model.mup.base_kv_channels": 8, "model.attention.scale": 0.3},
+        r"attention.scale \(0.3\) has no place beside model.mup.base_kv_channels, .*; use model.attention.scale=null",
+    ),
+    Mistake(
         LATENT | {"model.rope.percent": 0.5}, r"rope.percent \(0.5\) must be 1.0 with model.mla; use .*percent=null"
     ),
     Mistake(

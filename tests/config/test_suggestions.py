@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalith.config import load_run, suggestions, violations
+from megalith.config import load_run, run_config, suggestions, transformer_config, violations
 from megalith.config.settings_tree import FIELDS, applied, plain_tree
 from megalith.config.suggestions import _examine, advise
 from megalith.config.yaml_text import read_override
@@ -94,14 +94,55 @@ DIFFERENT = {
     "train.lr": st.just(0.1),
     "experimental": st.sampled_from([["compile"], ["compil"], "compile"]),
 }
-CHANGES = st.lists(st.sampled_from(sorted(DIFFERENT)), max_size=8, unique=True).flatmap(
-    lambda names: st.fixed_dictionaries({name: DIFFERENT[name] for name in names})
-)
+OF_EXPERTS = {
+    "model.moe.num_experts": SMALL,
+    "model.moe.top_k": st.sampled_from([0, 1, 2, 3, 8]),
+    "model.moe.ffn_hidden_size": SMALL,
+    "model.moe.layers": st.sampled_from([[False, True], [False]]),
+    "model.moe.shared_ffn_hidden_size": SMALL,
+    "model.moe.latent_size": SMALL,
+    "model.moe.router.score_function": st.sampled_from(["sigmoid", "sigmod", "softmax"]),
+    "model.moe.router.pre_softmax": st.booleans(),
+    "model.moe.router.num_groups": st.sampled_from([2, 3, 4]),
+    "model.moe.router.group_topk": st.sampled_from([1, 2, 5]),
+    "model.moe.router.selection": st.sampled_from(["top_k", "sinkhorn", "quantile", "round_robin"]),
+    "model.moe.router.expert_bias_update_rate": st.sampled_from([0.01, -1]),
+    "model.moe.router.sequence_balance": st.sampled_from([0.1, -1]),
+    "model.moe.router.global_balance": st.just(0.1),
+    "model.moe.capacity.factor": st.sampled_from([1.0, 0]),
+    "model.moe.capacity.pad": st.booleans(),
+    "parallel.expert": st.sampled_from([1, 2, 3, 4, 5, 8]),
+    "parallel.expert_tensor": st.sampled_from([1, 2, 3, 4]),
+    "parallel.dispatch.method": st.sampled_from(["all_gather", "flex", "all_to_al"]),
+    "parallel.dispatch.max_rows": st.sampled_from([0, 1.5]),
+    "parallel.ep": st.just(2),
+    **{
+        name: DIFFERENT[name]
+        for name in ("parallel.tensor", "parallel.sequence", "parallel.context", "parallel.pipeline", "parallel.shard")
+    },
+}
+WORLDS = st.sampled_from([None, 1, 2, 4, 6, 8, 30])
+
+
+def some_of(different: dict[str, st.SearchStrategy]) -> st.SearchStrategy:
+    return st.lists(st.sampled_from(sorted(different)), max_size=8, unique=True).flatmap(
+        lambda names: st.fixed_dictionaries({name: different[name] for name in names})
+    )
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(CHANGES, st.sampled_from([None, 1, 2, 4, 6, 8, 30]))
+@given(some_of(DIFFERENT), WORLDS)
 def test_following_suggestions_one_after_the_other_mends_any_run(changes, world_size):
+    mend(changes, world_size)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(some_of(OF_EXPERTS), WORLDS)
+def test_following_suggestions_one_after_the_other_mends_any_run_with_experts(changes, world_size):
+    mend({"model.moe.num_experts": 8, **changes}, world_size)
+
+
+def mend(changes, world_size):
     tree = plain_tree(applied(VALID, changes))
     found = advise(tree, world_size)
     while found:
@@ -112,6 +153,22 @@ def test_following_suggestions_one_after_the_other_mends_any_run(changes, world_
         assert len(remaining) < len(found), (fixes[0], found, remaining)
         found = remaining
     load_run(tree, world_size=world_size)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("ep", "expert"), ("etp", "expert_tensor"), ("pp", "pipeline")])
+def test_an_axis_by_its_letters_is_the_axis(name, meant):
+    tree = plain_tree(applied(VALID, {"model.moe.num_experts": 8, f"parallel.{name}": 2}))
+    assert f"did you mean parallel.{meant}? " in violations(tree, world_size=4)[0]
+
+
+def test_the_rules_are_held_once_for_each_settings_that_are_tried(monkeypatch):
+    held = []
+    monkeypatch.setattr(transformer_config, "broken", lambda *_: held.append("model") or [])
+    monkeypatch.setattr(run_config, "broken", lambda *_: held.append("run") or [])
+    assert violations(plain_tree(VALID), world_size=1) == []
+    assert held == []
+    load_run(VALID, world_size=1)
+    assert sorted(set(held)) == ["model", "run"]
 
 
 def test_a_run_of_many_ranks_is_mended_by_a_few_hundred_tries(monkeypatch):

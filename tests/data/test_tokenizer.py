@@ -115,11 +115,9 @@ def test_ids_for_which_a_model_has_no_row_are_refused_but_for_special_tokens_tha
     tokenizer.check_fits("models/a", 5)
     assert 5 not in tokenizer.encode("a <image> b")
     with pytest.raises(
-        DataError, match=r"x\.json must have ids below 4, .*models/a.*; it has 1 others, .* '</s>' \(4\)"
+        DataError, match=r"x\.json must have ids below 4, .*models/a; text gives ids up to 4 \('</s>'\)"
     ):
         tokenizer.check_fits("models/a", 4)
-    with pytest.raises(DataError, match=r"ids below 2, .*it has 3 others, the first 'c' \(2\)"):
-        tokenizer.check_fits("models/a", 2)
     made.add_tokens(["plain"])
     with pytest.raises(DataError, match=r"'plain'"):
         Tokenizer(made.to_str().encode()).check_fits("models/a", 5)

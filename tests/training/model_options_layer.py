@@ -64,5 +64,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **model(multipliers=ALL_FACTORS, tie_word_embeddings=True, **WIDE),
         "train": {"fused_linear_cross_entropy": True},
     },
+    "muP, heads that grow": model(mup={"base_hidden_size": 8, "base_kv_channels": 2}, **WIDE),
+    "muP, tied, fused loss, multi-token prediction": {
+        **model(mup={"base_hidden_size": 8}, mtp={}, tie_word_embeddings=True, **WIDE),
+        "train": {"fused_linear_cross_entropy": True},
+    },
     "all that Gemma 2 asks of layers, packed": {**model(**GEMMA, **WIDE), "data": PACKED},
 }

@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 import torch
 
-from megalith.fusions.paths import blocks
-from megalith.fusions.paths.backend import Backend, Fusion, use
+from megalith.fusions.core import blocks
+from megalith.fusions.core.dispatch import Backend, Fusion, use
 from tests.training.on_ranks import first_steps
 from tests.training.reference import Trajectory
 

@@ -31,6 +31,12 @@ TIMEOUTS = {
     "cp": ("context", timedelta(minutes=12)),
     "dp_replicate": ("replicate", timedelta(minutes=13)),
     "dp_shard-cp": ("shard", timedelta(minutes=14)),
+    "dp": ("data", timedelta(minutes=15)),
+    "ep": ("expert", timedelta(minutes=16)),
+    "etp": ("expert_tensor", timedelta(minutes=17)),
+    "edp_shard": ("edp_shard", timedelta(minutes=18)),
+    "edp_replicate": ("edp_replicate", timedelta(minutes=19)),
+    "edp": ("edp", timedelta(minutes=21)),
 }
 APART = {axes: GroupOptions(timeout=timeout) for axes, (_, timeout) in TIMEOUTS.items()}
 

@@ -43,6 +43,8 @@ def reference(tree: dict[str, Any], num_steps: int = 2) -> Trajectory:
     plain = [p for name, p in named.items() if not is_decayed[name]]
     optim = config.optim
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    if config.model.mup is not None:
+        groups = _groups_of_mup(named, config)
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.adamw.betas, eps=optim.adamw.eps)
     dataset = GPTDataset(config.data.train, config.data.seq_length, config.train.seed)
     found = Trajectory(initial={name: p.detach().clone() for name, p in named.items()})
@@ -60,6 +62,23 @@ def reference(tree: dict[str, Any], num_steps: int = 2) -> Trajectory:
             router.update_balance_(record.tokens_per_expert(layer), record.total("quantile_offsets", layer))
     found.final = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return found
+
+
+def _groups_of_mup(named: dict[str, Tensor], config: RunConfig) -> list[dict[str, Any]]:
+    """A group for each parameter; table 8 of arXiv:2203.03466, for a model without experts."""
+    optim, groups = config.optim, []
+    width = config.model.hidden_size / config.model.mup.base_hidden_size
+    for name, parameter in named.items():
+        is_hidden = parameter.ndim > 1 and ".layers." in name
+        groups.append(
+            {
+                "params": [parameter],
+                "lr": optim.lr / (width if is_hidden else 1),
+                "eps": optim.adamw.eps / width,
+                "weight_decay": optim.weight_decay * (width if is_hidden else parameter.ndim > 1),
+            }
+        )
+    return groups
 
 
 def _loss(model: GPTModel, config: RunConfig, dataset: GPTDataset, step: int, record: MicroBatchRecord) -> Tensor:

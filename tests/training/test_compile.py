@@ -15,6 +15,17 @@ from tests.training.model_options_mla import latent
 
 # dropout whose masks each layer draws by a name of its own, in more layers than torch keeps variants of code for
 DROPOUT = {**GPT2, "ffn_hidden_size": None, "num_query_groups": None, "num_layers": 10}
+# what a router does in training
+ROUTER = {
+    "score_function": "sigmoid",
+    "num_groups": 2,
+    "group_topk": 1,
+    "expert_bias_update_rate": 1e-2,
+    "sequence_balance": 1e-2,
+    "z_loss": 1e-3,
+    "jitter": 0.01,
+}
+EXPERTS = {"num_layers": 1, "moe": {"num_experts": 4, "shared_ffn_hidden_size": 16, "router": ROUTER}}
 ATTENTION = {"attention": ALL_AT_ONCE, "init_method_std": 0.2}
 
 
@@ -37,11 +48,13 @@ def losses(tree: dict[str, Any], folder: Path, nproc: int) -> list[float]:
         ({"pipeline": 2}, {}),
         ({"tensor": 2}, ATTENTION),
         ({"tensor": 2, "sequence": True}, latent(8)["model"]),
+        ({}, EXPERTS),
+        ({"expert": 2}, EXPERTS),
     ],
     ids=str,
 )
 def test_compiled_layers_learn_the_same(parallel, model, tmp_path):
-    nproc = prod(parallel.get(axis, 1) for axis in ("tensor", "context", "pipeline"))
+    nproc = prod(parallel.get(axis, 1) for axis in ("tensor", "context", "pipeline", "expert"))
     plain = settings(
         tmp_path, model=model, parallel=parallel, precision={"dtype": "float32"}, run=str(tmp_path / "plain")
     )

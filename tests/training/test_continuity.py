@@ -110,3 +110,16 @@ def test_a_rank_that_sees_other_files_ends_all_of_them_before_anything_is_writte
     assert first == second
     assert "from rank 0 to rank 1 differ text " in first
     assert snapshot(tmp_path / "run") == {}
+
+
+def go_on_with_own_settings(file: Path, overrides: list[str], of_rank_1: list[str]) -> str:
+    return go_on_with(file, overrides + of_rank_1 * dist.get_rank())
+
+
+def test_a_rank_with_settings_of_its_own_ends_all_of_them_before_anything_is_written(file, tmp_path):
+    overrides = [f"run={tmp_path / 'run'}", "model.moe.num_experts=4", "model.moe.capacity.factor=1.0"]
+    of_rank_1 = ["model.moe.capacity.factor=2.0"]
+    first, second = ranks(2, go_on_with_own_settings, file, overrides, of_rank_1)
+    assert first == second
+    assert "same settings; from rank 0 to rank 1 differ model.moe.capacity.factor 1.0 -> 2.0; start every" in first
+    assert snapshot(tmp_path / "run") == {}

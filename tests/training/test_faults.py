@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megalith.fusions.formulas import cross_entropy_steps
+from megalith.fusions.cross_entropy import steps as cross_entropy_steps
 from megalith.models import gpt_model
 from megalith.numerics.dropout import DropoutKey
 from megalith.optim import grad_norm

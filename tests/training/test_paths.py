@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megalith.config import load_run
-from megalith.fusions.paths.backend import Backend
+from megalith.fusions.core.dispatch import Backend
 from megalith.numerics.tolerance import LAYOUT_FLOAT32, LAYOUT_FLOAT64, NOISE_FLOAT32, NOISE_FLOAT64, gradient_error
 from megalith.observe.metrics import read_metrics
 from megalith.training.pretrain import pretrain

@@ -31,6 +31,12 @@ def one_step(run: Run) -> StepResult:
     return train_step(run, micro_batches, sum_totals(run, local_counts(run, micro_batches), stop=False).counts)
 
 
+def kept_by_a_skip(run: Run) -> list[torch.Tensor]:
+    """Weights, and the biases that choose experts."""
+    biases = [router.e_score_correction_bias for chunk in run.chunks for router in chunk.routers().values()]
+    return [*(p.to_local() for p in run.parameters()), *(bias for bias in biases if bias is not None)]
+
+
 def steps_with_a_nan(tree: dict[str, Any]) -> tuple[str, list[bool], list[float], bool]:
     """Three steps, the second with a NaN on one rank: the error, what was skipped, rates, whether weights stayed."""
     run = build_run(load_run(tree, world_size=2), torch.device("cpu"))
@@ -44,12 +50,12 @@ def steps_with_a_nan(tree: dict[str, Any]) -> tuple[str, list[bool], list[float]
     with patch.object(run.task, "sums", poisoned):
         try:
             for _ in range(3):
-                before = [p.to_local().clone() for p in run.parameters()]
+                before = [tensor.clone() for tensor in kept_by_a_skip(run)]
                 result = one_step(run)
                 skipped.append(result.skipped)
                 rates.append(result.lr)
                 if result.skipped:
-                    kept = all(torch.equal(p.to_local(), b) for p, b in zip(run.parameters(), before, strict=True))
+                    kept = all(torch.equal(now, b) for now, b in zip(kept_by_a_skip(run), before, strict=True))
         except NonFiniteError as error:
             return str(error), skipped, rates, kept
     return "", skipped, rates, kept
@@ -66,9 +72,12 @@ def test_a_nan_on_one_rank_stops_all_ranks_and_names_parameters_and_rank(tmp_pat
         assert "train.nonfinite=skip" in message
 
 
-@pytest.mark.parametrize("parallel", [{"shard": 2}, {"tensor": 2}], ids=str)
-def test_a_step_with_a_nan_is_skipped_by_all_ranks_with_weights_and_rate_as_they_were(parallel, tmp_path):
-    tree = settings(tmp_path, parallel=parallel, train={"nonfinite": "skip"}, optim=WARMING_UP)
+EXPERT_BIAS = {"moe": {"num_experts": 4, "router": {"score_function": "sigmoid", "expert_bias_update_rate": 0.05}}}
+
+
+@pytest.mark.parametrize(("parallel", "model"), [({"shard": 2}, EXPERT_BIAS), ({"tensor": 2}, {})], ids=str)
+def test_a_step_with_a_nan_is_skipped_by_all_ranks_with_weights_and_rate_as_they_were(parallel, model, tmp_path):
+    tree = settings(tmp_path, parallel=parallel, model=model, train={"nonfinite": "skip"}, optim=WARMING_UP)
     for message, skipped, rates, kept in ranks(2, steps_with_a_nan, tree):
         assert message == ""
         assert skipped == [False, True, False]
@@ -95,6 +104,16 @@ def test_float16_recovers_from_an_overflow_by_halving_its_scale(tmp_path):
     assert skipped == [True] * overflows + [False] * (12 - overflows)
     assert scales[-1] == 2.0 ** (21 - overflows)
     assert losses[-1] < losses[0]
+
+
+def test_gradients_of_balance_losses_do_not_depend_on_the_loss_scale(tmp_path):
+    moe, found = {"num_experts": 4, "router": {"sequence_balance": 10.0}}, []
+    for scale in (2.0**4, 2.0**10):
+        precision = {"dtype": "float16", "loss_scale": {"initial": scale}}
+        [steps] = ranks(1, first_steps, settings(tmp_path, model={"moe": moe}, precision=precision), 1, 1)
+        found.append(steps.gradients[0]["model.layers.1.mlp.gate.weight"])
+    # a rounding of float16 is 2^-11 of a number; the smaller scale loses bits of numbers below 2^-14
+    torch.testing.assert_close(found[0], found[1], rtol=2e-2, atol=2e-2 * found[1].abs().max().item())
 
 
 # a rounding is 2^-24, 2^-8, 2^-11 of a number; losses here are about 4, and means of 100 tokens

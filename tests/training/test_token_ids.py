@@ -7,13 +7,15 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import AddedToken, models
 
 from megalith.data import token_ids
 from megalith.data.indexed_dataset import IndexedDatasetBuilder
 from megalith.observe.metrics import read_metrics
 from tests.program import Ended, here, write_settings
 from tests.rank_pool import ranks
-from tests.tiny_run import EOD, VOCAB, settings
+from tests.tiny_run import EOD, VOCAB, settings, write_dataset
 
 
 def write_one_id_too_large(prefix: Path, *, recorded: bool) -> str:
@@ -49,6 +51,35 @@ def test_what_was_scanned_is_one_line_of_the_log(tmp_path, caplog):
         assert here("train", write_settings(tree, tmp_path), "train.steps=1").code == 0
     [line] = [record.message for record in caplog.records if "token ids" in record.message]
     assert line.startswith(f"data.train: {tmp_path / 'text'} does not record its token ids: read all ")
+
+
+def tokenizer_of_one_more(folder: Path, *, special: bool) -> Path:
+    """A token for each row of the model, and one after the last row, as Gemma 3's own tokenizer has."""
+    made = tokenizers.Tokenizer(
+        models.WordLevel({"</s>": EOD} | {f"t{id}": id for id in range(1, VOCAB)}, unk_token="t1")
+    )
+    made.add_special_tokens(["</s>"])
+    made.add_tokens([AddedToken("<image>", special=special)])
+    (folder / "made.json").write_text(made.to_str())
+    return folder / "made.json"
+
+
+@pytest.mark.parametrize("named", ["in the settings", "beside the data"])
+def test_a_special_token_beyond_the_last_row_is_no_reason_to_refuse_a_tokenizer(named, tmp_path):
+    path = tokenizer_of_one_more(tmp_path, special=True)
+    data = {"train": write_dataset(tmp_path / "x", tokenizer=path)}
+    data |= {"tokenizer": str(path)} if named == "in the settings" else {}
+    assert here("train", write_settings(settings(tmp_path, data=data), tmp_path), "train.steps=1").code == 0
+
+
+@pytest.mark.parametrize("named", ["in the settings", "beside the data"])
+def test_a_token_of_text_beyond_the_last_row_is_one(named, tmp_path):
+    path = tokenizer_of_one_more(tmp_path, special=False)
+    data = {"train": write_dataset(tmp_path / "x", tokenizer=path)}
+    data |= {"tokenizer": str(path)} if named == "in the settings" else {}
+    found = here("train", write_settings(settings(tmp_path, data=data), tmp_path))
+    assert found.code == 2
+    assert "model.vocab_size (61) is smaller than the tokenizer's vocabulary (62); use 62 or more" in found.err
 
 
 def train_past_the_scan(*arguments: object) -> Ended:

@@ -11,6 +11,7 @@ from megalith.config.model_parallel_config import ModelParallelConfig
 from megalith.config.moe_config import CapacityConfig, MoEConfig
 from megalith.config.mtp_config import MTPConfig
 from megalith.config.multipliers_config import MultipliersConfig
+from megalith.config.mup_config import MuPConfig
 from megalith.config.optim_config import (
     AdamWConfig,
     OptimConfig,
@@ -55,6 +56,7 @@ __all__ = [
     "MTPConfig",
     "MoEConfig",
     "ModelParallelConfig",
+    "MuPConfig",
     "MultipliersConfig",
     "OptimConfig",
     "ParamGroupOverride",

@@ -18,6 +18,7 @@ from megalith.config.optim_config import ParamGroupOverride
 from megalith.config.recipes import preset_names
 from megalith.config.relevance import CONDITIONS, has_effect
 from megalith.config.run_config import VALID_KINDS, RunConfig
+from megalith.config.settings_group import FIELDS_ALONE
 from megalith.config.settings_tree import FIELDS, GROUPS, applied, values_of
 from megalith.config.yaml_text import read_yaml
 from megalith.errors import ConfigError
@@ -55,7 +56,7 @@ def field_violations(tree: Mapping[str, Any]) -> tuple[list[Violation], set[str]
 def _errors(tree: Mapping[str, Any]) -> Iterator[ErrorDetails]:
     """pydantic's errors about single fields; what a group says of itself, the rules say better."""
     try:
-        RunConfig.model_validate(tree)
+        RunConfig.model_validate(tree, context=FIELDS_ALONE)
     except ValidationError as problem:
         for error in problem.errors(include_url=False):
             name, _ = _place(error)

@@ -15,6 +15,7 @@ __all__ = [
     "query_groups_divide_heads",
     "rotated_features_are_even",
     "scaling_counts_rotations_of_a_pair",
+    "scores_have_one_scale",
     "sections_are_all_pairs",
     "yarn_has_one_attention_factor",
 ]
@@ -23,6 +24,7 @@ _HEADS, _GROUPS, _HIDDEN = "model.num_attention_heads", "model.num_query_groups"
 _HEAD_SIZE, _POSITIONS = "model.kv_channels", "model.max_position_embeddings"
 _LATENT, _NOPE, _ROPE = "model.mla.kv_lora_rank", "model.mla.qk_nope_head_dim", "model.mla.qk_rope_head_dim"
 _PERCENT, _SECTIONS, _SCALING = "model.rope.percent", "model.rope.sections", "model.rope.scaling"
+_BASE_HEAD_SIZE = "model.mup.base_kv_channels"
 _MODULES = "model.mtp.num_modules"
 
 
@@ -153,7 +155,7 @@ def query_groups_divide_heads(run: Draft) -> Iterator[Violation]:
 
 
 def latent_heads_are_those_of_mla(run: Draft) -> Iterator[Violation]:
-    """mla has a key for each query head, of its own size, and rope; no qk_norm, output_gate, sink or rope.percent."""
+    """mla has a key for each query head, of its own size, and rope; none of what is for groups of heads alone."""
     if run.get(_LATENT) is None:
         return
     wanted: dict[str, Any] = {
@@ -164,11 +166,20 @@ def latent_heads_are_those_of_mla(run: Draft) -> Iterator[Violation]:
         "model.attention.softmax": "vanilla",
         "model.attention.qk_norm": None,
         "model.attention.output_gate": False,
+        _BASE_HEAD_SIZE: None,
     }
     for name, only in wanted.items():
         if (value := run.get(name)) not in (None, only):
             message = f"{name} ({value}) must be {'null' if only is None else only} with model.mla"
             yield Violation("latent_heads_are_those_of_mla", name, message, ({name: None}, {name: only}))
+
+
+def scores_have_one_scale(run: Draft) -> Iterator[Violation]:
+    """attention.scale is not given beside mup.base_kv_channels, which scales the scores by the size of heads."""
+    name, scale = "model.attention.scale", run.get("model.attention.scale")
+    if scale is not None and run.get(_BASE_HEAD_SIZE) is not None:
+        message = f"{name} ({scale}) has no place beside {_BASE_HEAD_SIZE}, which sets the factor on q k^T, too"
+        yield Violation("scores_have_one_scale", name, message, ({name: None}, {_BASE_HEAD_SIZE: None}))
 
 
 def positions_reach_the_sequence(run: Draft) -> Iterator[Violation]:

@@ -13,6 +13,7 @@ __all__ = [
     "expert_ranks_divide_the_world",
     "experts_divide_among_ranks",
     "experts_need_sequence_parallel",
+    "fused_exchanges_are_in_bfloat16",
     "fused_exchanges_are_over_whole_experts",
     "offsets_follow_the_next_best_expert",
     "one_expert_needs_a_weight",
@@ -152,6 +153,14 @@ def experts_divide_among_ranks(run: Draft) -> Iterator[Violation]:
         message = f"the inner width of an expert ({width}) must be divisible by the {ranks} ranks that share it"
         fixes = [{name: round_up(width, ranks)}, {_EXPERT_TENSOR: 1}]
         yield Violation("experts_divide_among_ranks", name, message, tuple(fixes))
+
+
+def fused_exchanges_are_in_bfloat16(run: Draft) -> Iterator[Violation]:
+    """dispatch.method=flex needs precision.dtype=bfloat16, the one dtype that DeepEP sums up."""
+    dtype = "precision.dtype"
+    if run[_METHOD] == "flex" and run[dtype] != "bfloat16":
+        message = f"{_METHOD}=flex needs {dtype}=bfloat16, which DeepEP computes in; got {run[dtype]}"
+        yield Violation("fused_exchanges_are_in_bfloat16", dtype, message, ({dtype: "bfloat16"}, {_METHOD: None}))
 
 
 def fused_exchanges_are_over_whole_experts(run: Draft) -> Iterator[Violation]:

@@ -1,4 +1,4 @@
-"""Constant factors along the model (Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466), and the logits' bound."""
+"""Constant factors along the model, and the logits' bound."""
 
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ __all__ = ["MultipliersConfig"]
 
 
 class MultipliersConfig(SettingsGroup):
-    """Constant factors along the model, as in muP, Gemma and Granite; first weights stay those of init_method_std."""
+    """Constant factors along the model, as in Gemma and Granite; model.mup scales with the width besides."""
 
     dotted_name: ClassVar[str] = "model.multipliers"
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
 from megalith.config.dotted import look_up, parent, put_
@@ -14,6 +14,7 @@ from megalith.config.optim_config import OptimConfig
 from megalith.config.relevance import has_effect
 from megalith.config.rules import RUN_RULES, broken
 from megalith.config.settings_group import (
+    FIELDS_ALONE,
     LARGEST_COUNT,
     LARGEST_SIZE,
     FilePath,
@@ -263,8 +264,8 @@ class RunConfig(SettingsGroup):
         return tree
 
     @model_validator(mode="after")
-    def _keeps_the_rules(self) -> Self:
-        if found := broken(draft_of_group(self), RUN_RULES):
+    def _keeps_the_rules(self, info: ValidationInfo) -> Self:
+        if info.context is not FIELDS_ALONE and (found := broken(draft_of_group(self), RUN_RULES)):
             raise ValueError("; ".join(violation.message for violation in found))
         return self
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
 from megalith.config.draft import Draft
 from megalith.config.relevance import CONDITIONS
 
 __all__ = [
+    "FIELDS_ALONE",
     "LARGEST_COUNT",
     "LARGEST_SIZE",
     "Follows",
@@ -26,6 +27,10 @@ __all__ = [
     "plain_fields",
     "value_in",
 ]
+
+# The context of a validation of a whole run that asks for wrong fields and for no broken rules: who tries hundreds of
+# settings holds the rules by itself, once.
+FIELDS_ALONE: Mapping[str, bool] = MappingProxyType({"fields alone": True})
 
 # A bound on every whole number keeps rules fast (they look for divisors) and products within what tensors can index.
 LARGEST_SIZE = 2**31 - 1  # of a dimension, a batch, or a number of ranks
@@ -98,7 +103,9 @@ class SettingsGroup(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _complete(cls, fields: Any) -> Any:
+    def _complete(cls, fields: Any, info: ValidationInfo) -> Any:
+        if info.context is FIELDS_ALONE and cls.dotted_name:
+            return fields  # the run that it is a group of has completed it
         return cls.complete(fields) if isinstance(fields, Mapping) else fields
 
 

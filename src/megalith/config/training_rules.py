@@ -15,6 +15,7 @@ __all__ = [
     "evaluation_has_data",
     "experimental_features_are_switched_on",
     "loss_scale_starts_above_its_minimum",
+    "mup_is_of_adamw",
     "nesterov_needs_momentum",
     "overrides_change_something",
     "rates_fall_to_their_minimum",
@@ -129,6 +130,14 @@ def nesterov_needs_momentum(run: Draft) -> Iterator[Violation]:
         message = "optim.sgd.nesterov=true needs optim.sgd.momentum above 0; got 0.0"
         fixes = ({"optim.sgd.momentum": 0.9}, {"optim.sgd.nesterov": False})
         yield Violation("nesterov_needs_momentum", "optim.sgd.nesterov", message, fixes)
+
+
+def mup_is_of_adamw(run: Draft) -> Iterator[Violation]:
+    """model.mup needs optim.name=adamw, whose learning rates and eps it scales."""
+    name, optimizer = "model.mup.base_hidden_size", run["optim.name"]
+    if run.get(name) is not None and optimizer != "adamw":
+        message = f"model.mup scales the learning rates of AdamW with the width, and optim.name is {optimizer}"
+        yield Violation("mup_is_of_adamw", "model.mup", message, ({"optim.name": "adamw"}, {"model.mup": None}))
 
 
 def schedule_stages_differ(run: Draft) -> Iterator[Violation]:

@@ -1,9 +1,10 @@
 """The shape of a transformer, and how its weights start."""
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from megalith.config.activations import GATES, Activation, GateActivation
 from megalith.config.attention_config import AttentionConfig
@@ -13,12 +14,13 @@ from megalith.config.mla_config import MLAConfig, head_parts
 from megalith.config.moe_config import MoEConfig
 from megalith.config.mtp_config import MTPConfig
 from megalith.config.multipliers_config import MultipliersConfig
+from megalith.config.mup_config import MuPConfig
 from megalith.config.recipes import known_preset, preset_names, read_preset
 from megalith.config.relevance import has_effect
 from megalith.config.residual_config import ResidualConfig
 from megalith.config.rope_config import RopeConfig
 from megalith.config.rules import MODEL_RULES, broken
-from megalith.config.settings_group import LARGEST_SIZE, Follows, SettingsGroup, draft_of_group, value_in
+from megalith.config.settings_group import FIELDS_ALONE, LARGEST_SIZE, Follows, SettingsGroup, draft_of_group, value_in
 
 __all__ = ["TransformerConfig"]
 
@@ -111,6 +113,9 @@ class TransformerConfig(SettingsGroup):
     init_method_std: float = Field(default=0.02, gt=0, description="[standard deviation] of the initial weights")
     residual: ResidualConfig = Field(default_factory=ResidualConfig, description="the residual stream")
     multipliers: MultipliersConfig = Field(default_factory=MultipliersConfig, description="constant factors")
+    mup: MuPConfig | None = Field(
+        default=None, description="the maximal update parametrization; null: the standard one"
+    )
     moe: MoEConfig | None = Field(default=None, description="a mixture of experts in place of the MLP")
     mtp: MTPConfig | None = Field(default=None, description="multi-token prediction")
 
@@ -143,6 +148,23 @@ class TransformerConfig(SettingsGroup):
         return self.kv_channels if self.mla is None else self.mla.qk_rope_head_dim
 
     @property
+    def width(self) -> float:
+        """hidden_size over that of the model whose hyperparameters muP takes over; 1 without muP."""
+        return 1.0 if self.mup is None else self.hidden_size / self.mup.base_hidden_size
+
+    @property
+    def attention_scale(self) -> float | None:
+        """The factor on q k^T; None: 1 / sqrt(kv_channels). Under muP it falls with the head size and not its root."""
+        if self.mup is None or self.mup.base_kv_channels is None:
+            return self.attention.scale
+        return math.sqrt(self.mup.base_kv_channels) / self.kv_channels
+
+    @property
+    def logits_multiplier(self) -> float:
+        """The factor on the logits."""
+        return self.multipliers.logits / self.width
+
+    @property
     def embedding_dropout(self) -> float:
         """The share of the embedding's features that is dropped."""
         given = self.residual.embedding_dropout
@@ -159,8 +181,8 @@ class TransformerConfig(SettingsGroup):
         return self.add_bias_linear if self.attention.output_bias is None else self.attention.output_bias
 
     @model_validator(mode="after")
-    def _keeps_the_rules(self) -> Self:
-        if found := broken(draft_of_group(self), MODEL_RULES):
+    def _keeps_the_rules(self, info: ValidationInfo) -> Self:
+        if info.context is not FIELDS_ALONE and (found := broken(draft_of_group(self), MODEL_RULES)):
             raise ValueError("; ".join(violation.message for violation in found))
         return self
 

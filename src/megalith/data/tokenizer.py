@@ -45,6 +45,9 @@ class Tokenizer:
 
     Attributes:
         vocab_size: ids are below it.
+        num_rows: ids that text, or the end of a document, can give are below it, so that a model must have as many
+            rows. Special tokens may have ids beyond, since no text is encoded as one: Gemma 3's tokenizer has one for
+            images, after the last row of the model that reads none.
         eod: id of the token that ends a document.
         eod_text: how the tokenizer spells it.
         sha256: digest of the file's bytes.
@@ -67,8 +70,12 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         # ids may have gaps, so the number of entries would not do
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        entries = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(entries.values(), default=-1) + 1
         self.eod = self._find_eod(eod)
+        special = {id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.num_rows = max((id for id in entries.values() if id not in special), default=-1) + 1
+        self.num_rows = max(self.num_rows, self.eod + 1)
         self.eod_text = self._tokenizer.id_to_token(self.eod)
 
     @classmethod
@@ -121,20 +128,12 @@ class Tokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def check_fits(self, model: str, num_rows: int) -> None:
-        """Raises DataError if text, or the end of a document, gives an id for which ``model`` has no row.
-
-        Special tokens may be there besides, since no text is encoded as one: Gemma 3's tokenizer has one for images,
-        after the last row of the model that reads none.
-        """
-        special = {id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
-        entries = self._tokenizer.get_vocab(with_added_tokens=True).items()
-        outside = {id: text for text, id in entries if id >= num_rows and (id not in special or id == self.eod)}
-        if outside:
-            first = min(outside)
+        """Raises DataError if ``model`` has ``num_rows`` rows, and the tokenizer's ``num_rows`` are more."""
+        if self.num_rows > num_rows:
             raise DataError(
-                f"{self.name} must have ids below {num_rows}, the vocabulary of the model in {model}; it has "
-                f"{len(outside)} others, the first {outside[first]!r:.80} ({first}); use the tokenizer.json that the "
-                "model was trained with, or convert the model without one"
+                f"{self.name} must have ids below {num_rows}, the vocabulary of the model in {model}; text gives ids "
+                f"up to {self.num_rows - 1} ({self._tokenizer.id_to_token(self.num_rows - 1)!r:.80}); use the "
+                "tokenizer.json that the model was trained with, or convert the model without one"
             )
 
     def __reduce__(self) -> tuple[type["Tokenizer"], tuple[bytes, int, str]]:

@@ -26,6 +26,7 @@ from megalith.transformer.embeddings import LearnedPositions
 from megalith.transformer.layer_context import KVCache, LayerContext
 from megalith.transformer.layer_spec import LayerSpecs, layer_specs
 from megalith.transformer.module import ModelModule
+from megalith.transformer.mup import scale_first_weights_
 from megalith.transformer.normalization import Normalization
 from megalith.transformer.rotary import rotary_tables
 from megalith.transformer.stack import LayerStack
@@ -136,7 +137,7 @@ class GPTModel(ModelModule):
             raise ConfigError("model.vocab_size is not set; give it, or name a tokenizer in data.tokenizer")
         options = options or BuildOptions(ProcessGroupCollection.single())
         self.stage = stage or Stage.whole(config.num_layers)
-        _check_stage(self.stage, config.num_layers)
+        self.stage.check_fits(config.num_layers)
         self.tied = config.tie_word_embeddings
         self.config = config
         self.options = options
@@ -151,6 +152,7 @@ class GPTModel(ModelModule):
                 std=config.init_method_std,
                 has_weight=not self.tied,
             )
+        scale_first_weights_(self, config)
         self.finish(seed)
 
     def layers(self) -> list[nn.Module]:
@@ -271,7 +273,7 @@ class GPTModel(ModelModule):
 
     def _before_head(self, x: Tensor) -> Tensor:
         """``x`` times the factor of the logits, which are many more."""
-        multiplier = self.config.multipliers.logits
+        multiplier = self.config.logits_multiplier
         return x if multiplier == 1.0 else x * multiplier
 
     def _tied_weight(self) -> nn.Parameter | None:
@@ -386,14 +388,3 @@ def _not_split(cp_size: int) -> ShapeError:
         "told which: pass tokens[:, positions] and position_ids=positions, where positions = zigzag_positions(S, "
         f"{cp_size}, cp_rank) of megalith.parallel.context.zigzag; or build the model without context parallelism"
     )
-
-
-def _check_stage(stage: Stage, num_layers: int) -> None:
-    """Raises ConfigError for a stage that no model of ``num_layers`` layers has."""
-    if stage.last > num_layers:
-        raise ConfigError(f"the stage [{stage.first}, {stage.last}) goes past the model's {num_layers} layers")
-    if (stage.has_embedding and stage.first != 0) or (stage.has_head and stage.last != num_layers):
-        raise ConfigError(
-            f"the embedding goes before layer 0 and the head after layer {num_layers - 1}; the stage "
-            f"[{stage.first}, {stage.last}) has {'the embedding' if stage.has_embedding else 'the head'}"
-        )

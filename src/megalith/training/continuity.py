@@ -5,6 +5,8 @@ of a sample and the seed are the same: these are compared, and a run does not go
 batch size and layout among them, may change between two starts, and one line tells which did.
 """
 
+import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,6 +20,7 @@ from megalith.training.tasks.task import AnyTask
 
 __all__ = [
     "changed",
+    "check_ranks_have_one_recipe",
     "comparable_settings",
     "compared",
     "data_identity",
@@ -54,6 +57,32 @@ def data_identity(task: AnyTask, dataset: Samples[Any]) -> dict[str, Any]:
                 )
             )
     return identity
+
+
+def check_ranks_have_one_recipe(config: RunConfig) -> None:
+    """Compares the settings of all ranks, each of which calls this; paths of files may differ, as what they hold is
+    compared when it is read.
+
+    Ranks of other settings would wait for each other in other collectives.
+
+    Raises:
+        ConfigError: on every rank; it names what differs.
+    """
+    tree = as_tree(config)
+    data = {**tree["data"], **dict.fromkeys(_PATHS)}
+    settings = {**tree, "data": data, "run": None, "load": config.load is not None}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+    if len(set(all_gather(digest))) == 1:
+        return
+    found = all_gather(settings)
+    for number, other in enumerate(found):
+        if different := changed(found[0], other):
+            raise everywhere(
+                ConfigError(
+                    f"all ranks must be started with the same settings; from rank 0 to rank {number} differ "
+                    f"{', '.join(different)}; start every rank with the same recipe and overrides"
+                )
+            )
 
 
 def kept_settings(config: RunConfig) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from math import prod
 
 from megalith.config import RunConfig, dump_yaml
 from megalith.config.layout import Layout
+from megalith.errors import ConfigError
 from megalith.observe.units import quantity
 from megalith.parallel.pipeline.schedules import build_schedule
 from megalith.parallel.pipeline.simulate import Costs, simulate
@@ -94,9 +95,10 @@ def _stages(config: RunConfig, task: AnyTask, layout: Layout) -> list[str]:
 
 def _exchanged(config: RunConfig, task: AnyTask, world_size: int) -> list[str]:
     """A line for each axis: how many collectives of each kind, and their bytes together."""
-    if task.num_expert_parameters:
-        return ["exchanged in a step   depends on where tokens go; docs/moe.md has the bytes of each layer"]
-    rank, traffic = busiest_rank(config, task, world_size)
+    try:
+        rank, traffic = busiest_rank(config, task, world_size)
+    except ConfigError as error:
+        return [f"exchanged in a step   not counted: {error}"]
     times, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for each, number in traffic.items():
         times[each.axis, each.kind] += number
@@ -105,4 +107,5 @@ def _exchanged(config: RunConfig, task: AnyTask, world_size: int) -> list[str]:
     for (axis, kind), number in sorted(times.items()):
         axes.setdefault(axis, []).append(f"{number:,} {kind} of {quantity(sizes[axis, kind])}B")
     lines = [f"  {axis:<20}{', '.join(kinds)}" for axis, kinds in axes.items()]
-    return [f"exchanged in a step   by rank {rank}, the busiest; bytes of all together:", *lines] if lines else []
+    even = ", with even loads of experts" if task.routed_layers else ""
+    return [f"exchanged in a step   by rank {rank}, the busiest{even}; bytes of all together:", *lines] if lines else []

@@ -163,7 +163,7 @@ def _check_vocabulary(config: RunConfig) -> Iterator[str]:
                 f"data.tokenizer ({config.data.tokenizer}) is not the tokenizer that made {config.data.train}; "
                 f"leave data.tokenizer out, or prepare the data again with --tokenizer {config.data.tokenizer}"
             )
-    needed, given = _vocabulary(config, train), config.model.vocab_size
+    needed, given = _rows_needed(config, train), config.model.vocab_size
     if needed is None and given is None:
         yield (
             f"{config.data.train} does not say how large its vocabulary is; "
@@ -178,7 +178,7 @@ def _check_token_ids(config: RunConfig) -> Iterator[str]:
     train = _dataset(config)
     if train is None:
         return
-    needed, given = _vocabulary(config, train), config.model.vocab_size
+    needed, given = _rows_needed(config, train), config.model.vocab_size
     vocab_size = needed if given is None else given
     if vocab_size is None or (needed is not None and vocab_size < needed):
         return  # told by _check_vocabulary
@@ -290,6 +290,17 @@ def _vocabulary(config: RunConfig, train: IndexedDataset) -> int | None:
     if config.data.tokenizer is not None:
         return load_tokenizer(config).vocab_size
     return None if train.sidecar is None else train.sidecar.vocab_size
+
+
+def _rows_needed(config: RunConfig, train: IndexedDataset) -> int | None:
+    """How many rows the embedding must have: all entries', or those of ``Tokenizer.num_rows`` where it has fewer."""
+    needed, given = _vocabulary(config, train), config.model.vocab_size
+    if needed is None or given is None or needed <= given:
+        return needed
+    try:
+        return load_tokenizer(config).num_rows
+    except DataError:  # only the number of entries is known
+        return needed
 
 
 def _check_trackers(config: RunConfig) -> Iterator[str]:

@@ -17,6 +17,7 @@ from megalith.topology.agreement import agreed
 from megalith.training.about import write_about
 from megalith.training.callbacks import Checkpoints, HeldOutLoss, Metrics, TextSamples
 from megalith.training.expert_loads import CollapseAlarm
+from megalith.training.freed_memory import FreedMemory
 from megalith.training.loop import Outcome, train
 from megalith.training.process_group import choose_device, process_group
 from megalith.training.resume import resume_or_load
@@ -71,7 +72,7 @@ def pretrain(
             trackers = Trackers(run.folder, names, resumed_step=run.state.step, settings=config.model_dump(mode="json"))
             metrics = Metrics(run, show, show_progress, trackers)
             ours = (HeldOutLoss(run, metrics), TextSamples(run, metrics), Checkpoints(run, metrics), CollapseAlarm())
-            callbacks = [metrics, *ours, *(parts.callbacks if parts else ())]
+            callbacks = [metrics, *ours, *(parts.callbacks if parts else ()), FreedMemory(run)]
             if dist.get_rank() == 0:
                 keep_settings(run)
                 keep_tokenizer(run)

@@ -15,7 +15,7 @@ from megalith.config import MoEConfig
 from megalith.transformer.module import ModelModule
 from megalith.transformer.step_record import BALANCE_LOSSES, StepRecord
 
-__all__ = ["RoutingTotals", "routing_sums", "routing_totals", "update_routers_"]
+__all__ = ["RoutingTotals", "num_routing_sums", "routing_sums", "routing_totals", "update_routers_"]
 
 _LOAD, _OFFSETS, _BIAS = "load", "quantile_offsets", "expert_bias"
 
@@ -54,6 +54,11 @@ def routing_sums(
             found = record.tokens_per_expert(layer) if name == _LOAD else record.total(name, layer)
             parts.append(parts[0].new_zeros(width) if found is None else found.to(torch.float64))
     return torch.cat(parts)
+
+
+def num_routing_sums(layers: Mapping[int, MoEConfig]) -> int:
+    """How many numbers ``routing_sums`` gives."""
+    return sum(width for moe in layers.values() for _, width in _parts(moe))
 
 
 def routing_totals(layers: Mapping[int, MoEConfig], sums: Sequence[float], num_micro_batches: int) -> RoutingTotals:

@@ -29,6 +29,7 @@ from megalith.transformer.module import ModelModule
 __all__ = ["Run"]
 
 _SPLITTING: tuple[Axis, ...] = ("cp", "pp")  # named in a layout where they do
+_OF_EXPERTS: tuple[Axis, ...] = ("ep", "etp")
 
 
 @dataclass
@@ -76,9 +77,10 @@ class Run:
 
     @property
     def layout(self) -> str:
-        """The layout in a few letters, such as ``tp2 sp dp4``, or ``tp2 cp2 pp4 dp4`` of rows and layers split too."""
+        """The layout in a few letters: ``tp2 sp dp4``; ``tp2 cp2 pp4 ep2 dp4`` with rows, layers and experts split."""
         groups = self.pg_collection
-        split = [f"{axis}{groups.size(axis)}" for axis in _SPLITTING if groups.size(axis) > 1]
+        axes = _SPLITTING + (_OF_EXPERTS if self.task.routed_layers else ())
+        split = [f"{axis}{groups.size(axis)}" for axis in axes if groups.size(axis) > 1]
         sequence = ["sp"] if self.options.sequence_parallel else []
         return " ".join([f"tp{groups.size('tp')}", *sequence, *split, f"dp{groups.size('dp')}"])
 

@@ -18,6 +18,7 @@ from megalith.optim.build import build_optimizer
 from megalith.optim.loss_scale import DynamicLossScale
 from megalith.optim.optimizer import BuildOptimizer, Optimizer, matches
 from megalith.optim.optimizer_param_scheduler import OptimizerParamScheduler
+from megalith.optim.rate_factors import multiply_rates_
 from megalith.parallel.build_options import BuildOptions, MatrixProduct
 from megalith.parallel.context.attention import ContextMethod
 from megalith.parallel.expert.fused_a2a import FusedA2A, deep_ep_buffer
@@ -33,7 +34,7 @@ from megalith.topology.rank_grid import RankGrid
 from megalith.topology.rank_groups import ParallelState
 from megalith.training.batch import collate_for
 from megalith.training.build_model import build_pipeline, param_dtype, placement_of_run
-from megalith.training.continuity import data_identity
+from megalith.training.continuity import check_ranks_have_one_recipe, data_identity
 from megalith.training.loop import Callback
 from megalith.training.num_microbatches_calculator import build_num_microbatches_calculator
 from megalith.training.run import Run
@@ -41,6 +42,7 @@ from megalith.training.state import TrainState
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
 from megalith.transformer.module import ModelModule
+from megalith.transformer.mup import rate_factors
 
 __all__ = ["RunParts", "build_run", "set_determinism"]
 
@@ -68,10 +70,11 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
     """Everything of a run, at step 0, with freshly drawn weights. Needs the default process group.
 
     Raises:
-        ConfigError: on every rank; a matrix product of the user's own under a schedule that splits backwards, or what
-            the task, the model or the optimizer refuses.
+        ConfigError: on every rank; ranks have other settings, a matrix product of the user's own under a schedule that
+            splits backwards, or what the task, the model or the optimizer refuses.
     """
     parts = parts or RunParts()
+    check_ranks_have_one_recipe(config)
     product = _matrix_product(config, parts)
     # torch fills fresh memory in its deterministic mode only
     set_determinism(config.train.deterministic or config.train.poison_buffers)
@@ -167,7 +170,10 @@ def _optimizer(config: RunConfig, build: BuildOptimizer, pipeline: Pipeline[Mode
         override for override in config.optim.overrides if here[override.match] or override.match not in elsewhere
     )
     with agreed():
-        return build(named, config.optim.model_copy(update={"overrides": kept}))
+        optimizer = build(named, config.optim.model_copy(update={"overrides": kept}))
+    if config.model.mup is not None:
+        multiply_rates_(optimizer, rate_factors(declared_parameters(*pipeline.chunks), config.model), config.optim)
+    return optimizer
 
 
 def _loss_scale(config: RunConfig) -> DynamicLossScale | None:

@@ -1,7 +1,9 @@
 """What a rank exchanges in one training step, counted from the settings; evaluation and checkpoints are left out.
 
-    task        forwards and backwards of micro-batches, over tensor and context
-    FSDP2       weights and gradients, over shard x context and replicate; gradients that are partial, over tensor
+    task        forwards and backwards of micro-batches, over tensor and context; tokens to experts and back, over
+                expert and expert_tensor, as of even loads
+    FSDP2       weights and gradients, over shard x context and replicate; gradients that are partial, over tensor;
+                those of experts over the ranks that hold the same ones
     pipeline    hidden states to the next stage, their gradients to the one before; the sum of tied weights' gradients
     step        its two small all-reduces, over all ranks
 
@@ -13,6 +15,7 @@ from megalith.parallel.sharding.traffic import Sharding
 from megalith.parallel.traffic import Traffic, collective, repeated
 from megalith.topology.rank_grid import RankGrid
 from megalith.training.build_model import DTYPES, param_dtype, placement_of_run, stages_of
+from megalith.training.routing import num_routing_sums
 from megalith.training.tasks.task import AnyTask, StageTraffic
 
 __all__ = ["busiest_rank", "step_traffic"]
@@ -31,9 +34,10 @@ def step_traffic(config: RunConfig, task: AnyTask, world_size: int, rank: int) -
     placement, pp_rank = placement_of_run(config), grid.position("pp", rank)
     stages = stages_of(config, task) if placement.num_stages > 1 else [None]
     num_terms = len(task.terms)
-    # int64 counts, stops, failures; float64 sums, squared norm: training/step.py
+    # int64 counts, stops, failures; float64 sums, squared norm, what routers did: training/step.py
     found = collective("world", "all_reduce", (num_terms + 2) * 8, world_size)
-    found += collective("world", "all_reduce", (num_terms + 1) * 8, world_size)
+    num_sums = num_terms + 1 + num_routing_sums(task.routed_layers)
+    found += collective("world", "all_reduce", num_sums * 8, world_size)
     for chunk in range(placement.num_chunks):
         stage = task.traffic(layout, stages[placement.stage(pp_rank, chunk)])
         neighbours = placement.previous(pp_rank, chunk), placement.next(pp_rank, chunk)
@@ -58,10 +62,11 @@ def busiest_rank(config: RunConfig, task: AnyTask, world_size: int) -> tuple[int
 
 
 def _fsdp(stage: StageTraffic, sharding: Sharding, num_microbatches: int, *, in_pipeline: bool) -> Traffic:
-    """A stage of a pipeline is gathered once a step; a whole model in each micro-batch, layers but the last twice."""
+    """A stage of a pipeline is gathered once a step; a whole model in each micro-batch, units but the last twice."""
     gathers = 1 if in_pipeline else num_microbatches
     found = sharding.unit_traffic(stage.rest, gathers)
-    for number, unit in enumerate(stage.units, 1):
-        twice = not in_pipeline and number < len(stage.units)
-        found += sharding.unit_traffic(unit, 2 * gathers if twice else gathers)
+    for number, unit in enumerate(stage.units):
+        freed = not in_pipeline and sharding.num_shards > 1 and number + 1 < len(stage.units)
+        traffic = sharding.expert_unit_traffic if number in stage.expert_units else sharding.unit_traffic
+        found += traffic(unit, 2 * gathers if freed else gathers)
     return found

@@ -65,7 +65,7 @@ class SelfAttention(DeclaringModule):
             window,
             groups.cp,
             options.context_method,
-            scale=config.attention.scale,
+            scale=config.attention_scale,
             softcap=config.attention.logit_softcap,
         )
         bias, std = config.qkv_bias, config.init_method_std

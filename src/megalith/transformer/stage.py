@@ -34,3 +34,13 @@ class Stage:
     def layers(self) -> range:
         """The global indices of its layers."""
         return range(self.first, self.last)
+
+    def check_fits(self, num_layers: int) -> None:
+        """Raises ConfigError if no model of ``num_layers`` layers has this stage."""
+        if self.last > num_layers:
+            raise ConfigError(f"the stage [{self.first}, {self.last}) goes past the model's {num_layers} layers")
+        if (self.has_embedding and self.first != 0) or (self.has_head and self.last != num_layers):
+            raise ConfigError(
+                f"the embedding goes before layer 0 and the head after layer {num_layers - 1}; the stage "
+                f"[{self.first}, {self.last}) has {'the embedding' if self.has_embedding else 'the head'}"
+            )

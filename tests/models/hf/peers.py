@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma2Config,
@@ -85,6 +87,25 @@ ROPE_SCALINGS = {
         "mscale_all_dim": 0.7,
         "truncate": False,
     },
+    # but for the length, that of DeepSeek-V3 and V2
+    "yarn of DeepSeek-V3": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "yarn of DeepSeek-V2": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
     "yarn, attention factor": {
         "rope_type": "yarn",
         "factor": 4.0,
@@ -157,10 +178,31 @@ def with_experts(model: type[PreTrainedModel], config: PretrainedConfig) -> PreT
     return randomized(model._from_config(config, experts_implementation="eager"))
 
 
+LATENTS = {
+    "kv_lora_rank": 10,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-3,
+}
+DEEPSEEK_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+}
+
+
 def deepseek_v3(**fields: Any) -> PreTrainedModel:
-    sizes = {"kv_lora_rank": 10, "q_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
-    dense = {"num_key_value_heads": 4, "first_k_dense_replace": 2, "rms_norm_eps": 1e-3}
-    return randomized(DeepseekV3ForCausalLM(DeepseekV3Config(**LLAMA | sizes | dense | fields)))
+    experts = {**DEEPSEEK_EXPERTS, "n_group": 4, "topk_group": 2}
+    return with_experts(DeepseekV3ForCausalLM, DeepseekV3Config(**LLAMA | LATENTS | experts | fields))
+
+
+def deepseek_v2(**fields: Any) -> PreTrainedModel:
+    return with_experts(DeepseekV2ForCausalLM, DeepseekV2Config(**LLAMA | LATENTS | DEEPSEEK_EXPERTS | fields))
 
 
 class Peer(NamedTuple):
@@ -181,6 +223,7 @@ PEERS = {
     "qwen3_moe": Peer(hf.QWEN3_MOE, qwen3_moe, Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "gpt_oss": Peer(hf.GPT_OSS, gpt_oss, GptOssConfig, GptOssForCausalLM),
     "gemma2": Peer(hf.GEMMA2, gemma2, Gemma2Config, Gemma2ForCausalLM),
+    "deepseek_v2": Peer(hf.DEEPSEEK_V2, deepseek_v2, DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": Peer(hf.DEEPSEEK_V3, deepseek_v3, DeepseekV3Config, DeepseekV3ForCausalLM),
     "gemma3": Peer(hf.GEMMA3, gemma3, Gemma3TextConfig, Gemma3ForCausalLM),
 }
@@ -220,7 +263,7 @@ def assert_same_function(theirs: PreTrainedModel, architecture: Family) -> None:
     torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)
     loss.backward()
     want.backward()
-    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()} | saved_buffers(theirs)
     wanted = architecture.from_hf(as_in_files(theirs, gradients), ours.config)
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(
@@ -229,9 +272,15 @@ def assert_same_function(theirs: PreTrainedModel, architecture: Family) -> None:
 
 
 def randomized(model: PreTrainedModel) -> PreTrainedModel:
-    """Noise on every parameter: a fresh model's norms are all ones, and its biases all zeros."""
+    """Noise on every tensor of its files: a fresh model's norms are all ones, and its biases all zeros."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+        for tensor in (*model.parameters(), *saved_buffers(model).values()):
+            tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
     return model
+
+
+def saved_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The buffers that its files hold."""
+    in_files = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in in_files}

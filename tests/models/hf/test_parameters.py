@@ -6,7 +6,8 @@ import torch
 from megalith.config import TransformerConfig
 from megalith.errors import ConfigError
 from megalith.models.gpt_model import GPTModel
-from megalith.models.hf import parameter_shapes
+from megalith.models.hf.parameters import buffer_shapes, parameter_shapes, state_shapes
+from megalith.parallel.parameters import state_tensors
 
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
 
@@ -51,6 +52,21 @@ def test_names_and_shapes_are_those_of_every_option_of_attention(attention, bias
     with torch.device("meta"):
         state = GPTModel(config).state_dict()
     assert parameter_shapes(config) == {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    "router",
+    [{}, {"score_function": "sigmoid", "expert_bias_update_rate": 0.0, "bias": True}, {"selection": "quantile"}],
+    ids=str,
+)
+def test_names_and_shapes_are_those_of_experts_with_the_buffers_of_their_routers(router):
+    moe = {"num_experts": 4, "layers": [False, True, True], "router": router}
+    config = TransformerConfig(**SMALL, vocab_size=13, moe=moe, mtp={"num_modules": 1})
+    with torch.device("meta"):
+        model = GPTModel(config)
+    assert state_shapes(config) == {name: tuple(tensor.shape) for name, tensor in state_tensors(model).items()}
+    assert parameter_shapes(config) == {name: tuple(each.shape) for name, each in model.named_parameters()}
+    assert len(buffer_shapes(config)) == (2 if router else 0)  # of layer 1 and of the module
 
 
 def test_a_vocabulary_of_unknown_size_is_refused():

@@ -6,11 +6,11 @@ from safetensors.torch import load_file
 
 from megalith.config import load_run
 from megalith.data.gpt_dataset import GPTDataset
-from megalith.models.hf import open_folder
+from megalith.models.hf import open_folder, parameter_shapes
 from megalith.numerics.tolerance import NOISE_FLOAT32, gradient_error
 from megalith.training.preflight import preflight
 from megalith.training.tasks.origin import settings_from
-from tests.models.hf.peers import as_in_files
+from tests.models.hf.peers import as_in_files, saved_buffers
 from tests.rank_pool import ranks
 from tests.tiny_run import SEQ, settings, write_dataset
 from tests.training.on_ranks import first_steps
@@ -32,7 +32,7 @@ OF_EXPERTS = {
 }
 FAST = [("gpt2", "tensor 2"), ("gemma3", "context 2"), ("mixtral", "expert 2")]
 FAMILIES = ("llama", "tied llama", "mistral", "windowed qwen2", "qwen3", "gemma2", "gemma3", "gpt2")
-WITH_EXPERTS = ("mixtral", "qwen2 of experts", "qwen3 of experts", "gpt-oss")
+WITH_EXPERTS = ("mixtral", "qwen2 of experts", "qwen3 of experts", "gpt-oss", "deepseek v3", "deepseek v2")
 CASES = [(shape, layout) for shape in FAMILIES for layout in LAYOUTS if layout != "one process"]
 CASES += [(shape, layout) for shape in WITH_EXPERTS for layout in OF_EXPERTS]
 ROUNDING = 1e-5  # transformers computes norms and rotations of float64 models in float32
@@ -58,8 +58,9 @@ def transformers_step(theirs, folder):
     loss = losses[counted].sum() / counted.sum()
     loss.backward()
     family = open_folder(folder / "source").family
-    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    return loss.item(), family.from_hf(as_in_files(theirs, gradients), config.model)
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()} | saved_buffers(theirs)
+    ours = family.from_hf(as_in_files(theirs, gradients), config.model)
+    return loss.item(), {name: ours[name] for name in parameter_shapes(config.model)}
 
 
 def first_step(folder, layout="one process"):

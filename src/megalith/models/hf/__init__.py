@@ -1,6 +1,6 @@
 """Models of Hugging Face's transformers: their config.json and tensors read as ours, and ours written as theirs."""
 
-from megalith.models.hf.deepseek import DEEPSEEK_V3
+from megalith.models.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megalith.models.hf.families import FAMILIES, detect, fitting
 from megalith.models.hf.family import Family
 from megalith.models.hf.folder import ModelFolder, is_model_folder, open_folder, read_folder
@@ -15,6 +15,7 @@ from megalith.models.hf.qwen import QWEN2, QWEN3
 from megalith.models.hf.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
 __all__ = [
+    "DEEPSEEK_V2",
     "DEEPSEEK_V3",
     "FAMILIES",
     "GEMMA2",

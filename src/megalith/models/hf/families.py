@@ -5,7 +5,7 @@ from typing import Any
 
 from megalith.config import TransformerConfig
 from megalith.errors import ConfigError
-from megalith.models.hf.deepseek import DEEPSEEK_V3
+from megalith.models.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megalith.models.hf.family import Family
 from megalith.models.hf.gemma import GEMMA2, GEMMA3
 from megalith.models.hf.gpt2 import GPT2
@@ -31,6 +31,7 @@ FAMILIES = (
     GPT_OSS,
     GPT2,
     DEEPSEEK_V3,
+    DEEPSEEK_V2,
 )
 
 

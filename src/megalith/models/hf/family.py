@@ -5,7 +5,7 @@ A new family is one more ``Family`` in ``families.py``. What is said of tensors 
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError
 from megalith.models.hf.fields import Fields
-from megalith.models.hf.parameters import Shape, check, parameter_shapes, require
+from megalith.models.hf.parameters import Shape, check, num_layers_in_all, require, state_shapes
 from megalith.models.hf.places import Packed, Part, Place, parts_of
 
 __all__ = ["HEAD", "Family"]
@@ -55,12 +55,15 @@ class Family:
     prefix: str = ""
     separate_experts: bool = True
 
-    def config_from_hf(self, hf_config: Mapping[str, Any]) -> TransformerConfig:
+    def config_from_hf(self, hf_config: Mapping[str, Any], keys: Collection[str] = ()) -> TransformerConfig:
         """The model that ``hf_config`` describes; absent fields have the defaults of transformers.
+
+        ``keys`` are those of its tensors. Modules of multi-token prediction, which a config.json may name and the files
+        lack, are those that ``keys`` have.
 
         Raises ConfigError naming every field that our model cannot represent, and every field that it does not know.
         """
-        fields = Fields(hf_config, self.model_type, tuple(self.sizes))
+        fields = Fields(hf_config, self.model_type, tuple(self.sizes), keys)
         settings: dict[str, Any] = {ours: fields[theirs] for theirs, ours in self.sizes.items()}
         for theirs, (ours, default) in self.fields.items():
             is_type = isinstance(default, type)
@@ -99,63 +102,82 @@ class Family:
         require(self.architecture, config, **self.allowed(config))
 
     def packed(self, config: TransformerConfig) -> dict[str, Packed]:
-        """Every tensor of theirs by key; a tied head is no tensor of its own."""
+        """Every tensor of theirs by key; one of ``copies`` is no tensor of its own."""
         found: dict[Place, list[Part]] = {}
-        for name, shape in parameter_shapes(config).items():
+        for name, shape in state_shapes(config).items():
             for part in parts_of(name, shape, self.separate_experts):
                 found.setdefault(self.place(part.name), []).append(part)
         return {place.key: Packed(tuple(parts), place.dims) for place, parts in found.items()}
 
-    def parameters_of(self, keys: Mapping[str, Shape], config: TransformerConfig) -> dict[str, str]:
-        """The full key of each parameter among ``keys`` of a file or state dict, with their shapes -> the key there.
+    def copies(self, config: TransformerConfig) -> dict[str, str]:
+        """The keys of tensors that files may hold a second time -> the key of what they must equal.
 
-        Raises CheckpointError listing every tensor that is missing, unknown or of another shape. A tied head may be
-        there or not; whether it is the embedding is for the caller to see.
+        A tied head is one; the embedding and the head that modules of multi-token prediction share with the model are
+        others.
+        """
+        tied = config.tie_word_embeddings
+        found = {HEAD: self.tied_to} if tied else {}
+        for layer in range(config.num_layers, num_layers_in_all(config)):
+            found[f"model.layers.{layer}.embed_tokens.weight"] = self.tied_to
+            found[f"model.layers.{layer}.shared_head.head.weight"] = self.tied_to if tied else HEAD
+        return found
+
+    def tensors_of(self, keys: Mapping[str, Shape], config: TransformerConfig) -> dict[str, str]:
+        """The full key of each tensor of the model among ``keys`` of files, with their shapes -> the key there.
+
+        Raises CheckpointError listing every tensor that is missing, unknown or of another shape. ``copies`` may be
+        there or not; whether they are equal is for the caller to see.
         """
         self.require(config)
-        self._require_tensors_of_experts(len(keys), config)
+        self._require_as_many_tensors(len(keys), config)
         missing_prefix = "" if any(key.startswith(self.prefix) for key in keys) else self.prefix
         full = {key if key == HEAD else missing_prefix + key: key for key in keys}
         found = {name: key for name, key in full.items() if not self.buffers.fullmatch(name)}
         wanted = {key: packed.shape for key, packed in self.packed(config).items()}
-        if config.tie_word_embeddings and HEAD in found:
-            wanted[HEAD] = wanted[self.tied_to]
+        wanted |= {copy: wanted[original] for copy, original in self.copies(config).items() if copy in found}
         check({name: keys[key] for name, key in found.items()}, wanted, self.architecture)
         return found
 
-    def _require_tensors_of_experts(self, num_tensors: int, config: TransformerConfig) -> None:
+    def _require_as_many_tensors(self, num_tensors: int, config: TransformerConfig) -> None:
         """Raises CheckpointError before a number that somebody wrote into config.json becomes as many names."""
-        if config.moe is None or not self.separate_experts:
-            return
-        num_experts = config.moe.num_experts * sum(map(config.moe.has_experts, range(config.num_layers)))
-        if num_experts > num_tensors:
-            raise CheckpointError(
-                f"a {self.architecture} with {num_experts:,} experts in all layers must have a tensor for each of them "
-                f"at least; there are {num_tensors:,}"
-            )
+        least = {"layers": config.num_layers}
+        if config.moe is not None and self.separate_experts:
+            with_experts = sum(map(config.moe.has_experts, range(config.num_layers)))
+            least["experts in all layers"] = config.moe.num_experts * with_experts
+        for what, number in least.items():
+            if number > num_tensors:
+                raise CheckpointError(
+                    f"a {self.architecture} with {number:,} {what} must have a tensor for each of them at least; there "
+                    f"are {num_tensors:,}; is config.json that of these files?"
+                )
 
     @property
     def tied_to(self) -> str:
         """The key of the embedding, which is the head where they are tied."""
         return self.place(_EMBEDDING).key
 
-    def not_tied(self) -> CheckpointError:
-        """The error for a head that is not the embedding, in a model whose config says that it is."""
+    def not_a_copy(self, copy: str, original: str) -> CheckpointError:
+        """The error for one of ``copies`` that is not equal."""
+        if copy == HEAD:
+            return CheckpointError(
+                f"{copy} must equal {original} where tie_word_embeddings is true, and differs; set tie_word_embeddings "
+                "to false to keep both"
+            )
         return CheckpointError(
-            f"{HEAD} must equal {self.tied_to} where tie_word_embeddings is true, and differs; set tie_word_embeddings "
-            "to false to keep both"
+            f"{copy} must equal {original}, which our modules of multi-token prediction share with the model, and "
+            f"differs; take the tensors of that layer out of the files to import the model without it"
         )
 
     def from_hf(self, state: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
         """Our state dict of theirs: the same tensors, copied where they lie there otherwise than as they are.
 
         Theirs has the keys of files, as ``save_pretrained`` writes them. Raises CheckpointError listing every tensor
-        that is missing, unknown or of another shape, or if a tied head is not bitwise the embedding.
+        that is missing, unknown or of another shape, or if one of ``copies`` is not bitwise equal.
         """
-        keys = self.parameters_of({key: tuple(tensor.shape) for key, tensor in state.items()}, config)
-        tied = config.tie_word_embeddings and HEAD in keys
-        if tied and not state[keys[HEAD]].equal(state[keys[self.tied_to]]):
-            raise self.not_tied()
+        keys = self.tensors_of({key: tuple(tensor.shape) for key, tensor in state.items()}, config)
+        for copy, original in self.copies(config).items():
+            if copy in keys and not state[keys[copy]].equal(state[keys[original]]):
+                raise self.not_a_copy(copy, original)
         as_they_are: set[str] = set()
         views: dict[str, list[Tensor]] = {}
         for key, packed in self.packed(config).items():
@@ -166,7 +188,7 @@ class Family:
         # others are copied, so that no two share memory
         return {
             name: views[name][0] if name in as_they_are else torch.stack(views[name]).view(shape)
-            for name, shape in parameter_shapes(config).items()
+            for name, shape in state_shapes(config).items()
         }
 
     def to_hf(self, state: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
@@ -176,7 +198,7 @@ class Family:
         Raises CheckpointError listing every tensor that is missing, unknown or of another shape.
         """
         self.require(config)
-        check({name: tuple(tensor.shape) for name, tensor in state.items()}, parameter_shapes(config), "the model")
+        check({name: tuple(tensor.shape) for name, tensor in state.items()}, state_shapes(config), "the model")
         theirs: dict[str, Tensor] = {}
         for key, packed in self.packed(config).items():
             tensors = [state[part.parameter][part.index] for part in packed.parts]

@@ -4,7 +4,7 @@ A field that nobody reads and that is not known to leave the network alone is re
 without changing a single name or shape, and then only the loss would tell.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -68,10 +68,14 @@ _INERT = frozenset(
 class Fields:
     """The fields of ``hf_config``; null counts as absent, as in most classes of transformers.
 
+    ``keys`` are those of the tensors beside it, as far as they are known.
     Raises ConfigError if ``model_type`` is another one, or if any of ``required`` is absent.
     """
 
-    def __init__(self, hf_config: Mapping[str, Any], model_type: str, required: tuple[str, ...]) -> None:
+    def __init__(
+        self, hf_config: Mapping[str, Any], model_type: str, required: tuple[str, ...], keys: Collection[str] = ()
+    ) -> None:
+        self.keys = keys
         self._fields = {name: value for name, value in hf_config.items() if value is not None}
         self._nulls = hf_config.keys() - self._fields.keys()
         self._read = set(required)

@@ -1,5 +1,7 @@
 """A Hugging Face model folder: config.json, and safetensors files, one or several with an index.
 
+Of generation_config.json, where there is one, the tokens that end a text are read, and no settings of sampling.
+
 Only safetensors is read: a ``.bin`` is a pickle, and a pickle runs what its author wrote into it. Opening a folder
 reads the headers of its files and checks all of them against the config; tensors are read when they are asked for, and
 of each no more than the wanted box.
@@ -20,8 +22,8 @@ from megalith.config import TransformerConfig
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, StorageError
 from megalith.models.hf.families import detect
-from megalith.models.hf.family import HEAD, Family
-from megalith.models.hf.parameters import parameter_shapes
+from megalith.models.hf.family import Family
+from megalith.models.hf.parameters import buffer_shapes, state_shapes
 from megalith.storage import MANIFEST, Store, open_store
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -53,7 +56,9 @@ class ModelFolder:
     Attributes:
         store: the folder.
         hf_config: what config.json holds.
-        weights: our parameters by name, to be read box by box.
+        end_tokens: ids of the tokens that end a text: ``eos_token_id`` of config.json, and then those that
+            generation_config.json, from which transformers takes them, has besides. A chat model has several.
+        weights: our parameters and buffers by name, to be read box by box.
     """
 
     store: Store
@@ -61,6 +66,7 @@ class ModelFolder:
     family: Family
     config: TransformerConfig
     weights: StoredTensors
+    end_tokens: tuple[int, ...]
 
     @property
     def architecture(self) -> str:
@@ -73,14 +79,8 @@ class ModelFolder:
         given = self.config.max_position_embeddings or self.hf_config.get("max_position_embeddings")
         return given if type(given) is int and given > 0 else _USUAL_POSITIONS
 
-    @property
-    def end_tokens(self) -> tuple[int, ...]:
-        """Ids of the tokens that end a text: ``eos_token_id`` of config.json, of which a chat model has several."""
-        given = self.hf_config.get("eos_token_id")
-        return tuple(end for end in (given if isinstance(given, list) else [given]) if type(end) is int)
-
     def tokenizer(self, eod: str | int | None = None) -> Tokenizer | None:
-        """Its tokenizer.json, if it has one. ``eod``: as in ``Tokenizer``; by default ``eos_token_id`` of config.json.
+        """Its tokenizer.json, if it has one. ``eod``: as in ``Tokenizer``; by default the first of ``end_tokens``.
 
         Raises DataError if it cannot be read, or has no such token.
         """
@@ -106,22 +106,23 @@ def open_folder(location: str | Path | Store) -> ModelFolder:
     store = open_store(location)
     hf_config = _read_json(store, CONFIG)
     family = detect(hf_config)
-    config = family.config_from_hf(hf_config)
+    family.config_from_hf(hf_config)  # refuses what no tensor can mend before all headers are read
     files = _headers(store)
     file_of = {key: file for file, entries in files.items() for key in entries}
     entries = {key: entry for file in files.values() for key, entry in file.items()}
-    keys = family.parameters_of({key: entry.shape for key, entry in entries.items()}, config)
+    config = family.config_from_hf(hf_config, entries)
+    keys = family.tensors_of({key: entry.shape for key, entry in entries.items()}, config)
     places = {name: (file_of[key], entries[key]) for name, key in keys.items()}
     if wrong := [f"{name} is {entry.dtype}" for name, (_, entry) in places.items() if entry.dtype not in _WEIGHTS]:
         raise CheckpointError(
             f"the tensors of {store} must be {', '.join(_WEIGHTS)}; {', '.join(wrong[:8])}; save the model again in "
             "one of them"
         )
-    if config.tie_word_embeddings and HEAD in places:
-        (file, head), (other, embedding) = places[HEAD], places[family.tied_to]
-        if head.dtype != embedding.dtype or not _equal(store, (file, head), (other, embedding)):
-            raise family.not_tied()
-    return ModelFolder(store, hf_config, family, config, _weights(store, family, config, places))
+    for copy, original in family.copies(config).items():
+        if copy in places and not _equal(store, places[copy], places[original]):
+            raise family.not_a_copy(copy, original)
+    weights = _weights(store, family, config, places)
+    return ModelFolder(store, hf_config, family, config, weights, _end_tokens(store, hf_config))
 
 
 def read_folder(location: str | Path | Store) -> tuple[TransformerConfig, dict[str, Tensor]]:
@@ -149,10 +150,19 @@ def _read_json(store: Store, name: str) -> dict[str, Any]:
     return tree
 
 
+def _end_tokens(store: Store, hf_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """As ``ModelFolder.end_tokens``; what is no whole number is passed over."""
+    found: list[Any] = []
+    for fields in (hf_config, _read_json(store, GENERATION) if GENERATION in store.names() else {}):
+        given = fields.get("eos_token_id")
+        found += given if isinstance(given, list) else [given]
+    return tuple(dict.fromkeys(end for end in found if type(end) is int))
+
+
 def _weights(
     store: Store, family: Family, config: TransformerConfig, places: Mapping[str, tuple[str, ShardEntry]]
 ) -> StoredTensors:
-    """Our parameters in pieces of the tensors at ``places``, (file, entry) by their full keys."""
+    """Our tensors in pieces of the tensors at ``places``, (file, entry) by their full keys."""
     pieces: dict[str, list[Piece]] = {}
     dtypes: dict[str, set[str]] = {}
     entries: dict[str, dict[str, ShardEntry]] = {}
@@ -169,9 +179,9 @@ def _weights(
         raise CheckpointError(f"the experts of a layer in {store} must have one dtype; {'; '.join(mixed[:8])}")
     index = {
         name: StoredTensor(shape, _WEIGHTS[next(iter(dtypes[name]))], tuple(pieces[name]))
-        for name, shape in parameter_shapes(config).items()
+        for name, shape in state_shapes(config).items()
     }
-    return StoredTensors(store, index, entries)
+    return StoredTensors(store, index, entries, frozenset(buffer_shapes(config)))
 
 
 def _headers(store: Store) -> dict[str, dict[str, ShardEntry]]:
@@ -220,8 +230,10 @@ def _header(store: Store, file: str) -> dict[str, ShardEntry]:
 
 
 def _equal(store: Store, one: tuple[str, ShardEntry], other: tuple[str, ShardEntry]) -> bool:
-    """Whether two tensors, (file, entry), have the same bytes; they have the same size."""
+    """Whether two tensors of one shape, (file, entry), have the same dtype and bytes."""
     (file, entry), (other_file, other_entry) = one, other
+    if entry.dtype != other_entry.dtype:
+        return False
     for start in range(0, entry.end - entry.begin, _BLOCK):
         stop = min(start + _BLOCK, entry.end - entry.begin)
         content = store.read(file, entry.begin + start, entry.begin + stop)

@@ -1,4 +1,4 @@
-"""The parameters that a model has: their names, which are those of Hugging Face's Llama, and their whole shapes.
+"""The tensors that a model has: their names, which are those of Hugging Face's Llama, and their whole shapes.
 
 Alphabet: H hidden, A heads, G kv groups, D head size, F ffn hidden, V vocabulary, P positions. Weights are [out, in].
 """
@@ -14,7 +14,16 @@ from megalith.config.relevance import CONDITIONS
 from megalith.config.settings_group import SettingsGroup
 from megalith.errors import CheckpointError, ConfigError
 
-__all__ = ["Shape", "check", "left_open", "parameter_shapes", "require"]
+__all__ = [
+    "Shape",
+    "buffer_shapes",
+    "check",
+    "left_open",
+    "num_layers_in_all",
+    "parameter_shapes",
+    "require",
+    "state_shapes",
+]
 
 Shape = tuple[int, ...]
 
@@ -46,8 +55,7 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, Shape]:
     if config.position_embedding_type == "learned_absolute":
         assert config.max_position_embeddings is not None, "validated together with learned_absolute"
         shapes["model.embed_positions.weight"] = (config.max_position_embeddings, H)
-    num_ahead = 0 if config.mtp is None else config.mtp.num_modules
-    for layer in range(config.num_layers + num_ahead):
+    for layer in range(num_layers_in_all(config)):
         parts = _layer_shapes(config, layer) | (_joining_shapes(config) if layer >= config.num_layers else {})
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
     if config.residual.norm_placement != "post":
@@ -55,6 +63,31 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, Shape]:
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (V, H)
     return shapes
+
+
+def buffer_shapes(config: TransformerConfig) -> dict[str, Shape]:
+    """Name -> shape of every buffer of ``GPTModel(config)`` that training changes, all of them in float32."""
+    if config.moe is None:
+        return {}
+    router = config.moe.router
+    names = [] if router.expert_bias_update_rate is None else ["e_score_correction_bias"]
+    names += ["quantile_offsets"] if router.selection == "quantile" else []
+    return {
+        f"model.layers.{layer}.mlp.gate.{name}": (config.moe.num_experts,)
+        for layer in range(num_layers_in_all(config))
+        if config.moe.has_experts(layer)
+        for name in names
+    }
+
+
+def state_shapes(config: TransformerConfig) -> dict[str, Shape]:
+    """``parameter_shapes`` and ``buffer_shapes``: all that a checkpoint holds of the model. Raises as the former."""
+    return parameter_shapes(config) | buffer_shapes(config)
+
+
+def num_layers_in_all(config: TransformerConfig) -> int:
+    """The layers of the model, and those of its modules of multi-token prediction."""
+    return config.num_layers + (0 if config.mtp is None else config.mtp.num_modules)
 
 
 def check(found: Mapping[str, Shape], wanted: Mapping[str, Shape], source: str) -> None:

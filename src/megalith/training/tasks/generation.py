@@ -1,5 +1,6 @@
 """Text from a model on disk, a run's, a checkpoint's or another system's: its tokenizer, and prompts to go on from."""
 
+import logging
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from megalith.training.run_folder import find_tokenizer, open_run
 from megalith.training.tasks.weights import load_weights
 
 __all__ = ["TextGenerator", "TextSource", "check_prompt", "in_order", "read_prompt", "read_prompts", "stream_text"]
+
+log = logging.getLogger(__name__)
 
 _LONGEST_PROMPT = 1 << 20  # bytes
 
@@ -126,17 +129,33 @@ class TextGenerator:
             stop: a text ends before the first of these strings.
 
         Raises ConfigError, at the call, as ``models.generation.stream`` and ``TextSource.encode``, and for an empty
-        stop string.
+        stop string. A text that may grow longer than the rows that the model was trained on is told in the log.
         """
+        encoded = self.source.encode(prompts)
+        self._tell_of_length(max(map(len, encoded), default=0), max_new_tokens)
         return stream_text(
             self.model,
             self.source.tokenizer,
-            self.source.encode(prompts),
+            encoded,
             max_new_tokens,
             sampling=sampling,
             seeds=seeds,
             end_tokens=self.source.end_tokens,
             stop=stop,
+        )
+
+    def _tell_of_length(self, prompt: int, max_new_tokens: int) -> None:
+        """A line of the log where rotary positions go on past those of training, where learned ones would end."""
+        longest, learned = self.source.longest, self.source.config.position_embedding_type == "learned_absolute"
+        if learned or prompt + max_new_tokens <= longest:
+            return
+        room = f"generate at most {longest - prompt} tokens" if prompt < longest else f"shorten the prompt ({prompt})"
+        log.warning(
+            "the text may come to %d tokens and the model was trained on rows of %d: beyond those it usually gets "
+            "worse; to stay within, %s",
+            prompt + max_new_tokens,
+            longest,
+            room,
         )
 
 

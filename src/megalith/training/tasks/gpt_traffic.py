@@ -4,6 +4,7 @@
     layer       attention and feed-forward each enter and leave tensor parallelism   4 X
                 latent attention enters with its latents in place of X, or with X and one of them
                 between q, k, v and o, attention over context
+                of experts, see transformer.moe.traffic
     head        enters tensor parallelism                                            1 X
                 the loss gathers three numbers of each token
     module      of multi-token prediction: an embedding, a layer and a head each             6 X
@@ -22,18 +23,23 @@ from megalith.parallel.context.traffic import attention_traffic
 from megalith.parallel.sharding.traffic import Weight
 from megalith.parallel.tensor.cross_entropy import loss_traffic
 from megalith.parallel.tensor.regions import enter_traffic, leave_traffic
-from megalith.parallel.traffic import Passes, Traffic, repeated
+from megalith.parallel.traffic import Passes, Traffic
 from megalith.training.build_model import DTYPES
 from megalith.training.tasks.task import StageTraffic
+from megalith.transformer.moe.traffic import MicroBatch, expert_weights, moe_traffic, moe_weights
 from megalith.transformer.stage import Stage
 
 __all__ = ["gpt_traffic"]
 
 
 def gpt_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffic:
-    """The traffic of ``stage`` on each rank of ``layout`` that holds it. Raises ConfigError where there are experts."""
-    if config.model.moe is not None:
-        raise ConfigError("what travels to experts depends on the data, and is not counted beforehand; see docs/moe.md")
+    """The traffic of ``stage`` on each rank of ``layout`` that holds it; of experts as of even loads.
+
+    Raises:
+        ConfigError: what experts exchange is not counted, where they are computed again or travel through DeepEP.
+    """
+    if config.model.moe is not None and config.train.recompute != "none":
+        raise ConfigError("what layers with experts exchange is not counted with train.recompute")
     model, dtype, tp = config.model, DTYPES[config.precision.dtype], layout.tensor
     sequence = config.parallel.sequence
     num_tokens = config.data.seq_length // layout.context * config.train.micro_batch_size
@@ -46,25 +52,37 @@ def gpt_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffic
     if stage.has_head:
         whole += head
     micro_batch = whole.forward + whole.backward
-    micro_batch += repeated(_layer(config, layout, X), len(stage.layers))
-    units = [_layer_weights(model, tp, sequence)] * len(stage.layers)
+    units, experts = list[list[Weight]](), set[int]()
+    for layer in stage.layers:
+        micro_batch += _layer(config, layout, X, layer)
+        if _has_experts(model, layer):
+            experts.add(len(units))
+            units.append(expert_weights(model))
+        units.append(_layer_weights(model, tp, sequence, layer))
     if model.mtp is not None and stage.has_head:
         around = leave_traffic(X, tp, sequence) + head
-        module = around.forward + around.backward + _layer(config, layout, X, in_module=True)
-        micro_batch += repeated(module, model.mtp.num_modules)
-        units += [_module_weights(model, tp, sequence)] * model.mtp.num_modules
+        for layer in range(model.num_layers, model.num_layers + model.mtp.num_modules):
+            micro_batch += around.forward + around.backward + _layer(config, layout, X, layer, in_module=True)
+            if _has_experts(model, layer):
+                experts.add(len(units))
+                units.append(expert_weights(model))
+            units.append(_module_weights(model, tp, sequence, layer))
     shares_embedding = _last_stage_embeds(model) and stage.has_embedding != stage.has_head
     return StageTraffic(
         micro_batch,
         units=units,
+        expert_units=frozenset(experts),
         rest=_other_weights(model, stage, sequence),
         shared=[_embedding(model)] if shares_embedding else [],
         hidden_bytes=hidden_bytes // tp if sequence else hidden_bytes,
     )
 
 
-def _layer(config: RunConfig, layout: Layout, X: int, *, in_module: bool = False) -> Traffic:
-    """What a layer exchanges, forward, backward, and to compute again; also one in a module that goes on after it."""
+def _layer(config: RunConfig, layout: Layout, X: int, index: int, *, in_module: bool = False) -> Traffic:
+    """What the layer ``index`` exchanges, forward, backward, and to compute again.
+
+    ``in_module``: of multi-token prediction, which goes on after it.
+    """
     model, parallel = config.model, config.parallel
     enter, leave = (part(X, layout.tensor, parallel.sequence) for part in (enter_traffic, leave_traffic))
     S, B, D = config.data.seq_length // layout.context, config.train.micro_batch_size, model.kv_channels
@@ -85,6 +103,10 @@ def _layer(config: RunConfig, layout: Layout, X: int, *, in_module: bool = False
         layout.context,
         drops=model.attention_dropout > 0.0,
     )
+    if _has_experts(model, index):
+        batch = MicroBatch(B, S * B // layout.tensor, DTYPES[config.precision.dtype])
+        layer = begin + core + leave + moe_traffic(model, parallel.dispatch, layout, batch)
+        return layer.forward + layer.backward
     layer = begin + core + leave + enter + leave
     return layer.forward + layer.backward + _recomputed(config, begin, enter, core, leave, in_module=in_module)
 
@@ -111,15 +133,20 @@ def _recomputed(
     return again
 
 
-def _layer_weights(model: TransformerConfig, tp_size: int, sequence: bool) -> list[Weight]:
-    """Those of a layer; what ranks of tp use on their own tokens, or for heads of their own, has partial gradients."""
+def _layer_weights(model: TransformerConfig, tp_size: int, sequence: bool, index: int) -> list[Weight]:
+    """Those of the layer ``index`` but for its experts.
+
+    What ranks of tp use on their own tokens, or for heads of their own, has partial gradients.
+    """
     H, F = model.hidden_size, model.ffn_hidden_size
     fc1 = [Weight((F, H), split=0)] * (1 if model.gate_activation is None else 2)
     biases = [Weight((F,), split=0)] * len(fc1) if model.mlp_bias else []
-    biases += [Weight((H,), partial=sequence)] * (model.output_bias + model.mlp_bias)  # of row-parallel products
+    biases += [Weight((H,), partial=sequence)] * model.mlp_bias
+    mlp = moe_weights(model) if _has_experts(model, index) else [*fc1, Weight((H, F), split=1), *biases]
     attention = _attention_weights(model, tp_size) if model.mla is None else _latent_weights(model, model.mla, sequence)
+    output_bias = [Weight((H,), partial=sequence)] * model.output_bias
     num_norms = 4 if model.residual.norm_placement == "sandwich" else 2
-    return [*attention, *fc1, Weight((H, F), split=1), *biases, *_norm(model, sequence) * num_norms]
+    return [*attention, *output_bias, *mlp, *_norm(model, sequence) * num_norms]
 
 
 def _attention_weights(model: TransformerConfig, tp_size: int) -> list[Weight]:
@@ -159,12 +186,12 @@ def _of_heads(model: TransformerConfig) -> list[Weight]:
     return [*norms, *sinks]
 
 
-def _module_weights(model: TransformerConfig, tp_size: int, sequence: bool) -> list[Weight]:
+def _module_weights(model: TransformerConfig, tp_size: int, sequence: bool, index: int) -> list[Weight]:
     """Those of a module of multi-token prediction; its projection is whole on every rank of tp."""
     H = model.hidden_size
     num_norms = 2 if model.residual.norm_placement == "post" else 3
     joining = [*_norm(model, sequence) * num_norms, Weight((H, 2 * H), partial=sequence)]
-    return [*_layer_weights(model, tp_size, sequence), *joining]
+    return [*_layer_weights(model, tp_size, sequence, index), *joining]
 
 
 def _other_weights(model: TransformerConfig, stage: Stage, sequence: bool) -> list[Weight]:
@@ -184,6 +211,10 @@ def _other_weights(model: TransformerConfig, stage: Stage, sequence: bool) -> li
 def _last_stage_embeds(model: TransformerConfig) -> bool:
     """Whether the stage of the head has the embedding: as its weight, or for multi-token prediction."""
     return model.tie_word_embeddings or model.mtp is not None
+
+
+def _has_experts(model: TransformerConfig, layer: int) -> bool:
+    return model.moe is not None and model.moe.has_experts(layer)
 
 
 def _norm(model: TransformerConfig, sequence: bool, size: int | None = None) -> list[Weight]:

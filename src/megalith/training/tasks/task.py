@@ -34,8 +34,9 @@ class StageTraffic:
     """What a stage of a model gives its ranks to exchange; a model that is not cut is one stage.
 
     Attributes:
-        micro_batch: forward and backward of a micro-batch, over tensor and context.
+        micro_batch: forward and backward of a micro-batch, over tensor and context, and over ranks that share experts.
         units: the weights of each of the model's ``fsdp_units``, and ``rest``: those in none.
+        expert_units: which of the units are experts, by number.
         shared: those of which another stage has a copy.
         hidden_bytes: of the hidden states that stages send each other.
     """
@@ -43,6 +44,7 @@ class StageTraffic:
     micro_batch: Traffic
     units: Sequence[Sequence[Weight]]
     rest: Sequence[Weight]
+    expert_units: frozenset[int] = frozenset()
     shared: Sequence[Weight] = ()
     hidden_bytes: int = 0
 

@@ -47,6 +47,17 @@ SHAPES = {
         eos_token_id=0,
     ),
     "gpt-oss": lambda: peers.gpt_oss(vocab_size=VOCAB, intermediate_size=20, eos_token_id=0),
+    "deepseek v3": lambda: peers.deepseek_v3(
+        vocab_size=VOCAB, num_hidden_layers=3, eos_token_id=0, **peers.scaled("yarn of DeepSeek-V3")
+    ),
+    "deepseek v2": lambda: peers.deepseek_v2(
+        vocab_size=VOCAB,
+        max_position_embeddings=24,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=3,
+        eos_token_id=0,
+    ),
     "gpt2": lambda: peers.gpt2(vocab_size=VOCAB, eos_token_id=0),
     "untied gpt2": lambda: peers.gpt2(vocab_size=VOCAB, tie_word_embeddings=False, n_inner=37),
 }
@@ -54,7 +65,12 @@ SHAPES = {
 
 def write_folder(folder: Path, shape: str, dtype: str = "float32", max_shard_size: str = "1GB") -> PreTrainedModel:
     """A model in ``folder``, and what transformers holds of it."""
-    theirs = getattr(SHAPES[shape](), {"float32": "float", "bfloat16": "bfloat16", "float64": "double"}[dtype])()
+    theirs = SHAPES[shape]()
+    buffers = peers.saved_buffers(theirs)
+    theirs = getattr(theirs, {"float32": "float", "bfloat16": "bfloat16", "float64": "double"}[dtype])()
+    for name, buffer in buffers.items():  # which they load in float32 whatever the dtype is
+        owner, _, last = name.rpartition(".")
+        setattr(theirs.get_submodule(owner), last, buffer)
     theirs.save_pretrained(folder, max_shard_size=max_shard_size)
     train_byte_level_bpe(["some words to merge, some more words"] * 9, 270).save(folder / "tokenizer.json")
     return theirs.eval()

@@ -20,6 +20,7 @@ from megalith.models.hf import fitting
 from megalith.models.sampling import Sampling
 from megalith.training.inference import load_model
 from megalith.training.tasks.conversion import export_model, import_model, prove
+from tests.models.hf.modules import write_with_modules
 from tests.program import here
 from tests.rank_pool import ranks
 from tests.sampling import sampled
@@ -136,6 +137,20 @@ def test_modules_of_multi_token_prediction_are_left_out_and_the_logits_are_the_s
         ConfigError, match=r"LlamaForCausalLM cannot represent this model:\n- mtp must be None; got MTPConfig"
     ):
         fitting(trained.config)
+
+
+def test_modules_in_a_folder_are_trained_on_and_the_model_without_them_is_proved_and_exported(tmp_path):
+    write_with_modules(tmp_path / "source", 1)
+    found = import_model(tmp_path / "source", tmp_path / "run")
+    assert found.proof.max_abs_difference < 1e-5
+    ours = load_model(tmp_path / "run")
+    assert ours.config.model.mtp.num_modules == 1
+    assert found.num_parameters == sum(parameter.numel() for parameter in ours.model.parameters())
+    exported = export_model(tmp_path / "run", tmp_path / "out")
+    assert exported.num_left_out == 1
+    assert exported.proof.max_abs_difference < 1e-5
+    without = {name: each for name, each in tensors_in(tmp_path / "source").items() if "layers.2." not in name}
+    assert_bitwise(tensors_in(tmp_path / "out"), without)
 
 
 def test_the_proof_is_stored_and_a_wrong_model_is_none(tmp_path):

@@ -7,13 +7,15 @@ import torch
 
 from megalith.checkpoint import find_checkpoint
 from megalith.checkpoint.load import read_state
+from megalith.config.recipes import read_preset
 from megalith.errors import ConfigError
+from megalith.observe.metrics import read_metrics
 from megalith.training.inference import evaluate_checkpoint, load_model
 from megalith.training.tasks.conversion import upcycle_model
 from tests.program import here
 from tests.rank_pool import ranks
 from tests.tiny_run import settings
-from tests.training.outcomes import run_here
+from tests.training.outcomes import losses, run_here
 from tests.training.tasks.conversion.folders import write_folder
 
 EXPERTS = ("model.moe.num_experts=8", "model.moe.ffn_hidden_size=24")
@@ -58,6 +60,36 @@ def test_the_loss_at_step_0_is_that_of_the_dense_run_and_training_goes_on_from_i
     few = (f"data.train={data}", "train.steps=1", "train.global_batch_size=2", "optim.lr=1e-3")
     began = here("train", out, *few)
     assert f"started at step 0 from the weights of {out}/checkpoints/step-00000000" in began.out, began
+
+
+# of the model that the demo trains, whose MLPs are 704 wide; with weights of a scale at which those decide the loss
+DEMO = {**read_preset("llama-4m"), "vocab_size": 2048, "init_method_std": 0.1}
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        ("model.moe.ffn_hidden_size=352",),
+        pytest.param(("model.moe.ffn_hidden_size=704",), marks=pytest.mark.slow),
+        pytest.param(("model.moe.ffn_hidden_size=176", "model.moe.top_k=4"), marks=pytest.mark.slow),
+    ],
+    ids=["G=2", "G=1", "G=4"],
+)
+def test_experts_of_the_demos_model_have_its_loss_and_are_trained_by_several_ranks(experts, tmp_path):
+    run, out = trained(tmp_path, **DEMO), tmp_path / "experts"
+    found = upcycle_model(run, out, ["model.moe.num_experts=8", *experts])
+    assert found.inexact_for == ()
+    assert abs(loss_of(out, tmp_path / "text") - loss_of(run, tmp_path / "text")) < 1e-5
+    step = str(find_checkpoint(out / "checkpoints"))
+    tree = settings(tmp_path, model=found.config, precision={"dtype": "float64"}, load=step)
+    whole, half = tmp_path / "one process", tmp_path / "two ranks"
+    begin = {**tree["train"], "steps": 1}
+    ranks(1, run_here, {**tree, "run": str(whole), "train": {**begin, "steps": 2}}, 1)
+    ranks(2, run_here, {**tree, "run": str(half), "train": begin, "parallel": {"expert": 2}}, 2)
+    ranks(1, run_here, {**tree, "run": str(half), "train": {**begin, "steps": 2}, "load": None}, 1)
+    assert len(losses(half)) == 2
+    assert losses(half) == pytest.approx(losses(whole), rel=1e-9)
+    assert [record["layout"] for record in read_metrics(half)] == ["tp1 ep2 dp2", "tp1 dp1"]
 
 
 def test_how_it_was_made_is_in_the_checkpoint_and_the_seed_is_that_of_training(tmp_path):

@@ -4,11 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from megalith.checkpoint.load import open_tensors
 from megalith.checkpoint.verify import verify_checkpoint
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError
-from megalith.models.hf import Family, fitting, parameter_shapes
+from megalith.models.hf import Family, fitting
+from megalith.models.hf.parameters import buffer_shapes, state_shapes
 from megalith.models.hf.parameters import check as check_shapes
 from megalith.models.hf.write_folder import write_tensors, write_tokenizer
 from megalith.models.multi_token_prediction import without_modules
@@ -52,7 +55,7 @@ def export_model(
     left out: no family has them, and the model is the same without (arXiv:2412.19437, section 2.2).
 
     Args:
-        dtype: of the tensors; by default the one that the run computed in.
+        dtype: of the parameters; by default the one that the run computed in. Buffers have float32 in every model.
         with_proof: compare logits, and store the proof in ``out``, if that can be done here.
         progress: told the bytes of tensors written so far, and all of them.
 
@@ -76,10 +79,13 @@ def export_model(
     verify_checkpoint(checkpoint)
     weights = open_tensors(checkpoint, is_weight)
     shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
-    check_shapes(shapes, parameter_shapes(config.model), str(checkpoint))
+    check_shapes(shapes, state_shapes(config.model), str(checkpoint))
     with new_folder(out) as made:
-        packed = family.packed(model)
-        write_tensors(LocalStore(made), hf_config, packed, weights, DTYPES[dtype], progress)
+        packed, buffers = family.packed(model), buffer_shapes(model)
+        dtypes = {
+            key: torch.float32 if each.parts[0].parameter in buffers else DTYPES[dtype] for key, each in packed.items()
+        }
+        write_tensors(LocalStore(made), hf_config, packed, weights, dtypes, progress)
         if tokenizer is not None:
             write_tokenizer(made, tokenizer, model.max_position_embeddings or num_positions)
         proof = stored_proof(checkpoint, made, made) if with_proof else None

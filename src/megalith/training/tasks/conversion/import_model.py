@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 from megalith.config import load_run
@@ -58,7 +57,7 @@ def import_model(
         tokenizer.check_fits(str(folder.store), folder.config.vocab_size)
     settings = usual_settings(folder.config, folder.num_positions, folder.weights.dtype) | {"run": str(out.absolute())}
     config = load_run(settings)
-    num_parameters = sum(prod(tensor.shape) for tensor in folder.weights.tensors.values())
+    num_parameters = folder.weights.num_parameters
     with new_folder(out) as made:
         write_new_run(
             made,

@@ -4,7 +4,6 @@ Both are computed in float32, one model after the other, on the CPU, where one o
 """
 
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from megalith import optional
 from megalith.errors import CheckpointError, MissingDependencyError
-from megalith.models.hf import open_folder, parameter_shapes
+from megalith.models.hf import open_folder
+from megalith.models.hf.parameters import state_shapes
 from megalith.models.multi_token_prediction import without_modules
 from megalith.observe.machine import free_memory_bytes
 from megalith.observe.units import quantity
@@ -73,7 +73,7 @@ def prove(run: str | Path | Store, folder: str | Path | Store) -> LogitProof:
     V, S = described.config.vocab_size, min(_LONGEST, described.num_positions)
     assert V is not None, "every config.json says it"
     _, _, config = open_run(run)
-    if parameter_shapes(without_modules(config.model)) != parameter_shapes(described.config):
+    if state_shapes(without_modules(config.model)) != state_shapes(without_modules(described.config)):
         raise CheckpointError(f"{run} and {folder} are not the same model: their tensors have other names or shapes")
     tokens = torch.randint(V, (_ROWS, S), generator=torch.Generator().manual_seed(0))  # [B, S]
     with torch.no_grad():
@@ -119,7 +119,7 @@ def _why_not(folder: str | Path | Store) -> str | None:
         optional.need("transformers")
     except MissingDependencyError as error:
         return str(error)
-    num_parameters = sum(prod(tensor.shape) for tensor in open_folder(folder).weights.tensors.values())
+    num_parameters = open_folder(folder).weights.num_parameters
     needed, free = _BYTES_OF_A_PARAMETER * num_parameters, free_memory_bytes()
     if free is not None and free < needed:
         return f"it takes {quantity(needed)}B of memory, of which {quantity(free)}B are free; use a larger machine"

@@ -1,0 +1,63 @@
+"""muP: how first weights, learning rates and AdamW's eps follow the width n of a model, by the names of parameters.
+
+    kind of weight                                           deviation   learning rate   eps
+    embedding, positions, output projection; vectors         1           1               1 / n
+    matrices from one width to another                       1 / sqrt n  1 / n           1 / n
+    output of fixed size: scores and gates of experts        1 / n       1 / n           1
+
+n is hidden_size / base_hidden_size, and each entry a factor on what was chosen at the base. The model multiplies its
+logits by 1 / n, and gradients shrink by that, but for those of the last row; eps, which is added to them, follows.
+Weight decay is divided by the factor on the learning rate, so that a step takes the same share of a weight.
+
+Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 8, which fits tied embeddings; the last row is of
+table 3; appendix B.3 for eps and weight decay.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from megalith.config import TransformerConfig
+from megalith.optim.rate_factors import RateFactors
+from megalith.parallel.parameters import DeclaringModule, ParameterSpec
+
+__all__ = ["WidthFactors", "rate_factors", "scale_first_weights_", "width_factors"]
+
+_FROM_OR_TO_TOKENS = ("model.embed_tokens.weight", "model.embed_positions.weight", "lm_head.weight")
+_OUTPUT_OF_FIXED_SIZE = ".gate.weight"  # [E, H] of a router, [1, H] of shared experts
+
+
+@dataclass(frozen=True)
+class WidthFactors:
+    """Of one parameter: the factor on the deviation of its first values, and those on its rates."""
+
+    std: float
+    rates: RateFactors
+
+
+def width_factors(config: TransformerConfig, name: str, spec: ParameterSpec) -> WidthFactors:
+    """The factors of the parameter ``name``: all of them 1 without muP."""
+    width = config.width
+    if len(spec.shape) == 1 or name.endswith("bias") or name in _FROM_OR_TO_TOKENS:
+        return WidthFactors(1.0, RateFactors(eps=1.0 / width))
+    if name.endswith(_OUTPUT_OF_FIXED_SIZE):
+        return WidthFactors(1.0 / width, RateFactors(lr=1.0 / width))
+    return WidthFactors(1.0 / math.sqrt(width), RateFactors(lr=1.0 / width, eps=1.0 / width))
+
+
+def scale_first_weights_(model: nn.Module, config: TransformerConfig) -> None:
+    """Declares for every parameter of ``model``, before it is drawn, the deviation that its width asks for."""
+    for path, module in model.named_modules():
+        if isinstance(module, DeclaringModule):
+            for name, spec in module.parameter_specs.items():
+                factors = width_factors(config, f"{path}.{name}", spec)
+                module.parameter_specs[name] = replace(spec, std=spec.std * factors.std)
+
+
+def rate_factors(
+    declared: Iterable[tuple[str, nn.Parameter, ParameterSpec]], config: TransformerConfig
+) -> dict[nn.Parameter, RateFactors]:
+    """The factors on the rates of each parameter."""
+    return {parameter: width_factors(config, name, spec).rates for name, parameter, spec in declared}

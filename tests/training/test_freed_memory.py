@@ -1,0 +1,55 @@
+"""freed_memory: what is free between tensors that live on goes back to the system, once there is much of it."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megalith.training.freed_memory import FreedMemory, _held
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc gives memory back on request")
+NUM, BYTES = 4000, 1 << 16
+HOLES = NUM // 2 * BYTES
+
+
+def in_pieces() -> list[torch.Tensor]:
+    """Every second one of many tensors: between those that live on there is as much free, which no other fits into."""
+    return [torch.ones(BYTES, dtype=torch.uint8) for _ in range(NUM)][::2]
+
+
+def run_on(device: str) -> SimpleNamespace:
+    return SimpleNamespace(device=torch.device(device))
+
+
+def test_free_memory_in_pieces_is_given_back():
+    freed = FreedMemory(run_on("cpu"))
+    freed.on_step(run_on("cpu"), None)
+    before, freed.usual = _held(), 1  # so that any growth is much
+    living = in_pieces()
+    assert _held() - before > 1.8 * HOLES
+    freed.on_step(run_on("cpu"), None)
+    assert _held() - before < 1.2 * HOLES  # what lives on, and little else
+    assert all(bool(tensor.all()) for tensor in living)
+
+
+def test_a_process_that_does_not_grow_is_left_alone():
+    freed = FreedMemory(run_on("cpu"))
+    calls = []
+    freed.trim = calls.append
+    for _ in range(3):
+        freed.on_step(run_on("cpu"), None)
+    assert not calls
+
+
+def test_steps_that_came_to_need_more_give_pages_back_once_and_not_each_time():
+    freed = FreedMemory(run_on("cpu"))
+    calls = []
+    freed.trim, freed.is_first, freed.usual = calls.append, False, _held() // 2
+    for _ in range(3):
+        freed.on_step(run_on("cpu"), None)
+    assert len(calls) == 1
+
+
+def test_a_gpu_is_left_to_its_own_allocator():
+    assert FreedMemory(run_on("cuda")).trim is None
