@@ -87,7 +87,9 @@ def test_prepared_sentences_are_sequences_and_their_tokens_those_of_the_text(tmp
     sentences = [tokenizer.decode(dataset.get(index).tolist()) for index in range(len(dataset))]
     assert dataset.num_documents == 2
     assert "".join(sentences) == f"{text}{tokenizer.eod_text}One. Two.\n{tokenizer.eod_text}"
-    assert sentences == [*split_sentences(text)[:-1], split_sentences(text)[-1] + tokenizer.eod_text] + [
+    assert sentences == [
+        *split_sentences(text)[:-1],
+        split_sentences(text)[-1] + tokenizer.eod_text,
         "One.",
         f" Two.\n{tokenizer.eod_text}",
     ]

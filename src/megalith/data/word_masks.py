@@ -55,10 +55,14 @@ class WordMasking:
         segment_ends = blocked[np.searchsorted(blocked, starts)]  # the next token that cannot be masked
         ends = np.minimum(np.append(starts[1:], len(can_mask)), segment_ends)
         limit = min(self.probability * target, max(1, round(len(can_mask) * self.probability)))
-        cumulative = np.cumsum(ngram_distribution(self.max_ngram, self.geometric))
-        sizes = np.searchsorted(cumulative[:-1], draws.uniform(len(starts)), side="right") + 1
+        sizes = self.run_lengths(len(starts), draws)
         order = draws.order(len(starts))
         return _chosen(starts, ends, segment_ends, sizes[order], order, limit)
+
+    def run_lengths(self, number: int, draws: Draws) -> NDArray[np.int64]:
+        """How many words each of ``number`` runs has before it meets others, [number]."""
+        cumulative = np.cumsum(ngram_distribution(self.max_ngram, self.geometric))
+        return np.searchsorted(cumulative[:-1], draws.uniform(number), side="right") + 1
 
 
 def _chosen(
