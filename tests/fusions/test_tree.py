@@ -1,6 +1,7 @@
 """The room itself: doors, families and the core, and a catalogue of what they offer."""
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -28,6 +29,12 @@ def test_a_door_hands_on_what_one_family_offers_and_holds_nothing_else():
         assert isinstance(imports, ast.ImportFrom), door.name
         assert re.fullmatch(rf"megalith\.fusions\.({'|'.join(FOLDERS)})\.\w+", imports.module), door.name
         assert sorted(ast.literal_eval(offers.value)) == sorted(alias.name for alias in imports.names), door.name
+
+
+def test_a_door_is_a_module_also_where_a_function_has_its_name():
+    for door in DOORS:
+        module = importlib.import_module(f"megalith.fusions.{door.stem}")
+        assert getattr(fusions, door.stem) is module
 
 
 def test_rooms_stand_on_four_floors():

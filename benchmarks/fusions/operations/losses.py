@@ -7,6 +7,7 @@ from torch.nn import functional
 from benchmarks.fusions import cost
 from benchmarks.fusions.operation import Call, Inputs, Operation
 from megalith import fusions
+from megalith.fusions.fused_linear_cross_entropy import fused_linear_cross_entropy
 
 __all__ = ["OPERATIONS"]
 
@@ -78,7 +79,7 @@ OPERATIONS = [
         "linear + cross entropy",
         "linear_cross_entropy",
         _hidden,
-        fusions.fused_linear_cross_entropy,
+        fused_linear_cross_entropy,
         _eager_linear,
     ),
 ]

@@ -9,6 +9,7 @@ from torch.nn import functional
 from benchmarks.fusions import cost
 from benchmarks.fusions.operation import Call, Inputs, Operation
 from megalith import fusions
+from megalith.fusions.fused_layer_norm import fused_layer_norm
 
 __all__ = ["OPERATIONS"]
 
@@ -60,7 +61,7 @@ OPERATIONS = [
         "layer norm",
         "layer_norm",
         partial(_inputs, names=("x", "weight", "bias")),
-        partial(fusions.fused_layer_norm, eps=_EPS),
+        partial(fused_layer_norm, eps=_EPS),
         lambda x, weight, bias: functional.layer_norm(x, (_H,), weight, bias, _EPS),
         partial(cost.norm, num_statistics=2),
         {"Liger": _liger_layer_norm},

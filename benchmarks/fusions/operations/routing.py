@@ -8,6 +8,7 @@ from torch import Tensor
 
 from benchmarks.fusions.operation import Call, Inputs, Operation
 from megalith import fusions
+from megalith.fusions.fused_pad_routing_map import fused_pad_routing_map
 
 __all__ = ["OPERATIONS"]
 
@@ -155,7 +156,7 @@ OPERATIONS = [
         "pad routing map",
         "pad_routing_map",
         _routing_map,
-        partial(fusions.fused_pad_routing_map, pad_multiple=16),
+        partial(fused_pad_routing_map, pad_multiple=16),
         partial(_eager_pad, multiple=16),
         peers={"Megatron": partial(_megatron_pad, 16)},
         typed=False,

@@ -1,4 +1,6 @@
-"""Fused operations: tensor functions that know no model and no config. Every public name is importable from here.
+"""Fused operations: tensor functions that know no model and no config. Every public name is importable from here,
+but for three functions that have the name of their module: ``from megalith.fusions.fused_layer_norm import
+fused_layer_norm``, and in the same way fused_linear_cross_entropy and fused_pad_routing_map.
 
 Norms             fused_layer_norm, fused_rms_norm, FusedLayerNorm, FusedRMSNorm;
                   fused_add_norm, of bias, dropout and residual in the same pass
@@ -32,6 +34,7 @@ Paths             Backend, use, explain
 Each takes ``backend=``; ``explain()`` says what each takes without it.
 """
 
+from megalith.fusions.attention.attention import fused_attention
 from megalith.fusions.attention.formulas import merge_attention, sink_correction
 from megalith.fusions.core.activations import Activation
 from megalith.fusions.core.dispatch import Backend, use
@@ -39,8 +42,6 @@ from megalith.fusions.core.explain import explain
 from megalith.fusions.experts.grouped_matmul import grouped_matmul
 from megalith.fusions.experts.row_map import RowMap, row_map
 from megalith.fusions.fused_adamw import fused_adamw_
-from megalith.fusions.fused_add_norm import fused_add_norm
-from megalith.fusions.fused_attention import fused_attention
 from megalith.fusions.fused_bias_dropout import (
     bias_dropout_add_fused_inference,
     bias_dropout_add_fused_train,
@@ -98,18 +99,15 @@ from megalith.fusions.fused_indices_converter import (
     fused_indices_to_multihot,
     fused_multihot_to_indices,
 )
-from megalith.fusions.fused_layer_norm import FusedLayerNorm, FusedRMSNorm, fused_layer_norm, fused_rms_norm
-from megalith.fusions.fused_linear_cross_entropy import fused_linear_cross_entropy
+from megalith.fusions.fused_layer_norm import FusedLayerNorm, FusedRMSNorm, fused_rms_norm
 from megalith.fusions.fused_mla_yarn_rope_apply import (
     ApplyMLARotaryEmbKV,
     ApplyMLARotaryEmbQ,
     fused_apply_mla_rope_for_kv,
     fused_apply_mla_rope_for_q,
 )
-from megalith.fusions.fused_pad_routing_map import fused_pad_routing_map
 from megalith.fusions.fused_permute import permute, permute_by, unpermute
 from megalith.fusions.fused_quantize import quantize
-from megalith.fusions.fused_rope import fused_rope
 from megalith.fusions.fused_softmax import (
     AttnMaskType,
     FusedScaleMaskSoftmax,
@@ -118,7 +116,6 @@ from megalith.fusions.fused_softmax import (
     ScaledUpperTriangMaskedSoftmax,
     SoftmaxOne,
 )
-from megalith.fusions.fused_topk_router import Routing, fused_topk_router, topk_routing_with_score_function
 from megalith.fusions.fused_weighted_squared_relu import (
     WeightedSquaredReLUFunction,
     weighted_squared_relu,
@@ -127,7 +124,9 @@ from megalith.fusions.fused_weighted_squared_relu import (
 )
 from megalith.fusions.gated.glu import glu, glu_back
 from megalith.fusions.gated.glu_float8 import glu_float8
+from megalith.fusions.norm.add_norm import fused_add_norm
 from megalith.fusions.quantization.quantized import Quantized, dequantize
+from megalith.fusions.rope.rope import fused_rope
 from megalith.fusions.rope.rotation import Layout
 from megalith.fusions.rope.tables import (
     llama3_rope_frequencies,
@@ -139,6 +138,7 @@ from megalith.fusions.rope.tables import (
     yarn_rope_frequencies,
 )
 from megalith.fusions.routing.aux_loss_scores import compute_routing_scores_for_aux_loss
+from megalith.fusions.routing.topk_router import Routing, fused_topk_router, topk_routing_with_score_function
 from megalith.fusions.softmax.masked_softmax import masked_softmax
 
 __all__ = [
@@ -199,10 +199,7 @@ __all__ = [
     "fused_apply_mla_rope_for_q",
     "fused_attention",
     "fused_indices_to_multihot",
-    "fused_layer_norm",
-    "fused_linear_cross_entropy",
     "fused_multihot_to_indices",
-    "fused_pad_routing_map",
     "fused_rms_norm",
     "fused_rope",
     "fused_topk_router",

@@ -11,7 +11,7 @@ section 2, who keep the scores of large models from growing with it.
 from torch import Tensor, nn
 
 from megalith.config import TransformerConfig
-from megalith.fusions import fused_layer_norm, fused_rms_norm
+from megalith.fusions.fused_layer_norm import fused_layer_norm, fused_rms_norm
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import DeclaringModule, ParameterSpec, local
 

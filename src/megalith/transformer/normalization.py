@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from megalith.acceleration.recompute import DiscardableOutput
 from megalith.config import TransformerConfig
-from megalith.fusions import fused_add_norm, fused_layer_norm, fused_rms_norm
+from megalith.fusions import fused_add_norm, fused_rms_norm
+from megalith.fusions.fused_layer_norm import fused_layer_norm
 from megalith.numerics.dropout import Dropout
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import DeclaringModule, ParameterSpec, local

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megalith.errors import ShapeError
 from megalith.fusions import fused_attention, merge_attention
-from megalith.fusions.fused_attention import attention_gradients
+from megalith.fusions.attention.attention import attention_gradients
 from megalith.packed_seq_params import PackedSeqParams
 
 SQ, B, A, G, D = 9, 3, 4, 2, 16

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions import fused_pad_routing_map
+from megalith.fusions.fused_pad_routing_map import fused_pad_routing_map
 
 PATHS = ("triton", "blocked", "reference")
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.fusions import cost
-from megalith.fusions.fused_add_norm import fused_add_norm
 from megalith.fusions.fused_layer_norm import fused_layer_norm, fused_rms_norm
-from megalith.fusions.norm.add_norm import FUSION
+from megalith.fusions.norm.add_norm import FUSION, fused_add_norm
 from megalith.fusions.norm.layer_norm import LAYER_NORM_FUSION, RMS_NORM_FUSION
 from megalith.numerics.dropout import Dropout, DropoutKey, keep_mask
 from tests.fusions.harness import WIDTHS, Case, Inputs

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions import bias_dropout_add_fused_train, fused_add_norm, fused_layer_norm, fused_rms_norm
+from megalith.fusions import bias_dropout_add_fused_train, fused_add_norm
+from megalith.fusions.fused_layer_norm import fused_layer_norm, fused_rms_norm
 from megalith.numerics.dropout import Dropout, DropoutKey, keep_mask
 from tests.accuracy import assert_accurate
 from tests.fusions.norm.cases_of_norms import CASES

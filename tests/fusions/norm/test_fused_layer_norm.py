@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megalith.errors import BackendError, ConfigError, ShapeError
-from megalith.fusions import FusedLayerNorm, FusedRMSNorm, fused_layer_norm, fused_rms_norm, use
+from megalith.fusions import use
+from megalith.fusions.fused_layer_norm import FusedLayerNorm, FusedRMSNorm, fused_layer_norm, fused_rms_norm
 from megalith.fusions.norm.formulas import WIDEST_WHOLE_ROW, nested_rows, rows_per_program
 from tests.fusions.norm.cases_of_norms import CASES
 from tests.fusions.observe import operator_calls

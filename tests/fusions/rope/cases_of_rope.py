@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.fusions import cost
-from megalith.fusions.fused_rope import fused_rope
-from megalith.fusions.rope.rope import FUSION
+from megalith.fusions.rope.rope import FUSION, fused_rope
 from tests.fusions.harness import Case, Inputs
 
 B, A, G = 2, 3, 2

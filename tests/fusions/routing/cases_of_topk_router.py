@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.fusions import cost
-from megalith.fusions.fused_topk_router import Routing, fused_topk_router
-from megalith.fusions.routing.topk_router import FUSION
+from megalith.fusions.routing.topk_router import FUSION, Routing, fused_topk_router
 from tests.fusions.harness import Case, Inputs
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {

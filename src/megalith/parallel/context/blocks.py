@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from megalith.fusions.fused_attention import key_range
+from megalith.fusions.attention.attention import key_range
 from megalith.packed_seq_params import PackedSeqParams
 
 __all__ = ["Block", "Sight", "blocks_between"]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megalith.fusions import merge_attention
+from megalith.fusions.attention.attention import attention_gradients, fused_attention
 from megalith.fusions.attention.formulas import reference, reference_gradients
 from megalith.fusions.core.dispatch import Backend, use
-from megalith.fusions.fused_attention import attention_gradients, fused_attention
 from megalith.numerics.dropout import Dropout, attention_keep_mask
 from megalith.parallel.context.blocks import Block, Sight, blocks_between
 

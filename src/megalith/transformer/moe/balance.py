@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megalith.fusions import compute_routing_scores_for_aux_loss
-from megalith.fusions.fused_topk_router import ScoreFunction
+from megalith.fusions.routing.topk_router import ScoreFunction
 
 __all__ = [
     "LoadMetrics",
