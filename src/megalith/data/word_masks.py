@@ -21,11 +21,10 @@ _GEOMETRIC = 0.2
 def ngram_distribution(max_ngram: int, geometric: bool) -> NDArray[np.float64]:
     """P(n) of a run of n = 1 ... ``max_ngram`` words, float64 [max_ngram]."""
     n = np.arange(1, max_ngram + 1)
-    if not geometric:
-        return np.divide(1 / n, np.sum(1 / n), dtype=np.float64)
-    found = np.multiply(_GEOMETRIC, (1 - _GEOMETRIC) ** (n - 1.0), dtype=np.float64)
-    found[-1] = (1 - _GEOMETRIC) ** (max_ngram - 1.0)  # all that is cut off
-    return found
+    weights = np.asarray(_GEOMETRIC * (1 - _GEOMETRIC) ** (n - 1.0) if geometric else 1 / n, dtype=np.float64)
+    if geometric:
+        weights[-1] = (1 - _GEOMETRIC) ** (max_ngram - 1.0)  # all that is cut off
+    return np.asarray(weights / weights.sum(), dtype=np.float64)
 
 
 @dataclass(frozen=True)
