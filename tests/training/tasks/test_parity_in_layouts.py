@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 
 from megalith.config import load_run
 from megalith.data.gpt_dataset import GPTDataset
-from megalith.models.hf import open_folder
+from megalith.models.hf import open_folder, parameter_shapes
 from megalith.numerics.tolerance import NOISE_FLOAT32, gradient_error
 from megalith.parallel.parameters import declared_parameters
 from megalith.training.resume import resume_or_load
 from megalith.training.setup import build_run
 from megalith.training.step import local_counts, sum_totals, train_step
 from megalith.training.tasks.origin import settings_from
-from tests.models.hf.peers import as_in_files
+from tests.models.hf.peers import as_in_files, saved_buffers
 from tests.rank_pool import ranks
 from tests.tiny_run import SEQ, settings, write_dataset
 from tests.training.tasks.conversion.folders import SHAPES, write_folder
@@ -96,9 +96,10 @@ def transformers_part(theirs: PreTrainedModel, folder: Path, tree: dict[str, Any
     counted = tokens.flatten() != 0  # eod_mask_loss
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1)[counted], labels.flatten()[counted])
     loss.backward()
-    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()} | saved_buffers(theirs)
     by_our_names = open_folder(folder).family.from_hf(as_in_files(theirs, gradients), config.model)
-    return Part([(torch.arange(ROWS), torch.arange(SEQ), logits.detach())], by_our_names, loss.item())
+    ours = {name: by_our_names[name] for name in parameter_shapes(config.model)}  # without buffers
+    return Part([(torch.arange(ROWS), torch.arange(SEQ), logits.detach())], ours, loss.item())
 
 
 @pytest.mark.parametrize(("shape", "layout"), CASES)

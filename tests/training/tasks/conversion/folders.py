@@ -48,10 +48,11 @@ SHAPES = {
     ),
     "gpt-oss": lambda: peers.gpt_oss(vocab_size=VOCAB, intermediate_size=20, eos_token_id=0),
     "deepseek v3": lambda: peers.deepseek_v3(
-        vocab_size=VOCAB, num_hidden_layers=3, eos_token_id=0, **peers.scaled("yarn of DeepSeek-V3")
+        vocab_size=VOCAB, num_hidden_layers=3, kv_lora_rank=12, eos_token_id=0, **peers.scaled("yarn of DeepSeek-V3")
     ),
     "deepseek v2": lambda: peers.deepseek_v2(
         vocab_size=VOCAB,
+        kv_lora_rank=12,
         max_position_embeddings=24,
         topk_method="group_limited_greedy",
         n_group=4,
