@@ -41,7 +41,7 @@ def test_words_of_byte_level_tokens_are_those_of_the_pre_tokenizer():
     text = "def __init__(self, size=128):\n    return self.size_of(x2y) + caf\u00e9\n"
     tokenizer = train_byte_level_bpe([text], 300)
     ids = np.array(tokenizer.encode(text))
-    starts = tokenizer.word_starts(ids)
+    starts = tokenizer.word_starts()(ids)
     words = ["".join(map(chr, part)) for part in _parts(ids, starts, tokenizer)]
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
     wanted = [piece for piece, _ in pieces]
@@ -68,7 +68,7 @@ def test_a_word_piece_that_continues_a_word_begins_none():
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     library.add_special_tokens(["[SEP]"])
     tokenizer = Tokenizer(library.to_str().encode())
-    assert tokenizer.word_starts(np.array([2, 3, 3, 4, 2, 1, 3])).tolist() == [1, 0, 0, 1, 1, 1, 0]
+    assert tokenizer.word_starts()(np.array([2, 3, 3, 4, 2, 1, 3])).tolist() == [1, 0, 0, 1, 1, 1, 0]
 
 
 def test_prepared_sentences_are_sequences_and_their_tokens_those_of_the_text(tmp_path):
@@ -107,5 +107,5 @@ def test_special_tokens_that_are_missing_or_unknown_are_named(tmp_path):
     no_sentinels = train_byte_level_bpe(["some text"], 300, ["<pad>"])
     with pytest.raises(DataError, match="sentinels"):
         t5_tokens(no_sentinels)
-    with pytest.raises(ConfigError, match="must be of bert, t5, fim; got 'gpt'"):
+    with pytest.raises(ConfigError, match="must be of bert, t5; got 'gpt'"):
         prepare([], tmp_path / "x", vocab_size=300, special_tokens=["gpt"])

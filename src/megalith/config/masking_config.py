@@ -6,7 +6,7 @@ from pydantic import Field
 
 from megalith.config.settings_group import LARGEST_SIZE, SettingsGroup
 
-__all__ = ["FIMConfig", "MaskingConfig"]
+__all__ = ["MaskingConfig"]
 
 
 class MaskingConfig(SettingsGroup):
@@ -31,21 +31,4 @@ class MaskingConfig(SettingsGroup):
         default="refuse",
         description="documents with a sentence that is longer than a sample: an error, or left out and counted in the "
         "log",
-    )
-
-
-class FIMConfig(SettingsGroup):
-    """Fill-in-the-middle for GPT (Bavarian et al. 2022, arXiv:2207.14255): documents cut in three and reordered."""
-
-    dotted_name: ClassVar[str] = "data.fim"
-
-    rate: float = Field(default=0.5, ge=0, le=1, description="[share] of documents that are reordered")
-    spm_rate: float = Field(
-        default=0.5, ge=0, le=1, description="[share] of these with the suffix before the prefix; else the prefix first"
-    )
-    prefix_token: str = Field(default="<fim_prefix>", min_length=1, description="what the prefix follows")
-    middle_token: str = Field(default="<fim_middle>", min_length=1, description="what the middle follows")
-    suffix_token: str = Field(default="<fim_suffix>", min_length=1, description="what the suffix follows")
-    pad_token: str = Field(
-        default="<fim_pad>", min_length=1, description="what fills a sample up that has become shorter, without a loss"
     )

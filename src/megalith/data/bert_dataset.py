@@ -144,7 +144,7 @@ class BertDataset(MaskedDataset[BertSample]):
         types = np.repeat(np.arange(len(segments)), [len(segment) + 1 for segment in segments])
         is_text = (labels != special.classifier) & (labels != special.separator)
         loss_mask = np.zeros(len(labels), np.bool_)
-        for first, end in self.word_masking.spans(self.tokenizer.word_starts(labels), is_text, target, draws):
+        for first, end in self.word_masking.spans(self._word_starts(labels), is_text, target, draws):
             loss_mask[first:end] = True
         tokens = labels.copy()
         tokens[loss_mask] = self._replaced(labels[loss_mask], draws)

@@ -71,6 +71,7 @@ class MaskedDataset(ABC, Generic[Sample]):
         if room < 2:
             raise ConfigError(f"data.seq_length must leave room for 2 tokens of text; it leaves {room}; use 128")
         self.tokenizer = tokenizer
+        self._word_starts = tokenizer.word_starts()
         self.word_masking = word_masking
         self.seed = seed
         self._room = room

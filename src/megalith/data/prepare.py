@@ -133,7 +133,7 @@ def prepare(
         eod: the token that ends a document, where the tokenizer has none of the usual names.
         split_sentences: a sequence of the dataset for every sentence (``sentences.py``), as BERT and T5 need; without,
             one for every document.
-        special_tokens: what else a tokenizer that is trained has special tokens for: "bert", "t5", "fim".
+        special_tokens: what else a tokenizer that is trained has special tokens for: "bert", "t5".
         processes: how many encode. With more than one, a script must call this under ``if __name__ == "__main__"``.
         progress: is told now and then how far it is.
 
@@ -145,18 +145,11 @@ def prepare(
     _check_tokenizer_choice(tokenizer, vocab_size, eod, special_tokens)
     sources, fraction = _find(inputs, Path(out), valid)
     out = Path(os.path.abspath(out))
-    job = _Job(
-        sources=sources,
-        out=out,
-        tokenizer=None if tokenizer is None else Tokenizer.load(tokenizer, eod),
-        tokenizer_path=_trained(out) if tokenizer is None else Path(os.path.abspath(tokenizer)),
-        vocab_size=vocab_size,
-        valid_fraction=fraction,
-        key=key,
-        split_sentences=split_sentences,
-        # a name may be that of two kinds of model
-        special_tokens=tuple(dict.fromkeys(token for kind in special_tokens for token in SPECIAL_TOKENS[kind])),
-    )
+    # a name may be that of two kinds of model
+    special = dict.fromkeys(token for kind in special_tokens for token in SPECIAL_TOKENS[kind])
+    given = None if tokenizer is None else Tokenizer.load(tokenizer, eod)
+    path = _trained(out) if tokenizer is None else Path(os.path.abspath(tokenizer))
+    job = _Job(sources, out, given, path, vocab_size, fraction, key, split_sentences, tuple(special))
     folder = companion(job.out, ".parts")
     with _lock(folder, job.out):
         try:

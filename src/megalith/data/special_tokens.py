@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError
 
-__all__ = ["SPECIAL_TOKENS", "BertTokens", "T5Tokens", "bert_tokens", "named_tokens", "t5_tokens"]
+__all__ = ["SPECIAL_TOKENS", "BertTokens", "T5Tokens", "bert_tokens", "t5_tokens"]
 
 _NUM_SENTINELS = 100
 
@@ -18,7 +18,6 @@ SPECIAL_TOKENS = MappingProxyType(
     {
         "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
         "t5": ("<pad>", *(f"<extra_id_{number}>" for number in range(_NUM_SENTINELS))),
-        "fim": ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"),
     }
 )
 
@@ -79,14 +78,6 @@ def t5_tokens(tokenizer: Tokenizer) -> T5Tokens:
     if not sentinels:
         raise _missing(tokenizer, "T5", "sentinels (<extra_id_0>, <extra_id_1>, ...)", "t5")
     return T5Tokens(padding, tokenizer.eod, np.array(sentinels, np.int64))
-
-
-def named_tokens(tokenizer: Tokenizer, names: tuple[str, ...], purpose: str, kind: str) -> tuple[int, ...]:
-    """The id of each of ``names``. Raises DataError that names those that the tokenizer has not."""
-    ids = {name: tokenizer.token_id(name) for name in names}
-    if missing := [name for name, id in ids.items() if id is None]:
-        raise _missing(tokenizer, purpose, f"the tokens {', '.join(missing)}", kind)
-    return tuple(id for id in ids.values() if id is not None)
 
 
 def _missing(tokenizer: Tokenizer, purpose: str, what: str, kind: str) -> DataError:

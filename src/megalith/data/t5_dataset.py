@@ -146,7 +146,7 @@ class T5Dataset(MaskedDataset[T5Sample]):
         is_truncated = len(text) > target
         text = text[:target]
         can_mask = np.ones(len(text), np.bool_)
-        spans = self.word_masking.spans(self.tokenizer.word_starts(text), can_mask, target, draws)
+        spans = self.word_masking.spans(self._word_starts(text), can_mask, target, draws)
         special = self._special
         if len(spans) > len(special.sentinels):
             raise DataError(

@@ -9,7 +9,6 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -135,9 +134,8 @@ class Tokenizer:
         id: int | None = self._tokenizer.token_to_id(text)
         return id
 
-    @cached_property
     def word_starts(self) -> WordStarts:
-        """Tells which of a row of ids begin a word."""
+        """Tables that tell which of a row of ids begin a word."""
         entries = self._tokenizer.get_vocab(with_added_tokens=True)
         return WordStarts.of(json.loads(self._content), entries, self.vocab_size)
 
