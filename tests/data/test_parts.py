@@ -54,7 +54,7 @@ def encode(sources, folder, valid_fraction=0.0, splits=("train",)):
     found = {}
     for split in splits:
         with IndexedDatasetBuilder(folder / split, np.uint16) as builder:
-            text_bytes = sum(append_part(builder, folder, number, part, split) for number, part in enumerate(plan))
+            text_bytes = sum(append_part(builder, encoding, number, part, split) for number, part in enumerate(plan))
             builder.finalize(text_bytes=text_bytes)
         dataset = IndexedDataset(folder / split)
         starts = dataset.document_starts()

@@ -49,6 +49,13 @@ def prepare(
     eod: Annotated[
         str | None, typer.Option(help="Token that ends a document, if the tokenizer has none of the usual names.")
     ] = None,
+    split_sentences: Annotated[
+        bool, typer.Option("--split-sentences", help="Keep where sentences and lines end, as BERT and T5 need.")
+    ] = False,
+    special_tokens: Annotated[
+        list[str] | None,
+        typer.Option(help="With --vocab-size: special tokens for bert or t5; may be repeated.", metavar="KIND"),
+    ] = None,
     processes: Annotated[
         int | None, typer.Option(min=1, help="How many encode; by default one for every core.", metavar="N")
     ] = None,
@@ -69,6 +76,8 @@ def prepare(
             valid=valid,
             key=key,
             eod=eod,
+            split_sentences=split_sentences,
+            special_tokens=special_tokens or (),
             processes=processes or _num_cores(),
             progress=show,
         )

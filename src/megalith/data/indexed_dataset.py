@@ -117,8 +117,11 @@ class IndexedDataset:
 
     def document_starts(self) -> NDArray[np.int64]:
         """int64 ``[N + 1]``: document d is ``tokens[starts[d]:starts[d + 1]]``."""
-        sequence_starts = np.append(self._offsets // self.dtype.itemsize, self.num_tokens)
-        return sequence_starts[self.document_indices]
+        return self.sequence_starts()[self.document_indices]
+
+    def sequence_starts(self) -> NDArray[np.int64]:
+        """int64 ``[S + 1]``: sequence s is ``tokens[starts[s]:starts[s + 1]]``."""
+        return np.append(self._offsets // self.dtype.itemsize, self.num_tokens)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """``length`` tokens (None: all that follow) of sequence ``index`` from ``offset``; a view, not writable.
@@ -272,23 +275,30 @@ class IndexedDatasetBuilder:
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
         """Appends the documents of ``dataset``, which has the same dtype. Raises DataError if it has another."""
-        assert not self._open_tokens, "end the open document first"
+        starts, num_before = dataset.document_starts(), self.num_sequences
+        self.add_sequences(dataset)
+        with explained("write", self.prefix):
+            self._document_ends.write((dataset.document_indices[1:] + num_before).astype("<i8").tobytes())
+        self._document_tokens = 0
+        self.num_documents += dataset.num_documents
+        self.num_empty_documents += int(np.count_nonzero(np.diff(starts) == 0))
+
+    def add_sequences(self, dataset: IndexedDataset) -> None:
+        """Appends all sequences of ``dataset`` to the open document. Raises DataError if it has another dtype."""
+        assert not self._open_tokens, "end the open sequence first"
         if dataset.dtype != self.dtype:
             raise DataError(
                 f"{dataset.prefix} holds {dataset.dtype.name}; it must hold {self.dtype.name} to be appended"
             )
-        starts = dataset.document_starts()
         with explained("write", self.prefix):
             for start in range(0, dataset.num_tokens, _COPIED):
                 tokens = dataset.tokens[start : start + _COPIED]
                 self._note_token_ids(tokens)
                 self._bin.write(tokens.tobytes())
             self._lengths.write(dataset.sequence_lengths.tobytes())
-            self._document_ends.write((dataset.document_indices[1:] + self.num_sequences).astype("<i8").tobytes())
         self.num_tokens += dataset.num_tokens
+        self._document_tokens += dataset.num_tokens
         self.num_sequences += len(dataset)
-        self.num_documents += dataset.num_documents
-        self.num_empty_documents += int(np.count_nonzero(np.diff(starts) == 0))
 
     def finalize(self, **origin: Any) -> Sidecar:
         """Publishes the files and returns what ``prefix.json`` says; ``origin`` are fields of ``Sidecar``."""

@@ -16,6 +16,7 @@ from typing import Literal
 from megalith.data.documents import BLOCK_BYTES, Piece, read_pieces, row_group_bytes
 from megalith.data.index_file import companion
 from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, best_dtype, remove_dataset
+from megalith.data.sentences import split_sentences
 from megalith.data.sources import Source
 from megalith.data.tokenizer import Tokenizer
 
@@ -67,6 +68,7 @@ class Encoding:
     key: str
     valid_fraction: float
     splits: tuple[Split, ...]  # "train" last: its .idx says that the part is complete
+    split_sentences: bool = False  # a sequence for every sentence
 
 
 def plan_parts(sources: Sequence[Source]) -> list[Part]:
@@ -126,7 +128,8 @@ def settled_fraction(parts: Sequence[Part], key: str, fraction: float) -> float:
 def encode_part(encoding: Encoding, number: int, part: Part) -> int:
     """Writes part ``number`` as one indexed dataset for each split; returns ``number``.
 
-    Every document ends with ``eod``, but for empty ones, which have no token at all.
+    Every document ends with ``eod``, but for empty ones, which have no token at all. It is the last token of the last
+    sentence, where sentences are split; a sentence also ends where a long text was cut into pieces.
 
     Raises:
         DataError: a source is not what it should be.
@@ -150,14 +153,17 @@ def is_encoded(folder: Path, number: int) -> bool:
     return companion(_prefix(folder, number, "train"), ".idx").exists()
 
 
-def append_part(builder: IndexedDatasetBuilder, folder: Path, number: int, part: Part, split: Split) -> int:
+def append_part(builder: IndexedDatasetBuilder, encoding: Encoding, number: int, part: Part, split: Split) -> int:
     """Appends what part ``number`` holds of ``split``, joining a document that was cut; returns its bytes of text."""
-    dataset = IndexedDataset(_prefix(folder, number, split))
+    dataset = IndexedDataset(_prefix(encoding.folder, number, split))
     if not (part.begins_inside or part.ends_inside):
         builder.add_dataset(dataset)
     elif dataset.num_documents:
-        for start in range(0, dataset.num_tokens, BLOCK_BYTES):
-            builder.write(dataset.tokens[start : start + BLOCK_BYTES])
+        if encoding.split_sentences:
+            builder.add_sequences(dataset)
+        else:
+            for start in range(0, dataset.num_tokens, BLOCK_BYTES):
+                builder.write(dataset.tokens[start : start + BLOCK_BYTES])
         if not part.ends_inside:
             builder.end_document()
     return 0 if dataset.sidecar is None else dataset.sidecar.text_bytes
@@ -169,17 +175,21 @@ def _encode(
     """Bytes of text of each split."""
     text_bytes = dict.fromkeys(builders, 0)
     has_tokens = part.begins_inside
+    is_open = False  # a sequence
     for source, piece in _pieces(part, encoding.key):
         split: Split = "valid" if _is_held_out(source, piece.document, encoding.valid_fraction) else "train"
-        ids = tokenizer.encode(piece.text)
-        builders[split].write(ids)
+        for ids in tokenizer.encode_batch(split_sentences(piece.text) if encoding.split_sentences else [piece.text]):
+            if encoding.split_sentences and is_open and ids:
+                builders[split].end_sequence()
+            builders[split].write(ids)
+            is_open = is_open or bool(ids)
         text_bytes[split] += piece.num_bytes
-        has_tokens = has_tokens or bool(ids)
+        has_tokens = has_tokens or is_open
         if piece.is_last:
             if has_tokens:
                 builders[split].write([encoding.eod])
             builders[split].end_document()
-            has_tokens = False
+            has_tokens = is_open = False
     if part.ends_inside:
         builders[split].end_document()
     return text_bytes

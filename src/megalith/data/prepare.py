@@ -20,6 +20,7 @@ from megalith.data.indexed_dataset import IndexedDatasetBuilder, best_dtype, fil
 from megalith.data.parts import Encoding, Part, Split, append_part, plan_parts, settled_fraction, training_texts
 from megalith.data.sidecar import Sidecar
 from megalith.data.sources import Sources, find_sources
+from megalith.data.special_tokens import SPECIAL_TOKENS
 from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
 from megalith.data.workers import encode_parts
 from megalith.errors import ConfigError, DataError, StorageError
@@ -72,6 +73,8 @@ class _Job:
     vocab_size: int | None
     valid_fraction: float
     key: str
+    split_sentences: bool
+    special_tokens: tuple[str, ...]  # of the tokenizer that is to be trained
 
     @property
     def valid_out(self) -> Path:
@@ -94,6 +97,8 @@ class _Job:
         ]
         tokenizer = self.vocab_size if self.tokenizer is None else (self.tokenizer.sha256, self.tokenizer.eod)
         content = [_FORMAT_VERSION, BLOCK_BYTES, files, self.key, self.valid_fraction, tokenizer]
+        if self.split_sentences or self.special_tokens:  # without them the fingerprint is that of earlier versions
+            content += [self.split_sentences, self.special_tokens]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def targets(self) -> list[Path]:
@@ -111,6 +116,8 @@ def prepare(
     valid: float | Sequence[str | Path] = 0.0,
     key: str = "text",
     eod: str | None = None,
+    split_sentences: bool = False,
+    special_tokens: Sequence[str] = (),
     processes: int = 1,
     progress: Progress = lambda phase, done, total: None,
 ) -> PrepareSummary:
@@ -124,6 +131,9 @@ def prepare(
             documents at least one; or these files.
         key: of the text in .jsonl and .parquet.
         eod: the token that ends a document, where the tokenizer has none of the usual names.
+        split_sentences: a sequence of the dataset for every sentence (``sentences.py``), as BERT and T5 need; without,
+            one for every document.
+        special_tokens: what else a tokenizer that is trained has special tokens for: "bert", "t5".
         processes: how many encode. With more than one, a script must call this under ``if __name__ == "__main__"``.
         progress: is told now and then how far it is.
 
@@ -132,7 +142,14 @@ def prepare(
         DataError: an input is not what it should be, or ``out`` holds other data; nothing is overwritten.
         StorageError: the disk is full, or another process is at work on ``out``.
     """
-    job = _resolve(inputs, Path(out), tokenizer, vocab_size, valid, key, eod)
+    _check_tokenizer_choice(tokenizer, vocab_size, eod, special_tokens)
+    sources, fraction = _find(inputs, Path(out), valid)
+    out = Path(os.path.abspath(out))
+    # a name may be that of two kinds of model
+    special = dict.fromkeys(token for kind in special_tokens for token in SPECIAL_TOKENS[kind])
+    given = None if tokenizer is None else Tokenizer.load(tokenizer, eod)
+    path = _trained(out) if tokenizer is None else Path(os.path.abspath(tokenizer))
+    job = _Job(sources, out, given, path, vocab_size, fraction, key, split_sentences, tuple(special))
     folder = companion(job.out, ".parts")
     with _lock(folder, job.out):
         try:
@@ -150,40 +167,39 @@ def prepare(
     return summary
 
 
-def _resolve(
-    inputs: Sequence[str | Path],
-    out: Path,
-    tokenizer: str | Path | None,
-    vocab_size: int | None,
-    valid: float | Sequence[str | Path],
-    key: str,
-    eod: str | None,
-) -> _Job:
-    with explained("write", out):
-        is_folder = not out.name or out.is_dir()
-    if is_folder:
-        raise ConfigError(f"--out ({out}) must be a prefix of file names, not a folder; for example {out / 'corpus'}")
+def _check_tokenizer_choice(
+    tokenizer: str | Path | None, vocab_size: int | None, eod: str | None, special_tokens: Sequence[str]
+) -> None:
     if (tokenizer is None) == (vocab_size is None):
         raise ConfigError("give either --tokenizer PATH of a tokenizer.json, or --vocab-size N to train one")
     if eod is not None and tokenizer is None:
         raise ConfigError("--eod names a token of a given --tokenizer; one that is trained ends documents by its own")
+    if special_tokens and tokenizer is not None:
+        raise ConfigError("--special-tokens are for a tokenizer that is trained; the --tokenizer has its own")
+    for kind in special_tokens:
+        if kind not in SPECIAL_TOKENS:
+            raise ConfigError(f"--special-tokens must be of {', '.join(SPECIAL_TOKENS)}; got {kind!r}")
+
+
+def _find(inputs: Sequence[str | Path], out: Path, valid: float | Sequence[str | Path]) -> tuple[Sources, float]:
+    """The files to read, and which share of their documents to hold out."""
+    with explained("write", out):
+        is_folder = not out.name or out.is_dir()
+    if is_folder:
+        raise ConfigError(f"--out ({out}) must be a prefix of file names, not a folder; for example {out / 'corpus'}")
     fraction, held_out = (float(valid), ()) if isinstance(valid, int | float) else (0.0, tuple(valid))
     if not 0 <= fraction < 1:
         raise ConfigError(f"--valid must be a share of the documents, 0 or more and below 1; got {fraction}; use 0.02")
     if not inputs:
         raise DataError("give at least one file or folder of text")
     out = Path(os.path.abspath(out))
-    trained = companion(out, "-tokenizer.json")
-    own = [*files_of(out), *files_of(companion(out, "-valid")), trained, companion(out, ".parts")]
-    return _Job(
-        sources=find_sources(inputs, held_out, own),
-        out=out,
-        tokenizer=None if tokenizer is None else Tokenizer.load(tokenizer, eod),
-        tokenizer_path=trained if tokenizer is None else Path(os.path.abspath(tokenizer)),
-        vocab_size=vocab_size,
-        valid_fraction=fraction,
-        key=key,
-    )
+    own = [*files_of(out), *files_of(companion(out, "-valid")), _trained(out), companion(out, ".parts")]
+    return find_sources(inputs, held_out, own), fraction
+
+
+def _trained(out: Path) -> Path:
+    """Where a tokenizer goes that is trained."""
+    return companion(out, "-tokenizer.json")
 
 
 def _finished(job: _Job, folder: Path) -> PrepareSummary | None:
@@ -211,9 +227,9 @@ def _run(job: _Job, folder: Path, processes: int, progress: Progress) -> Prepare
     parts = plan_parts(job.sources.files)
     fraction = settled_fraction(parts, job.key, job.valid_fraction)
     tokenizer = _settle_tokenizer(job, parts, fraction, folder / "tokenizer.json", progress)
-    encoding = Encoding(folder, tokenizer.eod, job.key, fraction, job.splits)
+    encoding = Encoding(folder, tokenizer.eod, job.key, fraction, job.splits, job.split_sentences)
     encode_parts(encoding, parts, processes, lambda done, total: progress("encode", done, total))
-    return _publish(job, parts, folder, tokenizer, progress)
+    return _publish(job, parts, encoding, tokenizer, progress)
 
 
 def _settle_tokenizer(job: _Job, parts: Sequence[Part], fraction: float, path: Path, progress: Progress) -> Tokenizer:
@@ -224,7 +240,8 @@ def _settle_tokenizer(job: _Job, parts: Sequence[Part], fraction: float, path: P
     if path.exists():
         return Tokenizer.load(path)
     assert job.vocab_size is not None, "one of the two is given"
-    tokenizer = train_byte_level_bpe(_training_texts(job, parts, fraction, progress), job.vocab_size)
+    texts = _training_texts(job, parts, fraction, progress)
+    tokenizer = train_byte_level_bpe(texts, job.vocab_size, job.special_tokens)
     tokenizer.save(path)
     return tokenizer
 
@@ -238,9 +255,10 @@ def _training_texts(job: _Job, parts: Sequence[Part], fraction: float, progress:
 
 
 def _publish(
-    job: _Job, parts: Sequence[Part], folder: Path, tokenizer: Tokenizer, progress: Progress
+    job: _Job, parts: Sequence[Part], encoding: Encoding, tokenizer: Tokenizer, progress: Progress
 ) -> PrepareSummary:
     """Joins the parts and moves the files into place, the .idx of the training set last."""
+    folder = encoding.folder
     with explained("write", folder):
         (folder / _PUBLISHING).touch()
         fsync_folder(folder)
@@ -257,7 +275,7 @@ def _publish(
         done = 0
         for number, part in enumerate(parts):
             for split, builder in builders.items():
-                text_bytes[split] += append_part(builder, folder, number, part, split)
+                text_bytes[split] += append_part(builder, encoding, number, part, split)
             done += part.num_bytes
             progress("join", done, total)
         _check_not_empty(job, builders)

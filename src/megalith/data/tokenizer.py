@@ -5,6 +5,7 @@ encoded and decoding gives back the same bytes.
 """
 
 import hashlib
+import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from megalith.data.word_starts import WordStarts
 from megalith.errors import ConfigError, DataError, StorageError
 from megalith.input_file import read_regular_file
 from megalith.storage import LocalStore, Store, explained, open_store, publish_file
@@ -29,7 +31,7 @@ _MOST_BYTES = 1 << 28  # of a tokenizer.json; the largest published ones have ab
 _MOST_ENTRIES = 1 << 24  # of a trained vocabulary; the largest published ones have a million
 _LONGER_THAN_WORDS = 512  # characters
 _ONE_KIND = re.compile(r"\w+|\s+|[^\w\s]+")  # letters and digits, spaces, or other signs
-_EOD_NAMES = (EOD, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")  # noqa: RUF001
+_EOD_NAMES = (EOD, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>", "[SEP]")  # noqa: RUF001
 
 
 class Tokenizer:
@@ -127,6 +129,16 @@ class Tokenizer:
         """The text of ``ids``, special tokens spelled out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token spelled ``text``; None if there is none."""
+        id: int | None = self._tokenizer.token_to_id(text)
+        return id
+
+    def word_starts(self) -> WordStarts:
+        """Tables that tell which of a row of ids begin a word."""
+        entries = self._tokenizer.get_vocab(with_added_tokens=True)
+        return WordStarts.of(json.loads(self._content), entries, self.vocab_size)
+
     def check_fits(self, model: str, num_rows: int) -> None:
         """Raises DataError if ``model`` has ``num_rows`` rows, and the tokenizer's ``num_rows`` are more."""
         if self.num_rows > num_rows:
@@ -197,8 +209,10 @@ class TextStream:
         self._given = len(texts[start])
 
 
-def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of at most ``vocab_size`` entries: ``<|endoftext|>`` (id 0), 256 bytes, then merges.
+def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Tokenizer:
+    """A byte-level BPE tokenizer of at most ``vocab_size`` entries.
+
+    ``<|endoftext|>`` (id 0), then ``special_tokens``, 256 bytes, and merges.
 
     The same texts in the same order give the same bytes. Few texts may not support as many entries as asked. Training
     takes time in the square of a word's length, so it sees endless ones (DNA, a line of dashes) in parts.
@@ -207,14 +221,18 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """
     if vocab_size > _MOST_ENTRIES:  # the trainer sets memory aside for all of them, and dies if there is none
         raise ConfigError(f"a vocabulary has at most {_MOST_ENTRIES:,} entries; got {vocab_size}; use 32000")
-    if vocab_size < 257:
-        raise ConfigError(f"the vocabulary must hold 256 bytes and {EOD}, so at least 257 entries; got {vocab_size}")
+    special = [EOD, *special_tokens]
+    if vocab_size < (least := 256 + len(special)):
+        others = f" and {len(special_tokens)} special tokens" if special_tokens else ""
+        raise ConfigError(
+            f"the vocabulary must hold 256 bytes and {EOD}{others}, so at least {least} entries; got {vocab_size}"
+        )
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trained.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[EOD], initial_alphabet=sorted(alphabet), show_progress=False
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=sorted(alphabet), show_progress=False
     )
     trained.train_from_iterator(_without_endless_words(texts), trainer)
     if (found := trained.get_vocab_size()) < vocab_size:

@@ -1,0 +1,186 @@
+"""Samples of BERT (Devlin et al. 2018, arXiv:1810.04805): masked words, and two segments in their order or swapped.
+
+    [CLS] A [SEP] B [SEP]
+
+A and B are the sentences of a sample, cut in two at a random one, and swapped with probability 1/2: the order is what
+the binary head learns (sentence order, Lan et al. 2019, arXiv:1909.11942). Too many tokens are cut off, one after the
+other, of the longer segment at a random end. Of the tokens to predict, 80 % are [MASK], 10 % a random token, 10 % stay.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.config.masking_config import MaskingConfig
+from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.masked_dataset import MaskedDataset
+from megalith.data.special_tokens import bert_tokens
+from megalith.data.tokenizer import Tokenizer
+from megalith.data.word_masks import WordMasking
+from megalith.numerics.draws import Draws
+
+__all__ = ["BertBatch", "BertDataset", "BertSample", "stack_bert_samples"]
+
+Tokens = NDArray[np.int64]
+
+_MAX_NGRAM = 3
+_MASKED, _RANDOM = 0.8, 0.9  # of the tokens to predict: [MASK] below the first, random below the second
+
+
+@dataclass(frozen=True)
+class BertSample:
+    """A row of S, padded at its end.
+
+    Attributes:
+        tokens: int64 [S], as the model reads them.
+        labels: int64 [S], the tokens as the text has them.
+        loss_mask: bool [S], the tokens to predict.
+        token_types: int64 [S], 0 in [CLS] A [SEP] and in padding, 1 in B [SEP].
+        num_tokens: before padding.
+        is_swapped: the segment that comes first in the text is B.
+        is_truncated: tokens of the sentences were cut off.
+    """
+
+    tokens: Tokens
+    labels: Tokens
+    loss_mask: NDArray[np.bool_]
+    token_types: Tokens
+    num_tokens: int
+    is_swapped: bool
+    is_truncated: bool
+
+
+@dataclass(frozen=True)
+class BertBatch:
+    """B samples: tokens, labels, token_types int64 [B, S], loss_mask bool [B, S], and of each row, whole or split,
+
+    num_tokens: int64 [B]; is_swapped: int64 [B]; counts_order: bool [B], whether its sentence order counts here.
+    row_ids: int64 [B], where each row stands in the step's global batch.
+    positions: int64 [S], where each column stands in its row.
+    """
+
+    tokens: Tokens
+    labels: Tokens
+    loss_mask: NDArray[np.bool_]
+    token_types: Tokens
+    num_tokens: Tokens
+    is_swapped: Tokens
+    counts_order: NDArray[np.bool_]
+    row_ids: Tokens
+    positions: Tokens
+
+
+def stack_bert_samples(samples: Sequence[BertSample], row_ids: Sequence[int]) -> BertBatch:
+    """The batch of these samples, one a row."""
+    columns: dict[str, Any] = {
+        name: np.stack([getattr(sample, name) for sample in samples])
+        for name in ("tokens", "labels", "loss_mask", "token_types")
+    }
+    return BertBatch(
+        **columns,
+        num_tokens=np.array([sample.num_tokens for sample in samples], np.int64),
+        is_swapped=np.array([sample.is_swapped for sample in samples], np.int64),
+        counts_order=np.ones(len(samples), np.bool_),
+        row_ids=np.array(row_ids, np.int64),
+        positions=np.arange(len(samples[0].tokens)),
+    )
+
+
+class BertDataset(MaskedDataset[BertSample]):
+    """See ``MaskedDataset`` for arguments and errors.
+
+    Args:
+        seq_length: S, special tokens included.
+        sentence_order: samples have two segments; without, one: [CLS] A [SEP].
+
+    Raises:
+        DataError: too, the tokenizer lacks one of BERT's special tokens.
+    """
+
+    def __init__(
+        self,
+        dataset: str | Path | IndexedDataset,
+        tokenizer: Tokenizer,
+        seq_length: int,
+        seed: int,
+        masking: MaskingConfig,
+        *,
+        sentence_order: bool = True,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.seq_length = seq_length
+        self._special = bert_tokens(tokenizer)
+        self._sentence_order = sentence_order
+        super().__init__(
+            dataset,
+            tokenizer,
+            room=seq_length - 3,
+            min_sentences=2 if sentence_order else 1,
+            masking=masking,
+            word_masking=WordMasking(
+                masking.probability,
+                masking.max_ngram or _MAX_NGRAM,
+                bool(masking.use_geometric_distribution),
+                masking.whole_words,
+            ),
+            seed=seed,
+            vocab_size=vocab_size,
+        )
+
+    def _sample(self, sentences: Sequence[Tokens], target: int, draws: Draws) -> BertSample:
+        segments, is_swapped = self._segments(sentences, draws)
+        kept = _truncated([len(segment) for segment in segments], target, draws)
+        is_truncated = sum(map(len, segments)) > target
+        segments = [segment[first:end] for segment, (first, end) in zip(segments, kept, strict=True)]
+        special, separator = self._special, np.array([self._special.separator])
+        pieces = [np.array([special.classifier])]
+        for segment in segments:
+            pieces += [segment, separator]
+        labels = np.concatenate(pieces)
+        types = np.repeat(np.arange(len(segments)), [len(segment) + 1 for segment in segments])
+        is_text = (labels != special.classifier) & (labels != special.separator)
+        loss_mask = np.zeros(len(labels), np.bool_)
+        for first, end in self.word_masking.spans(self._word_starts(labels), is_text, target, draws):
+            loss_mask[first:end] = True
+        tokens = labels.copy()
+        tokens[loss_mask] = self._replaced(labels[loss_mask], draws)
+        missing = self.seq_length - len(labels)
+        return BertSample(
+            np.pad(tokens, (0, missing), constant_values=special.padding),
+            np.pad(labels, (0, missing), constant_values=special.padding),
+            np.pad(loss_mask, (0, missing)),
+            np.pad(types, (1, missing)),  # [CLS] is of type 0, as padding is
+            len(labels),
+            is_swapped,
+            is_truncated,
+        )
+
+    def _segments(self, sentences: Sequence[Tokens], draws: Draws) -> tuple[list[Tokens], bool]:
+        """A and B, or A alone, and whether B comes first in the text."""
+        if not self._sentence_order:
+            return [np.concatenate(sentences)], False
+        pivot = 1 + draws.below(len(sentences) - 1)
+        segments = [np.concatenate(sentences[:pivot]), np.concatenate(sentences[pivot:])]
+        is_swapped = draws.chance(0.5)
+        return (segments[::-1] if is_swapped else segments), is_swapped
+
+    def _replaced(self, labels: Tokens, draws: Draws) -> Tokens:
+        """What the model reads in place of ``labels`` [T], each by itself."""
+        kind, place = draws.uniform(len(labels)), draws.uniform(len(labels))
+        random = (place * self.tokenizer.vocab_size).astype(np.int64)
+        return np.where(kind < _MASKED, self._special.mask, np.where(kind < _RANDOM, random, labels))
+
+
+def _truncated(lengths: Sequence[int], target: int, draws: Draws) -> list[tuple[int, int]]:
+    """Which tokens [first, end) of each segment of ``lengths`` are kept, ``target`` in all."""
+    kept = [(0, length) for length in lengths]
+    for from_front in (draws.uniform(max(0, sum(lengths) - target)) < 0.5).tolist():
+        sizes = [end - first for first, end in kept]
+        longer = 0 if sizes[0] > sizes[-1] else len(sizes) - 1
+        first, end = kept[longer]
+        kept[longer] = (first + 1, end) if from_front else (first, end - 1)
+    return kept

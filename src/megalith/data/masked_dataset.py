@@ -1,0 +1,187 @@
+"""What the samples of BERT and T5 share: packed sentences in an order that is a formula, and masks drawn by index.
+
+Every epoch has the same samples (``sentence_packing.py``); epoch e visits them in an order keyed by (seed, e), and what
+is masked in sample i is drawn from (seed, i), so that it differs from epoch to epoch. Sample i depends on
+(data, tokenizer, settings, seed, i) alone: batch size, number of ranks and length of the run do not move it.
+"""
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.config.masking_config import MaskingConfig
+from megalith.data.fingerprint import fingerprint
+from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.sentence_packing import pack_sentences
+from megalith.data.token_ids import check_sample
+from megalith.data.tokenizer import Tokenizer
+from megalith.data.word_masks import WordMasking
+from megalith.errors import ConfigError, DataError
+from megalith.numerics.draws import Draws
+from megalith.numerics.permutation import KeyedPermutation
+
+__all__ = ["HeldOutSamples", "MaskedDataset"]
+
+log = logging.getLogger(__name__)
+
+Sample = TypeVar("Sample")
+Tokens = NDArray[np.int64]
+
+
+class MaskedDataset(ABC, Generic[Sample]):
+    """Samples without end: any index from 0 on is one.
+
+    Args:
+        dataset: or its prefix; its sequences are sentences.
+        tokenizer: that made it.
+        room: the tokens of text that a sample has at most.
+        min_sentences: that a sample has.
+        masking: the settings.
+        word_masking: what they come to for this kind of model.
+        seed: of target lengths, order and masks.
+        vocab_size: of the model that reads the samples; None: unknown.
+
+    Attributes:
+        num_samples: of an epoch.
+
+    Raises:
+        ConfigError: samples are too short to hold anything.
+        DataError: the files cannot be read, hold no token ids, are not split into sentences, have sentences longer
+            than a sample, or none long enough for one.
+    """
+
+    def __init__(
+        self,
+        dataset: str | Path | IndexedDataset,
+        tokenizer: Tokenizer,
+        *,
+        room: int,
+        min_sentences: int,
+        masking: MaskingConfig,
+        word_masking: WordMasking,
+        seed: int,
+        vocab_size: int | None = None,
+    ) -> None:
+        if room < 2:
+            raise ConfigError(f"data.seq_length must leave room for 2 tokens of text; it leaves {room}; use 128")
+        self.tokenizer = tokenizer
+        self._word_starts = tokenizer.word_starts()
+        self.word_masking = word_masking
+        self.seed = seed
+        self._room = room
+        self._vocab_size = vocab_size
+        self._data = dataset if isinstance(dataset, IndexedDataset) else IndexedDataset(dataset)
+        self._data.require_token_ids()
+        self._starts, self._ends, documents = _sentences(self._data)
+        lengths = self._ends - self._starts
+        self._handle_long_sentences(lengths, documents, masking.long_sentences)
+        self._packed = pack_sentences(
+            lengths,
+            documents,
+            room=room,
+            min_sentences=min_sentences,
+            short_sequence_probability=masking.short_sequence_probability,
+            seed=seed,
+        )
+        self.num_samples = len(self._packed)
+        if not self.num_samples:
+            raise DataError(
+                f"{self._data.prefix} must have documents of {min_sentences} sentences or more, none of over {room} "
+                "tokens; it has none; prepare more text, or set a longer data.seq_length"
+            )
+
+    def __getitem__(self, index: int) -> Sample:
+        """Sample ``index``, from 0 on. Raises IndexError below 0."""
+        if index < 0:
+            raise IndexError(f"samples are numbered from 0; asked for {index}")
+        epoch, place = divmod(index, self.num_samples)
+        visited = KeyedPermutation(self.num_samples, self.seed, f"samples-{epoch}")(place)
+        return self.sample(visited, Draws(self.seed, "masks", index), index)
+
+    def sample(self, packed: int, draws: Draws, index: int) -> Sample:
+        """The sample of the ``packed``-th sentences in the order of the text; it is sample ``index`` in messages."""
+        sentences: list[Tokens] = []
+        for sentence in range(int(self._packed.firsts[packed]), int(self._packed.ends[packed])):
+            start = int(self._starts[sentence])
+            piece = self._data.tokens[start : int(self._ends[sentence])]
+            check_sample(self._data, index, start, piece, self._vocab_size)
+            sentences.append(piece.astype(np.int64))
+        return self._sample(sentences, int(self._packed.targets[packed]), draws)
+
+    def identity(self) -> dict[str, Any]:
+        """The text, by its fingerprint; the tokenizer, by the SHA-256 of its file; how sentences are masked."""
+        return {
+            "text": fingerprint(self._data.tokens, self._data.sequence_starts()),
+            "tokenizer": self.tokenizer.sha256,
+            "samples": f"{self.num_samples} of {self._room} tokens, {self.word_masking}",
+        }
+
+    @abstractmethod
+    def _sample(self, sentences: Sequence[Tokens], target: int, draws: Draws) -> Sample:
+        """The sample of ``sentences``, with at most ``target`` tokens of them."""
+
+    def _handle_long_sentences(self, lengths: Tokens, documents: Tokens, what: str) -> None:
+        """Raises DataError, or says how much is left out."""
+        is_long = lengths > self._room
+        if not is_long.any():
+            return
+        of_document = np.diff(np.concatenate(([0], np.cumsum(is_long)))[documents]) > 0
+        num_tokens = np.diff(np.concatenate(([0], np.cumsum(lengths)))[documents])
+        first = int(np.argmax(is_long))
+        left_out = (
+            f"{int(of_document.sum())} of {len(of_document)} documents, "
+            f"{num_tokens[of_document].sum() / num_tokens.sum():.1%} of the tokens"
+        )
+        if what == "refuse":
+            document = int(np.searchsorted(documents, first, side="right")) - 1
+            raise DataError(
+                f"a sentence of {self._data.prefix} must have at most {self._room} tokens, which a sample has room "
+                f"for; sentence {first - int(documents[document])} of document {document} has {lengths[first]}; set a "
+                f"longer data.seq_length, or leave such documents out ({left_out}): data.masking.long_sentences=skip"
+            )
+        if os.environ.get("RANK", "0") == "0":
+            log.warning("%s: left out for a sentence of over %d tokens: %s", self._data.prefix, self._room, left_out)
+
+
+class HeldOutSamples(Generic[Sample]):
+    """Every sample of an epoch of ``dataset`` once, in the order of the text.
+
+    What is masked is the same whatever the run's seed is, if ``dataset`` was packed with one and the same seed.
+    """
+
+    def __init__(self, dataset: MaskedDataset[Sample]) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return self._dataset.num_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        """Sample ``index``. Raises IndexError outside [0, len)."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"samples are numbered 0 to {len(self) - 1}; asked for {index}")
+        return self._dataset.sample(index, Draws(self._dataset.seed, "held-out masks", index), index)
+
+
+def _sentences(dataset: IndexedDataset) -> tuple[Tokens, Tokens, Tokens]:
+    """Where each sentence with text begins and ends in the tokens, and which sentence each document begins with."""
+    bounds = dataset.sequence_starts()
+    if len(dataset) <= np.count_nonzero(np.diff(dataset.document_indices)):
+        raise DataError(
+            f"{dataset.prefix} must be split into sentences; it has one sequence for each of its "
+            f"{dataset.num_documents} documents; prepare the text again with: megalith data prepare FILES... --out "
+            "PREFIX --split-sentences"
+        )
+    starts, ends = bounds[:-1], bounds[1:].copy()
+    if dataset.sidecar is not None and dataset.sidecar.eod is not None:
+        # the last token of a document is its end, which no sample has
+        documents = dataset.document_indices
+        ends[documents[1:][np.diff(documents) > 0] - 1] -= 1
+    has_text = ends > starts
+    first_of_document = np.concatenate(([0], np.cumsum(has_text)))[dataset.document_indices]
+    return starts[has_text], ends[has_text], first_of_document

@@ -1,0 +1,103 @@
+"""Samples of whole sentences: those of a document one after the other, packed greedily up to a target length.
+
+A sample takes sentences until their tokens reach its target length; what is left of a document and has too few
+sentences for a sample joins the one before. Target lengths are the full length, or with the probability of short
+sequences any from 2 to the full length: so the masked-language-model samples of BERT (Devlin et al. 2018,
+arXiv:1810.04805, appendix A.2) and of Megatron. The target length of a sample depends on (seed, its first sentence), so
+that samples are the same in every epoch and no matter how many are asked for.
+
+Which sentence is the first of the next sample is one binary search for every sentence at once. The samples are then the
+sentences reached from the first of each document, found by doubling the number of samples that are stepped over.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.numerics.draws import uniform_rows
+
+__all__ = ["PackedSamples", "pack_sentences"]
+
+_BLOCK = 1 << 22  # sentences in memory at once, beyond a few numbers each
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PackedSamples:
+    """[N] each, in the order of the text: sample n is sentences ``firsts[n]`` to ``ends[n]``, the latter excluded.
+
+    ``targets``: the tokens that it is to have at most.
+    """
+
+    firsts: Numbers
+    ends: Numbers
+    targets: Numbers
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+
+def pack_sentences(
+    lengths: Numbers,
+    document_starts: Numbers,
+    *,
+    room: int,
+    min_sentences: int,
+    short_sequence_probability: float,
+    seed: int,
+) -> PackedSamples:
+    """The samples of sentences of ``lengths`` [S] tokens.
+
+    Documents with fewer than ``min_sentences`` sentences, or with one of more than ``room`` tokens, have no samples.
+
+    Args:
+        document_starts: [D + 1]; document d is sentences ``document_starts[d]`` to ``[d + 1]``.
+        room: the full length in tokens, at least 2.
+    """
+    found: list[PackedSamples] = []
+    first = 0  # document
+    while first < len(document_starts) - 1:
+        beyond = np.searchsorted(document_starts, document_starts[first] + _BLOCK, side="right") - 1
+        last = max(first + 1, int(beyond))  # at least one document, however long
+        origin = int(document_starts[first])
+        block = lengths[origin : int(document_starts[last])].astype(np.int64)
+        targets = _targets(seed, origin, len(block), room, short_sequence_probability)
+        starts = document_starts[first : last + 1] - origin
+        firsts, ends = _pack(block, starts, targets, room, min_sentences)
+        found.append(PackedSamples(firsts + origin, ends + origin, targets[firsts]))
+        first = last
+    columns = ([getattr(each, name) for each in found] for name in ("firsts", "ends", "targets"))
+    return PackedSamples(*(np.concatenate([np.zeros(0, np.int64), *column]) for column in columns))
+
+
+def _targets(seed: int, first: int, number: int, room: int, short_probability: float) -> Numbers:
+    """The target length of a sample that begins with each of ``number`` sentences from ``first`` on."""
+    drawn = uniform_rows(seed, "target lengths", first, number)
+    short = 2 + (drawn[:, 1] * (room - 1)).astype(np.int64)
+    return np.where(drawn[:, 0] < short_probability, short, room)
+
+
+def _pack(
+    lengths: Numbers, starts: Numbers, targets: Numbers, room: int, min_sentences: int
+) -> tuple[Numbers, Numbers]:
+    """First and last sentence (excluded) of each sample of the documents that begin at ``starts``."""
+    N = len(lengths)
+    ends = np.cumsum(lengths)
+    counts = np.diff(starts)
+    document_ends = np.repeat(starts[1:], counts)
+    # the next sample begins after the sentence that reaches the target
+    following = np.searchsorted(ends, ends - lengths + targets, side="left") + 1
+    following = np.maximum(following, np.arange(N) + min_sentences)
+    following = np.where(document_ends - following < min_sentences, document_ends, following)
+    too_long = np.concatenate(([0], np.cumsum(lengths > room)))
+    is_used = (counts >= min_sentences) & (too_long[starts[1:]] == too_long[starts[:-1]])
+    reached = np.zeros(N + 1, np.bool_)  # N: beyond the last sample of a document
+    reached[starts[:-1][is_used]] = True
+    jump = np.append(np.where(following < document_ends, following, N), N)
+    while (jump < N).any():
+        reached[jump[reached]] = True
+        jump = jump[jump]
+    firsts = np.flatnonzero(reached[:N])
+    return firsts, following[firsts]

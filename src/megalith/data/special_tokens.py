@@ -1,0 +1,88 @@
+"""Special tokens that tasks need of a tokenizer, found by the names that published tokenizers give them."""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.data.tokenizer import Tokenizer
+from megalith.errors import DataError
+
+__all__ = ["SPECIAL_TOKENS", "BertTokens", "T5Tokens", "bert_tokens", "t5_tokens"]
+
+_NUM_SENTINELS = 100
+
+# what a tokenizer that is trained here gets for each kind of model
+SPECIAL_TOKENS = MappingProxyType(
+    {
+        "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
+        "t5": ("<pad>", *(f"<extra_id_{number}>" for number in range(_NUM_SENTINELS))),
+    }
+)
+
+# BERT's name of each, and RoBERTa's
+_BERT_NAMES = {
+    "classifier": ("[CLS]", "<s>"),
+    "separator": ("[SEP]", "</s>"),
+    "mask": ("[MASK]", "<mask>"),
+    "padding": ("[PAD]", "<pad>"),
+}
+
+
+@dataclass(frozen=True)
+class BertTokens:
+    """Ids of BERT's special tokens."""
+
+    classifier: int
+    separator: int
+    mask: int
+    padding: int
+
+
+@dataclass(frozen=True)
+class T5Tokens:
+    """Ids of T5's special tokens; sentinels int64 [N], in the order in which spans take them."""
+
+    padding: int
+    end: int
+    sentinels: NDArray[np.int64]
+
+
+def bert_tokens(tokenizer: Tokenizer) -> BertTokens:
+    """BERT's special tokens. Raises DataError that names those missing."""
+    found: dict[str, int] = {}
+    missing: list[str] = []
+    for role, names in _BERT_NAMES.items():
+        ids = [id for name in names if (id := tokenizer.token_id(name)) is not None]
+        if ids:
+            found[role] = ids[0]
+        else:
+            missing.append(f"{role} token ({' or '.join(names)})")
+    if missing:
+        raise _missing(tokenizer, "BERT", f"a {', a '.join(missing)}", "bert")
+    return BertTokens(**found)
+
+
+def t5_tokens(tokenizer: Tokenizer) -> T5Tokens:
+    """T5's special tokens: padding, sentinels, and the end, which is the token that ends documents.
+
+    Raises DataError without a padding token or sentinels.
+    """
+    padding = tokenizer.token_id("<pad>")
+    sentinels: list[int] = []
+    while (id := tokenizer.token_id(f"<extra_id_{len(sentinels)}>")) is not None:
+        sentinels.append(id)
+    if padding is None:
+        raise _missing(tokenizer, "T5", "a padding token (<pad>)", "t5")
+    if not sentinels:
+        raise _missing(tokenizer, "T5", "sentinels (<extra_id_0>, <extra_id_1>, ...)", "t5")
+    return T5Tokens(padding, tokenizer.eod, np.array(sentinels, np.int64))
+
+
+def _missing(tokenizer: Tokenizer, purpose: str, what: str, kind: str) -> DataError:
+    return DataError(
+        f"{purpose} needs a tokenizer with {what}; {tokenizer.name} has none; prepare the data with a tokenizer.json "
+        f"that has, or train one with: megalith data prepare FILES... --out PREFIX --vocab-size N --special-tokens "
+        f"{kind}"
+    )

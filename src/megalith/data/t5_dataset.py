@@ -1,0 +1,181 @@
+"""Samples of T5 (Raffel et al. 2019, arXiv:1910.10683, section 3.1.4): spans taken out of a text, and what they were.
+
+    encoder   Thank you <extra_id_0> me to your <extra_id_1> week. </s>
+    decoder   <pad> <extra_id_0> for inviting <extra_id_1> party last
+    labels    <extra_id_0> for inviting <extra_id_1> party last </s>
+
+Spans are runs of whole words, geometric(0.2) of them and at most 10, by default.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.config.masking_config import MaskingConfig
+from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.masked_dataset import MaskedDataset
+from megalith.data.special_tokens import t5_tokens
+from megalith.data.tokenizer import Tokenizer
+from megalith.data.word_masks import WordMasking
+from megalith.errors import ConfigError, DataError
+from megalith.numerics.draws import Draws
+
+__all__ = ["T5Batch", "T5Dataset", "T5Sample", "decoder_length", "stack_t5_samples"]
+
+Tokens = NDArray[np.int64]
+
+_MAX_NGRAM = 10
+
+
+@dataclass(frozen=True)
+class T5Sample:
+    """A row of S for the encoder and one of T for the decoder, both padded at their end.
+
+    Attributes:
+        tokens: int64 [S].
+        decoder_tokens, labels: int64 [T]; labels are what follows each decoder token.
+        loss_mask: bool [T], False in padding.
+        num_tokens, num_decoder_tokens: before padding.
+        is_truncated: tokens of the sentences were cut off.
+    """
+
+    tokens: Tokens
+    decoder_tokens: Tokens
+    labels: Tokens
+    loss_mask: NDArray[np.bool_]
+    num_tokens: int
+    num_decoder_tokens: int
+    is_truncated: bool
+
+
+@dataclass(frozen=True)
+class T5Batch:
+    """B samples: tokens int64 [B, S]; decoder_tokens, labels int64 [B, T]; loss_mask bool [B, T], and of each row
+
+    num_tokens, num_decoder_tokens: int64 [B]; row_ids: int64 [B], where it stands in the step's global batch.
+    positions: int64 [S]; decoder_positions: int64 [T]; where each column stands in its row.
+    """
+
+    tokens: Tokens
+    decoder_tokens: Tokens
+    labels: Tokens
+    loss_mask: NDArray[np.bool_]
+    num_tokens: Tokens
+    num_decoder_tokens: Tokens
+    row_ids: Tokens
+    positions: Tokens
+    decoder_positions: Tokens
+
+
+def stack_t5_samples(samples: Sequence[T5Sample], row_ids: Sequence[int]) -> T5Batch:
+    """The batch of these samples, one a row."""
+    return T5Batch(
+        np.stack([sample.tokens for sample in samples]),
+        np.stack([sample.decoder_tokens for sample in samples]),
+        np.stack([sample.labels for sample in samples]),
+        np.stack([sample.loss_mask for sample in samples]),
+        np.array([sample.num_tokens for sample in samples], np.int64),
+        np.array([sample.num_decoder_tokens for sample in samples], np.int64),
+        np.array(row_ids, np.int64),
+        np.arange(len(samples[0].tokens)),
+        np.arange(len(samples[0].decoder_tokens)),
+    )
+
+
+def decoder_length(seq_length: int, probability: float) -> int:
+    """The most tokens that the decoder can need: every masked token a span of its own, and the end."""
+    return 2 * max(1, round((seq_length - 1) * probability)) + 1
+
+
+class T5Dataset(MaskedDataset[T5Sample]):
+    """See ``MaskedDataset`` for arguments and errors.
+
+    Args:
+        seq_length: S, of the encoder.
+        decoder_seq_length: T; ``decoder_length`` is always enough.
+
+    Raises:
+        ConfigError: too, the decoder is shorter than what it learns is on average.
+        DataError: too, the tokenizer lacks one of T5's special tokens; when a sample is read, it has more spans than
+            there are sentinels, or more tokens to learn than the decoder has.
+    """
+
+    def __init__(
+        self,
+        dataset: str | Path | IndexedDataset,
+        tokenizer: Tokenizer,
+        seq_length: int,
+        decoder_seq_length: int,
+        seed: int,
+        masking: MaskingConfig,
+        *,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.seq_length = seq_length
+        self.decoder_seq_length = decoder_seq_length
+        self._special = t5_tokens(tokenizer)
+        least = round((seq_length - 1) * masking.probability) + 2
+        if decoder_seq_length < least:
+            raise ConfigError(
+                f"the decoder's length ({decoder_seq_length}) must hold the masked tokens of {seq_length}, a sentinel "
+                f"and the end, {least} in all; use {decoder_length(seq_length, masking.probability)}, which is always "
+                "enough"
+            )
+        geometric = masking.use_geometric_distribution
+        super().__init__(
+            dataset,
+            tokenizer,
+            room=seq_length - 1,
+            min_sentences=1,
+            masking=masking,
+            word_masking=WordMasking(
+                masking.probability,
+                masking.max_ngram or _MAX_NGRAM,
+                True if geometric is None else geometric,
+                masking.whole_words,
+            ),
+            seed=seed,
+            vocab_size=vocab_size,
+        )
+
+    def _sample(self, sentences: Sequence[Tokens], target: int, draws: Draws) -> T5Sample:
+        text = np.concatenate(sentences)
+        is_truncated = len(text) > target
+        text = text[:target]
+        can_mask = np.ones(len(text), np.bool_)
+        spans = self.word_masking.spans(self._word_starts(text), can_mask, target, draws)
+        special = self._special
+        if len(spans) > len(special.sentinels):
+            raise DataError(
+                f"a sample has {len(spans)} masked spans and {self.tokenizer.name} has {len(special.sentinels)} "
+                "sentinels; mask less with data.masking.probability, or use a tokenizer with more sentinels"
+            )
+        encoder: list[Tokens] = []
+        learned: list[Tokens] = []
+        start = 0
+        for sentinel, (first, end) in zip(special.sentinels, spans, strict=False):  # one each
+            encoder += [text[start:first], sentinel[None]]
+            learned += [sentinel[None], text[first:end]]
+            start = end
+        tokens = np.concatenate([*encoder, text[start:], [special.end]])
+        labels = np.concatenate([*learned, [special.end]])
+        missing, decoder_missing = self.seq_length - len(tokens), self.decoder_seq_length - len(labels)
+        if decoder_missing < 0:
+            raise DataError(
+                f"a sample has {len(labels)} tokens to learn, and the decoder's length is {self.decoder_seq_length}; "
+                f"use {decoder_length(self.seq_length, self.word_masking.probability)}, which is always enough"
+            )
+        return T5Sample(
+            np.pad(tokens, (0, missing), constant_values=special.padding),
+            np.pad(
+                np.concatenate([[special.padding], labels[:-1]]), (0, decoder_missing), constant_values=special.padding
+            ),
+            np.pad(labels, (0, decoder_missing), constant_values=special.padding),
+            np.arange(self.decoder_seq_length) < len(labels),
+            len(tokens),
+            len(labels),
+            is_truncated,
+        )

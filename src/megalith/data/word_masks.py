@@ -1,0 +1,92 @@
+"""Which tokens of a sample are masked: runs of whole words, in random places, up to a share of the sample.
+
+Words are taken in a random order; each begins a run of n words, where P(n) is proportional to 1 / n for n <= max_ngram
+(Megatron's BERT), or geometric with p = 0.2 and cut off at max_ngram (SpanBERT, arXiv:1907.10529, section 3.1;
+Megatron's T5). A run that would mask more than the sample's share loses words at its end; one that meets a masked word
+is dropped. The share is min(probability * target, max(1, round(probability * tokens))).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.numerics.draws import Draws
+
+__all__ = ["WordMasking", "ngram_distribution"]
+
+_GEOMETRIC = 0.2
+
+
+def ngram_distribution(max_ngram: int, geometric: bool) -> NDArray[np.float64]:
+    """P(n) of a run of n = 1 ... ``max_ngram`` words, float64 [max_ngram]."""
+    n = np.arange(1, max_ngram + 1)
+    weights = np.asarray(_GEOMETRIC * (1 - _GEOMETRIC) ** (n - 1.0) if geometric else 1 / n, dtype=np.float64)
+    if geometric:
+        weights[-1] = (1 - _GEOMETRIC) ** (max_ngram - 1.0)  # all that is cut off
+    return np.asarray(weights / weights.sum(), dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class WordMasking:
+    """See the module. ``whole_words`` False: every token is a word."""
+
+    probability: float
+    max_ngram: int
+    geometric: bool
+    whole_words: bool
+
+    def spans(
+        self, word_starts: NDArray[np.bool_], can_mask: NDArray[np.bool_], target: int, draws: Draws
+    ) -> list[tuple[int, int]]:
+        """Runs [first, end) of tokens to mask, in the order of the text; they do not overlap.
+
+        Args:
+            word_starts: [T], whether a token begins a word.
+            can_mask: [T]; what stands between tokens that cannot be masked, as separators, is in different runs.
+            target: the length that the sample was packed for, in tokens.
+        """
+        begins = (word_starts if self.whole_words else np.ones_like(word_starts)) & can_mask
+        begins[1:] |= can_mask[1:] & ~can_mask[:-1]
+        begins[:1] = can_mask[:1]
+        starts = np.flatnonzero(begins)
+        blocked = np.append(np.flatnonzero(~can_mask), len(can_mask))
+        segment_ends = blocked[np.searchsorted(blocked, starts)]  # the next token that cannot be masked
+        ends = np.minimum(np.append(starts[1:], len(can_mask)), segment_ends)
+        limit = min(self.probability * target, max(1, round(len(can_mask) * self.probability)))
+        sizes = self.run_lengths(len(starts), draws)
+        order = draws.order(len(starts))
+        return _chosen(starts, ends, segment_ends, sizes[order], order, limit)
+
+    def run_lengths(self, number: int, draws: Draws) -> NDArray[np.int64]:
+        """How many words each of ``number`` runs has before it meets others, [number]."""
+        cumulative = np.cumsum(ngram_distribution(self.max_ngram, self.geometric))
+        return np.searchsorted(cumulative[:-1], draws.uniform(number), side="right") + 1
+
+
+def _chosen(
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    segment_ends: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    order: NDArray[np.int64],
+    limit: float,
+) -> list[tuple[int, int]]:
+    """Takes words in ``order`` until ``limit`` tokens are masked."""
+    is_masked = np.zeros(len(starts), np.bool_)
+    spans: list[tuple[int, int]] = []
+    num_masked = 0
+    for word, size in zip(order.tolist(), sizes.tolist(), strict=True):
+        if num_masked >= limit:
+            break
+        last = min(word + size, len(starts)) - 1
+        while last > word and ends[last] > segment_ends[word]:  # beyond a separator
+            last -= 1
+        while last >= word and num_masked + ends[last] - starts[word] > limit:
+            last -= 1
+        if last < word or is_masked[word : last + 1].any():
+            continue
+        is_masked[word : last + 1] = True
+        spans.append((int(starts[word]), int(ends[last])))
+        num_masked += spans[-1][1] - spans[-1][0]
+    return sorted(spans)

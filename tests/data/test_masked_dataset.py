@@ -1,0 +1,194 @@
+"""BERT's and T5's samples, packed by a rule written out, and masked by distribution, by formula of the index."""
+
+import numpy as np
+import pytest
+
+import megalith.data.sentence_packing as packing
+from megalith.config.masking_config import MaskingConfig
+from megalith.data.bert_dataset import BertDataset, stack_bert_samples
+from megalith.data.indexed_dataset import IndexedDatasetBuilder
+from megalith.data.masked_dataset import HeldOutSamples
+from megalith.data.special_tokens import SPECIAL_TOKENS, bert_tokens, t5_tokens
+from megalith.data.t5_dataset import T5Dataset, decoder_length
+from megalith.data.tokenizer import train_byte_level_bpe
+from megalith.data.word_masks import WordMasking, ngram_distribution
+from megalith.errors import ConfigError, DataError
+from megalith.numerics.draws import Draws, uniform_rows
+
+S = 48
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    special = dict.fromkeys([*SPECIAL_TOKENS["bert"], *SPECIAL_TOKENS["t5"]])
+    return train_byte_level_bpe(["some words of a text, and more words\n"], 400, list(special))
+
+
+@pytest.fixture(scope="module")
+def prefix(tokenizer, tmp_path_factory):
+    """Documents of 0 to 20 sentences of 1 to 12 tokens, each document ended by eod."""
+    random = np.random.default_rng(0)
+    text = sorted(set(tokenizer.encode("some words of a text, and more words\n")))
+    prefix = tmp_path_factory.mktemp("sentences") / "x"
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for number in random.integers(0, 21, 60):
+            lengths = random.integers(1, 13, number)
+            tokens = random.choice(text, lengths.sum() + 1)
+            tokens[-1] = tokenizer.eod
+            if number:
+                lengths[-1] += 1
+                builder.add_document(tokens, lengths.tolist())
+            else:
+                builder.add_document([])
+        builder.finalize(eod=tokenizer.eod, vocab_size=tokenizer.vocab_size)
+    return prefix
+
+
+def packed_one_by_one(lengths, starts, room, least, probability, seed):
+    """Megatron's loop over the sentences of each document, in plain Python."""
+    found = []
+    for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        if end - begin < least or max(lengths[begin:end]) > room:
+            continue
+        first = begin
+        while first < end:
+            drawn = uniform_rows(seed, "target lengths", first, 1)[0]
+            target = 2 + int(drawn[1] * (room - 1)) if drawn[0] < probability else room
+            last, total = first, 0
+            while last < end and (total < target or last - first < least):
+                total += lengths[last]
+                last += 1
+            last = end if end - last < least else last
+            found.append((first, last, target))
+            first = last
+    return found
+
+
+def test_samples_are_packed_as_sentence_by_sentence(monkeypatch):
+    random = np.random.default_rng(0)
+    for seed in range(40):
+        monkeypatch.setattr(packing, "_BLOCK", int(random.integers(1, 40)))
+        starts = np.cumsum([0, *random.integers(0, 15, random.integers(1, 8))])
+        lengths = random.integers(1, 12, int(starts[-1]))
+        room, least = int(random.integers(8, 30)), int(random.integers(1, 3))
+        found = packing.pack_sentences(
+            lengths, starts, room=room, min_sentences=least, short_sequence_probability=0.3, seed=seed
+        )
+        rows = list(zip(found.firsts.tolist(), found.ends.tolist(), found.targets.tolist(), strict=True))
+        assert rows == packed_one_by_one(lengths, starts, room, least, 0.3, seed)
+
+
+def test_masked_spans_are_whole_words_within_the_share_and_do_not_overlap():
+    random = np.random.default_rng(1)
+    for index in range(200):
+        T = int(random.integers(3, 60))
+        starts, can_mask = random.random(T) < 0.6, random.random(T) < 0.9
+        starts[0] = True
+        spans = WordMasking(0.15, 3, False, True).spans(starts, can_mask, 60, Draws(1, "m", index))
+        times = np.zeros(T, int)
+        for first, end in spans:
+            times[first:end] += 1
+            assert can_mask[first:end].all()
+            assert starts[first] or not can_mask[first - 1]
+            assert end == T or starts[end] or not can_mask[end]
+        assert times.max() <= 1
+        assert times.sum() <= max(1, round(T * 0.15))
+
+
+@pytest.mark.parametrize(("max_ngram", "geometric"), [(3, False), (10, True)], ids=["bert", "t5"])
+def test_runs_of_words_have_the_lengths_of_the_distribution(max_ngram, geometric):
+    n = np.arange(1, max_ngram + 1)
+    wanted = 0.2 * 0.8 ** (n - 1) if geometric else (1 / n) / (1 / n).sum()
+    if geometric:
+        wanted[-1] = 1 - wanted[:-1].sum()
+    np.testing.assert_allclose(ngram_distribution(max_ngram, geometric), wanted, rtol=1e-12)
+    lengths = WordMasking(0.15, max_ngram, geometric, True).run_lengths(20_000, Draws(0, "x", 0))
+    counts = np.bincount(lengths, minlength=max_ngram + 1)[1:]
+    chi_square = ((counts - 20_000 * wanted) ** 2 / (20_000 * wanted)).sum()
+    degrees = max_ngram - 1
+    assert chi_square < degrees + 6 * np.sqrt(2 * degrees)
+
+
+def test_bert_samples_are_two_segments_with_masked_words_in_between(prefix, tokenizer):
+    dataset, special = BertDataset(prefix, tokenizer, S, 3, MaskingConfig()), bert_tokens(tokenizer)
+    kinds = np.zeros(3, int)
+    swapped = shorter = 0
+    for index in range(400):
+        sample = dataset[index]
+        N, labels = sample.num_tokens, sample.labels
+        assert labels[0] == special.classifier
+        assert np.flatnonzero(labels == special.separator).tolist() == [sample.token_types.argmax() - 1, N - 1]
+        assert sample.token_types.tolist() == sorted(sample.token_types[:N].tolist()) + [0] * (S - N)
+        assert (labels[N:] == special.padding).all()
+        assert tokenizer.eod not in labels
+        assert not sample.loss_mask[labels == special.separator].any()
+        assert not sample.loss_mask[[0, *range(N, S)]].any()
+        assert (sample.tokens == labels)[~sample.loss_mask].all()
+        masked, right = sample.tokens[sample.loss_mask], labels[sample.loss_mask]
+        kinds += [(masked == special.mask).sum(), (masked == right).sum(), len(masked)]
+        swapped += sample.is_swapped
+        shorter += sample.num_tokens < S
+    share = kinds[:2] / kinds[2]
+    V = tokenizer.vocab_size
+    for found, wanted in zip(share, (0.8 + 0.1 / V, 0.1 + 0.1 / V), strict=True):
+        assert abs(found - wanted) < 5 * np.sqrt(wanted * (1 - wanted) / kinds[2])
+    assert abs(swapped - 200) < 5 * np.sqrt(400 * 0.25)
+    assert shorter > 0
+
+
+def test_a_sample_depends_on_its_index_alone_and_an_epoch_has_each_once(prefix, tokenizer):
+    dataset, again = (BertDataset(prefix, tokenizer, S, 3, MaskingConfig()) for _ in range(2))
+    N = dataset.num_samples
+    epochs = [[dataset[epoch * N + place] for place in range(N)] for epoch in range(2)]
+    late = again[N + 5]  # as a resumed run reads it first
+    assert all(np.array_equal(getattr(late, name), getattr(epochs[1][5], name)) for name in ("tokens", "labels"))
+    masks = {sample.tokens.tobytes() for sample in epochs[0]} & {sample.tokens.tobytes() for sample in epochs[1]}
+    assert len(masks) < N / 2  # other masks in another epoch
+    held_out = HeldOutSamples(dataset)
+    lengths = sorted(sample.num_tokens for sample in (held_out[index] for index in range(len(held_out))))
+    for epoch in epochs:
+        assert sorted(sample.num_tokens for sample in epoch) == lengths
+    batch = stack_bert_samples(epochs[0][:3], [4, 5, 6])
+    assert batch.tokens.shape == batch.token_types.shape == (3, S)
+
+
+def test_t5_samples_give_the_text_back(prefix, tokenizer):
+    T = decoder_length(S, 0.15)
+    dataset, special = T5Dataset(prefix, tokenizer, S, T, 3, MaskingConfig()), t5_tokens(tokenizer)
+    whole = T5Dataset(prefix, tokenizer, S, T, 3, MaskingConfig(probability=1e-9))
+    sentinels = special.sentinels.tolist()
+    for index in range(200):
+        sample, text = dataset[index], whole[index]
+        encoder = sample.tokens[: sample.num_tokens].tolist()
+        labels = sample.labels[: sample.num_decoder_tokens].tolist()
+        assert sample.decoder_tokens[: sample.num_decoder_tokens].tolist() == [special.padding, *labels[:-1]]
+        assert sample.loss_mask.sum() == sample.num_decoder_tokens
+        assert encoder[-1] == labels[-1] == special.end
+        used = [token for token in encoder if token in sentinels]
+        assert used == [token for token in labels if token in sentinels] == sentinels[: len(used)]
+        spans = {}
+        for token in labels[:-1]:
+            if token in sentinels:
+                current = spans.setdefault(token, [])
+            else:
+                current.append(token)
+        filled = [token for each in encoder for token in spans.get(each, [each])]
+        assert filled == text.tokens[: text.num_tokens].tolist()
+        assert text.num_decoder_tokens == 1
+
+
+def test_bad_data_are_refused_before_a_sample_is_read(prefix, tokenizer, tmp_path):
+    whole = tmp_path / "whole"
+    with IndexedDatasetBuilder(whole, np.uint16) as builder:
+        builder.add_document([200, 201, 202])
+        builder.finalize()
+    with pytest.raises(DataError, match="--split-sentences"):
+        BertDataset(whole, tokenizer, S, 0, MaskingConfig())
+    with pytest.raises(DataError, match=r"at most 5 tokens.*data.masking.long_sentences=skip"):
+        BertDataset(prefix, tokenizer, 8, 0, MaskingConfig())
+    skipping = BertDataset(prefix, tokenizer, 14, 0, MaskingConfig(long_sentences="skip"))
+    assert skipping.num_samples > 0
+    with pytest.raises(DataError, match=r"\[MASK\]"):
+        BertDataset(prefix, train_byte_level_bpe(["x"], 257), S, 0, MaskingConfig())
+    with pytest.raises(ConfigError, match="which is always enough"):
+        T5Dataset(prefix, tokenizer, S, 5, 0, MaskingConfig())
