@@ -147,10 +147,8 @@ class BertModel(LanguageModel):
             ConfigError: as ``GPTModel``.
         """
         num_choices = tokens.shape[1] if tokens.dim() == 3 else None
-        tokens, token_types, attention_mask = (
-            x if x is None else x.flatten(0, -2) for x in (tokens, token_types, attention_mask)
-        )
-        assert tokens is not None, "given"
+        tokens = tokens.flatten(0, -2)
+        token_types, attention_mask = (x if x is None else x.flatten(0, -2) for x in (token_types, attention_mask))
         self._check_shape(tokens, hidden)
         self._check_documents(tokens, None, packed_seq_params)
         documents = self._documents(attention_mask, packed_seq_params)
