@@ -1,4 +1,4 @@
-"""An encoder learns in every layout what it learns in one process: float64, gloo ranks, two steps, padding, packed rows.
+"""An encoder learns in every layout what it learns in one process: padded and packed rows, float64, two steps.
 
 What one process computes is compared elsewhere: with sentences one by one in tests/models/test_bert_model.py, with
 transformers in tests/models/hf/test_bert.py.
