@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tests.config.kind_mistakes import KIND_MISTAKES
 from tests.config.mistake import Mistake
 from tests.config.moe_mistakes import MOE_MISTAKES
 from tests.config.option_mistakes import OPTION_MISTAKES
@@ -25,6 +26,7 @@ WSD = {"optim.schedule": "WSD", "optim.wsd.decay_steps": 20}
 MISTAKES = [
     *OPTION_MISTAKES,
     *MOE_MISTAKES,
+    *KIND_MISTAKES,
     # names
     Mistake({"train.lr": 0.1}, r"there is no setting train.lr; did you mean optim.lr\? remove train.lr"),
     Mistake({"model.num_layer": 4}, r"there is no setting model.num_layer; did you mean model.num_layers\?"),

@@ -3,6 +3,7 @@
 from megalith.config import experimental
 from megalith.config.attention_config import AttentionConfig
 from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
+from megalith.config.bert_config import BertConfig
 from megalith.config.dispatch_config import DispatchConfig
 from megalith.config.glu_config import GluConfig
 from megalith.config.loading import as_tree, dump_yaml, load_run, read_tree
@@ -38,12 +39,14 @@ from megalith.config.run_config import (
 )
 from megalith.config.schema import json_schema
 from megalith.config.suggestions import violations
+from megalith.config.tasks import ModelKind, TaskName
 from megalith.config.transformer_config import TransformerConfig
 
 __all__ = [
     "AdamWConfig",
     "AttentionConfig",
     "BatchSizeStage",
+    "BertConfig",
     "CapacityConfig",
     "CheckpointConfig",
     "DataConfig",
@@ -55,6 +58,7 @@ __all__ = [
     "MLAConfig",
     "MTPConfig",
     "MoEConfig",
+    "ModelKind",
     "ModelParallelConfig",
     "MuPConfig",
     "MultipliersConfig",
@@ -67,6 +71,7 @@ __all__ = [
     "RouterConfig",
     "RunConfig",
     "SGDConfig",
+    "TaskName",
     "TrainConfig",
     "TransformerConfig",
     "WSDConfig",

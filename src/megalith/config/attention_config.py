@@ -19,7 +19,8 @@ class AttentionConfig(SettingsGroup):
         default=None,
         ge=1,
         le=LARGEST_SIZE,
-        description="[tokens] that a query sees, its own included (sliding window); null: all up to its own",
+        description="[tokens] that a query sees, its own included (sliding window), with model.bert so many on either "
+        "side; null: all up to its own, with model.bert all",
         examples=[4096],
     )
     window_layers: LayerPattern | None = Field(

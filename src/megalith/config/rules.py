@@ -4,6 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from megalith.config.draft import Draft, Unknown, Violation
+from megalith.config.kind_rules import (
+    bert_positions_are_learned,
+    classes_are_counted,
+    only_decoders_write,
+    task_fits_the_model,
+)
 from megalith.config.layout_rules import (
     batches_divide_among_ranks,
     context_method_needs_context_parallel,
@@ -94,6 +100,9 @@ _SHAPE_RULES: tuple[Rule, ...] = (
     sinkhorn_has_weights_of_its_own,
     offsets_follow_the_next_best_expert,
     capacity_is_for_choices_by_score,
+    only_decoders_write,
+    classes_are_counted,
+    bert_positions_are_learned,
 )
 
 # for a model's settings on their own
@@ -101,6 +110,7 @@ MODEL_RULES: tuple[Rule, ...] = (*_SHAPE_RULES, positions_are_given, no_setting_
 
 RUN_RULES: tuple[Rule, ...] = (
     *_SHAPE_RULES,
+    task_fits_the_model,
     positions_reach_the_sequence,
     modules_predict_within_the_sequence,
     degrees_multiply_to_the_world_size,

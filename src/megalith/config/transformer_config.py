@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from megalith.config.activations import GATES, Activation, GateActivation
 from megalith.config.attention_config import AttentionConfig
+from megalith.config.bert_config import BertConfig
 from megalith.config.draft import round_up
 from megalith.config.glu_config import GluConfig
 from megalith.config.mla_config import MLAConfig, head_parts
@@ -21,6 +22,7 @@ from megalith.config.residual_config import ResidualConfig
 from megalith.config.rope_config import RopeConfig
 from megalith.config.rules import MODEL_RULES, broken
 from megalith.config.settings_group import FIELDS_ALONE, LARGEST_SIZE, Follows, SettingsGroup, draft_of_group, value_in
+from megalith.config.tasks import ModelKind
 
 __all__ = ["TransformerConfig"]
 
@@ -118,6 +120,7 @@ class TransformerConfig(SettingsGroup):
     )
     moe: MoEConfig | None = Field(default=None, description="a mixture of experts in place of the MLP")
     mtp: MTPConfig | None = Field(default=None, description="multi-token prediction")
+    bert: BertConfig | None = Field(default=None, description="an encoder, BERT, in place of a causal decoder")
 
     @classmethod
     def filled_in(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -130,6 +133,16 @@ class TransformerConfig(SettingsGroup):
         if "mla" in given:
             of_preset = {name: value for name, value in of_preset.items() if name not in _HEADS_OF_GROUPS}
         return _with_latent_heads(_merged(of_preset, given))
+
+    @property
+    def kind(self) -> ModelKind:
+        """Which kind of model this is, by the group of settings that is there."""
+        return "gpt" if self.bert is None else "bert"
+
+    @property
+    def position_offset(self) -> int:
+        """The rows of the table of learned positions before that of position 0."""
+        return 0 if self.bert is None else self.bert.position_offset
 
     @property
     def gate_activation(self) -> GateActivation | None:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.errors import ConfigError, NonFiniteError
-from megalith.models.gpt_model import GPTModel, hidden_shape
+from megalith.models.gpt_model import GPTModel
+from megalith.models.language_model import hidden_shape
 from megalith.models.sampling import Sampling, check_seed, draw, uniform_numbers
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.context.zigzag import zigzag_positions

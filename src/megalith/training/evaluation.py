@@ -103,7 +103,7 @@ class _Sums:
 
         def forward(model: nn.Module, index: int, hidden: Tensor | None) -> Tensor:
             inputs = inputs_of(model, index)
-            output = task.forward(model, inputs, hidden)
+            output: Tensor = task.forward(model, inputs, hidden)
             if self.pipeline.holds_output(model):
                 for name, value in task.sums(output, inputs).items():
                     # on the device: nobody waits for it here

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megalith.acceleration.recompute import DiscardableOutput
 from megalith.config import TransformerConfig
+from megalith.config.activations import Activation
 from megalith.fusions import bias_gelu_impl, glu, weighted_squared_relu_impl
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
@@ -19,7 +20,7 @@ from megalith.parallel.tensor.regions import enter_tensor_parallel
 from megalith.transformer.initialization import output_std
 from megalith.transformer.layer_context import LayerContext
 
-__all__ = ["MLP"]
+__all__ = ["MLP", "plain_activation"]
 
 
 class MLP(nn.Module):
@@ -53,8 +54,13 @@ class MLP(nn.Module):
     def _activate(self, up: Tensor, gate: Tensor | None) -> Tensor:
         if gate is not None and self.gate_activation is not None and self.gating is not None:
             return glu(gate, up, activation=self.gate_activation, offset=self.gating.offset, clamp=self.gating.clamp)
-        if self.activation == "relu":
-            return torch.relu(up)
-        if self.activation == "squared_relu":
-            return weighted_squared_relu_impl(up, up.new_ones(()).expand(*up.shape[:-1], 1))
-        return bias_gelu_impl(up, None, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        return plain_activation(up, self.activation)
+
+
+def plain_activation(x: Tensor, activation: Activation) -> Tensor:
+    """``activation``, one without a gate, of every element of ``x``."""
+    if activation == "relu":
+        return torch.relu(x)
+    if activation == "squared_relu":
+        return weighted_squared_relu_impl(x, x.new_ones(()).expand(*x.shape[:-1], 1))
+    return bias_gelu_impl(x, None, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -3,7 +3,7 @@
     kind of weight                                           deviation   learning rate   eps
     embedding, positions, output projection; vectors         1           1               1 / n
     matrices from one width to another                       1 / sqrt n  1 / n           1 / n
-    output of fixed size: scores and gates of experts        1 / n       1 / n           1
+    output of fixed size: experts' scores and gates, classes 1 / n       1 / n           1
 
 n is hidden_size / base_hidden_size, and each entry a factor on what was chosen at the base. The model multiplies its
 logits by 1 / n, and gradients shrink by that, but for those of the last row; eps, which is added to them, follows.
@@ -25,8 +25,14 @@ from megalith.parallel.parameters import DeclaringModule, ParameterSpec
 
 __all__ = ["WidthFactors", "rate_factors", "scale_first_weights_", "width_factors"]
 
-_FROM_OR_TO_TOKENS = ("model.embed_tokens.weight", "model.embed_positions.weight", "lm_head.weight")
-_OUTPUT_OF_FIXED_SIZE = ".gate.weight"  # [E, H] of a router, [1, H] of shared experts
+_FROM_OR_TO_TOKENS = (
+    "model.embed_tokens.weight",
+    "model.embed_positions.weight",
+    "model.embed_token_types.weight",
+    "lm_head.weight",
+)
+# [E, H] of a router, [1, H] of shared experts, [classes, H]
+_OUTPUT_OF_FIXED_SIZE = (".gate.weight", "binary_head.linear.weight", "classifier.linear.weight")
 
 
 @dataclass(frozen=True)

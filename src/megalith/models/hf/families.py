@@ -5,6 +5,7 @@ from typing import Any
 
 from megalith.config import TransformerConfig
 from megalith.errors import ConfigError
+from megalith.models.hf.bert import BERT_FAMILIES
 from megalith.models.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megalith.models.hf.family import Family
 from megalith.models.hf.gemma import GEMMA2, GEMMA3
@@ -15,6 +16,7 @@ from megalith.models.hf.mistral import MISTRAL
 from megalith.models.hf.mixtral import MIXTRAL
 from megalith.models.hf.qwen import QWEN2, QWEN3
 from megalith.models.hf.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from megalith.models.hf.roberta import ROBERTA_FAMILIES
 
 __all__ = ["FAMILIES", "detect", "fitting"]
 
@@ -32,16 +34,32 @@ FAMILIES = (
     GPT2,
     DEEPSEEK_V3,
     DEEPSEEK_V2,
+    *BERT_FAMILIES,
+    *ROBERTA_FAMILIES,
 )
 
 
 def detect(hf_config: Mapping[str, Any]) -> Family:
-    """The family that the ``model_type`` of a config.json names. Raises ConfigError for any other."""
+    """The family that a config.json names: by ``model_type``, and by ``architectures`` where several have that.
+
+    Raises ConfigError for any other.
+    """
     model_type = hf_config.get("model_type")
-    found = {family.model_type: family for family in FAMILIES}
-    if not isinstance(model_type, str) or model_type not in found:
-        raise ConfigError(f"config.json must have a model_type of {', '.join(found)}; got {model_type!r:.80}")
-    return found[model_type]
+    found = [family for family in FAMILIES if family.model_type == model_type]
+    if not found:
+        known = dict.fromkeys(family.model_type for family in FAMILIES)
+        raise ConfigError(f"config.json must have a model_type of {', '.join(known)}; got {model_type!r:.80}")
+    if len(found) == 1:
+        return found[0]
+    named = hf_config.get("architectures")
+    chosen = [family for family in found if isinstance(named, list) and named[:1] == [family.architecture]]
+    if not chosen:
+        known = dict.fromkeys(family.architecture for family in found)
+        raise ConfigError(
+            f"config.json of a {model_type} model must have architectures of {' or '.join(known)}, which differ in "
+            f"their heads; got {named!r:.80}"
+        )
+    return chosen[0]
 
 
 def fitting(config: TransformerConfig) -> Family:

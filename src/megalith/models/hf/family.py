@@ -6,7 +6,7 @@ A new family is one more ``Family`` in ``families.py``. What is said of tensors 
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,9 @@ class Family:
         place: where a tensor of ours, by name, lies in theirs.
         buffers: keys in old files that are no parameters.
         prefix: what keys in files of the model without its head lack.
+        head: the key of the output projection in their model; None of one without.
+        aliases: keys of tensors that their model has a second time, by another name -> that name.
+        renamed: how names of old files end -> how they end today.
         separate_experts: in files each expert has tensors of its own, and ``place`` is asked for them one by one, under
             their usual names, as ``model.layers.0.mlp.experts.7.gate_proj.weight``.
     """
@@ -53,6 +56,9 @@ class Family:
     place: Callable[[str], Place]
     buffers: re.Pattern[str]
     prefix: str = ""
+    head: str | None = HEAD
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
     separate_experts: bool = True
 
     def config_from_hf(self, hf_config: Mapping[str, Any], keys: Collection[str] = ()) -> TransformerConfig:
@@ -116,7 +122,7 @@ class Family:
         others.
         """
         tied = config.tie_word_embeddings
-        found = {HEAD: self.tied_to} if tied else {}
+        found = self._aliases_of(config)
         for layer in range(config.num_layers, num_layers_in_all(config)):
             found[f"model.layers.{layer}.embed_tokens.weight"] = self.tied_to
             found[f"model.layers.{layer}.shared_head.head.weight"] = self.tied_to if tied else HEAD
@@ -131,7 +137,7 @@ class Family:
         self.require(config)
         self._require_as_many_tensors(len(keys), config)
         missing_prefix = "" if any(key.startswith(self.prefix) for key in keys) else self.prefix
-        full = {key if key == HEAD else missing_prefix + key: key for key in keys}
+        full = {key if key == self.head else missing_prefix + self._today(key): key for key in keys}
         found = {name: key for name, key in full.items() if not self.buffers.fullmatch(name)}
         wanted = {key: packed.shape for key, packed in self.packed(config).items()}
         wanted |= {copy: wanted[original] for copy, original in self.copies(config).items() if copy in found}
@@ -151,6 +157,16 @@ class Family:
                     f"are {num_tensors:,}; is config.json that of these files?"
                 )
 
+    def _aliases_of(self, config: TransformerConfig) -> dict[str, str]:
+        """The keys of tensors that their model has twice -> the key of the other: a tied head, above all."""
+        if self.head is None or not config.tie_word_embeddings:
+            return dict(self.aliases)
+        return {self.head: self.tied_to, **self.aliases}
+
+    def _today(self, key: str) -> str:
+        ending = next((old for old in self.renamed if key.endswith(old)), None)
+        return key if ending is None else key.removesuffix(ending) + self.renamed[ending]
+
     @property
     def tied_to(self) -> str:
         """The key of the embedding, which is the head where they are tied."""
@@ -158,7 +174,9 @@ class Family:
 
     def not_a_copy(self, copy: str, original: str) -> CheckpointError:
         """The error for one of ``copies`` that is not equal."""
-        if copy == HEAD:
+        if copy in self.aliases:
+            return CheckpointError(f"{copy} must equal {original}, which it is another name of, and differs")
+        if copy == self.head:
             return CheckpointError(
                 f"{copy} must equal {original} where tie_word_embeddings is true, and differs; set tie_word_embeddings "
                 "to false to keep both"
@@ -204,4 +222,4 @@ class Family:
             tensors = [state[part.parameter][part.index] for part in packed.parts]
             whole = tensors[0] if packed.is_parameter else torch.cat(tensors)
             theirs[key] = whole.permute(packed.order).contiguous().view(packed.shape)
-        return theirs | {HEAD: theirs[self.tied_to]} if config.tie_word_embeddings else theirs
+        return theirs | {alias: theirs[original] for alias, original in self._aliases_of(config).items()}

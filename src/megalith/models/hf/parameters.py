@@ -3,12 +3,12 @@
 Alphabet: H hidden, A heads, G kv groups, D head size, F ffn hidden, V vocabulary, P positions. Weights are [out, in].
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
-from megalith.config import MLAConfig, MoEConfig, TransformerConfig
+from megalith.config import MLAConfig, ModelKind, MoEConfig, TransformerConfig
 from megalith.config.dotted import parent
 from megalith.config.relevance import CONDITIONS
 from megalith.config.settings_group import SettingsGroup
@@ -44,7 +44,7 @@ _MOST_TOLD = 50  # tensors that do not fit; a wrong number of layers makes thous
 
 
 def parameter_shapes(config: TransformerConfig) -> dict[str, Shape]:
-    """Name -> shape of every parameter of ``GPTModel(config)``, unsharded.
+    """Name -> shape of every parameter of the model that ``config`` describes, of any kind, unsharded.
 
     Raises ConfigError if ``vocab_size`` is not known yet.
     """
@@ -54,19 +54,17 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (V, H)}
     if config.position_embedding_type == "learned_absolute":
         assert config.max_position_embeddings is not None, "validated together with learned_absolute"
-        shapes["model.embed_positions.weight"] = (config.max_position_embeddings, H)
+        shapes["model.embed_positions.weight"] = (config.position_offset + config.max_position_embeddings, H)
     for layer in range(num_layers_in_all(config)):
         parts = _layer_shapes(config, layer) | (_joining_shapes(config) if layer >= config.num_layers else {})
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
     if config.residual.norm_placement != "post":
         shapes |= _norm("model.norm", config)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (V, H)
-    return shapes
+    return shapes | _OF_KINDS[config.kind](config)
 
 
 def buffer_shapes(config: TransformerConfig) -> dict[str, Shape]:
-    """Name -> shape of every buffer of ``GPTModel(config)`` that training changes, all of them in float32."""
+    """Name -> shape of every buffer of that model that training changes, all of them in float32."""
     if config.moe is None:
         return {}
     router = config.moe.router
@@ -142,6 +140,45 @@ def _nested_defaults(
             fields = nested.model_fields.items()
             yield from ((f"{name}.{one}", (info.default,)) for one, info in fields if one not in nested.nested_groups)
             yield from _nested_defaults(value, opened, f"{name}.")
+
+
+def _gpt_shapes(config: TransformerConfig) -> dict[str, Shape]:
+    return {} if config.tie_word_embeddings else {"lm_head.weight": (_vocab_size(config), config.hidden_size)}
+
+
+def _bert_shapes(config: TransformerConfig) -> dict[str, Shape]:
+    """The embedding of token types, its norm, and the heads."""
+    H, V, bert = config.hidden_size, _vocab_size(config), config.bert
+    assert bert is not None, "its kind says so"
+    shapes: dict[str, Shape] = {}
+    if bert.num_token_types:
+        shapes["model.embed_token_types.weight"] = (bert.num_token_types, H)
+    if config.residual.norm_placement == "post":
+        shapes |= _norm("model.embed_norm", config)
+    if bert.head == "pretraining":
+        shapes |= _linear("lm_transform.dense", (H, H)) | _norm("lm_transform.norm", config) | {"lm_head.bias": (V,)}
+        shapes |= {} if config.tie_word_embeddings else {"lm_head.weight": (V, H)}
+        reads_texts = {"binary_head.linear": 2} if bert.binary_head else {}
+    else:
+        reads_texts = {"classifier.linear": bert.num_classes or 1}
+    for head, num_classes in reads_texts.items():
+        shapes |= _linear("pooler.dense", (H, H)) | _linear(head, (num_classes, H))
+    return shapes
+
+
+# what a kind of model has besides its trunk
+_OF_KINDS: Mapping[ModelKind, Callable[[TransformerConfig], dict[str, Shape]]] = MappingProxyType(
+    {"gpt": _gpt_shapes, "bert": _bert_shapes}
+)
+
+
+def _vocab_size(config: TransformerConfig) -> int:
+    assert config.vocab_size is not None, "parameter_shapes has checked it"
+    return config.vocab_size
+
+
+def _linear(name: str, shape: tuple[int, int]) -> dict[str, Shape]:
+    return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
 
 
 def _layer_shapes(config: TransformerConfig, layer: int) -> dict[str, Shape]:

@@ -65,10 +65,11 @@ def vocab_parallel_linear_cross_entropy(
     vocab_size: int,
     tp_group: dist.ProcessGroup | None,
     *,
+    bias: Tensor | None = None,
     sequence_parallel: bool = False,
     softcap: float | None = None,
 ) -> Tensor:
-    """``vocab_parallel_cross_entropy`` of the logits ``x weight^T``, of which a chunk of tokens lives at a time.
+    """``vocab_parallel_cross_entropy`` of the logits ``x weight^T + bias``, of which a chunk of tokens lives at a time.
 
     Args:
         x: [S, B, H], the same on all ranks of ``tp_group``; [S/tp, B, H] with ``sequence_parallel``. It is gathered
@@ -76,6 +77,7 @@ def vocab_parallel_linear_cross_entropy(
         weight: [V/tp, H], this rank's part, split as torch.chunk splits V.
         target: int64 [S, B], in [0, V).
         vocab_size: V.
+        bias: [V/tp], split likewise.
 
     Returns:
         [S, B] in float32, or float64 for float64.
@@ -95,6 +97,7 @@ def vocab_parallel_linear_cross_entropy(
         weight,
         target,
         tp_group,
+        bias=bias,
         sequence_parallel=sequence_parallel,
         softcap=softcap,
         ignore_index=None,

@@ -17,7 +17,7 @@ of layers, or of the parts that a run names, as far as backward needs it.
 from megalith.config import MLAConfig, RunConfig, TransformerConfig
 from megalith.config.layout import Layout
 from megalith.errors import ConfigError
-from megalith.models.gpt_model import hidden_dtype
+from megalith.models.language_model import hidden_dtype
 from megalith.parallel.context.attention import ContextMethod
 from megalith.parallel.context.traffic import attention_traffic
 from megalith.parallel.sharding.traffic import Weight

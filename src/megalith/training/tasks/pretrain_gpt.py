@@ -21,7 +21,8 @@ from megalith.data.gpt_dataset import (
 )
 from megalith.data.samples import Samples
 from megalith.errors import DataError
-from megalith.models.gpt_model import GPTModel, hidden_dtype, hidden_shape
+from megalith.models.gpt_model import GPTModel
+from megalith.models.language_model import hidden_dtype, hidden_shape
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions

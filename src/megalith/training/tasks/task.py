@@ -163,15 +163,15 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
         return inputs
 
     @abstractmethod
-    def forward(self, model: nn.Module, inputs: Inputs, hidden: Tensor | None) -> Tensor:
-        """The output of ``model``; for GPT the loss of each token, [B, S].
+    def forward(self, model: nn.Module, inputs: Inputs, hidden: Tensor | None) -> Any:
+        """The output of ``model``, which ``sums`` reads: for GPT the loss of each token, [B, S].
 
         In a pipeline ``hidden`` is what the stage before gave, None in the first, and but for the last stage the output
-        is what the next one is given.
+        is what the next one is given, a tensor.
         """
 
     @abstractmethod
-    def sums(self, output: Tensor, inputs: Inputs) -> Mapping[str, Tensor]:
+    def sums(self, output: Any, inputs: Inputs) -> Mapping[str, Tensor]:
         """The sum of each loss term over the micro-batch, and of what else is measured: scalars, float32 or wider."""
 
     @abstractmethod

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megalith import optional
 from megalith.errors import CheckpointError, MissingDependencyError
+from megalith.models.bert_model import BertOutput
 from megalith.models.hf import open_folder
 from megalith.models.hf.parameters import state_shapes
 from megalith.models.multi_token_prediction import without_modules
@@ -78,7 +79,7 @@ def prove(run: str | Path | Store, folder: str | Path | Store) -> LogitProof:
     tokens = torch.randint(V, (_ROWS, S), generator=torch.Generator().manual_seed(0))  # [B, S]
     with torch.no_grad():
         ours = _our_logits(run, getattr(torch, described.weights.dtype), tokens)
-        theirs = _their_logits(transformers, folder, tokens)
+        theirs = _their_logits(getattr(transformers, described.architecture), transformers, folder, tokens)
     difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
     proof = LogitProof(difference, largest, tokens.numel(), described.weights.dtype, transformers.__version__)
     if not difference <= _TOLERANCE * largest:  # NaN is no proof
@@ -90,19 +91,22 @@ def _our_logits(run: str | Path | Store, rounded_to: torch.dtype, tokens: Tensor
     model = load_model(run, dtype=torch.float32, device=torch.device("cpu")).model
     for parameter in model.parameters():
         parameter.copy_(parameter.to(rounded_to))
-    logits: Tensor = model(tokens)  # [B, S, V]
+    output = model(tokens)
+    logits: Tensor = output.tokens if isinstance(output, BertOutput) else output  # [B, S, V], or [B, classes]
     return logits
 
 
-def _their_logits(transformers: Any, folder: str | Path | Store, tokens: Tensor) -> Tensor:
+def _their_logits(architecture: Any, transformers: Any, folder: str | Path | Store, tokens: Tensor) -> Tensor:
     showed = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
         # the class of the table, and never code that a folder brings along
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model = architecture.from_pretrained(
             str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=False
         )
-        logits: Tensor = model.eval()(tokens).logits  # [B, S, V]
+        output = model.eval()(tokens)
+        # BertForPreTraining has two kinds of them
+        logits: Tensor = output.prediction_logits if "prediction_logits" in output else output.logits
     except Exception as error:  # whatever it makes of fields that the network does not need
         raise CheckpointError(
             f"transformers cannot run {folder}: {error}; --no-proof leaves the proof out, which needs it"

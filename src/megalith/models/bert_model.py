@@ -1,0 +1,245 @@
+"""BERT: an encoder whose tokens see each other both ways, and what it predicts of masked tokens and of whole texts.
+
+    x = norm(word + position + type), then layers with norms after each sum (post); or no norm there, layers with norms
+    before (pre), and a norm at the end
+
+Devlin et al. 2019, arXiv:1810.04805; Liu et al. 2019, "RoBERTa", arXiv:1907.11692. Padding is a document of its own in
+each row (``PackedSeqParams.from_padding``), so that no token sees it.
+"""
+
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config import BertConfig, TransformerConfig
+from megalith.errors import ShapeError
+from megalith.models.heads import ClassificationHead, MaskedLMTransform, Pooler, mean_embeddings, on_whole_rows
+from megalith.models.language_model import LanguageModel, Trunk
+from megalith.numerics.dropout import DropoutKey
+from megalith.packed_seq_params import PackedSeqParams
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.tensor.layers import ColumnParallelLinear
+from megalith.topology.collectives import gather_from_sequence_parallel_region
+from megalith.transformer.attention_mask import BIDIRECTIONAL
+from megalith.transformer.embeddings import ReplicatedEmbedding
+from megalith.transformer.layer_context import LayerContext
+from megalith.transformer.layer_spec import LayerSpecs
+from megalith.transformer.mup import scale_first_weights_
+from megalith.transformer.normalization import Normalization
+from megalith.transformer.stage import Stage
+
+__all__ = ["BertModel", "BertOutput"]
+
+
+class BertOutput(NamedTuple):
+    """What a model with the head of pretraining gives.
+
+    ``tokens``: the loss of each label, [B, S] in float32 or wider, 0 where there is none; logits [B, S, V] without
+    labels. ``binary``: logits [N, 2] of the texts that were pooled; None without a binary head.
+    """
+
+    tokens: Tensor
+    binary: Tensor | None
+
+
+class BertEncoder(Trunk):
+    """The trunk of a BERT: vectors of token types, and a norm of the embedding where layers have theirs after sums."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        options: BuildOptions,
+        stage: Stage,
+        spec_of: LayerSpecs | None,
+        bert: BertConfig,
+    ) -> None:
+        reads_out = stage.has_head and bert.head == "pretraining" and config.tie_word_embeddings
+        super().__init__(config, options, stage, spec_of, has_table=stage.has_embedding or reads_out)
+        has_types = stage.has_embedding and bert.num_token_types > 0
+        has_norm = stage.has_embedding and config.residual.norm_placement == "post"
+        self.embed_token_types = ReplicatedEmbedding(bert.num_token_types, config, options) if has_types else None
+        self.embed_norm = Normalization(config, options) if has_norm else None
+
+    def embed_input(self, tokens: Tensor, position_ids: Tensor, token_types: Tensor | None) -> Tensor:
+        """As ``Trunk``; without ``token_types`` every token is of type 0."""
+        x = super().embed_input(tokens, position_ids, None)
+        if self.embed_token_types is not None:
+            x = x + self.embed_token_types(torch.zeros_like(tokens) if token_types is None else token_types)
+        return x if self.embed_norm is None else self.embed_norm(x)
+
+
+class BertModel(LanguageModel):
+    """An encoder with the head that ``config.bert.head`` names; arguments and errors as ``GPTModel``."""
+
+    kind = "bert"
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        options: BuildOptions | None = None,
+        *,
+        stage: Stage | None = None,
+        spec_of: LayerSpecs | None = None,
+        seed: int = 1234,
+    ) -> None:
+        super().__init__(config, options, stage)
+        assert config.bert is not None, "LanguageModel has checked the kind"
+        self.head = config.bert.head
+        self.model: BertEncoder = BertEncoder(config, self.options, self.stage, spec_of, config.bert)
+        self.lm_transform: MaskedLMTransform | None = None
+        self.lm_head: ColumnParallelLinear | None = None
+        self.pooler: Pooler | None = None
+        self.binary_head: ClassificationHead | None = None
+        self.classifier: ClassificationHead | None = None
+        if self.stage.has_head:
+            self._build_heads(config, config.bert)
+        scale_first_weights_(self, config)
+        self.finish(seed)
+
+    def shared_weights(self) -> list[nn.Parameter]:
+        """The embedding, where another stage has it as its output projection."""
+        embedding = self.model.embed_tokens
+        reads_out = self.tied and self.head == "pretraining"
+        shared = reads_out and self.stage.has_embedding != self.stage.has_head
+        return [embedding.weight] if shared and embedding is not None else []
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        labels: Tensor | None = None,
+        token_types: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        pooled_tokens: Tensor | None = None,
+        dropout_key: DropoutKey | None = None,
+        hidden: Tensor | None = None,
+        output: Literal["predictions", "hidden", "embeddings"] = "predictions",
+    ) -> BertOutput | Tensor:
+        """What the head predicts; hidden states from a stage without the head.
+
+        Args:
+            tokens: int64 [B, S]; with the head multiple_choice also [B, choices, S], and so every argument that is of
+                tokens.
+            labels: int64 [B, S], the token that is masked at each position; below 0 where none is to be predicted.
+            token_types: int64 [B, S], below ``num_token_types``; by default all 0.
+            attention_mask: bool [B, S], False for padding; tokens of a row are together. By default all are tokens.
+            position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ...
+            packed_seq_params: in place of ``attention_mask``, where documents begin, in whole rows.
+            pooled_tokens: int64 [N], the tokens b * S + s that the pooler reads; by default the first of each row.
+                Under context parallelism those that this rank has, by default none but on rank 0.
+            dropout_key: as in ``GPTModel``; the token ids of [B, choices, S] are [B * choices, S].
+            hidden: [S, B, H], [S/tp, B, H] under sequence parallelism: what the stage before gave.
+            output: what is wanted: what the head predicts, the hidden states, or ``mean_embeddings`` of each row.
+
+        Under context parallelism S stands for S/cp: this rank's tokens, those at ``zigzag_positions``.
+
+        Returns:
+            ``BertOutput``; logits [N, num_classes] of a classification; [B, choices] of choices; hidden states
+            [B, S, H]; embeddings [B, H]; or [S, B, H] from a stage without the head.
+
+        Raises:
+            ShapeError: as ``GPTModel``; padding between tokens; ``attention_mask`` beside documents, or of rows that
+                are split; embeddings of such rows.
+            ConfigError: as ``GPTModel``.
+        """
+        num_choices = tokens.shape[1] if tokens.dim() == 3 else None
+        tokens = tokens.flatten(0, -2)
+        token_types, attention_mask = (x if x is None else x.flatten(0, -2) for x in (token_types, attention_mask))
+        self._check_shape(tokens, hidden)
+        self._check_documents(tokens, None, packed_seq_params)
+        documents = self._documents(attention_mask, packed_seq_params)
+        cp_size = self._check_split(is_split=position_ids is not None)
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)
+        self._check_positions(position_ids, tokens.shape[1] * cp_size)
+        context = self._context(tokens, position_ids, documents, dropout_key, mask=BIDIRECTIONAL)
+        x: Tensor = self.model(tokens, position_ids, context, None, hidden, token_types)
+        if not self.stage.has_head:
+            return x
+        sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
+        # what reads x is the same on all ranks
+        x = gather_from_sequence_parallel_region(x, sequence_group, tensor_parallel_output_grad=False)  # [S, B, H]
+        if output == "hidden":
+            return x.transpose(0, 1)
+        if output == "embeddings":
+            return self._embeddings(x, attention_mask)
+        if pooled_tokens is None:
+            pooled_tokens = self._first_tokens(tokens)
+        if self.lm_head is not None:
+            return BertOutput(self._of_tokens(self.lm_head, x, labels), self._of_texts(x, pooled_tokens, context))
+        scores = self._of_texts(x, pooled_tokens, context)
+        assert scores is not None, "a model without an output projection classifies"
+        return scores if num_choices is None else scores.view(-1, num_choices)
+
+    def _build_heads(self, config: TransformerConfig, bert: BertConfig) -> None:
+        assert config.vocab_size is not None, "LanguageModel has checked it"
+        std, drops = config.init_method_std, bert.classifier_dropout
+        if bert.head != "pretraining":
+            num_classes = 1 if bert.num_classes is None else bert.num_classes
+            self.pooler = Pooler(config, self.options)
+            self.classifier = ClassificationHead(
+                config, self.options, num_classes, config.hidden_dropout if drops is None else drops
+            )
+            return
+        self.lm_transform = MaskedLMTransform(config, self.options)
+        self.lm_head = ColumnParallelLinear(
+            config.hidden_size,
+            config.vocab_size,
+            on_whole_rows(self.options),
+            bias=True,
+            std=std,
+            has_weight=not self.tied,
+        )
+        if bert.binary_head:
+            self.pooler = Pooler(config, self.options)
+            self.binary_head = ClassificationHead(config, self.options, 2, 0.0)
+
+    def _of_tokens(self, head: ColumnParallelLinear, x: Tensor, labels: Tensor | None) -> Tensor:
+        """Losses [B, S], or logits [B, S, V], of [S, B, H]."""
+        assert self.lm_transform is not None, "built with the output projection"
+        if labels is None:
+            return self._gather(self._logits(head, self.lm_transform(x))).transpose(0, 1)  # [B, S, V]
+        wanted = (labels.t() >= 0).flatten().nonzero().flatten()  # [N], one in six or seven in pretraining
+        rows = x.flatten(0, 1)[wanted]  # [N, H]
+        losses = self._losses(head, self.lm_transform(rows), labels.t().flatten()[wanted])  # [N]
+        S, B, _ = x.shape
+        return losses.new_zeros(S * B).index_put((wanted,), losses).view(S, B).t().clone()
+
+    def _of_texts(self, x: Tensor, pooled_tokens: Tensor, context: LayerContext) -> Tensor | None:
+        """[N, classes] of [S, B, H]; None without a head that reads pooled tokens."""
+        head = self.classifier if self.binary_head is None else self.binary_head
+        if head is None or self.pooler is None:
+            return None
+        S = x.shape[0]
+        row, place = pooled_tokens // S, pooled_tokens % S
+        pooled = self.pooler(x[place, row])  # [N, H]
+        key = context.token_dropout_key
+        scores: Tensor = head(pooled, None if key is None else replace(key, tokens=key.tokens[row, place]))
+        return scores
+
+    def _first_tokens(self, tokens: Tensor) -> Tensor:
+        """int64 [B]: the first of each row; none on the ranks of cp that do not hold them."""
+        B, S = tokens.shape
+        num_here = B if self.options.pg_collection.rank("cp") == 0 else 0
+        return torch.arange(num_here, device=tokens.device) * S
+
+    def _embeddings(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        if self.options.pg_collection.size("cp") > 1:
+            raise ShapeError("the mean of a row that is split over cp is on no rank; set parallel.context=1")
+        S, B, _ = x.shape
+        is_token = torch.ones(B, S, dtype=torch.bool, device=x.device) if attention_mask is None else attention_mask
+        return mean_embeddings(x, is_token)
+
+    def _documents(self, attention_mask: Tensor | None, documents: PackedSeqParams | None) -> PackedSeqParams | None:
+        if attention_mask is None:
+            return documents
+        if documents is not None or self.options.pg_collection.size("cp") > 1:
+            raise ShapeError(
+                "attention_mask is of whole rows, and stands for packed_seq_params; beside these, or where cp splits "
+                "rows, pass packed_seq_params alone: PackedSeqParams.from_padding(attention_mask)"
+            )
+        return PackedSeqParams.from_padding(attention_mask.cpu()).to(attention_mask.device)

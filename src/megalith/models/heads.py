@@ -1,0 +1,98 @@
+"""What reads the hidden states of an encoder: predictions of masked tokens, of one pooled token, and sentence vectors.
+
+    masked token   norm(act(W x + b)), then the output projection over the vocabulary
+    pooled         tanh(W x + b) of the first token
+    classes        W dropout(pooled) + b
+
+Devlin et al. 2019, "BERT", arXiv:1810.04805. Every rank of tp has whole hidden states here, [S, B, H] or some rows of
+them, and computes the same: under sequence parallelism they are gathered once, before all heads.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config import TransformerConfig
+from megalith.numerics.dropout import DropoutKey, dropout
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.tensor.layers import ReplicatedLinear
+from megalith.transformer.dropout import DropoutSite
+from megalith.transformer.mlp import plain_activation
+from megalith.transformer.normalization import Normalization
+
+__all__ = ["ClassificationHead", "MaskedLMTransform", "Pooler", "mean_embeddings", "on_whole_rows"]
+
+
+def on_whole_rows(options: BuildOptions) -> BuildOptions:
+    """``options`` of modules after the gather of sequence parallelism, all of whose ranks have all tokens."""
+    return replace(options, sequence_parallel=False)
+
+
+class MaskedLMTransform(nn.Module):
+    """What the output projection reads of a hidden state; gelu where the model's activation has a gate."""
+
+    def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
+        super().__init__()
+        H, whole = config.hidden_size, on_whole_rows(options)
+        self.activation = config.activation if config.gate_activation is None else "gelu"
+        self.dense = ReplicatedLinear(H, H, whole, std=config.init_method_std, bias=True)
+        self.norm = Normalization(config, whole)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H]."""
+        y: Tensor = self.norm(plain_activation(self.dense(x), self.activation))
+        return y
+
+
+class Pooler(nn.Module):
+    """One vector for a text, of its first token."""
+
+    def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
+        super().__init__()
+        H = config.hidden_size
+        self.dense = ReplicatedLinear(H, H, on_whole_rows(options), std=config.init_method_std, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, H] of first tokens -> [N, H]."""
+        return torch.tanh(self.dense(x))
+
+
+class ClassificationHead(nn.Module):
+    """Scores of ``num_classes`` classes of a pooled token; one class scores how well a choice fits.
+
+    ``dropout``: the share of the pooled token's features that is dropped.
+    """
+
+    def __init__(self, config: TransformerConfig, options: BuildOptions, num_classes: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = DropoutSite(dropout)
+        self.linear = ReplicatedLinear(
+            config.hidden_size, num_classes, on_whole_rows(options), std=config.init_method_std, bias=True
+        )
+
+    def forward(self, pooled: Tensor, key: DropoutKey | None) -> Tensor:
+        """[N, H] -> [N, num_classes]; ``key`` has the token ids [N] of what was pooled, None drops nothing."""
+        drops = self.dropout.of(key)
+        if drops is not None and drops.key is not None:
+            pooled = dropout(pooled, drops.p, drops.key)
+        scores: Tensor = self.linear(pooled)
+        return scores
+
+
+def mean_embeddings(hidden: Tensor, is_token: Tensor) -> Tensor:
+    """The mean hidden state of each row's tokens but the first and the last, which stand for no word.
+
+    Args:
+        hidden: [S, B, H].
+        is_token: bool [B, S], False for padding.
+
+    Returns:
+        [B, H] in float32, or wider for wider states; zeros of a row that has no other tokens.
+    """
+    order = is_token.cumsum(dim=1)
+    inner = is_token & (order > 1) & (order < order[:, -1:])  # [B, S]
+    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    # where, not a product: what is infinite in padding must not become NaN
+    total = torch.where(inner.t().unsqueeze(-1), wide, 0.0).sum(dim=0)  # [B, H]
+    return total / inner.sum(dim=1).clamp(min=1).unsqueeze(-1)

@@ -1,0 +1,185 @@
+"""Hugging Face's BERT by its head: ``BertForPreTraining``, ``BertForMaskedLM``, ``BertForSequenceClassification`` and
+``BertForMultipleChoice``.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from megalith.config import TransformerConfig
+from megalith.models.hf.family import Family
+from megalith.models.hf.fields import Fields
+from megalith.models.hf.parameters import left_open
+from megalith.models.hf.places import Place
+
+__all__ = [
+    "BERT_CLASSIFICATION",
+    "BERT_FAMILIES",
+    "BERT_FIELDS",
+    "BERT_MASKED_LM",
+    "BERT_MULTIPLE_CHOICE",
+    "BERT_PRETRAINING",
+    "BERT_SIZES",
+    "allowed_of_encoder",
+    "encoder_place",
+    "read_encoder",
+    "write_encoder",
+]
+
+_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+
+# our module -> theirs, after the name of the model without its head
+_OUTSIDE = {
+    "model.embed_tokens": "embeddings.word_embeddings",
+    "model.embed_positions": "embeddings.position_embeddings",
+    "model.embed_token_types": "embeddings.token_type_embeddings",
+    "model.embed_norm": "embeddings.LayerNorm",
+}
+_OF_LAYERS = {
+    "self_attn.q_proj": "attention.self.query",
+    "self_attn.k_proj": "attention.self.key",
+    "self_attn.v_proj": "attention.self.value",
+    "self_attn.o_proj": "attention.output.dense",
+    "post_attention_layernorm": "attention.output.LayerNorm",
+    "mlp.up_proj": "intermediate.dense",
+    "mlp.down_proj": "output.dense",
+    "post_mlp_layernorm": "output.LayerNorm",
+}
+_HEADS = {
+    "lm_transform.dense": "cls.predictions.transform.dense",
+    "lm_transform.norm": "cls.predictions.transform.LayerNorm",
+    "lm_head": "cls.predictions",
+    "pooler.dense": "bert.pooler.dense",
+    "binary_head.linear": "cls.seq_relationship",
+    "classifier.linear": "classifier",
+}
+
+BERT_SIZES: Mapping[str, str] = MappingProxyType(
+    {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_attention_heads",
+        "intermediate_size": "ffn_hidden_size",
+    }
+)
+BERT_FIELDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
+    {
+        "layer_norm_eps": ("layernorm_epsilon", 1e-12),
+        "hidden_dropout_prob": ("hidden_dropout", 0.1),
+        "attention_probs_dropout_prob": ("attention_dropout", 0.1),
+        "initializer_range": ("init_method_std", 0.02),
+        "tie_word_embeddings": ("tie_word_embeddings", True),
+    }
+)
+
+
+def read_encoder(fields: Fields, head: Mapping[str, Any], position_offset: int = 0) -> dict[str, Any]:
+    """The settings of an encoder that follow from more than one field; ``head`` are those of ``model.bert`` for it."""
+    activation = fields.get("hidden_act", "gelu")
+    if activation not in _ACTIVATIONS:
+        fields.refuse(f"hidden_act must be one of {', '.join(_ACTIVATIONS)}; got {activation!r}")
+    if (positions := fields.get("position_embedding_type", "absolute")) != "absolute":
+        fields.refuse(f"position_embedding_type must be 'absolute'; got {positions!r}")
+    fields.expect("is_decoder", False)
+    fields.expect("add_cross_attention", False)
+    dropout = fields.optional("classifier_dropout", float)
+    bert = {"num_token_types": fields.get("type_vocab_size", 2), "position_offset": position_offset or None, **head}
+    if head["head"] != "pretraining":
+        bert["classifier_dropout"] = dropout
+    if head["head"] == "classification":
+        bert["num_classes"] = len(fields.get("id2label", {0: "", 1: ""}))
+    return {
+        "normalization": "LayerNorm",
+        "activation": _ACTIVATIONS.get(activation),
+        "add_bias_linear": True,
+        "position_embedding_type": "learned_absolute",
+        "max_position_embeddings": fields.get("max_position_embeddings", 512) - position_offset,
+        "residual": {"norm_placement": "post"},
+        "bert": bert,
+    }
+
+
+def write_encoder(config: TransformerConfig, max_position_embeddings: int) -> dict[str, Any]:
+    """The fields that ``read_encoder`` reads. The number of learned positions is the model's own."""
+    bert = config.bert
+    assert bert is not None, "allowed_of_encoder asks for it"
+    assert config.max_position_embeddings is not None, "validated together with learned positions"
+    written: dict[str, Any] = {
+        "hidden_act": {"gelu_tanh": "gelu_new"}.get(config.activation, config.activation),
+        "max_position_embeddings": config.max_position_embeddings + bert.position_offset,
+        "type_vocab_size": bert.num_token_types,
+        "is_decoder": False,
+    }
+    if bert.head != "pretraining":
+        written["classifier_dropout"] = bert.classifier_dropout
+    if bert.num_classes is not None:
+        written["id2label"] = {str(number): f"LABEL_{number}" for number in range(bert.num_classes)}
+        written["label2id"] = {f"LABEL_{number}": number for number in range(bert.num_classes)}
+    return written
+
+
+def allowed_of_encoder(config: TransformerConfig, head: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """The values of our settings that such an encoder has; ``head`` are those of ``model.bert`` for its head."""
+    num_types = 1 if config.bert is None else max(config.bert.num_token_types, 1)
+    return {
+        "normalization": ("LayerNorm",),
+        "position_embedding_type": ("learned_absolute",),
+        "activation": ("gelu", "gelu_tanh", "relu"),
+        "add_bias_linear": (True,),
+        "qkv_bias": (True,),
+        "output_bias": (True,),
+        "mlp_bias": (True,),
+        "num_query_groups": (config.num_attention_heads,),
+        "kv_channels": (config.hidden_size / config.num_attention_heads,),
+        "residual.norm_placement": ("post",),
+        "residual.embedding_dropout": (None, config.hidden_dropout),
+        # untied, theirs has two biases of the vocabulary
+        **({"tie_word_embeddings": (True,)} if head["head"] == "pretraining" else {}),
+        **left_open(config, "attention.qkv_bias", "attention.output_bias"),
+        **left_open(config, "bert.num_classes", "bert.classifier_dropout"),
+        "bert.position_offset": (0,),
+        "bert.num_token_types": (num_types,),
+        **{f"bert.{name}": (value,) for name, value in head.items()},
+    }
+
+
+def encoder_place(name: str, prefix: str, heads: Mapping[str, str]) -> Place:
+    """Where our tensor ``name`` lies in a model whose part without the head is ``prefix``; ``heads``: our -> theirs."""
+    module, part = name.rsplit(".", 1)
+    if module in heads:
+        return Place(f"{heads[module]}.{part}")
+    if module in _OUTSIDE:
+        return Place(f"{prefix}{_OUTSIDE[module]}.{part}")
+    _, _, layer, module = module.split(".", 3)  # model.layers.<layer>.<module>
+    return Place(f"{prefix}encoder.layer.{layer}.{_OF_LAYERS[module]}.{part}")
+
+
+def _family(architecture: str, **head: Any) -> Family:
+    is_pretrained = head["head"] == "pretraining"
+    read: Callable[[Fields], Mapping[str, Any]] = partial(read_encoder, head=head)
+    return Family(
+        model_type="bert",
+        architecture=architecture,
+        sizes=BERT_SIZES,
+        fields=BERT_FIELDS,
+        read_rest=read,
+        write_rest=write_encoder,
+        allowed=partial(allowed_of_encoder, head=head),
+        place=partial(encoder_place, prefix="bert.", heads=_HEADS),
+        buffers=re.compile(r"bert\.embeddings\.position_ids"),
+        prefix="bert.",
+        head="cls.predictions.decoder.weight" if is_pretrained else None,
+        aliases=MappingProxyType({"cls.predictions.decoder.bias": "cls.predictions.bias"} if is_pretrained else {}),
+        # files of Google, the original ones among them
+        renamed=MappingProxyType({"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}),
+    )
+
+
+BERT_PRETRAINING = _family("BertForPreTraining", head="pretraining", binary_head=True)
+BERT_MASKED_LM = _family("BertForMaskedLM", head="pretraining", binary_head=False)
+BERT_CLASSIFICATION = _family("BertForSequenceClassification", head="classification")
+BERT_MULTIPLE_CHOICE = _family("BertForMultipleChoice", head="multiple_choice")
+BERT_FAMILIES = (BERT_PRETRAINING, BERT_MASKED_LM, BERT_CLASSIFICATION, BERT_MULTIPLE_CHOICE)

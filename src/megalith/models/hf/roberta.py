@@ -1,0 +1,80 @@
+"""Hugging Face's RoBERTa by its head: ``RobertaForMaskedLM`` and ``RobertaForSequenceClassification``.
+
+It is BERT with heads of other names. The position of a token is counted from the row after that of padding: the table
+of positions has pad_token_id + 1 rows before that of position 0.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from megalith.config import TransformerConfig
+from megalith.models.hf.bert import (
+    BERT_FIELDS,
+    BERT_SIZES,
+    allowed_of_encoder,
+    encoder_place,
+    read_encoder,
+    write_encoder,
+)
+from megalith.models.hf.family import Family
+from megalith.models.hf.fields import Fields
+
+__all__ = ["ROBERTA_CLASSIFICATION", "ROBERTA_FAMILIES", "ROBERTA_MASKED_LM"]
+
+_USUAL_OFFSET = 2
+_HEADS = {
+    "lm_transform.dense": "lm_head.dense",
+    "lm_transform.norm": "lm_head.layer_norm",
+    "lm_head": "lm_head",
+    # its classifier reads a token that it pools by itself
+    "pooler.dense": "classifier.dense",
+    "classifier.linear": "classifier.out_proj",
+}
+
+
+def _read_rest(fields: Fields, head: Mapping[str, Any]) -> Mapping[str, Any]:
+    settings = read_encoder(fields, head, position_offset=fields.get("pad_token_id", _USUAL_OFFSET - 1) + 1)
+    if head["head"] == "pretraining" and settings["activation"] != "gelu":
+        fields.refuse("hidden_act must be 'gelu': the head of their model has no other, whatever its layers have")
+    return settings
+
+
+def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
+    return {
+        **write_encoder(config, max_position_embeddings),
+        "pad_token_id": config.position_offset - 1,
+    }
+
+
+def _allowed(config: TransformerConfig, head: Mapping[str, Any]) -> Mapping[str, tuple[Any, ...]]:
+    return {
+        **allowed_of_encoder(config, head),
+        **({"activation": ("gelu",)} if head["head"] == "pretraining" else {}),
+        "bert.position_offset": (config.position_offset or _USUAL_OFFSET,),
+    }
+
+
+def _family(architecture: str, **head: Any) -> Family:
+    is_pretrained = head["head"] == "pretraining"
+    return Family(
+        model_type="roberta",
+        architecture=architecture,
+        sizes=BERT_SIZES,
+        fields=BERT_FIELDS,
+        read_rest=partial(_read_rest, head=head),
+        write_rest=_write_rest,
+        allowed=partial(_allowed, head=head),
+        place=partial(encoder_place, prefix="roberta.", heads=_HEADS),
+        buffers=re.compile(r"roberta\.embeddings\.position_ids"),
+        prefix="roberta.",
+        head="lm_head.decoder.weight" if is_pretrained else None,
+        aliases=MappingProxyType({"lm_head.decoder.bias": "lm_head.bias"} if is_pretrained else {}),
+    )
+
+
+ROBERTA_MASKED_LM = _family("RobertaForMaskedLM", head="pretraining", binary_head=False)
+ROBERTA_CLASSIFICATION = _family("RobertaForSequenceClassification", head="classification")
+ROBERTA_FAMILIES = (ROBERTA_MASKED_LM, ROBERTA_CLASSIFICATION)

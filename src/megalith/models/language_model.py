@@ -1,0 +1,276 @@
+"""What language models share: embeddings, layers and final norm of a stage, and the output over the vocabulary.
+
+Parameter names are those of Hugging Face's Llama in every kind of model (``model.layers.0.self_attn.q_proj.weight``);
+``models/hf`` renames them for architectures that call them otherwise.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config import ModelKind, TransformerConfig
+from megalith.errors import ConfigError, ShapeError
+from megalith.numerics.dropout import DropoutKey, dropout
+from megalith.packed_seq_params import PackedSeqParams
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.local_ranges import chunk_range
+from megalith.parallel.parameters import local
+from megalith.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+from megalith.parallel.tensor.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megalith.topology.collectives import gather_from_tensor_model_parallel_region
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.transformer.attention_mask import CAUSAL, AttentionMask
+from megalith.transformer.dropout import DropoutSite, sequence_parallel_key
+from megalith.transformer.embeddings import LearnedPositions
+from megalith.transformer.layer_context import KVCache, LayerContext
+from megalith.transformer.layer_spec import LayerSpecs
+from megalith.transformer.module import ModelModule
+from megalith.transformer.normalization import Normalization
+from megalith.transformer.rotary import rotary_tables
+from megalith.transformer.stack import LayerStack
+from megalith.transformer.stage import Stage
+from megalith.transformer.step_record import MicroBatchRecord
+
+__all__ = ["LanguageModel", "Trunk", "hidden_dtype", "hidden_shape"]
+
+
+class Trunk(nn.Module):
+    """Embeddings, layers, final norm: tokens to hidden states, or the part of that way that a stage has.
+
+    Args:
+        has_table: whether this stage holds the embedding of tokens, as its input, its output projection, or both.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        options: BuildOptions,
+        stage: Stage,
+        spec_of: LayerSpecs | None,
+        *,
+        has_table: bool,
+    ) -> None:
+        super().__init__()
+        assert config.vocab_size is not None, "LanguageModel has checked it"
+        learned = config.position_embedding_type == "learned_absolute"
+        self.stage = stage
+        self.layers = LayerStack(config, options, stage.layers, spec_of)
+        # the last layer of post-norm ends in a norm of its own
+        has_norm = stage.has_head and config.residual.norm_placement != "post"
+        self.norm = Normalization(config, options) if has_norm else None
+        self.embed_tokens: VocabParallelEmbedding | None = None
+        self.embed_positions: LearnedPositions | None = None
+        if has_table:
+            std = config.init_method_std
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, options, std=std)
+        if stage.has_embedding and learned:
+            self.embed_positions = LearnedPositions(config, options)
+        self.embedding_dropout = DropoutSite(config.embedding_dropout)
+        self.config = config
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        context: LayerContext,
+        caches: Mapping[int, KVCache] | None,
+        hidden: Tensor | None,
+        token_types: Tensor | None = None,
+    ) -> Tensor:
+        """int64 tokens [B, S], position_ids [S] or [B, S] -> [S, B, H]; [S/tp, B, H] under sequence parallelism.
+
+        ``hidden`` has that shape too: what the stage before gave, for a stage without the embedding. ``token_types``,
+        int64 [B, S], are of models that have such.
+        """
+        if self.stage.has_embedding:
+            hidden = self.embed_input(tokens, position_ids, token_types)
+            drops = self.embedding_dropout.of(context.hidden_dropout_key)
+            if drops is not None and drops.key is not None:
+                hidden = dropout(hidden, drops.p, drops.key)
+        x: Tensor = self.layers(hidden, context, caches)
+        return x if self.norm is None else self.norm(x)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The vectors of ``tokens``, times their factor, in the dtype of the residual stream; shapes as ``forward``."""
+        assert self.embed_tokens is not None, "built in this stage"
+        x: Tensor = self.embed_tokens(tokens)  # [S, B, H]
+        x, multiplier = x.to(hidden_dtype(self.config, x.dtype)), self.config.multipliers.embedding
+        return x if multiplier == 1.0 else x * multiplier
+
+    def embed_input(self, tokens: Tensor, position_ids: Tensor, token_types: Tensor | None) -> Tensor:
+        """What the first layer is given, before dropout; arguments and shapes as ``forward``."""
+        x = self.embed(tokens)
+        return x if self.embed_positions is None else x + self.embed_positions(position_ids)
+
+
+class LanguageModel(ModelModule):
+    """A trunk, and an output projection over a vocabulary that ranks of tp share; base of every kind of model.
+
+    Raises:
+        ConfigError: the settings are those of another kind, the vocabulary's size is not known, or the stage is not one
+            of this model.
+    """
+
+    kind: ClassVar[ModelKind]
+    model: Trunk
+    lm_head: ColumnParallelLinear | None
+
+    def __init__(self, config: TransformerConfig, options: BuildOptions | None, stage: Stage | None) -> None:
+        super().__init__()
+        if config.kind != self.kind:
+            raise ConfigError(f"{type(self).__name__} is a {self.kind}, and these settings are of a {config.kind}")
+        if config.vocab_size is None:
+            raise ConfigError("model.vocab_size is not set; give it, or name a tokenizer in data.tokenizer")
+        self.options = options or BuildOptions(ProcessGroupCollection.single())
+        self.stage = stage or Stage.whole(config.num_layers)
+        self.stage.check_fits(config.num_layers)
+        self.tied = config.tie_word_embeddings
+        self.config = config
+
+    def layers(self) -> list[nn.Module]:
+        """The transformer layers of this stage, and the modules of multi-token prediction."""
+        return list(self.model.layers.values())
+
+    def copied_weights(self) -> list[nn.Parameter]:
+        """The embedding, where it embeds no input of the model."""
+        return [] if self.stage.has_embedding else self.shared_weights()
+
+    def _losses(self, head: ColumnParallelLinear, x: Tensor, labels: Tensor) -> Tensor:
+        """float32 or wider [...], as ``labels`` are, of hidden states [..., H]; [S/tp, B, H] where ``head`` gathers."""
+        V, tp_group, weight = self.config.vocab_size, self.options.pg_collection.tp, self._tied_weight()
+        assert V is not None
+        x, softcap = self._before_head(x), self.config.multipliers.logit_softcap
+        if not self.options.fused_linear_cross_entropy:
+            return vocab_parallel_cross_entropy(head(x, weight), labels, V, tp_group, softcap=softcap)
+        weight = head.weight if weight is None else weight
+        assert weight is not None, "a head without a weight is tied"
+        return vocab_parallel_linear_cross_entropy(
+            x,
+            local(weight),
+            labels,
+            V,
+            tp_group,
+            bias=None if head.bias is None else local(head.bias),
+            sequence_parallel=head.options.sequence_parallel,
+            softcap=softcap,
+        )
+
+    def _logits(self, head: ColumnParallelLinear, x: Tensor) -> Tensor:
+        """[S, B, V/tp] of hidden states as ``_losses`` takes them."""
+        logits: Tensor = head(self._before_head(x), self._tied_weight())
+        softcap = self.config.multipliers.logit_softcap
+        if softcap is None:
+            return logits
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return (softcap * torch.tanh(wide / softcap)).to(logits.dtype)
+
+    def _before_head(self, x: Tensor) -> Tensor:
+        """``x`` times the factor of the logits, which are many more."""
+        multiplier = self.config.logits_multiplier
+        return x if multiplier == 1.0 else x * multiplier
+
+    def _tied_weight(self) -> nn.Parameter | None:
+        """The embedding, where it is the output projection."""
+        embedding = self.model.embed_tokens
+        return embedding.weight if self.tied and embedding is not None else None
+
+    def _context(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        documents: PackedSeqParams | None,
+        given: DropoutKey | None,
+        record: MicroBatchRecord | None = None,
+        mask: AttentionMask = CAUSAL,
+    ) -> LayerContext:
+        rotary, rope = None, self.config.rope
+        if rope is not None:
+            rotary = rotary_tables(position_ids, self.config.rotary_head_size, rope, self.options.dtype)
+        key = self._dropout_key(tokens, given) if self.training else None
+        sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
+        hidden_key = None if key is None else sequence_parallel_key(key, sequence_group)
+        return LayerContext(mask, documents, rotary, key, hidden_key, record=record)
+
+    def _gather(self, logits: Tensor) -> Tensor:
+        """[S, B, V/tp] -> [S, B, V]; the last ranks' parts may be short, and travel padded."""
+        V, groups = self.config.vocab_size, self.options.pg_collection
+        assert V is not None
+        longest = chunk_range(V, groups.size("tp"), 0)[1]
+        padded = nn.functional.pad(logits, (0, longest - logits.shape[-1]))
+        return gather_from_tensor_model_parallel_region(padded, groups.tp)[..., :V]
+
+    def _dropout_key(self, tokens: Tensor, given: DropoutKey | None) -> DropoutKey | None:
+        if given is not None or not self.drops():
+            return given
+        groups = self.options.pg_collection
+        if groups.size("tp") > 1 or groups.size("cp") > 1:
+            raise ConfigError(
+                "the ranks of a tensor- or context-parallel model must drop the same elements; pass each of them "
+                "dropout_key=DropoutKey(seed, step, token_ids) with the same seed and step"
+            )
+        token_ids = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
+        return DropoutKey(int(torch.randint(2**62, ())), 0, token_ids)
+
+    def _check_documents(self, tokens: Tensor, cache: KVCache | None, documents: PackedSeqParams | None) -> None:
+        B, S = tokens.shape
+        whose, whole = "tokens'", S * self.options.pg_collection.size("cp")
+        if cache is not None:
+            whose, whole = "caches'", cache.capacity
+        if documents is not None and (documents.batch_size, documents.seq_length) != (B, whole):
+            raise ShapeError(
+                f"packed_seq_params must be of the {whose} rows, [{B}, {whole}]; "
+                f"got those of [{documents.batch_size}, {documents.seq_length}]"
+            )
+
+    def _check_split(self, *, is_split: bool) -> int:
+        """The ranks of cp. Raises ShapeError where rows are not split over them, and there are several."""
+        cp_size = self.options.pg_collection.size("cp")
+        if cp_size > 1 and not is_split:
+            raise _not_split(cp_size)
+        return cp_size
+
+    def _check_positions(self, position_ids: Tensor, num_positions: int) -> None:
+        longest, rope = self.config.max_position_embeddings, self.config.rope
+        if position_ids.dim() == 3 and (rope is None or rope.sections is None):
+            raise ShapeError(
+                f"position_ids must be [S] or [B, S] without model.rope.sections; got {list(position_ids.shape)}"
+            )
+        if position_ids.dim() > 1:  # a row's own may be fewer than its columns
+            return
+        if self.model.embed_positions is not None and longest is not None and longest < num_positions:
+            raise ShapeError(
+                f"{num_positions} positions are more than max_position_embeddings ({longest}); cut the tokens shorter"
+            )
+
+    def _check_shape(self, tokens: Tensor, hidden: Tensor | None) -> None:
+        S, tp_size = tokens.shape[1], self.options.pg_collection.size("tp")
+        if self.options.sequence_parallel and S % tp_size:
+            raise ShapeError(
+                f"sequence parallelism splits S ({S}) over tp ({tp_size}); use a sequence length that it divides"
+            )
+        if (hidden is None) != self.stage.has_embedding:
+            raise ShapeError(
+                "a stage that embeds tokens takes no hidden states, and one that does not needs those of the stage "
+                f"before; this one has {'the' if self.stage.has_embedding else 'no'} embedding"
+            )
+
+
+def hidden_dtype(config: TransformerConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a stage's hidden states, of a model that computes in ``dtype``."""
+    return torch.promote_types(dtype, torch.float32) if config.residual.fp32 else dtype
+
+
+def hidden_shape(config: TransformerConfig, options: BuildOptions, B: int, S: int) -> tuple[int, int, int]:
+    """The shape of a stage's hidden states on this rank, for B rows of S tokens."""
+    return S // (options.pg_collection.size("tp") if options.sequence_parallel else 1), B, config.hidden_size
+
+
+def _not_split(cp_size: int) -> ShapeError:
+    """The error for a call of a model whose rows are split over cp that does not say how they are."""
+    return ShapeError(
+        f"each of the {cp_size} ranks of context parallelism holds chunks of every row, without caches, and must be "
+        "told which: pass tokens[:, positions] and position_ids=positions, where positions = zigzag_positions(S, "
+        f"{cp_size}, cp_rank) of megalith.parallel.context.zigzag; or build the model without context parallelism"
+    )

@@ -1,0 +1,263 @@
+"""models/bert_model: padding, packed rows, heads and stages, against sentences read one by one and formulas."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config import TransformerConfig
+from megalith.errors import ConfigError, ShapeError
+from megalith.models.bert_model import BertModel
+from megalith.models.gpt_model import GPTModel
+from megalith.models.hf.parameters import parameter_shapes
+from megalith.numerics.dropout import DropoutKey
+from megalith.packed_seq_params import PackedSeqParams
+from megalith.parallel.build_options import BuildOptions
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.transformer.stage import Stage
+from tests.tiny_run import GPT2, VOCAB
+
+POST: dict[str, Any] = GPT2 | {
+    "max_position_embeddings": 16,
+    "activation": "gelu",
+    "residual": {"norm_placement": "post"},
+    "bert": {"num_token_types": 2},
+    "init_method_std": 0.3,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "post": {},
+    "pre, rope": {"residual": {}, "position_embedding_type": "rope", "max_position_embeddings": None},
+    "untied, a window, no types": {
+        "tie_word_embeddings": False,
+        "attention": {"window": 3},
+        "bert": {"num_token_types": 0},
+    },
+    "without a binary head": {"bert": {"num_token_types": 3, "binary_head": False, "position_offset": 2}},
+}
+LENGTHS = [5, 9, 3]
+
+
+def config(**fields: Any) -> TransformerConfig:
+    return TransformerConfig(**POST | fields)
+
+
+def built(settings: TransformerConfig, **arguments: Any) -> BertModel:
+    return BertModel(settings, BuildOptions(ProcessGroupCollection.single(), torch.float64), **arguments)
+
+
+def sentences() -> list[dict[str, Tensor]]:
+    """Sentences of LENGTHS tokens: their types, and labels of every third token."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for length in LENGTHS:
+        tokens, labels = torch.randint(VOCAB, (2, 1, length), generator=generator)
+        labels = torch.where(torch.arange(length) % 3 == 1, labels, -1)
+        found.append({"tokens": tokens, "labels": labels, "token_types": (torch.arange(length) > 2).long()[None]})
+    return found
+
+
+def one_by_one(model: BertModel) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    """Losses and binary logits of each sentence, and the gradients of the sum of all."""
+    losses, binary = [], []
+    for sentence in sentences():
+        output = model(sentence.pop("tokens"), **sentence)
+        losses.append(output.tokens[0])
+        binary.append(output.binary)
+    return losses, binary, gradients(model, losses, binary)
+
+
+def gradients(model: BertModel, losses: list[Tensor], binary: list[Tensor | None]) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.cat([*losses, *(each.flatten() for each in binary if each is not None)]).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def assert_close(found: Any, want: Any) -> None:
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
+def test_padded_rows_are_the_sentences_one_by_one(fields):
+    model = built(config(**fields)).eval()
+    losses, binary, want = one_by_one(model)
+    S = max(LENGTHS) + 2
+    rows = {"tokens": 7, "labels": 5, "token_types": 1}  # of padding nothing counts, even where it has labels
+    batch = {name: torch.full((len(LENGTHS), S), value) for name, value in rows.items()}
+    mask = torch.arange(S) < torch.tensor(LENGTHS)[:, None]
+    for row, sentence in enumerate(sentences()):
+        for name, values in sentence.items():
+            batch[name][row, : LENGTHS[row]] = values
+    output = model(batch.pop("tokens"), attention_mask=mask, **batch)
+    found = [output.tokens[row, :length] for row, length in enumerate(LENGTHS)]
+    assert_close(found, losses)
+    assert_close(output.binary, torch.cat(binary) if binary[0] is not None else None)
+    got = gradients(model, found, [output.binary])
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
+def test_packed_rows_are_the_sentences_one_by_one(fields):
+    model = built(config(**fields)).eval()
+    losses, binary, want = one_by_one(model)
+    packed = PackedSeqParams.from_lengths([LENGTHS])
+    batch = {name: torch.cat([each[name] for each in sentences()], dim=1) for name in sentences()[0]}
+    output = model(
+        batch.pop("tokens"),
+        packed_seq_params=packed,
+        position_ids=packed.position_ids(),
+        pooled_tokens=packed.cu_seqlens_q[:-1].long(),
+        **batch,
+    )
+    found = list(output.tokens[0].split(LENGTHS))
+    assert_close(found, losses)
+    assert_close(output.binary, torch.cat(binary) if binary[0] is not None else None)
+    assert_close(gradients(model, found, [output.binary]), want)
+
+
+@pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
+def test_losses_are_those_of_the_logits(fields):
+    model = built(config(**fields)).eval()
+    for sentence in sentences():
+        tokens, labels, types = sentence["tokens"], sentence["labels"], sentence["token_types"]
+        logits = model(tokens, token_types=types).tokens
+        want = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-1, reduction="none")
+        assert_close(model(tokens, labels=labels, token_types=types).tokens, want)
+
+
+def test_the_fused_loss_has_the_bias_of_the_vocabulary():
+    want = built(config()).eval()
+    options = BuildOptions(ProcessGroupCollection.single(), torch.float64, fused_linear_cross_entropy=True)
+    fused = BertModel(config(), options).eval()
+    with torch.no_grad():
+        want.lm_head.bias.normal_(generator=torch.Generator().manual_seed(0))
+    fused.load_state_dict(want.state_dict())
+    for sentence in sentences():
+        tokens = sentence.pop("tokens")
+        assert_close(fused(tokens, **sentence).tokens, want(tokens, **sentence).tokens)
+
+
+def test_a_row_without_masked_tokens_has_no_loss_and_no_gradient():
+    model = built(config())
+    output = model.eval()(torch.arange(8).view(1, 8), labels=torch.full((1, 8), -1))
+    assert torch.equal(output.tokens, torch.zeros(1, 8, dtype=torch.float64))
+    output.tokens.sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("head", ["classification", "multiple_choice"])
+@pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
+def test_a_model_has_the_parameters_that_its_settings_name(fields, head):
+    for settings in (config(**fields), config(**fields | {"bert": classifier(head)})):
+        model = built(settings)
+        assert parameter_shapes(settings) == {name: tuple(each.shape) for name, each in model.named_parameters()}
+
+
+def classifier(head: str, **fields: Any) -> dict[str, Any]:
+    classes = {"num_classes": 5} if head == "classification" else {}
+    return {"num_token_types": 2, "head": head, **classes, **fields}
+
+
+def test_classes_are_scored_from_the_first_token():
+    model = built(config(bert=classifier("classification"))).eval()
+    tokens = torch.arange(12).view(2, 6)
+    hidden = model(tokens, output="hidden")  # [B, S, H]
+    pooled = torch.tanh(model.pooler.dense(hidden[:, 0]))
+    assert_close(model(tokens), pooled @ model.classifier.linear.weight.t() + model.classifier.linear.bias)
+
+
+def test_choices_are_scored_one_by_one():
+    model = built(config(bert=classifier("multiple_choice"))).eval()
+    tokens, types = torch.randint(2, (2, 3, 4, 6), generator=torch.Generator().manual_seed(0))  # [B, choices, S]
+    mask = torch.arange(6).expand(3, 4, 6) < 5
+    scores = model(tokens, token_types=types, attention_mask=mask)
+    assert scores.shape == (3, 4)
+    assert_close(scores[1, 2], model(tokens[1, 2:3, :5], token_types=types[1, 2:3, :5]).squeeze())
+
+
+def test_dropout_of_the_classifier_is_drawn_by_the_token_that_is_pooled():
+    model = built(
+        config(hidden_dropout=0.0, attention_dropout=0.0, bert=classifier("classification", classifier_dropout=0.5))
+    )
+    tokens = torch.arange(12).view(2, 6)
+    ids = torch.arange(12).view(2, 6)
+    both = model(tokens, dropout_key=DropoutKey(1, 2, ids))
+    alone = model(tokens[1:], dropout_key=DropoutKey(1, 2, ids[1:]))
+    assert_close(both[1:], alone)
+    assert not torch.allclose(both, model.eval()(tokens))
+
+
+def test_embeddings_are_means_without_first_and_last_tokens():
+    model = built(config()).eval()
+    S = max(LENGTHS)
+    tokens = torch.zeros(len(LENGTHS), S, dtype=torch.long)
+    for row, sentence in enumerate(sentences()):
+        tokens[row, : LENGTHS[row]] = sentence["tokens"]
+    mask = torch.arange(S) < torch.tensor(LENGTHS)[:, None]
+    found = model(tokens, attention_mask=mask, output="embeddings")
+    hidden = model(tokens, attention_mask=mask, output="hidden")
+    want = torch.stack([hidden[row, 1 : length - 1].mean(dim=0) for row, length in enumerate(LENGTHS)])
+    assert_close(found, want)
+    half = BertModel(config(), BuildOptions(ProcessGroupCollection.single(), torch.bfloat16)).eval()
+    assert half(tokens, attention_mask=mask, output="embeddings").dtype == torch.float32
+
+
+def test_a_text_of_two_tokens_has_an_embedding_of_zeros():
+    tokens, mask = torch.arange(8).view(2, 4), torch.tensor([[True, True, False, False], [False] * 4])
+    found = built(config()).eval()(tokens, attention_mask=mask, output="embeddings")
+    assert torch.equal(found, torch.zeros_like(found))
+
+
+@pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
+def test_stages_compute_what_the_whole_model_does(fields):
+    settings = config(**fields | {"num_layers": 3})
+    whole = built(settings)
+    first = built(settings, stage=Stage(0, 1, has_embedding=True, has_head=False))
+    last = built(settings, stage=Stage(1, 3, has_embedding=False, has_head=True))
+    tokens = torch.arange(12).view(2, 6)
+    batch = {"dropout_key": DropoutKey(1, 2, tokens), "token_types": tokens % 2 if fields.get("bert") is None else None}
+    want = whole(tokens, labels=tokens, **batch)
+    found = last(tokens, labels=tokens, hidden=first(tokens, **batch), **batch)
+    assert torch.equal(found.tokens, want.tokens)
+    assert want.binary is None or torch.equal(found.binary, want.binary)
+    assert len(first.shared_weights()) == len(last.copied_weights()) == settings.tie_word_embeddings
+
+
+def test_the_order_of_tokens_is_seen_both_ways():
+    model = built(config()).eval()
+    tokens = torch.arange(8).view(1, 8)
+    other = tokens.clone()
+    other[0, 7] = 60
+    assert not torch.allclose(model(tokens).tokens[0, 0], model(other).tokens[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"attention_mask": torch.tensor([[True, False, True, True]])}, "padding between"),
+        (
+            {"attention_mask": torch.ones(1, 4).bool(), "packed_seq_params": PackedSeqParams.from_lengths([[4]])},
+            "pass packed_seq_params alone",
+        ),
+        ({"packed_seq_params": PackedSeqParams.from_lengths([[5]])}, r"must be of the tokens' rows, \[1, 4\]"),
+        ({"hidden": torch.zeros(4, 1, 32)}, "takes no hidden states"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(ShapeError, match=message):
+        built(config())(torch.arange(4).view(1, 4), **arguments)
+
+
+def test_rows_longer_than_the_table_of_positions_are_refused():
+    for offset in (0, 2):
+        model = built(config(bert={"num_token_types": 2, "position_offset": offset})).eval()
+        model(torch.zeros(1, 16, dtype=torch.long))
+        with pytest.raises(ShapeError, match="17 positions are more than max_position_embeddings"):
+            model(torch.zeros(1, 17, dtype=torch.long))
+
+
+def test_a_model_is_not_built_from_the_settings_of_another_kind():
+    with pytest.raises(ConfigError, match="GPTModel is a gpt, and these settings are of a bert"):
+        GPTModel(config())
+    with pytest.raises(ConfigError, match="BertModel is a bert, and these settings are of a gpt"):
+        BertModel(TransformerConfig(**GPT2, max_position_embeddings=8))
