@@ -160,13 +160,27 @@ class BertModel(LanguageModel):
         x: Tensor = self.model(tokens, position_ids, context, None, hidden, token_types)
         if not self.stage.has_head:
             return x
+        x = self._whole(x)
+        if output == "predictions":
+            return self._predictions(x, tokens, labels, pooled_tokens, context, num_choices)
+        return x.transpose(0, 1) if output == "hidden" else self._embeddings(x, attention_mask)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """Hidden states [S, B, H] of what sequence parallelism splits."""
         sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
         # what reads x is the same on all ranks
-        x = gather_from_sequence_parallel_region(x, sequence_group, tensor_parallel_output_grad=False)  # [S, B, H]
-        if output == "hidden":
-            return x.transpose(0, 1)
-        if output == "embeddings":
-            return self._embeddings(x, attention_mask)
+        return gather_from_sequence_parallel_region(x, sequence_group, tensor_parallel_output_grad=False)
+
+    def _predictions(
+        self,
+        x: Tensor,
+        tokens: Tensor,
+        labels: Tensor | None,
+        pooled_tokens: Tensor | None,
+        context: LayerContext,
+        num_choices: int | None,
+    ) -> BertOutput | Tensor:
+        """What the head makes of hidden states [S, B, H]; as ``forward``."""
         if pooled_tokens is None:
             pooled_tokens = self._first_tokens(tokens)
         if self.lm_head is not None:
