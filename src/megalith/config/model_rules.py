@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
+from megalith.config.dotted import parent
 from megalith.config.draft import Draft, Violation, divisors, nearest_first, round_up
 
 __all__ = [
+    "distances_go_past_the_exact_buckets",
     "heads_divide_hidden_size",
     "latent_heads_are_those_of_mla",
     "local_base_needs_a_window",
@@ -17,6 +19,7 @@ __all__ = [
     "scaling_counts_rotations_of_a_pair",
     "scores_have_one_scale",
     "sections_are_all_pairs",
+    "stacks_of_t5_are_plain",
     "yarn_has_one_attention_factor",
 ]
 
@@ -152,6 +155,41 @@ def query_groups_divide_heads(run: Draft) -> Iterator[Violation]:
             {_HEADS: round_up(heads, groups)},
         ),
     )
+
+
+def distances_go_past_the_exact_buckets(run: Draft) -> Iterator[Violation]:
+    """relative_position.num_buckets is divisible by 4, and max_distance above half of it: the rest is beyond."""
+    buckets, distance = "model.relative_position.num_buckets", "model.relative_position.max_distance"
+    count, longest, rule = run[buckets], run[distance], "distances_go_past_the_exact_buckets"
+    if count % 4:
+        message = f"{buckets} ({count}) must be divisible by 4: by directions, and near or far"
+        yield Violation(rule, buckets, message, ({buckets: round_up(count, 4)}, {buckets: None}))
+    elif longest <= count // 2:
+        message = f"{distance} ({longest}) must be above {count // 2}, the distances that have buckets of their own"
+        yield Violation(rule, distance, message, ({distance: 4 * count}, {distance: None}))
+
+
+def stacks_of_t5_are_plain(run: Draft) -> Iterator[Violation]:
+    """position_embedding_type=relative and model.t5 go together, without experts, latent attention or mtp."""
+    rule, kind, decoder = "stacks_of_t5_are_plain", "model.position_embedding_type", "model.t5.num_decoder_layers"
+    is_t5 = run.get(decoder) is not None
+    if is_t5 != (run[kind] == "relative"):
+        message = f"{kind} ({run[kind]}) must be relative with model.t5, and with model.t5 alone"
+        yield Violation(rule, kind, message, ({kind: "relative"} if is_t5 else {kind: None},))
+    if not is_t5:
+        return
+    wanted: dict[str, Any] = {
+        _LATENT: None,
+        _MODULES: None,
+        "model.moe.num_experts": None,
+        "model.attention.window": None,
+        "model.mup.base_hidden_size": None,
+    }
+    for name, only in wanted.items():
+        if (value := run.get(name)) != only:
+            group = parent(name) if parent(name) not in ("model", "model.attention") else name
+            message = f"{name} ({value}) has no place in a T5"
+            yield Violation(rule, name, message, ({group: None},))
 
 
 def latent_heads_are_those_of_mla(run: Draft) -> Iterator[Violation]:

@@ -18,6 +18,7 @@ from megalith.config.layout_rules import (
     two_levels_divide_context,
 )
 from megalith.config.model_rules import (
+    distances_go_past_the_exact_buckets,
     heads_divide_hidden_size,
     latent_heads_are_those_of_mla,
     local_base_needs_a_window,
@@ -29,6 +30,7 @@ from megalith.config.model_rules import (
     scaling_counts_rotations_of_a_pair,
     scores_have_one_scale,
     sections_are_all_pairs,
+    stacks_of_t5_are_plain,
     yarn_has_one_attention_factor,
 )
 from megalith.config.moe_rules import (
@@ -83,6 +85,8 @@ _SHAPE_RULES: tuple[Rule, ...] = (
     query_groups_divide_heads,
     latent_heads_are_those_of_mla,
     sections_are_all_pairs,
+    distances_go_past_the_exact_buckets,
+    stacks_of_t5_are_plain,
     scores_have_one_scale,
     local_base_needs_a_window,
     scaling_counts_rotations_of_a_pair,

@@ -119,7 +119,7 @@ class GPTModel(ModelModule):
         seed: of the first weights; built under ``torch.device("meta")`` none are drawn, see ``materialize``.
 
     Raises:
-        ConfigError: the vocabulary's size is not known, or the stage is not one of this model.
+        ConfigError: the vocabulary's size is not known, the stage is not one of this model, or it asks for a T5.
         ShapeError: sizes that tp cannot split.
     """
 
@@ -135,6 +135,8 @@ class GPTModel(ModelModule):
         super().__init__()
         if config.vocab_size is None:
             raise ConfigError("model.vocab_size is not set; give it, or name a tokenizer in data.tokenizer")
+        if config.t5 is not None:
+            raise ConfigError("a GPT is one causal stack, and model.t5 asks for an encoder and a decoder; leave it out")
         options = options or BuildOptions(ProcessGroupCollection.single())
         self.stage = stage or Stage.whole(config.num_layers)
         self.stage.check_fits(config.num_layers)

@@ -8,6 +8,8 @@ from megalith.errors import ShapeError
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.transformer.attention_mask import CAUSAL, AttentionMask
+from megalith.transformer.encoder_output import EncoderOutput
+from megalith.transformer.relative_position_bias import PositionBias
 from megalith.transformer.rotary import RotaryTables
 from megalith.transformer.step_record import MicroBatchRecord
 
@@ -26,12 +28,14 @@ class KVCache:
         held: tensors [capacity, B, heads, D], views of [B, heads, capacity, D]; allocated at the first ``append``, none
             before.
         num_tokens: how many of a row's are there.
+        cross: the keys and values of an encoder's output, made by the first call of cross attention.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_tokens = 0
         self.held: tuple[Tensor, ...] = ()
+        self.cross: tuple[Tensor, Tensor] | None = None
 
     def append(self, *newest: Tensor) -> tuple[Tensor, ...]:
         """Adds ``newest``, [S, B, heads, D] each, and returns all tokens, [num_tokens, B, heads, D], as views.
@@ -59,17 +63,21 @@ class LayerContext:
         documents: where documents begin, in whole rows also where ranks of cp hold parts of them, and of the cache's
             ``capacity`` where there is one; tokens see their own document only.
         rotary: the tables of rotary positions; None where positions are learned.
+        position_bias: what relative positions add to the scores of self-attention; None where there are none.
         token_dropout_key: the step's dropout key for attention, with token ids [B, S]; None disables dropout.
         hidden_dropout_key: the same for the hidden states, whose token ids are [S, B], [S/tp, B] under sequence
             parallelism.
         cache: what this layer has kept of earlier calls; the tokens follow them.
+        encoder: what cross attention reads; None in a model of one stack.
         record: of the training step, for routers; without one they count nothing.
     """
 
     mask: AttentionMask = CAUSAL
     documents: PackedSeqParams | None = None
     rotary: RotaryTables | None = None
+    position_bias: PositionBias | None = None
     token_dropout_key: DropoutKey | None = None
     hidden_dropout_key: DropoutKey | None = None
     cache: KVCache | None = None
+    encoder: EncoderOutput | None = None
     record: MicroBatchRecord | None = None
