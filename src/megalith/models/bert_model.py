@@ -152,22 +152,42 @@ class BertModel(LanguageModel):
         self._check_shape(tokens, hidden)
         self._check_documents(tokens, None, packed_seq_params)
         documents = self._documents(attention_mask, packed_seq_params)
-        position_ids = self._positions(tokens, position_ids)
+        cp_size = self._check_split(is_split=position_ids is not None)
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)
+        self._check_positions(position_ids, tokens.shape[1] * cp_size)
         context = self._context(tokens, position_ids, documents, dropout_key, mask=BIDIRECTIONAL)
         x: Tensor = self.model(tokens, position_ids, context, None, hidden, token_types)
         if not self.stage.has_head:
             return x
-        x = self._whole_rows(x)
-        if output == "hidden":
-            return x.transpose(0, 1)
-        if output == "embeddings":
-            return self._embeddings(x, attention_mask)
-        pooled_tokens = self._first_tokens(tokens) if pooled_tokens is None else pooled_tokens
-        of_texts = self._of_texts(x, pooled_tokens, context)
+        x = self._whole(x)
+        if output == "predictions":
+            return self._predictions(x, tokens, labels, pooled_tokens, context, num_choices)
+        return x.transpose(0, 1) if output == "hidden" else self._embeddings(x, attention_mask)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """Hidden states [S, B, H] of what sequence parallelism splits."""
+        sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
+        # what reads x is the same on all ranks
+        return gather_from_sequence_parallel_region(x, sequence_group, tensor_parallel_output_grad=False)
+
+    def _predictions(
+        self,
+        x: Tensor,
+        tokens: Tensor,
+        labels: Tensor | None,
+        pooled_tokens: Tensor | None,
+        context: LayerContext,
+        num_choices: int | None,
+    ) -> BertOutput | Tensor:
+        """What the head makes of hidden states [S, B, H]; as ``forward``."""
+        if pooled_tokens is None:
+            pooled_tokens = self._first_tokens(tokens)
         if self.lm_head is not None:
-            return BertOutput(self._of_tokens(self.lm_head, x, labels), of_texts)
-        assert of_texts is not None, "a model without an output projection classifies"
-        return of_texts if num_choices is None else of_texts.view(-1, num_choices)
+            return BertOutput(self._of_tokens(self.lm_head, x, labels), self._of_texts(x, pooled_tokens, context))
+        scores = self._of_texts(x, pooled_tokens, context)
+        assert scores is not None, "a model without an output projection classifies"
+        return scores if num_choices is None else scores.view(-1, num_choices)
 
     def _build_heads(self, config: TransformerConfig, bert: BertConfig) -> None:
         assert config.vocab_size is not None, "LanguageModel has checked it"
@@ -191,18 +211,6 @@ class BertModel(LanguageModel):
         if bert.binary_head:
             self.pooler = Pooler(config, self.options)
             self.binary_head = ClassificationHead(config, self.options, 2, 0.0)
-
-    def _positions(self, tokens: Tensor, given: Tensor | None) -> Tensor:
-        """``given``, or those of a row from 0. Raises ShapeError for positions that the model does not have."""
-        cp_size, S = self._check_split(is_split=given is not None), tokens.shape[1]
-        position_ids = torch.arange(S, device=tokens.device) if given is None else given
-        self._check_positions(position_ids, S * cp_size)
-        return position_ids
-
-    def _whole_rows(self, x: Tensor) -> Tensor:
-        """[S/tp, B, H] under sequence parallelism -> [S, B, H], for heads that are the same on all ranks of tp."""
-        sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
-        return gather_from_sequence_parallel_region(x, sequence_group, tensor_parallel_output_grad=False)
 
     def _of_tokens(self, head: ColumnParallelLinear, x: Tensor, labels: Tensor | None) -> Tensor:
         """Losses [B, S], or logits [B, S, V], of [S, B, H]."""
