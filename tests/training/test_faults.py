@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megalith.fusions.cross_entropy import steps as cross_entropy_steps
-from megalith.models import gpt_model
+from megalith.models import language_model
 from megalith.numerics.dropout import DropoutKey
 from megalith.optim import grad_norm
 from megalith.parallel import parameters
@@ -139,7 +139,7 @@ def drop_local_positions_under_sequence_parallelism() -> Any:
         tokens = key.tokens.t()
         return replace(key, tokens=tokens if group is None else torch.chunk(tokens, group.size())[0])
 
-    return patch.object(gpt_model, "sequence_parallel_key", first_part)
+    return patch.object(language_model, "sequence_parallel_key", first_part)
 
 
 def begin_every_shard_at_the_first_element() -> Any:
