@@ -9,8 +9,6 @@ __all__ = ["KIND_MISTAKES"]
 BERT: dict[str, Any] = {"model.bert.num_token_types": 2}
 
 KIND_MISTAKES = [
-    Mistake({**BERT, "task": "pretrain_gpt"}, r"task \(pretrain_gpt\) is of another model than model.bert; use task="),
-    Mistake({"task": "pretrain_bart"}, r"task must be 'pretrain_gpt'.*; got 'pretrain_bart'; use task=pretrain_gpt"),
     Mistake({"model.bert.binary_head": False}, r"model.bert.num_token_types is missing; use .*num_token_types=2"),
     Mistake(
         {**BERT, "model.mtp.num_modules": 1},

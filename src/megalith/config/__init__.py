@@ -8,6 +8,7 @@ from megalith.config.dispatch_config import DispatchConfig
 from megalith.config.glu_config import GluConfig
 from megalith.config.loading import as_tree, dump_yaml, load_run, read_tree
 from megalith.config.mla_config import MLAConfig
+from megalith.config.model_kind import ModelKind
 from megalith.config.model_parallel_config import ModelParallelConfig
 from megalith.config.moe_config import CapacityConfig, MoEConfig
 from megalith.config.mtp_config import MTPConfig
@@ -39,7 +40,6 @@ from megalith.config.run_config import (
 )
 from megalith.config.schema import json_schema
 from megalith.config.suggestions import violations
-from megalith.config.tasks import ModelKind, TaskName
 from megalith.config.transformer_config import TransformerConfig
 
 __all__ = [
@@ -71,7 +71,6 @@ __all__ = [
     "RouterConfig",
     "RunConfig",
     "SGDConfig",
-    "TaskName",
     "TrainConfig",
     "TransformerConfig",
     "WSDConfig",

@@ -1,12 +1,11 @@
-"""Rules on what goes with which kind of model: tasks, and settings that only some kinds of model have a use for."""
+"""Rules on what goes with which kind of model: settings that only some kinds have a use for."""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from megalith.config.draft import Draft, Violation
-from megalith.config.tasks import TASKS
 
-__all__ = ["bert_positions_are_learned", "classes_are_counted", "only_decoders_write", "task_fits_the_model"]
+__all__ = ["bert_positions_are_learned", "classes_are_counted", "only_decoders_write"]
 
 _BERT, _HEAD, _CLASSES = "model.bert.num_token_types", "model.bert.head", "model.bert.num_classes"
 _OFFSET, _POSITIONS = "model.bert.position_offset", "model.position_embedding_type"
@@ -19,15 +18,6 @@ _OF_DECODERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "train.generation": ("every", "an encoder writes no text"),
     }
 )
-
-
-def task_fits_the_model(run: Draft) -> Iterator[Violation]:
-    """task is one for the kind of model that the run has: null is what that kind pretrains on."""
-    task = run["task"]
-    kind = "gpt" if run.get(_BERT) is None else "bert"
-    if kind not in TASKS[task]:
-        message = f"task ({task}) is of another model than {_named(kind)}"
-        yield Violation("task_fits_the_model", "task", message, ({"task": None},))
 
 
 def only_decoders_write(run: Draft) -> Iterator[Violation]:
@@ -53,7 +43,3 @@ def bert_positions_are_learned(run: Draft) -> Iterator[Violation]:
     if offset and positions != "learned_absolute":
         message = f"{_OFFSET} ({offset}) has no effect with {_POSITIONS}={positions}, only with learned_absolute"
         yield Violation("bert_positions_are_learned", _OFFSET, message, ({_OFFSET: None},))
-
-
-def _named(kind: str) -> str:
-    return "a GPT" if kind == "gpt" else f"model.{kind}"

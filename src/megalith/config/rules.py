@@ -8,7 +8,6 @@ from megalith.config.kind_rules import (
     bert_positions_are_learned,
     classes_are_counted,
     only_decoders_write,
-    task_fits_the_model,
 )
 from megalith.config.layout_rules import (
     batches_divide_among_ranks,
@@ -110,7 +109,6 @@ MODEL_RULES: tuple[Rule, ...] = (*_SHAPE_RULES, positions_are_given, no_setting_
 
 RUN_RULES: tuple[Rule, ...] = (
     *_SHAPE_RULES,
-    task_fits_the_model,
     positions_reach_the_sequence,
     modules_predict_within_the_sequence,
     degrees_multiply_to_the_world_size,

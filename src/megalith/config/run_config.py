@@ -24,7 +24,6 @@ from megalith.config.settings_group import (
     group_at,
     value_in,
 )
-from megalith.config.tasks import TaskName
 from megalith.config.transformer_config import TransformerConfig
 from megalith.errors import ConfigError
 
@@ -234,9 +233,6 @@ class RunConfig(SettingsGroup):
     Built directly it keeps the same rules and raises pydantic.ValidationError (a ValueError), which suggests nothing.
     """
 
-    task: TaskName | None = Field(
-        default=None, description="what is learned; null: what the kind of model is pretrained on"
-    )
     model: TransformerConfig = Field(description="the model")
     data: DataConfig = Field(description="what is read")
     train: TrainConfig = Field(description="how long and in which batches")

@@ -12,6 +12,7 @@ from megalith.config.bert_config import BertConfig
 from megalith.config.draft import round_up
 from megalith.config.glu_config import GluConfig
 from megalith.config.mla_config import MLAConfig, head_parts
+from megalith.config.model_kind import ModelKind
 from megalith.config.moe_config import MoEConfig
 from megalith.config.mtp_config import MTPConfig
 from megalith.config.multipliers_config import MultipliersConfig
@@ -22,7 +23,6 @@ from megalith.config.residual_config import ResidualConfig
 from megalith.config.rope_config import RopeConfig
 from megalith.config.rules import MODEL_RULES, broken
 from megalith.config.settings_group import FIELDS_ALONE, LARGEST_SIZE, Follows, SettingsGroup, draft_of_group, value_in
-from megalith.config.tasks import ModelKind
 
 __all__ = ["TransformerConfig"]
 

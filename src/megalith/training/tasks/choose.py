@@ -3,25 +3,22 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from megalith.config import ModelKind, RunConfig, TaskName
+from megalith.config import ModelKind, RunConfig
 from megalith.errors import ConfigError
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
 from megalith.training.tasks.task import AnyTask
 
 __all__ = ["task_of"]
 
-_TASKS: Mapping[TaskName, Callable[[RunConfig], AnyTask]] = MappingProxyType({"pretrain_gpt": PretrainGPT})
-_PRETRAINING: Mapping[ModelKind, TaskName] = MappingProxyType({"gpt": "pretrain_gpt"})
+_PRETRAINING: Mapping[ModelKind, Callable[[RunConfig], AnyTask]] = MappingProxyType({"gpt": PretrainGPT})
 
 
 def task_of(config: RunConfig) -> AnyTask:
-    """The task of a run whose settings preflight has resolved.
+    """The task of a run whose settings preflight has resolved: what its kind of model is pretrained on.
 
     Raises ConfigError for a kind of model that no task of ours trains.
     """
-    name = config.task or _PRETRAINING.get(config.model.kind)
-    if name is None:
-        raise ConfigError(
-            f"no task trains the model that model.{config.model.kind} describes; give build_run a task of your own"
-        )
-    return _TASKS[name](config)
+    kind = config.model.kind
+    if kind not in _PRETRAINING:
+        raise ConfigError(f"no task trains the model that model.{kind} describes; give build_run a task of your own")
+    return _PRETRAINING[kind](config)
