@@ -7,6 +7,8 @@ from tests.config.mistake import Mistake
 __all__ = ["KIND_MISTAKES"]
 
 BERT: dict[str, Any] = {"model.bert.num_token_types": 2}
+RELATIVE: dict[str, Any] = {"model.position_embedding_type": "relative"}
+T5: dict[str, Any] = {**RELATIVE, "model.t5.num_decoder_layers": 2, "model.num_query_groups": None}
 
 KIND_MISTAKES = [
     Mistake({"model.bert.binary_head": False}, r"model.bert.num_token_types is missing; use .*num_token_types=2"),
@@ -36,5 +38,38 @@ KIND_MISTAKES = [
     Mistake(
         {**BERT, "model.bert.head": "multiple_choice", "model.bert.binary_head": True},
         r"model.bert.binary_head \(True\) has no effect with model.bert.head=multiple_choice, only",
+    ),
+    Mistake(
+        RELATIVE, r"position_embedding_type \(relative\) must be relative with model.t5, and with model.t5 alone; use"
+    ),
+    Mistake(
+        {**T5, "model.position_embedding_type": None},
+        r"position_embedding_type \(rope\) must be relative with model.t5, .*; use .*position_embedding_type=relative",
+    ),
+    Mistake({**T5, **BERT}, r"model.bert.num_token_types \(2\) must be null with model.t5; remove model.bert"),
+    Mistake(
+        {**T5, "model.mtp.num_modules": 1}, r"model.mtp.num_modules \(1\) must be null with model.t5; remove model.mtp"
+    ),
+    Mistake({**T5, "model.moe.num_experts": 4}, r"model.moe.num_experts \(4\) must be null with model.t5; remove"),
+    Mistake({**T5, "model.attention.window": 8}, r"model.attention.window \(8\) must be null with model.t5; "),
+    Mistake({**T5, "model.attention.softmax": "learnable"}, r"softmax \(learnable\) must be vanilla with model.t5; "),
+    Mistake({**T5, "model.attention.output_gate": True}, r"output_gate \(True\) must be False with model.t5; "),
+    Mistake({**T5, "model.num_query_groups": 4}, r"model.num_query_groups \(4\) must be 12 with model.t5; "),
+    Mistake(
+        {**T5, "model.relative_position.num_buckets": 10},
+        r"num_buckets \(10\) must be divisible by 4: .*; use model.relative_position.num_buckets=12",
+    ),
+    Mistake(
+        {**T5, "model.relative_position.max_distance": 16},
+        r"max_distance \(16\) must be above 16, the distances .*; use model.relative_position.max_distance=128",
+    ),
+    Mistake(
+        {"model.relative_position.num_buckets": 8},
+        r"relative_position.num_buckets \(8\) has no effect with model.position_embedding_type=rope, only with",
+    ),
+    Mistake(
+        {**T5, "parallel.pipeline": 2, "parallel.stage_layers": [2, 2]},
+        r"add up to model.num_layers \+ model.t5.num_decoder_layers \(6\); use",
+        2,
     ),
 ]

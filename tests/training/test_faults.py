@@ -126,12 +126,12 @@ def number_rows_by_rank() -> Any:
 
 
 def draw_attention_dropout_by_local_head() -> Any:
-    with_offset = dot_product_attention._with_dropout
+    with_offset = dot_product_attention.attend
 
     def without(*operands: Any, **scores: Any) -> torch.Tensor:
         return with_offset(*operands, **{**scores, "head_offset": 0})
 
-    return patch.object(dot_product_attention, "_with_dropout", without)
+    return patch.object(dot_product_attention, "attend", without)
 
 
 def drop_local_positions_under_sequence_parallelism() -> Any:

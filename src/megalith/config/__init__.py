@@ -23,6 +23,7 @@ from megalith.config.optim_config import (
     WSDConfig,
 )
 from megalith.config.recipes import preset_names, recipe_names
+from megalith.config.relative_position_config import RelativePositionConfig
 from megalith.config.residual_config import ResidualConfig
 from megalith.config.rope_config import RopeConfig, RopeScalingConfig
 from megalith.config.router_config import RouterConfig
@@ -40,6 +41,7 @@ from megalith.config.run_config import (
 )
 from megalith.config.schema import json_schema
 from megalith.config.suggestions import violations
+from megalith.config.t5_config import T5Config
 from megalith.config.transformer_config import TransformerConfig
 
 __all__ = [
@@ -65,12 +67,14 @@ __all__ = [
     "OptimConfig",
     "ParamGroupOverride",
     "PrecisionConfig",
+    "RelativePositionConfig",
     "ResidualConfig",
     "RopeConfig",
     "RopeScalingConfig",
     "RouterConfig",
     "RunConfig",
     "SGDConfig",
+    "T5Config",
     "TrainConfig",
     "TransformerConfig",
     "WSDConfig",

@@ -1,7 +1,7 @@
-"""The kinds of model, which groups of settings decide: with model.bert it is a BERT, without one a GPT."""
+"""The kinds of model, which groups of settings decide: model.bert a BERT, model.t5 a T5, and neither a GPT."""
 
 from typing import Literal
 
 __all__ = ["ModelKind"]
 
-ModelKind = Literal["gpt", "bert"]
+ModelKind = Literal["gpt", "bert", "t5"]

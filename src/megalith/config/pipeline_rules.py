@@ -16,7 +16,7 @@ __all__ = [
 ]
 
 _PIPELINE, _VIRTUAL, _SCHEDULE = "parallel.pipeline", "parallel.virtual", "parallel.schedule"
-_LISTED, _LAYERS = "parallel.stage_layers", "model.num_layers"
+_LISTED, _LAYERS, _DECODER = "parallel.stage_layers", "model.num_layers", "model.t5.num_decoder_layers"
 _COMPILE, _FUSED_LOSS = "train.compile", "train.fused_linear_cross_entropy"
 _BATCH, _MICRO, _BATCHES = "train.global_batch_size", "train.micro_batch_size", "train.batch_size_schedule"
 
@@ -64,11 +64,11 @@ def split_backwards_split_every_product(run: Draft) -> Iterator[Violation]:
 
 
 def stages_have_layers(run: Draft) -> Iterator[Violation]:
-    """There are at least as many layers as stages: pipeline x virtual."""
-    pipeline, virtual, layers = run[_PIPELINE], run[_VIRTUAL], run[_LAYERS]
+    """There are at least as many layers, of all stacks, as stages: pipeline x virtual."""
+    pipeline, virtual, layers = run[_PIPELINE], run[_VIRTUAL], _num_layers(run)
     if pipeline == 1 or pipeline * virtual <= layers:
         return
-    message = f"{_LAYERS} ({layers}) must be at least {_PIPELINE} ({pipeline}) x {_VIRTUAL} ({virtual})"
+    message = f"{_layers_in_words(run)} ({layers}) must be at least {_PIPELINE} ({pipeline}) x {_VIRTUAL} ({virtual})"
     fixes = [{_VIRTUAL: fewer, _SCHEDULE: None} for fewer in (layers // pipeline,) if fewer]
     world = run.world_size
     fewer_ranks = [size for size in divisors(world or pipeline) if size <= layers]
@@ -80,14 +80,14 @@ def stages_have_layers(run: Draft) -> Iterator[Violation]:
 
 
 def stage_layers_are_those_of_the_model(run: Draft) -> Iterator[Violation]:
-    """stage_layers has an entry for each stage, and their sum is num_layers."""
+    """stage_layers has an entry for each stage, and their sum is num_layers, with those of a decoder."""
     listed = run.get(_LISTED)
-    pipeline, virtual, layers = run[_PIPELINE], run[_VIRTUAL], run[_LAYERS]
+    pipeline, virtual, layers = run[_PIPELINE], run[_VIRTUAL], _num_layers(run)
     if listed is None or pipeline == 1 or (len(listed) == pipeline * virtual and sum(listed) == layers):
         return
     message = (
         f"{_LISTED} ({', '.join(map(str, listed))}) must have {pipeline * virtual} entries, one a stage, that add up "
-        f"to {_LAYERS} ({layers})"
+        f"to {_layers_in_words(run)} ({layers})"
     )
     yield Violation("stage_layers_are_those_of_the_model", _LISTED, message, ({_LISTED: None},))
 
@@ -113,3 +113,13 @@ def interleaved_micro_batches_fill_the_pipeline(run: Draft) -> Iterator[Violatio
     larger = () if batches else ({_BATCH: round_up(sizes[0], unit * pipeline)},)
     not_interleaved = {_VIRTUAL: None, _SCHEDULE: None, _LISTED: None}
     yield Violation("interleaved_micro_batches_fill_the_pipeline", _SCHEDULE, message, (*larger, not_interleaved))
+
+
+def _num_layers(run: Draft) -> int:
+    """Those of all stacks of the model."""
+    layers: int = run[_LAYERS] + (run.get(_DECODER) or 0)
+    return layers
+
+
+def _layers_in_words(run: Draft) -> str:
+    return _LAYERS if run.get(_DECODER) is None else f"{_LAYERS} + {_DECODER}"

@@ -40,6 +40,7 @@ CONDITIONS: Mapping[str, Condition] = MappingProxyType(
         "model.glu": Condition("model.activation", tuple(GATES)),
         "model.residual.fp32": Condition("model.residual.norm_placement", ("pre", "sandwich")),
         "model.rope": Condition("model.position_embedding_type", ("rope",)),
+        "model.relative_position": Condition("model.position_embedding_type", ("relative",)),
         "model.rope.scaling.original_max_position_embeddings": Condition(_SCALING, ("llama3", "yarn")),
         **dict.fromkeys((f"model.rope.scaling.{name}" for name in _LLAMA3), Condition(_SCALING, ("llama3",))),
         **dict.fromkeys((f"model.rope.scaling.{name}" for name in _YARN), Condition(_SCALING, ("yarn",))),

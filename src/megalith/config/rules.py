@@ -61,6 +61,7 @@ from megalith.config.pipeline_rules import (
     stages_have_layers,
 )
 from megalith.config.relevance import no_setting_is_without_effect
+from megalith.config.t5_rules import distances_go_past_the_exact_buckets, stacks_of_t5_are_plain
 from megalith.config.training_rules import (
     best_checkpoint_is_evaluated,
     compiler_chooses_what_outputs_are_kept,
@@ -102,6 +103,8 @@ _SHAPE_RULES: tuple[Rule, ...] = (
     only_decoders_write,
     classes_are_counted,
     bert_positions_are_learned,
+    distances_go_past_the_exact_buckets,
+    stacks_of_t5_are_plain,
 )
 
 # for a model's settings on their own

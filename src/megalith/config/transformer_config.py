@@ -18,11 +18,13 @@ from megalith.config.mtp_config import MTPConfig
 from megalith.config.multipliers_config import MultipliersConfig
 from megalith.config.mup_config import MuPConfig
 from megalith.config.recipes import known_preset, preset_names, read_preset
+from megalith.config.relative_position_config import RelativePositionConfig
 from megalith.config.relevance import has_effect
 from megalith.config.residual_config import ResidualConfig
 from megalith.config.rope_config import RopeConfig
 from megalith.config.rules import MODEL_RULES, broken
 from megalith.config.settings_group import FIELDS_ALONE, LARGEST_SIZE, Follows, SettingsGroup, draft_of_group, value_in
+from megalith.config.t5_config import T5Config
 
 __all__ = ["TransformerConfig"]
 
@@ -88,10 +90,14 @@ class TransformerConfig(SettingsGroup):
     )
     normalization: Literal["RMSNorm", "LayerNorm"] = Field(default="RMSNorm", description="of the residual stream")
     layernorm_epsilon: float = Field(default=1e-5, gt=0, description="[variance] added before the root in every norm")
-    position_embedding_type: Literal["rope", "learned_absolute"] = Field(
-        default="rope", description="rotated queries and keys, or a table of learned vectors"
+    position_embedding_type: Literal["rope", "learned_absolute", "relative"] = Field(
+        default="rope",
+        description="rotated queries and keys, a table of learned vectors, or a bias of scores by distance (T5)",
     )
     rope: RopeConfig | None = Field(default=None, description="rotary position embedding")
+    relative_position: RelativePositionConfig | None = Field(
+        default=None, description="the bias of scores by distance, of relative positions"
+    )
     attention: AttentionConfig = Field(default_factory=AttentionConfig, description="self-attention")
     mla: MLAConfig | None = Field(default=None, description="latent attention, in place of groups of heads")
     max_position_embeddings: int | None = Field(
@@ -121,6 +127,7 @@ class TransformerConfig(SettingsGroup):
     moe: MoEConfig | None = Field(default=None, description="a mixture of experts in place of the MLP")
     mtp: MTPConfig | None = Field(default=None, description="multi-token prediction")
     bert: BertConfig | None = Field(default=None, description="an encoder, BERT, in place of a causal decoder")
+    t5: T5Config | None = Field(default=None, description="an encoder and a decoder, in place of one causal stack")
 
     @classmethod
     def filled_in(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -137,12 +144,19 @@ class TransformerConfig(SettingsGroup):
     @property
     def kind(self) -> ModelKind:
         """Which kind of model this is, by the group of settings that is there."""
+        if self.t5 is not None:
+            return "t5"
         return "gpt" if self.bert is None else "bert"
 
     @property
     def position_offset(self) -> int:
         """The rows of the table of learned positions before that of position 0."""
         return 0 if self.bert is None else self.bert.position_offset
+
+    @property
+    def total_num_layers(self) -> int:
+        """The layers of the model, those of the decoder of an encoder-decoder model among them."""
+        return self.num_layers + (0 if self.t5 is None else self.t5.num_decoder_layers)
 
     @property
     def gate_activation(self) -> GateActivation | None:

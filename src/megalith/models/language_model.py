@@ -124,8 +124,8 @@ class LanguageModel(ModelModule):
         if config.vocab_size is None:
             raise ConfigError("model.vocab_size is not set; give it, or name a tokenizer in data.tokenizer")
         self.options = options or BuildOptions(ProcessGroupCollection.single())
-        self.stage = stage or Stage.whole(config.num_layers)
-        self.stage.check_fits(config.num_layers)
+        self.stage = stage or Stage.whole(config.total_num_layers)
+        self.stage.check_fits(config.total_num_layers)
         self.tied = config.tie_word_embeddings
         self.config = config
 
@@ -191,7 +191,9 @@ class LanguageModel(ModelModule):
         key = self._dropout_key(tokens, given) if self.training else None
         sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
         hidden_key = None if key is None else sequence_parallel_key(key, sequence_group)
-        return LayerContext(mask, documents, rotary, key, hidden_key, record=record)
+        return LayerContext(
+            mask, documents, rotary, token_dropout_key=key, hidden_dropout_key=hidden_key, record=record
+        )
 
     def _gather(self, logits: Tensor) -> Tensor:
         """[S, B, V/tp] -> [S, B, V]; the last ranks' parts may be short, and travel padded."""

@@ -84,20 +84,25 @@ class AttentionMask:
             return None
         return self.window - 1, 0 if self.causal else self.window - 1
 
-    def visible(self, S: int, device: torch.device, documents: PackedSeqParams | None = None) -> Tensor:
-        """bool [1 or B, 1, S, S]: whether the query of a row of S tokens sees the key."""
-        queries = torch.arange(S, device=device).unsqueeze(1)
-        distance = queries - torch.arange(S, device=device)  # [S, S]
+    def visible(
+        self, S: int, device: torch.device, documents: PackedSeqParams | None = None, num_queries: int | None = None
+    ) -> Tensor:
+        """bool [1 or B, 1, Sq, S]: whether a query sees the key, of the last ``num_queries`` of S tokens, or all.
+
+        Rows of ``documents`` may go on behind the S tokens, those of a cache.
+        """
+        new = slice(0 if num_queries is None else S - num_queries, S)
+        distance = torch.arange(S, device=device)[new].unsqueeze(1) - torch.arange(S, device=device)  # [Sq, S]
         seen = (distance >= 0) if self.causal else torch.ones_like(distance, dtype=torch.bool)
         if self.window is not None:
             seen = seen & (distance.abs() < self.window)
-        seen = seen.expand(1, 1, S, S)
+        seen = seen.expand(1, 1, *distance.shape)
         if self.prefix is not None:
             covers = self.prefix.covers.to(device)
-            seen = seen | (covers.unsqueeze(2) & covers.unsqueeze(1)).unsqueeze(1)  # [B, 1, S, S]
+            seen = seen | (covers[:, new].unsqueeze(2) & covers.unsqueeze(1)).unsqueeze(1)  # [B, 1, Sq, S]
         if documents is not None:
-            ids = documents.document_ids().to(device)  # [B, S]
-            seen = seen & (ids.unsqueeze(2) == ids.unsqueeze(1)).unsqueeze(1)  # [B, 1, S, S]
+            ids = documents.document_ids().to(device)[:, :S]
+            seen = seen & (ids[:, new].unsqueeze(2) == ids.unsqueeze(1)).unsqueeze(1)  # [B, 1, Sq, S]
         return seen
 
 

@@ -3,8 +3,7 @@
     o = softmax(s + mask) v,   s = q k^T / sqrt(D), or scale q k^T, or c tanh(scale q k^T / c) with a softcap c
 
 Without dropout this is ``fused_attention``, which never materialises the S x S scores, except on the reference path of
-float64. With dropout the scores are materialised: kernels draw masks from the state of a generator, and ours must be a
-function of (seed, step, name, head, query, key).
+float64. With dropout, and with a bias of relative positions, which has a gradient, they are: ``spelled_out_attention``.
 """
 
 import torch
@@ -13,12 +12,13 @@ from torch.distributed import ProcessGroup
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions import fused_attention
-from megalith.numerics.dropout import Dropout, attention_dropout
+from megalith.numerics.dropout import Dropout
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.context.attention import ContextMethod, context_attention
 from megalith.transformer.attention_mask import BIDIRECTIONAL, CAUSAL, AttentionMask
 from megalith.transformer.dropout import DropoutSite
 from megalith.transformer.layer_context import LayerContext
+from megalith.transformer.spelled_out_attention import Scores, attend
 
 __all__ = ["DotProductAttention"]
 
@@ -60,7 +60,7 @@ class DotProductAttention(nn.Module):
         Args:
             q: [Sq, B, A, D]; Sq < Sk after a cache of keys and values; [S/cp, B, A, D] of rows split over cp.
             k, v: [Sk, B, G, D], A divisible by G; query head a reads group a // (A / G).
-            context: its mask, documents, and ``token_dropout_key`` are read.
+            context: its mask, documents, ``position_bias`` and ``token_dropout_key`` are read.
             sink: [A], a score in every softmax of the head that has no value.
 
         Returns:
@@ -70,33 +70,25 @@ class DotProductAttention(nn.Module):
             ShapeError: dropout, a prefix, or rows split over cp where queries follow a cache.
             ConfigError: a prefix over packed documents, or in rows split over cp.
         """
-        mask, documents = context.mask.within(self.window), context.documents
+        mask, documents, bias = context.mask.within(self.window), context.documents, context.position_bias
         dropout = self.dropout.of(context.token_dropout_key)
         if self.cp_group is not None:
-            return self._over_context_ranks(self.cp_group, q, k, v, sink, mask, documents, dropout)
-        if dropout is None and mask.prefix is None:
+            by_distance = None if bias is None else bias.by_distance
+            return self._over_context_ranks(self.cp_group, q, k, v, (sink, by_distance), mask, documents, dropout)
+        if dropout is None and bias is None and mask.prefix is None:
             return self._fused(q, k, v, sink, mask, documents)
-        if q.shape[0] != k.shape[0]:
+        if q.shape[0] != k.shape[0] and (dropout is not None or mask.prefix is not None):
             raise ShapeError("dropout and a prefix are of whole rows, and these queries follow a cache; leave it out")
         if mask.prefix is not None and documents is not None:
             raise ConfigError("a prefix is of a row that is one document; leave packed documents out")
-        if dropout is not None:
-            # Inductor shifts the mask's integers as floats, and its C++ does not build (torch 2.13): not traced
-            attend = torch.compiler.disable(_with_dropout)
-            spelled_out: Tensor = attend(
-                q,
-                k,
-                v,
-                sink,
-                mask,
-                documents,
-                dropout,
-                head_offset=self.head_offset,
-                scale=self.scale,
-                softcap=self.softcap,
-            )
-            return spelled_out
-        return self._with_prefix(q, k, v, sink, mask)
+        if dropout is None and bias is None:
+            return self._with_prefix(q, k, v, sink, mask)
+        seen = mask.visible(k.shape[0], q.device, documents, q.shape[0])
+        scores_as = Scores(self.scale, self.softcap, None if bias is None else bias.whole, sink)
+        # Inductor shifts the integers of dropout's mask as floats, and its C++ does not build (torch 2.13): not traced
+        spelled_out = attend if dropout is None else torch.compiler.disable(attend)
+        out: Tensor = spelled_out(q, k, v, scores_as, seen, dropout=dropout, head_offset=self.head_offset)
+        return out
 
     def _fused(
         self,
@@ -126,7 +118,7 @@ class DotProductAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        sink: Tensor | None,
+        sink_and_bias: tuple[Tensor | None, Tensor | None],
         mask: AttentionMask,
         documents: PackedSeqParams | None,
         dropout: Dropout | None,
@@ -135,6 +127,7 @@ class DotProductAttention(nn.Module):
             raise ShapeError("context parallelism is of whole rows, and these queries follow a cache; leave it out")
         if mask.prefix is not None:
             raise ConfigError("context parallelism has no prefix that is read both ways; set parallel.context=1")
+        sink, bias = sink_and_bias
         # a compiler would cut what travels between ranks apart from what is computed meanwhile: not traced
         attend = torch.compiler.disable(context_attention)
         out: Tensor = attend(
@@ -151,6 +144,7 @@ class DotProductAttention(nn.Module):
             scale=self.scale,
             sink=sink,
             softcap=self.softcap,
+            bias=bias,
         )
         return out
 
@@ -161,34 +155,3 @@ class DotProductAttention(nn.Module):
         after = self._fused(q, k, v, sink, CAUSAL, None)
         covers = mask.prefix.covers.t()[..., None, None]  # [S, B, 1, 1]
         return torch.where(covers, within, after)
-
-
-def _with_dropout(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    mask: AttentionMask,
-    documents: PackedSeqParams | None,
-    dropout: Dropout,
-    *,
-    head_offset: int,
-    scale: float | None,
-    softcap: float | None,
-) -> Tensor:
-    """Spelled out, Sq = Sk; ``dropout.key.tokens`` is [B, S]."""
-    assert dropout.key is not None, "a dropout site gives one"
-    S, B, A, D = q.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [B, A or G, S, D]
-    k, v = (x.repeat_interleave(A // x.shape[1], dim=1) for x in (k, v))
-    scores = (q @ k.transpose(2, 3) * (D**-0.5 if scale is None else scale)).to(wide)  # [B, A, S, S]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    masked = ~mask.visible(S, q.device, documents)  # [1 or B, 1, S, S]
-    scores = scores.masked_fill(masked, float("-inf"))
-    if sink is not None:  # a key without a value
-        scores = torch.cat((scores, sink.to(wide).view(A, 1, 1).expand(B, A, S, 1)), dim=-1)  # [B, A, S, S + 1]
-    probs = torch.softmax(scores, dim=-1)[..., :S]
-    probs = attention_dropout(probs, dropout.p, dropout.key, head_offset)
-    return (probs.to(v.dtype) @ v).permute(2, 0, 1, 3)  # [S, B, A, D]

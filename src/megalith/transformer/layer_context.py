@@ -8,6 +8,7 @@ from megalith.errors import ShapeError
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.transformer.attention_mask import CAUSAL, AttentionMask
+from megalith.transformer.relative_position_bias import PositionBias
 from megalith.transformer.rotary import RotaryTables
 from megalith.transformer.step_record import MicroBatchRecord
 
@@ -59,6 +60,7 @@ class LayerContext:
         documents: where documents begin, in whole rows also where ranks of cp hold parts of them, and of the cache's
             ``capacity`` where there is one; tokens see their own document only.
         rotary: the tables of rotary positions; None where positions are learned.
+        position_bias: what relative positions add to the scores of self-attention; None where there are none.
         token_dropout_key: the step's dropout key for attention, with token ids [B, S]; None disables dropout.
         hidden_dropout_key: the same for the hidden states, whose token ids are [S, B], [S/tp, B] under sequence
             parallelism.
@@ -69,6 +71,7 @@ class LayerContext:
     mask: AttentionMask = CAUSAL
     documents: PackedSeqParams | None = None
     rotary: RotaryTables | None = None
+    position_bias: PositionBias | None = None
     token_dropout_key: DropoutKey | None = None
     hidden_dropout_key: DropoutKey | None = None
     cache: KVCache | None = None

@@ -67,6 +67,7 @@ def context_attention(
     scale: float | None = None,
     sink: Tensor | None = None,
     softcap: float | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """``fused_attention``'s out, [S/cp, B, A, D], of rows that ``group`` holds zig-zag.
 
@@ -80,6 +81,7 @@ def context_attention(
         dropout: of probabilities; the key's tokens are the global ids of this rank's, [B, S/cp].
         head_offset: this rank's first head among all of tp.
         scale, sink, softcap: as in ``fused_attention``; a rank's gradient of the sink [A] is a term of a sum over cp.
+        bias: [A, 2S - 1], added to the scores by distance (``relative_bias``); its gradient is such a term, too.
 
     Raises:
         ShapeError: a row without whole chunks, documents of other rows, or heads that the ranks that trade them do not
@@ -99,16 +101,16 @@ def context_attention(
             zigzag_spans(S, W, group.rank()), sight, drops, chosen_by_use(), scale=scale, softcap=softcap
         )
         k, v = (zigzag_join(gather_from_sequence_parallel_region(x, group), W) for x in (k, v))  # [S, B, G, D]
-        return ring_attention(q, k, v, sink, attention, Ring(None), [[range(S)]])
+        return ring_attention(q, k, v, sink, attention, Ring(None), [[range(S)]], bias)
     inner = method.ranks_trading_heads(W)
     ring = Ring(group if inner < W else None, inner)
     spans = [zigzag_spans(S, ring.size, index) for index in range(ring.size)]
     trade = _HeadTrade(group, inner)
     q, k, v = (trade.for_sequence(x) for x in trade.divisible(q, k, v))  # [S/cp inner, B, A/inner, D]
     drops = None if drops is None else trade.dropout(drops, q.shape[2])
-    sink = None if sink is None else trade.sink(sink)
+    sink, bias = (None if x is None else trade.of_heads(x) for x in (sink, bias))
     attention = PartialAttention(spans[ring.index], sight, drops, chosen_by_use(), scale=scale, softcap=softcap)
-    return trade.for_heads(ring_attention(q, k, v, sink, attention, ring, spans))
+    return trade.for_heads(ring_attention(q, k, v, sink, attention, ring, spans, bias))
 
 
 @dataclass(frozen=True)
@@ -156,9 +158,9 @@ class _HeadTrade:
         offset = drops.head_offset + self.group.rank() % self.inner * num_heads
         return HeadDropout(Dropout(drops.dropout.p, replace(key, tokens=tokens)), offset)
 
-    def sink(self, sink: Tensor) -> Tensor:
-        """``sink`` [A] of the heads that this rank has after the trade."""
-        return sink.chunk(self.inner)[self.group.rank() % self.inner]
+    def of_heads(self, x: Tensor) -> Tensor:
+        """What of ``x`` [A, ...] is of the heads that this rank has after the trade."""
+        return x.chunk(self.inner)[self.group.rank() % self.inner]
 
     def _exchanged(self, parts: Tensor) -> Tensor:
         """Part i of ``parts`` for neighbour i -> what each neighbour had for this rank."""

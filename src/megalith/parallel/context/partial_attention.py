@@ -15,10 +15,11 @@ from torch import Tensor
 
 from megalith.fusions import merge_attention
 from megalith.fusions.attention.attention import attention_gradients, fused_attention
-from megalith.fusions.attention.formulas import reference, reference_gradients
+from megalith.fusions.attention.formulas import gradients_with_bias, reference
 from megalith.fusions.core.dispatch import Backend, use
 from megalith.numerics.dropout import Dropout, attention_keep_mask
 from megalith.parallel.context.blocks import Block, Sight, blocks_between
+from megalith.parallel.context.relative_bias import add_gradient_between_, bias_between
 
 __all__ = ["HeadDropout", "Part", "PartialAttention"]
 
@@ -43,9 +44,10 @@ class Part(NamedTuple):
 class PartialAttention:
     """Attention of the queries at ``spans``, with what they see.
 
-    ``scale`` and ``softcap`` are those of ``fused_attention``. With ``dropout`` every score of a block is spelled out:
-    kernels draw their own masks, and ours are a function of the ids of the query and the key. The way back takes the
-    path ``preferred``, as ``use`` says it to the way there.
+    ``scale`` and ``softcap`` are those of ``fused_attention``; ``by_distance`` [A, 2S - 1] is added to the scores, and
+    what comes back for it to ``dby_distance``, as ``relative_bias`` says. With that, or ``dropout``, every score of a
+    block is spelled out: kernels have no gradient of a bias and draw their own masks, and ours are a function of the
+    ids of the query and the key. The way back takes the path ``preferred``, as ``use`` says it to the way there.
     """
 
     spans: Sequence[range]
@@ -54,6 +56,8 @@ class PartialAttention:
     preferred: Backend | None = None
     scale: float | None = None
     softcap: float | None = None
+    by_distance: Tensor | None = None
+    dby_distance: Tensor | None = None
 
     def parts(self, key_spans: Sequence[range]) -> Iterator[Part]:
         """All blocks of the queries with keys at ``key_spans``."""
@@ -90,17 +94,25 @@ class PartialAttention:
                 whole[at, rows] += term
 
     def _forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor, at: slice) -> tuple[Tensor, Tensor]:
-        if self.dropout is not None:
-            return reference(q, k, v, None, *self._spelled_out(block, q, at, self.dropout))
+        if self._spells_out:
+            return reference(q, k, v, None, *self._spelled_out(block, q, at))
         return fused_attention(q, k, v, **self._fused(block))
 
     def _backward(
         self, block: Block, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: slice
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.dropout is not None:
-            return reference_gradients(dout, q, k, v, out, lse, *self._spelled_out(block, q, at, self.dropout))
+        if self._spells_out:
+            spelled_out = self._spelled_out(block, q, at)
+            dq, dk, dv, dbias = gradients_with_bias(dout, q, k, v, out, lse, *spelled_out)
+            if dbias is not None and self.dby_distance is not None:
+                add_gradient_between_(self.dby_distance, dbias, block.queries, block.keys)
+            return dq, dk, dv
         with use(self.preferred):
             return attention_gradients(dout, q, k, v, out, lse, **self._fused(block))
+
+    @property
+    def _spells_out(self) -> bool:
+        return self.dropout is not None or self.by_distance is not None
 
     def _fused(self, block: Block) -> dict[str, Any]:
         return {
@@ -112,18 +124,25 @@ class PartialAttention:
         }
 
     def _spelled_out(
-        self, block: Block, q: Tensor, at: slice, drops: HeadDropout
-    ) -> tuple[Tensor | None, float, float | None, int, int, Tensor]:
-        """What the formulas take after the sink: bounds to right, and factors, by positions in the whole row."""
+        self, block: Block, q: Tensor, at: slice
+    ) -> tuple[Tensor | None, float, float | None, int, int, Tensor | None, Tensor | None]:
+        """What the formulas take after the sink: bounds to right, factors and bias, by positions in the whole row."""
+        bounds = None if block.documents is None else block.documents.document_bounds
+        left, right = (2**30 if side == -1 else side for side in block.window)
+        factors = None if self.dropout is None else self._factors(block, q, at, self.dropout)
+        bias = None
+        if self.by_distance is not None:
+            bias = bias_between(self.by_distance, block.queries, block.keys)  # [A, Sq, Sk]
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return bounds, scale, self.softcap, left, right, factors, bias
+
+    def _factors(self, block: Block, q: Tensor, at: slice, drops: HeadDropout) -> Tensor:
+        """[B, A, Sq, Sk]: 0 for a probability that is dropped, and 1 / (1 - p) for the others."""
         p, key = drops.dropout.p, drops.dropout.key
         assert key is not None, "a dropout site gives one"
         ids = replace(key, tokens=key.tokens[block.rows, at])
         kept = attention_keep_mask(ids, p, q.shape[2], len(block.keys), drops.head_offset, block.keys.start)
-        bounds = None if block.documents is None else block.documents.document_bounds
-        left, right = (2**30 if side == -1 else side for side in block.window)
-        factors = kept.to(torch.promote_types(q.dtype, torch.float32)) / (1.0 - p)
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        return bounds, scale, self.softcap, left, right, factors
+        return kept.to(torch.promote_types(q.dtype, torch.float32)) / (1.0 - p)
 
 
 def _placed(spans: Sequence[range]) -> Iterator[tuple[range, int]]:

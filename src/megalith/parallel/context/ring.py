@@ -7,7 +7,7 @@ rank computes.
 Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv:2310.01889.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,6 +78,7 @@ def ring_attention(
     attention: PartialAttention,
     ring: Ring,
     key_spans: list[list[range]],
+    by_distance: Tensor | None = None,
 ) -> Tensor:
     """Attention of this rank's queries over the keys of all ranks of ``ring``.
 
@@ -88,11 +89,12 @@ def ring_attention(
         attention: what a query sees.
         ring: the ranks.
         key_spans: for each of them the positions of its keys.
+        by_distance: [A, 2S - 1], added to the scores as ``relative_bias`` says.
 
     Returns:
         [Sq, B, A, Dv] in the dtype of ``q``; merged in float32 or wider, and rounded once.
     """
-    out: Tensor = _RingAttention.apply(q, k, v, sink, attention, ring, key_spans)
+    out: Tensor = _RingAttention.apply(q, k, v, sink, by_distance, attention, ring, key_spans)
     return out
 
 
@@ -104,10 +106,12 @@ class _RingAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sink: Tensor | None,
+        by_distance: Tensor | None,
         attention: PartialAttention,
         ring: Ring,
         key_spans: list[list[range]],
     ) -> Tensor:
+        attention = replace(attention, by_distance=by_distance)
         (Sq, B, A, _), wide = q.shape, torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(Sq, B, A, v.shape[-1], dtype=wide)
         lse = q.new_full((B, A, Sq), -torch.inf, dtype=wide)
@@ -121,15 +125,17 @@ class _RingAttention(torch.autograd.Function):
         if sink is not None:
             out, lse = sink_correction(out, lse, sink)
         out = out.to(q.dtype)
-        ctx.attention, ctx.ring, ctx.key_spans = attention, ring, key_spans
-        ctx.save_for_backward(q, k, v, sink, out, lse)
+        ctx.attention, ctx.ring, ctx.key_spans = replace(attention, by_distance=None), ring, key_spans
+        ctx.save_for_backward(q, k, v, sink, by_distance, out, lse)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sink, out, lse = ctx.saved_tensors
-        attention, ring = ctx.attention, ctx.ring
+        q, k, v, sink, by_distance, out, lse = ctx.saved_tensors
+        dby_distance = None if by_distance is None else torch.zeros_like(by_distance, dtype=lse.dtype)
+        attention = replace(ctx.attention, by_distance=by_distance, dby_distance=dby_distance)
+        ring = ctx.ring
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
         here_k, here_v = k, v
         on_their_way: _Arriving | None = None  # dk and dv of the keys that come next, from the ranks that had them
@@ -149,4 +155,6 @@ class _RingAttention(torch.autograd.Function):
         if on_their_way is not None:
             dk, dv = on_their_way.wait()  # home again
         dsink = sink_gradient(dout, None, out, lse, sink) if ctx.needs_input_grad[3] else None
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None
+        if dby_distance is not None:
+            dby_distance = dby_distance.to(by_distance.dtype)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, dby_distance, None, None, None

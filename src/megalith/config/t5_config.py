@@ -1,0 +1,19 @@
+"""What makes a model a T5: a second stack, which reads the first."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from megalith.config.settings_group import SettingsGroup
+
+__all__ = ["T5Config"]
+
+
+class T5Config(SettingsGroup):
+    """An encoder of model.num_layers that reads both ways, and a decoder with cross attention (arXiv:1910.10683)."""
+
+    dotted_name: ClassVar[str] = "model.t5"
+
+    num_decoder_layers: int = Field(
+        ge=1, le=10_000, description="[layers] of the decoder; model.num_layers are those of the encoder", examples=[12]
+    )
