@@ -58,7 +58,9 @@ _ValidSets = Annotated[
 
 
 # names of Megatron's --recompute-modules, where it has one
-Recomputable = Literal["core_attn", "self_attn", "layernorm", "mlp", "mlp_act", "moe", "moe_act", "shared_experts"]
+Recomputable = Literal[
+    "core_attn", "self_attn", "cross_attn", "layernorm", "mlp", "mlp_act", "moe", "moe_act", "shared_experts"
+]
 
 
 class DataConfig(SettingsGroup):

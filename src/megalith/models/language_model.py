@@ -4,6 +4,7 @@ Parameter names are those of Hugging Face's Llama in every kind of model (``mode
 ``models/hf`` renames them for architectures that call them otherwise.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -33,10 +34,39 @@ from megalith.transformer.stack import LayerStack
 from megalith.transformer.stage import Stage
 from megalith.transformer.step_record import MicroBatchRecord
 
-__all__ = ["LanguageModel", "Trunk", "hidden_dtype", "hidden_shape"]
+__all__ = ["LanguageModel", "TokenEmbedder", "Trunk", "hidden_dtype", "hidden_shape"]
 
 
-class Trunk(nn.Module):
+class TokenEmbedder(nn.Module, ABC):
+    """A trunk's table of token embeddings, in a stage that has it: its input, its output projection, or both."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens: VocabParallelEmbedding | None = None
+        self.embed_positions: LearnedPositions | None = None
+
+    def add_table_(self, options: BuildOptions) -> None:
+        """Called by the constructor of a trunk that has the table, where it stands among the parameters."""
+        V, H, std = self.config.vocab_size, self.config.hidden_size, self.config.init_method_std
+        assert V is not None, "LanguageModel has checked it"
+        self.embed_tokens = VocabParallelEmbedding(V, H, options, std=std)
+
+    @abstractmethod
+    def all_layers(self) -> list[nn.Module]:
+        """The layers of this stage, in their order."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """int64 [B, S] -> [S, B, H] in the dtype of the residual stream, times their factor; [S/tp, B, H] under
+        sequence parallelism.
+        """
+        assert self.embed_tokens is not None, "built in this stage"
+        x: Tensor = self.embed_tokens(tokens)  # [S, B, H]
+        x, multiplier = x.to(hidden_dtype(self.config, x.dtype)), self.config.multipliers.embedding
+        return x if multiplier == 1.0 else x * multiplier
+
+
+class Trunk(TokenEmbedder):
     """Embeddings, layers, final norm: tokens to hidden states, or the part of that way that a stage has.
 
     Args:
@@ -52,23 +82,22 @@ class Trunk(nn.Module):
         *,
         has_table: bool,
     ) -> None:
-        super().__init__()
-        assert config.vocab_size is not None, "LanguageModel has checked it"
+        super().__init__(config)
         learned = config.position_embedding_type == "learned_absolute"
         self.stage = stage
         self.layers = LayerStack(config, options, stage.layers, spec_of)
         # the last layer of post-norm ends in a norm of its own
         has_norm = stage.has_head and config.residual.norm_placement != "post"
         self.norm = Normalization(config, options) if has_norm else None
-        self.embed_tokens: VocabParallelEmbedding | None = None
-        self.embed_positions: LearnedPositions | None = None
         if has_table:
-            std = config.init_method_std
-            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, options, std=std)
+            self.add_table_(options)
         if stage.has_embedding and learned:
             self.embed_positions = LearnedPositions(config, options)
         self.embedding_dropout = DropoutSite(config.embedding_dropout)
-        self.config = config
+
+    def all_layers(self) -> list[nn.Module]:
+        """The transformer layers, and the modules of multi-token prediction."""
+        return list(self.layers.values())
 
     def forward(
         self,
@@ -92,13 +121,6 @@ class Trunk(nn.Module):
         x: Tensor = self.layers(hidden, context, caches)
         return x if self.norm is None else self.norm(x)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The vectors of ``tokens``, times their factor, in the dtype of the residual stream; shapes as ``forward``."""
-        assert self.embed_tokens is not None, "built in this stage"
-        x: Tensor = self.embed_tokens(tokens)  # [S, B, H]
-        x, multiplier = x.to(hidden_dtype(self.config, x.dtype)), self.config.multipliers.embedding
-        return x if multiplier == 1.0 else x * multiplier
-
     def embed_input(self, tokens: Tensor, position_ids: Tensor, token_types: Tensor | None) -> Tensor:
         """What the first layer is given, before dropout; arguments and shapes as ``forward``."""
         x = self.embed(tokens)
@@ -114,7 +136,7 @@ class LanguageModel(ModelModule):
     """
 
     kind: ClassVar[ModelKind]
-    model: Trunk
+    model: TokenEmbedder
     lm_head: ColumnParallelLinear | None
 
     def __init__(self, config: TransformerConfig, options: BuildOptions | None, stage: Stage | None) -> None:
@@ -131,7 +153,7 @@ class LanguageModel(ModelModule):
 
     def layers(self) -> list[nn.Module]:
         """The transformer layers of this stage, and the modules of multi-token prediction."""
-        return list(self.model.layers.values())
+        return self.model.all_layers()
 
     def copied_weights(self) -> list[nn.Parameter]:
         """The embedding, where it embeds no input of the model."""

@@ -4,6 +4,8 @@ pre       h = x + dropout(attention(norm(x)));           y = h + dropout(feed_fo
 post      h = norm(x + dropout(attention(x)));           y = norm(h + dropout(feed_forward(h)))
 sandwich  h = x + dropout(norm(attention(norm(x))));     y = h + dropout(norm(feed_forward(norm(h))))
 
+A layer of a decoder that reads an encoder has cross attention between the two, added and normed likewise.
+
 post: Vaswani et al. 2017, arXiv:1706.03762. pre: Xiong et al. 2020, arXiv:2002.04745. sandwich: Ding et al. 2021,
 "CogView", arXiv:2105.13290; Gemma Team 2024, "Gemma 2", arXiv:2408.00118. What is added may have a constant factor.
 """
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from megalith.config import TransformerConfig
 from megalith.fusions import bias_dropout_add_fused_train
+from megalith.numerics.dropout import Dropout
 from megalith.parallel.build_options import BuildOptions
 from megalith.transformer.dropout import DropoutSite
 from megalith.transformer.layer_context import LayerContext
@@ -25,6 +28,7 @@ class TransformerLayer(nn.Module):
     """A layer of the parts that ``spec`` names, with its norms where ``config.residual.norm_placement`` has them.
 
     ``post_attention_layernorm`` comes before the MLP in each placement: its input is the sum after attention.
+    ``cross_attn_layernorm`` comes before cross attention likewise.
     """
 
     def __init__(self, config: TransformerConfig, options: BuildOptions, spec: LayerSpec) -> None:
@@ -39,6 +43,11 @@ class TransformerLayer(nn.Module):
         self.self_attn = spec.attention(config, options)
         self.self_attn_output_layernorm = norm_if(placement == "sandwich")
         self.self_attn_dropout = DropoutSite(config.hidden_dropout)
+        has_cross = spec.cross_attention is not None
+        self.cross_attn_layernorm = norm_if(has_cross)
+        self.cross_attn = None if spec.cross_attention is None else spec.cross_attention(config, options)
+        self.cross_attn_output_layernorm = norm_if(has_cross and placement == "sandwich")
+        self.cross_attn_dropout = DropoutSite(config.hidden_dropout) if has_cross else None
         self.post_attention_layernorm = spec.norm(config, options)
         self.mlp = spec.feed_forward(config, options)
         self.mlp_output_layernorm = norm_if(placement == "sandwich")
@@ -48,16 +57,25 @@ class TransformerLayer(nn.Module):
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
-        attended = self._to_add(self.self_attn(normed, context), self.self_attn_output_layernorm)
-        normed, x = self.post_attention_layernorm.after_residual(
-            attended, x, self.self_attn_dropout.of(context.hidden_dropout_key)
-        )
+        to_add = self._to_add(self.self_attn(normed, context), self.self_attn_output_layernorm)
+        drops = self.self_attn_dropout.of(context.hidden_dropout_key)
+        if self.cross_attn is not None and self.cross_attn_layernorm is not None:
+            normed, x = self._summed(self.cross_attn_layernorm, to_add, x, drops)
+            to_add = self._to_add(self.cross_attn(normed, context), self.cross_attn_output_layernorm)
+            assert self.cross_attn_dropout is not None, "built together"
+            drops = self.cross_attn_dropout.of(context.hidden_dropout_key)
+        normed, x = self._summed(self.post_attention_layernorm, to_add, x, drops)
         fed_forward = self._to_add(self.mlp(normed, context), self.mlp_output_layernorm)
         dropout = self.mlp_dropout.of(context.hidden_dropout_key)
         if self.post_mlp_layernorm is not None:
-            return self.post_mlp_layernorm.after_residual(fed_forward, normed, dropout)[0]
+            return self.post_mlp_layernorm.after_residual(fed_forward, x, dropout)[0]
         p, key = (0.0, None) if dropout is None else (dropout.p, dropout.key)
         return bias_dropout_add_fused_train((fed_forward, None), x, p, key=key)
+
+    def _summed(self, norm: Normalization, y: Tensor, x: Tensor, dropout: Dropout | None) -> tuple[Tensor, Tensor]:
+        """What the next sublayer reads, and the residual stream with ``y``; the same tensor in post-norm."""
+        normed, x = norm.after_residual(y, x, dropout)
+        return normed, x if self.post_mlp_layernorm is None else normed
 
     def _to_add(self, y: Tensor, norm: Normalization | None) -> Tensor:
         """What a sublayer that gives ``y`` adds to the residual stream, before dropout."""

@@ -8,6 +8,7 @@ from megalith.errors import ShapeError
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.transformer.attention_mask import CAUSAL, AttentionMask
+from megalith.transformer.encoder_output import EncoderOutput
 from megalith.transformer.relative_position_bias import PositionBias
 from megalith.transformer.rotary import RotaryTables
 from megalith.transformer.step_record import MicroBatchRecord
@@ -65,6 +66,7 @@ class LayerContext:
         hidden_dropout_key: the same for the hidden states, whose token ids are [S, B], [S/tp, B] under sequence
             parallelism.
         cache: what this layer has kept of earlier calls; the tokens follow them.
+        encoder: what cross attention reads; None in a model of one stack.
         record: of the training step, for routers; without one they count nothing.
     """
 
@@ -75,4 +77,5 @@ class LayerContext:
     token_dropout_key: DropoutKey | None = None
     hidden_dropout_key: DropoutKey | None = None
     cache: KVCache | None = None
+    encoder: EncoderOutput | None = None
     record: MicroBatchRecord | None = None

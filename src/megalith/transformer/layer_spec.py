@@ -26,7 +26,8 @@ BuildPart = Callable[[TransformerConfig, BuildOptions], nn.Module]
 class LayerSpec:
     """The parts of one layer, each built from the model's settings and options.
 
-    ``norm`` is a ``Normalization``. ``attention`` and ``feed_forward`` are modules called with
+    ``norm`` is a ``Normalization``. ``attention``, ``feed_forward``, and between them ``cross_attention``, where a
+    layer has one, are modules called with
     (x [S, B, H], LayerContext) -> [S, B, H], [S/tp, B, H] each under sequence parallelism:
     ``functools.partial(SelfAttention, window=4096)``.
     """
@@ -34,6 +35,7 @@ class LayerSpec:
     norm: Callable[[TransformerConfig, BuildOptions], Normalization] = Normalization
     attention: BuildPart = SelfAttention
     feed_forward: BuildPart = MLP
+    cross_attention: BuildPart | None = None
 
 
 # the spec of the layer with a global index, from 0

@@ -4,8 +4,10 @@ gated      y = (act(x Wg^T) * (x Wu^T)) Wd^T          Shazeer 2020, "GLU Variant
            act: silu of swiglu, gelu of geglu, ...; with a clamp and an offset as megalith.fusions.glu has them
 not gated  y = act(x Wu^T) Wd^T                       gelu exact, or in the tanh form of GPT-2; relu; relu^2
 
-Squared ReLU: So et al. 2021, "Primer", arXiv:2109.08668. Every product may have a bias.
+Squared ReLU: So et al. 2021, "Primer", arXiv:2109.08668. Every product may have a bias, and T5's has dropout before Wd.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +16,12 @@ from megalith.acceleration.recompute import DiscardableOutput
 from megalith.config import TransformerConfig
 from megalith.config.activations import Activation
 from megalith.fusions import bias_gelu_impl, glu, weighted_squared_relu_impl
+from megalith.numerics.dropout import Dropout, dropout
 from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.local_ranges import chunk_range
 from megalith.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megalith.parallel.tensor.regions import enter_tensor_parallel
+from megalith.transformer.dropout import DropoutSite
 from megalith.transformer.initialization import output_std
 from megalith.transformer.layer_context import LayerContext
 
@@ -24,9 +29,21 @@ __all__ = ["MLP", "plain_activation"]
 
 
 class MLP(nn.Module):
-    """The feed-forward network that ``config.activation`` names; ``ffn_hidden_size``: its F, by default the model's."""
+    """The feed-forward network that ``config.activation`` names.
 
-    def __init__(self, config: TransformerConfig, options: BuildOptions, *, ffn_hidden_size: int | None = None) -> None:
+    Args:
+        ffn_hidden_size: its F; by default the model's.
+        inner_dropout: the share of the F features to drop in training.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        options: BuildOptions,
+        *,
+        ffn_hidden_size: int | None = None,
+        inner_dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         H, F = config.hidden_size, ffn_hidden_size or config.ffn_hidden_size
         self.activation, self.gate_activation = config.activation, config.gate_activation
@@ -40,16 +57,26 @@ class MLP(nn.Module):
         self.gate_proj = column() if self.gate_activation is not None else None
         self.up_proj = column()
         self.entered, self.activated = DiscardableOutput("layernorm"), DiscardableOutput("mlp_act")
+        self.inner_dropout = DropoutSite(inner_dropout) if inner_dropout else None
+        groups = options.pg_collection
+        self.feature_offset = chunk_range(F, groups.size("tp"), groups.rank("tp"))[0]
         self.down_proj = RowParallelLinear(F, H, options, bias=bias, std=output_std(config))
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
-        """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism; ``context`` is not used."""
+        """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
         groups = self.options.pg_collection
         x = self.entered(enter_tensor_parallel, x, groups.tp, self.options.sequence_parallel)  # [S, B, H]
         up = self.up_proj(x)  # [S, B, F/tp]
         gate = None if self.gate_proj is None else self.gate_proj(x)  # [S, B, F/tp]
-        y: Tensor = self.down_proj(self.activated(self._activate, up, gate))
+        drops = None if self.inner_dropout is None else self.inner_dropout.of(context.token_dropout_key)
+        y: Tensor = self.down_proj(self.activated(self._inner, up, gate, drops))
         return y
+
+    def _inner(self, up: Tensor, gate: Tensor | None, drops: Dropout | None) -> Tensor:
+        y = self._activate(up, gate)  # [S, B, F/tp]
+        if drops is None or drops.key is None:
+            return y
+        return dropout(y, drops.p, replace(drops.key, tokens=drops.key.tokens.t()), self.feature_offset)
 
     def _activate(self, up: Tensor, gate: Tensor | None) -> Tensor:
         if gate is not None and self.gate_activation is not None and self.gating is not None:

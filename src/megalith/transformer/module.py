@@ -16,6 +16,7 @@ from megalith.parallel.parameters import (
     refill_buffers_,
 )
 from megalith.transformer.attention import SelfAttention
+from megalith.transformer.cross_attention import CrossAttention
 from megalith.transformer.dot_product_attention import DotProductAttention
 from megalith.transformer.dropout import DropoutSite, name_dropout_sites_
 from megalith.transformer.mlp import MLP
@@ -31,6 +32,7 @@ _RECOMPUTABLE: Mapping[str, tuple[type[nn.Module], ...]] = MappingProxyType(
     {
         "core_attn": (DotProductAttention,),
         "self_attn": (SelfAttention, MLASelfAttention),
+        "cross_attn": (CrossAttention,),
         "mlp": (MLP,),
         "moe": (MoELayer,),
         "shared_experts": (SharedExpertMLP,),

@@ -55,6 +55,10 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, Shape]:
     if config.position_embedding_type == "learned_absolute":
         assert config.max_position_embeddings is not None, "validated together with learned_absolute"
         shapes["model.embed_positions.weight"] = (config.position_offset + config.max_position_embeddings, H)
+    if config.t5 is not None:
+        shapes |= _stack_shapes(config, "encoder", config.num_layers)
+        shapes |= _stack_shapes(config, "decoder", config.t5.num_decoder_layers)
+        return shapes | _OF_KINDS[config.kind](config)
     for layer in range(num_layers_in_all(config)):
         parts = _layer_shapes(config, layer) | (_joining_shapes(config) if layer >= config.num_layers else {})
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
@@ -142,7 +146,27 @@ def _nested_defaults(
             yield from _nested_defaults(value, opened, f"{name}.")
 
 
-def _gpt_shapes(config: TransformerConfig) -> dict[str, Shape]:
+def _stack_shapes(config: TransformerConfig, stack: str, num_layers: int) -> dict[str, Shape]:
+    """The layers of one of a T5's stacks, the table of its relative positions, and its last norm."""
+    relative, crosses, shapes = config.relative_position, stack == "decoder", dict[str, Shape]()
+    assert relative is not None, "validated together with model.t5"
+    shapes[f"model.{stack}.position_bias.weight"] = (relative.num_buckets, config.num_attention_heads)
+    for layer in range(num_layers):
+        parts = _layer_shapes(config, layer) | (_cross_attention_shapes(config) if crosses else {})
+        shapes |= {f"model.{stack}.layers.{layer}.{name}": shape for name, shape in parts.items()}
+    return shapes if config.residual.norm_placement == "post" else shapes | _norm(f"model.{stack}.norm", config)
+
+
+def _cross_attention_shapes(config: TransformerConfig) -> dict[str, Shape]:
+    """Those of self-attention in a model whose attention is plain, and the norms around it."""
+    shapes = {name.replace("self_attn.", "cross_attn."): shape for name, shape in _attention_shapes(config).items()}
+    sandwiched = config.residual.norm_placement == "sandwich"
+    for norm in ("cross_attn_layernorm", *(["cross_attn_output_layernorm"] if sandwiched else [])):
+        shapes |= _norm(norm, config)
+    return shapes
+
+
+def _lm_head_shapes(config: TransformerConfig) -> dict[str, Shape]:
     return {} if config.tie_word_embeddings else {"lm_head.weight": (_vocab_size(config), config.hidden_size)}
 
 
@@ -168,7 +192,7 @@ def _bert_shapes(config: TransformerConfig) -> dict[str, Shape]:
 
 # what a kind of model has besides its trunk
 _OF_KINDS: Mapping[ModelKind, Callable[[TransformerConfig], dict[str, Shape]]] = MappingProxyType(
-    {"gpt": _gpt_shapes, "bert": _bert_shapes}
+    {"gpt": _lm_head_shapes, "bert": _bert_shapes, "t5": _lm_head_shapes}
 )
 
 

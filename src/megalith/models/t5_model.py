@@ -1,0 +1,311 @@
+"""T5: an encoder that reads both ways, and a decoder that reads its output through cross attention.
+
+    e = norm(encoder layers(embed(tokens)));   logits = W norm(decoder layers(embed(decoder tokens), e))
+
+Positions are a bias of the scores of self-attention, one table for all layers of a stack; both stacks share one table
+of embeddings. Dropout besides that of every model: of the MLP's inner features, and after the last norm of each stack.
+
+Raffel et al. 2019, arXiv:1910.10683. Between the stages of a pipeline both stacks' hidden states travel as one tensor
+[(Se + Sd)/cp/tp, B, H]: layers of the encoder leave the decoder's embedding as it is, and layers of the decoder the
+encoder's output, so that every stage gives and takes one shape.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config import TransformerConfig
+from megalith.errors import ShapeError
+from megalith.models.language_model import LanguageModel, TokenEmbedder
+from megalith.numerics.dropout import DropoutKey, dropout
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.tensor.layers import ColumnParallelLinear
+from megalith.topology.collectives import gather_from_sequence_parallel_region
+from megalith.transformer.attention import SelfAttention
+from megalith.transformer.attention_mask import BIDIRECTIONAL
+from megalith.transformer.cross_attention import CrossAttention
+from megalith.transformer.dropout import DropoutSite
+from megalith.transformer.encoder_output import EncoderOutput, PairedDocuments
+from megalith.transformer.layer_context import LayerContext
+from megalith.transformer.layer_spec import LayerSpec
+from megalith.transformer.mlp import MLP
+from megalith.transformer.mup import scale_first_weights_
+from megalith.transformer.normalization import Normalization
+from megalith.transformer.relative_position_bias import RelativePositionBias
+from megalith.transformer.stack import LayerStack
+from megalith.transformer.stage import Stage
+
+__all__ = ["T5Model"]
+
+
+class T5Stack(nn.Module):
+    """The layers of the encoder or the decoder that a stage holds, counted from the first of that stack.
+
+    Args:
+        num_layers: of the whole stack; the stage with the last one holds the norm after it.
+        is_decoder: whether it is causal, with cross attention.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, options: BuildOptions, layers: range, num_layers: int, *, is_decoder: bool
+    ) -> None:
+        super().__init__()
+        spec = LayerSpec(
+            attention=partial(SelfAttention, rotates=False),
+            feed_forward=partial(MLP, inner_dropout=config.hidden_dropout),
+            cross_attention=CrossAttention if is_decoder else None,
+        )
+        self.context_size = options.pg_collection.size("cp")
+        self.embedding_dropout = DropoutSite(config.embedding_dropout)
+        self.layers = LayerStack(config, options, layers, lambda index: spec)
+        self.position_bias: RelativePositionBias | None = None
+        if layers:
+            assert config.relative_position is not None, "validated together with model.t5"
+            self.position_bias = RelativePositionBias(
+                config.relative_position,
+                config.num_attention_heads,
+                options,
+                bidirectional=not is_decoder,
+                std=config.init_method_std,
+            )
+        self.ends_here = bool(layers) and layers.stop == num_layers
+        # the last layer of post-norm ends in a norm of its own
+        has_norm = self.ends_here and config.residual.norm_placement != "post"
+        self.norm = Normalization(config, options) if has_norm else None
+        self.norm_dropout = DropoutSite(config.hidden_dropout)
+
+    def enter(self, x: Tensor, context: LayerContext) -> Tensor:
+        """What the first layer is given for embeddings ``x`` [S, B, H]; [S/tp, B, H] under sequence parallelism."""
+        return _dropped(x, self.embedding_dropout, context)
+
+    def forward(self, x: Tensor, context: LayerContext, num_tokens: int) -> Tensor:
+        """``x`` after the layers of this stage, and after the last norm where they are the last: shapes as ``enter``.
+
+        ``num_tokens``: those of a row that this rank has, S/cp.
+        """
+        if self.position_bias is None:
+            return x
+        whole = num_tokens * self.context_size
+        x = self.layers(x, replace(context, position_bias=self.position_bias(whole, whole)))
+        x = x if self.norm is None else self.norm(x)
+        return _dropped(x, self.norm_dropout, context) if self.ends_here else x
+
+
+class T5Trunk(TokenEmbedder):
+    """Both stacks and the table of embeddings: tokens to hidden states, or the part of that way that a stage has."""
+
+    def __init__(self, config: TransformerConfig, options: BuildOptions, stage: Stage) -> None:
+        super().__init__(config)
+        assert config.t5 is not None, "LanguageModel has checked the kind"
+        self.stage = stage
+        Le, Ld = config.num_layers, config.t5.num_decoder_layers
+        of_encoder = range(min(stage.first, Le), min(stage.last, Le))
+        of_decoder = range(max(stage.first, Le) - Le, max(stage.last, Le) - Le)
+        self.encoder = T5Stack(config, options, of_encoder, Le, is_decoder=False)
+        self.decoder = T5Stack(config, options, of_decoder, Ld, is_decoder=True)
+        if stage.has_embedding or (stage.has_head and config.tie_word_embeddings):
+            self.add_table_(options)
+
+    def all_layers(self) -> list[nn.Module]:
+        """Those of the encoder, and then those of the decoder."""
+        return [*self.encoder.layers.values(), *self.decoder.layers.values()]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        decoder_tokens: Tensor | None,
+        contexts: tuple[LayerContext, LayerContext],
+        seen: Tensor | None,
+        hidden: Tensor | None,
+    ) -> Tensor:
+        """int64 tokens [B, Se], decoder_tokens [B, Sd] -> what the head reads, [Sd, B, H]; without ``decoder_tokens``
+        the encoder's output [Se, B, H]; of a stage without the head the states of both stacks, [Se + Sd, B, H].
+
+        Args:
+            contexts: of the encoder's layers and of the decoder's.
+            seen: as in ``EncoderOutput``.
+            hidden: [Se + Sd, B, H], what the stage before gave, for a stage without the embedding.
+
+        Under sequence parallelism each S is S/tp.
+        """
+        of_encoder, of_decoder = contexts
+        Se, Sd = tokens.shape[1], 0 if decoder_tokens is None else decoder_tokens.shape[1]
+        x: Tensor
+        y: Tensor | None
+        if hidden is None:
+            x = self.encoder.enter(self.embed(tokens), of_encoder)
+            y = None if decoder_tokens is None else self.decoder.enter(self.embed(decoder_tokens), of_decoder)
+        else:
+            x, y = hidden.tensor_split([len(hidden) * Se // (Se + Sd)])
+        x = self.encoder(x, of_encoder, Se)
+        if y is None:
+            return x
+        y = self.decoder(y, replace(of_decoder, encoder=EncoderOutput(x, seen)), Sd)
+        return y if self.stage.has_head else torch.cat((x, y))
+
+
+class T5Model(LanguageModel):
+    """An encoder of ``config.num_layers`` and a decoder of ``config.t5.num_decoder_layers`` with an output projection.
+
+    Arguments and errors as ``GPTModel``; layers count through both stacks, the encoder's first.
+    """
+
+    kind = "t5"
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        options: BuildOptions | None = None,
+        *,
+        stage: Stage | None = None,
+        seed: int = 1234,
+    ) -> None:
+        super().__init__(config, options, stage)
+        assert config.vocab_size is not None, "LanguageModel has checked it"
+        self.model: T5Trunk = T5Trunk(config, self.options, self.stage)
+        self.lm_head: ColumnParallelLinear | None = None
+        if self.stage.has_head:
+            self.lm_head = ColumnParallelLinear(
+                config.hidden_size,
+                config.vocab_size,
+                self.options,
+                bias=False,
+                std=config.init_method_std,
+                has_weight=not self.tied,
+            )
+        scale_first_weights_(self, config)
+        self.finish(seed)
+
+    def shared_weights(self) -> list[nn.Parameter]:
+        """The embedding, where another stage has it as its output projection."""
+        embedding = self.model.embed_tokens
+        shared = self.tied and self.stage.has_embedding != self.stage.has_head
+        return [embedding.weight] if shared and embedding is not None else []
+
+    def forward(
+        self,
+        tokens: Tensor,
+        decoder_tokens: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        documents: PairedDocuments | None = None,
+        decoder_position_ids: Tensor | None = None,
+        dropout_key: DropoutKey | None = None,
+        hidden: Tensor | None = None,
+        output: Literal["predictions", "hidden"] = "predictions",
+    ) -> Tensor:
+        """Losses when ``labels`` are given, else logits; hidden states of both stacks from a stage without the head.
+
+        Args:
+            tokens: int64 [B, Se], what the encoder reads.
+            decoder_tokens: int64 [B, Sd], what the decoder reads; None: the encoder's output is wanted, on one stage.
+            labels: int64 [B, Sd], the token after each of the decoder's.
+            attention_mask, decoder_attention_mask: bool [B, Se] and [B, Sd], False for padding; tokens of a row are
+                together. By default all are tokens.
+            documents: in place of the masks, which documents of both rows belong together, in whole rows.
+            decoder_position_ids: int64 [Sd]; by default 0, 1, 2 ...
+            dropout_key: as in ``GPTModel``; token ids are int64 [B, Se + Sd], the encoder's and then the decoder's.
+            hidden: [Se + Sd, B, H], each S an S/tp under sequence parallelism: what the stage before gave.
+            output: what is wanted of the decoder: what the head predicts, or the hidden states that it reads.
+
+        Under context parallelism S stands for S/cp: this rank's tokens, those at ``zigzag_positions``.
+
+        Returns:
+            The loss of each label, [B, Sd] in float32 or wider; or logits [B, Sd, V], whole on every rank; or hidden
+            states, [B, Sd, H] of the decoder and [B, Se, H] of the encoder, or [Se + Sd, B, H] from a stage.
+
+        Raises:
+            ShapeError: lengths that sequence parallelism cannot split, masks beside ``documents`` or of rows that are
+                split, documents of other rows, ``hidden`` that does not fit the stage, token ids of other rows; under
+                cp no ``decoder_position_ids``.
+            ConfigError: training with dropout under tensor or context parallelism without a ``dropout_key``.
+        """
+        self._check_shape(tokens, hidden)
+        if decoder_tokens is not None:
+            self._check_shape(decoder_tokens, hidden)
+        self._check_split(is_split=decoder_position_ids is not None)
+        documents = self._documents(tokens, decoder_tokens, attention_mask, decoder_attention_mask, documents)
+        seen = None
+        if documents is not None and decoder_tokens is not None:
+            seen = documents.seen(_positions(decoder_tokens) if decoder_position_ids is None else decoder_position_ids)
+        contexts = self._contexts(tokens, decoder_tokens, documents, dropout_key)
+        x: Tensor = self.model(tokens, decoder_tokens, contexts, seen, hidden)
+        if self.lm_head is None:
+            return x
+        if decoder_tokens is None or output == "hidden":
+            return self._whole(x).transpose(0, 1)
+        if labels is None:
+            return self._gather(self._logits(self.lm_head, x)).transpose(0, 1)  # [B, Sd, V]
+        # FSDP2 hooks what a forward returns, and warns of a view
+        return self._losses(self.lm_head, x, labels.t()).t().clone()
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """Hidden states [S, B, H] of what sequence parallelism splits, for readers that are the same on all ranks."""
+        sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
+        return gather_from_sequence_parallel_region(x, sequence_group, tensor_parallel_output_grad=False)
+
+    def _documents(
+        self,
+        tokens: Tensor,
+        decoder_tokens: Tensor | None,
+        attention_mask: Tensor | None,
+        decoder_attention_mask: Tensor | None,
+        documents: PairedDocuments | None,
+    ) -> PairedDocuments | None:
+        if attention_mask is None and decoder_attention_mask is None:
+            if documents is not None:
+                self._check_documents(tokens, None, documents.encoder)
+                if decoder_tokens is not None:
+                    self._check_documents(decoder_tokens, None, documents.decoder)
+            return documents
+        if documents is not None or self.options.pg_collection.size("cp") > 1:
+            raise ShapeError(
+                "masks are of whole rows, and stand for documents; beside these, or where cp splits rows, pass "
+                "documents alone: PairedDocuments.from_padding(attention_mask, decoder_attention_mask)"
+            )
+        rows = tokens if decoder_tokens is None else decoder_tokens
+        masks = (attention_mask, tokens), (decoder_attention_mask, rows)
+        is_token = [torch.ones_like(row, dtype=torch.bool) if mask is None else mask for mask, row in masks]
+        return PairedDocuments.from_padding(*(mask.cpu() for mask in is_token)).to(tokens.device)
+
+    def _contexts(
+        self,
+        tokens: Tensor,
+        decoder_tokens: Tensor | None,
+        documents: PairedDocuments | None,
+        dropout_key: DropoutKey | None,
+    ) -> tuple[LayerContext, LayerContext]:
+        """Of the encoder's layers and of the decoder's."""
+        rows = [tokens] if decoder_tokens is None else [tokens, decoder_tokens]
+        both = torch.cat(rows, dim=1)  # [B, Se + Sd]
+        key = self._dropout_key(both, dropout_key) if self.training else None
+        if key is not None and key.tokens.shape != both.shape:
+            raise ShapeError(
+                f"dropout_key must have the token ids of the encoder's and the decoder's rows, {list(both.shape)}; got "
+                f"{list(key.tokens.shape)}"
+            )
+        Se = tokens.shape[1]
+        of_encoder = None if key is None else replace(key, tokens=key.tokens[:, :Se])
+        of_decoder = None if key is None else replace(key, tokens=key.tokens[:, Se:])
+        encoder_rows, decoder_rows = (None, None) if documents is None else (documents.encoder, documents.decoder)
+        positions = _positions(tokens)  # read by rotary tables, which a T5 has not
+        return (
+            self._context(tokens, positions, encoder_rows, of_encoder, mask=BIDIRECTIONAL),
+            self._context(tokens, positions, decoder_rows, of_decoder),
+        )
+
+
+def _dropped(x: Tensor, site: DropoutSite, context: LayerContext) -> Tensor:
+    """``x`` [S, B, H] after the dropout of ``site``."""
+    drops = site.of(context.hidden_dropout_key)
+    return x if drops is None or drops.key is None else dropout(x, drops.p, drops.key)
+
+
+def _positions(tokens: Tensor) -> Tensor:
+    """int64 [S] of tokens [B, S]."""
+    return torch.arange(tokens.shape[1], device=tokens.device)
