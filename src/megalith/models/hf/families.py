@@ -17,6 +17,7 @@ from megalith.models.hf.mixtral import MIXTRAL
 from megalith.models.hf.qwen import QWEN2, QWEN3
 from megalith.models.hf.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from megalith.models.hf.roberta import ROBERTA_FAMILIES
+from megalith.models.hf.t5 import T5_FAMILIES
 
 __all__ = ["FAMILIES", "detect", "fitting"]
 
@@ -36,11 +37,13 @@ FAMILIES = (
     DEEPSEEK_V2,
     *BERT_FAMILIES,
     *ROBERTA_FAMILIES,
+    *T5_FAMILIES,
 )
 
 
 def detect(hf_config: Mapping[str, Any]) -> Family:
-    """The family that a config.json names: by ``model_type``, and by ``architectures`` where several have that.
+    """The family that a config.json names: by ``model_type``, ``architectures`` where several have that, and then by
+    what else tells them apart.
 
     Raises ConfigError for any other.
     """
@@ -59,7 +62,7 @@ def detect(hf_config: Mapping[str, Any]) -> Family:
             f"config.json of a {model_type} model must have architectures of {' or '.join(known)}, which differ in "
             f"their heads; got {named!r:.80}"
         )
-    return chosen[0]
+    return next(family for family in chosen if family.has_config(hf_config))
 
 
 def fitting(config: TransformerConfig) -> Family:

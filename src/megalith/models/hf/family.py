@@ -44,6 +44,7 @@ class Family:
         renamed: how names of old files end -> how they end today.
         separate_experts: in files each expert has tensors of its own, and ``place`` is asked for them one by one, under
             their usual names, as ``model.layers.0.mlp.experts.7.gate_proj.weight``.
+        has_config: whether a config.json of this architecture is of this family, where another one has it, too.
     """
 
     model_type: str
@@ -60,6 +61,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     separate_experts: bool = True
+    has_config: Callable[[Mapping[str, Any]], bool] = lambda hf_config: True
 
     def config_from_hf(self, hf_config: Mapping[str, Any], keys: Collection[str] = ()) -> TransformerConfig:
         """The model that ``hf_config`` describes; absent fields have the defaults of transformers.

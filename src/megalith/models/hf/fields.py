@@ -134,7 +134,8 @@ class Fields:
         Raises ConfigError with every violation, every field that was not read and is not known to be inert, or what
         is malformed.
         """
-        self.expect("is_encoder_decoder", False)
+        if "is_encoder_decoder" not in self._read:
+            self.expect("is_encoder_decoder", False)
         for name in sorted(self._fields.keys() - self._read - _INERT):
             self.refuse(
                 f"{name} ({_shown(self._fields[name])}) is a field that our model does not know; "
