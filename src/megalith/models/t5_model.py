@@ -71,7 +71,10 @@ class T5Stack(nn.Module):
                 bidirectional=not is_decoder,
                 std=config.init_method_std,
             )
-        self.ends_here = bool(layers) and layers.stop == num_layers
+        self.begins_here, self.ends_here = (
+            bool(layers) and layers.start == 0,
+            bool(layers) and layers.stop == num_layers,
+        )
         # the last layer of post-norm ends in a norm of its own
         has_norm = self.ends_here and config.residual.norm_placement != "post"
         self.norm = Normalization(config, options) if has_norm else None
@@ -180,10 +183,23 @@ class T5Model(LanguageModel):
         self.finish(seed)
 
     def shared_weights(self) -> list[nn.Parameter]:
-        """The embedding, where another stage has it as its output projection."""
+        """The embedding, where another stage reads out by it, and the table of positions of a stack that is cut."""
+        embedding, shared = self.model.embed_tokens, list[nn.Parameter]()
+        if embedding is not None and self.tied and self.stage.has_embedding != self.stage.has_head:
+            shared.append(embedding.weight)
+        for stack in (self.model.encoder, self.model.decoder):
+            if stack.position_bias is not None and not (stack.begins_here and stack.ends_here):
+                shared.append(stack.position_bias.weight)
+        return shared
+
+    def copied_weights(self) -> list[nn.Parameter]:
+        """Those that an earlier stage has: the first one the embedding, and that of a stack's first layer its table."""
         embedding = self.model.embed_tokens
-        shared = self.tied and self.stage.has_embedding != self.stage.has_head
-        return [embedding.weight] if shared and embedding is not None else []
+        counted = [] if embedding is None or not self.stage.has_embedding else [embedding.weight]
+        for stack in (self.model.encoder, self.model.decoder):
+            if stack.position_bias is not None and stack.begins_here:
+                counted.append(stack.position_bias.weight)
+        return [weight for weight in self.shared_weights() if all(weight is not each for each in counted)]
 
     def forward(
         self,

@@ -1,9 +1,10 @@
 """From a task to this rank's part of its model: cut into stages, recomputed, compiled, sharded, and drawn."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
+from torch import nn
+from torch.distributed import ProcessGroup
 
 from megalith.acceleration.recompute import DiscardableOutput, discard_outputs_, recompute_modules_
 from megalith.config import RunConfig
@@ -58,25 +59,12 @@ def build_pipeline(
             _build_model(config, task, options, device, stages[placement.stage(rank, chunk)])
             for chunk in range(placement.num_chunks)
         ]
-        sharing = {placement.stage(rank, index): tuple(chunk.shared_weights()) for index, chunk in enumerate(chunks)}
-        sharing = {stage: weights for stage, weights in sharing.items() if weights}
-        if wrong := sharing.keys() - {0, placement.num_stages - 1}:
-            raise ConfigError(
-                f"weights can be shared by the first and the last stage of a pipeline only; {type(chunks[0]).__name__} "
-                f"shares some in stage {min(wrong)} of {placement.num_stages}; use parallel.pipeline=1"
-            )
     _require_names_of_their_own(chunks, [placement.stage(rank, chunk) for chunk in range(len(chunks))], options)
     ranks = state.ranks("pp")
+    shared, copies = _shared_weights(chunks, ranks, options)
     links = open_links(placement, rank, ranks, task.hidden_dtype(DTYPES[config.precision.dtype]), device)
     split_product = options.matrix_product if isinstance(options.matrix_product, SplitProduct) else None
-    pipeline = Pipeline(chunks, placement, config.parallel.schedule, links, split_product)
-    if len(sharing) == 2:  # both ends of a V
-        weights, copies = sharing[0], sharing[placement.num_stages - 1]
-        return replace(pipeline, copies=tuple(zip(weights, copies, strict=True)))
-    if sharing:
-        [weights], group = sharing.values(), new_group([ranks[0], ranks[-1]], None, None, None)
-        return replace(pipeline, shared=weights, shared_group=group)
-    return pipeline
+    return Pipeline(chunks, placement, config.parallel.schedule, links, split_product, shared=shared, copies=copies)
 
 
 def placement_of_run(config: RunConfig) -> Placement:
@@ -146,6 +134,34 @@ def _require_names_of_their_own(chunks: Sequence[ModelModule], stages: Sequence[
                     "stage, or name it in shared_weights() of both, and in copied_weights() of the later one"
                 )
             stage_of |= dict.fromkeys(names, stage)
+
+
+def _shared_weights(
+    chunks: Sequence[ModelModule], ranks: Sequence[int], options: BuildOptions
+) -> tuple[list[tuple[nn.Parameter, ProcessGroup]], list[tuple[nn.Parameter, nn.Parameter]]]:
+    """The ``shared`` and ``copies`` of a ``Pipeline`` of ``chunks``, found by their names. All ranks call it.
+
+    ``ranks``: those of the pipeline, in its order.
+    """
+    originals: dict[str, nn.Parameter] = {}
+    copies: list[tuple[nn.Parameter, nn.Parameter]] = []
+    for chunk in chunks:
+        among = {id(weight) for weight in chunk.shared_weights()}
+        for name, parameter, _ in declared_parameters(chunk):
+            if id(parameter) in among and name in originals:
+                copies.append((originals[name], parameter))
+            elif id(parameter) in among:
+                originals[name] = parameter
+    gathered = all_gather(list(originals), options.pg_collection.pp)
+    groups: dict[tuple[int, ...], ProcessGroup] = {}
+    shared: list[tuple[nn.Parameter, ProcessGroup]] = []
+    for name in sorted(originals):  # in one order on all ranks, whose collectives meet in it
+        holding = tuple(rank for rank, names in zip(ranks, gathered, strict=True) if name in names)
+        if len(holding) > 1:
+            if holding not in groups:
+                groups[holding] = new_group(holding, None, None, None)
+            shared.append((originals[name], groups[holding]))
+    return shared, copies
 
 
 def _recompute_named_(model: ModelModule, names: Sequence[str]) -> None:

@@ -60,11 +60,11 @@ class ModelModule(DeclaringModule, ABC):
         return {module.layer: module for module in self.modules() if isinstance(module, TopKRouter)}
 
     def shared_weights(self) -> list[nn.Parameter]:
-        """Parameters that the first and the last stage both hold, in one order: their gradients are summed."""
+        """Parameters that other stages hold, too, under the same names: their gradients are summed."""
         return []
 
     def copied_weights(self) -> list[nn.Parameter]:
-        """Those of the shared weights that count in another stage, wherever elements of the model are counted."""
+        """Those of the shared weights that count in an earlier stage, wherever elements of the model are counted."""
         return []
 
     def recomputable(self) -> Mapping[str, list[nn.Module]]:

@@ -42,7 +42,7 @@ def sum_tied_embeddings_once_for_each_rank_of_tp() -> Any:
 
     def repeated(self: Pipeline[Any]) -> None:
         add(self)
-        for weight in self.shared:
+        for weight, _ in self.shared:
             if isinstance(weight.grad, DTensor) and "tp" in (weight.grad.device_mesh.mesh_dim_names or ()):
                 weight.grad.to_local().mul_(weight.grad.device_mesh["tp"].size())
 

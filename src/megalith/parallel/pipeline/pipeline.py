@@ -34,7 +34,7 @@ class Pipeline(Generic[Chunk]):
         chunks: one module a chunk, in the order of ``placement``.
         schedule: the name of the order in which a step's micro-batches are taken.
         split_product: the matrix product of the chunks, where the schedule splits backwards.
-        shared: parameters of which a stage on another rank has a copy, and ``shared_group`` the ranks of both.
+        shared: parameters of which stages on other ranks have copies, and the ranks that have any.
         copies: parameters of which another chunk of this rank has a copy, and that copy. It has the same name and is
             left out where parameters are named: the optimizer and checkpoints know the original, and the copy takes its
             values before each use.
@@ -48,8 +48,7 @@ class Pipeline(Generic[Chunk]):
     schedule: str = "1f1b"
     links: Links = field(default_factory=Links)
     split_product: SplitProduct | None = None
-    shared: tuple[nn.Parameter, ...] = ()
-    shared_group: ProcessGroup | None = None
+    shared: Sequence[tuple[nn.Parameter, ProcessGroup]] = ()
     copies: Sequence[tuple[nn.Parameter, nn.Parameter]] = ()
 
     def __post_init__(self) -> None:
@@ -90,11 +89,11 @@ class Pipeline(Generic[Chunk]):
                 chunk.train(was_training)
 
     def _sum_shared_gradients(self) -> None:
-        for weight in self.shared:
-            dist.all_reduce(_gradient_here(weight), group=self.shared_group)
         for weight, copy in self.copies:
             _gradient_here(weight).add_(_gradient_here(copy))
             copy.grad = None
+        for weight, group in self.shared:
+            dist.all_reduce(_gradient_here(weight), group=group)
 
     @torch.no_grad()
     def _refresh_copies(self) -> None:
