@@ -10,6 +10,7 @@ Raffel et al. 2019, arXiv:1910.10683. Between the stages of a pipeline both stac
 encoder's output, so that every stage gives and takes one shape.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -29,7 +30,7 @@ from megalith.transformer.attention_mask import BIDIRECTIONAL
 from megalith.transformer.cross_attention import CrossAttention
 from megalith.transformer.dropout import DropoutSite
 from megalith.transformer.encoder_output import EncoderOutput, PairedDocuments
-from megalith.transformer.layer_context import LayerContext
+from megalith.transformer.layer_context import KVCache, LayerContext
 from megalith.transformer.layer_spec import LayerSpec
 from megalith.transformer.mlp import MLP
 from megalith.transformer.mup import scale_first_weights_
@@ -84,15 +85,18 @@ class T5Stack(nn.Module):
         """What the first layer is given for embeddings ``x`` [S, B, H]; [S/tp, B, H] under sequence parallelism."""
         return _dropped(x, self.embedding_dropout, context)
 
-    def forward(self, x: Tensor, context: LayerContext, num_tokens: int) -> Tensor:
+    def forward(
+        self, x: Tensor, context: LayerContext, num_tokens: int, caches: Mapping[int, KVCache] | None = None
+    ) -> Tensor:
         """``x`` after the layers of this stage, and after the last norm where they are the last: shapes as ``enter``.
 
-        ``num_tokens``: those of a row that this rank has, S/cp.
+        ``num_tokens``: those of a row that this rank has, S/cp; with ``caches``, by layer, they follow what is there.
         """
         if self.position_bias is None:
             return x
-        whole = num_tokens * self.context_size
-        x = self.layers(x, replace(context, position_bias=self.position_bias(whole, whole)))
+        whole, num_cached = num_tokens * self.context_size, _num_cached(caches)
+        bias = self.position_bias(whole, num_cached + whole)
+        x = self.layers(x, replace(context, position_bias=bias), caches)
         x = x if self.norm is None else self.norm(x)
         return _dropped(x, self.norm_dropout, context) if self.ends_here else x
 
@@ -123,6 +127,7 @@ class T5Trunk(TokenEmbedder):
         contexts: tuple[LayerContext, LayerContext],
         seen: Tensor | None,
         hidden: Tensor | None,
+        caches: Mapping[int, KVCache] | None,
     ) -> Tensor:
         """int64 tokens [B, Se], decoder_tokens [B, Sd] -> what the head reads, [Sd, B, H]; without ``decoder_tokens``
         the encoder's output [Se, B, H]; of a stage without the head the states of both stacks, [Se + Sd, B, H].
@@ -131,6 +136,7 @@ class T5Trunk(TokenEmbedder):
             contexts: of the encoder's layers and of the decoder's.
             seen: as in ``EncoderOutput``.
             hidden: [Se + Sd, B, H], what the stage before gave, for a stage without the embedding.
+            caches: of the decoder's layers in this stage. Where they have the encoder's output already, Se is 0.
 
         Under sequence parallelism each S is S/tp.
         """
@@ -143,10 +149,10 @@ class T5Trunk(TokenEmbedder):
             y = None if decoder_tokens is None else self.decoder.enter(self.embed(decoder_tokens), of_decoder)
         else:
             x, y = hidden.tensor_split([len(hidden) * Se // (Se + Sd)])
-        x = self.encoder(x, of_encoder, Se)
+        x = self.encoder(x, of_encoder, Se) if Se else x
         if y is None:
             return x
-        y = self.decoder(y, replace(of_decoder, encoder=EncoderOutput(x, seen)), Sd)
+        y = self.decoder(y, replace(of_decoder, encoder=EncoderOutput(x, seen)), Sd, caches)
         return y if self.stage.has_head else torch.cat((x, y))
 
 
@@ -201,6 +207,13 @@ class T5Model(LanguageModel):
                 counted.append(stack.position_bias.weight)
         return [weight for weight in self.shared_weights() if all(weight is not each for each in counted)]
 
+    def new_caches(self, capacity: int) -> dict[int, KVCache]:
+        """An empty cache for each of the decoder's layers of this stage, by its index in the decoder.
+
+        It has room for the keys and values of ``capacity`` tokens of each of the decoder's rows.
+        """
+        return {int(name): KVCache(capacity) for name in self.model.decoder.layers.names}
+
     def forward(
         self,
         tokens: Tensor,
@@ -212,6 +225,7 @@ class T5Model(LanguageModel):
         documents: PairedDocuments | None = None,
         decoder_position_ids: Tensor | None = None,
         dropout_key: DropoutKey | None = None,
+        caches: Mapping[int, KVCache] | None = None,
         hidden: Tensor | None = None,
         output: Literal["predictions", "hidden"] = "predictions",
     ) -> Tensor:
@@ -223,9 +237,11 @@ class T5Model(LanguageModel):
             labels: int64 [B, Sd], the token after each of the decoder's.
             attention_mask, decoder_attention_mask: bool [B, Se] and [B, Sd], False for padding; tokens of a row are
                 together. By default all are tokens.
-            documents: in place of the masks, which documents of both rows belong together, in whole rows.
+            documents: in place of the masks, which documents of both rows belong together, in whole rows; those of a
+                decoder with caches have their capacity.
             decoder_position_ids: int64 [Sd]; by default 0, 1, 2 ...
             dropout_key: as in ``GPTModel``; token ids are int64 [B, Se + Sd], the encoder's and then the decoder's.
+            caches: ``new_caches``; what the decoder reads follows them, and after the first call ``tokens`` are [B, 0].
             hidden: [Se + Sd, B, H], each S an S/tp under sequence parallelism: what the stage before gave.
             output: what is wanted of the decoder: what the head predicts, or the hidden states that it reads.
 
@@ -236,21 +252,20 @@ class T5Model(LanguageModel):
             states, [B, Sd, H] of the decoder and [B, Se, H] of the encoder, or [Se + Sd, B, H] from a stage.
 
         Raises:
-            ShapeError: lengths that sequence parallelism cannot split, masks beside ``documents`` or of rows that are
-                split, documents of other rows, ``hidden`` that does not fit the stage, token ids of other rows; under
-                cp no ``decoder_position_ids``.
+            ShapeError: lengths that sequence parallelism cannot split, masks with documents, caches or split rows;
+                documents, token ids or ``hidden`` that do not fit; under cp no ``decoder_position_ids``.
             ConfigError: training with dropout under tensor or context parallelism without a ``dropout_key``.
         """
         self._check_shape(tokens, hidden)
         if decoder_tokens is not None:
             self._check_shape(decoder_tokens, hidden)
         self._check_split(is_split=decoder_position_ids is not None)
-        documents = self._documents(tokens, decoder_tokens, attention_mask, decoder_attention_mask, documents)
+        documents = self._documents(tokens, decoder_tokens, (attention_mask, decoder_attention_mask), documents, caches)
         seen = None
         if documents is not None and decoder_tokens is not None:
-            seen = documents.seen(_positions(decoder_tokens) if decoder_position_ids is None else decoder_position_ids)
+            seen = documents.seen(_positions(decoder_tokens, caches, decoder_position_ids))
         contexts = self._contexts(tokens, decoder_tokens, documents, dropout_key)
-        x: Tensor = self.model(tokens, decoder_tokens, contexts, seen, hidden)
+        x: Tensor = self.model(tokens, decoder_tokens, contexts, seen, hidden, caches)
         if self.lm_head is None:
             return x
         if decoder_tokens is None or output == "hidden":
@@ -269,24 +284,24 @@ class T5Model(LanguageModel):
         self,
         tokens: Tensor,
         decoder_tokens: Tensor | None,
-        attention_mask: Tensor | None,
-        decoder_attention_mask: Tensor | None,
+        masks: tuple[Tensor | None, Tensor | None],
         documents: PairedDocuments | None,
+        caches: Mapping[int, KVCache] | None,
     ) -> PairedDocuments | None:
-        if attention_mask is None and decoder_attention_mask is None:
-            if documents is not None:
+        if masks == (None, None):
+            if documents is not None and caches is None:
                 self._check_documents(tokens, None, documents.encoder)
                 if decoder_tokens is not None:
                     self._check_documents(decoder_tokens, None, documents.decoder)
             return documents
-        if documents is not None or self.options.pg_collection.size("cp") > 1:
+        if documents is not None or caches is not None or self.options.pg_collection.size("cp") > 1:
             raise ShapeError(
-                "masks are of whole rows, and stand for documents; beside these, or where cp splits rows, pass "
-                "documents alone: PairedDocuments.from_padding(attention_mask, decoder_attention_mask)"
+                "masks are of whole rows, and stand for documents; beside these, with caches, or where cp splits rows, "
+                "pass documents alone: PairedDocuments.from_padding(attention_mask, decoder_attention_mask)"
             )
         rows = tokens if decoder_tokens is None else decoder_tokens
-        masks = (attention_mask, tokens), (decoder_attention_mask, rows)
-        is_token = [torch.ones_like(row, dtype=torch.bool) if mask is None else mask for mask, row in masks]
+        of_rows = zip(masks, (tokens, rows), strict=True)
+        is_token = [torch.ones_like(row, dtype=torch.bool) if mask is None else mask for mask, row in of_rows]
         return PairedDocuments.from_padding(*(mask.cpu() for mask in is_token)).to(tokens.device)
 
     def _contexts(
@@ -322,6 +337,11 @@ def _dropped(x: Tensor, site: DropoutSite, context: LayerContext) -> Tensor:
     return x if drops is None or drops.key is None else dropout(x, drops.p, drops.key)
 
 
-def _positions(tokens: Tensor) -> Tensor:
-    """int64 [S] of tokens [B, S]."""
-    return torch.arange(tokens.shape[1], device=tokens.device)
+def _num_cached(caches: Mapping[int, KVCache] | None) -> int:
+    """The tokens of the decoder that ``caches`` have; 0 in a stage without its layers, where nobody reads it."""
+    return next((cache.num_tokens for cache in caches.values()), 0) if caches else 0
+
+
+def _positions(tokens: Tensor, caches: Mapping[int, KVCache] | None = None, given: Tensor | None = None) -> Tensor:
+    """int64 [S] of tokens [B, S], which follow those in ``caches``, unless they are ``given``."""
+    return _num_cached(caches) + torch.arange(tokens.shape[1], device=tokens.device) if given is None else given

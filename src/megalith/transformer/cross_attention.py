@@ -4,7 +4,7 @@
 
 Vaswani et al. 2017, arXiv:1706.03762, section 3.2.3. Without positions: neither rotations nor a bias. Under context
 parallelism the ranks gather the keys and values of the encoder's whole rows, whatever the method of self-attention:
-each is used by all queries, and is made once.
+each is used by all queries, and is made once. In generation they are made once for all tokens, and kept.
 """
 
 import torch
@@ -63,7 +63,10 @@ class CrossAttention(nn.Module):
             raise ConfigError("cross attention needs an encoder's output; give the layer context one")
         x = self.entered(enter_tensor_parallel, x, groups.tp, self.options.sequence_parallel)  # [Sd, B, H]
         q = self._heads(self.q_proj(x))  # [Sd, B, A/tp, D]
-        k, v = self._keys_and_values(encoder)  # [Se, B, A/tp, D] twice
+        kept = None if context.cache is None else context.cache.cross
+        k, v = self._keys_and_values(encoder) if kept is None else kept  # [Se, B, A/tp, D] twice
+        if context.cache is not None:
+            context.cache.cross = k, v
         y: Tensor = self.o_proj(self._attend(q, k, v, encoder, context).flatten(2))
         return y
 

@@ -28,12 +28,14 @@ class KVCache:
         held: tensors [capacity, B, heads, D], views of [B, heads, capacity, D]; allocated at the first ``append``, none
             before.
         num_tokens: how many of a row's are there.
+        cross: keys and values of an encoder's output, made by the first call of cross attention.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_tokens = 0
         self.held: tuple[Tensor, ...] = ()
+        self.cross: tuple[Tensor, Tensor] | None = None
 
     def append(self, *newest: Tensor) -> tuple[Tensor, ...]:
         """Adds ``newest``, [S, B, heads, D] each, and returns all tokens, [num_tokens, B, heads, D], as views.
@@ -50,6 +52,11 @@ class KVCache:
             whole[start:end] = x
         self.num_tokens = end
         return tuple(whole[:end] for whole in self.held)
+
+    def take_rows_(self, rows: Tensor) -> None:
+        """Row i goes on from what row ``rows[i]`` has held, int64 [B]; both have read the same output of an encoder."""
+        for whole in self.held:
+            whole[: self.num_tokens] = whole[: self.num_tokens].index_select(1, rows)
 
 
 @dataclass(frozen=True, eq=False)

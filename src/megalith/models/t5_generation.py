@@ -1,0 +1,276 @@
+"""What a T5 answers to a batch of prompts of any lengths: greedy, sampled, or by beam search.
+
+What cross attention takes of the encoder's output, and the keys and values of the decoder's tokens so far, are kept.
+Prompts are padded, and padding is never seen, so that an answer is up to rounding the same alone and in any batch. One
+rank chooses tokens, and the others take its choice, or rounding would let ranks disagree.
+
+Beam search is that of transformers (Wu et al. 2016, arXiv:1609.08144, with a plain length penalty): of all that may
+follow a prompt's beams the best go on, and those that end keep their score divided by length ** length_penalty. The
+encoder reads a prompt once for each beam.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalith.errors import ConfigError, NonFiniteError
+from megalith.models.generation import check_length
+from megalith.models.language_model import hidden_shape
+from megalith.models.sampling import Sampling, check_seed, draw, uniform_numbers
+from megalith.models.t5_model import T5Model
+from megalith.parallel.pipeline.pipeline import Pipeline
+from megalith.torch_compat import uncompiled
+from megalith.transformer.encoder_output import PairedDocuments
+
+__all__ = ["beam_search", "generate"]
+
+
+@torch.no_grad()
+def generate(
+    model: T5Model | Pipeline[T5Model],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    start_token: int,
+    sampling: Sampling,
+    seeds: Sequence[int] | None = None,
+    end_tokens: Collection[int] = (),
+) -> list[list[int]]:
+    """The decoder's tokens after ``start_token`` for each of ``prompts``, ending before one of ``end_tokens``.
+
+    All ranks of the model call this together, with the same arguments.
+
+    Args:
+        start_token: what the decoder reads first; the token of padding in the field's models.
+        seeds: of the random numbers of each answer; by default 0, 1, 2 ...
+
+    Raises:
+        ConfigError: there is no prompt, or an empty one; not a seed for each; a number of tokens or a seed that means
+            nothing; a model that splits rows.
+        NonFiniteError: no token can be drawn, because logits are NaN.
+    """
+    seeds = range(len(prompts)) if seeds is None else seeds
+    if len(seeds) != len(prompts):
+        raise ConfigError(f"generation needs a seed for each prompt; got {len(prompts)} prompts and {len(seeds)} seeds")
+    for seed in seeds:
+        check_seed(seed)
+    rows = _DecoderRows(model, prompts, max_new_tokens, start_token)
+    numbers = uniform_numbers(seeds, torch.arange(max_new_tokens, device=rows.device).expand(len(prompts), -1))
+    seen = torch.zeros(len(prompts), rows.vocab_size, dtype=torch.bool, device=rows.device)
+    seen[:, start_token] = True
+    answers: list[list[int]] = [[] for _ in prompts]
+    alive = set(range(len(prompts)))
+    with rows.pipeline.evaluating(), uncompiled(rows.layers):
+        for step in range(max_new_tokens):
+            logits = rows.logits()
+            drawn = rows.agreed(None if logits is None else draw(logits, sampling, seen, numbers[:, step]))
+            tokens: list[int] = drawn.tolist()
+            if max(tokens) >= rows.vocab_size:
+                raise NonFiniteError("the model gives logits that are NaN, from which no token can be drawn")
+            alive = {row for row in alive if tokens[row] not in end_tokens}
+            for row in alive:
+                answers[row].append(tokens[row])
+            if not alive:
+                break
+            rows.append(drawn)
+            seen.scatter_(1, drawn.unsqueeze(1), True)
+    return answers
+
+
+@torch.no_grad()
+def beam_search(
+    model: T5Model | Pipeline[T5Model],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    start_token: int,
+    num_beams: int,
+    end_tokens: Collection[int] = (),
+    length_penalty: float = 1.0,
+) -> list[list[int]]:
+    """The best answer to each of ``prompts`` that a search with ``num_beams`` beams finds; arguments as ``generate``.
+
+    Args:
+        num_beams: how many unfinished answers to a prompt go on at a time, and how many finished ones are kept.
+        length_penalty: above 0 prefers long answers, below short ones.
+
+    Raises as ``generate``, and ConfigError for fewer than 1 beam.
+    """
+    if num_beams < 1:
+        raise ConfigError(f"num_beams must be 1 or more; got {num_beams}; use 4")
+    repeated = [prompt for prompt in prompts for _ in range(num_beams)]
+    rows = _DecoderRows(model, repeated, max_new_tokens, start_token)
+    searches = [_Search(num_beams, max_new_tokens, frozenset(end_tokens), length_penalty) for _ in prompts]
+    scores = torch.full((len(prompts), num_beams), _UNLIKELY, dtype=torch.float64, device=rows.device)
+    scores[:, 0] = 0.0  # all beams are equal at first, and one speaks for them
+    num_kept = max(2, 1 + len(end_tokens)) * num_beams  # as many go on if each beam ends in every way
+    with rows.pipeline.evaluating(), uncompiled(rows.layers):
+        for _ in range(max_new_tokens):
+            logits = rows.logits()
+            best = None if logits is None else _continuations(logits, scores, num_kept)
+            best = rows.agreed(best, (3, len(prompts), min(num_kept, num_beams * rows.vocab_size)))
+            if not best[0].isfinite().all():
+                raise NonFiniteError("the model gives logits that are NaN, among which no token is the best")
+            columns = zip(*(part.tolist() for part in best), strict=True)
+            steps = [search.go_on(*found) for search, found in zip(searches, columns, strict=True)]
+            if not any(search.can_improve for search in searches):
+                break
+            scores = scores.new_tensor([[beam.score for beam in step] for step in steps])
+            parents = [number * num_beams + beam.parent for number, step in enumerate(steps) for beam in step]
+            rows.take(torch.tensor(parents, device=rows.device))
+            rows.append(torch.tensor([beam.tokens[-1] for step in steps for beam in step], device=rows.device))
+    return [search.best() for search in searches]
+
+
+_UNLIKELY = -1e9  # log-probability of a beam that is not there
+
+
+def _continuations(logits: Tensor, scores: Tensor, number: int) -> Tensor:
+    """float64 [3, prompts, number]: scores, beams and tokens of the best, of ``logits`` [prompts * beams, V]."""
+    V = logits.shape[-1]
+    log_probs = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+    total = (log_probs.view(*scores.shape, V) + scores.unsqueeze(-1)).flatten(1)  # [prompts, beams * V]
+    best, index = total.topk(min(number, total.shape[1]), dim=-1)
+    return torch.stack((best, index // V, index % V))  # of float64, which holds every index
+
+
+@dataclass(frozen=True)
+class _Beam:
+    """The sum of log-probabilities of ``tokens``, and which beam they go on from."""
+
+    score: float
+    parent: int
+    tokens: list[int]
+
+
+@dataclass
+class _Search:
+    """The beams of one prompt.
+
+    Attributes:
+        running: those that go on, best first.
+        finished: score and tokens of those that have ended, best first, ``num_beams`` at most.
+        can_improve: whether a running one may become better than a finished one, as far as its score so far says.
+    """
+
+    num_beams: int
+    max_new_tokens: int
+    end_tokens: frozenset[int]
+    length_penalty: float
+    running: list[_Beam] = field(init=False)
+    finished: list[tuple[float, list[int]]] = field(default_factory=list)
+    can_improve: bool = True
+
+    def __post_init__(self) -> None:
+        self.running = [_Beam(0.0, beam, []) for beam in range(self.num_beams)]
+
+    def go_on(self, scores: list[float], parents: list[float], tokens: list[float]) -> list[_Beam]:
+        """The beams after one more token, of the best continuations, best first."""
+        texts = [[*self.running[int(parent)].tokens, int(token)] for parent, token in zip(parents, tokens, strict=True)]
+        found = [_Beam(score, int(parent), text) for score, parent, text in zip(scores, parents, texts, strict=True)]
+        length = len(found[0].tokens)
+
+        def ends(beam: _Beam) -> bool:
+            return beam.tokens[-1] in self.end_tokens or length == self.max_new_tokens
+
+        if self.can_improve:
+            for beam in found[: self.num_beams]:
+                if ends(beam):
+                    self.finished.append((beam.score / length**self.length_penalty, beam.tokens))
+            self.finished = sorted(self.finished, key=lambda each: -each[0])[: self.num_beams]
+        # where too few go on, those that have ended stand in with no score: nothing comes of them
+        going = [beam for beam in found if not ends(beam)]
+        ended = [_Beam(_UNLIKELY, beam.parent, beam.tokens) for beam in found if ends(beam)]
+        self.running = [*going, *ended][: self.num_beams]
+        if len(self.finished) == self.num_beams:
+            best = self.running[0].score / length**self.length_penalty
+            self.can_improve = self.can_improve and best > self.finished[-1][0]
+        return self.running
+
+    def best(self) -> list[int]:
+        """The tokens of the best answer, without the one that ends it."""
+        if not self.finished:
+            return []
+        tokens = self.finished[0][1]
+        return tokens[:-1] if tokens[-1] in self.end_tokens else tokens
+
+
+class _DecoderRows:
+    """The decoder's rows so far, all equally long, and the model's way over their newest tokens."""
+
+    def __init__(
+        self,
+        model: T5Model | Pipeline[T5Model],
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        start_token: int,
+    ) -> None:
+        check_length(max_new_tokens)
+        if not prompts or not all(prompts):
+            raise ConfigError("generation needs one prompt or more, each of one token or more")
+        self.pipeline = model if isinstance(model, Pipeline) else Pipeline([model])
+        first = self.pipeline.chunks[0]
+        self.config, self.options = first.config, first.options
+        self.device = next(first.parameters()).device
+        groups = self.groups = self.options.pg_collection
+        if groups.size("cp") > 1 or self.options.sequence_parallel:
+            raise ConfigError(
+                "a T5 answers token by token, and one token cannot be split over ranks; use parallel.context=1 and "
+                "parallel.sequence=false"
+            )
+        assert self.config.vocab_size is not None, "T5Model has checked it"
+        self.vocab_size = self.config.vocab_size
+        self.layers = [layer for chunk in self.pipeline.chunks for layer in chunk.layers()]
+        self.draws = groups.speaks_for_tokens and groups.rank("dp_cp") == 0
+        B, Se = len(prompts), max(map(len, prompts))
+        padded = [[*prompt, *[0] * (Se - len(prompt))] for prompt in prompts]
+        self.unread = torch.tensor(padded, device=self.device)  # [B, Se], and [B, 0] once the encoder has read it
+        self.newest = torch.full((B, 1), start_token, device=self.device)
+        self.documents: PairedDocuments | None = None
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        capacity = max(max_new_tokens, 1)
+        if (lengths < Se).any():
+            is_token = torch.arange(Se) < lengths.unsqueeze(1)
+            everywhere = torch.ones(B, capacity, dtype=torch.bool)
+            self.documents = PairedDocuments.from_padding(is_token, everywhere).to(self.device)
+        self.caches = {chunk: chunk.new_caches(capacity) for chunk in self.pipeline.chunks}
+
+    def logits(self) -> Tensor | None:
+        """Those of the next token of each row, [B, V]; None where this rank does not choose."""
+        found: list[Tensor] = []
+
+        def forward(model: nn.Module, micro_batch: int, hidden: Tensor | None) -> Tensor:
+            assert isinstance(model, T5Model), "a chunk of the pipeline"
+            output: Tensor = model(
+                self.unread, self.newest, documents=self.documents, caches=self.caches[model], hidden=hidden
+            )
+            if self.pipeline.holds_output(model):
+                found.append(output[:, -1])
+            return output
+
+        B, Se = self.unread.shape
+        shape = hidden_shape(self.config, self.options, B, Se + 1)
+        self.pipeline.evaluate(1, forward, lambda _: shape)
+        return found[-1] if found and self.draws else None
+
+    def agreed(self, chosen: Tensor | None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """What the one rank that chooses has ``chosen``, on all ranks: int64 [B], or float64 of ``shape``."""
+        if chosen is None:
+            kind = torch.int64 if shape is None else torch.float64
+            chosen = torch.zeros(shape or (len(self.unread),), dtype=kind, device=self.device)
+        if self.groups.mesh is not None:
+            dist.all_reduce(chosen)  # of zeros, but for the rank that chooses
+        return chosen
+
+    def take(self, parents: Tensor) -> None:
+        """Row i goes on from row ``parents[i]``, int64 [B], of the same prompt."""
+        for caches in self.caches.values():
+            for cache in caches.values():
+                cache.take_rows_(parents)
+
+    def append(self, drawn: Tensor) -> None:
+        """Adds a token [B] to each row."""
+        self.newest, self.unread = drawn.unsqueeze(1), self.unread[:, :0]

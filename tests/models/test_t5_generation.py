@@ -1,0 +1,202 @@
+"""t5_generation: tokens of transformers and of full forwards, greedy, sampled and of beams, the same in any batch."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.errors import ConfigError, NonFiniteError
+from megalith.models.sampling import Sampling
+from megalith.models.t5_generation import beam_search, generate
+from megalith.models.t5_model import T5Model
+from megalith.parallel.pipeline.pipeline import Pipeline
+from tests.models.hf.test_t5 import CASES, ours_of
+from tests.models.test_t5_model import built, config
+from tests.parallel.groups import collection
+from tests.rank_pool import ranks
+from tests.transformer.shapes import options
+
+PROMPTS = [[3, 14, 15, 9, 2, 6], [5, 8, 9, 7, 9, 3, 2, 3, 8], [26], [4, 6, 2]]
+GREEDY = Sampling(temperature=0.0)
+START = 0
+
+
+def full_forwards(model: T5Model, prompt: list[int], num_tokens: int) -> list[int]:
+    """Greedy, without caches and without padding."""
+    tokens = [START]
+    model.eval()
+    for _ in range(num_tokens):
+        tokens.append(int(model(torch.tensor([prompt]), torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[1:]
+
+
+def test_greedy_tokens_are_those_of_full_forwards_one_by_one():
+    model = built(config())
+    found = generate(model, PROMPTS, 12, start_token=START, sampling=GREEDY)
+    assert found == [full_forwards(model, prompt, 12) for prompt in PROMPTS]
+    assert len({tuple(each) for each in found}) > 1
+
+
+@pytest.mark.parametrize("case", ["t5", "t5, odd sizes", "flan-t5"])
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_tokens_are_those_of_transformers(case, num_beams):
+    theirs = CASES[case].build()
+    ours = ours_of(theirs, CASES[case].family)
+    S, end = max(map(len, PROMPTS)), 7
+    tokens = torch.tensor([[*prompt, *[0] * (S - len(prompt))] for prompt in PROMPTS])
+    theirs.config.decoder_start_token_id = theirs.generation_config.decoder_start_token_id = START
+    want = theirs.generate(
+        tokens,
+        attention_mask=(torch.arange(S) < torch.tensor([[len(prompt)] for prompt in PROMPTS])).long(),
+        max_new_tokens=14,
+        num_beams=num_beams,
+        do_sample=False,
+        use_cache=False,  # theirs counts as many layers of the decoder as of the encoder
+        eos_token_id=end,
+        pad_token_id=0,
+    )
+    asked: dict[str, Any] = {"start_token": START, "end_tokens": [end]}
+    if num_beams == 1:
+        found = generate(ours, PROMPTS, 14, sampling=GREEDY, **asked)
+    else:
+        found = beam_search(ours, PROMPTS, 14, num_beams=num_beams, **asked)
+    for mine, row in zip(found, want[:, 1:].tolist(), strict=True):
+        assert mine == row[: len(mine)]
+        assert len(mine) == 14 or row[len(mine)] == end
+
+
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 2.0])
+@pytest.mark.parametrize("num_beams", [2, 5])
+def test_beams_that_end_at_several_lengths_are_those_of_transformers(num_beams, length_penalty):
+    theirs = CASES["t5"].build()
+    with torch.no_grad():
+        theirs.shared.weight.mul_(0.3)  # flatter, so that the end is among the best at many lengths
+    ours = ours_of(theirs, CASES["t5"].family)
+    theirs.config.decoder_start_token_id = theirs.generation_config.decoder_start_token_id = START
+    lengths = set()
+    for end in range(2, 12):
+        want = theirs.generate(
+            torch.tensor(PROMPTS[:1]),
+            max_new_tokens=9,
+            num_beams=num_beams,
+            do_sample=False,
+            use_cache=False,  # theirs counts as many layers of the decoder as of the encoder
+            eos_token_id=[end, end + 20],
+            pad_token_id=0,
+            length_penalty=length_penalty,
+        )
+        [found] = beam_search(
+            ours,
+            PROMPTS[:1],
+            9,
+            start_token=START,
+            num_beams=num_beams,
+            end_tokens=[end, end + 20],
+            length_penalty=length_penalty,
+        )
+        row = want[0, 1:].tolist()
+        assert found == row[: len(found)], end
+        assert len(found) == 9 or row[len(found)] in (end, end + 20)
+        lengths.add(len(found))
+    assert num_beams == 2 or length_penalty > 0 or len(lengths) > 1
+
+
+def test_one_beam_is_greedy():
+    model = built(config())
+    want = generate(model, PROMPTS, 8, start_token=START, sampling=GREEDY)
+    assert beam_search(model, PROMPTS, 8, start_token=START, num_beams=1) == want
+
+
+def test_a_sampled_answer_is_the_same_alone_and_in_any_batch():
+    model = built(config())
+    how: dict[str, Any] = {"start_token": START, "sampling": Sampling(2.0, top_k=30, repetition_penalty=1.2)}
+    found = generate(model, PROMPTS, 10, seeds=[4, 5, 6, 7], **how)
+    alone = [generate(model, [prompt], 10, seeds=[4 + row], **how)[0] for row, prompt in enumerate(PROMPTS)]
+    assert found == alone
+    assert found != generate(model, PROMPTS, 10, seeds=[5, 6, 7, 8], **how)
+
+
+def test_beams_are_the_same_alone_and_in_any_batch():
+    model = built(config())
+    how: dict[str, Any] = {"start_token": START, "num_beams": 3, "end_tokens": [5]}
+    found = beam_search(model, PROMPTS, 8, **how)
+    assert found == [beam_search(model, [prompt], 8, **how)[0] for prompt in PROMPTS]
+
+
+def test_after_an_end_token_nothing_follows():
+    model = built(config())
+    [whole] = generate(model, PROMPTS[:1], 12, start_token=START, sampling=GREEDY)
+    end = whole[5]
+    [found] = generate(model, PROMPTS[:1], 12, start_token=START, sampling=GREEDY, end_tokens=[end])
+    assert found == whole[: whole.index(end)]
+
+
+def test_no_tokens_are_no_answer():
+    model = built(config())
+    assert generate(model, PROMPTS[:2], 0, start_token=START, sampling=GREEDY) == [[], []]
+    assert beam_search(model, PROMPTS[:2], 0, start_token=START, num_beams=2) == [[], []]
+
+
+def test_the_encoder_reads_once():
+    model = built(config())
+    calls = []
+    model.model.encoder.layers["0"].register_forward_hook(lambda *_: calls.append("layer"))
+    for layer in model.model.decoder.layers.values():
+        layer.cross_attn.k_proj.register_forward_hook(lambda *_: calls.append("keys"))
+    generate(model, PROMPTS, 6, start_token=START, sampling=GREEDY)
+    assert calls == ["layer", "keys", "keys", "keys"]
+    assert model.training
+
+
+def test_logits_that_are_nan_are_an_error():
+    model = built(config())
+    with torch.no_grad():
+        model.model.decoder.norm.weight.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="NaN"):
+        generate(model, PROMPTS, 3, start_token=START, sampling=Sampling())
+    with pytest.raises(NonFiniteError, match="NaN"):
+        beam_search(model, PROMPTS, 3, start_token=START, num_beams=2)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "how", "message"),
+    [
+        ([], {}, "one prompt or more, each of one token or more"),
+        ([[1], []], {}, "one prompt or more, each of one token or more"),
+        ([[1]], {"seeds": [1, 2]}, "got 1 prompts and 2 seeds"),
+        ([[1]], {"seeds": [-1]}, "the seed must be 0 or more"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(prompts, how, message):
+    with pytest.raises(ConfigError, match=message):
+        generate(built(config()), prompts, 3, start_token=START, sampling=GREEDY, **how)
+
+
+def test_a_search_without_beams_is_refused():
+    with pytest.raises(ConfigError, match="num_beams must be 1 or more; got 0"):
+        beam_search(built(config()), PROMPTS, 3, start_token=START, num_beams=0)
+
+
+def answers_on_ranks(layout: dict[str, int]) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Greedy, sampled, and of beams."""
+    model = T5Model(config(), options(pg_collection=collection(**layout)))
+    sampled = generate(model, PROMPTS, 6, start_token=START, sampling=Sampling(2.0))
+    greedy = generate(model, PROMPTS, 6, start_token=START, sampling=GREEDY)
+    return greedy, sampled, beam_search(model, PROMPTS, 6, start_token=START, num_beams=3, end_tokens=[5])
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"replicate": 2}], ids=str)
+def test_answers_are_the_same_on_all_ranks(layout):
+    [want] = ranks(1, answers_on_ranks, {})
+    assert ranks(2, answers_on_ranks, layout) == [want] * 2
+
+
+def refusal_on_ranks() -> str:
+    model = T5Model(config(), options(pg_collection=collection(context=2)))
+    with pytest.raises(ConfigError) as raised:
+        generate(Pipeline([model]), PROMPTS, 6, start_token=START, sampling=GREEDY)
+    return str(raised.value)
+
+
+def test_a_model_that_splits_rows_is_refused():
+    assert all("one token cannot be split" in message for message in ranks(2, refusal_on_ranks))
