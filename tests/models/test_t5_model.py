@@ -303,3 +303,30 @@ def test_a_model_is_not_built_from_the_settings_of_another_kind():
         BertModel(config())
     with pytest.raises(ConfigError, match="T5Model is a t5, and these settings are of a gpt"):
         T5Model(TransformerConfig(vocab_size=8, num_layers=1, hidden_size=8, num_attention_heads=2))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "shared", "copied"),
+    [
+        # by stage: E of the embedding, e and d of the tables of the encoder and the decoder
+        ((2,), ["E", "E"], ["", "E"]),
+        ((1,), ["Ee", "Ee"], ["", "Ee"]),
+        ((3,), ["Ed", "Ed"], ["", "Ed"]),
+        ((1, 4), ["Ee", "ed", "Ed"], ["", "e", "Ed"]),
+        ((1, 2, 3, 4), ["Ee", "e", "d", "d", "Ed"], ["", "e", "", "d", "Ed"]),
+    ],
+    ids=str,
+)
+def test_stages_share_the_embedding_and_the_tables_of_stacks_that_are_cut(cuts, shared, copied):
+    letters = {
+        "model.embed_tokens.weight": "E",
+        "model.encoder.position_bias.weight": "e",
+        "model.decoder.position_bias.weight": "d",
+    }
+    ends = list(zip((0, *cuts), (*cuts, 5), strict=True))
+    stages = [built(config(), stage=Stage(*each, has_embedding=each[0] == 0, has_head=each[1] == 5)) for each in ends]
+    for stage, in_both, in_copies in zip(stages, shared, copied, strict=True):
+        letter_of = {id(weight): letters.get(name) for name, weight in stage.named_parameters()}
+        assert "".join(letter_of[id(weight)] for weight in stage.shared_weights()) == in_both
+        assert "".join(letter_of[id(weight)] for weight in stage.copied_weights()) == in_copies
+    assert built(config()).shared_weights() == built(config()).copied_weights() == []

@@ -12,10 +12,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megalith.config import load_run
+from megalith.models.sampling import Sampling
+from megalith.models.t5_generation import beam_search, generate
 from megalith.parallel.context import attention as context_attention
 from megalith.parallel.context import partial_attention, relative_bias
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.topology import collectives
+from megalith.training.setup import RunParts, build_run
 from megalith.transformer import cross_attention, dropout, mlp
 from megalith.transformer.encoder_output import PairedDocuments
 from tests.rank_pool import ranks
@@ -113,6 +117,30 @@ def test_two_stacks_learn_the_same_in_every_layout(option, layout, tmp_path):
     want = of_one_process(tree)
     for rank, found in enumerate(ranks(num_ranks, steps, {**tree, "parallel": parallel}, num_ranks)):
         assert differences(found, want) == [], f"on rank {rank}"
+
+
+def answers(tree: dict[str, Any], world_size: int) -> list[list[list[int]]]:
+    """Greedy, sampled, and of beams."""
+    config = load_run(tree, world_size=world_size)
+    run = build_run(config, torch.device("cpu"), RunParts(task=PredictSpans(config)))
+    prompts = [[3, 14, 15, 9, 2, 6], [26], [4, 6, 2]]
+    drawn = [generate(run.pipeline, prompts, 6, start_token=0, sampling=Sampling(t)) for t in (0.0, 2.0)]
+    return [*drawn, beam_search(run.pipeline, prompts, 6, start_token=0, num_beams=3, end_tokens=[5])]
+
+
+WHOLE_ROWS = [
+    pytest.param(layout, marks=() if layout == "pipeline 2, cut in the encoder" else pytest.mark.slow)
+    for layout, (_, parallel) in LAYOUTS.items()
+    if not parallel.keys() & {"sequence", "context"}
+]
+
+
+@pytest.mark.parametrize("layout", WHOLE_ROWS)
+def test_answers_are_the_same_in_every_layout_of_whole_rows(layout, tmp_path):
+    num_ranks, parallel = LAYOUTS[layout]
+    tree = settings(tmp_path, **OPTIONS["padded"])
+    [want] = ranks(1, answers, tree, 1)
+    assert ranks(num_ranks, answers, {**tree, "parallel": parallel}, num_ranks) == [want] * num_ranks
 
 
 def forget_to_sum_the_tables_of_stages() -> Any:

@@ -177,7 +177,8 @@ class TrainConfig(SettingsGroup):
         min_length=1,
         strict=False,
         description="what selective recomputation computes again in every layer: attention between its projections, or "
-        "with them, norms, the MLP, or its activation alone, the mixture of experts, its activation, or shared experts",
+        "with them, cross attention with them, norms, the MLP, or its activation alone, the mixture of experts, its "
+        "activation, or shared experts",
     )
     fused_linear_cross_entropy: bool = Field(
         default=False,
