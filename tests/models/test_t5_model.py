@@ -271,6 +271,26 @@ def test_stages_compute_what_the_whole_model_does(fields, cuts):
     assert torch.equal(hidden, want)
 
 
+def test_a_residual_stream_in_float32_between_stages_changes_nothing():
+    settings = config(residual={"fp32": True})
+    in_bfloat16 = BuildOptions(ProcessGroupCollection.single(), torch.bfloat16)
+    tokens, decoder_tokens, labels, mask, _ = padded()
+    batch = {"labels": labels, "attention_mask": mask}
+    want = T5Model(settings, in_bfloat16).eval()(tokens, decoder_tokens, **batch)
+    for cut in (1, 2, 4):
+        first = T5Model(settings, in_bfloat16, stage=Stage(0, cut, has_embedding=True, has_head=False)).eval()
+        last = T5Model(settings, in_bfloat16, stage=Stage(cut, 5, has_embedding=False, has_head=True)).eval()
+        hidden = first(tokens, decoder_tokens, **batch)
+        assert hidden.dtype == torch.float32
+        assert torch.equal(last(tokens, decoder_tokens, hidden=hidden, **batch), want)
+
+
+def test_the_output_of_the_encoder_is_not_asked_of_a_stage():
+    stage = built(config(), stage=Stage(0, 3, has_embedding=True, has_head=False))
+    with pytest.raises(ShapeError, match="this is a stage; pass decoder_tokens"):
+        stage(torch.zeros(1, 4).long())
+
+
 MASK = torch.ones(1, 4).bool()
 PACKED = PairedDocuments.from_packed(*(PackedSeqParams.from_lengths([[size]]) for size in (4, 3)))
 

@@ -10,7 +10,10 @@ __all__ = ["T5Config"]
 
 
 class T5Config(SettingsGroup):
-    """An encoder of model.num_layers that reads both ways, and a decoder with cross attention (arXiv:1910.10683)."""
+    """An encoder of model.num_layers that reads both ways, and a decoder with cross attention (arXiv:1910.10683).
+
+    The published models have attention.scale=1; with tied embeddings multipliers.logits is 1 / sqrt(hidden_size).
+    """
 
     dotted_name: ClassVar[str] = "model.t5"
 

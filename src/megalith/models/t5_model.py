@@ -256,9 +256,7 @@ class T5Model(LanguageModel):
                 documents, token ids or ``hidden`` that do not fit; under cp no ``decoder_position_ids``.
             ConfigError: training with dropout under tensor or context parallelism without a ``dropout_key``.
         """
-        self._check_shape(tokens, hidden)
-        if decoder_tokens is not None:
-            self._check_shape(decoder_tokens, hidden)
+        self._check_rows(tokens, decoder_tokens, hidden)
         self._check_split(is_split=decoder_position_ids is not None)
         documents = self._documents(tokens, decoder_tokens, (attention_mask, decoder_attention_mask), documents, caches)
         seen = None
@@ -274,6 +272,13 @@ class T5Model(LanguageModel):
             return self._gather(self._logits(self.lm_head, x)).transpose(0, 1)  # [B, Sd, V]
         # FSDP2 hooks what a forward returns, and warns of a view
         return self._losses(self.lm_head, x, labels.t()).t().clone()
+
+    def _check_rows(self, tokens: Tensor, decoder_tokens: Tensor | None, hidden: Tensor | None) -> None:
+        self._check_shape(tokens, hidden)
+        if decoder_tokens is not None:
+            self._check_shape(decoder_tokens, hidden)
+        elif not (self.stage.has_embedding and self.stage.has_head):
+            raise ShapeError("the encoder's output is asked of a whole model, and this is a stage; pass decoder_tokens")
 
     def _whole(self, x: Tensor) -> Tensor:
         """Hidden states [S, B, H] of what sequence parallelism splits, for readers that are the same on all ranks."""

@@ -64,16 +64,19 @@ class CrossAttention(nn.Module):
         x = self.entered(enter_tensor_parallel, x, groups.tp, self.options.sequence_parallel)  # [Sd, B, H]
         q = self._heads(self.q_proj(x))  # [Sd, B, A/tp, D]
         kept = None if context.cache is None else context.cache.cross
-        k, v = self._keys_and_values(encoder) if kept is None else kept  # [Se, B, A/tp, D] twice
+        k, v = self._keys_and_values(encoder, x.dtype) if kept is None else kept  # [Se, B, A/tp, D] twice
         if context.cache is not None:
             context.cache.cross = k, v
         y: Tensor = self.o_proj(self._attend(q, k, v, encoder, context).flatten(2))
         return y
 
-    def _keys_and_values(self, encoder: EncoderOutput) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, encoder: EncoderOutput, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Of the encoder's whole rows."""
         groups = self.options.pg_collection
-        hidden = enter_tensor_parallel(encoder.hidden, groups.tp, self.options.sequence_parallel)  # [Se/cp, B, H]
+        # from an earlier stage it comes in the dtype of the residual stream
+        hidden = enter_tensor_parallel(
+            encoder.hidden.to(dtype), groups.tp, self.options.sequence_parallel
+        )  # [Se/cp, B, H]
         k, v = self._heads(self.k_proj(hidden)), self._heads(self.v_proj(hidden))
         if groups.cp is None:
             return k, v
