@@ -90,6 +90,7 @@ def _losses(source: str, data: str | None, samples: int | None, progress: Callab
     return [
         f"{f'{found.name}, ' if found.name else ''}{found.dataset}: loss {found.loss:.4f} nats per token, "
         f"perplexity {found.perplexity:.2f}, over {found.num_tokens:,} tokens, at step {found.step}"
+        + "".join(f"; {name} {mean:.4f}" for name, mean in list(found.means.items())[1:])
         for found in evaluate_checkpoint(source, data, samples, progress=progress)
     ]
 
