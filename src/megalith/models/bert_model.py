@@ -76,6 +76,7 @@ class BertModel(LanguageModel):
     """An encoder with the head that ``config.bert.head`` names; arguments and errors as ``GPTModel``."""
 
     kind = "bert"
+    head_names = frozenset({"lm_transform", "lm_head", "pooler", "binary_head", "classifier"})
 
     def __init__(
         self,

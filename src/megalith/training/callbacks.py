@@ -250,8 +250,8 @@ def _told(name: str, evaluation: Evaluation) -> str:
 
 
 def _others(evaluation: Evaluation) -> str:
-    """What was measured beside the loss: "; sop 0.69, mlm_accuracy 0.25"; "" of a loss alone."""
-    found = ", ".join(f"{name} {mean:.4g}" for name, mean in list(evaluation.means.items())[1:])
+    """What was measured beside the loss, but for parts of a table: "; sop 0.69, mlm_accuracy 0.25"."""
+    found = ", ".join(f"{name} {mean:.4g}" for name, mean in list(evaluation.means.items())[1:] if "/" not in name)
     return f"; {found}" if found else ""
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megalith.config import RunConfig
 from megalith.data.bert_dataset import BertBatch
+from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.models.bert_model import BertModel
 from megalith.models.language_model import hidden_dtype, hidden_shape
@@ -18,6 +19,7 @@ from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.context.zigzag import zigzag_positions
 from megalith.parallel.pipeline.stages import ModelCosts
 from megalith.training.batch import to_device
+from megalith.training.preflight import load_tokenizer
 from megalith.training.tasks.bert_size import bert_costs
 from megalith.training.tasks.gpt_size import parameters
 from megalith.training.tasks.task import Task
@@ -72,10 +74,31 @@ class BertTask(Task[Sample, BertBatch, BertInputs]):
                 )
         self.config = config
         self.bert = config.model.bert
+        self._tokenizer: Tokenizer | None = None
         self.tokens_per_sample = S = config.data.seq_length
         self._costs = bert_costs(config.model, config.model.vocab_size, S, predicted * S)
         self.flops_per_sample = sum(self._costs.layers) + self._costs.embedding + self._costs.head
         self.num_parameters = parameters(config.model, config.model.vocab_size)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The run's, read once.
+
+        Raises:
+            DataError: as ``load_tokenizer``.
+            ConfigError: the model has no row for one of its special tokens.
+        """
+        if self._tokenizer is not None:
+            return self._tokenizer
+        tokenizer, given = load_tokenizer(self.config), self.config.model.vocab_size
+        assert given is not None, "preflight has settled it"
+        if tokenizer.vocab_size > given:
+            raise ConfigError(
+                f"model.vocab_size ({given}) must be at least the {tokenizer.vocab_size} entries of {tokenizer.name}, "
+                f"because a BERT reads special tokens; use {tokenizer.vocab_size}"
+            )
+        self._tokenizer = tokenizer
+        return tokenizer
 
     def build_model(self, options: BuildOptions, stage: Stage | None = None) -> BertModel:
         """The model that ``model`` of the settings describes, or a stage of it."""

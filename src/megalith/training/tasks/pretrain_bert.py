@@ -13,10 +13,7 @@ from torch.nn.functional import cross_entropy
 from megalith.config import MaskingConfig, RunConfig
 from megalith.data.bert_dataset import BertBatch, BertDataset, BertSample, stack_bert_samples
 from megalith.data.masked_dataset import HeldOutSamples
-from megalith.data.tokenizer import Tokenizer
-from megalith.errors import ConfigError
 from megalith.models.bert_model import BertOutput
-from megalith.training.preflight import load_tokenizer
 from megalith.training.tasks.bert_task import BertInputs, BertTask
 from megalith.training.tasks.shown_text import bracketed
 
@@ -75,26 +72,15 @@ class PretrainBert(BertTask[BertSample]):
     def sample_as_text(self, sample: BertSample) -> list[str]:
         """Its text decoded, with what is to be predicted in brackets."""
         N = sample.num_tokens
-        return bracketed(sample.labels[:N].tolist(), sample.loss_mask[:N].tolist(), load_tokenizer(self.config))
+        return bracketed(sample.labels[:N].tolist(), sample.loss_mask[:N].tolist(), self.tokenizer)
 
     def _dataset(self, prefix: str, seed: int) -> BertDataset:
         return BertDataset(
             prefix,
-            self._tokenizer(),
+            self.tokenizer,
             self.config.data.seq_length,
             seed,
             self.masking,
             sentence_order=self.bert.binary_head,
             vocab_size=self.config.model.vocab_size,
         )
-
-    def _tokenizer(self) -> Tokenizer:
-        """The run's. Raises ConfigError where the model has no row for one of its special tokens."""
-        tokenizer, given = load_tokenizer(self.config), self.config.model.vocab_size
-        assert given is not None, "preflight has settled it"
-        if tokenizer.vocab_size > given:
-            raise ConfigError(
-                f"model.vocab_size ({given}) must be at least the {tokenizer.vocab_size} entries of {tokenizer.name}, "
-                f"because a BERT reads special tokens; use {tokenizer.vocab_size}"
-            )
-        return tokenizer
