@@ -24,10 +24,10 @@ from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, StorageError
 from megalith.storage import open_store, write_json_atomic
 
-__all__ = ["LabelledSummary", "Labels", "prepare_labelled"]
+__all__ = ["CLASSES_SUFFIX", "LabelledSummary", "Labels", "prepare_labelled"]
 
 _COLUMNS = {"text", "label"}
-_SUFFIX = "-classes.json"
+CLASSES_SUFFIX = "-classes.json"
 _AT_ONCE = 1024  # texts that are encoded together
 _MOST_TOLD = 10  # lines; who has more wants to see the first ones
 _READERS: dict[str, dict[str, Any]] = {".csv": {}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
@@ -44,10 +44,10 @@ class Labels:
     def read(cls, prefix: str | Path, num_documents: int) -> "Labels":
         """Those beside the dataset ``prefix``. Raises DataError where there are none, or they do not fit it."""
         folder, name = open_store(prefix).split()
-        path = f"{folder / name}{_SUFFIX}"
+        path = f"{folder / name}{CLASSES_SUFFIX}"
         way_out = "make the dataset with: megalith data label FILE.csv --out PREFIX --tokenizer PATH"
         try:
-            found = json.loads(folder.read(name + _SUFFIX))
+            found = json.loads(folder.read(name + CLASSES_SUFFIX))
             classes, labels = tuple(map(str, found["classes"])), np.array(found["labels"], np.int64)
         except StorageError as error:
             raise DataError(f"{prefix} must have the class of each text in {path}; {error}; {way_out}") from error
@@ -117,7 +117,7 @@ def prepare_labelled(
                 num_cut += max_tokens is not None and len(ids) > max_tokens
                 builder.add_document(ids[:max_tokens])
         labels = [numbers[name] for name in names]
-        write_json_atomic(companion(out, _SUFFIX), {"classes": list(known), "labels": labels})
+        write_json_atomic(companion(out, CLASSES_SUFFIX), {"classes": list(known), "labels": labels})
         builder.finalize(
             tokenizer=os.path.relpath(os.path.abspath(tokenizer), out.parent),
             tokenizer_sha256=loaded.sha256,
