@@ -246,7 +246,8 @@ def _told(name: str, evaluation: Evaluation) -> str:
     if not evaluation.num_tokens:
         return f"held-out loss{of_which} not measured: no token of {valid_setting(name)} that was read has one"
     beside = f", perplexity {perplexity(loss):.2f}," if name else ""
-    return f"held-out loss{of_which} {loss:.4f}{beside} over {evaluation.num_tokens:,} tokens{_others(evaluation)}"
+    over = f"over {evaluation.num_tokens:,} {evaluation.counted}"
+    return f"held-out loss{of_which} {loss:.4f}{beside} {over}{_others(evaluation)}"
 
 
 def _others(evaluation: Evaluation) -> str:

@@ -52,7 +52,7 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class CheckpointLoss:
-    """loss: nats per token, the mean over ``num_tokens`` tokens of ``dataset``.
+    """loss: nats, the mean over ``num_tokens`` tokens of ``dataset``, or what ``counted`` says in the plural.
 
     ``name``: that of the validation set; "" of one without a name. ``means``: of every loss term and measure, by name.
     """
@@ -63,6 +63,7 @@ class CheckpointLoss:
     num_tokens: int
     step: int
     means: Mapping[str, float]
+    counted: str
 
     @property
     def perplexity(self) -> float:
@@ -157,7 +158,9 @@ def evaluate_checkpoint(
             raise DataError(
                 f"{prefix}: no token that was read has a loss, so that there is nothing to measure; use more text"
             )
-        losses.append(CheckpointLoss(name, prefix, found.loss, found.num_tokens, trained.step, found.means))
+        losses.append(
+            CheckpointLoss(name, prefix, found.loss, found.num_tokens, trained.step, found.means, found.counted)
+        )
     return losses
 
 

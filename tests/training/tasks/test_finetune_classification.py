@@ -9,9 +9,12 @@ import torch
 import yaml
 from torch.nn.functional import cross_entropy
 
+from megalith.cli.evaluate import _losses
 from megalith.config import load_run
 from megalith.data.labelled import prepare_labelled
 from megalith.errors import ConfigError
+from megalith.insight.report import write_report
+from megalith.observe.metrics import read_metrics
 from megalith.parallel.build_options import BuildOptions
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.evaluation import Evaluation, evaluate
@@ -122,6 +125,24 @@ def test_a_pretrained_encoder_is_loaded_without_its_head(parallel, tmp_path):
         assert (name in kept) != is_of_the_head
         if not is_of_the_head:
             torch.testing.assert_close(kept[name], weight, rtol=0.0, atol=1e-27)  # a step at a rate of 1e-30 later
+
+
+def test_eval_and_the_report_have_the_table_of_confusion(tmp_path):
+    tree = labelled_settings(tmp_path, train={"steps": 1})
+    tree["data"]["valid"] = tree["data"]["train"]
+    [lines] = ranks(1, trained, tree, 1)
+    assert any("over 27 texts; accuracy " in line for line in lines)
+    [means] = [record["valid"] for record in read_metrics(tmp_path / "run") if "valid" in record]
+    measured = _losses(str(tmp_path / "run"), None, None, lambda done, total: None)
+    assert "nats over 27 texts, at step 1; accuracy" in measured[0]
+    assert measured[1].split() == ["class", "0", "1", "2", "taken", "for"]
+    shares = [[f"{means[f'confusion/{label}/{taken}']:.0%}" for taken in range(3)] for label in range(3)]
+    assert [line.split() for line in measured[2:]] == [[str(label), *row] for label, row in enumerate(shares)]
+    page = write_report(tmp_path / "run").read_text()
+    assert "<h2>Confusion" in page
+    assert "<h2>Accuracy" in page
+    table = page[page.index("<h2>Confusion") :]
+    assert all(share in table for row in shares for share in row if share != "0%")
 
 
 def test_settings_of_other_tasks_and_other_classes_are_refused(tmp_path):

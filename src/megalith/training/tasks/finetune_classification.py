@@ -30,6 +30,7 @@ class FinetuneClassification(BertTask[LabelledText]):
 
     terms = MappingProxyType({"classification": 1.0})
     in_brackets = "special tokens"
+    counted = "texts"
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config, predicted=0.0)

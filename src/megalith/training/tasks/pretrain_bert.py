@@ -33,6 +33,7 @@ class PretrainBert(BertTask[BertSample]):
     """
 
     in_brackets = "what is to be predicted"
+    counted = "masked tokens"
 
     def __init__(self, config: RunConfig) -> None:
         self.masking = config.data.masking or MaskingConfig()

@@ -78,8 +78,10 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
         num_expert_parameters: of these, those of the experts that tokens are routed to.
         routed_layers: the layers with experts, in all stages, by their index.
         in_brackets: what ``sample_as_text`` has in brackets.
+        counted: what the first term is a mean over, in the plural.
     """
 
+    counted: str = "tokens"
     in_brackets: str = "what no loss is taken on"
     terms: Mapping[str, float]
     tokens_per_sample: int
