@@ -9,20 +9,15 @@ from torch import Tensor, nn
 
 from megalith.config import RunConfig
 from megalith.data.bert_dataset import BertBatch
-from megalith.data.tokenizer import Tokenizer
-from megalith.errors import ConfigError
 from megalith.models.bert_model import BertModel
-from megalith.models.language_model import hidden_dtype, hidden_shape
+from megalith.models.language_model import hidden_shape
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.context.zigzag import zigzag_positions
-from megalith.parallel.pipeline.stages import ModelCosts
 from megalith.training.batch import to_device
-from megalith.training.preflight import load_tokenizer
 from megalith.training.tasks.bert_size import bert_costs
-from megalith.training.tasks.gpt_size import parameters
-from megalith.training.tasks.task import Task
+from megalith.training.tasks.masked_task import MaskedTask
 from megalith.transformer.stage import Stage
 
 __all__ = ["BertInputs", "BertTask"]
@@ -53,69 +48,31 @@ class BertInputs:
     dropout_key: DropoutKey
 
 
-class BertTask(Task[Sample, BertBatch, BertInputs]):
+class BertTask(MaskedTask[Sample, BertBatch, BertInputs]):
     """A task of the model that ``model.bert`` describes.
 
     Args:
         predicted: the share of a row's tokens that are predicted, on average.
 
     Raises:
-        ConfigError: settings of ``data`` that are for rows of a GPT.
+        ConfigError: as ``MaskedTask``.
     """
 
     def __init__(self, config: RunConfig, predicted: float) -> None:
         assert config.model.bert is not None, "the settings of a BERT"
         assert config.model.vocab_size is not None, "preflight has settled it"
-        for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"):
-            if getattr(config.data, name):
-                raise ConfigError(
-                    f"data.{name} is for the rows of a GPT, which hold several documents; a row of model.bert holds "
-                    "one text and its padding; leave it out"
-                )
-        self.config = config
+        S = config.data.seq_length
+        super().__init__(config, bert_costs(config.model, config.model.vocab_size, S, predicted * S), S)
         self.bert = config.model.bert
-        self._tokenizer: Tokenizer | None = None
-        self.tokens_per_sample = S = config.data.seq_length
-        self._costs = bert_costs(config.model, config.model.vocab_size, S, predicted * S)
-        self.flops_per_sample = sum(self._costs.layers) + self._costs.embedding + self._costs.head
-        self.num_parameters = parameters(config.model, config.model.vocab_size)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The run's, read once.
-
-        Raises:
-            DataError: as ``load_tokenizer``.
-            ConfigError: the model has no row for one of its special tokens.
-        """
-        if self._tokenizer is not None:
-            return self._tokenizer
-        tokenizer, given = load_tokenizer(self.config), self.config.model.vocab_size
-        assert given is not None, "preflight has settled it"
-        if tokenizer.vocab_size > given:
-            raise ConfigError(
-                f"model.vocab_size ({given}) must be at least the {tokenizer.vocab_size} entries of {tokenizer.name}, "
-                f"because a BERT reads special tokens; use {tokenizer.vocab_size}"
-            )
-        self._tokenizer = tokenizer
-        return tokenizer
 
     def build_model(self, options: BuildOptions, stage: Stage | None = None) -> BertModel:
         """The model that ``model`` of the settings describes, or a stage of it."""
         return BertModel(self.config.model, options, stage=stage)
 
-    def costs(self) -> ModelCosts:
-        """FLOPs of a row."""
-        return self._costs
-
     def hidden_shape(self, batch: BertBatch, options: BuildOptions) -> tuple[int, ...]:
         """[S/tp, B, H] under sequence parallelism, else [S, B, H]."""
         B, S = batch.tokens.shape
         return hidden_shape(self.config.model, options, B, S)
-
-    def hidden_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
-        """float32 or wider where ``model.residual.fp32`` asks for it."""
-        return hidden_dtype(self.config.model, compute_dtype)
 
     def collate(
         self, samples: Sequence[Sample], rows: Sequence[int], counted: Sequence[bool] | None = None
