@@ -84,7 +84,7 @@ MISTAKES = [
     Mistake({"run": 2024}, r"run must be text; got 2024; use run='2024'"),
     Mistake({"data": 5}, r"data must be a group of settings; got 5", None, 1),
     Mistake(
-        {"model.preset": "lama-28m"}, r"model.preset must be one of gpt2.*; got 'lama-28m'; use model.preset=llama-28m"
+        {"model.preset": "lama-28m"}, r"model.preset must be one of bert.*; got 'lama-28m'; use model.preset=llama-28m"
     ),
     Mistake({"parallel.tensor": 0}, r"parallel.tensor must be at least 1; got 0; use parallel.tensor=1"),
     Mistake({"parallel.shard": 0}, r"parallel.shard must be at least 1, or -1 .*; got 0; use parallel.shard=-1"),

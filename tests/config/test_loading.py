@@ -239,7 +239,9 @@ def test_what_is_no_file_of_settings_is_refused_without_opening_it(make, message
 def test_a_file_or_recipe_that_is_not_there_is_refused_with_the_recipes_that_are():
     with pytest.raises(ConfigError, match=r"there is no recipe lama-4m; .* gpt2-124m, llama-28m, llama-4m"):
         load_run("lama-4m")
-    with pytest.raises(ConfigError, match=r"cannot be read from nowhere.yaml: .*recipes are gpt2-124m"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be read from nowhere.yaml: .*recipes are bert-tiny, classification-tiny, gpt2-124m"
+    ):
         load_run("nowhere.yaml")
 
 

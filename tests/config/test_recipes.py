@@ -10,12 +10,12 @@ from megalith.config import TransformerConfig, load_run, preset_names, recipe_na
 def test_a_recipe_runs_on_one_to_eight_ranks(recipe, world_size):
     config = load_run(recipe, ["data.train=corpus"], world_size=world_size)
     assert config.run == f"runs/{recipe}"
-    assert config.model.preset == recipe
+    assert config.model.preset == {"classification-tiny": "bert-tiny"}.get(recipe, recipe)
     assert config.data.train == "corpus"
 
 
 def test_there_are_recipes_to_begin_with():
-    assert {"llama-4m", "llama-28m", "gpt2-124m", "moe-tiny"} <= set(recipe_names()) <= set(preset_names())
+    assert {"llama-4m", "llama-28m", "gpt2-124m", "moe-tiny", "bert-tiny", "classification-tiny"} == set(recipe_names())
 
 
 # as published in the model cards and with GPT-2's released checkpoints; ours by hand
@@ -30,6 +30,8 @@ def test_there_are_recipes_to_begin_with():
         ("llama-28m", 8_192, 27_662_848),
         ("llama-4m", 2_048, 4_000_000),
         ("moe-tiny", 2_048, 10_496_256),
+        ("bert-110m", 30_522, 110_106_428),
+        ("bert-tiny", 2_048, 3_950_082),
     ],
 )
 def test_a_preset_has_the_published_number_of_parameters(preset, vocab_size, parameters):
@@ -44,8 +46,11 @@ def test_a_preset_has_the_published_number_of_parameters(preset, vocab_size, par
     biases = heads + 2 * groups + hidden + ffn + hidden if model.add_bias_linear else 0
     norm = hidden * (2 if model.normalization == "LayerNorm" else 1)
     embeddings = (vocab_size * (1 if model.tie_word_embeddings else 2) + (model.max_position_embeddings or 0)) * hidden
-    assert model.num_layers * (weights + biases + 2 * norm) + norm + embeddings == parameters
+    # types, the transform of masked tokens with its norm, a bias of the vocabulary, the pooler, two classes
+    encoder = 2 * hidden + (hidden**2 + hidden + norm) + vocab_size + (hidden**2 + hidden) + 2 * hidden + 2
+    outside = norm + embeddings + (0 if model.bert is None else encoder)
+    assert model.num_layers * (weights + biases + 2 * norm) + outside == parameters
 
 
 def test_every_preset_is_counted_above():
-    assert len(preset_names()) == 8
+    assert len(preset_names()) == 10

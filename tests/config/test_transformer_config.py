@@ -42,7 +42,7 @@ def test_biases_of_attention_follow_add_bias_linear_unless_they_are_set():
         ({"kv_channels": 3}, r"must be even under rope; it is 3"),
         ({"position_embedding_type": "learned_absolute"}, r"max_position_embeddings is missing"),
         ({"max_position_embeddings": 64}, r"has no effect with model.position_embedding_type=rope"),
-        ({"preset": "llama-5m"}, r"must be one of gpt2"),
+        ({"preset": "llama-5m"}, r"must be one of bert"),
         ({"num_layers": 0}, r"greater than or equal to 1"),
     ],
 )

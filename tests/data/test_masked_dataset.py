@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import megalith.data.masked_dataset as masked_dataset
 import megalith.data.sentence_packing as packing
 from megalith.config.masking_config import MaskingConfig
 from megalith.data.bert_dataset import BertDataset, stack_bert_samples
@@ -175,6 +176,14 @@ def test_t5_samples_give_the_text_back(prefix, tokenizer):
         filled = [token for each in encoder for token in spans.get(each, [each])]
         assert filled == text.tokens[: text.num_tokens].tolist()
         assert text.num_decoder_tokens == 1
+
+
+def test_a_sentence_that_is_too_long_is_cut_where_it_reaches_the_room():
+    starts, ends, documents = np.array([0, 3, 13, 20]), np.array([3, 13, 19, 24]), np.array([0, 2, 2, 4])
+    begins, stops, of_document = masked_dataset._cut(starts, ends, documents, 4)
+    pieces = [(0, 3), (3, 7), (7, 11), (11, 13), (13, 17), (17, 19), (20, 24)]
+    assert list(zip(begins.tolist(), stops.tolist(), strict=True)) == pieces
+    assert of_document.tolist() == [0, 4, 4, 7]
 
 
 def test_bad_data_are_refused_before_a_sample_is_read(prefix, tokenizer, tmp_path):

@@ -20,10 +20,10 @@ from tests.rank_pool import ranks
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 SMALLER = ["train.global_batch_size=4", "train.micro_batch_size=1", "optim.warmup_steps=0", "data.seq_length=32"]
-SMALLER += ["model.num_layers=2", "model.hidden_size=64", "model.num_attention_heads=4", "model.num_query_groups=2"]
 SMALLER += ["optim.decay_steps=8"]
+SMALLER_MODEL = ["model.num_layers=2", "model.hidden_size=64", "model.num_attention_heads=4"]
 # what a page says -> what is as good here
-FEWER = {"train.steps=2000": "train.steps=6", "500": "5", "200": "2", "data/other-valid": "data/mine-valid"}
+FEWER = {"126": "30", "train.steps=2000": "train.steps=6", "500": "5", "200": "2", "data/other-valid": "data/mine-valid"}
 # commands that are held elsewhere
 ELSEWHERE = {
     "torchrun --nproc-per-node 4 train.py": "tests/docs/test_as_a_library.py",
@@ -65,6 +65,9 @@ def write_texts(folder: Path) -> None:
     few = tokenizers.Tokenizer(models.WordLevel(words, unk_token="</s>"))
     few.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     few.save(str(folder / "tokenizer.json"))
+    rows = [f"{'good' if number % 2 else 'bad'} ships,{'+' if number % 2 else '-'}" for number in range(12)]
+    for name in ("reviews", "held_out"):
+        (folder / f"{name}.csv").write_text("\n".join(["text,label", *rows]))
     question = {"context": "Once there were", "choices": [" ships", " names"], "answer": 0}
     (folder / "questions.jsonl").write_text(json.dumps(question) + "\n")
 
@@ -84,6 +87,9 @@ def run(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
     arguments = words[1:]
     if arguments[0] == "train" and not arguments[1].startswith("runs/"):
         arguments += [*SMALLER, "train.steps=4"]
+        if "--from" not in arguments:
+            groups = 4 if arguments[1] == "bert-tiny" else 2
+            arguments += [*SMALLER_MODEL, f"model.num_query_groups={groups}"]
     elif arguments[0] == "generate" and "--max-new-tokens" not in arguments:
         arguments += ["--max-new-tokens", "5"]
     if "--nproc" not in arguments:

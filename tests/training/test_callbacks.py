@@ -167,7 +167,7 @@ def run_with_held_out_losses(tree: dict[str, Any], losses: dict[int, float]) -> 
     found = iter(losses.values())
 
     def evaluate(*_: Any, **__: Any) -> Evaluation:
-        return Evaluation(loss := next(found), {"lm": loss}, {"lm": 1}, 1)
+        return Evaluation(loss := next(found), {"lm": loss}, {"lm": 1}, 1, "tokens")
 
     with patch.object(callbacks, "evaluate", evaluate):
         pretrain(load_run(tree, world_size=2), str, str)

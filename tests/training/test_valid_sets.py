@@ -122,7 +122,7 @@ def run_with_losses(tree: dict[str, Any], losses: list[float]) -> None:
     found = iter(losses)
 
     def evaluate(*_: Any, **__: Any) -> Evaluation:
-        return Evaluation(loss := next(found), {"lm": loss}, {"lm": 1}, 1)
+        return Evaluation(loss := next(found), {"lm": loss}, {"lm": 1}, 1, "tokens")
 
     with patch.object(callbacks, "evaluate", evaluate):
         lines_of(tree)

@@ -1,7 +1,7 @@
 """Tensors that lie in the files of a folder, read box by box."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from math import prod
 
 import torch
@@ -37,6 +37,11 @@ class StoredTensors:
         self.buffers = buffers
         self._entries = entries or {}
         self._files: dict[str, ShardFile] = {}
+
+    def only(self, wanted: Callable[[str], bool]) -> "StoredTensors":
+        """Those whose names are ``wanted``."""
+        kept = {name: tensor for name, tensor in self.tensors.items() if wanted(name)}
+        return StoredTensors(self.store, kept, self._entries, self.buffers & kept.keys())
 
     @property
     def dtype(self) -> str:

@@ -10,6 +10,7 @@ import typer
 
 from megalith.cli.console import show_text
 from megalith.cli.inspect import inspect
+from megalith.cli.label import label
 
 if TYPE_CHECKING:
     from megalith.data.prepare import PrepareSummary, Progress
@@ -18,6 +19,7 @@ __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True)
 app.command("inspect")(inspect)
+app.command("label")(label)
 
 Files = Annotated[
     list[Path],

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -87,11 +87,26 @@ def _check(data: str | None, samples: int | None, choices: str | None, tokenizer
 def _losses(source: str, data: str | None, samples: int | None, progress: Callable[[int, int], None]) -> list[str]:
     from megalith.training.inference import evaluate_checkpoint
 
-    return [
-        f"{f'{found.name}, ' if found.name else ''}{found.dataset}: loss {found.loss:.4f} nats per token, "
-        f"perplexity {found.perplexity:.2f}, over {found.num_tokens:,} tokens, at step {found.step}"
-        for found in evaluate_checkpoint(source, data, samples, progress=progress)
-    ]
+    lines: list[str] = []
+    for found in evaluate_checkpoint(source, data, samples, progress=progress):
+        named = f"{found.name}, " if found.name else ""
+        unit = f"nats per token, perplexity {found.perplexity:.2f}," if found.counted == "tokens" else "nats"
+        others = [f"; {name} {mean:.4f}" for name, mean in list(found.means.items())[1:] if "/" not in name]
+        lines.append(
+            f"{named}{found.dataset}: loss {found.loss:.4f} {unit} over {found.num_tokens:,} {found.counted}, at step "
+            f"{found.step}{''.join(others)}"
+        )
+        lines += _confusion(found.means)
+    return lines
+
+
+def _confusion(means: Mapping[str, float]) -> list[str]:
+    """A line for each class: the share of its samples that is taken for each class; none where none was measured."""
+    shares = {tuple(name.split("/")[1:]): mean for name, mean in means.items() if name.startswith("confusion/")}
+    classes = dict.fromkeys(label for label, _ in shares)
+    head = f"{'class':<8}{''.join(f'{label:>6}' for label in classes)}   taken for"
+    rows = (f"{label:<8}{''.join(f'{shares[label, taken]:>6.0%}' for taken in classes)}" for label in classes)
+    return [head, *rows] if classes else []
 
 
 def _answers(

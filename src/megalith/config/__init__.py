@@ -7,6 +7,7 @@ from megalith.config.bert_config import BertConfig
 from megalith.config.dispatch_config import DispatchConfig
 from megalith.config.glu_config import GluConfig
 from megalith.config.loading import as_tree, dump_yaml, load_run, read_tree
+from megalith.config.masking_config import MaskingConfig
 from megalith.config.mla_config import MLAConfig
 from megalith.config.model_kind import ModelKind
 from megalith.config.model_parallel_config import ModelParallelConfig
@@ -59,6 +60,7 @@ __all__ = [
     "LossScaleConfig",
     "MLAConfig",
     "MTPConfig",
+    "MaskingConfig",
     "MoEConfig",
     "ModelKind",
     "ModelParallelConfig",

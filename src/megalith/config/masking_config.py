@@ -27,8 +27,8 @@ class MaskingConfig(SettingsGroup):
     short_sequence_probability: float = Field(
         default=0.1, ge=0, le=1, description="[share] of samples that are given a random, shorter length"
     )
-    long_sentences: Literal["refuse", "skip"] = Field(
+    long_sentences: Literal["refuse", "cut", "skip"] = Field(
         default="refuse",
-        description="documents with a sentence that is longer than a sample: an error, or left out and counted in the "
-        "log",
+        description="sentences that are longer than a sample: an error, or cut into pieces, or their whole documents "
+        "left out and counted in the log",
     )

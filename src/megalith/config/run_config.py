@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, 
 
 from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
 from megalith.config.dotted import look_up, parent, put_
+from megalith.config.masking_config import MaskingConfig
 from megalith.config.model_parallel_config import ModelParallelConfig
 from megalith.config.optim_config import OptimConfig
 from megalith.config.relevance import has_effect
@@ -79,6 +80,7 @@ class DataConfig(SettingsGroup):
     reset_attention_mask: bool = Field(default=False, description="documents in one sample do not attend to each other")
     reset_position_ids: bool = Field(default=False, description="positions start again at 0 with every document")
     eod_mask_loss: bool = Field(default=False, description="no loss where the input token ends a document")
+    masking: MaskingConfig | None = Field(default=None, description="which tokens a BERT is to fill in")
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())  # a mapping has none

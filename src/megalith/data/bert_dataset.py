@@ -8,9 +8,8 @@ other, of the longer segment at a random end. Of the tokens to predict, 80 % are
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,35 +55,45 @@ class BertSample:
 
 @dataclass(frozen=True)
 class BertBatch:
-    """B samples: tokens, labels, token_types int64 [B, S], loss_mask bool [B, S], and of each row, whole or split,
+    """B rows that an encoder reads, whole or this rank's columns of them.
 
-    num_tokens: int64 [B]; is_swapped: int64 [B]; counts_order: bool [B], whether its sentence order counts here.
-    row_ids: int64 [B], where each row stands in the step's global batch.
-    positions: int64 [S], where each column stands in its row.
+    Attributes:
+        tokens, token_types: int64 [B, S].
+        labels: int64 [B, S], the token to predict at each position, -1 where there is none.
+        num_tokens: int64 [B], of whole rows, before padding.
+        classes: int64 [B], what the row's first token is to tell; -1 where there is nothing, or on another rank.
+        row_ids: int64 [B], where each row stands in the step's global batch.
+        positions: int64 [S], where each column stands in its row.
     """
 
     tokens: Tokens
     labels: Tokens
-    loss_mask: NDArray[np.bool_]
     token_types: Tokens
     num_tokens: Tokens
-    is_swapped: Tokens
-    counts_order: NDArray[np.bool_]
+    classes: Tokens
     row_ids: Tokens
     positions: Tokens
 
+    def columns(self, positions: Tokens) -> "BertBatch":
+        """The columns that are at ``positions`` of whole rows; of a row's first token only they have its class."""
+        own = {name: getattr(self, name)[:, positions] for name in ("tokens", "labels", "token_types")}
+        classes = self.classes if 0 in positions else np.full_like(self.classes, -1)
+        return replace(self, positions=positions, classes=classes, **own)
+
+    def counting(self, counted: Sequence[bool]) -> "BertBatch":
+        """The same rows; those that are not ``counted`` have nothing to predict."""
+        kept = np.array(counted)
+        return replace(self, labels=np.where(kept[:, None], self.labels, -1), classes=np.where(kept, self.classes, -1))
+
 
 def stack_bert_samples(samples: Sequence[BertSample], row_ids: Sequence[int]) -> BertBatch:
-    """The batch of these samples, one a row."""
-    columns: dict[str, Any] = {
-        name: np.stack([getattr(sample, name) for sample in samples])
-        for name in ("tokens", "labels", "loss_mask", "token_types")
-    }
+    """The batch of these samples, one a row; the class of a row is 1 where its segments are swapped, else 0."""
     return BertBatch(
-        **columns,
+        tokens=np.stack([sample.tokens for sample in samples]),
+        labels=np.stack([np.where(sample.loss_mask, sample.labels, -1) for sample in samples]),
+        token_types=np.stack([sample.token_types for sample in samples]),
         num_tokens=np.array([sample.num_tokens for sample in samples], np.int64),
-        is_swapped=np.array([sample.is_swapped for sample in samples], np.int64),
-        counts_order=np.ones(len(samples), np.bool_),
+        classes=np.array([sample.is_swapped for sample in samples], np.int64),
         row_ids=np.array(row_ids, np.int64),
         positions=np.arange(len(samples[0].tokens)),
     )

@@ -79,6 +79,8 @@ class MaskedDataset(ABC, Generic[Sample]):
         self._data = dataset if isinstance(dataset, IndexedDataset) else IndexedDataset(dataset)
         self._data.require_token_ids()
         self._starts, self._ends, documents = _sentences(self._data)
+        if masking.long_sentences == "cut":
+            self._starts, self._ends, documents = _cut(self._starts, self._ends, documents, room)
         lengths = self._ends - self._starts
         self._handle_long_sentences(lengths, documents, masking.long_sentences)
         self._packed = pack_sentences(
@@ -143,7 +145,8 @@ class MaskedDataset(ABC, Generic[Sample]):
             raise DataError(
                 f"a sentence of {self._data.prefix} must have at most {self._room} tokens, which a sample has room "
                 f"for; sentence {first - int(documents[document])} of document {document} has {lengths[first]}; set a "
-                f"longer data.seq_length, or leave such documents out ({left_out}): data.masking.long_sentences=skip"
+                f"longer data.seq_length, cut such sentences into pieces: data.masking.long_sentences=cut, or leave "
+                f"such documents out ({left_out}): data.masking.long_sentences=skip"
             )
         if os.environ.get("RANK", "0") == "0":
             log.warning("%s: left out for a sentence of over %d tokens: %s", self._data.prefix, self._room, left_out)
@@ -185,3 +188,12 @@ def _sentences(dataset: IndexedDataset) -> tuple[Tokens, Tokens, Tokens]:
     has_text = ends > starts
     first_of_document = np.concatenate(([0], np.cumsum(has_text)))[dataset.document_indices]
     return starts[has_text], ends[has_text], first_of_document
+
+
+def _cut(starts: Tokens, ends: Tokens, documents: Tokens, room: int) -> tuple[Tokens, Tokens, Tokens]:
+    """As ``_sentences``, with those of over ``room`` tokens in pieces, of which the last may be shorter."""
+    num_pieces = -(-(ends - starts) // room)
+    first_piece = np.concatenate(([0], np.cumsum(num_pieces)))
+    of_sentence = np.repeat(np.arange(len(starts)), num_pieces)
+    begins = starts[of_sentence] + room * (np.arange(len(of_sentence)) - first_piece[of_sentence])
+    return begins, np.minimum(begins + room, ends[of_sentence]), first_piece[documents]

@@ -21,7 +21,14 @@ from numpy.typing import NDArray
 
 from megalith.errors import DataError
 
-__all__ = ["BaselineLosses", "InterpolatedBigram", "PairCounts", "TokenSequences", "baseline_losses"]
+__all__ = [
+    "BaselineLosses",
+    "InterpolatedBigram",
+    "PairCounts",
+    "TokenSequences",
+    "baseline_losses",
+    "fitted_bigram",
+]
 
 Tokens = NDArray[np.int64]
 Probabilities = NDArray[np.float64]
@@ -124,7 +131,7 @@ def baseline_losses(train: TokenSequences, held_out: TokenSequences, vocab_size:
 
     Reads each once, a million tokens at a time. Raises DataError for too few tokens or one beyond the vocabulary.
     """
-    model = _fit(train, vocab_size)
+    model = fitted_bigram(train, vocab_size)
     unigram = bigram = 0.0
     num_tokens = 0
     for previous, tokens in _pairs(held_out, vocab_size):
@@ -138,7 +145,8 @@ def baseline_losses(train: TokenSequences, held_out: TokenSequences, vocab_size:
     return BaselineLosses(unigram / num_tokens, bigram / num_tokens, num_tokens, model.weight)
 
 
-def _fit(train: TokenSequences, vocab_size: int) -> InterpolatedBigram:
+def fitted_bigram(train: TokenSequences, vocab_size: int) -> InterpolatedBigram:
+    """Counted on ``train``, with the weight fitted on parts of it. Raises DataError as ``baseline_losses``."""
     num_tokens = int(np.sum(train.sequence_lengths))
     period = max(_ONE_IN, -(-num_tokens // _MOST_FITTED))
     block = min(_BLOCK, (num_tokens - 1) // period)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megalith.errors import ConfigError, DataError
 
-__all__ = ["split_by_file", "standard_library_sources"]
+__all__ = ["labelled_passages", "split_by_file", "standard_library_sources"]
 
 _SMALLEST = 2_000_000  # bytes; whole libraries have about 12 MB, Debian's python3-minimal under 1 MB
 # tests, what others have installed, and what the build of this very machine has left
@@ -60,6 +60,24 @@ def split_by_file(files: Sequence[Path], fraction: float, seed: int) -> tuple[li
     count = min(max(1, round(fraction * len(files))), len(files) - 1)
     held_out = set(sorted(files, key=rank)[:count])
     return [path for path in files if path not in held_out], [path for path in files if path in held_out]
+
+
+def labelled_passages(files: Sequence[Path], num_packages: int, num_lines: int) -> list[tuple[str, str]]:
+    """(passage, package) of the packages with the most passages of ``num_lines`` lines that are not empty, in order.
+
+    The package is the folder below the one that all ``files`` share; files outside of any have none. A passage is a
+    real thing to classify: nothing but its words tells where it is from.
+    """
+    root = os.path.commonpath([path.parent for path in files])
+    passages: dict[str, list[str]] = {}
+    for path in files:
+        below = path.relative_to(root).parts
+        if len(below) > 1:
+            lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            whole = range(0, len(lines) - num_lines + 1, num_lines)
+            passages.setdefault(below[0], []).extend("\n".join(lines[first : first + num_lines]) for first in whole)
+    largest = sorted(passages, key=lambda name: (-len(passages[name]), name))[:num_packages]
+    return [(passage, name) for name in sorted(largest) for passage in passages[name]]
 
 
 def _is_utf8(text: bytes) -> bool:

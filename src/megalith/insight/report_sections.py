@@ -8,6 +8,7 @@ from statistics import median
 
 from megalith.insight.report_curves import loss_curves, small_curves
 from megalith.insight.report_experts import expert_loads
+from megalith.insight.report_measures import held_out_measures
 from megalith.insight.report_parts import card, is_finite, num_steps
 from megalith.insight.report_time import phases, time_of_the_run
 from megalith.insight.run_history import RunHistory
@@ -92,8 +93,8 @@ def tiles(run: RunHistory) -> str:
 def sections(run: RunHistory) -> str:
     """Everything below the headline numbers."""
     return "".join(
-        [loss_curves(run), _valid_sets(run), _baselines(run), small_curves(run), expert_loads(run),
-         time_of_the_run(run), phases(run), _samples(run), _about(run), _settings(run)]
+        [loss_curves(run), _valid_sets(run), _baselines(run), held_out_measures(run), small_curves(run),
+         expert_loads(run), time_of_the_run(run), phases(run), _samples(run), _about(run), _settings(run)]
     )  # fmt: skip
 
 

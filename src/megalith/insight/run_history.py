@@ -47,6 +47,7 @@ class RunHistory:
     training: list[dict[str, Any]]
     evaluations: list[tuple[int, float]]  # (step, held-out loss)
     valid_sets: Mapping[str, list[tuple[int, float]]]  # the same of each set, of those with names
+    measures: list[tuple[int, Mapping[str, float]]]  # (step, {term or measure: mean}) of evaluations with several
     expert_loads: list[tuple[int, dict[int, list[float]]]]  # (step, {layer: loads relative to their mean})
     phases: list[Phase]
     time: Mapping[str, float]  # seconds of the whole run: "training" steps, "compile", what came between the steps
@@ -101,6 +102,7 @@ def read_run(folder: Path) -> RunHistory:
         training=training,
         evaluations=sorted(evaluations.items()),
         valid_sets={name: _losses_of_set(records, name) for record in records for name in record.get("valid_sets", {})},
+        measures=sorted(_measures(records).items()),
         expert_loads=[(record["step"], loads) for record in training if (loads := _expert_loads(record))],
         phases=_phases(training),
         time=_time(records),
@@ -114,6 +116,21 @@ def read_run(folder: Path) -> RunHistory:
 def _losses_of_set(records: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
     losses = {record["step"]: float(loss) for record in records if _is_number(loss := held_out_loss(record, name))}
     return sorted(losses.items())
+
+
+def _measures(records: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
+    """What is no number is left out, and so is a step where nothing is left."""
+    found: dict[int, dict[str, float]] = {}
+    for record in records:
+        given = record.get("valid")
+        means = {name: float(mean) for name, mean in given.items() if _is_number(mean)} if _is_dict(given) else {}
+        if means:
+            found[record["step"]] = means
+    return found
+
+
+def _is_dict(value: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
 
 
 def _expert_loads(record: Mapping[str, Any]) -> dict[int, list[float]]:

@@ -37,11 +37,13 @@ class BertOutput(NamedTuple):
     """What a model with the head of pretraining gives.
 
     ``tokens``: the loss of each label, [B, S] in float32 or wider, 0 where there is none; logits [B, S, V] without
-    labels. ``binary``: logits [N, 2] of the texts that were pooled; None without a binary head.
+    labels. ``binary``: logits [N, 2] of the texts that were pooled; None without a binary head. ``hits``, in evaluation
+    with labels: whether a label is the likeliest token, bool [B, S], False where there is none.
     """
 
     tokens: Tensor
     binary: Tensor | None
+    hits: Tensor | None = None
 
 
 class BertEncoder(Trunk):
@@ -74,6 +76,7 @@ class BertModel(LanguageModel):
     """An encoder with the head that ``config.bert.head`` names; arguments and errors as ``GPTModel``."""
 
     kind = "bert"
+    head_names = frozenset({"lm_transform", "lm_head", "pooler", "binary_head", "classifier"})
 
     def __init__(
         self,
@@ -184,7 +187,8 @@ class BertModel(LanguageModel):
         if pooled_tokens is None:
             pooled_tokens = self._first_tokens(tokens)
         if self.lm_head is not None:
-            return BertOutput(self._of_tokens(self.lm_head, x, labels), self._of_texts(x, pooled_tokens, context))
+            found, hits = self._of_tokens(self.lm_head, x, labels)
+            return BertOutput(found, self._of_texts(x, pooled_tokens, context), hits)
         scores = self._of_texts(x, pooled_tokens, context)
         assert scores is not None, "a model without an output projection classifies"
         return scores if num_choices is None else scores.view(-1, num_choices)
@@ -212,16 +216,20 @@ class BertModel(LanguageModel):
             self.pooler = Pooler(config, self.options)
             self.binary_head = ClassificationHead(config, self.options, 2, 0.0)
 
-    def _of_tokens(self, head: ColumnParallelLinear, x: Tensor, labels: Tensor | None) -> Tensor:
-        """Losses [B, S], or logits [B, S, V], of [S, B, H]."""
+    def _of_tokens(self, head: ColumnParallelLinear, x: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Losses and hits [B, S], or logits [B, S, V] and None, of [S, B, H]."""
         assert self.lm_transform is not None, "built with the output projection"
         if labels is None:
-            return self._gather(self._logits(head, self.lm_transform(x))).transpose(0, 1)  # [B, S, V]
-        wanted = (labels.t() >= 0).flatten().nonzero().flatten()  # [N], one in six or seven in pretraining
-        rows = x.flatten(0, 1)[wanted]  # [N, H]
-        losses = self._losses(head, self.lm_transform(rows), labels.t().flatten()[wanted])  # [N]
+            return self._gather(self._logits(head, self.lm_transform(x))).transpose(0, 1), None  # [B, S, V]
         S, B, _ = x.shape
-        return losses.new_zeros(S * B).index_put((wanted,), losses).view(S, B).t().clone()
+        wanted = (labels.t() >= 0).flatten().nonzero().flatten()  # [N], one in six or seven in pretraining
+        rows, labels = self.lm_transform(x.flatten(0, 1)[wanted]), labels.t().flatten()[wanted]  # [N, H], [N]
+
+        def at_their_places(found: Tensor) -> Tensor:
+            return found.new_zeros(S * B).index_put((wanted,), found).view(S, B).t().clone()  # [B, S]
+
+        losses = at_their_places(self._losses(head, rows, labels))
+        return losses, None if self.training else at_their_places(self._are_likeliest(head, rows, labels))
 
     def _of_texts(self, x: Tensor, pooled_tokens: Tensor, context: LayerContext) -> Tensor | None:
         """[N, classes] of [S, B, H]; None without a head that reads pooled tokens."""

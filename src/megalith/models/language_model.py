@@ -188,6 +188,10 @@ class LanguageModel(ModelModule):
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return (softcap * torch.tanh(wide / softcap)).to(logits.dtype)
 
+    def _are_likeliest(self, head: ColumnParallelLinear, x: Tensor, labels: Tensor) -> Tensor:
+        """bool [...], as ``labels`` are: whether no token has a larger logit."""
+        return self._gather(self._logits(head, x)).argmax(-1) == labels
+
     def _before_head(self, x: Tensor) -> Tensor:
         """``x`` times the factor of the logits, which are many more."""
         multiplier = self.config.logits_multiplier

@@ -246,7 +246,14 @@ def _told(name: str, evaluation: Evaluation) -> str:
     if not evaluation.num_tokens:
         return f"held-out loss{of_which} not measured: no token of {valid_setting(name)} that was read has one"
     beside = f", perplexity {perplexity(loss):.2f}," if name else ""
-    return f"held-out loss{of_which} {loss:.4f}{beside} over {evaluation.num_tokens:,} tokens"
+    over = f"over {evaluation.num_tokens:,} {evaluation.counted}"
+    return f"held-out loss{of_which} {loss:.4f}{beside} {over}{_others(evaluation)}"
+
+
+def _others(evaluation: Evaluation) -> str:
+    """What was measured beside the loss, but for parts of a table: "; sop 0.69, mlm_accuracy 0.25"."""
+    found = ", ".join(f"{name} {mean:.4g}" for name, mean in list(evaluation.means.items())[1:] if "/" not in name)
+    return f"; {found}" if found else ""
 
 
 def _shown(text: str) -> list[str]:

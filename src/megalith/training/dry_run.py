@@ -42,7 +42,7 @@ def describe(config: RunConfig, world_size: int) -> str:
             f"tokens in a step      {tokens:,}, in all {tokens * config.train.steps:,}",
             f"operations per token  {quantity(flops)}",
             *_exchanged(config, task, world_size),
-            "first sample          the text, with [what no loss is taken on] in brackets:",
+            f"first sample          the text, with [{task.in_brackets}] in brackets:",
             *task.sample_as_text(task.train_dataset()[0]),
         ]
     )

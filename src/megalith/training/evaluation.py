@@ -30,12 +30,14 @@ class Evaluation:
         loss: the mean of the first loss term, what the run is about.
         means, counts: of each loss term and measure, by name.
         num_tokens: its count; if it is 0, the loss means nothing.
+        counted: what that counts, in the plural.
     """
 
     loss: float
     means: Mapping[str, float]
     counts: Mapping[str, int]
     num_tokens: int
+    counted: str
 
 
 @torch.no_grad()
@@ -130,7 +132,7 @@ def _evaluation(
     means = {name: totals[i] / max(1.0, totals[len(names) + i]) for i, name in enumerate(names)}
     whole = {name: int(totals[len(names) + i]) for i, name in enumerate(names)}
     first = next(iter(task.terms))
-    return Evaluation(means[first], means, whole, whole[first])
+    return Evaluation(means[first], means, whole, whole[first], task.counted)
 
 
 def _summed(values: Sequence[float], pg_collection: ProcessGroupCollection, device: torch.device) -> list[float]:

@@ -1,7 +1,7 @@
 """A trained model from a run's folder: loaded whole into one process, whatever layout wrote it."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,9 +52,9 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class CheckpointLoss:
-    """loss: nats per token, the mean over ``num_tokens`` tokens of ``dataset``.
+    """loss: nats, the mean over ``num_tokens`` tokens of ``dataset``, or what ``counted`` says in the plural.
 
-    ``name``: that of the validation set; "" of one without a name.
+    ``name``: that of the validation set; "" of one without a name. ``means``: of every loss term and measure, by name.
     """
 
     name: str
@@ -62,6 +62,8 @@ class CheckpointLoss:
     loss: float
     num_tokens: int
     step: int
+    means: Mapping[str, float]
+    counted: str
 
     @property
     def perplexity(self) -> float:
@@ -156,7 +158,9 @@ def evaluate_checkpoint(
             raise DataError(
                 f"{prefix}: no token that was read has a loss, so that there is nothing to measure; use more text"
             )
-        losses.append(CheckpointLoss(name, prefix, found.loss, found.num_tokens, trained.step))
+        losses.append(
+            CheckpointLoss(name, prefix, found.loss, found.num_tokens, trained.step, found.means, found.counted)
+        )
     return losses
 
 

@@ -83,8 +83,10 @@ def resume_or_load(run: Run) -> Beginning:
 
 def _begin(run: Run, weights: str | Store) -> Beginning:
     """Step 0 with the weights that are there: those of ``load``, or of a folder that was imported."""
-    load_weights(weights, run.weights())
-    return Beginning([f"started at step 0 from the weights of {weights}, in layout {run.layout}"])
+    heads = load_weights(weights, run.weights(), run.chunks[0].head_names)
+    told = [f"{what}: {', '.join(names)}" for what, names in heads.items() if names]
+    lines = [f"another head than that of {weights}, with weights of its own from the seed ({'; '.join(told)})"]
+    return Beginning([f"started at step 0 from the weights of {weights}, in layout {run.layout}", *lines * bool(told)])
 
 
 def _refuse_to_forget(imported: Store, damaged: dict[str, CheckpointError]) -> None:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -45,7 +46,12 @@ class ModelModule(DeclaringModule, ABC):
 
     Built under ``torch.device("meta")`` it takes no memory; it is then sharded, and ``materialize`` allocates this
     rank's shard only. Every subclass's ``__init__`` ends with ``self.finish(seed)``.
+
+    Attributes:
+        head_names: the modules at its end that serve one purpose only; another of the same kind may have others.
     """
+
+    head_names: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def layers(self) -> list[nn.Module]:

@@ -9,18 +9,17 @@ from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 
 from megalith.config import RunConfig, load_run
-from megalith.data.indexed_dataset import IndexedDatasetBuilder
 from megalith.errors import RankFailedError
 from megalith.fusions.core.names import Backend
 from megalith.fusions.core.preference import prefer
 from megalith.insight.verify.compare import BOUNDS, Errors, errors, expected, first_beyond, merged
 from megalith.insight.verify.cover import Degrees, is_layout, num_ranks
 from megalith.insight.verify.record import Key, record_steps
-from megalith.insight.verify.shrink import EOD, SEQ_LENGTH, Tree, on_layout, on_one_process
+from megalith.insight.verify.shrink import Tree, on_layout, on_one_process
+from megalith.insight.verify.small_data import write_data
 from megalith.resilience.call_ranks import call_ranks
 from megalith.training.process_group import process_group
 
@@ -29,7 +28,6 @@ __all__ = ["Case", "Paths", "Proof", "Result", "narrowed"]
 # what fused operations take: plain torch, the paths of a run on this machine, or one path wherever they have it
 Paths = Literal["reference", "own", "blocked", "triton"]
 _PREFERRED: dict[Paths, tuple[Backend, ...]] = {"own": (), "blocked": ("blocked",), "triton": ("triton",)}
-_NUM_DOCUMENTS = 64
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ class Proof:
             RankFailedError: that process fails.
         """
         small = {**small, "data": {**small["data"], "train": str(folder / "text")}, "run": str(folder / "run")}
-        _write_documents(folder / "text", small["model"]["vocab_size"])
+        write_data(folder / "text", small)
         reference = folder / "reference"
         one_process = {**on_one_process(small), "precision": {"dtype": "float64"}}
         [keys] = call_ranks(1, _record, load_run(one_process, world_size=1), reference)
@@ -135,15 +133,6 @@ def narrowed(proof: Proof, result: Result) -> Result:
             if not fewer.same:
                 return fewer
     return result
-
-
-def _write_documents(prefix: Path, vocab_size: int) -> None:
-    """Documents of random tokens, so short that rows hold several."""
-    random = np.random.default_rng(0)
-    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
-        for length in random.integers(1, SEQ_LENGTH, _NUM_DOCUMENTS):
-            builder.add_document(np.append(random.integers(1, vocab_size, length), EOD))
-        builder.finalize(vocab_size=vocab_size, eod=EOD)
 
 
 def _record(config: RunConfig, file: Path) -> list[Key]:

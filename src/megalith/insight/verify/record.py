@@ -144,11 +144,13 @@ class _ModuleRecorder:
         self._tokens = samples * S + positions.unsqueeze(1)
         self._recorded.clear()
 
-    def _end(self, chunk: nn.Module, _: Any, output: Tensor) -> None:
+    def _end(self, chunk: nn.Module, _: Any, output: Tensor | tuple[Tensor, ...]) -> None:
         tokens, self._tokens = self._tokens, None
         assert tokens is not None, "a forward that has begun"
-        if self._run.pipeline.holds_output(chunk):
-            losses = output.detach().clone().reshape(-1, *tokens.t().shape).permute(2, 1, 0)  # [S/cp, B, terms]
+        losses = output[0] if isinstance(output, tuple) else output  # of a model with several outputs the first
+        of_tokens = losses.shape[-2:] == tokens.t().shape  # a classifier has none
+        if of_tokens and self._run.pipeline.holds_output(chunk):
+            losses = losses.detach().clone().reshape(-1, *tokens.t().shape).permute(2, 1, 0)  # [S/cp, B, terms]
             self._found["the loss of each token"].append(Entry(losses.flatten(0, 1), tokens.flatten()))
 
     def _goes_in(self, name: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -26,6 +26,7 @@ _HEAD_SIZE = 8
 _LATENTS = {"q_lora_rank": 24, "kv_lora_rank": 16}  # which ranks of shard and context divide
 _WINDOW = 5  # ends within the chunks of a rank of context
 _PRIME, _EVEN = 61, 64  # vocabularies
+_MOST_CLASSES = 3  # fewer than a rank of context has tokens of a row, so that no record takes one for the other
 _WIDEST_STD = 0.1
 _SMALLEST_EPS = 1e-6
 _FEW_ROWS = 0.7  # of even loads: even they take several turns
@@ -166,6 +167,7 @@ def _model(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]
         "model.mup.base_kv_channels": model.mup and model.mup.base_kv_channels and _HEAD_SIZE,
         "model.mtp.num_modules": model.mtp and min(model.mtp.num_modules, 2),
         "model.init_method_std": max(model.init_method_std, min(wider, _WIDEST_STD)),
+        "model.bert.num_classes": model.bert and model.bert.num_classes and min(model.bert.num_classes, _MOST_CLASSES),
         "data.seq_length": SEQ_LENGTH,
         **_latents(model),
         **_positions(model),

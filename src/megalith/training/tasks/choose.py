@@ -5,20 +5,32 @@ from types import MappingProxyType
 
 from megalith.config import ModelKind, RunConfig
 from megalith.errors import ConfigError
+from megalith.training.tasks.finetune_classification import FinetuneClassification
+from megalith.training.tasks.pretrain_bert import PretrainBert
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
 from megalith.training.tasks.task import AnyTask
 
 __all__ = ["task_of"]
 
-_PRETRAINING: Mapping[ModelKind, Callable[[RunConfig], AnyTask]] = MappingProxyType({"gpt": PretrainGPT})
+# by the kind of model, and the head of an encoder
+_TASKS: Mapping[tuple[ModelKind, str | None], Callable[[RunConfig], AnyTask]] = MappingProxyType(
+    {
+        ("gpt", None): PretrainGPT,
+        ("bert", "pretraining"): PretrainBert,
+        ("bert", "classification"): FinetuneClassification,
+    }
+)
 
 
 def task_of(config: RunConfig) -> AnyTask:
-    """The task of a run whose settings preflight has resolved: what its kind of model is pretrained on.
+    """The task of a run whose settings preflight has resolved: what its model is for.
 
     Raises ConfigError for a kind of model that no task of ours trains.
     """
-    kind = config.model.kind
-    if kind not in _PRETRAINING:
-        raise ConfigError(f"no task trains the model that model.{kind} describes; give build_run a task of your own")
-    return _PRETRAINING[kind](config)
+    kind, head = config.model.kind, None if config.model.bert is None else config.model.bert.head
+    if (kind, head) not in _TASKS:
+        with_head = "" if head is None else f" with the head {head}"
+        raise ConfigError(
+            f"no task trains the model that model.{kind} describes{with_head}; give build_run a task of your own"
+        )
+    return _TASKS[kind, head](config)

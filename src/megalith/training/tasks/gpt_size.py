@@ -30,11 +30,11 @@ from megalith.config import MLAConfig, TransformerConfig
 from megalith.models.hf import parameter_shapes
 from megalith.parallel.pipeline.stages import ModelCosts
 
-__all__ = ["expert_parameters", "flops_per_token", "parameters", "stage_costs"]
+__all__ = ["expert_parameters", "flops_per_token", "layer_flops", "parameters", "stage_costs"]
 
 
 def parameters(config: TransformerConfig, vocab_size: int) -> int:
-    """How many parameters a GPT of this shape has: exactly those of the built model."""
+    """How many parameters a model of this shape has, of any kind: exactly those of the built one."""
     return sum(map(prod, _shapes(config, vocab_size).values()))
 
 
@@ -52,14 +52,16 @@ def flops_per_token(config: TransformerConfig, vocab_size: int, seq_length: int)
 def stage_costs(config: TransformerConfig, vocab_size: int, seq_length: int) -> ModelCosts:
     """``flops_per_token``, part by part: an embedding only looks up."""
     H, L, M = config.hidden_size, config.num_layers, _num_modules(config)
-    layers = [
-        3
-        * (2 * (_attention_weights(config) + _mlp_weights(config, layer)) + _attention_flops(config, layer, seq_length))
-        for layer in range(L + M)
-    ]
+    layers = [layer_flops(config, layer, seq_length) for layer in range(L + M)]
     head, joining = 3 * 2 * vocab_size * H, 3 * 2 * 2 * H * H
     # the modules of multi-token prediction are in the stage of the head
     return ModelCosts(tuple(layers[:L]), embedding=0, head=head + sum(layers[L:]) + M * (joining + head))
+
+
+def layer_flops(config: TransformerConfig, layer: int, seq_length: int, *, causal: bool = True) -> int:
+    """Of a token of a row of ``seq_length``, forward and backward; twice the keys are seen where it is not causal."""
+    attention = _attention_flops(config, layer, seq_length) * (1 if causal else 2)
+    return 3 * (2 * (_attention_weights(config) + _mlp_weights(config, layer)) + attention)
 
 
 def _shapes(config: TransformerConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:

@@ -1,18 +1,24 @@
 """Settings of a run that starts from a trained model: its shape, and where its weights are."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megalith.config import TransformerConfig, read_tree
+from megalith.config.settings_group import given_fields
 from megalith.models.foreign import foreign_model
 from megalith.storage import open_store
 from megalith.training.run_folder import open_run
 
 __all__ = ["settings_from", "usual_settings"]
 
+_OF_HEADS = ("head", "binary_head", "num_classes", "classifier_dropout")  # of model.bert
+
 
 def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
     """A tree of settings for ``load_run``: those of ``source``, with the model at ``location``, whose weights it loads.
+
+    Where ``source`` names the head of an encoder (``model.bert.head``), that one takes the place of the model's own.
 
     Args:
         location: a model folder of Hugging Face, a run's folder, or a checkpoint, of ours or of Megatron-Core.
@@ -30,7 +36,20 @@ def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
         load, _, run = open_run(store)
         model = run.model
         usual = usual_settings(model, run.data.seq_length, run.precision.dtype)
-    return {**(usual if source is None else read_tree(source)), "model": usual["model"], "load": str(load)}
+    if source is None:
+        return {**usual, "load": str(load)}
+    settings = read_tree(source)
+    return {**settings, "model": _with_head(model, settings.get("model")), "load": str(load)}
+
+
+def _with_head(model: TransformerConfig, wanted: Any) -> TransformerConfig | dict[str, Any]:
+    """``model`` with the head that ``wanted``, settings of another model, asks for; as it is if they ask for none."""
+    group = wanted.get("bert") if isinstance(wanted, Mapping) else None
+    if model.bert is None or not isinstance(group, Mapping) or group.get("head") is None:
+        return model
+    trunk = {name: value for name, value in given_fields(model.bert).items() if name not in _OF_HEADS}
+    head = {name: value for name, value in group.items() if name in _OF_HEADS}
+    return {**given_fields(model), "bert": {**trunk, **head}}
 
 
 def usual_settings(model: TransformerConfig, seq_length: int, dtype: str) -> dict[str, Any]:

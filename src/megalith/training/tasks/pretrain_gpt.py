@@ -20,7 +20,7 @@ from megalith.data.gpt_dataset import (
     with_labels_ahead,
 )
 from megalith.data.samples import Samples
-from megalith.errors import DataError
+from megalith.errors import ConfigError, DataError
 from megalith.models.gpt_model import GPTModel
 from megalith.models.language_model import hidden_dtype, hidden_shape
 from megalith.numerics.dropout import DropoutKey
@@ -33,14 +33,13 @@ from megalith.training.batch import to_device
 from megalith.training.preflight import load_tokenizer
 from megalith.training.tasks.gpt_size import expert_parameters, flops_per_token, parameters, stage_costs
 from megalith.training.tasks.gpt_traffic import gpt_traffic
+from megalith.training.tasks.shown_text import bracketed
 from megalith.training.tasks.task import StageTraffic, Task
 from megalith.training.tasks.text_samples import GPTTextWriter
 from megalith.transformer.stage import Stage
 from megalith.transformer.step_record import MicroBatchRecord
 
 __all__ = ["GPTInputs", "PretrainGPT"]
-
-_SHOWN_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,9 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
 
     With multi-token prediction ``mtp_1`` ... ``mtp_M`` are those of the tokens 1 ... M further ahead, each over the
     tokens of its own that count, with the weight ``loss_weight`` / M (arXiv:2412.19437, equation 25).
+
+    Raises:
+        ConfigError: settings of ``data`` that are for another kind of model.
     """
 
     terms = MappingProxyType({"lm": 1.0})
@@ -71,6 +73,8 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
     def __init__(self, config: RunConfig) -> None:
         vocab_size = config.model.vocab_size
         assert vocab_size is not None, "preflight has settled it"
+        if config.data.masking is not None:
+            raise ConfigError("data.masking is for models that fill in what is masked, as model.bert; leave it out")
         self.config = config
         self.tokens_per_sample = config.data.seq_length
         S = config.data.seq_length
@@ -210,20 +214,11 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
 
     def sample_as_text(self, sample: GPTSample) -> list[str]:
         """Its labels decoded, with those that have no loss in brackets; their numbers, where no tokenizer is known."""
-        labels, mask = sample.labels[:_SHOWN_TOKENS].tolist(), sample.loss_mask[:_SHOWN_TOKENS].tolist()
         try:
             tokenizer = load_tokenizer(self.config)
         except DataError:
-            kept = zip(labels, mask, strict=True)
-            return ["  " + " ".join(str(label) if counts else f"[{label}]" for label, counts in kept)]
-        pieces: list[str] = []
-        start = 0
-        for end in range(1, len(labels) + 1):  # runs of equal mask decode together, so that no character is cut in two
-            if end == len(labels) or mask[end] != mask[start]:
-                text = tokenizer.decode(labels[start:end])
-                pieces.append(text if mask[start] else f"[{text}]")
-                start = end
-        return ["  | " + line for line in "".join(pieces).splitlines()]
+            tokenizer = None
+        return bracketed(sample.labels.tolist(), (~sample.loss_mask).tolist(), tokenizer)
 
     def text_writer(self) -> GPTTextWriter:
         """Goes on from the prompts of ``train.generation``, by the run's tokenizer."""

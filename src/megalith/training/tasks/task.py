@@ -77,8 +77,12 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
         num_parameters: of the whole model.
         num_expert_parameters: of these, those of the experts that tokens are routed to.
         routed_layers: the layers with experts, in all stages, by their index.
+        in_brackets: what ``sample_as_text`` has in brackets.
+        counted: what the first term is a mean over, in the plural.
     """
 
+    counted: str = "tokens"
+    in_brackets: str = "what no loss is taken on"
     terms: Mapping[str, float]
     tokens_per_sample: int
     flops_per_sample: int
@@ -176,7 +180,7 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
 
     @abstractmethod
     def sample_as_text(self, sample: Sample) -> list[str]:
-        """``sample`` for a person, in lines: what the model reads, and what no loss is taken on."""
+        """``sample`` for a person, in lines: its text, with ``in_brackets`` in brackets."""
 
     def text_writer(self) -> TextWriter:
         """What ``train.generation`` asks for.

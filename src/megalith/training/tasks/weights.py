@@ -1,15 +1,16 @@
 """The weights of a model, from whatever holds them: a checkpoint of ours, or the model of another system."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 from torch import Tensor
 
-from megalith.checkpoint.load import load_stored, load_tensors
+from megalith.checkpoint.load import load_stored, open_tensors
+from megalith.checkpoint.verify import verify_checkpoint
 from megalith.config import TransformerConfig
 from megalith.models.foreign import foreign_model
 from megalith.storage import Store, open_store
-from megalith.topology.agreement import agreed
+from megalith.topology.agreement import agreed, all_gather
 
 __all__ = ["described_at", "is_weight", "load_weights"]
 
@@ -28,10 +29,19 @@ def described_at(location: str | Path | Store) -> TransformerConfig | None:
     return None if folder is None else folder.config
 
 
-def load_weights(location: str | Path | Store, into: Mapping[str, Tensor]) -> None:
+def load_weights(
+    location: str | Path | Store, into: Mapping[str, Tensor], heads: Set[str] = frozenset()
+) -> dict[str, list[str]]:
     """Fills the weights ``into`` by name, in any layout and of any floating dtype; all ranks call it.
 
     Each rank reads no more than its own parts.
+
+    Args:
+        heads: modules of which a model for another purpose has others: one that ``location`` does not have stays as it
+            is in ``into``, and one that the model does not have is not read.
+
+    Returns:
+        Those of both sorts, sorted, as "missing" and "left out".
 
     Raises:
         CheckpointError: what is at ``location`` is damaged, or does not fit; on every rank, with nothing changed.
@@ -41,6 +51,19 @@ def load_weights(location: str | Path | Store, into: Mapping[str, Tensor]) -> No
     with agreed(f"{store} cannot be loaded"):
         folder = foreign_model(store)
     if folder is None:
-        load_tensors(store, into, only=is_weight, cast=True)
-    else:
-        load_stored(folder.weights, into, cast=True)
+        verify_checkpoint(store)
+    with agreed(f"{store} cannot be loaded"):
+        stored = open_tensors(store, is_weight) if folder is None else folder.weights
+    there = heads & set(map(_module, stored.tensors))
+    wanted = heads & {module for names in all_gather(sorted(set(map(_module, into)))) for module in names}
+    load_stored(
+        stored.only(lambda name: _module(name) not in there - wanted),
+        {name: tensor for name, tensor in into.items() if _module(name) not in wanted - there},
+        cast=True,
+    )
+    return {"missing": sorted(wanted - there), "left out": sorted(there - wanted)}
+
+
+def _module(name: str) -> str:
+    """The part of a model that its tensor ``name`` is in."""
+    return name.split(".", 1)[0]

@@ -1,0 +1,191 @@
+"""Whether an encoder learns what it is for on real text: recipes bert-tiny and classification-tiny.
+
+    python -m benchmarks.bert_tiny FOLDER [SEED ...]
+
+For each seed, on the demo's corpus and two ranks of this machine:
+
+    pretraining   recipe bert-tiny; held-out accuracy of masked tokens, against guessing from counts
+    fine-tuning   recipe classification-tiny, which package of the standard library a passage is from: from the
+                  pretrained model and from scratch, against the commonest package and a bag of words
+
+The bag of words is a logistic regression on the counts of a passage's tokens, each divided by the number of tokens,
+with the L2 penalty that does best on the held-out passages: scikit-learn's objective, minimised by L-BFGS.
+
+A line a seed, and results.json in FOLDER. Exit code 1 if a seed misses what the recipes are for. What is in FOLDER
+already is not trained again.
+"""
+
+import csv
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.labelled import prepare_labelled
+from megalith.data.labelled_dataset import LabelledTexts
+from megalith.data.prepare import prepare
+from megalith.data.tokenizer import Tokenizer
+from megalith.insight.corpus import labelled_passages, split_by_file, standard_library_sources
+from megalith.insight.masked_baselines import MaskedBaselines, masked_baselines
+from megalith.resilience.launch import launch
+from megalith.storage import write_json_atomic
+from megalith.training.inference import evaluate_checkpoint, load_model
+from megalith.training.resume import where_it_goes_on
+
+_VOCABULARY, _HELD_OUT, _SAMPLES = 2048, 0.1, 512
+_PACKAGES, _LINES, _TOKENS = 12, 4, 126
+_EACH = 100  # passages of a package to learn from: pretraining is for where labels are few
+_PENALTIES = (1e-6, 1e-5, 1e-4, 1e-3)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one seed: accuracies are shares, losses nats per token, ``minutes`` those of pretraining on this machine."""
+
+    seed: int
+    masked_accuracy: float
+    masked_loss: float
+    order_accuracy: float
+    from_pretrained: float
+    from_scratch: float
+    minutes: float
+
+    def holds(self, guessing: MaskedBaselines, others: Sequence[float]) -> bool:
+        """Whether the recipes do what they are for."""
+        learned = self.masked_accuracy > max(guessing.unigram_accuracy, guessing.bigram_accuracy)
+        return learned and self.from_pretrained > max(self.from_scratch, *others)
+
+
+def main(folder: Path, seeds: list[int]) -> int:
+    """The exit code."""
+    text, passages = _texts(folder / "data")
+    commonest, words = _without_a_model(passages, folder / "data")
+    results: list[Result] = []
+    holds = True
+    for seed in seeds:
+        pretrained = folder / f"seed-{seed}" / "pretrained"
+        minutes = _pretrain(pretrained, seed, text)
+        guessing = _guessing(pretrained, text)
+        [masked] = evaluate_checkpoint(pretrained, None, _SAMPLES)
+        tuned = [_finetune(folder / f"seed-{seed}", seed, passages, start) for start in (pretrained, None)]
+        accuracies = masked.means["mlm_accuracy"], masked.loss, masked.means["sop_accuracy"]
+        results.append(Result(seed, *accuracies, *tuned, minutes))
+        holds = holds and results[-1].holds(guessing, (commonest, words))
+        print(results[-1], "holds" if results[-1].holds(guessing, (commonest, words)) else "FAILS", flush=True)
+        print(f"  {guessing}; commonest package {commonest:.4f}, bag of words {words:.4f}", flush=True)
+        write_json_atomic(
+            folder / "results.json",
+            {
+                "guessing": asdict(guessing),
+                "commonest": commonest,
+                "bag_of_words": words,
+                "results": [asdict(found) for found in results],
+            },
+        )
+    return 0 if holds else 1
+
+
+def _texts(folder: Path) -> tuple[str, str]:
+    """The prefixes of the text and of the passages, each with -valid beside it."""
+    kept, held_out = split_by_file(standard_library_sources(), _HELD_OUT, seed=0)
+    found = prepare(
+        kept,
+        folder / "text",
+        vocab_size=_VOCABULARY,
+        valid=held_out,
+        split_sentences=True,
+        special_tokens=["bert"],
+        processes=os.cpu_count() or 1,
+    )
+    out = folder / "passages"
+    if not out.with_suffix(".idx").exists():
+        random = np.random.default_rng(0)
+        train, valid = (
+            labelled_passages(files, number, _LINES) for files, number in ((kept, _PACKAGES), (held_out, 99))
+        )
+        by_package = {name: [row for row in train if row[1] == name] for _, name in train}
+        few = [rows[place] for rows in by_package.values() for place in random.permutation(len(rows))[:_EACH]]
+        known = [row for row in valid if row[1] in by_package]
+        for name, rows in (("train", few), ("valid", known)):
+            with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
+                csv.writer(file).writerows([("text", "label"), *rows])
+        classes = prepare_labelled(folder / "train.csv", out, found.tokenizer, max_tokens=_TOKENS).classes
+        prepare_labelled(folder / "valid.csv", f"{out}-valid", found.tokenizer, classes=classes, max_tokens=_TOKENS)
+    return str(found.prefix), str(out)
+
+
+def _pretrain(run: Path, seed: int, text: str) -> float:
+    """The minutes that it took; NaN of a run that was there."""
+    started = perf_counter()
+    was_there = (run / "checkpoints").exists()
+    _train("bert-tiny", run, [f"data.train={text}", f"data.valid={text}-valid", f"train.seed={seed}"])
+    return float("nan") if was_there else (perf_counter() - started) / 60
+
+
+def _finetune(folder: Path, seed: int, passages: str, start: Path | None) -> float:
+    """The held-out accuracy of a classifier that begins at the run ``start``, or at random weights."""
+    run = folder / ("from-scratch" if start is None else "from-pretrained")
+    overrides = [f"data.train={passages}", f"data.valid={passages}-valid", f"train.seed={seed}"]
+    overrides.append(f"model.bert.num_classes={_PACKAGES}")
+    _train("classification-tiny", run, overrides + ([] if start is None else ["--from", str(start)]))
+    [found] = evaluate_checkpoint(run, None, None)
+    return found.means["accuracy"]
+
+
+def _train(recipe: str, run: Path, overrides: list[str]) -> None:
+    arguments = ["train", recipe, *overrides, f"run={run}", "train.log_every=50"]
+    if code := launch(2, arguments, run.parent / "logs", print, goes_on=partial(where_it_goes_on, run / "checkpoints")):
+        raise SystemExit(f"megalith {' '.join(arguments)} ended with exit code {code}")
+
+
+def _guessing(run: Path, text: str) -> MaskedBaselines:
+    held_out = load_model(run).task.evaluation_dataset(f"{text}-valid")
+    number = min(_SAMPLES, len(held_out))
+    samples = [held_out[place * len(held_out) // number] for place in range(number)]
+    return masked_baselines(IndexedDataset(text), samples, _VOCABULARY)
+
+
+def _without_a_model(passages: str, folder: Path) -> tuple[float, float]:
+    """The held-out accuracies of the commonest package and of the bag of words."""
+    tokenizer = Tokenizer.load(folder / "text-tokenizer.json")
+    train, valid = (LabelledTexts(prefix, tokenizer, _TOKENS + 2) for prefix in (passages, f"{passages}-valid"))
+    commonest = np.bincount(train.labels).argmax()
+    (words, labels), (held_out, wanted) = (_words(texts) for texts in (train, valid))
+    found = [_regression(words, labels, held_out, wanted, penalty) for penalty in _PENALTIES]
+    return float(np.mean(valid.labels == commonest)), max(found)
+
+
+def _words(texts: LabelledTexts) -> tuple[Tensor, Tensor]:
+    """The share of each token in each text, float64 [N, V], and the classes [N]."""
+    rows = [np.bincount(texts[number].tokens, minlength=_VOCABULARY) for number in range(len(texts))]
+    counts = torch.from_numpy(np.stack(rows)).double()
+    return counts / counts.sum(1, keepdim=True), torch.from_numpy(texts.labels)
+
+
+def _regression(words: Tensor, labels: Tensor, held_out: Tensor, wanted: Tensor, penalty: float) -> float:
+    weight = torch.zeros(words.shape[1], int(labels.max()) + 1, dtype=torch.float64, requires_grad=True)
+    bias = torch.zeros(weight.shape[1], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weight, bias], max_iter=300, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        found = torch.nn.functional.cross_entropy(words @ weight + bias, labels) + penalty * weight.square().sum()
+        found.backward()
+        return found
+
+    optimizer.step(loss)
+    return float(((held_out @ weight + bias).argmax(-1) == wanted).double().mean())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        raise SystemExit(__doc__)
+    sys.exit(main(Path(sys.argv[1]), [int(seed) for seed in sys.argv[2:]] or [1, 2, 3]))

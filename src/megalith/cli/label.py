@@ -1,0 +1,51 @@
+"""``megalith data label``: from a file of texts and their classes to a dataset that a classifier learns from."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megalith.cli.console import show_text
+
+__all__ = ["label"]
+
+
+def label(
+    file: Annotated[Path, typer.Argument(help="A .csv or .tsv file with the columns text and label.", metavar="FILE")],
+    out: Annotated[
+        Path,
+        typer.Option(help="Prefix of the files to write: PREFIX.bin, .idx, .json, -classes.json.", metavar="PREFIX"),
+    ],
+    tokenizer: Annotated[Path, typer.Option(help="The tokenizer.json of the model that is to learn.", metavar="PATH")],
+    valid: Annotated[
+        Path | None, typer.Option(help="Held-out texts of the same classes, for PREFIX-valid.", metavar="FILE")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Cut texts after so many tokens; by default none is cut.", metavar="N")
+    ] = None,
+    eod: Annotated[
+        str | None, typer.Option(help="Token that ends a document, if the tokenizer has none of the usual names.")
+    ] = None,
+) -> None:
+    """Tokenize texts with a class each."""
+    from megalith.data.labelled import prepare_labelled
+
+    found = prepare_labelled(file, out, tokenizer, max_tokens=max_tokens, eod=eod)
+    parts = [("training", found)]
+    if valid is not None:
+        held_out = Path(f"{out}-valid")
+        parts.append(
+            (
+                "held out",
+                prepare_labelled(valid, held_out, tokenizer, classes=found.classes, max_tokens=max_tokens, eod=eod),
+            )
+        )
+    for name, part in parts:
+        cut = f", {part.num_cut:,} of them cut" if part.num_cut else ""
+        show_text(f"{name:<10}{part.num_texts:,} texts{cut}, {part.num_tokens:,} tokens")
+    show_text(f"{'classes':<10}{len(found.classes)}: {', '.join(found.classes[:20])}")
+    beside = "" if valid is None else f" data.valid={out}-valid"
+    show_text(
+        f"next: megalith train classification-tiny --from RUN data.train={out}{beside} "
+        f"model.bert.num_classes={len(found.classes)}"
+    )

@@ -1,0 +1,171 @@
+"""Texts with a class each: from files of two columns to a dataset, with the class of every document beside it.
+
+    PREFIX.bin, .idx, .json   the texts, a document each
+    PREFIX-classes.json       {"classes": [name, ...], "labels": [the class of document 0, of document 1, ...]}
+
+A file is .csv or .tsv (no quotes there, as in GLUE), in UTF-8, with a header that names the columns ``text`` and
+``label`` in any order. Classes are the labels of the training file, sorted.
+"""
+
+import csv
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.data.index_file import companion
+from megalith.data.indexed_dataset import IndexedDatasetBuilder, best_dtype
+from megalith.data.tokenizer import Tokenizer
+from megalith.errors import ConfigError, DataError, StorageError
+from megalith.storage import open_store, write_json_atomic
+
+__all__ = ["CLASSES_SUFFIX", "LabelledSummary", "Labels", "prepare_labelled"]
+
+_COLUMNS = {"text", "label"}
+CLASSES_SUFFIX = "-classes.json"
+_AT_ONCE = 1024  # texts that are encoded together
+_MOST_TOLD = 10  # lines; who has more wants to see the first ones
+_READERS: dict[str, dict[str, Any]] = {".csv": {}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The names of classes, and the class of every document, int64 [N]."""
+
+    classes: tuple[str, ...]
+    labels: NDArray[np.int64]
+
+    @classmethod
+    def read(cls, prefix: str | Path, num_documents: int) -> "Labels":
+        """Those beside the dataset ``prefix``. Raises DataError where there are none, or they do not fit it."""
+        folder, name = open_store(prefix).split()
+        path = f"{folder / name}{CLASSES_SUFFIX}"
+        way_out = "make the dataset with: megalith data label FILE.csv --out PREFIX --tokenizer PATH"
+        try:
+            found = json.loads(folder.read(name + CLASSES_SUFFIX))
+            classes, labels = tuple(map(str, found["classes"])), np.array(found["labels"], np.int64)
+        except StorageError as error:
+            raise DataError(f"{prefix} must have the class of each text in {path}; {error}; {way_out}") from error
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            raise DataError(f"{path} must hold names of classes and a label for each text; {way_out}") from error
+        if labels.shape != (num_documents,):
+            raise DataError(
+                f"{path} must have {num_documents} labels, one of each text; it has {len(labels)}; {way_out}"
+            )
+        if ((labels < 0) | (labels >= len(classes))).any():
+            wrong = labels[(labels < 0) | (labels >= len(classes))][0]
+            raise DataError(f"labels of {path} must be 0 to {len(classes) - 1}; one is {wrong}; {way_out}")
+        return cls(classes, labels)
+
+
+@dataclass(frozen=True)
+class LabelledSummary:
+    """What was written. ``num_cut``: texts that lost their end."""
+
+    prefix: Path
+    classes: tuple[str, ...]
+    num_texts: int
+    num_tokens: int
+    num_cut: int
+
+
+def prepare_labelled(
+    file: str | Path,
+    out: str | Path,
+    tokenizer: str | Path,
+    *,
+    classes: Sequence[str] | None = None,
+    max_tokens: int | None = None,
+    eod: str | None = None,
+) -> LabelledSummary:
+    """Tokenizes the two columns of ``file`` into the dataset ``out``, which appears when all of it is there.
+
+    Args:
+        tokenizer: a tokenizer.json, that of the model which is to learn.
+        classes: names of classes that must hold all labels, those of a training file; by default the file's own.
+        max_tokens: texts are cut after so many tokens; by default none is.
+        eod: as in ``Tokenizer``.
+
+    Raises:
+        ConfigError: ``max_tokens`` is below 1.
+        DataError: the file is not what the module says, has an empty text or label, or one that is in no class; a class
+            has no text; ``out`` is taken.
+        StorageError: the disk is full, or may not be written.
+    """
+    if max_tokens is not None and max_tokens < 1:
+        raise ConfigError(f"--max-tokens must be 1 or more; got {max_tokens}; leave it out to cut nothing")
+    out, loaded = Path(os.path.abspath(out)), Tokenizer.load(tokenizer, eod)
+    texts, names = _read(Path(file))
+    known = tuple(sorted(set(names))) if classes is None else tuple(classes)
+    numbers = {name: number for number, name in enumerate(known)}
+    if unknown := sorted(set(names) - numbers.keys()):
+        raise DataError(
+            f"labels of {file} must be of the classes {', '.join(known[:_MOST_TOLD])}; {unknown[0]!r} is in none; mend "
+            "the file, or prepare all of it as training data"
+        )
+    if len(known) < 2:
+        raise DataError(f"{file} must have texts of 2 classes or more; all are of {known[0]!r}; add those of another")
+    num_cut = 0
+    with IndexedDatasetBuilder(out, best_dtype(loaded.vocab_size)) as builder:
+        for first in range(0, len(texts), _AT_ONCE):
+            for ids in loaded.encode_batch(texts[first : first + _AT_ONCE]):
+                num_cut += max_tokens is not None and len(ids) > max_tokens
+                builder.add_document(ids[:max_tokens])
+        labels = [numbers[name] for name in names]
+        write_json_atomic(companion(out, CLASSES_SUFFIX), {"classes": list(known), "labels": labels})
+        builder.finalize(
+            tokenizer=os.path.relpath(os.path.abspath(tokenizer), out.parent),
+            tokenizer_sha256=loaded.sha256,
+            vocab_size=loaded.vocab_size,
+            eod=loaded.eod,
+        )
+    return LabelledSummary(out, known, len(texts), builder.num_tokens, num_cut)
+
+
+def _read(path: Path) -> tuple[list[str], list[str]]:
+    """The texts and labels of a file. Raises DataError with the first of its wrong lines."""
+    if path.suffix not in _READERS:
+        raise DataError(f"labelled texts are in a .csv or .tsv file; got {path}; save it as one")
+    texts, labels, wrong = list[str](), list[str](), list[str]()
+    try:
+        for line, text, label in _rows(path):
+            if text.strip() and label.strip():
+                texts.append(text)
+                labels.append(label.strip())
+            else:
+                wrong.append(f"line {line} has no {'label' if text.strip() else 'text'}")
+    except OSError as error:
+        raise DataError(f"labelled texts cannot be read from {path}: {error.strerror}; check the path") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} must be a table of two columns in UTF-8; it cannot be read as one: {error}") from error
+    if wrong:
+        more = [f"and {len(wrong) - _MOST_TOLD:,} more"] if len(wrong) > _MOST_TOLD else []
+        raise DataError("\n  ".join([f"every row of {path} must have a text and a label:", *wrong[:_MOST_TOLD], *more]))
+    if not texts:
+        raise DataError(f"{path} holds no text; write one a row, with its label")
+    return texts, labels
+
+
+def _rows(path: Path) -> Iterator[tuple[int, str, str]]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, strict=True, **_READERS[path.suffix])
+        header = [name.strip().lower() for name in next(reader, [])]
+        if set(header) != _COLUMNS or len(header) != len(_COLUMNS):
+            raise DataError(
+                f"the first line of {path} must name its two columns, text and label; got {', '.join(header) or 'none'}"
+            )
+        place = header.index("text")
+        for row in reader:
+            if not row:
+                continue
+            if len(row) != len(_COLUMNS):
+                raise DataError(
+                    f"every row of {path} must have 2 columns; line {reader.line_num} has {len(row)}; put a text that "
+                    "holds a comma in quotes"
+                )
+            yield reader.line_num, row[place], row[1 - place]

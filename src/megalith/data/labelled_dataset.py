@@ -1,0 +1,135 @@
+"""Samples of a classifier: a text between BERT's special tokens, [CLS] text [SEP], and its class.
+
+Epoch e visits the texts in an order keyed by (seed, e), so that sample i depends on (data, tokenizer, seed, i) alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.data.bert_dataset import BertBatch
+from megalith.data.fingerprint import fingerprint
+from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.labelled import Labels
+from megalith.data.special_tokens import bert_tokens
+from megalith.data.token_ids import check_sample
+from megalith.data.tokenizer import Tokenizer
+from megalith.errors import DataError
+from megalith.numerics.permutation import KeyedPermutation
+
+__all__ = ["LabelledDataset", "LabelledText", "LabelledTexts", "stack_labelled_texts"]
+
+
+@dataclass(frozen=True)
+class LabelledText:
+    """``tokens``: int64 [N], special tokens included; ``label``: its class, a number."""
+
+    tokens: NDArray[np.int64]
+    label: int
+
+
+def stack_labelled_texts(
+    samples: Sequence[LabelledText], row_ids: Sequence[int], seq_length: int, padding: int
+) -> BertBatch:
+    """The batch of these samples, one a row, padded to ``seq_length`` with the token ``padding``."""
+    tokens = np.full((len(samples), seq_length), padding, np.int64)
+    for row, sample in zip(tokens, samples, strict=True):
+        row[: len(sample.tokens)] = sample.tokens
+    return BertBatch(
+        tokens=tokens,
+        labels=np.full_like(tokens, -1),
+        token_types=np.zeros_like(tokens),
+        num_tokens=np.array([len(sample.tokens) for sample in samples], np.int64),
+        classes=np.array([sample.label for sample in samples], np.int64),
+        row_ids=np.array(row_ids, np.int64),
+        positions=np.arange(seq_length),
+    )
+
+
+class LabelledTexts:
+    """The texts of a dataset in the order of the file, once.
+
+    Args:
+        dataset: its prefix, as ``data.labelled`` writes it.
+        tokenizer: that made it.
+        seq_length: the tokens that a sample has at most, special tokens included.
+        vocab_size: of the model that reads the samples; None: unknown.
+
+    Attributes:
+        classes: their names.
+
+    Raises:
+        DataError: the files cannot be read, have no classes, a class without a text, or a text that is longer than a
+            sample; the tokenizer lacks one of BERT's special tokens.
+    """
+
+    def __init__(
+        self, dataset: str | Path, tokenizer: Tokenizer, seq_length: int, *, vocab_size: int | None = None
+    ) -> None:
+        self.special = bert_tokens(tokenizer)
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._data = IndexedDataset(dataset)
+        self._data.require_token_ids()
+        self._starts = self._data.document_starts()
+        found = Labels.read(dataset, self._data.num_documents)
+        self.classes, self.labels = found.classes, found.labels
+        lengths, room = np.diff(self._starts), seq_length - 2
+        if len(lengths) and lengths.max() > room:
+            raise DataError(
+                f"a text of {dataset} must have at most {room} tokens, which a sample has room for; text "
+                f"{int(np.argmax(lengths > room))} has {lengths[np.argmax(lengths > room)]}; set a longer "
+                f"data.seq_length, or cut long texts: megalith data label ... --max-tokens {room}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> LabelledText:
+        """Text ``index``. Raises IndexError outside [0, len)."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"texts are numbered 0 to {len(self) - 1}; asked for {index}")
+        first, end = int(self._starts[index]), int(self._starts[index + 1])
+        text = self._data.tokens[first:end]
+        check_sample(self._data, index, first, text, self._vocab_size)
+        tokens = np.concatenate(([self.special.classifier], text.astype(np.int64), [self.special.separator]))
+        return LabelledText(tokens, int(self.labels[index]))
+
+    def identity(self) -> dict[str, Any]:
+        """The texts and their classes, by a fingerprint; the tokenizer, by the SHA-256 of its file."""
+        return {
+            "text": fingerprint(self._data.tokens, self._starts),
+            "labels": fingerprint(self.labels, np.arange(len(self.labels) + 1)),
+            "tokenizer": self._tokenizer.sha256,
+        }
+
+
+class LabelledDataset:
+    """``texts`` without end: any index from 0 on is a sample.
+
+    Raises:
+        DataError: a class has no text.
+    """
+
+    def __init__(self, texts: LabelledTexts, seed: int) -> None:
+        self.texts, self._seed = texts, seed
+        missing = np.flatnonzero(np.bincount(texts.labels, minlength=len(texts.classes)) == 0)
+        if len(missing):
+            raise DataError(
+                f"every class must have a text to learn from; {texts.classes[missing[0]]!r} has none; add some, or "
+                "leave the class out"
+            )
+
+    def __getitem__(self, index: int) -> LabelledText:
+        """Sample ``index``, from 0 on. Raises IndexError below 0."""
+        if index < 0:
+            raise IndexError(f"samples are numbered from 0; asked for {index}")
+        epoch, place = divmod(index, len(self.texts))
+        return self.texts[KeyedPermutation(len(self.texts), self._seed, f"texts-{epoch}")(place)]
+
+    def identity(self) -> dict[str, Any]:
+        """That of the texts."""
+        return self.texts.identity()

@@ -1,0 +1,52 @@
+"""What was measured on held-out samples beside the loss: accuracies over steps, and a table of confusion."""
+
+import math
+from collections.abc import Mapping
+from html import escape
+
+from megalith.insight.report_charts import Chart, Line, svg
+from megalith.insight.report_parts import card, num_steps
+from megalith.insight.run_history import RunHistory
+
+__all__ = ["held_out_measures"]
+
+_SIZE = (310, 170)  # pixels
+_ACCURACY, _CONFUSION = "accuracy", "confusion"
+
+
+def held_out_measures(run: RunHistory) -> str:
+    """The cards of a run that measured any; "" of others."""
+    names = dict.fromkeys(name for _, means in run.measures for name in means)
+    curves = "".join(_curve(run, name) for name in names if name.endswith(_ACCURACY))
+    columns = f'<div class="columns">{curves}</div>' if curves else ""
+    return columns + (_confusion(*run.measures[-1]) if run.measures else "")
+
+
+def _curve(run: RunHistory, name: str) -> str:
+    """The share of ``name`` that is right, over steps."""
+    steps, values = zip(*((step, means[name]) for step, means in run.measures if name in means), strict=True)
+    describe = f"{name} over {num_steps(steps[-1])}; at the end {values[-1]:.1%}"
+    lines = [Line(steps, values, width=1.6, colour="--held-out", dots=True)]
+    drawn = svg(Chart(name, describe, lines, (), (), "{:.0%}".format, from_zero=True), *_SIZE)
+    title = name.replace("_", " ")
+    return card(title[0].upper() + title[1:], f"of held-out samples; at the end {values[-1]:.1%}", drawn)
+
+
+def _confusion(step: int, means: Mapping[str, float]) -> str:
+    """Of the samples of each class the shares that are taken for each class; "" where that was not measured."""
+    shares = {tuple(name.split("/")[1:]): mean for name, mean in means.items() if name.startswith(f"{_CONFUSION}/")}
+    classes = list(dict.fromkeys(label for label, _ in shares))
+    if not classes:
+        return ""
+    head = "".join(f"<th>{escape(label)}" for label in classes)
+    rows = "".join(
+        f"<tr><th>{escape(label)}" + "".join(_cell(shares[label, taken], label == taken) for taken in classes)
+        for label in classes
+    )
+    note = f"of the samples of a class (row) the share that is taken for each class (column), at step {step:,}"
+    return card("Confusion", note, f"<table><tr><th>{head}{rows}</table>")
+
+
+def _cell(share: float, is_right: bool) -> str:
+    text = "" if not math.isfinite(share) or share == 0.0 else f"{share:.0%}"
+    return f"<td>{f'<b>{text}</b>' if is_right and text else text}"

@@ -1,0 +1,72 @@
+"""The data of a small recipe: random tokens, in the form that its task reads."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import models
+
+from megalith.data.index_file import companion
+from megalith.data.indexed_dataset import IndexedDatasetBuilder
+from megalith.data.labelled import CLASSES_SUFFIX
+from megalith.data.special_tokens import SPECIAL_TOKENS
+from megalith.data.tokenizer import Tokenizer
+from megalith.insight.verify.shrink import EOD, SEQ_LENGTH, Tree
+from megalith.storage import write_json_atomic
+
+__all__ = ["write_data"]
+
+_NUM_DOCUMENTS = 64
+_MOST_SENTENCES, _LONGEST_SENTENCE = 8, 5  # of a document; tokens of a sentence
+_AROUND_A_TEXT = 2  # special tokens
+_TOKENIZER = "tokenizer.json"
+
+
+def write_data(prefix: Path, small: Tree) -> None:
+    """Writes the dataset ``prefix`` that the task of ``small`` reads."""
+    model, random = small["model"], np.random.default_rng(0)
+    bert, special = model.get("bert"), SPECIAL_TOKENS["bert"]
+    vocab_size, least = model["vocab_size"], 1 + len(special)  # text has no special tokens
+    if bert is None:
+        lengths = random.integers(1, SEQ_LENGTH, _NUM_DOCUMENTS)  # so short that rows hold several
+        _write(prefix, vocab_size, [[np.append(random.integers(1, vocab_size, T), EOD)] for T in lengths])
+        return
+    is_pretrained = bert.get("head", "pretraining") == "pretraining"
+    most, longest = (_MOST_SENTENCES, _LONGEST_SENTENCE) if is_pretrained else (1, SEQ_LENGTH - _AROUND_A_TEXT)
+    numbers = random.integers(min(2, most), most + 1, _NUM_DOCUMENTS)
+    documents = [
+        [random.integers(least, vocab_size, T) for T in random.integers(1, longest + 1, number)] for number in numbers
+    ]
+    _write(prefix, vocab_size, documents, special)
+    if not is_pretrained:
+        num_classes = bert["num_classes"]
+        labels = [number % num_classes for number in range(_NUM_DOCUMENTS)]
+        classes = {"classes": [str(number) for number in range(num_classes)], "labels": labels}
+        write_json_atomic(companion(prefix, CLASSES_SUFFIX), classes)
+
+
+def _write(
+    prefix: Path, vocab_size: int, documents: Sequence[Sequence[NDArray[np.int64]]], special: Sequence[str] = ()
+) -> None:
+    """``documents`` of sentences; with ``special`` tokens, of a tokenizer that is written beside them."""
+    beside: dict[str, Any] = {}
+    if special:
+        tokenizer = _tokenizer(vocab_size, special)
+        tokenizer.save(prefix.parent / _TOKENIZER)
+        beside = {"tokenizer": _TOKENIZER, "tokenizer_sha256": tokenizer.sha256}
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for sentences in documents:
+            builder.add_document(np.concatenate(sentences), list(map(len, sentences)))
+        builder.finalize(vocab_size=vocab_size, eod=EOD, **beside)
+
+
+def _tokenizer(vocab_size: int, special: Sequence[str]) -> Tokenizer:
+    """Of ``vocab_size`` words; the first ends documents, and then come the ``special`` ones."""
+    names = ["[EOS]", *special]
+    words = {name: id for id, name in enumerate([*names, *(f"w{id}" for id in range(len(names), vocab_size))])}
+    made = tokenizers.Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    made.add_special_tokens(names)
+    return Tokenizer(made.to_str().encode())

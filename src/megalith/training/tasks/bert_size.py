@@ -1,0 +1,29 @@
+"""What a row costs a BERT to train, in closed form from its settings.
+
+Layers are those of ``gpt_size``, with attention to all S positions. Of a row of S tokens of which P are predicted, the
+head costs 3 x 2 P (H H + V H), and what reads the pooled token 3 x 2 (H H + C H), for V words and C classes.
+"""
+
+from megalith.config import TransformerConfig
+from megalith.parallel.pipeline.stages import ModelCosts
+from megalith.training.tasks.gpt_size import layer_flops
+
+__all__ = ["bert_costs", "bert_flops_per_row"]
+
+
+def bert_flops_per_row(config: TransformerConfig, vocab_size: int, seq_length: int, num_predicted: float) -> int:
+    """Model FLOPs of training on a row of ``seq_length`` tokens, ``num_predicted`` of which are masked on average."""
+    costs = bert_costs(config, vocab_size, seq_length, num_predicted)
+    return sum(costs.layers) + costs.embedding + costs.head
+
+
+def bert_costs(config: TransformerConfig, vocab_size: int, seq_length: int, num_predicted: float) -> ModelCosts:
+    """``bert_flops_per_row``, part by part: an embedding only looks up."""
+    assert config.bert is not None, "the settings of a BERT"
+    H, bert = config.hidden_size, config.bert
+    layers = [seq_length * layer_flops(config, index, seq_length, causal=False) for index in range(config.num_layers)]
+    num_classes, predicted = (2 if bert.binary_head else 0), round(6 * num_predicted * (H * H + vocab_size * H))
+    if bert.head != "pretraining":
+        num_classes, predicted = bert.num_classes or 1, 0
+    of_texts = 6 * (H * H + num_classes * H) if num_classes else 0
+    return ModelCosts(tuple(layers), embedding=0, head=predicted + of_texts)

@@ -1,0 +1,124 @@
+"""What every task of a BERT shares: the model, and rows of padded tokens on their way into it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config import RunConfig
+from megalith.data.bert_dataset import BertBatch
+from megalith.models.bert_model import BertModel
+from megalith.models.language_model import hidden_shape
+from megalith.numerics.dropout import DropoutKey
+from megalith.packed_seq_params import PackedSeqParams
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.context.zigzag import zigzag_positions
+from megalith.training.batch import to_device
+from megalith.training.tasks.bert_size import bert_costs
+from megalith.training.tasks.masked_task import MaskedTask
+from megalith.transformer.stage import Stage
+
+__all__ = ["BertInputs", "BertTask"]
+
+Sample = TypeVar("Sample")
+
+
+@dataclass(frozen=True)
+class BertInputs:
+    """A micro-batch as ``BertModel.forward`` takes it, and what its rows are to tell.
+
+    Attributes:
+        tokens, labels: int64 [B, S/cp]; labels are -1 where no token is to be predicted.
+        token_types: int64 [B, S/cp]; None where the model tells no types apart.
+        position_ids: int64 [S/cp].
+        packed_seq_params: tokens and padding of whole rows.
+        pooled_tokens: int64 [N], the first token of each row with a class that this rank has.
+        classes: int64 [N].
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    token_types: Tensor | None
+    position_ids: Tensor
+    packed_seq_params: PackedSeqParams
+    pooled_tokens: Tensor
+    classes: Tensor
+    dropout_key: DropoutKey
+
+
+class BertTask(MaskedTask[Sample, BertBatch, BertInputs]):
+    """A task of the model that ``model.bert`` describes.
+
+    Args:
+        predicted: the share of a row's tokens that are predicted, on average.
+
+    Raises:
+        ConfigError: as ``MaskedTask``.
+    """
+
+    def __init__(self, config: RunConfig, predicted: float) -> None:
+        assert config.model.bert is not None, "the settings of a BERT"
+        assert config.model.vocab_size is not None, "preflight has settled it"
+        S = config.data.seq_length
+        super().__init__(config, bert_costs(config.model, config.model.vocab_size, S, predicted * S), S)
+        self.bert = config.model.bert
+
+    def build_model(self, options: BuildOptions, stage: Stage | None = None) -> BertModel:
+        """The model that ``model`` of the settings describes, or a stage of it."""
+        return BertModel(self.config.model, options, stage=stage)
+
+    def hidden_shape(self, batch: BertBatch, options: BuildOptions) -> tuple[int, ...]:
+        """[S/tp, B, H] under sequence parallelism, else [S, B, H]."""
+        B, S = batch.tokens.shape
+        return hidden_shape(self.config.model, options, B, S)
+
+    def collate(
+        self, samples: Sequence[Sample], rows: Sequence[int], counted: Sequence[bool] | None = None
+    ) -> BertBatch:
+        """The samples, one a row."""
+        batch = self.stack(samples, rows)
+        return batch if counted is None else batch.counting(counted)
+
+    def stack(self, samples: Sequence[Sample], rows: Sequence[int]) -> BertBatch:
+        """As ``collate``, of rows that all count."""
+        raise NotImplementedError
+
+    def context_part(self, batch: BertBatch, rank: int, size: int) -> BertBatch:
+        """The columns that ``rank`` holds; where tokens end and padding begins stays known of whole rows."""
+        return batch.columns(zigzag_positions(batch.tokens.shape[1], size, rank).numpy())
+
+    def inputs(self, batch: BertBatch, step: int, device: torch.device) -> BertInputs:
+        """``batch`` on ``device``.
+
+        A token's dropout depends on its row in the global batch and its position in the row.
+        """
+        S, columns = self.config.data.seq_length, torch.from_numpy(batch.positions)  # [S/cp]
+        is_token = torch.arange(S) < torch.from_numpy(batch.num_tokens).unsqueeze(1)  # [B, S]
+        classes = torch.from_numpy(batch.classes)
+        with_class = (classes >= 0).nonzero().flatten()  # [N]
+        rows = torch.from_numpy(batch.row_ids).unsqueeze(1)  # [B, 1]
+        return BertInputs(
+            to_device(batch.tokens, device),
+            to_device(batch.labels, device),
+            to_device(batch.token_types, device) if self.bert.num_token_types > 1 else None,
+            to_device(columns, device),
+            PackedSeqParams.from_padding(is_token).to(device),
+            to_device(with_class * len(columns), device),
+            to_device(classes[with_class], device),
+            DropoutKey(self.config.train.seed, step, to_device(rows * S + columns, device)),
+        )
+
+    def forward(self, model: nn.Module, inputs: BertInputs, hidden: Tensor | None) -> Any:
+        """``BertOutput``, or logits [N, classes]; of a stage without the head hidden states, [S, B, H]."""
+        return model(
+            inputs.tokens,
+            labels=inputs.labels,
+            token_types=inputs.token_types,
+            position_ids=inputs.position_ids,
+            packed_seq_params=inputs.packed_seq_params,
+            pooled_tokens=inputs.pooled_tokens,
+            dropout_key=inputs.dropout_key,
+            hidden=hidden,
+        )

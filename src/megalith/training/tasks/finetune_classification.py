@@ -1,0 +1,90 @@
+"""The class of a text, from its pooled first token: what a pretrained encoder is fine-tuned for."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from megalith.config import RunConfig
+from megalith.data.bert_dataset import BertBatch
+from megalith.data.labelled_dataset import LabelledDataset, LabelledText, LabelledTexts, stack_labelled_texts
+from megalith.data.special_tokens import bert_tokens
+from megalith.errors import ConfigError
+from megalith.training.tasks.bert_task import BertInputs, BertTask
+from megalith.training.tasks.shown_text import bracketed
+
+__all__ = ["FinetuneClassification"]
+
+
+class FinetuneClassification(BertTask[LabelledText]):
+    """The term ``classification`` is the negative log-likelihood of a text's class in nats, over the texts.
+
+    Evaluation measures ``accuracy`` too, and of the texts of each class the share that is taken for each other class:
+    ``confusion/TRUE/TAKEN``, by the numbers of the classes.
+
+    Raises:
+        ConfigError: as ``BertTask``; ``data.masking``, which nothing here reads.
+    """
+
+    terms = MappingProxyType({"classification": 1.0})
+    in_brackets = "special tokens"
+    counted = "texts"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config, predicted=0.0)
+        assert self.bert.num_classes is not None, "a rule asks for it"
+        self.num_classes = self.bert.num_classes
+        if config.data.masking is not None:
+            raise ConfigError("data.masking is for pretraining; bert.head=classification masks nothing; leave it out")
+
+    def train_dataset(self) -> LabelledDataset:
+        """``data.train``, in the order of ``train.seed``."""
+        assert self.config.data.train is not None, "preflight refuses a run without data"
+        return LabelledDataset(self.evaluation_dataset(self.config.data.train), self.config.train.seed)
+
+    def evaluation_dataset(self, prefix: str) -> LabelledTexts:
+        """The texts of ``prefix``, each once. Raises ConfigError where they are of other classes than the model's."""
+        S, vocab_size = self.config.data.seq_length, self.config.model.vocab_size
+        found = LabelledTexts(prefix, self.tokenizer, S, vocab_size=vocab_size)
+        if len(found.classes) != self.num_classes:
+            raise ConfigError(
+                f"model.bert.num_classes ({self.num_classes}) must be that of {prefix}, {len(found.classes)}: "
+                f"{', '.join(found.classes[:10])}; use {len(found.classes)}"
+            )
+        return found
+
+    def stack(self, samples: Sequence[LabelledText], rows: Sequence[int]) -> BertBatch:
+        """The samples, one a row."""
+        padding = bert_tokens(self.tokenizer).padding
+        return stack_labelled_texts(samples, rows, self.config.data.seq_length, padding)
+
+    def counts(self, batch: BertBatch) -> Mapping[str, int]:
+        """The texts, in all and of each class."""
+        num_texts = int((batch.classes >= 0).sum())
+        of_class = [int((batch.classes == label).sum()) for label in range(self.num_classes)]
+        confusion = {name: of_class[label] for label, _, name in self._confusion()}
+        return {"classification": num_texts, "accuracy": num_texts, **confusion}
+
+    def sums(self, output: Tensor, inputs: BertInputs) -> Mapping[str, Tensor]:
+        """The losses of texts; in evaluation too how many are taken for which class."""
+        wide = output.to(torch.promote_types(output.dtype, torch.float32))
+        found = {"classification": cross_entropy(wide, inputs.classes, reduction="sum")}
+        if output.requires_grad:
+            return found
+        taken = output.argmax(-1)
+        found["accuracy"] = (taken == inputs.classes).sum().float()
+        pairs = torch.bincount(inputs.classes * self.num_classes + taken, minlength=self.num_classes**2).float()
+        return found | {name: pairs[label * self.num_classes + other] for label, other, name in self._confusion()}
+
+    def sample_as_text(self, sample: LabelledText) -> list[str]:
+        """Its text decoded."""
+        tokens = sample.tokens.tolist()
+        is_special = [place in (0, len(tokens) - 1) for place in range(len(tokens))]
+        return [*bracketed(tokens, is_special, self.tokenizer), f"  of class {sample.label}"]
+
+    def _confusion(self) -> list[tuple[int, int, str]]:
+        """Each true class, the class that it is taken for, and the name of that measure."""
+        both = range(self.num_classes)
+        return [(label, taken, f"confusion/{label}/{taken}") for label in both for taken in both]

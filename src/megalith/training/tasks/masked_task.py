@@ -1,0 +1,75 @@
+"""What the tasks of models that are not a GPT share: their tokenizer, their size, and the settings that they refuse."""
+
+from typing import TypeVar
+
+import torch
+
+from megalith.config import RunConfig
+from megalith.data.tokenizer import Tokenizer
+from megalith.errors import ConfigError
+from megalith.models.language_model import hidden_dtype
+from megalith.parallel.pipeline.stages import ModelCosts
+from megalith.training.preflight import load_tokenizer
+from megalith.training.tasks.gpt_size import parameters
+from megalith.training.tasks.task import Task
+
+__all__ = ["MaskedTask"]
+
+Sample = TypeVar("Sample")
+Batch = TypeVar("Batch")
+Inputs = TypeVar("Inputs")
+
+
+class MaskedTask(Task[Sample, Batch, Inputs]):
+    """A task whose rows hold one text each, and its padding.
+
+    Args:
+        costs: of a row, by parts of the model.
+        tokens_per_sample: as in ``Task``.
+
+    Raises:
+        ConfigError: settings of ``data`` that are for the rows of a GPT.
+    """
+
+    def __init__(self, config: RunConfig, costs: ModelCosts, tokens_per_sample: int) -> None:
+        assert config.model.vocab_size is not None, "preflight has settled it"
+        for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"):
+            if getattr(config.data, name):
+                raise ConfigError(
+                    f"data.{name} is for the rows of a GPT, which hold several documents; a row of model."
+                    f"{config.model.kind} holds one text and its padding; leave it out"
+                )
+        self.config = config
+        self.tokens_per_sample = tokens_per_sample
+        self.num_parameters = parameters(config.model, config.model.vocab_size)
+        self.flops_per_sample = sum(costs.layers) + costs.embedding + costs.head
+        self._costs = costs
+        self._tokenizer: Tokenizer | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The run's, read once.
+
+        Raises:
+            DataError: as ``load_tokenizer``.
+            ConfigError: the model has no row for one of its special tokens.
+        """
+        if self._tokenizer is not None:
+            return self._tokenizer
+        tokenizer, given = load_tokenizer(self.config), self.config.model.vocab_size
+        assert given is not None, "preflight has settled it"
+        if tokenizer.vocab_size > given:
+            raise ConfigError(
+                f"model.vocab_size ({given}) must be at least the {tokenizer.vocab_size} entries of {tokenizer.name}, "
+                f"because model.{self.config.model.kind} reads special tokens; use {tokenizer.vocab_size}"
+            )
+        self._tokenizer = tokenizer
+        return tokenizer
+
+    def costs(self) -> ModelCosts:
+        """FLOPs of a row."""
+        return self._costs
+
+    def hidden_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+        """float32 or wider where ``model.residual.fp32`` asks for it."""
+        return hidden_dtype(self.config.model, compute_dtype)

@@ -1,0 +1,178 @@
+"""A BERT's pretraining: losses and accuracies worked out from its logits, in every layout, and what is refused."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from megalith.config import load_run
+from megalith.errors import ConfigError, DataError
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.pipeline.pipeline import Pipeline
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.training.dry_run import describe
+from megalith.training.evaluation import Evaluation, evaluate
+from megalith.training.inference import evaluate_checkpoint
+from megalith.training.pretrain import pretrain
+from megalith.training.setup import build_run
+from megalith.training.tasks.choose import task_of
+from megalith.training.tasks.pretrain_bert import PretrainBert
+from tests.rank_pool import ranks
+from tests.tiny_masked import masked_settings, write_sentences
+from tests.tiny_run import write_dataset
+from tests.training.on_ranks import first_steps
+from tests.training.reference import Trajectory, differences
+
+ALONE = BuildOptions(ProcessGroupCollection.single(), torch.float64)
+
+
+def task_and_model(tree: dict[str, Any]) -> tuple[PretrainBert, Any]:
+    task = task_of(load_run(tree))
+    assert isinstance(task, PretrainBert)
+    return task, task.build_model(ALONE)
+
+
+@pytest.mark.parametrize("binary_head", [True, False])
+def test_losses_and_accuracies_are_those_of_the_models_logits(binary_head, tmp_path):
+    tree = masked_settings(tmp_path, model={"bert": {"num_token_types": 2, "binary_head": binary_head}})
+    task, model = task_and_model(tree)
+    dataset = task.train_dataset()
+    samples = [dataset[number] for number in range(6)]
+    batch = task.collate(samples, range(6), [True] * 5 + [False])
+    inputs = task.inputs(batch, 0, torch.device("cpu"))
+    model.eval()
+    found = task.sums(task.forward(model, inputs, None), inputs)
+    counts = task.counts(batch)
+    right = wrong = 0.0
+    masked = orders = 0
+    for sample in samples[:5]:  # each by itself, without its padding
+        N = sample.num_tokens
+        tokens, types = torch.from_numpy(sample.tokens[None, :N]), torch.from_numpy(sample.token_types[None, :N])
+        output = model(tokens, token_types=types)
+        at = torch.from_numpy(sample.loss_mask[:N])
+        labels = torch.from_numpy(sample.labels[:N])[at]
+        wrong += cross_entropy(output.tokens[0][at], labels, reduction="sum").item()
+        right += (output.tokens[0][at].argmax(-1) == labels).sum().item()
+        masked += len(labels)
+        if binary_head:
+            orders += cross_entropy(output.binary, torch.tensor([int(sample.is_swapped)])).item()
+    assert counts["mlm"] == counts["mlm_accuracy"] == masked
+    assert found["mlm"].item() == pytest.approx(wrong, rel=1e-9)
+    assert found["mlm_accuracy"].item() == right
+    assert ("sop" in found) == ("sop" in counts) == ("sop" in task.terms) == binary_head
+    if binary_head:
+        assert counts["sop"] == counts["sop_accuracy"] == 5
+        assert found["sop"].item() == pytest.approx(orders, rel=1e-9)
+
+
+def steps(tree: dict[str, Any], world_size: int) -> Trajectory:
+    return first_steps(tree, world_size)
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tensor 2, sequence": (2, {"tensor": 2, "sequence": True}),
+    "context 2": (2, {"context": 2}),
+    "pipeline 2": (2, {"pipeline": 2}),
+    "shard 2": (2, {"shard": 2}),
+    "tensor 2 x pipeline 2": (4, {"tensor": 2, "pipeline": 2}),
+    "replicate 2 x context 2": (4, {"replicate": 2, "context": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [name if size == 2 else pytest.param(name, marks=pytest.mark.slow) for name, (size, _) in LAYOUTS.items()]
+)
+def test_every_layout_learns_the_same(layout, tmp_path):
+    num_ranks, parallel = LAYOUTS[layout]
+    tree = masked_settings(tmp_path)
+    alone = {**tree, "train": {**tree["train"], "micro_batch_size": 8}}
+    [want] = ranks(1, steps, alone, 1)
+    for found in ranks(num_ranks, steps, {**tree, "parallel": parallel}, num_ranks):
+        assert differences(found, want) == []
+
+
+def evaluation(tree: dict[str, Any], world_size: int) -> Evaluation:
+    run = build_run(load_run(tree, world_size=world_size), torch.device("cpu"))
+    held_out = run.task.evaluation_dataset(tree["data"]["train"])
+    return evaluate(run.task, run.pipeline, held_out, 2, options=run.options, device=run.device, max_samples=7)
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2, "sequence": True}, {"context": 2}, {"pipeline": 2}, {"shard": 2}])
+def test_held_out_accuracy_is_the_same_in_every_layout(parallel, tmp_path):
+    tree = masked_settings(tmp_path)
+    [want] = ranks(1, evaluation, tree, 1)
+    assert set(want.means) == {"mlm", "mlm_accuracy", "sop", "sop_accuracy"}
+    for found in ranks(2, evaluation, {**tree, "parallel": parallel}, 2):
+        assert found.counts == want.counts
+        assert found.means == pytest.approx(want.means, rel=1e-9)
+
+
+def trained(tree: dict[str, Any]) -> list[str]:
+    shown: list[str] = []
+    pretrain(load_run(tree), shown.append, shown.append)
+    return shown
+
+
+def test_a_run_tells_its_accuracies_and_eval_measures_them_again(tmp_path):
+    tree = masked_settings(tmp_path / "train")
+    tree["data"]["valid"] = tree["data"]["train"]
+    tree["run"] = str(tmp_path / "run")
+    [lines] = ranks(1, trained, tree)
+    [line] = (line for line in lines if "held-out" in line)
+    told = re.search(r"loss (\S+) over .*; mlm_accuracy (\S+), sop (\S+), sop_accuracy (\S+)", line)
+    assert told is not None, line
+    [found] = evaluate_checkpoint(tmp_path / "run", None, None)
+    assert [found.loss, *list(found.means.values())[1:]] == pytest.approx([float(x) for x in told.groups()], abs=1e-3)
+
+
+def test_what_is_held_out_is_masked_alike_whatever_the_seed(tmp_path):
+    tree = masked_settings(tmp_path)
+    prefix = tree["data"]["train"]
+    one, other = (
+        task_of(load_run({**tree, "train": {**tree["train"], "seed": seed}})).evaluation_dataset(prefix)
+        for seed in (1, 2)
+    )
+    assert len(one) == len(other)
+    assert all((one[i].tokens == other[i].tokens).all() for i in range(len(one)))
+
+
+def test_the_first_sample_is_shown_with_its_masked_words_in_brackets(tmp_path):
+    tree = masked_settings(tmp_path)
+    text = describe(load_run(tree), 1)
+    assert "with [what is to be predicted] in brackets" in text
+    shown = text[text.index("  | ") :]
+    assert shown.startswith("  | [CLS]")
+    assert re.search(r"\[[a-z ]+\]", shown)
+
+
+def test_data_and_settings_of_another_kind_are_refused(tmp_path):
+    tree = masked_settings(tmp_path)
+    data, model = tree["data"], tree["model"]
+    with pytest.raises(ConfigError, match=r"data.eod_mask_loss is for the rows of a GPT.*leave it out"):
+        task_of(load_run({**tree, "data": {**data, "eod_mask_loss": True}}))
+    gpt = {name: value for name, value in model.items() if name not in ("bert", "residual")}
+    with pytest.raises(ConfigError, match=r"data.masking is for models that fill in.*leave it out"):
+        task_of(load_run({**tree, "model": gpt, "data": {**data, "masking": {"probability": 0.2}}}))
+    with pytest.raises(ConfigError, match=r"model.vocab_size \(260\) must be at least the \d+ entries"):
+        task_of(load_run({**tree, "model": {**model, "vocab_size": 260}})).train_dataset()
+    choices = {**model, "bert": {"num_token_types": 2, "head": "multiple_choice"}}
+    with pytest.raises(ConfigError, match=r"no task trains the model that model.bert describes with the head multi"):
+        task_of(load_run({**tree, "model": choices}))
+    whole = write_dataset(tmp_path / "whole")
+    with pytest.raises(DataError, match=r"--split-sentences|does not say which tokenizer"):
+        task_of(load_run({**tree, "data": {**data, "train": whole}})).train_dataset()
+
+
+def test_long_sentences_can_be_cut(tmp_path):
+    prefix = write_sentences(tmp_path)
+    tree = masked_settings(tmp_path, data={"train": prefix, "seq_length": 12})
+    with pytest.raises(DataError, match=r"data.masking.long_sentences=cut"):
+        task_of(load_run(tree)).train_dataset()
+    tree["data"]["masking"] = {"long_sentences": "cut", "short_sequence_probability": 0.0}
+    task, model = task_and_model(tree)
+    assert len(task.evaluation_dataset(prefix)) > 30
+    held_out = task.evaluation_dataset(prefix)
+    found = evaluate(task, Pipeline([model]), held_out, 4, options=ALONE, device=torch.device("cpu"))
+    assert found.num_tokens > 0
