@@ -15,7 +15,9 @@ def test_a_recipe_runs_on_one_to_eight_ranks(recipe, world_size):
 
 
 def test_there_are_recipes_to_begin_with():
-    assert {"llama-4m", "llama-28m", "gpt2-124m", "moe-tiny", "bert-tiny", "classification-tiny"} == set(recipe_names())
+    assert {"llama-4m", "llama-28m", "gpt2-124m", "moe-tiny", "bert-tiny", "classification-tiny", "t5-tiny"} == set(
+        recipe_names()
+    )
 
 
 # as published in the model cards and with GPT-2's released checkpoints; ours by hand
@@ -53,4 +55,13 @@ def test_a_preset_has_the_published_number_of_parameters(preset, vocab_size, par
 
 
 def test_every_preset_is_counted_above():
-    assert len(preset_names()) == 10
+    assert len(preset_names()) == 11  # with t5-tiny, counted below
+
+
+def test_the_preset_of_a_t5_has_two_stacks():
+    model, vocab_size = TransformerConfig(preset="t5-tiny"), 2_048
+    H, F = model.hidden_size, model.ffn_hidden_size
+    assert model.t5 is not None
+    encoder = model.num_layers * (4 * H * H + 3 * H * F + 2 * H) + H + 32 * model.num_attention_heads
+    decoder = model.t5.num_decoder_layers * (8 * H * H + 3 * H * F + 3 * H) + H + 32 * model.num_attention_heads
+    assert encoder + decoder + vocab_size * H == 3_673_344

@@ -23,7 +23,13 @@ SMALLER = ["train.global_batch_size=4", "train.micro_batch_size=1", "optim.warmu
 SMALLER += ["optim.decay_steps=8"]
 SMALLER_MODEL = ["model.num_layers=2", "model.hidden_size=64", "model.num_attention_heads=4"]
 # what a page says -> what is as good here
-FEWER = {"126": "30", "train.steps=2000": "train.steps=6", "500": "5", "200": "2", "data/other-valid": "data/mine-valid"}
+FEWER = {
+    "126": "30",
+    "train.steps=2000": "train.steps=6",
+    "500": "5",
+    "200": "2",
+    "data/other-valid": "data/mine-valid",
+}
 # commands that are held elsewhere
 ELSEWHERE = {
     "torchrun --nproc-per-node 4 train.py": "tests/docs/test_as_a_library.py",

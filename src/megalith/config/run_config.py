@@ -80,7 +80,13 @@ class DataConfig(SettingsGroup):
     reset_attention_mask: bool = Field(default=False, description="documents in one sample do not attend to each other")
     reset_position_ids: bool = Field(default=False, description="positions start again at 0 with every document")
     eod_mask_loss: bool = Field(default=False, description="no loss where the input token ends a document")
-    masking: MaskingConfig | None = Field(default=None, description="which tokens a BERT is to fill in")
+    masking: MaskingConfig | None = Field(default=None, description="which tokens a BERT or a T5 is to fill in")
+    decoder_seq_length: int | None = Field(
+        default=None,
+        ge=1,
+        le=LARGEST_SIZE,
+        description="[tokens] of a T5's decoder in a sample; null: as many as any sample needs, a multiple of 16",
+    )
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())  # a mapping has none

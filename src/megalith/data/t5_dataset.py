@@ -8,7 +8,7 @@ Spans are runs of whole words, geometric(0.2) of them and at most 10, by default
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -53,10 +53,14 @@ class T5Sample:
 
 @dataclass(frozen=True)
 class T5Batch:
-    """B samples: tokens int64 [B, S]; decoder_tokens, labels int64 [B, T]; loss_mask bool [B, T], and of each row
+    """B rows of the encoder and of the decoder, whole or this rank's columns of them.
 
-    num_tokens, num_decoder_tokens: int64 [B]; row_ids: int64 [B], where it stands in the step's global batch.
-    positions: int64 [S]; decoder_positions: int64 [T]; where each column stands in its row.
+    Attributes:
+        tokens: int64 [B, S].
+        decoder_tokens, labels: int64 [B, T]; loss_mask: bool [B, T].
+        num_tokens, num_decoder_tokens: int64 [B], of whole rows, before padding.
+        row_ids: int64 [B], where each row stands in the step's global batch.
+        positions, decoder_positions: int64 [S] and [T], where each column stands in its row.
     """
 
     tokens: Tokens
@@ -68,6 +72,14 @@ class T5Batch:
     row_ids: Tokens
     positions: Tokens
     decoder_positions: Tokens
+
+    def columns(self, positions: Tokens, decoder_positions: Tokens) -> "T5Batch":
+        """The columns that are at these positions of whole rows."""
+        of_decoder = {
+            name: getattr(self, name)[:, decoder_positions] for name in ("decoder_tokens", "labels", "loss_mask")
+        }
+        tokens = self.tokens[:, positions]
+        return replace(self, tokens=tokens, positions=positions, decoder_positions=decoder_positions, **of_decoder)
 
 
 def stack_t5_samples(samples: Sequence[T5Sample], row_ids: Sequence[int]) -> T5Batch:

@@ -22,19 +22,20 @@ __all__ = ["write_data"]
 _NUM_DOCUMENTS = 64
 _MOST_SENTENCES, _LONGEST_SENTENCE = 8, 5  # of a document; tokens of a sentence
 _AROUND_A_TEXT = 2  # special tokens
+_T5_TOKENS = ("<pad>", *(f"<extra_id_{number}>" for number in range(4)))
 _TOKENIZER = "tokenizer.json"
 
 
 def write_data(prefix: Path, small: Tree) -> None:
     """Writes the dataset ``prefix`` that the task of ``small`` reads."""
     model, random = small["model"], np.random.default_rng(0)
-    bert, special = model.get("bert"), SPECIAL_TOKENS["bert"]
+    bert, special = model.get("bert"), _T5_TOKENS if model.get("t5") else SPECIAL_TOKENS["bert"]
     vocab_size, least = model["vocab_size"], 1 + len(special)  # text has no special tokens
-    if bert is None:
+    if bert is None and not model.get("t5"):
         lengths = random.integers(1, SEQ_LENGTH, _NUM_DOCUMENTS)  # so short that rows hold several
         _write(prefix, vocab_size, [[np.append(random.integers(1, vocab_size, T), EOD)] for T in lengths])
         return
-    is_pretrained = bert.get("head", "pretraining") == "pretraining"
+    is_pretrained = bert is None or bert.get("head", "pretraining") == "pretraining"
     most, longest = (_MOST_SENTENCES, _LONGEST_SENTENCE) if is_pretrained else (1, SEQ_LENGTH - _AROUND_A_TEXT)
     numbers = random.integers(min(2, most), most + 1, _NUM_DOCUMENTS)
     documents = [

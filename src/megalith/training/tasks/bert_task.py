@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megalith.config import RunConfig
 from megalith.data.bert_dataset import BertBatch
+from megalith.errors import ConfigError
 from megalith.models.bert_model import BertModel
 from megalith.models.language_model import hidden_shape
 from megalith.numerics.dropout import DropoutKey
@@ -55,12 +56,14 @@ class BertTask(MaskedTask[Sample, BertBatch, BertInputs]):
         predicted: the share of a row's tokens that are predicted, on average.
 
     Raises:
-        ConfigError: as ``MaskedTask``.
+        ConfigError: as ``MaskedTask``; ``data.decoder_seq_length``.
     """
 
     def __init__(self, config: RunConfig, predicted: float) -> None:
         assert config.model.bert is not None, "the settings of a BERT"
         assert config.model.vocab_size is not None, "preflight has settled it"
+        if config.data.decoder_seq_length is not None:
+            raise ConfigError("data.decoder_seq_length is for model.t5; model.bert has no decoder; leave it out")
         S = config.data.seq_length
         super().__init__(config, bert_costs(config.model, config.model.vocab_size, S, predicted * S), S)
         self.bert = config.model.bert

@@ -8,6 +8,7 @@ from megalith.errors import ConfigError
 from megalith.training.tasks.finetune_classification import FinetuneClassification
 from megalith.training.tasks.pretrain_bert import PretrainBert
 from megalith.training.tasks.pretrain_gpt import PretrainGPT
+from megalith.training.tasks.pretrain_t5 import PretrainT5
 from megalith.training.tasks.task import AnyTask
 
 __all__ = ["task_of"]
@@ -18,6 +19,7 @@ _TASKS: Mapping[tuple[ModelKind, str | None], Callable[[RunConfig], AnyTask]] = 
         ("gpt", None): PretrainGPT,
         ("bert", "pretraining"): PretrainBert,
         ("bert", "classification"): FinetuneClassification,
+        ("t5", None): PretrainT5,
     }
 )
 

@@ -73,8 +73,9 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
     def __init__(self, config: RunConfig) -> None:
         vocab_size = config.model.vocab_size
         assert vocab_size is not None, "preflight has settled it"
-        if config.data.masking is not None:
-            raise ConfigError("data.masking is for models that fill in what is masked, as model.bert; leave it out")
+        for name in ("masking", "decoder_seq_length"):
+            if getattr(config.data, name) is not None:
+                raise ConfigError(f"data.{name} is for models that fill in what is missing, as model.t5; leave it out")
         self.config = config
         self.tokens_per_sample = config.data.seq_length
         S = config.data.seq_length

@@ -1,0 +1,200 @@
+"""What a T5 is pretrained on: the spans that are missing in a text (Raffel et al. 2019, arXiv:1910.10683)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from megalith.config import MaskingConfig, RunConfig
+from megalith.config.draft import round_up
+from megalith.data.masked_dataset import HeldOutSamples
+from megalith.data.special_tokens import t5_tokens
+from megalith.data.t5_dataset import T5Batch, T5Dataset, T5Sample, decoder_length, stack_t5_samples
+from megalith.errors import ConfigError
+from megalith.models.language_model import hidden_shape
+from megalith.models.t5_model import T5Model
+from megalith.numerics.dropout import DropoutKey
+from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.context.zigzag import zigzag_positions
+from megalith.training.batch import to_device
+from megalith.training.tasks.masked_task import MaskedTask
+from megalith.training.tasks.shown_text import bracketed
+from megalith.training.tasks.t5_size import t5_costs
+from megalith.transformer.encoder_output import PairedDocuments
+from megalith.transformer.stage import Stage
+
+__all__ = ["PretrainT5", "T5Inputs"]
+
+_HELD_OUT_SEED = 0  # of lengths and spans, whatever the run's seed is: losses of all runs can be compared
+_MULTIPLE = 16  # of which the decoder's length is one by default, so that the usual degrees divide it
+
+
+@dataclass(frozen=True)
+class T5Inputs:
+    """A micro-batch as ``T5Model.forward`` takes it.
+
+    Attributes:
+        tokens: int64 [B, Se/cp].
+        decoder_tokens, labels: int64 [B, Sd/cp]; labels are -1 where the decoder's row has ended.
+        is_text: bool [B, Sd/cp], the labels that are of the text: neither sentinels nor the end.
+        decoder_position_ids: int64 [Sd/cp].
+        documents: tokens and padding of whole rows.
+    """
+
+    tokens: Tensor
+    decoder_tokens: Tensor
+    labels: Tensor
+    is_text: Tensor
+    decoder_position_ids: Tensor
+    documents: PairedDocuments
+    dropout_key: DropoutKey
+
+
+class PretrainT5(MaskedTask[T5Sample, T5Batch, T5Inputs]):
+    """The term ``lm`` is the negative log-likelihood of what the decoder writes in nats per token, over its tokens.
+
+    Evaluation measures ``span_accuracy`` too: how many tokens of the missing spans are likeliest where they stand.
+
+    Raises:
+        ConfigError: as ``MaskedTask``; a decoder's length that the ranks of a row cannot share.
+    """
+
+    terms = MappingProxyType({"lm": 1.0})
+    in_brackets = "what is missing for the encoder"
+
+    def __init__(self, config: RunConfig) -> None:
+        assert config.model.vocab_size is not None, "preflight has settled it"
+        self.masking = config.data.masking or MaskingConfig()
+        S, given = config.data.seq_length, config.data.decoder_seq_length
+        self.decoder_seq_length = given or round_up(decoder_length(S, self.masking.probability), _MULTIPLE)
+        self._check_split(config)
+        costs = t5_costs(config.model, config.model.vocab_size, S, self.decoder_seq_length)
+        super().__init__(config, costs, S + self.decoder_seq_length)
+
+    def build_model(self, options: BuildOptions, stage: Stage | None = None) -> T5Model:
+        """The model that ``model`` of the settings describes, or a stage of it."""
+        return T5Model(self.config.model, options, stage=stage)
+
+    def hidden_shape(self, batch: T5Batch, options: BuildOptions) -> tuple[int, ...]:
+        """[(Se + Sd)/tp, B, H] under sequence parallelism, else [Se + Sd, B, H]."""
+        B, Se = batch.tokens.shape
+        return hidden_shape(self.config.model, options, B, Se + batch.decoder_tokens.shape[1])
+
+    def train_dataset(self) -> T5Dataset:
+        """``data.train``, in the order of ``train.seed``."""
+        assert self.config.data.train is not None, "preflight refuses a run without data"
+        return self._dataset(self.config.data.train, self.config.train.seed)
+
+    def evaluation_dataset(self, prefix: str) -> HeldOutSamples[T5Sample]:
+        """The samples of an epoch of ``prefix``, each with its spans missing in one way."""
+        return HeldOutSamples(self._dataset(prefix, _HELD_OUT_SEED))
+
+    def collate(
+        self, samples: Sequence[T5Sample], rows: Sequence[int], counted: Sequence[bool] | None = None
+    ) -> T5Batch:
+        """The samples, one a row."""
+        batch = stack_t5_samples(samples, rows)
+        if counted is not None:
+            batch.loss_mask[~np.array(counted)] = False
+        return batch
+
+    def context_part(self, batch: T5Batch, rank: int, size: int) -> T5Batch:
+        """The columns that ``rank`` holds of both rows; where tokens end stays known of whole rows."""
+        Se, Sd = batch.tokens.shape[1], batch.decoder_tokens.shape[1]
+        return batch.columns(*(zigzag_positions(S, size, rank).numpy() for S in (Se, Sd)))
+
+    def counts(self, batch: T5Batch) -> Mapping[str, int]:
+        """The tokens that the decoder learns, and those of them that are of the text."""
+        return {"lm": int(batch.loss_mask.sum()), "span_accuracy": int(self._is_text(batch).sum())}
+
+    def inputs(self, batch: T5Batch, step: int, device: torch.device) -> T5Inputs:
+        """``batch`` on ``device``.
+
+        A token's dropout depends on its row in the global batch and its position in the encoder's or the decoder's row.
+        """
+        Se, Sd = self.config.data.seq_length, self.decoder_seq_length
+        is_token, is_decoder_token = (
+            torch.arange(S) < torch.from_numpy(number).unsqueeze(1)
+            for S, number in ((Se, batch.num_tokens), (Sd, batch.num_decoder_tokens))
+        )
+        columns, decoder_columns = torch.from_numpy(batch.positions), torch.from_numpy(batch.decoder_positions)
+        rows = torch.from_numpy(batch.row_ids).unsqueeze(1)  # [B, 1]
+        token_ids = rows * (Se + Sd) + torch.cat((columns, Se + decoder_columns))  # [B, (Se + Sd)/cp]
+        return T5Inputs(
+            to_device(batch.tokens, device),
+            to_device(batch.decoder_tokens, device),
+            to_device(np.where(batch.loss_mask, batch.labels, -1), device),
+            to_device(self._is_text(batch), device),
+            to_device(decoder_columns, device),
+            PairedDocuments.from_padding(is_token, is_decoder_token).to(device),
+            DropoutKey(self.config.train.seed, step, to_device(token_ids, device)),
+        )
+
+    def forward(self, model: nn.Module, inputs: T5Inputs, hidden: Tensor | None) -> Tensor:
+        """The loss of each label, [B, Sd]; in evaluation logits [B, Sd, V]; hidden states without a head."""
+        output: Tensor = model(
+            inputs.tokens,
+            inputs.decoder_tokens,
+            labels=inputs.labels.clamp(min=0) if model.training else None,
+            documents=inputs.documents,
+            decoder_position_ids=inputs.decoder_position_ids,
+            dropout_key=inputs.dropout_key,
+            hidden=hidden,
+        )
+        return output
+
+    def sums(self, output: Tensor, inputs: T5Inputs) -> Mapping[str, Tensor]:
+        """The losses of what the decoder learns; in evaluation too how many tokens of the text are predicted right."""
+        learned = inputs.labels >= 0
+        if output.dim() == learned.dim():
+            return {"lm": torch.where(learned, output, 0.0).sum()}
+        logits, labels = output[learned], inputs.labels[learned]  # [N, V], [N]
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        hits = (logits.argmax(-1) == labels) & inputs.is_text[learned]
+        return {"lm": cross_entropy(wide, labels, reduction="sum"), "span_accuracy": hits.sum().float()}
+
+    def sample_as_text(self, sample: T5Sample) -> list[str]:
+        """The text decoded, with the missing spans in brackets where they stood."""
+        special, ids, in_brackets = t5_tokens(self.tokenizer), list[int](), list[bool]()
+        spans, span = dict[int, list[int]](), list[int]()
+        sentinels = set(special.sentinels.tolist())
+        for token in sample.labels[: sample.num_decoder_tokens - 1].tolist():
+            if token in sentinels:
+                span = spans.setdefault(token, [])
+            else:
+                span.append(token)
+        for token in sample.tokens[: sample.num_tokens].tolist():
+            found = spans.get(token, [token])
+            ids += found
+            in_brackets += [token in spans] * len(found)
+        return bracketed(ids, in_brackets, self.tokenizer)
+
+    def _is_text(self, batch: T5Batch) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+        """bool [B, Sd]: the labels that are of the text."""
+        special = t5_tokens(self.tokenizer)
+        not_text = np.append(special.sentinels, special.end)
+        return batch.loss_mask & ~np.isin(batch.labels, not_text)
+
+    def _dataset(self, prefix: str, seed: int) -> T5Dataset:
+        return T5Dataset(
+            prefix,
+            self.tokenizer,
+            self.config.data.seq_length,
+            self.decoder_seq_length,
+            seed,
+            self.masking,
+            vocab_size=self.config.model.vocab_size,
+        )
+
+    def _check_split(self, config: RunConfig) -> None:
+        parallel, T = config.parallel, self.decoder_seq_length
+        pieces = (2 * parallel.context if parallel.context > 1 else 1) * (parallel.tensor if parallel.sequence else 1)
+        if T % pieces:
+            raise ConfigError(
+                f"data.decoder_seq_length ({T}) must be divisible by {pieces}, the pieces that ranks of "
+                f"parallel.context and parallel.sequence share it in; use {round_up(T, pieces)}"
+            )
