@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,13 +18,25 @@ from megalith.fusions.core.eager import eager_or_operator, recorded
 from megalith.optional import triton_interprets
 from megalith.torch_compat import launching_directly
 
-__all__ = ["Operator", "gradients_like", "register_without_gradient", "wrap_triton"]
+__all__ = ["Differentiable", "Operator", "gradients_like", "register_without_gradient", "wrap_triton"]
 
 Y = TypeVar("Y")
 G = TypeVar("G", bound=tuple[Tensor, ...])
+Y_co = TypeVar("Y_co", covariant=True)
+G_co = TypeVar("G_co", covariant=True, bound=tuple[Tensor, ...])
 Saves = Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[Any, ...]]
 Passes = Callable[..., Sequence[str]]
 Shares = Callable[..., Mapping[str, str]]
+
+
+class Differentiable(Protocol[Y_co, G_co]):
+    """A function of positional operands that autograd sees through, and its gradient by itself."""
+
+    def __call__(self, *inputs: Any) -> Y_co: ...
+
+    @property
+    def back(self) -> Callable[..., G_co]:
+        """The registered backward; it records no gradient."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,7 @@ class Operator(Generic[Y, G]):
 
     def register(
         self, name: str, forward: Callable[..., Y], backward: Callable[..., G], *, opaque: bool = False
-    ) -> Callable[..., Y]:
+    ) -> Differentiable[Y, G]:
         """``megalith::<name>`` with its gradient ``megalith::<name>_back``, of functions that write fresh tensors only.
 
         The gradient has no gradient of its own: a second derivative raises instead of being wrong.
@@ -90,7 +102,10 @@ class Operator(Generic[Y, G]):
 
         torch.library.register_autograd(f"megalith::{name}", gradients, setup_context=setup_context)
         differentiable = recorded(name, implementation, setup_context, gradients)
-        return eager_or_operator(operator, implementation, differentiable)
+        call: Any = eager_or_operator(operator, implementation, differentiable)
+        call.back = gradient
+        registered: Differentiable[Y, G] = call
+        return registered
 
 
 def register_without_gradient(

@@ -24,6 +24,7 @@ __all__ = [
     "join",
     "outputs",
     "reference",
+    "reference_back",
     "split",
     "value_of",
 ]
@@ -161,6 +162,20 @@ def reference(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor
     gating = Gating(*options)
     gate, linear = (half.to(wide(x.dtype)) for half in halves(x, up, gating.interleaved))
     return value_of(gate, linear, bias, weights, gating).to(x.dtype)
+
+
+def reference_back(
+    dy: Tensor, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx, dup, dbias and dw, each in the dtype of what it is the gradient of, and empty for what was not given."""
+    gating, acc, nothing = Gating(*options), wide(x.dtype), x.new_empty(0)
+    gate, linear = halves(x, up, gating.interleaved)
+    da, dl, *rest = gradients_of(dy.to(acc), gate.to(acc), linear.to(acc), bias, weights, gating)
+    dw = nothing if weights is None else rest.pop(0).to(weights.dtype)
+    dbias = nothing if bias is None else join(rest[0], rest[1], gating.interleaved).to(bias.dtype)
+    if up is None:
+        return join(da, dl, gating.interleaved).to(x.dtype), nothing, dbias, dw
+    return da.to(x.dtype), dl.to(up.dtype), dbias, dw
 
 
 def _forward(

@@ -12,7 +12,7 @@ T tokens, F ffn hidden size. Saved for backward: 2TF bytes, 4T for scales, and b
 and 2TF bytes, backward 3TF elements and 2TF bytes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -57,6 +57,12 @@ def _triton(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     return op_float8(*inputs)
 
 
+def _triton_back(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from megalith.fusions.gated.kernels.glu import op_float8
+
+    return op_float8.back(*inputs)
+
+
 GluFloat8 = Callable[[Tensor, Tensor | None, Tensor | None, str, float, float, bool], tuple[Tensor, Tensor, Tensor]]
 # one operator is both: torch's own autograd of the formula would keep more than the input, and that in full
 _PATHS: Mapping[Backend, GluFloat8] = {
@@ -65,4 +71,11 @@ _PATHS: Mapping[Backend, GluFloat8] = {
     "blocked": blocked,
     "reference": blocked,
 }
-FUSION = registered(Fusion("glu_float8", _PATHS, defaults={"cuda": ("triton",), "cpu": ("compile", "blocked")}))
+_BACKS: Mapping[Backend, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "triton": _triton_back,
+    "compile": compiled.back,
+    "blocked": blocked.back,
+    "reference": blocked.back,
+}
+_DEFAULTS: Mapping[str, Sequence[Backend]] = {"cuda": ("triton",), "cpu": ("compile", "blocked")}
+FUSION = registered(Fusion("glu_float8", _PATHS, defaults=_DEFAULTS, backs=_BACKS))

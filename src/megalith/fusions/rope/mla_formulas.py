@@ -14,7 +14,7 @@ from megalith.fusions.core.registration import Operator
 from megalith.fusions.core.rows import wide
 from megalith.fusions.rope.rotation import Rotation, Tables, turn
 
-__all__ = ["OPERATOR", "blocked", "compiled", "gradients", "outputs", "reference"]
+__all__ = ["OPERATOR", "blocked", "compiled", "gradients", "outputs", "reference", "reference_back"]
 
 
 def reference(
@@ -66,9 +66,10 @@ def _backward(
     return torch.cat((nope, dv), dim=-1), dk_pe.squeeze(2)
 
 
-def _whole_backward(
+def reference_back(
     dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, layout: str
 ) -> tuple[Tensor, Tensor]:
+    """dkv [S, B, A, K + V] and dk_pe [S, B, R]."""
     R = 2 * cos.shape[-1]
     nope, pe = dk.split((dk.shape[-1] - R, R), dim=-1)
     shared = pe.sum(dim=2, keepdim=True, dtype=wide(pe.dtype))
@@ -79,5 +80,5 @@ def _whole_backward(
 # forward copies each column once, to where it belongs: there is nothing to gain from blocks
 blocked = OPERATOR.register("mla_rope_kv_blocked", reference, _backward, opaque=True)
 compiled = OPERATOR.register(
-    "mla_rope_kv_compiled", compiled_whole(reference), compiled_whole(_whole_backward), opaque=True
+    "mla_rope_kv_compiled", compiled_whole(reference), compiled_whole(reference_back), opaque=True
 )

@@ -16,6 +16,7 @@ __all__ = [
     "to_indices_reference",
     "to_multihot_blocked",
     "to_multihot_reference",
+    "to_multihot_reference_back",
 ]
 
 
@@ -38,10 +39,10 @@ def to_indices_reference(multihot: Tensor, probs: Tensor, topk: int) -> tuple[Te
     return probs.gather(1, column).where(found > 0, 0.0), column.where(found > 0, -1)
 
 
-def _at_indices(dense: Tensor, indices: Tensor) -> Tensor:
-    """``dense`` [T, E] at ``indices`` [T, K], 0 where no expert is: dprobs_indices of dprobs."""
-    local, column = _columns(indices, dense.shape[1])
-    return dense.gather(1, column).where(local, 0.0)
+def to_multihot_reference_back(dprobs: Tensor, indices: Tensor) -> tuple[Tensor]:
+    """dprobs_indices: ``dprobs`` [T, E] at ``indices`` [T, K], 0 where no expert is."""
+    local, column = _columns(indices, dprobs.shape[1])
+    return (dprobs.gather(1, column).where(local, 0.0),)
 
 
 def _columns(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -101,7 +102,7 @@ def _to_multihot(indices: Tensor, probs_indices: Tensor, num_experts: int) -> tu
 
 def _to_multihot_back(dprobs: Tensor, indices: Tensor) -> tuple[Tensor]:
     (dprobs_indices,) = _to_multihot_gradients(dprobs, indices)
-    by_blocks(lambda dprobs, indices: (_at_indices(dprobs, indices),), (dprobs, indices), (dprobs_indices,))
+    by_blocks(to_multihot_reference_back, (dprobs, indices), (dprobs_indices,))
     return (dprobs_indices,)
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "limits",
     "outputs",
     "reference",
+    "reference_back",
     "sink_gradient",
     "softmax_back",
     "tile",
@@ -146,6 +147,14 @@ def softmax_back(dp: Tensor, p: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     dp, wide_p = dp.to(acc), p.to(acc)
     r = (dp * wide_p).sum(dim=-1)
     return (dp - r[:, None]).mul_(wide_p).mul_(scale).to(p.dtype), r
+
+
+def reference_back(dp: Tensor, p: Tensor, share: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """dx [T, Sk] and do [A], which is empty without a sink, of what ``reference`` gave."""
+    settings = Settings(*options)
+    dx, r = softmax_back(dp, p, settings.scale)
+    dtype = settings.sink_dtype
+    return dx, dx.new_empty(0) if dtype is None else sink_gradient(r, share, settings).to(dtype)
 
 
 def sink_gradient(r: Tensor, share: Tensor, settings: Settings) -> Tensor:

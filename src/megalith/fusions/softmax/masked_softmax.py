@@ -23,7 +23,7 @@ from megalith.fusions.core.checks import check_floating, check_one_device, check
 from megalith.fusions.core.dispatch import Backend, Fusion, compiled
 from megalith.fusions.core.registry import registered
 from megalith.fusions.core.rows import as_rows, in_shape
-from megalith.fusions.softmax.formulas import blocked, limits, reference
+from megalith.fusions.softmax.formulas import blocked, limits, reference, reference_back
 
 __all__ = ["FUSION", "broadcasts", "check_window", "masked_softmax"]
 
@@ -75,13 +75,26 @@ def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
     return op(*inputs)
 
 
+def _triton_back(*inputs: Any) -> tuple[Tensor, Tensor]:
+    from megalith.fusions.softmax.kernels.softmax import op
+
+    return op.back(*inputs)
+
+
 _PATHS: Mapping[Backend, Callable[..., tuple[Tensor, Tensor]]] = {
     "triton": _triton,
     "compile": compiled(reference),
     "blocked": blocked,
     "reference": reference,
 }
-FUSION = registered(Fusion("masked_softmax", _PATHS, defaults={"cuda": ("triton",), "cpu": ("blocked",)}))
+_BACKS: Mapping[Backend, Callable[..., tuple[Tensor, Tensor]]] = {
+    "triton": _triton_back,
+    "compile": compiled(reference_back),
+    "blocked": blocked.back,
+    "reference": reference_back,
+}
+_DEFAULTS: Mapping[str, Sequence[Backend]] = {"cuda": ("triton",), "cpu": ("blocked",)}
+FUSION = registered(Fusion("masked_softmax", _PATHS, defaults=_DEFAULTS, backs=_BACKS))
 
 
 def check_window(window: tuple[int, int] | None) -> None:
