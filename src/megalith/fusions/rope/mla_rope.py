@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalith.errors import ShapeError
+from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.core.dispatch import Backend, Fusion
 from megalith.fusions.core.function_context import Context
@@ -37,6 +37,9 @@ __all__ = [
     "ApplyMLARotaryEmbQ",
     "fused_apply_mla_rope_for_kv",
     "fused_apply_mla_rope_for_q",
+    "fused_mla_rope_inplace",
+    "fused_mla_rope_kv_split",
+    "fused_mla_rope_out_of_place",
 ]
 
 
@@ -68,7 +71,8 @@ def fused_apply_mla_rope_for_q(
         rotary_interleaved: pairs are written as they are read, 2i and 2i + 1.
         position_ids: int32 or int64 [S], [S, B] or [T], rows of the tables, in place of ``cu_seqlens_q``; computed
             once, they serve all layers. With neither, token s takes row s.
-        inverse: turns back: reads what the other writes.
+        inverse: undoes the rotation: reads what the other writes. Not what Megatron's newer functions call so, which
+            read and write the same places either way: ``fused_mla_rope_out_of_place``.
         backend: the path to take; by default that of ``use(...)``, else the one of the table.
 
     Raises:
@@ -110,6 +114,107 @@ def fused_apply_mla_rope_for_kv(
     _check_keys_and_values(kv, k_pos_emb, cos, sin, emb_dim, k_dim, v_dim)
     table = mla_tables(kv, cos, sin, emb_dim, position_ids, cu_seqlens_kv, cp_rank, cp_size, rotary_interleaved)
     return _keys_and_values(kv, k_pos_emb, table, k_dim, _layout(rotary_interleaved), backend)
+
+
+def fused_mla_rope_out_of_place(
+    t: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    nope_dim: int,
+    emb_dim: int,
+    cu_seqlens_q: Tensor | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    rotary_interleaved: bool = False,
+    inverse: bool = False,
+    remove_interleaving: bool = False,
+    position_ids: Tensor | None = None,
+    *,
+    backend: Backend | None = None,
+) -> Tensor:
+    """``t`` [..., A, nope_dim + emb_dim], of which the last ``emb_dim`` columns are rotated, in fresh memory.
+
+    Pairs 2i and 2i + 1 are read. Arguments that are not named here are those of ``fused_apply_mla_rope_for_q``.
+
+    Args:
+        nope_dim, emb_dim: columns that stay, then columns that are rotated.
+        rotary_interleaved: must be False, as in Megatron.
+        inverse: rotates by the opposite angles, and reads and writes the same places.
+        remove_interleaving: pairs are written where they were read, 2i and 2i + 1, and not to i and i + emb_dim/2. Its
+            inverse is with ``inverse`` and ``remove_interleaving``.
+        position_ids: rows of the tables, in place of what ``cu_seqlens_q``, ``cp_rank`` and ``cp_size`` say.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+        ConfigError: ``rotary_interleaved``, or packed tokens of unknown positions.
+        BackendError: ``backend`` cannot run on ``t``.
+    """
+    check_floating(t=t, cos=cos, sin=sin)
+    check_heads("t", t, {"nope_dim": nope_dim, "emb_dim": emb_dim}, emb_dim)
+    _refuse_interleaved_tables(rotary_interleaved)
+    given = _first_of(position_ids, cu_seqlens_q, cp_rank, cp_size)
+    table = _of_direction(mla_tables(t, cos, sin, emb_dim, *given, False), inverse)
+    return _rotated(t, table, Rotation(_layout(remove_interleaving), offset=nope_dim), backend)
+
+
+def fused_mla_rope_inplace(
+    t: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    nope_dim: int,
+    emb_dim: int,
+    cu_seqlens_q: Tensor | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    rotary_interleaved: bool = False,
+    inverse: bool = False,
+    remove_interleaving: bool = False,
+    position_ids: Tensor | None = None,
+    *,
+    backend: Backend | None = None,
+) -> Tensor:
+    """``t`` itself, whose last ``emb_dim`` columns are overwritten by what ``fused_mla_rope_out_of_place`` gives.
+
+    Beside ``t`` it takes memory for those columns. autograd knows of it: a leaf that requires a gradient is refused by
+    torch, and where another operation has saved ``t``, its backward raises.
+    """
+    check_floating(t=t, cos=cos, sin=sin)
+    check_heads("t", t, {"nope_dim": nope_dim, "emb_dim": emb_dim}, emb_dim)
+    _refuse_interleaved_tables(rotary_interleaved)
+    given = _first_of(position_ids, cu_seqlens_q, cp_rank, cp_size)
+    table = _of_direction(mla_tables(t, cos, sin, emb_dim, *given, False), inverse)
+    pe = t.narrow(-1, nope_dim, emb_dim)
+    pe.copy_(_rotated(pe, table, Rotation(_layout(remove_interleaving)), backend))
+    return t
+
+
+def fused_mla_rope_kv_split(
+    kv: Tensor,
+    k_pos_emb: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    emb_dim: int,
+    k_dim: int,
+    v_dim: int,
+    cu_seqlens_kv: Tensor | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    rotary_interleaved: bool = False,
+    remove_interleaving: bool = False,
+    *,
+    position_ids: Tensor | None = None,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of ``fused_apply_mla_rope_for_kv``, by its arguments.
+
+    With ``remove_interleaving`` pairs are written where they were read. ``rotary_interleaved`` must be False, and
+    ``position_ids`` take the place of the borders, as in ``fused_mla_rope_out_of_place``; both raise as there.
+    """
+    _check_keys_and_values(kv, k_pos_emb, cos, sin, emb_dim, k_dim, v_dim)
+    _refuse_interleaved_tables(rotary_interleaved)
+    given = _first_of(position_ids, cu_seqlens_kv, cp_rank, cp_size)
+    table = mla_tables(kv, cos, sin, emb_dim, *given, False)
+    return _keys_and_values(kv, k_pos_emb, table, k_dim, _layout(remove_interleaving), backend)
 
 
 class ApplyMLARotaryEmbQ(torch.autograd.Function):
@@ -178,6 +283,26 @@ class ApplyMLARotaryEmbKV(torch.autograd.Function):
 def _check_queries(t: Tensor, cos: Tensor, sin: Tensor, qk_head_dim: int, emb_dim: int) -> None:
     check_floating(t=t, cos=cos, sin=sin)
     check_heads("t", t, {"qk_head_dim": qk_head_dim, "emb_dim": emb_dim}, emb_dim)
+
+
+def _refuse_interleaved_tables(rotary_interleaved: bool) -> None:
+    if rotary_interleaved:
+        raise ConfigError(
+            "rotary_interleaved=True has no meaning here, and Megatron refuses it too; remove_interleaving=True writes "
+            "pairs where they were read, and tables whose angles stand side by side are for fused_apply_mla_rope_for_q "
+            "and fused_apply_mla_rope_for_kv"
+        )
+
+
+def _first_of(
+    position_ids: Tensor | None, cu_seqlens: Tensor | None, cp_rank: int, cp_size: int
+) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """The positions of ``mla_tables``, or what they follow from; callers of the field give both."""
+    return (None, cu_seqlens, cp_rank, cp_size) if position_ids is None else (position_ids, None, 0, 1)
+
+
+def _of_direction(table: Tables, inverse: bool) -> Tables:
+    return table._replace(sin=-table.sin) if inverse else table
 
 
 def _rotated(t: Tensor, table: Tables, how: Rotation, backend: Backend | None) -> Tensor:

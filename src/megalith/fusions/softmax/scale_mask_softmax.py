@@ -97,16 +97,17 @@ class SoftmaxOne(torch.nn.Module):
     """Softmax over keys with a sink: exp(x) / (sum of exp(x) + exp(offset)).
 
     Args:
-        dim: of the keys: the last.
+        dim: of the keys; None is the last, which it must be.
         denominator_offset: the sink's logit: one for each head, [A], a parameter if it is learnt; or one for all. At 0
-            the denominator has one more, as in the off-by-one softmax.
+            the denominator has one more, as in the off-by-one softmax. Megatron says 1.0, which raises when it is
+            called, as only a tensor works there; as a logit it would add e.
 
     Raises ConfigError for another dimension.
     """
 
-    def __init__(self, dim: int = -1, denominator_offset: Tensor | float = 0.0) -> None:
+    def __init__(self, dim: int | None = None, denominator_offset: Tensor | float = 0.0) -> None:
         super().__init__()
-        if dim not in (-1, 3):
+        if dim not in (None, -1, 3):
             raise ConfigError(f"dim must be -1 or 3, the keys of scores [B, A, Sq, Sk]; got {dim}")
         if isinstance(denominator_offset, Tensor) and not isinstance(denominator_offset, torch.nn.Parameter):
             self.register_buffer("denominator_offset", denominator_offset, persistent=False)
