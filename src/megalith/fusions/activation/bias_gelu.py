@@ -13,7 +13,7 @@ Floor: forward 2TF elements, backward 3TF.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -102,10 +102,10 @@ def _triton(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     return op(x, bias, activation)
 
 
-def _triton_back(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _triton_back(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
     from megalith.fusions.activation.kernels.bias_gelu import op
 
-    return op.back(*inputs)
+    return op.back(dy, x, bias, activation)
 
 
 _PATHS: Mapping[Backend, Callable[[Tensor, Tensor | None, str], Tensor]] = {

@@ -11,7 +11,6 @@ Floor: forward 2TF elements of x and 4T bytes, backward 3TF elements and 8T byte
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,10 +82,10 @@ def _triton(x: Tensor, weights: Tensor) -> Tensor:
     return op(x, weights)
 
 
-def _triton_back(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _triton_back(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     from megalith.fusions.activation.kernels.weighted_squared_relu import op
 
-    return op.back(*inputs)
+    return op.back(dy, x, weights)
 
 
 _PATHS: Mapping[Backend, Callable[[Tensor, Tensor], Tensor]] = {

@@ -150,7 +150,7 @@ def operator(batch_first: bool) -> Operator[tuple[Tensor, Tensor], tuple[Tensor,
     )
 
 
-def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+def _saves(outputs: tuple[Tensor, ...], *inputs: Any) -> tuple[object, ...]:
     return (*inputs[:4], *outputs, *inputs[4:])
 
 

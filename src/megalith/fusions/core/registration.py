@@ -6,7 +6,6 @@ interpreter reads data pointers, which the tensors of a trace do not have. So do
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megalith.fusions.core.eager import eager_or_operator, recorded
+from megalith.fusions.core.records import flat_signature
 from megalith.optional import triton_interprets
 from megalith.torch_compat import launching_directly
 
@@ -24,7 +24,7 @@ Y = TypeVar("Y")
 G = TypeVar("G", bound=tuple[Tensor, ...])
 Y_co = TypeVar("Y_co", covariant=True)
 G_co = TypeVar("G_co", covariant=True, bound=tuple[Tensor, ...])
-Saves = Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[Any, ...]]
+Saves = Callable[..., tuple[object, ...]]
 Passes = Callable[..., Sequence[str]]
 Shares = Callable[..., Mapping[str, str]]
 
@@ -45,13 +45,13 @@ class Operator(Generic[Y, G]):
 
     Args:
         outputs: allocates what forward returns, from the same inputs: tensors, None, numbers, strings. Its annotations
-            are the schema, and it tells torch.compile the shapes.
+            are the schema, those of a record's fields too (``core.records``), and it tells torch.compile the shapes.
         gradients: what ``outputs`` is to forward, it is to backward. Backward gets the gradients of the first
             ``num_differentiable`` outputs, then what ``saves`` gave, and, if ``gradients`` has an argument ``needs``, a
             list of bool: which of ``of`` are wanted. It returns a tensor for each of them, empty where none is wanted
             or the input was None.
         of: names of the inputs that have gradients, in the order that backward returns them.
-        saves: picks what backward needs, from the inputs and the tuple of outputs; by default all inputs.
+        saves: picks what backward needs, from the tuple of outputs and the inputs; by default all inputs.
         passes: names, from the inputs, those whose gradient is that of the first output, as it is; backward, if it is
             called at all, is not asked for them.
         shares: from the inputs, those whose gradient is that of another, by names; backward is asked for the other,
@@ -81,15 +81,15 @@ class Operator(Generic[Y, G]):
         """
         operator, implementation = _define(name, forward, self.outputs, opaque)
         gradient = eager_or_operator(*_define(f"{name}_back", backward, self.gradients, opaque))
-        input_names = list(inspect.signature(self.outputs).parameters)
+        input_names = list(flat_signature(self.outputs).parameters)
         positions = [input_names.index(of) for of in self.of]
-        takes_needs = "needs" in inspect.signature(self.gradients).parameters
+        takes_needs = "needs" in flat_signature(self.gradients).parameters
 
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             outputs = output if isinstance(output, tuple) else (output,)
             ctx.mark_non_differentiable(*outputs[self.num_differentiable :])
             ctx.set_materialize_grads(not self.absent_as_none)
-            _save_for_backward(ctx, inputs if self.saves is None else self.saves(inputs, outputs))
+            _save_for_backward(ctx, inputs if self.saves is None else self.saves(outputs, *inputs))
             ctx.passed = [input_names.index(name) for name in self.passes(*inputs)]
             ctx.shared = {input_names.index(name): input_names.index(of) for name, of in self.shares(*inputs).items()}
 
@@ -168,7 +168,7 @@ def _define(
     options: dict[str, Any] = {"mutates_args": tuple(mutates)}
     implementation = function
     if define is torch.library.custom_op:
-        options["schema"] = torch.library.infer_schema(outputs, **options)
+        options["schema"] = torch.library.infer_schema(_declared_as(outputs, outputs), **options)
     else:
         function, implementation = _declared_as(function, outputs), _launching(function)
     operator: Callable[..., Y] = define(f"megalith::{name}", function, **options)
@@ -193,5 +193,5 @@ def _declared_as(function: Callable[..., Y], outputs: Callable[..., Y]) -> Calla
     def declared(*inputs: Any) -> Y:
         return function(*inputs)
 
-    declared.__signature__ = inspect.signature(outputs)  # type: ignore[attr-defined]
+    declared.__signature__ = flat_signature(outputs)  # type: ignore[attr-defined]
     return declared

@@ -165,7 +165,7 @@ def gradients(
     return (logits.new_empty(logits.shape),)
 
 
-def kept_for_gradient(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+def kept_for_gradient(outputs: tuple[Tensor, ...], *inputs: Any) -> tuple[object, ...]:
     """Of (*tensors, target, parts, *part, *terms) all but ``parts``: in its place the statistics of the vocabulary."""
     tensors, options = inputs[:-7], inputs[-6:]
     return (*tensors, outputs[1], *options)

@@ -1,8 +1,10 @@
 """Formulas of ``glu``, whose head states them; T tokens, F ffn hidden size, all of them rows."""
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from megalith.fusions.core.rows import wide
 __all__ = [
     "OPERATOR",
     "Gating",
+    "Operands",
     "blocked",
     "compiled",
     "gradients",
@@ -47,6 +50,19 @@ class Gating(NamedTuple):
         if clamp is not None and not clamp > 0.0:
             raise ConfigError(f"clamp must be positive, or None for no clamp; got {clamp}")
         return cls(activation, float(offset), math.inf if clamp is None else float(clamp), interleaved)
+
+
+class Operands(NamedTuple):
+    """Of the operator, of T rows; the fields of ``Gating`` are the last."""
+
+    x: Tensor  # [T, F], or [T, 2F] without up
+    up: Tensor | None
+    bias: Tensor | None  # [2F]
+    weights: Tensor | None  # [T, 1]
+    activation: str
+    offset: float
+    clamp: float
+    interleaved: bool
 
 
 def value_of(
@@ -128,13 +144,10 @@ def outputs(
     up: Tensor | None,
     bias: Tensor | None,
     weights: Tensor | None,
-    activation: str,
-    offset: float,
-    clamp: float,
-    interleaved: bool,
+    *options: Unpack[Gating],
 ) -> Tensor:
     """Memory for y [T, F]."""
-    check_activation(activation)
+    check_activation(Gating(*options).activation)
     return x.new_empty(x.shape[0], x.shape[1] if up is not None else x.shape[1] // 2)
 
 
@@ -144,10 +157,7 @@ def gradients(
     up: Tensor | None,
     bias: Tensor | None,
     weights: Tensor | None,
-    activation: str,
-    offset: float,
-    clamp: float,
-    interleaved: bool,
+    *options: Unpack[Gating],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Memory for dx, dup, dbias and dw, empty for what was not given."""
     dx, dup, dbias, dw = gradients_like(x, up, bias, weights)
@@ -157,7 +167,9 @@ def gradients(
 OPERATOR = Operator(outputs, gradients, of=("x", "up", "bias", "weights"))
 
 
-def reference(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Any) -> Tensor:
+def reference(
+    x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Unpack[Gating]
+) -> Tensor:
     """y [T, F], rounded."""
     gating = Gating(*options)
     gate, linear = (half.to(wide(x.dtype)) for half in halves(x, up, gating.interleaved))
@@ -165,7 +177,7 @@ def reference(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor
 
 
 def reference_back(
-    dy: Tensor, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Any
+    dy: Tensor, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Unpack[Gating]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx, dup, dbias and dw, each in the dtype of what it is the gradient of, and empty for what was not given."""
     gating, acc, nothing = Gating(*options), wide(x.dtype), x.new_empty(0)
@@ -179,7 +191,7 @@ def reference_back(
 
 
 def _forward(
-    run: Runner, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Any
+    run: Runner, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Unpack[Gating]
 ) -> Tensor:
     y, gating = outputs(x, up, bias, weights, *options), Gating(*options)
 
@@ -197,7 +209,7 @@ def _backward(
     up: Tensor | None,
     bias: Tensor | None,
     weights: Tensor | None,
-    *options: Any,
+    *options: Unpack[Gating],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dx, dup, dbias, dw = gradients_like(x, up, bias, weights)
     gating = Gating(*options)

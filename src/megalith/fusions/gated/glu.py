@@ -12,8 +12,10 @@ T tokens (leading dimensions flattened), F ffn hidden size. Saved for backward: 
 Floor: forward 3TF elements, backward 5TF, and 4T and 8T bytes for w in float32.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ from megalith.fusions.core.checks import check_floating, check_one_device, check
 from megalith.fusions.core.dispatch import Backend, Fusion
 from megalith.fusions.core.registry import registered
 from megalith.fusions.core.rows import as_rows, in_shape
-from megalith.fusions.gated.formulas import Gating, blocked, compiled, reference, reference_back
+from megalith.fusions.gated.formulas import Gating, Operands, blocked, compiled, reference, reference_back
 
 __all__ = ["FUSION", "back", "check", "glu", "glu_back"]
 
@@ -116,16 +118,16 @@ def _rows(x: Tensor | None) -> Tensor | None:
 Glu = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, str, float, float, bool], Tensor]
 
 
-def _triton(*inputs: Any) -> Tensor:
+def _triton(*operands: Unpack[Operands]) -> Tensor:
     from megalith.fusions.gated.kernels.glu import op
 
-    return op(*inputs)
+    return op(*operands)
 
 
-def _triton_back(*inputs: Any) -> tuple[Tensor, ...]:
+def _triton_back(dy: Tensor, *operands: Unpack[Operands]) -> tuple[Tensor, ...]:
     from megalith.fusions.gated.kernels.glu import op
 
-    return op.back(*inputs)
+    return op.back(dy, *operands)
 
 
 _PATHS: Mapping[Backend, Glu] = {

@@ -227,7 +227,7 @@ def gradients(
     return dx, dresidual, dw, vector(needs[3], bias_dtype), vector(needs[4], input_bias_dtype)
 
 
-def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+def _saves(outputs: tuple[Tensor, ...], *inputs: Any) -> tuple[object, ...]:
     x, residual, weight, bias, input_bias, *mask, _, _, zero_centered = inputs
     _, h, mean, rstd = outputs
     dtypes = (None if vector is None else vector.dtype for vector in (bias, input_bias))

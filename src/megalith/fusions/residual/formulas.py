@@ -70,7 +70,7 @@ def gradients(
     return dx, dy.new_empty(dy.shape[1] if needs[1] else 0, dtype=bias_dtype or x_dtype)
 
 
-def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+def _saves(outputs: tuple[Tensor, ...], *inputs: Any) -> tuple[object, ...]:
     x, bias, _, *mask = inputs
     return *mask, x.dtype, None if bias is None else bias.dtype
 

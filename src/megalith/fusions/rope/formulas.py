@@ -105,7 +105,7 @@ def gradients(
     return dq, dk, dq_weight, dk_weight
 
 
-def _saves(inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> tuple[Any, ...]:
+def _saves(results: tuple[Tensor, ...], *inputs: Any) -> tuple[object, ...]:
     """What backward gets: q and k only where they are normalised."""
     q, k, cos, sin, positions, q_norm_weight, k_norm_weight, *options = inputs
     kept_q, kept_k = None if q_norm_weight is None else q, None if k_norm_weight is None else k

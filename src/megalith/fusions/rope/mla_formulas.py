@@ -3,8 +3,6 @@
 S sequence, B micro-batch, A heads; columns of a head: K that stay, R that turn, V of the value.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -42,9 +40,17 @@ def gradients(
     return dk.new_empty(*dk.shape[:-1], dk.shape[-1] - R + dv.shape[-1]), dk.new_empty(*dk.shape[:2], R)
 
 
-def _saves(inputs: tuple[Any, ...], _: tuple[Tensor, ...]) -> tuple[Any, ...]:
+def _saves(
+    _: tuple[Tensor, ...],
+    kv: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    k_dim: int,
+    layout: str,
+) -> tuple[object, ...]:
     """What backward gets beside the gradients: the tables and the layout."""
-    _, _, cos, sin, positions, _, layout = inputs
     return cos, sin, positions, layout
 
 

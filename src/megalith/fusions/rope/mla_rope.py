@@ -14,7 +14,6 @@ Keys and values are written once, where attention reads them: no split, no expan
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -337,16 +336,20 @@ def _in_batch(x: Tensor) -> Tensor:
 KeysAndValues = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, str], tuple[Tensor, Tensor]]
 
 
-def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _triton(
+    kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, k_dim: int, layout: str
+) -> tuple[Tensor, Tensor]:
     from megalith.fusions.rope.kernels.mla_rope import op
 
-    return op(*inputs)
+    return op(kv, k_pe, cos, sin, positions, k_dim, layout)
 
 
-def _triton_back(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _triton_back(
+    dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, layout: str
+) -> tuple[Tensor, Tensor]:
     from megalith.fusions.rope.kernels.mla_rope import op
 
-    return op.back(*inputs)
+    return op.back(dk, dv, cos, sin, positions, layout)
 
 
 _PATHS: Mapping[Backend, KeysAndValues] = {

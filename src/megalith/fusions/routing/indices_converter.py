@@ -13,7 +13,6 @@ Floor: forward 8TK + eTK bytes read and (1 + e)TE written, with probabilities of
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,22 +125,22 @@ def fused_multihot_to_indices(
     return indices, probs_indices
 
 
-def _triton_to_multihot(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _triton_to_multihot(indices: Tensor, probs_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     from megalith.fusions.routing.kernels.indices_converter import to_multihot_op
 
-    return to_multihot_op(*inputs)
+    return to_multihot_op(indices, probs_indices, num_experts)
 
 
-def _triton_to_multihot_back(*inputs: Any) -> tuple[Tensor]:
+def _triton_to_multihot_back(dprobs: Tensor, indices: Tensor) -> tuple[Tensor]:
     from megalith.fusions.routing.kernels.indices_converter import to_multihot_op
 
-    return to_multihot_op.back(*inputs)
+    return to_multihot_op.back(dprobs, indices)
 
 
-def _triton_to_indices(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _triton_to_indices(multihot: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     from megalith.fusions.routing.kernels.indices_converter import to_indices_op
 
-    return to_indices_op(*inputs)
+    return to_indices_op(multihot, probs, topk)
 
 
 _Conversion = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]

@@ -1,7 +1,5 @@
 """Formulas of ``indices_converter``, whose head states them; T tokens, E experts, K slots."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -62,8 +60,7 @@ def _to_multihot_gradients(dprobs: Tensor, indices: Tensor) -> tuple[Tensor]:
     return (dprobs.new_empty(indices.shape),)
 
 
-def _to_multihot_saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    indices, _, _ = inputs
+def _to_multihot_saves(_: tuple[Tensor, ...], indices: Tensor, *__: object) -> tuple[object, ...]:
     return (indices,)
 
 
@@ -83,9 +80,8 @@ def _to_indices_gradients(dprobs_indices: Tensor, indices: Tensor, num_experts: 
     return (dprobs_indices.new_empty(indices.shape[0], num_experts),)
 
 
-def _to_indices_saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    multihot, _, _ = inputs
-    _, indices = outputs
+def _to_indices_saves(outputs: tuple[Tensor, ...], multihot: Tensor, *_: object) -> tuple[object, ...]:
+    indices = outputs[1]
     return indices, multihot.shape[1]
 
 
