@@ -11,6 +11,7 @@ from megalith import fusions
 
 ROOM = Path(fusions.__file__).parent
 MOST_ROOMS, MOST_FLOORS = 16, 4
+MOST_ANY = 4  # of 1,000 lines: what operands are, a record says
 DOORS = sorted(ROOM.glob("fused_*.py"))
 FOLDERS = sorted(folder.name for folder in ROOM.iterdir() if (folder / "__init__.py").exists())
 
@@ -59,3 +60,9 @@ def test_every_public_name_is_in_the_catalogue():
     words = set(re.findall(r"\w+", fusions.__doc__))
     backs = {name for name in fusions.__all__ if name.endswith("_back") and name.removesuffix("_back") in words}
     assert set(fusions.__all__) - words - backs == set()
+
+
+def test_few_lines_are_of_any_type():
+    lines = [line for file in ROOM.rglob("*.py") for line in file.read_text("utf-8").splitlines()]
+    of_any = [line for line in lines if re.search(r"\bAny\b", line)]
+    assert 1000 * len(of_any) <= MOST_ANY * len(lines)

@@ -20,7 +20,8 @@ Softmax           masked_softmax, FusedScaleMaskSoftmax, AttnMaskType, SoftmaxOn
 Cross entropy     fused_vocab_parallel_cross_entropy, fused_linear_cross_entropy; in two collectives:
                   calculate_logits_max, calculate_predicted_logits, calculate_cross_entropy_loss, calculate_gradients
 Rotary positions  fused_rope, Layout; fused_apply_mla_rope_for_q, fused_apply_mla_rope_for_kv, ApplyMLARotaryEmbQ,
-                  ApplyMLARotaryEmbKV; tables: rope_cos_sin, rope_frequencies, llama3_rope_frequencies,
+                  ApplyMLARotaryEmbKV; fused_mla_rope_out_of_place, fused_mla_rope_inplace, fused_mla_rope_kv_split;
+                  tables: rope_cos_sin, rope_frequencies, llama3_rope_frequencies,
                   yarn_rope_frequencies, yarn_cos_sin, yarn_concentration, positions_from_cu_seqlens
 Routing           fused_topk_router, Routing, topk_routing_with_score_function, compute_routing_scores_for_aux_loss;
                   fused_indices_to_multihot, fused_multihot_to_indices, IndicesToMultihot
@@ -105,6 +106,9 @@ from megalith.fusions.fused_mla_yarn_rope_apply import (
     ApplyMLARotaryEmbQ,
     fused_apply_mla_rope_for_kv,
     fused_apply_mla_rope_for_q,
+    fused_mla_rope_inplace,
+    fused_mla_rope_kv_split,
+    fused_mla_rope_out_of_place,
 )
 from megalith.fusions.fused_permute import permute, permute_by, unpermute
 from megalith.fusions.fused_quantize import quantize
@@ -199,6 +203,9 @@ __all__ = [
     "fused_apply_mla_rope_for_q",
     "fused_attention",
     "fused_indices_to_multihot",
+    "fused_mla_rope_inplace",
+    "fused_mla_rope_kv_split",
+    "fused_mla_rope_out_of_place",
     "fused_multihot_to_indices",
     "fused_rms_norm",
     "fused_rope",

@@ -5,6 +5,17 @@ from megalith.fusions.rope.mla_rope import (
     ApplyMLARotaryEmbQ,
     fused_apply_mla_rope_for_kv,
     fused_apply_mla_rope_for_q,
+    fused_mla_rope_inplace,
+    fused_mla_rope_kv_split,
+    fused_mla_rope_out_of_place,
 )
 
-__all__ = ["ApplyMLARotaryEmbKV", "ApplyMLARotaryEmbQ", "fused_apply_mla_rope_for_kv", "fused_apply_mla_rope_for_q"]
+__all__ = [
+    "ApplyMLARotaryEmbKV",
+    "ApplyMLARotaryEmbQ",
+    "fused_apply_mla_rope_for_kv",
+    "fused_apply_mla_rope_for_q",
+    "fused_mla_rope_inplace",
+    "fused_mla_rope_kv_split",
+    "fused_mla_rope_out_of_place",
+]

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from megalith.errors import BackendError, ConfigError, ShapeError
 from megalith.fusions import (
-    ApplyMLARotaryEmbKV,
-    ApplyMLARotaryEmbQ,
     fused_apply_mla_rope_for_kv,
     fused_apply_mla_rope_for_q,
     positions_from_cu_seqlens,
@@ -52,8 +50,6 @@ def test_arguments_have_the_names_and_the_order_of_the_field():
     assert positional(fused_apply_mla_rope_for_q) == [*starts, *ends]
     starts = ["kv", "k_pos_emb", "cos", "sin", "emb_dim", "k_dim", "v_dim", "cu_seqlens_kv"]
     assert positional(fused_apply_mla_rope_for_kv) == [*starts, *ends]
-    assert ApplyMLARotaryEmbQ.apply is fused_apply_mla_rope_for_q
-    assert ApplyMLARotaryEmbKV.apply is fused_apply_mla_rope_for_kv
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

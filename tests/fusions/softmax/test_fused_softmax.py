@@ -151,7 +151,8 @@ def test_a_sink_learns_and_0_is_the_off_by_one_softmax():
     p = SoftmaxOne(-1, offset)(x)
     want = x.exp() / (1 + x.exp().sum(-1, keepdim=True))
     torch.testing.assert_close(p, want)
-    torch.testing.assert_close(SoftmaxOne()(x), want)
+    torch.testing.assert_close(SoftmaxOne()(x), want)  # dim is None, as in the field
+    assert torch.equal(SoftmaxOne(-1)(x), SoftmaxOne()(x))
     p[..., 0].sum().backward()
     assert offset.grad.abs().min() > 0
     assert [*SoftmaxOne(-1, offset).state_dict()] == ["denominator_offset"]

@@ -12,18 +12,26 @@ T tokens (leading dimensions flattened), F ffn hidden size. Saved for backward: 
 Floor: forward 2TF elements, backward 3TF.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.activation.bias_gelu_formulas import blocked, compiled, gradient_of, reference
+from megalith.fusions.activation.bias_gelu_formulas import (
+    blocked,
+    compiled,
+    gradient_of,
+    reference,
+    reference_back,
+)
 from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.core.dispatch import Backend, Fusion
+from megalith.fusions.core.function_context import Context
 from megalith.fusions.core.registry import registered
-from megalith.fusions.core.rows import as_rows, in_shape
+from megalith.fusions.core.rows import as_rows, in_shape, not_a_view
 
 __all__ = ["FUSION", "Approximate", "GeLUFunction", "bias_gelu", "bias_gelu_back", "bias_gelu_impl"]
 
@@ -55,10 +63,21 @@ def bias_gelu_impl(
     return in_shape(compute(as_rows(input), bias, activation), input.shape)
 
 
-class GeLUFunction:
-    """``apply`` is ``bias_gelu_impl``, under the name that the field knows."""
+class GeLUFunction(torch.autograd.Function):
+    """``apply(input, bias)`` is ``bias_gelu_impl(input, bias)``, under the name that the field knows."""
 
-    apply = staticmethod(bias_gelu_impl)
+    @staticmethod
+    def forward(ctx: Context, input: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.backend = FUSION.choose_for_function(input)
+        ctx.save_for_backward(input, bias)
+        return not_a_view(bias_gelu_impl(input, bias, backend=ctx.backend))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor | None]:
+        input, bias = ctx.saved_tensors
+        dx, dbias = FUSION.backs[ctx.backend](as_rows(grad_output), as_rows(input), bias, _ACTIVATIONS["tanh"])
+        return dx.view(input.shape), None if bias is None else dbias
 
 
 def bias_gelu(bias: Tensor | None, y: Tensor, *, approximate: Approximate = "tanh") -> Tensor:
@@ -83,13 +102,26 @@ def _triton(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     return op(x, bias, activation)
 
 
+def _triton_back(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    from megalith.fusions.activation.kernels.bias_gelu import op
+
+    return op.back(dy, x, bias, activation)
+
+
 _PATHS: Mapping[Backend, Callable[[Tensor, Tensor | None, str], Tensor]] = {
     "triton": _triton,
     "compile": compiled,
     "blocked": blocked,
     "reference": reference,
 }
-FUSION = registered(Fusion("bias_gelu", _PATHS, defaults={"cuda": ("triton",), "cpu": ("compile", "blocked")}))
+_BACKS: Mapping[Backend, Callable[..., tuple[Tensor, Tensor]]] = {
+    "triton": _triton_back,
+    "compile": compiled.back,
+    "blocked": blocked.back,
+    "reference": reference_back,
+}
+_DEFAULTS: Mapping[str, Sequence[Backend]] = {"cuda": ("triton",), "cpu": ("compile", "blocked")}
+FUSION = registered(Fusion("bias_gelu", _PATHS, defaults=_DEFAULTS, backs=_BACKS))
 
 
 def _check(input: Tensor, bias: Tensor | None, approximate: str) -> str:

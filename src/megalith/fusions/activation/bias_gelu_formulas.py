@@ -7,7 +7,7 @@ from megalith.fusions.core.registration import Operator, gradients_like
 from megalith.fusions.core.row_wise import Runner, register_row_wise
 from megalith.fusions.core.rows import wide
 
-__all__ = ["OPERATOR", "blocked", "compiled", "gradient_of", "gradients", "outputs", "reference"]
+__all__ = ["OPERATOR", "blocked", "compiled", "gradient_of", "gradients", "outputs", "reference", "reference_back"]
 
 
 def reference(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -19,6 +19,13 @@ def gradient_of(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str, out
     """dx [..., F], not yet rounded; it may go into ``out``."""
     a = _biased(x, bias)
     return activation_back(dy.to(a.dtype), a, activation, out)
+
+
+def reference_back(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    """dx [T, F] and dbias [F], which is empty without a bias; each in the dtype of what it is the gradient of."""
+    dx = gradient_of(dy, x, bias, activation)
+    dbias = x.new_empty(0) if bias is None else dx.sum(dim=0).to(bias.dtype)
+    return dx.to(x.dtype), dbias
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -10,9 +10,11 @@ T tokens (leading dimensions flattened), F ffn hidden size. Saved for backward: 
 Floor: forward 2TF elements of x and 4T bytes, backward 3TF elements and 8T bytes (w in float32).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megalith.fusions.activation.weighted_squared_relu_formulas import (
     blocked,
@@ -22,8 +24,9 @@ from megalith.fusions.activation.weighted_squared_relu_formulas import (
 )
 from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.core.dispatch import Backend, Fusion
+from megalith.fusions.core.function_context import Context
 from megalith.fusions.core.registry import registered
-from megalith.fusions.core.rows import as_rows, in_shape
+from megalith.fusions.core.rows import as_rows, in_shape, not_a_view
 
 __all__ = [
     "FUSION",
@@ -56,10 +59,21 @@ def weighted_squared_relu_impl(input: Tensor, weights: Tensor, backend: Backend 
     return in_shape(compute(as_rows(input), as_rows(weights)), input.shape)
 
 
-class WeightedSquaredReLUFunction:
-    """``apply`` is ``weighted_squared_relu_impl``, under the name that the field knows."""
+class WeightedSquaredReLUFunction(torch.autograd.Function):
+    """``apply(input, weights)`` is ``weighted_squared_relu_impl``, under the name that the field knows."""
 
-    apply = staticmethod(weighted_squared_relu_impl)
+    @staticmethod
+    def forward(ctx: Context, input: Tensor, weights: Tensor) -> Tensor:
+        ctx.backend = FUSION.choose_for_function(input)
+        ctx.save_for_backward(input, weights)
+        return not_a_view(weighted_squared_relu_impl(input, weights, backend=ctx.backend))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        input, weights = ctx.saved_tensors
+        dx, dw = FUSION.backs[ctx.backend](as_rows(grad_output), as_rows(input), as_rows(weights))
+        return dx.view(input.shape), dw.view(weights.shape)
 
 
 def _triton(x: Tensor, weights: Tensor) -> Tensor:
@@ -68,12 +82,23 @@ def _triton(x: Tensor, weights: Tensor) -> Tensor:
     return op(x, weights)
 
 
+def _triton_back(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    from megalith.fusions.activation.kernels.weighted_squared_relu import op
+
+    return op.back(dy, x, weights)
+
+
 _PATHS: Mapping[Backend, Callable[[Tensor, Tensor], Tensor]] = {
     "triton": _triton,
     "compile": compiled,
     "blocked": blocked,
     "reference": weighted_squared_relu,
 }
-FUSION = registered(
-    Fusion("weighted_squared_relu", _PATHS, defaults={"cuda": ("triton",), "cpu": ("compile", "blocked")})
-)
+_BACKS: Mapping[Backend, Callable[..., tuple[Tensor, Tensor]]] = {
+    "triton": _triton_back,
+    "compile": compiled.back,
+    "blocked": blocked.back,
+    "reference": weighted_squared_relu_back,
+}
+_DEFAULTS: Mapping[str, Sequence[Backend]] = {"cuda": ("triton",), "cpu": ("compile", "blocked")}
+FUSION = registered(Fusion("weighted_squared_relu", _PATHS, defaults=_DEFAULTS, backs=_BACKS))

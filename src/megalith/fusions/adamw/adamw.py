@@ -10,14 +10,16 @@ Floor: 30 bytes a parameter of bfloat16 with float32 gradients (4 + 12 read, 12 
 float32 without a master. Nothing is saved: there is no gradient.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.adamw.formulas import aten, reference
+from megalith.fusions.adamw.formulas import Operands, aten, reference
 from megalith.fusions.core.dispatch import Backend, Fusion
 from megalith.fusions.core.registry import registered
 
@@ -80,10 +82,10 @@ def fused_adamw_(
         update(*lists, [lr, *betas, eps, weight_decay, float(step)], scale, stop)
 
 
-def _triton(*inputs: Any) -> None:
+def _triton(*operands: Unpack[Operands]) -> None:
     from megalith.fusions.adamw.kernels.adamw import op
 
-    op(*inputs)
+    op(*operands)
 
 
 _PATHS: Mapping[Backend, Update] = {"triton": _triton, "aten": aten, "reference": reference}

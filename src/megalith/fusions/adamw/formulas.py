@@ -4,8 +4,10 @@ w is a weight, g its gradient, m and v are its moments. Lists have a tensor for 
 weights, may be empty.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -13,21 +15,25 @@ from torch import Tensor
 from megalith.fusions.core.blocks import blocks
 from megalith.fusions.core.registration import register_without_gradient
 
-__all__ = ["MUTATED", "adamw", "aten", "outputs", "reference"]
+__all__ = ["MUTATED", "Operands", "adamw", "aten", "outputs", "reference"]
 
 MUTATED = ("weights", "copies", "exp_avgs", "exp_avg_sqs")
 
 
-def outputs(
-    weights: list[Tensor],
-    copies: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    settings: list[float],
-    grad_scale: Tensor | None,
-    found_nonfinite: Tensor | None,
-) -> None:
+class Operands(NamedTuple):
+    """Of the operator, a tensor of each parameter in a list; ``adamw`` says what ``settings`` are."""
+
+    weights: list[Tensor]
+    copies: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    settings: list[float]
+    grad_scale: Tensor | None
+    found_nonfinite: Tensor | None
+
+
+def outputs(*_: Unpack[Operands]) -> None:
     """No memory: an update writes into what is ``MUTATED``."""
 
 
@@ -102,6 +108,6 @@ def _write_(pairs: Sequence[tuple[Tensor, Tensor]], found_nonfinite: Tensor | No
 _traced = register_without_gradient("adamw_aten_", _aten, outputs, mutates=MUTATED, opaque=True)
 
 
-def aten(*inputs: Any) -> None:
+def aten(*operands: Unpack[Operands]) -> None:
     """``_aten``; an operator where torch.compile looks on: to pass five lists through one costs a tenth of a step."""
-    (_traced if torch.compiler.is_compiling() else _aten)(*inputs)
+    (_traced if torch.compiler.is_compiling() else _aten)(*operands)

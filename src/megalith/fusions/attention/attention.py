@@ -17,16 +17,18 @@ S sequence, B micro-batch, A query heads, G groups of heads, D head size, Dv of 
 and lse. Floor: forward reads q, k, v and writes out and lse; nothing of size S x S exists.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.attention.flash_for_cpu import op as flash_for_cpu
-from megalith.fusions.attention.formulas import WIDEST_HEAD, reference, reference_gradients
+from megalith.fusions.attention.formulas import WIDEST_HEAD, Seen, reference, reference_gradients
 from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.core.dispatch import Backend, Fusion, Operand, why_not_forward_mode
 from megalith.fusions.core.registry import registered
@@ -145,26 +147,26 @@ def _bounds(packed: PackedSeqParams | None, q: Tensor, k: Tensor) -> Tensor | No
     return packed.document_bounds[:, Sk - Sq : Sk].clamp(max=Sk)
 
 
-def _triton(q: Tensor, k: Tensor, v: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+def _triton(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *seen: Unpack[Seen]) -> tuple[Tensor, Tensor]:
     from megalith.fusions.attention.kernels.attention import op
 
-    return op(q, k, v, *inputs)
+    return op(q, k, v, sink, *seen)
 
 
 def _triton_gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *inputs: Any
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *seen: Unpack[Seen]
 ) -> tuple[Tensor, Tensor, Tensor]:
     from megalith.fusions.attention.kernels import attention  # noqa: F401  registers the operators
 
     out, lse = out.contiguous(), lse.contiguous()  # as forward leaves them, and the kernels read them
-    dq, dk, dv, _ = torch.ops.megalith.attention_back(dout, None, q, k, v, None, out, lse, *inputs)
+    dq, dk, dv, _ = torch.ops.megalith.attention_back(dout, None, q, k, v, None, out, lse, *seen)
     return dq, dk, dv
 
 
 def _gradients_for_cpu(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *inputs: Any
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *seen: Unpack[Seen]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv, _ = torch.ops.megalith.attention_for_cpu_back(dout, None, q, k, v, None, out, lse, *inputs)
+    dq, dk, dv, _ = torch.ops.megalith.attention_for_cpu_back(dout, None, q, k, v, None, out, lse, *seen)
     return dq, dk, dv
 
 

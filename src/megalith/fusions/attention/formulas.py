@@ -10,7 +10,7 @@ S sequence, B micro-batch, A query heads, G groups of heads, D head size, Dv of 
 first token of each token's document, and the one after its last.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from megalith.fusions.core.rows import wide
 __all__ = [
     "OPERATOR",
     "WIDEST_HEAD",
+    "Seen",
     "gradients_with_bias",
     "merge_attention",
     "operator",
@@ -32,6 +33,16 @@ __all__ = [
 ]
 
 WIDEST_HEAD = 256  # columns that the kernels' tables of blocks go up to
+
+
+class Seen(NamedTuple):
+    """The last operands of the operator: which keys a query sees, and how scores are scaled and capped."""
+
+    bounds: Tensor | None  # int32 [B, Sq, 2]
+    scale: float
+    softcap: float | None
+    left: int
+    right: int
 
 
 def reference(
@@ -178,7 +189,7 @@ def operator(batch_first: bool) -> Operator[tuple[Tensor, Tensor], tuple[Tensor,
     )
 
 
-def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+def _saves(outputs: tuple[Tensor, ...], *inputs: object) -> tuple[object, ...]:
     return (*inputs[:4], *outputs, *inputs[4:])
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megalith.errors import BackendError
@@ -60,7 +61,9 @@ class Fusion(Generic[Path]):
     a tensor of one block takes where the table ranks loops over blocks first; it takes every operand. ``defaults`` is
     the table: by device, the paths that are taken by default, the first that can run; a device that is not listed takes
     the reference. For a CPU it says what ``python -m benchmarks.fusions`` found fastest, with a C++ compiler and
-    without one (the end of each page of docs/fusions holds the last table); for a GPU, untuned, our kernels.
+    without one (the end of each page of docs/fusions holds the last table); for a GPU, untuned, our kernels. ``backs``
+    has the gradient of each path by itself, for a ``torch.autograd.Function`` of the field's: it is called as the
+    backward of the operator (``core.registration``), and records no gradient.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Fusion(Generic[Path]):
     limits: Mapping[Backend, Callable[[Operand], str | None]] = field(default_factory=dict)
     whole: Backend = "reference"
     defaults: Mapping[str, Sequence[Backend]] = field(default_factory=dict)
+    backs: Mapping[Backend, Callable[..., tuple[Tensor, ...]]] = field(default_factory=dict)
 
     def path(self, x: Operand, backend: Backend | None) -> Path:
         """The function that computes the operation on ``x``: of the path ``backend``, or of that of ``choose``.
@@ -89,6 +93,13 @@ class Fusion(Generic[Path]):
         """The path of ``use(...)`` where ``x`` can take it, else the default."""
         preferred = chosen_by_use()
         return self.default(x) if preferred is None or self.why_not(preferred, x) else preferred
+
+    def choose_for_function(self, x: Operand) -> Backend:
+        """The path of both directions of a ``torch.autograd.Function``, which calls ``paths`` and later ``backs``.
+
+        Inside of torch.compile it is the reference, whose formulas that compiler can fuse.
+        """
+        return "reference" if torch.compiler.is_compiling() else self.choose(x)
 
     def default(self, x: Operand) -> Backend:
         """The first path that can run here, of those in ``defaults`` for the device of ``x``.

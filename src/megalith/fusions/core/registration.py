@@ -6,25 +6,37 @@ interpreter reads data pointers, which the tensors of a trace do not have. So do
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from megalith.fusions.core.eager import eager_or_operator, recorded
+from megalith.fusions.core.records import flat_signature
 from megalith.optional import triton_interprets
 from megalith.torch_compat import launching_directly
 
-__all__ = ["Operator", "gradients_like", "register_without_gradient", "wrap_triton"]
+__all__ = ["Differentiable", "Operator", "gradients_like", "register_without_gradient", "wrap_triton"]
 
 Y = TypeVar("Y")
 G = TypeVar("G", bound=tuple[Tensor, ...])
-Saves = Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[Any, ...]]
+Y_co = TypeVar("Y_co", covariant=True)
+G_co = TypeVar("G_co", covariant=True, bound=tuple[Tensor, ...])
+Saves = Callable[..., tuple[object, ...]]
 Passes = Callable[..., Sequence[str]]
 Shares = Callable[..., Mapping[str, str]]
+
+
+class Differentiable(Protocol[Y_co, G_co]):
+    """A function of positional operands that autograd sees through, and its gradient by itself."""
+
+    def __call__(self, *inputs: Any) -> Y_co: ...
+
+    @property
+    def back(self) -> Callable[..., G_co]:
+        """The registered backward; it records no gradient."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +45,13 @@ class Operator(Generic[Y, G]):
 
     Args:
         outputs: allocates what forward returns, from the same inputs: tensors, None, numbers, strings. Its annotations
-            are the schema, and it tells torch.compile the shapes.
+            are the schema, those of a record's fields too (``core.records``), and it tells torch.compile the shapes.
         gradients: what ``outputs`` is to forward, it is to backward. Backward gets the gradients of the first
             ``num_differentiable`` outputs, then what ``saves`` gave, and, if ``gradients`` has an argument ``needs``, a
             list of bool: which of ``of`` are wanted. It returns a tensor for each of them, empty where none is wanted
             or the input was None.
         of: names of the inputs that have gradients, in the order that backward returns them.
-        saves: picks what backward needs, from the inputs and the tuple of outputs; by default all inputs.
+        saves: picks what backward needs, from the tuple of outputs and the inputs; by default all inputs.
         passes: names, from the inputs, those whose gradient is that of the first output, as it is; backward, if it is
             called at all, is not asked for them.
         shares: from the inputs, those whose gradient is that of another, by names; backward is asked for the other,
@@ -59,7 +71,7 @@ class Operator(Generic[Y, G]):
 
     def register(
         self, name: str, forward: Callable[..., Y], backward: Callable[..., G], *, opaque: bool = False
-    ) -> Callable[..., Y]:
+    ) -> Differentiable[Y, G]:
         """``megalith::<name>`` with its gradient ``megalith::<name>_back``, of functions that write fresh tensors only.
 
         The gradient has no gradient of its own: a second derivative raises instead of being wrong.
@@ -69,15 +81,15 @@ class Operator(Generic[Y, G]):
         """
         operator, implementation = _define(name, forward, self.outputs, opaque)
         gradient = eager_or_operator(*_define(f"{name}_back", backward, self.gradients, opaque))
-        input_names = list(inspect.signature(self.outputs).parameters)
+        input_names = list(flat_signature(self.outputs).parameters)
         positions = [input_names.index(of) for of in self.of]
-        takes_needs = "needs" in inspect.signature(self.gradients).parameters
+        takes_needs = "needs" in flat_signature(self.gradients).parameters
 
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             outputs = output if isinstance(output, tuple) else (output,)
             ctx.mark_non_differentiable(*outputs[self.num_differentiable :])
             ctx.set_materialize_grads(not self.absent_as_none)
-            _save_for_backward(ctx, inputs if self.saves is None else self.saves(inputs, outputs))
+            _save_for_backward(ctx, inputs if self.saves is None else self.saves(outputs, *inputs))
             ctx.passed = [input_names.index(name) for name in self.passes(*inputs)]
             ctx.shared = {input_names.index(name): input_names.index(of) for name, of in self.shares(*inputs).items()}
 
@@ -90,7 +102,10 @@ class Operator(Generic[Y, G]):
 
         torch.library.register_autograd(f"megalith::{name}", gradients, setup_context=setup_context)
         differentiable = recorded(name, implementation, setup_context, gradients)
-        return eager_or_operator(operator, implementation, differentiable)
+        call: Any = eager_or_operator(operator, implementation, differentiable)
+        call.back = gradient
+        registered: Differentiable[Y, G] = call
+        return registered
 
 
 def register_without_gradient(
@@ -153,7 +168,7 @@ def _define(
     options: dict[str, Any] = {"mutates_args": tuple(mutates)}
     implementation = function
     if define is torch.library.custom_op:
-        options["schema"] = torch.library.infer_schema(outputs, **options)
+        options["schema"] = torch.library.infer_schema(_declared_as(outputs, outputs), **options)
     else:
         function, implementation = _declared_as(function, outputs), _launching(function)
     operator: Callable[..., Y] = define(f"megalith::{name}", function, **options)
@@ -178,5 +193,5 @@ def _declared_as(function: Callable[..., Y], outputs: Callable[..., Y]) -> Calla
     def declared(*inputs: Any) -> Y:
         return function(*inputs)
 
-    declared.__signature__ = inspect.signature(outputs)  # type: ignore[attr-defined]
+    declared.__signature__ = flat_signature(outputs)  # type: ignore[attr-defined]
     return declared

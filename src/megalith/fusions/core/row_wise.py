@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megalith.fusions.core.blocks import by_blocks, widened_by_blocks
 from megalith.fusions.core.compiled_blocks import compiled_by_blocks
-from megalith.fusions.core.registration import Operator
+from megalith.fusions.core.registration import Differentiable, Operator
 
 __all__ = ["RUNNERS", "Runner", "register_row_wise"]
 
@@ -31,7 +31,7 @@ RUNNERS = {
 
 def register_row_wise(
     operator: Operator[Y, G], name: str, forward: Callable[..., Y], backward: Callable[..., G]
-) -> tuple[Callable[..., Y], Callable[..., Y]]:
+) -> tuple[Differentiable[Y, G], Differentiable[Y, G]]:
     """``megalith::<name>_blocked`` and ``megalith::<name>_compiled``, of functions that take a Runner before inputs."""
     blocked, compiled = (
         operator.register(f"{name}_{path}", partial(forward, run), partial(backward, run), opaque=True)

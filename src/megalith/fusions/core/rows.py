@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["as_rows", "contiguous_columns", "in_shape", "rows_per_sum", "wide"]
+__all__ = ["as_rows", "contiguous_columns", "in_shape", "not_a_view", "rows_per_sum", "wide"]
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -33,6 +33,15 @@ def in_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
     if not torch.is_grad_enabled():
         return x.view(shape)
     y: Tensor = torch.ops.aten._unsafe_view.default(x, list(shape))
+    return y
+
+
+def not_a_view(x: Tensor) -> Tensor:
+    """``x``, which nobody else holds, as ``in_shape`` gives it where a gradient is recorded: for results of a Function,
+    inside of which none is."""
+    if torch.compiler.is_compiling() or not x._is_view():
+        return x
+    y: Tensor = torch.ops.aten._unsafe_view.default(x, list(x.shape))
     return y
 
 

@@ -6,9 +6,11 @@ largest logit, the target's too: where that dominates, the sum d over the others
 T tokens, n columns of this part of the vocabulary that are words.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 import math
 from functools import partial
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -27,15 +29,15 @@ from megalith.fusions.cross_entropy.formulas import (
     own_column,
     statistics_outputs,
 )
-from megalith.fusions.cross_entropy.options import Part, Terms, part_and_terms
+from megalith.fusions.cross_entropy.options import Part, PartAndSum, PartAndTerms, Terms, part_and_terms
 from megalith.fusions.cross_entropy.steps import steps_of_operators
 
 __all__ = ["blocked", "compiled", "gradient_into", "statistics"]
 
 
-def statistics(run: Runner, logits: Tensor, target: Tensor, *options: Any) -> Tensor:
+def statistics(run: Runner, logits: Tensor, target: Tensor, *options: Unpack[PartAndSum]) -> Tensor:
     """What this part says of each row, (m, d, x_y) or (m, d, x_y, s): [T, 3 or 4]."""
-    found, part = statistics_outputs(logits, target, *options), Part(*options[:-1])
+    found, part = statistics_outputs(logits, target, *options), Part(*options[:4])
     n = num_true_columns(logits.shape[-1], part)
     m, d, x_y, *s = found.unbind(dim=-1)
     for total in (d, x_y, *s):
@@ -65,7 +67,13 @@ def statistics(run: Runner, logits: Tensor, target: Tensor, *options: Any) -> Te
 
 
 def gradient_into(
-    run: Runner, dlogits: Tensor, dloss: Tensor, logits: Tensor, target: Tensor, whole: Tensor, *options: Any
+    run: Runner,
+    dlogits: Tensor,
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    whole: Tensor,
+    *options: Unpack[PartAndTerms],
 ) -> None:
     """Fills ``dlogits``, which may be ``logits`` itself; 0 in rows that are ignored and in padding."""
     part, terms = part_and_terms(*options)
@@ -113,9 +121,11 @@ def _slope(raw: Tensor, part: Part) -> Tensor | float:
     )  # 1 - tanh^2 cancels
 
 
-def _gradient(run: Runner, dloss: Tensor, logits: Tensor, *rest: Any) -> tuple[Tensor]:
-    (dlogits,) = gradients(dloss, logits, *rest)
-    gradient_into(run, dlogits, dloss, logits, *rest)
+def _gradient(
+    run: Runner, dloss: Tensor, logits: Tensor, target: Tensor, whole: Tensor, *options: Unpack[PartAndTerms]
+) -> tuple[Tensor]:
+    (dlogits,) = gradients(dloss, logits, target, whole, *options)
+    gradient_into(run, dlogits, dloss, logits, target, whole, *options)
     return (dlogits,)
 
 

@@ -16,15 +16,17 @@ Parts merge as log-sum-exps do. The target stays out of the sum, so nothing canc
 T tokens, n columns of this part, R parts. Statistics are rows of 3, or 4 with s; all in float32, or float64.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 import math
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from megalith.fusions.core.registration import Operator
 from megalith.fusions.core.rows import wide
-from megalith.fusions.cross_entropy.options import Part, Terms, part_and_terms
+from megalith.fusions.cross_entropy.options import Part, PartAndSum, PartAndTerms, Terms, part_and_terms
 from megalith.fusions.cross_entropy.steps import Steps
 
 __all__ = [
@@ -128,23 +130,16 @@ def empty_loss(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[0], dtype=wide(x.dtype)), x.new_empty(x.shape[0], 3, dtype=wide(x.dtype))
 
 
-def statistics_outputs(
-    logits: Tensor, target: Tensor, start: int, vocab_size: int, softcap: float, ignore_index: int, with_sum: bool
-) -> Tensor:
+def statistics_outputs(logits: Tensor, target: Tensor, *options: Unpack[PartAndSum]) -> Tensor:
     """Memory for what a part says of each row."""
-    return empty_statistics(logits, with_sum)
+    return empty_statistics(logits, PartAndSum(*options).with_sum)
 
 
 def _outputs(
     logits: Tensor,
     target: Tensor,
     parts: Tensor,
-    start: int,
-    vocab_size: int,
-    softcap: float,
-    ignore_index: int,
-    smoothing: float,
-    z_loss: float,
+    *options: Unpack[PartAndTerms],
 ) -> tuple[Tensor, Tensor]:
     return empty_loss(logits)
 
@@ -154,18 +149,13 @@ def gradients(
     logits: Tensor,
     target: Tensor,
     whole: Tensor,
-    start: int,
-    vocab_size: int,
-    softcap: float,
-    ignore_index: int,
-    smoothing: float,
-    z_loss: float,
+    *options: Unpack[PartAndTerms],
 ) -> tuple[Tensor]:
     """Memory for the gradient of the logits."""
     return (logits.new_empty(logits.shape),)
 
 
-def kept_for_gradient(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+def kept_for_gradient(outputs: tuple[Tensor, ...], *inputs: object) -> tuple[object, ...]:
     """Of (*tensors, target, parts, *part, *terms) all but ``parts``: in its place the statistics of the vocabulary."""
     tensors, options = inputs[:-7], inputs[-6:]
     return (*tensors, outputs[1], *options)
@@ -174,15 +164,15 @@ def kept_for_gradient(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> t
 OPERATOR = Operator(_outputs, gradients, of=("logits",), saves=kept_for_gradient)
 
 
-def _reference_statistics(logits: Tensor, target: Tensor, *options: Any) -> Tensor:
+def _reference_statistics(logits: Tensor, target: Tensor, *options: Unpack[PartAndSum]) -> Tensor:
     """What this part says of each row, differentiable."""
-    part = Part(*options[:-1])
+    part = Part(*options[:4])
     ignored = (target == part.ignore_index).unsqueeze(-1)
     counted = logits.masked_fill(ignored, 0.0)  # NaN times 0 is NaN, also in a gradient
-    return _statistics(counted, target, part, options[-1])
+    return _statistics(counted, target, part, PartAndSum(*options).with_sum)
 
 
-def _reference_loss(logits: Tensor, target: Tensor, parts: Tensor, *options: Any) -> Tensor:
+def _reference_loss(logits: Tensor, target: Tensor, parts: Tensor, *options: Unpack[PartAndTerms]) -> Tensor:
     """The loss, whose gradient flows through ``parts``."""
     part, terms = part_and_terms(*options)
     return _loss_of(_merged(parts, target, part), target, part, terms)
@@ -191,7 +181,9 @@ def _reference_loss(logits: Tensor, target: Tensor, parts: Tensor, *options: Any
 reference = Steps(_reference_statistics, _reference_loss)
 
 
-def loss_of_whole(logits: Tensor, target: Tensor, parts: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def loss_of_whole(
+    logits: Tensor, target: Tensor, parts: Tensor, *options: Unpack[PartAndTerms]
+) -> tuple[Tensor, Tensor]:
     """The loss, and the statistics (m, d, x_y) of the whole vocabulary that its gradient reads."""
     part, terms = part_and_terms(*options)
     whole = _merged(parts, target, part)

@@ -16,7 +16,7 @@ gradients, ``chunk_size`` V/tp elements of memory, and in backward the weight's 
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,13 +119,13 @@ class _Logits(NamedTuple):
         return self.size
 
 
-def _triton_statistics(*inputs: Any) -> Tensor:
+def _triton_statistics(*inputs: object) -> Tensor:
     from megalith.fusions.cross_entropy.kernels.linear import STEPS
 
     return STEPS.statistics(*inputs)
 
 
-def _triton_loss(*inputs: Any) -> Tensor:
+def _triton_loss(*inputs: object) -> Tensor:
     from megalith.fusions.cross_entropy.kernels.linear import STEPS
 
     return STEPS.loss(*inputs)

@@ -4,9 +4,11 @@ The statistics, the loss and the gradient of given logits are those of a path of
 chunk are made, used, and dropped. T tokens, H hidden, n words of this part.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -17,9 +19,22 @@ from megalith.fusions.core.row_wise import RUNNERS
 from megalith.fusions.core.rows import wide
 from megalith.fusions.cross_entropy import blocked as cross_entropy_blocked
 from megalith.fusions.cross_entropy import formulas as cross_entropy
+from megalith.fusions.cross_entropy.options import PartAndSum, PartAndTerms
 from megalith.fusions.cross_entropy.steps import Steps, steps_of_operators
 
 __all__ = ["OPERATOR", "blocked", "reference", "steps_by_chunks"]
+
+
+class _OfBack(NamedTuple):
+    """The last operands of the gradient: those of the loss, and which gradients are wanted."""
+
+    start: int
+    vocab_size: int
+    softcap: float
+    ignore_index: int
+    smoothing: float
+    z_loss: float
+    needs: list[bool]
 
 
 def _statistics_outputs(
@@ -28,13 +43,9 @@ def _statistics_outputs(
     bias: Tensor | None,
     chunk_size: int,
     target: Tensor,
-    start: int,
-    vocab_size: int,
-    softcap: float,
-    ignore_index: int,
-    with_sum: bool,
+    *options: Unpack[PartAndSum],
 ) -> Tensor:
-    return cross_entropy.empty_statistics(x, with_sum)
+    return cross_entropy.empty_statistics(x, PartAndSum(*options).with_sum)
 
 
 def _outputs(
@@ -44,12 +55,7 @@ def _outputs(
     chunk_size: int,
     target: Tensor,
     parts: Tensor,
-    start: int,
-    vocab_size: int,
-    softcap: float,
-    ignore_index: int,
-    smoothing: float,
-    z_loss: float,
+    *_: Unpack[PartAndTerms],
 ) -> tuple[Tensor, Tensor]:
     return cross_entropy.empty_loss(x)
 
@@ -62,16 +68,10 @@ def _gradients(
     chunk_size: int,
     target: Tensor,
     whole: Tensor,
-    start: int,
-    vocab_size: int,
-    softcap: float,
-    ignore_index: int,
-    smoothing: float,
-    z_loss: float,
-    needs: list[bool],
+    *options: Unpack[_OfBack],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for dx, dweight and dbias, empty for what is not wanted."""
-    dx, dweight, dbias = map(x.new_empty, _sizes(x, weight, bias, needs))
+    dx, dweight, dbias = map(x.new_empty, _sizes(x, weight, bias, _OfBack(*options).needs))
     return dx, dweight, dbias
 
 
@@ -79,14 +79,20 @@ OPERATOR = Operator(_outputs, _gradients, of=("x", "weight", "bias"), saves=cros
 
 
 def _reference_statistics(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int, target: Tensor, *options: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int, target: Tensor, *options: Unpack[PartAndSum]
 ) -> Tensor:
     with _without_autocast(x):
         return cross_entropy.reference.statistics(linear(x, weight, bias), target, *options)
 
 
 def _reference_loss(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int, target: Tensor, parts: Tensor, *options: Any
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chunk_size: int,
+    target: Tensor,
+    parts: Tensor,
+    *options: Unpack[PartAndTerms],
 ) -> Tensor:
     return cross_entropy.reference.loss(x, target, parts, *options)
 
@@ -118,7 +124,13 @@ class _OfLogits(NamedTuple):
     gradient_into: Callable[..., None]
 
     def statistics_of_chunks(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int, target: Tensor, *options: Any
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        chunk_size: int,
+        target: Tensor,
+        *options: Unpack[PartAndSum],
     ) -> Tensor:
         found = _statistics_outputs(x, weight, bias, chunk_size, target, *options)
         with _without_autocast(x):
@@ -134,7 +146,7 @@ class _OfLogits(NamedTuple):
         chunk_size: int,
         target: Tensor,
         parts: Tensor,
-        *options: Any,
+        *options: Unpack[PartAndTerms],
     ) -> tuple[Tensor, Tensor]:
         return self.loss(x, target, parts, *options)
 
@@ -147,9 +159,9 @@ class _OfLogits(NamedTuple):
         chunk_size: int,
         target: Tensor,
         whole: Tensor,
-        *options_and_needs: Any,
+        *options: Unpack[_OfBack],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        *options, needs = options_and_needs
+        needs = _OfBack(*options).needs
         sizes = _sizes(x, weight, bias, needs)
         dx = x.new_empty(sizes[0])
         in_parts = x.shape[0] > chunk_size  # one product rounds by itself, and needs no wide sum
@@ -157,7 +169,7 @@ class _OfLogits(NamedTuple):
         with _without_autocast(x):
             for rows in _chunks(x, chunk_size):
                 dlogits = logits = linear(x[rows], weight, bias)
-                self.gradient_into(dlogits, dloss[rows], logits, target[rows], whole[rows], *options)
+                self.gradient_into(dlogits, dloss[rows], logits, target[rows], whole[rows], *options[:-1])
                 if needs[0]:
                     dx[rows] = dlogits @ weight
                 if needs[1]:

@@ -1,7 +1,9 @@
 """What a cross entropy is asked for, checked: which words the columns of this rank are, and the terms of the loss."""
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 import math
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -9,7 +11,17 @@ from torch.distributed import ProcessGroup
 
 from megalith.errors import ConfigError, ShapeError
 
-__all__ = ["Part", "Smoothing", "Terms", "check_target", "part_and_terms", "part_of_rank", "terms_of"]
+__all__ = [
+    "Part",
+    "PartAndSum",
+    "PartAndTerms",
+    "Smoothing",
+    "Terms",
+    "check_target",
+    "part_and_terms",
+    "part_of_rank",
+    "terms_of",
+]
 
 Smoothing = Literal["torch", "nemo"]
 _NO_TARGET = torch.iinfo(torch.int64).min  # the ignore_index that ignores nothing
@@ -31,9 +43,30 @@ class Terms(NamedTuple):
     z_loss: float
 
 
-def part_and_terms(*options: Any) -> tuple[Part, Terms]:
+class PartAndTerms(NamedTuple):
+    """Both, one after the other: the last operands of the operators of the loss and of its gradient."""
+
+    start: int
+    vocab_size: int
+    softcap: float
+    ignore_index: int
+    smoothing: float
+    z_loss: float
+
+
+class PartAndSum(NamedTuple):
+    """The last operands of the operators of a part's statistics."""
+
+    start: int
+    vocab_size: int
+    softcap: float
+    ignore_index: int
+    with_sum: bool  # of the logits, for smoothing
+
+
+def part_and_terms(*options: Unpack[PartAndTerms]) -> tuple[Part, Terms]:
     """Both, from the last operands of an operator."""
-    return Part(*options[:-2]), Terms(*options[-2:])
+    return Part(*options[:4]), Terms(*options[4:])
 
 
 def part_of_rank(

@@ -4,7 +4,7 @@ Of logits that are given, and of those of an output projection that are made chu
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -25,14 +25,14 @@ class Steps(NamedTuple):
 def steps_of_operators(statistics: Callable[..., Tensor], loss: Callable[..., tuple[Tensor, Tensor]]) -> Steps:
     """The steps that two operators are, of which the second gives the loss and what its gradient needs."""
 
-    def detached(*inputs: Any) -> Tensor:  # the gradient of the statistics is that of the loss
+    def detached(*inputs: object) -> Tensor:  # the gradient of the statistics is that of the loss
         return statistics(*(x.detach() if isinstance(x, Tensor) else x for x in inputs))
 
     return Steps(detached, lambda *inputs: loss(*inputs)[0])
 
 
 def loss_of_parts(
-    steps: Steps, inputs: tuple[Any, ...], target: Tensor, tp_group: ProcessGroup | None, part: Part, terms: Terms
+    steps: Steps, inputs: tuple[object, ...], target: Tensor, tp_group: ProcessGroup | None, part: Part, terms: Terms
 ) -> Tensor:
     """The loss [T] of ``inputs``, this rank's tensors of rows; the one collective is here."""
     found = steps.statistics(*inputs, target, *part, terms.smoothing > 0.0)

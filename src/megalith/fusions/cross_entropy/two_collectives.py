@@ -60,8 +60,17 @@ def calculate_cross_entropy_loss(exp_logits: Tensor, predicted_logits_sum_exp_lo
     return exp_logits / total.unsqueeze(-1), torch.log(total) - predicted
 
 
-def calculate_gradients(softmax: Tensor, grad_output: Tensor, target_mask: Tensor, masked_target_1d: Tensor) -> Tensor:
-    """The gradient of the logits [..., V/tp] in the dtype of ``softmax``; ``grad_output`` is [...]."""
+def calculate_gradients(
+    softmax: Tensor,
+    grad_output: Tensor,
+    target_mask: Tensor,
+    masked_target_1d: Tensor,
+    logits_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The gradient of the logits [..., V/tp] in ``logits_dtype``, by default that of ``softmax``.
+
+    ``grad_output`` is [...]; the others are what the steps before have given.
+    """
     hit = (~target_mask).to(softmax.dtype).unsqueeze(-1)
     column = masked_target_1d.view_as(target_mask).unsqueeze(-1)
-    return softmax.scatter_add(-1, column, -hit) * grad_output.unsqueeze(-1)
+    return (softmax.scatter_add(-1, column, -hit) * grad_output.unsqueeze(-1)).to(logits_dtype or softmax.dtype)

@@ -14,7 +14,6 @@ statistics and the targets. Floor: forward TV/tp elements, backward 2TV/tp: 6 by
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -99,13 +98,13 @@ def fused_vocab_parallel_cross_entropy(
     return in_shape(loss, target.shape)
 
 
-def _triton_statistics(*inputs: Any) -> Tensor:
+def _triton_statistics(*inputs: object) -> Tensor:
     from megalith.fusions.cross_entropy.kernels.cross_entropy import STEPS
 
     return STEPS.statistics(*inputs)
 
 
-def _triton_loss(*inputs: Any) -> Tensor:
+def _triton_loss(*inputs: object) -> Tensor:
     from megalith.fusions.cross_entropy.kernels.cross_entropy import STEPS
 
     return STEPS.loss(*inputs)

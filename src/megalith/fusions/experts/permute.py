@@ -15,7 +15,6 @@ Floor: (T + R) H elements either way, and R H more for dprobs of unpermute, besi
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -150,16 +149,16 @@ def unpermute(
     return UNPERMUTE_FUSION.path(permuted_tokens, backend)(permuted_tokens, probs, row_of, token_of).view(shape)
 
 
-def _triton_permute(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _triton_permute(tokens: Tensor, probs: Tensor | None, row_of: Tensor, token_of: Tensor) -> tuple[Tensor, Tensor]:
     from megalith.fusions.experts.kernels.permute import permute_op
 
-    return permute_op(*inputs)
+    return permute_op(tokens, probs, row_of, token_of)
 
 
-def _triton_unpermute(*inputs: Any) -> Tensor:
+def _triton_unpermute(permuted: Tensor, probs: Tensor | None, row_of: Tensor, token_of: Tensor) -> Tensor:
     from megalith.fusions.experts.kernels.permute import unpermute_op
 
-    return unpermute_op(*inputs)
+    return unpermute_op(permuted, probs, row_of, token_of)
 
 
 _PERMUTE: Mapping[Backend, Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]]] = {

@@ -3,8 +3,6 @@
 T tokens, R rows, H hidden, S slots of a token.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -64,8 +62,9 @@ def _permute_gradients(dpermuted: Tensor, dweights: Tensor, row_of: Tensor, has_
     return dpermuted.new_empty(len(row_of), dpermuted.shape[1]), dprobs
 
 
-def _permute_saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    _, probs, row_of, _ = inputs
+def _permute_saves(
+    _: tuple[Tensor, ...], tokens: Tensor, probs: Tensor | None, row_of: Tensor, token_of: Tensor
+) -> tuple[object, ...]:
     return row_of, probs is not None
 
 
@@ -87,8 +86,9 @@ def _unpermute_gradients(
     return dy.new_empty(len(token_of), dy.shape[1]), dprobs
 
 
-def _unpermute_saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    permuted, probs, row_of, token_of = inputs
+def _unpermute_saves(
+    _: tuple[Tensor, ...], permuted: Tensor, probs: Tensor | None, row_of: Tensor, token_of: Tensor
+) -> tuple[object, ...]:
     return (None if probs is None else permuted), probs, row_of, token_of
 
 

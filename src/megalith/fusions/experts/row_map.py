@@ -8,7 +8,7 @@ count by tiles of tokens and once to place them, in whole numbers and without at
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,10 +67,12 @@ def row_map(
     return RowMap(*compute(routing_map, num_out_tokens, E, pad_multiple))
 
 
-def _triton(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _triton(
+    routing_map: Tensor, num_out_tokens: int, num_experts: int, pad_multiple: int
+) -> tuple[Tensor, Tensor, Tensor]:
     from megalith.fusions.experts.kernels.row_map import op
 
-    return op(*inputs)
+    return op(routing_map, num_out_tokens, num_experts, pad_multiple)
 
 
 _PATHS: Mapping[Backend, Callable[[Tensor, int, int, int], tuple[Tensor, Tensor, Tensor]]] = {

@@ -3,7 +3,9 @@
 T tokens, N columns of the input, F ffn hidden size.
 """
 
-from typing import Any
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -14,10 +16,22 @@ from megalith.fusions.core.row_wise import Runner, register_row_wise
 from megalith.fusions.core.rows import wide
 from megalith.fusions.gated.formulas import Gating, gradients_of, split, value_of
 
-__all__ = ["OPERATOR", "blocked", "compiled", "dequantized", "quantized"]
+__all__ = ["OPERATOR", "Operands", "blocked", "compiled", "dequantized", "quantized"]
 
 _LARGEST = 448.0
 _SMALLEST_SCALE = 2.0**-126  # its inverse is still a number of float32
+
+
+class Operands(NamedTuple):
+    """Of the operator, of T rows; the fields of ``Gating`` are the last."""
+
+    x: Tensor  # [T, 2F]
+    bias: Tensor | None  # [2F]
+    weights: Tensor | None  # [T, 1]
+    activation: str
+    offset: float
+    clamp: float
+    interleaved: bool
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,13 +54,10 @@ def _outputs(
     x: Tensor,
     bias: Tensor | None,
     weights: Tensor | None,
-    activation: str,
-    offset: float,
-    clamp: float,
-    interleaved: bool,
+    *options: Unpack[Gating],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for y [T, F], the stored input [T, 2F] and its scales [T, 1]."""
-    check_activation(activation)
+    check_activation(Gating(*options).activation)
     T = x.shape[0]
     stored = x.new_empty(x.shape, dtype=torch.uint8)  # bytes: few of torch's tools can take an operator's float8
     return x.new_empty(T, x.shape[1] // 2), stored, x.new_empty(T, 1, dtype=torch.float32)
@@ -58,25 +69,22 @@ def _gradients(
     scale: Tensor,
     bias: Tensor | None,
     weights: Tensor | None,
-    activation: str,
-    offset: float,
-    clamp: float,
-    interleaved: bool,
+    *options: Unpack[Gating],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for dx [T, 2F], dbias and dw, empty for what was not given."""
     dbias, dw = gradients_like(scale, bias, weights)[1:]
     return dy.new_empty(stored.shape), dbias, dw
 
 
-def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    return *outputs[1:], *inputs[1:]
+def _saves(outputs: tuple[Tensor, ...], *operands: Unpack[Operands]) -> tuple[object, ...]:
+    return *outputs[1:], *operands[1:]
 
 
 OPERATOR = Operator(_outputs, _gradients, of=("x", "bias", "weights"), saves=_saves)
 
 
 def _forward(
-    run: Runner, x: Tensor, bias: Tensor | None, weights: Tensor | None, *options: Any
+    run: Runner, x: Tensor, bias: Tensor | None, weights: Tensor | None, *options: Unpack[Gating]
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, stored, scale = _outputs(x, bias, weights, *options)
     if y.numel() == 0:
@@ -98,7 +106,7 @@ def _backward(
     scale: Tensor,
     bias: Tensor | None,
     weights: Tensor | None,
-    *options: Any,
+    *options: Unpack[Gating],
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, dbias, dw = _gradients(dy, stored, scale, bias, weights, *options)
     gating, acc = Gating(*options), wide(dy.dtype)

@@ -1,8 +1,10 @@
 """Formulas of ``glu``, whose head states them; T tokens, F ffn hidden size, all of them rows."""
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from megalith.fusions.core.rows import wide
 __all__ = [
     "OPERATOR",
     "Gating",
+    "Operands",
     "blocked",
     "compiled",
     "gradients",
@@ -24,6 +27,7 @@ __all__ = [
     "join",
     "outputs",
     "reference",
+    "reference_back",
     "split",
     "value_of",
 ]
@@ -46,6 +50,19 @@ class Gating(NamedTuple):
         if clamp is not None and not clamp > 0.0:
             raise ConfigError(f"clamp must be positive, or None for no clamp; got {clamp}")
         return cls(activation, float(offset), math.inf if clamp is None else float(clamp), interleaved)
+
+
+class Operands(NamedTuple):
+    """Of the operator, of T rows; the fields of ``Gating`` are the last."""
+
+    x: Tensor  # [T, F], or [T, 2F] without up
+    up: Tensor | None
+    bias: Tensor | None  # [2F]
+    weights: Tensor | None  # [T, 1]
+    activation: str
+    offset: float
+    clamp: float
+    interleaved: bool
 
 
 def value_of(
@@ -127,13 +144,10 @@ def outputs(
     up: Tensor | None,
     bias: Tensor | None,
     weights: Tensor | None,
-    activation: str,
-    offset: float,
-    clamp: float,
-    interleaved: bool,
+    *options: Unpack[Gating],
 ) -> Tensor:
     """Memory for y [T, F]."""
-    check_activation(activation)
+    check_activation(Gating(*options).activation)
     return x.new_empty(x.shape[0], x.shape[1] if up is not None else x.shape[1] // 2)
 
 
@@ -143,10 +157,7 @@ def gradients(
     up: Tensor | None,
     bias: Tensor | None,
     weights: Tensor | None,
-    activation: str,
-    offset: float,
-    clamp: float,
-    interleaved: bool,
+    *options: Unpack[Gating],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Memory for dx, dup, dbias and dw, empty for what was not given."""
     dx, dup, dbias, dw = gradients_like(x, up, bias, weights)
@@ -156,15 +167,31 @@ def gradients(
 OPERATOR = Operator(outputs, gradients, of=("x", "up", "bias", "weights"))
 
 
-def reference(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Any) -> Tensor:
+def reference(
+    x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Unpack[Gating]
+) -> Tensor:
     """y [T, F], rounded."""
     gating = Gating(*options)
     gate, linear = (half.to(wide(x.dtype)) for half in halves(x, up, gating.interleaved))
     return value_of(gate, linear, bias, weights, gating).to(x.dtype)
 
 
+def reference_back(
+    dy: Tensor, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Unpack[Gating]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx, dup, dbias and dw, each in the dtype of what it is the gradient of, and empty for what was not given."""
+    gating, acc, nothing = Gating(*options), wide(x.dtype), x.new_empty(0)
+    gate, linear = halves(x, up, gating.interleaved)
+    da, dl, *rest = gradients_of(dy.to(acc), gate.to(acc), linear.to(acc), bias, weights, gating)
+    dw = nothing if weights is None else rest.pop(0).to(weights.dtype)
+    dbias = nothing if bias is None else join(rest[0], rest[1], gating.interleaved).to(bias.dtype)
+    if up is None:
+        return join(da, dl, gating.interleaved).to(x.dtype), nothing, dbias, dw
+    return da.to(x.dtype), dl.to(up.dtype), dbias, dw
+
+
 def _forward(
-    run: Runner, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Any
+    run: Runner, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Unpack[Gating]
 ) -> Tensor:
     y, gating = outputs(x, up, bias, weights, *options), Gating(*options)
 
@@ -182,7 +209,7 @@ def _backward(
     up: Tensor | None,
     bias: Tensor | None,
     weights: Tensor | None,
-    *options: Any,
+    *options: Unpack[Gating],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dx, dup, dbias, dw = gradients_like(x, up, bias, weights)
     gating = Gating(*options)

@@ -10,10 +10,13 @@ floor and what is saved are those of ``glu``.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megalith.fusions.core.checks import check_floating
 from megalith.fusions.core.dispatch import Backend
+from megalith.fusions.core.function_context import Context
 from megalith.fusions.core.rows import wide
+from megalith.fusions.gated import functions
 from megalith.fusions.gated.formulas import Gating
 from megalith.fusions.gated.glu import back, glu, glu_back
 from megalith.fusions.gated.glu_float8 import glu_float8
@@ -37,6 +40,8 @@ __all__ = [
     "weighted_quick_geglu",
     "weighted_quick_geglu_back",
 ]
+
+_GELU_TANH = Gating.of("gelu_tanh")
 
 
 def bias_geglu_impl(
@@ -167,29 +172,77 @@ def weighted_bias_quick_geglu_back(
     return dy, dbias, dw
 
 
-class GeGLUFunction:
+class GeGLUFunction(torch.autograd.Function):
     """``apply(input)`` is ``bias_geglu_impl`` without a bias."""
 
     @staticmethod
-    def apply(input: Tensor) -> Tensor:
-        return bias_geglu_impl(input, None)
-
-
-class BiasGeGLUFunction:
-    """``apply(input, bias)`` is ``bias_geglu_impl``."""
-
-    apply = staticmethod(bias_geglu_impl)
-
-
-class WeightedQuickGeGLUFunction:
-    """``apply(input, weights, fp8_input_store, linear_offset)`` is quick GEGLU without a bias."""
+    def forward(ctx: Context, input: Tensor) -> Tensor:
+        return functions.forward(ctx, input, None, None, _GELU_TANH)
 
     @staticmethod
-    def apply(input: Tensor, weights: Tensor, fp8_input_store: bool = False, linear_offset: float = 0.0) -> Tensor:
-        return weighted_bias_quick_geglu_impl(input, None, weights, fp8_input_store, linear_offset)
+    @once_differentiable
+    def backward(ctx: Context, grad_output: Tensor) -> Tensor:
+        return functions.backward(ctx, grad_output)[0]
 
 
-class WeightedBiasQuickGeGLUFunction:
-    """``apply(input, bias, weights, fp8_input_store, linear_offset)`` is ``weighted_bias_quick_geglu_impl``."""
+class BiasGeGLUFunction(torch.autograd.Function):
+    """``apply(input, bias)`` is ``bias_geglu_impl``."""
 
-    apply = staticmethod(weighted_bias_quick_geglu_impl)
+    @staticmethod
+    def forward(ctx: Context, input: Tensor, bias: Tensor | None) -> Tensor:
+        return functions.forward(ctx, input, bias, None, _GELU_TANH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor | None]:
+        dx, dbias, _ = functions.backward(ctx, grad_output)
+        return dx, dbias
+
+
+class WeightedQuickGeGLUFunction(torch.autograd.Function):
+    """``apply(input, weights, fp8_input_store, linear_offset)`` is quick GEGLU without a bias.
+
+    ``linear_offset`` is a number, or a tensor of one, for which the host waits; it has no gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        input: Tensor,
+        weights: Tensor | None,
+        fp8_input_store: bool = False,
+        linear_offset: float | Tensor = 0.0,
+    ) -> Tensor:
+        gating = Gating.of("quick_gelu", float(linear_offset))
+        return functions.forward(ctx, input, None, weights, gating, fp8_input_store)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        dx, _, dw = functions.backward(ctx, grad_output)
+        return dx, dw, None, None
+
+
+class WeightedBiasQuickGeGLUFunction(torch.autograd.Function):
+    """``apply(input, bias, weights, fp8_input_store, linear_offset)`` is ``weighted_bias_quick_geglu_impl``.
+
+    ``linear_offset`` is as in ``WeightedQuickGeGLUFunction``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        input: Tensor,
+        bias: Tensor | None,
+        weights: Tensor | None,
+        fp8_input_store: bool = False,
+        linear_offset: float | Tensor = 0.0,
+    ) -> Tensor:
+        gating = Gating.of("quick_gelu", float(linear_offset))
+        return functions.forward(ctx, input, bias, weights, gating, fp8_input_store)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        dx, dbias, dw = functions.backward(ctx, grad_output)
+        return dx, dbias, dw, None, None

@@ -12,8 +12,10 @@ T tokens (leading dimensions flattened), F ffn hidden size. Saved for backward: 
 Floor: forward 3TF elements, backward 5TF, and 4T and 8T bytes for w in float32.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -23,8 +25,8 @@ from megalith.fusions.core.activations import Activation
 from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.core.dispatch import Backend, Fusion
 from megalith.fusions.core.registry import registered
-from megalith.fusions.core.rows import as_rows, in_shape, wide
-from megalith.fusions.gated.formulas import Gating, blocked, compiled, gradients_of, halves, join, reference
+from megalith.fusions.core.rows import as_rows, in_shape
+from megalith.fusions.gated.formulas import Gating, Operands, blocked, compiled, reference, reference_back
 
 __all__ = ["FUSION", "back", "check", "glu", "glu_back"]
 
@@ -100,14 +102,13 @@ def back(
     """``glu_back`` where a type says which operands there are, and so which gradients."""
     check(x, up, bias, weights, gating.interleaved)
     check_shape("dy", dy, (*x.shape[:-1], x.shape[-1] // (2 if up is None else 1)), "as the output")
-    gate, linear = halves(as_rows(x), _rows(up), gating.interleaved)
-    acc = wide(x.dtype)
-    da, dl, *rest = gradients_of(as_rows(dy).to(acc), gate.to(acc), linear.to(acc), bias, _rows(weights), gating)
-    dw = None if weights is None else rest.pop(0).to(weights.dtype).view(weights.shape)
-    dbias = None if bias is None else join(rest[0], rest[1], gating.interleaved).to(bias.dtype)
-    if up is None:
-        return join(da, dl, gating.interleaved).to(x.dtype).view(x.shape), None, dbias, dw
-    return da.to(x.dtype).view(x.shape), dl.to(up.dtype).view(up.shape), dbias, dw
+    dx, dup, dbias, dw = reference_back(as_rows(dy), as_rows(x), _rows(up), bias, _rows(weights), *gating)
+    return (
+        dx.view(x.shape),
+        None if up is None else dup.view(up.shape),
+        None if bias is None else dbias,
+        None if weights is None else dw.view(weights.shape),
+    )
 
 
 def _rows(x: Tensor | None) -> Tensor | None:
@@ -117,10 +118,16 @@ def _rows(x: Tensor | None) -> Tensor | None:
 Glu = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, str, float, float, bool], Tensor]
 
 
-def _triton(*inputs: Any) -> Tensor:
+def _triton(*operands: Unpack[Operands]) -> Tensor:
     from megalith.fusions.gated.kernels.glu import op
 
-    return op(*inputs)
+    return op(*operands)
+
+
+def _triton_back(dy: Tensor, *operands: Unpack[Operands]) -> tuple[Tensor, ...]:
+    from megalith.fusions.gated.kernels.glu import op
+
+    return op.back(dy, *operands)
 
 
 _PATHS: Mapping[Backend, Glu] = {
@@ -129,7 +136,14 @@ _PATHS: Mapping[Backend, Glu] = {
     "blocked": blocked,
     "reference": reference,
 }
-FUSION = registered(Fusion("glu", _PATHS, defaults={"cuda": ("triton",), "cpu": ("compile", "blocked")}))
+_BACKS: Mapping[Backend, Callable[..., tuple[Tensor, ...]]] = {
+    "triton": _triton_back,
+    "compile": compiled.back,
+    "blocked": blocked.back,
+    "reference": reference_back,
+}
+_DEFAULTS: Mapping[str, Sequence[Backend]] = {"cuda": ("triton",), "cpu": ("compile", "blocked")}
+FUSION = registered(Fusion("glu", _PATHS, defaults=_DEFAULTS, backs=_BACKS))
 
 
 def check(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, interleaved: bool) -> None:

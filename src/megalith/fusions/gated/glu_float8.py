@@ -12,8 +12,10 @@ T tokens, F ffn hidden size. Saved for backward: 2TF bytes, 4T for scales, and b
 and 2TF bytes, backward 3TF elements and 2TF bytes.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Unpack
 
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from megalith.fusions.core.activations import Activation
 from megalith.fusions.core.dispatch import Backend, Fusion
 from megalith.fusions.core.registry import registered
 from megalith.fusions.core.rows import as_rows, in_shape
-from megalith.fusions.gated.float8_formulas import blocked, compiled
+from megalith.fusions.gated.float8_formulas import Operands, blocked, compiled
 from megalith.fusions.gated.formulas import Gating
 from megalith.fusions.gated.glu import check
 
@@ -51,10 +53,23 @@ def glu_float8(
     return in_shape(y, (*x.shape[:-1], y.shape[-1]))
 
 
-def _triton(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _triton(*operands: Unpack[Operands]) -> tuple[Tensor, Tensor, Tensor]:
     from megalith.fusions.gated.kernels.glu import op_float8
 
-    return op_float8(*inputs)
+    return op_float8(*operands)
+
+
+def _triton_back(
+    dy: Tensor,
+    stored: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    weights: Tensor | None,
+    *options: Unpack[Gating],
+) -> tuple[Tensor, Tensor, Tensor]:
+    from megalith.fusions.gated.kernels.glu import op_float8
+
+    return op_float8.back(dy, stored, scale, bias, weights, *options)
 
 
 GluFloat8 = Callable[[Tensor, Tensor | None, Tensor | None, str, float, float, bool], tuple[Tensor, Tensor, Tensor]]
@@ -65,4 +80,11 @@ _PATHS: Mapping[Backend, GluFloat8] = {
     "blocked": blocked,
     "reference": blocked,
 }
-FUSION = registered(Fusion("glu_float8", _PATHS, defaults={"cuda": ("triton",), "cpu": ("compile", "blocked")}))
+_BACKS: Mapping[Backend, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "triton": _triton_back,
+    "compile": compiled.back,
+    "blocked": blocked.back,
+    "reference": blocked.back,
+}
+_DEFAULTS: Mapping[str, Sequence[Backend]] = {"cuda": ("triton",), "cpu": ("compile", "blocked")}
+FUSION = registered(Fusion("glu_float8", _PATHS, defaults=_DEFAULTS, backs=_BACKS))

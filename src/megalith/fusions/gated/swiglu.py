@@ -10,9 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megalith.errors import BackendError
 from megalith.fusions.core.dispatch import Backend
+from megalith.fusions.core.function_context import Context
+from megalith.fusions.gated import functions
 from megalith.fusions.gated.formulas import Gating
 from megalith.fusions.gated.glu import back, glu, glu_back
 from megalith.fusions.gated.glu_float8 import glu_float8
@@ -36,6 +39,8 @@ __all__ = [
     "weighted_swiglu",
     "weighted_swiglu_back",
 ]
+
+_SILU = Gating.of("silu")
 
 
 def bias_swiglu_impl(
@@ -162,34 +167,57 @@ def clamped_weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor, clamp_va
     return dy, dw
 
 
-class SwiGLUFunction:
+class SwiGLUFunction(torch.autograd.Function):
     """``apply(input, fp8_input_store, cpu_offload_input)`` is ``bias_swiglu_impl`` without a bias."""
 
     @staticmethod
-    def apply(input: Tensor, fp8_input_store: bool = False, cpu_offload_input: bool = False) -> Tensor:
-        return bias_swiglu_impl(input, None, fp8_input_store, cpu_offload_input)
+    def forward(ctx: Context, input: Tensor, fp8_input_store: bool = False, cpu_offload_input: bool = False) -> Tensor:
+        return functions.forward(ctx, input, None, None, _SILU, fp8_input_store, cpu_offload_input)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        dx, _, _ = functions.backward(ctx, grad_output)
+        return dx, None, None
 
 
-class BiasSwiGLUFunction:
-    """``apply`` is ``bias_swiglu_impl``."""
+class BiasSwiGLUFunction(torch.autograd.Function):
+    """``apply(input, bias, fp8_input_store, cpu_offload_input)`` is ``bias_swiglu_impl``."""
 
-    apply = staticmethod(bias_swiglu_impl)
+    @staticmethod
+    def forward(
+        ctx: Context,
+        input: Tensor,
+        bias: Tensor | None,
+        fp8_input_store: bool = False,
+        cpu_offload_input: bool = False,
+    ) -> Tensor:
+        return functions.forward(ctx, input, bias, None, _SILU, fp8_input_store, cpu_offload_input)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        dx, dbias, _ = functions.backward(ctx, grad_output)
+        return dx, dbias, None, None
 
 
-class WeightedSwiGLUFunction:
+class WeightedSwiGLUFunction(torch.autograd.Function):
     """``apply(input, weights, fp8_input_store)`` is ``weighted_bias_swiglu_impl`` without a bias."""
 
     @staticmethod
-    def apply(input: Tensor, weights: Tensor, fp8_input_store: bool = False) -> Tensor:
-        return weighted_bias_swiglu_impl(input, None, weights, fp8_input_store)
+    def forward(ctx: Context, input: Tensor, weights: Tensor, fp8_input_store: bool = False) -> Tensor:
+        return functions.forward(ctx, input, None, weights, _SILU, fp8_input_store)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        dx, _, dw = functions.backward(ctx, grad_output)
+        return dx, dw, None
 
 
 def _saved_on_cpu(x: Tensor) -> AbstractContextManager[object]:
     """Sends what autograd saves inside to CPU memory, and back when backward asks for it."""
     if torch.compiler.is_compiling():
-        raise BackendError(
-            "cpu_offload_input moves what autograd saves, which torch.compile cannot trace; leave it out there, "
-            "or keep the call out of the graph with torch.compiler.disable"
-        )
+        raise BackendError(functions.REFUSED_OFFLOAD)
     # from pageable memory a copy runs at a fraction of the speed of the bus
     return torch.autograd.graph.save_on_cpu(pin_memory=x.is_cuda)

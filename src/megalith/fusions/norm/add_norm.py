@@ -7,7 +7,9 @@ dropout it writes one gradient for x and residual together. Formulas and sources
 Floor: 4TH elements in forward and 4TH in backward, 5TH with dropout; saved: h and 4 or 8 bytes a token.
 """
 
-from typing import Any
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
+from typing import Unpack
 
 from torch import Tensor, nn
 
@@ -16,7 +18,7 @@ from megalith.fusions.core.dispatch import Backend, Fusion
 from megalith.fusions.core.dropout_mask import mask_operands
 from megalith.fusions.core.registry import registered
 from megalith.fusions.core.rows import as_rows, in_shape
-from megalith.fusions.norm.formulas import Normalization, Norming, as_stored, float_gain, summed
+from megalith.fusions.norm.formulas import Normalization, Norming, Options, as_stored, float_gain, summed
 from megalith.fusions.norm.paths import PATHS, check
 from megalith.numerics.dropout import Dropout
 
@@ -75,7 +77,12 @@ def fused_add_norm(
 
 
 def _torch_add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, input_bias: Tensor | None, *options: Any
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
+    *options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
     """The sum, and torch's operator on it as it is stored, in float32 or wider."""
     mask, eps, normalization, zero_centered = Norming.of(*options)

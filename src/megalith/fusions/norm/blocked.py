@@ -4,8 +4,10 @@ That operator makes one pass, and beside a float32 gain it keeps float32 statist
 dw and db in 16 bits: for these it gets blocks in float32.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -13,7 +15,17 @@ from torch import Tensor
 from megalith.fusions.core.dropout_mask import Mask, rows_of_mask
 from megalith.fusions.core.row_wise import Runner, register_row_wise
 from megalith.fusions.core.rows import wide
-from megalith.fusions.norm.formulas import OPERATOR, Kept, Norming, dropped, float_gain, statistics, summed
+from megalith.fusions.norm.formulas import (
+    OPERATOR,
+    Kept,
+    Norming,
+    Options,
+    OptionsOfBack,
+    dropped,
+    float_gain,
+    statistics,
+    summed,
+)
 
 __all__ = ["blocked", "compiled"]
 
@@ -27,7 +39,7 @@ def _forward(
     weight: Tensor | None,
     bias: Tensor | None,
     input_bias: Tensor | None,
-    *options: Any,
+    *options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     mask, eps, normalization, zero_centered = Norming.of(*options)
     gain = float_gain(x, weight, zero_centered)
@@ -67,7 +79,7 @@ def _sum(run: Runner, x: Tensor, residual: Tensor, input_bias: Tensor | None, ma
 
 
 def _backward(
-    run: Runner, dy: Tensor | None, dh: Tensor | None, h: Tensor, weight: Tensor | None, *options: Any
+    run: Runner, dy: Tensor | None, dh: Tensor | None, h: Tensor, weight: Tensor | None, *options: Unpack[OptionsOfBack]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     kept = Kept.of(*options)
     mask, mean, rstd, needs = kept.mask, kept.mean, kept.rstd, kept.needs

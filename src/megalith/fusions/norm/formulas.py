@@ -3,8 +3,10 @@
 T rows, H features of each.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ __all__ = [
     "Kept",
     "Normalization",
     "Norming",
+    "Options",
+    "OptionsOfBack",
     "as_stored",
     "dropped",
     "float_gain",
@@ -39,6 +43,34 @@ Normalization = Literal["LayerNorm", "RMSNorm"]
 WIDEST_WHOLE_ROW = 2**14
 
 
+class Options(NamedTuple):
+    """The last operands of the operator."""
+
+    key: Tensor | None
+    tokens: Tensor | None
+    site: int
+    p: float
+    eps: float
+    normalization: str
+    zero_centered: bool
+
+
+class OptionsOfBack(NamedTuple):
+    """The last operands of the gradient's operator."""
+
+    key: Tensor | None
+    tokens: Tensor | None
+    site: int
+    p: float
+    zero_centered: bool
+    mean: Tensor
+    rstd: Tensor
+    x_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    input_bias_dtype: torch.dtype | None
+    needs: list[bool]
+
+
 class Norming(NamedTuple):
     """What is computed of rows and vectors."""
 
@@ -48,7 +80,7 @@ class Norming(NamedTuple):
     zero_centered: bool
 
     @classmethod
-    def of(cls, *options: Any) -> "Norming":
+    def of(cls, *options: Unpack[Options]) -> "Norming":
         """From the last operands of the operator."""
         return cls(Mask(*options[:4]), *options[4:])
 
@@ -66,7 +98,7 @@ class Kept(NamedTuple):
     needs: list[bool]
 
     @classmethod
-    def of(cls, *options: Any) -> "Kept":
+    def of(cls, *options: Unpack[OptionsOfBack]) -> "Kept":
         """From the last operands of the gradient's operator."""
         return cls(Mask(*options[:4]), *options[4:])
 
@@ -77,11 +109,11 @@ def reference(
     weight: Tensor | None,
     bias: Tensor | None,
     input_bias: Tensor | None,
-    *options: Any,
+    *options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
     """y of rows ``x`` [..., H] in its dtype, and h in that of ``residual``, empty without one."""
-    *mask, eps, normalization, zero_centered = options
-    h = x.to(wide(x.dtype)) if residual is None else summed(x, residual, input_bias, Mask(*mask))
+    mask, eps, normalization, zero_centered = Norming.of(*options)
+    h = x.to(wide(x.dtype)) if residual is None else summed(x, residual, input_bias, mask)
     stored = h.new_empty(0) if residual is None else h.to(residual.dtype)
     h = h if residual is None else as_stored(h, residual.dtype)
     mean, rstd = statistics(h, eps, normalization)
@@ -181,15 +213,10 @@ def outputs(
     weight: Tensor | None,
     bias: Tensor | None,
     input_bias: Tensor | None,
-    key: Tensor | None,
-    tokens: Tensor | None,
-    site: int,
-    p: float,
-    eps: float,
-    normalization: str,
-    zero_centered: bool,
+    *options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Fresh memory for y, h (empty without a residual), mean (empty for RMSNorm) and rstd, both [..., 1]."""
+    normalization = Options(*options).normalization
     h_dtype = x.dtype if residual is None else residual.dtype
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=wide(h_dtype))
     mean = torch.empty_like(rstd) if normalization == "LayerNorm" else rstd.new_empty(0)
@@ -202,19 +229,11 @@ def gradients(
     dh: Tensor | None,
     h: Tensor,
     weight: Tensor | None,
-    key: Tensor | None,
-    tokens: Tensor | None,
-    site: int,
-    p: float,
-    zero_centered: bool,
-    mean: Tensor,
-    rstd: Tensor,
-    x_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    input_bias_dtype: torch.dtype | None,
-    needs: list[bool],
+    *options: Unpack[OptionsOfBack],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Fresh memory for dx, dresidual, dw, db and dinput_bias, empty what ``needs`` does not ask for."""
+    kept = OptionsOfBack(*options)
+    needs = kept.needs
 
     def rows(needed: bool, dtype: torch.dtype) -> Tensor:
         return h.new_empty(h.shape if needed else 0, dtype=dtype)
@@ -222,21 +241,36 @@ def gradients(
     def vector(needed: bool, dtype: torch.dtype | None) -> Tensor:
         return h.new_empty(h.shape[-1] if needed else 0, dtype=dtype)
 
-    dx, dresidual = rows(needs[0], x_dtype), rows(needs[1], h.dtype)
+    dx, dresidual = rows(needs[0], kept.x_dtype), rows(needs[1], h.dtype)
     dw = vector(needs[2], None if weight is None else weight.dtype)
-    return dx, dresidual, dw, vector(needs[3], bias_dtype), vector(needs[4], input_bias_dtype)
+    return dx, dresidual, dw, vector(needs[3], kept.bias_dtype), vector(needs[4], kept.input_bias_dtype)
 
 
-def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    x, residual, weight, bias, input_bias, *mask, _, _, zero_centered = inputs
+def _saves(
+    outputs: tuple[Tensor, ...],
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
+    *options: Unpack[Options],
+) -> tuple[object, ...]:
+    mask, zero_centered = options[:4], options[6]
     _, h, mean, rstd = outputs
     dtypes = (None if vector is None else vector.dtype for vector in (bias, input_bias))
     return x if residual is None else h, weight, *mask, zero_centered, mean, rstd, x.dtype, *dtypes
 
 
-def _shares(x: Tensor, residual: Tensor | None, *rest: Any) -> dict[str, str]:
+def _shares(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    input_bias: Tensor | None,
+    key: Tensor | None,
+    *_: object,
+) -> dict[str, str]:
     """Without dropout x and residual have one gradient, which is written once if they have one dtype."""
-    key = rest[3]
     return {"residual": "x"} if residual is not None and key is None and x.dtype == residual.dtype else {}
 
 

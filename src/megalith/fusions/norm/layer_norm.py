@@ -8,8 +8,10 @@ for them: the head of ``norm.paths``.
 Floor: 2TH elements in forward and 3TH in backward; saved: x and 4 or 8 bytes a token.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,14 @@ from megalith.errors import ConfigError
 from megalith.fusions.core.dispatch import Backend, Fusion, Operand
 from megalith.fusions.core.registry import registered
 from megalith.fusions.core.rows import in_shape, wide
-from megalith.fusions.norm.formulas import WIDEST_WHOLE_ROW, Normalization, float_gain, nested_rows
+from megalith.fusions.norm.formulas import (
+    WIDEST_WHOLE_ROW,
+    Normalization,
+    Norming,
+    Options,
+    float_gain,
+    nested_rows,
+)
 from megalith.fusions.norm.paths import PATHS, Norm, check
 
 __all__ = [
@@ -225,10 +234,10 @@ def _check_normalization(config: object, given: str, wanted: Normalization, othe
 
 
 def _torch_rms_norm(
-    x: Tensor, residual: None, weight: Tensor | None, bias: None, input_bias: None, *options: Any
+    x: Tensor, residual: None, weight: Tensor | None, bias: None, input_bias: None, *options: Unpack[Options]
 ) -> tuple[Tensor]:
     """torch's operator rounds once, beside a gain of the dtype of ``x``; beside another it would take a slow way."""
-    *_, eps, _, zero_centered = options
+    _, eps, _, zero_centered = Norming.of(*options)
     gain = float_gain(x, weight, zero_centered) if zero_centered else weight
     if gain is None or gain.dtype == x.dtype:
         return (nn.functional.rms_norm(x, x.shape[-1:], gain, eps),)
@@ -237,9 +246,9 @@ def _torch_rms_norm(
 
 
 def _torch_layer_norm(
-    x: Tensor, residual: None, weight: Tensor | None, bias: Tensor | None, input_bias: None, *options: Any
+    x: Tensor, residual: None, weight: Tensor | None, bias: Tensor | None, input_bias: None, *options: Unpack[Options]
 ) -> tuple[Tensor]:
-    *_, eps, _, zero_centered = options
+    _, eps, _, zero_centered = Norming.of(*options)
     gain = None if weight is None else float_gain(x, weight, zero_centered)
     return (nn.functional.layer_norm(x, x.shape[-1:], gain, None if bias is None else bias.to(x.dtype), eps),)
 

@@ -12,9 +12,11 @@ T tokens (leading dimensions flattened), H hidden size. Saved for backward: the 
 Floor: forward 3TH elements, backward 2TH (none at p = 0; TH for dbias alone), and 8T bytes of token ids each.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from torch import Tensor
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.core.dispatch import Backend, Fusion
-from megalith.fusions.core.dropout_mask import mask_operands
+from megalith.fusions.core.dropout_mask import Mask, mask_operands
 from megalith.fusions.core.registry import registered
 from megalith.fusions.core.rows import as_rows, in_shape
 from megalith.fusions.residual.formulas import blocked, compiled, reference
@@ -100,10 +102,10 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
     return bias_dropout_add_fused_train if training else bias_dropout_add_fused_inference
 
 
-def _triton(*inputs: Any) -> Tensor:
+def _triton(x: Tensor, bias: Tensor | None, residual: Tensor, *mask: Unpack[Mask]) -> Tensor:
     from megalith.fusions.residual.kernels.bias_dropout import op
 
-    return op(*inputs)
+    return op(x, bias, residual, *mask)
 
 
 _PATHS: Mapping[Backend, Callable[..., Tensor]] = {

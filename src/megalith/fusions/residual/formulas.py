@@ -1,6 +1,8 @@
 """Formulas of ``bias_dropout``, whose head states them; T tokens, H hidden size."""
 
-from typing import Any
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -10,10 +12,10 @@ from megalith.fusions.core.registration import Operator
 from megalith.fusions.core.row_wise import Runner, register_row_wise
 from megalith.fusions.core.rows import wide
 
-__all__ = ["OPERATOR", "blocked", "compiled", "gradients", "outputs", "reference"]
+__all__ = ["OPERATOR", "Kept", "blocked", "compiled", "gradients", "outputs", "reference"]
 
 
-def reference(x: Tensor, bias: Tensor | None, residual: Tensor, *mask: Any) -> Tensor:
+def reference(x: Tensor, bias: Tensor | None, residual: Tensor, *mask: Unpack[Mask]) -> Tensor:
     """y [T, H] of ``x`` and ``residual`` [T, H], and the operands of a ``Mask``."""
     if _is_plain_sum(x, bias, residual, *mask):
         return x + residual
@@ -21,7 +23,7 @@ def reference(x: Tensor, bias: Tensor | None, residual: Tensor, *mask: Any) -> T
     return _add_(x.to(acc, copy=True), bias, residual, Mask(*mask)).to(residual.dtype)
 
 
-def _is_plain_sum(x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None, *_: Any) -> bool:
+def _is_plain_sum(x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None, *_: object) -> bool:
     """Whether y is one sum, which torch rounds once too."""
     return key is None and bias is None and torch.promote_types(x.dtype, residual.dtype) == residual.dtype
 
@@ -40,6 +42,23 @@ def _drop_(y: Tensor, mask: Mask) -> Tensor:
     return y.mul_(kept).mul_(1.0 / (1.0 - mask.p))
 
 
+class Kept(NamedTuple):
+    """What backward gets beside dy: the mask's operands, the dtypes of its results, and which are wanted."""
+
+    key: Tensor | None
+    tokens: Tensor | None
+    site: int
+    p: float
+    feature_offset: int
+    x_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    needs: list[bool]
+
+    @property
+    def mask(self) -> Mask:
+        return Mask(*self[:5])
+
+
 def outputs(
     x: Tensor,
     bias: Tensor | None,
@@ -54,38 +73,30 @@ def outputs(
     return residual.new_empty(residual.shape)
 
 
-def gradients(
-    dy: Tensor,
-    key: Tensor | None,
-    tokens: Tensor | None,
-    site: int,
-    p: float,
-    feature_offset: int,
-    x_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor]:
+def gradients(dy: Tensor, *options: Unpack[Kept]) -> tuple[Tensor, Tensor]:
     """Memory for dx and dbias, empty what ``needs`` does not ask for."""
-    dx = dy.new_empty(dy.shape if needs[0] else 0, dtype=x_dtype)
-    return dx, dy.new_empty(dy.shape[1] if needs[1] else 0, dtype=bias_dtype or x_dtype)
+    kept = Kept(*options)
+    dx = dy.new_empty(dy.shape if kept.needs[0] else 0, dtype=kept.x_dtype)
+    return dx, dy.new_empty(dy.shape[1] if kept.needs[1] else 0, dtype=kept.bias_dtype or kept.x_dtype)
 
 
-def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    x, bias, _, *mask = inputs
+def _saves(
+    _: tuple[Tensor, ...], x: Tensor, bias: Tensor | None, residual: Tensor, *mask: Unpack[Mask]
+) -> tuple[object, ...]:
     return *mask, x.dtype, None if bias is None else bias.dtype
 
 
-def _passes(x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None, *_: Any) -> tuple[str, ...]:
+def _passes(x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None, *_: object) -> tuple[str, ...]:
     return ("residual", "x") if key is None and x.dtype == residual.dtype else ("residual",)
 
 
 OPERATOR = Operator(outputs, gradients, of=("x", "bias"), saves=_saves, passes=_passes)
 
 
-def _forward(run: Runner, x: Tensor, bias: Tensor | None, residual: Tensor, *options: Any) -> Tensor:
+def _forward(run: Runner, x: Tensor, bias: Tensor | None, residual: Tensor, *options: Unpack[Mask]) -> Tensor:
     if _is_plain_sum(x, bias, residual, *options):
         return x + residual
-    y = outputs(x, bias, residual, *options)
+    y = OPERATOR.outputs(x, bias, residual, *options)
     acc = wide(torch.promote_types(x.dtype, y.dtype))
     mask, *mask_rows = rows_of_mask(Mask(*options), x)
 
@@ -102,10 +113,9 @@ def _forward(run: Runner, x: Tensor, bias: Tensor | None, residual: Tensor, *opt
     return y
 
 
-def _backward(run: Runner, dy: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    dx, dbias = gradients(dy, *options)
-    *operands, x_dtype, _, needs = options
-    mask, acc = Mask(*operands), wide(torch.promote_types(x_dtype, dy.dtype))
+def _backward(run: Runner, dy: Tensor, *options: Unpack[Kept]) -> tuple[Tensor, Tensor]:
+    (dx, dbias), kept = gradients(dy, *options), Kept(*options)
+    mask, needs, acc = kept.mask, kept.needs, wide(torch.promote_types(kept.x_dtype, dy.dtype))
     if mask.key is None and needs == [False, True] and dy.dtype == acc:
         return dx, dy.sum(dim=0, dtype=acc).to(dbias.dtype)
     total = dbias.zero_().to(acc)

@@ -3,7 +3,9 @@
 S sequence, B micro-batch, A heads, G kv groups, D head size, R rotated features.
 """
 
-from typing import Any, NamedTuple
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
+from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
@@ -22,9 +24,73 @@ from megalith.fusions.rope.rotation import (
     turn_pairs,
 )
 
-__all__ = ["OPERATOR", "Outputs", "blocked", "compiled", "gradients", "outputs", "reference"]
+__all__ = ["OPERATOR", "Operands", "Outputs", "blocked", "compiled", "gradients", "outputs", "reference"]
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Operands(NamedTuple):
+    """Of the operator; the fields of ``Rotation`` are the last."""
+
+    q: Tensor
+    k: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+    q_norm_weight: Tensor | None
+    k_norm_weight: Tensor | None
+    layout: str
+    inverse: bool
+    offset: int
+    sections: list[int]
+    eps: float
+    zero_centered: bool
+
+    @property
+    def table(self) -> Tables:
+        return Tables(self.cos, self.sin, self.positions)
+
+    @property
+    def rotation(self) -> Rotation:
+        return Rotation(*self[7:])
+
+
+class _Heads(NamedTuple):
+    """What backward has of q, or of k; dy is empty where there is no k."""
+
+    dy: Tensor
+    x: Tensor | None
+    weight: Tensor | None
+    rstd: Tensor
+
+
+class GivenToBackward(NamedTuple):
+    """Gradients, and what was saved; the fields of ``Rotation`` are the last."""
+
+    dy: Tensor
+    dy_k: Tensor
+    q: Tensor | None
+    k: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+    q_norm_weight: Tensor | None
+    k_norm_weight: Tensor | None
+    q_rstd: Tensor
+    k_rstd: Tensor
+    layout: str
+    inverse: bool
+    offset: int
+    sections: list[int]
+    eps: float
+    zero_centered: bool
+
+    def parts(self) -> tuple[_Heads, _Heads, Tables, Rotation]:
+        """Of q and of k, the tables, and the rotation back."""
+        of_q = _Heads(self.dy, self.q, self.q_norm_weight, self.q_rstd)
+        of_k = _Heads(self.dy_k, self.k, self.k_norm_weight, self.k_rstd)
+        back = Rotation(*self[11:])._replace(inverse=not self.inverse)
+        return of_q, of_k, Tables(self.cos, self.sin, self.positions), back
 
 
 def reference(
@@ -35,7 +101,7 @@ def reference(
     positions: Tensor | None,
     q_norm_weight: Tensor | None,
     k_norm_weight: Tensor | None,
-    *options: Any,
+    *options: Unpack[Rotation],
 ) -> Outputs:
     """q and k, turned, and 1 / root mean square of their heads, [S, B, A] and [S, B, G]; empty what does not exist.
 
@@ -55,22 +121,10 @@ def reference(
     return y, y_k, rstd, k_rstd
 
 
-def outputs(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    layout: str,
-    inverse: bool,
-    offset: int,
-    sections: list[int],
-    eps: float,
-    zero_centered: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def outputs(*operands: Unpack[Operands]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Memory for what ``reference`` returns."""
+    given = Operands(*operands)
+    q, k = given.q, given.k
 
     def statistics(x: Tensor | None, weight: Tensor | None) -> Tensor:
         if x is None or weight is None:
@@ -78,38 +132,22 @@ def outputs(
         return x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
 
     y_k = q.new_empty(0) if k is None else k.new_empty(k.shape)
-    return q.new_empty(q.shape), y_k, statistics(q, q_norm_weight), statistics(k, k_norm_weight)
+    return q.new_empty(q.shape), y_k, statistics(q, given.q_norm_weight), statistics(k, given.k_norm_weight)
 
 
-def gradients(
-    dy: Tensor,
-    dy_k: Tensor,
-    q: Tensor | None,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    q_rstd: Tensor,
-    k_rstd: Tensor,
-    layout: str,
-    inverse: bool,
-    offset: int,
-    sections: list[int],
-    eps: float,
-    zero_centered: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def gradients(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Memory for the gradients of q, k and both gains, empty for what was not given."""
-    dq, dk, dq_weight, dk_weight = gradients_like(dy, dy_k, q_norm_weight, k_norm_weight)
+    given = GivenToBackward(*inputs)
+    dq, dk, dq_weight, dk_weight = gradients_like(given.dy, given.dy_k, given.q_norm_weight, given.k_norm_weight)
     return dq, dk, dq_weight, dk_weight
 
 
-def _saves(inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> tuple[Any, ...]:
+def _saves(results: tuple[Tensor, ...], *operands: Unpack[Operands]) -> tuple[object, ...]:
     """What backward gets: q and k only where they are normalised."""
-    q, k, cos, sin, positions, q_norm_weight, k_norm_weight, *options = inputs
-    kept_q, kept_k = None if q_norm_weight is None else q, None if k_norm_weight is None else k
-    return kept_q, kept_k, cos, sin, positions, q_norm_weight, k_norm_weight, *results[2:], *options
+    given = Operands(*operands)
+    q = None if given.q_norm_weight is None else given.q
+    k = None if given.k_norm_weight is None else given.k
+    return q, k, *given[2:7], *results[2:], *given[7:]
 
 
 OPERATOR = Operator(
@@ -117,36 +155,18 @@ OPERATOR = Operator(
 )
 
 
-def _forward(*inputs: Any) -> Outputs:
-    q, k, cos, sin, positions, q_norm_weight, k_norm_weight, *options = inputs
-    y, y_k, q_rstd, k_rstd = results = outputs(*inputs)
-    table, how = Tables(cos, sin, positions), Rotation(*options)
-    _turn_rows(q, q_norm_weight, table, how, y, q_rstd)
+def _forward(*operands: Unpack[Operands]) -> Outputs:
+    given = Operands(*operands)
+    y, y_k, q_rstd, k_rstd = results = outputs(*operands)
+    table, how, k = given.table, given.rotation, given.k
+    _turn_rows(given.q, given.q_norm_weight, table, how, y, q_rstd)
     if k is not None:
-        _turn_rows(k, k_norm_weight, table, how, y_k, k_rstd)
+        _turn_rows(k, given.k_norm_weight, table, how, y_k, k_rstd)
     return results
 
 
-class _Heads(NamedTuple):
-    """What backward has of q, or of k; dy is empty where there is no k."""
-
-    dy: Tensor
-    x: Tensor | None
-    weight: Tensor | None
-    rstd: Tensor
-
-
-def _given_to_backward(*inputs: Any) -> tuple[_Heads, _Heads, Tables, Rotation]:
-    """Of q and of k, the tables, and the rotation back."""
-    dy, dy_k, q, k, cos, sin, positions, q_norm_weight, k_norm_weight, q_rstd, k_rstd, *options = inputs
-    how = Rotation(*options)
-    back = how._replace(inverse=not how.inverse)
-    heads = _Heads(dy, q, q_norm_weight, q_rstd), _Heads(dy_k, k, k_norm_weight, k_rstd)
-    return *heads, Tables(cos, sin, positions), back
-
-
-def _backward(*inputs: Any) -> Outputs:
-    of_q, of_k, table, back = _given_to_backward(*inputs)
+def _backward(*inputs: Unpack[GivenToBackward]) -> Outputs:
+    of_q, of_k, table, back = GivenToBackward(*inputs).parts()
     dq, dk, dq_weight, dk_weight = results = gradients(*inputs)
     for heads, dx, dweight in ((of_q, dq, dq_weight), (of_k, dk, dk_weight)):
         if heads.weight is not None:
@@ -191,8 +211,8 @@ def _turn_and_normalize_back(heads: _Heads, table: Tables, back: Rotation, dx: T
     dweight.copy_(total)
 
 
-def _whole_backward(*inputs: Any) -> Outputs:
-    of_q, of_k, table, back = _given_to_backward(*inputs)
+def _whole_backward(*inputs: Unpack[GivenToBackward]) -> Outputs:
+    of_q, of_k, table, back = GivenToBackward(*inputs).parts()
 
     def of(heads: _Heads) -> tuple[Tensor, Tensor]:
         dy, x, weight, rstd = heads

@@ -3,8 +3,6 @@
 S sequence, B micro-batch, A heads; columns of a head: K that stay, R that turn, V of the value.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,7 @@ from megalith.fusions.core.registration import Operator
 from megalith.fusions.core.rows import wide
 from megalith.fusions.rope.rotation import Rotation, Tables, turn
 
-__all__ = ["OPERATOR", "blocked", "compiled", "gradients", "outputs", "reference"]
+__all__ = ["OPERATOR", "blocked", "compiled", "gradients", "outputs", "reference", "reference_back"]
 
 
 def reference(
@@ -42,9 +40,17 @@ def gradients(
     return dk.new_empty(*dk.shape[:-1], dk.shape[-1] - R + dv.shape[-1]), dk.new_empty(*dk.shape[:2], R)
 
 
-def _saves(inputs: tuple[Any, ...], _: tuple[Tensor, ...]) -> tuple[Any, ...]:
+def _saves(
+    _: tuple[Tensor, ...],
+    kv: Tensor,
+    k_pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    k_dim: int,
+    layout: str,
+) -> tuple[object, ...]:
     """What backward gets beside the gradients: the tables and the layout."""
-    _, _, cos, sin, positions, _, layout = inputs
     return cos, sin, positions, layout
 
 
@@ -66,9 +72,10 @@ def _backward(
     return torch.cat((nope, dv), dim=-1), dk_pe.squeeze(2)
 
 
-def _whole_backward(
+def reference_back(
     dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, layout: str
 ) -> tuple[Tensor, Tensor]:
+    """dkv [S, B, A, K + V] and dk_pe [S, B, R]."""
     R = 2 * cos.shape[-1]
     nope, pe = dk.split((dk.shape[-1] - R, R), dim=-1)
     shared = pe.sum(dim=2, keepdim=True, dtype=wide(pe.dtype))
@@ -79,5 +86,5 @@ def _whole_backward(
 # forward copies each column once, to where it belongs: there is nothing to gain from blocks
 blocked = OPERATOR.register("mla_rope_kv_blocked", reference, _backward, opaque=True)
 compiled = OPERATOR.register(
-    "mla_rope_kv_compiled", compiled_whole(reference), compiled_whole(_whole_backward), opaque=True
+    "mla_rope_kv_compiled", compiled_whole(reference), compiled_whole(reference_back), opaque=True
 )

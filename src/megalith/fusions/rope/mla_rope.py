@@ -13,22 +13,22 @@ Floor: q forward and backward 2SBA(K + R) elements each; kv forward and backward
 Keys and values are written once, where attention reads them: no split, no expansion of k_pe, no concatenation.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.core.dispatch import Backend, Fusion
+from megalith.fusions.core.function_context import Context
 from megalith.fusions.core.registry import registered
-from megalith.fusions.core.rows import in_shape
-from megalith.fusions.rope.mla_formulas import blocked, compiled, reference
+from megalith.fusions.core.rows import in_shape, not_a_view
+from megalith.fusions.rope.mla_formulas import blocked, compiled, reference, reference_back
+from megalith.fusions.rope.mla_tables import check_heads, mla_tables
 from megalith.fusions.rope.rope import FUSION as ROPE
-from megalith.fusions.rope.rotation import Rotation, Tables, tables
-from megalith.fusions.rope.tables import positions_from_cu_seqlens
+from megalith.fusions.rope.rotation import Rotation, Tables
 
 __all__ = [
     "FUSION",
@@ -36,6 +36,9 @@ __all__ = [
     "ApplyMLARotaryEmbQ",
     "fused_apply_mla_rope_for_kv",
     "fused_apply_mla_rope_for_q",
+    "fused_mla_rope_inplace",
+    "fused_mla_rope_kv_split",
+    "fused_mla_rope_out_of_place",
 ]
 
 
@@ -67,7 +70,8 @@ def fused_apply_mla_rope_for_q(
         rotary_interleaved: pairs are written as they are read, 2i and 2i + 1.
         position_ids: int32 or int64 [S], [S, B] or [T], rows of the tables, in place of ``cu_seqlens_q``; computed
             once, they serve all layers. With neither, token s takes row s.
-        inverse: turns back: reads what the other writes.
+        inverse: undoes the rotation: reads what the other writes. Not what Megatron's newer functions call so, which
+            read and write the same places either way: ``fused_mla_rope_out_of_place``.
         backend: the path to take; by default that of ``use(...)``, else the one of the table.
 
     Raises:
@@ -76,13 +80,9 @@ def fused_apply_mla_rope_for_q(
             table of unknown layout.
         BackendError: ``backend`` cannot run on ``t``.
     """
-    check_floating(t=t, cos=cos, sin=sin)
-    _check_heads("t", t, {"qk_head_dim": qk_head_dim, "emb_dim": emb_dim}, emb_dim)
-    heads = t if t.dim() == 4 else t.unsqueeze(1)
-    table = _tables(t, cos, sin, emb_dim, position_ids, cu_seqlens_q, cp_rank, cp_size, rotary_interleaved)
-    compute = ROPE.path(t, backend)
-    how = Rotation(_layout(rotary_interleaved), inverse, offset=qk_head_dim)
-    return in_shape(compute(heads, None, *table, None, None, *how)[0], t.shape)
+    _check_queries(t, cos, sin, qk_head_dim, emb_dim)
+    table = mla_tables(t, cos, sin, emb_dim, position_ids, cu_seqlens_q, cp_rank, cp_size, rotary_interleaved)
+    return _rotated(t, table, Rotation(_layout(rotary_interleaved), inverse, offset=qk_head_dim), backend)
 
 
 def fused_apply_mla_rope_for_kv(
@@ -110,37 +110,246 @@ def fused_apply_mla_rope_for_kv(
     The other arguments, and what is raised, are those of ``fused_apply_mla_rope_for_q``. The gradient of ``k_pos_emb``
     is summed over the heads in float32 and in one order.
     """
+    _check_keys_and_values(kv, k_pos_emb, cos, sin, emb_dim, k_dim, v_dim)
+    table = mla_tables(kv, cos, sin, emb_dim, position_ids, cu_seqlens_kv, cp_rank, cp_size, rotary_interleaved)
+    return _keys_and_values(kv, k_pos_emb, table, k_dim, _layout(rotary_interleaved), backend)
+
+
+def fused_mla_rope_out_of_place(
+    t: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    nope_dim: int,
+    emb_dim: int,
+    cu_seqlens_q: Tensor | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    rotary_interleaved: bool = False,
+    inverse: bool = False,
+    remove_interleaving: bool = False,
+    position_ids: Tensor | None = None,
+    *,
+    backend: Backend | None = None,
+) -> Tensor:
+    """``t`` [..., A, nope_dim + emb_dim], of which the last ``emb_dim`` columns are rotated, in fresh memory.
+
+    Pairs 2i and 2i + 1 are read. Arguments that are not named here are those of ``fused_apply_mla_rope_for_q``.
+
+    Args:
+        nope_dim, emb_dim: columns that stay, then columns that are rotated.
+        rotary_interleaved: must be False, as in Megatron.
+        inverse: rotates by the opposite angles, and reads and writes the same places.
+        remove_interleaving: pairs are written where they were read, 2i and 2i + 1, and not to i and i + emb_dim/2. Its
+            inverse is with ``inverse`` and ``remove_interleaving``.
+        position_ids: rows of the tables, in place of what ``cu_seqlens_q``, ``cp_rank`` and ``cp_size`` say.
+
+    Raises:
+        ShapeError: the tensors do not fit together.
+        ConfigError: ``rotary_interleaved``, or packed tokens of unknown positions.
+        BackendError: ``backend`` cannot run on ``t``.
+    """
+    check_floating(t=t, cos=cos, sin=sin)
+    check_heads("t", t, {"nope_dim": nope_dim, "emb_dim": emb_dim}, emb_dim)
+    _refuse_interleaved_tables(rotary_interleaved)
+    given = _first_of(position_ids, cu_seqlens_q, cp_rank, cp_size)
+    table = _of_direction(mla_tables(t, cos, sin, emb_dim, *given, False), inverse)
+    return _rotated(t, table, Rotation(_layout(remove_interleaving), offset=nope_dim), backend)
+
+
+def fused_mla_rope_inplace(
+    t: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    nope_dim: int,
+    emb_dim: int,
+    cu_seqlens_q: Tensor | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    rotary_interleaved: bool = False,
+    inverse: bool = False,
+    remove_interleaving: bool = False,
+    position_ids: Tensor | None = None,
+    *,
+    backend: Backend | None = None,
+) -> Tensor:
+    """``t`` itself, whose last ``emb_dim`` columns are overwritten by what ``fused_mla_rope_out_of_place`` gives.
+
+    Beside ``t`` it takes memory for those columns. autograd knows of it: a leaf that requires a gradient is refused by
+    torch, and where another operation has saved ``t``, its backward raises.
+    """
+    check_floating(t=t, cos=cos, sin=sin)
+    check_heads("t", t, {"nope_dim": nope_dim, "emb_dim": emb_dim}, emb_dim)
+    _refuse_interleaved_tables(rotary_interleaved)
+    given = _first_of(position_ids, cu_seqlens_q, cp_rank, cp_size)
+    table = _of_direction(mla_tables(t, cos, sin, emb_dim, *given, False), inverse)
+    pe = t.narrow(-1, nope_dim, emb_dim)
+    pe.copy_(_rotated(pe, table, Rotation(_layout(remove_interleaving)), backend))
+    return t
+
+
+def fused_mla_rope_kv_split(
+    kv: Tensor,
+    k_pos_emb: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    emb_dim: int,
+    k_dim: int,
+    v_dim: int,
+    cu_seqlens_kv: Tensor | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    rotary_interleaved: bool = False,
+    remove_interleaving: bool = False,
+    *,
+    position_ids: Tensor | None = None,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of ``fused_apply_mla_rope_for_kv``, by its arguments.
+
+    With ``remove_interleaving`` pairs are written where they were read. ``rotary_interleaved`` must be False, and
+    ``position_ids`` take the place of the borders, as in ``fused_mla_rope_out_of_place``; both raise as there.
+    """
+    _check_keys_and_values(kv, k_pos_emb, cos, sin, emb_dim, k_dim, v_dim)
+    _refuse_interleaved_tables(rotary_interleaved)
+    given = _first_of(position_ids, cu_seqlens_kv, cp_rank, cp_size)
+    table = mla_tables(kv, cos, sin, emb_dim, *given, False)
+    return _keys_and_values(kv, k_pos_emb, table, k_dim, _layout(remove_interleaving), backend)
+
+
+class ApplyMLARotaryEmbQ(torch.autograd.Function):
+    """``apply`` is ``fused_apply_mla_rope_for_q``, under the name that the field knows; its arguments by position."""
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        q: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        qk_head_dim: int,
+        emb_dim: int,
+        cu_seqlens_q: Tensor | None = None,
+        cp_rank: int = 0,
+        cp_size: int = 1,
+        rotary_interleaved: bool = False,
+    ) -> Tensor:
+        _check_queries(q, cos, sin, qk_head_dim, emb_dim)
+        table = mla_tables(q, cos, sin, emb_dim, None, cu_seqlens_q, cp_rank, cp_size, rotary_interleaved)
+        how = Rotation(_layout(rotary_interleaved), offset=qk_head_dim)
+        ctx.backend, ctx.options = ROPE.choose_for_function(q), how
+        ctx.save_for_backward(*table)
+        return not_a_view(_rotated(q, table, how, ctx.backend))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, *tuple[None, ...]]:
+        back = Rotation(*ctx.options)._replace(inverse=True)
+        return _rotated(grad, Tables(*ctx.saved_tensors), back, ctx.backend), *[None] * 8
+
+
+class ApplyMLARotaryEmbKV(torch.autograd.Function):
+    """``apply`` is ``fused_apply_mla_rope_for_kv``, under the name that the field knows; its arguments by position."""
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        kv: Tensor,
+        k_pos_emb: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        emb_dim: int,
+        k_dim: int,
+        v_dim: int,
+        cu_seqlens_kv: Tensor | None = None,
+        cp_rank: int = 0,
+        cp_size: int = 1,
+        rotary_interleaved: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        _check_keys_and_values(kv, k_pos_emb, cos, sin, emb_dim, k_dim, v_dim)
+        table = mla_tables(kv, cos, sin, emb_dim, None, cu_seqlens_kv, cp_rank, cp_size, rotary_interleaved)
+        ctx.backend, ctx.options = FUSION.choose_for_function(kv), (_layout(rotary_interleaved),)
+        ctx.save_for_backward(*table)
+        k, v = _keys_and_values(kv, k_pos_emb, table, k_dim, *ctx.options, ctx.backend)
+        return not_a_view(k), not_a_view(v)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, *tuple[None, ...]]:
+        dkv, dk_pe = FUSION.backs[ctx.backend](_in_batch(dk), _in_batch(dv), *ctx.saved_tensors, *ctx.options)
+        shape = (*dk.shape[:-1], dkv.shape[-1]), (*dk.shape[:-2], 1, dk_pe.shape[-1])
+        return dkv.view(shape[0]), dk_pe.view(shape[1]), *[None] * 9
+
+
+def _check_queries(t: Tensor, cos: Tensor, sin: Tensor, qk_head_dim: int, emb_dim: int) -> None:
+    check_floating(t=t, cos=cos, sin=sin)
+    check_heads("t", t, {"qk_head_dim": qk_head_dim, "emb_dim": emb_dim}, emb_dim)
+
+
+def _refuse_interleaved_tables(rotary_interleaved: bool) -> None:
+    if rotary_interleaved:
+        raise ConfigError(
+            "rotary_interleaved=True has no meaning here, and Megatron refuses it too; remove_interleaving=True writes "
+            "pairs where they were read, and tables whose angles stand side by side are for fused_apply_mla_rope_for_q "
+            "and fused_apply_mla_rope_for_kv"
+        )
+
+
+def _first_of(
+    position_ids: Tensor | None, cu_seqlens: Tensor | None, cp_rank: int, cp_size: int
+) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """The positions of ``mla_tables``, or what they follow from; callers of the field give both."""
+    return (None, cu_seqlens, cp_rank, cp_size) if position_ids is None else (position_ids, None, 0, 1)
+
+
+def _of_direction(table: Tables, inverse: bool) -> Tables:
+    return table._replace(sin=-table.sin) if inverse else table
+
+
+def _rotated(t: Tensor, table: Tables, how: Rotation, backend: Backend | None) -> Tensor:
+    y, *_ = ROPE.path(t, backend)(_in_batch(t), None, *table, None, None, *how)
+    return in_shape(y, t.shape)
+
+
+def _check_keys_and_values(
+    kv: Tensor, k_pos_emb: Tensor, cos: Tensor, sin: Tensor, emb_dim: int, k_dim: int, v_dim: int
+) -> None:
     check_floating(kv=kv, k_pos_emb=k_pos_emb, cos=cos, sin=sin)
-    _check_heads("kv", kv, {"k_dim": k_dim, "v_dim": v_dim}, emb_dim)
+    check_heads("kv", kv, {"k_dim": k_dim, "v_dim": v_dim}, emb_dim)
     check_shape("k_pos_emb", k_pos_emb, (*kv.shape[:-2], 1, emb_dim), f"one for each token of kv {list(kv.shape)}")
     if k_pos_emb.dtype != kv.dtype:
         raise ShapeError(f"k_pos_emb must be {kv.dtype}, as kv: both are parts of a key; got {k_pos_emb.dtype}")
     check_one_device(kv=kv, k_pos_emb=k_pos_emb)
-    heads, shared = (kv, k_pos_emb) if kv.dim() == 4 else (kv.unsqueeze(1), k_pos_emb.unsqueeze(1))
-    table = _tables(kv, cos, sin, emb_dim, position_ids, cu_seqlens_kv, cp_rank, cp_size, rotary_interleaved)
-    k, v = FUSION.path(kv, backend)(heads, shared.squeeze(2), *table, k_dim, _layout(rotary_interleaved))
-    return in_shape(k, (*kv.shape[:-1], k_dim + emb_dim)), in_shape(v, (*kv.shape[:-1], v_dim))
 
 
-class ApplyMLARotaryEmbQ:
-    """``apply`` is ``fused_apply_mla_rope_for_q``, under the name that the field knows."""
+def _keys_and_values(
+    kv: Tensor, k_pos_emb: Tensor, table: Tables, k_dim: int, layout: str, backend: Backend | None
+) -> tuple[Tensor, Tensor]:
+    shared = _in_batch(k_pos_emb).squeeze(2)  # [S, B, R]
+    k, v = FUSION.path(kv, backend)(_in_batch(kv), shared, *table, k_dim, layout)
+    return in_shape(k, (*kv.shape[:-1], k.shape[-1])), in_shape(v, (*kv.shape[:-1], v.shape[-1]))
 
-    apply = staticmethod(fused_apply_mla_rope_for_q)
 
-
-class ApplyMLARotaryEmbKV:
-    """``apply`` is ``fused_apply_mla_rope_for_kv``, under the name that the field knows."""
-
-    apply = staticmethod(fused_apply_mla_rope_for_kv)
+def _in_batch(x: Tensor) -> Tensor:
+    """[S, B, A, ...], of which packed tokens [T, A, ...] are one micro-batch."""
+    return x if x.dim() == 4 else x.unsqueeze(1)
 
 
 KeysAndValues = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, str], tuple[Tensor, Tensor]]
 
 
-def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _triton(
+    kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, k_dim: int, layout: str
+) -> tuple[Tensor, Tensor]:
     from megalith.fusions.rope.kernels.mla_rope import op
 
-    return op(*inputs)
+    return op(kv, k_pe, cos, sin, positions, k_dim, layout)
+
+
+def _triton_back(
+    dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, layout: str
+) -> tuple[Tensor, Tensor]:
+    from megalith.fusions.rope.kernels.mla_rope import op
+
+    return op.back(dk, dv, cos, sin, positions, layout)
 
 
 _PATHS: Mapping[Backend, KeysAndValues] = {
@@ -149,71 +358,15 @@ _PATHS: Mapping[Backend, KeysAndValues] = {
     "blocked": blocked,
     "reference": reference,
 }
-FUSION = registered(Fusion("mla_rope_kv", _PATHS, defaults={"cuda": ("triton",), "cpu": ("compile", "blocked")}))
+_BACKS: Mapping[Backend, Callable[..., tuple[Tensor, Tensor]]] = {
+    "triton": _triton_back,
+    "compile": compiled.back,
+    "blocked": blocked.back,
+    "reference": reference_back,
+}
+_DEFAULTS: Mapping[str, Sequence[Backend]] = {"cuda": ("triton",), "cpu": ("compile", "blocked")}
+FUSION = registered(Fusion("mla_rope_kv", _PATHS, defaults=_DEFAULTS, backs=_BACKS))
 
 
 def _layout(rotary_interleaved: bool) -> str:
     return "interleaved" if rotary_interleaved else "deepseek"
-
-
-def _check_heads(name: str, x: Tensor, columns: Mapping[str, int], emb_dim: int) -> None:
-    """Refuses heads of other columns than those named, and an ``emb_dim`` whose features do not pair up."""
-    if emb_dim % 2 or min(emb_dim, *columns.values()) <= 0:
-        given = ", ".join(f"{key}={value}" for key, value in ({"emb_dim": emb_dim} | dict(columns)).items())
-        raise ShapeError(f"columns must be positive, and emb_dim even, as features turn in pairs; got {given}")
-    D = sum(columns.values())
-    if x.dim() not in (3, 4) or x.shape[-1] != D:
-        wanted = " + ".join(columns)
-        raise ShapeError(f"{name} must be [S, B, A, {D}] or [T, A, {D}], {wanted} columns; got {list(x.shape)}")
-
-
-def _tables(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    emb_dim: int,
-    position_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cp_rank: int,
-    cp_size: int,
-    rotary_interleaved: bool,
-) -> Tables:
-    check_one_device(**{"the heads": x, "cos": cos, "sin": sin, "position_ids": position_ids, "cu_seqlens": cu_seqlens})
-    if cu_seqlens is None and (cp_rank, cp_size) != (0, 1):
-        raise ConfigError(
-            "cp_rank and cp_size say where documents are cut; without cu_seqlens give the position_ids of this rank"
-        )
-    if cu_seqlens is not None and (position_ids is not None or x.dim() == 4):
-        raise ConfigError("cu_seqlens says the positions of packed tokens [T, A, ...]; elsewhere give position_ids")
-    if cu_seqlens is None and position_ids is None and x.dim() == 3:
-        raise ConfigError("the positions of packed tokens [T, A, ...] are not known; give cu_seqlens or position_ids")
-    if cu_seqlens is not None:
-        position_ids = positions_from_cu_seqlens(cu_seqlens, len(x), cp_rank, cp_size)
-    cos, sin = (_half(table, emb_dim, rotary_interleaved) for table in (cos, sin))
-    return tables(cos, sin, position_ids, x.shape[0], x.shape[1] if x.dim() == 4 else 1, emb_dim)
-
-
-def _half(table: Tensor, emb_dim: int, rotary_interleaved: bool) -> Tensor:
-    """[rows, R/2] of a table that holds each angle twice, [rows, 1, 1, R]; others as they are."""
-    if table.dim() != 4:
-        return table
-    check_shape("cos and sin", table, (len(table), 1, 1, emb_dim), "rows of emb_dim, or [rows, emb_dim/2]")
-    rows = table[:, 0, 0]
-    first_half, even = rows[:, : emb_dim // 2], rows[:, ::2]
-    if not rotary_interleaved:
-        return first_half
-    # Megatron's RotaryEmbedding puts the angles side by side then, and its YarnRotaryEmbedding in both halves
-    if table.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(table, FakeTensor):
-        raise ConfigError(
-            f"with rotary_interleaved the angles of a table [rows, 1, 1, {emb_dim}] stand side by side or in both "
-            f"halves, and the host would have to wait for the device to see it; give [rows, {emb_dim // 2}]: "
-            f"cos[:, 0, 0, ::2] if side by side, cos[:, 0, 0, :{emb_dim // 2}] if in both halves, as those of YaRN"
-        )
-    if torch.equal(even, rows[:, 1::2]):
-        return even
-    if torch.equal(first_half, rows[:, emb_dim // 2 :]):
-        return first_half
-    raise ConfigError(
-        f"a table [rows, 1, 1, {emb_dim}] must hold each angle twice, side by side or in both halves; this one does "
-        f"not; give [rows, {emb_dim // 2}], a column for each pair"
-    )

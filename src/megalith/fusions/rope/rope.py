@@ -12,8 +12,10 @@ with QK norm also q, k and 1 / root mean square of each head, in float32.
 Floor: forward and backward 2SB(A + G)D elements each, with QK norm 3SB(A + G)D in backward; tables are read once.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar, Unpack
 
 from torch import Tensor
 
@@ -22,7 +24,7 @@ from megalith.fusions.core.checks import check_floating, check_one_device, check
 from megalith.fusions.core.dispatch import Backend, Fusion
 from megalith.fusions.core.registry import registered
 from megalith.fusions.core.rows import in_shape
-from megalith.fusions.rope.formulas import Outputs, blocked, compiled, reference
+from megalith.fusions.rope.formulas import Operands, Outputs, blocked, compiled, reference
 from megalith.fusions.rope.rotation import Layout, Rotation, check_layout, tables
 
 __all__ = ["FUSION", "fused_rope"]
@@ -89,10 +91,10 @@ def fused_rope(
     return in_shape(y, q.shape), None if k is None else in_shape(y_k, k.shape)
 
 
-def _triton(*inputs: Any) -> Outputs:
+def _triton(*operands: Unpack[Operands]) -> Outputs:
     from megalith.fusions.rope.kernels.rope import op
 
-    return op(*inputs)
+    return op(*operands)
 
 
 _PATHS: Mapping[Backend, Callable[..., Outputs]] = {

@@ -11,7 +11,6 @@ T tokens, E experts. Saved for backward: the logits. Floor: forward eTE bytes re
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -47,10 +46,10 @@ def compute_routing_scores_for_aux_loss(
     return routing_map, scores
 
 
-def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _triton(logits: Tensor, topk: int, score: str) -> tuple[Tensor, Tensor]:
     from megalith.fusions.routing.kernels.aux_loss_scores import op
 
-    return op(*inputs)
+    return op(logits, topk, score)
 
 
 _PATHS: Mapping[Backend, Callable[[Tensor, int, str], tuple[Tensor, Tensor]]] = {

@@ -1,7 +1,5 @@
 """Formulas of ``aux_loss_scores``, whose head states them; T tokens, E experts."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -47,8 +45,7 @@ def gradients(dscores: Tensor, logits: Tensor, score: str) -> tuple[Tensor]:
     return (logits.new_empty(logits.shape),)
 
 
-def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    logits, _, score = inputs
+def _saves(_: tuple[Tensor, ...], logits: Tensor, topk: int, score: str) -> tuple[object, ...]:
     return logits, score
 
 

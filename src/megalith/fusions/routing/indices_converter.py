@@ -12,20 +12,23 @@ T tokens, E experts, K experts per token. Each conversion is the other's gradien
 Floor: forward 8TK + eTK bytes read and (1 + e)TE written, with probabilities of e bytes; backward 8TK + 2eTK.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.core.checks import check_bool, check_floating, check_indices, check_one_device, check_shape
 from megalith.fusions.core.dispatch import Backend, Fusion, compiled
+from megalith.fusions.core.function_context import Context
 from megalith.fusions.core.registry import registered
 from megalith.fusions.routing.indices_converter_formulas import (
     to_indices_blocked,
     to_indices_reference,
     to_multihot_blocked,
     to_multihot_reference,
+    to_multihot_reference_back,
 )
 
 __all__ = [
@@ -69,10 +72,25 @@ def fused_indices_to_multihot(
     return multihot, probs
 
 
-class IndicesToMultihot:
-    """``apply`` is ``fused_indices_to_multihot``, under the name that the field knows."""
+class IndicesToMultihot(torch.autograd.Function):
+    """``apply(indices, probs_indices, num_of_local_experts)`` is ``fused_indices_to_multihot``."""
 
-    apply = staticmethod(fused_indices_to_multihot)
+    @staticmethod
+    def forward(
+        ctx: Context, indices: Tensor, probs_indices: Tensor, num_of_local_experts: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.backend = INDICES_TO_MULTIHOT_FUSION.choose_for_function(probs_indices)
+        ctx.save_for_backward(indices)
+        return fused_indices_to_multihot(indices, probs_indices, num_of_local_experts, backend=ctx.backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Context, grad_multihot_indices: None, grad_probs_in_multihot: Tensor
+    ) -> tuple[None, Tensor, None]:
+        (indices,) = ctx.saved_tensors
+        back = INDICES_TO_MULTIHOT_FUSION.backs[ctx.backend]
+        return None, back(grad_probs_in_multihot, indices)[0], None
 
 
 def fused_multihot_to_indices(
@@ -107,16 +125,22 @@ def fused_multihot_to_indices(
     return indices, probs_indices
 
 
-def _triton_to_multihot(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _triton_to_multihot(indices: Tensor, probs_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     from megalith.fusions.routing.kernels.indices_converter import to_multihot_op
 
-    return to_multihot_op(*inputs)
+    return to_multihot_op(indices, probs_indices, num_experts)
 
 
-def _triton_to_indices(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _triton_to_multihot_back(dprobs: Tensor, indices: Tensor) -> tuple[Tensor]:
+    from megalith.fusions.routing.kernels.indices_converter import to_multihot_op
+
+    return to_multihot_op.back(dprobs, indices)
+
+
+def _triton_to_indices(multihot: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     from megalith.fusions.routing.kernels.indices_converter import to_indices_op
 
-    return to_indices_op(*inputs)
+    return to_indices_op(multihot, probs, topk)
 
 
 _Conversion = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -132,9 +156,14 @@ _TO_INDICES: Mapping[Backend, _Conversion] = {
     "blocked": to_indices_blocked,
     "reference": to_indices_reference,
 }
+_TO_MULTIHOT_BACKS: Mapping[Backend, Callable[..., tuple[Tensor]]] = {
+    "triton": _triton_to_multihot_back,
+    "compile": compiled(to_multihot_reference_back),
+    "blocked": to_multihot_blocked.back,
+    "reference": to_multihot_reference_back,
+}
+_DEFAULTS: Mapping[str, Sequence[Backend]] = {"cuda": ("triton",), "cpu": ("reference",)}
 INDICES_TO_MULTIHOT_FUSION = registered(
-    Fusion("indices_to_multihot", _TO_MULTIHOT, defaults={"cuda": ("triton",), "cpu": ("reference",)})
+    Fusion("indices_to_multihot", _TO_MULTIHOT, defaults=_DEFAULTS, backs=_TO_MULTIHOT_BACKS)
 )
-MULTIHOT_TO_INDICES_FUSION = registered(
-    Fusion("multihot_to_indices", _TO_INDICES, defaults={"cuda": ("triton",), "cpu": ("reference",)})
-)
+MULTIHOT_TO_INDICES_FUSION = registered(Fusion("multihot_to_indices", _TO_INDICES, defaults=_DEFAULTS))

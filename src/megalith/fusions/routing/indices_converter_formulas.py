@@ -1,7 +1,5 @@
 """Formulas of ``indices_converter``, whose head states them; T tokens, E experts, K slots."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,6 +14,7 @@ __all__ = [
     "to_indices_reference",
     "to_multihot_blocked",
     "to_multihot_reference",
+    "to_multihot_reference_back",
 ]
 
 
@@ -38,10 +37,10 @@ def to_indices_reference(multihot: Tensor, probs: Tensor, topk: int) -> tuple[Te
     return probs.gather(1, column).where(found > 0, 0.0), column.where(found > 0, -1)
 
 
-def _at_indices(dense: Tensor, indices: Tensor) -> Tensor:
-    """``dense`` [T, E] at ``indices`` [T, K], 0 where no expert is: dprobs_indices of dprobs."""
-    local, column = _columns(indices, dense.shape[1])
-    return dense.gather(1, column).where(local, 0.0)
+def to_multihot_reference_back(dprobs: Tensor, indices: Tensor) -> tuple[Tensor]:
+    """dprobs_indices: ``dprobs`` [T, E] at ``indices`` [T, K], 0 where no expert is."""
+    local, column = _columns(indices, dprobs.shape[1])
+    return (dprobs.gather(1, column).where(local, 0.0),)
 
 
 def _columns(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -61,8 +60,7 @@ def _to_multihot_gradients(dprobs: Tensor, indices: Tensor) -> tuple[Tensor]:
     return (dprobs.new_empty(indices.shape),)
 
 
-def _to_multihot_saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    indices, _, _ = inputs
+def _to_multihot_saves(_: tuple[Tensor, ...], indices: Tensor, *__: object) -> tuple[object, ...]:
     return (indices,)
 
 
@@ -82,9 +80,8 @@ def _to_indices_gradients(dprobs_indices: Tensor, indices: Tensor, num_experts: 
     return (dprobs_indices.new_empty(indices.shape[0], num_experts),)
 
 
-def _to_indices_saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    multihot, _, _ = inputs
-    _, indices = outputs
+def _to_indices_saves(outputs: tuple[Tensor, ...], multihot: Tensor, *_: object) -> tuple[object, ...]:
+    indices = outputs[1]
     return indices, multihot.shape[1]
 
 
@@ -101,7 +98,7 @@ def _to_multihot(indices: Tensor, probs_indices: Tensor, num_experts: int) -> tu
 
 def _to_multihot_back(dprobs: Tensor, indices: Tensor) -> tuple[Tensor]:
     (dprobs_indices,) = _to_multihot_gradients(dprobs, indices)
-    by_blocks(lambda dprobs, indices: (_at_indices(dprobs, indices),), (dprobs, indices), (dprobs_indices,))
+    by_blocks(to_multihot_reference_back, (dprobs, indices), (dprobs_indices,))
     return (dprobs_indices,)
 
 

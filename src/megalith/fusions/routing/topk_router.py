@@ -14,8 +14,10 @@ Floor: forward eTE + (8 + e)TK bytes and 8E, with logits of e bytes; backward eT
 2eTE for pre-softmax.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, Unpack
 
 from torch import Tensor
 
@@ -128,10 +130,10 @@ def topk_routing_with_score_function(
     return probs, multihot
 
 
-def _triton(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _triton(logits: Tensor, expert_bias: Tensor | None, *options: Unpack[Choice]) -> tuple[Tensor, Tensor, Tensor]:
     from megalith.fusions.routing.kernels.topk_router import op
 
-    return op(*inputs)
+    return op(logits, expert_bias, *options)
 
 
 _Routes = Callable[[Tensor, Tensor | None, int, str, int, int, int, float], tuple[Tensor, Tensor, Tensor]]

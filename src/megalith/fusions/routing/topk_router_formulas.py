@@ -1,6 +1,8 @@
 """Formulas of ``topk_router``, whose head states them; T tokens, E experts, K chosen."""
 
-from typing import Any, NamedTuple
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ class Choice(NamedTuple):
     scale: float
 
 
-def reference(logits: Tensor, expert_bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def reference(logits: Tensor, expert_bias: Tensor | None, *options: Unpack[Choice]) -> tuple[Tensor, Tensor, Tensor]:
     """probs, indices and tokens_per_expert."""
     topk, score, num_groups, group_topk, group_score_topk, scale = Choice(*options)
     x = logits.to(wide(logits.dtype))
@@ -58,15 +60,10 @@ def _gradient_of_chosen(dprobs: Tensor, chosen: Tensor, score: str, scale: float
 def outputs(
     logits: Tensor,
     expert_bias: Tensor | None,
-    topk: int,
-    score: str,
-    num_groups: int,
-    group_topk: int,
-    group_score_topk: int,
-    scale: float,
+    *options: Unpack[Choice],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for probs [T, K], indices [T, K] and tokens_per_expert [E]."""
-    probs = logits.new_empty(logits.shape[0], topk)
+    probs = logits.new_empty(logits.shape[0], Choice(*options).topk)
     indices = torch.empty_like(probs, dtype=torch.int64)
     return probs, indices, indices.new_empty(logits.shape[1])
 
@@ -76,8 +73,9 @@ def gradients(dprobs: Tensor, logits: Tensor, indices: Tensor, score: str, scale
     return (logits.new_empty(logits.shape),)
 
 
-def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    logits, _, *options = inputs
+def _saves(
+    outputs: tuple[Tensor, ...], logits: Tensor, expert_bias: Tensor | None, *options: Unpack[Choice]
+) -> tuple[object, ...]:
     _, indices, _ = outputs
     choice = Choice(*options)
     return logits, indices, choice.score, choice.scale
@@ -86,7 +84,9 @@ def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, .
 OPERATOR = Operator(outputs, gradients, of=("logits",), saves=_saves)
 
 
-def _forward(run: Runner, logits: Tensor, expert_bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    run: Runner, logits: Tensor, expert_bias: Tensor | None, *options: Unpack[Choice]
+) -> tuple[Tensor, Tensor, Tensor]:
     probs, indices, num_tokens = outputs(logits, expert_bias, *options)
 
     def formula(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

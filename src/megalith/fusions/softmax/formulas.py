@@ -3,9 +3,11 @@
 B micro-batch, A heads, Sq queries, Sk keys, T = B A Sq rows.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from megalith.fusions.core.rows import wide
 
 __all__ = [
     "OPERATOR",
+    "BackSettings",
     "Rows",
     "Settings",
     "blocked",
@@ -23,6 +26,7 @@ __all__ = [
     "limits",
     "outputs",
     "reference",
+    "reference_back",
     "sink_gradient",
     "softmax_back",
     "tile",
@@ -98,13 +102,27 @@ class Settings(NamedTuple):
     left: int
     right: int
     scale: float
-    sink_dtype: torch.dtype | None = None  # of backward alone, which does not get the sink
 
     def rows(self, num_keys: int) -> Rows:
         return Rows(self.num_heads, self.num_queries, num_keys, self.left, self.right)
 
 
-def reference(x: Tensor, mask: Tensor | None, sink: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+class BackSettings(NamedTuple):
+    """``Settings``, and what backward asks of a sink, which it does not get; the last operands of the gradient."""
+
+    num_heads: int
+    num_queries: int
+    left: int
+    right: int
+    scale: float
+    sink_dtype: torch.dtype | None
+
+    @property
+    def forward(self) -> Settings:
+        return Settings(*self[:-1])
+
+
+def reference(x: Tensor, mask: Tensor | None, sink: Tensor | None, *options: Unpack[Settings]) -> tuple[Tensor, Tensor]:
     """p [T, Sk] of ``x`` [T, Sk], and the share of the sink [T], empty without one.
 
     ``mask`` is [1 | B, 1 | A, 1 | Sq, 1 | Sk], ``sink`` [A]; the window's ``left`` and ``right`` bound it, or are -1.
@@ -148,6 +166,14 @@ def softmax_back(dp: Tensor, p: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return (dp - r[:, None]).mul_(wide_p).mul_(scale).to(p.dtype), r
 
 
+def reference_back(dp: Tensor, p: Tensor, share: Tensor, *options: Unpack[BackSettings]) -> tuple[Tensor, Tensor]:
+    """dx [T, Sk] and do [A], which is empty without a sink, of what ``reference`` gave."""
+    settings = BackSettings(*options)
+    dx, r = softmax_back(dp, p, settings.scale)
+    dtype = settings.sink_dtype
+    return dx, dx.new_empty(0) if dtype is None else sink_gradient(r, share, settings.forward).to(dtype)
+
+
 def sink_gradient(r: Tensor, share: Tensor, settings: Settings) -> Tensor:
     """do [A] of r and the sink's share, [T] both."""
     A, Sq = settings.num_heads, settings.num_queries
@@ -158,11 +184,7 @@ def outputs(
     x: Tensor,
     mask: Tensor | None,
     sink: Tensor | None,
-    num_heads: int,
-    num_queries: int,
-    left: int,
-    right: int,
-    scale: float,
+    *_: Unpack[Settings],
 ) -> tuple[Tensor, Tensor]:
     """Memory for p [T, Sk] and the sink's share [T], which is empty without one."""
     return x.new_empty(x.shape), x.new_empty(0 if sink is None else x.shape[0], dtype=wide(x.dtype))
@@ -172,26 +194,24 @@ def gradients(
     dp: Tensor,
     p: Tensor,
     share: Tensor,
-    num_heads: int,
-    num_queries: int,
-    left: int,
-    right: int,
-    scale: float,
-    sink_dtype: torch.dtype | None,
+    *options: Unpack[BackSettings],
 ) -> tuple[Tensor, Tensor]:
     """Memory for dx [T, Sk] and do [A], which is empty without a sink."""
-    return p.new_empty(p.shape), p.new_empty(0 if sink_dtype is None else num_heads, dtype=sink_dtype or p.dtype)
+    settings = BackSettings(*options)
+    dtype, num_heads = settings.sink_dtype, settings.num_heads
+    return p.new_empty(p.shape), p.new_empty(0 if dtype is None else num_heads, dtype=dtype or p.dtype)
 
 
-def _saves(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    _, _, sink, *settings = inputs
+def _saves(
+    outputs: tuple[Tensor, ...], x: Tensor, mask: Tensor | None, sink: Tensor | None, *settings: Unpack[Settings]
+) -> tuple[object, ...]:
     return *outputs, *settings, None if sink is None else sink.dtype
 
 
 OPERATOR = Operator(outputs, gradients, of=("x", "sink"), saves=_saves)
 
 
-def _forward(x: Tensor, mask: Tensor | None, sink: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+def _forward(x: Tensor, mask: Tensor | None, sink: Tensor | None, *options: Unpack[Settings]) -> tuple[Tensor, Tensor]:
     p, share = outputs(x, mask, sink, *options)
     settings = Settings(*options)
     numbered = settings.rows(x.shape[1])
@@ -232,10 +252,10 @@ def _shrinks_exactly(scale: float) -> bool:
     return 0.0 < scale <= 1.0 and math.frexp(scale)[0] == 0.5  # a power of 2
 
 
-def _backward(dp: Tensor, p: Tensor, share: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _backward(dp: Tensor, p: Tensor, share: Tensor, *options: Unpack[BackSettings]) -> tuple[Tensor, Tensor]:
     dx, dsink = gradients(dp, p, share, *options)
-    settings = Settings(*options)
-    numbered = settings.rows(p.shape[1])
+    settings = BackSettings(*options)
+    numbered = settings.forward.rows(p.shape[1])
     r = p.new_empty(p.shape[0], dtype=wide(p.dtype))
     for block in blocks(*p.shape):
         keys = numbered.keys_of(block)
@@ -245,7 +265,9 @@ def _backward(dp: Tensor, p: Tensor, share: Tensor, *options: Any) -> tuple[Tens
         else:
             of_scores, r[block] = softmax_back(dp[block, keys], p[block, keys], settings.scale)
             inside.copy_(of_scores)
-    return dx, dsink if settings.sink_dtype is None else sink_gradient(r, share, settings).to(settings.sink_dtype)
+    return dx, dsink if settings.sink_dtype is None else sink_gradient(r, share, settings.forward).to(
+        settings.sink_dtype
+    )
 
 
 def _torch_softmax_back_into(dx: Tensor, dp: Tensor, p: Tensor, scale: float) -> None:

@@ -12,8 +12,10 @@ B micro-batch, A heads, Sq queries, Sk keys, S = B A Sq Sk scores. Saved for bac
 Floor: forward reads the scores that may be seen and writes S, backward reads p and dp there and writes S.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from megalith.fusions.core.checks import check_floating, check_one_device, check
 from megalith.fusions.core.dispatch import Backend, Fusion, compiled
 from megalith.fusions.core.registry import registered
 from megalith.fusions.core.rows import as_rows, in_shape
-from megalith.fusions.softmax.formulas import blocked, limits, reference
+from megalith.fusions.softmax.formulas import BackSettings, Settings, blocked, limits, reference, reference_back
 
 __all__ = ["FUSION", "broadcasts", "check_window", "masked_softmax"]
 
@@ -69,10 +71,16 @@ def masked_softmax(
     return in_shape(p, scores.shape)
 
 
-def _triton(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _triton(x: Tensor, mask: Tensor | None, sink: Tensor | None, *settings: Unpack[Settings]) -> tuple[Tensor, Tensor]:
     from megalith.fusions.softmax.kernels.softmax import op
 
-    return op(*inputs)
+    return op(x, mask, sink, *settings)
+
+
+def _triton_back(dp: Tensor, p: Tensor, share: Tensor, *settings: Unpack[BackSettings]) -> tuple[Tensor, Tensor]:
+    from megalith.fusions.softmax.kernels.softmax import op
+
+    return op.back(dp, p, share, *settings)
 
 
 _PATHS: Mapping[Backend, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -81,7 +89,14 @@ _PATHS: Mapping[Backend, Callable[..., tuple[Tensor, Tensor]]] = {
     "blocked": blocked,
     "reference": reference,
 }
-FUSION = registered(Fusion("masked_softmax", _PATHS, defaults={"cuda": ("triton",), "cpu": ("blocked",)}))
+_BACKS: Mapping[Backend, Callable[..., tuple[Tensor, Tensor]]] = {
+    "triton": _triton_back,
+    "compile": compiled(reference_back),
+    "blocked": blocked.back,
+    "reference": reference_back,
+}
+_DEFAULTS: Mapping[str, Sequence[Backend]] = {"cuda": ("triton",), "cpu": ("blocked",)}
+FUSION = registered(Fusion("masked_softmax", _PATHS, defaults=_DEFAULTS, backs=_BACKS))
 
 
 def check_window(window: tuple[int, int] | None) -> None:

@@ -12,10 +12,13 @@ from enum import Enum
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.core.function_context import Context
+from megalith.fusions.core.rows import as_rows, in_shape, not_a_view, wide
 from megalith.fusions.softmax.formulas import Rows, limits, tile
-from megalith.fusions.softmax.masked_softmax import broadcasts, check_window, masked_softmax
+from megalith.fusions.softmax.masked_softmax import FUSION, broadcasts, check_window, masked_softmax
 
 __all__ = [
     "AttnMaskType",
@@ -51,53 +54,60 @@ class AttnMaskType(Enum):
         )
 
 
-def _upper_triang(x: Tensor, scale: float) -> Tensor:
-    """Causal probabilities of ``x`` [B, Sq, Sk]; where Sq and Sk differ, the last query stands at the last key."""
-    return masked_softmax(x, causal=True, scale=scale)
+class ScaledUpperTriangMaskedSoftmax(torch.autograd.Function):
+    """``apply(inputs, scale)``: inputs [B, Sq, Sk], causal; if Sq and Sk differ, the last query is at the last key."""
+
+    @staticmethod
+    def forward(ctx: Context, inputs: Tensor, scale: float) -> Tensor:
+        return _forward(ctx, inputs, None, scale, causal=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, output_grads: Tensor) -> tuple[Tensor, None]:
+        return _backward(ctx, output_grads), None
 
 
-def _masked(x: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Probabilities of ``x`` [B, A, Sq, Sk], without the keys where ``mask``, which broadcasts to it, is True."""
-    return masked_softmax(x, mask, scale=scale)
+class ScaledMaskedSoftmax(torch.autograd.Function):
+    """``apply(inputs, mask, scale)``: inputs [B, A, Sq, Sk], mask bool, True where a key is hidden, that broadcasts."""
+
+    @staticmethod
+    def forward(ctx: Context, inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        return _forward(ctx, inputs, mask, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, output_grads: Tensor) -> tuple[Tensor, None, None]:
+        return _backward(ctx, output_grads), None, None
 
 
-def _scaled(x: Tensor, scale: float) -> Tensor:
-    """Probabilities of ``x`` [B, A, Sq, Sk], of all keys."""
-    return masked_softmax(x, scale=scale)
+class ScaledSoftmax(torch.autograd.Function):
+    """``apply(inputs, scale)``: inputs [B, A, Sq, Sk], of which every key is seen."""
 
+    @staticmethod
+    def forward(ctx: Context, inputs: Tensor, scale: float) -> Tensor:
+        return _forward(ctx, inputs, None, scale)
 
-class ScaledUpperTriangMaskedSoftmax:
-    """``apply(x, scale)``: x [B, Sq, Sk], causal."""
-
-    apply = staticmethod(_upper_triang)
-
-
-class ScaledMaskedSoftmax:
-    """``apply(x, mask, scale)``: x [B, A, Sq, Sk], mask bool [1 | B, 1 | A, 1 | Sq, Sk], True where a key is hidden."""
-
-    apply = staticmethod(_masked)
-
-
-class ScaledSoftmax:
-    """``apply(x, scale)``: x [B, A, Sq, Sk]."""
-
-    apply = staticmethod(_scaled)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, output_grads: Tensor) -> tuple[Tensor, None]:
+        return _backward(ctx, output_grads), None
 
 
 class SoftmaxOne(torch.nn.Module):
     """Softmax over keys with a sink: exp(x) / (sum of exp(x) + exp(offset)).
 
     Args:
-        dim: of the keys: the last.
+        dim: of the keys; None is the last, which it must be.
         denominator_offset: the sink's logit: one for each head, [A], a parameter if it is learnt; or one for all. At 0
-            the denominator has one more, as in the off-by-one softmax.
+            the denominator has one more, as in the off-by-one softmax. Megatron says 1.0, which raises when it is
+            called, as only a tensor works there; as a logit it would add e.
 
     Raises ConfigError for another dimension.
     """
 
-    def __init__(self, dim: int = -1, denominator_offset: Tensor | float = 0.0) -> None:
+    def __init__(self, dim: int | None = None, denominator_offset: Tensor | float = 0.0) -> None:
         super().__init__()
-        if dim not in (-1, 3):
+        if dim not in (None, -1, 3):
             raise ConfigError(f"dim must be -1 or 3, the keys of scores [B, A, Sq, Sk]; got {dim}")
         if isinstance(denominator_offset, Tensor) and not isinstance(denominator_offset, torch.nn.Parameter):
             self.register_buffer("denominator_offset", denominator_offset, persistent=False)
@@ -227,3 +237,20 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         of_a_head = Rows(1, Sq, Sk, *limits(self._causal, self.window_size, Sq, Sk))
         outside = of_a_head.hidden(slice(0, Sq), slice(0, Sk), None, scores.device)
         return outside if mask is None else mask if outside is None else mask | outside
+
+
+def _forward(ctx: Context, scores: Tensor, mask: Tensor | None, scale: float, *, causal: bool = False) -> Tensor:
+    ctx.backend, ctx.options = FUSION.choose_for_function(scores), (causal, float(scale))
+    p = not_a_view(masked_softmax(scores, mask, causal=causal, scale=scale, backend=ctx.backend))
+    ctx.save_for_backward(p)
+    return p
+
+
+def _backward(ctx: Context, dp: Tensor) -> Tensor:
+    (p,), (causal, scale) = ctx.saved_tensors, ctx.options
+    *_, A, Sq, Sk = p.shape
+    if Sk == 0:
+        return dp  # of no numbers
+    settings = A, Sq, *limits(causal, None, Sq, Sk), scale, None  # and no sink
+    dx, _ = FUSION.backs[ctx.backend](as_rows(dp), as_rows(p), p.new_empty(0, dtype=wide(p.dtype)), *settings)
+    return in_shape(dx, p.shape)

@@ -5,8 +5,10 @@ all words but the target, x_y the target's logit, s the scaled sum of the logits
 words. Rows may be strided; columns are contiguous.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 import math
-from typing import Any
+from typing import Unpack
 
 import triton
 import triton.language as tl
@@ -16,7 +18,7 @@ from megalith.fusions.core.kernels.activations import log1p, tanh_and_slope
 from megalith.fusions.core.registration import register_without_gradient, wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
 from megalith.fusions.cross_entropy.formulas import OPERATOR, SUM_SCALE, num_true_columns, statistics_outputs
-from megalith.fusions.cross_entropy.options import Part, part_and_terms
+from megalith.fusions.cross_entropy.options import Part, PartAndSum, PartAndTerms, part_and_terms
 from megalith.fusions.cross_entropy.steps import steps_of_operators
 
 __all__ = ["STEPS", "gradient_into", "loss", "statistics"]
@@ -181,9 +183,9 @@ def _gradient_kernel(
     tl.store(dlogits_ptr + row * out_stride + col, tl.where(mask, dx, 0.0), mask=col < num_columns)
 
 
-def statistics(logits: Tensor, target: Tensor, *options: Any) -> Tensor:
+def statistics(logits: Tensor, target: Tensor, *options: Unpack[PartAndSum]) -> Tensor:
     found = statistics_outputs(logits, target, *options)
-    part = Part(*options[:-1])
+    part = Part(*options[:4])
     T, K = found.shape
     if T == 0:
         return found
@@ -202,7 +204,7 @@ def statistics(logits: Tensor, target: Tensor, *options: Any) -> Tensor:
     return found
 
 
-def loss(logits: Tensor, target: Tensor, parts: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def loss(logits: Tensor, target: Tensor, parts: Tensor, *options: Unpack[PartAndTerms]) -> tuple[Tensor, Tensor]:
     losses, whole = OPERATOR.outputs(logits, target, parts, *options)
     part, terms = part_and_terms(*options)
     num_parts, T, K = parts.shape
@@ -214,7 +216,9 @@ def loss(logits: Tensor, target: Tensor, parts: Tensor, *options: Any) -> tuple[
     return losses, whole
 
 
-def gradient_into(dlogits: Tensor, dloss: Tensor, logits: Tensor, target: Tensor, whole: Tensor, *options: Any) -> None:
+def gradient_into(
+    dlogits: Tensor, dloss: Tensor, logits: Tensor, target: Tensor, whole: Tensor, *options: Unpack[PartAndTerms]
+) -> None:
     """Fills ``dlogits``, which may be ``logits`` itself: an entry is written by who alone has read it."""
     part, terms = part_and_terms(*options)
     T, num_columns = dlogits.shape
@@ -230,9 +234,11 @@ def gradient_into(dlogits: Tensor, dloss: Tensor, logits: Tensor, target: Tensor
     )  # fmt: skip
 
 
-def _gradient(dloss: Tensor, logits: Tensor, *rest: Any) -> tuple[Tensor]:
-    (dlogits,) = OPERATOR.gradients(dloss, logits, *rest)
-    gradient_into(dlogits, dloss, logits, *rest)
+def _gradient(
+    dloss: Tensor, logits: Tensor, target: Tensor, whole: Tensor, *options: Unpack[PartAndTerms]
+) -> tuple[Tensor]:
+    (dlogits,) = OPERATOR.gradients(dloss, logits, target, whole, *options)
+    gradient_into(dlogits, dloss, logits, target, whole, *options)
     return (dlogits,)
 
 

@@ -4,8 +4,10 @@ T tokens (rows), F ffn hidden size (columns of gate and of up). Rows may be stri
 contiguous, or lie by turns. A packed tensor is two pointers into one memory here.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 import math
-from typing import Any
+from typing import Unpack
 
 import torch
 import triton
@@ -166,7 +168,9 @@ def _backward_kernel(
         _store(dbias_ptr + group * 2 * F, dbias_ptr + group * 2 * F + F, da_sum, dl_sum, start, F, INTERLEAVED, BLOCK_F)
 
 
-def _forward(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Any) -> Tensor:
+def _forward(
+    x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Unpack[Gating]
+) -> Tensor:
     y, gating = OPERATOR.outputs(x, up, bias, weights, *options), Gating(*options)
     T, F = y.shape
     if y.numel():
@@ -181,7 +185,7 @@ def _forward(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor 
 
 
 def _forward_float8(
-    x: Tensor, bias: Tensor | None, weights: Tensor | None, *options: Any
+    x: Tensor, bias: Tensor | None, weights: Tensor | None, *options: Unpack[Gating]
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, stored, scale = OPERATOR_FLOAT8.outputs(x, bias, weights, *options)
     gating = Gating(*options)
@@ -199,14 +203,14 @@ def _forward_float8(
 
 
 def _backward(
-    dy: Tensor, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Any
+    dy: Tensor, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Unpack[Gating]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     results = OPERATOR.gradients(dy, x, up, bias, weights, *options)
     return _launch_backward(dy, x, up, None, bias, weights, results, Gating(*options))
 
 
 def _backward_float8(
-    dy: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None, weights: Tensor | None, *options: Any
+    dy: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None, weights: Tensor | None, *options: Unpack[Gating]
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, dbias, dw = OPERATOR_FLOAT8.gradients(dy, stored, scale, bias, weights, *options)
     results, gating = (dx, dx, dbias, dw), Gating(*options)

@@ -3,7 +3,9 @@
 Rows are [T, H], or [M, N, H] where two strides reach them.
 """
 
-from typing import Any
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
+from typing import Unpack
 
 import torch
 import triton
@@ -11,7 +13,15 @@ from torch import Tensor
 
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
-from megalith.fusions.norm.formulas import OPERATOR, WIDEST_WHOLE_ROW, Kept, Norming, rows_per_program
+from megalith.fusions.norm.formulas import (
+    OPERATOR,
+    WIDEST_WHOLE_ROW,
+    Kept,
+    Norming,
+    Options,
+    OptionsOfBack,
+    rows_per_program,
+)
 from megalith.fusions.norm.kernels.norm import backward_kernel, coefficients_kernel, forward_kernel, wide_forward_kernel
 from megalith.numerics.dropout import threshold
 
@@ -29,7 +39,7 @@ def _forward(
     weight: Tensor | None,
     bias: Tensor | None,
     input_bias: Tensor | None,
-    *options: Any,
+    *options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     mask, eps, _, zero_centered = Norming.of(*options)
     y, h, mean, rstd = OPERATOR.outputs(x, residual, weight, bias, input_bias, *options)
@@ -42,7 +52,7 @@ def _forward(
         _given(h), y, _given(mean), rstd,
         x.stride(0), x.stride(1), 0 if residual is None else residual.stride(0), mask.site,
     )  # fmt: skip
-    settings: dict[str, Any] = {"EPS": eps, "ZERO_CENTERED": zero_centered} | _dropout(mask.p)
+    settings: dict[str, float] = {"EPS": eps, "ZERO_CENTERED": zero_centered} | _dropout(mask.p)
     if H > WIDEST_WHOLE_ROW:
         wrap_triton(wide_forward_kernel)[(T,)](*tensors, N, H, **settings, BLOCK=_WIDE_BLOCK, num_warps=8)
     else:
@@ -52,7 +62,7 @@ def _forward(
 
 
 def _backward(
-    dy: Tensor | None, dh: Tensor | None, h: Tensor, weight: Tensor | None, *options: Any
+    dy: Tensor | None, dh: Tensor | None, h: Tensor, weight: Tensor | None, *options: Unpack[OptionsOfBack]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     kept = Kept.of(*options)
     mask, zero_centered, mean, rstd = kept.mask, kept.zero_centered, kept.mean, kept.rstd
@@ -96,7 +106,7 @@ def _tile(H: int, key: Tensor | None) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // 512))}
 
 
-def _dropout(p: float) -> dict[str, Any]:
+def _dropout(p: float) -> dict[str, float]:
     return {"THRESHOLD": threshold(p), "SCALE": 1.0 / (1.0 - p)}
 
 

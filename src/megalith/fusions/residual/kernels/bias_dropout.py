@@ -4,7 +4,9 @@ T tokens (rows), H hidden size (columns). Rows may be strided; columns are conti
 feature stands in its quad of random words: not 0 only for odd shards of features, whose loads are then unaligned.
 """
 
-from typing import Any
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
+from typing import Unpack
 
 import torch
 import triton
@@ -15,7 +17,7 @@ from megalith.fusions.core.dropout_mask import Mask
 from megalith.fusions.core.kernels.philox import dropout_factor
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns, rows_per_sum
-from megalith.fusions.residual.formulas import OPERATOR
+from megalith.fusions.residual.formulas import OPERATOR, Kept
 from megalith.numerics.dropout import threshold
 
 __all__ = ["op"]
@@ -84,7 +86,7 @@ def _backward_kernel(
         tl.store(dbias_ptr + group * H + col, total, mask=mask)
 
 
-def _forward(x: Tensor, bias: Tensor | None, residual: Tensor, *options: Any) -> Tensor:
+def _forward(x: Tensor, bias: Tensor | None, residual: Tensor, *options: Unpack[Mask]) -> Tensor:
     y, mask = OPERATOR.outputs(x, bias, residual, *options), Mask(*options)
     T, H = x.shape
     if y.numel():
@@ -97,12 +99,12 @@ def _forward(x: Tensor, bias: Tensor | None, residual: Tensor, *options: Any) ->
     return y
 
 
-def _backward(dy: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _backward(dy: Tensor, *options: Unpack[Kept]) -> tuple[Tensor, Tensor]:
     dx, dbias = OPERATOR.gradients(dy, *options)
     if dy.numel() == 0:
         return dx, dbias.zero_()
-    *operands, _, _, needs = options
-    (T, H), mask = dy.shape, Mask(*operands)
+    kept, (T, H) = Kept(*options), dy.shape
+    mask, needs = kept.mask, kept.needs
     num_tiles = _num_tiles(H, mask)
     num_rows = rows_per_sum(T, num_tiles) if needs[1] else 1
     groups = triton.cdiv(T, num_rows)
@@ -124,7 +126,7 @@ def _tokens(mask: Mask) -> Tensor | None:
     return None if mask.tokens is None else mask.tokens.contiguous()
 
 
-def _settings(mask: Mask) -> dict[str, Any]:
+def _settings(mask: Mask) -> dict[str, int | float]:
     return {
         "THRESHOLD": threshold(mask.p),
         "SCALE": 1.0 / (1.0 - mask.p),

@@ -5,7 +5,9 @@ column REST_START on, are copied. A tile is [BLOCK_T tokens, BLOCK_A heads, colu
 all heads. Tokens and heads may be strided; columns are contiguous.
 """
 
-from typing import Any
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
+from typing import Any, Unpack
 
 import torch
 import triton
@@ -232,7 +234,7 @@ def _forward(
     positions: Tensor | None,
     q_norm_weight: Tensor | None,
     k_norm_weight: Tensor | None,
-    *options: Any,
+    *options: Unpack[Rotation],
 ) -> Outputs:
     results = OPERATOR.outputs(q, k, cos, sin, positions, q_norm_weight, k_norm_weight, *options)
     _turn(q, k, Tables(cos, sin, positions), q_norm_weight, k_norm_weight, Rotation(*options), results)
@@ -251,7 +253,7 @@ def _backward(
     k_norm_weight: Tensor | None,
     q_rstd: Tensor,
     k_rstd: Tensor,
-    *options: Any,
+    *options: Unpack[Rotation],
 ) -> Outputs:
     weights = q_norm_weight, k_norm_weight
     results = OPERATOR.gradients(dy, dy_k, q, k, cos, sin, positions, *weights, q_rstd, k_rstd, *options)
@@ -318,7 +320,7 @@ def _norm_back(
     dweight.copy_(sums.sum(dim=0))
 
 
-def table_arguments(table: Tables) -> tuple[Any, ...]:
+def table_arguments(table: Tables) -> tuple[Tensor | int | None, ...]:
     """What kernels take of the tables, in order: pointers, strides, and the number of rows."""
     cos, sin, positions = contiguous_columns(table.cos), contiguous_columns(table.sin), table.positions
     if cos.stride() != sin.stride():

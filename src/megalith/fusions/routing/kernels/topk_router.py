@@ -3,7 +3,9 @@
 T tokens (rows), E experts (columns), K chosen. A program holds whole rows of a few tokens. Rows may be strided.
 """
 
-from typing import Any
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
+from typing import Unpack
 
 import triton
 import triton.language as tl
@@ -184,7 +186,7 @@ def _route_back_kernel(
     tl.store(dx_ptr + row[:, None] * E + col[None, :], dense, mask=inside & of_row)
 
 
-def _route(logits: Tensor, expert_bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _route(logits: Tensor, expert_bias: Tensor | None, *options: Unpack[Choice]) -> tuple[Tensor, Tensor, Tensor]:
     probs, indices, num_tokens = OPERATOR.outputs(logits, expert_bias, *options)
     num_tokens.zero_()
     topk, score, num_groups, group_topk, group_score_topk, scale = Choice(*options)

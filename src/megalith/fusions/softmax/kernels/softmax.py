@@ -5,7 +5,9 @@ one. LEFT and RIGHT bound a query's window; keys outside of it are not loaded, i
 Masks are read by their strides, 0 where they broadcast; MASK_K is that of their columns.
 """
 
-from typing import Any
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
+from typing import Unpack
 
 import torch
 import triton
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
-from megalith.fusions.softmax.formulas import OPERATOR, Settings, sink_gradient, tile
+from megalith.fusions.softmax.formulas import OPERATOR, BackSettings, Settings, sink_gradient, tile
 
 __all__ = ["op"]
 
@@ -186,7 +188,7 @@ def _wide_backward_kernel(
         tl.store(dx_ptr + at, dx, mask=(row < num_rows)[:, None] & (col < Sk)[None, :])
 
 
-def _forward(x: Tensor, mask: Tensor | None, sink: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+def _forward(x: Tensor, mask: Tensor | None, sink: Tensor | None, *options: Unpack[Settings]) -> tuple[Tensor, Tensor]:
     p, share = OPERATOR.outputs(x, mask, sink, *options)
     settings = Settings(*options)
     T, Sk = x.shape
@@ -209,9 +211,9 @@ def _forward(x: Tensor, mask: Tensor | None, sink: Tensor | None, *options: Any)
     return p, share
 
 
-def _backward(dp: Tensor, p: Tensor, share: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _backward(dp: Tensor, p: Tensor, share: Tensor, *options: Unpack[BackSettings]) -> tuple[Tensor, Tensor]:
     dx, dsink = OPERATOR.gradients(dp, p, share, *options)
-    settings = Settings(*options)
+    settings = BackSettings(*options)
     T, Sk = p.shape
     r = None if settings.sink_dtype is None else share.new_empty(T)
     if T:
@@ -222,7 +224,7 @@ def _backward(dp: Tensor, p: Tensor, share: Tensor, *options: Any) -> tuple[Tens
             dp, p, dx, r, T, dp.stride(0), settings.num_queries, Sk, SCALE=settings.scale, LEFT=settings.left,
             RIGHT=settings.right, ROWS=rows, BLOCK_K=columns, num_warps=_num_warps(rows * columns),
         )  # fmt: skip
-    return dx, dsink if r is None else sink_gradient(r, share, settings).to(settings.sink_dtype)
+    return dx, dsink if r is None else sink_gradient(r, share, settings.forward).to(settings.sink_dtype)
 
 
 def _num_warps(elements: int) -> int:

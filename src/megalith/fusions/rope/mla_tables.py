@@ -1,0 +1,81 @@
+"""The tables and positions of multi-latent attention, in the forms that the field gives them."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.core.checks import check_one_device, check_shape
+from megalith.fusions.rope.rotation import Tables, tables
+from megalith.fusions.rope.tables import positions_from_cu_seqlens
+
+__all__ = ["check_heads", "mla_tables"]
+
+
+def check_heads(name: str, x: Tensor, columns: Mapping[str, int], emb_dim: int) -> None:
+    """Refuses heads of other columns than those named, and an ``emb_dim`` whose features do not pair up."""
+    if emb_dim % 2 or min(emb_dim, *columns.values()) <= 0:
+        given = ", ".join(f"{key}={value}" for key, value in ({"emb_dim": emb_dim} | dict(columns)).items())
+        raise ShapeError(f"columns must be positive, and emb_dim even, as features turn in pairs; got {given}")
+    D = sum(columns.values())
+    if x.dim() not in (3, 4) or x.shape[-1] != D:
+        wanted = " + ".join(columns)
+        raise ShapeError(f"{name} must be [S, B, A, {D}] or [T, A, {D}], {wanted} columns; got {list(x.shape)}")
+
+
+def mla_tables(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    emb_dim: int,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cp_rank: int,
+    cp_size: int,
+    rotary_interleaved: bool,
+) -> Tables:
+    """The tables of ``x`` [S, B, A, ...] or [T, A, ...], as ``fused_apply_mla_rope_for_q`` says what it takes.
+
+    Raises ShapeError for tensors that do not fit, ConfigError for positions that are not known, or given twice.
+    """
+    check_one_device(**{"the heads": x, "cos": cos, "sin": sin, "position_ids": position_ids, "cu_seqlens": cu_seqlens})
+    if cu_seqlens is None and (cp_rank, cp_size) != (0, 1):
+        raise ConfigError(
+            "cp_rank and cp_size say where documents are cut; without cu_seqlens give the position_ids of this rank"
+        )
+    if cu_seqlens is not None and (position_ids is not None or x.dim() == 4):
+        raise ConfigError("cu_seqlens says the positions of packed tokens [T, A, ...]; elsewhere give position_ids")
+    if cu_seqlens is None and position_ids is None and x.dim() == 3:
+        raise ConfigError("the positions of packed tokens [T, A, ...] are not known; give cu_seqlens or position_ids")
+    if cu_seqlens is not None:
+        position_ids = positions_from_cu_seqlens(cu_seqlens, len(x), cp_rank, cp_size)
+    cos, sin = (_half(table, emb_dim, rotary_interleaved) for table in (cos, sin))
+    return tables(cos, sin, position_ids, x.shape[0], x.shape[1] if x.dim() == 4 else 1, emb_dim)
+
+
+def _half(table: Tensor, emb_dim: int, rotary_interleaved: bool) -> Tensor:
+    """[rows, R/2] of a table that holds each angle twice, [rows, 1, 1, R]; others as they are."""
+    if table.dim() != 4:
+        return table
+    check_shape("cos and sin", table, (len(table), 1, 1, emb_dim), "rows of emb_dim, or [rows, emb_dim/2]")
+    rows = table[:, 0, 0]
+    first_half, even = rows[:, : emb_dim // 2], rows[:, ::2]
+    if not rotary_interleaved:
+        return first_half
+    # Megatron's RotaryEmbedding puts the angles side by side then, and its YarnRotaryEmbedding in both halves
+    if table.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(table, FakeTensor):
+        raise ConfigError(
+            f"with rotary_interleaved the angles of a table [rows, 1, 1, {emb_dim}] stand side by side or in both "
+            f"halves, and the host would have to wait for the device to see it; give [rows, {emb_dim // 2}]: "
+            f"cos[:, 0, 0, ::2] if side by side, cos[:, 0, 0, :{emb_dim // 2}] if in both halves, as those of YaRN"
+        )
+    if torch.equal(even, rows[:, 1::2]):
+        return even
+    if torch.equal(first_half, rows[:, emb_dim // 2 :]):
+        return first_half
+    raise ConfigError(
+        f"a table [rows, 1, 1, {emb_dim}] must hold each angle twice, side by side or in both halves; this one does "
+        f"not; give [rows, {emb_dim // 2}], a column for each pair"
+    )
