@@ -15,6 +15,7 @@ import torch
 from megalith.config import load_run
 from megalith.models.sampling import Sampling
 from megalith.models.t5_generation import beam_search, generate
+from megalith.numerics.tolerance import LAYOUT_FLOAT64
 from megalith.parallel.context import attention as context_attention
 from megalith.parallel.context import partial_attention, relative_bias
 from megalith.parallel.pipeline.pipeline import Pipeline
@@ -25,6 +26,7 @@ from megalith.transformer.encoder_output import PairedDocuments
 from tests.rank_pool import ranks
 from tests.tiny_run import VOCAB, settings
 from tests.training.on_ranks import first_steps
+from tests.training.outcomes import losses, run_here
 from tests.training.reference import Trajectory, differences
 from tests.training.spans_task import PredictSpans
 
@@ -222,3 +224,24 @@ def test_a_mistake_with_two_stacks_is_caught(fault, option, parallel, tmp_path):
     tree = settings(tmp_path, **OPTIONS[option])
     want = of_one_process(tree)
     assert any(differences(found, want) for found in ranks(2, steps_with, fault, {**tree, "parallel": parallel}))
+
+
+def train_here(tree: dict[str, Any], world_size: int) -> None:
+    with patch("megalith.training.setup.task_of", PredictSpans):
+        run_here(tree, world_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pipeline 2, cut in the encoder", "pipeline 2, a V", "context 2"])
+def test_a_checkpoint_of_one_layout_goes_on_in_another(layout, tmp_path):
+    tree = settings(tmp_path, **OPTIONS["padded"])
+    _, parallel = LAYOUTS[layout]
+    two, four = ({**tree, "train": {**tree["train"], "steps": steps}} for steps in (2, 4))
+    ranks(1, train_here, {**four, "run": str(tmp_path / "alone")}, 1)
+    want = losses(tmp_path / "alone")
+    for first, then in (({}, parallel), (parallel, {})):
+        folder = tmp_path / f"of {len(first)}"
+        for each, here in ((two, first), (four, then)):
+            size = 2 if here else 1
+            ranks(size, train_here, {**each, "run": str(folder), "parallel": here}, size)
+        assert losses(folder) == pytest.approx(want, rel=LAYOUT_FLOAT64, abs=0)
