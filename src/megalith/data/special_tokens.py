@@ -1,15 +1,17 @@
 """Special tokens that tasks need of a tokenizer, found by the names that published tokenizers give them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megalith.config.model_kind import ModelKind
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError
 
-__all__ = ["SPECIAL_TOKENS", "BertTokens", "T5Tokens", "bert_tokens", "t5_tokens"]
+__all__ = ["SPECIAL_TOKENS", "BertTokens", "T5Tokens", "bert_tokens", "spelled", "t5_tokens"]
 
 _NUM_SENTINELS = 100
 
@@ -78,6 +80,21 @@ def t5_tokens(tokenizer: Tokenizer) -> T5Tokens:
     if not sentinels:
         raise _missing(tokenizer, "T5", "sentinels (<extra_id_0>, <extra_id_1>, ...)", "t5")
     return T5Tokens(padding, tokenizer.eod, np.array(sentinels, np.int64))
+
+
+def spelled(tokenizer: Tokenizer, kind: ModelKind) -> dict[str, str]:
+    """The special tokens that a model of ``kind`` reads, of those that ``tokenizer`` has, by transformers' names."""
+    bert = dict(zip(("cls_token", "sep_token", "mask_token", "pad_token"), _BERT_NAMES.values(), strict=True))
+    roles: Mapping[ModelKind, Mapping[str, tuple[str, ...]]] = {
+        "gpt": {},
+        "bert": bert,
+        "t5": {"pad_token": ("<pad>",)},
+    }
+    found = {
+        role: next((name for name in names if tokenizer.token_id(name) is not None), None)
+        for role, names in roles[kind].items()
+    }
+    return {role: name for role, name in found.items() if name is not None}
 
 
 def _missing(tokenizer: Tokenizer, purpose: str, what: str, kind: str) -> DataError:

@@ -33,7 +33,7 @@ from megalith.training.tasks.task import AnyTask
 from megalith.training.tasks.weights import load_weights
 from megalith.transformer.module import ModelModule
 
-__all__ = ["CheckpointLoss", "TrainedModel", "evaluate_checkpoint", "load_model"]
+__all__ = ["CheckpointLoss", "TrainedModel", "evaluate_checkpoint", "load_into_", "load_model"]
 
 log = logging.getLogger(__name__)
 
@@ -98,10 +98,19 @@ def load_model(
     task = task_of(config) if task is None else task
     with torch.device("meta"):
         model = task.build_model(options)
+    load_into_(model, checkpoint, device)
+    return TrainedModel(model, task, config, read_train_state(checkpoint).step, device, options)
+
+
+def load_into_(model: ModelModule, checkpoint: Store, device: torch.device) -> None:
+    """Puts ``model``, built whole on meta, on ``device``, with the weights of ``checkpoint``, in evaluation mode.
+
+    Raises CheckpointError as ``load_weights``.
+    """
     model.to_empty(device=device)
     refill_buffers_(model)
     load_weights(checkpoint, {name: tensor.detach() for name, tensor in state_tensors(model).items()})
-    return TrainedModel(model.eval(), task, config, read_train_state(checkpoint).step, device, options)
+    model.eval()
 
 
 def evaluate_checkpoint(

@@ -60,12 +60,16 @@ def write_tensors(
     store.put(CONFIG, _json(hf_config))
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer, num_positions: int) -> None:
-    """Writes what ``AutoTokenizer`` needs into ``folder``. Raises StorageError."""
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, num_positions: int, special: Mapping[str, str]) -> None:
+    """Writes what ``AutoTokenizer`` needs into ``folder``, with its ``special`` tokens by their names there.
+
+    Raises StorageError.
+    """
     tokenizer.save(folder / "tokenizer.json")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": tokenizer.eod_text,
+        **special,
         "model_max_length": num_positions,
         "clean_up_tokenization_spaces": False,
     }

@@ -60,15 +60,25 @@ class TextSource:
             tokenizer: path of a tokenizer.json, for a source that has none; ``eod`` is its token that ends a document,
                 as in ``Tokenizer``.
 
-        Raises as ``open_run``, ``foreign_model`` and ``find_tokenizer`` do, and DataError for a tokenizer that gives
-        ids for which the model has no row.
+        Raises as ``open_run``, ``foreign_model`` and ``find_tokenizer`` do, ConfigError for a model that is no GPT, and
+        DataError for a tokenizer that gives ids for which the model has no row.
         """
         store = open_store(source)
         folder = foreign_model(store)
+        cls._check_writes(source, open_run(store)[2].model if folder is None else folder.config)
         opened = _open_run(store, tokenizer, eod) if folder is None else _open_foreign(folder, tokenizer, eod)
         assert opened.config.vocab_size is not None, "a run keeps its resolved settings, and a folder says it"
         opened.tokenizer.check_fits(str(source), opened.config.vocab_size)
         return opened
+
+    @staticmethod
+    def _check_writes(source: str | Path, config: TransformerConfig) -> None:
+        """Raises ConfigError for a model that does not go on with texts."""
+        if config.kind != "gpt":
+            way_out = {"bert": "megalith eval measures what it fills in", "t5": "megalith.models.t5_generation answers"}
+            raise ConfigError(
+                f"{source} must be a GPT to go on with a text; it is a model.{config.kind}: {way_out[config.kind]}"
+            )
 
     def encode(self, prompts: Sequence[str]) -> list[list[int]]:
         """The ids of each prompt. Raises ConfigError as ``check_prompt``, and for one that leaves no room for more."""

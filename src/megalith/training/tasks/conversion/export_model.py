@@ -1,13 +1,16 @@
 """``megalith convert export``: a model folder of Hugging Face, made of a run or one of its checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megalith.checkpoint.load import open_tensors
 from megalith.checkpoint.verify import verify_checkpoint
+from megalith.config import TransformerConfig
+from megalith.data.special_tokens import spelled
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.models.hf import Family, fitting
@@ -76,6 +79,8 @@ def export_model(
         dtype=dtype,
         eos_token_id=None if tokenizer is None else tokenizer.eod,
     )
+    special = {} if tokenizer is None else spelled(tokenizer, model.kind)
+    hf_config = {**_padding(model, tokenizer, special), **hf_config}
     verify_checkpoint(checkpoint)
     weights = open_tensors(checkpoint, is_weight)
     shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
@@ -87,7 +92,15 @@ def export_model(
         }
         write_tensors(LocalStore(made), hf_config, packed, weights, dtypes, progress)
         if tokenizer is not None:
-            write_tokenizer(made, tokenizer, model.max_position_embeddings or num_positions)
+            write_tokenizer(made, tokenizer, model.max_position_embeddings or num_positions, special)
         proof = stored_proof(checkpoint, made, made) if with_proof else None
     num_left_out = 0 if config.model.mtp is None else config.model.mtp.num_modules
     return Exported(checkpoint, family, dtype, tokenizer, num_left_out, proof)
+
+
+def _padding(model: TransformerConfig, tokenizer: Tokenizer | None, special: Mapping[str, str]) -> dict[str, Any]:
+    """What config.json says of the padding token, which a T5's decoder begins with, too."""
+    if tokenizer is None or "pad_token" not in special:
+        return {}
+    padding = tokenizer.token_id(special["pad_token"])
+    return {"pad_token_id": padding} | ({} if model.t5 is None else {"decoder_start_token_id": padding})

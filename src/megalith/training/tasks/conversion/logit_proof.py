@@ -3,28 +3,35 @@
 Both are computed in float32, one model after the other, on the CPU, where one of them has to fit.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalith import optional
+from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, MissingDependencyError
 from megalith.models.bert_model import BertOutput
 from megalith.models.hf import open_folder
 from megalith.models.hf.parameters import state_shapes
+from megalith.models.kinds import MODELS
 from megalith.models.multi_token_prediction import without_modules
 from megalith.observe.machine import free_memory_bytes
 from megalith.observe.units import quantity
+from megalith.parallel.build_options import BuildOptions
 from megalith.storage import Store, write_json_atomic
-from megalith.training.inference import load_model
+from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.training.inference import load_into_
 from megalith.training.run_folder import open_run
 
 __all__ = ["LogitProof", "prove", "stored_proof"]
 
 _PROOF = "proof.json"
+_THEIR_NAMES = MappingProxyType({"tokens": "input_ids", "decoder_tokens": "decoder_input_ids"})
 _ROWS, _LONGEST = 2, 64  # of random tokens
 _BYTES_OF_A_PARAMETER = 5  # 4 of float32, and what a layer of it computes
 # of the largest logit; rounding of float32 is some thirty times smaller, and GELU by tanh in place of exact GELU, or an
@@ -76,27 +83,42 @@ def prove(run: str | Path | Store, folder: str | Path | Store) -> LogitProof:
     _, _, config = open_run(run)
     if state_shapes(without_modules(config.model)) != state_shapes(without_modules(described.config)):
         raise CheckpointError(f"{run} and {folder} are not the same model: their tensors have other names or shapes")
-    tokens = torch.randint(V, (_ROWS, S), generator=torch.Generator().manual_seed(0))  # [B, S]
+    inputs = _inputs(described.config, torch.randint(V, (_ROWS, S), generator=torch.Generator().manual_seed(0)))
     with torch.no_grad():
-        ours = _our_logits(run, getattr(torch, described.weights.dtype), tokens)
-        theirs = _their_logits(getattr(transformers, described.architecture), transformers, folder, tokens)
+        ours = _our_logits(run, getattr(torch, described.weights.dtype), inputs)
+        theirs = _their_logits(getattr(transformers, described.architecture), transformers, folder, inputs)
     difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
-    proof = LogitProof(difference, largest, tokens.numel(), described.weights.dtype, transformers.__version__)
+    proof = LogitProof(difference, largest, _ROWS * S, described.weights.dtype, transformers.__version__)
     if not difference <= _TOLERANCE * largest:  # NaN is no proof
         raise CheckpointError(f"{run} and {folder} are not the same model: {proof}")
     return proof
 
 
-def _our_logits(run: str | Path | Store, rounded_to: torch.dtype, tokens: Tensor) -> Tensor:
-    model = load_model(run, dtype=torch.float32, device=torch.device("cpu")).model
+def _inputs(config: TransformerConfig, tokens: Tensor) -> dict[str, Tensor]:
+    """Random ``tokens`` [B, S] as a model of this kind takes them, by the names that both sides have."""
+    if config.t5 is not None:
+        return {"tokens": tokens, "decoder_tokens": tokens.flip(1)}
+    if config.bert is not None and config.bert.head == "multiple_choice":
+        return {"tokens": tokens.unsqueeze(0)}  # a question, with the rows as its choices
+    return {"tokens": tokens}
+
+
+def _our_logits(run: str | Path | Store, rounded_to: torch.dtype, inputs: Mapping[str, Tensor]) -> Tensor:
+    # by its kind: a model that no task of ours trains is proven too
+    checkpoint, _, config = open_run(run)
+    with torch.device("meta"):
+        model = MODELS[config.model.kind](config.model, BuildOptions(ProcessGroupCollection.single(), torch.float32))
+    load_into_(model, checkpoint, torch.device("cpu"))
     for parameter in model.parameters():
         parameter.copy_(parameter.to(rounded_to))
-    output = model(tokens)
+    output = model(**inputs)
     logits: Tensor = output.tokens if isinstance(output, BertOutput) else output  # [B, S, V], or [B, classes]
     return logits
 
 
-def _their_logits(architecture: Any, transformers: Any, folder: str | Path | Store, tokens: Tensor) -> Tensor:
+def _their_logits(
+    architecture: Any, transformers: Any, folder: str | Path | Store, inputs: Mapping[str, Tensor]
+) -> Tensor:
     showed = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -104,7 +126,7 @@ def _their_logits(architecture: Any, transformers: Any, folder: str | Path | Sto
         model = architecture.from_pretrained(
             str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=False
         )
-        output = model.eval()(tokens)
+        output = model.eval()(**{_THEIR_NAMES[name]: tokens for name, tokens in inputs.items()})
         # BertForPreTraining has two kinds of them
         logits: Tensor = output.prediction_logits if "prediction_logits" in output else output.logits
     except Exception as error:  # whatever it makes of fields that the network does not need
