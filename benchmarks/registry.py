@@ -1,8 +1,8 @@
 """The one list of cases."""
 
-from benchmarks import experts, generation, step
+from benchmarks import encoders, experts, generation, step
 from benchmarks.case import Case
 
 __all__ = ["CASES"]
 
-CASES: dict[str, Case] = {"step": step.CASE, **generation.CASES, **experts.CASES}
+CASES: dict[str, Case] = {"step": step.CASE, **generation.CASES, **experts.CASES, **encoders.CASES}
