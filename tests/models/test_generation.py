@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megalith.errors import ConfigError, NonFiniteError
 from megalith.models.generation import generate, stream
 from megalith.models.gpt_model import GPTModel
 from megalith.models.hf import GPT2, LLAMA
 from megalith.models.sampling import Sampling
+from megalith.parallel.build_options import BuildOptions
+from megalith.topology.rank_grid import RankGrid
+from megalith.topology.rank_groups import ParallelState
 from megalith.transformer.layer_spec import LayerSpec, layer_specs
 from tests.models.hf import peers
 from tests.parallel.groups import collection
@@ -351,3 +355,16 @@ def test_compiled_layers_are_not_compiled_again_for_every_token():
     assert generate(model, RAGGED, 5, sampling=GREEDY) == want
     with pytest.raises(Exception, match="a compiled layer was called"):
         model(torch.tensor([PROMPT]))
+
+
+def of_a_job_of_its_own() -> list[int]:
+    """What this rank's own model, one of two that share the world, adds to a prompt."""
+    groups = ParallelState(RankGrid(1), rank_offset=dist.get_rank()).collection()
+    model = GPTModel(config("llama"), BuildOptions(groups, torch.float64), seed=1 + dist.get_rank())
+    return one(model, PROMPT, 6, sampling=GREEDY)
+
+
+def test_jobs_that_share_a_world_write_their_own_texts():
+    alone = [one(GPTModel(config("llama"), options(), seed=seed), PROMPT, 6, sampling=GREEDY) for seed in (1, 2)]
+    assert alone[0] != alone[1]
+    assert ranks(2, of_a_job_of_its_own) == alone

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from math import lcm
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.errors import ConfigError, NonFiniteError
@@ -213,8 +212,7 @@ class _Rows:
         """int64 [B]: what the one rank that draws has ``drawn``, on all ranks."""
         if drawn is None:
             drawn = torch.zeros(len(self.prompts), dtype=torch.int64, device=self.device)
-        if self.groups.mesh is not None:
-            dist.all_reduce(drawn)  # of zeros, but for the rank that draws
+        self.groups.sum_over_model_(drawn)  # of zeros, but for the rank that draws
         return drawn
 
     def append(self, drawn: Tensor) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.errors import ConfigError, NonFiniteError
@@ -261,8 +260,7 @@ class _DecoderRows:
         if chosen is None:
             kind = torch.int64 if shape is None else torch.float64
             chosen = torch.zeros(shape or (len(self.unread),), dtype=kind, device=self.device)
-        if self.groups.mesh is not None:
-            dist.all_reduce(chosen)  # of zeros, but for the rank that chooses
+        self.groups.sum_over_model_(chosen)  # of zeros, but for the rank that chooses
         return chosen
 
     def take(self, parents: Tensor) -> None:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -69,6 +71,12 @@ class ProcessGroupCollection:
         """
         output_rank = self.size("pp") - 1 if self.output_rank is None else self.output_rank
         return self.rank("tp") == 0 and self.rank("pp") == output_rank
+
+    def sum_over_model_(self, x: Tensor) -> None:
+        """Sums ``x`` in place over the ranks of the model, which are not the world where several jobs share that."""
+        for group in (self.tp, self.pp, self.dp_cp):
+            if group is not None:
+                dist.all_reduce(x, group=group)
 
     def weight_mesh(self, family: Family) -> DeviceMesh:
         """The mesh of the DTensors of a family, with the dimensions ``WEIGHT_AXES[family]``."""

@@ -41,8 +41,10 @@ _INERT = frozenset(
         "label2id",
         "model_type",
         "n_ctx",
+        "n_special",  # of GPT-2's first files, and in no class
         "output_attentions",
         "output_hidden_states",
+        "output_past",
         "output_router_logits",
         "pad_token_id",
         "pooler_fc_size",  # of BERT in files of Google, and in no class
@@ -50,6 +52,7 @@ _INERT = frozenset(
         "pooler_num_fc_layers",
         "pooler_size_per_head",
         "pooler_type",
+        "predict_special_tokens",
         "prefix",
         "pretraining_tp",
         "problem_type",

@@ -19,6 +19,7 @@ _WINDOW = 4096  # [tokens] the default of both classes
 
 
 def _read_windows(fields: Fields) -> dict[str, Any]:
+    fields.expect("use_mrope", False)  # of their models that read images
     window = fields.get_or_null("sliding_window", _WINDOW)
     first = fields.get("max_window_layers", 28)
     if not fields.get("use_sliding_window", False):
