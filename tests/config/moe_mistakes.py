@@ -35,6 +35,10 @@ MOE_MISTAKES = [
         {**SINKHORN, f"{ROUTER}.global_balance": 0.1}, r"keeps loads even by itself; leave out .*global_balance; use"
     ),
     Mistake(
+        {**QUANTILE, f"{ROUTER}.score_function": "sigmoid", f"{ROUTER}.expert_bias_update_rate": 0.0},
+        r"keeps loads even by itself; leave out .*expert_bias_update_rate; use .*expert_bias_update_rate=null",
+    ),
+    Mistake(
         {**QUANTILE, f"{ROUTER}.num_groups": 4, f"{ROUTER}.group_topk": 2, f"{ROUTER}.group_score_topk": 1},
         r"keeps loads even by itself; leave out .*num_groups; use .*num_groups=null, .*group_score_topk=null",
     ),

@@ -30,6 +30,7 @@ _METHOD = "parallel.dispatch.method"
 _EXPERT, _EXPERT_TENSOR = "parallel.expert", "parallel.expert_tensor"
 _TENSOR, _SEQUENCE, _PIPELINE = "parallel.tensor", "parallel.sequence", "parallel.pipeline"
 # what else keeps loads even, or is about scores; off where it is 0 or None
+_BIAS_RATE = f"{_ROUTER}.expert_bias_update_rate"
 _BALANCE = tuple(
     f"{_ROUTER}.{name}"
     for name in ("expert_bias_update_rate", "sequence_balance", "micro_batch_balance", "global_balance", "num_groups")
@@ -88,7 +89,8 @@ def balanced_choices_need_no_other_balance(run: Draft) -> Iterator[Violation]:
     """selection other than top_k keeps loads even by itself, without balance losses, expert bias or groups."""
     if run[_SELECTION] == "top_k":
         return
-    also = [name for name in _BALANCE if run.get(name)]
+    # a bias that stays (0) is a bias: choices by score would heed it
+    also = [name for name in _BALANCE if run.get(name) or (name == _BIAS_RATE and run.get(name) is not None)]
     if also:
         message = f"{_SELECTION}={run[_SELECTION]} keeps loads even by itself; leave out {' and '.join(also)}"
         fixes: tuple[Fix, ...] = (dict.fromkeys(also), {_SELECTION: None})

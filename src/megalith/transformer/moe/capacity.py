@@ -31,13 +31,14 @@ def drop_past_capacity(
 ) -> Routing:
     """``routing`` without the choices past an expert's ``capacity``, which are marked as dropped.
 
-    ``real`` is bool [T]; tokens of padding are dropped, so that they take no room of others.
+    ``real`` is bool [T]; tokens of padding are dropped, so that they take no room of others. What ``routing`` marks as
+    dropped already stays so.
     """
     E = len(routing.tokens_per_expert)
     priority = routing.weights.detach() if drop == "probability" else None
-    candidates = torch.where(real[:, None], routing.indices, E)
+    candidates = torch.where(real[:, None], routing.indices, E).clamp_max(E)
     kept = (_rank_in_expert(candidates, E, priority) < capacity) & (candidates < E)
-    indices = torch.where(kept, routing.indices, routing.indices + E)
+    indices = torch.where(kept | (routing.indices >= E), routing.indices, routing.indices + E)
     return replace(routing, indices=indices, weights=routing.weights * kept)
 
 

@@ -101,8 +101,8 @@ class TopKRouter(DeclaringModule):
             record.add(self.layer, tokens_per_expert)
             weights = self._with_losses(weights, logits, choices, record, real)
         routing = Routing(indices, weights, tokens_per_expert)
-        if self.capacity is None or replayed is not None:  # what is replayed says what was dropped
-            return routing
+        if self.capacity is None or (replayed is not None and not self.capacity.pad):
+            return routing  # what is replayed says what was dropped; but of a fixed number of rows none may be over
         C = expert_capacity(S * B, self.top_k, self.num_experts, self.capacity.factor)
         return drop_past_capacity(routing, C, self.capacity.drop, real)
 
