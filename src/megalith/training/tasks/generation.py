@@ -65,8 +65,8 @@ class TextSource:
         """
         store = open_store(source)
         folder = foreign_model(store)
-        cls._check_writes(source, open_run(store)[2].model if folder is None else folder.config)
         opened = _open_run(store, tokenizer, eod) if folder is None else _open_foreign(folder, tokenizer, eod)
+        cls._check_writes(source, opened.config)
         assert opened.config.vocab_size is not None, "a run keeps its resolved settings, and a folder says it"
         opened.tokenizer.check_fits(str(source), opened.config.vocab_size)
         return opened
