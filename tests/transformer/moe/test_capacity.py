@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from megalith.config import RouterConfig
+from megalith.transformer.layer_context import LayerContext
 from megalith.transformer.moe.capacity import drop_past_capacity, expert_capacity, fixed_row_map
 from megalith.transformer.moe.routing import Routing, choose_by_score
+from tests.transformer.moe.routers import router_of, x_of
 
 T, E, K = 48, 6, 2
 ALL = torch.ones(T, dtype=torch.bool)
@@ -108,3 +110,14 @@ def test_no_token_has_rows_too():
     rows = fixed_row_map(torch.zeros(0, K, dtype=torch.int64), E, 3)
     assert rows.token_of.tolist() == [-1] * (3 * E)
     assert rows.row_of.shape == (0, K)
+
+
+def test_a_replayed_routing_is_cut_where_the_layer_pads_to_its_capacity():
+    x, context = x_of(T), LayerContext()
+    padded = router_of(experts=E, capacity={"factor": 0.75, "drop": "position", "pad": True})
+    without_a_limit = router_of(experts=E)(x, context).indices
+    found, own = padded(x, context, replayed=without_a_limit), padded(x, context)
+    assert (own.indices >= E).any()
+    assert torch.equal(found.indices, own.indices)
+    torch.testing.assert_close(found.weights, own.weights, rtol=1e-12, atol=1e-12)
+    assert torch.equal(padded(x, context, replayed=own.indices).indices, own.indices)

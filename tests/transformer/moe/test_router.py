@@ -258,16 +258,6 @@ def test_a_replayed_routing_drops_what_was_dropped_and_nothing_else():
     assert torch.equal(router_of()(x_of(S, B), CONTEXT).tokens_per_expert, first.tokens_per_expert)
 
 
-def test_a_replayed_routing_is_cut_where_the_layer_pads_to_its_capacity():
-    padded = router_of(capacity={"factor": 0.75, "drop": "position", "pad": True})
-    without_a_limit = router_of()(x_of(S, B), CONTEXT).indices
-    found, own = padded(x_of(S, B), CONTEXT, replayed=without_a_limit), padded(x_of(S, B), CONTEXT)
-    assert (own.indices >= E).any()
-    assert torch.equal(found.indices, own.indices)
-    torch.testing.assert_close(found.weights, own.weights, rtol=EXACT, atol=EXACT)
-    assert torch.equal(padded(x_of(S, B), CONTEXT, replayed=own.indices).indices, own.indices)
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
