@@ -133,7 +133,8 @@ def prepare(
         eod: the token that ends a document, where the tokenizer has none of the usual names.
         split_sentences: a sequence of the dataset for every sentence (``sentences.py``), as BERT and T5 need; without,
             one for every document.
-        special_tokens: what else a tokenizer that is trained has special tokens for: "bert", "t5".
+        special_tokens: what else a tokenizer that is trained has special tokens for: "bert", "t5", "fim" (to fill in
+            the middle).
         processes: how many encode. With more than one, a script must call this under ``if __name__ == "__main__"``.
         progress: is told now and then how far it is.
 
