@@ -133,6 +133,13 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
     def evaluation_dataset(self, prefix: str) -> SizedSamples[Sample]:
         """The samples of the held-out dataset ``prefix``, each once. Raises DataError if they cannot be read."""
 
+    def class_names(self, dataset: SizedSamples[Sample]) -> Sequence[str]:
+        """What the classes that measures call by a number (``confusion/0/2``) are called, of an ``evaluation_dataset``.
+
+        By default nothing: a task may measure no classes.
+        """
+        return ()
+
     @abstractmethod
     def collate(self, samples: Sequence[Sample], rows: Sequence[int], counted: Sequence[bool] | None = None) -> Batch:
         """The micro-batch of these samples, as arrays of the host.
