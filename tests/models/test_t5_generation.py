@@ -137,14 +137,22 @@ def test_no_tokens_are_no_answer():
     assert beam_search(model, PROMPTS[:2], 0, start_token=START, num_beams=2) == [[], []]
 
 
-def test_the_encoder_reads_once():
+@pytest.mark.parametrize("num_beams", [None, 3])
+def test_the_encoder_reads_each_prompt_once(num_beams):
     model = built(config())
-    calls = []
-    model.model.encoder.layers["0"].register_forward_hook(lambda *_: calls.append("layer"))
+    calls: list[tuple[str, int]] = []
+
+    def note(name: str) -> Any:
+        return lambda module, given, output: calls.append((name, given[0].shape[1]))  # of [S, B, H]
+
+    model.model.encoder.layers["0"].register_forward_hook(note("layer"))
     for layer in model.model.decoder.layers.values():
-        layer.cross_attn.k_proj.register_forward_hook(lambda *_: calls.append("keys"))
-    generate(model, PROMPTS, 6, start_token=START, sampling=GREEDY)
-    assert calls == ["layer", "keys", "keys", "keys"]
+        layer.cross_attn.k_proj.register_forward_hook(note("keys"))
+    if num_beams is None:
+        generate(model, PROMPTS, 6, start_token=START, sampling=GREEDY)
+    else:
+        beam_search(model, PROMPTS, 6, start_token=START, num_beams=num_beams)
+    assert calls == [("layer", len(PROMPTS)), *[("keys", len(PROMPTS))] * 3]
     assert model.training
 
 

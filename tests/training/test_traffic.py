@@ -52,16 +52,18 @@ def exchanged(tree: dict[str, Any], num_ranks: int) -> tuple[Traffic, Traffic]:
     take_step(run)  # FSDP2 settles in the first
     recorder, before = Recorder(), num_operations()
     with recorder:
-        take_step(run)
+        labels = take_step(run)
     assert recorder.found.total() == (num_operations() - before).total(), "the recorder has missed some"
-    return recorder.found, step_traffic(config, run.task, num_ranks, dist.get_rank())
+    return recorder.found, step_traffic(config, run.task, num_ranks, dist.get_rank(), labels)
 
 
-def take_step(run: Run) -> None:
+def take_step(run: Run) -> list[int]:
+    """Returns how many tokens this rank predicts of each micro-batch."""
     consumed = run.state.consumed_samples
     sizes = run.microbatches.global_batch_size(consumed), run.config.train.micro_batch_size
     micro_batches = run.loader.batch(consumed, *sizes)
     train_step(run, micro_batches, sum_totals(run, local_counts(run, micro_batches), stop=False).counts)
+    return [run.task.counts(batch)[next(iter(run.task.terms))] for batch in micro_batches]
 
 
 def num_operations() -> Counter[str]:

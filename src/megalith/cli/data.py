@@ -59,7 +59,7 @@ def prepare(
     ] = False,
     special_tokens: Annotated[
         list[str] | None,
-        typer.Option(help="With --vocab-size: special tokens for bert or t5; may be repeated.", metavar="KIND"),
+        typer.Option(help="With --vocab-size: special tokens for bert, t5 or fim; may be repeated.", metavar="KIND"),
     ] = None,
     processes: Annotated[
         int | None, typer.Option(min=1, help="How many encode; by default one for every core.", metavar="N")

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -96,16 +96,23 @@ def _losses(source: str, data: str | None, samples: int | None, progress: Callab
             f"{named}{found.dataset}: loss {found.loss:.4f} {unit} over {found.num_tokens:,} {found.counted}, at step "
             f"{found.step}{''.join(others)}"
         )
-        lines += _confusion(found.means)
+        lines += _confusion(found.means, found.classes)
     return lines
 
 
-def _confusion(means: Mapping[str, float]) -> list[str]:
-    """A line for each class: the share of its samples that is taken for each class; none where none was measured."""
+def _confusion(means: Mapping[str, float], names: Sequence[str]) -> list[str]:
+    """A line for each class: the share of its samples that is taken for each class; none where none was measured.
+
+    Columns have the numbers of classes, so that they are narrow, and lines their ``names`` too.
+    """
     shares = {tuple(name.split("/")[1:]): mean for name, mean in means.items() if name.startswith("confusion/")}
     classes = dict.fromkeys(label for label, _ in shares)
-    head = f"{'class':<8}{''.join(f'{label:>6}' for label in classes)}   taken for"
-    rows = (f"{label:<8}{''.join(f'{shares[label, taken]:>6.0%}' for taken in classes)}" for label in classes)
+    shown = {label: label for label in classes} | {str(number): f"{number} {name}" for number, name in enumerate(names)}
+    width = 1 + max(map(len, ["class  ", *shown.values()]))
+    head = f"{'class':<{width}}{''.join(f'{label:>6}' for label in classes)}   taken for"
+    rows = (
+        f"{shown[label]:<{width}}{''.join(f'{shares[label, taken]:>6.0%}' for taken in classes)}" for label in classes
+    )
     return [head, *rows] if classes else []
 
 

@@ -5,6 +5,7 @@ from megalith.config.attention_config import AttentionConfig
 from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
 from megalith.config.bert_config import BertConfig
 from megalith.config.dispatch_config import DispatchConfig
+from megalith.config.fill_in_the_middle_config import FillInTheMiddleConfig
 from megalith.config.glu_config import GluConfig
 from megalith.config.loading import as_tree, dump_yaml, load_run, read_tree
 from megalith.config.masking_config import MaskingConfig
@@ -55,6 +56,7 @@ __all__ = [
     "DataConfig",
     "DispatchConfig",
     "EvaluationConfig",
+    "FillInTheMiddleConfig",
     "GenerationConfig",
     "GluConfig",
     "LossScaleConfig",

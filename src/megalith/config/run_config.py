@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, 
 
 from megalith.config.batch_size_schedule import BatchSizeStage, parse_batch_size_schedule
 from megalith.config.dotted import look_up, parent, put_
+from megalith.config.fill_in_the_middle_config import FillInTheMiddleConfig
 from megalith.config.masking_config import MaskingConfig
 from megalith.config.model_parallel_config import ModelParallelConfig
 from megalith.config.optim_config import OptimConfig
@@ -80,6 +81,9 @@ class DataConfig(SettingsGroup):
     reset_attention_mask: bool = Field(default=False, description="documents in one sample do not attend to each other")
     reset_position_ids: bool = Field(default=False, description="positions start again at 0 with every document")
     eod_mask_loss: bool = Field(default=False, description="no loss where the input token ends a document")
+    fill_in_the_middle: FillInTheMiddleConfig | None = Field(
+        default=None, description="which documents a GPT reads in another order, so that it learns to fill gaps"
+    )
     masking: MaskingConfig | None = Field(default=None, description="which tokens a BERT or a T5 is to fill in")
     decoder_seq_length: int | None = Field(
         default=None,

@@ -5,8 +5,11 @@ multiples of S of that stream, and sample i is one of them: those that begin in 
 by (seed, e) too. A window holds S tokens and the one after them, which the next window begins with, so that no token is
 ever left out or predicted twice in an epoch, also across the border of two.
 
-Sample i depends on (data, seed, S, i) alone. Batch size, number of ranks and length of the run do not move it, and a
-run's position in its data is one integer.
+Documents of a sample may be reordered (``fill_in_the_middle.py``), which makes it longer: it loses its end then, which
+is not read in that epoch. In the rare case that it becomes shorter, zeros follow that the loss mask leaves out.
+
+Sample i depends on (data, seed, S, i) alone, and on how documents are reordered. Batch size, number of ranks and length
+of the run do not move it, and a run's position in its data is one integer.
 """
 
 from collections.abc import Sequence
@@ -17,10 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalith.data.fill_in_the_middle import FillInTheMiddle
 from megalith.data.fingerprint import fingerprint
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.token_ids import check_sample
 from megalith.errors import ConfigError, DataError
+from megalith.numerics.draws import Draws
 from megalith.numerics.permutation import KeyedPermutation
 
 __all__ = ["EvaluationDataset", "GPTBatch", "GPTDataset", "GPTSample", "stack_samples", "with_labels_ahead"]
@@ -93,6 +98,7 @@ class GPTDataset:
         seed: of the orders of documents and windows.
         mask_eod: no loss where the token is the last of its document: what follows it is unrelated.
         vocab_size: of the model that reads the samples; None: unknown.
+        fill_in_the_middle: which documents of a sample are reordered, drawn from (seed, index); None: none.
 
     Raises:
         ConfigError: ``seq_length`` is below 1.
@@ -108,11 +114,13 @@ class GPTDataset:
         *,
         mask_eod: bool = False,
         vocab_size: int | None = None,
+        fill_in_the_middle: FillInTheMiddle | None = None,
     ) -> None:
         self.seq_length = seq_length
         self.mask_eod = mask_eod
         self.vocab_size = vocab_size
         self._seed = seed
+        self._fill_in_the_middle = fill_in_the_middle
         self._data = _open(dataset, seq_length)
         self._eod = _eod_of(self._data)
         self._starts = self._data.document_starts()
@@ -137,7 +145,13 @@ class GPTDataset:
             raise IndexError(f"samples are numbered from 0; asked for {index}")
         window = self._window(index)
         stretch, documents = self._read(window * self.seq_length, self.seq_length + 1, index)
-        return _sample(stretch, documents, self._eod, self.mask_eod)
+        if self._fill_in_the_middle is None:
+            return _sample(stretch, documents, self._eod, self.mask_eod)
+        stretch, documents = self._fill_in_the_middle(
+            stretch, documents, Draws(self._seed, "fill-in-the-middle", index)
+        )
+        kept = slice(self.seq_length + 1)
+        return _filled_up(_sample(stretch[kept], documents[kept], self._eod, self.mask_eod), self.seq_length)
 
     def _window(self, index: int) -> int:
         """Which window of the stream sample ``index`` is."""
@@ -210,16 +224,7 @@ class EvaluationDataset:
         stretch = self._data.tokens[index * S : (index + 1) * S + 1].astype(np.int64)
         check_sample(self._data, index, index * S, stretch, self.vocab_size)
         documents = np.searchsorted(self._starts, np.arange(index * S, index * S + len(stretch)), side="right")
-        sample = _sample(stretch, documents, self._eod, self.mask_eod)
-        missing = S - len(sample.tokens)
-        if not missing:
-            return sample
-        return GPTSample(
-            np.pad(sample.tokens, (0, missing)),
-            np.pad(sample.labels, (0, missing)),
-            np.pad(sample.loss_mask, (0, missing)),
-            np.pad(sample.documents, (0, missing), mode="edge"),
-        )
+        return _filled_up(_sample(stretch, documents, self._eod, self.mask_eod), S)
 
 
 @dataclass(frozen=True)
@@ -265,3 +270,16 @@ def _sample(stretch: NDArray[np.int64], documents: NDArray[np.int64], eod: int |
     loss_mask = ~is_last if mask_eod else np.ones(len(is_last), dtype=np.bool_)
     ordinals = np.concatenate(([0], np.cumsum(is_last[:-1]))).astype(np.int32)
     return GPTSample(stretch[:-1], stretch[1:], loss_mask, ordinals)
+
+
+def _filled_up(sample: GPTSample, length: int) -> GPTSample:
+    """``sample`` with ``length`` tokens: zeros that the loss mask leaves out follow, in its last document."""
+    missing = length - len(sample.tokens)
+    if not missing:
+        return sample
+    return GPTSample(
+        np.pad(sample.tokens, (0, missing)),
+        np.pad(sample.labels, (0, missing)),
+        np.pad(sample.loss_mask, (0, missing)),
+        np.pad(sample.documents, (0, missing), mode="edge"),
+    )

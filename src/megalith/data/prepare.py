@@ -142,7 +142,7 @@ def prepare(
         eod: the token that ends a document, where the tokenizer has none of the usual names.
         split_sentences: a sequence for every sentence (``sentences.py``), as BERT and T5 need, not for every document.
         bos: begin documents with ``Tokenizer.begin``; sentences, which BERT's and T5's datasets frame, never do.
-        special_tokens: what else a tokenizer that is trained has special tokens for: "bert", "t5".
+        special_tokens: what else a tokenizer that is trained has special tokens for: "bert", "t5", "fim".
         processes: how many encode. With more than one, a script must call this under ``if __name__ == "__main__"``.
         progress: is told now and then how far it is.
 

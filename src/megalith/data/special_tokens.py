@@ -11,15 +11,24 @@ from megalith.config.model_kind import ModelKind
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError
 
-__all__ = ["SPECIAL_TOKENS", "BertTokens", "T5Tokens", "bert_tokens", "spelled", "t5_tokens"]
+__all__ = [
+    "SPECIAL_TOKENS",
+    "BertTokens",
+    "T5Tokens",
+    "bert_tokens",
+    "fill_in_the_middle_tokens",
+    "spelled",
+    "t5_tokens",
+]
 
 _NUM_SENTINELS = 100
 
-# what a tokenizer that is trained here gets for each kind of model
+# what a tokenizer that is trained here gets for each kind of model, and for fill-in-the-middle
 SPECIAL_TOKENS = MappingProxyType(
     {
         "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
         "t5": ("<pad>", *(f"<extra_id_{number}>" for number in range(_NUM_SENTINELS))),
+        "fim": ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
     }
 )
 
@@ -30,6 +39,14 @@ _BERT_NAMES = {
     "mask": ("[MASK]", "<mask>"),
     "padding": ("[PAD]", "<pad>"),
 }
+
+# what prefix, middle and suffix follow: StarCoder's names, SantaCoder's, Qwen's and CodeGemma's, DeepSeek's
+_FIM_NAMES = (
+    SPECIAL_TOKENS["fim"],
+    ("<fim-prefix>", "<fim-middle>", "<fim-suffix>"),
+    ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+    ("<｜fim▁begin｜>", "<｜fim▁end｜>", "<｜fim▁hole｜>"),  # noqa: RUF001
+)
 
 
 @dataclass(frozen=True)
@@ -80,6 +97,23 @@ def t5_tokens(tokenizer: Tokenizer) -> T5Tokens:
     if not sentinels:
         raise _missing(tokenizer, "T5", "sentinels (<extra_id_0>, <extra_id_1>, ...)", "t5")
     return T5Tokens(padding, tokenizer.eod, np.array(sentinels, np.int64))
+
+
+def fill_in_the_middle_tokens(
+    tokenizer: Tokenizer, given: tuple[str | None, str | None, str | None]
+) -> tuple[int, int, int]:
+    """Ids of the tokens that prefix, middle and suffix follow: as ``given``, or by their published names.
+
+    Raises DataError that names those missing.
+    """
+    for published in _FIM_NAMES:
+        names = [own or name for own, name in zip(given, published, strict=True)]
+        prefix, middle, suffix = (tokenizer.token_id(name) for name in names)
+        if prefix is not None and middle is not None and suffix is not None:
+            return prefix, middle, suffix
+    names = [own or name for own, name in zip(given, _FIM_NAMES[0], strict=True)]
+    missing = [name for name in names if tokenizer.token_id(name) is None]
+    raise _missing(tokenizer, "data.fill_in_the_middle", f"the tokens {', '.join(missing)}", "fim")
 
 
 def spelled(tokenizer: Tokenizer, kind: ModelKind) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """What was measured on held-out samples beside the loss: accuracies over steps, and a table of confusion."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from megalith.insight.report_charts import Chart, Line, svg
@@ -19,7 +19,7 @@ def held_out_measures(run: RunHistory) -> str:
     names = dict.fromkeys(name for _, means in run.measures for name in means)
     curves = "".join(_curve(run, name) for name in names if name.endswith(_ACCURACY))
     columns = f'<div class="columns">{curves}</div>' if curves else ""
-    return columns + (_confusion(*run.measures[-1]) if run.measures else "")
+    return columns + (_confusion(*run.measures[-1], run.classes) if run.measures else "")
 
 
 def _curve(run: RunHistory, name: str) -> str:
@@ -32,15 +32,20 @@ def _curve(run: RunHistory, name: str) -> str:
     return card(title[0].upper() + title[1:], f"of held-out samples; at the end {values[-1]:.1%}", drawn)
 
 
-def _confusion(step: int, means: Mapping[str, float]) -> str:
-    """Of the samples of each class the shares that are taken for each class; "" where that was not measured."""
+def _confusion(step: int, means: Mapping[str, float], names: Sequence[str]) -> str:
+    """Of the samples of each class the shares that are taken for each class; "" where that was not measured.
+
+    Classes have their ``names``, or their numbers where a run that was recorded earlier does not tell them.
+    """
     shares = {tuple(name.split("/")[1:]): mean for name, mean in means.items() if name.startswith(f"{_CONFUSION}/")}
     classes = list(dict.fromkeys(label for label, _ in shares))
     if not classes:
         return ""
-    head = "".join(f"<th>{escape(label)}" for label in classes)
+    shown = {str(number): name for number, name in enumerate(names)}
+    titles = {label: escape(shown.get(label, label)) for label in classes}
+    head = "".join(f"<th>{titles[label]}" for label in classes)
     rows = "".join(
-        f"<tr><th>{escape(label)}" + "".join(_cell(shares[label, taken], label == taken) for taken in classes)
+        f"<tr><th>{titles[label]}" + "".join(_cell(shares[label, taken], label == taken) for taken in classes)
         for label in classes
     )
     note = f"of the samples of a class (row) the share that is taken for each class (column), at step {step:,}"

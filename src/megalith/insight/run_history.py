@@ -57,6 +57,7 @@ class RunHistory:
     evaluations: list[tuple[int, float]]  # (step, held-out loss)
     valid_sets: Mapping[str, list[tuple[int, float]]]  # the same of each set, of those with names
     measures: list[tuple[int, Mapping[str, float]]]  # (step, {term or measure: mean}) of evaluations with several
+    classes: Sequence[str]  # names of those that measures number, as the last evaluation has them
     expert_loads: list[tuple[int, dict[int, LayerLoads]]]  # (step, {layer: loads})
     phases: list[Phase]
     time: Mapping[str, float]  # seconds of the whole run: "training" steps, "compile", what came between the steps
@@ -112,6 +113,7 @@ def read_run(folder: Path) -> RunHistory:
         evaluations=sorted(evaluations.items()),
         valid_sets={name: _losses_of_set(records, name) for record in records for name in record.get("valid_sets", {})},
         measures=sorted(_measures(records).items()),
+        classes=next((names for record in reversed(records) if (names := _names(record.get("classes")))), []),
         expert_loads=[(record["step"], loads) for record in training if (loads := _expert_loads(record))],
         phases=_phases(training),
         time=_time(records),
@@ -161,6 +163,10 @@ def _layer_loads(layer: Mapping[str, Any]) -> LayerLoads:
         [float(load) for load in least] if _is_list_of_numbers(least) and len(least) == len(means) else None,
         float(violation) + 1.0 if _is_number(violation) else max(means),
     )
+
+
+def _names(value: object) -> list[str]:
+    return list(map(str, value)) if isinstance(value, list) else []
 
 
 def _is_list_of_numbers(value: object) -> TypeGuard[list[float]]:

@@ -6,7 +6,7 @@ rank chooses tokens, and the others take its choice, or rounding would let ranks
 
 Beam search is that of transformers (Wu et al. 2016, arXiv:1609.08144, with a plain length penalty): of all that may
 follow a prompt's beams the best go on, and those that end keep their score divided by length ** length_penalty. The
-encoder reads a prompt once for each beam.
+encoder reads a prompt once, whatever the number of its beams.
 """
 
 from collections.abc import Collection, Sequence
@@ -100,15 +100,17 @@ def beam_search(
     """
     if num_beams < 1:
         raise ConfigError(f"num_beams must be 1 or more; got {num_beams}; use 4")
-    repeated = [prompt for prompt in prompts for _ in range(num_beams)]
-    rows = _DecoderRows(model, repeated, max_new_tokens, start_token)
+    rows = _DecoderRows(model, prompts, max_new_tokens, start_token)
     searches = [_Search(num_beams, max_new_tokens, frozenset(end_tokens), length_penalty) for _ in prompts]
     scores = torch.full((len(prompts), num_beams), _UNLIKELY, dtype=torch.float64, device=rows.device)
     scores[:, 0] = 0.0  # all beams are equal at first, and one speaks for them
     num_kept = max(2, 1 + len(end_tokens)) * num_beams  # as many go on if each beam ends in every way
     with rows.pipeline.evaluating(), uncompiled(rows.layers):
-        for _ in range(max_new_tokens):
+        for step in range(max_new_tokens):
             logits = rows.logits()
+            if step == 0:  # until here one row stood for all beams of a prompt
+                rows.repeat(num_beams)
+                logits = None if logits is None else logits.repeat_interleave(num_beams, dim=0)
             best = None if logits is None else _continuations(logits, scores, num_kept)
             best = rows.agreed(best, (3, len(prompts), min(num_kept, num_beams * rows.vocab_size)))
             if not best[0].isfinite().all():
@@ -228,14 +230,10 @@ class _DecoderRows:
         padded = [[*prompt, *[0] * (Se - len(prompt))] for prompt in prompts]
         self.unread = torch.tensor(padded, device=self.device)  # [B, Se], and [B, 0] once the encoder has read it
         self.newest = torch.full((B, 1), start_token, device=self.device)
-        self.documents: PairedDocuments | None = None
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        capacity = max(max_new_tokens, 1)
-        if (lengths < Se).any():
-            is_token = torch.arange(Se) < lengths.unsqueeze(1)
-            everywhere = torch.ones(B, capacity, dtype=torch.bool)
-            self.documents = PairedDocuments.from_padding(is_token, everywhere).to(self.device)
-        self.caches = {chunk: chunk.new_caches(capacity) for chunk in self.pipeline.chunks}
+        self.is_token = torch.arange(Se) < torch.tensor([[len(prompt)] for prompt in prompts])  # [B, Se]
+        self.capacity = max(max_new_tokens, 1)
+        self.documents = self._documents()
+        self.caches = {chunk: chunk.new_caches(self.capacity) for chunk in self.pipeline.chunks}
 
     def logits(self) -> Tensor | None:
         """Those of the next token of each row, [B, V]; None where this rank does not choose."""
@@ -269,6 +267,21 @@ class _DecoderRows:
             for cache in caches.values():
                 cache.take_rows_(parents)
 
+    def repeat(self, times: int) -> None:
+        """Makes ``times`` rows of each, which have read the same."""
+        for caches in self.caches.values():
+            for cache in caches.values():
+                cache.repeat_rows_(times)
+        self.is_token = self.is_token.repeat_interleave(times, dim=0)
+        self.documents = self._documents()
+
     def append(self, drawn: Tensor) -> None:
         """Adds a token [B] to each row."""
-        self.newest, self.unread = drawn.unsqueeze(1), self.unread[:, :0]
+        self.newest, self.unread = drawn.unsqueeze(1), drawn.new_empty(len(drawn), 0)
+
+    def _documents(self) -> PairedDocuments | None:
+        """What of the padded prompts is text; None where none is padded."""
+        if self.is_token.all():
+            return None
+        everywhere = torch.ones(len(self.is_token), self.capacity, dtype=torch.bool)
+        return PairedDocuments.from_padding(self.is_token, everywhere).to(self.device)

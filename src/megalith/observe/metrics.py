@@ -6,9 +6,10 @@ tokens_per_second and mfu or null (both without waiting for a compiler), layout 
 not move), peak_memory (bytes, of rank 0, so far), time ({span: seconds in this step}, ``compile`` among them where
 torch.compile was waited for), and after a checkpoint ``between`` ({span: seconds between the last step and this one}).
 In float16 there is loss_scale too, and for a loss of several terms ``terms`` ({term: mean}). An evaluation is a record
-of its own: step, valid_loss, valid_tokens, time, and ``valid`` ({term or measure: mean}) where there are several. With
-named validation sets these are the numbers of the first, and ``valid_sets`` has those of each: {name: {"loss",
-"perplexity", "tokens"}}, and ``means`` like ``valid``. The texts of ``train.generation`` are a record too: step, time,
+of its own: step, valid_loss, valid_tokens, time, and ``valid`` ({term or measure: mean}) where there are several; of a
+classifier ``classes`` too, their names, by whose places ``valid`` has confusion/TRUE/TAKEN. With named validation sets
+these are the numbers of the first, and ``valid_sets`` has those of each: {name: {"loss", "perplexity", "tokens"}}, and
+``means`` like ``valid``. The texts of ``train.generation`` are a record too: step, time,
 samples ([{"prompt", "text"}, ...]).
 
 With experts, the record of every ``train.log_every``-th step, of the first and of the last has ``experts``:

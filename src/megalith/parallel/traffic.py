@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
-__all__ = ["Axis", "Collective", "Passes", "Traffic", "collective", "repeated"]
+__all__ = ["Axis", "Collective", "Passes", "Traffic", "collective", "enlarged", "repeated"]
 
 # as the settings of ``parallel`` call them; "shard" is shard x context, over which FSDP2 shards, "data" is shard x
 # replicate, and "edp" what ranks of expert and expert_tensor leave of a stage, sharded and replicated too
@@ -75,3 +75,10 @@ def collective(axis: Axis, kind: _Kind, num_bytes: int, num_ranks: int, times: i
 def repeated(traffic: Traffic, times: int) -> Traffic:
     """``traffic``, ``times`` over."""
     return Counter({each: number * times for each, number in traffic.items()})
+
+
+def enlarged(traffic: Traffic, factor: int) -> Traffic:
+    """As many collectives, of ``factor`` times the bytes; none of no bytes."""
+    return Counter(
+        {each._replace(num_bytes=factor * each.num_bytes): number for each, number in traffic.items() if factor}
+    )

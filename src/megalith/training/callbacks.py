@@ -230,6 +230,8 @@ def _numbers(found: Mapping[str, Evaluation]) -> dict[str, Any]:
         numbers = {"valid_loss": first.loss, "valid_tokens": first.num_tokens}
         if len(first.means) > 1:
             numbers["valid"] = dict(first.means)
+        if first.classes:
+            numbers["classes"] = list(first.classes)
     sets = {name: _numbers_of_set(each) for name, each in found.items() if name and each.num_tokens}
     return numbers | ({"valid_sets": sets} if sets else {})
 

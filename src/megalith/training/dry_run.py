@@ -107,5 +107,8 @@ def _exchanged(config: RunConfig, task: AnyTask, world_size: int) -> list[str]:
     for (axis, kind), number in sorted(times.items()):
         axes.setdefault(axis, []).append(f"{number:,} {kind} of {quantity(sizes[axis, kind])}B")
     lines = [f"  {axis:<20}{', '.join(kinds)}" for axis, kinds in axes.items()]
-    even = ", with even loads of experts" if task.routed_layers else ""
-    return [f"exchanged in a step   by rank {rank}, the busiest{even}; bytes of all together:", *lines] if lines else []
+    given = ", with even loads of experts" if task.routed_layers else ""
+    if task.usual_labels is not None and config.parallel.tensor > 1:
+        given += f", with {task.usual_labels:,} predicted tokens of a micro-batch"
+    heading = f"exchanged in a step   by rank {rank}, the busiest{given}; bytes of all together:"
+    return [heading, *lines] if lines else []

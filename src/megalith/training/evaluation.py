@@ -1,7 +1,7 @@
 """What is measured on held-out samples: every sample counts once, in any layout with the same result."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class Evaluation:
         means, counts: of each loss term and measure, by name.
         num_tokens: its count; if it is 0, the loss means nothing.
         counted: what that counts, in the plural.
+        classes: the names of the classes that measures number; none where there are no classes.
     """
 
     loss: float
@@ -38,6 +39,7 @@ class Evaluation:
     counts: Mapping[str, int]
     num_tokens: int
     counted: str
+    classes: tuple[str, ...] = ()
 
 
 @torch.no_grad()
@@ -87,7 +89,8 @@ def evaluate(
                 reading.settle("the held-out data cannot be read")
             found.add(batches, options)
             progress(min(num_samples, numbers.stop * dp_size * B), num_samples)
-    return _evaluation(task, found.sums, found.counts, groups, device)
+    evaluation = _evaluation(task, found.sums, found.counts, groups, device)
+    return replace(evaluation, classes=tuple(task.class_names(dataset)))
 
 
 class _Sums:

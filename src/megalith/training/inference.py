@@ -62,6 +62,7 @@ class CheckpointLoss:
     """loss: nats, the mean over ``num_tokens`` tokens of ``dataset``, or what ``counted`` says in the plural.
 
     ``name``: that of the validation set; "" of one without a name. ``means``: of every loss term and measure, by name.
+    ``classes``: as in ``Evaluation``.
     """
 
     name: str
@@ -71,6 +72,7 @@ class CheckpointLoss:
     step: int
     means: Mapping[str, float]
     counted: str
+    classes: tuple[str, ...] = ()
 
     @property
     def perplexity(self) -> float:
@@ -172,11 +174,11 @@ def evaluate_checkpoint(
             progress=partial(_progress_of_part, progress, sum(sizes[:number]), sum(sizes)),
         )
         if not found.num_tokens:
-            raise DataError(
-                f"{prefix}: no token that was read has a loss, so that there is nothing to measure; use more text"
-            )
+            raise DataError(f"{prefix}: no token that was read has a loss, and nothing can be measured; use more text")
         losses.append(
-            CheckpointLoss(name, prefix, found.loss, found.num_tokens, trained.step, found.means, found.counted)
+            CheckpointLoss(
+                name, prefix, found.loss, found.num_tokens, trained.step, found.means, found.counted, found.classes
+            )
         )
     return losses
 

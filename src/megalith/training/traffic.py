@@ -10,9 +10,11 @@
 Recomputation is counted as plain torch does it, without train.compile, which may keep other tensors for backward.
 """
 
+from collections.abc import Sequence
+
 from megalith.config import RunConfig
 from megalith.parallel.sharding.traffic import Sharding
-from megalith.parallel.traffic import Traffic, collective, repeated
+from megalith.parallel.traffic import Traffic, collective, enlarged, repeated
 from megalith.topology.rank_grid import RankGrid
 from megalith.training.build_model import DTYPES, param_dtype, placement_of_run, stages_of
 from megalith.training.routing import num_routing_sums
@@ -21,8 +23,14 @@ from megalith.training.tasks.task import AnyTask, StageTraffic
 __all__ = ["busiest_rank", "step_traffic"]
 
 
-def step_traffic(config: RunConfig, task: AnyTask, world_size: int, rank: int) -> Traffic:
+def step_traffic(
+    config: RunConfig, task: AnyTask, world_size: int, rank: int, labels: Sequence[int] | None = None
+) -> Traffic:
     """What ``rank`` exchanges in a step of the run's last batch size.
+
+    Args:
+        labels: how many tokens the rank predicts of each micro-batch, where that depends on the text, as of masked
+            tokens; by default the ``usual_labels`` of ``task``.
 
     Raises:
         ConfigError: ``task`` does not count what its model exchanges, or its model cannot be cut into stages.
@@ -38,18 +46,23 @@ def step_traffic(config: RunConfig, task: AnyTask, world_size: int, rank: int) -
     found = collective("world", "all_reduce", (num_terms + 2) * 8, world_size)
     num_sums = num_terms + 1 + num_routing_sums(task.routed_layers)
     found += collective("world", "all_reduce", num_sums * 8, world_size)
+    counted = [task.traffic(layout, stage) for stage in stages]
+    labels = [task.usual_labels or 0] * num_microbatches if labels is None else labels
     for chunk in range(placement.num_chunks):
-        stage = task.traffic(layout, stages[placement.stage(pp_rank, chunk)])
+        stage = counted[placement.stage(pp_rank, chunk)]
         neighbours = placement.previous(pp_rank, chunk), placement.next(pp_rank, chunk)
         num_sent = sum(place is not None and place[0] != pp_rank for place in neighbours) * num_microbatches
         found += repeated(stage.micro_batch, num_microbatches)
+        for number in labels:
+            found += enlarged(stage.per_label, number)
         found += collective("pipeline", "send", stage.hidden_bytes, layout.pipeline, num_sent)
-        # in a V the first and the last stage are on one rank, and share the weight there
-        ends = {placement.place(end)[0] for end in (0, placement.num_stages - 1)}
-        for weight in stage.shared:
-            shard = sharding.shard_bytes(weight, grid.position("dp_shard-cp", rank))
-            found += collective("pipeline", "all_reduce", shard, len(ends))
         found += _fsdp(stage, sharding, num_microbatches, in_pipeline=placement.num_stages > 1)
+    held = [counted[placement.stage(pp_rank, chunk)].shared for chunk in range(placement.num_chunks)]
+    for name, weight in {name: weight for shared in held for name, weight in shared.items()}.items():
+        # stages on one rank, as the first and the last of a V, share the weight there
+        holding = {placement.place(number)[0] for number, stage in enumerate(counted) if name in stage.shared}
+        shard = sharding.shard_bytes(weight, grid.position("dp_shard-cp", rank))
+        found += collective("pipeline", "all_reduce", shard, len(holding))
     return found
 
 

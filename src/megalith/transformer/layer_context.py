@@ -65,6 +65,16 @@ class KVCache:
         for whole in self.held:
             whole[: self.num_tokens] = whole[: self.num_tokens].index_select(1, rows)
 
+    def repeat_rows_(self, times: int) -> None:
+        """Makes ``times`` rows of each, one after the other, which go on apart."""
+        # what is held are views of [B, heads, capacity, D]
+        self.held = tuple(
+            whole.permute(1, 2, 0, 3).repeat_interleave(times, dim=0).permute(2, 0, 1, 3) for whole in self.held
+        )
+        if self.cross is not None:
+            k, v = (x.repeat_interleave(times, dim=1) for x in self.cross)
+            self.cross = k, v
+
     def _room_for(self, like: Tensor) -> Tensor:
         """[S, B, heads, D] -> an empty [capacity, B, heads, D]."""
         _, B, heads, D = like.shape

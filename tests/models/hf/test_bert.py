@@ -14,6 +14,11 @@ from transformers import (
     BertForMultipleChoice,
     BertForPreTraining,
     BertForSequenceClassification,
+    MegatronBertConfig,
+    MegatronBertForMaskedLM,
+    MegatronBertForMultipleChoice,
+    MegatronBertForPreTraining,
+    MegatronBertForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
     RobertaConfig,
@@ -26,6 +31,12 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.models.bert_model import BertModel, BertOutput
 from megalith.models.hf import Family, detect, fitting, open_folder
 from megalith.models.hf.bert import BERT_CLASSIFICATION, BERT_MASKED_LM, BERT_MULTIPLE_CHOICE, BERT_PRETRAINING
+from megalith.models.hf.megatron_bert import (
+    MEGATRON_BERT_CLASSIFICATION,
+    MEGATRON_BERT_MASKED_LM,
+    MEGATRON_BERT_MULTIPLE_CHOICE,
+    MEGATRON_BERT_PRETRAINING,
+)
 from megalith.models.hf.roberta import ROBERTA_CLASSIFICATION, ROBERTA_MASKED_LM
 from tests.models.hf import peers
 from tests.models.test_bert_model import config as of_ours
@@ -71,6 +82,17 @@ CASES = {
     "roberta, classes": Case(
         ROBERTA_CLASSIFICATION, RobertaForSequenceClassification, RobertaConfig, {**ONE_TYPE, "num_labels": 3}
     ),
+    "pre-norm": Case(MEGATRON_BERT_PRETRAINING, MegatronBertForPreTraining, MegatronBertConfig, {}),
+    "pre-norm, odd sizes, masked tokens": Case(
+        MEGATRON_BERT_MASKED_LM,
+        MegatronBertForMaskedLM,
+        MegatronBertConfig,
+        {"hidden_size": 33, "num_attention_heads": 3, "num_hidden_layers": 3, "hidden_act": "gelu_new"},
+    ),
+    "pre-norm, classes": Case(
+        MEGATRON_BERT_CLASSIFICATION, MegatronBertForSequenceClassification, MegatronBertConfig, {"num_labels": 3}
+    ),
+    "pre-norm, choices": Case(MEGATRON_BERT_MULTIPLE_CHOICE, MegatronBertForMultipleChoice, MegatronBertConfig, {}),
 }
 of_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -89,7 +111,7 @@ def batch_of(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     types = torch.randint(case.build().config.type_vocab_size, (3, 12), generator=generator)
     mask = torch.arange(12) < torch.tensor([12, 7, 9])[:, None]
     labels = torch.where(torch.rand(3, 12, generator=generator) < 0.4, tokens, -1)
-    pad = {RobertaConfig: case.fields.get("pad_token_id", 1), BertConfig: 0}[case.config]
+    pad = case.fields.get("pad_token_id", 1) if case.config is RobertaConfig else 0
     return tokens.where(mask, pad), types, mask, labels.where(mask, -1)
 
 
@@ -99,7 +121,7 @@ def losses_of(case: Case, theirs: PreTrainedModel, ours: BertModel) -> tuple[Ten
     given = {"attention_mask": mask.long(), "token_type_ids": types}
     classes = torch.tensor([1, 0, 1])
     entropy = torch.nn.functional.cross_entropy
-    if case.family is BERT_MULTIPLE_CHOICE:
+    if case.family in (BERT_MULTIPLE_CHOICE, MEGATRON_BERT_MULTIPLE_CHOICE):
         choices = {name: value[None] for name, value in given.items()}
         scores = ours(tokens[None], token_types=types[None], attention_mask=mask[None])
         return theirs(tokens[None], labels=classes[:1], **choices).loss, entropy(scores, classes[:1])
@@ -194,6 +216,19 @@ def test_what_our_model_lacks_is_refused_by_field(fields, message):
 def test_a_roberta_whose_head_has_another_activation_is_refused():
     with pytest.raises(ConfigError, match="hidden_act must be 'gelu'"):
         ROBERTA_MASKED_LM.config_from_hf(RobertaConfig(**SHAPE, hidden_act="relu").to_dict())
+
+
+def test_a_dropout_that_their_classifier_does_not_have_is_refused():
+    fields = {**MegatronBertConfig(**SHAPE).to_dict(), "classifier_dropout": 0.3}
+    with pytest.raises(ConfigError, match="classifier_dropout must be absent: their classifiers drop by hidden"):
+        MEGATRON_BERT_CLASSIFICATION.config_from_hf(fields)
+    ours = of_ours(residual={}, bert={"num_token_types": 2, "head": "classification", "num_classes": 2})
+    MEGATRON_BERT_CLASSIFICATION.require(ours)
+    dropped = of_ours(
+        residual={}, bert={"num_token_types": 2, "head": "classification", "num_classes": 2, "classifier_dropout": 0.3}
+    )
+    with pytest.raises(ConfigError, match=r"bert.classifier_dropout must be None; got 0.3"):
+        MEGATRON_BERT_CLASSIFICATION.require(dropped)
 
 
 def test_an_architecture_that_is_none_of_ours_is_refused():

@@ -1,5 +1,6 @@
 """A classifier: losses and confusion worked out from its logits, from pretrained weights, in every layout."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -136,13 +137,18 @@ def test_eval_and_the_report_have_the_table_of_confusion(tmp_path):
     measured = _losses(str(tmp_path / "run"), None, None, lambda done, total: None)
     assert "nats over 27 texts, at step 1; accuracy" in measured[0]
     assert measured[1].split() == ["class", "0", "1", "2", "taken", "for"]
+    assert [record["classes"] for record in read_metrics(tmp_path / "run") if "valid" in record] == [[*CLASSES]]
     shares = [[f"{means[f'confusion/{label}/{taken}']:.0%}" for taken in range(3)] for label in range(3)]
-    assert [line.split() for line in measured[2:]] == [[str(label), *row] for label, row in enumerate(shares)]
+    assert [line.split() for line in measured[2:]] == [
+        [str(label), name, *row] for (label, name), row in zip(enumerate(CLASSES), shares, strict=True)
+    ]
+    assert len({line.rindex("%") for line in measured[2:]}) == 1, "columns stand below each other"
     page = write_report(tmp_path / "run").read_text()
     assert "<h2>Confusion" in page
     assert "<h2>Accuracy" in page
     table = page[page.index("<h2>Confusion") :]
     assert all(share in table for row in shares for share in row if share != "0%")
+    assert re.findall(r"<th>(\w+)", table) == [*CLASSES, *CLASSES]
 
 
 def test_settings_of_other_tasks_and_other_classes_are_refused(tmp_path):
@@ -150,5 +156,10 @@ def test_settings_of_other_tasks_and_other_classes_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"data.masking is for pretraining.*leave it out"):
         task_of(load_run({**tree, "data": {**tree["data"], "masking": {"probability": 0.2}}}))
     bert = {**tree["model"]["bert"], "num_classes": 4}
+    # as many classes, but other ones, which numbers would not tell
+    (tmp_path / "other.csv").write_text("text,label\nthe red,colour\nthe two,number\nthe tree,plant\n")
+    prepare_labelled(tmp_path / "other.csv", tmp_path / "other", tmp_path / "text-tokenizer.json")
+    with pytest.raises(ConfigError, match=r"must be those of .*: colour, number, place; they are .*plant"):
+        task_of(load_run(tree)).evaluation_dataset(str(tmp_path / "other"))
     with pytest.raises(ConfigError, match=r"num_classes \(4\) must be that of .*, 3: colour, number, place; use 3"):
         task_of(load_run({**tree, "model": {**tree["model"], "bert": bert}})).train_dataset()

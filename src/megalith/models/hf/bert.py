@@ -18,6 +18,7 @@ __all__ = [
     "BERT_CLASSIFICATION",
     "BERT_FAMILIES",
     "BERT_FIELDS",
+    "BERT_HEADS",
     "BERT_MASKED_LM",
     "BERT_MULTIPLE_CHOICE",
     "BERT_PRETRAINING",
@@ -36,25 +37,28 @@ _OUTSIDE = {
     "model.embed_positions": "embeddings.position_embeddings",
     "model.embed_token_types": "embeddings.token_type_embeddings",
     "model.embed_norm": "embeddings.LayerNorm",
+    "model.norm": "encoder.ln",
 }
 _OF_LAYERS = {
     "self_attn.q_proj": "attention.self.query",
     "self_attn.k_proj": "attention.self.key",
     "self_attn.v_proj": "attention.self.value",
     "self_attn.o_proj": "attention.output.dense",
-    "post_attention_layernorm": "attention.output.LayerNorm",
     "mlp.up_proj": "intermediate.dense",
     "mlp.down_proj": "output.dense",
-    "post_mlp_layernorm": "output.LayerNorm",
 }
-_HEADS = {
-    "lm_transform.dense": "cls.predictions.transform.dense",
-    "lm_transform.norm": "cls.predictions.transform.LayerNorm",
-    "lm_head": "cls.predictions",
-    "pooler.dense": "bert.pooler.dense",
-    "binary_head.linear": "cls.seq_relationship",
-    "classifier.linear": "classifier",
-}
+# after each part of a layer
+_NORMS = {"post_attention_layernorm": "attention.output.LayerNorm", "post_mlp_layernorm": "output.LayerNorm"}
+BERT_HEADS: Mapping[str, str] = MappingProxyType(
+    {
+        "lm_transform.dense": "cls.predictions.transform.dense",
+        "lm_transform.norm": "cls.predictions.transform.LayerNorm",
+        "lm_head": "cls.predictions",
+        "pooler.dense": "bert.pooler.dense",
+        "binary_head.linear": "cls.seq_relationship",
+        "classifier.linear": "classifier",
+    }
+)
 
 BERT_SIZES: Mapping[str, str] = MappingProxyType(
     {
@@ -76,7 +80,9 @@ BERT_FIELDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
 )
 
 
-def read_encoder(fields: Fields, head: Mapping[str, Any], position_offset: int = 0) -> dict[str, Any]:
+def read_encoder(
+    fields: Fields, head: Mapping[str, Any], *, position_offset: int = 0, norm_placement: str = "post"
+) -> dict[str, Any]:
     """The settings of an encoder that follow from more than one field; ``head`` are those of ``model.bert`` for it."""
     activation = fields.get("hidden_act", "gelu")
     if activation not in _ACTIVATIONS:
@@ -97,7 +103,7 @@ def read_encoder(fields: Fields, head: Mapping[str, Any], position_offset: int =
         "add_bias_linear": True,
         "position_embedding_type": "learned_absolute",
         "max_position_embeddings": fields.get("max_position_embeddings", 512) - position_offset,
-        "residual": {"norm_placement": "post"},
+        "residual": {"norm_placement": norm_placement},
         "bert": bert,
     }
 
@@ -121,7 +127,9 @@ def write_encoder(config: TransformerConfig, max_position_embeddings: int) -> di
     return written
 
 
-def allowed_of_encoder(config: TransformerConfig, head: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+def allowed_of_encoder(
+    config: TransformerConfig, head: Mapping[str, Any], norm_placement: str = "post"
+) -> dict[str, tuple[Any, ...]]:
     """The values of our settings that such an encoder has; ``head`` are those of ``model.bert`` for its head."""
     num_types = 1 if config.bert is None else max(config.bert.num_token_types, 1)
     return {
@@ -134,7 +142,7 @@ def allowed_of_encoder(config: TransformerConfig, head: Mapping[str, Any]) -> di
         "mlp_bias": (True,),
         "num_query_groups": (config.num_attention_heads,),
         "kv_channels": (config.hidden_size / config.num_attention_heads,),
-        "residual.norm_placement": ("post",),
+        "residual.norm_placement": (norm_placement,),
         "residual.embedding_dropout": (None, config.hidden_dropout),
         # untied, theirs has two biases of the vocabulary
         **({"tie_word_embeddings": (True,)} if head["head"] == "pretraining" else {}),
@@ -146,15 +154,19 @@ def allowed_of_encoder(config: TransformerConfig, head: Mapping[str, Any]) -> di
     }
 
 
-def encoder_place(name: str, prefix: str, heads: Mapping[str, str]) -> Place:
-    """Where our tensor ``name`` lies in a model whose part without the head is ``prefix``; ``heads``: our -> theirs."""
+def encoder_place(name: str, prefix: str, heads: Mapping[str, str], norms: Mapping[str, str] = _NORMS) -> Place:
+    """Where our tensor ``name`` lies in a model whose part without the head is ``prefix``.
+
+    ``heads``, ``norms``: our modules of the head, and our norms of a layer -> theirs.
+    """
     module, part = name.rsplit(".", 1)
     if module in heads:
         return Place(f"{heads[module]}.{part}")
     if module in _OUTSIDE:
         return Place(f"{prefix}{_OUTSIDE[module]}.{part}")
     _, _, layer, module = module.split(".", 3)  # model.layers.<layer>.<module>
-    return Place(f"{prefix}encoder.layer.{layer}.{_OF_LAYERS[module]}.{part}")
+    theirs = norms[module] if module in norms else _OF_LAYERS[module]
+    return Place(f"{prefix}encoder.layer.{layer}.{theirs}.{part}")
 
 
 def _family(architecture: str, **head: Any) -> Family:
@@ -168,7 +180,7 @@ def _family(architecture: str, **head: Any) -> Family:
         read_rest=read,
         write_rest=write_encoder,
         allowed=partial(allowed_of_encoder, head=head),
-        place=partial(encoder_place, prefix="bert.", heads=_HEADS),
+        place=partial(encoder_place, prefix="bert.", heads=BERT_HEADS),
         buffers=re.compile(r"bert\.embeddings\.position_ids"),
         prefix="bert.",
         head="cls.predictions.decoder.weight" if is_pretrained else None,

@@ -14,6 +14,7 @@ from megalith.models.hf.gemma import GEMMA2, GEMMA3
 from megalith.models.hf.gpt2 import GPT2
 from megalith.models.hf.gpt_oss import GPT_OSS
 from megalith.models.hf.llama import LLAMA
+from megalith.models.hf.megatron_bert import MEGATRON_BERT_FAMILIES
 from megalith.models.hf.mistral import MISTRAL
 from megalith.models.hf.mixtral import MIXTRAL
 from megalith.models.hf.qwen import QWEN2, QWEN3
@@ -39,6 +40,7 @@ FAMILIES = (
     DEEPSEEK_V2,
     *BERT_FAMILIES,
     *ROBERTA_FAMILIES,
+    *MEGATRON_BERT_FAMILIES,
     *T5_FAMILIES,
 )
 _PART = re.compile(r"; got \w+Config\(")  # the value of a group of settings that must not be there

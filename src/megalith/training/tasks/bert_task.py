@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config import RunConfig
+from megalith.config.layout import Layout
 from megalith.data.bert_dataset import BertBatch
 from megalith.errors import ConfigError
 from megalith.models.bert_model import BertModel
@@ -18,7 +19,9 @@ from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.context.zigzag import zigzag_positions
 from megalith.training.batch import to_device
 from megalith.training.tasks.bert_size import bert_costs
+from megalith.training.tasks.bert_traffic import bert_traffic
 from megalith.training.tasks.masked_task import MaskedTask
+from megalith.training.tasks.task import StageTraffic
 from megalith.transformer.stage import Stage
 
 __all__ = ["BertInputs", "BertTask"]
@@ -67,10 +70,16 @@ class BertTask(MaskedTask[Sample, BertBatch, BertInputs]):
         S = config.data.seq_length
         super().__init__(config, bert_costs(config.model, config.model.vocab_size, S, predicted * S), S)
         self.bert = config.model.bert
+        if predicted:
+            self.usual_labels = round(predicted * S * config.train.micro_batch_size / config.parallel.context)
 
     def build_model(self, options: BuildOptions, stage: Stage | None = None) -> BertModel:
         """The model that ``model`` of the settings describes, or a stage of it."""
         return BertModel(self.config.model, options, stage=stage)
+
+    def traffic(self, layout: Layout, stage: Stage | None = None) -> StageTraffic:
+        """Counted in closed form."""
+        return bert_traffic(self.config, layout, stage or Stage.whole(self.config.model.num_layers))
 
     def hidden_shape(self, batch: BertBatch, options: BuildOptions) -> tuple[int, ...]:
         """[S/tp, B, H] under sequence parallelism, else [S, B, H]."""

@@ -9,9 +9,12 @@ from torch.nn.functional import cross_entropy
 
 from megalith.config import RunConfig
 from megalith.data.bert_dataset import BertBatch
+from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.labelled import Labels
 from megalith.data.labelled_dataset import LabelledDataset, LabelledText, LabelledTexts, stack_labelled_texts
+from megalith.data.samples import SizedSamples
 from megalith.data.special_tokens import bert_tokens
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, DataError
 from megalith.training.tasks.bert_task import BertInputs, BertTask
 from megalith.training.tasks.shown_text import bracketed
 
@@ -45,7 +48,11 @@ class FinetuneClassification(BertTask[LabelledText]):
         return LabelledDataset(self.evaluation_dataset(self.config.data.train), self.config.train.seed)
 
     def evaluation_dataset(self, prefix: str) -> LabelledTexts:
-        """The texts of ``prefix``, each once. Raises ConfigError where they are of other classes than the model's."""
+        """The texts of ``prefix``, each once.
+
+        Raises ConfigError where they are of other classes than the model's, or than those of the training data, as far
+        as these are still there.
+        """
         S, vocab_size = self.config.data.seq_length, self.config.model.vocab_size
         found = LabelledTexts(prefix, self.tokenizer, S, vocab_size=vocab_size)
         if len(found.classes) != self.num_classes:
@@ -53,7 +60,19 @@ class FinetuneClassification(BertTask[LabelledText]):
                 f"model.bert.num_classes ({self.num_classes}) must be that of {prefix}, {len(found.classes)}: "
                 f"{', '.join(found.classes[:10])}; use {len(found.classes)}"
             )
+        learned = self._learned_classes() or found.classes
+        if found.classes != learned:
+            raise ConfigError(
+                f"the classes of {prefix} must be those of {self.config.data.train}, in their order: "
+                f"{', '.join(learned[:10])}; they are {', '.join(found.classes[:10])}; label both files at once: "
+                "megalith data label FILE --valid HELD_OUT_FILE --out PREFIX --tokenizer PATH"
+            )
         return found
+
+    def class_names(self, dataset: SizedSamples[LabelledText]) -> Sequence[str]:
+        """As they were labelled."""
+        assert isinstance(dataset, LabelledTexts), "what evaluation_dataset gives"
+        return dataset.classes
 
     def stack(self, samples: Sequence[LabelledText], rows: Sequence[int]) -> BertBatch:
         """The samples, one a row."""
@@ -83,6 +102,14 @@ class FinetuneClassification(BertTask[LabelledText]):
         tokens = sample.tokens.tolist()
         is_special = [place in (0, len(tokens) - 1) for place in range(len(tokens))]
         return [*bracketed(tokens, is_special, self.tokenizer), f"  of class {sample.label}"]
+
+    def _learned_classes(self) -> tuple[str, ...] | None:
+        """The names of the classes of the training data; None where these are not there any more."""
+        train = self.config.data.train
+        try:
+            return None if train is None else Labels.read(train, IndexedDataset(train).num_documents).classes
+        except DataError:
+            return None
 
     def _confusion(self) -> list[tuple[int, int, str]]:
         """Each true class, the class that it is taken for, and the name of that measure."""

@@ -39,6 +39,11 @@ class MaskedTask(Task[Sample, Batch, Inputs]):
                     f"data.{name} is for the rows of a GPT, which hold several documents; a row of model."
                     f"{config.model.kind} holds one text and its padding; leave it out"
                 )
+        if config.data.fill_in_the_middle is not None:
+            raise ConfigError(
+                f"data.fill_in_the_middle is for a GPT, which reads from left to right; model.{config.model.kind} sees "
+                "both sides of what is missing; leave it out"
+            )
         self.config = config
         self.tokens_per_sample = tokens_per_sample
         self.num_parameters = parameters(config.model, config.model.vocab_size)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megalith.config import RunConfig
 from megalith.config.layout import Layout
+from megalith.data.fill_in_the_middle import FillInTheMiddle
 from megalith.data.gpt_dataset import (
     EvaluationDataset,
     GPTBatch,
@@ -118,7 +119,12 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         return hidden_dtype(self.config.model, compute_dtype)
 
     def train_dataset(self) -> GPTDataset:
-        """``data.train``, in the order of ``train.seed``."""
+        """``data.train``, in the order of ``train.seed``, with documents reordered as ``data.fill_in_the_middle`` says.
+
+        Raises:
+            DataError: the tokenizer cannot be read, or is none for fill-in-the-middle.
+            ConfigError: the model has no row for one of the three tokens of fill-in-the-middle.
+        """
         data = self.config.data
         assert data.train is not None, "preflight refuses a run without data"
         return GPTDataset(
@@ -127,6 +133,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
             self.config.train.seed,
             mask_eod=data.eod_mask_loss,
             vocab_size=self.config.model.vocab_size,
+            fill_in_the_middle=self._fill_in_the_middle(),
         )
 
     def data_identity(self, dataset: Samples[GPTSample]) -> Mapping[str, Any]:
@@ -220,6 +227,20 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         except DataError:
             tokenizer = None
         return bracketed(sample.labels.tolist(), (~sample.loss_mask).tolist(), tokenizer)
+
+    def _fill_in_the_middle(self) -> FillInTheMiddle | None:
+        settings, vocab_size = self.config.data.fill_in_the_middle, self.config.model.vocab_size
+        if settings is None:
+            return None
+        found = FillInTheMiddle.of(load_tokenizer(self.config), settings)
+        needed = 1 + max(found.prefix, found.middle, found.suffix)
+        assert vocab_size is not None, "preflight has settled it"
+        if needed > vocab_size:
+            raise ConfigError(
+                f"model.vocab_size ({vocab_size}) must be at least {needed}, because data.fill_in_the_middle writes "
+                f"special tokens of {found.tokenizer.name}; use {found.tokenizer.vocab_size}"
+            )
+        return found
 
     def text_writer(self) -> GPTTextWriter:
         """Goes on from the prompts of ``train.generation``, by the run's tokenizer."""

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from megalith.config import MaskingConfig, RunConfig
 from megalith.config.draft import round_up
+from megalith.config.layout import Layout
 from megalith.data.masked_dataset import HeldOutSamples
 from megalith.data.special_tokens import t5_tokens
 from megalith.data.t5_dataset import T5Batch, T5Dataset, T5Sample, decoder_length, stack_t5_samples
@@ -24,6 +25,8 @@ from megalith.training.batch import to_device
 from megalith.training.tasks.masked_task import MaskedTask
 from megalith.training.tasks.shown_text import bracketed
 from megalith.training.tasks.t5_size import t5_costs
+from megalith.training.tasks.t5_traffic import t5_traffic
+from megalith.training.tasks.task import StageTraffic
 from megalith.transformer.encoder_output import PairedDocuments
 from megalith.transformer.stage import Stage
 
@@ -78,6 +81,11 @@ class PretrainT5(MaskedTask[T5Sample, T5Batch, T5Inputs]):
     def build_model(self, options: BuildOptions, stage: Stage | None = None) -> T5Model:
         """The model that ``model`` of the settings describes, or a stage of it."""
         return T5Model(self.config.model, options, stage=stage)
+
+    def traffic(self, layout: Layout, stage: Stage | None = None) -> StageTraffic:
+        """Counted in closed form."""
+        stage = stage or Stage.whole(self.config.model.total_num_layers)
+        return t5_traffic(self.config, layout, stage, self.decoder_seq_length)
 
     def hidden_shape(self, batch: T5Batch, options: BuildOptions) -> tuple[int, ...]:
         """[(Se + Sd)/tp, B, H] under sequence parallelism, else [Se + Sd, B, H]."""

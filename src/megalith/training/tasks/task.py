@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -35,9 +35,11 @@ class StageTraffic:
 
     Attributes:
         micro_batch: forward and backward of a micro-batch, over tensor and context, and over ranks that share experts.
+        per_label: what comes to that with each token that is predicted, where only some are: so many collectives, whose
+            bytes are those of one token.
         units: the weights of each of the model's ``fsdp_units``, and ``rest``: those in none.
         expert_units: which of the units are experts, by number.
-        shared: those of which another stage has a copy.
+        shared: those of which other stages have copies, by a name that all of these give it.
         hidden_bytes: of the hidden states that stages send each other.
     """
 
@@ -45,7 +47,8 @@ class StageTraffic:
     units: Sequence[Sequence[Weight]]
     rest: Sequence[Weight]
     expert_units: frozenset[int] = frozenset()
-    shared: Sequence[Weight] = ()
+    shared: Mapping[str, Weight] = field(default_factory=dict)
+    per_label: Traffic = field(default_factory=Traffic)
     hidden_bytes: int = 0
 
 
@@ -77,6 +80,7 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
         num_parameters: of the whole model.
         num_expert_parameters: of these, those of the experts that tokens are routed to.
         routed_layers: the layers with experts, in all stages, by their index.
+        usual_labels: how many tokens a rank predicts of a micro-batch on average, where that depends on the text.
         in_brackets: what ``sample_as_text`` has in brackets.
         counted: what the first term is a mean over, in the plural.
     """
@@ -89,6 +93,7 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
     num_parameters: int
     num_expert_parameters: int = 0
     routed_layers: Mapping[int, MoEConfig] = MappingProxyType({})
+    usual_labels: int | None = None
 
     @abstractmethod
     def build_model(self, options: BuildOptions, stage: Stage | None = None) -> ModelModule:
@@ -132,6 +137,13 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
     @abstractmethod
     def evaluation_dataset(self, prefix: str) -> SizedSamples[Sample]:
         """The samples of the held-out dataset ``prefix``, each once. Raises DataError if they cannot be read."""
+
+    def class_names(self, dataset: SizedSamples[Sample]) -> Sequence[str]:
+        """What the classes that measures call by a number (``confusion/0/2``) are called, of an ``evaluation_dataset``.
+
+        By default nothing: a task may measure no classes.
+        """
+        return ()
 
     @abstractmethod
     def collate(self, samples: Sequence[Sample], rows: Sequence[int], counted: Sequence[bool] | None = None) -> Batch:

@@ -1,6 +1,7 @@
 """Encoders to Hugging Face and back: the proof of their logits, every bit, and what goes with their tokenizer."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,12 @@ from tests.training.tasks.test_pretrain_t5 import t5_settings
 
 transformers = pytest.importorskip("transformers")
 
-SETTINGS = {"pretraining": masked_settings, "classification": labelled_settings, "t5": t5_settings}
+SETTINGS = {
+    "pretraining": masked_settings,
+    "pre-norm": partial(masked_settings, model={"residual": {}}),
+    "classification": labelled_settings,
+    "t5": t5_settings,
+}
 SPECIAL = {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]", "pad_token": "[PAD]"}
 
 

@@ -1,0 +1,86 @@
+"""Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255): documents cut in three, with the middle at the end.
+
+    PSM    <prefix> prefix <suffix> suffix <middle> middle
+    SPM    <prefix> <suffix> suffix <middle> prefix middle         (the paper's variant 2, appendix D)
+
+What is cut is the text that a document has in a sample ("context-level" in the paper), at two random characters; the
+three parts are tokenized anew, so that a model learns to go on from any character. Three tokens are added to each such
+document, and the sample becomes longer.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.config.fill_in_the_middle_config import FillInTheMiddleConfig
+from megalith.data.special_tokens import fill_in_the_middle_tokens
+from megalith.data.tokenizer import Tokenizer
+from megalith.errors import DataError
+from megalith.numerics.draws import Draws
+
+__all__ = ["FillInTheMiddle"]
+
+Tokens = NDArray[np.int64]
+
+_REPLACEMENT = "\ufffd"
+_PARTS = ("one", " two", "three\n")
+
+
+@dataclass(frozen=True)
+class FillInTheMiddle:
+    """See the module; rates as in the settings, and ids of the tokens that say which part follows."""
+
+    tokenizer: Tokenizer
+    rate: float
+    spm_rate: float
+    prefix: int
+    middle: int
+    suffix: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, config: FillInTheMiddleConfig) -> "FillInTheMiddle":
+        """What ``config`` asks for.
+
+        Raises:
+            DataError: ``tokenizer`` lacks one of the three tokens, or loses what is between two parts of a text.
+        """
+        given = config.prefix_token, config.middle_token, config.suffix_token
+        tokens = fill_in_the_middle_tokens(tokenizer, given)
+        again = tokenizer.decode([id for part in tokenizer.encode_batch(_PARTS) for id in part])
+        if again != "".join(_PARTS):  # one that begins every text with a space, say
+            raise DataError(
+                f"data.fill_in_the_middle needs a tokenizer that gives back a text which it is given in parts; "
+                f"{tokenizer.name} makes {again!r} of the parts {', '.join(map(repr, _PARTS))}; use a byte-level one, "
+                "such as prepare trains with --vocab-size N --special-tokens fim"
+            )
+        return cls(tokenizer, config.rate, config.spm_rate, *tokens)
+
+    def __call__(self, tokens: Tokens, documents: Tokens, draws: Draws) -> tuple[Tokens, Tokens]:
+        """``tokens`` [T] with some of their ``documents`` [T] reordered, and the document of each; both [U].
+
+        A token that ends a document stays at its end. A document keeps its order if its text begins or ends inside a
+        character here, or has one of the three tokens already.
+        """
+        begins = np.diff(documents, prepend=documents[0] - 1) != 0
+        begins[1:] |= tokens[:-1] == self.tokenizer.eod
+        pieces: list[Tokens] = []
+        for piece in np.split(tokens, np.flatnonzero(begins)[1:]):
+            num_ending = int(piece[-1] == self.tokenizer.eod)
+            text, ending = piece[: len(piece) - num_ending], piece[len(piece) - num_ending :]
+            if len(text) and draws.chance(self.rate):
+                text = self._reordered(text, draws)
+            pieces.append(np.concatenate([text, ending]))
+        return np.concatenate(pieces), np.repeat(documents[begins], [len(piece) for piece in pieces])
+
+    def _reordered(self, tokens: Tokens, draws: Draws) -> Tokens:
+        text = self.tokenizer.decode(tokens.tolist())
+        if _REPLACEMENT in text or np.isin(tokens, (self.prefix, self.middle, self.suffix)).any():
+            return tokens
+        first, second = sorted(draws.below(len(text) + 1) for _ in range(2))
+        prefix, middle, suffix = self.tokenizer.encode_batch([text[:first], text[first:second], text[second:]])
+        if draws.chance(self.spm_rate):
+            parts = [self.prefix, self.suffix, *suffix, self.middle, *prefix, *middle]
+        else:
+            parts = [self.prefix, *prefix, self.suffix, *suffix, self.middle, *middle]
+        return np.array(parts, np.int64)

@@ -1,0 +1,84 @@
+"""Hugging Face's MegatronBERT by its head: an encoder with its norms before each part, and one at its end.
+
+Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 5.3: in this order deep encoders train stably. Heads are
+those of BERT, with the names of BERT.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from megalith.config import TransformerConfig
+from megalith.models.hf.bert import (
+    BERT_FIELDS,
+    BERT_HEADS,
+    BERT_SIZES,
+    allowed_of_encoder,
+    encoder_place,
+    read_encoder,
+    write_encoder,
+)
+from megalith.models.hf.family import Family
+from megalith.models.hf.fields import Fields
+
+__all__ = [
+    "MEGATRON_BERT_CLASSIFICATION",
+    "MEGATRON_BERT_FAMILIES",
+    "MEGATRON_BERT_MASKED_LM",
+    "MEGATRON_BERT_MULTIPLE_CHOICE",
+    "MEGATRON_BERT_PRETRAINING",
+]
+
+# our norms -> theirs
+_NORMS = {"input_layernorm": "attention.ln", "post_attention_layernorm": "ln"}
+
+
+def _read_rest(fields: Fields, head: Mapping[str, Any]) -> Mapping[str, Any]:
+    if fields.optional("classifier_dropout", float) is not None:
+        fields.refuse("classifier_dropout must be absent: their classifiers drop by hidden_dropout_prob")
+    return read_encoder(fields, head, norm_placement="pre")
+
+
+def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> Mapping[str, Any]:
+    written = write_encoder(config, max_position_embeddings)
+    return {name: value for name, value in written.items() if name != "classifier_dropout"}
+
+
+def _allowed(config: TransformerConfig, head: Mapping[str, Any]) -> Mapping[str, tuple[Any, ...]]:
+    return {
+        **allowed_of_encoder(config, head, norm_placement="pre"),
+        "bert.classifier_dropout": (None,),
+    }
+
+
+def _family(architecture: str, **head: Any) -> Family:
+    is_pretrained = head["head"] == "pretraining"
+    read: Callable[[Fields], Mapping[str, Any]] = partial(_read_rest, head=head)
+    return Family(
+        model_type="megatron-bert",
+        architecture=architecture,
+        sizes=BERT_SIZES,
+        fields=BERT_FIELDS,
+        read_rest=read,
+        write_rest=_write_rest,
+        allowed=partial(_allowed, head=head),
+        place=partial(encoder_place, prefix="bert.", heads=BERT_HEADS, norms=_NORMS),
+        buffers=re.compile(r"bert\.embeddings\.position_ids"),
+        prefix="bert.",
+        head="cls.predictions.decoder.weight" if is_pretrained else None,
+        aliases=MappingProxyType({"cls.predictions.decoder.bias": "cls.predictions.bias"} if is_pretrained else {}),
+    )
+
+
+MEGATRON_BERT_PRETRAINING = _family("MegatronBertForPreTraining", head="pretraining", binary_head=True)
+MEGATRON_BERT_MASKED_LM = _family("MegatronBertForMaskedLM", head="pretraining", binary_head=False)
+MEGATRON_BERT_CLASSIFICATION = _family("MegatronBertForSequenceClassification", head="classification")
+MEGATRON_BERT_MULTIPLE_CHOICE = _family("MegatronBertForMultipleChoice", head="multiple_choice")
+MEGATRON_BERT_FAMILIES = (
+    MEGATRON_BERT_PRETRAINING,
+    MEGATRON_BERT_MASKED_LM,
+    MEGATRON_BERT_CLASSIFICATION,
+    MEGATRON_BERT_MULTIPLE_CHOICE,
+)

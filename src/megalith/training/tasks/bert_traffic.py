@@ -1,0 +1,83 @@
+"""What a stage of a BERT exchanges for a micro-batch, in closed form, and its weights; X is [S/cp, B, H] in bytes.
+
+    embedding   leaves tensor parallelism                                                 1 X
+    layer       as ``layer_traffic`` has it                                               4 X
+    head        under sequence parallelism whole rows are gathered, once for all heads    1 X in forward
+                the loss of a masked token gathers three numbers, and sums a gradient [H]
+
+How many tokens are masked is a matter of the text: what they exchange is told for one of them.
+"""
+
+from megalith.config import BertConfig, RunConfig, TransformerConfig
+from megalith.config.layout import Layout
+from megalith.parallel.sharding.traffic import Weight
+from megalith.parallel.tensor.cross_entropy import loss_traffic
+from megalith.parallel.tensor.regions import enter_traffic
+from megalith.parallel.traffic import Traffic
+from megalith.training.tasks.layer_traffic import (
+    LayerTraffic,
+    embedding_weight,
+    layer_weights,
+    norm_weights,
+    position_weights,
+)
+from megalith.training.tasks.task import StageTraffic
+from megalith.transformer.stage import Stage
+
+__all__ = ["bert_traffic"]
+
+
+def bert_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffic:
+    """The traffic of ``stage`` on each rank of ``layout`` that holds it."""
+    model, sequence, parts = config.model, config.parallel.sequence, LayerTraffic(config, layout)
+    assert model.bert is not None, "the settings of a BERT"
+    S, reads_out = config.data.seq_length // layout.context, _reads_out(model)
+    micro_batch = Traffic()
+    if stage.has_embedding:
+        embedding = parts.leave(S)
+        micro_batch += embedding.forward + embedding.backward
+    if stage.has_head:
+        micro_batch += parts.enter(S).forward  # what reads it is the same on all ranks of tp
+    for _ in stage.layers:
+        micro_batch += parts.layer({"self_attn": parts.self_attention(S), "mlp": parts.feed_forward(S)})
+    per_label = Traffic()
+    if stage.has_head and model.bert.head == "pretraining":
+        row = enter_traffic(model.hidden_size * parts.dtype.itemsize, layout.tensor, sequence_parallel=False)
+        label = row + loss_traffic(1, parts.dtype, layout.tensor)
+        per_label = label.forward + label.backward
+    shares_embedding = reads_out and stage.has_embedding != stage.has_head
+    return StageTraffic(
+        micro_batch,
+        per_label=per_label,
+        units=[layer_weights(model, layout.tensor, sequence) for _ in stage.layers],
+        rest=_other_weights(model, model.bert, stage, sequence),
+        shared={"embedding": embedding_weight(model)} if shares_embedding else {},
+        hidden_bytes=parts.hidden_bytes(S),
+    )
+
+
+def _other_weights(model: TransformerConfig, bert: BertConfig, stage: Stage, sequence: bool) -> list[Weight]:
+    """Those of the stage that are in no layer; each rank of tp has whole rows in the head, and computes the same."""
+    H, is_post = model.hidden_size, model.residual.norm_placement == "post"
+    found: list[Weight] = []
+    if stage.has_embedding or (stage.has_head and _reads_out(model)):
+        found.append(embedding_weight(model))
+    if stage.has_embedding:
+        found += position_weights(model, sequence)
+        found += [Weight((bert.num_token_types, H), partial=sequence)] * (bert.num_token_types > 0)
+        found += norm_weights(model, sequence) if is_post else []
+    if not stage.has_head:
+        return found
+    found += [] if is_post else norm_weights(model, sequence)
+    dense, num_classes = [Weight((H, H)), Weight((H,))], bert.num_classes or 1
+    if bert.head == "pretraining":
+        assert model.vocab_size is not None, "preflight has settled it"
+        found += [*dense, *norm_weights(model, partial=False), Weight((model.vocab_size,), split=0)]
+        found += [] if model.tie_word_embeddings else [embedding_weight(model)]  # the head has the same shape
+        num_classes = 2 if bert.binary_head else 0
+    return [*found, *dense, Weight((num_classes, H)), Weight((num_classes,))] if num_classes else found
+
+
+def _reads_out(model: TransformerConfig) -> bool:
+    """Whether the output projection is the embedding."""
+    return model.bert is not None and model.bert.head == "pretraining" and model.tie_word_embeddings
