@@ -1,5 +1,7 @@
 """A checkpoint of experts is read in any other division of them: the same weights, moments, biases and forward."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,36 @@ MOE = {
     "shared_ffn_hidden_size": 16,
     "router": {"score_function": "sigmoid", "expert_bias_update_rate": 0.05},
 }
-WRITER = (2, {"expert": 2})
-READERS: dict[str, tuple[int, dict[str, Any]]] = {
+MODEL: dict[str, Any] = {"num_layers": 4, "moe": MOE}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
+    "expert 2": (2, {"expert": 2}),
     "expert 4": (4, {"expert": 4}),
     "expert 2 x expert tensor 2": (4, {"expert": 2, "expert_tensor": 2}),
     "expert 2 x expert tensor 2 x tensor 2": (4, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2}),
+    "pipeline 2 x expert 2": (4, {"pipeline": 2, "expert": 2}),
+    "interleaved x expert tensor 2": (4, {"pipeline": 2, "virtual": 2, "expert_tensor": 2}),
+    "zb_v": (2, {"pipeline": 2, "virtual": 2, "schedule": "zb_v"}),
 }
+# writer and reader
+PAIRS = [
+    ("expert 2", "alone"),
+    ("expert 2", "expert 2 x expert tensor 2"),
+    ("pipeline 2 x expert 2", "expert 2 x expert tensor 2"),
+    ("expert 2 x expert tensor 2", "interleaved x expert tensor 2"),
+    ("expert 2", "expert 4"),
+    ("expert 2", "expert 2 x expert tensor 2 x tensor 2"),
+    ("pipeline 2 x expert 2", "alone"),
+    ("pipeline 2 x expert 2", "expert 4"),
+    ("pipeline 2 x expert 2", "zb_v"),
+    ("expert 2 x expert tensor 2", "pipeline 2 x expert 2"),
+    ("interleaved x expert tensor 2", "expert 2 x expert tensor 2 x tensor 2"),
+    ("interleaved x expert tensor 2", "pipeline 2 x expert 2"),
+    ("zb_v", "expert 2"),
+]
+IN_MAKE_TEST = 4
 Found = tuple[dict[str, torch.Tensor], float]
+Written = tuple[Path, dict[str, torch.Tensor], float]
 
 
 def two_steps_saved(tree: dict[str, Any], num_ranks: int) -> Found:
@@ -59,31 +83,42 @@ def tensors_of(run: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "reader", [pytest.param(name, marks=() if n % 2 == 0 else pytest.mark.slow) for n, name in enumerate(READERS)]
+    ("writer", "reader"),
+    [pytest.param(*pair, marks=() if n < IN_MAKE_TEST else pytest.mark.slow) for n, pair in enumerate(PAIRS)],
 )
-def test_experts_are_read_in_another_division(reader, written):
-    folder, want, next_loss = written
-    num_ranks, parallel = READERS[reader]
-    tree = settings(folder, model={"moe": MOE}, parallel=parallel)
+def test_experts_are_read_in_another_division(writer, reader, written):
+    folder, want, next_loss = written(writer)
+    num_ranks, parallel = LAYOUTS[reader]
+    tree = settings(folder, model=MODEL, parallel=parallel)
+    read: set[str] = set()
     for found, loss in ranks(num_ranks, read_here, tree, num_ranks):
-        assert found.keys() == want.keys()
-        for name, tensor in want.items():
-            assert torch.equal(found[name], tensor), name
+        for name, tensor in found.items():
+            assert torch.equal(tensor, want[name]), name
+        read |= found.keys()  # of a rank's own stages
         assert loss == pytest.approx(next_loss, rel=EXACT, abs=0)
+    assert read == want.keys()
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor], float]:
-    """The folder of a run of two steps on two ranks, all that it saved, and the loss of its third step."""
-    folder = tmp_path_factory.mktemp("experts")
-    num_ranks, parallel = WRITER
-    tree = settings(folder, model={"moe": MOE}, parallel=parallel)
-    (want, loss), _ = ranks(num_ranks, two_steps_saved, tree, num_ranks)
-    names = ["experts.down_proj", "gate.e_score_correction_bias"]
-    kinds = ["model.layers.0.mlp", "optimizer.exp_avg_sq.model.layers.0.mlp"]
-    assert {f"{kinds[0]}.{name}" for name in names} | {f"{kinds[1]}.{names[0]}"} <= want.keys()
-    assert want[f"{kinds[0]}.{names[1]}"].any()
-    return folder, want, loss
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written]:
+    """The folder of a run of two steps in a layout, all that it saved, and the loss of its third step; each once."""
+
+    @cache
+    def write(writer: str) -> Written:
+        folder = tmp_path_factory.mktemp("experts")
+        num_ranks, parallel = LAYOUTS[writer]
+        tree = settings(folder, model=MODEL, parallel=parallel)
+        found = ranks(num_ranks, two_steps_saved, tree, num_ranks)
+        want = {name: tensor for tensors, _ in found for name, tensor in tensors.items()}
+        layers = [f"model.layers.{layer}.mlp" for layer in range(4)]
+        biases = [f"{layer}.gate.e_score_correction_bias" for layer in layers]
+        experts = [f"{kind}{layer}.experts.down_proj" for kind in ("", "optimizer.exp_avg_sq.") for layer in layers]
+        assert {*biases, *experts} <= want.keys()
+        assert all(want[name].any() for name in experts)
+        assert any(want[name].abs().max() > 0.01 for name in biases)  # where the second step has not undone the first
+        return folder, want, found[0][1]
+
+    return write
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,13 @@ CAPACITY: list[dict[str, Any] | None] = [
     {"factor": 0.1, "drop": "position"},
     {"factor": 9.0, "pad": True},
 ]
-DISPATCH: list[dict[str, Any]] = [{}, {}, {"method": "all_gather"}, {"method": "flex"}, {"max_rows": 0.3}]
+# there is one rank: none to gather from, and no share of rows above its own
+DISPATCH: list[dict[str, Any]] = [
+    *[{}] * 4,
+    *[{"max_rows": 0.3}] * 2,
+    {"max_rows": 1.0},
+    {"method": "all_gather"},
+]
 
 
 def drawn(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
