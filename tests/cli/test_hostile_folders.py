@@ -24,7 +24,20 @@ from tests.training.tasks.conversion.folders import write_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "deepseek v3", "deepseek v2")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "deepseek v3",
+    "deepseek v2",
+    "mixtral",
+    "qwen3 of experts",
+    "gpt-oss",
+)
 MOST = 384 << 20  # bytes of address space that a refusal may take; a thread of tokenizers reserves 64 MiB
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
 GENERATION = "generation_config.json"

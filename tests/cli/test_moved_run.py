@@ -31,7 +31,11 @@ def moved(original, tmp_path, monkeypatch):
 def test_a_run_keeps_its_tokenizer_and_absolute_paths(original):
     kept = Tokenizer.load(original.kept / "run" / "tokenizer.json")
     assert kept.sha256 == Tokenizer.load(original.kept / "data" / "text-tokenizer.json").sha256
-    assert json.loads((original.kept / "run" / "eod.json").read_text()) == {"id": kept.eod}
+    assert json.loads((original.kept / "run" / "eod.json").read_text()) == {
+        "id": kept.eod,
+        "begin": [],
+        "ends": [kept.eod],
+    }
     settings = yaml.safe_load((original.kept / "run" / "config.yaml").read_text())
     assert settings["data"]["train"] == str(original.place / "data" / "text")
     assert settings["data"]["valid"] == str(original.place / "data" / "text-valid")

@@ -56,8 +56,9 @@ MOE_MISTAKES = [
         4,
     ),
     Mistake(
-        FLEX,
+        {**FLEX, "parallel.expert": 2},
         r"method=flex is experimental \(DeepEP.*; use experimental=\[deep_ep\]",
+        2,
     ),
     Mistake(
         {
@@ -84,4 +85,31 @@ MOE_MISTAKES = [
         {**CAPACITY, "parallel.dispatch.max_rows": 2.0}, r"max_rows \(2.0\) has no effect with .*capacity.pad=true"
     ),
     Mistake({**MOE, "parallel.tensor": 2}, r"with parallel.tensor=2 needs parallel.sequence=true", 2),
+    # of a token's rows a rank of one computes all, a rank of two at most all, which is twice an even share, and a rank
+    # of four that has two of six experts chosen a third, which is 4/3 of an even share
+    Mistake({**MOE, "parallel.dispatch.max_rows": 1.0}, r"max_rows \(1.0\) has no effect: .*expert=1 has at most 1 ti"),
+    Mistake(
+        {**MOE, "parallel.expert": 2, "parallel.dispatch.max_rows": 2.0}, r"max_rows \(2.0\) .* at most 2 times", 2
+    ),
+    Mistake(
+        {**MOE, "model.moe.top_k": 6, "parallel.expert": 4, "parallel.dispatch.max_rows": 1.34},
+        r"max_rows \(1.34\) .* at most 1.333 times the rows of even loads, with .*top_k=6 of 8 experts; it must",
+        4,
+    ),
+    Mistake(
+        {**MOE, "parallel.dispatch.method": "all_gather"},
+        r"method=all_gather has no effect with parallel.expert=1 and one rank for each expert; use .*method=null",
+    ),
+    Mistake(
+        {**MOE, "model.moe.capacity.factor": 4.0},
+        r"capacity.factor \(4.0\) drops nothing: .* = 4 on an expert has room for every token; it must be less, or",
+    ),
+    Mistake(
+        {**MOE, "model.moe.top_k": 8, f"{ROUTER}.sequence_balance": 0.1},
+        r"sequence_balance have no effect with model.moe.top_k \(8\) equal to .*num_experts: .*; use",
+    ),
+    Mistake(
+        {**MOE, "model.moe.layers": [*[False] * 9, True]},
+        r"moe.layers gives none of the 4 layers experts, and model.moe has no effect; use model.moe.layers=null",
+    ),
 ]

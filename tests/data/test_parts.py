@@ -45,7 +45,7 @@ def encode(sources, folder, valid_fraction=0.0, splits=("train",)):
     folder.mkdir(exist_ok=True)
     tokenizer = train_byte_level_bpe([LONG], 270)
     tokenizer.save(folder / "tokenizer.json")
-    encoding = Encoding(folder, tokenizer.eod, "text", valid_fraction, splits)
+    encoding = Encoding(folder, tokenizer.eod, (), "text", valid_fraction, splits)
     plan = plan_parts(sources)
     for number, part in enumerate(plan):
         assert not is_encoded(folder, number)

@@ -4,8 +4,12 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import torch
+
 from megalith.insight.report import write_report
-from megalith.observe.metrics import read_metrics
+from megalith.observe.metrics import MetricsWriter, read_metrics
+from megalith.training.expert_loads import experts_record
+from megalith.training.routing import RoutingTotals
 from tests.insight.test_report import page_of
 from tests.rank_pool import ranks
 from tests.tiny_run import settings
@@ -26,8 +30,8 @@ def shade(load: float) -> str:
     return "load-most"
 
 
-def cells(svg: ElementTree.Element, num_columns: int) -> dict[tuple[int, int], str]:
-    """The shade of each cell by (row, column)."""
+def cells(svg: ElementTree.Element, num_columns: int) -> dict[tuple[int | str, ...], str]:
+    """The shade of each cell by (row, column), and that of its lower edge by (row, column, "edge")."""
     width = float(svg.attrib["viewBox"].split()[2]) - LEFT
     found = {}
     for path in svg.iter("path"):
@@ -36,8 +40,9 @@ def cells(svg: ElementTree.Element, num_columns: int) -> dict[tuple[int, int], s
         for x, y in drawn:
             column = (float(x) - LEFT) * num_columns / width
             assert abs(column - round(column)) < 0.05
-            assert (int(y) // ROW, round(column)) not in found
-            found[int(int(y) / ROW), round(column)] = path.attrib["class"]
+            at = (int(y) // ROW, round(column)) if int(y) % ROW == 0 else (int(y) // ROW, round(column), "edge")
+            assert at not in found
+            found[at] = path.attrib["class"]
     return found
 
 
@@ -52,7 +57,7 @@ def test_each_cell_of_the_heat_maps_is_the_load_in_metrics_jsonl(tmp_path):
     records = [(record["step"], record["experts"]["layers"]) for record in read_metrics(run) if "experts" in record]
     step, last = records[-1]
     assert [layer["layer"] for layer in last] == [1, 2]
-    worst = max(last, key=lambda layer: max(layer["load"]))["layer"]
+    worst = max(last, key=lambda layer: layer["max_violation"])["layer"]
     by_layer, over_time = svgs[:3], svgs[3:]  # in three widths of the window each
     assert len(over_time) == 3
     want = {(row, expert): shade(load) for row, layer in enumerate(last) for expert, load in enumerate(layer["load"])}
@@ -64,3 +69,26 @@ def test_each_cell_of_the_heat_maps_is_the_load_in_metrics_jsonl(tmp_path):
     want = {(expert, column): shade(loads[expert]) for column, loads in enumerate(of_worst) for expert in range(E)}
     for svg in over_time:
         assert cells(svg, len(records)) == want
+
+
+def test_a_dead_expert_is_seen_in_a_cell_of_several(tmp_path):
+    load = torch.full((256,), 100)
+    load[130], load[7] = 0, 1000  # in ranges of four neighbours, 32 and 1
+    experts = experts_record(RoutingTotals(loads={0: load}))
+    with MetricsWriter(tmp_path, resumed_step=0) as metrics:
+        metrics.write({"step": 1, "loss": 1.0, "experts": experts})
+    html = write_report(tmp_path).read_text(encoding="utf-8")
+    page = page_of(tmp_path)
+    assert "of neighbours in one cell the mean, and along the lower edge the least loaded" in page.text
+    svgs = [ElementTree.fromstring(text) for text in re.findall(r'<svg class="heat".*?</svg>', html, re.S)]
+    mean = 100 * 255 / 256 + 900 / 256
+    for svg in svgs[:3]:
+        found = cells(svg, 64)
+        assert f"the greatest is {1000 / mean:.2f} of the mean" in svg.attrib["aria-label"]
+        # the mean of 0 and three times 100 hides nothing
+        assert (found[0, 32], found[0, 32, "edge"]) == ("load-less", "load-none")
+        assert (found[0, 1], found[0, 1, "edge"]) == ("load-high", "load-even")
+        assert len(found) == 2 * 64
+        assert list(found.values()).count("load-none") == 1
+    for svg in svgs[3:]:
+        assert cells(svg, 1)[32, 0, "edge"] == "load-none"

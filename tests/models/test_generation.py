@@ -306,6 +306,31 @@ def test_one_token_costs_one_column(monkeypatch):
     assert seen == [(4, 9), (4, 1), (4, 1), (4, 1)]
 
 
+def drawn_with_little_room(shape: str, room: int, *layout: Any) -> list[list[list[int]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megalith.models.generation._FIRST_ROOM", room)
+        return drawn_on_ranks(shape, *layout)
+
+
+@pytest.mark.parametrize(("shape", "context"), [("llama", 1), ("latents", 1), ("llama", 2)])
+@pytest.mark.parametrize("room", [1, 3])
+def test_memory_that_grows_with_the_text_does_not_change_it(shape, context, room):
+    model = built(shape)
+    want = [generate(model, RAGGED, 10, sampling=sampling, seeds=[3, 1, 4, 1]) for sampling in (GREEDY, EVERYTHING)]
+    for got in ranks(context, drawn_with_little_room, shape, room, 1, context, False):
+        assert got == want
+
+
+def test_a_text_may_be_as_long_as_it_likes():
+    texts = [[], []]
+    for step, tokens in enumerate(stream(constant([0.0, 1.0]), [[0], [1, 1]], 10**12, sampling=Sampling(1.0))):
+        for text, token in zip(texts, tokens, strict=True):
+            text.append(token)
+        if step == 2:
+            break
+    assert texts == [[1, 1, 1], [1, 1, 1]]
+
+
 def test_logits_that_are_nan_are_told():
     model = built()
     with torch.no_grad():

@@ -1,6 +1,7 @@
 """Dashboards: what they are given is what they hold, and one that fails costs itself and nothing else."""
 
 import json
+import re
 import sqlite3
 import time
 
@@ -25,6 +26,19 @@ STEPS = (
     {"step": 1, "loss": -1.5, "layout": "tp1", "mfu": None, "time": {"data": 0.25}},
     {"step": 2, "loss": 7.0},
 )
+
+LAYERS = [
+    {"layer": 1, "max_violation": 1.0, "entropy": 0.7, "dead_experts": 1, "losses": {"z_loss": None}, "load": [2, 0]},
+    {
+        "layer": 3,
+        "max_violation": 0.5,
+        "entropy": 0.6,
+        "dead_experts": 0,
+        "losses": {"z_loss": 2.0},
+        "load": [0.5, 1.5],
+    },
+]
+EXPERTS = {"step": 2, "loss": 7.0, "experts": {"max_violation": 1.0, "layers": LAYERS}}
 
 
 def test_tensorboard_reads_the_scalars_and_resumed_steps_replace_lost_ones(tmp_path):
@@ -52,13 +66,40 @@ def test_tensorboard_has_the_texts_of_a_step(tmp_path):
     }
 
 
+def test_tensorboard_has_the_numbers_of_each_layer_of_experts_and_a_histogram_of_its_loads(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    write(tmp_path, ["tensorboard"], EXPERTS)
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    scalars = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"] if tag.startswith("experts/")}
+    assert scalars == pytest.approx(
+        {
+            "experts/max_violation": 1.0,
+            "experts/layer-1/max_violation": 1.0,
+            "experts/layer-1/entropy": 0.7,
+            "experts/layer-1/dead_experts": 1,
+            "experts/layer-3/max_violation": 0.5,
+            "experts/layer-3/entropy": 0.6,
+            "experts/layer-3/dead_experts": 0,
+            "experts/layer-3/losses/z_loss": 2.0,
+        }
+    )
+    bins = {}
+    for tag in events.Tags()["histograms"]:
+        [event] = events.Histograms(tag)
+        assert event.step == 2
+        bins[tag] = dict(zip(event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True))
+    # by the right border of each bin: expert 0 is from 0 to 1
+    assert bins == {"experts/layer-1/load": {1.0: 2.0, 2.0: 0.0}, "experts/layer-3/load": {1.0: 0.5, 2.0: 1.5}}
+
+
 @pytest.mark.slow  # seconds to import and to start
 @pytest.mark.filterwarnings("ignore")  # of the package, to itself
 def test_mlflow_keeps_the_numbers_and_the_settings_in_the_runs_folder(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run", ["mlflow"], *STEPS, TEXTS)
-    write(tmp_path / "run", ["mlflow"], {"step": 2, "loss": -2.5}, resumed_step=1)
+    write(tmp_path / "run", ["mlflow"], {"step": 2, "loss": -2.5, "experts": {"layers": LAYERS[1:]}}, resumed_step=1)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     [file] = tmp_path.glob("run/mlartifacts/*/artifacts/samples/step-00000002.txt")
     assert file.read_text() == "Once upon\na time\n\nThe end"
@@ -68,6 +109,10 @@ def test_mlflow_keeps_the_numbers_and_the_settings_in_the_runs_folder(tmp_path, 
         ("run", "loss", -1.5, 1),
         ("run", "loss", 7.0, 2),
         ("run", "time/data", 0.25, 1),
+        ("run from step 1", "experts/layer-3/dead_experts", 0.0, 2),
+        ("run from step 1", "experts/layer-3/entropy", 0.6, 2),
+        ("run from step 1", "experts/layer-3/losses/z_loss", 2.0, 2),
+        ("run from step 1", "experts/layer-3/max_violation", 0.5, 2),
         ("run from step 1", "loss", -2.5, 2),
     ]
     parameters = dict(database.execute("select key, value from params join runs using (run_uuid) where name = 'run'"))
@@ -80,9 +125,18 @@ def test_mlflow_keeps_the_numbers_and_the_settings_in_the_runs_folder(tmp_path, 
 def test_weights_and_biases_writes_an_offline_run_into_the_runs_folder(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "online")  # nothing goes anywhere whatever the environment says
-    write(tmp_path / "run", ["wandb"], *STEPS, TEXTS)
+    write(tmp_path / "run", ["wandb"], *STEPS, TEXTS, EXPERTS | {"step": 3})
     [file] = tmp_path.glob("run/wandb/offline-run-*/run-*.wandb")
-    assert b"time/data" in file.read_bytes()
+    for pattern in (
+        rb"time/data",
+        rb"experts/layer-3/losses/z_loss",
+        rb"experts/layer-3/load.{1,4}values.{1,6}\[0\.5, ?1\.5\]",
+        rb"experts/layer-3/load.{1,4}bins.{1,6}\[0, ?1, ?2\]",
+    ):
+        ends = time.monotonic() + 20.0  # another process writes the file
+        while not re.search(pattern, file.read_bytes(), re.S):
+            assert time.monotonic() < ends, pattern
+            time.sleep(0.05)
     [table] = file.parent.glob("files/media/table/samples_*.table.json")
     assert json.loads(table.read_text())["data"] == [["Once", " upon\na time"], ["The", " end"]]
 

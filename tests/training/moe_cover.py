@@ -50,7 +50,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "method": ("all_to_all", "all_gather"),
     "max_rows": (None, 0.6),
     "micro_batch_size": (1, 2),
-    "recompute": ("none", "full", "mlp", "layernorm"),
+    "recompute": ("none", "full", "mlp", "moe", "layernorm+moe_act"),
     "router": tuple(ROUTERS),
     "capacity": tuple(CAPACITIES),
     "jitter": (0.0, 0.1),
@@ -71,7 +71,7 @@ def settings_of(row: Row) -> dict[str, Any]:
     recompute = row["recompute"]
     again = {"recompute": recompute}
     if recompute not in ("none", "full"):
-        again = {"recompute": "selective", "recompute_modules": [recompute]}
+        again = {"recompute": "selective", "recompute_modules": recompute.split("+")}
     num_micro_batches = 2 if row["pipeline"] == 1 else 4
     return {
         "parallel": {
@@ -169,6 +169,8 @@ def _is_layout(row: Row) -> bool:
         return False
     if row["capacity"] != "dropless" and (row["tensor"] > 1 or row["context"] > 1 or row["router"] == "global"):
         return False  # what is dropped depends on which tokens a rank has
+    if row["recompute"] == "mlp" and row["layers"] is None and row["shared"] is None:
+        return False  # no layer has an MLP, not even that of shared experts
     groups = settings_of(row)
     tree = {
         **groups,

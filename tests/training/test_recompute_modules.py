@@ -215,3 +215,29 @@ def refusal(tree: dict[str, Any]) -> str:
 def test_an_operation_that_the_model_has_not_is_refused(tmp_path):
     [message] = ranks(1, refusal, settings(tmp_path, train=named(["mlp", "layernorm", "core_attn"])))
     assert message == ("train.recompute_modules names mlp, core_attn, and this GPTModel has none; use layernorm")
+
+
+EXPERTS_IN_STAGE_1 = {**LLAMA, "moe": {"num_experts": 4, "layers": [False, True]}}
+
+
+@pytest.mark.parametrize("name", ["moe", "moe_act", "mlp"])
+def test_what_one_stage_alone_has_is_computed_again_there(name, tmp_path):
+    tree = settings(tmp_path, model=EXPERTS_IN_STAGE_1, parallel={"pipeline": 2}, train=named([name]))
+    want = reference({group: fields for group, fields in tree.items() if group != "parallel"})
+    for rank, found in enumerate(ranks(2, first_steps, tree, 2)):
+        assert differences(found, want) == [], f"on rank {rank}"
+
+
+def refusal_of_stage(tree: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as refused:
+        build_run(load_run(tree, world_size=2), torch.device("cpu"))
+    assert refused.value.on_every_rank
+    return str(refused.value)
+
+
+def test_what_no_stage_has_is_refused_with_the_names_of_all_stages(tmp_path):
+    tree = settings(tmp_path, model=EXPERTS_IN_STAGE_1, parallel={"pipeline": 2}, train=named(["shared_experts"]))
+    message, again = ranks(2, refusal_of_stage, tree)
+    assert message == again
+    assert message.startswith("train.recompute_modules names shared_experts, and this GPTModel has none; use ")
+    assert {"mlp", "moe", "moe_act", "core_attn"} <= set(message.partition("; use ")[2].split(", "))

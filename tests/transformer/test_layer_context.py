@@ -1,4 +1,4 @@
-"""layer_context: the cache of keys and values stays where it is, and has an end."""
+"""layer_context: the cache of keys and values stays where it is until it grows, and has an end."""
 
 import pytest
 import torch
@@ -18,6 +18,18 @@ def test_a_cache_gives_all_tokens_so_far_without_moving_them():
         assert torch.equal(values, v[0, :end])
         places.add((keys.data_ptr(), values.data_ptr()))
     assert len(places) == 1
+
+
+def test_a_cache_that_grows_keeps_what_it_has():
+    cache = KVCache(2)
+    cache.grow(3)  # before anything is there
+    k, v = torch.randn(2, 6, 3, 2, 4)
+    cache.append(k[:3], v[:3])
+    cache.grow(6)
+    keys, values = cache.append(k[3:], v[3:])
+    assert torch.equal(keys, k)
+    assert torch.equal(values, v)
+    assert keys[:, 1, 1].is_contiguous()
 
 
 def test_the_keys_of_a_head_follow_each_other_in_memory():

@@ -54,6 +54,9 @@ def prepare(
     split_sentences: Annotated[
         bool, typer.Option("--split-sentences", help="Keep where sentences and lines end, as BERT and T5 need.")
     ] = False,
+    no_bos: Annotated[
+        bool, typer.Option("--no-bos", help="Leave out the token that the tokenizer puts in front of a text.")
+    ] = False,
     special_tokens: Annotated[
         list[str] | None,
         typer.Option(help="With --vocab-size: special tokens for bert, t5 or fim; may be repeated.", metavar="KIND"),
@@ -79,6 +82,7 @@ def prepare(
             key=key,
             eod=eod,
             split_sentences=split_sentences,
+            bos=not no_bos,
             special_tokens=special_tokens or (),
             processes=processes or _num_cores(),
             progress=show,

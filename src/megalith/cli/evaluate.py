@@ -120,11 +120,13 @@ def _answers(
     source: str, choices: str, tokenizer: Path | None, eod: str | None, progress: Callable[[int, int], None]
 ) -> list[str]:
     from megalith.data.choices import read_questions
+    from megalith.training.inference import say_what_experts_drop
     from megalith.training.tasks.multiple_choice import answer_questions
     from megalith.training.tasks.text_scores import TextScorer
 
     questions = read_questions(choices)  # before the model, which takes long to load
     scorer = TextScorer.load(source, tokenizer, eod)
+    say_what_experts_drop(scorer.model.config, "the choices that are scored in one batch")
     found = answer_questions(scorer, questions, progress)
     if found.num_cut:
         log.warning(

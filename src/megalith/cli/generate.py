@@ -49,6 +49,10 @@ def generate(
         list[str] | None, typer.Option(help="End a text before this string; may be given several times.")
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
+    special_tokens: Annotated[
+        bool,
+        typer.Option("--special-tokens", help="Read special tokens that a prompt spells, as templates of chats need."),
+    ] = False,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Its tokenizer.json, for a model that has none.", metavar="PATH")
     ] = None,
@@ -57,10 +61,7 @@ def generate(
     ] = None,
 ) -> None:
     """Sample text, in one process, whatever layout wrote the checkpoint. It is shown as it is drawn."""
-    from megalith.errors import ConfigError
-
-    if eod is not None and tokenizer is None:
-        raise ConfigError("--eod names a token of --tokenizer, which is not given; leave it out")
+    _check_eod(eod, tokenizer)
     with Announcer() as announcer:
         announcer.begin(f"loading {source}")
         from megalith.models.sampling import Sampling
@@ -69,13 +70,11 @@ def generate(
         # all that can be told without the model, which takes long to load
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         _check(max_new_tokens, stop or [], samples, seed)
-        prompts = _prompts(prompt, prompt_file, prompts_file, announcer)
-        if prompt is None:
-            announcer.begin(f"loading {source}")
-        opened = TextSource.open(source, tokenizer, eod)
-        opened.encode(prompts)
+        prompts = _prompts(prompt, prompt_file, prompts_file, announcer, then=f"loading {source}")
+        (opened := TextSource.open(source, tokenizer, eod)).encode(prompts, special_tokens=special_tokens)
         rows = [_Row(text, n, m, seed + m) for n, text in enumerate(prompts) for m in range(samples)]
-        for text in _texts(opened, rows, max_new_tokens, sampling, stop or [], announcer):
+        how = _Drawing(max_new_tokens, sampling, tuple(stop or ()), special_tokens)
+        for text in _texts(opened, rows, how, announcer):
             _show(text)
 
 
@@ -88,20 +87,22 @@ class _Row(NamedTuple):
     seed: int
 
 
-def _texts(
-    source: "TextSource",
-    rows: Sequence[_Row],
-    max_new_tokens: int,
-    sampling: "Sampling",
-    stop: Sequence[str],
-    announcer: Announcer,
-) -> Iterator[str]:
+class _Drawing(NamedTuple):
+    """How all of the texts are drawn, as ``TextGenerator.stream`` takes it."""
+
+    max_new_tokens: int
+    sampling: "Sampling"
+    stop: tuple[str, ...]
+    special_tokens: bool
+
+
+def _texts(source: "TextSource", rows: Sequence[_Row], drawing: _Drawing, announcer: Announcer) -> Iterator[str]:
     """What the screen shows, as soon as it is drawn."""
     from megalith.training.tasks.generation import TextGenerator, in_order
 
     generator = TextGenerator(source.load_model(), source)
     prompts, seeds = [row.prompt for row in rows], [row.seed for row in rows]
-    pieces = generator.stream(prompts, max_new_tokens, sampling=sampling, seeds=seeds, stop=stop)
+    pieces = generator.stream(prompts, seeds=seeds, **drawing._asdict())
     announcer.begin("computing the first token; operations may be compiled for it")
     first = next(pieces)
     announcer.end()
@@ -115,6 +116,13 @@ def _heading(row: _Row, num_prompts: int, num_samples: int) -> str:
     places = [f"prompt {row.number + 1} of {num_prompts}"] if num_prompts > 1 else []
     places += [f"sample {row.sample + 1} of {num_samples}"] if num_samples > 1 else []
     return f"=== {', '.join(places)}, seed {row.seed}\n" if places else ""
+
+
+def _check_eod(eod: str | None, tokenizer: Path | None) -> None:
+    from megalith.errors import ConfigError
+
+    if eod is not None and tokenizer is None:
+        raise ConfigError("--eod names a token of --tokenizer, which is not given; leave it out")
 
 
 def _check(max_new_tokens: int, stop: Sequence[str], samples: int, seed: int) -> None:
@@ -131,7 +139,9 @@ def _check(max_new_tokens: int, stop: Sequence[str], samples: int, seed: int) ->
         check_seed(drawn)
 
 
-def _prompts(prompt: str | None, prompt_file: str | None, prompts_file: str | None, announcer: Announcer) -> list[str]:
+def _prompts(
+    prompt: str | None, prompt_file: str | None, prompts_file: str | None, announcer: Announcer, then: str
+) -> list[str]:
     """The prompts that one of the options gives; for a file this may wait: in a FIFO, or at a terminal."""
     from megalith.errors import ConfigError
     from megalith.training.tasks.generation import read_prompt, read_prompts
@@ -148,9 +158,9 @@ def _prompts(prompt: str | None, prompt_file: str | None, prompts_file: str | No
         say("type the prompt; it ends with Ctrl-D on a line of its own")
     else:
         announcer.begin(f"reading the prompt from {'standard input' if path == '-' else path}")
-    if prompts_file is not None:
-        return read_prompts(path, sys.stdin.buffer)
-    return [read_prompt(path, sys.stdin.buffer)]
+    read = [read_prompt(path, sys.stdin.buffer)] if prompts_file is None else read_prompts(path, sys.stdin.buffer)
+    announcer.begin(then)
+    return read
 
 
 def _show(text: str) -> None:

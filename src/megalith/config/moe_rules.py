@@ -1,32 +1,40 @@
 """Rules on mixtures of experts, and on the ranks that share them."""
 
 from collections.abc import Iterator
+from fractions import Fraction
 from math import prod
 
 from megalith.config.draft import Draft, Fix, Violation, divisors, nearest_first, round_up
+from megalith.config.layer_pattern import holds
 
 __all__ = [
     "balanced_choices_need_no_other_balance",
+    "capacities_drop_something",
     "capacity_is_for_choices_by_score",
     "expert_groups_hold_the_chosen",
     "expert_layouts_need_experts",
     "expert_ranks_divide_the_world",
+    "experts_are_in_some_layer",
     "experts_divide_among_ranks",
     "experts_need_sequence_parallel",
     "fused_exchanges_are_in_bfloat16",
     "fused_exchanges_are_over_whole_experts",
+    "loads_can_be_uneven",
     "offsets_follow_the_next_best_expert",
     "one_expert_needs_a_weight",
     "padded_capacities_travel_by_row",
+    "rows_are_bounded_below_the_most",
     "sinkhorn_has_weights_of_its_own",
     "tokens_choose_among_the_experts",
+    "tokens_travel_by_some_way",
 ]
 
 _EXPERTS, _TOP_K, _CAPACITY = "model.moe.num_experts", "model.moe.top_k", "model.moe.capacity.factor"
 _ROUTER, _PAD = "model.moe.router", "model.moe.capacity.pad"
 _SCORE, _PRE, _SELECTION = f"{_ROUTER}.score_function", f"{_ROUTER}.pre_softmax", f"{_ROUTER}.selection"
 _GROUPS, _GROUP_TOPK, _GROUP_SCORE = (f"{_ROUTER}.{name}" for name in ("num_groups", "group_topk", "group_score_topk"))
-_METHOD = "parallel.dispatch.method"
+_METHOD, _MAX_ROWS = "parallel.dispatch.method", "parallel.dispatch.max_rows"
+_LAYERS = "model.moe.layers"
 _EXPERT, _EXPERT_TENSOR = "parallel.expert", "parallel.expert_tensor"
 _TENSOR, _SEQUENCE, _PIPELINE = "parallel.tensor", "parallel.sequence", "parallel.pipeline"
 # what else keeps loads even, or is about scores; off where it is 0 or None
@@ -131,13 +139,73 @@ def padded_capacities_travel_by_row(run: Draft) -> Iterator[Violation]:
     """capacity.pad needs dispatch.method=all_to_all and no dispatch.max_rows: what it bounds is known already."""
     if not run.get(_PAD):
         return
-    method, bound = _METHOD, "parallel.dispatch.max_rows"
+    method, bound = _METHOD, _MAX_ROWS
     if run[method] != "all_to_all":
         message = f"{_PAD}=true needs {method}=all_to_all; got {run[method]}"
         yield Violation("padded_capacities_travel_by_row", method, message, ({method: None}, {_PAD: None}))
     if run.get(bound) is not None:
         message = f"{bound} ({run[bound]}) has no effect with {_PAD}=true, which bounds the rows of every expert"
         yield Violation("padded_capacities_travel_by_row", bound, message, ({bound: None}, {_PAD: None}))
+
+
+def rows_are_bounded_below_the_most(run: Draft) -> Iterator[Violation]:
+    """dispatch.max_rows is less than the most that a rank can have of even loads: expert, or num_experts / top_k."""
+    bound, experts, top_k, ranks = run.get(_MAX_ROWS), run[_EXPERTS], run[_TOP_K], run[_EXPERT]
+    if bound is None or run.get(_PAD):  # padded_capacities_travel_by_row speaks
+        return
+    # of a token's K experts a rank has K, or as many as it has at all
+    most = min(Fraction(ranks), Fraction(experts, top_k))
+    if Fraction(str(bound)) >= most:
+        message = (
+            f"{_MAX_ROWS} ({bound}) has no effect: a rank of {_EXPERT}={ranks} has at most {float(most):.4g} times the "
+            f"rows of even loads, with {_TOP_K}={top_k} of {experts} experts; it must be less"
+        )
+        yield Violation("rows_are_bounded_below_the_most", _MAX_ROWS, message, ({_MAX_ROWS: None},))
+
+
+def tokens_travel_by_some_way(run: Draft) -> Iterator[Violation]:
+    """dispatch.method other than all_to_all needs expert or expert_tensor above 1: else tokens stay where they are."""
+    if run.get(_EXPERTS) is None or run[_METHOD] == "all_to_all":
+        return
+    if run[_EXPERT] == 1 and (run.get(_EXPERT_TENSOR) or run[_TENSOR]) == 1:
+        message = f"{_METHOD}={run[_METHOD]} has no effect with {_EXPERT}=1 and one rank for each expert"
+        yield Violation("tokens_travel_by_some_way", _METHOD, message, ({_METHOD: None},))
+
+
+def capacities_drop_something(run: Draft) -> Iterator[Violation]:
+    """capacity.factor is less than num_experts / top_k, from where on an expert has room for all, or pad is set."""
+    factor, experts, top_k = run.get(_CAPACITY), run[_EXPERTS], run[_TOP_K]
+    if factor is None or run.get(_PAD) or Fraction(str(factor)) < Fraction(experts, top_k):
+        return
+    message = (
+        f"{_CAPACITY} ({factor}) drops nothing: from {_EXPERTS} / {_TOP_K} = {experts / top_k:.4g} on an expert has "
+        f"room for every token; it must be less, or {_PAD}=true"
+    )
+    fixes: tuple[Fix, ...] = ({_CAPACITY: None, "model.moe.capacity.drop": None, _PAD: None},)
+    yield Violation("capacities_drop_something", _CAPACITY, message, fixes)
+
+
+def loads_can_be_uneven(run: Draft) -> Iterator[Violation]:
+    """sequence_balance, micro_batch_balance and global_balance need top_k below num_experts: else loads are even."""
+    top_k, experts = run[_TOP_K], run[_EXPERTS]
+    given = [name for name in _BALANCE if name.endswith("_balance") and run.get(name)]
+    if top_k == experts and given:
+        message = (
+            f"{' and '.join(given)} have no effect with {_TOP_K} ({top_k}) equal to {_EXPERTS}: every token goes to "
+            "every expert, and loads are even"
+        )
+        yield Violation("loads_can_be_uneven", given[0], message, (dict.fromkeys(given),))
+
+
+def experts_are_in_some_layer(run: Draft) -> Iterator[Violation]:
+    """moe.layers holds for one of the layers at least, those of model.mtp included."""
+    pattern = run.get(_LAYERS)
+    if run.get(_EXPERTS) is None or pattern is None:
+        return
+    num_layers = run["model.num_layers"] + (run.get("model.mtp.num_modules") or 0)
+    if not any(holds(pattern, layer) for layer in range(num_layers)):
+        message = f"{_LAYERS} gives none of the {num_layers} layers experts, and model.moe has no effect"
+        yield Violation("experts_are_in_some_layer", _LAYERS, message, ({_LAYERS: None},))
 
 
 def experts_divide_among_ranks(run: Draft) -> Iterator[Violation]:
@@ -178,7 +246,7 @@ def expert_layouts_need_experts(run: Draft) -> Iterator[Violation]:
     """expert, expert_tensor and dispatch need model.moe."""
     if run.get(_EXPERTS) is not None:
         return
-    without_effect = {_EXPERT: 1, _EXPERT_TENSOR: None, _METHOD: "all_to_all", "parallel.dispatch.max_rows": None}
+    without_effect = {_EXPERT: 1, _EXPERT_TENSOR: None, _METHOD: "all_to_all", _MAX_ROWS: None}
     for name, default in without_effect.items():
         if run.get(name) != default:
             message = f"{name} ({run.get(name)}) has no effect without model.moe"

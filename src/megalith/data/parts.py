@@ -65,6 +65,7 @@ class Encoding:
 
     folder: Path
     eod: int
+    begin: tuple[int, ...]  # of every document
     key: str
     valid_fraction: float
     splits: tuple[Split, ...]  # "train" last: its .idx says that the part is complete
@@ -128,8 +129,9 @@ def settled_fraction(parts: Sequence[Part], key: str, fraction: float) -> float:
 def encode_part(encoding: Encoding, number: int, part: Part) -> int:
     """Writes part ``number`` as one indexed dataset for each split; returns ``number``.
 
-    Every document ends with ``eod``, but for empty ones, which have no token at all. It is the last token of the last
-    sentence, where sentences are split; a sentence also ends where a long text was cut into pieces.
+    Every document begins with ``begin`` and ends with ``eod``, but for empty ones, which have no token at all. ``eod``
+    is the last token of the last sentence, where sentences are split; a sentence also ends where a long text was cut
+    into pieces.
 
     Raises:
         DataError: a source is not what it should be.
@@ -181,6 +183,8 @@ def _encode(
         for ids in tokenizer.encode_batch(split_sentences(piece.text) if encoding.split_sentences else [piece.text]):
             if encoding.split_sentences and is_open and ids:
                 builders[split].end_sequence()
+            if ids and not (has_tokens or is_open):
+                builders[split].write(encoding.begin)
             builders[split].write(ids)
             is_open = is_open or bool(ids)
         text_bytes[split] += piece.num_bytes

@@ -74,6 +74,7 @@ class _Job:
     valid_fraction: float
     key: str
     split_sentences: bool
+    bos: bool
     special_tokens: tuple[str, ...]  # of the tokenizer that is to be trained
 
     @property
@@ -99,7 +100,14 @@ class _Job:
         content = [_FORMAT_VERSION, BLOCK_BYTES, files, self.key, self.valid_fraction, tokenizer]
         if self.split_sentences or self.special_tokens:  # without them the fingerprint is that of earlier versions
             content += [self.split_sentences, self.special_tokens]
+        if self.begin:  # as above
+            content += [self.begin]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """What every document begins with; a tokenizer that is trained here puts nothing there."""
+        return self.tokenizer.begin if self.tokenizer is not None and self.bos and not self.split_sentences else ()
 
     def targets(self) -> list[Path]:
         """The files that will be there at the end."""
@@ -117,6 +125,7 @@ def prepare(
     key: str = "text",
     eod: str | None = None,
     split_sentences: bool = False,
+    bos: bool = True,
     special_tokens: Sequence[str] = (),
     processes: int = 1,
     progress: Progress = lambda phase, done, total: None,
@@ -131,10 +140,9 @@ def prepare(
             documents at least one; or these files.
         key: of the text in .jsonl and .parquet.
         eod: the token that ends a document, where the tokenizer has none of the usual names.
-        split_sentences: a sequence of the dataset for every sentence (``sentences.py``), as BERT and T5 need; without,
-            one for every document.
-        special_tokens: what else a tokenizer that is trained has special tokens for: "bert", "t5", "fim" (to fill in
-            the middle).
+        split_sentences: a sequence for every sentence (``sentences.py``), as BERT and T5 need, not for every document.
+        bos: begin documents with ``Tokenizer.begin``; sentences, which BERT's and T5's datasets frame, never do.
+        special_tokens: what else a tokenizer that is trained has special tokens for: "bert", "t5", "fim".
         processes: how many encode. With more than one, a script must call this under ``if __name__ == "__main__"``.
         progress: is told now and then how far it is.
 
@@ -149,8 +157,9 @@ def prepare(
     # a name may be that of two kinds of model
     special = dict.fromkeys(token for kind in special_tokens for token in SPECIAL_TOKENS[kind])
     given = None if tokenizer is None else Tokenizer.load(tokenizer, eod)
+    _check_begins(given, bos=bos, split_sentences=split_sentences)
     path = _trained(out) if tokenizer is None else Path(os.path.abspath(tokenizer))
-    job = _Job(sources, out, given, path, vocab_size, fraction, key, split_sentences, tuple(special))
+    job = _Job(sources, out, given, path, vocab_size, fraction, key, split_sentences, bos, tuple(special))
     folder = companion(job.out, ".parts")
     with _lock(folder, job.out):
         try:
@@ -180,6 +189,14 @@ def _check_tokenizer_choice(
     for kind in special_tokens:
         if kind not in SPECIAL_TOKENS:
             raise ConfigError(f"--special-tokens must be of {', '.join(SPECIAL_TOKENS)}; got {kind!r}")
+
+
+def _check_begins(tokenizer: Tokenizer | None, *, bos: bool, split_sentences: bool) -> None:
+    if not bos and (tokenizer is None or not tokenizer.begin or split_sentences):
+        raise ConfigError(
+            "--no-bos leaves out the tokens that a --tokenizer puts in front of every document, and there are none; "
+            "leave it out"
+        )
 
 
 def _find(inputs: Sequence[str | Path], out: Path, valid: float | Sequence[str | Path]) -> tuple[Sources, float]:
@@ -228,7 +245,7 @@ def _run(job: _Job, folder: Path, processes: int, progress: Progress) -> Prepare
     parts = plan_parts(job.sources.files)
     fraction = settled_fraction(parts, job.key, job.valid_fraction)
     tokenizer = _settle_tokenizer(job, parts, fraction, folder / "tokenizer.json", progress)
-    encoding = Encoding(folder, tokenizer.eod, job.key, fraction, job.splits, job.split_sentences)
+    encoding = Encoding(folder, tokenizer.eod, job.begin, job.key, fraction, job.splits, job.split_sentences)
     encode_parts(encoding, parts, processes, lambda done, total: progress("encode", done, total))
     return _publish(job, parts, encoding, tokenizer, progress)
 

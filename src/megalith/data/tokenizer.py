@@ -4,11 +4,12 @@ Sennrich et al. 2016 (arXiv:1508.07909); bytes as the alphabet: GPT-2 (Radford e
 encoded and decoding gives back the same bytes.
 """
 
+import functools
 import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -38,27 +39,41 @@ class Tokenizer:
     """One tokenizer.json. Pickles as its bytes.
 
     Encoding adds no special token, cuts nothing off and pads nothing, whatever the file's settings say; and text that
-    spells a special token is encoded as the text that it is, so that no document can forge the end of one.
+    spells a special token is encoded as the text that it is, so that no document can forge the end of one. What begins
+    a document and a prompt is in ``begin``.
 
     Args:
         content: the bytes of a tokenizer.json.
         eod: the token that ends a document, by its text or its id; by default the one of the usual names.
         name: what error messages call it.
+        begin: ids of the tokens that begin a text; by default those that the file's post-processor adds.
+        ends: ids of tokens that end a text besides ``eod``: those that end turns of a conversation.
 
     Attributes:
         vocab_size: ids are below it.
-        num_rows: ids that text, or the end of a document, can give are below it, so that a model must have as many
-            rows. Special tokens may have ids beyond, since no text is encoded as one: Gemma 3's tokenizer has one for
-            images, after the last row of the model that reads none.
+        num_rows: ids that text, or the beginning or end of a document, can give are below it, so that a model must have
+            as many rows. Other special tokens may have ids beyond, since no text is encoded as one: Gemma 3's tokenizer
+            has one for images, after the last row of the model that reads none.
         eod: id of the token that ends a document.
         eod_text: how the tokenizer spells it.
+        begin: ids of the tokens that a text begins with: the BOS token of Llama and Gemma, none of GPT-2. What frames a
+            text on both sides, as BERT's [CLS] and [SEP] do, is not among them.
+        ends: ids of the tokens that end a text, ``eod`` first.
         sha256: digest of the file's bytes.
 
     Raises:
         DataError: the content is no tokenizer, or it has no such token.
     """
 
-    def __init__(self, content: bytes, eod: str | int | None = None, name: str = "tokenizer.json") -> None:
+    def __init__(
+        self,
+        content: bytes,
+        eod: str | int | None = None,
+        name: str = "tokenizer.json",
+        *,
+        begin: Sequence[int] | None = None,
+        ends: Sequence[int] = (),
+    ) -> None:
         self._content = content
         self.name = name
         self.sha256 = hashlib.sha256(content).hexdigest()
@@ -77,11 +92,14 @@ class Tokenizer:
         self.eod = self._find_eod(eod)
         special = {id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         self.num_rows = max((id for id in entries.values() if id not in special), default=-1) + 1
-        self.num_rows = max(self.num_rows, self.eod + 1)
+        self.begin = tuple(self._post_processed() if begin is None else begin)
+        self._tokenizer.post_processor = None  # one that leaves the text out would do so unasked
+        self.num_rows = max(self.num_rows, *(id + 1 for id in (self.eod, *self.begin)))
         self.eod_text = self._tokenizer.id_to_token(self.eod)
+        self.ends = tuple(dict.fromkeys([self.eod, *ends]))
 
     @classmethod
-    def load(cls, path: str | Path, eod: str | int | None = None) -> "Tokenizer":
+    def load(cls, path: str | Path, eod: str | int | None = None, *, ends: Sequence[int] = ()) -> "Tokenizer":
         """The tokenizer in the file ``path``. Raises DataError, as the constructor does, or if it cannot be read."""
         try:
             content = read_regular_file(path, _MOST_BYTES)
@@ -90,16 +108,18 @@ class Tokenizer:
                 f"{path} must be a tokenizer.json; it cannot be read: {error.strerror}; check the path, or train one "
                 "with: megalith data prepare FILES... --out PREFIX --vocab-size N"
             ) from error
-        return cls(content, eod, str(path))
+        return cls(content, eod, str(path), ends=ends)
 
     @classmethod
-    def beside(cls, prefix: str | Path | Store, name: str, eod: str | int | None = None) -> "Tokenizer":
+    def beside(
+        cls, prefix: str | Path | Store, name: str, eod: str | int | None = None, *, ends: Sequence[int] = ()
+    ) -> "Tokenizer":
         """The tokenizer that a dataset names: ``name`` is a path from the folder of ``prefix``. Raises as ``load``."""
         folder = open_store(prefix).split()[0]
         if isinstance(folder, LocalStore):
-            return cls.load(folder.path / name, eod)
+            return cls.load(folder.path / name, eod, ends=ends)
         try:
-            return cls(folder.read(name), eod, str(folder / name))
+            return cls(folder.read(name), eod, str(folder / name), ends=ends)
         except StorageError as error:
             raise DataError(f"{folder / name} must be a tokenizer.json; {error}") from error
 
@@ -125,6 +145,31 @@ class Tokenizer:
                 "words (unk_token), or train one with: megalith data prepare FILES... --out PREFIX --vocab-size N"
             ) from error
 
+    def encode_prompts(self, texts: Sequence[str], *, special_tokens: bool = False) -> list[list[int]]:
+        """The ids of each text as a model is to go on from it: ``begin``, and then those of the text.
+
+        Args:
+            special_tokens: read what spells a special token as that token, as the templates of chat models need. A text
+                that spells ``begin`` itself gets it once.
+
+        Raises DataError as ``encode_batch``.
+        """
+        self._tokenizer.encode_special_tokens = not special_tokens
+        try:
+            encoded = self.encode_batch(texts)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        begin = list(self.begin)
+        return [ids if special_tokens and ids[: len(begin)] == begin else begin + ids for ids in encoded]
+
+    def begins(self, document: Sequence[int]) -> bool:
+        """Whether the ids ``document`` have ``begin`` in front."""
+        return tuple(document[: len(self.begin)]) == self.begin
+
+    def framed(self, *, begin: Sequence[int], ends: Sequence[int] = ()) -> "Tokenizer":
+        """The same tokenizer for texts that begin with the tokens ``begin``, and that ``ends`` end, too."""
+        return Tokenizer(self._content, self.eod, self.name, begin=begin, ends=(*self.ends, *ends))
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, special tokens spelled out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -148,8 +193,16 @@ class Tokenizer:
                 "tokenizer.json that the model was trained with, or convert the model without one"
             )
 
-    def __reduce__(self) -> tuple[type["Tokenizer"], tuple[bytes, int, str]]:
-        return Tokenizer, (self._content, self.eod, self.name)
+    def __reduce__(self) -> tuple[Callable[..., "Tokenizer"], tuple[bytes, int, str]]:
+        build = functools.partial(Tokenizer, begin=self.begin, ends=self.ends)
+        return build, (self._content, self.eod, self.name)
+
+    def _post_processed(self) -> list[int]:
+        """What the post-processor puts in front of a text, if it puts nothing behind it."""
+        one_token = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+        encoding = self._tokenizer.post_process(one_token.encode("a"), add_special_tokens=True)
+        *in_front, last = encoding.special_tokens_mask
+        return encoding.ids[:-1] if all(in_front) and not last else []
 
     def _find_eod(self, wanted: str | int | None) -> int:
         names = _EOD_NAMES if wanted is None else (wanted,)

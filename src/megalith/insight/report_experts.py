@@ -1,10 +1,14 @@
-"""Heat maps of the loads of experts: every layer at the last record, and the layer of the worst balance over time."""
+"""Heat maps of the loads of experts: every layer at the last record, and the layer of the worst balance over time.
+
+Where a cell is of several neighbours it has the shade of their mean, and along its lower edge that of the least loaded
+of them, so that a dead expert is seen beside busy ones.
+"""
 
 from collections.abc import Mapping, Sequence
 from html import escape
 
 from megalith.insight.report_parts import card, legend
-from megalith.insight.run_history import RunHistory
+from megalith.insight.run_history import LayerLoads, RunHistory
 
 __all__ = ["expert_loads"]
 
@@ -20,7 +24,10 @@ _SHADES = (
 )
 _WINDOWS = {"wide": 1020, "medium": 640, "narrow": 350}  # pixels, by width of the window
 _ROW, _LEFT, _BELOW = 16, 56, 22  # pixels: the height of a row, and the room for labels
+_EDGE = 5  # pixels: the height of the least loaded expert's shade in a cell of several
 _MOST_STEPS = 64  # columns over time
+
+Cell = tuple[float, float | None]  # the mean, and the least of several experts
 
 
 def expert_loads(run: RunHistory) -> str:
@@ -28,21 +35,24 @@ def expert_loads(run: RunHistory) -> str:
     if not run.expert_loads:
         return ""
     step, last = run.expert_loads[-1]
-    worst = max(last, key=lambda layer: max(last[layer]))
+    worst = max(last, key=lambda layer: last[layer].greatest)
+    merged = any(loads.least is not None for loads in last.values())
     by_layer = _in_windows(
-        f"Loads of the experts of {len(last)} layers at step {step:,}; the greatest is {max(last[worst]):.2f} of the "
-        f"mean, in layer {worst}",
-        {f"layer {layer}": loads for layer, loads in last.items()},
-        ("expert", *map(str, range(max(map(len, last.values()))))),
+        f"Loads of the experts of {len(last)} layers at step {step:,}; the greatest is {last[worst].greatest:.2f} of "
+        f"the mean, in layer {worst}",
+        {f"layer {layer}": _cells(loads) for layer, loads in last.items()},
+        ("range" if merged else "expert", *map(str, range(max(len(loads.means) for loads in last.values())))),
     )
-    kept = _thinned([(at, loads[worst]) for at, loads in run.expert_loads if worst in loads])
-    num_experts = min(len(loads) for _, loads in kept)
+    kept = _thinned([(at, _cells(loads[worst])) for at, loads in run.expert_loads if worst in loads])
+    num_experts = min(len(cells) for _, cells in kept)
     over_time = _in_windows(
         f"Loads of the experts of layer {worst} from step {kept[0][0]:,} to {kept[-1][0]:,}",
-        {f"{number}": [loads[number] for _, loads in kept] for number in range(num_experts)},
+        {f"{number}": [cells[number] for _, cells in kept] for number in range(num_experts)},
         ("step", *(f"{at:,}" for at, _ in kept)),
     )
     note = f"tokens of each expert relative to the mean of its layer, at step {step:,}"
+    if merged:
+        note += "; of neighbours in one cell the mean, and along the lower edge the least loaded"
     return card(
         "Loads of experts",
         note,
@@ -53,24 +63,32 @@ def expert_loads(run: RunHistory) -> str:
     )
 
 
-def _in_windows(describe: str, rows: Mapping[str, Sequence[float]], columns: Sequence[str]) -> str:
+def _cells(loads: LayerLoads) -> list[Cell]:
+    least: list[float] | list[None] = [None] * len(loads.means) if loads.least is None else loads.least
+    return list(zip(loads.means, least, strict=True))
+
+
+def _in_windows(describe: str, rows: Mapping[str, Sequence[Cell]], columns: Sequence[str]) -> str:
     """The heat map once for each width of the window, of which the page shows one."""
     return "".join(
         f'<div class="{window}">{_svg(describe, rows, columns, width)}</div>' for window, width in _WINDOWS.items()
     )
 
 
-def _svg(describe: str, rows: Mapping[str, Sequence[float]], columns: Sequence[str], width: int) -> str:
+def _svg(describe: str, rows: Mapping[str, Sequence[Cell]], columns: Sequence[str], width: int) -> str:
     """``rows`` by name, the first on top; ``columns``: what they are, then their names. One path for each shade."""
     axis, *names = columns
     cell = (width - _LEFT) / len(names)
     paths: dict[str, list[str]] = {}
-    for number, loads in enumerate(rows.values()):
-        for column, load in enumerate(loads):
-            shade = next(kind for limit, kind, _ in _SHADES if load < limit)
-            paths.setdefault(shade, []).append(
-                f"M{_LEFT + column * cell:.1f} {number * _ROW}h{cell - 1:.1f}v{_ROW - 1}h-{cell - 1:.1f}z"
-            )
+    for number, cells in enumerate(rows.values()):
+        for column, (mean, least) in enumerate(cells):
+            height = _ROW - 1 if least is None else _ROW - 1 - _EDGE
+            for load, top, part in ((mean, 0, height), (least, height, _EDGE)):
+                if load is not None:
+                    shade = next(kind for limit, kind, _ in _SHADES if load < limit)
+                    paths.setdefault(shade, []).append(
+                        f"M{_LEFT + column * cell:.1f} {number * _ROW + top}h{cell - 1:.1f}v{part}h-{cell - 1:.1f}z"
+                    )
     drawn = [f'<path class="{kind}" d="{"".join(paths[kind])}"/>' for _, kind, _ in _SHADES if kind in paths]
     every = 1 + (len(rows) - 1) // 32
     drawn += [
@@ -92,7 +110,7 @@ def _svg(describe: str, rows: Mapping[str, Sequence[float]], columns: Sequence[s
     )
 
 
-def _thinned(records: list[tuple[int, list[float]]]) -> list[tuple[int, list[float]]]:
+def _thinned(records: list[tuple[int, list[Cell]]]) -> list[tuple[int, list[Cell]]]:
     """At most 64 of ``records``, evenly spread, the last among them."""
     count = min(len(records), _MOST_STEPS)
     return [records[(number + 1) * len(records) // count - 1] for number in range(count)]

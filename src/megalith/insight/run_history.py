@@ -22,7 +22,7 @@ from megalith.input_file import read_regular_file
 from megalith.observe.metrics import COMPILE, held_out_loss, read_metrics
 from megalith.storage.json_fields import float_sized
 
-__all__ = ["Phase", "RunHistory", "read_run"]
+__all__ = ["LayerLoads", "Phase", "RunHistory", "read_run"]
 
 _MOST_BYTES = 1 << 26  # of a file beside the metrics
 
@@ -39,6 +39,15 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class LayerLoads:
+    """Loads of a layer's experts relative to their mean, or of ranges of neighbouring experts."""
+
+    means: list[float]  # of each expert or range
+    least: list[float] | None  # of each range; None where each is one expert
+    greatest: float  # of any expert
+
+
+@dataclass(frozen=True)
 class RunHistory:
     """A run's records, in order of steps, and the files beside them; what is missing is empty."""
 
@@ -49,7 +58,7 @@ class RunHistory:
     valid_sets: Mapping[str, list[tuple[int, float]]]  # the same of each set, of those with names
     measures: list[tuple[int, Mapping[str, float]]]  # (step, {term or measure: mean}) of evaluations with several
     classes: Sequence[str]  # names of those that measures number, as the last evaluation has them
-    expert_loads: list[tuple[int, dict[int, list[float]]]]  # (step, {layer: loads relative to their mean})
+    expert_loads: list[tuple[int, dict[int, LayerLoads]]]  # (step, {layer: loads})
     phases: list[Phase]
     time: Mapping[str, float]  # seconds of the whole run: "training" steps, "compile", what came between the steps
     evaluation: Mapping[str, Any]
@@ -135,13 +144,13 @@ def _is_dict(value: object) -> TypeGuard[dict[str, Any]]:
     return isinstance(value, dict)
 
 
-def _expert_loads(record: Mapping[str, Any]) -> dict[int, list[float]]:
+def _expert_loads(record: Mapping[str, Any]) -> dict[int, LayerLoads]:
     """The loads of each layer in ``record``; of layers that are no list of numbers, none."""
     experts = record.get("experts")
     layers = experts.get("layers") if isinstance(experts, dict) else None
     found = [layer for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
     return {
-        layer["layer"]: [float(load) for load in layer["load"]]
+        layer["layer"]: _layer_loads(layer)
         for layer in found
         if type(layer.get("layer")) is int and _is_list_of_numbers(layer.get("load"))
     }
@@ -151,7 +160,16 @@ def _names(value: object) -> list[str]:
     return list(map(str, value)) if isinstance(value, list) else []
 
 
-def _is_list_of_numbers(value: object) -> bool:
+def _layer_loads(layer: Mapping[str, Any]) -> LayerLoads:
+    means, least, violation = [float(load) for load in layer["load"]], layer.get("least"), layer.get("max_violation")
+    return LayerLoads(
+        means,
+        [float(load) for load in least] if _is_list_of_numbers(least) and len(least) == len(means) else None,
+        float(violation) + 1.0 if _is_number(violation) else max(means),
+    )
+
+
+def _is_list_of_numbers(value: object) -> TypeGuard[list[float]]:
     return isinstance(value, list) and bool(value) and all(map(_is_number, value))
 
 

@@ -26,6 +26,10 @@ from megalith.torch_compat import uncompiled
 
 __all__ = ["Stop", "check_length", "check_prompt_length", "generate", "stream"]
 
+_FIRST_ROOM = (
+    1024  # [tokens] of a row that memory is taken for beside the prompt; then twice as many whenever it is full
+)
+
 # (row, the token that it has just got) -> whether its text ends with that
 Stop = Callable[[int, int], bool]
 
@@ -123,8 +127,7 @@ def _drawn(
     end_tokens: Collection[int],
     stop: Stop | None,
 ) -> Generator[list[int | None], None, None]:
-    rows = _Rows(pipeline, prompts, max(room))
-    numbers = uniform_numbers(seeds, rows.new_positions())  # [B, max(room)]
+    rows = _Rows(pipeline, prompts, max(room), seeds)
     seen = rows.seen() if sampling.repetition_penalty is not None else None
     alive = {row for row, num_tokens in enumerate(room) if num_tokens}
     layers = [layer for chunk in pipeline.chunks for layer in chunk.layers()]
@@ -133,7 +136,7 @@ def _drawn(
             if not alive:
                 return
             logits = rows.logits()
-            drawn = rows.agreed(None if logits is None else draw(logits, sampling, seen, numbers[:, step]))
+            drawn = rows.agreed(None if logits is None else draw(logits, sampling, seen, rows.uniform()))
             tokens: list[int] = drawn.tolist()
             if max(tokens) >= rows.vocab_size:
                 raise NonFiniteError("the model gives logits that are NaN, from which no token can be drawn")
@@ -148,12 +151,15 @@ def _drawn(
 class _Rows:
     """The texts in left-padded rows, and the model's way over them.
 
-    Columns [start, end) have not been through the model; what follows them has not been drawn.
+    Columns [start, end) have not been through the model; what follows them has not been drawn. Memory is taken for
+    ``room`` columns, fewer than the texts may come to, and for twice as many when these are full.
     """
 
-    def __init__(self, pipeline: Pipeline[GPTModel], prompts: Sequence[Sequence[int]], num_new: int) -> None:
+    def __init__(
+        self, pipeline: Pipeline[GPTModel], prompts: Sequence[Sequence[int]], num_new: int, seeds: Sequence[int]
+    ) -> None:
         first = pipeline.chunks[0]
-        self.pipeline, self.prompts = pipeline, prompts
+        self.pipeline, self.prompts, self.seeds = pipeline, prompts, seeds
         self.config, self.options = first.config, first.options
         self.device = next(first.parameters()).device
         groups = self.groups = self.options.pg_collection
@@ -161,26 +167,38 @@ class _Rows:
         self.vocab_size = self.config.vocab_size
         self.draws = groups.speaks_for_tokens and groups.rank("dp_cp") == 0
         self.start, self.end = 0, max(map(len, prompts))
+        self.most = self.end + num_new  # columns
+        self.pads = [self.end - len(prompt) for prompt in prompts]
+        padded = [[*[0] * pad, *prompt] for pad, prompt in zip(self.pads, prompts, strict=True)]
+        self.tokens = torch.tensor(padded, device=self.device)  # [B, room]
+        splits = groups.size("cp") > 1 or self.options.sequence_parallel
+        self.caches = None if splits else {chunk: chunk.new_caches(self.end) for chunk in pipeline.chunks}
+        self._make_room(min(self.end + _FIRST_ROOM, self.most))
+
+    def _make_room(self, columns: int) -> None:
+        """Takes memory for at least so many ``columns``."""
+        B, groups, drawn = len(self.prompts), self.groups, self.tokens[:, : self.end]
         cp, tp = groups.size("cp"), groups.size("tp")
         multiple = lcm(2 * cp if cp > 1 else 1, cp * tp if self.options.sequence_parallel else 1)
-        S = -(-(self.end + num_new) // multiple) * multiple
-        pads = [self.end - len(prompt) for prompt in prompts]
-        padded = [[*[0] * pad, *prompt, *[0] * (S - self.end)] for pad, prompt in zip(pads, prompts, strict=True)]
-        self.tokens = torch.tensor(padded, device=self.device)  # [B, S]
+        self.room = S = -(-columns // multiple) * multiple
+        self.tokens = nn.functional.pad(drawn, (0, S - self.end))  # [B, S]
         self.documents: PackedSeqParams | None = None
-        if any(pads):
-            lengths = [[pad, S - pad] if pad else [S] for pad in pads]
+        if any(self.pads):
+            lengths = [[pad, S - pad] if pad else [S] for pad in self.pads]
             self.documents = PackedSeqParams.from_lengths(lengths).to(self.device)
-        positions = torch.arange(S).expand(len(prompts), S) - torch.tensor(pads).unsqueeze(1)
-        longest = _num_positions(first)
+        positions = torch.arange(S).expand(B, S) - torch.tensor(self.pads).unsqueeze(1)
+        longest = _num_positions(self.pipeline.chunks[0])
         self.positions = positions.clamp(0, S if longest is None else longest - 1).to(self.device)  # [B, S]
         self.mine = (torch.arange(S) if cp == 1 else zigzag_positions(S, cp, groups.rank("cp"))).to(self.device)
-        splits = cp > 1 or self.options.sequence_parallel
-        self.caches = None if splits else {chunk: chunk.new_caches(S) for chunk in pipeline.chunks}
+        # of the tokens that columns [end, S) will get; a column's position in its text is one more than the one before
+        self.numbers = uniform_numbers(self.seeds, self.positions[:, self.end - 1 : -1] + 1)  # [B, S - end]
+        self.first_number = self.end
+        for cache in (cache for caches in (self.caches or {}).values() for cache in caches.values()):
+            cache.grow(S)
 
-    def new_positions(self) -> Tensor:
-        """int64 [B, n]: those in their texts of the tokens that will be drawn."""
-        return self.positions[:, self.end - 1 : -1] + 1
+    def uniform(self) -> Tensor:
+        """float64 [B]: the numbers that draw the next token of each row."""
+        return self.numbers[:, self.end - self.first_number]
 
     def seen(self) -> Tensor:
         """bool [B, V]: the tokens of each prompt."""
@@ -219,6 +237,8 @@ class _Rows:
         """Adds a token [B] to each row."""
         self.tokens[:, self.end] = drawn
         self.start, self.end = self.end, self.end + 1
+        if self.end == self.room < self.most:
+            self._make_room(min(2 * self.room, self.most))
 
     def _newest(self, model: GPTModel, hidden: Tensor | None) -> Tensor:
         """What ``model`` gives for the newest tokens: logits of the last one, [B, 1, V], or [S, B, H]."""

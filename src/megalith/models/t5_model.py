@@ -207,10 +207,6 @@ class T5Model(LanguageModel):
                 counted.append(stack.position_bias.weight)
         return [weight for weight in self.shared_weights() if all(weight is not each for each in counted)]
 
-    def recomputable(self) -> Mapping[str, list[nn.Module]]:
-        """As ``ModelModule``; cross attention has a name in the encoder's stages, too, which have none of it."""
-        return {"cross_attn": [], **super().recomputable()}
-
     def new_caches(self, capacity: int) -> dict[int, KVCache]:
         """An empty cache for each of the decoder's layers of this stage, by its index in the decoder.
 

@@ -17,7 +17,8 @@ max_violation (the greatest load of an expert divided by the mean, less 1), entr
 dead_experts (chosen by no token), each of the layer where it is worst, each balance loss by name (without its weight,
 the mean over layers), bias_range (the widest), and ``layers``, which has the same of each layer: [{"layer",
 "max_violation", "entropy", "dead_experts", "losses": {name: value or null}, "bias_range" or null, "load"}, ...].
-``load`` is of each expert relative to the mean, where there are more than 64 experts of 64 ranges of neighbours.
+``load`` is of each expert relative to the mean. Where there are more than 64 experts, it is the mean of each of 64
+ranges of neighbours, and ``least`` is the least load in each range, 0 where an expert is dead.
 
 JSON has no NaN. A number that is not finite stands as null, and ``nonfinite`` beside it says what it was:
 ``{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}``. ``read_metrics`` puts the numbers back.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from megalith import optional
 
@@ -31,6 +31,14 @@ class _Tracker(Protocol):
     def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
     def log_texts(self, step: int, texts: Sequence[Mapping[str, str]]) -> None: ...
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class _DrawsHistograms(Protocol):
+    """MLflow has none."""
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Sequence[float]]) -> None:
+        """Each by name: how much is in bin 0, 1, ..., which are 1 wide."""
 
 
 class Trackers:
@@ -52,11 +60,18 @@ class Trackers:
                 self._open[name] = TRACKERS[name](run_folder, resumed_step, settings)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """The numbers of ``record``, those of nested fields as ``time/forward-backward``, and its samples of text."""
-        scalars = dict(_scalars(record))
+        """The numbers of ``record``, those of nested fields as ``time/forward-backward``, and its samples of text.
+
+        Layers of experts are nested by their numbers, ``experts/layer-3/max_violation``. ``experts/layer-3/load`` is a
+        histogram, where the dashboard has any: of the experts that tokens chose.
+        """
+        named = dict(_flat(_by_layer(record), "/"))
+        scalars, histograms = dict(_scalars(named)), dict(_histograms(named))
         for name, tracker in list(self._open.items()):
             with self._side_product(name):
                 tracker.log(record["step"], scalars)
+                if histograms and isinstance(tracker, _DrawsHistograms):
+                    tracker.log_histograms(record["step"], histograms)
                 if texts := record.get("samples"):
                     tracker.log_texts(record["step"], texts)
 
@@ -97,6 +112,20 @@ class _TensorBoard:
             # Markdown takes indented lines as they stand
             self._writer.add_text(f"samples/{number}", "\n".join("    " + line for line in lines), step)
 
+    def log_histograms(self, step: int, histograms: Mapping[str, Sequence[float]]) -> None:
+        for name, counts in histograms.items():
+            self._writer.add_histogram_raw(
+                name,
+                min=0.0,
+                max=float(len(counts)),
+                num=sum(counts),
+                sum=sum((number + 0.5) * count for number, count in enumerate(counts)),
+                sum_squares=sum((number + 0.5) ** 2 * count for number, count in enumerate(counts)),
+                bucket_limits=[number + 1.0 for number in range(len(counts))],
+                bucket_counts=list(counts),
+                global_step=step,
+            )
+
     def close(self) -> None:
         self._writer.close()
 
@@ -108,7 +137,7 @@ class _WeightsAndBiases:
         wandb = optional.need("wandb")
         (run_folder / "wandb").mkdir(parents=True, exist_ok=True)
         name = run_folder.resolve().name
-        self._table = wandb.Table
+        self._table, self._histogram = wandb.Table, wandb.Histogram
         self._run = wandb.init(
             mode="offline",
             dir=str(run_folder),
@@ -128,6 +157,13 @@ class _WeightsAndBiases:
     def log_texts(self, step: int, texts: Sequence[Mapping[str, str]]) -> None:
         rows = [[sample["prompt"], sample["text"]] for sample in texts]
         self._run.log({"samples": self._table(columns=["prompt", "text"], data=rows)}, step=step)
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Sequence[float]]) -> None:
+        drawn = {
+            name: self._histogram(np_histogram=(list(counts), list(range(len(counts) + 1))))
+            for name, counts in histograms.items()
+        }
+        self._run.log(drawn, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -171,11 +207,30 @@ TRACKERS: Mapping[str, Callable[[Path, int, Mapping[str, Any]], _Tracker]] = Map
 )
 
 
-def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of ``record`` but its step."""
-    for name, value in _flat(record, "/"):
+def _scalars(named: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a record, by their full names, but its step."""
+    for name, value in named.items():
         if isinstance(value, (int, float)) and name != "step":
             yield name, value
+
+
+def _histograms(named: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[float]]]:
+    """The lists of numbers of a record, by their full names, that are loads of a layer's experts."""
+    for name, value in named.items():
+        if name.startswith("experts/") and name.endswith("/load"):
+            yield name, value
+
+
+def _by_layer(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``record``, in which the list of a mixture of experts' layers is a mapping by their numbers."""
+    if "experts" not in record:
+        return record
+    experts = {name: value for name, value in record["experts"].items() if name != "layers"}
+    layers = {
+        f"layer-{layer['layer']}": {name: value for name, value in layer.items() if name != "layer"}
+        for layer in record["experts"]["layers"]
+    }
+    return {**record, "experts": {**experts, **layers}}
 
 
 def _flat(tree: Mapping[str, Any], between: str = ".", inside: str = "") -> Iterator[tuple[str, Any]]:

@@ -19,7 +19,7 @@ from megalith.parallel.pipeline.schedules import placement_of
 from megalith.parallel.pipeline.split_product import SplitProduct
 from megalith.parallel.pipeline.stages import balanced_stages, listed_stages
 from megalith.parallel.sharding.fsdp import shard_model
-from megalith.topology.agreement import agreed, all_gather
+from megalith.topology.agreement import agreed, all_gather, everywhere
 from megalith.topology.rank_groups import ParallelState
 from megalith.torch_compat import compile_layers_, new_group
 from megalith.training.tasks.task import AnyTask, Task
@@ -51,15 +51,18 @@ def build_pipeline(
         ConfigError: the model of ``task`` cannot be cut into the stages that are wanted.
     """
     placement, rank = placement_of_run(config), state.rank("pp")
-    if placement.num_stages == 1:
-        return Pipeline([_build_model(config, task, options, device, None)])
     with agreed():  # the links are opened by all ranks or none
-        stages = stages_of(config, task)
-        chunks = [
-            _build_model(config, task, options, device, stages[placement.stage(rank, chunk)])
-            for chunk in range(placement.num_chunks)
-        ]
-    _require_names_of_their_own(chunks, [placement.stage(rank, chunk) for chunk in range(len(chunks))], options)
+        stages = [None] if placement.num_stages == 1 else stages_of(config, task)
+        held = [placement.stage(rank, chunk) for chunk in range(placement.num_chunks)]
+        chunks = [_on_meta(task, options, stages[number]) for number in held]
+    if placement.num_stages > 1:
+        _require_names_of_their_own(chunks, held, options)
+    _require_recomputed_modules(config, chunks, options)
+    with agreed():
+        for chunk in chunks:
+            _make_real_(chunk, config, options, device, whole=placement.num_stages == 1)
+    if placement.num_stages == 1:
+        return Pipeline(chunks)
     ranks = state.ranks("pp")
     shared, copies = _shared_weights(chunks, ranks, options)
     links = open_links(placement, rank, ranks, task.hidden_dtype(DTYPES[config.precision.dtype]), device)
@@ -88,12 +91,19 @@ def stages_of(config: RunConfig, task: AnyTask) -> list[Stage]:
     ]
 
 
-def _build_model(
-    config: RunConfig, task: AnyTask, options: BuildOptions, device: torch.device, stage: Stage | None
-) -> ModelModule:
-    """A stage on meta; recomputation, compilation and sharding applied to it; and then its memory and weights."""
+def _on_meta(task: AnyTask, options: BuildOptions, stage: Stage | None) -> ModelModule:
+    """A stage of the model, None: all of it, that takes no memory yet."""
     with torch.device("meta"):
-        model = task.build_model(options) if stage is None else task.build_model(options, stage)
+        return task.build_model(options) if stage is None else task.build_model(options, stage)
+
+
+def _make_real_(
+    model: ModelModule, config: RunConfig, options: BuildOptions, device: torch.device, *, whole: bool
+) -> None:
+    """Recomputation, compilation and sharding applied to a model on meta; and then its memory and weights.
+
+    ``whole``: it has all stages.
+    """
     if config.train.recompute == "full":
         recompute_modules_(model.layers())
     elif config.train.recompute == "selective":
@@ -108,10 +118,9 @@ def _build_model(
         compute_dtype=DTYPES[config.precision.dtype],
         param_dtype=options.dtype,
         # a stage's weights are needed again soon, for the next micro-batch
-        reshard_after_forward=stage is None and options.pg_collection.data_mesh("dense").size(-1) > 1,
+        reshard_after_forward=whole and options.pg_collection.data_mesh("dense").size(-1) > 1,
     )
     model.materialize(device, config.train.seed)
-    return model
 
 
 def _require_names_of_their_own(chunks: Sequence[ModelModule], stages: Sequence[int], options: BuildOptions) -> None:
@@ -164,15 +173,29 @@ def _shared_weights(
     return shared, copies
 
 
-def _recompute_named_(model: ModelModule, names: Sequence[str]) -> None:
-    """Makes backward compute the operations ``names`` of every layer again. Raises ConfigError for one it has not."""
-    named = model.recomputable()
-    if missing := [name for name in names if name not in named]:
-        raise ConfigError(
-            f"train.recompute_modules names {', '.join(missing)}, and this {type(model).__name__} has none; "
-            f"use {', '.join(named) or 'train.recompute=full or none'}"
+def _require_recomputed_modules(config: RunConfig, chunks: Sequence[ModelModule], options: BuildOptions) -> None:
+    """Raises ConfigError for a name of ``train.recompute_modules`` that no stage of the model has.
+
+    All ranks call it; names travel over pp, because a stage may lack what another has, such as layers with experts.
+    """
+    if config.train.recompute != "selective":
+        return
+    here, pp_group = [name for chunk in chunks for name in chunk.recomputable()], options.pg_collection.pp
+    gathered = [here] if pp_group is None else all_gather(here, pp_group)
+    named = list(dict.fromkeys(name for of_rank in gathered for name in of_rank))
+    if missing := [name for name in config.train.recompute_modules if name not in named]:
+        raise everywhere(
+            ConfigError(
+                f"train.recompute_modules names {', '.join(missing)}, and this {type(chunks[0]).__name__} has none; "
+                f"use {', '.join(named) or 'train.recompute=full or none'}"
+            )
         )
-    modules = {module for name in names for module in named[name]}
+
+
+def _recompute_named_(model: ModelModule, names: Sequence[str]) -> None:
+    """Makes backward compute the operations ``names`` of every layer that has them again."""
+    named = model.recomputable()
+    modules = {module for name in names for module in named.get(name, ())}
     recompute_modules_(module for module in modules if not isinstance(module, DiscardableOutput))
     for layer in model.layers():
         if outputs := [each for each in layer.modules() if isinstance(each, DiscardableOutput) and each in modules]:

@@ -1,15 +1,26 @@
 """How even the loads of experts are: the numbers of a step's record, and an alarm where routing collapses.
 
 Routing has collapsed where nearly all tokens go to the same experts. The others get no gradient then, and do not come
-back by themselves.
+back by themselves. Of T tokens a share f_e chooses expert e, with K experts each: 0 <= f_e <= 1, their sum is K.
+
+    collapsed   exp(H) < K + (E - K) / 8, where H = - sum of (f_e / K) log(f_e / K)
+                m experts that share the tokens evenly have exp(H) = m, so exp(H) is how many are as good as in use: K
+                at least, where the same K have all tokens, and E where even. Or more than half have no token at all
+    hot         f_max is within a tenth of 1, from K / E on: the max violation, f_max E / K - 1, within a tenth of its
+                greatest, E / K - 1
+
+Max violation is no sign of a collapse: f_max is 1 where one expert is in the choice of every token, however even the
+other K - 1 choices are. For K = 2 of E = 8 that leaves exp(H) = 5.3. Such an expert costs time, because the ranks of
+expert parallelism wait for it, and hides nothing from the others; it has a warning of its own.
 """
 
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,7 +31,7 @@ from megalith.training.routing import RoutingTotals
 from megalith.training.run import Run
 from megalith.transformer.moe.balance import LoadMetrics, load_metrics
 
-__all__ = ["CollapseAlarm", "experts_record", "sign_of_collapse"]
+__all__ = ["CollapseAlarm", "Sign", "experts_record", "sign_of_imbalance"]
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +40,8 @@ _PATIENCE = 5  # steps in a row: a rare batch is no collapse, and gradients of f
 _NEAR = 0.9  # of the greatest max violation
 _EFFECTIVE_SHARE = 0.125  # of the experts besides the K that a token needs
 _FEWEST_CHOICES = 8  # for each expert: fewer leave some experts without a token by chance
+# of f = K / E in T tokens the standard deviation is that of a binomial: so many of them lie between it and 1
+_FEWEST_DEVIATIONS = 6
 
 
 def experts_record(totals: RoutingTotals) -> dict[str, Any]:
@@ -46,51 +59,70 @@ def experts_record(totals: RoutingTotals) -> dict[str, Any]:
     }
 
 
+class Sign(NamedTuple):
+    """What shows, in numbers, that routing has collapsed, or that one expert is hot."""
+
+    kind: Literal["collapsed", "hot"]
+    numbers: str
+
+
 class CollapseAlarm(Callback):
-    """Warns, once for each layer, where routing has been collapsed for five steps in a row; on rank 0."""
+    """Warns, once for each layer and kind, where loads have shown the same sign for five steps in a row; on rank 0."""
 
     def __init__(self) -> None:
-        self.steps_in_a_row: Counter[int] = Counter()
-        self.warned: set[int] = set()
+        self.steps_in_a_row: Counter[tuple[int, str]] = Counter()
+        self.warned: set[tuple[int, str]] = set()
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:
         if dist.get_rank() != 0:
             return
-        found = {}
+        steps_in_a_row: Counter[tuple[int, str]] = Counter()
+        found: dict[str, list[str]] = {}
         for layer, load in finished.result.routing.loads.items():
-            sign = sign_of_collapse(load, run.task.routed_layers[layer])
-            self.steps_in_a_row[layer] = self.steps_in_a_row[layer] + 1 if sign else 0
-            if sign and self.steps_in_a_row[layer] >= _PATIENCE and layer not in self.warned:
-                found[layer] = sign
-        self.warned |= found.keys()
-        if found:
-            log.warning("%s", _warning(run.state.step, found))
+            if (sign := sign_of_imbalance(load, run.task.routed_layers[layer])) is None:
+                continue
+            key = layer, sign.kind
+            steps_in_a_row[key] = self.steps_in_a_row[key] + 1
+            if steps_in_a_row[key] >= _PATIENCE and key not in self.warned:
+                self.warned.add(key)
+                found.setdefault(sign.kind, []).append(f"layer {layer}: {sign.numbers}")
+        self.steps_in_a_row = steps_in_a_row
+        for kind, layers in found.items():
+            log.warning("step %d: %s", run.state.step, _WARNINGS[kind] % (_PATIENCE, "; ".join(layers)))
 
 
-def sign_of_collapse(load: Tensor, moe: MoEConfig) -> str | None:
-    """What shows that the routing of a layer with this ``load`` [E] has collapsed, in numbers; None if nothing does."""
-    E, K = moe.num_experts, moe.top_k
-    if int(load.sum()) < _FEWEST_CHOICES * E or E == K:
+def sign_of_imbalance(load: Tensor, moe: MoEConfig) -> Sign | None:
+    """What the ``load`` [E] of a layer shows, by the rules above; None if nothing, or if there are too few tokens."""
+    E, K, num_choices = moe.num_experts, moe.top_k, int(load.sum())
+    if num_choices < _FEWEST_CHOICES * E or num_choices * (E - K) < (_FEWEST_DEVIATIONS * K) ** 2:
         return None
     metrics = load_metrics(load)
-    if metrics.max_violation >= _NEAR * (E / K - 1):
-        return f"max violation {metrics.max_violation:.2f}, where {E / K - 1:.2f} is the greatest possible"
-    if 2 * metrics.dead_experts > E:
-        return f"{metrics.dead_experts} of {E} experts were chosen by no token"
     if (effective := math.exp(metrics.entropy)) < K + _EFFECTIVE_SHARE * (E - K):
-        return f"entropy {metrics.entropy:.2f}, as if {effective:.1f} of {E} experts were in use"
+        return Sign("collapsed", f"entropy {metrics.entropy:.2f}, as if {effective:.1f} of {E} experts were in use")
+    if 2 * metrics.dead_experts > E:
+        return Sign("collapsed", f"{metrics.dead_experts} of {E} experts were chosen by no token")
+    if metrics.max_violation >= _NEAR * (E / K - 1):
+        share = f"{(metrics.max_violation + 1) * K / E:.0%} of the tokens chose expert {int(load.argmax())}"
+        if K == 1:  # there are no other choices
+            return Sign("collapsed", share)
+        return Sign(
+            "hot", f"{share}, and with the other choices it is as if {effective:.1f} of {E} experts were in use"
+        )
     return None
 
 
-def _warning(step: int, found: dict[int, str]) -> str:
-    where = "; ".join(f"layer {layer}: {sign}" for layer, sign in found.items())
-    return (
-        f"step {step}: the routing has collapsed, for {_PATIENCE} steps now: {where}. Experts that get no token learn "
-        "nothing and rarely come back: stop, go back to an earlier checkpoint, and raise "
-        "model.moe.router.sequence_balance (such as 0.01) or, with sigmoid scores, set "
-        "model.moe.router.expert_bias_update_rate (such as 0.001); if logits grow, set model.moe.router.z_loss "
-        "(such as 0.001) or lower optim.lr"
-    )
+_WARNINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "collapsed": "the routing has collapsed, for %d steps now: %s. Experts that get no token learn nothing and "
+        "rarely come back: stop, go back to an earlier checkpoint, and raise model.moe.router.sequence_balance (such "
+        "as 0.01) or, with sigmoid scores, set model.moe.router.expert_bias_update_rate (such as 0.001); if logits "
+        "grow, set model.moe.router.z_loss (such as 0.001) or lower optim.lr",
+        "hot": "an expert is in the choice of nearly every token, for %d steps now: %s. The routing has not "
+        "collapsed, but ranks of parallel.expert wait for that expert: raise model.moe.router.sequence_balance (such "
+        "as 0.01) or, with sigmoid scores, set model.moe.router.expert_bias_update_rate (such as 0.001); where every "
+        "token should have an expert in common, set model.moe.shared_ffn_hidden_size",
+    }
+)
 
 
 def _of_layer(layer: int, load: Tensor, totals: RoutingTotals) -> dict[str, Any]:
@@ -104,14 +136,17 @@ def _of_layer(layer: int, load: Tensor, totals: RoutingTotals) -> dict[str, Any]
         # a record's own fields may be NaN, those of lists may not
         "losses": {name: value if math.isfinite(value) else None for name, value in losses.items()},
         "bias_range": totals.bias_ranges.get(layer),
-        "load": _relative(load.tolist()),
+        **_relative(load.tolist()),
     }
 
 
-def _relative(load: Sequence[int]) -> list[float]:
-    """``load`` divided by its mean, of at most 64 ranges of experts, as even as they can be, the mean of each."""
+def _relative(load: Sequence[int]) -> dict[str, list[float]]:
+    """``load`` divided by its mean; of more than 64 experts, of 64 ranges of neighbours the mean and the ``least``."""
     E, mean = len(load), max(sum(load), 1) / len(load)
     num_ranges = min(E, _MOST_LOADS)
     borders = [E * number // num_ranges for number in range(num_ranges + 1)]
     ranges = [load[first:after] for first, after in pairwise(borders)]
-    return [round(sum(each) / (len(each) * mean), 3) for each in ranges]
+    found = {"load": [round(sum(each) / (len(each) * mean), 3) for each in ranges]}
+    if num_ranges < E:
+        found["least"] = [round(min(each) / mean, 3) for each in ranges]
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from megalith.config import RunConfig, valid_setting
+from megalith.config import RunConfig, TransformerConfig, valid_setting
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.samples import SizedSamples
 from megalith.data.token_ids import check_dataset
@@ -33,7 +33,14 @@ from megalith.training.tasks.task import AnyTask
 from megalith.training.tasks.weights import load_weights
 from megalith.transformer.module import ModelModule
 
-__all__ = ["CheckpointLoss", "TrainedModel", "evaluate_checkpoint", "load_into_", "load_model"]
+__all__ = [
+    "CheckpointLoss",
+    "TrainedModel",
+    "evaluate_checkpoint",
+    "load_into_",
+    "load_model",
+    "say_what_experts_drop",
+]
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +159,7 @@ def evaluate_checkpoint(
             way_out = "name other data with --data PREFIX"
             raise DataError(f"{valid_setting(name)} of {source}: {error}; {way_out}") from error
     trained = load_model(checkpoint, task)
+    say_what_experts_drop(config.model, f"the {config.train.micro_batch_size} samples of a micro-batch")
     sizes = [len(each) if max_samples is None else min(max_samples, len(each)) for each in held_out.values()]
     losses = []
     for number, (name, prefix) in enumerate(prefixes.items()):
@@ -169,12 +177,20 @@ def evaluate_checkpoint(
             raise DataError(
                 f"{prefix}: no token that was read has a loss, so that there is nothing to measure; use more text"
             )
-        losses.append(
-            CheckpointLoss(
-                name, prefix, found.loss, found.num_tokens, trained.step, found.means, found.counted, found.classes
-            )
-        )
+        numbers = found.loss, found.num_tokens, trained.step, found.means
+        losses.append(CheckpointLoss(name, prefix, *numbers, found.counted, found.classes))
     return losses
+
+
+def say_what_experts_drop(model: TransformerConfig, together: str) -> None:
+    """Logs a line where experts have a capacity, which evaluation keeps; ``together``: what goes through at a time."""
+    if model.moe is not None and model.moe.capacity is not None:
+        log.info(
+            "experts drop tokens past their capacity here as in training (model.moe.capacity.factor=%s): the result "
+            "depends on %s, which compete for room",
+            model.moe.capacity.factor,
+            together,
+        )
 
 
 def _progress_of_part(progress: Callable[[int, int], None], before: int, total: int, done: int, _: int) -> None:

@@ -1,16 +1,44 @@
 """What a run has left in its folder, found from the folder or from one of its checkpoints."""
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
 
 from megalith.checkpoint.folders import find_checkpoint
+from megalith.data.companions import read_companions
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, DataError, MissingFileError
-from megalith.storage import MANIFEST, LocalStore, Store
+from megalith.storage import MANIFEST, LocalStore, Store, explained, write_json_atomic
 
-__all__ = ["EOD_FILE", "KEPT_TOKENIZER", "kept_eod", "kept_tokenizer", "newest_checkpoint", "run_of"]
+__all__ = [
+    "EOD_FILE",
+    "KEPT_TOKENIZER",
+    "Marks",
+    "keep",
+    "kept_companions",
+    "kept_marks",
+    "kept_tokenizer",
+    "newest_checkpoint",
+    "run_of",
+]
 
 KEPT_TOKENIZER = "tokenizer.json"
 EOD_FILE = "eod.json"
+_COMPANIONS = "huggingface"
+
+
+class Marks(NamedTuple):
+    """What a tokenizer.json does not say: ids of the tokens that end a document, begin a text, and end a text."""
+
+    eod: int | None = None
+    begin: tuple[int, ...] | None = None
+    ends: tuple[int, ...] = ()
+
+    def load(self, path: str | Path) -> Tokenizer:
+        """The tokenizer in the file ``path``, with these. Raises DataError."""
+        tokenizer = Tokenizer.load(path, self.eod, ends=self.ends)
+        return tokenizer if self.begin is None else tokenizer.framed(begin=self.begin)
 
 
 def newest_checkpoint(source: Store) -> Store:
@@ -40,19 +68,50 @@ def kept_tokenizer(folder: Store) -> Tokenizer | None:
         content = folder.read(KEPT_TOKENIZER)
     except MissingFileError:
         return None
-    return Tokenizer(content, kept_eod(folder), f"{folder}/{KEPT_TOKENIZER}")
+    marks = kept_marks(folder)
+    return Tokenizer(content, marks.eod, f"{folder}/{KEPT_TOKENIZER}", begin=marks.begin, ends=marks.ends)
 
 
-def kept_eod(folder: Store) -> int | None:
-    """The id of the token that ends a document; None if the run keeps none. Raises DataError if it is damaged."""
+def kept_marks(folder: Store) -> Marks:
+    """Those that the run in ``folder`` keeps. Raises DataError if they are damaged.
+
+    Earlier versions kept ``id`` alone, and trained on documents that no token begins.
+    """
     try:
         kept = json.loads(folder.read(EOD_FILE))
     except MissingFileError:
-        return None
+        return Marks()
     except ValueError:
         kept = None
-    if not isinstance(kept, dict) or type(kept.get("id")) is not int:
+    fields = kept if isinstance(kept, dict) else {}
+    eod, begin, ends = fields.get("id"), fields.get("begin", []), fields.get("ends", [])
+    if type(eod) is not int or not _are_ids(begin) or not _are_ids(ends):
         raise DataError(
-            f'{folder / EOD_FILE} must hold {{"id": number}}; delete it, and the usual names are looked for'
+            f'{folder / EOD_FILE} must hold {{"id": number, "begin": [numbers], "ends": [numbers]}}; delete it, and '
+            "the usual names are looked for"
         )
-    return int(kept["id"])
+    return Marks(eod, tuple(begin), tuple(ends))
+
+
+def kept_companions(folder: Store) -> dict[str, bytes]:
+    """What the run keeps of the folder of Hugging Face that it began from. Raises as ``read_companions``."""
+    return read_companions(folder / _COMPANIONS)
+
+
+def keep(folder: Path, tokenizer: Tokenizer, companions: Mapping[str, bytes]) -> None:
+    """Writes ``tokenizer``, its marks and what stood beside it into the run's ``folder``. Raises StorageError."""
+    marks = {"id": tokenizer.eod, "begin": tokenizer.begin, "ends": tokenizer.ends}
+    write_json_atomic(folder / EOD_FILE, marks)
+    beside = LocalStore(folder / _COMPANIONS)
+    if companions:
+        with explained("write", beside.path):
+            beside.path.mkdir(parents=True, exist_ok=True)
+    for name, content in companions.items():
+        beside.put(name, content)
+    for name in set(beside.names()) - companions.keys():  # those of an earlier run that was never saved
+        beside.remove(name)
+    tokenizer.save(folder / KEPT_TOKENIZER)
+
+
+def _are_ids(given: object) -> bool:
+    return isinstance(given, list) and all(type(id) is int and 0 <= id < 2**31 for id in given)

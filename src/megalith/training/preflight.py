@@ -22,7 +22,7 @@ from megalith.parallel.pipeline.validate import validate
 from megalith.recipe_files import recipe_names
 from megalith.storage import MANIFEST, Store, child, explained, open_store, record_of
 from megalith.training.continuity import changed
-from megalith.training.kept import KEPT_TOKENIZER, run_of
+from megalith.training.kept import KEPT_TOKENIZER, kept_tokenizer, run_of
 from megalith.training.process_group import choose_device
 from megalith.training.prompts import encode_prompts
 from megalith.training.tasks.weights import described_at
@@ -85,14 +85,22 @@ def preflight(source: str | Mapping[str, Any], overrides: Sequence[str], world_s
 def load_tokenizer(config: RunConfig) -> Tokenizer:
     """The tokenizer of a run: ``data.tokenizer``, or the one named beside its training data.
 
-    Where the latter cannot be read any more, the run's own copy of it is taken.
+    Where the latter cannot be read any more, the run's own copy of it is taken. Its texts begin as the documents of the
+    training data do: with the tokens that the tokenizer puts in front of a text, or without.
 
     Raises:
         DataError: neither names one, or it cannot be read.
     """
     if config.data.train is None:
         raise DataError("the run names no data that would name its tokenizer")
-    sidecar = IndexedDataset(config.data.train).sidecar
+    train = IndexedDataset(config.data.train)
+    tokenizer = _tokenizer_of(config, train)
+    return tokenizer if tokenizer.begins(train.tokens[: len(tokenizer.begin)].tolist()) else tokenizer.framed(begin=())
+
+
+def _tokenizer_of(config: RunConfig, train: IndexedDataset) -> Tokenizer:
+    """``load_tokenizer`` whatever the documents begin with."""
+    sidecar = train.sidecar
     eod = None if sidecar is None else sidecar.eod  # a tokenizer may end documents with an unusual token
     kept = Path(config.run) / KEPT_TOKENIZER
     if config.data.tokenizer is not None:
@@ -104,10 +112,10 @@ def load_tokenizer(config: RunConfig) -> Tokenizer:
             raise DataError(f"{error}; the run keeps its own: data.tokenizer={kept}") from error
     if sidecar is None or sidecar.tokenizer is None:
         raise DataError(
-            f"{config.data.train} does not say which tokenizer made it; give data.tokenizer=PATH of a tokenizer.json"
+            f"{train.prefix} does not say which tokenizer made it; give data.tokenizer=PATH of a tokenizer.json"
         )
     try:
-        return Tokenizer.beside(config.data.train, sidecar.tokenizer, eod)
+        return Tokenizer.beside(train.prefix, sidecar.tokenizer, eod)
     except DataError:
         if kept.exists() and (own := Tokenizer.load(kept, eod)).sha256 == sidecar.tokenizer_sha256:
             return own
@@ -247,6 +255,16 @@ def _check_origin_tokenizer(config: RunConfig, keeper: Store) -> Iterator[str]:
         yield (
             f"{dataset.prefix} was made with another tokenizer than the model of {keeper}, {kept}; prepare the "
             f"text with that one: megalith data prepare FILES... --out PREFIX --tokenizer {kept}"
+        )
+    elif (
+        config.model.kind == "gpt"
+        and (tokenizer := kept_tokenizer(keeper)) is not None
+        and not tokenizer.begins(dataset.tokens[: len(tokenizer.begin)].tolist())
+    ):
+        begin = tokenizer.decode(tokenizer.begin)
+        _say(
+            f"the model of {keeper} begins every text with {begin!r}, and the documents of {dataset.prefix} do not; "
+            "prepare the text again with megalith data prepare, without --no-bos"
         )
 
 

@@ -15,8 +15,8 @@ def encode_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[list[int]]:
     generation, positions = config.train.generation, config.model.max_position_embeddings
     encoded = []
     for prompt in generation.prompts if generation is not None else ():
-        tokens = tokenizer.encode(prompt)
-        if not tokens:
+        [tokens] = tokenizer.encode_prompts([prompt])
+        if len(tokens) == len(tokenizer.begin):
             raise ConfigError(f"the prompt {prompt!r:.60} has no tokens in {tokenizer.name}; leave it out")
         if positions is not None and len(tokens) >= positions:
             raise ConfigError(

@@ -2,7 +2,8 @@
 
 config.yaml        the resolved settings, every path absolute
 tokenizer.json     the tokenizer of the training data, byte for byte, if it is known
-eod.json           {"id"}: the token that ends a document, which a tokenizer.json does not say
+huggingface/       what stood beside the tokenizer in the folder of Hugging Face that the model comes from
+eod.json           {"id", "begin", "ends"}: tokens that end a document, begin a text, and end a text
 """
 
 from pathlib import Path
@@ -12,11 +13,20 @@ from megalith.config.yaml_text import MOST_BYTES, read_yaml
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.storage import LocalStore, Store, explained, open_store
-from megalith.storage.atomic import write_json_atomic, write_text_atomic
+from megalith.storage.atomic import write_text_atomic
 from megalith.training.continuity import with_absolute_paths
-from megalith.training.kept import EOD_FILE, KEPT_TOKENIZER, kept_eod, kept_tokenizer, newest_checkpoint, run_of
+from megalith.training.kept import (
+    EOD_FILE,
+    KEPT_TOKENIZER,
+    keep,
+    kept_marks,
+    kept_tokenizer,
+    newest_checkpoint,
+    run_of,
+)
 from megalith.training.preflight import load_tokenizer
 from megalith.training.run import Run
+from megalith.training.tasks.tokens_of_origin import with_those_of_origin
 
 __all__ = ["find_tokenizer", "keep_settings", "keep_tokenizer", "open_run", "read_config"]
 
@@ -30,8 +40,8 @@ def keep_tokenizer(run: Run) -> None:
     """Writes the tokenizer of ``run``, which is new or has been resumed, on one rank. Raises StorageError."""
     tokenizer = _training_tokenizer(run)
     if tokenizer is not None:
-        write_json_atomic(run.folder / EOD_FILE, {"id": tokenizer.eod})
-        tokenizer.save(run.folder / KEPT_TOKENIZER)
+        tokenizer, companions = with_those_of_origin(tokenizer, run.folder, run.config.load)
+        keep(run.folder, tokenizer, companions)
         return
     for name in (KEPT_TOKENIZER, EOD_FILE):  # those of an earlier run that was never saved
         with explained("remove", run.folder / name):
@@ -81,7 +91,7 @@ def find_tokenizer(
     """
     kept = kept_tokenizer(folder)
     if given is not None:
-        tokenizer = Tokenizer.load(given, kept_eod(folder) if eod is None else eod)
+        tokenizer = kept_marks(folder).load(given) if eod is None else Tokenizer.load(given, eod)
         if kept is not None and kept.sha256 != tokenizer.sha256:
             raise DataError(
                 f"{given} is not the tokenizer that {folder} was trained with, which it keeps as {KEPT_TOKENIZER}; "

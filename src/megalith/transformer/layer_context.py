@@ -21,8 +21,9 @@ class KVCache:
 
     Keys and values, [S, B, max(G/tp, 1), D] each; of latent attention, the latents that they are made from.
 
-    It is never moved: a token costs its own bytes, and not a copy of all before it. In memory the keys of a head follow
-    each other, as attention reads them; a token of all rows and heads is written once and read in every later step.
+    Only ``grow`` and ``repeat_rows_`` move it: a token costs its own bytes, and not a copy of all before it. In memory
+    the keys of a head follow each other, as attention reads them; a token of all rows and heads is written once and
+    read in every later step.
 
     Attributes:
         held: tensors [capacity, B, heads, D], views of [B, heads, capacity, D]; allocated at the first ``append``, none
@@ -46,12 +47,18 @@ class KVCache:
         if end > self.capacity:
             raise ShapeError(f"the cache has room for {self.capacity} tokens, and these make {end}; make it larger")
         if not self.held:
-            shapes = [(B, heads, self.capacity, D) for _, B, heads, D in (x.shape for x in newest)]
-            self.held = tuple(newest[0].new_empty(shape).permute(2, 0, 1, 3) for shape in shapes)
+            self.held = tuple(map(self._room_for, newest))
         for whole, x in zip(self.held, newest, strict=True):
             whole[start:end] = x
         self.num_tokens = end
         return tuple(whole[:end] for whole in self.held)
+
+    def grow(self, capacity: int) -> None:
+        """Makes room for ``capacity`` tokens, no fewer than before; those that are there are copied."""
+        self.capacity = capacity
+        before, self.held = self.held, tuple(map(self._room_for, self.held))
+        for whole, old in zip(self.held, before, strict=True):
+            whole[: self.num_tokens] = old[: self.num_tokens]
 
     def take_rows_(self, rows: Tensor) -> None:
         """Row i goes on from what row ``rows[i]`` has held, int64 [B]; both have read the same output of an encoder."""
@@ -67,6 +74,11 @@ class KVCache:
         if self.cross is not None:
             k, v = (x.repeat_interleave(times, dim=1) for x in self.cross)
             self.cross = k, v
+
+    def _room_for(self, like: Tensor) -> Tensor:
+        """[S, B, heads, D] -> an empty [capacity, B, heads, D]."""
+        _, B, heads, D = like.shape
+        return like.new_empty(B, heads, self.capacity, D).permute(2, 0, 1, 3)
 
 
 @dataclass(frozen=True, eq=False)

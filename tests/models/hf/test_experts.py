@@ -10,6 +10,7 @@ from megalith.checkpoint.box import Box
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.hf import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE, open_folder
+from megalith.models.hf.families import FAMILIES, fitting
 from tests.models.hf import peers
 
 PEERS = {name: peers.PEERS[name] for name in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")}
@@ -99,3 +100,18 @@ def test_experts_of_several_dtypes_or_too_few_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_local_experts": 10**9}))
     with pytest.raises(CheckpointError, match=r"with 2,000,000,000 experts in all layers must have a tensor for each"):
         open_folder(tmp_path)
+
+
+def test_a_factor_of_the_weights_is_why_no_family_fits_and_the_error_begins_with_it():
+    with pytest.raises(ConfigError) as refused:
+        fitting(TransformerConfig(preset="moe-tiny", vocab_size=2048))
+    lines = str(refused.value).splitlines()
+    assert lines[:3] == [
+        "no family of transformers fits; the nearest:",
+        "MixtralForCausalLM cannot represent this model:",
+        "- moe.router.scaling_factor must be 1.0; got 2.0",
+    ]
+    assert lines[3].endswith("with model.moe.router.scaling_factor=1, the default")
+    assert sum(line.endswith("cannot represent this model:") for line in lines) == len(FAMILIES)
+    without = TransformerConfig(preset="moe-tiny", vocab_size=2048, moe={"router": {"scaling_factor": 1.0}})
+    assert fitting(without) == MIXTRAL

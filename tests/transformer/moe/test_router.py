@@ -227,38 +227,6 @@ def test_in_turn_a_token_goes_where_its_global_number_says():
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"score_function": "sigmoid", "expert_bias_update_rate": 0.0}, {"pre_softmax": True}]
-)
-def test_a_routing_that_is_replayed_has_the_same_experts_and_new_weights(settings):
-    router, other = router_of(**settings), router_of(**settings)
-    indices = router(x_of(S, B), CONTEXT).indices
-    with torch.no_grad():
-        other.weight.mul_(-0.5)
-    own = other(x_of(S, B), CONTEXT)
-    assert not torch.equal(own.indices, indices)
-    routing = other(x_of(S, B), CONTEXT, replayed=indices)
-    assert torch.equal(routing.indices, indices)
-    scores = x_of(S, B).view(-1, H) @ other.weight.t()
-    scores = {"softmax": lambda: scores.exp(), "sigmoid": lambda: scores.sigmoid()}[other.router.score_function]()
-    over = scores.sum(dim=1, keepdim=True) if settings.get("pre_softmax") else scores.gather(1, indices).sum(1, True)
-    torch.testing.assert_close(routing.weights, scores.gather(1, indices) / over, rtol=EXACT, atol=EXACT)
-    routing.weights[:, 0].sum().backward()
-    assert other.weight.grad.any()
-
-
-def test_a_replayed_routing_drops_what_was_dropped_and_nothing_else():
-    capacity = {"factor": 0.75, "drop": "probability"}
-    router = router_of(capacity=capacity)
-    first = router(x_of(S, B), CONTEXT)
-    assert (first.indices >= E).any()
-    same = router(x_of(S, B), CONTEXT, replayed=first.indices)
-    assert torch.equal(same.indices, first.indices)
-    torch.testing.assert_close(same.weights, first.weights, rtol=EXACT, atol=EXACT)
-    assert torch.equal(same.tokens_per_expert, first.tokens_per_expert)
-    assert torch.equal(router_of()(x_of(S, B), CONTEXT).tokens_per_expert, first.tokens_per_expert)
-
-
-@pytest.mark.parametrize(
     ("given", "message"),
     [
         (

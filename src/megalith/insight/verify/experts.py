@@ -56,7 +56,8 @@ def small_experts(moe: MoEConfig, hidden_size: int, rows: Sequence[Degrees]) -> 
     if _of_micro_batches(moe):
         changes[f"{_ROUTER}.global_balance"] = None
     if moe.capacity is not None:
-        nothing_dropped = num_experts / top_k
+        # a hair less than the factor that config refuses, as it never drops: rounded up it is room for all of the few
+        nothing_dropped = 0.999 * num_experts / top_k
         split = _tokens_are_split(rows)
         changes["model.moe.capacity.factor"] = nothing_dropped if split else min(moe.capacity.factor, 1.0)
     return changes

@@ -13,7 +13,7 @@ from megalith.config import RunConfig, TransformerConfig, as_tree, parse_batch_s
 from megalith.config.draft import round_up
 from megalith.config.layout import Layout
 from megalith.config.settings_tree import applied
-from megalith.insight.verify.cover import Degrees
+from megalith.insight.verify.cover import FOLDED, Degrees
 from megalith.insight.verify.experts import comparable_at, small_experts
 
 __all__ = ["EOD", "SEQ_LENGTH", "on_layout", "on_one_process", "small_recipe"]
@@ -63,7 +63,7 @@ def small_recipe(
     changes = {**left_out, **_model(config, layout, shown), **_course(config, rows)}
     if config.model.moe is not None:
         changes |= small_experts(config.model.moe, changes["model.hidden_size"], rows)
-        changes["model.moe.layers"] = _pattern(config.model, config.model.moe.layers, "has_experts")
+        changes["model.moe.layers"] = _expert_layers(config.model, changes["model.num_layers"])
     return applied(as_tree(config), changes)
 
 
@@ -94,7 +94,8 @@ def on_layout(small: Tree, config: RunConfig, degrees: Degrees, dtype: str) -> T
     if config.model.moe is not None:
         dispatch = parallel.dispatch
         changes["parallel.expert_tensor"] = degrees.get("expert_tensor", 1)
-        changes["parallel.dispatch.method"] = "all_gather" if dispatch.method == "all_gather" else "all_to_all"
+        gathers = dispatch.method == "all_gather" and any(axis in degrees for axis in FOLDED)
+        changes["parallel.dispatch.method"] = "all_gather" if gathers else "all_to_all"
         changes["parallel.dispatch.max_rows"] = dispatch.max_rows and min(dispatch.max_rows, _FEW_ROWS)
     return applied(small, changes)
 
@@ -232,6 +233,16 @@ def _kinds_of_layers(model: TransformerConfig) -> list[_KindOfLayer]:
 def _pattern(model: TransformerConfig, large: Sequence[bool] | None, name: str) -> list[bool] | None:
     """The pattern ``large`` of layers that have the property ``name``, with each kind of layer once."""
     return None if large is None else [getattr(kind, name) for kind in _kinds_of_layers(model)]
+
+
+def _expert_layers(model: TransformerConfig, num_layers: int) -> list[bool] | None:
+    """Which of ``num_layers`` have experts; and which modules of multi-token prediction, as those of ``model`` have."""
+    assert model.moe is not None, "it has experts"
+    pattern = _pattern(model, model.moe.layers, "has_experts")
+    if pattern is None or model.mtp is None:
+        return pattern
+    layers = [pattern[layer % len(pattern)] for layer in range(num_layers)]
+    return layers + [model.moe.has_experts(model.num_layers + number) for number in range(model.mtp.num_modules)]
 
 
 def _heads(config: RunConfig, layout: Layout, tensor: int) -> tuple[int, int]:

@@ -1,6 +1,8 @@
 """Every family that we read and write, and which one a config.json or a model is of."""
 
+import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megalith.config import TransformerConfig
@@ -41,6 +43,13 @@ FAMILIES = (
     *MEGATRON_BERT_FAMILIES,
     *T5_FAMILIES,
 )
+_PART = re.compile(r"; got \w+Config\(")  # the value of a group of settings that must not be there
+_WAYS_OUT: Mapping[str, str] = MappingProxyType(
+    {
+        "moe.router.scaling_factor": "without latent attention (model.mla) no family has such a factor: train what is "
+        "to be exported with model.moe.router.scaling_factor=1, the default",
+    }
+)
 
 
 def detect(hf_config: Mapping[str, Any]) -> Family:
@@ -68,8 +77,11 @@ def detect(hf_config: Mapping[str, Any]) -> Family:
 
 
 def fitting(config: TransformerConfig) -> Family:
-    """The first of ``FAMILIES`` that can represent ``config``. Raises ConfigError with the reasons of each."""
-    refusals = []
+    """The first of ``FAMILIES`` that can represent ``config``.
+
+    Raises ConfigError with the reasons of each, the nearest first, and what can be done about that.
+    """
+    refusals: list[str] = []
     for family in FAMILIES:
         try:
             family.require(config)
@@ -77,4 +89,12 @@ def fitting(config: TransformerConfig) -> Family:
             refusals.append(str(error))
         else:
             return family
-    raise ConfigError("\n".join(refusals))
+    nearest, *others = sorted(refusals, key=_distance)
+    hints = [hint for setting, hint in _WAYS_OUT.items() if f"\n- {setting} must be " in nearest]
+    nearest = "\n".join(["no family of transformers fits; the nearest:", nearest, *hints])
+    raise ConfigError("\n".join([nearest, *others]))
+
+
+def _distance(refusal: str) -> tuple[int, int]:
+    """How many parts of the model a family does not have, such as experts, and how many settings it has otherwise."""
+    return len(_PART.findall(refusal)), refusal.count("\n- ")

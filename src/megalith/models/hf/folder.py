@@ -1,6 +1,7 @@
 """A Hugging Face model folder: config.json, and safetensors files, one or several with an index.
 
-Of generation_config.json, where there is one, the tokens that end a text are read, and no settings of sampling.
+Of generation_config.json, where there is one, the tokens that end a text are read; its settings of sampling travel on
+to an exported folder (``data/companions.py``).
 
 Only safetensors is read: a ``.bin`` is a pickle, and a pickle runs what its author wrote into it. Opening a folder
 reads the headers of its files and checks all of them against the config; tensors are read when they are asked for, and
@@ -19,6 +20,7 @@ from megalith.checkpoint.index import Piece, StoredTensor
 from megalith.checkpoint.shard_header import DTYPES, ShardEntry, read_header
 from megalith.checkpoint.stored_tensors import StoredTensors
 from megalith.config import TransformerConfig
+from megalith.data.companions import GENERATION
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, StorageError
 from megalith.models.hf.families import detect
@@ -38,7 +40,6 @@ __all__ = [
 ]
 
 CONFIG = "config.json"
-GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -88,7 +89,7 @@ class ModelFolder:
             return None
         first = next(iter(self.end_tokens), None)  # the others end turns of a conversation
         end_of_document = eod if eod is not None else first
-        return Tokenizer.beside(self.store / CONFIG, TOKENIZER, end_of_document)
+        return Tokenizer.beside(self.store / CONFIG, TOKENIZER, end_of_document, ends=self.end_tokens)
 
 
 def is_model_folder(store: Store) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalith.checkpoint.shard_file import write_shard
 from megalith.checkpoint.stored_tensors import StoredTensors
 from megalith.data.tokenizer import Tokenizer
-from megalith.models.hf.folder import CONFIG, INDEX, WHOLE
+from megalith.models.hf.folder import CONFIG, INDEX, TOKENIZER, WHOLE
 from megalith.models.hf.places import Packed
 from megalith.storage import LocalStore, Store
 
@@ -60,20 +60,14 @@ def write_tensors(
     store.put(CONFIG, _json(hf_config))
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer, num_positions: int, special: Mapping[str, str]) -> None:
-    """Writes what ``AutoTokenizer`` needs into ``folder``, with its ``special`` tokens by their names there.
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, companions: Mapping[str, bytes]) -> None:
+    """Writes what ``AutoTokenizer`` needs into ``folder``: ``companions`` are the files beside it, by name.
 
     Raises StorageError.
     """
-    tokenizer.save(folder / "tokenizer.json")
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": tokenizer.eod_text,
-        **special,
-        "model_max_length": num_positions,
-        "clean_up_tokenization_spaces": False,
-    }
-    LocalStore(folder).put("tokenizer_config.json", _json(settings))
+    tokenizer.save(folder / TOKENIZER)
+    for name, content in companions.items():
+        LocalStore(folder).put(name, content)
 
 
 def _groups(described: Mapping[str, Tensor]) -> list[list[str]]:

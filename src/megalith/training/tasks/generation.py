@@ -1,7 +1,7 @@
 """Text from a model on disk, a run's, a checkpoint's or another system's: its tokenizer, and prompts to go on from."""
 
 import logging
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +40,11 @@ class TextSource:
 
     Attributes:
         load_model: reads them.
-        end_tokens: ids of the tokens that end a text.
         longest: [tokens] the length that it was trained on.
     """
 
     config: TransformerConfig
     tokenizer: Tokenizer
-    end_tokens: frozenset[int]
     longest: int
     load_model: Callable[[], GPTModel]
 
@@ -80,11 +78,20 @@ class TextSource:
                 f"{source} must be a GPT to go on with a text; it is a model.{config.kind}: {way_out[config.kind]}"
             )
 
-    def encode(self, prompts: Sequence[str]) -> list[list[int]]:
-        """The ids of each prompt. Raises ConfigError as ``check_prompt``, and for one that leaves no room for more."""
+    def encode(self, prompts: Sequence[str], *, special_tokens: bool = False) -> list[list[int]]:
+        """The ids of each prompt, as ``Tokenizer.encode_prompts`` gives them.
+
+        Raises ConfigError as ``check_prompt``, and for one that has no tokens of its own, or leaves no room for more.
+        """
         for prompt in prompts:
             check_prompt(prompt)
-        encoded = self.tokenizer.encode_batch(prompts)
+        encoded = self.tokenizer.encode_prompts(prompts, special_tokens=special_tokens)
+        assert self.config.vocab_size is not None, "open has checked the tokenizer against it"
+        if beyond := [id for ids in encoded for id in ids if id >= self.config.vocab_size]:
+            raise ConfigError(
+                f"the prompt spells {self.tokenizer.decode(beyond[:1])!r}, token {beyond[0]}, and the model reads ids "
+                f"below {self.config.vocab_size}; leave it out of the prompt"
+            )
         learned = self.config.position_embedding_type == "learned_absolute"
         for ids in encoded:
             check_prompt_length(len(ids), self.config.max_position_embeddings if learned else None)
@@ -114,10 +121,14 @@ class TextGenerator:
         sampling: Sampling,
         seeds: Sequence[int],
         stop: Sequence[str] = (),
+        special_tokens: bool = False,
     ) -> list[str]:
         """What the model adds to each of ``prompts``; args and errors are those of ``stream``."""
         texts = [""] * len(prompts)
-        for pieces in self.stream(prompts, max_new_tokens, sampling=sampling, seeds=seeds, stop=stop):
+        drawn = self.stream(
+            prompts, max_new_tokens, sampling=sampling, seeds=seeds, stop=stop, special_tokens=special_tokens
+        )
+        for pieces in drawn:
             texts = [text + (piece or "") for text, piece in zip(texts, pieces, strict=True)]
         return texts
 
@@ -129,6 +140,7 @@ class TextGenerator:
         sampling: Sampling,
         seeds: Sequence[int],
         stop: Sequence[str] = (),
+        special_tokens: bool = False,
     ) -> Generator[list[str | None], None, None]:
         """What the model adds to each of ``prompts``, in whole characters, as soon as they are drawn.
 
@@ -137,11 +149,12 @@ class TextGenerator:
         Args:
             seeds: one a prompt; a text is the same alone and with others, up to rounding.
             stop: a text ends before the first of these strings.
+            special_tokens: read those that a prompt spells, as ``TextSource.encode``.
 
         Raises ConfigError, at the call, as ``models.generation.stream`` and ``TextSource.encode``, and for an empty
         stop string. A text that may grow longer than the rows that the model was trained on is told in the log.
         """
-        encoded = self.source.encode(prompts)
+        encoded = self.source.encode(prompts, special_tokens=special_tokens)
         self._tell_of_length(max(map(len, encoded), default=0), max_new_tokens)
         return stream_text(
             self.model,
@@ -150,7 +163,6 @@ class TextGenerator:
             max_new_tokens,
             sampling=sampling,
             seeds=seeds,
-            end_tokens=self.source.end_tokens,
             stop=stop,
         )
 
@@ -177,10 +189,9 @@ def stream_text(
     *,
     sampling: Sampling,
     seeds: Sequence[int],
-    end_tokens: Collection[int],
     stop: Sequence[str] = (),
 ) -> Generator[list[str | None], None, None]:
-    """``TextGenerator.stream`` for prompts of token ids; ``end_tokens`` end a text, as in ``models.generation``."""
+    """``TextGenerator.stream`` for prompts of token ids."""
     texts = [_Text(tokenizer, ids, stop) for ids in prompts]
     tokens = stream(
         model,
@@ -188,7 +199,7 @@ def stream_text(
         max_new_tokens,
         sampling=sampling,
         seeds=seeds,
-        end_tokens=end_tokens,
+        end_tokens=tokenizer.ends,
         stop=lambda row, _: texts[row].stopped,
     )
     return _pieces(tokens, texts)
@@ -303,18 +314,18 @@ def _open_run(store: Store, tokenizer: str | Path | None, eod: str | int | None)
             raise CheckpointError(f"{store} holds a {type(model).__name__}, which writes no text; name a GPT run")
         return model
 
-    return TextSource(config.model, found, frozenset([found.eod]), config.data.seq_length, load)
+    return TextSource(config.model, found, config.data.seq_length, load)
 
 
 def _open_foreign(folder: ForeignModel, tokenizer: str | Path | None, eod: str | int | None) -> TextSource:
     if tokenizer is None:
         found = folder.tokenizer(eod)
     else:
-        found = Tokenizer.load(tokenizer, eod if eod is not None else next(iter(folder.end_tokens), None))
+        end_of_document = eod if eod is not None else next(iter(folder.end_tokens), None)
+        found = Tokenizer.load(tokenizer, end_of_document, ends=folder.end_tokens)
     if found is None:
         raise DataError(f"{folder.store} has no tokenizer.json; give --tokenizer PATH")
-    ends = frozenset([found.eod, *folder.end_tokens])
-    return TextSource(folder.config, found, ends, folder.num_positions, lambda: _foreign_weights(folder))
+    return TextSource(folder.config, found, folder.num_positions, lambda: _foreign_weights(folder))
 
 
 def _foreign_weights(folder: ForeignModel) -> GPTModel:

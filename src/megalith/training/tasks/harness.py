@@ -71,9 +71,10 @@ class _Methods:
             self.cache_hook.add_partial(method, request.args, result)
 
     def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
-        """The text in windows of ``longest`` tokens, after the token that ends a document; the last is filled up."""
-        tokens, longest = [self.scorer.tokenizer.eod, *self.scorer.tokenizer.encode(text)], self.scorer.longest
-        for start in range(1, len(tokens), longest):
+        """The text in windows of ``longest`` tokens, after what begins a document; the last is filled up."""
+        beginning, longest = self.scorer.beginning, self.scorer.longest
+        tokens = [*beginning, *self.scorer.tokenizer.encode(text)]
+        for start in range(len(beginning), len(tokens), longest):
             stop = min(start + longest, len(tokens))
             yield tokens[max(0, stop - 1 - longest) : start], tokens[start:stop]
 
@@ -94,7 +95,7 @@ class _Methods:
 
     def _generated(self, context: str, stops: list[str], num_new: int, sampling: Sampling) -> str:
         tokenizer, room = self.scorer.tokenizer, self.scorer.longest
-        prompt = (tokenizer.encode(context) or [tokenizer.eod])[num_new - room :]
+        prompt = (tokenizer.encode_prompts([context])[0] or [tokenizer.eod])[num_new - room :]
         pieces = stream_text(
             self.scorer.model,
             tokenizer,
@@ -102,7 +103,6 @@ class _Methods:
             num_new,
             sampling=sampling,
             seeds=[0],
-            end_tokens={tokenizer.eod},
             stop=stops,
         )
         return "".join(piece for [piece] in pieces if piece is not None)

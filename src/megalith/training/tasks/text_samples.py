@@ -42,7 +42,7 @@ class GPTTextWriter:
             self.generation.max_new_tokens,
             sampling=Sampling(self.generation.temperature),
             seeds=[_SEED] * len(self.prompts),
-            end_tokens={self.tokenizer.eod},
+            end_tokens=self.tokenizer.ends,
         )
         return [
             TextSample(text, self._decoded(prompt, new))

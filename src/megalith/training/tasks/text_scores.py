@@ -35,14 +35,20 @@ class TextScorer:
         """The ids of both, split as lm-eval splits them.
 
         Spaces that end the context count to the continuation, where most tokenizers have them. Both are encoded
-        together, and what goes beyond the ids of the context alone is the continuation. An empty context is the token
-        that ends a document, after which another begins.
+        together, and what goes beyond the ids of the context alone is the continuation. The context begins as a
+        document does: with the tokenizer's ``begin``. One that is empty is that, or the token that ends the document
+        before.
         """
         kept = context.rstrip()
         if not kept:
-            return [self.tokenizer.eod], self.tokenizer.encode(context + continuation)
+            return self.beginning, self.tokenizer.encode(context + continuation)
         before, whole = self.tokenizer.encode_batch([kept, context + continuation])
-        return before, whole[len(before) :]
+        return [*self.tokenizer.begin, *before], whole[len(before) :]
+
+    @property
+    def beginning(self) -> list[int]:
+        """What stands in front of a document's first token: never nothing, which no likelihood could follow."""
+        return list(self.tokenizer.begin or [self.tokenizer.eod])
 
     def score(
         self,

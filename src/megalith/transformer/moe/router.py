@@ -79,14 +79,16 @@ class TopKRouter(DeclaringModule):
             padding_mask: bool [S, B], True where a token is real. The others are routed too, while there is no
                 capacity, but count in no load and no loss.
             replayed: the ``indices`` of an earlier routing, int64 [T, K], to take in place of choosing; weights are
-                those of ``x``, with their gradients.
+                those of ``x``, with their gradients. The host waits for the device, to see that they are experts.
 
         Raises:
-            ShapeError: ``padding_mask`` or ``replayed`` is not of this shape and dtype.
+            ShapeError: ``padding_mask`` or ``replayed`` is not of this shape and dtype, or ``replayed`` has an index
+                that is no expert's, such as -1. A choice that was dropped is E + e.
         """
         S, B, H = x.shape
         _check("padding_mask", padding_mask, torch.bool, (S, B))
         _check("replayed", replayed, torch.int64, (S * B, self.top_k))
+        _check_experts(replayed, self.num_experts)
         logits = self._logits(x.reshape(S * B, H), context)  # [T, E]
         real = logits.new_ones(S * B, dtype=torch.bool) if padding_mask is None else padding_mask.reshape(S * B)
         # without a record the loop is a user's own, which has one micro-batch and forgets
@@ -219,6 +221,19 @@ class TopKRouter(DeclaringModule):
 def _check(name: str, given: Tensor | None, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     if given is not None and (given.dtype != dtype or given.shape != shape):
         raise ShapeError(f"{name} must be {dtype} {list(shape)}; got {given.dtype} {list(given.shape)}")
+
+
+def _check_experts(replayed: Tensor | None, num_experts: int) -> None:
+    """Of an index below 0 the remainder would be an expert, which nobody has chosen."""
+    if replayed is None or not replayed.numel():
+        return
+    least, greatest = torch.stack(replayed.aminmax()).tolist()
+    if least < 0 or greatest >= 2 * num_experts:
+        raise ShapeError(
+            f"replayed must hold experts from 0 to {num_experts - 1}, or, of a choice that was dropped, {num_experts} "
+            f"more than its expert; got {least if least < 0 else greatest}; a token that chose fewer than its "
+            "top_k experts has dropped choices in place of the others"
+        )
 
 
 def _summed(counts: Tensor, groups: list[ProcessGroup]) -> Tensor:

@@ -49,7 +49,7 @@ def looks_complete(out: Path, conversion: str) -> bool:
         assert {"config.yaml", "about.json", "tokenizer.json", "eod.json"} <= {path.name for path in out.iterdir()}
     else:
         assert {path.name for path in out.iterdir()} - {".lock"} == {
-            *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+            *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
         }
     return True
 

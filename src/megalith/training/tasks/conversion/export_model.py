@@ -10,6 +10,7 @@ import torch
 from megalith.checkpoint.load import open_tensors
 from megalith.checkpoint.verify import verify_checkpoint
 from megalith.config import TransformerConfig
+from megalith.data.companions import written_companions
 from megalith.data.special_tokens import spelled
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError
@@ -20,7 +21,7 @@ from megalith.models.hf.write_folder import write_tensors, write_tokenizer
 from megalith.models.multi_token_prediction import without_modules
 from megalith.storage import LocalStore, Store, new_folder
 from megalith.training.build_model import DTYPES
-from megalith.training.kept import kept_tokenizer
+from megalith.training.kept import kept_companions, kept_tokenizer
 from megalith.training.run_folder import open_run
 from megalith.training.tasks.conversion.logit_proof import LogitProof, stored_proof
 from megalith.training.tasks.weights import is_weight
@@ -79,8 +80,9 @@ def export_model(
         dtype=dtype,
         eos_token_id=None if tokenizer is None else tokenizer.eod,
     )
-    special = {} if tokenizer is None else spelled(tokenizer, model.kind)
-    hf_config = {**_padding(model, tokenizer, special), **hf_config}
+    special = {} if tokenizer is None else _special(tokenizer, model)
+    ids = {} if tokenizer is None else _token_ids(tokenizer, model, special)
+    hf_config |= ids
     verify_checkpoint(checkpoint)
     weights = open_tensors(checkpoint, is_weight)
     shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
@@ -92,15 +94,28 @@ def export_model(
         }
         write_tensors(LocalStore(made), hf_config, packed, weights, dtypes, progress)
         if tokenizer is not None:
-            write_tokenizer(made, tokenizer, model.max_position_embeddings or num_positions, special)
+            longest = model.max_position_embeddings or num_positions
+            ids_of_text = {} if model.kind == "bert" else ids
+            companions = written_companions(kept_companions(folder), tokenizer, longest, special, ids_of_text)
+            write_tokenizer(made, tokenizer, companions)
         proof = stored_proof(checkpoint, made, made) if with_proof else None
     num_left_out = 0 if config.model.mtp is None else config.model.mtp.num_modules
     return Exported(checkpoint, family, dtype, tokenizer, num_left_out, proof)
 
 
-def _padding(model: TransformerConfig, tokenizer: Tokenizer | None, special: Mapping[str, str]) -> dict[str, Any]:
-    """What config.json says of the padding token, which a T5's decoder begins with, too."""
-    if tokenizer is None or "pad_token" not in special:
-        return {}
-    padding = tokenizer.token_id(special["pad_token"])
-    return {"pad_token_id": padding} | ({} if model.t5 is None else {"decoder_start_token_id": padding})
+def _special(tokenizer: Tokenizer, model: TransformerConfig) -> dict[str, str]:
+    """How the special tokens of ``model`` are spelled, by transformers' names."""
+    begin = {"bos_token": tokenizer.decode(tokenizer.begin)} if len(tokenizer.begin) == 1 else {}
+    return spelled(tokenizer, model.kind) | begin
+
+
+def _token_ids(tokenizer: Tokenizer, model: TransformerConfig, special: Mapping[str, str]) -> dict[str, Any]:
+    """What config.json and generation_config.json say of tokens; a T5's decoder begins with the padding token."""
+    ids: dict[str, Any] = {"eos_token_id": tokenizer.ends[0] if len(tokenizer.ends) == 1 else list(tokenizer.ends)}
+    if "bos_token" in special:
+        ids["bos_token_id"] = tokenizer.begin[0]
+    if "pad_token" in special:
+        ids["pad_token_id"] = tokenizer.token_id(special["pad_token"])
+        if model.t5 is not None:
+            ids["decoder_start_token_id"] = ids["pad_token_id"]
+    return ids

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from megalith.config import RunConfig, dump_yaml
 from megalith.data.tokenizer import Tokenizer
 from megalith.observe.machine import describe_machine
 from megalith.storage import write_json_atomic, write_text_atomic
-from megalith.training.kept import EOD_FILE, KEPT_TOKENIZER
+from megalith.training.kept import keep
 from megalith.training.state import STATE_VERSION, TrainState
 
 __all__ = ["write_new_run"]
@@ -24,6 +25,7 @@ def write_new_run(
     read: Callable[[str], Tensor],
     *,
     tokenizer: Tokenizer | None,
+    companions: Mapping[str, bytes] = MappingProxyType({}),
     about: Mapping[str, Any],
     state: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -33,6 +35,7 @@ def write_new_run(
     Args:
         described: the weights by name, on meta.
         read: gives one of them, as described, when it is written; one is in memory at a time.
+        companions: files that stand beside the tokenizer in a folder of Hugging Face, by name.
         about: what about.json says besides the machine.
         state: what the checkpoint's state says besides that no step was made.
         progress: told the bytes of weights read so far, and all of them.
@@ -51,7 +54,6 @@ def write_new_run(
     save_checkpoint(folder / "checkpoints", 0, described, {**at_step_0, **(state or {})}, keep_last=1, read=told)
     progress(num_bytes, num_bytes)
     if tokenizer is not None:
-        tokenizer.save(folder / KEPT_TOKENIZER)
-        write_json_atomic(folder / EOD_FILE, {"id": tokenizer.eod})
+        keep(folder, tokenizer, companions)
     write_text_atomic(folder / "config.yaml", dump_yaml(config))
     write_json_atomic(folder / "about.json", {**about, **describe_machine()})

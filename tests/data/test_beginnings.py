@@ -1,0 +1,115 @@
+"""What a text begins with: the post-processor's tokens, in prompts as transformers has them, and in documents."""
+
+import json
+import pickle
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, models, pre_tokenizers, processors
+
+from megalith.data import documents, parts
+from megalith.data.indexed_dataset import IndexedDataset
+from megalith.data.prepare import prepare
+from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
+from megalith.errors import ConfigError
+
+SPECIAL = {"<s>": 4, "</s>": 5, "<|user|>": 6}
+BOS = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", special_tokens=[("<s>", 4)])
+PROMPTS = ["a b", "<s> a <|user|> b", "<|user|> c", "d </s>"]
+
+
+def content(processor: object | None) -> bytes:
+    made = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2, "d": 3} | SPECIAL, unk_token="a"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    if processor is not None:
+        made.post_processor = processor
+    return made.to_str().encode()
+
+
+@pytest.mark.parametrize(
+    ("processor", "begin"),
+    [
+        (None, ()),
+        (processors.ByteLevel(), ()),
+        (BOS, (4,)),
+        (processors.Sequence([processors.ByteLevel(), BOS]), (4,)),
+        (processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 5)]), ()),  # T5's
+        (processors.BertProcessing(("</s>", 5), ("<s>", 4)), ()),  # a frame around a whole text, which ends it
+        (processors.TemplateProcessing("<s>", special_tokens=[("<s>", 4)]), ()),  # loses the text
+    ],
+)
+def test_a_text_begins_with_what_the_post_processor_puts_in_front_of_it(processor, begin):
+    tokenizer = Tokenizer(content(processor))
+    assert tokenizer.begin == begin
+    assert tokenizer.encode_prompts(["a b"]) == [[*begin, 0, 1]]
+    assert tokenizer.encode("a b") == [0, 1]
+
+
+@pytest.mark.parametrize("processor", [None, BOS])
+def test_prompts_have_the_ids_that_transformers_gives_them(processor, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "t.json").write_bytes(content(processor))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "t.json"))
+    tokenizer = Tokenizer.load(tmp_path / "t.json")
+    want = [theirs(prompt).input_ids for prompt in PROMPTS]
+    if processor is not None:  # a prompt that spells what it begins with gets it once; theirs has it twice
+        want[1] = want[1][1:]
+    assert tokenizer.encode_prompts(PROMPTS, special_tokens=True) == want
+    # and text stays text, unless it is asked for
+    assert not {5, 6} & {id for ids in tokenizer.encode_prompts(PROMPTS) for id in ids}
+    assert tokenizer.encode_batch(PROMPTS) == [ids[len(tokenizer.begin) :] for ids in tokenizer.encode_prompts(PROMPTS)]
+
+
+def test_what_begins_and_ends_a_text_is_pickled_and_asks_for_rows():
+    tokenizer = pickle.loads(pickle.dumps(Tokenizer(content(BOS), "</s>", ends=[6, 5])))
+    assert (tokenizer.begin, tokenizer.ends, tokenizer.eod) == ((4,), (5, 6), 5)
+    assert Tokenizer(content(None), "a").num_rows == 4
+    assert Tokenizer(content(BOS), "a").num_rows == 5
+    assert pickle.loads(pickle.dumps(tokenizer.framed(begin=()))).begin == ()
+
+
+def bos_tokenizer(path):
+    """Bytes, and <s> in front of every text: the id of a byte, which is all that matters."""
+    made = json.loads(train_byte_level_bpe(["x"], 257)._content)
+    made["post_processor"] = json.loads(BOS.__getstate__())
+    made["post_processor"]["special_tokens"]["<s>"]["ids"] = [7]
+    path.write_text(json.dumps(made))
+    return Tokenizer.load(path)
+
+
+def test_every_document_begins_so_once_however_the_text_is_cut(tmp_path, monkeypatch):
+    for room in (documents, parts):
+        monkeypatch.setattr(room, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(parts, "_LEAST_BYTES", 128)
+    tokenizer = bos_tokenizer(tmp_path / "t.json")
+    assert tokenizer.begin == (7,)
+    texts = ["a long text\n" * 100, "short", "", "some more\n" * 20]
+    files = [tmp_path / f"{number}.txt" for number in range(len(texts))]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text)
+    prepare(files, tmp_path / "c", tokenizer=tmp_path / "t.json")
+    prepare(files, tmp_path / "plain", tokenizer=tmp_path / "t.json", bos=False)
+    found, plain = IndexedDataset(tmp_path / "c"), IndexedDataset(tmp_path / "plain")
+    starts = found.document_starts()
+    got = [found.tokens[starts[d] : starts[d + 1]].tolist() for d in range(found.num_documents)]
+    assert got == [[7, *tokenizer.encode(text), tokenizer.eod] if text else [] for text in texts]
+    assert plain.num_tokens == found.num_tokens - 3
+
+
+def test_sentences_are_framed_by_their_datasets(tmp_path):
+    bos_tokenizer(tmp_path / "t.json")
+    (tmp_path / "text.txt").write_text("One sentence. And another.")
+    prepare([tmp_path / "text.txt"], tmp_path / "c", tokenizer=tmp_path / "t.json", split_sentences=True)
+    assert 7 not in IndexedDataset(tmp_path / "c").tokens
+
+
+@pytest.mark.parametrize("settings", [{"vocab_size": 300}, {"tokenizer": "plain.json"}, {"split_sentences": True}])
+def test_leaving_out_what_no_document_would_have_is_refused(settings, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train_byte_level_bpe(["x"], 257).save(tmp_path / "plain.json")
+    bos_tokenizer(tmp_path / "t.json")
+    (tmp_path / "text.txt").write_text("text")
+    given = {} if "vocab_size" in settings else {"tokenizer": "t.json"}
+    with pytest.raises(ConfigError, match=r"--no-bos leaves out .*; leave it out"):
+        prepare(["text.txt"], "c", bos=False, **(given | settings))
