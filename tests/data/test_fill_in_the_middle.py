@@ -71,6 +71,18 @@ def test_a_document_is_reordered_as_published(tokenizer, first, second, is_spm):
     assert documents.tolist() == [7] * len(found)
 
 
+def test_what_begins_and_ends_a_document_stays_where_it_is():
+    trained = train_byte_level_bpe([TEXT], 300, ["<s>", *SPECIAL_TOKENS["fim"]])
+    tokenizer = trained.framed(begin=[trained.token_id("<s>")])
+    found = reordering(tokenizer, **ALWAYS, spm_rate=0)
+    begin, end = *tokenizer.begin, tokenizer.eod
+    whole = reordered(found, [begin, *tokenizer.encode(TEXT), end], 0)
+    assert (whole[0], whole[-1]) == (begin, end)
+    assert "".join(parts_of(tokenizer, whole[1:-1])) == TEXT
+    for nothing in ([begin], [begin, end], [end]):
+        assert reordered(found, nothing, 0) == nothing
+
+
 def test_a_document_that_is_not_drawn_keeps_its_tokens(tokenizer):
     # "th" + "e", though the tokenizer would make one token of it: nothing is tokenized anew
     tokens = np.array([*tokenizer.encode("t"), *tokenizer.encode("he"), tokenizer.eod])

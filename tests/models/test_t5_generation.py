@@ -7,7 +7,7 @@ import torch
 
 from megalith.errors import ConfigError, NonFiniteError
 from megalith.models.sampling import Sampling
-from megalith.models.t5_generation import beam_search, generate
+from megalith.models.t5_generation import beam_search, generate, stream
 from megalith.models.t5_model import T5Model
 from megalith.parallel.pipeline.pipeline import Pipeline
 from tests.models.hf.test_t5 import CASES, ours_of
@@ -129,6 +129,19 @@ def test_after_an_end_token_nothing_follows():
     end = whole[5]
     [found] = generate(model, PROMPTS[:1], 12, start_token=START, sampling=GREEDY, end_tokens=[end])
     assert found == whole[: whole.index(end)]
+
+
+def test_tokens_come_one_by_one_and_are_those_of_the_whole_answer():
+    model, prompts = built(config()), [[3, 14, 15], [5, 8], [26]]
+    how: dict[str, Any] = {"start_token": 0, "sampling": Sampling(2.0), "seeds": [1, 2, 3]}
+    whole = generate(model, prompts, 10, **how)
+    steps = list(stream(model, prompts, 10, stop=lambda row, token: row == 1 and token == whole[1][3], **how))
+    assert len(steps) == 10
+    columns = [[token for token in column if token is not None] for column in zip(*steps, strict=True)]
+    first = whole[1].index(whole[1][3])
+    assert columns == [whole[0], whole[1][: first + 1], whole[2]]
+    assert torch.is_grad_enabled()
+    assert model.training
 
 
 def test_no_tokens_are_no_answer():

@@ -24,7 +24,7 @@ def generate(
             help="A run's folder, one of its checkpoints, or a folder of Hugging Face or Megatron.", metavar="MODEL"
         ),
     ],
-    prompt: Annotated[str | None, typer.Option(help="The text to go on from.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The text to go on from; a T5 answers it.")] = None,
     prompt_file: Annotated[
         str | None, typer.Option(help="A file with that text, as it stands; - for standard input.", metavar="PATH")
     ] = None,
@@ -107,7 +107,8 @@ def _texts(source: "TextSource", rows: Sequence[_Row], drawing: _Drawing, announ
     first = next(pieces)
     announcer.end()
     last = rows[-1]
-    openings = [_heading(row, last.number + 1, last.sample + 1) + row.prompt for row in rows]
+    behind = "\n" if source.answers else ""  # an answer begins on a line of its own
+    openings = [_heading(row, last.number + 1, last.sample + 1) + row.prompt + behind for row in rows]
     return in_order(openings, itertools.chain([first], pieces))
 
 

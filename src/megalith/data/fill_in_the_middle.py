@@ -59,18 +59,20 @@ class FillInTheMiddle:
     def __call__(self, tokens: Tokens, documents: Tokens, draws: Draws) -> tuple[Tokens, Tokens]:
         """``tokens`` [T] with some of their ``documents`` [T] reordered, and the document of each; both [U].
 
-        A token that ends a document stays at its end. A document keeps its order if its text begins or ends inside a
-        character here, or has one of the three tokens already.
+        Tokens that begin a document stay in front, and one that ends it at its end. A document keeps its order if its
+        text begins or ends inside a character here, or has one of the three tokens already.
         """
         begins = np.diff(documents, prepend=documents[0] - 1) != 0
         begins[1:] |= tokens[:-1] == self.tokenizer.eod
         pieces: list[Tokens] = []
         for piece in np.split(tokens, np.flatnonzero(begins)[1:]):
-            num_ending = int(piece[-1] == self.tokenizer.eod)
-            text, ending = piece[: len(piece) - num_ending], piece[len(piece) - num_ending :]
+            num_beginning = len(self.tokenizer.begin)
+            first = num_beginning if self.tokenizer.begins(piece[:num_beginning].tolist()) else 0
+            end = max(first, len(piece) - int(piece[-1] == self.tokenizer.eod))
+            beginning, text, ending = np.split(piece, [first, end])
             if len(text) and draws.chance(self.rate):
                 text = self._reordered(text, draws)
-            pieces.append(np.concatenate([text, ending]))
+            pieces.append(np.concatenate([beginning, text, ending]))
         return np.concatenate(pieces), np.repeat(documents[begins], [len(piece) for piece in pieces])
 
     def _reordered(self, tokens: Tokens, draws: Draws) -> Tokens:

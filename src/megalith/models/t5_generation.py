@@ -9,14 +9,14 @@ follow a prompt's beams the best go on, and those that end keep their score divi
 encoder reads a prompt once, whatever the number of its beams.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from megalith.errors import ConfigError, NonFiniteError
-from megalith.models.generation import check_length
+from megalith.models.generation import Stop, check_length
 from megalith.models.language_model import hidden_shape
 from megalith.models.sampling import Sampling, check_seed, draw, uniform_numbers
 from megalith.models.t5_model import T5Model
@@ -24,10 +24,9 @@ from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.torch_compat import uncompiled
 from megalith.transformer.encoder_output import PairedDocuments
 
-__all__ = ["beam_search", "generate"]
+__all__ = ["beam_search", "generate", "stream"]
 
 
-@torch.no_grad()
 def generate(
     model: T5Model | Pipeline[T5Model],
     prompts: Sequence[Sequence[int]],
@@ -51,6 +50,38 @@ def generate(
             nothing; a model that splits rows.
         NonFiniteError: no token can be drawn, because logits are NaN.
     """
+    answers: list[list[int]] = [[] for _ in prompts]
+    for tokens in stream(
+        model,
+        prompts,
+        max_new_tokens,
+        start_token=start_token,
+        sampling=sampling,
+        seeds=seeds,
+        end_tokens=end_tokens,
+    ):
+        for answer, token in zip(answers, tokens, strict=True):
+            if token is not None:
+                answer.append(token)
+    return answers
+
+
+def stream(
+    model: T5Model | Pipeline[T5Model],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    start_token: int,
+    sampling: Sampling,
+    seeds: Sequence[int] | None = None,
+    end_tokens: Collection[int] = (),
+    stop: Stop | None = None,
+) -> Generator[list[int | None], None, None]:
+    """The tokens of ``generate``, one for each answer as soon as they are drawn; None for one that has ended.
+
+    ``stop`` is asked after each token of a row; its answer ends with that token where it says so. Raises as
+    ``generate``, ConfigError at the call itself. The model is in evaluation mode until the generator ends.
+    """
     seeds = range(len(prompts)) if seeds is None else seeds
     if len(seeds) != len(prompts):
         raise ConfigError(f"generation needs a seed for each prompt; got {len(prompts)} prompts and {len(seeds)} seeds")
@@ -58,25 +89,32 @@ def generate(
         check_seed(seed)
     rows = _DecoderRows(model, prompts, max_new_tokens, start_token)
     numbers = uniform_numbers(seeds, torch.arange(max_new_tokens, device=rows.device).expand(len(prompts), -1))
-    seen = torch.zeros(len(prompts), rows.vocab_size, dtype=torch.bool, device=rows.device)
-    seen[:, start_token] = True
-    answers: list[list[int]] = [[] for _ in prompts]
-    alive = set(range(len(prompts)))
+    return _drawn(rows, numbers, sampling, end_tokens, stop)
+
+
+@torch.no_grad()
+def _drawn(
+    rows: "_DecoderRows", numbers: Tensor, sampling: Sampling, end_tokens: Collection[int], stop: Stop | None
+) -> Generator[list[int | None], None, None]:
+    """``stream``, by the random ``numbers`` [B, steps]."""
+    num_rows, num_steps = numbers.shape
+    seen = torch.zeros(num_rows, rows.vocab_size, dtype=torch.bool, device=rows.device)
+    seen.scatter_(1, rows.newest, True)
+    alive = set(range(num_rows))
     with rows.pipeline.evaluating(), uncompiled(rows.layers):
-        for step in range(max_new_tokens):
+        for step in range(num_steps):
             logits = rows.logits()
             drawn = rows.agreed(None if logits is None else draw(logits, sampling, seen, numbers[:, step]))
             tokens: list[int] = drawn.tolist()
             if max(tokens) >= rows.vocab_size:
                 raise NonFiniteError("the model gives logits that are NaN, from which no token can be drawn")
             alive = {row for row in alive if tokens[row] not in end_tokens}
-            for row in alive:
-                answers[row].append(tokens[row])
+            yield [token if row in alive else None for row, token in enumerate(tokens)]
+            alive = {row for row in alive if not (stop and stop(row, tokens[row]))}
             if not alive:
-                break
+                return
             rows.append(drawn)
             seen.scatter_(1, drawn.unsqueeze(1), True)
-    return answers
 
 
 @torch.no_grad()

@@ -21,9 +21,9 @@ class KVCache:
 
     Keys and values, [S, B, max(G/tp, 1), D] each; of latent attention, the latents that they are made from.
 
-    Only ``grow`` moves it: a token costs its own bytes, and not a copy of all before it. In memory the keys of a head
-    follow each other, as attention reads them; a token of all rows and heads is written once and read in every later
-    step.
+    Only ``grow`` and ``repeat_rows_`` move it: a token costs its own bytes, and not a copy of all before it. In memory
+    the keys of a head follow each other, as attention reads them; a token of all rows and heads is written once and
+    read in every later step.
 
     Attributes:
         held: tensors [capacity, B, heads, D], views of [B, heads, capacity, D]; allocated at the first ``append``, none

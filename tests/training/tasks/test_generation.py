@@ -1,6 +1,13 @@
-"""in_order: texts that are drawn side by side, one after the other on a terminal."""
+"""in_order: texts that are drawn side by side, one after the other on a terminal; and answers as texts."""
 
-from megalith.training.tasks.generation import in_order
+import tokenizers
+from tokenizers import decoders, models
+
+from megalith.data.tokenizer import Tokenizer
+from megalith.models.sampling import Sampling
+from megalith.models.t5_generation import generate
+from megalith.training.tasks.generation import in_order, stream_text
+from tests.models.test_t5_model import built, config
 
 
 def test_the_first_text_grows_as_it_is_drawn_and_others_wait_for_it():
@@ -19,3 +26,16 @@ def test_a_text_that_has_grown_behind_another_goes_on_as_it_is_drawn():
 
 def test_texts_of_nothing_are_their_openings():
     assert "".join(in_order(["1:", "2:"], iter([["", ""]]))) == "1:\n2:\n"
+
+
+def test_an_answer_begins_as_a_text_of_its_own_does():
+    # a decoder that leaves out the space in front of a text, as T5's: behind a prompt it would not
+    entries = {"</s>": 0, "<pad>": 1, "<extra_id_0>": 2} | {f"▁w{number}": number for number in range(3, 61)}
+    made = tokenizers.Tokenizer(models.WordLevel(entries, unk_token="</s>"))
+    made.decoder = decoders.Metaspace()
+    tokenizer, model = Tokenizer(made.to_str().encode()), built(config())
+    prompt, sampling = [5, 6, 7], Sampling(2.0)
+    [tokens] = generate(model, [prompt], 6, start_token=1, sampling=sampling, seeds=[4], end_tokens=[0])
+    assert min(tokens) > 2
+    pieces = list(stream_text(model, tokenizer, [prompt], 6, sampling=sampling, seeds=[4]))
+    assert "".join(piece or "" for [piece] in pieces) == " ".join(f"w{token}" for token in tokens)

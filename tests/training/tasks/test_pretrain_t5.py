@@ -20,7 +20,6 @@ from megalith.training.inference import evaluate_checkpoint
 from megalith.training.pretrain import pretrain
 from megalith.training.setup import build_run
 from megalith.training.tasks.choose import task_of
-from megalith.training.tasks.generation import TextGenerator
 from megalith.training.tasks.pretrain_t5 import PretrainT5
 from megalith.training.tasks.t5_size import t5_costs
 from tests.rank_pool import ranks
@@ -190,11 +189,3 @@ def attend(queries: torch.Tensor, keys: torch.Tensor) -> None:
 def mlp(x: torch.Tensor, width: int) -> None:
     H = x.shape[-1]
     nn.Linear(width, H)(nn.Linear(H, width)(x) * nn.Linear(H, width)(x))
-
-
-def test_a_model_that_is_no_gpt_is_not_asked_to_go_on_with_a_text(tmp_path):
-    tree = t5_settings(tmp_path / "text", train={"steps": 1})
-    tree["run"] = str(tmp_path / "run")
-    ranks(1, trained, tree)
-    with pytest.raises(ConfigError, match=r"must be a GPT to go on.*model.t5: megalith.models.t5_generation answers"):
-        TextGenerator.load(tmp_path / "run")

@@ -5,18 +5,21 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
 from megalith.config import TransformerConfig
+from megalith.data.special_tokens import t5_tokens
 from megalith.data.stop_strings import StopStrings
 from megalith.data.tokenizer import TextStream, Tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError
+from megalith.models import generation, t5_generation
 from megalith.models.foreign import ForeignModel, foreign_model
-from megalith.models.generation import check_prompt_length, stream
 from megalith.models.gpt_model import GPTModel
+from megalith.models.kinds import MODELS
 from megalith.models.sampling import Sampling
+from megalith.models.t5_model import T5Model
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.few_rows import linear_of_few_rows
 from megalith.parallel.parameters import refill_buffers_, state_tensors
@@ -31,6 +34,8 @@ __all__ = ["TextGenerator", "TextSource", "check_prompt", "in_order", "read_prom
 
 log = logging.getLogger(__name__)
 
+Writer = GPTModel | T5Model
+
 _LONGEST_PROMPT = 1 << 20  # bytes
 
 
@@ -40,13 +45,18 @@ class TextSource:
 
     Attributes:
         load_model: reads them.
-        longest: [tokens] the length that it was trained on.
+        longest: [tokens] the length that it was trained on; of a T5, that of what its encoder reads.
     """
 
     config: TransformerConfig
     tokenizer: Tokenizer
     longest: int
-    load_model: Callable[[], GPTModel]
+    load_model: Callable[[], Writer]
+
+    @property
+    def answers(self) -> bool:
+        """Whether it answers a prompt, as a T5 does, rather than go on with it."""
+        return self.config.kind == "t5"
 
     @classmethod
     def open(
@@ -58,8 +68,8 @@ class TextSource:
             tokenizer: path of a tokenizer.json, for a source that has none; ``eod`` is its token that ends a document,
                 as in ``Tokenizer``.
 
-        Raises as ``open_run``, ``foreign_model`` and ``find_tokenizer`` do, ConfigError for a model that is no GPT, and
-        DataError for a tokenizer that gives ids for which the model has no row.
+        Raises as ``open_run``, ``foreign_model`` and ``find_tokenizer`` do, ConfigError for an encoder, and DataError
+        for a tokenizer that gives ids for which the model has no row, or, beside a T5, lacks its special tokens.
         """
         store = open_store(source)
         folder = foreign_model(store)
@@ -67,19 +77,21 @@ class TextSource:
         cls._check_writes(source, opened.config)
         assert opened.config.vocab_size is not None, "a run keeps its resolved settings, and a folder says it"
         opened.tokenizer.check_fits(str(source), opened.config.vocab_size)
+        if opened.answers:
+            t5_tokens(opened.tokenizer)
         return opened
 
     @staticmethod
     def _check_writes(source: str | Path, config: TransformerConfig) -> None:
-        """Raises ConfigError for a model that does not go on with texts."""
-        if config.kind != "gpt":
-            way_out = {"bert": "megalith eval measures what it fills in", "t5": "megalith.models.t5_generation answers"}
+        """Raises ConfigError for a model that writes no text."""
+        if config.kind == "bert":
             raise ConfigError(
-                f"{source} must be a GPT to go on with a text; it is a model.{config.kind}: {way_out[config.kind]}"
+                f"{source} must be a GPT or a T5 to write text; it is a model.bert: megalith eval measures what it "
+                "fills in"
             )
 
     def encode(self, prompts: Sequence[str], *, special_tokens: bool = False) -> list[list[int]]:
-        """The ids of each prompt, as ``Tokenizer.encode_prompts`` gives them.
+        """The ids of each prompt, as ``Tokenizer.encode_prompts`` gives them; those of a T5 end as its texts do.
 
         Raises ConfigError as ``check_prompt``, and for one that has no tokens of its own, or leaves no room for more.
         """
@@ -94,15 +106,19 @@ class TextSource:
             )
         learned = self.config.position_embedding_type == "learned_absolute"
         for ids in encoded:
-            check_prompt_length(len(ids), self.config.max_position_embeddings if learned else None)
-        return encoded
+            generation.check_prompt_length(len(ids), self.config.max_position_embeddings if learned else None)
+        if not self.answers:
+            return encoded
+        if not special_tokens and any("<extra_id_" in prompt for prompt in prompts):
+            log.warning("the prompt spells sentinels, <extra_id_0> ..., as text; --special-tokens reads them as such")
+        return [[*ids, t5_tokens(self.tokenizer).end] for ids in encoded]
 
 
 @dataclass(frozen=True)
 class TextGenerator:
-    """A model that goes on with texts, and where it is from."""
+    """A model that goes on with texts, or answers them, and where it is from."""
 
-    model: GPTModel
+    model: Writer
     source: TextSource
 
     @classmethod
@@ -123,7 +139,7 @@ class TextGenerator:
         stop: Sequence[str] = (),
         special_tokens: bool = False,
     ) -> list[str]:
-        """What the model adds to each of ``prompts``; args and errors are those of ``stream``."""
+        """What the model adds to each of ``prompts``, or answers; args and errors are those of ``stream``."""
         texts = [""] * len(prompts)
         drawn = self.stream(
             prompts, max_new_tokens, sampling=sampling, seeds=seeds, stop=stop, special_tokens=special_tokens
@@ -142,7 +158,7 @@ class TextGenerator:
         stop: Sequence[str] = (),
         special_tokens: bool = False,
     ) -> Generator[list[str | None], None, None]:
-        """What the model adds to each of ``prompts``, in whole characters, as soon as they are drawn.
+        """What the model adds to each of ``prompts``, or answers, in whole characters, as soon as they are drawn.
 
         Each list has a piece for each prompt, empty if none is ready, and None after the end of its text.
 
@@ -169,6 +185,15 @@ class TextGenerator:
     def _tell_of_length(self, prompt: int, max_new_tokens: int) -> None:
         """A line of the log where rotary positions go on past those of training, where learned ones would end."""
         longest, learned = self.source.longest, self.source.config.position_embedding_type == "learned_absolute"
+        if self.source.answers:
+            if prompt > longest:
+                log.warning(
+                    "the prompt has %d tokens, and the encoder was trained on rows of %d: beyond those it usually gets "
+                    "worse; to stay within, shorten it",
+                    prompt,
+                    longest,
+                )
+            return
         if learned or prompt + max_new_tokens <= longest:
             return
         room = f"generate at most {longest - prompt} tokens" if prompt < longest else f"shorten the prompt ({prompt})"
@@ -182,7 +207,7 @@ class TextGenerator:
 
 
 def stream_text(
-    model: GPTModel,
+    model: Writer,
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
@@ -192,17 +217,14 @@ def stream_text(
     stop: Sequence[str] = (),
 ) -> Generator[list[str | None], None, None]:
     """``TextGenerator.stream`` for prompts of token ids."""
-    texts = [_Text(tokenizer, ids, stop) for ids in prompts]
-    tokens = stream(
-        model,
-        prompts,
-        max_new_tokens,
-        sampling=sampling,
-        seeds=seeds,
-        end_tokens=tokenizer.ends,
-        stop=lambda row, _: texts[row].stopped,
-    )
-    return _pieces(tokens, texts)
+    # an answer is a text of its own
+    texts = [_Text(tokenizer, () if isinstance(model, T5Model) else ids, stop) for ids in prompts]
+    how: dict[str, Any] = {"sampling": sampling, "seeds": seeds, "end_tokens": tokenizer.ends}
+    how["stop"] = lambda row, _: texts[row].stopped
+    if isinstance(model, T5Model):
+        start = t5_tokens(tokenizer).padding
+        return _pieces(t5_generation.stream(model, prompts, max_new_tokens, start_token=start, **how), texts)
+    return _pieces(generation.stream(model, prompts, max_new_tokens, **how), texts)
 
 
 def in_order(openings: Sequence[str], pieces: Iterator[Sequence[str | None]]) -> Iterator[str]:
@@ -308,9 +330,9 @@ def _open_run(store: Store, tokenizer: str | Path | None, eod: str | int | None)
     checkpoint, folder, config = open_run(store)
     found = find_tokenizer(folder, config, tokenizer, eod)
 
-    def load() -> GPTModel:
+    def load() -> Writer:
         model = load_model(checkpoint).model
-        if not isinstance(model, GPTModel):
+        if not isinstance(model, GPTModel | T5Model):
             raise CheckpointError(f"{store} holds a {type(model).__name__}, which writes no text; name a GPT run")
         return model
 
@@ -328,13 +350,14 @@ def _open_foreign(folder: ForeignModel, tokenizer: str | Path | None, eod: str |
     return TextSource(folder.config, found, folder.num_positions, lambda: _foreign_weights(folder))
 
 
-def _foreign_weights(folder: ForeignModel) -> GPTModel:
+def _foreign_weights(folder: ForeignModel) -> Writer:
     """The model of ``folder`` in evaluation mode, in the dtype of its files."""
     dtype = getattr(torch, folder.weights.dtype)
     with torch.device("meta"):
-        model = GPTModel(
+        model = MODELS[folder.config.kind](
             folder.config, BuildOptions(ProcessGroupCollection.single(), dtype, matrix_product=linear_of_few_rows)
         )
+    assert isinstance(model, GPTModel | T5Model), "TextSource has refused an encoder"
     model.to_empty(device=choose_device())
     refill_buffers_(model)
     load_weights(folder.store, {name: tensor.detach() for name, tensor in state_tensors(model).items()})

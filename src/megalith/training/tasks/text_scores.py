@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalith.data.tokenizer import Tokenizer
+from megalith.errors import ConfigError
 from megalith.models.gpt_model import GPTModel
 from megalith.models.scoring import Score, score
-from megalith.training.tasks.generation import TextGenerator
+from megalith.training.tasks.generation import TextSource
 
 __all__ = ["TextScorer"]
 
@@ -24,12 +25,16 @@ class TextScorer:
     def load(
         cls, source: str | Path, tokenizer: str | Path | None = None, eod: str | int | None = None
     ) -> "TextScorer":
-        """That of ``source``, as ``TextGenerator.load`` reads it, with its arguments and errors.
+        """That of ``source``, as ``TextSource.open`` reads it, with its arguments and errors, ConfigError of a T5, too.
 
         A run's model reads as many tokens at once as it was trained on, ``data.seq_length``.
         """
-        generator = TextGenerator.load(source, tokenizer, eod)
-        return cls(generator.model, generator.source.tokenizer, generator.source.longest)
+        opened = TextSource.open(source, tokenizer, eod)
+        if opened.answers:
+            raise ConfigError(f"{source} must be a GPT for the likelihood of a text; it is a model.t5; name a GPT")
+        model = opened.load_model()
+        assert isinstance(model, GPTModel), "of these settings"
+        return cls(model, opened.tokenizer, opened.longest)
 
     def encode(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """The ids of both, split as lm-eval splits them.
