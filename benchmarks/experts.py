@@ -32,7 +32,7 @@ from megalith.transformer.layer_context import LayerContext
 from megalith.transformer.moe.experts import SequentialMLP
 from megalith.transformer.moe.moe_layer import MoELayer
 
-__all__ = ["CASES", "Size"]
+__all__ = ["CASES", "TOLERANCE", "LayerStep", "Size", "flops", "ours", "prepare", "theirs"]
 
 Layer = Callable[[Tensor], Tensor]  # [T, H] -> [T, H]
 Gradients = Callable[[], dict[str, Tensor]]
@@ -56,7 +56,7 @@ class LayerStep:
 
     def __init__(self, layer: Layer, model: nn.Module, dtype: torch.dtype, gradients: Gradients, folder: Path) -> None:
         self._layer, self._model, self._gradients, self._folder = layer, model, gradients, folder
-        batch = load_file(folder / "batch.safetensors")
+        batch = load_file(folder / "batch.safetensors", device=str(next(model.parameters()).device))
         self._x, self._dy = batch["x"].to(dtype).requires_grad_(), batch["dy"].to(dtype)
 
     def first(self) -> First:
@@ -67,7 +67,7 @@ class LayerStep:
         judged = json.loads((self._folder / "reference.json").read_text())
         reference = load_file(self._folder / "gradients.safetensors")
         assert self._x.grad is not None, "the hidden states take part"
-        found = {"x": self._x.grad, **self._gradients()}
+        found = {name: dx.cpu() for name, dx in {"x": self._x.grad, **self._gradients()}.items()}
         assert found.keys() == reference.keys(), "the same parameters by the same names"
         errors = [gradient_error(dx.float(), reference[name], judged["norm"]) for name, dx in found.items()]
         loss_error = abs((y.float() * self._dy.float()).sum().item() - judged["loss"])
@@ -84,7 +84,7 @@ class LayerStep:
         return y.detach()
 
 
-def _ours(size: Size, folder: Path, *, dtype: torch.dtype, sequential: bool = False) -> LayerStep:
+def ours(size: Size, folder: Path, *, dtype: torch.dtype, sequential: bool = False, device: str = "cpu") -> LayerStep:
     """``MoELayer``, its experts together or one after the other."""
     model = {
         "hidden_size": size.H,
@@ -98,15 +98,16 @@ def _ours(size: Size, folder: Path, *, dtype: torch.dtype, sequential: bool = Fa
         TransformerConfig.model_validate(model), BuildOptions(ProcessGroupCollection.single(), dtype), layer=0
     )
     layer.load_state_dict(_weights(folder))
+    layer.to(device)
     if sequential:
         layer.experts.backend = SequentialMLP.backend
     context, gradients = LayerContext(), functools.partial(_gradients_of, layer)
     return LayerStep(lambda x: layer(x.unsqueeze(1), context).squeeze(1), layer, dtype, gradients, folder)
 
 
-def _theirs(size: Size, folder: Path, *, dtype: torch.dtype, experts: str) -> LayerStep:
+def theirs(size: Size, folder: Path, *, dtype: torch.dtype, experts: str, device: str = "cpu") -> LayerStep:
     """Hugging Face's ``MixtralSparseMoeBlock`` with its ``experts`` implementation."""
-    block = _hugging_face_block(size, folder, experts).to(dtype)
+    block = _hugging_face_block(size, folder, experts).to(device, dtype)
 
     def gradients() -> dict[str, Tensor]:
         grads = _gradients_of(block)
@@ -161,8 +162,8 @@ def _weights(folder: Path) -> Mapping[str, Tensor]:
     return load_file(folder / "weights.safetensors")
 
 
-def _prepare(size: Size, folder: Path) -> None:
-    """Writes weights and batch, and what the float32 reference makes of them."""
+def prepare(size: Size, folder: Path, device: str = "cpu") -> None:
+    """Writes weights and batch, and what the float32 reference makes of them on ``device``."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(std: float, *shape: int) -> Tensor:
@@ -181,16 +182,17 @@ def _prepare(size: Size, folder: Path) -> None:
     batch = {"x": x, "dy": draw(1.0, size.T, size.H) / size.T}
     save_file(batch, folder / "batch.safetensors")
 
-    block = _hugging_face_block(size, folder, "eager")
-    x.requires_grad_()
+    block = _hugging_face_block(size, folder, "eager").to(device)
+    x = x.to(device).requires_grad_()
     y = block(x.unsqueeze(0)).squeeze(0)
-    y.backward(batch["dy"])
+    dy = batch["dy"].to(device)
+    y.backward(dy)
     gradients = _gradients_of(block)
     gradients[_ENTERING] = gradients[_ENTERING].view(size.E, 2, size.F, size.H)
     norm = torch.nn.utils.get_total_norm(gradients.values()).item()
     assert x.grad is not None, "the hidden states take part"
     save_file({"x": x.grad, **gradients}, folder / "gradients.safetensors")
-    loss = (y * batch["dy"]).sum().item()
+    loss = (y * dy).sum().item()
     (folder / "reference.json").write_text(json.dumps({"loss": loss, "norm": norm}))
 
 
@@ -203,7 +205,7 @@ def _far_from_ties(x: Tensor, gate: Tensor, size: Size) -> Tensor:
     return x[margin.topk(size.T).indices.sort().values].contiguous()
 
 
-def _flops(size: Size) -> int:
+def flops(size: Size) -> int:
     """Three products of an expert, forward and twice backward."""
     return 3 * 2 * size.T * size.K * 3 * size.H * size.F
 
@@ -212,32 +214,32 @@ def _case(E: int, K: int, dtype: torch.dtype) -> Case:
     name = str(dtype).removeprefix("torch.")
 
     def contender(build: Callable[..., LayerStep], **options: Any) -> Contender:
-        return Contender(functools.partial(build, dtype=dtype, **options), name, _TOLERANCE[dtype])
+        return Contender(functools.partial(build, dtype=dtype, **options), name, TOLERANCE[dtype])
 
     return Case(
         title=f"CPU mixture of experts, {E} experts, {K} for each token, {name}",
         base="Hugging Face, eager",
         contenders={
-            "Megalith": contender(_ours),
-            "Megalith, experts one by one": contender(_ours, sequential=True),
-            "Hugging Face, eager": contender(_theirs, experts="eager"),
-            "Hugging Face, grouped_mm": contender(_theirs, experts="grouped_mm"),
+            "Megalith": contender(ours),
+            "Megalith, experts one by one": contender(ours, sequential=True),
+            "Hugging Face, eager": contender(theirs, experts="eager"),
+            "Hugging Face, grouped_mm": contender(theirs, experts="grouped_mm"),
             "Megatron-Core, SequentialMLP": contender(_megatron_core),
         },
         sizes={"full": Size(T=2048, H=512, F=1024, E=E, K=K), "quick": Size(T=32, H=16, F=32, E=E, K=K)},
-        prepare=_prepare,
+        prepare=prepare,
         tokens=lambda size: size.T,
-        flops=_flops,
-        loss_tolerance=_TOLERANCE[dtype],
+        flops=flops,
+        loss_tolerance=TOLERANCE[dtype],
     )
 
 
 # of the worst tensor; bfloat16 keeps 8 bits
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
 CASES = {
     f"experts-{E}-top{K}-{str(dtype).removeprefix('torch.')}": _case(E, K, dtype)
     for E in (8, 64)
     for K in (2, 8)
-    for dtype in _TOLERANCE
+    for dtype in TOLERANCE
 }

@@ -2,14 +2,14 @@
 
 import pytest
 
-from benchmarks.experts import _TOLERANCE
+from benchmarks.experts import TOLERANCE
 from benchmarks.measure import measure
 from benchmarks.registry import CASES
 
 MEGATRON = "Megatron-Core, SequentialMLP"
 
 
-@pytest.mark.parametrize("dtype", _TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_ours_and_theirs_give_the_gradients_of_the_reference(dtype, tmp_path):
     case = CASES[f"experts-8-top2-{str(dtype).removeprefix('torch.')}"]
     size = case.sizes["quick"]

@@ -1,0 +1,197 @@
+"""One mixture of experts, forward and backward, on one GPU: speed, memory, waits of the host, and one CUDA graph of it.
+
+    python -m benchmarks.moe_layer [--quick] [--out FOLDER]
+
+Contenders take turns in every round, in bfloat16, and are judged by Hugging Face's layer in float32 first:
+
+    Megalith                                    ``MoELayer``, dropless, in one process
+    Megalith, in a CUDA graph                   the same, captured whole and replayed
+    Hugging Face, grouped_mm and eager          its Mixtral block over torch's ``_grouped_mm``, and expert by expert
+
+A row has the time of a run, its share of the rate of a product of 8192^3 in the same run, the most memory beyond what
+was held before, and how often the host waited for the device. Without a GPU it runs at a tiny size, to show that it
+does; then nothing is counted or captured.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.environment import describe
+from benchmarks.experts import TOLERANCE, LayerStep, Size, flops, ours, prepare, theirs
+from benchmarks.fusions.clock import Clock, memory_of
+
+__all__ = ["Row", "main", "rows_of"]
+
+_FULL = (Size(T=8192, H=4096, F=3584, E=8, K=2), Size(T=8192, H=2048, F=1024, E=64, K=8))
+_QUICK = (Size(T=32, H=16, F=32, E=8, K=2),)
+_ROUNDS, _WARM = 15, 3
+_BASE = "Hugging Face, grouped_mm"
+_LARGE = {"cuda": 8192, "cpu": 256}  # side of the product whose rate is the yardstick
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of one contender.
+
+    Attributes:
+        milliseconds: a run, median over the rounds.
+        speed: how many times as fast as ``Hugging Face, grouped_mm``, median of the ratios in a round.
+        share: of the matmul rate; None without a GPU.
+        peak_mib: the most memory beyond what was held before.
+        host_waits: how often a run made the host wait for the device; None without a GPU, or of a graph.
+        problem: why there is no time, or that a gradient is wrong.
+    """
+
+    milliseconds: float | None = None
+    speed: float | None = None
+    share: float | None = None
+    peak_mib: float | None = None
+    host_waits: int | None = None
+    problem: str | None = None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.moe_layer", description="A mixture of experts on a GPU."
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny size and one round: does everything still run?")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of results")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    quick = arguments.quick or device == "cpu"
+    found = {str(size): rows_of(size, device, 1 if quick else _ROUNDS) for size in (_QUICK if quick else _FULL)}
+    for size, rows in found.items():
+        print(f"\n{size}, bfloat16, {device}")
+        for name, row in rows.items():
+            print(f"  {name:30} {asdict(row)}")
+    if not quick:
+        record = {"environment": describe(), "device": torch.cuda.get_device_name(), "sizes": _as_tree(found)}
+        path = arguments.out / f"moe-layer-{datetime.now():%Y%m%d-%H%M}.json"
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"\nkept in {path}")
+
+
+def rows_of(size: Size, device: str, rounds: int) -> dict[str, Row]:
+    """A row of each contender, by name."""
+    clock = Clock(device)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(size, folder, device)
+        build: Mapping[str, Callable[[], LayerStep]] = {
+            "Megalith": partial(ours, size, folder, dtype=torch.bfloat16, device=device),
+            _BASE: partial(theirs, size, folder, dtype=torch.bfloat16, experts="grouped_mm", device=device),
+            "Hugging Face, eager": partial(theirs, size, folder, dtype=torch.bfloat16, experts="eager", device=device),
+        }
+        rows, runs = dict[str, Row](), dict[str, Callable[[], object]]()
+        for contender, make in build.items():
+            rows[contender], run = _judged(make, device)
+            if run is not None:
+                runs[contender] = run
+        if device == "cuda" and "Megalith" in runs:
+            graph = "Megalith, in a CUDA graph"
+            captured = _captured(runs["Megalith"])
+            rows[graph] = Row(problem=captured) if isinstance(captured, str) else Row()
+            if not isinstance(captured, str):
+                runs[graph] = captured
+        seconds = {contender: list[float]() for contender in runs}
+        rates = [_matmul_rate(clock, device)]
+        for _ in range(rounds):
+            for contender, run in runs.items():
+                seconds[contender].append(clock.seconds(run))
+        rates.append(_matmul_rate(clock, device))
+    rate = statistics.fmean(rates)
+    return {
+        contender: _timed(
+            row, seconds.get(contender), seconds.get(_BASE), flops(size) / rate if device == "cuda" else None
+        )
+        for contender, row in rows.items()
+    }
+
+
+def _judged(make: Callable[[], LayerStep], device: str) -> tuple[Row, Callable[[], object] | None]:
+    """What is known before anything is timed, and the run; None for one that fails or is wrong."""
+    try:
+        step = make()
+        first = step.first()
+        for _ in range(_WARM):
+            step.run()
+        peak, waits = memory_of(step.run, device).peak / 2**20, _host_waits(step.run) if device == "cuda" else None
+    except Exception as error:  # a row that says what happened, and the other rows
+        return Row(problem=f"{type(error).__name__}: {error}".splitlines()[0]), None
+    tolerance = TOLERANCE[torch.bfloat16]
+    if not (first.gradient_error is not None and first.gradient_error <= tolerance):  # not within, so that NaN fails
+        return Row(problem=f"wrong: a gradient is {first.gradient_error} from the reference, over {tolerance}"), None
+    return Row(peak_mib=peak, host_waits=waits), step.run
+
+
+def _timed(row: Row, seconds: list[float] | None, base: list[float] | None, least: float | None) -> Row:
+    """``row`` with its times; ``least``: seconds that the products take at the rate of large ones."""
+    if not seconds:
+        return row
+    median = statistics.median(seconds)
+    ratios = [theirs / mine for theirs, mine in zip(base, seconds, strict=True)] if base else []
+    return Row(
+        1e3 * median,
+        statistics.median(ratios) if ratios else None,
+        None if least is None else least / median,
+        row.peak_mib,
+        row.host_waits,
+        row.problem,
+    )
+
+
+def _host_waits(run: Callable[[], object]) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(each.message) for each in told)
+
+
+def _captured(run: Callable[[], object]) -> Callable[[], object] | str:
+    """The replay of ``run``, or why it cannot be captured."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    try:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # the first runs on a stream of their own, as capture asks for
+            for _ in range(_WARM):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            run()
+        graph.replay()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return f"cannot be captured: {error}".splitlines()[0]
+    return graph.replay
+
+
+def _matmul_rate(clock: Clock, device: str) -> float:
+    """FLOP/s of a large product in bfloat16."""
+    N = _LARGE[device]
+    left, right = torch.randn(2, N, N, dtype=torch.bfloat16, device=device)
+    out = torch.empty_like(left)
+    torch.mm(left, right, out=out)
+    return 2 * N**3 / clock.seconds(lambda: torch.mm(left, right, out=out), 9)
+
+
+def _as_tree(found: Mapping[str, Mapping[str, Row]]) -> dict[str, dict[str, dict[str, object]]]:
+    return {size: {name: asdict(row) for name, row in rows.items()} for size, rows in found.items()}
+
+
+if __name__ == "__main__":
+    main()
