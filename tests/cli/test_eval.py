@@ -1,5 +1,6 @@
 """megalith eval: what it refuses, what it says while it works, and that no loss of nothing is printed."""
 
+import logging
 import shutil
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 
 from megalith.cli.console import Console, Progress
+from megalith.config import MoEConfig
 from megalith.data.indexed_dataset import IndexedDatasetBuilder
+from megalith.training.tasks.text_scores import TextScorer
 from tests.program import here
 
 
@@ -92,6 +95,25 @@ def test_choices_are_answered_and_a_context_that_was_cut_is_told(run, tmp_path, 
         assert line.startswith(f"{path}: accuracy ")
         assert line.endswith("% per token, of 3 questions (guessing 50.00%)")
     assert "1 of 3 questions are longer than the 32 tokens that the model reads at once" in caplog.text
+
+
+def test_one_line_says_that_experts_drop_tokens_among_choices(run, tmp_path, caplog, monkeypatch):
+    load = TextScorer.load
+
+    def with_capacity(*arguments):
+        scorer = load(*arguments)
+        moe = MoEConfig(num_experts=4, capacity={"factor": 1.25})
+        scorer.model.config = scorer.model.config.model_copy(update={"moe": moe})
+        return scorer
+
+    caplog.set_level(logging.INFO)
+    path = questions(tmp_path / "q", QUESTION)
+    assert here("eval", run, "--choices", path).code == 0
+    assert "capacity" not in caplog.text
+    monkeypatch.setattr(TextScorer, "load", with_capacity)
+    assert here("eval", run, "--choices", path).code == 0
+    [line] = [line for line in caplog.messages if "capacity" in line]
+    assert line.endswith("depends on the choices that are scored in one batch, which compete for room")
 
 
 def test_no_perplexity_is_printed_where_no_token_has_a_loss(run, tmp_path):

@@ -84,12 +84,14 @@ def test_compilation_is_asked_of_every_layer(on, tmp_path):
     assert ranks(1, compiled, tree) == [[on, on]]
 
 
-class NoCoresAtTheEnd(NoCores):
-    """As above, in the last stage of a pipeline only."""
+class NoEnd(PretrainGPT):
+    """A model whose last stage cannot be built."""
 
     def build_model(self, options: BuildOptions, stage: Stage | None = None) -> Any:
         assert stage is not None
-        return super().build_model(options, stage) if stage.has_head else PretrainGPT.build_model(self, options, stage)
+        if stage.has_head:
+            raise ConfigError("there is no end")
+        return super().build_model(options, stage)
 
 
 def batches_and_inputs(tree: dict[str, Any]) -> tuple[int, int]:
@@ -141,7 +143,8 @@ def refusal_of_stages(tree: dict[str, Any], task: type[PretrainGPT]) -> str:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (NoCoresAtTheEnd, "names core_attn, and this GPTModel has none; use layernorm, self_attn"),
+        (NoCores, "names core_attn, and this GPTModel has none; use layernorm, self_attn"),
+        (NoEnd, "rank 1: there is no end"),
         (NoStages, "the model of NoStages cannot be cut into stages; use parallel.pipeline=1"),
         (NoHiddenShape, "NoHiddenShape has costs() and no hidden_shape()"),
     ],
