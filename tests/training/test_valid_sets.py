@@ -88,7 +88,7 @@ def test_named_sets_are_shown_one_a_line_and_drawn_by_name(tmp_path):
     for name, numbers in record["valid_sets"].items():
         told = f"{numbers['loss']:.4f}, perplexity {numbers['perplexity']:.2f}, over {numbers['tokens']:,} tokens"
         assert f"step 1  held-out loss of {name} {told}" in shown
-    drawn = dict(trackers._scalars(record))
+    drawn = dict(trackers._scalars(dict(trackers._flat(record, "/"))))
     assert drawn["valid_sets/code/perplexity"] == record["valid_sets"]["code"]["perplexity"]
 
 
