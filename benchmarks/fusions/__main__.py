@@ -38,7 +38,7 @@ DTYPES = {"cpu": [torch.float32, torch.bfloat16], "cuda": [torch.bfloat16]}
 def main() -> None:
     """Measures the operations that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fusions", description="Fused operations and peers.")
-    parser.add_argument("--only", nargs="+", choices=OPERATIONS, metavar="OPERATION", help="some instead of all")
+    parser.add_argument("--only", nargs="*", metavar="OPERATION", help="some instead of all, or none")
     parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds of a run (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=1, help="passes over all operations (default: %(default)s)")
@@ -50,14 +50,16 @@ def main() -> None:
     if _SURROUNDED not in os.environ:
         sys.exit(_again_in_surroundings())
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    names = options.only or list(OPERATIONS)
+    names = list(OPERATIONS) if options.only is None else options.only
+    if unknown := set(names) - OPERATIONS.keys():
+        parser.error(f"--only takes {', '.join(OPERATIONS)}; got {', '.join(unknown)}")
     sizes, rounds = ([1 << 16], 1) if options.quick else (SIZES[options.device], options.rounds)
     machine = {"device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU", **describe()}
     runs: list[Run] = []
     now = datetime.now()
     file = None if options.quick else options.out / f"fusions-{options.device}-{now:%Y%m%d-%H%M}"
     table = ""
-    for _ in range(options.runs):
+    for _ in range(options.runs if names else 0):
         runs.append(_run(names, options.device, sizes, rounds))
         table = as_markdown(runs, machine, f"{now:%Y-%m-%d %H:%M}")
         _keep(file, table, as_json(runs, machine, now.isoformat()))  # what was measured outlives an interrupted run

@@ -1,13 +1,15 @@
 """What a call costs beside its work, on tensors so small that Python and torch's dispatch are all of it.
 
 Launching nothing: an operator whose implementation only allocates, as this house registers it, as torch dispatches it,
-and as a plain ``torch.autograd.Function`` that allocates the same. Computing: an operation beside torch's own spelling,
-in training and as decoding calls it, one token at a time without gradients.
+and as a plain ``torch.autograd.Function`` that allocates the same. Launching the same: a public function beside a plain
+Function around the same implementations, or by default beside the formula alone. Computing: an operation beside torch's
+own spelling, in training and as decoding calls it, one token at a time without gradients.
 """
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.fusions.clock import Clock
+from benchmarks.fusions.launches import launches
 from benchmarks.rounds import Spread
 from megalith import fusions
 from megalith.fusions.attention import formulas as attention
@@ -27,7 +30,7 @@ __all__ = ["as_markdown", "measure_calls"]
 
 _REPEATS = 20  # calls of a sample, so that the clock is small beside them
 _H, _A, _D = 512, 8, 64
-_PLAIN, _TORCH = "plain Function", "torch"
+_PLAIN, _FORMULA, _TORCH = "plain Function", "formula", "torch"
 _EPS = 1e-5
 
 
@@ -54,6 +57,12 @@ def measure_calls(device: str, rounds: int) -> dict[str, Seconds]:
         for title, make in (("training", _training), ("decoding", _decoding)):
             calls = {contender: make(compute, operation.tensors) for contender, compute in computing.items()}
             found[f"{name}, {title}"] = _interleaved(clock, rounds, calls)
+    for name, given in launches(device).items():
+        bases = {"blocked": (_PLAIN, given.plain)} | ({None: (_FORMULA, given.formula)} if device == "cpu" else {})
+        for path, (base, compute) in bases.items():
+            pair = {"Megalith": partial(given.ours, backend=path), base: compute}
+            calls = {contender: _training(call, given.tensors) for contender, call in pair.items()}
+            found[f"{name}, {path or 'default'} path"] = _interleaved(clock, rounds, calls)
     return found
 
 
@@ -66,7 +75,7 @@ def as_markdown(calls: Mapping[str, Seconds]) -> str:
         "|---" * 5 + "|",
     ]
     for name, seconds in calls.items():
-        base = _PLAIN if _PLAIN in seconds else _TORCH
+        base = next(one for one in (_PLAIN, _FORMULA, _TORCH) if one in seconds)
         ours, *registered = (
             Spread.of([mine / its for mine, its in zip(values, seconds[base], strict=True)])
             for contender, values in seconds.items()

@@ -1,6 +1,8 @@
 """The benchmark of fused operations: right before fast, ratios within rounds, a row for every operation."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 from benchmarks.fusions import calls, cost, operation, registry, report
 from benchmarks.fusions.clock import Clock, memory_of
 from benchmarks.fusions.contest import Contest, Figures, contest
+from benchmarks.fusions.launches import launches
 from megalith.fusions.core.registry import FUSIONS
 
 
@@ -86,10 +89,29 @@ def test_what_a_call_costs_is_told_for_a_norm_a_sum_a_gate_rope_and_attention():
     measured = calls.measure_calls("cpu", rounds=1)
     names = ["rms norm", "add and rms norm", "swiglu", "rope", "attention"]
     titles = ("launching nothing", "training", "decoding")
-    assert list(measured) == [f"{name}, {what}" for name in names for what in titles]
+    public = ["norm", "bias swiglu", "masked softmax", "cross entropy", "rope", "permute"]
+    assert list(measured) == [
+        *(f"{name}, {what}" for name in names for what in titles),
+        *(f"{name}, {path} path" for name in public for path in ("blocked", "default")),
+    ]
     assert calls.as_markdown({"a, training": {"Megalith": [3e-6, 4e-6], "torch": [2e-6, 2e-6]}}).splitlines()[-1] == (
         "| a, training | torch | 2 | 1.75 [1.62..1.88] |  |"
     )
+
+
+def test_a_public_function_and_its_bases_compute_the_same():
+    for name, given in launches("cpu").items():
+        for path, base in (("blocked", given.plain), (None, given.formula)):
+            want = outputs_and_gradients(base, given.tensors)
+            got = outputs_and_gradients(partial(given.ours, backend=path), given.tensors)
+            assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True)), f"{name}, {path}"
+
+
+def outputs_and_gradients(compute: Callable[..., Any], tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    results = compute(*tensors)
+    ys = results if isinstance(results, tuple) else (results,)
+    leaves = [x for x in tensors if x.requires_grad]
+    return [*ys, *torch.autograd.grad(ys, leaves, [y.detach().cos() for y in ys])]
 
 
 def test_every_operation_has_a_row_and_every_row_a_name_of_its_own():

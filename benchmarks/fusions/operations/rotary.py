@@ -75,8 +75,8 @@ def _eager_mla(kv: Tensor, k_pos_emb: Tensor, cos: Tensor, sin: Tensor) -> tuple
     nope, value = kv.split((_NOPE, _VALUE), dim=-1)
     cos, sin = (t.to(kv.dtype)[:, None, None] for t in (cos, sin))
     first, second = k_pos_emb[..., ::2], k_pos_emb[..., 1::2]
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return torch.cat((nope, turned.expand(*nope.shape[:-1], _ROPE)), dim=-1), value.contiguous()
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((nope, rotated.expand(*nope.shape[:-1], _ROPE)), dim=-1), value.contiguous()
 
 
 OPERATIONS = [

@@ -12,7 +12,7 @@ from megalith.errors import BackendError
 from megalith.fusions import use, weighted_squared_relu_impl
 from megalith.fusions.core import dispatch as backend
 from megalith.fusions.core.blocks import LARGEST_WHOLE
-from megalith.fusions.core.dispatch import Fusion, compiled
+from megalith.fusions.core.dispatch import Fusion
 from megalith.fusions.core.preference import prefer
 
 # a path's function is its name here
@@ -169,13 +169,6 @@ def test_a_path_may_have_a_limit_of_its_own():
     assert fusion.path(tensor(numel=9), "blocked") == "blocked"
     with pytest.raises(BackendError, match=r"backend='blocked': not torch\.float32; here it can take triton"):
         fusion.path(tensor(numel=10), "blocked")
-
-
-def test_a_reference_that_is_compiled_can_run_backward_twice(device):
-    x = torch.randn(3, 5, device=device, requires_grad=True)
-    y = compiled(lambda x: torch.softmax(x.square(), dim=-1).log())(x)
-    once, twice = (torch.autograd.grad(y.sum(), x, retain_graph=True) for _ in range(2))
-    assert torch.equal(*once, *twice)
 
 
 def test_a_compiled_function_follows_use(device):

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.two_tensor import TwoTensor
 
-from megalith.fusions import fused_rms_norm, quantize
+from megalith.fusions import fused_rms_norm, glu, quantize
 from tests.fusions.observe import operator_calls
 from tests.kernel_reports import without_interpreter
 
@@ -145,3 +145,22 @@ def kernels_launched() -> list[object]:
 
 def test_kernels_are_launched_as_they_are_forward_and_backward():
     assert without_interpreter(kernels_launched) == [True, True]
+
+
+@pytest.mark.parametrize("path", ["triton", "blocked"])
+def test_an_operator_of_rows_takes_any_shape_and_records_no_view(path):
+    x = X.view(2, 2, 64).clone().requires_grad_()
+    w = torch.linspace(0.5, 1.5, 4).view(2, 2, 1).requires_grad_()
+    y = glu(x, activation="silu", weights=w, backend=path)
+    assert "glu" in y.grad_fn.name()
+    assert not y._is_view()
+    assert [node.name() for node, _ in y.grad_fn.next_functions if node] == ["torch::autograd::AccumulateGrad"] * 2
+    rows = glu(x.flatten(0, 1), activation="silu", weights=w.flatten(0, 1), backend=path)
+    assert torch.equal(y.flatten(0, 1), rows)
+    dy = y.detach().sin()
+    got, want = torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(rows, (x, w), dy.flatten(0, 1))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    calls = operator_calls(lambda: glu(x, activation="silu", weights=w, backend=path).sum().backward())
+    assert len(calls) == 2
+    for operator, arguments in calls:
+        torch.library.opcheck(operator, tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments))

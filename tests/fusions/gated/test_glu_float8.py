@@ -5,8 +5,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from megalith.errors import ConfigError, ShapeError
+from megalith.errors import BackendError, ConfigError, ShapeError
 from megalith.fusions import glu, glu_float8
 from megalith.fusions.core.kernels.float8 import decode_e4m3, encode_e4m3
 from tests.fusions.observe import saved_bytes
@@ -108,3 +109,13 @@ def test_no_columns_are_no_error(backend, device):
     y = glu_float8(x, activation="silu", backend=backend)
     assert y.shape == (3, 0)
     assert torch.autograd.grad(y.sum(), x)[0].shape == (3, 0)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, of its forward-mode formulas
+def test_forward_mode_is_refused_on_every_path():
+    x = torch.randn(3, 8)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        for path in (None, *PATHS, "reference"):
+            with pytest.raises(BackendError, match="no derivative for forward-mode AD"):
+                glu_float8(dual, activation="silu", backend=path)

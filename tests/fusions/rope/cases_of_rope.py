@@ -19,7 +19,7 @@ def head_size(width: int) -> int:
 
 
 def sections_of(half: int) -> tuple[int, int, int]:
-    """Of so many pairs, those that turn by time, height and width."""
+    """Of so many pairs, those rotated by time, height and width."""
     return half // 4, half // 3, half - half // 4 - half // 3
 
 
@@ -58,14 +58,14 @@ def formula(
     sections: bool = False,
 ) -> tuple[Tensor, ...]:
     """Pairs as vectors, each times the matrix of its rotation."""
-    turn = torch.stack((cos, sin, -sin, cos) if inverse else (cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
+    matrix = torch.stack((cos, sin, -sin, cos) if inverse else (cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
     if sections and positions is not None:
         half = cos.shape[-1]
         stream = torch.arange(3, device=cos.device).repeat_interleave(torch.tensor(sections_of(half)).to(cos.device))
-        turn = turn[positions[stream].t(), torch.arange(half, device=cos.device)]  # [S, R/2]
+        matrix = matrix[positions[stream].t(), torch.arange(half, device=cos.device)]  # [S, R/2]
     elif positions is not None:
-        turn = turn[positions]
-    turn = turn.unsqueeze(-4) if turn.dim() == 5 else turn[:, None, None]  # [S, 1 or B, 1, R/2, 2, 2]
+        matrix = matrix[positions]
+    matrix = matrix.unsqueeze(-4) if matrix.dim() == 5 else matrix[:, None, None]  # [S, 1 or B, 1, R/2, 2, 2]
 
     def of(x: Tensor, weight: Tensor | None) -> Tensor:
         if weight is not None:
@@ -76,8 +76,8 @@ def formula(
         read_pairs = layout == "interleaved" or (layout == "deepseek" and not inverse)
         write_pairs = layout == "interleaved" or (layout == "deepseek" and inverse)
         rows = rotated.unflatten(-1, (half, 2)) if read_pairs else rotated.unflatten(-1, (2, half)).transpose(-1, -2)
-        turned = (turn @ rows.unsqueeze(-1)).squeeze(-1)
-        rotated = turned.flatten(-2) if write_pairs else turned.transpose(-1, -2).flatten(-2)
+        rotated = (matrix @ rows.unsqueeze(-1)).squeeze(-1)
+        rotated = rotated.flatten(-2) if write_pairs else rotated.transpose(-1, -2).flatten(-2)
         return torch.cat((rotated, rest), dim=-1)
 
     y = of(q, q_norm_weight)

@@ -1,4 +1,4 @@
-"""Cases of multi-latent attention's rotary positions; a width stands for half of what turns."""
+"""Cases of multi-latent attention's rotary positions; a width stands for half of what is rotated."""
 
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ B, A, K, V = 2, 3, 6, 5  # heads of no power of two
 
 
 def rotary_dim(width: int) -> int:
-    """2, 14 and 128; and 64, for widths that turn in no model."""
+    """2, 14 and 128; and 64, for rotated widths of no model."""
     return 2 * width if width < 65 else 64
 
 
@@ -26,7 +26,7 @@ def tables(num_rows: int, half: int, dtype: torch.dtype, device: str) -> Inputs:
     return {"cos": angles.cos().to(table), "sin": angles.sin().to(table)}
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool = False) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool = False) -> Tensor:
     """``x`` [..., A, R] of tokens [S] or [S, B]: pairs 2i and 2i + 1, written to i and i + R/2 or where they were."""
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
@@ -43,7 +43,7 @@ def q_inputs(S: int, width: int, dtype: torch.dtype, device: str) -> Inputs:
 
 
 def q_formula(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.cat((q[..., :K], turned(q[..., K:], cos, sin, None)), dim=-1)
+    return torch.cat((q[..., :K], rotated(q[..., K:], cos, sin, None)), dim=-1)
 
 
 def q_compute(q: Tensor, cos: Tensor, sin: Tensor, backend: Any) -> Tensor:
@@ -70,7 +70,7 @@ def kv_formula(
     positions: Tensor | None = None,
     rotary_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    pe = turned(k_pos_emb, cos, sin, positions, rotary_interleaved)
+    pe = rotated(k_pos_emb, cos, sin, positions, rotary_interleaved)
     return torch.cat((kv[..., :K], pe.repeat_interleave(A, dim=-2)), dim=-1), kv[..., K:]
 
 

@@ -82,7 +82,7 @@ def test_a_table_says_itself_whether_its_angles_stand_in_both_halves_or_side_by_
 
 
 @pytest.mark.parametrize("backend", PATHS)
-def test_queries_are_written_elsewhere_and_can_be_turned_back(backend):
+def test_queries_are_written_elsewhere_and_can_be_rotated_back(backend):
     t = draw(S, B, A, K + R)
     before = t.detach().clone()
     unscaled = yarn_cos_sin(S, R)  # a concentration would be squared
@@ -94,7 +94,7 @@ def test_queries_are_written_elsewhere_and_can_be_turned_back(backend):
 
 
 @pytest.mark.parametrize("backend", PATHS)
-def test_ranks_that_share_documents_turn_each_token_as_the_whole_does(backend):
+def test_ranks_that_share_documents_rotate_each_token_as_the_whole_does(backend):
     cu_seqlens, T = torch.tensor([0, 8, 12], dtype=torch.int32), 12
     positions = positions_from_cu_seqlens(cu_seqlens, T)
     t, kv, k_pe = draw(T, A, K + R), draw(T, A, K + V), draw(T, 1, R)
@@ -146,7 +146,7 @@ def test_tokens_are_addressed_in_64_bits(tmp_path):
 
 
 @pytest.mark.parametrize("backend", PATHS)
-def test_nan_and_inf_are_copied_and_turned(backend):
+def test_nan_and_inf_are_copied_and_rotated(backend):
     kv = torch.tensor([math.nan, math.inf]).view(1, 1, 1, 2)
     k_pe = torch.tensor([math.inf, 1.0]).view(1, 1, 1, 2)
     half = torch.full((1, 1), 0.5)
@@ -157,6 +157,7 @@ def test_nan_and_inf_are_copied_and_turned(backend):
 PACKED = {"t": torch.ones(6, A, K + R)}
 BORDERS = torch.tensor([0, 6])
 DISTINCT = torch.arange(32.0).view(8, 1, 1, R)
+SIDE_BY_SIDE = torch.arange(16.0).repeat_interleave(2).view(8, 1, 1, R)
 FULL = {"cos": torch.ones(8, 1, 1, R), "sin": torch.ones(8, 1, 1, R)}
 INTERLEAVED = {"rotary_interleaved": True}
 
@@ -173,6 +174,11 @@ INTERLEAVED = {"rotary_interleaved": True}
             {"cos": DISTINCT, "sin": DISTINCT} | INTERLEAVED,
             ConfigError,
             r"must hold each angle twice.*give \[rows, 2\]",
+        ),
+        (
+            {"cos": SIDE_BY_SIDE, "sin": SIDE_BY_SIDE},
+            ConfigError,
+            r"in both halves; this one does not; give \[rows, 2\]",
         ),
         (
             {name: x.to("meta") for name, x in ({"t": torch.ones(S, B, A, K + R)} | FULL).items()} | INTERLEAVED,

@@ -29,18 +29,18 @@ def heads(num_heads: int, *, dtype: torch.dtype = torch.float32, size: int = D, 
 
 @pytest.mark.parametrize("backend", PATHS)
 @pytest.mark.parametrize(
-    ("layout", "turned"),
+    ("layout", "rotated"),
     [("neox", [-3.0, -4.0, 1.0, 2.0]), ("interleaved", [-2.0, 1.0, -4.0, 3.0]), ("deepseek", [-2.0, -4.0, 1.0, 3.0])],
 )
-def test_a_quarter_turn_takes_pairs_to_minus_the_second_and_the_first(layout, turned, backend):
+def test_a_quarter_turn_takes_pairs_to_minus_the_second_and_the_first(layout, rotated, backend):
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 4)
     y, y_k = fused_rope(x, x, *QUARTER, layout=layout, backend=backend)
-    assert y.tolist() == y_k.tolist() == [[turned]]
+    assert y.tolist() == y_k.tolist() == [[rotated]]
     back, _ = fused_rope(y, None, *QUARTER, layout=layout, inverse=True, backend=backend)
     assert back.tolist() == x.tolist()
 
 
-def test_the_default_turns_as_rotate_half_with_a_concatenation():
+def test_the_default_rotates_as_rotate_half_with_a_concatenation():
     def rotate_half(x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
         return torch.cat((-second, first), dim=-1)
@@ -109,7 +109,7 @@ def test_more_heads_than_a_tile_holds_and_norms_of_one_of_the_two(normed):
             torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
 
 
-def test_a_norm_comes_before_the_turn_and_is_that_of_torch():
+def test_a_norm_comes_before_the_rotation_and_is_that_of_torch():
     q, weight = heads(A, dtype=torch.float64), torch.randn(D, dtype=torch.float64)
     cos, sin = (table.double() for table in tables())
     normed = torch.nn.functional.rms_norm(q, (D,), weight, eps=1e-3)
@@ -119,7 +119,7 @@ def test_a_norm_comes_before_the_turn_and_is_that_of_torch():
 
 
 @pytest.mark.parametrize("backend", PATHS)
-def test_sections_turn_by_time_height_and_width(backend):
+def test_sections_rotate_by_time_height_and_width(backend):
     cos, sin = tables(9)
     positions = torch.tensor([[0, 1, 2, 3, 3], [4, 4, 5, 5, 6], [7, 8, 7, 8, 7]])  # of time, height, width
     chosen = [torch.cat([t[positions[i], i : i + n] for i, n in ((0, 1), (1, 1), (2, 2))], dim=-1) for t in (cos, sin)]

@@ -64,7 +64,7 @@ def test_frequencies_and_concentration_of_yarn_are_those_of_transformers(betas, 
 
 
 def test_a_ramp_of_no_width_is_a_step():
-    frequencies = yarn_rope_frequencies(4, 10000.0, 2.0, 4096, 2000.0, 1000.0)  # the first pair turns 652 times
+    frequencies = yarn_rope_frequencies(4, 10000.0, 2.0, 4096, 2000.0, 1000.0)  # the first pair makes 652 rotations
     torch.testing.assert_close(frequencies, torch.tensor([1.0, 0.005]))
 
 

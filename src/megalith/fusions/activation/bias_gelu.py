@@ -31,7 +31,7 @@ from megalith.fusions.core.checks import check_floating, check_one_device, check
 from megalith.fusions.core.dispatch import Backend, Fusion
 from megalith.fusions.core.function_context import Context
 from megalith.fusions.core.registry import registered
-from megalith.fusions.core.rows import as_rows, in_shape, not_a_view
+from megalith.fusions.core.rows import as_rows, in_shape, not_a_view, rows_together
 
 __all__ = ["FUSION", "Approximate", "GeLUFunction", "bias_gelu", "bias_gelu_back", "bias_gelu_impl"]
 
@@ -60,7 +60,8 @@ def bias_gelu_impl(
     """
     activation = _check(input, bias, approximate)
     compute = FUSION.path(input, backend)
-    return in_shape(compute(as_rows(input), bias, activation), input.shape)
+    (x,) = rows_together(input)
+    return in_shape(compute(x, bias, activation), input.shape)
 
 
 class GeLUFunction(torch.autograd.Function):

@@ -45,7 +45,7 @@ def gradients(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tu
     return dx, dbias
 
 
-OPERATOR = Operator(outputs, gradients, of=("x", "bias"))
+OPERATOR = Operator(outputs, gradients, of=("x", "bias"), rows=("x", "dy"))
 
 
 def _forward(run: Runner, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:

@@ -26,7 +26,7 @@ from megalith.fusions.core.checks import check_floating, check_one_device, check
 from megalith.fusions.core.dispatch import Backend, Fusion
 from megalith.fusions.core.function_context import Context
 from megalith.fusions.core.registry import registered
-from megalith.fusions.core.rows import as_rows, in_shape, not_a_view
+from megalith.fusions.core.rows import as_rows, in_shape, not_a_view, rows_together
 
 __all__ = [
     "FUSION",
@@ -56,7 +56,7 @@ def weighted_squared_relu_impl(input: Tensor, weights: Tensor, backend: Backend 
     check_one_device(input=input, weights=weights)
     check_shape("weights", weights, (*input.shape[:-1], 1), f"one for each token of input {list(input.shape)}")
     compute = FUSION.path(input, backend)
-    return in_shape(compute(as_rows(input), as_rows(weights)), input.shape)
+    return in_shape(compute(*rows_together(input, weights)), input.shape)
 
 
 class WeightedSquaredReLUFunction(torch.autograd.Function):

@@ -44,7 +44,7 @@ def gradients(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return dx, dw
 
 
-OPERATOR = Operator(outputs, gradients, of=("x", "weights"))
+OPERATOR = Operator(outputs, gradients, of=("x", "weights"), rows=("x", "weights", "dy"))
 
 
 def _forward(run: Runner, x: Tensor, weights: Tensor) -> Tensor:

@@ -86,8 +86,8 @@ def fused_attention(
 
     Raises:
         ShapeError: the tensors do not fit together.
-        ConfigError: a window that is none, or that the causal rule makes idle; a scale or a softcap that is not
-            positive.
+        ConfigError: a window with limits below -1, or one that the causal rule makes idle; a scale or a softcap that
+            is not positive.
         BackendError: ``backend`` cannot run on ``q``.
     """
     _check(q, k, v, packed_seq_params, sink)
@@ -128,7 +128,7 @@ def attention_gradients(
 def key_range(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
     """How many keys a query sees before and after the one beside it; without end, more than any row has.
 
-    Raises ConfigError for a window that is none, or that the causal rule makes idle.
+    Raises ConfigError for a window with limits below -1, or one that the causal rule makes idle.
     """
     left, right = (-1, -1) if window is None else window
     if left < -1 or right < -1:

@@ -6,6 +6,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from megalith.torch_compat import keeping_what_is_saved
 
@@ -38,28 +39,49 @@ class _KeepingItsGraph(torch.autograd.Function):
     """Runs a compiled function, and its backward under the setting that it was built with.
 
     torch lets a compiled backward reuse the memory of what was saved, and then run once; without that it still refuses
-    to run twice, unless the setting is the same in backward.
+    to run twice, unless the setting is the same in backward. What the compiled function saves is saved here instead:
+    autograd frees it as it does for any operation, and activation checkpointing sees it and computes it again once.
     """
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Any], *inputs: Any) -> tuple[Tensor, ...]:
-        ctx.leaves = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
-        with torch.enable_grad(), keeping_what_is_saved():
-            results = function(*ctx.leaves)
-        ctx.roots = results if isinstance(results, tuple) else (results,)
-        outputs = tuple(root.detach() for root in ctx.roots)
-        ctx.mark_non_differentiable(*(y for y, root in zip(outputs, ctx.roots, strict=True) if not root.requires_grad))
+        saved: list[Tensor] = []
+        ctx.unpacked = unpacked = list[Tensor]()
+
+        def pack(x: Tensor) -> int:
+            saved.append(x)
+            return len(saved) - 1
+
+        with torch.enable_grad(), keeping_what_is_saved(), saved_tensors_hooks(pack, unpacked.__getitem__):
+            # views, so that backward stops here: hooks of the inputs themselves run once, outside
+            given = [x.view_as(x) if _needs_gradient(x) else x for x in inputs]
+            results = function(*given)
+        roots = results if isinstance(results, tuple) else (results,)
+        ctx.starts, ctx.ends = ([_edge(x) for x in side] for side in (given, roots))
+        outputs = tuple(root.detach() for root in roots)
+        ctx.save_for_backward(*saved)
+        saved.clear()  # the graph of the compiled function holds `pack`
+        ctx.mark_non_differentiable(*(y for y, end in zip(outputs, ctx.ends, strict=True) if end is None))
         return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
-        pairs = [(root, g) for root, g in zip(ctx.roots, dy, strict=True) if root.requires_grad]
-        roots, upstream = zip(*pairs, strict=True)
-        wanted = [x for x in ctx.leaves if _needs_gradient(x)]
-        with keeping_what_is_saved():
-            found = iter(torch.autograd.grad(roots, wanted, upstream, retain_graph=True, allow_unused=True))
-        return None, *(next(found) if _needs_gradient(x) else None for x in ctx.leaves)
+        pairs = [(end, g) for end, g in zip(ctx.ends, dy, strict=True) if end is not None]
+        ends, upstream = zip(*pairs, strict=True)
+        starts = [start for start in ctx.starts if start is not None]
+        ctx.unpacked.extend(ctx.saved_tensors)
+        try:
+            with keeping_what_is_saved():
+                found = iter(torch.autograd.grad(ends, starts, upstream, retain_graph=True, allow_unused=True))
+        finally:
+            ctx.unpacked.clear()
+        return None, *(None if start is None else next(found) for start in ctx.starts)
+
+
+def _edge(x: object) -> GradientEdge | None:
+    """Where the gradient of ``x`` enters its graph; it holds no tensor."""
+    return get_gradient_edge(x) if isinstance(x, Tensor) and x.requires_grad else None
 
 
 def _needs_gradient(x: object) -> bool:

@@ -6,7 +6,8 @@ needs to see an operator still gets it: torch.compile and export, dispatch modes
 subclasses of Tensor.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -15,10 +16,11 @@ from torch.autograd import Function
 
 from megalith.torch_compat import any_requires_grad, below_autograd, is_intercepted
 
-__all__ = ["eager_or_operator", "recorded"]
+__all__ = ["call_in_backward", "eager_or_operator", "recorded"]
 
 Y = TypeVar("Y")
 _PLAIN = (Tensor, nn.Parameter)  # tensors without a behaviour of their own
+_OPTIONS = frozenset((NoneType, bool, int, float, str, list, tuple))  # most operands that are no tensors
 
 
 def eager_or_operator(
@@ -37,14 +39,33 @@ def eager_or_operator(
         if is_intercepted():
             return operator(*inputs)
         for x in inputs:
-            if isinstance(x, Tensor) and (type(x) not in _PLAIN or x.is_meta):
+            kind = type(x)
+            if kind in _PLAIN:
+                if x.is_meta:
+                    return operator(*inputs)
+            elif kind not in _OPTIONS and isinstance(x, Tensor):
                 return operator(*inputs)
         if torch.is_grad_enabled() and any_requires_grad(*inputs):
             return with_gradient(*inputs)
         with below_autograd():
             return implementation(*inputs)
 
+    call.implementation = implementation  # type: ignore[attr-defined]
     return call
+
+
+def call_in_backward(gradient: Any, dy: Sequence[Tensor | None], operands: Sequence[Any]) -> Any:
+    """``gradient``, of ``eager_or_operator``, of the ``operands`` of a backward; fewer questions where ``dy`` is plain.
+
+    What forward has saved is plain wherever ``dy`` is.
+    """
+    if torch.is_grad_enabled() or is_intercepted():
+        return gradient(*operands)
+    for g in dy:
+        if g is not None and type(g) is not Tensor:
+            return gradient(*operands)
+    with below_autograd():
+        return gradient.implementation(*operands)
 
 
 def recorded(

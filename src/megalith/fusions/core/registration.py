@@ -6,15 +6,17 @@ interpreter reads data pointers, which the tensors of a trace do not have. So do
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from megalith.fusions.core.eager import eager_or_operator, recorded
+from megalith.fusions.core.eager import call_in_backward, eager_or_operator, recorded
 from megalith.fusions.core.records import flat_signature
+from megalith.fusions.core.rows import as_rows
 from megalith.optional import triton_interprets
 from megalith.torch_compat import launching_directly
 
@@ -27,6 +29,17 @@ G_co = TypeVar("G_co", covariant=True, bound=tuple[Tensor, ...])
 Saves = Callable[..., tuple[object, ...]]
 Passes = Callable[..., Sequence[str]]
 Shares = Callable[..., Mapping[str, str]]
+_NONE: Sequence[Any] = ()
+
+
+class Computes(Protocol[Y_co]):
+    """A function of positional operands that autograd does not see through."""
+
+    def __call__(self, *inputs: Any) -> Y_co: ...
+
+    @property
+    def implementation(self) -> Callable[..., Y_co]:
+        """What the operator computes, of tensors that nothing traces."""
 
 
 class Differentiable(Protocol[Y_co, G_co]):
@@ -35,8 +48,12 @@ class Differentiable(Protocol[Y_co, G_co]):
     def __call__(self, *inputs: Any) -> Y_co: ...
 
     @property
-    def back(self) -> Callable[..., G_co]:
+    def back(self) -> "Computes[G_co]":
         """The registered backward; it records no gradient."""
+
+    @property
+    def implementation(self) -> Callable[..., Y_co]:
+        """What the operator computes, of tensors that nothing traces and nothing is recorded of."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +75,20 @@ class Operator(Generic[Y, G]):
             as an operator may not return one tensor twice.
         num_differentiable: outputs past these have no gradient: statistics that only backward reads.
         absent_as_none: backward takes None for the gradient of an output that nothing was computed from; else zeros.
+        rows: names of operands, forward and backward, that are rows [T, F] and may also come as [..., F]. Functions get
+            them flattened; the first output, and gradients of such operands, come in the shape given. A view outside of
+            the operator would cost autograd more than a small operation does.
     """
 
     outputs: Callable[..., Y]
     gradients: Callable[..., G]
     of: Sequence[str]
     saves: Saves | None = None
-    passes: Passes = lambda *_: ()
-    shares: Shares = lambda *_: {}
+    passes: Passes | None = None
+    shares: Shares | None = None
     num_differentiable: int = 1
     absent_as_none: bool = False
+    rows: Sequence[str] = ()
 
     def register(
         self, name: str, forward: Callable[..., Y], backward: Callable[..., G], *, opaque: bool = False
@@ -79,33 +100,62 @@ class Operator(Generic[Y, G]):
         Args:
             opaque: they are not made of Triton kernels.
         """
-        operator, implementation = _define(name, forward, self.outputs, opaque)
-        gradient = eager_or_operator(*_define(f"{name}_back", backward, self.gradients, opaque))
-        input_names = list(flat_signature(self.outputs).parameters)
-        positions = [input_names.index(of) for of in self.of]
-        takes_needs = "needs" in flat_signature(self.gradients).parameters
-
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            outputs = output if isinstance(output, tuple) else (output,)
-            ctx.mark_non_differentiable(*outputs[self.num_differentiable :])
-            ctx.set_materialize_grads(not self.absent_as_none)
-            _save_for_backward(ctx, inputs if self.saves is None else self.saves(outputs, *inputs))
-            ctx.passed = [input_names.index(name) for name in self.passes(*inputs)]
-            ctx.shared = {input_names.index(name): input_names.index(of) for name, of in self.shares(*inputs).items()}
-
-        def gradients(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
-            wanted = _wanted(ctx, positions)
-            needs = [wanted] if takes_needs else []
-            arguments = *dy[: self.num_differentiable], *_kept(ctx), *needs
-            results = gradient(*arguments) if any(wanted) else [None] * len(positions)
-            return _by_input(ctx, dict(zip(positions, results, strict=True)), dy[0])
-
+        operator, implementation = _define(name, forward, self.outputs, opaque, of_rows=_Rows(self.rows, (0,)))
+        of_gradients = _Rows(self.rows, [index for index, of in enumerate(self.of) if of in self.rows])
+        gradient = eager_or_operator(*_define(f"{name}_back", backward, self.gradients, opaque, of_rows=of_gradients))
+        setup_context, gradients = self._around(gradient)
         torch.library.register_autograd(f"megalith::{name}", gradients, setup_context=setup_context)
         differentiable = recorded(name, implementation, setup_context, gradients)
         call: Any = eager_or_operator(operator, implementation, differentiable)
         call.back = gradient
         registered: Differentiable[Y, G] = call
         return registered
+
+    def _around(self, gradient: Callable[..., G]) -> tuple[Callable[..., None], Callable[..., Any]]:
+        """What ``torch.library.register_autograd`` takes, for a backward that is ``gradient``."""
+        input_names = list(flat_signature(self.outputs).parameters)
+        positions = [input_names.index(of) for of in self.of]
+        takes_needs = "needs" in flat_signature(self.gradients).parameters
+
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            outputs = output if isinstance(output, tuple) else (output,)
+            if len(outputs) > self.num_differentiable:
+                ctx.mark_non_differentiable(*outputs[self.num_differentiable :])
+            if self.absent_as_none:
+                ctx.set_materialize_grads(False)
+            kept = inputs if self.saves is None else self.saves(outputs, *inputs)
+            ctx.save_for_backward(*[x for x in kept if isinstance(x, Tensor)])
+            passed = [input_names.index(name) for name in self.passes(*inputs)] if self.passes else _NONE
+            shared = self.shares(*inputs) if self.shares else {}
+            ctx.kept = (
+                [None if isinstance(x, Tensor) else (x,) for x in kept],  # None: the next of the saved tensors
+                passed,
+                {input_names.index(name): input_names.index(of) for name, of in shared.items()},
+            )
+
+        def gradients(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+            needed, (kept, passed, shared) = ctx.needs_input_grad, ctx.kept
+            wanted = [needed[position] for position in positions]
+            if passed or shared:
+                asked = {shared.get(position, position) for position in positions if needed[position]}
+                wanted = [position in asked and position not in passed for position in positions]
+            found: list[Tensor | None] = [None] * len(needed)
+            if True in wanted:
+                tensors = iter(ctx.saved_tensors)
+                operands = [*dy[: self.num_differentiable], *[next(tensors) if x is None else x[0] for x in kept]]
+                if takes_needs:
+                    operands.append(wanted)
+                results = call_in_backward(gradient, dy, operands)
+                for position, result in zip(positions, results, strict=True):
+                    if needed[position]:
+                        found[position] = result
+            for position in passed:
+                found[position] = dy[0] if needed[position] else None
+            for position, of in shared.items():
+                found[position] = results[positions.index(of)] if needed[position] else None
+            return tuple(found)
+
+        return setup_context, gradients
 
 
 def register_without_gradient(
@@ -137,42 +187,66 @@ def wrap_triton(kernel: Any) -> Any:
     return kernel if triton_interprets() else torch.library.wrap_triton(kernel)
 
 
-def _save_for_backward(ctx: Any, kept: Sequence[Any]) -> None:
-    ctx.save_for_backward(*(x for x in kept if isinstance(x, Tensor)))
-    ctx.kept = [None if isinstance(x, Tensor) else (x,) for x in kept]  # None: the next of the saved tensors
+class _Rows(NamedTuple):
+    """Which operands are rows that may come in any shape [..., F], and which results then have that shape."""
+
+    names: Sequence[str]
+    results: Sequence[int]
+
+    def of_any_shape(self, function: Callable[..., Y], signature: inspect.Signature) -> Callable[..., Y]:
+        """``function`` of rows [T, F], and an allocator of its results, for operands [..., F]."""
+        positions = [index for index, name in enumerate(signature.parameters) if name in self.names]
+        if not positions:
+            return function
+
+        @functools.wraps(function)  # torch's search for kernels unwraps it
+        def flattened(*inputs: Any) -> Any:
+            leading = inputs[positions[0]].shape[:-1]
+            if len(leading) == 1:
+                return function(*inputs)
+            operands = list(inputs)
+            for position in positions:
+                if inputs[position] is not None:
+                    operands[position] = as_rows(inputs[position])
+            found: Any = function(*operands)
+            if isinstance(found, Tensor):
+                return _in_shape(found, leading)
+            given = list(found)
+            for index in self.results:
+                if given[index].dim() == 2:  # an absent gradient is empty
+                    given[index] = _in_shape(given[index], leading)
+            return tuple(given)
+
+        return flattened
 
 
-def _kept(ctx: Any) -> list[Any]:
-    tensors = iter(ctx.saved_tensors)
-    return [next(tensors) if x is None else x[0] for x in ctx.kept]
-
-
-def _wanted(ctx: Any, positions: Sequence[int]) -> list[bool]:
-    """Which of the gradients at ``positions`` backward is asked for."""
-    asked = {ctx.shared.get(position, position) for position in positions if ctx.needs_input_grad[position]}
-    return [position in asked and position not in ctx.passed for position in positions]
-
-
-def _by_input(ctx: Any, found: dict[int, Tensor | None], dy: Tensor) -> tuple[Tensor | None, ...]:
-    """What backward ``found``, and what passes or is shared, for each input that needs a gradient."""
-    found |= dict.fromkeys(ctx.passed, dy)
-    found |= {position: found[of] for position, of in ctx.shared.items()}
-    return tuple(found.get(position) if needed else None for position, needed in enumerate(ctx.needs_input_grad))
+def _in_shape(x: Tensor, leading: torch.Size) -> Tensor:
+    """``x`` [T, F], fresh memory, as [..., F] that is no view: of a view a Function's output would be one."""
+    y: Tensor = torch.ops.aten._unsafe_view.default(x, [*leading, x.shape[-1]])
+    return y
 
 
 def _define(
-    name: str, function: Callable[..., Y], outputs: Callable[..., Y], opaque: bool, mutates: Sequence[str] = ()
+    name: str,
+    function: Callable[..., Y],
+    outputs: Callable[..., Y],
+    opaque: bool,
+    mutates: Sequence[str] = (),
+    of_rows: _Rows | None = None,
 ) -> tuple[Callable[..., Y], Callable[..., Y]]:
     """The operator, and what computes the same of tensors that nothing traces."""
     define: Any = torch.library.custom_op if opaque or triton_interprets() else torch.library.triton_op
     options: dict[str, Any] = {"mutates_args": tuple(mutates)}
+    allocate = outputs
+    if of_rows is not None:
+        function, allocate = (of_rows.of_any_shape(one, flat_signature(outputs)) for one in (function, outputs))
     implementation = function
     if define is torch.library.custom_op:
         options["schema"] = torch.library.infer_schema(_declared_as(outputs, outputs), **options)
     else:
         function, implementation = _declared_as(function, outputs), _launching(function)
     operator: Callable[..., Y] = define(f"megalith::{name}", function, **options)
-    torch.library.register_fake(f"megalith::{name}", outputs)
+    torch.library.register_fake(f"megalith::{name}", allocate)
     return operator, implementation
 
 

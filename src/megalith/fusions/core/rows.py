@@ -1,16 +1,33 @@
 """Tensors as rows: leading dimensions flattened, columns contiguous; and what an operation on them computes in."""
 
 from collections.abc import Sequence
+from typing import Any, TypeVarTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["as_rows", "contiguous_columns", "in_shape", "not_a_view", "rows_per_sum", "wide"]
+__all__ = ["as_rows", "contiguous_columns", "in_shape", "not_a_view", "rows_per_sum", "rows_together", "wide"]
+
+Operands = TypeVarTuple("Operands")
 
 
 def as_rows(x: Tensor) -> Tensor:
     """``x`` [..., F] as [T, F], also for F = 0, where reshape(-1, 0) could not know T; a view if it can be one."""
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def rows_together(*operands: *Operands) -> tuple[*Operands]:
+    """``operands`` [..., F], or None, as they are if all are contiguous, else as rows [T, F].
+
+    A contiguous tensor computes the same either way, and a view would cost autograd more than a small operation does.
+    """
+    given: Any = operands
+    for x in given:
+        if x is not None and not x.is_contiguous():
+            given = tuple(None if x is None else as_rows(x) for x in given)
+            break
+    rows: tuple[*Operands] = given
+    return rows
 
 
 def contiguous_columns(x: Tensor) -> Tensor:

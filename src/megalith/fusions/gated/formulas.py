@@ -164,7 +164,7 @@ def gradients(
     return dx, dup, dbias, dw
 
 
-OPERATOR = Operator(outputs, gradients, of=("x", "up", "bias", "weights"))
+OPERATOR = Operator(outputs, gradients, of=("x", "up", "bias", "weights"), rows=("x", "up", "weights", "dy"))
 
 
 def reference(

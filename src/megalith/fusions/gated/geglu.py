@@ -52,7 +52,7 @@ def bias_geglu_impl(
     Args:
         input: [..., 2F], floating: gate, then up.
         bias: [2F], or None.
-        interleaved: ``input`` and ``bias`` hold gate and up by turns.
+        interleaved: ``input`` and ``bias`` hold gate and up interleaved.
         backend: the path to take; by default that of ``use(...)``, else the one of the table.
 
     Returns:
@@ -85,7 +85,7 @@ def weighted_bias_quick_geglu_impl(
         fp8_input_store: keep the input for backward in 8 bits, with a scale per token; see ``glu_float8``.
         linear_offset: added to up, after its clamp (1 in gpt-oss); has no gradient.
         clamp_value: the gate's upper bound and up's bounds on both sides, after the bias (7 in gpt-oss).
-        interleaved: ``input`` and ``bias`` hold gate and up by turns, as Hugging Face's gpt-oss does.
+        interleaved: ``input`` and ``bias`` hold gate and up interleaved, as Hugging Face's gpt-oss does.
         backend: the path to take; by default that of ``use(...)``, else the one of the table.
 
     Returns:

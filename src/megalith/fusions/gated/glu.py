@@ -25,7 +25,7 @@ from megalith.fusions.core.activations import Activation
 from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.core.dispatch import Backend, Fusion
 from megalith.fusions.core.registry import registered
-from megalith.fusions.core.rows import as_rows, in_shape
+from megalith.fusions.core.rows import as_rows, in_shape, rows_together
 from megalith.fusions.gated.formulas import Gating, Operands, blocked, compiled, reference, reference_back
 
 __all__ = ["FUSION", "back", "check", "glu", "glu_back"]
@@ -58,7 +58,7 @@ def glu(
         weights: [..., 1], one for each token, often float32 while ``x`` is bfloat16: the router's probability.
         offset: added to up, after its clamp (1 in gpt-oss); has no gradient.
         clamp: the gate's upper bound and up's bounds on both sides, after the bias (7 in gpt-oss).
-        interleaved: a packed ``x`` holds gate and up by turns, as Hugging Face's gpt-oss does.
+        interleaved: a packed ``x`` holds gate and up interleaved, as Hugging Face's gpt-oss does.
         backend: the path to take; by default that of ``use(...)``, else the one of the table.
 
     Returns:
@@ -72,7 +72,8 @@ def glu(
     gating = Gating.of(activation, offset, clamp, interleaved)
     check(x, up, bias, weights, interleaved)
     compute = FUSION.path(x, backend)
-    y = compute(as_rows(x), _rows(up), bias, _rows(weights), *gating)
+    rows, up_rows, w = rows_together(x, up, weights)
+    y = compute(rows, up_rows, bias, w, *gating)
     return in_shape(y, (*x.shape[:-1], y.shape[-1]))
 
 

@@ -19,8 +19,9 @@ from typing import Unpack
 
 from torch import Tensor
 
+from megalith.errors import BackendError
 from megalith.fusions.core.activations import Activation
-from megalith.fusions.core.dispatch import Backend, Fusion
+from megalith.fusions.core.dispatch import Backend, Fusion, why_not_forward_mode
 from megalith.fusions.core.registry import registered
 from megalith.fusions.core.rows import as_rows, in_shape
 from megalith.fusions.gated.float8_formulas import Operands, blocked, compiled
@@ -43,11 +44,13 @@ def glu_float8(
 ) -> Tensor:
     """``megalith.fusions.glu`` of a packed ``x`` [..., 2F], of which backward gets float8_e4m3fn and a scale per token.
 
-    Arguments, result and errors are those of ``glu``. Its gradient has no gradient, on any path. What is infinite or
-    NaN in ``x`` is NaN in backward, and leaves the rest of its token as it is.
+    Arguments, result and errors are those of ``glu``. Its gradient has no gradient, on any path, and forward-mode AD
+    raises BackendError. An infinity or NaN in ``x`` is NaN in backward, and leaves the rest of its token as it is.
     """
     gating = Gating.of(activation, offset, clamp, interleaved)
     check(x, None, bias, weights, interleaved)
+    if reason := why_not_forward_mode():
+        raise BackendError(f"glu_float8 is our own operator on every path, and {reason}; take glu, in full precision")
     compute = FUSION.path(x, backend)
     y, _, _ = compute(as_rows(x), bias, None if weights is None else as_rows(weights), *gating)
     return in_shape(y, (*x.shape[:-1], y.shape[-1]))

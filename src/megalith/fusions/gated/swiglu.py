@@ -63,7 +63,7 @@ def bias_swiglu_impl(
             Input on a CPU is there already. torch.compile cannot trace it: a graph ends there, or raises if it must be
             whole.
         clamp_value: the gate's upper bound and up's bounds on both sides, after the bias.
-        interleaved: ``input`` and ``bias`` hold gate and up by turns.
+        interleaved: ``input`` and ``bias`` hold gate and up interleaved.
         backend: the path to take; by default that of ``use(...)``, else the one of the table.
 
     Returns:

@@ -27,6 +27,7 @@ from megalith.fusions.norm.formulas import (
     Options,
     float_gain,
     nested_rows,
+    reference,
 )
 from megalith.fusions.norm.paths import PATHS, Norm, check
 
@@ -94,9 +95,9 @@ def _norm(
 ) -> Tensor:
     check(x, weight, bias, eps, normalization, zero_centered)
     compute = fusion.path(x, backend)
-    y, *_ = compute(
-        nested_rows(x), None, weight, bias, None, None, None, 0, 0.0, float(eps), normalization, zero_centered
-    )
+    # a view would cost autograd more than a small norm does
+    rows = x if compute in _OF_ANY_SHAPE and x.is_contiguous() else nested_rows(x)
+    y, *_ = compute(rows, None, weight, bias, None, None, None, 0, 0.0, float(eps), normalization, zero_centered)
     return in_shape(y, x.shape)
 
 
@@ -251,6 +252,9 @@ def _torch_layer_norm(
     _, eps, _, zero_centered = Norming.of(*options)
     gain = None if weight is None else float_gain(x, weight, zero_centered)
     return (nn.functional.layer_norm(x, x.shape[-1:], gain, None if bias is None else bias.to(x.dtype), eps),)
+
+
+_OF_ANY_SHAPE = (_torch_rms_norm, _torch_layer_norm, reference)  # [..., H], and not rows alone
 
 
 def _why_not_torch_layer_norm(x: Operand) -> str | None:

@@ -20,8 +20,8 @@ from megalith.fusions.rope.rotation import (
     normalize,
     normalize_back,
     pairs_written,
-    turn,
-    turn_pairs,
+    rotate,
+    rotate_pairs,
 )
 
 __all__ = ["OPERATOR", "Operands", "Outputs", "blocked", "compiled", "gradients", "outputs", "reference"]
@@ -103,7 +103,7 @@ def reference(
     k_norm_weight: Tensor | None,
     *options: Unpack[Rotation],
 ) -> Outputs:
-    """q and k, turned, and 1 / root mean square of their heads, [S, B, A] and [S, B, G]; empty what does not exist.
+    """q and k, rotated, and 1 / root mean square of their heads, [S, B, A] and [S, B, G]; empty what does not exist.
 
     Of q [S, B, A, D], k [S, B, G, D], the fields of ``Tables``, gains [D], and the fields of ``Rotation``.
     """
@@ -113,9 +113,9 @@ def reference(
         if x is None:
             return q.new_empty(0), q.new_empty(0)
         if weight is None:
-            return turn(x, table, how, x.dtype), q.new_empty(0)
+            return rotate(x, table, how, x.dtype), q.new_empty(0)
         normed, rstd = normalize(x, weight, how)
-        return turn(normed, table, how, x.dtype), rstd
+        return rotate(normed, table, how, x.dtype), rstd
 
     (y, rstd), (y_k, k_rstd) = of(q, q_norm_weight), of(k, k_norm_weight)
     return y, y_k, rstd, k_rstd
@@ -159,9 +159,9 @@ def _forward(*operands: Unpack[Operands]) -> Outputs:
     given = Operands(*operands)
     y, y_k, q_rstd, k_rstd = results = outputs(*operands)
     table, how, k = given.table, given.rotation, given.k
-    _turn_rows(given.q, given.q_norm_weight, table, how, y, q_rstd)
+    _rotate_rows(given.q, given.q_norm_weight, table, how, y, q_rstd)
     if k is not None:
-        _turn_rows(k, given.k_norm_weight, table, how, y_k, k_rstd)
+        _rotate_rows(k, given.k_norm_weight, table, how, y_k, k_rstd)
     return results
 
 
@@ -170,42 +170,42 @@ def _backward(*inputs: Unpack[GivenToBackward]) -> Outputs:
     dq, dk, dq_weight, dk_weight = results = gradients(*inputs)
     for heads, dx, dweight in ((of_q, dq, dq_weight), (of_k, dk, dk_weight)):
         if heads.weight is not None:
-            _turn_and_normalize_back(heads, table, back, dx, dweight)
+            _rotate_and_normalize_back(heads, table, back, dx, dweight)
         elif heads.dy.dim() > 1:
-            _turn_rows(heads.dy, None, table, back, dx, heads.rstd)
+            _rotate_rows(heads.dy, None, table, back, dx, heads.rstd)
     return results
 
 
-def _turn_rows(x: Tensor, weight: Tensor | None, table: Tables, how: Rotation, y: Tensor, rstd: Tensor) -> None:
-    """Fills ``y`` with ``x`` [S, B, A, D], turned, and ``rstd``, if its heads are normalised before."""
+def _rotate_rows(x: Tensor, weight: Tensor | None, table: Tables, how: Rotation, y: Tensor, rstd: Tensor) -> None:
+    """Fills ``y`` with ``x`` [S, B, A, D], rotated, and ``rstd``, if its heads are normalised before."""
     if weight is not None:
 
         def normalized(x: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:
             normed, rstd = normalize(x, weight, how)
-            return turn(normed, table.block(*rows), how), rstd
+            return rotate(normed, table.block(*rows), how), rstd
 
         by_blocks(normalized, (x, *table.rows()), (y, rstd))
         return
 
-    def turned(both: Tensor, *rows: Any) -> tuple[Tensor, ...]:
+    def rotated(both: Tensor, *rows: Any) -> tuple[Tensor, ...]:
         *its_rows, out = rows
-        return turn_pairs(both, table.block(*its_rows), how, out)
+        return rotate_pairs(both, table.block(*its_rows), how, out)
 
     before, both, after = columns(x, table, how)
     y_before, y_both, y_after = columns(y, table, how)
-    widened_by_blocks(turned, (both, *table.rows()), pairs_written(y_both, how), acc=wide(x.dtype))
+    widened_by_blocks(rotated, (both, *table.rows()), pairs_written(y_both, how), acc=wide(x.dtype))
     if before.shape[-1] + after.shape[-1]:
         y_before.copy_(before)
         y_after.copy_(after)
 
 
-def _turn_and_normalize_back(heads: _Heads, table: Tables, back: Rotation, dx: Tensor, dweight: Tensor) -> None:
+def _rotate_and_normalize_back(heads: _Heads, table: Tables, back: Rotation, dx: Tensor, dweight: Tensor) -> None:
     dy, x, weight, rstd = heads
     assert weight is not None, "asked for normalised heads only"
     total = dweight.zero_().to(wide(dy.dtype))
 
     def formula(dy: Tensor, x: Tensor, rstd: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:
-        return normalize_back(turn(dy, table.block(*rows), back), x, weight, rstd, back)
+        return normalize_back(rotate(dy, table.block(*rows), back), x, weight, rstd, back)
 
     by_blocks(formula, (dy, x, rstd, *table.rows()), (dx,), (total,))
     dweight.copy_(total)
@@ -217,8 +217,8 @@ def _whole_backward(*inputs: Unpack[GivenToBackward]) -> Outputs:
     def of(heads: _Heads) -> tuple[Tensor, Tensor]:
         dy, x, weight, rstd = heads
         if x is None or weight is None:
-            return turn(dy, table, back, dy.dtype) if dy.dim() > 1 else dy.clone(), dy.new_empty(0)
-        dx, dweight = normalize_back(turn(dy, table, back), x, weight, rstd, back)
+            return rotate(dy, table, back, dy.dtype) if dy.dim() > 1 else dy.clone(), dy.new_empty(0)
+        dx, dweight = normalize_back(rotate(dy, table, back), x, weight, rstd, back)
         return dx, dweight.to(weight.dtype)
 
     (dq, dq_weight), (dk, dk_weight) = of(of_q), of(of_k)

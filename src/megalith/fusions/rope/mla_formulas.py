@@ -1,6 +1,6 @@
 """Formulas of the keys and values of ``mla_rope``, whose head states them.
 
-S sequence, B micro-batch, A heads; columns of a head: K that stay, R that turn, V of the value.
+S sequence, B micro-batch, A heads; columns of a head: K that stay, R that are rotated, V of the value.
 """
 
 import torch
@@ -10,7 +10,7 @@ from megalith.fusions.core.blocks import by_blocks
 from megalith.fusions.core.compiled_blocks import compiled_whole
 from megalith.fusions.core.registration import Operator
 from megalith.fusions.core.rows import wide
-from megalith.fusions.rope.rotation import Rotation, Tables, turn
+from megalith.fusions.rope.rotation import Rotation, Tables, rotate
 
 __all__ = ["OPERATOR", "blocked", "compiled", "gradients", "outputs", "reference", "reference_back"]
 
@@ -19,8 +19,8 @@ def reference(
     kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, k_dim: int, layout: str
 ) -> tuple[Tensor, Tensor]:
     """k [S, B, A, K + R] and v [S, B, A, V], of ``kv`` [S, B, A, K + V], ``k_pe`` [S, B, R] and ``Tables``."""
-    turned = turn(k_pe.unsqueeze(2), Tables(cos, sin, positions), Rotation(layout), kv.dtype)  # [S, B, 1, R]
-    k = torch.cat((kv[..., :k_dim], turned.expand(*kv.shape[:-1], -1)), dim=-1)
+    rotated = rotate(k_pe.unsqueeze(2), Tables(cos, sin, positions), Rotation(layout), kv.dtype)  # [S, B, 1, R]
+    k = torch.cat((kv[..., :k_dim], rotated.expand(*kv.shape[:-1], -1)), dim=-1)
     return k, kv[..., k_dim:].clone(memory_format=torch.contiguous_format)
 
 
@@ -64,11 +64,11 @@ def _backward(
     nope, pe = dk.split((dk.shape[-1] - R, R), dim=-1)
     dk_pe = dk.new_empty(*dk.shape[:2], 1, R)
 
-    def summed_and_turned_back(pe: Tensor, *rows: Tensor) -> tuple[Tensor]:
+    def summed_and_rotated_back(pe: Tensor, *rows: Tensor) -> tuple[Tensor]:
         shared = pe.sum(dim=2, keepdim=True, dtype=wide(pe.dtype))
-        return (turn(shared, table.block(*rows), Rotation(layout, inverse=True)),)
+        return (rotate(shared, table.block(*rows), Rotation(layout, inverse=True)),)
 
-    by_blocks(summed_and_turned_back, (pe, *table.rows()), (dk_pe,))
+    by_blocks(summed_and_rotated_back, (pe, *table.rows()), (dk_pe,))
     return torch.cat((nope, dv), dim=-1), dk_pe.squeeze(2)
 
 
@@ -79,7 +79,7 @@ def reference_back(
     R = 2 * cos.shape[-1]
     nope, pe = dk.split((dk.shape[-1] - R, R), dim=-1)
     shared = pe.sum(dim=2, keepdim=True, dtype=wide(pe.dtype))
-    dk_pe = turn(shared, Tables(cos, sin, positions), Rotation(layout, inverse=True), dk.dtype)
+    dk_pe = rotate(shared, Tables(cos, sin, positions), Rotation(layout, inverse=True), dk.dtype)
     return torch.cat((nope, dv), dim=-1), dk_pe.squeeze(2)
 
 

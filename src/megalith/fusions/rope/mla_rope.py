@@ -1,8 +1,8 @@
 """Rotary positions of multi-latent attention: the last columns of each query, and of one key that all heads share.
 
-    q' = [q_nope | turn(q_pe)]
-    k  = [kv_nope | turn(k_pe)] for each head, v = the rest of kv
-    dkv = [dk_nope | dv],  dk_pe = turn back (sum over A of the last columns of dk)
+    q' = [q_nope | rotate(q_pe)]
+    k  = [kv_nope | rotate(k_pe)] for each head, v = the rest of kv
+    dkv = [dk_nope | dv],  dk_pe = rotate back (sum over A of the last columns of dk)
 
 DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434; tables usually those of YaRN (``yarn_cos_sin``), arXiv:2309.00071.
 A pair of the ``emb_dim`` features is 2i and 2i + 1 in what is read, i and i + emb_dim/2 in what is written.
@@ -57,14 +57,14 @@ def fused_apply_mla_rope_for_q(
     inverse: bool = False,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Queries whose last ``emb_dim`` columns are turned by their positions, in fresh memory: ``t`` stays as it is.
+    """Queries whose last ``emb_dim`` columns are rotated by their positions, in fresh memory: ``t`` stays as it is.
 
     Args:
         t: [S, B, A, qk_head_dim + emb_dim], or [T, A, ...] of packed documents; any strides.
         cos, sin: [rows, emb_dim/2], best in float32; or the field's [rows, 1, 1, emb_dim], in which each angle stands
-            twice, in both halves. With ``rotary_interleaved`` the angles may also stand side by side; which it is, is
-            read from a table on the CPU, and elsewhere [rows, emb_dim/2] must be given.
-        qk_head_dim, emb_dim: columns that stay, then columns that turn.
+            twice, in both halves, as is checked on the CPU. With ``rotary_interleaved`` the angles may also stand side
+            by side; which it is, is read from a table on the CPU, and elsewhere [rows, emb_dim/2] must be given.
+        qk_head_dim, emb_dim: columns that stay, then columns that are rotated.
         cu_seqlens_q: int32 or int64 [N+1], borders of the packed documents, which say the positions of [T, ...].
         cp_rank, cp_size: of context parallelism, see ``positions_from_cu_seqlens``; with ``cu_seqlens_q`` only.
         rotary_interleaved: pairs are written as they are read, 2i and 2i + 1.
@@ -101,7 +101,7 @@ def fused_apply_mla_rope_for_kv(
     position_ids: Tensor | None = None,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Keys [..., A, k_dim + emb_dim], whose last columns are ``k_pos_emb``, turned; and values [..., A, v_dim].
+    """Keys [..., A, k_dim + emb_dim], whose last columns are ``k_pos_emb``, rotated; and values [..., A, v_dim].
 
     Args:
         kv: [S, B, A, k_dim + v_dim], or [T, A, ...] of packed documents; any strides.

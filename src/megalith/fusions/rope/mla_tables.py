@@ -18,7 +18,7 @@ def check_heads(name: str, x: Tensor, columns: Mapping[str, int], emb_dim: int) 
     """Refuses heads of other columns than those named, and an ``emb_dim`` whose features do not pair up."""
     if emb_dim % 2 or min(emb_dim, *columns.values()) <= 0:
         given = ", ".join(f"{key}={value}" for key, value in ({"emb_dim": emb_dim} | dict(columns)).items())
-        raise ShapeError(f"columns must be positive, and emb_dim even, as features turn in pairs; got {given}")
+        raise ShapeError(f"columns must be positive, and emb_dim even, as features are rotated in pairs; got {given}")
     D = sum(columns.values())
     if x.dim() not in (3, 4) or x.shape[-1] != D:
         wanted = " + ".join(columns)
@@ -62,10 +62,18 @@ def _half(table: Tensor, emb_dim: int, rotary_interleaved: bool) -> Tensor:
     check_shape("cos and sin", table, (len(table), 1, 1, emb_dim), "rows of emb_dim, or [rows, emb_dim/2]")
     rows = table[:, 0, 0]
     first_half, even = rows[:, : emb_dim // 2], rows[:, ::2]
+    unread = table.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(table, FakeTensor)
+    in_halves = not unread and torch.equal(first_half, rows[:, emb_dim // 2 :])
     if not rotary_interleaved:
-        return first_half
+        if unread or in_halves:
+            return first_half
+        raise ConfigError(
+            f"without rotary_interleaved a table [rows, 1, 1, {emb_dim}] must hold each angle in both halves; this one "
+            f"does not; give [rows, {emb_dim // 2}], a column for each pair, or rotary_interleaved=True for pairs side "
+            "by side"
+        )
     # Megatron's RotaryEmbedding puts the angles side by side then, and its YarnRotaryEmbedding in both halves
-    if table.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(table, FakeTensor):
+    if unread:
         raise ConfigError(
             f"with rotary_interleaved the angles of a table [rows, 1, 1, {emb_dim}] stand side by side or in both "
             f"halves, and the host would have to wait for the device to see it; give [rows, {emb_dim // 2}]: "
@@ -73,7 +81,7 @@ def _half(table: Tensor, emb_dim: int, rotary_interleaved: bool) -> Tensor:
         )
     if torch.equal(even, rows[:, 1::2]):
         return even
-    if torch.equal(first_half, rows[:, emb_dim // 2 :]):
+    if in_halves:
         return first_half
     raise ConfigError(
         f"a table [rows, 1, 1, {emb_dim}] must hold each angle twice, side by side or in both halves; this one does "

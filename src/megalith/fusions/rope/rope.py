@@ -49,7 +49,7 @@ def fused_rope(
     zero_centered: bool = False,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Keys]:
-    """Queries and keys turned by their positions, in fresh memory.
+    """Queries and keys rotated by their positions, in fresh memory.
 
     Args:
         q: [S, B, A, D], or [T, A, D] of packed documents. Any strides, as of a part of a packed QKV.
@@ -58,12 +58,12 @@ def fused_rope(
             whatever q is. They have no gradient.
         positions: int32 or int64 [S] or [S, B], rows of the tables; with ``sections`` [3, S] or [3, S, B]. A row that
             does not exist raises on the CPU and gives NaN in a kernel, which cannot raise.
-        layout: which features turn together: "neox" i and i + R/2 (Hugging Face's Llama), "interleaved" 2i and 2i + 1
+        layout: which features are a pair: "neox" i and i + R/2 (Hugging Face's Llama), "interleaved" 2i and 2i + 1
             (RoFormer), "deepseek" reads 2i and 2i + 1 and writes i and i + R/2.
-        rotary_dim: R, the first columns, which turn; the others are copied. By default D, all of them.
-        inverse: turns back.
-        sections: how many of the R/2 pairs turn by the time, height and width of a token (mRoPE).
-        q_norm_weight, k_norm_weight: [D], gains of an RMSNorm of each head, before it turns.
+        rotary_dim: R, the first columns, which are rotated; the others are copied. By default D, all of them.
+        inverse: rotates back.
+        sections: how many of the R/2 pairs are rotated by the time, height and width of a token (mRoPE).
+        q_norm_weight, k_norm_weight: [D], gains of an RMSNorm of each head, before the rotation.
         eps: added to the mean square.
         zero_centered: gains are stored less 1.
         backend: the path to take; by default that of ``use(...)``, else the one of the table.
@@ -131,6 +131,6 @@ def _check(
         if how.zero_centered:
             raise ConfigError("zero_centered is about q_norm_weight and k_norm_weight; without them leave it out")
     elif how.inverse:
-        raise ConfigError("inverse turns back what was turned, and a norm has no inverse; leave one of them out")
+        raise ConfigError("inverse undoes a rotation, and a norm has no inverse; leave one of them out")
     if how.sections and (len(how.sections) != 3 or min(how.sections) < 0 or sum(how.sections) != R // 2):
         raise ConfigError(f"sections must be three numbers of pairs, {R // 2} together; got {tuple(how.sections)}")

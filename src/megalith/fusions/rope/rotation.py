@@ -1,9 +1,9 @@
 """Rotation of features by position in plain torch: what every rotary operation computes, and the tables it reads.
 
-    (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin)    for each pair (x1, x2) of the R features that turn
+    (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin)    for each pair (x1, x2) of the R rotated features
 
 Which features are a pair is the layout's: ``neox`` i and i + R/2, ``interleaved`` 2i and 2i + 1, and ``deepseek``
-reads 2i and 2i + 1 and writes i and i + R/2. The inverse turns back by the same tables, and reads what the other
+reads 2i and 2i + 1 and writes i and i + R/2. The inverse rotates back by the same tables, and reads what the other
 writes; being linear and orthogonal, it is also the gradient.
 
 S sequence, B micro-batch, D head size, R rotated features (rotary_dim), P streams of positions: 1, or 3 of mRoPE.
@@ -29,9 +29,9 @@ __all__ = [
     "normalize_back",
     "pairs_written",
     "reads_pairs",
+    "rotate",
+    "rotate_pairs",
     "tables",
-    "turn",
-    "turn_pairs",
 ]
 
 Layout = Literal["neox", "interleaved", "deepseek"]
@@ -39,11 +39,11 @@ _LAYOUTS = get_args(Layout)
 
 
 class Rotation(NamedTuple):
-    """All that says how features turn and is not a tensor: the end of every rotary operator's arguments."""
+    """All that says how features are rotated and is not a tensor: the end of every rotary operator's arguments."""
 
     layout: str
     inverse: bool = False
-    offset: int = 0  # the first column that turns; 0, or D - R
+    offset: int = 0  # the first column that is rotated; 0, or D - R
     sections: Sequence[int] = ()  # how many pairs follow each of three streams; empty for one stream
     eps: float = 0.0
     zero_centered: bool = False
@@ -102,7 +102,7 @@ def tables(
     if cos.dim() not in (2, 3) or cos.shape[-1] != half or (cos.dim() == 3 and tuple(cos.shape[:2]) != (S, B)):
         raise ShapeError(
             f"cos must be [rows, {half}] or [{S}, {B}, {half}], a column for each pair of the {rotary_dim} features "
-            f"that turn; got {list(cos.shape)}"
+            f"that are rotated; got {list(cos.shape)}"
         )
     cos, sin = (table.unsqueeze(1) if table.dim() == 2 else table for table in (cos, sin))
     if positions is None:
@@ -124,17 +124,17 @@ def tables(
 
 
 def reads_pairs(layout: str, inverse: bool) -> bool:
-    """Whether neighbours turn together in what is read; ``not inverse`` says the same of what is written."""
+    """Whether neighbours are a pair in what is read; ``not inverse`` says the same of what is written."""
     return layout == "interleaved" or (layout == "deepseek" and not inverse)
 
 
-def turn(x: Tensor, table: Tables, how: Rotation, dtype: torch.dtype | None = None) -> Tensor:
-    """``x`` [S, B, A, D] turned by its positions, in float32 or wider, or rounded to ``dtype``."""
+def rotate(x: Tensor, table: Tables, how: Rotation, dtype: torch.dtype | None = None) -> Tensor:
+    """``x`` [S, B, A, D] rotated by its positions, in float32 or wider, or rounded to ``dtype``."""
     others: list[Tensor] = []
     if 2 * table.cos.shape[-1] < x.shape[-1]:
         before, x, after = columns(x, table, how)
         others = [before.to(wide(x.dtype)), after.to(wide(x.dtype))]
-    halves = turn_pairs(x, table, how)
+    halves = rotate_pairs(x, table, how)
     pairs = reads_pairs(how.layout, not how.inverse)
     y = torch.stack(halves, dim=-1).flatten(-2) if pairs else torch.cat(halves, dim=-1)
     y = torch.cat((others[0], y, others[1]), dim=-1) if others else y
@@ -142,21 +142,21 @@ def turn(x: Tensor, table: Tables, how: Rotation, dtype: torch.dtype | None = No
 
 
 def columns(x: Tensor, table: Tables, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of the columns before those that turn, of those, and of those after."""
+    """Views of the columns before the rotated ones, of those, and of the columns after."""
     R = 2 * table.cos.shape[-1]
     before, both, after = x.split((how.offset, R, x.shape[-1] - how.offset - R), dim=-1)
     return before, both, after
 
 
 def pairs_written(y: Tensor, how: Rotation) -> tuple[Tensor, Tensor]:
-    """Views of what ``turn_pairs`` gives, in ``y`` [..., R] that is turned."""
+    """Views of what ``rotate_pairs`` gives, in ``y`` [..., R] that is rotated."""
     return _halves(y, reads_pairs(how.layout, not how.inverse))
 
 
-def turn_pairs(
+def rotate_pairs(
     x: Tensor, table: Tables, how: Rotation, out: Sequence[Tensor | None] = (None, None)
 ) -> tuple[Tensor, Tensor]:
-    """The features of each pair of ``x`` [S, B, A, R], turned: twice [S, B, A, R/2] in float32 or wider, or ``out``."""
+    """The rotated features of the pairs of ``x`` [S, B, A, R]: twice [S, B, A, R/2] in float32 or wider, or ``out``."""
     acc = wide(x.dtype)
     cos, sin = table.of_tokens(how.sections, acc)
     first, second = _halves(x.to(acc), reads_pairs(how.layout, how.inverse))

@@ -5,8 +5,8 @@
 Su et al. 2021, "RoFormer", arXiv:2104.09864. Scalings: Chen et al. 2023, "Position Interpolation", arXiv:2306.15595;
 Llama 3.1, arXiv:2407.21783; Peng et al. 2023, "YaRN", arXiv:2309.00071.
 
-R rotated features (rotary_dim), T tokens, N documents. Tables are half as wide as the features that turn, as both of a
-pair turn by one angle, and in float32: bfloat16 tables would put every position 2^-9 off.
+R rotated features (rotary_dim), T tokens, N documents. Tables are half as wide as the rotated features, as both of a
+pair share an angle, and in float32: bfloat16 tables would put every position 2^-9 off.
 """
 
 import math
@@ -41,7 +41,7 @@ def rope_frequencies(
         ConfigError: an R that is not even and positive, or a base or interpolation that is not positive.
     """
     if rotary_dim <= 0 or rotary_dim % 2:
-        raise ConfigError(f"rotary_dim must be even and positive, as features turn in pairs; got {rotary_dim}")
+        raise ConfigError(f"rotary_dim must be even and positive, as features are rotated in pairs; got {rotary_dim}")
     _check_positive(base=base, interpolation=interpolation)
     exponents = torch.arange(0, rotary_dim, 2, device=device, dtype=dtype) / rotary_dim
     return 1.0 / (interpolation * base**exponents)
@@ -57,8 +57,8 @@ def llama3_rope_frequencies(
 ) -> Tensor:
     """``frequencies`` [R/2] scaled as in Llama 3.1: slow ones divided by ``factor``, fast ones kept, a ramp between.
 
-    A pair is slow if it turns less than ``low_freq_factor`` times over the original context, and fast if it turns more
-    than ``high_freq_factor`` times.
+    A pair is slow if it makes fewer than ``low_freq_factor`` rotations over the original context, and fast if it makes
+    more than ``high_freq_factor``.
 
     Raises:
         ConfigError: a factor that is not positive, or no ramp between the two.
@@ -69,8 +69,8 @@ def llama3_rope_frequencies(
             f"high_freq_factor must be above low_freq_factor ({low_freq_factor}), the ramp is between them; "
             f"got {high_freq_factor}"
         )
-    turns = frequencies * (original_max_position_embeddings / (2.0 * math.pi))
-    kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
+    rotations = frequencies * (original_max_position_embeddings / (2.0 * math.pi))
+    kept = ((rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
     return frequencies * kept + frequencies / factor * (1.0 - kept)
 
 
@@ -88,7 +88,7 @@ def yarn_rope_frequencies(
 ) -> Tensor:
     """YaRN's radians per token of each pair, [R/2]: fast pairs keep theirs, slow ones are interpolated.
 
-    Pairs that turn more than ``beta_fast`` times over the original context are fast, less than ``beta_slow`` times
+    Pairs that make more than ``beta_fast`` rotations over the original context are fast, fewer than ``beta_slow``
     slow; between the two is a ramp over the pairs, from a whole one to a whole one unless the range is not rounded (as
     in gpt-oss).
 
@@ -99,11 +99,11 @@ def yarn_rope_frequencies(
     kept = rope_frequencies(rotary_dim, base, dtype=dtype, device=device)
     stretched = kept / scaling_factor
 
-    def pair_that_turns(times: float) -> float:
+    def pair_of_rotations(times: float) -> float:
         length = original_max_position_embeddings / (times * 2.0 * math.pi)
         return rotary_dim * math.log(length) / (2.0 * math.log(base))
 
-    low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    low, high = pair_of_rotations(beta_fast), pair_of_rotations(beta_slow)
     if correction_range_round_to_int:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)

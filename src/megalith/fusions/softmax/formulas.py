@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalith.fusions.core.blocks import blocks
 from megalith.fusions.core.registration import Operator
-from megalith.fusions.core.rows import wide
+from megalith.fusions.core.rows import as_rows, in_shape, wide
 
 __all__ = [
     "OPERATOR",
@@ -125,14 +125,17 @@ class BackSettings(NamedTuple):
 def reference(x: Tensor, mask: Tensor | None, sink: Tensor | None, *options: Unpack[Settings]) -> tuple[Tensor, Tensor]:
     """p [T, Sk] of ``x`` [T, Sk], and the share of the sink [T], empty without one.
 
-    ``mask`` is [1 | B, 1 | A, 1 | Sq, 1 | Sk], ``sink`` [A]; the window's ``left`` and ``right`` bound it, or are -1.
+    ``x`` may also be [..., Sk], and so is p then. ``mask`` is [1 | B, 1 | A, 1 | Sq, 1 | Sk], ``sink`` [A]; the numbers
+    ``left`` and ``right`` bound the window, or are -1.
     """
+    shape, x = x.shape, as_rows(x)
     T, Sk = x.shape
     settings = Settings(*options)
     rows, numbered = slice(0, T), settings.rows(Sk)
     hidden = numbered.hidden(rows, slice(0, Sk), mask, x.device)
     of_rows = None if sink is None else sink[numbered.heads(rows, x.device), None]
-    return _softmax(x, hidden, of_rows, settings.scale)
+    p, share = _softmax(x, hidden, of_rows, settings.scale)
+    return in_shape(p, shape), share
 
 
 def _softmax(x: Tensor, hidden: Tensor | None, sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -208,7 +211,7 @@ def _saves(
     return *outputs, *settings, None if sink is None else sink.dtype
 
 
-OPERATOR = Operator(outputs, gradients, of=("x", "sink"), saves=_saves)
+OPERATOR = Operator(outputs, gradients, of=("x", "sink"), saves=_saves, rows=("x", "dp", "p"))
 
 
 def _forward(x: Tensor, mask: Tensor | None, sink: Tensor | None, *options: Unpack[Settings]) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Scaled softmax over the keys that a query may see: masks, causal and sliding windows, attention sinks; any length.
 
     s = scale * x,   -inf where hidden          m = max over keys of s, and o
-    p = exp(s - m) / (sum over keys of exp(s - m) + exp(o - m))      0 in a row of which nothing is seen
+    p = exp(s - m) / (sum over keys of exp(s - m) + exp(o - m))      0 in a row that sees no key
     r = sum over keys of dp * p
     dx = scale * p * (dp - r);   do = - sum over queries of r * exp(o - m) / (the same sum)
 
@@ -24,7 +24,6 @@ from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.core.dispatch import Backend, Fusion, compiled
 from megalith.fusions.core.registry import registered
-from megalith.fusions.core.rows import as_rows, in_shape
 from megalith.fusions.softmax.formulas import BackSettings, Settings, blocked, limits, reference, reference_back
 
 __all__ = ["FUSION", "broadcasts", "check_window", "masked_softmax"]
@@ -52,12 +51,12 @@ def masked_softmax(
         backend: the path to take; by default that of ``use(...)``, else the one of the table.
 
     Returns:
-        Probabilities of the shape and dtype of ``scores``. A row sums to 1, with a sink to less; one of which nothing
-        is seen is 0.
+        Probabilities of the shape and dtype of ``scores``. A row sums to 1, with a sink to less; one that
+        sees no key is 0.
 
     Raises:
         ShapeError: the tensors do not fit together, or the mask is not bool.
-        ConfigError: a window that is none.
+        ConfigError: a window with limits below -1, or not of two.
         BackendError: ``backend`` cannot run on ``scores``.
     """
     _check(scores, mask, window, sink)
@@ -67,8 +66,8 @@ def masked_softmax(
     if mask is not None:
         mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     compute = FUSION.path(scores, backend)
-    p, _ = compute(as_rows(scores), mask, sink, A, Sq, *limits(causal, window, Sq, Sk), float(scale))
-    return in_shape(p, scores.shape)
+    p, _ = compute(scores, mask, sink, A, Sq, *limits(causal, window, Sq, Sk), float(scale))
+    return p
 
 
 def _triton(x: Tensor, mask: Tensor | None, sink: Tensor | None, *settings: Unpack[Settings]) -> tuple[Tensor, Tensor]:

@@ -136,7 +136,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         scale: of the scores; None is 1.
         window_size: keys seen before and after a query's own, -1 for all of them; None for no window.
 
-    Raises ConfigError for both dtypes, an unknown mask type, a window that is none, or a scale without
+    Raises ConfigError for both dtypes, an unknown mask type, an invalid window, or a scale without
     ``softmax_in_fp32``.
     """
 
@@ -250,7 +250,7 @@ def _backward(ctx: Context, dp: Tensor) -> Tensor:
     (p,), (causal, scale) = ctx.saved_tensors, ctx.options
     *_, A, Sq, Sk = p.shape
     if Sk == 0:
-        return dp  # of no numbers
+        return dp  # it is empty
     settings = A, Sq, *limits(causal, None, Sq, Sk), scale, None  # and no sink
     dx, _ = FUSION.backs[ctx.backend](as_rows(dp), as_rows(p), p.new_empty(0, dtype=wide(p.dtype)), *settings)
     return in_shape(dx, p.shape)

@@ -19,5 +19,5 @@ def dropout_factor(key, token, first_quad, site, THRESHOLD: tl.constexpr, SCALE:
     """
     quad = (first_quad + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(key, token.to(tl.uint32), (token >> 32).to(tl.uint32), quad, site)
-    word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # w0 w1 w2 w3 of each quad by turns
+    word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # w0 w1 w2 w3 of each quad interleaved
     return tl.where(word >= THRESHOLD, SCALE, 0.0)

@@ -1,7 +1,7 @@
 """Triton kernels of the gated linear units.
 
 T tokens (rows), F ffn hidden size (columns of gate and of up). Rows may be strided; the columns of gate and up are
-contiguous, or lie by turns. A packed tensor is two pointers into one memory here.
+contiguous, or interleaved. A packed tensor is two pointers into one memory here.
 """
 
 # ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
@@ -256,7 +256,7 @@ def _launch_backward(
 
 
 def _halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Where rows of gate and of up begin; what lies by turns begins at the gate."""
+    """Where rows of gate and of up begin; interleaved rows begin at the gate."""
     x = contiguous_columns(x)
     return (x, x[:, x.shape[1] // 2 :]) if up is None else (x, contiguous_columns(up))
 

@@ -1,7 +1,7 @@
 """Triton kernels of the keys and values of fused_mla_yarn_rope_apply.
 
 T = S * B tokens, A heads of K + V columns read and K + 2 * HALF and V written. A program has BLOCK_T tokens, all heads
-of each: the shared part of the keys is read and turned once, and its gradient is summed over the heads in registers.
+of each: the shared part of the keys is read and rotated once, and its gradient is summed over the heads in registers.
 """
 
 import triton
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
-from megalith.fusions.rope.kernels.rope import load_parts, load_tables, store_parts, table_arguments, turn
+from megalith.fusions.rope.kernels.rope import load_parts, load_tables, rotate, store_parts, table_arguments
 from megalith.fusions.rope.mla_formulas import OPERATOR
 from megalith.fusions.rope.rotation import Tables, reads_pairs
 
@@ -43,7 +43,7 @@ def _forward_kernel(
         position_stride_s, position_stride_b, position_stride_p, HALF, BLOCK_HALF, None, None,
     )  # fmt: skip
     first, second = load_parts(pe_ptr + s * pe_stride_s + b * pe_stride_b, in_range, HALF, BLOCK_HALF, READ)
-    first, second = turn(first, second, cos, sin, False)
+    first, second = rotate(first, second, cos, sin, False)
     for start in range(0, A, BLOCK_A):
         head = (start + tl.arange(0, BLOCK_A)).to(tl.int64)[None, :, None]
         rows = in_range & (head < A)
@@ -83,7 +83,7 @@ def _backward_kernel(
         first += more_first
         second += more_second
     first, second = tl.sum(first, axis=1, keep_dims=True), tl.sum(second, axis=1, keep_dims=True)
-    first, second = turn(first, second, cos, sin, True)
+    first, second = rotate(first, second, cos, sin, True)
     store_parts(dpe_ptr + token * 2 * HALF, first, second, in_range, HALF, BLOCK_HALF, READ)
 
 

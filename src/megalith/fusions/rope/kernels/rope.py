@@ -1,8 +1,8 @@
 """Triton kernels of fused_rope.
 
-T = S * B tokens, NUM_HEADS heads of D columns, R = 2 * HALF of which turn, from column OFFSET on; the others, from
-column REST_START on, are copied. A tile is [BLOCK_T tokens, BLOCK_A heads, columns], so cos and sin are loaded once for
-all heads. Tokens and heads may be strided; columns are contiguous.
+T = S * B tokens, NUM_HEADS heads of D columns. R = 2 * HALF of them, from column OFFSET on, are rotated; the others,
+from column REST_START on, are copied. A tile is [BLOCK_T tokens, BLOCK_A heads, columns], so cos and sin are loaded
+once for all heads. Tokens and heads may be strided; columns are contiguous.
 """
 
 # ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
@@ -19,7 +19,7 @@ from megalith.fusions.core.rows import contiguous_columns, rows_per_sum
 from megalith.fusions.rope.formulas import OPERATOR, Outputs
 from megalith.fusions.rope.rotation import Rotation, Tables, reads_pairs
 
-__all__ = ["load_parts", "load_tables", "op", "store_parts", "table_arguments", "turn"]
+__all__ = ["load_parts", "load_tables", "op", "rotate", "store_parts", "table_arguments"]
 
 _TILE = 2048  # elements of a tile, untuned
 
@@ -76,8 +76,8 @@ def load_tables(
 
 
 @triton.jit
-def turn(first, second, cos, sin, INVERSE: tl.constexpr):
-    """Each pair, turned; or turned back."""
+def rotate(first, second, cos, sin, INVERSE: tl.constexpr):
+    """Each pair, rotated; or rotated back."""
     if INVERSE:
         sin = -sin
     return first * cos - second * sin, second * cos + first * sin
@@ -88,7 +88,7 @@ def _load_gain(
     w_ptr, OFFSET: tl.constexpr, REST_START: tl.constexpr, REST: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
     PLUS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """The gains [1, 1, columns] of what turns, and of the rest; ones for no weight, which the compiler leaves out."""
+    """The gains [1, 1, columns] of rotated columns and of the rest; without a weight ones, which compile to nothing."""
     first, second, rest = 1.0, 1.0, 1.0
     if w_ptr is not None:
         start = w_ptr + tl.zeros([1, 1, 1], dtype=tl.int32)
@@ -101,13 +101,13 @@ def _load_gain(
 
 
 @triton.jit
-def _turn_heads(
+def _rotate_heads(
     x_ptr, y_ptr, w_ptr, rstd_ptr, token, s, b, in_range, cos, sin, stride_s, stride_b, stride_a,
     NUM_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr, REST_START: tl.constexpr,
     READ: tl.constexpr, WRITE: tl.constexpr, INVERSE: tl.constexpr, EPS: tl.constexpr, PLUS: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Normalises (if there is a weight) and turns all heads of the tokens."""
+    """Normalises (if there is a weight) and rotates all heads of the tokens."""
     REST: tl.constexpr = D - 2 * HALF
     w_first, w_second, w_rest = _load_gain(w_ptr, OFFSET, REST_START, REST, HALF, READ, PLUS, BLOCK_HALF, BLOCK_REST)
     for start in range(0, NUM_HEADS, BLOCK_A):
@@ -130,14 +130,14 @@ def _turn_heads(
             first, second = first * rstd * w_first, second * rstd * w_second
             if REST > 0:
                 rest = rest * rstd * w_rest
-        first, second = turn(first, second, cos, sin, INVERSE)
+        first, second = rotate(first, second, cos, sin, INVERSE)
         store_parts(y_ptr + y * D + OFFSET, first, second, rows, HALF, BLOCK_HALF, WRITE)
         if REST > 0:
             tl.store(y_ptr + y * D + col, rest, mask=rest_mask)
 
 
 @triton.jit
-def _turn_kernel(
+def _rotate_kernel(
     q_ptr, k_ptr, y_ptr, y_k_ptr, q_weight_ptr, k_weight_ptr, q_rstd_ptr, k_rstd_ptr, cos_ptr, sin_ptr, positions_ptr,
     table_stride_s, table_stride_b, num_rows, position_stride_s, position_stride_b, position_stride_p,
     q_stride_s, q_stride_b, q_stride_a, k_stride_s, k_stride_b, k_stride_a, T, B,
@@ -152,12 +152,12 @@ def _turn_kernel(
         cos_ptr, sin_ptr, positions_ptr, s, b, in_range, table_stride_s, table_stride_b, num_rows,
         position_stride_s, position_stride_b, position_stride_p, HALF, BLOCK_HALF, TIMES, HEIGHTS,
     )  # fmt: skip
-    _turn_heads(
+    _rotate_heads(
         q_ptr, y_ptr, q_weight_ptr, q_rstd_ptr, token, s, b, in_range, cos, sin, q_stride_s, q_stride_b, q_stride_a,
         A, D, HALF, OFFSET, REST_START, READ, WRITE, INVERSE, EPS, PLUS, BLOCK_A, BLOCK_HALF, BLOCK_REST,
     )  # fmt: skip
     if k_ptr is not None:
-        _turn_heads(
+        _rotate_heads(
             k_ptr, y_k_ptr, k_weight_ptr, k_rstd_ptr, token, s, b, in_range, cos, sin,
             k_stride_s, k_stride_b, k_stride_a,
             G, D, HALF, OFFSET, REST_START, READ, WRITE, INVERSE, EPS, PLUS, BLOCK_G, BLOCK_HALF, BLOCK_REST,
@@ -195,7 +195,7 @@ def _norm_back_kernel(
             at = token * A + head
             rstd = tl.load(rstd_ptr + at, mask=rows, other=0.0)
             g_first, g_second = load_parts(dy + OFFSET, rows, HALF, BLOCK_HALF, WRITE)
-            g_first, g_second = turn(g_first, g_second, cos, sin, True)
+            g_first, g_second = rotate(g_first, g_second, cos, sin, True)
             first, second = load_parts(x + OFFSET, rows, HALF, BLOCK_HALF, READ)
             first, second = first * rstd, second * rstd
             # a row that is not there may meet a table's NaN
@@ -237,7 +237,7 @@ def _forward(
     *options: Unpack[Rotation],
 ) -> Outputs:
     results = OPERATOR.outputs(q, k, cos, sin, positions, q_norm_weight, k_norm_weight, *options)
-    _turn(q, k, Tables(cos, sin, positions), q_norm_weight, k_norm_weight, Rotation(*options), results)
+    _rotate(q, k, Tables(cos, sin, positions), q_norm_weight, k_norm_weight, Rotation(*options), results)
     return results
 
 
@@ -261,7 +261,7 @@ def _backward(
     dq, dk, dq_weight, dk_weight = results
     back = how._replace(inverse=not how.inverse)
     if q is None and k is None:
-        _turn(dy, None if dy_k.dim() == 1 else dy_k, table, None, None, back, results)
+        _rotate(dy, None if dy_k.dim() == 1 else dy_k, table, None, None, back, results)
         return results
     for g, x, weight, rstd, dx, dweight in (
         (dy, q, q_norm_weight, q_rstd, dq, dq_weight),
@@ -270,11 +270,11 @@ def _backward(
         if x is not None and weight is not None:
             _norm_back(g, x, table, weight, rstd, how, dx, dweight)
         elif g.dim() > 1:  # one of the two is not normalised
-            _turn(g, None, table, None, None, back, (dx, *results[1:]))
+            _rotate(g, None, table, None, None, back, (dx, *results[1:]))
     return results
 
 
-def _turn(
+def _rotate(
     q: Tensor,
     k: Tensor | None,
     table: Tables,
@@ -292,7 +292,7 @@ def _turn(
     q, k = contiguous_columns(q), None if k is None else contiguous_columns(k)
     weights = (None if w is None else w.contiguous() for w in (q_norm_weight, k_norm_weight))
     y, y_k, q_rstd, k_rstd = results
-    wrap_triton(_turn_kernel)[(triton.cdiv(S * B, BLOCK_T),)](
+    wrap_triton(_rotate_kernel)[(triton.cdiv(S * B, BLOCK_T),)](
         q, k, y, None if k is None else y_k, *weights, q_rstd, k_rstd, *table_arguments(table),
         *q.stride()[:3], *((0, 0, 0) if k is None else k.stride()[:3]), S * B, B,
         A=A, G=G, INVERSE=how.inverse, EPS=how.eps, BLOCK_T=BLOCK_T, BLOCK_A=min(BLOCK_A, _tile(A, sizes)[1]),
