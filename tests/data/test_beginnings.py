@@ -11,7 +11,7 @@ from megalith.data import documents, parts
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.prepare import prepare
 from megalith.data.tokenizer import Tokenizer, train_byte_level_bpe
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, DataError
 
 SPECIAL = {"<s>": 4, "</s>": 5, "<|user|>": 6}
 BOS = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", special_tokens=[("<s>", 4)])
@@ -44,6 +44,29 @@ def test_a_text_begins_with_what_the_post_processor_puts_in_front_of_it(processo
     assert tokenizer.begin == begin
     assert tokenizer.encode_prompts(["a b"]) == [[*begin, 0, 1]]
     assert tokenizer.encode("a b") == [0, 1]
+
+
+TEMPLATE = json.loads(BOS.__getstate__())
+
+
+@pytest.mark.parametrize(
+    ("changed", "begin"),
+    [
+        ({"single": []}, ()),
+        ({"single": [{"Sequence": {"id": "A", "type_id": 0}}]}, ()),
+        ({"special_tokens": {}}, None),
+        ({"special_tokens": {"<s>": {"id": "<s>", "ids": [70_000], "tokens": ["<s>"]}}}, None),
+        ({"special_tokens": {"<s>": {"id": "<s>", "ids": [4] * 9, "tokens": ["<s>"] * 9}}}, None),
+        ({"special_tokens": {"<s>": {"id": "<s>", "ids": [4, 5], "tokens": ["<s>", "</s>"]}}}, (4, 5)),
+    ],
+)
+def test_a_post_processor_that_would_panic_is_read_or_refused_by_its_file(changed, begin):
+    made = json.loads(content(BOS)) | {"post_processor": TEMPLATE | changed}
+    if begin is None:
+        with pytest.raises(DataError, match=r"post_processor of x\.json must put at most 8 tokens of its vocabulary"):
+            Tokenizer(json.dumps(made).encode(), name="x.json")
+    else:
+        assert Tokenizer(json.dumps(made).encode()).begin == begin
 
 
 @pytest.mark.parametrize("processor", [None, BOS])

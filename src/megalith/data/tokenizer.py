@@ -9,8 +9,9 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 EOD = "<|endoftext|>"
 _REPLACEMENT = "\ufffd"
+_MOST_BEGINNING = 8  # tokens in front of a text; published tokenizers have one
 _MOST_BYTES_OPEN = 3  # of a character in UTF-8, before its last
 _CONTEXT = 16  # ids: more than a character, or the rule of a decoder for spaces, reaches over
 _MOST_BYTES = 1 << 28  # of a tokenizer.json; the largest published ones have about 40 MB
@@ -168,6 +170,8 @@ class Tokenizer:
 
     def framed(self, *, begin: Sequence[int], ends: Sequence[int] = ()) -> "Tokenizer":
         """The same tokenizer for texts that begin with the tokens ``begin``, and that ``ends`` end, too."""
+        if tuple(begin) == self.begin and set(ends) <= set(self.ends):
+            return self
         return Tokenizer(self._content, self.eod, self.name, begin=begin, ends=(*self.ends, *ends))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -198,11 +202,15 @@ class Tokenizer:
         return build, (self._content, self.eod, self.name)
 
     def _post_processed(self) -> list[int]:
-        """What the post-processor puts in front of a text, if it puts nothing behind it."""
-        one_token = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-        encoding = self._tokenizer.post_process(one_token.encode("a"), add_special_tokens=True)
-        *in_front, last = encoding.special_tokens_mask
-        return encoding.ids[:-1] if all(in_front) and not last else []
+        """What the post-processor puts in front of a text, if it puts nothing behind it. Raises DataError."""
+        processor = self._tokenizer.post_processor
+        begin = [] if processor is None else _put_in_front(json.loads(processor.__getstate__()))
+        if any(type(id) is not int or not 0 <= id < self.vocab_size for id in begin) or len(begin) > _MOST_BEGINNING:
+            raise DataError(
+                f"the post_processor of {self.name} must put at most {_MOST_BEGINNING} tokens of its vocabulary in "
+                f"front of a text; it puts {begin!r:.80}; mend the file, or take its post_processor out"
+            )
+        return begin
 
     def _find_eod(self, wanted: str | int | None) -> int:
         names = _EOD_NAMES if wanted is None else (wanted,)
@@ -215,6 +223,24 @@ class Tokenizer:
             f"{self.name} needs a token that ends a document, {' or '.join(map(repr, names))}; it has none; name one "
             f"of its own with --eod (eod=... in Python); its special tokens are {special or 'none'}"
         )
+
+
+def _put_in_front(processor: Mapping[str, Any]) -> list[Any]:
+    """The ids that a post-processor, as its file has it, puts in front of one text; none if it frames the text.
+
+    It is read, and not run: on a damaged one the library panics.
+    """
+    if processor.get("type") == "Sequence":
+        # each works on what the one before has made
+        return [id for inner in reversed(processor["processors"]) for id in _put_in_front(inner)]
+    if processor.get("type") != "TemplateProcessing":
+        return []  # bytes' offsets, or BERT's and RoBERTa's frames
+    *in_front, last = processor["single"] or [{}]
+    if "Sequence" not in last or any("SpecialToken" not in piece for piece in in_front):
+        return []
+    known = processor["special_tokens"]
+    names = [piece["SpecialToken"]["id"] for piece in in_front]
+    return [id for name in names for id in (known[name]["ids"] if name in known else [None])]
 
 
 class TextStream:

@@ -1,6 +1,7 @@
 """What a run has left in its folder, found from the folder or from one of its checkpoints."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ __all__ = [
     "EOD_FILE",
     "KEPT_TOKENIZER",
     "Marks",
+    "forget",
     "keep",
     "kept_companions",
     "kept_marks",
@@ -31,7 +33,7 @@ _COMPANIONS = "huggingface"
 class Marks(NamedTuple):
     """What a tokenizer.json does not say: ids of the tokens that end a document, begin a text, and end a text."""
 
-    eod: int | None = None
+    eod: int | str | None = None
     begin: tuple[int, ...] | None = None
     ends: tuple[int, ...] = ()
 
@@ -75,7 +77,8 @@ def kept_tokenizer(folder: Store) -> Tokenizer | None:
 def kept_marks(folder: Store) -> Marks:
     """Those that the run in ``folder`` keeps. Raises DataError if they are damaged.
 
-    Earlier versions kept ``id`` alone, and trained on documents that no token begins.
+    Earlier versions kept ``id`` alone. They trained on documents that no token begins; a model that was imported and
+    not trained on begins a text as its tokenizer does.
     """
     try:
         kept = json.loads(folder.read(EOD_FILE))
@@ -85,12 +88,13 @@ def kept_marks(folder: Store) -> Marks:
         kept = None
     fields = kept if isinstance(kept, dict) else {}
     eod, begin, ends = fields.get("id"), fields.get("begin", []), fields.get("ends", [])
+    was_trained = "metrics.jsonl" in folder.names()
     if type(eod) is not int or not _are_ids(begin) or not _are_ids(ends):
         raise DataError(
-            f'{folder / EOD_FILE} must hold {{"id": number, "begin": [numbers], "ends": [numbers]}}; delete it, and '
-            "the usual names are looked for"
+            f'{folder / EOD_FILE} must hold {{"id": number, "begin": [numbers], "ends": [numbers]}}; copy it again '
+            "from a backup, or delete it: then the usual names end a text, and it begins as its tokenizer.json says"
         )
-    return Marks(eod, tuple(begin), tuple(ends))
+    return Marks(eod, tuple(begin) if was_trained or "begin" in fields else None, tuple(ends))
 
 
 def kept_companions(folder: Store) -> dict[str, bytes]:
@@ -111,6 +115,14 @@ def keep(folder: Path, tokenizer: Tokenizer, companions: Mapping[str, bytes]) ->
     for name in set(beside.names()) - companions.keys():  # those of an earlier run that was never saved
         beside.remove(name)
     tokenizer.save(folder / KEPT_TOKENIZER)
+
+
+def forget(folder: Path) -> None:
+    """Removes what ``keep`` writes. Raises StorageError."""
+    for name in (KEPT_TOKENIZER, EOD_FILE):
+        with explained("remove", folder / name):
+            (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / _COMPANIONS, ignore_errors=True)
 
 
 def _are_ids(given: object) -> bool:

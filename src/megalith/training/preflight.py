@@ -22,9 +22,10 @@ from megalith.parallel.pipeline.validate import validate
 from megalith.recipe_files import recipe_names
 from megalith.storage import MANIFEST, Store, child, explained, open_store, record_of
 from megalith.training.continuity import changed
-from megalith.training.kept import KEPT_TOKENIZER, kept_tokenizer, run_of
+from megalith.training.kept import KEPT_TOKENIZER, kept_marks, run_of
 from megalith.training.process_group import choose_device
 from megalith.training.prompts import encode_prompts
+from megalith.training.tasks.tokens_of_origin import ends_of_origin
 from megalith.training.tasks.weights import described_at
 
 __all__ = ["load_tokenizer", "preflight", "resolve_run_folder"]
@@ -86,7 +87,8 @@ def load_tokenizer(config: RunConfig) -> Tokenizer:
     """The tokenizer of a run: ``data.tokenizer``, or the one named beside its training data.
 
     Where the latter cannot be read any more, the run's own copy of it is taken. Its texts begin as the documents of the
-    training data do: with the tokens that the tokenizer puts in front of a text, or without.
+    training data do: with the tokens that the tokenizer puts in front of a text, or without. They end as those of the
+    model do that the run begins from, where that has the same tokenizer.
 
     Raises:
         DataError: neither names one, or it cannot be read.
@@ -95,7 +97,8 @@ def load_tokenizer(config: RunConfig) -> Tokenizer:
         raise DataError("the run names no data that would name its tokenizer")
     train = IndexedDataset(config.data.train)
     tokenizer = _tokenizer_of(config, train)
-    return tokenizer if tokenizer.begins(train.tokens[: len(tokenizer.begin)].tolist()) else tokenizer.framed(begin=())
+    begin = tokenizer.begin if tokenizer.begins(train.tokens[: len(tokenizer.begin)].tolist()) else ()
+    return tokenizer.framed(begin=begin, ends=ends_of_origin(config, tokenizer))
 
 
 def _tokenizer_of(config: RunConfig, train: IndexedDataset) -> Tokenizer:
@@ -256,15 +259,18 @@ def _check_origin_tokenizer(config: RunConfig, keeper: Store) -> Iterator[str]:
             f"{dataset.prefix} was made with another tokenizer than the model of {keeper}, {kept}; prepare the "
             f"text with that one: megalith data prepare FILES... --out PREFIX --tokenizer {kept}"
         )
-    elif (
-        config.model.kind == "gpt"
-        and (tokenizer := kept_tokenizer(keeper)) is not None
-        and not tokenizer.begins(dataset.tokens[: len(tokenizer.begin)].tolist())
-    ):
-        begin = tokenizer.decode(tokenizer.begin)
+    elif config.model.kind == "gpt":
+        _tell_of_beginnings(config, dataset, keeper)
+
+
+def _tell_of_beginnings(config: RunConfig, dataset: IndexedDataset, keeper: Store) -> None:
+    """A line where a model whose texts begin with a token goes on with documents that do not."""
+    own, tokenizer = kept_marks(keeper).begin, _tokenizer_of(config, dataset)
+    begin = tokenizer.begin if own is None else own
+    if dataset.tokens[: len(begin)].tolist() != list(begin):
         _say(
-            f"the model of {keeper} begins every text with {begin!r}, and the documents of {dataset.prefix} do not; "
-            "prepare the text again with megalith data prepare, without --no-bos"
+            f"the model of {keeper} begins every text with {tokenizer.decode(begin)!r}, and the documents of "
+            f"{dataset.prefix} do not; prepare the text again with megalith data prepare, without --no-bos"
         )
 
 

@@ -12,12 +12,12 @@ from megalith.config import RunConfig, dump_yaml, load_run
 from megalith.config.yaml_text import MOST_BYTES, read_yaml
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError
-from megalith.storage import LocalStore, Store, explained, open_store
+from megalith.storage import LocalStore, Store, open_store
 from megalith.storage.atomic import write_text_atomic
 from megalith.training.continuity import with_absolute_paths
 from megalith.training.kept import (
-    EOD_FILE,
     KEPT_TOKENIZER,
+    forget,
     keep,
     kept_marks,
     kept_tokenizer,
@@ -26,7 +26,7 @@ from megalith.training.kept import (
 )
 from megalith.training.preflight import load_tokenizer
 from megalith.training.run import Run
-from megalith.training.tasks.tokens_of_origin import with_those_of_origin
+from megalith.training.tasks.tokens_of_origin import companions_of_origin
 
 __all__ = ["find_tokenizer", "keep_settings", "keep_tokenizer", "open_run", "read_config"]
 
@@ -40,12 +40,9 @@ def keep_tokenizer(run: Run) -> None:
     """Writes the tokenizer of ``run``, which is new or has been resumed, on one rank. Raises StorageError."""
     tokenizer = _training_tokenizer(run)
     if tokenizer is not None:
-        tokenizer, companions = with_those_of_origin(tokenizer, run.folder, run.config.load)
-        keep(run.folder, tokenizer, companions)
+        keep(run.folder, tokenizer, companions_of_origin(run.config, tokenizer))
         return
-    for name in (KEPT_TOKENIZER, EOD_FILE):  # those of an earlier run that was never saved
-        with explained("remove", run.folder / name):
-            (run.folder / name).unlink(missing_ok=True)
+    forget(run.folder)  # that of an earlier run that was never saved
 
 
 def open_run(source: str | Path | Store) -> tuple[Store, Store, RunConfig]:
@@ -91,7 +88,8 @@ def find_tokenizer(
     """
     kept = kept_tokenizer(folder)
     if given is not None:
-        tokenizer = kept_marks(folder).load(given) if eod is None else Tokenizer.load(given, eod)
+        marks = kept_marks(folder)
+        tokenizer = (marks if eod is None else marks._replace(eod=eod)).load(given)
         if kept is not None and kept.sha256 != tokenizer.sha256:
             raise DataError(
                 f"{given} is not the tokenizer that {folder} was trained with, which it keeps as {KEPT_TOKENIZER}; "

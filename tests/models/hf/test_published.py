@@ -6,7 +6,9 @@ import pytest
 
 from megalith.errors import ConfigError
 from megalith.models.hf.family import Family
+from megalith.models.hf.gemma import GEMMA2
 from megalith.models.hf.gpt2 import GPT2
+from megalith.models.hf.llama import LLAMA
 from megalith.models.hf.qwen import QWEN2
 
 QWEN2_5 = {
@@ -28,8 +30,36 @@ GPT2_MEDIUM = {
 }  # fmt: skip
 
 
+GEMMA2_9B = {
+    "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+    "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 16,
+    "num_hidden_layers": 42, "num_key_value_heads": 8, "pad_token_id": 0, "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096, "sliding_window_size": 4096,
+    "torch_dtype": "float32", "transformers_version": "4.42.0.dev0", "use_cache": True, "vocab_size": 256000,
+}  # fmt: skip
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0,
+    "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
+    "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192, "model_type": "llama",
+    "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": True,
+    "vocab_size": 49152,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("family", "published", "num_layers", "hidden_size"), [(QWEN2, QWEN2_5, 24, 896), (GPT2, GPT2_MEDIUM, 24, 1024)]
+    ("family", "published", "num_layers", "hidden_size"),
+    [
+        (QWEN2, QWEN2_5, 24, 896),
+        (GPT2, GPT2_MEDIUM, 24, 1024),
+        (GPT2, GPT2_MEDIUM | {"_num_labels": 1, "n_layer": 6}, 6, 1024),
+        (GEMMA2, GEMMA2_9B, 42, 3584),
+        (LLAMA, SMOLLM2, 30, 576),
+    ],
 )
 def test_a_published_config_is_read(family: Family, published: dict[str, Any], num_layers: int, hidden_size: int):
     found = family.config_from_hf(published)
@@ -39,3 +69,10 @@ def test_a_published_config_is_read(family: Family, published: dict[str, Any], n
 def test_positions_of_images_are_refused():
     with pytest.raises(ConfigError, match="use_mrope"):
         QWEN2.config_from_hf({**QWEN2_5, "use_mrope": True})
+
+
+def test_fields_that_contradict_what_transformers_computes_are_refused():
+    with pytest.raises(ConfigError, match=r"sliding_window_size must be sliding_window \(4096\).*got 1024"):
+        GEMMA2.config_from_hf({**GEMMA2_9B, "sliding_window_size": 1024})
+    with pytest.raises(ConfigError, match="rope_interleaved must be False"):
+        LLAMA.config_from_hf({**SMOLLM2, "rope_interleaved": True})

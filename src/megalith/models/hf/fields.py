@@ -27,6 +27,7 @@ _INERT = frozenset(
     [
         "_attn_implementation_autoset",
         "_name_or_path",
+        "_num_labels",
         "architectures",
         "auto_map",
         "bos_token_id",
@@ -38,6 +39,7 @@ _INERT = frozenset(
         "finetuning_task",
         "gradient_checkpointing",
         "id2label",
+        "is_llama_config",  # of SmolLM2, and in no class
         "label2id",
         "model_type",
         "n_ctx",

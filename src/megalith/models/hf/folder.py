@@ -34,6 +34,7 @@ __all__ = [
     "TOKENIZER",
     "WHOLE",
     "ModelFolder",
+    "end_tokens",
     "is_model_folder",
     "open_folder",
     "read_folder",
@@ -123,13 +124,28 @@ def open_folder(location: str | Path | Store) -> ModelFolder:
         if copy in places and not _equal(store, places[copy], places[original]):
             raise family.not_a_copy(copy, original)
     weights = _weights(store, family, config, places)
-    return ModelFolder(store, hf_config, family, config, weights, _end_tokens(store, hf_config))
+    return ModelFolder(store, hf_config, family, config, weights, _end_tokens(store, hf_config, config.vocab_size or 0))
 
 
 def read_folder(location: str | Path | Store) -> tuple[TransformerConfig, dict[str, Tensor]]:
     """The config and our whole state dict, on the CPU in the files' dtype. Raises as ``open_folder``."""
     folder = open_folder(location)
     return folder.config, {name: folder.weights.read(name) for name in folder.weights.tensors}
+
+
+def end_tokens(store: Store, vocab_size: int) -> tuple[int, ...]:
+    """``ModelFolder.end_tokens`` of a folder that is not opened. Raises CheckpointError for damaged files."""
+    return _end_tokens(store, _read_json(store, CONFIG), vocab_size)
+
+
+def _end_tokens(store: Store, hf_config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """What is no whole number is left out, and after the first one, what a vocabulary of ``vocab_size`` lacks."""
+    found: list[Any] = []
+    for fields in (hf_config, _read_json(store, GENERATION) if GENERATION in store.names() else {}):
+        given = fields.get("eos_token_id")
+        found += given if isinstance(given, list) else [given]
+    ids = [end for end in found if type(end) is int]
+    return tuple(dict.fromkeys([*ids[:1], *(end for end in ids[1:] if 0 <= end < vocab_size)]))
 
 
 def _read_json(store: Store, name: str) -> dict[str, Any]:
@@ -149,15 +165,6 @@ def _read_json(store: Store, name: str) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path} must hold a JSON object; it holds a {type(tree).__name__}")
     return tree
-
-
-def _end_tokens(store: Store, hf_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """As ``ModelFolder.end_tokens``; what is no whole number is passed over."""
-    found: list[Any] = []
-    for fields in (hf_config, _read_json(store, GENERATION) if GENERATION in store.names() else {}):
-        given = fields.get("eos_token_id")
-        found += given if isinstance(given, list) else [given]
-    return tuple(dict.fromkeys(end for end in found if type(end) is int))
 
 
 def _weights(

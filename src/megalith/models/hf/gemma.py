@@ -73,6 +73,8 @@ def _root(fields: Fields, name: str, default: int) -> float:
 
 def _read_gemma2(fields: Fields) -> Mapping[str, Any]:
     window = fields.get_or_null("sliding_window", _WINDOW)
+    if (other := fields.optional("sliding_window_size", int)) not in (None, window):  # the 9B's, beside sliding_window
+        fields.refuse(f"sliding_window_size must be sliding_window ({window}), which transformers reads; got {other}")
     attention = {
         **read_layer_types(fields, window, lambda index: index % 2 == 0),
         "logit_softcap": fields.get_or_null("attn_logit_softcapping", 50.0),

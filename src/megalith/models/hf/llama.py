@@ -48,6 +48,7 @@ def allowed_of_llamas(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
 
 
 def _read_rest(fields: Fields) -> Mapping[str, Any]:
+    fields.expect("rope_interleaved", False)  # of SmolLM2, and in no class
     return {
         **read_llamas(fields),
         "add_bias_linear": fields.get("attention_bias", False),

@@ -106,7 +106,8 @@ class TextSource:
             )
         learned = self.config.position_embedding_type == "learned_absolute"
         for ids in encoded:
-            generation.check_prompt_length(len(ids), self.config.max_position_embeddings if learned else None)
+            num_tokens = len(ids) if len(ids) > len(self.tokenizer.begin) else 0  # of the text itself
+            generation.check_prompt_length(num_tokens, self.config.max_position_embeddings if learned else None)
         if not self.answers:
             return encoded
         if not special_tokens and any("<extra_id_" in prompt for prompt in prompts):

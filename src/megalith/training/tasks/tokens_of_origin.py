@@ -2,32 +2,47 @@
 
 from pathlib import Path
 
+from megalith.config import RunConfig
 from megalith.data.companions import read_companions
 from megalith.data.tokenizer import Tokenizer
-from megalith.models.foreign import foreign_model
-from megalith.storage import LocalStore, Store, open_store, record_of
+from megalith.models.hf.folder import end_tokens, is_model_folder
+from megalith.storage import MANIFEST, LocalStore, Store, open_store, record_of
 from megalith.training.kept import KEPT_TOKENIZER, kept_companions, kept_marks, run_of
 
-__all__ = ["with_those_of_origin"]
+__all__ = ["companions_of_origin", "ends_of_origin"]
 
 
-def with_those_of_origin(tokenizer: Tokenizer, folder: Path, load: str | None) -> tuple[Tokenizer, dict[str, bytes]]:
-    """``tokenizer`` with the tokens that end a text, and the companions, of the model that the run began from.
+def ends_of_origin(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids of the tokens that end a text of the model that the run begins from, or goes on with.
 
-    That is what ``folder``, the run's, keeps already, or else the model at ``load``. Another tokenizer has its own.
+    () where that has another tokenizer. Every rank finds the same.
 
-    Raises as ``foreign_model`` and ``read_companions``.
+    Raises DataError or CheckpointError for damaged files.
     """
-    origin: Store = LocalStore(folder)
-    foreign = None
-    if KEPT_TOKENIZER not in origin.names() and load is not None:
-        origin = open_store(load)
-        foreign = foreign_model(origin)
-        origin = run_of(origin) if foreign is None else foreign.store
-    if KEPT_TOKENIZER not in origin.names() or record_of(origin.parts(KEPT_TOKENIZER)).sha256 != tokenizer.sha256:
-        return tokenizer, {}
-    if foreign is None:
-        ends, companions = kept_marks(origin).ends, kept_companions(origin)
-    else:
-        ends, companions = foreign.end_tokens, read_companions(origin)
-    return tokenizer.framed(begin=tokenizer.begin, ends=ends), companions
+    origin = _origin(config, tokenizer)
+    if origin is None:
+        return ()
+    return end_tokens(origin, tokenizer.vocab_size) if is_model_folder(origin) else kept_marks(origin).ends
+
+
+def companions_of_origin(config: RunConfig, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Files that stand beside the tokenizer of that model, by name. Raises as ``read_companions``."""
+    origin = _origin(config, tokenizer)
+    if origin is None:
+        return {}
+    return read_companions(origin) if is_model_folder(origin) else kept_companions(origin)
+
+
+def _origin(config: RunConfig, tokenizer: Tokenizer) -> Store | None:
+    """The folder that keeps them: the run's own if it goes on, or that of ``load``; None of another tokenizer."""
+    found: Store = LocalStore(Path(config.run))
+    # by its name alone: find_checkpoint speaks to all ranks, and rank 0 comes here by itself, too
+    goes_on = config.resume == "auto" and any(name.startswith("step-") for name in (found / "checkpoints").names())
+    if not goes_on:
+        if config.load is None:
+            return None
+        found = open_store(config.load)
+        found = run_of(found) if MANIFEST in found.names() else found
+    if KEPT_TOKENIZER not in found.names() or record_of(found.parts(KEPT_TOKENIZER)).sha256 != tokenizer.sha256:
+        return None
+    return found

@@ -1,6 +1,7 @@
 """Tokens that begin and end a text, and the files beside a tokenizer, on their way through a run and out again."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
+from megalith.config import load_run
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.storage import open_store
 from megalith.training.kept import kept_companions, kept_tokenizer
+from megalith.training.preflight import load_tokenizer
 from megalith.training.tasks.conversion import export_model, import_model
 from megalith.training.tasks.generation import TextSource
 from megalith.training.tasks.text_scores import TextScorer
@@ -24,6 +27,7 @@ transformers = pytest.importorskip("transformers")
 
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
 END, USER, BEGIN = 255, 254, 253  # bytes of the tokenizer that no text here has
+COMPANIONS = {"tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
 GENERATION = {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": [0, END]}
 
 
@@ -149,21 +153,68 @@ def test_a_run_that_begins_from_the_folder_keeps_them_and_begins_texts_as_its_do
     assert kept is not None
     assert (kept.begin, kept.ends) == ((BEGIN,) if bos else (), (0, END))
     assert kept_companions(open_store(run))["chat_template.jinja"].decode() == TEMPLATE
-    # a run goes on with what it has, wherever the folder is
+    # a run goes on with what it has, wherever the folder is, and ends its samples so on every rank
     assert here("train", run, "train.steps=2").code == 0
     assert kept_tokenizer(open_store(run)).ends == (0, END)
+    assert load_tokenizer(load_run(run / "config.yaml")).ends == (0, END)
+    # an export says where prompts would begin otherwise
+    caplog.clear()
+    export_model(run, tmp_path / "out", with_proof=False)
+    assert ("add_special_tokens=False" in caplog.text) == (not bos)
+
+
+def test_what_a_start_that_never_saved_has_left_does_not_count(chat, tmp_path):
+    (tmp_path / "words.txt").write_text("some words to merge, some more words. " * 40)
+    prepared = ["data", "prepare", tmp_path / "words.txt", "--out", tmp_path / "text"]
+    assert here(*prepared, "--tokenizer", chat / "tokenizer.json", "--eod", "<|endoftext|>").code == 0
+    run = tmp_path / "run"
+    (run / "huggingface").mkdir(parents=True)
+    (run / "tokenizer.json").write_bytes((chat / "tokenizer.json").read_bytes())
+    (run / "eod.json").write_text('{"id": 0, "begin": [], "ends": [0]}')
+    (run / "huggingface" / "special_tokens_map.json").write_text("{}")
+    settings = [f"data.train={tmp_path / 'text'}", f"run={run}", "train.steps=1", "train.global_batch_size=1"]
+    assert here("train", "--from", chat, *settings, "data.seq_length=24").code == 0
+    assert kept_tokenizer(open_store(run)).ends == (0, END)
+    assert kept_companions(open_store(run)).keys() == COMPANIONS
+
+
+def test_an_upcycled_run_keeps_what_stood_beside_the_tokenizer(chat, imported, tmp_path):
+    for number, source in enumerate((chat, imported)):
+        out = tmp_path / str(number)
+        found = here("convert", "upcycle", source, "--out", out, "model.moe.num_experts=4", "model.moe.top_k=2")
+        assert found.code == 0, found
+        assert kept_companions(open_store(out)).keys() == COMPANIONS
+        assert kept_tokenizer(open_store(out)).ends == (0, END)
+
+
+def test_a_tokenizer_that_is_given_has_the_marks_of_the_run(imported, tmp_path):
+    folder = Path(shutil.copytree(imported, tmp_path / "run"))
+    (folder / "eod.json").write_text('{"id": 0, "begin": [], "ends": [0, 255]}')
+    for eod, ends in ((None, (0, END)), ("<|user|>", (USER, 0, END))):
+        found = TextSource.open(folder, folder / "tokenizer.json", eod).tokenizer
+        assert (found.begin, found.ends) == ((), ends)
+
+
+def test_ends_that_no_vocabulary_has_are_left_out(tmp_path):
+    chat_folder(tmp_path / "hf")
+    wild = {"eos_token_id": [0, -1, 2**31, 10**30, "x", END]}
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(wild))
+    import_model(tmp_path / "hf", tmp_path / "run", with_proof=False)
+    assert kept_tokenizer(open_store(tmp_path / "run")).ends == (0, END)
 
 
 @pytest.mark.parametrize(
     ("kept", "begin", "ends"),
-    [({"id": 0}, (), (0,)), ({"id": 0, "begin": [BEGIN], "ends": [0, END]}, (BEGIN,), (0, END))],
+    [({"id": 0}, (BEGIN,), (0,)), ({"id": 0, "begin": [BEGIN], "ends": [0, END]}, (BEGIN,), (0, END))],
 )
 def test_what_an_earlier_version_kept_is_read(kept, begin, ends, chat, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((chat / "tokenizer.json").read_bytes())
     (tmp_path / "eod.json").write_text(json.dumps(kept))
     found = kept_tokenizer(open_store(tmp_path))
     assert isinstance(found, Tokenizer)
-    assert (found.begin, found.ends) == (begin, ends)
+    assert (found.begin, found.ends) == (begin, ends)  # of a model that was imported, and not trained on
+    (tmp_path / "metrics.jsonl").touch()
+    assert kept_tokenizer(open_store(tmp_path)).begin == (begin if "begin" in kept else ())
 
 
 def change(name: str, content: Any) -> Any:

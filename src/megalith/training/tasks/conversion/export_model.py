@@ -1,5 +1,6 @@
 """``megalith convert export``: a model folder of Hugging Face, made of a run or one of its checkpoints."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,14 @@ from megalith.models.hf.write_folder import write_tensors, write_tokenizer
 from megalith.models.multi_token_prediction import without_modules
 from megalith.storage import LocalStore, Store, new_folder
 from megalith.training.build_model import DTYPES
-from megalith.training.kept import kept_companions, kept_tokenizer
+from megalith.training.kept import KEPT_TOKENIZER, kept_companions, kept_tokenizer
 from megalith.training.run_folder import open_run
 from megalith.training.tasks.conversion.logit_proof import LogitProof, stored_proof
 from megalith.training.tasks.weights import is_weight
 
 __all__ = ["Exported", "export_model"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ def export_model(
         dtype=dtype,
         eos_token_id=None if tokenizer is None else tokenizer.eod,
     )
+    if tokenizer is not None:
+        _tell_of_beginnings(tokenizer, folder)
     special = {} if tokenizer is None else _special(tokenizer, model)
     ids = {} if tokenizer is None else _token_ids(tokenizer, model, special)
     hf_config |= ids
@@ -101,6 +106,17 @@ def export_model(
         proof = stored_proof(checkpoint, made, made) if with_proof else None
     num_left_out = 0 if config.model.mtp is None else config.model.mtp.num_modules
     return Exported(checkpoint, family, dtype, tokenizer, num_left_out, proof)
+
+
+def _tell_of_beginnings(tokenizer: Tokenizer, folder: Store) -> None:
+    """A line where the files that are written begin a text otherwise than the run's documents did."""
+    begin = Tokenizer(folder.read(KEPT_TOKENIZER), tokenizer.eod).begin
+    if begin != tokenizer.begin:
+        log.warning(
+            "the run was trained on documents that do not begin with %r, which its tokenizer.json puts in front of a "
+            "text: encode prompts for the exported model with add_special_tokens=False",
+            tokenizer.decode(begin),
+        )
 
 
 def _special(tokenizer: Tokenizer, model: TransformerConfig) -> dict[str, str]:

@@ -13,13 +13,15 @@ from megalith.checkpoint.load import open_tensors
 from megalith.checkpoint.stored_tensors import StoredTensors
 from megalith.checkpoint.verify import verify_checkpoint
 from megalith.config import RunConfig, TransformerConfig, load_run
+from megalith.data.companions import read_companions
 from megalith.data.tokenizer import Tokenizer
 from megalith.models.foreign import foreign_model
+from megalith.models.hf import ModelFolder
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import declared_buffers, declared_parameters
 from megalith.storage import Store, new_folder, open_store
 from megalith.topology.process_groups_config import ProcessGroupCollection
-from megalith.training.kept import kept_tokenizer
+from megalith.training.kept import kept_companions, kept_tokenizer
 from megalith.training.run_folder import open_run
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.conversion.new_run import write_new_run
@@ -100,6 +102,7 @@ def upcycle_model(
             described,
             read,
             tokenizer=found.tokenizer,
+            companions=found.companions,
             about={"parameters": num_parameters, "dtype": dtype, "upcycled from": str(found.store)},
             state={"upcycling": record},
             progress=progress,
@@ -117,18 +120,21 @@ class _Dense:
     settings: Mapping[str, Any]
     weights: StoredTensors
     tokenizer: Tokenizer | None
+    companions: Mapping[str, bytes]
 
 
 def _open(source: str | Path) -> _Dense:
     store = open_store(source)
     if (foreign := foreign_model(store)) is not None:
         usual = usual_settings(foreign.config, foreign.num_positions, foreign.weights.dtype)
-        return _Dense(foreign.store, foreign.config, usual, foreign.weights, foreign.tokenizer())
+        companions = read_companions(foreign.store) if isinstance(foreign, ModelFolder) else {}
+        return _Dense(foreign.store, foreign.config, usual, foreign.weights, foreign.tokenizer(), companions)
     checkpoint, folder, run = open_run(store)
     verify_checkpoint(checkpoint)
     weights = open_tensors(checkpoint, is_weight)
     usual = usual_settings(run.model, run.data.seq_length, weights.dtype)
-    return _Dense(checkpoint, run.model, {**usual, "data": run.data}, weights, kept_tokenizer(folder))
+    settings = {**usual, "data": run.data}
+    return _Dense(checkpoint, run.model, settings, weights, kept_tokenizer(folder), kept_companions(folder))
 
 
 def _on_meta(config: RunConfig, dtype: torch.dtype) -> ModelModule:
