@@ -17,8 +17,16 @@ from megalith.fusions.core.checks import check_floating, check_one_device, check
 from megalith.fusions.core.dispatch import Backend, Fusion
 from megalith.fusions.core.dropout_mask import mask_operands
 from megalith.fusions.core.registry import registered
-from megalith.fusions.core.rows import as_rows, in_shape
-from megalith.fusions.norm.formulas import Normalization, Norming, Options, as_stored, float_gain, summed
+from megalith.fusions.core.rows import as_rows, in_shape, rows_together
+from megalith.fusions.norm.formulas import (
+    Normalization,
+    Norming,
+    Options,
+    as_stored,
+    float_gain,
+    reference,
+    summed,
+)
 from megalith.fusions.norm.paths import PATHS, check
 from megalith.numerics.dropout import Dropout
 
@@ -69,10 +77,12 @@ def fused_add_norm(
     compute = FUSION.path(x, backend)
     p = 0.0 if dropout is None else float(dropout.p)
     words, tokens, site = mask_operands(dropout.key, x) if dropout is not None and p else (None, None, 0)
+    # a mask is of rows; without one a small sum and norm cost less than the views that make rows
+    whole = compute in _OF_ANY_SHAPE and words is None
+    rows, residual_rows = rows_together(x, residual) if whole else (as_rows(x), as_rows(residual))
     y, h, *_ = compute(
-        as_rows(x), as_rows(residual), weight, bias, input_bias, words, tokens, site, p, float(eps), normalization,
-        zero_centered,
-    )  # fmt: skip
+        rows, residual_rows, weight, bias, input_bias, words, tokens, site, p, float(eps), normalization, zero_centered
+    )
     return in_shape(y, x.shape), in_shape(h, x.shape)
 
 
@@ -96,6 +106,7 @@ def _torch_add_norm(
     return y.to(x.dtype), total.to(residual.dtype)
 
 
+_OF_ANY_SHAPE = (_torch_add_norm, reference)  # [..., H], and not rows alone
 FUSION = registered(
     Fusion(
         "add_norm",
