@@ -84,6 +84,14 @@ def test_prompts_have_the_ids_that_transformers_gives_them(processor, tmp_path):
     assert tokenizer.encode_batch(PROMPTS) == [ids[len(tokenizer.begin) :] for ids in tokenizer.encode_prompts(PROMPTS)]
 
 
+@pytest.mark.parametrize("processor", [BOS, processors.Sequence([processors.ByteLevel(), BOS])])
+def test_what_the_post_processor_puts_in_front_can_be_taken_out_of_the_file(processor, tmp_path):
+    Tokenizer(content(processor)).without_beginning().save(tmp_path / "tokenizer.json")
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert (theirs.encode("a b").ids, theirs.encode("a", "b").ids) == ([0, 1], [0, 1])
+    assert Tokenizer.load(tmp_path / "tokenizer.json").begin == ()
+
+
 def test_what_begins_and_ends_a_text_is_pickled_and_asks_for_rows():
     tokenizer = pickle.loads(pickle.dumps(Tokenizer(content(BOS), "</s>", ends=[6, 5])))
     assert (tokenizer.begin, tokenizer.ends, tokenizer.eod) == ((4,), (5, 6), 5)

@@ -12,7 +12,7 @@ from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError
 from megalith.storage import Store
 
-__all__ = ["GENERATION", "read_companions", "written_companions"]
+__all__ = ["GENERATION", "companions_without_beginning", "read_companions", "written_companions"]
 
 GENERATION = "generation_config.json"
 _TOKENIZER = "tokenizer_config.json"
@@ -39,6 +39,15 @@ def read_companions(store: Store) -> dict[str, bytes]:
         if not isinstance(tree, dict):
             raise CheckpointError(f"{store / name} must hold a JSON object; it holds a {type(tree).__name__}")
     return found
+
+
+def companions_without_beginning(kept: Mapping[str, bytes]) -> dict[str, bytes]:
+    """``kept``, for a tokenizer that puts nothing in front of a text.
+
+    Llama's and Gemma's classes in transformers put a token there, whatever tokenizer.json says, unless they are told.
+    """
+    tree = _tree(kept, _TOKENIZER)
+    return {**kept, _TOKENIZER: _json({**tree, "add_bos_token": False})} if tree else {**kept}
 
 
 def written_companions(

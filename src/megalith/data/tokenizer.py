@@ -9,13 +9,13 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from megalith.data.post_processor import put_in_front, without_beginning
 from megalith.data.word_starts import WordStarts
 from megalith.errors import ConfigError, DataError, StorageError
 from megalith.input_file import read_regular_file
@@ -174,6 +174,10 @@ class Tokenizer:
             return self
         return Tokenizer(self._content, self.eod, self.name, begin=begin, ends=(*self.ends, *ends))
 
+    def without_beginning(self) -> "Tokenizer":
+        """The same tokenizer with a file that puts nothing in front of a text."""
+        return Tokenizer(without_beginning(self._content), self.eod, self.name, ends=self.ends)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, special tokens spelled out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -204,7 +208,7 @@ class Tokenizer:
     def _post_processed(self) -> list[int]:
         """What the post-processor puts in front of a text, if it puts nothing behind it. Raises DataError."""
         processor = self._tokenizer.post_processor
-        begin = [] if processor is None else _put_in_front(json.loads(processor.__getstate__()))
+        begin = [] if processor is None else put_in_front(json.loads(processor.__getstate__()))
         if any(type(id) is not int or not 0 <= id < self.vocab_size for id in begin) or len(begin) > _MOST_BEGINNING:
             raise DataError(
                 f"the post_processor of {self.name} must put at most {_MOST_BEGINNING} tokens of its vocabulary in "
@@ -223,24 +227,6 @@ class Tokenizer:
             f"{self.name} needs a token that ends a document, {' or '.join(map(repr, names))}; it has none; name one "
             f"of its own with --eod (eod=... in Python); its special tokens are {special or 'none'}"
         )
-
-
-def _put_in_front(processor: Mapping[str, Any]) -> list[Any]:
-    """The ids that a post-processor, as its file has it, puts in front of one text; none if it frames the text.
-
-    It is read, and not run: on a damaged one the library panics.
-    """
-    if processor.get("type") == "Sequence":
-        # each works on what the one before has made
-        return [id for inner in reversed(processor["processors"]) for id in _put_in_front(inner)]
-    if processor.get("type") != "TemplateProcessing":
-        return []  # bytes' offsets, or BERT's and RoBERTa's frames
-    *in_front, last = processor["single"] or [{}]
-    if "Sequence" not in last or any("SpecialToken" not in piece for piece in in_front):
-        return []
-    known = processor["special_tokens"]
-    names = [piece["SpecialToken"]["id"] for piece in in_front]
-    return [id for name in names for id in (known[name]["ids"] if name in known else [None])]
 
 
 class TextStream:

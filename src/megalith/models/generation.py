@@ -26,9 +26,8 @@ from megalith.torch_compat import uncompiled
 
 __all__ = ["Stop", "check_length", "check_prompt_length", "generate", "stream"]
 
-_FIRST_ROOM = (
-    1024  # [tokens] of a row that memory is taken for beside the prompt; then twice as many whenever it is full
-)
+# tokens of a row that memory is taken for beside the prompt; then twice as many whenever it is full
+_FIRST_ROOM = 1024
 
 # (row, the token that it has just got) -> whether its text ends with that
 Stop = Callable[[int, int], bool]

@@ -157,10 +157,14 @@ def test_a_run_that_begins_from_the_folder_keeps_them_and_begins_texts_as_its_do
     assert here("train", run, "train.steps=2").code == 0
     assert kept_tokenizer(open_store(run)).ends == (0, END)
     assert load_tokenizer(load_run(run / "config.yaml")).ends == (0, END)
-    # an export says where prompts would begin otherwise
-    caplog.clear()
+    # and transformers begins texts so, by the class of the folder or by one that adds the token unless it is told
     export_model(run, tmp_path / "out", with_proof=False)
-    assert ("add_special_tokens=False" in caplog.text) == (not bos)
+    path = tmp_path / "out" / "tokenizer_config.json"
+    for name in ("PreTrainedTokenizerFast", "LlamaTokenizer"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": name}))
+        ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("some").input_ids
+        assert (ids[0] == BEGIN) == bos
+        assert name == "LlamaTokenizer" or [ids] == kept.encode_prompts(["some"])  # which cuts texts its own way
 
 
 def test_what_a_start_that_never_saved_has_left_does_not_count(chat, tmp_path):

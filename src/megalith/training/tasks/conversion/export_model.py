@@ -11,7 +11,7 @@ import torch
 from megalith.checkpoint.load import open_tensors
 from megalith.checkpoint.verify import verify_checkpoint
 from megalith.config import TransformerConfig
-from megalith.data.companions import written_companions
+from megalith.data.companions import companions_without_beginning, written_companions
 from megalith.data.special_tokens import spelled
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError
@@ -76,15 +76,14 @@ def export_model(
     if dtype not in DTYPES:
         raise ConfigError(f"the dtype must be one of {', '.join(DTYPES)}; got {dtype}")
     model = without_modules(config.model)
-    family, tokenizer, num_positions = fitting(model), kept_tokenizer(folder), config.data.seq_length
+    family, num_positions = fitting(model), config.data.seq_length
+    tokenizer, companions = _kept(folder)
     hf_config = family.config_to_hf(
         model,
         max_position_embeddings=num_positions,
         dtype=dtype,
         eos_token_id=None if tokenizer is None else tokenizer.eod,
     )
-    if tokenizer is not None:
-        _tell_of_beginnings(tokenizer, folder)
     special = {} if tokenizer is None else _special(tokenizer, model)
     ids = {} if tokenizer is None else _token_ids(tokenizer, model, special)
     hf_config |= ids
@@ -101,22 +100,27 @@ def export_model(
         if tokenizer is not None:
             longest = model.max_position_embeddings or num_positions
             ids_of_text = {} if model.kind == "bert" else ids
-            companions = written_companions(kept_companions(folder), tokenizer, longest, special, ids_of_text)
-            write_tokenizer(made, tokenizer, companions)
+            written = written_companions(companions, tokenizer, longest, special, ids_of_text)
+            write_tokenizer(made, tokenizer, written)
         proof = stored_proof(checkpoint, made, made) if with_proof else None
     num_left_out = 0 if config.model.mtp is None else config.model.mtp.num_modules
     return Exported(checkpoint, family, dtype, tokenizer, num_left_out, proof)
 
 
-def _tell_of_beginnings(tokenizer: Tokenizer, folder: Store) -> None:
-    """A line where the files that are written begin a text otherwise than the run's documents did."""
+def _kept(folder: Store) -> tuple[Tokenizer | None, dict[str, bytes]]:
+    """The run's tokenizer and its companions, which begin a text as the run's documents began."""
+    tokenizer, companions = kept_tokenizer(folder), kept_companions(folder)
+    if tokenizer is None or tokenizer.begin:
+        return tokenizer, companions
     begin = Tokenizer(folder.read(KEPT_TOKENIZER), tokenizer.eod).begin
-    if begin != tokenizer.begin:
-        log.warning(
-            "the run was trained on documents that do not begin with %r, which its tokenizer.json puts in front of a "
-            "text: encode prompts for the exported model with add_special_tokens=False",
-            tokenizer.decode(begin),
-        )
+    if not begin:
+        return tokenizer, companions
+    log.info(
+        "the run was trained on documents that do not begin with %r, so the exported tokenizer.json does not put it in "
+        "front of a text any more",
+        tokenizer.decode(begin),
+    )
+    return tokenizer.without_beginning(), companions_without_beginning(companions)
 
 
 def _special(tokenizer: Tokenizer, model: TransformerConfig) -> dict[str, str]:
