@@ -272,10 +272,11 @@ def assert_same_function(theirs: PreTrainedModel, architecture: Family) -> None:
 
 
 def randomized(model: PreTrainedModel) -> PreTrainedModel:
-    """Noise on every tensor of its files: a fresh model's norms are all ones, and its biases all zeros."""
+    """Noise on what training changes of its files: a fresh model's norms are all ones, and its biases all zeros."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for tensor in (*model.parameters(), *saved_buffers(model).values()):
+        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        for tensor in (*trained, *saved_buffers(model).values()):
             tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
     return model
 

@@ -12,7 +12,8 @@ from megalith.training.run_folder import open_run
 
 __all__ = ["settings_from", "usual_settings"]
 
-_OF_HEADS = ("head", "binary_head", "num_classes", "classifier_dropout")  # of model.bert
+# of model.bert
+_OF_HEADS = ("head", "binary_head", "num_classes", "classifier_dropout", "classifier_activation")
 
 
 def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
