@@ -34,6 +34,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    RoFormerConfig,
+    RoFormerForMaskedLM,
 )
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -132,6 +134,11 @@ def mistral(**fields: Any) -> PreTrainedModel:
 
 def gpt2(**fields: Any) -> PreTrainedModel:
     return randomized(GPT2LMHeadModel(GPT2Config(**GPT2 | fields)))
+
+
+def roformer(**fields: Any) -> PreTrainedModel:
+    given = {name: size for name, size in LLAMA.items() if name not in ("num_key_value_heads", "rms_norm_eps")}
+    return randomized(RoFormerForMaskedLM(RoFormerConfig(**given | fields, architectures=["RoFormerForMaskedLM"])))
 
 
 def qwen2(**fields: Any) -> PreTrainedModel:
