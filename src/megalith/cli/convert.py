@@ -78,7 +78,7 @@ def export_command(
     show_text(
         f"model      {found.family.architecture} of {found.checkpoint}, in {found.dtype}{why}\n"
         f"{left_out}{_tokenizer_line(found.tokenizer)}{_proof_line(found.proof)}"
-        f'next: transformers.AutoModelForCausalLM.from_pretrained("{out}")'
+        f'next: transformers.{found.family.architecture}.from_pretrained("{out}")'
     )
 
 

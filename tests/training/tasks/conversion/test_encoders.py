@@ -1,6 +1,7 @@
 """Encoders to Hugging Face and back: the proof of their logits, every bit, and what goes with their tokenizer."""
 
 import json
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from megalith.config import load_run
+from megalith.config import TransformerConfig, load_run
 from megalith.data.tokenizer import Tokenizer
 from megalith.models.hf import open_folder
 from megalith.training.inference import load_model
@@ -76,7 +77,9 @@ def test_a_run_comes_back_from_hugging_face_bit_for_bit(kind, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize(("kind", "special"), [("pretraining", SPECIAL), ("t5", {"pad_token": "<pad>"})])
+@pytest.mark.parametrize(
+    ("kind", "special"), [("pretraining", SPECIAL), ("rotary", SPECIAL), ("t5", {"pad_token": "<pad>"})]
+)
 def test_the_folder_names_the_special_tokens(kind, special, tmp_path):
     tree = SETTINGS[kind](tmp_path / "text", train={"steps": 1}, precision={"dtype": "float32"})
     tree["run"] = str(tmp_path / "run")
@@ -97,7 +100,9 @@ def test_the_folder_names_the_special_tokens(kind, special, tmp_path):
     ("num_ranks", "parallel", "dtype"),
     [(1, {}, "bfloat16"), (2, {"tensor": 2}, "float32"), (2, {"pipeline": 2}, "float32")],
 )
-def test_the_binary_head_that_a_roformer_lacks_is_left_out_and_told(num_ranks, parallel, dtype, tmp_path, caplog):
+def test_the_binary_head_that_a_roformer_lacks_is_left_out_and_told(
+    num_ranks, parallel, dtype, tmp_path, caplog, monkeypatch
+):
     precision = {"dtype": dtype}
     tree = masked_settings(tmp_path / "text", **rotary(parallel=parallel, precision=precision, train={"steps": 2}))
     tree["run"] = str(tmp_path / "run")
@@ -106,8 +111,11 @@ def test_the_binary_head_that_a_roformer_lacks_is_left_out_and_told(num_ranks, p
     assert found.code == 0, found
     assert "\nleft out   the binary head and its pooler, which RoFormerForMaskedLM does not have, and" in found.out
     assert "\nproof      logits of 64 random tokens" in found.out
+    assert f'\nnext: transformers.RoFormerForMaskedLM.from_pretrained("{tmp_path / "hf"}")' in found.out
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     theirs, told = transformers.RoFormerForMaskedLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(told.values()), told
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").mask_token == "[MASK]"
     assert [record.getMessage() for record in caplog.records] == []
     assert theirs.config.max_position_embeddings == SEQ
     imported = import_model(tmp_path / "hf", tmp_path / "back")
@@ -135,6 +143,20 @@ def test_a_roformer_that_transformers_wrote_is_fine_tuned_and_exported_in_any_la
     with torch.no_grad():  # a step at a rate of 1e-30 later
         hidden, want = again.base_model(tokens).last_hidden_state, theirs.base_model(tokens).last_hidden_state
     torch.testing.assert_close(hidden, want, rtol=0, atol=1e-6)
+
+
+def test_a_classifier_of_theirs_is_trained_on_with_the_activation_that_it_has(tmp_path):
+    config = transformers.RoFormerConfig(
+        vocab_size=67, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, num_labels=3
+    )
+    transformers.RoFormerForSequenceClassification(config).save_pretrained(tmp_path / "hf")
+    bert = {"num_token_types": 2, "head": "classification", "num_classes": 3}
+    for given, found in (({}, "gelu"), ({"classifier_activation": "relu"}, "relu")):
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": {"bert": bert | given}}))
+        model = settings_from(str(tmp_path / "hf"), tmp_path / "recipe.yaml")["model"]
+        assert TransformerConfig(**model).bert.classifier_activation == found
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": {"bert": {"head": "pretraining"}}}))
+    assert "classifier_activation" not in settings_from(str(tmp_path / "hf"), tmp_path / "recipe.yaml")["model"]["bert"]
 
 
 def test_a_folder_in_half_precision_whose_table_transformers_rounded_is_proven(tmp_path):
