@@ -37,6 +37,7 @@ FAMILIES = (
     "mixtral",
     "qwen3 of experts",
     "gpt-oss",
+    "roformer",
 )
 MOST = 384 << 20  # bytes of address space that a refusal may take; a thread of tokenizers reserves 64 MiB
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
@@ -154,7 +155,12 @@ def content(file, text):
 
 def long(file):
     """Hundreds of megabytes; sparse, so that they take no room on the disk."""
-    return lambda folder: os.truncate(folder / file, 300 << 20)
+
+    def damage(folder):
+        (folder / file).touch()  # the folder of an encoder has no generation_config.json
+        os.truncate(folder / file, 300 << 20)
+
+    return damage
 
 
 NESTED = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"

@@ -166,6 +166,21 @@ def test_classes_are_scored_from_the_first_token():
     assert_close(model(tokens), pooled @ model.classifier.linear.weight.t() + model.classifier.linear.bias)
 
 
+@pytest.mark.parametrize(
+    ("activation", "formula"),
+    [
+        ("gelu", lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2),
+        ("gelu_tanh", lambda x: x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2),
+        ("relu", lambda x: x.clamp(min=0)),
+    ],
+)
+def test_a_classifier_pools_by_the_activation_that_is_set(activation, formula):
+    model = built(config(bert=classifier("classification", classifier_activation=activation))).eval()
+    tokens = torch.arange(12).view(2, 6)
+    pooled = formula(model.pooler.dense(model(tokens, output="hidden")[:, 0]))
+    assert_close(model(tokens), pooled @ model.classifier.linear.weight.t() + model.classifier.linear.bias)
+
+
 def test_choices_are_scored_one_by_one():
     model = built(config(bert=classifier("multiple_choice"))).eval()
     tokens, types = torch.randint(2, (2, 3, 4, 6), generator=torch.Generator().manual_seed(0))  # [B, choices, S]

@@ -34,6 +34,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "model": BERT | {"residual": {}, "position_embedding_type": "rope", "tie_word_embeddings": False},
         "data": {"reset_attention_mask": True, "reset_position_ids": True},
     },
+    "post-norm, rope of neighbours, padded": {
+        "model": BERT | {"position_embedding_type": "rope", "rope": {"interleaved": True}},
+    },
     "a window both ways, positions after two rows": {
         "model": BERT | {"attention": {"window": 3}, "bert": {"num_token_types": 3, "position_offset": 2}},
         "train": {"fused_linear_cross_entropy": True},
@@ -61,6 +64,7 @@ FAST = {
     ("post-norm, padded", "context 2"),
     ("pre-norm, rope, packed", "context 2, all_gather"),
     ("pre-norm, rope, packed", "shard 2"),
+    ("post-norm, rope of neighbours, padded", "tensor 2"),
     ("a window both ways, positions after two rows", "tensor 2"),
     ("layers computed again", "tensor 2, sequence"),
 }

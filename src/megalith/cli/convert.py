@@ -74,10 +74,11 @@ def export_command(
 
         found = export_model(source, out, dtype, with_proof=not no_proof, progress=progress)
     why = "" if dtype else ", which the run computed in; --dtype for another"
+    left_out = "".join(f"left out   {part}\n" for part in found.left_out)
     show_text(
         f"model      {found.family.architecture} of {found.checkpoint}, in {found.dtype}{why}\n"
-        f"{_left_out_line(found.num_left_out)}{_tokenizer_line(found.tokenizer)}{_proof_line(found.proof)}"
-        f'next: transformers.AutoModelForCausalLM.from_pretrained("{out}")'
+        f"{left_out}{_tokenizer_line(found.tokenizer)}{_proof_line(found.proof)}"
+        f'next: transformers.{found.family.architecture}.from_pretrained("{out}")'
     )
 
 
@@ -161,12 +162,6 @@ def _tokenizer_line(tokenizer: "Tokenizer | None") -> str:
     if tokenizer is None:
         return "tokenizer  there is no tokenizer.json, and none travels along\n"
     return f"tokenizer  {tokenizer.vocab_size:,} entries; {tokenizer.eod_text!r} ends a document\n"
-
-
-def _left_out_line(num_modules: int) -> str:
-    if not num_modules:
-        return ""
-    return f"left out   the modules of multi-token prediction ({num_modules}), which logits do not depend on\n"
 
 
 def _proof_line(proof: "LogitProof | str | None") -> str:

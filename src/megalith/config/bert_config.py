@@ -36,6 +36,10 @@ class BertConfig(SettingsGroup):
         lt=1,
         description="[probability] of dropping a feature of the pooled token; null: model.hidden_dropout",
     )
+    classifier_activation: Literal["tanh", "gelu", "gelu_tanh", "relu"] = Field(
+        default="tanh",
+        description="after the linear layer that pools a token for the classifier; RoFormer has model.activation there",
+    )
     position_offset: int = Field(
         default=0,
         ge=0,

@@ -198,7 +198,7 @@ class BertModel(LanguageModel):
         std, drops = config.init_method_std, bert.classifier_dropout
         if bert.head != "pretraining":
             num_classes = 1 if bert.num_classes is None else bert.num_classes
-            self.pooler = Pooler(config, self.options)
+            self.pooler = Pooler(config, self.options, bert.classifier_activation)
             self.classifier = ClassificationHead(
                 config, self.options, num_classes, config.hidden_dropout if drops is None else drops
             )

@@ -1,7 +1,7 @@
 """What reads the hidden states of an encoder: predictions of masked tokens, of one pooled token, and sentence vectors.
 
     masked token   norm(act(W x + b)), then the output projection over the vocabulary
-    pooled         tanh(W x + b) of the first token
+    pooled         tanh(W x + b) of the first token, or another activation for a classifier
     classes        W dropout(pooled) + b
 
 Devlin et al. 2019, "BERT", arXiv:1810.04805. Every rank of tp has whole hidden states here, [S, B, H] or some rows of
@@ -9,6 +9,7 @@ them, and computes the same: under sequence parallelism they are gathered once, 
 """
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,14 +49,20 @@ class MaskedLMTransform(nn.Module):
 class Pooler(nn.Module):
     """One vector for a text, of its first token."""
 
-    def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        options: BuildOptions,
+        activation: Literal["tanh", "gelu", "gelu_tanh", "relu"] = "tanh",
+    ) -> None:
         super().__init__()
-        H = config.hidden_size
+        self.activation, H = activation, config.hidden_size
         self.dense = ReplicatedLinear(H, H, on_whole_rows(options), std=config.init_method_std, bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, H] of first tokens -> [N, H]."""
-        return torch.tanh(self.dense(x))
+        y: Tensor = self.dense(x)
+        return torch.tanh(y) if self.activation == "tanh" else plain_activation(y, self.activation)
 
 
 class ClassificationHead(nn.Module):

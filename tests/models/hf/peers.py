@@ -34,6 +34,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    RoFormerConfig,
+    RoFormerForMaskedLM,
 )
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -132,6 +134,11 @@ def mistral(**fields: Any) -> PreTrainedModel:
 
 def gpt2(**fields: Any) -> PreTrainedModel:
     return randomized(GPT2LMHeadModel(GPT2Config(**GPT2 | fields)))
+
+
+def roformer(**fields: Any) -> PreTrainedModel:
+    given = {name: size for name, size in LLAMA.items() if name not in ("num_key_value_heads", "rms_norm_eps")}
+    return randomized(RoFormerForMaskedLM(RoFormerConfig(**given | fields, architectures=["RoFormerForMaskedLM"])))
 
 
 def qwen2(**fields: Any) -> PreTrainedModel:
@@ -272,10 +279,11 @@ def assert_same_function(theirs: PreTrainedModel, architecture: Family) -> None:
 
 
 def randomized(model: PreTrainedModel) -> PreTrainedModel:
-    """Noise on every tensor of its files: a fresh model's norms are all ones, and its biases all zeros."""
+    """Noise on what training changes of its files: a fresh model's norms are all ones, and its biases all zeros."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for tensor in (*model.parameters(), *saved_buffers(model).values()):
+        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        for tensor in (*trained, *saved_buffers(model).values()):
             tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
     return model
 

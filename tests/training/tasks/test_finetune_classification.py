@@ -78,9 +78,19 @@ def steps(tree: dict[str, Any], world_size: int) -> Trajectory:
     return first_steps(tree, world_size)
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": 2, "sequence": True}, {"context": 2}, {"pipeline": 2}, {"shard": 2}])
-def test_every_layout_learns_the_same(parallel, tmp_path):
+@pytest.mark.parametrize(
+    ("parallel", "activation"),
+    [
+        ({"tensor": 2, "sequence": True}, "tanh"),
+        ({"tensor": 2, "sequence": True}, "gelu"),
+        ({"context": 2}, "relu"),
+        ({"pipeline": 2}, "gelu_tanh"),
+        ({"shard": 2}, "tanh"),
+    ],
+)
+def test_every_layout_learns_the_same(parallel, activation, tmp_path):
     tree = labelled_settings(tmp_path)
+    tree["model"]["bert"]["classifier_activation"] = activation
     [want] = ranks(1, steps, {**tree, "train": {**tree["train"], "micro_batch_size": 8}}, 1)
     for found in ranks(2, steps, {**tree, "parallel": parallel}, 2):
         assert differences(found, want) == []

@@ -4,6 +4,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -17,14 +18,12 @@ from megalith.models.hf.places import Place
 __all__ = [
     "BERT_CLASSIFICATION",
     "BERT_FAMILIES",
-    "BERT_FIELDS",
     "BERT_HEADS",
     "BERT_MASKED_LM",
     "BERT_MULTIPLE_CHOICE",
     "BERT_PRETRAINING",
-    "BERT_SIZES",
     "allowed_of_encoder",
-    "encoder_place",
+    "encoder_family",
     "read_encoder",
     "write_encoder",
 ]
@@ -60,7 +59,7 @@ BERT_HEADS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-BERT_SIZES: Mapping[str, str] = MappingProxyType(
+_SIZES: Mapping[str, str] = MappingProxyType(
     {
         "vocab_size": "vocab_size",
         "hidden_size": "hidden_size",
@@ -69,7 +68,7 @@ BERT_SIZES: Mapping[str, str] = MappingProxyType(
         "intermediate_size": "ffn_hidden_size",
     }
 )
-BERT_FIELDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
+_FIELDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
     {
         "layer_norm_eps": ("layernorm_epsilon", 1e-12),
         "hidden_dropout_prob": ("hidden_dropout", 0.1),
@@ -110,12 +109,11 @@ def read_encoder(
 
 def write_encoder(config: TransformerConfig, max_position_embeddings: int) -> dict[str, Any]:
     """The fields that ``read_encoder`` reads. The number of learned positions is the model's own."""
-    bert = config.bert
+    bert, learned = config.bert, config.max_position_embeddings
     assert bert is not None, "allowed_of_encoder asks for it"
-    assert config.max_position_embeddings is not None, "validated together with learned positions"
     written: dict[str, Any] = {
         "hidden_act": {"gelu_tanh": "gelu_new"}.get(config.activation, config.activation),
-        "max_position_embeddings": config.max_position_embeddings + bert.position_offset,
+        "max_position_embeddings": max_position_embeddings if learned is None else learned + bert.position_offset,
         "type_vocab_size": bert.num_token_types,
         "is_decoder": False,
     }
@@ -154,11 +152,42 @@ def allowed_of_encoder(
     }
 
 
-def encoder_place(name: str, prefix: str, heads: Mapping[str, str], norms: Mapping[str, str] = _NORMS) -> Place:
-    """Where our tensor ``name`` lies in a model whose part without the head is ``prefix``.
+def encoder_family(
+    model_type: str,
+    architecture: str,
+    head: Mapping[str, Any],
+    *,
+    heads: Mapping[str, str] = BERT_HEADS,
+    norms: Mapping[str, str] = _NORMS,
+    prefix: str = "bert.",
+) -> Family:
+    """BERT's table, for other names of modules; an encoder that differs in more replaces the rest.
 
-    ``heads``, ``norms``: our modules of the head, and our norms of a layer -> theirs.
+    Args:
+        head: what ``model.bert`` must be for this architecture's head.
+        heads, norms: our modules of the head, and our norms of a layer -> theirs.
+        prefix: of the part of their model without the head.
     """
+    read: Callable[[Fields], Mapping[str, Any]] = partial(read_encoder, head=head)
+    of_tokens = heads["lm_head"] if head["head"] == "pretraining" else None
+    return Family(
+        model_type=model_type,
+        architecture=architecture,
+        sizes=_SIZES,
+        fields=_FIELDS,
+        read_rest=read,
+        write_rest=write_encoder,
+        allowed=partial(allowed_of_encoder, head=head),
+        place=partial(_place, prefix=prefix, heads=heads, norms=norms),
+        buffers=re.compile(re.escape(f"{prefix}embeddings.position_ids")),
+        prefix=prefix,
+        head=f"{of_tokens}.decoder.weight" if of_tokens else None,
+        aliases=MappingProxyType({f"{of_tokens}.decoder.bias": f"{of_tokens}.bias"} if of_tokens else {}),
+    )
+
+
+def _place(name: str, prefix: str, heads: Mapping[str, str], norms: Mapping[str, str]) -> Place:
+    """Where our tensor ``name`` lies; the others as ``encoder_family``."""
     module, part = name.rsplit(".", 1)
     if module in heads:
         return Place(f"{heads[module]}.{part}")
@@ -170,24 +199,9 @@ def encoder_place(name: str, prefix: str, heads: Mapping[str, str], norms: Mappi
 
 
 def _family(architecture: str, **head: Any) -> Family:
-    is_pretrained = head["head"] == "pretraining"
-    read: Callable[[Fields], Mapping[str, Any]] = partial(read_encoder, head=head)
-    return Family(
-        model_type="bert",
-        architecture=architecture,
-        sizes=BERT_SIZES,
-        fields=BERT_FIELDS,
-        read_rest=read,
-        write_rest=write_encoder,
-        allowed=partial(allowed_of_encoder, head=head),
-        place=partial(encoder_place, prefix="bert.", heads=BERT_HEADS),
-        buffers=re.compile(r"bert\.embeddings\.position_ids"),
-        prefix="bert.",
-        head="cls.predictions.decoder.weight" if is_pretrained else None,
-        aliases=MappingProxyType({"cls.predictions.decoder.bias": "cls.predictions.bias"} if is_pretrained else {}),
-        # files of Google, the original ones among them
-        renamed=MappingProxyType({"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}),
-    )
+    # names in files of Google, the original ones among them
+    renamed = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+    return replace(encoder_family("bert", architecture, head), renamed=MappingProxyType(renamed))
 
 
 BERT_PRETRAINING = _family("BertForPreTraining", head="pretraining", binary_head=True)

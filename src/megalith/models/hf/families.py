@@ -20,6 +20,7 @@ from megalith.models.hf.mixtral import MIXTRAL
 from megalith.models.hf.qwen import QWEN2, QWEN3
 from megalith.models.hf.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from megalith.models.hf.roberta import ROBERTA_FAMILIES
+from megalith.models.hf.roformer import ROFORMER_FAMILIES
 from megalith.models.hf.t5 import T5_FAMILIES
 
 __all__ = ["FAMILIES", "detect", "fitting"]
@@ -38,6 +39,7 @@ FAMILIES = (
     GPT2,
     DEEPSEEK_V3,
     DEEPSEEK_V2,
+    *ROFORMER_FAMILIES,
     *BERT_FAMILIES,
     *ROBERTA_FAMILIES,
     *MEGATRON_BERT_FAMILIES,
@@ -46,8 +48,12 @@ FAMILIES = (
 _PART = re.compile(r"; got \w+Config\(")  # the value of a group of settings that must not be there
 _WAYS_OUT: Mapping[str, str] = MappingProxyType(
     {
-        "moe.router.scaling_factor": "without latent attention (model.mla) no family has such a factor: train what is "
-        "to be exported with model.moe.router.scaling_factor=1, the default",
+        "moe.router.scaling_factor must be ": "without latent attention (model.mla) no family has such a factor: train "
+        "what is to be exported with model.moe.router.scaling_factor=1, the default",
+        "rope.interleaved must be True; got False": "train what is to be exported with model.rope.interleaved=true, as "
+        "the recipe bert-tiny does: it learns the same, and only which features are a pair differs",
+        "bert.classifier_activation must be ": "train what is to be exported with model.bert.classifier_activation as "
+        "it says; a classifier of rotary positions has model.activation there, and any other tanh",
     }
 )
 
@@ -77,20 +83,20 @@ def detect(hf_config: Mapping[str, Any]) -> Family:
 
 
 def fitting(config: TransformerConfig) -> Family:
-    """The first of ``FAMILIES`` that can represent ``config``.
+    """The first of ``FAMILIES`` that can represent ``config``, or what it writes of that.
 
     Raises ConfigError with the reasons of each, the nearest first, and what can be done about that.
     """
     refusals: list[str] = []
     for family in FAMILIES:
         try:
-            family.require(config)
+            family.require(family.written(config))
         except ConfigError as error:
             refusals.append(str(error))
         else:
             return family
     nearest, *others = sorted(refusals, key=_distance)
-    hints = [hint for setting, hint in _WAYS_OUT.items() if f"\n- {setting} must be " in nearest]
+    hints = [hint for reason, hint in _WAYS_OUT.items() if f"\n- {reason}" in nearest]
     nearest = "\n".join(["no family of transformers fits; the nearest:", nearest, *hints])
     raise ConfigError("\n".join([nearest, *others]))
 

@@ -22,6 +22,7 @@ __all__ = ["HEAD", "Family"]
 
 HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
+_TABLE_ROUNDING = 1e-3  # angles in float32, which other programs take, are that far off some thousand tokens on
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class Family:
         separate_experts: in files each expert has tensors of its own, and ``place`` is asked for them one by one, under
             their usual names, as ``model.layers.0.mlp.experts.7.gate_proj.weight``.
         has_config: whether a config.json of this architecture is of this family, where another one has it, too.
+        written: what a folder has of a model: all of it, or it without a head that theirs lacks and that its logits do
+            not depend on.
+        tables: the keys of tensors of theirs that no training changes -> the rows of one at some positions [P], in
+            float64. Files have them in float32, whatever dtype the parameters have.
     """
 
     model_type: str
@@ -62,6 +67,8 @@ class Family:
     renamed: Mapping[str, str] = field(default_factory=dict)
     separate_experts: bool = True
     has_config: Callable[[Mapping[str, Any]], bool] = lambda hf_config: True
+    written: Callable[[TransformerConfig], TransformerConfig] = lambda config: config
+    tables: Mapping[str, Callable[[TransformerConfig, Tensor], Tensor]] = field(default_factory=dict)
 
     def config_from_hf(self, hf_config: Mapping[str, Any], keys: Collection[str] = ()) -> TransformerConfig:
         """The model that ``hf_config`` describes; absent fields have the defaults of transformers.
@@ -140,7 +147,7 @@ class Family:
         self._require_as_many_tensors(len(keys), config)
         missing_prefix = "" if any(key.startswith(self.prefix) for key in keys) else self.prefix
         full = {key if key == self.head else missing_prefix + self._today(key): key for key in keys}
-        found = {name: key for name, key in full.items() if not self.buffers.fullmatch(name)}
+        found = {name: key for name, key in full.items() if not (self.buffers.fullmatch(name) or name in self.tables)}
         wanted = {key: packed.shape for key, packed in self.packed(config).items()}
         wanted |= {copy: wanted[original] for copy, original in self.copies(config).items() if copy in found}
         check({name: keys[key] for name, key in found.items()}, wanted, self.architecture)
@@ -158,6 +165,23 @@ class Family:
                     f"a {self.architecture} with {number:,} {what} must have a tensor for each of them at least; there "
                     f"are {num_tensors:,}; is config.json that of these files?"
                 )
+
+    def check_table(self, key: str, rows: Tensor, first: int, config: TransformerConfig) -> None:
+        """Raises CheckpointError unless ``rows`` of one of ``tables``, those from ``first`` on, are what they must be.
+
+        They may be rounded to their dtype.
+        """
+        want = self.tables[key](config, torch.arange(first, first + len(rows)))
+        rounding = max(torch.finfo(rows.dtype).eps, _TABLE_ROUNDING)
+        if rows.shape != want.shape or not ((rows - want).abs() <= rounding).all():  # NaN is none of them
+            raise CheckpointError(
+                f"{key} differs from what {self.architecture} computes for rows of width {want.shape[-1]} from "
+                f"position {first} on; our model computes it, and cannot have another"
+            )
+
+    def tables_of(self, config: TransformerConfig, num_positions: int) -> dict[str, Tensor]:
+        """``tables`` by key, for so many positions, as files have them."""
+        return {key: rows(config, torch.arange(num_positions)).float() for key, rows in self.tables.items()}
 
     def _aliases_of(self, config: TransformerConfig) -> dict[str, str]:
         """The keys of tensors that their model has twice -> the key of the other: a tied head, above all."""
@@ -192,12 +216,15 @@ class Family:
         """Our state dict of theirs: the same tensors, copied where they lie there otherwise than as they are.
 
         Theirs has the keys of files, as ``save_pretrained`` writes them. Raises CheckpointError listing every tensor
-        that is missing, unknown or of another shape, or if one of ``copies`` is not bitwise equal.
+        that is missing, unknown or of another shape, or if one of ``copies`` is not bitwise equal, or one of ``tables``
+        has other values.
         """
         keys = self.tensors_of({key: tuple(tensor.shape) for key, tensor in state.items()}, config)
         for copy, original in self.copies(config).items():
             if copy in keys and not state[keys[copy]].equal(state[keys[original]]):
                 raise self.not_a_copy(copy, original)
+        for key in self.tables.keys() & state.keys():
+            self.check_table(key, state[key], 0, config)
         as_they_are: set[str] = set()
         views: dict[str, list[Tensor]] = {}
         for key, packed in self.packed(config).items():
@@ -215,6 +242,7 @@ class Family:
         """Their state dict of ours: the same tensors, copied where they lie there otherwise than as they are.
 
         A tied head is the embedding a second time, as ``load_state_dict`` wants it and a safetensors file does not.
+        Without ``tables_of``, which follow from the number of positions.
         Raises CheckpointError listing every tensor that is missing, unknown or of another shape.
         """
         self.require(config)

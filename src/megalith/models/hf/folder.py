@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megalith.checkpoint.index import Piece, StoredTensor
@@ -47,6 +48,7 @@ INDEX = "model.safetensors.index.json"
 # of a .json file, which takes up to 26 times as much when it is parsed; the index of the largest models has about 10 MB
 _MOST_BYTES = 1 << 24
 _BLOCK = 8 << 20  # bytes of a tensor that are compared at once
+_ROWS = 4096  # of a table, likewise
 _USUAL_POSITIONS = 2048  # LlamaConfig's default
 _WEIGHTS = {name: torch_name for torch_name, name in DTYPES.items() if name in ("F64", "F32", "BF16", "F16")}
 
@@ -123,6 +125,8 @@ def open_folder(location: str | Path | Store) -> ModelFolder:
     for copy, original in family.copies(config).items():
         if copy in places and not _equal(store, places[copy], places[original]):
             raise family.not_a_copy(copy, original)
+    for key in family.tables.keys() & entries.keys():
+        _check_table(store, family, config, key, file_of[key], entries[key])
     weights = _weights(store, family, config, places)
     return ModelFolder(store, hf_config, family, config, weights, _end_tokens(store, hf_config, config.vocab_size or 0))
 
@@ -235,6 +239,23 @@ def _header(store: Store, file: str) -> dict[str, ShardEntry]:
         raise CheckpointError(str(error)) from error
     except CheckpointError as error:
         raise CheckpointError(f"{store / file} cannot be read as safetensors: {error}") from error
+
+
+def _check_table(
+    store: Store, family: Family, config: TransformerConfig, key: str, file: str, entry: ShardEntry
+) -> None:
+    """Raises CheckpointError unless the tensor ``key`` of ``family.tables`` has the values that it must have."""
+    if entry.dtype not in _WEIGHTS or len(entry.shape) != 2 or entry.shape[1] != config.kv_channels:
+        raise CheckpointError(
+            f"{key} must be [positions, {config.kv_channels}] in one of {', '.join(_WEIGHTS)}; it is "
+            f"{list(entry.shape)} in {entry.dtype}"
+        )
+    dtype = getattr(torch, _WEIGHTS[entry.dtype])
+    num_rows, bytes_of_row = entry.shape[0], config.kv_channels * dtype.itemsize
+    for first in range(0, num_rows, _ROWS):
+        begin = entry.begin + first * bytes_of_row
+        content = bytearray(store.read(file, begin, begin + min(_ROWS, num_rows - first) * bytes_of_row))
+        family.check_table(key, torch.frombuffer(content, dtype=dtype).view(-1, config.kv_channels), first, config)
 
 
 def _equal(store: Store, one: tuple[str, ShardEntry], other: tuple[str, ShardEntry]) -> bool:

@@ -4,22 +4,13 @@ Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 5.3: in this order
 those of BERT, with the names of BERT.
 """
 
-import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from megalith.config import TransformerConfig
-from megalith.models.hf.bert import (
-    BERT_FIELDS,
-    BERT_HEADS,
-    BERT_SIZES,
-    allowed_of_encoder,
-    encoder_place,
-    read_encoder,
-    write_encoder,
-)
+from megalith.models.hf.bert import allowed_of_encoder, encoder_family, read_encoder, write_encoder
 from megalith.models.hf.family import Family
 from megalith.models.hf.fields import Fields
 
@@ -54,21 +45,12 @@ def _allowed(config: TransformerConfig, head: Mapping[str, Any]) -> Mapping[str,
 
 
 def _family(architecture: str, **head: Any) -> Family:
-    is_pretrained = head["head"] == "pretraining"
     read: Callable[[Fields], Mapping[str, Any]] = partial(_read_rest, head=head)
-    return Family(
-        model_type="megatron-bert",
-        architecture=architecture,
-        sizes=BERT_SIZES,
-        fields=BERT_FIELDS,
+    return replace(
+        encoder_family("megatron-bert", architecture, head, norms=_NORMS),
         read_rest=read,
         write_rest=_write_rest,
         allowed=partial(_allowed, head=head),
-        place=partial(encoder_place, prefix="bert.", heads=BERT_HEADS, norms=_NORMS),
-        buffers=re.compile(r"bert\.embeddings\.position_ids"),
-        prefix="bert.",
-        head="cls.predictions.decoder.weight" if is_pretrained else None,
-        aliases=MappingProxyType({"cls.predictions.decoder.bias": "cls.predictions.bias"} if is_pretrained else {}),
     )
 
 

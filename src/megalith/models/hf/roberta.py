@@ -4,21 +4,13 @@ It is BERT with heads of other names. The position of a token is counted from th
 of positions has pad_token_id + 1 rows before that of position 0.
 """
 
-import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from megalith.config import TransformerConfig
-from megalith.models.hf.bert import (
-    BERT_FIELDS,
-    BERT_SIZES,
-    allowed_of_encoder,
-    encoder_place,
-    read_encoder,
-    write_encoder,
-)
+from megalith.models.hf.bert import allowed_of_encoder, encoder_family, read_encoder, write_encoder
 from megalith.models.hf.family import Family
 from megalith.models.hf.fields import Fields
 
@@ -58,20 +50,11 @@ def _allowed(config: TransformerConfig, head: Mapping[str, Any]) -> Mapping[str,
 
 
 def _family(architecture: str, **head: Any) -> Family:
-    is_pretrained = head["head"] == "pretraining"
-    return Family(
-        model_type="roberta",
-        architecture=architecture,
-        sizes=BERT_SIZES,
-        fields=BERT_FIELDS,
+    return replace(
+        encoder_family("roberta", architecture, head, heads=_HEADS, prefix="roberta."),
         read_rest=partial(_read_rest, head=head),
         write_rest=_write_rest,
         allowed=partial(_allowed, head=head),
-        place=partial(encoder_place, prefix="roberta.", heads=_HEADS),
-        buffers=re.compile(r"roberta\.embeddings\.position_ids"),
-        prefix="roberta.",
-        head="lm_head.decoder.weight" if is_pretrained else None,
-        aliases=MappingProxyType({"lm_head.decoder.bias": "lm_head.bias"} if is_pretrained else {}),
     )
 
 

@@ -26,24 +26,28 @@ def write_tensors(
     packed: Mapping[str, Packed],
     weights: StoredTensors,
     dtypes: Mapping[str, torch.dtype],
+    tables: Mapping[str, Tensor],
     progress: Callable[[int, int], None],
 ) -> None:
     """Writes config.json and the tensors ``packed`` by key, made of our ``weights``, whatever pieces these lie in.
 
-    ``dtypes`` are those of the tensors, by the same keys. One tensor is in memory at a time. ``progress`` is told the
-    bytes written so far, and all of them.
+    ``dtypes`` are those of the tensors, by the same keys. One tensor is in memory at a time, besides ``tables``, which
+    are written as they are. ``progress`` is told the bytes written so far, and all of them.
 
     Raises:
         StorageError: ``store`` does not take them.
         CheckpointError: ``weights`` are not what their index says.
     """
     described = {key: torch.empty(tensor.shape, dtype=dtypes[key], device="meta") for key, tensor in packed.items()}
+    described |= tables
     total, done = sum(map(_num_bytes, described.values())), 0
 
     def read(key: str) -> Tensor:
         nonlocal done
         progress(done, total)
         done += _num_bytes(described[key])
+        if key in tables:
+            return tables[key]
         tensor = torch.empty(packed[key].shape, dtype=dtypes[key])
         for part, view in packed[key].views(tensor):
             weights.fill({part.parameter: (part.box, view.view(part.box.shape))})

@@ -12,7 +12,8 @@ from megalith.training.run_folder import open_run
 
 __all__ = ["settings_from", "usual_settings"]
 
-_OF_HEADS = ("head", "binary_head", "num_classes", "classifier_dropout")  # of model.bert
+# of model.bert
+_OF_HEADS = ("head", "binary_head", "num_classes", "classifier_dropout", "classifier_activation")
 
 
 def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
@@ -49,6 +50,8 @@ def _with_head(model: TransformerConfig, wanted: Any) -> TransformerConfig | dic
         return model
     trunk = {name: value for name, value in given_fields(model.bert).items() if name not in _OF_HEADS}
     head = {name: value for name, value in group.items() if name in _OF_HEADS}
+    if "pretraining" not in (model.bert.head, head["head"]):  # a classifier goes on with what it has learned with
+        head.setdefault("classifier_activation", model.bert.classifier_activation)
     return {**given_fields(model), "bert": {**trunk, **head}}
 
 

@@ -128,7 +128,7 @@ def test_modules_of_multi_token_prediction_are_left_out_and_the_logits_are_the_s
     model, precision = {"mtp": {"num_modules": 2}}, {"dtype": "float32"}
     ranks(1, run_here, settings(tmp_path, model=model, precision=precision, train={"steps": 2}), 1)
     exported = export_model(tmp_path / "run", tmp_path / "out")
-    assert exported.num_left_out == 2
+    assert exported.left_out == ("the modules of multi-token prediction (2), which logits do not depend on",)
     assert exported.proof.max_abs_difference < 1e-5
     trained = load_model(tmp_path / "run").model
     weights = {name: tensor for name, tensor in trained.state_dict().items() if not re.search(r"layers\.[23]\.", name)}
@@ -147,7 +147,7 @@ def test_modules_in_a_folder_are_trained_on_and_the_model_without_them_is_proved
     assert ours.config.model.mtp.num_modules == 1
     assert found.num_parameters == sum(parameter.numel() for parameter in ours.model.parameters())
     exported = export_model(tmp_path / "run", tmp_path / "out")
-    assert exported.num_left_out == 1
+    assert exported.left_out == ("the modules of multi-token prediction (1), which logits do not depend on",)
     assert exported.proof.max_abs_difference < 1e-5
     without = {name: each for name, each in tensors_in(tmp_path / "source").items() if "layers.2." not in name}
     assert_bitwise(tensors_in(tmp_path / "out"), without)

@@ -1,34 +1,61 @@
 """Encoders to Hugging Face and back: the proof of their logits, every bit, and what goes with their tokenizer."""
 
 import json
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from megalith.config import load_run
+from megalith.config import TransformerConfig, load_run
 from megalith.data.tokenizer import Tokenizer
 from megalith.models.hf import open_folder
 from megalith.training.inference import load_model
 from megalith.training.pretrain import pretrain
 from megalith.training.tasks.conversion import export_model, import_model
 from megalith.training.tasks.conversion.logit_proof import LogitProof
+from megalith.training.tasks.origin import settings_from
+from tests.program import here
 from tests.rank_pool import ranks
-from tests.tiny_masked import masked_settings
+from tests.tiny_masked import SEQ, masked_settings
 from tests.training.tasks.test_finetune_classification import labelled_settings
 from tests.training.tasks.test_pretrain_t5 import t5_settings
 
 transformers = pytest.importorskip("transformers")
 
+ROTARY: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "max_position_embeddings": None,
+    "rope": {"interleaved": True},
+}
+
+
+def rotary_classifier(folder: Path, **groups: Any) -> dict[str, Any]:
+    tree = labelled_settings(folder, **groups, model=ROTARY)
+    return {**tree, "model": {**tree["model"], "bert": {**tree["model"]["bert"], "classifier_activation": "gelu"}}}
+
+
+def rotary(binary_head: bool = True, **groups: Any) -> dict[str, Any]:
+    return {"model": {**ROTARY, "bert": {"num_token_types": 2, "binary_head": binary_head}}, **groups}
+
+
 SETTINGS = {
     "pretraining": masked_settings,
     "pre-norm": partial(masked_settings, model={"residual": {}}),
+    "rotary": partial(masked_settings, **rotary(binary_head=False)),
     "classification": labelled_settings,
+    "rotary, classification": rotary_classifier,
     "t5": t5_settings,
 }
+HEADS_OF_TEXTS = ("pooler.dense", "binary_head.linear")
 SPECIAL = {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]", "pad_token": "[PAD]"}
+
+
+def train_on(world_size: int, tree: dict[str, Any]) -> None:
+    pretrain(load_run(tree, world_size=world_size), str, str)
 
 
 def train(tree: dict[str, Any]) -> None:
@@ -50,7 +77,9 @@ def test_a_run_comes_back_from_hugging_face_bit_for_bit(kind, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize(("kind", "special"), [("pretraining", SPECIAL), ("t5", {"pad_token": "<pad>"})])
+@pytest.mark.parametrize(
+    ("kind", "special"), [("pretraining", SPECIAL), ("rotary", SPECIAL), ("t5", {"pad_token": "<pad>"})]
+)
 def test_the_folder_names_the_special_tokens(kind, special, tmp_path):
     tree = SETTINGS[kind](tmp_path / "text", train={"steps": 1}, precision={"dtype": "float32"})
     tree["run"] = str(tmp_path / "run")
@@ -65,6 +94,85 @@ def test_the_folder_names_the_special_tokens(kind, special, tmp_path):
         model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "hf")
         assert model.config.decoder_start_token_id == padding
         assert model(input_ids=torch.tensor([[5, 6]]), labels=torch.tensor([[7, 8]])).loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "dtype"),
+    [(1, {}, "bfloat16"), (2, {"tensor": 2}, "float32"), (2, {"pipeline": 2}, "float32")],
+)
+def test_the_binary_head_that_a_roformer_lacks_is_left_out_and_told(
+    num_ranks, parallel, dtype, tmp_path, caplog, monkeypatch
+):
+    precision = {"dtype": dtype}
+    tree = masked_settings(tmp_path / "text", **rotary(parallel=parallel, precision=precision, train={"steps": 2}))
+    tree["run"] = str(tmp_path / "run")
+    ranks(num_ranks, train_on, num_ranks, tree)
+    found = here("convert", "export", tmp_path / "run", "--out", tmp_path / "hf")
+    assert found.code == 0, found
+    assert "\nleft out   the binary head and its pooler, which RoFormerForMaskedLM does not have, and" in found.out
+    assert "\nproof      logits of 64 random tokens" in found.out
+    assert f'\nnext: transformers.RoFormerForMaskedLM.from_pretrained("{tmp_path / "hf"}")' in found.out
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    theirs, told = transformers.RoFormerForMaskedLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(told.values()), told
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").mask_token == "[MASK]"
+    assert [record.getMessage() for record in caplog.records] == []
+    assert theirs.config.max_position_embeddings == SEQ
+    imported = import_model(tmp_path / "hf", tmp_path / "back")
+    assert isinstance(imported.proof, LogitProof)
+    before, after = (load_model(tmp_path / name).model.state_dict() for name in ("run", "back"))
+    assert {*before} - {*after} == {f"{head}.{part}" for head in HEADS_OF_TEXTS for part in ("weight", "bias")}
+    assert all(torch.equal(after[name], before[name].to(after[name].dtype)) for name in after)
+
+
+def test_a_roformer_that_transformers_wrote_is_fine_tuned_and_exported_in_any_layout(tmp_path):
+    pretraining = masked_settings(tmp_path / "text", train={"steps": 1}, **rotary(precision={"dtype": "float32"}))
+    ranks(1, train_on, 1, {**pretraining, "run": str(tmp_path / "run")})
+    export_model(tmp_path / "run", tmp_path / "ours", with_proof=False)
+    theirs = transformers.RoFormerForMaskedLM.from_pretrained(tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "hf")
+    source = rotary_classifier(tmp_path / "text", train={"steps": 1}, parallel={"tensor": 2}, optim={"lr": 1e-30})
+    (tmp_path / "tuned.yaml").write_text(yaml.safe_dump({**source, "run": str(tmp_path / "tuned")}))
+    ranks(2, train_on, 2, settings_from(str(tmp_path / "hf"), tmp_path / "tuned.yaml"))
+    exported = export_model(tmp_path / "tuned", tmp_path / "out", "float32")
+    assert isinstance(exported.proof, LogitProof)
+    assert exported.family.architecture == "RoFormerForSequenceClassification"
+    assert exported.left_out == ()
+    again = transformers.RoFormerForSequenceClassification.from_pretrained(tmp_path / "out")
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():  # a step at a rate of 1e-30 later
+        hidden, want = again.base_model(tokens).last_hidden_state, theirs.base_model(tokens).last_hidden_state
+    torch.testing.assert_close(hidden, want, rtol=0, atol=1e-6)
+
+
+def test_a_classifier_of_theirs_is_trained_on_with_the_activation_that_it_has(tmp_path):
+    config = transformers.RoFormerConfig(
+        vocab_size=67, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, num_labels=3
+    )
+    transformers.RoFormerForSequenceClassification(config).save_pretrained(tmp_path / "hf")
+    bert = {"num_token_types": 2, "head": "classification", "num_classes": 3}
+    for given, found in (({}, "gelu"), ({"classifier_activation": "relu"}, "relu")):
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": {"bert": bert | given}}))
+        model = settings_from(str(tmp_path / "hf"), tmp_path / "recipe.yaml")["model"]
+        assert TransformerConfig(**model).bert.classifier_activation == found
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": {"bert": {"head": "pretraining"}}}))
+    assert "classifier_activation" not in settings_from(str(tmp_path / "hf"), tmp_path / "recipe.yaml")["model"]["bert"]
+
+
+def test_a_folder_in_half_precision_whose_table_transformers_rounded_is_proven(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.RoFormerConfig(
+        vocab_size=67,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        initializer_range=0.3,  # so that logits depend on positions
+    )
+    transformers.RoFormerForMaskedLM(config).bfloat16().save_pretrained(tmp_path / "hf")
+    found = import_model(tmp_path / "hf", tmp_path / "run")
+    assert isinstance(found.proof, LogitProof)
+    assert found.folder.weights.dtype == "bfloat16"
 
 
 def test_a_model_that_no_task_trains_is_proven_too(tmp_path):

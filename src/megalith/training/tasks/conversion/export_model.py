@@ -36,15 +36,15 @@ log = logging.getLogger(__name__)
 class Exported:
     """What was written.
 
-    ``num_left_out``: modules of multi-token prediction that were not. ``proof``: that of the logits, or why there is
-    none; None if none was asked for.
+    ``left_out``: parts of the model that were not, in words. ``proof``: that of the logits, or why there is none; None
+    if none was asked for.
     """
 
     checkpoint: Store
     family: Family
     dtype: str
     tokenizer: Tokenizer | None
-    num_left_out: int
+    left_out: tuple[str, ...]
     proof: LogitProof | str | None
 
 
@@ -59,7 +59,8 @@ def export_model(
     """Makes the folder ``out``, which transformers loads, of the run or checkpoint ``source``, in any layout.
 
     One tensor is in memory at a time. ``out`` appears when all of it is there. Modules of multi-token prediction are
-    left out: no family has them, and the model is the same without (arXiv:2412.19437, section 2.2).
+    left out: no family has them, and the model is the same without (arXiv:2412.19437, section 2.2). So is the binary
+    head of an encoder whose family has none.
 
     Args:
         dtype: of the parameters; by default the one that the run computed in. Buffers have float32 in every model.
@@ -75,8 +76,8 @@ def export_model(
     dtype = dtype or config.precision.dtype
     if dtype not in DTYPES:
         raise ConfigError(f"the dtype must be one of {', '.join(DTYPES)}; got {dtype}")
-    model = without_modules(config.model)
-    family, num_positions = fitting(model), config.data.seq_length
+    family = fitting(without_modules(config.model))
+    model, num_positions = family.written(without_modules(config.model)), config.data.seq_length
     tokenizer, companions = _kept(folder)
     hf_config = family.config_to_hf(
         model,
@@ -96,15 +97,28 @@ def export_model(
         dtypes = {
             key: torch.float32 if each.parts[0].parameter in buffers else DTYPES[dtype] for key, each in packed.items()
         }
-        write_tensors(LocalStore(made), hf_config, packed, weights, dtypes, progress)
+        tables = family.tables_of(model, hf_config["max_position_embeddings"]) if family.tables else {}
+        write_tensors(LocalStore(made), hf_config, packed, weights, dtypes, tables, progress)
         if tokenizer is not None:
             longest = model.max_position_embeddings or num_positions
             ids_of_text = {} if model.kind == "bert" else ids
             written = written_companions(companions, tokenizer, longest, special, ids_of_text)
             write_tokenizer(made, tokenizer, written)
         proof = stored_proof(checkpoint, made, made) if with_proof else None
-    num_left_out = 0 if config.model.mtp is None else config.model.mtp.num_modules
-    return Exported(checkpoint, family, dtype, tokenizer, num_left_out, proof)
+    return Exported(checkpoint, family, dtype, tokenizer, _left_out(config.model, family), proof)
+
+
+def _left_out(model: TransformerConfig, family: Family) -> tuple[str, ...]:
+    """What ``family`` does not write of ``model``."""
+    found = []
+    if model.mtp is not None:
+        found.append(f"the modules of multi-token prediction ({model.mtp.num_modules}), which logits do not depend on")
+    if family.written(model) != model:
+        found.append(
+            f"the binary head and its pooler, which {family.architecture} does not have, and which logits of tokens do "
+            "not depend on"
+        )
+    return tuple(found)
 
 
 def _kept(folder: Store) -> tuple[Tokenizer | None, dict[str, bytes]]:

@@ -16,7 +16,7 @@ from megalith import optional
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, MissingDependencyError
 from megalith.models.bert_model import BertOutput
-from megalith.models.hf import open_folder
+from megalith.models.hf import ModelFolder, open_folder
 from megalith.models.hf.parameters import state_shapes
 from megalith.models.kinds import MODELS
 from megalith.models.multi_token_prediction import without_modules
@@ -81,12 +81,13 @@ def prove(run: str | Path | Store, folder: str | Path | Store) -> LogitProof:
     V, S = described.config.vocab_size, min(_LONGEST, described.num_positions)
     assert V is not None, "every config.json says it"
     _, _, config = open_run(run)
-    if state_shapes(without_modules(config.model)) != state_shapes(without_modules(described.config)):
+    written = described.family.written(without_modules(config.model))
+    if state_shapes(written) != state_shapes(without_modules(described.config)):
         raise CheckpointError(f"{run} and {folder} are not the same model: their tensors have other names or shapes")
     inputs = _inputs(described.config, torch.randint(V, (_ROWS, S), generator=torch.Generator().manual_seed(0)))
     with torch.no_grad():
         ours = _our_logits(run, getattr(torch, described.weights.dtype), inputs)
-        theirs = _their_logits(getattr(transformers, described.architecture), transformers, folder, inputs)
+        theirs = _their_logits(described, transformers, inputs)
     difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
     proof = LogitProof(difference, largest, _ROWS * S, described.weights.dtype, transformers.__version__)
     if not difference <= _TOLERANCE * largest:  # NaN is no proof
@@ -116,22 +117,23 @@ def _our_logits(run: str | Path | Store, rounded_to: torch.dtype, inputs: Mappin
     return logits
 
 
-def _their_logits(
-    architecture: Any, transformers: Any, folder: str | Path | Store, inputs: Mapping[str, Tensor]
-) -> Tensor:
+def _their_logits(folder: ModelFolder, transformers: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     showed = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
         # the class of the table, and never code that a folder brings along
-        model = architecture.from_pretrained(
-            str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        model = getattr(transformers, folder.architecture).from_pretrained(
+            str(folder.store), dtype=torch.float32, local_files_only=True, trust_remote_code=False
         )
+        for key in folder.family.tables:  # rounded in a folder of half precision, and no weights
+            theirs = model.get_parameter(key)
+            theirs.copy_(folder.family.tables_of(folder.config, len(theirs))[key])
         output = model.eval()(**{_THEIR_NAMES[name]: tokens for name, tokens in inputs.items()})
         # BertForPreTraining has two kinds of them
         logits: Tensor = output.prediction_logits if "prediction_logits" in output else output.logits
     except Exception as error:  # whatever it makes of fields that the network does not need
         raise CheckpointError(
-            f"transformers cannot run {folder}: {error}; --no-proof leaves the proof out, which needs it"
+            f"transformers cannot run {folder.store}: {error}; --no-proof leaves the proof out, which needs it"
         ) from error
     finally:
         if showed:
