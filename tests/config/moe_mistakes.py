@@ -49,6 +49,11 @@ MOE_MISTAKES = [
         {**MOE, f"{ROUTER}.expert_bias_update_rate": 0.1}, r"has no effect with .*score_function=softmax, only with"
     ),
     Mistake({**MOE, f"{ROUTER}.quantile_decay": 0.5}, r"quantile_decay \(0.5\) has no effect with .*selection=top_k"),
+    Mistake(
+        {**MOE, "model.moe.shared_ffn_hidden_size": 6, "parallel.tensor": 4, "parallel.sequence": True},
+        r"shared_ffn_hidden_size \(6\) must be divisible by parallel.tensor \(4\); use .*shared_ffn_hidden_size=8",
+        4,
+    ),
     Mistake({**MOE, "model.moe.num_experts": 6, "parallel.expert": 4}, r"num_experts \(6\) must be divisible by .*", 4),
     Mistake(
         {**MOE, "parallel.expert": 2, "parallel.expert_tensor": 4},

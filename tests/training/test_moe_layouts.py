@@ -56,3 +56,27 @@ def test_experts_learn_the_same_in_every_layout(option, layout, tmp_path):
     want = reference(tree)
     for rank, found in enumerate(ranks(num_ranks, first_steps, {**tree, "parallel": parallel}, num_ranks)):
         assert differences(found, want) == [], f"on rank {rank}"
+
+
+UNEVEN: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "no dimension of a bias is even, experts are cut twice": (
+        6,
+        {"expert": 2},
+        {"hidden_size": 48, "ffn_hidden_size": 32, "mlp_bias": True, "moe": {"num_experts": 4}},
+    ),
+    "latents are odd, and what is inside of the experts is cut": (
+        4,
+        {"expert": 2},
+        {"moe": {"num_experts": 4, "latent_size": 7}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNEVEN)
+def test_weights_of_experts_are_sharded_where_they_can_be(case, tmp_path):
+    num_ranks, parallel, model = UNEVEN[case]
+    tree = settings(tmp_path, train={"global_batch_size": 12, "micro_batch_size": 1})
+    tree["model"] |= model
+    want = reference(tree)
+    for rank, found in enumerate(ranks(num_ranks, first_steps, {**tree, "parallel": parallel}, num_ranks)):
+        assert differences(found, want) == [], f"on rank {rank}"

@@ -52,9 +52,9 @@ def degrees_multiply_to_the_world_size(run: Draft) -> Iterator[Violation]:
 
 
 def heads_divide_among_tensor_ranks(run: Draft) -> Iterator[Violation]:
-    """num_attention_heads and ffn_hidden_size are divisible by tensor."""
+    """num_attention_heads, ffn_hidden_size and moe.shared_ffn_hidden_size are divisible by tensor."""
     tensor = run[_TENSOR]
-    for name in (_HEADS, "model.ffn_hidden_size"):
+    for name in (_HEADS, "model.ffn_hidden_size", "model.moe.shared_ffn_hidden_size"):
         if (size := run.get(name)) is None or size % tensor == 0:
             continue
         more = {name: round_up(size, tensor)}

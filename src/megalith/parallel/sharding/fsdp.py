@@ -5,7 +5,8 @@ averaging is switched off. Sums are formed in float32 or wider. With tp, FSDP sh
 Dense and expert weights are sharded over meshes of their own, which a unit's declarations choose.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -54,11 +55,12 @@ def shard_model(
     units = list(units)
     needed_at_once = (*units[-1:], model)
     for module in (*units, model):
+        mesh = pg_collection.data_mesh(_family(model, module, placed))
         fully_shard(
             module,
-            mesh=pg_collection.data_mesh(_family(model, module, placed)),
+            mesh=mesh,
             mp_policy=policy,
-            shard_placement_fn=_other_dimension,
+            shard_placement_fn=partial(_other_dimension, num_shards=mesh.shape[-1]),
             reshard_after_forward=reshard_after_forward and module not in needed_at_once,
         )
     if len(list(model.parameters())) != num_parameters:
@@ -96,12 +98,13 @@ def finish_backward(model: nn.Module) -> None:
     end_backward(model)
 
 
-def sharded_dimension(num_dims: int, split: Collection[int]) -> int:
-    """The last dimension that tp, ep and etp leave whole, ``split`` being the others; 0 where none is split or left.
+def sharded_dimension(shape: Sequence[int], split: Collection[int], num_shards: int) -> int:
+    """The last dimension that tp, ep and etp leave whole and that ``num_shards`` divide, ``split`` being the others.
 
-    The last, because a packed weight ([E, F, H], [G, .., H]) has many more of its elements than of its first.
+    The last, because a packed weight ([E, F, H], [G, .., H]) has many more of its elements than of its first. 0 where
+    nothing is split, or no such dimension is left: only that one may have uneven parts (FSDP2), and be split twice.
     """
-    left = [dim for dim in range(num_dims) if dim not in split]
+    left = [dim for dim, size in enumerate(shape) if dim not in split and size % num_shards == 0]
     return left[-1] if split and left else 0
 
 
@@ -127,8 +130,9 @@ def _family(model: nn.Module, unit: nn.Module, placed: set[nn.Module]) -> Family
     return families.pop() if families else "dense"
 
 
-def _other_dimension(parameter: nn.Parameter) -> Shard | None:
+def _other_dimension(parameter: nn.Parameter, num_shards: int) -> Shard | None:
     if not isinstance(parameter, DTensor):
         return None
-    split = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}
-    return Shard(sharded_dimension(parameter.ndim, split))
+    degrees = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    split = {placement.dim for placement, degree in degrees if isinstance(placement, Shard) and degree > 1}
+    return Shard(sharded_dimension(parameter.shape, split, num_shards))

@@ -70,7 +70,7 @@ class Sharding:
             sizes[0] //= layout.expert
             sizes[weight.split] //= layout.expert_tensor
             degrees = {0: layout.expert, weight.split: layout.expert_tensor}
-            sharded = sharded_dimension(len(sizes), {dim for dim, degree in degrees.items() if degree > 1})
+            sharded = sharded_dimension(weight.shape, {dim for dim, degree in degrees.items() if degree > 1}, shards)
             num_elements += prod(_part(sizes, sharded, shards, index=0))  # the largest, to which others are padded
         found = collective(
             "edp_shard", "all_gather", num_elements * shards * self.compute_dtype.itemsize, shards, num_gathers
@@ -88,7 +88,8 @@ class Sharding:
     def _shard(self, weight: Weight, index: int) -> list[int]:
         """The part of rank ``index``; that of rank 0 is the largest, to which FSDP2 pads the others."""
         split = set() if weight.split is None or self.layout.tensor == 1 else {weight.split}
-        return _part(self._of_tp(weight), sharded_dimension(len(weight.shape), split), self.num_shards, index)
+        dim = sharded_dimension(weight.shape, split, self.num_shards)
+        return _part(self._of_tp(weight), dim, self.num_shards, index)
 
 
 def _part(shape: Sequence[int], dim: int | None, parts: int, index: int) -> list[int]:
