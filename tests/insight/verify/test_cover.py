@@ -62,6 +62,10 @@ def test_a_pair_that_needs_more_ranks_is_told():
         ({"context": 8}, {"context": (2, 4)}),
         ({"context": 8, "context_method": "all_to_all"}, {"context": (2,)}),
         ({"context": 4, "context_method": "two_level", "context_inner": 2}, {"context": (4,)}),
+        (
+            {"tensor": 4, "num_query_groups": 2, "context": 4, "context_method": "two_level", "context_inner": 2},
+            {"tensor": (2, 4), "context": (4,)},
+        ),
         ({"pipeline": 8}, {"pipeline": (2, 4)}),
         ({"pipeline": 8, "virtual": 2}, {"pipeline": (2,)}),
         ({"pipeline": 2}, {"pipeline": (2,)}),

@@ -72,7 +72,8 @@ def test_a_recipe_of_one_rank_is_run_on_every_path():
 
 def test_nothing_is_left_to_tell_where_all_was_shown(recorded):
     told: list[str] = []
-    found = verify("llama-4m", [*OVERRIDES, "parallel.shard=1"], None, told.append)
+    one_axis = ["parallel.tensor=2", "parallel.shard=1", "precision.dtype=float32"]
+    found = verify("llama-4m", one_axis, None, told.append)
     assert (found.fault, list(found.uncovered)) == (None, [])
     assert len(found.results) == len(recorded.ran) == len(told) - 1
     assert "TRITON_INTERPRET" in os.environ  # these tests set it
@@ -93,6 +94,26 @@ def test_what_cannot_be_shown_is_told(recorded, monkeypatch):
         "train.fused_linear_cross_entropy=true: the few tokens of a small micro-batch are one chunk of its 4096",
     ]
     assert [one["match"] for one in recorded.small["optim"]["overrides"]] == ["*norm*"]
+
+
+def test_pairs_that_were_run_on_some_paths_alone_are_told(recorded):
+    context = ["parallel.context=4", "parallel.context_method=two_level", "parallel.context_inner=2"]
+    heads = ["model.num_attention_heads=8", "model.num_query_groups=2", "precision.dtype=float32"]
+    layout = ["parallel.tensor=4", *context, "parallel.replicate=2", "parallel.shard=1"]
+    found = verify("llama-4m", [*heads, *layout], None, str)
+    with_replicate = "context with replicate, tensor with replicate"
+    all_pairs = "context with replicate, tensor with context, tensor with replicate"
+    assert list(found.uncovered) == [
+        f"float32 on the paths of a run on this machine: {with_replicate}; float64 on plain torch has seen them",
+        f"float64 on the paths of a run on this machine: {all_pairs}; float64 on plain torch has seen them",
+        f"float32 on Triton's kernels: {all_pairs}; float64 on plain torch has seen them",
+    ]
+
+
+def test_pairs_that_need_too_many_ranks_are_told(recorded, monkeypatch):
+    monkeypatch.setattr(verification, "degrees_to_show", lambda *_: {"tensor": (4,), "replicate": (4,)})
+    found = verify("llama-4m", [*OVERRIDES, "parallel.shard=1"], None, str)
+    assert "tensor with replicate: together they need more than 8 ranks" in found.uncovered
 
 
 def test_world_says_what_is_left_for_shard(recorded):

@@ -52,6 +52,8 @@ def degrees_to_show(config: RunConfig, layout: Layout) -> dict[str, tuple[int, .
         shown["context"] = (2, 4)
     if layout.pipeline > 2 and parallel.virtual == 1:
         shown["pipeline"] = (2, 4)
+    if shown.get("tensor") == shown.get("context") == (4,):
+        shown["tensor"] = (2, 4)  # beside four ranks of context there is room for two
     beneath = [axis for axis in shown if axis not in ("pipeline", *FOLDED)]
     if shown.keys() >= set(FOLDED) and len(beneath) == 1:
         shown[beneath[0]] = (4,)  # room for both

@@ -22,6 +22,7 @@ Tree = dict[str, Any]
 
 SEQ_LENGTH = 16  # four ranks of context have two chunks of two tokens each
 EOD = 0
+_DECODER = "model.t5.num_decoder_layers"
 _HEAD_SIZE = 8
 _LATENTS = {"q_lora_rank": 24, "kv_lora_rank": 16}  # which ranks of shard and context divide
 _WINDOW = 5  # ends within the chunks of a rank of context
@@ -89,8 +90,9 @@ def on_layout(small: Tree, config: RunConfig, degrees: Degrees, dtype: str) -> T
         virtual = min(parallel.virtual, 2)
         changes |= {"parallel.virtual": virtual, "parallel.schedule": parallel.schedule}
         if parallel.stage_layers is not None:
-            num_stages = degrees["pipeline"] * virtual
-            changes["parallel.stage_layers"] = _listed(parallel.stage_layers, small["model"]["num_layers"], num_stages)
+            num_stages, model = degrees["pipeline"] * virtual, small["model"]
+            num_layers = model["num_layers"] + (model["t5"]["num_decoder_layers"] if model.get("t5") else 0)
+            changes["parallel.stage_layers"] = _listed(parallel.stage_layers, num_layers, num_stages)
     if config.model.moe is not None:
         dispatch = parallel.dispatch
         changes["parallel.expert_tensor"] = degrees.get("expert_tensor", 1)
@@ -156,7 +158,7 @@ def _model(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]
     return {
         "model.preset": None,
         "model.vocab_size": _EVEN if divides else _PRIME,
-        "model.num_layers": _num_layers(config, layout, max(shown.get("pipeline", (1,)))),
+        **_num_layers(config, layout, max(shown.get("pipeline", (1,)))),
         "model.hidden_size": hidden,
         "model.num_attention_heads": heads,
         "model.num_query_groups": groups,
@@ -170,6 +172,7 @@ def _model(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]
         "model.init_method_std": max(model.init_method_std, min(wider, _WIDEST_STD)),
         "model.bert.num_classes": model.bert and model.bert.num_classes and min(model.bert.num_classes, _MOST_CLASSES),
         "data.seq_length": SEQ_LENGTH,
+        "data.decoder_seq_length": None,  # what holds the masked tokens of so many
         **_latents(model),
         **_positions(model),
         **_windows(model, config.data.seq_length),
@@ -260,14 +263,24 @@ def _heads(config: RunConfig, layout: Layout, tensor: int) -> tuple[int, int]:
     return in_group * groups_here * tensor, groups_here * tensor
 
 
-def _num_layers(config: RunConfig, layout: Layout, pipeline: int) -> int:
-    """One for each stage, and one more where stages are uneven; two without a pipeline; more for more kinds of them."""
-    parallel, num_layers, num_kinds = config.parallel, config.model.num_layers, len(_kinds_of_layers(config.model))
-    if layout.pipeline == 1:
-        return max(min(num_layers, 2), num_kinds)
-    listed = parallel.stage_layers or ()
-    uneven = num_layers % (layout.pipeline * parallel.virtual) > 0 or len(set(listed)) > 1
-    return round_up(num_kinds, pipeline * min(parallel.virtual, 2)) + uneven
+def _num_layers(config: RunConfig, layout: Layout, pipeline: int) -> dict[str, int]:
+    """One for each stage, and one more where stages are uneven; two without a pipeline; more for more kinds of them.
+
+    Of two stacks twice as many, in their ratio, so that one that lies on several stages still does.
+    """
+    model, num_kinds, num_stages = config.model, len(_kinds_of_layers(config.model)), layout.pipeline
+    if num_stages == 1:
+        sizes = {"model.num_layers": max(min(model.num_layers, 2), num_kinds)}
+        return sizes if model.t5 is None else {**sizes, _DECODER: min(model.t5.num_decoder_layers, 2)}
+    listed = config.parallel.stage_layers or ()
+    uneven = model.total_num_layers % (num_stages * config.parallel.virtual) > 0 or len(set(listed)) > 1
+    small_stages = pipeline * min(config.parallel.virtual, 2)
+    if model.t5 is None:
+        return {"model.num_layers": round_up(num_kinds, small_stages) + uneven}
+    num_layers = 2 * small_stages + uneven
+    encoder = round(num_layers * model.num_layers / model.total_num_layers)
+    encoder = min(max(encoder, 1), num_layers - 1)
+    return {"model.num_layers": encoder, _DECODER: num_layers - encoder}
 
 
 def _listed(listed: Sequence[int], num_layers: int, num_stages: int) -> list[int]:

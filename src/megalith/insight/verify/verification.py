@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
@@ -25,7 +26,7 @@ from megalith.insight.verify.cover import (
     name_of,
 )
 from megalith.insight.verify.experts import experts_not_shown
-from megalith.insight.verify.proof import Case, Proof, Result, narrowed
+from megalith.insight.verify.proof import Case, Paths, Proof, Result, narrowed
 from megalith.insight.verify.shrink import Tree, on_one_process, small_recipe
 from megalith.optim.optimizer import matches
 from megalith.optional import why_not_interpret
@@ -43,6 +44,12 @@ _OF_RANKS = {
     "OMP_NUM_THREADS": "1",  # ranks share the cores
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else each has a pool of compilers beside it
     "TRITON_INTERPRET": "1",  # kernels run without a GPU
+}
+_IN_WORDS: dict[Paths, str] = {
+    "reference": "plain torch",
+    "blocked": "plain torch in blocks",
+    "own": "the paths of a run on this machine",
+    "triton": "Triton's kernels",
 }
 
 
@@ -96,6 +103,7 @@ def verify(
             progress("looking for the smallest layout that is wrong")
             wrong = narrowed(proof, wrong)
     uncovered += [*_uncovered(config, missing_pairs(shown, rows), results), *experts_not_shown(config, rows)]
+    uncovered += _only_on_other_paths(results) if wrong is None else ()
     return Verification(axes_of(config, layout), _in_words(small), results, wrong, uncovered)
 
 
@@ -183,6 +191,17 @@ def _uncovered(config: RunConfig, pairs: Sequence[tuple[str, str]], results: Seq
         yield "train.compile=true: each rank compiles its layers by itself; they were run as they are"
     if config.train.fused_linear_cross_entropy:
         yield "train.fused_linear_cross_entropy=true: the few tokens of a small micro-batch are one chunk of its 4096"
+
+
+def _only_on_other_paths(results: Sequence[Result]) -> Iterator[str]:
+    """Which pairs of axes a dtype on some paths has not seen, of those that others have."""
+    seen: dict[tuple[str, Paths], set[tuple[str, str]]] = {}
+    for case in (result.case for result in results):
+        seen.setdefault((case.dtype, case.paths), set()).update(combinations(sorted(case.degrees, key=AXES.index), 2))
+    for (dtype, paths), pairs in seen.items():
+        if left_out := sorted(set().union(*seen.values()) - pairs):
+            words = ", ".join(f"{one} with {other}" for one, other in left_out)
+            yield f"{dtype} on {_IN_WORDS[paths]}: {words}; float64 on plain torch has seen them"
 
 
 def _why_not(path: Backend) -> str:
