@@ -69,6 +69,23 @@ def test_a_post_processor_that_would_panic_is_read_or_refused_by_its_file(change
         assert Tokenizer(json.dumps(made).encode()).begin == begin
 
 
+CHARSMAP = {"type": "Precompiled"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"normalizer": CHARSMAP | {"precompiled_charsmap": "AAAA"}}, r"x\.json must be a tokenizer\.json of Hugging"),
+        ({"normalizer": CHARSMAP | {"precompiled_charsmap": "BAAAAP////8="}}, r"x\.json cannot encode this text"),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, r"x\.json cannot encode this text"),
+    ],
+)
+def test_a_file_on_which_the_library_panics_is_refused_by_its_name(changed, message):
+    made = json.dumps(json.loads(content(BOS)) | changed).encode()
+    with pytest.raises(DataError, match=message):
+        Tokenizer(made, name="x.json").encode("a b")
+
+
 @pytest.mark.parametrize("processor", [None, BOS])
 def test_prompts_have_the_ids_that_transformers_gives_them(processor, tmp_path):
     transformers = pytest.importorskip("transformers")

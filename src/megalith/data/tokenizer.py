@@ -10,6 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import tokenizers
@@ -79,12 +80,8 @@ class Tokenizer:
         self._content = content
         self.name = name
         self.sha256 = hashlib.sha256(content).hexdigest()
-        try:
+        with _told(f"{name} must be a tokenizer.json of Hugging Face tokenizers; it cannot be read as one"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except ValueError as error:
-            raise DataError(
-                f"{name} must be a tokenizer.json of Hugging Face tokenizers; it cannot be read as one: {error}"
-            ) from error
         self._tokenizer.no_truncation()  # many published files cut at 512 tokens without a word
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -139,13 +136,12 @@ class Tokenizer:
 
         Raises DataError for a text that the tokenizer cannot encode.
         """
-        try:
+        way_out = (
+            "give a tokenizer.json that has a token for unknown words (unk_token), or train one with: megalith data "
+            "prepare FILES... --out PREFIX --vocab-size N"
+        )
+        with _told(f"{self.name} cannot encode this text", way_out):
             return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-        except Exception as error:  # the library raises no narrower class
-            raise DataError(
-                f"{self.name} cannot encode this text: {error}; give a tokenizer.json that has a token for unknown "
-                "words (unk_token), or train one with: megalith data prepare FILES... --out PREFIX --vocab-size N"
-            ) from error
 
     def encode_prompts(self, texts: Sequence[str], *, special_tokens: bool = False) -> list[list[int]]:
         """The ids of each text as a model is to go on from it: ``begin``, and then those of the text.
@@ -179,8 +175,9 @@ class Tokenizer:
         return Tokenizer(without_beginning(self._content), self.eod, self.name, ends=self.ends)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, special tokens spelled out."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        """The text of ``ids``, special tokens spelled out. Raises DataError if a damaged file has no text for them."""
+        with _told(f"{self.name} cannot decode these tokens"):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def token_id(self, text: str) -> int | None:
         """The id of the token spelled ``text``; None if there is none."""
@@ -227,6 +224,20 @@ class Tokenizer:
             f"{self.name} needs a token that ends a document, {' or '.join(map(repr, names))}; it has none; name one "
             f"of its own with --eod (eod=... in Python); its special tokens are {special or 'none'}"
         )
+
+
+@contextmanager
+def _told(problem: str, way_out: str = "use another tokenizer.json") -> Iterator[None]:
+    """Raises DataError for whatever the library raises in the ``with`` block, its panics among it.
+
+    A panic, which a damaged file can cause anywhere, is no Exception, and its class cannot be imported.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{problem}: {error}; {way_out}") from error
 
 
 class TextStream:

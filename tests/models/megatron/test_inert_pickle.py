@@ -68,6 +68,17 @@ def test_subclasses_of_dict_and_list_keep_what_was_put_into_them():
     assert [part.items for part in found] == [[("a", 1)], [("b", [2])]]
 
 
+def test_elements_are_added_in_place():
+    """Or a pickle of one list, within the bounds of its size, would be read for hours."""
+    found = Inert()
+    found.append(1)
+    before = found.items
+    found.append(2)
+    found[3] = 4
+    assert found.items is before
+    assert before == [1, 2, (3, 4)]
+
+
 def test_a_namespace_is_its_fields():
     found = read_pickle(pickle.dumps(argparse.Namespace(lr=0.1, when=datetime.date(2026, 1, 2))), "it")
     assert origin_of(found) == "argparse.Namespace"

@@ -46,10 +46,12 @@ class Inert:
         self.append((key, value))
 
     def append(self, item: Any) -> None:
-        self.items = [*self.items, item] if self.items else [item]
+        self.extend([item])
 
     def extend(self, items: list[Any]) -> None:
-        self.items = [*(self.items or []), *items]
+        if self.items is None:
+            self.items = []
+        self.items += items  # in place: a copy for each element would be quadratic
 
     def fields(self) -> dict[str, Any]:
         """The attributes of an object of an ordinary class; empty if it has none by name."""
