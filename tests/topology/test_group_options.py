@@ -2,12 +2,17 @@
 
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
 from megalith.errors import TopologyError
 from megalith.topology.group_options import GroupOptions, NCCLOptions
+from megalith.topology.parallel_state import ParallelState
+from megalith.topology.rank_grid import RankGrid
+from tests.rank_pool import ranks
 
 
 @pytest.mark.parametrize(
@@ -62,3 +67,30 @@ def test_nccl_is_told_what_was_given_and_nothing_else(monkeypatch):
 def test_a_group_of_nccl_may_have_nccl_options(monkeypatch):
     monkeypatch.setattr(dist, "is_backend_available", lambda backend: backend == "nccl")
     assert GroupOptions(backend="cuda:nccl", nccl=NCCLOptions()).nccl == NCCLOptions()
+
+
+def asked_of_torch() -> list[tuple[Any, ...]]:
+    """What a group of both ranks is made with, where torch has NCCL."""
+    asked: list[tuple[Any, ...]] = []
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool) -> None:
+            self.config = SimpleNamespace()
+
+    def new_group(ranks: list[int], backend: str, timeout: timedelta, pg_options: Any) -> object:
+        asked.append((ranks, backend, timeout, vars(pg_options.config)))
+        return object()
+
+    with (
+        patch.object(dist, "is_backend_available", lambda backend: backend in ("nccl", "gloo")),
+        patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), create=True),
+        patch("megalith.topology.rank_groups.new_group", new_group),
+    ):
+        options = GroupOptions(backend="cuda:nccl", timeout=timedelta(minutes=2), nccl=NCCLOptions(max_ctas=16))
+        ParallelState(RankGrid(2, tensor=2), group_options={"tp": options}).group("tp")
+    return asked
+
+
+def test_backend_timeout_and_nccl_options_of_a_group_reach_torch():
+    want = ([0, 1], "cuda:nccl", timedelta(minutes=2), {"max_ctas": 16})
+    assert ranks(2, asked_of_torch) == [[want]] * 2

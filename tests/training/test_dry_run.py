@@ -1,10 +1,17 @@
 """dry_run: what a run would do, in numbers worked out by hand."""
 
 import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from megalith.config import load_run
+from megalith.errors import ConfigError
 from megalith.observe.units import quantity
+from megalith.parallel.pipeline.plan import Schedule
 from megalith.training.dry_run import describe
+from megalith.training.preflight import build_schedule, preflight
 from tests.tiny_run import settings
 
 
@@ -71,3 +78,16 @@ def test_what_the_busiest_rank_exchanges_is_told_by_axis(tmp_path):
 
 def test_one_rank_exchanges_nothing(tmp_path):
     assert "exchanged" not in describe(load_run(settings(tmp_path), world_size=1), 1)
+
+
+def without_a_forward(*arguments: Any) -> Schedule:
+    schedule = build_schedule(*arguments)
+    return replace(schedule, plans=(schedule.plans[0][1:], *schedule.plans[1:]))
+
+
+def test_a_schedule_that_is_not_sound_is_refused_before_any_rank_starts(tmp_path, monkeypatch):
+    tree = settings(tmp_path, parallel={"pipeline": 2})
+    preflight(tree, [], 2)
+    monkeypatch.setattr("megalith.training.preflight.build_schedule", without_a_forward)
+    with pytest.raises(ConfigError, match=r"rank 0 .* micro-batch 0"):
+        preflight(tree, [], 2)
