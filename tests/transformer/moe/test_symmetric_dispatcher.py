@@ -137,6 +137,23 @@ def test_layers_and_micro_batches_in_flight_share_the_buffers(ep):
     compare(ranks(ep, two_at_a_time_on_ranks), alone)
 
 
+def compiled_on_ranks(counts: list[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """As it is, and traced by torch.compile, of which the second call is."""
+    build, x = built_with(exchange(max(counts))), tokens_of(counts, dist.get_rank())
+    plain, traced = results(made(build), x), made(build)
+    traced.compile(backend="aot_eager")
+    for _ in range(2):
+        traced.zero_grad()
+        found = results(traced, tokens_of(counts, dist.get_rank()))
+    return plain, found
+
+
+def test_torch_compile_leaves_the_exchange_as_it_is():
+    for plain, traced in ranks(2, compiled_on_ranks, EVEN):
+        for name, want in plain.items():
+            torch.testing.assert_close(traced[name], want, **EXACT)
+
+
 def there_and_back() -> dict[str, Tensor]:
     """Of bfloat16 rows, one for each expert and two that are not sent."""
     a2a, rank = exchange(E + 2, top_k=1, size=3, dtype=torch.bfloat16), dist.get_rank()

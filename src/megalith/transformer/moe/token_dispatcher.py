@@ -318,17 +318,19 @@ class MoESymmetricTokenDispatcher(MoETokenDispatcher[_Departed, _Return]):
         assert weights is not None, "weights were given"
         if self.a2a is None:
             return _Departed(found, ExpertRows(rows, weights, found.rows_per_expert))
-        return _Departed(found, begin_symmetric_dispatch(self.a2a, rows, weights, found.rows_per_expert))
+        # a compiler cannot follow writes into the shared buffers: not traced, here and below
+        begin = torch.compiler.disable(begin_symmetric_dispatch)
+        return _Departed(found, begin(self.a2a, rows, weights, found.rows_per_expert))
 
     def receive(self, sent: _Departed) -> tuple[ExpertRows, _Return]:
         if isinstance(sent.rows, ExpertRows):
             return sent.rows, _Return(sent.sorted_here, None)
         assert self.a2a is not None, "rows have left through it"
-        rows, weights, way = end_symmetric_dispatch(self.a2a, sent.rows)
+        rows, weights, way = torch.compiler.disable(end_symmetric_dispatch)(self.a2a, sent.rows)
         found = sent.sorted_here._replace(token_of=sent.sorted_here.token_of[: way.num_sent])  # some may be dropped
         return ExpertRows(rows, weights, way.rows_per_expert), _Return(found, way)
 
     def combine(self, rows: Tensor, plan: _Return) -> Tensor:
         if self.a2a is not None and plan.way is not None:
-            rows = symmetric_combine(self.a2a, rows, plan.way)
+            rows = torch.compiler.disable(symmetric_combine)(self.a2a, rows, plan.way)
         return unpermute(rows, plan.sorted_here)
