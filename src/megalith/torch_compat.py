@@ -12,6 +12,7 @@ distributed_c10d._process_group_name        private; names a new process group
 FSDPModule._get_fsdp_state()                private; ends a backward by hand
 Module._compiled_call_impl                  private; what a compiled module calls
 distributed_c10d._abort_process_group       private; ends process groups that NCCL would wait for
+torch.distributed._symmetric_memory         private; memory that other GPUs read
 """
 
 import hashlib
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._library.triton import set_wrap_triton_enabled
 from torch.autograd import forward_ad
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup, _symmetric_memory, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "launching_directly",
     "new_group",
     "reduce_scatter_into",
+    "symmetric_memory",
     "uncompiled",
     "watch_compiler",
 ]
@@ -55,6 +57,7 @@ R = TypeVar("R")
 # the state of torch in which the implementation of an operator runs: nothing is recorded
 below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
 any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
+symmetric_memory = _symmetric_memory
 
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _grouped_mm = torch.nn.functional.grouped_mm if hasattr(torch.nn.functional, "grouped_mm") else torch._grouped_mm

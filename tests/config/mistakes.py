@@ -335,6 +335,9 @@ MISTAKES = [
     Mistake(
         {"experimental": ["compile"]}, r"'compile' has no effect without train.compile=true; use experimental=null"
     ),
-    Mistake({"experimental": ["fp5"]}, r"'fp5' is not a feature; there are: compile, deep_ep; use experimental=null"),
+    Mistake(
+        {"experimental": ["fp5"]},
+        r"'fp5' is not a feature; there are: compile, deep_ep, symmetric_memory; use experimental=null",
+    ),
     Mistake({"experimental": ["compil"], "train.compile": True}, r"is experimental", None, 1),
 ]

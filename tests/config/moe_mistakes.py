@@ -12,6 +12,7 @@ SINKHORN, QUANTILE = ({**MOE, f"{ROUTER}.selection": name} for name in ("sinkhor
 CAPACITY = {**MOE, "model.moe.capacity.factor": 1.5, "model.moe.capacity.pad": True}
 GROUPS = {**MOE, f"{ROUTER}.num_groups": 4}
 FLEX = {**MOE, "parallel.dispatch.method": "flex", "precision.dtype": "bfloat16"}
+SYMMETRIC = {**MOE, "parallel.dispatch.method": "symmetric"}
 
 MOE_MISTAKES = [
     Mistake({**MOE, "model.moe.top_k": 9}, r"model.moe.top_k \(9\) must be at most .* \(8\); use model.moe.top_k=8"),
@@ -78,6 +79,44 @@ MOE_MISTAKES = [
     Mistake(
         {**FLEX, "experimental": ["deep_ep"], "parallel.expert": 2, "precision.dtype": "float32"},
         r"method=flex needs precision.dtype=bfloat16, which DeepEP computes in; got float32; use",
+        2,
+    ),
+    Mistake(
+        {**SYMMETRIC, "parallel.expert": 2},
+        r"method=symmetric is experimental \(dispatch and combine through torch's symmetric memory.*; use "
+        r"experimental=\[symmetric_memory\]",
+        2,
+    ),
+    Mistake(
+        {
+            **SYMMETRIC,
+            "experimental": ["symmetric_memory"],
+            "parallel.expert": 2,
+            "parallel.expert_tensor": 2,
+        },
+        r"method=symmetric needs parallel.expert_tensor=1; got 2 ranks that share each expert; use",
+        4,
+    ),
+    Mistake(
+        {
+            **SYMMETRIC,
+            "experimental": ["symmetric_memory"],
+            "model.moe.num_experts": 64,
+            "parallel.expert": 2,
+        },
+        r"method=symmetric takes 16 ranks of parallel.expert at most, with 16 experts each, as torch's kernels do; got "
+        r"2 ranks with 32 experts each; use parallel.expert=4",
+        4,
+    ),
+    Mistake(
+        {
+            **SYMMETRIC,
+            "experimental": ["symmetric_memory"],
+            "parallel.expert": 2,
+            "model.moe.capacity.factor": 1.5,
+            "model.moe.capacity.pad": True,
+        },
+        r"capacity.pad=true needs .*method=all_to_all; got symmetric; use",
         2,
     ),
     Mistake({"parallel.expert": 2}, r"parallel.expert \(2\) has no effect without model.moe; use", 2),

@@ -113,7 +113,7 @@ OF_EXPERTS = {
     "model.moe.capacity.pad": st.booleans(),
     "parallel.expert": st.sampled_from([1, 2, 3, 4, 5, 8]),
     "parallel.expert_tensor": st.sampled_from([1, 2, 3, 4]),
-    "parallel.dispatch.method": st.sampled_from(["all_gather", "flex", "all_to_al"]),
+    "parallel.dispatch.method": st.sampled_from(["all_gather", "flex", "symmetric", "all_to_al"]),
     "parallel.dispatch.max_rows": st.sampled_from([0, 1.5]),
     "parallel.ep": st.just(2),
     **{

@@ -152,6 +152,15 @@ def both(passes: Passes) -> Counter[Any]:
     ("changes", "message"),
     [
         ({"train": {"recompute": "full"}}, "not counted with train.recompute"),
+        (
+            {"parallel": {"expert": 2, "dispatch": {"method": "flex"}}, "precision": {"dtype": "bfloat16"}}
+            | {"experimental": ["deep_ep"]},
+            "exchanged through DeepEP is not counted; .*all_to_all is",
+        ),
+        (
+            {"parallel": {"expert": 2, "dispatch": {"method": "symmetric"}}, "experimental": ["symmetric_memory"]},
+            "exchanged through torch's symmetric memory is not counted; .*all_to_all is",
+        ),
         ({"parallel": {"expert": 2, "dispatch": {"max_rows": 0.5}}}, "max_rows=0.5 even loads take several turns"),
     ],
 )

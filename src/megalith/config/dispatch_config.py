@@ -14,9 +14,10 @@ class DispatchConfig(SettingsGroup):
 
     dotted_name: ClassVar[str] = "parallel.dispatch"
 
-    method: Literal["all_to_all", "all_gather", "flex"] = Field(
+    method: Literal["all_to_all", "all_gather", "flex", "symmetric"] = Field(
         default="all_to_all",
-        description="each row to the rank of its expert; all tokens to all ranks; or by DeepEP (experimental: deep_ep)",
+        description="each row to the rank of its expert; all tokens to all ranks; by DeepEP (experimental: deep_ep); "
+        "or through torch's symmetric memory (experimental: symmetric_memory)",
     )
     max_rows: float | None = Field(
         default=None,

@@ -12,6 +12,7 @@ FEATURES: Mapping[str, str] = MappingProxyType(
     {
         "compile": "torch.compile of the transformer layers",
         "deep_ep": "DeepEP's fused dispatch and combine, never run on several GPUs here",
+        "symmetric_memory": "dispatch and combine through torch's symmetric memory, never run on several GPUs here",
     }
 )
 
@@ -28,7 +29,11 @@ class Use(NamedTuple):
 
 # without it, naming the feature in `experimental` would have no effect
 USED_BY: Mapping[str, Use] = MappingProxyType(
-    {"compile": Use("train.compile", True), "deep_ep": Use("parallel.dispatch.method", "flex")}
+    {
+        "compile": Use("train.compile", True),
+        "deep_ep": Use("parallel.dispatch.method", "flex"),
+        "symmetric_memory": Use("parallel.dispatch.method", "symmetric"),
+    }
 )
 
 

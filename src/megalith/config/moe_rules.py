@@ -25,6 +25,7 @@ __all__ = [
     "padded_capacities_travel_by_row",
     "rows_are_bounded_below_the_most",
     "sinkhorn_has_weights_of_its_own",
+    "symmetric_exchanges_are_of_few_experts",
     "tokens_choose_among_the_experts",
     "tokens_travel_by_some_way",
 ]
@@ -34,6 +35,7 @@ _ROUTER, _PAD = "model.moe.router", "model.moe.capacity.pad"
 _SCORE, _PRE, _SELECTION = f"{_ROUTER}.score_function", f"{_ROUTER}.pre_softmax", f"{_ROUTER}.selection"
 _GROUPS, _GROUP_TOPK, _GROUP_SCORE = (f"{_ROUTER}.{name}" for name in ("num_groups", "group_topk", "group_score_topk"))
 _METHOD, _MAX_ROWS = "parallel.dispatch.method", "parallel.dispatch.max_rows"
+_OF_KERNELS = 16  # 512 threads of a block in groups of 32, one group for each rank or expert
 _LAYERS = "model.moe.layers"
 _EXPERT, _EXPERT_TENSOR = "parallel.expert", "parallel.expert_tensor"
 _TENSOR, _SEQUENCE, _PIPELINE = "parallel.tensor", "parallel.sequence", "parallel.pipeline"
@@ -234,12 +236,26 @@ def fused_exchanges_are_in_bfloat16(run: Draft) -> Iterator[Violation]:
 
 
 def fused_exchanges_are_over_whole_experts(run: Draft) -> Iterator[Violation]:
-    """dispatch.method=flex needs expert_tensor=1: it sums over the experts of a token, not over parts of an expert."""
-    ranks = run.get(_EXPERT_TENSOR) or run[_TENSOR]
-    if run[_METHOD] == "flex" and ranks > 1:
-        message = f"{_METHOD}=flex needs {_EXPERT_TENSOR}=1; got {ranks} ranks that share each expert"
+    """dispatch.method=flex and symmetric need expert_tensor=1: they sum over experts, not over parts of one."""
+    ranks, method = run.get(_EXPERT_TENSOR) or run[_TENSOR], run[_METHOD]
+    if method in ("flex", "symmetric") and ranks > 1:
+        message = f"{_METHOD}={method} needs {_EXPERT_TENSOR}=1; got {ranks} ranks that share each expert"
         fixes = ({_EXPERT_TENSOR: 1}, {_METHOD: None})
         yield Violation("fused_exchanges_are_over_whole_experts", _EXPERT_TENSOR, message, fixes)
+
+
+def symmetric_exchanges_are_of_few_experts(run: Draft) -> Iterator[Violation]:
+    """dispatch.method=symmetric takes at most 16 ranks of expert with 16 experts each, as torch's kernels do."""
+    ranks, experts = run[_EXPERT], run[_EXPERTS]
+    if run[_METHOD] != "symmetric" or experts % ranks or max(ranks, experts // ranks) <= _OF_KERNELS:
+        return
+    message = (
+        f"{_METHOD}=symmetric takes {_OF_KERNELS} ranks of {_EXPERT} at most, with {_OF_KERNELS} experts each, as "
+        f"torch's kernels do; got {ranks} ranks with {experts // ranks} experts each"
+    )
+    fits = [n for n in divisors(experts) if max(n, experts // n) <= _OF_KERNELS]
+    fixes: list[Fix] = [{_EXPERT: degree} for degree in nearest_first(fits, ranks)]
+    yield Violation("symmetric_exchanges_are_of_few_experts", _EXPERT, message, (*fixes, {_METHOD: None}))
 
 
 def expert_layouts_need_experts(run: Draft) -> Iterator[Violation]:

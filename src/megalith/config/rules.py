@@ -54,6 +54,7 @@ from megalith.config.moe_rules import (
     padded_capacities_travel_by_row,
     rows_are_bounded_below_the_most,
     sinkhorn_has_weights_of_its_own,
+    symmetric_exchanges_are_of_few_experts,
     tokens_choose_among_the_experts,
     tokens_travel_by_some_way,
 )
@@ -136,6 +137,7 @@ RUN_RULES: tuple[Rule, ...] = (
     experts_need_sequence_parallel,
     fused_exchanges_are_in_bfloat16,
     fused_exchanges_are_over_whole_experts,
+    symmetric_exchanges_are_of_few_experts,
     padded_capacities_travel_by_row,
     rows_are_bounded_below_the_most,
     tokens_travel_by_some_way,

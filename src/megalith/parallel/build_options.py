@@ -11,6 +11,7 @@ from megalith.config import DispatchConfig
 from megalith.errors import ConfigError
 from megalith.parallel.context.attention import ContextMethod
 from megalith.parallel.expert.fused_a2a import FusedA2A
+from megalith.parallel.expert.symmetric_a2a import SymmetricA2A
 from megalith.topology.process_groups_config import ProcessGroupCollection
 
 __all__ = ["BuildOptions", "MatrixProduct"]
@@ -32,6 +33,7 @@ class BuildOptions:
             all tokens never exist.
         dispatch: how tokens travel to the ranks of their experts.
         fused_a2a: the fused exchange over ep that ``dispatch.method`` "flex" takes.
+        symmetric_a2a: the one through symmetric memory that "symmetric" takes.
 
     Raises:
         ConfigError: ``fused_linear_cross_entropy`` with a ``matrix_product``, which it does not call.
@@ -45,6 +47,7 @@ class BuildOptions:
     fused_linear_cross_entropy: bool = False
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     fused_a2a: FusedA2A | None = None
+    symmetric_a2a: SymmetricA2A | None = None
 
     def __post_init__(self) -> None:
         if self.fused_linear_cross_entropy and self.matrix_product is not linear:

@@ -22,6 +22,7 @@ from megalith.optim.rate_factors import multiply_rates_
 from megalith.parallel.build_options import BuildOptions, MatrixProduct
 from megalith.parallel.context.attention import ContextMethod
 from megalith.parallel.expert.fused_a2a import FusedA2A, deep_ep_buffer
+from megalith.parallel.expert.symmetric_a2a import SymmetricA2A, nvshmem_memory
 from megalith.parallel.parameters import declared_parameters
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.parallel.pipeline.schedules import splits_backward
@@ -33,7 +34,7 @@ from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
 from megalith.topology.rank_groups import ParallelState
 from megalith.training.batch import collate_for
-from megalith.training.build_model import build_pipeline, param_dtype, placement_of_run
+from megalith.training.build_model import DTYPES, build_pipeline, param_dtype, placement_of_run
 from megalith.training.continuity import check_ranks_have_one_recipe, data_identity
 from megalith.training.loop import Callback
 from megalith.training.num_microbatches_calculator import build_num_microbatches_calculator
@@ -93,6 +94,7 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
         config.train.fused_linear_cross_entropy,
         parallel.dispatch,
         _fused_a2a(config, pg_collection),
+        _symmetric_a2a(config, pg_collection, device),
     )
     pipeline = build_pipeline(config, task, options, state, device)
     with agreed("the training data cannot be read"):
@@ -133,10 +135,33 @@ def _fused_a2a(config: RunConfig, pg_collection: ProcessGroupCollection) -> Fuse
     if config.parallel.dispatch.method != "flex" or pg_collection.ep is None:
         return None
     require("deep_ep", config)
-    moe = config.model.moe
-    size = config.model.hidden_size if moe is None or moe.latent_size is None else moe.latent_size
     with agreed():
-        return FusedA2A(pg_collection.ep, deep_ep_buffer(pg_collection.ep, size * torch.bfloat16.itemsize))
+        num_bytes = _travelling_size(config) * torch.bfloat16.itemsize
+        return FusedA2A(pg_collection.ep, deep_ep_buffer(pg_collection.ep, num_bytes))
+
+
+def _symmetric_a2a(
+    config: RunConfig, pg_collection: ProcessGroupCollection, device: torch.device
+) -> SymmetricA2A | None:
+    """The exchange through symmetric memory, where the run asks for it, with room for a micro-batch.
+
+    Raises ConfigError or MissingDependencyError, on every rank, where there is no such memory.
+    """
+    moe, parallel, B = config.model.moe, config.parallel, config.train.micro_batch_size
+    if parallel.dispatch.method != "symmetric" or pg_collection.ep is None or moe is None:
+        return None
+    require("symmetric_memory", config)
+    with agreed():
+        memory = nvshmem_memory(pg_collection.ep, device)
+    max_tokens = B * config.data.seq_length // (parallel.context * parallel.tensor)
+    dtype = DTYPES[config.precision.dtype]
+    return SymmetricA2A(memory, moe.num_experts, moe.top_k, max_tokens, _travelling_size(config), dtype)
+
+
+def _travelling_size(config: RunConfig) -> int:
+    """The features of a token on its way to experts."""
+    moe = config.model.moe
+    return config.model.hidden_size if moe is None or moe.latent_size is None else moe.latent_size
 
 
 def _matrix_product(config: RunConfig, parts: RunParts) -> MatrixProduct:

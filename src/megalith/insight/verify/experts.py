@@ -78,8 +78,9 @@ def experts_not_shown(config: RunConfig, rows: Sequence[Degrees]) -> Iterator[st
             "model.moe.capacity.factor: each rank of tensor and of context drops among the tokens that it has, which "
             "one process does not; it was raised until nothing is dropped"
         )
-    if config.parallel.dispatch.method == "flex":
-        yield "parallel.dispatch.method=flex: DeepEP needs several GPUs; all_to_all was run"
+    needs = {"flex": "DeepEP", "symmetric": "symmetric memory"}
+    if (method := config.parallel.dispatch.method) in needs:
+        yield f"parallel.dispatch.method={method}: {needs[method]} needs several GPUs; all_to_all was run"
 
 
 def _of_micro_batches(moe: MoEConfig) -> list[str]:

@@ -32,6 +32,7 @@ from megalith.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
     MoEFlexTokenDispatcher,
+    MoESymmetricTokenDispatcher,
     MoETokenDispatcher,
 )
 
@@ -126,4 +127,5 @@ _DISPATCHERS: dict[str, type[MoETokenDispatcher[Any, Any]]] = {
     "all_gather": MoEAllGatherTokenDispatcher,
     "all_to_all": MoEAlltoAllTokenDispatcher,
     "flex": MoEFlexTokenDispatcher,
+    "symmetric": MoESymmetricTokenDispatcher,
 }

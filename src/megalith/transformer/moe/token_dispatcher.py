@@ -4,6 +4,7 @@ all_to_all   each row goes to the rank of its expert; with etp, where ranks hold
              different tokens, rows are then gathered over etp. Back by the same ways, summed over etp
 all_gather   every rank of ep and etp receives all tokens and computes the rows of its experts; their sums are scattered
 flex         each token once to every rank of ep that holds one of its experts, and sums back, by fused kernels
+symmetric    each row to the rank of its expert, through symmetric memory, where it arrives sorted
 
 Between, rows are sorted by expert. What a call needs later is in frozen records that it is given back, so that several
 batches may be on their way at once. Weights of rows travel with them: experts apply them.
@@ -21,6 +22,13 @@ from megalith.fusions import permute, permute_by, unpermute
 from megalith.fusions.experts.row_map import RowMap, row_map
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.expert.fused_a2a import Received, fused_combine, fused_dispatch
+from megalith.parallel.expert.symmetric_a2a import (
+    Departure,
+    Way,
+    begin_symmetric_dispatch,
+    end_symmetric_dispatch,
+    symmetric_combine,
+)
 from megalith.topology.collectives import (
     Travelling,
     all_to_all,
@@ -37,6 +45,7 @@ __all__ = [
     "MoEAllGatherTokenDispatcher",
     "MoEAlltoAllTokenDispatcher",
     "MoEFlexTokenDispatcher",
+    "MoESymmetricTokenDispatcher",
     "MoETokenDispatcher",
 ]
 
@@ -57,7 +66,7 @@ class MoETokenDispatcher(ABC, Generic[Sent, Plan]):
 
     Args:
         num_experts: of the layer, on all ranks.
-        options: this rank's groups, and the fused exchange where it is used.
+        options: this rank's groups, and the exchange that the method takes.
     """
 
     def __init__(self, num_experts: int, options: BuildOptions) -> None:
@@ -269,3 +278,59 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher[Received, _Merged]):
         if self.a2a is None or plan.received is None:
             return y
         return fused_combine(self.a2a, y, plan.received)
+
+
+@dataclass(frozen=True, eq=False)
+class _Departed:
+    """Where rows are, sorted by all experts; and what has left, or what need not travel."""
+
+    sorted_here: RowMap
+    rows: Departure | ExpertRows
+
+
+@dataclass(frozen=True, eq=False)
+class _Return:
+    """Where rows go back to, and how; None: they have not travelled."""
+
+    sorted_here: RowMap
+    way: Way | None
+
+
+class MoESymmetricTokenDispatcher(MoETokenDispatcher[_Departed, _Return]):
+    """Through symmetric memory, see ``parallel.expert.symmetric_a2a``. Raises ConfigError without such an exchange.
+
+    The host waits for the device in ``receive``, so that what is called before it is queued already.
+    """
+
+    def __init__(self, num_experts: int, options: BuildOptions) -> None:
+        super().__init__(num_experts, options)
+        self.a2a = options.symmetric_a2a
+        if self.a2a is None and self.ep_size > 1:
+            raise ConfigError(
+                "parallel.dispatch.method=symmetric needs BuildOptions(symmetric_a2a=...), an exchange over ep; give "
+                "one, or use all_to_all"
+            )
+
+    def send(self, tokens: Tensor, routing: Routing, capacity: int | None = None) -> _Departed:
+        assert capacity is None, "config refuses capacities that are padded to"
+        found = row_map(routing.indices, routing.indices.numel(), num_experts=self.num_experts)
+        rows, weights = permute_by(tokens, found, routing.weights)
+        assert weights is not None, "weights were given"
+        if self.a2a is None:
+            return _Departed(found, ExpertRows(rows, weights, found.rows_per_expert))
+        # a compiler cannot follow writes into the shared buffers: not traced, here and below
+        begin = torch.compiler.disable(begin_symmetric_dispatch)
+        return _Departed(found, begin(self.a2a, rows, weights, found.rows_per_expert))
+
+    def receive(self, sent: _Departed) -> tuple[ExpertRows, _Return]:
+        if isinstance(sent.rows, ExpertRows):
+            return sent.rows, _Return(sent.sorted_here, None)
+        assert self.a2a is not None, "rows have left through it"
+        rows, weights, way = torch.compiler.disable(end_symmetric_dispatch)(self.a2a, sent.rows)
+        found = sent.sorted_here._replace(token_of=sent.sorted_here.token_of[: way.num_sent])  # some may be dropped
+        return ExpertRows(rows, weights, way.rows_per_expert), _Return(found, way)
+
+    def combine(self, rows: Tensor, plan: _Return) -> Tensor:
+        if self.a2a is not None and plan.way is not None:
+            rows = torch.compiler.disable(symmetric_combine)(self.a2a, rows, plan.way)
+        return unpermute(rows, plan.sorted_here)

@@ -38,7 +38,7 @@ def moe_traffic(model: TransformerConfig, dispatch: DispatchConfig, layout: Layo
     """What the layer exchanges where loads are even: as many rows arrive at every rank as it sends.
 
     Raises:
-        ConfigError: the exchange is not counted: by DeepEP, or in turns though loads are even.
+        ConfigError: what is not counted: DeepEP, symmetric memory, or turns though loads are even.
     """
     moe = _experts_of(model)
     found = _router_traffic(moe, layout, batch)
@@ -68,8 +68,9 @@ def dispatch_traffic(
         (moe.latent_size or model.hidden_size) * batch.dtype.itemsize,
         _wide(batch.dtype).itemsize,
     )
-    if dispatch.method == "flex":
-        raise ConfigError("what DeepEP exchanges is not counted; parallel.dispatch.method=all_to_all is")
+    if dispatch.method in ("flex", "symmetric"):
+        through = "DeepEP" if dispatch.method == "flex" else "torch's symmetric memory"
+        raise ConfigError(f"what is exchanged through {through} is not counted; parallel.dispatch.method=all_to_all is")
     if dispatch.method == "all_gather":
         return all_gather_traffic(sizes, batch.num_tokens)
     if dispatch.max_rows is not None and dispatch.max_rows < 1:
