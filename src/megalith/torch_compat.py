@@ -11,6 +11,7 @@ torch._library.triton                       private; whether wrapped kernels are
 distributed_c10d._process_group_name        private; names a new process group
 FSDPModule._get_fsdp_state()                private; ends a backward by hand
 Module._compiled_call_impl                  private; what a compiled module calls
+Module._forward_hooks, _forward_pre_hooks   private; what calls of a module also call
 distributed_c10d._abort_process_group       private; ends process groups that NCCL would wait for
 torch.distributed._symmetric_memory         private; memory that other GPUs read
 """
@@ -41,6 +42,7 @@ __all__ = [
     "end_backward",
     "forward_mode_is_on",
     "grouped_mm",
+    "has_forward_hooks",
     "is_intercepted",
     "keeping_what_is_saved",
     "launching_directly",
@@ -107,6 +109,13 @@ def uncompiled(layers: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for layer, call in zip(layers, calls, strict=True):
             layer._compiled_call_impl = call
+
+
+def has_forward_hooks(model: nn.Module) -> bool:
+    """Whether a forward of ``model`` also calls hooks, of one of its modules or of all modules there are."""
+    if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
+        return True
+    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def keeping_what_is_saved() -> AbstractContextManager[None]:

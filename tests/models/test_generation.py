@@ -282,13 +282,13 @@ def test_each_text_ends_where_its_own_learned_positions_end():
     assert texts == [greedy_without_cache(model, prompt, 12 - len(prompt)) for prompt in RAGGED]
 
 
-def test_texts_that_have_ended_are_none_and_the_batch_ends_with_the_last(monkeypatch):
+def test_texts_that_have_ended_are_none_and_the_batch_ends_with_the_last():
     model = built()
     whole = generate(model, RAGGED, 30, sampling=GREEDY)
     ends = {row: text[3 + row] for row, text in enumerate(whole)}
     want = [text[: text.index(ends[row]) + 1] for row, text in enumerate(whole)]
-    num_forwards, forward = [], GPTModel.forward
-    monkeypatch.setattr(GPTModel, "forward", lambda *args, **how: num_forwards.append(1) or forward(*args, **how))
+    num_forwards: list[int] = []
+    model.register_forward_hook(lambda *_: num_forwards.append(1))
     steps = list(stream(model, RAGGED, 30, sampling=GREEDY, stop=lambda row, token: token == ends[row]))
     assert len(steps) == len(num_forwards) == max(map(len, want)) < 30
     assert [[step[row] for step in steps if step[row] is not None] for row in range(4)] == want
@@ -296,13 +296,10 @@ def test_texts_that_have_ended_are_none_and_the_batch_ends_with_the_last(monkeyp
         assert all(step[row] is None for step in steps[len(text) :])
 
 
-def test_one_token_costs_one_column(monkeypatch):
-    seen: list[tuple[int, ...]] = []
-    forward = GPTModel.forward
-    monkeypatch.setattr(
-        GPTModel, "forward", lambda self, tokens, **how: seen.append(tokens.shape) or forward(self, tokens, **how)
-    )
-    generate(built(), RAGGED, 4, sampling=GREEDY)
+def test_one_token_costs_one_column():
+    model, seen = built(), []
+    model.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+    generate(model, RAGGED, 4, sampling=GREEDY)
     assert seen == [(4, 9), (4, 1), (4, 1), (4, 1)]
 
 

@@ -9,12 +9,16 @@ One rank draws, and the others take its tokens, or rounding would let ranks disa
 """
 
 from collections.abc import Callable, Collection, Generator, Sequence
+from functools import partial
 from math import lcm
 
 import torch
 from torch import Tensor, nn
 
+from megalith.acceleration.replay import Replayed
 from megalith.errors import ConfigError, NonFiniteError
+from megalith.fusions.core.blocks import LARGEST_WHOLE
+from megalith.fusions.core.dispatch import chosen_by_use, use
 from megalith.models.gpt_model import GPTModel
 from megalith.models.language_model import hidden_shape
 from megalith.models.sampling import Sampling, check_seed, draw, uniform_numbers
@@ -22,7 +26,7 @@ from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.context.zigzag import zigzag_positions
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.topology.collectives import reduce_from_tensor_model_parallel_region
-from megalith.torch_compat import uncompiled
+from megalith.torch_compat import has_forward_hooks, uncompiled
 
 __all__ = ["Stop", "check_length", "check_prompt_length", "generate", "stream"]
 
@@ -172,6 +176,7 @@ class _Rows:
         self.tokens = torch.tensor(padded, device=self.device)  # [B, room]
         splits = groups.size("cp") > 1 or self.options.sequence_parallel
         self.caches = None if splits else {chunk: chunk.new_caches(self.end) for chunk in pipeline.chunks}
+        self.may_replay = _may_replay(pipeline, len(prompts))
         self._make_room(min(self.end + _FIRST_ROOM, self.most))
 
     def _make_room(self, columns: int) -> None:
@@ -192,6 +197,8 @@ class _Rows:
         # of the tokens that columns [end, S) will get; a column's position in its text is one more than the one before
         self.numbers = uniform_numbers(self.seeds, self.positions[:, self.end - 1 : -1] + 1)  # [B, S - end]
         self.first_number = self.end
+        # of one new token in each row; documents, which it holds, are others in other memory
+        self.of_one = {chunk: Replayed(partial(self._cached_forward, chunk)) for chunk in self.pipeline.chunks}
         for cache in (cache for caches in (self.caches or {}).values() for cache in caches.values()):
             cache.grow(S)
 
@@ -241,11 +248,21 @@ class _Rows:
 
     def _newest(self, model: GPTModel, hidden: Tensor | None) -> Tensor:
         """What ``model`` gives for the newest tokens: logits of the last one, [B, 1, V], or [S, B, H]."""
-        assert self.caches is not None, "rows are whole"
         new = slice(self.start, self.end)
+        given = self.tokens[:, new], self.positions[:, new]
+        if self.end - self.start == 1:
+            return self.of_one[model](*given) if self.may_replay else self._cached_forward(model, *given, hidden=hidden)
+        # a prompt is read once, which repays no compiler
+        with use(chosen_by_use() or ("blocked" if self.device.type == "cpu" else None)):
+            return self._cached_forward(model, *given, hidden=hidden)
+
+    def _cached_forward(
+        self, model: GPTModel, tokens: Tensor, positions: Tensor, *, hidden: Tensor | None = None
+    ) -> Tensor:
+        assert self.caches is not None, "rows are whole"
         output: Tensor = model(
-            self.tokens[:, new],
-            position_ids=self.positions[:, new],
+            tokens,
+            position_ids=positions,
             packed_seq_params=self.documents,
             caches=self.caches[model],
             hidden=hidden,
@@ -266,6 +283,24 @@ class _Rows:
     def _newest_of(self, logits: Tensor) -> Tensor:
         """[B, S/cp, V] -> [B, V] after the newest token, which one rank of cp has."""
         return reduce_from_tensor_model_parallel_region(logits[:, self.mine == self.end - 1].sum(dim=1), self.groups.cp)
+
+
+def _may_replay(pipeline: Pipeline[GPTModel], num_rows: int) -> bool:
+    """Whether a forward of one token a row is a function of tensors of one CPU, and calls nothing but torch.
+
+    Larger tensors take compiled or hand-written kernels, and their Python matters less.
+    """
+    model, config = pipeline.chunks[0], pipeline.chunks[0].config
+    parts = [*model.parameters()]
+    return (
+        model.stage.has_embedding
+        and model.stage.has_head
+        and all(type(part) is nn.Parameter and part.device.type == "cpu" for part in parts)
+        and all(model.options.pg_collection.size(axis) == 1 for axis in ("tp", "cp", "ep", "etp"))
+        and num_rows * 2 * max(config.hidden_size, config.ffn_hidden_size) <= LARGEST_WHOLE
+        and chosen_by_use() is None
+        and not has_forward_hooks(model)
+    )
 
 
 def _num_positions(model: GPTModel) -> int | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megalith.acceleration.replay import called_whole
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions import fused_attention
 from megalith.numerics.dropout import Dropout
@@ -21,6 +22,8 @@ from megalith.transformer.layer_context import LayerContext
 from megalith.transformer.spelled_out_attention import Scores, attend
 
 __all__ = ["DotProductAttention"]
+
+_attention_by_lengths = called_whole(fused_attention)  # its masks follow from the number of keys
 
 
 class DotProductAttention(nn.Module):
@@ -99,7 +102,10 @@ class DotProductAttention(nn.Module):
         mask: AttentionMask,
         documents: PackedSeqParams | None,
     ) -> Tensor:
-        out, _ = fused_attention(
+        # by torch's kernel one call serves any number of keys
+        is_plain = mask.window is None and documents is None and self.softcap is None and q.dtype != torch.float64
+        attend = fused_attention if is_plain else _attention_by_lengths
+        out, _ = attend(
             q,
             k,
             v,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megalith.acceleration.replay import called_whole
 from megalith.errors import ShapeError
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
@@ -38,6 +39,7 @@ class KVCache:
         self.held: tuple[Tensor, ...] = ()
         self.cross: tuple[Tensor, Tensor] | None = None
 
+    @called_whole  # it counts tokens
     def append(self, *newest: Tensor) -> tuple[Tensor, ...]:
         """Adds ``newest``, [S, B, heads, D] each, and returns all tokens, [num_tokens, B, heads, D], as views.
 

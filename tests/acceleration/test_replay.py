@@ -1,0 +1,178 @@
+"""replay: after two calls torch alone is called, and gives what Python gives; where it cannot be, Python is called."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.acceleration.replay import Replayed, called_whole
+
+
+def called(function: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], int]:
+    """What a ``Replayed`` gives for each of ``inputs``, and how often Python ran."""
+    runs: list[int] = []
+
+    def counted(*given: Tensor) -> Tensor:
+        runs.append(1)
+        return function(*given)
+
+    replayed = Replayed(counted)
+    with torch.no_grad():
+        return [replayed(*given) for given in inputs], len(runs)
+
+
+def drawn(num_calls: int, *shapes: tuple[int, ...]) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(num_calls)]
+
+
+WEIGHT = torch.linspace(-1.0, 1.0, 24).view(4, 6)
+
+
+def linear_and_more(x: Tensor, y: Tensor) -> Tensor:
+    wide = torch.nn.functional.linear(x, WEIGHT)  # a weight from outside
+    first, second = wide.chunk(2, dim=-1)  # several results
+    out = torch.empty(first.shape)
+    torch.mul(first, y[:, :2], out=out).addcmul_(second, y[:, 2:], value=-2.0)  # memory that is written
+    return torch.cat((out, first.square(), second.t().t()), dim=-1).to(torch.float32)
+
+
+def writes_through_a_view(x: Tensor) -> Tensor:
+    total = x * 2.0
+    before = total[0].clone()
+    total[0] = 7.0
+    total.t()[1].add_(1.0)
+    return torch.cat((total[0], before, total[1]))
+
+
+def several_of_one_call(x: Tensor) -> Tensor:
+    values, places = x.topk(2)
+    return values * places + x.max(dim=-1, keepdim=True).values
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (linear_and_more, [(3, 6), (3, 4)]),
+        (writes_through_a_view, [(2, 3)]),
+        (several_of_one_call, [(3, 5)]),
+        (lambda x: x, [(2,)]),
+        (lambda x, y: torch.stack([y, x]).mT, [(2,), (2,)]),
+        (lambda x: x if x.shape[0] == 2 and x.dtype == torch.float32 else x + 1, [(2,)]),
+    ],
+)
+def test_it_gives_the_same_bits_from_the_third_call_on_without_python(function, shapes):
+    inputs = drawn(6, *shapes)
+    found, num_runs = called(function, inputs)
+    assert num_runs == 2
+    for got, given in zip(found, inputs, strict=True):
+        assert torch.equal(got, function(*given))
+
+
+def test_results_of_other_calls_are_left_alone():
+    (first, *_, last), _ = called(lambda x: x * 2.0, [[torch.full((2,), float(place))] for place in range(4)])
+    assert (first.tolist(), last.tolist()) == ([0.0, 0.0], [6.0, 6.0])
+
+
+def test_weights_may_change_in_place():
+    weight = torch.ones(3)
+    replayed = Replayed(lambda x: x * weight)
+    for value in (1.0, 2.0, 3.0, 4.0):
+        weight.fill_(value)
+        assert replayed(torch.ones(3)).tolist() == [value] * 3
+    assert replayed.replays
+
+
+class Counter:
+    """Something that changes from call to call."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @called_whole
+    def next(self, x: Tensor, *, by: int) -> tuple[Tensor, Tensor]:
+        self.count += by
+        return x + self.count, x[: self.count % 2]
+
+
+def test_what_is_called_whole_changes_with_each_call():
+    counter = Counter()
+    found, num_runs = called(lambda x: counter.next(x * 2.0, by=3)[0] + 1.0, [[torch.zeros(1)] for _ in range(5)])
+    assert [float(x) for x in found] == [4.0, 7.0, 10.0, 13.0, 16.0]
+    assert (num_runs, counter.count) == (2, 15)
+
+
+def test_what_is_called_whole_is_called_as_it_is_where_nothing_is_recorded():
+    counter = Counter()
+    total, _ = counter.next(torch.zeros(1), by=1)
+    assert float(total) == 1.0
+
+
+def branch_on_a_value(x: Tensor) -> Tensor:
+    return x + 1.0 if x[0] > 0 else x - 1.0
+
+
+def number_of_a_value(x: Tensor) -> Tensor:
+    return x * x.sum().item()
+
+
+def numbers_of_numpy(x: Tensor) -> Tensor:
+    return x + torch.from_numpy(x.numpy() * 2.0)
+
+
+def lists(x: Tensor) -> Tensor:
+    return torch.tensor(x.tolist()) * 2.0
+
+
+@pytest.mark.parametrize("function", [branch_on_a_value, number_of_a_value, numbers_of_numpy, lists])
+def test_what_reads_values_is_never_replayed(function):
+    inputs = drawn(5, (3,))
+    found, num_runs = called(function, inputs)
+    assert num_runs == 5
+    for got, given in zip(found, inputs, strict=True):
+        assert torch.equal(got, function(*given))
+
+
+def counting() -> Callable[[Tensor], Tensor]:
+    steps = iter(range(100))
+    return lambda x: x + next(steps)
+
+
+def growing_rows() -> Callable[[Tensor], Tensor]:
+    held = torch.arange(100.0)
+    lengths = iter(range(1, 100))
+    return lambda x: x + held[: next(lengths)].sum()
+
+
+def fresh_memory() -> Callable[[Tensor], Tensor]:
+    steps = iter(range(100))
+    return lambda x: x + torch.from_numpy(np.full(3, next(steps), np.float32))  # not a call that torch tells of
+
+
+def other_functions() -> Callable[[Tensor], Tensor]:
+    steps = iter(range(100))
+    return lambda x: torch.sin(x) if next(steps) % 2 else torch.cos(x)
+
+
+def more_calls() -> Callable[[Tensor], Tensor]:
+    steps = iter(range(100))
+    return lambda x: sum((x for _ in range(next(steps))), x)
+
+
+@pytest.mark.parametrize("made", [counting, growing_rows, fresh_memory, other_functions, more_calls])
+def test_what_differs_between_two_calls_is_never_replayed(made):
+    inputs = drawn(5, (3,))
+    found, num_runs = called(made(), inputs)
+    assert num_runs == 5
+    function = made()
+    for got, given in zip(found, inputs, strict=True):
+        assert torch.equal(got, function(*given))
+
+
+def test_inputs_of_other_shapes_are_python_s():
+    inputs = [[torch.ones(size)] for size in (1, 2, 2, 2, 3, 2)]
+    found, num_runs = called(lambda x: x * len(x), inputs)
+    assert [x.tolist() for x in found] == [[1.0], [2.0] * 2, [2.0] * 2, [2.0] * 2, [3.0] * 3, [2.0] * 2]
+    assert num_runs == 4  # of one, twice of two, of three
