@@ -2,7 +2,8 @@
 
 config.yaml        the resolved settings, every path absolute
 tokenizer.json     the tokenizer of the training data, byte for byte, if it is known
-huggingface/       what stood beside the tokenizer in the folder of Hugging Face that the model comes from
+huggingface/       what stood beside the tokenizer in the folder of Hugging Face that the model comes from; without a
+                   tokenizer generation_config.json alone, which names the tokens that end a text
 eod.json           {"id", "begin", "ends"}: tokens that end a document, begin a text, and end a text
 """
 
@@ -17,7 +18,6 @@ from megalith.storage.atomic import write_text_atomic
 from megalith.training.continuity import with_absolute_paths
 from megalith.training.kept import (
     KEPT_TOKENIZER,
-    forget,
     keep,
     kept_marks,
     kept_tokenizer,
@@ -39,10 +39,7 @@ def keep_settings(run: Run) -> None:
 def keep_tokenizer(run: Run) -> None:
     """Writes the tokenizer of ``run``, which is new or has been resumed, on one rank. Raises StorageError."""
     tokenizer = _training_tokenizer(run)
-    if tokenizer is not None:
-        keep(run.folder, tokenizer, companions_of_origin(run.config, tokenizer))
-        return
-    forget(run.folder)  # that of an earlier run that was never saved
+    keep(run.folder, tokenizer, companions_of_origin(run.config, tokenizer))
 
 
 def open_run(source: str | Path | Store) -> tuple[Store, Store, RunConfig]:
