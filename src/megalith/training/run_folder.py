@@ -26,7 +26,7 @@ from megalith.training.kept import (
 )
 from megalith.training.preflight import load_tokenizer
 from megalith.training.run import Run
-from megalith.training.tasks.tokens_of_origin import companions_of_origin
+from megalith.training.tasks.tokens_of_origin import companions_of_origin, goes_on
 
 __all__ = ["find_tokenizer", "keep_settings", "keep_tokenizer", "open_run", "read_config"]
 
@@ -109,4 +109,4 @@ def _training_tokenizer(run: Run) -> Tokenizer | None:
         return load_tokenizer(run.config)
     except DataError:
         # data without their tokenizer, in a run that goes on: what it kept at its start is still right
-        return kept_tokenizer(LocalStore(run.folder)) if run.state.step else None
+        return kept_tokenizer(LocalStore(run.folder)) if goes_on(run.config) else None

@@ -9,7 +9,7 @@ from megalith.models.hf.folder import companions_alone, end_tokens, is_model_fol
 from megalith.storage import MANIFEST, LocalStore, Store, open_store, record_of
 from megalith.training.kept import KEPT_TOKENIZER, kept_companions, kept_marks, run_of
 
-__all__ = ["companions_of_origin", "ends_of_origin"]
+__all__ = ["companions_of_origin", "ends_of_origin", "goes_on"]
 
 
 def ends_of_origin(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -43,12 +43,17 @@ def companions_of_origin(config: RunConfig, tokenizer: Tokenizer | None) -> dict
     return kept
 
 
+def goes_on(config: RunConfig) -> bool:
+    """Whether the run begins from a checkpoint of its own: it was saved before, or made of a model."""
+    # by its name alone: find_checkpoint speaks to all ranks, and rank 0 comes here by itself, too
+    names = (LocalStore(Path(config.run)) / "checkpoints").names()
+    return config.resume == "auto" and any(name.startswith("step-") for name in names)
+
+
 def _origin(config: RunConfig, tokenizer: Tokenizer | None) -> Store | None:
     """The folder that keeps them: the run's own if it goes on, or that of ``load``; None of another tokenizer."""
     found: Store = LocalStore(Path(config.run))
-    # by its name alone: find_checkpoint speaks to all ranks, and rank 0 comes here by itself, too
-    goes_on = config.resume == "auto" and any(name.startswith("step-") for name in (found / "checkpoints").names())
-    if not goes_on:
+    if not goes_on(config):
         if config.load is None:
             return None
         found = open_store(config.load)

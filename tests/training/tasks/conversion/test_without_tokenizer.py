@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megalith.data.tokenizer import Tokenizer
 from megalith.storage import open_store
 from megalith.training.kept import kept_marks, kept_tokenizer
 from megalith.training.run_folder import find_tokenizer
@@ -100,6 +101,18 @@ def test_a_run_that_trains_on_data_without_a_tokenizer_keeps_them_too(through, t
     assert here("train", tmp_path / "run", "train.steps=2").code == 0
     export_model(tmp_path / "run", tmp_path / "out", with_proof=False)
     assert tokens_of(tmp_path / "out")["eos_token_id"] == ([7, END], [7, END])
+
+
+def test_an_imported_run_that_trains_on_data_without_a_tokenizer_keeps_its_own(tmp_path, caplog):
+    write_folder(tmp_path / "hf", "llama")
+    import_model(tmp_path / "hf", tmp_path / "run", with_proof=False)
+    write_dataset(tmp_path / "text")
+    few = ("train.steps=1", "train.global_batch_size=1")
+    found = here("train", tmp_path / "run", f"data.train={tmp_path / 'text'}", *few)
+    assert found.code == 0, found
+    assert "does not say which tokenizer it is of: it must be that of" in caplog.text
+    kept = kept_tokenizer(open_store(tmp_path / "run"))
+    assert kept.sha256 == Tokenizer.load(tmp_path / "hf" / "tokenizer.json").sha256
 
 
 def test_an_upcycled_run_keeps_them(tmp_path):
