@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megalith.data.tokenizer import Tokenizer
 from megalith.storage import open_store
 from megalith.training.kept import kept_marks, kept_tokenizer
 from megalith.training.run_folder import find_tokenizer
 from megalith.training.tasks.conversion import export_model, import_model
+from tests.models.hf.test_t5 import CASES
 from tests.program import here
 from tests.tiny_run import write_dataset
 from tests.training.tasks.conversion.folders import VOCAB, write_folder
@@ -134,6 +136,19 @@ def test_an_export_that_knows_no_end_says_so_in_a_line(tmp_path, caplog):
         import_model(source, tmp_path / name / "run", with_proof=False)
         export_model(tmp_path / name / "run", tmp_path / name / "out", with_proof=False)
         assert (said in caplog.text) == (name == "none")
+
+
+def test_a_t5_answers_as_before_from_the_token_that_its_decoder_begins_with(tmp_path):
+    theirs = CASES["t5"].build()
+    theirs.generation_config.update(decoder_start_token_id=3, eos_token_id=[1, 7], pad_token_id=2)
+    theirs.save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "run", with_proof=False)
+    export_model(tmp_path / "run", tmp_path / "out", with_proof=False)
+    again = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "out")
+    assert (again.config.decoder_start_token_id, again.config.eos_token_id, again.config.pad_token_id) == (3, [1, 7], 2)
+    prompt = torch.arange(8, 20).view(1, 12)
+    how = {"max_new_tokens": 9, "do_sample": False, "use_cache": False}
+    assert again.generate(prompt, **how).tolist() == theirs.generate(prompt, **how).tolist()
 
 
 def test_an_encoder_has_them_in_its_config_alone(tmp_path):
