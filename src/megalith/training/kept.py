@@ -1,13 +1,12 @@
 """What a run has left in its folder, found from the folder or from one of its checkpoints."""
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from megalith.checkpoint.folders import find_checkpoint
-from megalith.data.companions import read_companions
+from megalith.data.companions import read_companions, token_ids
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, DataError, MissingFileError
 from megalith.storage import MANIFEST, LocalStore, Store, explained, write_json_atomic
@@ -16,7 +15,6 @@ __all__ = [
     "EOD_FILE",
     "KEPT_TOKENIZER",
     "Marks",
-    "forget",
     "keep",
     "kept_companions",
     "kept_marks",
@@ -75,7 +73,9 @@ def kept_tokenizer(folder: Store) -> Tokenizer | None:
 
 
 def kept_marks(folder: Store) -> Marks:
-    """Those that the run in ``folder`` keeps. Raises DataError if they are damaged.
+    """Those that the run in ``folder`` keeps; of a run without a tokenizer, the ends that it keeps of its model.
+
+    Raises DataError if they are damaged, or as ``read_companions``.
 
     Earlier versions kept ``id`` alone. They trained on documents that no token begins; a model that was imported and
     not trained on begins a text as its tokenizer does.
@@ -83,7 +83,7 @@ def kept_marks(folder: Store) -> Marks:
     try:
         kept = json.loads(folder.read(EOD_FILE))
     except MissingFileError:
-        return Marks()
+        return Marks() if KEPT_TOKENIZER in folder.names() else _marks_without_tokenizer(folder)
     except ValueError:
         kept = None
     fields = kept if isinstance(kept, dict) else {}
@@ -102,27 +102,34 @@ def kept_companions(folder: Store) -> dict[str, bytes]:
     return read_companions(folder / _COMPANIONS)
 
 
-def keep(folder: Path, tokenizer: Tokenizer, companions: Mapping[str, bytes]) -> None:
-    """Writes ``tokenizer``, its marks and what stood beside it into the run's ``folder``. Raises StorageError."""
-    marks = {"id": tokenizer.eod, "begin": tokenizer.begin, "ends": tokenizer.ends}
-    write_json_atomic(folder / EOD_FILE, marks)
+def keep(folder: Path, tokenizer: Tokenizer | None, companions: Mapping[str, bytes]) -> None:
+    """Writes ``tokenizer``, its marks and what stood beside it into the run's ``folder``.
+
+    What is there of an earlier run, which was never saved, is removed. Raises StorageError.
+    """
+    if tokenizer is not None:
+        marks = {"id": tokenizer.eod, "begin": tokenizer.begin, "ends": tokenizer.ends}
+        write_json_atomic(folder / EOD_FILE, marks)
     beside = LocalStore(folder / _COMPANIONS)
-    if companions:
-        with explained("write", beside.path):
-            beside.path.mkdir(parents=True, exist_ok=True)
     for name, content in companions.items():
+        with explained("write", beside.path / name):
+            (beside.path / name).parent.mkdir(parents=True, exist_ok=True)
         beside.put(name, content)
-    for name in set(beside.names()) - companions.keys():  # those of an earlier run that was never saved
+    with explained("remove", beside.path):
+        files = [path.relative_to(beside.path).as_posix() for path in beside.path.rglob("*") if not path.is_dir()]
+    for name in set(files) - companions.keys():
         beside.remove(name)
-    tokenizer.save(folder / KEPT_TOKENIZER)
-
-
-def forget(folder: Path) -> None:
-    """Removes what ``keep`` writes. Raises StorageError."""
+    if tokenizer is not None:
+        tokenizer.save(folder / KEPT_TOKENIZER)
+        return
     for name in (KEPT_TOKENIZER, EOD_FILE):
-        with explained("remove", folder / name):
-            (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / _COMPANIONS, ignore_errors=True)
+        LocalStore(folder).remove(name)
+
+
+def _marks_without_tokenizer(folder: Store) -> Marks:
+    ends = token_ids(kept_companions(folder)).get("eos_token_id", [])
+    ends = tuple(ends) if isinstance(ends, list) else (ends,)
+    return Marks(next(iter(ends), None), None, ends)
 
 
 def _are_ids(given: object) -> bool:

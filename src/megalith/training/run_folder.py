@@ -2,7 +2,8 @@
 
 config.yaml        the resolved settings, every path absolute
 tokenizer.json     the tokenizer of the training data, byte for byte, if it is known
-huggingface/       what stood beside the tokenizer in the folder of Hugging Face that the model comes from
+huggingface/       what stood beside the tokenizer in the folder of Hugging Face that the model comes from; without a
+                   tokenizer generation_config.json alone, which names the tokens that end a text
 eod.json           {"id", "begin", "ends"}: tokens that end a document, begin a text, and end a text
 """
 
@@ -17,7 +18,6 @@ from megalith.storage.atomic import write_text_atomic
 from megalith.training.continuity import with_absolute_paths
 from megalith.training.kept import (
     KEPT_TOKENIZER,
-    forget,
     keep,
     kept_marks,
     kept_tokenizer,
@@ -26,7 +26,7 @@ from megalith.training.kept import (
 )
 from megalith.training.preflight import load_tokenizer
 from megalith.training.run import Run
-from megalith.training.tasks.tokens_of_origin import companions_of_origin
+from megalith.training.tasks.tokens_of_origin import companions_of_origin, goes_on
 
 __all__ = ["find_tokenizer", "keep_settings", "keep_tokenizer", "open_run", "read_config"]
 
@@ -39,10 +39,7 @@ def keep_settings(run: Run) -> None:
 def keep_tokenizer(run: Run) -> None:
     """Writes the tokenizer of ``run``, which is new or has been resumed, on one rank. Raises StorageError."""
     tokenizer = _training_tokenizer(run)
-    if tokenizer is not None:
-        keep(run.folder, tokenizer, companions_of_origin(run.config, tokenizer))
-        return
-    forget(run.folder)  # that of an earlier run that was never saved
+    keep(run.folder, tokenizer, companions_of_origin(run.config, tokenizer))
 
 
 def open_run(source: str | Path | Store) -> tuple[Store, Store, RunConfig]:
@@ -112,4 +109,4 @@ def _training_tokenizer(run: Run) -> Tokenizer | None:
         return load_tokenizer(run.config)
     except DataError:
         # data without their tokenizer, in a run that goes on: what it kept at its start is still right
-        return kept_tokenizer(LocalStore(run.folder)) if run.state.step else None
+        return kept_tokenizer(LocalStore(run.folder)) if goes_on(run.config) else None

@@ -6,6 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, ConfigError
+from megalith.models.gpt_model import GPTModel
 from megalith.models.hf import LLAMA
 from tests.models.hf import peers
 
@@ -50,6 +51,20 @@ def test_config_comes_back_and_builds_their_model(fields):
     assert torch.equal(again(tokens).logits, theirs(tokens).logits)
     assert again.config.eos_token_id == 7
     assert again.config.bos_token_id is None
+
+
+def test_biases_of_attention_without_a_word_on_the_mlp_are_of_attention_alone():
+    theirs = peers.llama(attention_bias=True)
+    hf_config = theirs.config.to_dict()
+    del hf_config["mlp_bias"]  # which configs of older versions of transformers do not have
+    config = LLAMA.config_from_hf(hf_config)
+    ours = GPTModel(config)
+    ours.load_state_dict(LLAMA.from_hf(theirs.state_dict(), config))
+    biases = {name.split(".", 3)[3] for name, _ in ours.named_parameters() if name.endswith(".bias")}
+    assert biases == {f"self_attn.{which}_proj.bias" for which in "qkvo"}
+    tokens = torch.arange(20).view(1, 20)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
 
 
 def test_absent_fields_have_the_defaults_of_transformers():

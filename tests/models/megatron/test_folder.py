@@ -3,8 +3,10 @@
 The folders here were written by ``written_by_megatron.py``, with the logits that Megatron computed.
 """
 
+import io
 import json
 import pickle
+import re
 import shutil
 import zipfile
 from pathlib import Path
@@ -16,7 +18,8 @@ from megalith.errors import CheckpointError, ConfigError, MegalithError
 from megalith.models.gpt_model import GPTModel
 from megalith.models.hf import parameter_shapes
 from megalith.models.megatron import is_megatron_folder, open_megatron_folder
-from megalith.models.megatron.gpt import config_of
+from megalith.models.megatron.gpt import _ONLY, config_of
+from megalith.models.megatron.torch_dist import read_tensors
 from megalith.storage import open_store
 from megalith.training.inference import load_model
 from megalith.training.tasks.conversion import import_model
@@ -34,6 +37,29 @@ ARGUMENTS = {
 }
 
 ROPE = {"position_embedding_type": "rope"}
+# what Megatron's own models have of those arguments of which ours takes one value only
+OF_OTHER_MODELS = {
+    "num_experts": 8,
+    "num_moe_experts": 8,
+    "experimental_attention_variant": "gated_delta_net",
+    "heterogeneous_block_specs": True,
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
+    "softmax_scale": 0.5,
+    "multi_latent_attention": True,
+    "mtp_num_layers": 1,
+    "qk_l2_norm": True,
+    "attention_output_gate": True,
+    "softmax_type": "learnable",
+    "apply_residual_connection_post_layernorm": True,
+    "quick_geglu": True,
+    "rotary_seq_len_interpolation_factor": 4,
+    "no_rope_freq": 4,
+    "is_hybrid_model": True,
+    "heterogeneous_layers_config_path": "blocks.json",
+    "scale_logits_with_mup": True,
+    "use_mup": True,
+}
 
 
 @pytest.fixture
@@ -149,7 +175,6 @@ def test_a_checkpoint_without_arguments_says_what_it_lacks(folder):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"num_experts": 8}, "num_experts must be None; it is 8"),
         ({"window_size": (3, 1)}, r"window_size must be .*\(127, 0\).*; it is tuple"),
         ({"window_size": (-2, 0)}, "window_size must be"),
         ({"window_size": 3}, "window_size must be .*; it is 3"),
@@ -159,16 +184,10 @@ def test_a_checkpoint_without_arguments_says_what_it_lacks(folder):
         ({"window_size": (3, 0), "window_attn_skip_freq": [1]}, "for each of 2 layers; it is list"),
         ({"window_size": (3, 0), "window_attn_skip_freq": [1, 2]}, "window_attn_skip_freq must be"),
         ({"window_size": (3, 0), "num_layers": 10**12}, "num_layers"),
-        ({"qk_l2_norm": True}, "qk_l2_norm must be False; it is True"),
-        ({"quick_geglu": True}, "quick_geglu must be False; it is True"),
         ({"position_embedding_type": "mrope"}, "'rope' or 'learned_absolute'; it is 'mrope'"),
         (ROPE | {"rotary_percent": 0}, "rope.percent: Input should be greater than 0"),
         (ROPE | {"rotary_percent": "all"}, "rope.percent: Input should be a valid number"),
         (ROPE | {"use_rope_scaling": True, "rope_scaling_factor": 0.5}, "rope.scaling.factor: Input should be"),
-        (
-            ROPE | {"rotary_seq_len_interpolation_factor": 4},
-            "rotary_seq_len_interpolation_factor must be None; it is 4",
-        ),
         ({"num_layers": "2"}, "whole numbers for num_layers"),
         ({"normalization": "Other"}, "normalization"),
         ({"num_attention_heads": 3}, "num_attention_heads"),
@@ -178,6 +197,15 @@ def test_arguments_that_describe_no_model_of_ours_are_named(given, said):
     config_of(ARGUMENTS, 48)
     with pytest.raises(ConfigError, match=said):
         config_of(ARGUMENTS | given, 48)
+
+
+@pytest.mark.parametrize("name", sorted(OF_OTHER_MODELS.keys() | _ONLY.keys()))
+def test_an_argument_of_which_one_value_is_ours_is_refused_by_name_with_another(name):
+    one, other = _ONLY[name], OF_OTHER_MODELS[name]
+    for given in one:  # also as Megatron leaves it where it asks for nothing
+        assert config_of(ARGUMENTS | ROPE | {name: given}, 48) == config_of(ARGUMENTS | ROPE, 48)
+    with pytest.raises(ConfigError, match=rf"\n- {name} must be {re.escape(repr(one[0]))}; it is {other!r}$"):
+        config_of(ARGUMENTS | ROPE | {name: other}, 48)
 
 
 def test_gelu_is_by_tanh_where_megatrons_fusion_computes_it_so():
@@ -225,6 +253,37 @@ def test_files_outside_of_the_folder_are_never_read(file, folder):
 )
 def test_places_that_a_file_does_not_have_are_refused(changed, said, folder):
     rewrite_places(folder, **changed)
+    with pytest.raises(CheckpointError, match=said):
+        open_megatron_folder(folder)
+
+
+def test_rows_that_two_parts_of_a_tensor_have_are_refused(folder):
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    first, second = metadata.state_dict_metadata["embedding.word_embeddings.weight"].chunks
+    num_rows = first.sizes[0]
+    assert (tuple(second.offsets), second.sizes) == ((num_rows, 0), first.sizes)
+    second.offsets = first.offsets  # as many elements as the tensor has, half of them twice
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    said = r"word_embeddings\.weight of .* has element \[0, 0\] of model\.embed_tokens\.weight 2 times, not once"
+    with pytest.raises(CheckpointError, match=said):
+        open_megatron_folder(folder)
+
+
+def test_elements_that_reach_a_byte_beyond_their_part_of_a_file_are_refused(folder):
+    tensor = read_tensors(open_store(folder))["embedding.word_embeddings.weight"]
+    chunk = tensor.chunks[0]
+    content = bytearray((folder / chunk.file).read_bytes())
+    assert chunk.stop < len(content)  # the next part's bytes would be read for its own
+    with zipfile.ZipFile(io.BytesIO(content[chunk.start : chunk.stop])) as archive:
+        [elements] = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
+    name_length, extra_length = chunk.start + elements.header_offset + 26, chunk.start + elements.header_offset + 28
+    end_of_header = extra_length + 2 + int.from_bytes(content[name_length:extra_length], "little")
+    # which Python's zipfile has read from the directory at the end, and not from here
+    content[extra_length : extra_length + 2] = (chunk.stop + 1 - elements.file_size - end_of_header).to_bytes(
+        2, "little"
+    )
+    (folder / chunk.file).write_bytes(content)
+    said = rf"{chunk.file}, bytes {chunk.start} to {chunk.stop} is not .*: its elements reach beyond it"
     with pytest.raises(CheckpointError, match=said):
         open_megatron_folder(folder)
 

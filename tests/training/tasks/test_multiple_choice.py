@@ -40,6 +40,19 @@ def test_the_likeliest_wins_whole_by_byte_or_by_token(monkeypatch):
     assert (won[0].chance, won[0].num_questions, won[0].num_cut) == (pytest.approx(1 / 3), 1, 1)
 
 
+def test_a_byte_is_one_of_utf_8_and_not_a_letter(monkeypatch):
+    # letters 6, 4, 3; bytes 6, 7, 7, since Cyrillic letters have two each and Chinese ones three
+    choices, likelihoods, tokens = (" abcde", " жук", " 水火"), [-6.0, -6.3, -6.65], [6, 7, 7]
+    monkeypatch.setattr(
+        multiple_choice,
+        "score",
+        lambda *_, **__: [Score(*each, num_cut=0) for each in zip(likelihoods, [False] * 3, tokens, strict=True)],
+    )
+    # a byte -1, -0.9, -0.95; a letter -1, -1.575, -2.2
+    won = [answer_questions(scorer(), [Question("Once", choices, answer)]) for answer in range(3)]
+    assert [(each.accuracy, each.per_byte) for each in won] == [(1, 0), (0, 1), (0, 0)]
+
+
 def test_accuracies_are_shares_of_the_questions_by_hand():
     found = scorer()
     texts = [("Once upon a", (" time", " name", " ships there")), ("", ("and", "each")), ("ships,", (" had", " x"))]

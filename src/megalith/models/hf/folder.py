@@ -21,7 +21,7 @@ from megalith.checkpoint.index import Piece, StoredTensor
 from megalith.checkpoint.shard_header import DTYPES, ShardEntry, read_header
 from megalith.checkpoint.stored_tensors import StoredTensors
 from megalith.config import TransformerConfig
-from megalith.data.companions import GENERATION
+from megalith.data.companions import GENERATION, companions_without_tokenizer, read_companions
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, StorageError
 from megalith.models.hf.families import detect
@@ -35,6 +35,7 @@ __all__ = [
     "TOKENIZER",
     "WHOLE",
     "ModelFolder",
+    "companions_alone",
     "end_tokens",
     "is_model_folder",
     "open_folder",
@@ -94,6 +95,12 @@ class ModelFolder:
         end_of_document = eod if eod is not None else first
         return Tokenizer.beside(self.store / CONFIG, TOKENIZER, end_of_document, ends=self.end_tokens)
 
+    def companions(self) -> dict[str, bytes]:
+        """What stands beside its tokenizer.json, by name, or ``companions_alone``. Raises as ``read_companions``."""
+        if TOKENIZER in self.store.names():
+            return read_companions(self.store)
+        return companions_alone(self.store, self.config.vocab_size or 0)
+
 
 def is_model_folder(store: Store) -> bool:
     """Whether ``store`` looks like a model of Hugging Face, and not like a checkpoint of ours."""
@@ -140,6 +147,16 @@ def read_folder(location: str | Path | Store) -> tuple[TransformerConfig, dict[s
 def end_tokens(store: Store, vocab_size: int) -> tuple[int, ...]:
     """``ModelFolder.end_tokens`` of a folder that is not opened. Raises CheckpointError for damaged files."""
     return _end_tokens(store, _read_json(store, CONFIG), vocab_size)
+
+
+def companions_alone(store: Store, vocab_size: int) -> dict[str, bytes]:
+    """What a run without a tokenizer keeps of a folder: its settings of generation, and the ids that end a text.
+
+    Raises as ``read_companions``, or CheckpointError if config.json is damaged.
+    """
+    fields = _read_json(store, CONFIG)
+    ends = _end_tokens(store, fields, vocab_size)
+    return companions_without_tokenizer(read_companions(store), fields, ends, vocab_size)
 
 
 def _end_tokens(store: Store, hf_config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:

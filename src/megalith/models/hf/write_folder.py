@@ -13,7 +13,7 @@ from megalith.checkpoint.stored_tensors import StoredTensors
 from megalith.data.tokenizer import Tokenizer
 from megalith.models.hf.folder import CONFIG, INDEX, TOKENIZER, WHOLE
 from megalith.models.hf.places import Packed
-from megalith.storage import LocalStore, Store
+from megalith.storage import LocalStore, Store, explained
 
 __all__ = ["write_tensors", "write_tokenizer"]
 
@@ -64,13 +64,16 @@ def write_tensors(
     store.put(CONFIG, _json(hf_config))
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer, companions: Mapping[str, bytes]) -> None:
+def write_tokenizer(folder: Path, tokenizer: Tokenizer | None, companions: Mapping[str, bytes]) -> None:
     """Writes what ``AutoTokenizer`` needs into ``folder``: ``companions`` are the files beside it, by name.
 
     Raises StorageError.
     """
-    tokenizer.save(folder / TOKENIZER)
+    if tokenizer is not None:
+        tokenizer.save(folder / TOKENIZER)
     for name, content in companions.items():
+        with explained("write", folder / name):
+            (folder / name).parent.mkdir(exist_ok=True)
         LocalStore(folder).put(name, content)
 
 

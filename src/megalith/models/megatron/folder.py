@@ -60,6 +60,10 @@ class MegatronFolder:
     def tokenizer(self, eod: str | int | None = None) -> None:
         """There is none: Megatron keeps its tokenizer apart."""
 
+    def companions(self) -> dict[str, bytes]:
+        """None either."""
+        return {}
+
 
 def is_megatron_folder(store: Store) -> bool:
     """Whether ``store`` looks like a ``torch_dist`` checkpoint of Megatron, or the folder of several."""

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from megalith.config import RunConfig
-from megalith.data.companions import read_companions
+from megalith.data.companions import companions_without_tokenizer, read_companions
 from megalith.data.tokenizer import Tokenizer
-from megalith.models.hf.folder import end_tokens, is_model_folder
+from megalith.models.hf.folder import companions_alone, end_tokens, is_model_folder
 from megalith.storage import MANIFEST, LocalStore, Store, open_store, record_of
 from megalith.training.kept import KEPT_TOKENIZER, kept_companions, kept_marks, run_of
 
-__all__ = ["companions_of_origin", "ends_of_origin"]
+__all__ = ["companions_of_origin", "ends_of_origin", "goes_on"]
 
 
 def ends_of_origin(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -25,24 +25,41 @@ def ends_of_origin(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     return end_tokens(origin, tokenizer.vocab_size) if is_model_folder(origin) else kept_marks(origin).ends
 
 
-def companions_of_origin(config: RunConfig, tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Files that stand beside the tokenizer of that model, by name. Raises as ``read_companions``."""
+def companions_of_origin(config: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes]:
+    """Files that stand beside the tokenizer of that model, by name.
+
+    Where the run does not know its tokenizer, the ids of the model are taken to be its own: what is kept without one.
+    Raises as ``read_companions``.
+    """
     origin = _origin(config, tokenizer)
     if origin is None:
         return {}
-    return read_companions(origin) if is_model_folder(origin) else kept_companions(origin)
+    vocab_size = config.model.vocab_size or 0
+    if is_model_folder(origin):
+        return companions_alone(origin, vocab_size) if tokenizer is None else read_companions(origin)
+    kept = kept_companions(origin)
+    if tokenizer is None:
+        return companions_without_tokenizer(kept, {}, kept_marks(origin).ends, vocab_size)
+    return kept
 
 
-def _origin(config: RunConfig, tokenizer: Tokenizer) -> Store | None:
+def goes_on(config: RunConfig) -> bool:
+    """Whether the run begins from a checkpoint of its own: it was saved before, or made of a model."""
+    # by its name alone: find_checkpoint speaks to all ranks, and rank 0 comes here by itself, too
+    names = (LocalStore(Path(config.run)) / "checkpoints").names()
+    return config.resume == "auto" and any(name.startswith("step-") for name in names)
+
+
+def _origin(config: RunConfig, tokenizer: Tokenizer | None) -> Store | None:
     """The folder that keeps them: the run's own if it goes on, or that of ``load``; None of another tokenizer."""
     found: Store = LocalStore(Path(config.run))
-    # by its name alone: find_checkpoint speaks to all ranks, and rank 0 comes here by itself, too
-    goes_on = config.resume == "auto" and any(name.startswith("step-") for name in (found / "checkpoints").names())
-    if not goes_on:
+    if not goes_on(config):
         if config.load is None:
             return None
         found = open_store(config.load)
         found = run_of(found) if MANIFEST in found.names() else found
+    if tokenizer is None:
+        return found
     if KEPT_TOKENIZER not in found.names() or record_of(found.parts(KEPT_TOKENIZER)).sha256 != tokenizer.sha256:
         return None
     return found

@@ -11,7 +11,13 @@ import torch
 from megalith.checkpoint.load import open_tensors
 from megalith.checkpoint.verify import verify_checkpoint
 from megalith.config import TransformerConfig
-from megalith.data.companions import companions_without_beginning, written_companions
+from megalith.data.companions import (
+    GENERATION,
+    companions_without_beginning,
+    end_field,
+    token_ids,
+    written_companions,
+)
 from megalith.data.special_tokens import spelled
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError
@@ -85,9 +91,15 @@ def export_model(
         dtype=dtype,
         eos_token_id=None if tokenizer is None else tokenizer.eod,
     )
-    special = {} if tokenizer is None else _special(tokenizer, model)
-    ids = {} if tokenizer is None else _token_ids(tokenizer, model, special)
-    hf_config |= ids
+    if tokenizer is None:
+        hf_config |= {name: id for name, id in token_ids(companions).items() if hf_config.get(name) is None}
+        written = _without_tokenizer(companions, model)
+    else:
+        special = _special(tokenizer, model)
+        ids = _token_ids(tokenizer, model, special)
+        hf_config |= ids
+        longest = model.max_position_embeddings or num_positions
+        written = written_companions(companions, tokenizer, longest, special, {} if model.kind == "bert" else ids)
     verify_checkpoint(checkpoint)
     weights = open_tensors(checkpoint, is_weight)
     shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
@@ -99,11 +111,7 @@ def export_model(
         }
         tables = family.tables_of(model, hf_config["max_position_embeddings"]) if family.tables else {}
         write_tensors(LocalStore(made), hf_config, packed, weights, dtypes, tables, progress)
-        if tokenizer is not None:
-            longest = model.max_position_embeddings or num_positions
-            ids_of_text = {} if model.kind == "bert" else ids
-            written = written_companions(companions, tokenizer, longest, special, ids_of_text)
-            write_tokenizer(made, tokenizer, written)
+        write_tokenizer(made, tokenizer, written)
         proof = stored_proof(checkpoint, made, made) if with_proof else None
     return Exported(checkpoint, family, dtype, tokenizer, _left_out(config.model, family), proof)
 
@@ -137,6 +145,18 @@ def _kept(folder: Store) -> tuple[Tokenizer | None, dict[str, bytes]]:
     return tokenizer.without_beginning(), companions_without_beginning(companions)
 
 
+def _without_tokenizer(companions: Mapping[str, bytes], model: TransformerConfig) -> dict[str, bytes]:
+    """What is written where the run keeps no tokenizer: settings of generation, for a model that writes text."""
+    if model.kind == "bert":
+        return {}
+    if "eos_token_id" not in token_ids(companions):
+        log.info(
+            "the run keeps no tokenizer and knows no token that ends a text, so the exported config.json names none; "
+            "set eos_token_id there, or transformers generates up to the length that it is given"
+        )
+    return {name: content for name, content in companions.items() if name == GENERATION}
+
+
 def _special(tokenizer: Tokenizer, model: TransformerConfig) -> dict[str, str]:
     """How the special tokens of ``model`` are spelled, by transformers' names."""
     begin = {"bos_token": tokenizer.decode(tokenizer.begin)} if len(tokenizer.begin) == 1 else {}
@@ -145,7 +165,7 @@ def _special(tokenizer: Tokenizer, model: TransformerConfig) -> dict[str, str]:
 
 def _token_ids(tokenizer: Tokenizer, model: TransformerConfig, special: Mapping[str, str]) -> dict[str, Any]:
     """What config.json and generation_config.json say of tokens; a T5's decoder begins with the padding token."""
-    ids: dict[str, Any] = {"eos_token_id": tokenizer.ends[0] if len(tokenizer.ends) == 1 else list(tokenizer.ends)}
+    ids: dict[str, Any] = {"eos_token_id": end_field(tokenizer.ends)}
     if "bos_token" in special:
         ids["bos_token_id"] = tokenizer.begin[0]
     if "pad_token" in special:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalith.config import load_run
-from megalith.data.companions import read_companions
 from megalith.data.tokenizer import Tokenizer
 from megalith.models.foreign import ForeignModel, foreign_model
 from megalith.models.hf import ModelFolder, open_folder
@@ -66,7 +65,7 @@ def import_model(
             folder.weights.described(),
             folder.weights.read,
             tokenizer=tokenizer,
-            companions=read_companions(folder.store) if isinstance(folder, ModelFolder) else {},
+            companions=folder.companions(),
             about={"parameters": num_parameters, "dtype": folder.weights.dtype, "imported from": str(folder.store)},
             progress=progress,
         )

@@ -53,7 +53,6 @@ def write_new_run(
     at_step_0 = {"version": STATE_VERSION, "train": TrainState().state_dict()}
     save_checkpoint(folder / "checkpoints", 0, described, {**at_step_0, **(state or {})}, keep_last=1, read=told)
     progress(num_bytes, num_bytes)
-    if tokenizer is not None:
-        keep(folder, tokenizer, companions)
+    keep(folder, tokenizer, companions)
     write_text_atomic(folder / "config.yaml", dump_yaml(config))
     write_json_atomic(folder / "about.json", {**about, **describe_machine()})

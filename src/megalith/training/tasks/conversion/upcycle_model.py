@@ -13,10 +13,8 @@ from megalith.checkpoint.load import open_tensors
 from megalith.checkpoint.stored_tensors import StoredTensors
 from megalith.checkpoint.verify import verify_checkpoint
 from megalith.config import RunConfig, TransformerConfig, load_run
-from megalith.data.companions import read_companions
 from megalith.data.tokenizer import Tokenizer
 from megalith.models.foreign import foreign_model
-from megalith.models.hf import ModelFolder
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import declared_buffers, declared_parameters
 from megalith.storage import Store, new_folder, open_store
@@ -127,8 +125,8 @@ def _open(source: str | Path) -> _Dense:
     store = open_store(source)
     if (foreign := foreign_model(store)) is not None:
         usual = usual_settings(foreign.config, foreign.num_positions, foreign.weights.dtype)
-        companions = read_companions(foreign.store) if isinstance(foreign, ModelFolder) else {}
-        return _Dense(foreign.store, foreign.config, usual, foreign.weights, foreign.tokenizer(), companions)
+        tokenizer, companions = foreign.tokenizer(), foreign.companions()
+        return _Dense(foreign.store, foreign.config, usual, foreign.weights, tokenizer, companions)
     checkpoint, folder, run = open_run(store)
     verify_checkpoint(checkpoint)
     weights = open_tensors(checkpoint, is_weight)
