@@ -1,6 +1,7 @@
 """replay: after two calls torch alone is called, and gives what Python gives; where it cannot be, Python is called."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -176,3 +177,32 @@ def test_inputs_of_other_shapes_are_python_s():
     found, num_runs = called(lambda x: x * len(x), inputs)
     assert [x.tolist() for x in found] == [[1.0], [2.0] * 2, [2.0] * 2, [2.0] * 2, [3.0] * 3, [2.0] * 2]
     assert num_runs == 4  # of one, twice of two, of three
+
+
+class Pair(NamedTuple):
+    """A record of an input and what was made of it."""
+
+    x: Tensor
+    twice: Tensor
+
+
+def test_records_of_tensors_are_python_s():
+    total = called_whole(lambda pair: pair.x + pair.twice)
+    inputs = drawn(5, (3,))
+    found, num_runs = called(lambda x: total(Pair(x, x * 2.0)), inputs)
+    assert num_runs == 5
+    for got, (x,) in zip(found, inputs, strict=True):
+        assert torch.equal(got, x + x * 2.0)
+
+
+def test_a_number_beside_a_tensor_is_a_value():
+    counted = called_whole(lambda x: (x * 2.0, int((x > 0).sum())))
+
+    def scaled(x: Tensor) -> Tensor:
+        twice, number = counted(x)
+        return twice * number
+
+    inputs = [[torch.tensor([1.0, sign])] for sign in (1.0, 1.0, -1.0, 1.0)]
+    found, num_runs = called(scaled, inputs)
+    assert num_runs == 4
+    assert [x.tolist() for x in found] == [[4.0, 4.0], [4.0, 4.0], [2.0, -2.0], [4.0, 4.0]]

@@ -141,13 +141,13 @@ class _Recording(TorchFunctionMode):
             self._views[view] = result
         if name in _GIVE_THEIR_INPUT and args and result is args[0]:
             return result
-        if result is None or _has_tensor(result):
+        shaped_by_values = name in _SHAPED_BY_VALUES or (name == "__getitem__" and _chooses(args[1]))
+        if _is_of_tensors(result) or (result is None and name not in _OF_METADATA):
             self._number_all(result)
             self.calls.append(_Call(function, given, named, self._template(result)))
-        elif name not in _OF_METADATA and _has_tensor(args):
+        elif name not in _OF_METADATA and _has_tensor((*args, *kwargs.values())):
             self.reads_values = True
-        if name in _SHAPED_BY_VALUES or (name == "__getitem__" and _chooses(args[1])):
-            self.reads_values = True
+        self.reads_values = self.reads_values or shaped_by_values
         return result
 
     def end(self, output: Tensor) -> None:
@@ -191,11 +191,9 @@ class _Recording(TorchFunctionMode):
         """``value`` with ``_Made`` for tensors that have a number."""
         if isinstance(value, Tensor):
             return _Made(self._numbers[id(value)]) if id(value) in self._numbers else value
-        if type(value) in (tuple, list):
-            return type(value)(self._template(part) for part in value)
-        if isinstance(value, tuple) and _has_tensor(value):  # a record, or what torch returns of several
-            return tuple(self._template(part) for part in value)
-        return value
+        if type(value) in (tuple, list) or type(value).__module__ == "torch.return_types":
+            return (list if isinstance(value, list) else tuple)(self._template(part) for part in value)
+        return value  # a record that has tensors is another in each recording
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -246,17 +244,26 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(map(_has_tensor, value)))
 
 
+def _is_of_tensors(result: Any) -> bool:
+    """Whether ``result`` is a tensor, or a sequence of tensors, or of None, and tells Python nothing else."""
+    if isinstance(result, (tuple, list)) and not isinstance(result, torch.Size):
+        return all(part is None or _is_of_tensors(part) for part in result)
+    return isinstance(result, Tensor)
+
+
 def _same(a: Any, b: Any) -> bool:
-    """Whether two templates, or what is no tensor in them, mean the same."""
+    """Whether two templates are the same tensor, object or number."""
     if a is b:
         return True
-    if type(a) is not type(b) or isinstance(a, Tensor):
+    if type(a) is not type(b):
         return False
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
+    if isinstance(a, slice):
+        return _same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
     if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
+    return isinstance(a, (int, float, complex, str, torch.device)) and a == b
 
 
 def _source(template: Any, names: dict[str, Any]) -> str:
