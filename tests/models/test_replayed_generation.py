@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalith.fusions import use
-from megalith.models.generation import generate
+from megalith.models.generation import generate, stream
 from megalith.models.gpt_model import GPTModel
 from megalith.models.sampling import Sampling
 from tests.transformer.shapes import SHAPES, config, options
@@ -32,10 +32,10 @@ NEW = 24
 def texts(model: GPTModel, prompts: list[list[int]], temperature: float) -> tuple[list[list[int]], int]:
     """What it generates, and how often the model's Python ran."""
     runs: list[int] = []
-    forward = model.model.forward
-    model.model.forward = lambda *args: runs.append(1) or forward(*args)  # a hook would be seen
-    found = generate(model, prompts, NEW, sampling=Sampling(temperature))
-    del model.model.forward
+    forward = GPTModel.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GPTModel, "forward", lambda *args, **how: runs.append(1) or forward(*args, **how))
+        found = generate(model, prompts, NEW, sampling=Sampling(temperature))
     return found, len(runs)
 
 
@@ -52,7 +52,8 @@ def test_replayed_tokens_are_those_of_python(kind, dtype, prompts):
     assert found == want
     assert num_plain == max(map(len, want))
     # a prompt, and two tokens to record; all but the reference read how many tokens an expert has
-    assert num_runs == (NEW if kind == "experts" and dtype != torch.float64 else 3)
+    is_python_s = kind == "latents" or (kind == "experts" and dtype != torch.float64)
+    assert num_runs == (NEW if is_python_s else 3)
 
 
 def test_another_path_is_python_s():
@@ -60,3 +61,38 @@ def test_another_path_is_python_s():
     with use("reference"):
         assert texts(model, RAGGED, 0.0)[1] == NEW
     assert texts(model, RAGGED, 0.0)[1] == 3
+
+
+class Own(torch.nn.Module):
+    """A user's part, which may do anything."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        found: torch.Tensor = self.inner(*args)
+        return found
+
+
+def test_parts_of_a_user_are_called_for_every_token():
+    model = GPTModel(config(), options(), seed=1)
+    layer = next(iter(model.model.layers.values()))
+    layer.mlp = Own(layer.mlp)
+    assert texts(model, RAGGED, 0.0)[1] == NEW
+
+
+def test_a_hook_and_another_weight_count_from_the_next_token_on():
+    model = GPTModel(config(), options(), seed=1)
+    want = generate(model, RAGGED[:1], 8, sampling=Sampling(0.0))[0]
+    tokens = stream(model, RAGGED[:1], NEW, sampling=Sampling(0.0))
+    assert [next(tokens)[0] for _ in range(8)] == want
+    calls: list[int] = []
+    hook = model.register_forward_hook(lambda *_: calls.append(1))
+    next(tokens)
+    hook.remove()
+    assert calls == [1]
+    only = torch.zeros_like(model.lm_head.weight)
+    model.lm_head.weight = torch.nn.Parameter(only)  # all logits are 0, of which the first is taken
+    next(tokens)
+    assert next(tokens) == [0]

@@ -5,8 +5,9 @@ longer there than its kernels. A CUDA graph does the same for launches; this one
 calls again as a whole what is ``called_whole``, for instance a cache that has grown since.
 
 A recording is trusted once a second one, of other values, is the same call for call: the same functions in the same
-order, the same numbers, flags and weights, the same tensors from one to the next. Whatever follows from a value, a
-length or a step shows as a difference, and then, or where a value is read, the function is called as it is.
+order, the same numbers, flags and weights, the same tensors from one to the next. Where they differ, or a value is
+read, the function is called as it is. What two recordings cannot show is for the caller to rule out: a branch taken
+from some later length or count on, a context entered inside, a number generator seeded there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,14 +29,11 @@ _OF_METADATA = frozenset(
     | {"storage_offset", "stride"}
 )
 _GIVE_THEIR_INPUT = frozenset({"contiguous", "float", "to"})  # where it is already what is asked for
-# the same view twice is one, whatever is written to it, and one that nothing reads is none
-_GIVE_VIEWS = frozenset({"__getitem__", "chunk", "permute", "split", "t", "transpose", "unsqueeze", "view"})
 # the shape of what they give is read off by Python
 _SHAPED_BY_VALUES = frozenset(
     {"argwhere", "bincount", "combinations", "masked_select", "nonzero", "repeat_interleave", "tensor_split", "unique"}
-    | {"unique_consecutive"}
+    | {"one_hot", "unique_consecutive", "where"}
 )
-_FILL_NOTHING = frozenset({"empty", "new_empty"})
 
 
 def called_whole(function: Callable[P, R]) -> Callable[P, R]:
@@ -124,7 +122,6 @@ class _Recording(TorchFunctionMode):
         self.reads_values = False
         self._made = list(inputs)  # held, or another tensor could get the identity of one
         self._numbers = {id(x): number for number, x in enumerate(inputs)}
-        self._views: dict[str, Any] = {}
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -133,15 +130,11 @@ class _Recording(TorchFunctionMode):
         given = tuple(self._template(x) for x in args)
         named = {name: self._template(x) for name, x in kwargs.items()}
         name = getattr(function, "__name__", "")
-        view = f"{name} {given} {named}" if name in _GIVE_VIEWS and _is_a_view(given) else ""
-        if view in self._views:
-            return self._views[view]
         result = function(*args, **kwargs)
-        if view:
-            self._views[view] = result
         if name in _GIVE_THEIR_INPUT and args and result is args[0]:
             return result
-        shaped_by_values = name in _SHAPED_BY_VALUES or (name == "__getitem__" and _chooses(args[1]))
+        shaped_by_values = name in _SHAPED_BY_VALUES and not (name == "where" and len(args) > 1)
+        shaped_by_values = shaped_by_values or (name in ("__getitem__", "__setitem__") and _reads_index(args[1]))
         if _is_of_tensors(result) or (result is None and name not in _OF_METADATA):
             self._number_all(result)
             self.calls.append(_Call(function, given, named, self._template(result)))
@@ -153,8 +146,7 @@ class _Recording(TorchFunctionMode):
     def end(self, output: Tensor) -> None:
         """Says what the function has returned."""
         self.calls.append(_Call(_identity, (self._template(output),), {}, None))
-        self.calls = _needed(self.calls)
-        self._made, self._views = [], {}
+        self._made = []
 
     def equals(self, other: "_Recording") -> bool:
         """Whether a replay of the one is one of the other."""
@@ -200,31 +192,13 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _is_a_view(args: Sequence[Any]) -> bool:
-    """Whether an index, or whatever comes after the tensor, is no tensor: that would give a copy."""
-    return isinstance(args[0], _Made) and not any(_has_tensor(x) or _has_number(x) for x in args[1:])
-
-
-def _chooses(index: Any) -> bool:
-    """Whether ``index`` has a mask, which gives as many elements as are true."""
+def _reads_index(index: Any) -> bool:
+    """Whether ``index`` has a mask, which gives as many elements as are true, or a slice up to what a tensor says."""
     if isinstance(index, (tuple, list)):
-        return any(map(_chooses, index))
+        return any(map(_reads_index, index))
+    if isinstance(index, slice):
+        return _has_tensor((index.start, index.stop, index.step))
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-
-
-def _needed(calls: Sequence[_Call]) -> list[_Call]:
-    """``calls`` without those that only give what none of the others reads."""
-    found: list[_Call] = []
-    read: set[int] = set()
-    for call in reversed(calls):
-        gives = set(_numbers_in(call.result))
-        name = getattr(call.function, "__name__", "")
-        idle = name in _FILL_NOTHING or (name in _GIVE_VIEWS and _is_a_view(call.args))
-        if idle and not gives & read:
-            continue
-        read.update(_numbers_in((call.args, *call.kwargs.values())))
-        found.append(call)
-    return found[::-1]
 
 
 def _numbers_in(template: Any) -> Iterator[int]:

@@ -176,7 +176,7 @@ class _Rows:
         self.tokens = torch.tensor(padded, device=self.device)  # [B, room]
         splits = groups.size("cp") > 1 or self.options.sequence_parallel
         self.caches = None if splits else {chunk: chunk.new_caches(self.end) for chunk in pipeline.chunks}
-        self.may_replay = _may_replay(pipeline, len(prompts))
+        self.parts: list[int] | None = None  # of the model that is recorded
         self._make_room(min(self.end + _FIRST_ROOM, self.most))
 
     def _make_room(self, columns: int) -> None:
@@ -251,7 +251,12 @@ class _Rows:
         new = slice(self.start, self.end)
         given = self.tokens[:, new], self.positions[:, new]
         if self.end - self.start == 1:
-            return self.of_one[model](*given) if self.may_replay else self._cached_forward(model, *given, hidden=hidden)
+            # asked for every token: a hook, or another weight, counts from the next one on
+            parts = _replayable_parts(self.pipeline, len(self.prompts))
+            self.parts = self.parts or parts
+            if parts is not None and parts == self.parts:
+                return self.of_one[model](*given)
+            return self._cached_forward(model, *given, hidden=hidden)
         # a prompt is read once, which repays no compiler
         with use(chosen_by_use() or ("blocked" if self.device.type == "cpu" else None)):
             return self._cached_forward(model, *given, hidden=hidden)
@@ -285,22 +290,28 @@ class _Rows:
         return reduce_from_tensor_model_parallel_region(logits[:, self.mine == self.end - 1].sum(dim=1), self.groups.cp)
 
 
-def _may_replay(pipeline: Pipeline[GPTModel], num_rows: int) -> bool:
-    """Whether a forward of one token a row is a function of tensors of one CPU, and calls nothing but torch.
+def _replayable_parts(pipeline: Pipeline[GPTModel], num_rows: int) -> list[int] | None:
+    """The identities of modules and weights where a forward of one token a row calls nothing but torch, on one CPU.
 
-    Larger tensors take compiled or hand-written kernels, and their Python matters less.
+    None where it may do more, or not the same at every length: in modules that are not of this house or of torch, in
+    latent attention, which changes its way with the number of keys, in hooks and on paths that were asked for.
     """
     model, config = pipeline.chunks[0], pipeline.chunks[0].config
-    parts = [*model.parameters()]
-    return (
+    modules, weights = list(model.modules()), list(model.parameters())
+    may_replay = (
         model.stage.has_embedding
         and model.stage.has_head
-        and all(type(part) is nn.Parameter and part.device.type == "cpu" for part in parts)
+        and config.mla is None
+        and all(type(module).__module__.startswith(("megalith.", "torch.nn.")) for module in modules)
+        and not any(module.training or "forward" in vars(module) for module in modules)
+        and all(type(weight) is nn.Parameter and weight.device.type == "cpu" for weight in weights)
         and all(model.options.pg_collection.size(axis) == 1 for axis in ("tp", "cp", "ep", "etp"))
+        # larger tensors take compiled or hand-written kernels
         and num_rows * 2 * max(config.hidden_size, config.ffn_hidden_size) <= LARGEST_WHOLE
         and chosen_by_use() is None
         and not has_forward_hooks(model)
     )
+    return [id(part) for part in (*modules, *weights)] if may_replay else None
 
 
 def _num_positions(model: GPTModel) -> int | None:
