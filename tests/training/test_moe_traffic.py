@@ -80,6 +80,7 @@ UNEVEN: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor 2 x expert 4": (4, {"tensor": 2, "sequence": True, "expert": 4, "expert_tensor": 1}),
     "pipeline 2 x expert 2": (4, {"pipeline": 2, "expert": 2}),
 }
+ODD_LATENTS = "latents are odd, and what is inside of the experts is cut"
 IN_MAKE_TEST = ("expert 2, gathered", "folded, padded")
 
 
@@ -100,7 +101,9 @@ def test_ranks_exchange_what_is_counted_with_even_loads(name, tmp_path):
     check(settings(tmp_path, **{**others, "parallel": parallel, "model": model}), num_ranks)
 
 
-@pytest.mark.parametrize("name", sample(SHARDED_UNEVENLY, ("latents are odd, and what is inside of the experts is cut",)))
+@pytest.mark.parametrize(
+    "name", sample(SHARDED_UNEVENLY, ("latents are odd, and what is inside of the experts is cut",))
+)
 def test_weights_of_experts_are_gathered_in_the_parts_that_fsdp_cuts(name, tmp_path):
     num_ranks, parallel, model = SHARDED_UNEVENLY[name]
     model = {**model, "moe": {**model["moe"], "router": EVEN}}
