@@ -25,6 +25,7 @@ from megalith.transformer.moe.traffic import MicroBatch, dispatch_traffic
 from tests.rank_pool import ranks, renew_ranks
 from tests.tiny_run import SEQ, settings
 from tests.training.recorder import APART, Recorder
+from tests.training.test_moe_layouts import UNEVEN as SHARDED_UNEVENLY
 from tests.training.test_traffic import check, num_operations, take_step
 
 E, K = 4, 2
@@ -79,6 +80,7 @@ UNEVEN: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor 2 x expert 4": (4, {"tensor": 2, "sequence": True, "expert": 4, "expert_tensor": 1}),
     "pipeline 2 x expert 2": (4, {"pipeline": 2, "expert": 2}),
 }
+ODD_LATENTS = "latents are odd, and what is inside of the experts is cut"
 IN_MAKE_TEST = ("expert 2, gathered", "folded, padded")
 
 
@@ -97,6 +99,16 @@ def test_ranks_exchange_what_is_counted_with_even_loads(name, tmp_path):
     num_ranks, parallel, moe, others = CASES[name]
     model = {"moe": {"num_experts": E, "top_k": K, **moe}, **others.get("model", {})}
     check(settings(tmp_path, **{**others, "parallel": parallel, "model": model}), num_ranks)
+
+
+@pytest.mark.parametrize(
+    "name", sample(SHARDED_UNEVENLY, ("latents are odd, and what is inside of the experts is cut",))
+)
+def test_weights_of_experts_are_gathered_in_the_parts_that_fsdp_cuts(name, tmp_path):
+    num_ranks, parallel, model = SHARDED_UNEVENLY[name]
+    model = {**model, "moe": {**model["moe"], "router": EVEN}}
+    train = {"global_batch_size": 12, "micro_batch_size": 1}
+    check(settings(tmp_path, train=train, model=model, parallel=parallel), num_ranks)
 
 
 def exchanged_with_loads(tree: dict[str, Any], num_ranks: int) -> tuple[Traffic, Traffic, list[list[int]]]:

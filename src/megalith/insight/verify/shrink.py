@@ -1,20 +1,23 @@
 """A recipe made small: the same features, fewer and smaller layers, in samples of a few tokens.
 
 What splits evenly stays even and what does not stays uneven: layers over stages, groups of heads over ranks, the
-vocabulary. First weights are wider by the root of what the hidden size has lost, so that activations keep their size
-and no attention becomes an average of all that it sees.
+vocabulary. Two stacks lie on stages as the large ones do, where there are stages enough (``stacks``). First weights are
+wider by the root of what the hidden size has lost, so that activations keep their size and no attention becomes an
+average of all that it sees.
 """
 
 from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import Any, NamedTuple
 
-from megalith.config import RunConfig, TransformerConfig, as_tree, parse_batch_size_schedule
+from megalith.config import RunConfig, TransformerConfig, as_tree, load_run, parse_batch_size_schedule
 from megalith.config.draft import round_up
 from megalith.config.layout import Layout
 from megalith.config.settings_tree import applied
 from megalith.insight.verify.cover import FOLDED, Degrees
 from megalith.insight.verify.experts import comparable_at, small_experts
+from megalith.insight.verify.stacks import listed, small_stacks
+from megalith.training.tasks.choose import task_of
 
 __all__ = ["EOD", "SEQ_LENGTH", "on_layout", "on_one_process", "small_recipe"]
 
@@ -65,7 +68,10 @@ def small_recipe(
     if config.model.moe is not None:
         changes |= small_experts(config.model.moe, changes["model.hidden_size"], rows)
         changes["model.moe.layers"] = _expert_layers(config.model, changes["model.num_layers"])
-    return applied(as_tree(config), changes)
+    small = applied(as_tree(config), changes)
+    if config.model.t5 is None or "pipeline" not in shown:
+        return small
+    return applied(small, _stacks(config, small, shown["pipeline"]))
 
 
 def on_one_process(small: Tree) -> Tree:
@@ -92,7 +98,7 @@ def on_layout(small: Tree, config: RunConfig, degrees: Degrees, dtype: str) -> T
         if parallel.stage_layers is not None:
             num_stages, model = degrees["pipeline"] * virtual, small["model"]
             num_layers = model["num_layers"] + (model["t5"]["num_decoder_layers"] if model.get("t5") else 0)
-            changes["parallel.stage_layers"] = _listed(parallel.stage_layers, num_layers, num_stages)
+            changes["parallel.stage_layers"] = listed(parallel.stage_layers, num_layers, num_stages)
     if config.model.moe is not None:
         dispatch = parallel.dispatch
         changes["parallel.expert_tensor"] = degrees.get("expert_tensor", 1)
@@ -266,7 +272,7 @@ def _heads(config: RunConfig, layout: Layout, tensor: int) -> tuple[int, int]:
 def _num_layers(config: RunConfig, layout: Layout, pipeline: int) -> dict[str, int]:
     """One for each stage, and one more where stages are uneven; two without a pipeline; more for more kinds of them.
 
-    Of two stacks twice as many, in their ratio, so that one that lies on several stages still does.
+    Of two stacks twice as many, so that each may lie on several stages; ``_stacks`` deals them out.
     """
     model, num_kinds, num_stages = config.model, len(_kinds_of_layers(config.model)), layout.pipeline
     if num_stages == 1:
@@ -278,16 +284,17 @@ def _num_layers(config: RunConfig, layout: Layout, pipeline: int) -> dict[str, i
     if model.t5 is None:
         return {"model.num_layers": round_up(num_kinds, small_stages) + uneven}
     num_layers = 2 * small_stages + uneven
-    encoder = round(num_layers * model.num_layers / model.total_num_layers)
-    encoder = min(max(encoder, 1), num_layers - 1)
-    return {"model.num_layers": encoder, _DECODER: num_layers - encoder}
+    return {"model.num_layers": num_layers - num_layers // 2, _DECODER: num_layers // 2}
 
 
-def _listed(listed: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
-    """``num_layers`` over ``num_stages``, with the most where ``listed`` has the most."""
-    each, more = divmod(num_layers, num_stages)
-    longest = listed.index(max(listed)) * num_stages // len(listed)
-    return [each + more * (stage == longest) for stage in range(num_stages)]
+def _stacks(config: RunConfig, small: Tree, pipelines: Sequence[int]) -> dict[str, int]:
+    """The layers of both stacks, which lie on stages of ``pipelines`` as those of ``config`` lie on its own."""
+    run = load_run(on_one_process(small), world_size=1)
+    num_stages = [pipeline * min(config.parallel.virtual, 2) for pipeline in pipelines]
+    smallest = run.model.total_num_layers
+    uneven = smallest % max(num_stages) > 0
+    encoder, decoder = small_stacks(config, task_of(run).costs(), smallest, uneven, num_stages)
+    return {"model.num_layers": encoder, _DECODER: decoder}
 
 
 def _course(config: RunConfig, rows: Sequence[Degrees]) -> dict[str, Any]:

@@ -24,10 +24,12 @@ from megalith.insight.verify.cover import (
     degrees_to_show,
     missing_pairs,
     name_of,
+    num_ranks,
 )
 from megalith.insight.verify.experts import experts_not_shown
 from megalith.insight.verify.proof import Case, Paths, Proof, Result, narrowed
-from megalith.insight.verify.shrink import Tree, on_one_process, small_recipe
+from megalith.insight.verify.shrink import Tree, on_layout, on_one_process, small_recipe
+from megalith.insight.verify.stacks import stacks_not_shown
 from megalith.optim.optimizer import matches
 from megalith.optional import why_not_interpret
 from megalith.parallel.build_options import BuildOptions
@@ -103,6 +105,8 @@ def verify(
             progress("looking for the smallest layout that is wrong")
             wrong = narrowed(proof, wrong)
     uncovered += [*_uncovered(config, missing_pairs(shown, rows), results), *experts_not_shown(config, rows)]
+    runs = [(row, load_run(on_layout(small, config, row, "float64"), world_size=num_ranks(row))) for row in rows]
+    uncovered += stacks_not_shown(config, runs)
     uncovered += _only_on_other_paths(results) if wrong is None else ()
     return Verification(axes_of(config, layout), _in_words(small), results, wrong, uncovered)
 

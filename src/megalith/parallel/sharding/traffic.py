@@ -70,6 +70,7 @@ class Sharding:
             sizes[0] //= layout.expert
             sizes[weight.split] //= layout.expert_tensor
             degrees = {0: layout.expert, weight.split: layout.expert_tensor}
+            # the rule sees the whole weight, as when a model is built; what it cuts is what ep and etp leave to a rank
             sharded = sharded_dimension(weight.shape, {dim for dim, degree in degrees.items() if degree > 1}, shards)
             num_elements += prod(_part(sizes, sharded, shards, index=0))  # the largest, to which others are padded
         found = collective(
