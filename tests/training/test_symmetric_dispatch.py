@@ -25,6 +25,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "expert 2 x context 2": (2, {"context": 2, "expert": 2}),
     "expert 2 x pipeline 2": (4, {"pipeline": 2, "expert": 2}),
 }
+LAST_LAYER = {"num_layers": 2, "moe": {"num_experts": 4, "layers": [False, True]}}
 CASES = [
     ("experts in every layer", "expert 2"),
     ("experts of latents, with biases", "expert 2 x tensor 2, sequence, folded"),
@@ -48,6 +49,13 @@ def test_experts_learn_the_same_in_every_layout(option, layout, tmp_path):
     tree = settings(tmp_path, **OPTIONS[option])
     want = reference(tree)
     for rank, found in enumerate(ranks(num_ranks, with_stand_in, run_of(tree, parallel), num_ranks)):
+        assert differences(found, want) == [], f"on rank {rank}"
+
+
+def test_a_stage_without_experts_does_not_leave_the_others_waiting(tmp_path):
+    tree = run_of(settings(tmp_path, model=LAST_LAYER), {"pipeline": 2, "expert": 2})
+    want = reference(tree)
+    for rank, found in enumerate(ranks(4, with_stand_in, tree, 4)):
         assert differences(found, want) == [], f"on rank {rank}"
 
 

@@ -212,7 +212,7 @@ def two_dispatches(after: int) -> Tensor:
     return arrived
 
 
-@pytest.mark.parametrize("after", range(4))  # dispatch, combine, and their gradients
+@pytest.mark.parametrize("after", range(6))  # both ways of the constructor, dispatch, combine, and their gradients
 def test_no_barrier_of_a_layer_can_be_left_out(after):
     with pytest.raises(RankError, match="no barrier since"):
         ranks(2, layer_without_a_barrier, after)
@@ -222,7 +222,7 @@ def test_a_dispatch_after_a_dispatch_waits_until_the_first_is_read():
     for rank, arrived in enumerate(ranks(2, two_dispatches, 100)):
         assert torch.equal(arrived, rows_of(0, E, H)[4 * rank : 4 * rank + 4].repeat_interleave(2, dim=0))
     with pytest.raises(RankError, match="written while peers read"):
-        ranks(2, two_dispatches, 1)
+        ranks(2, two_dispatches, 3)
 
 
 def refused_rows(num_tokens: int, dtype: torch.dtype) -> str:

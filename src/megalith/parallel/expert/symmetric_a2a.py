@@ -124,6 +124,11 @@ class SymmetricA2A:
             memory.empty((2, num_experts), torch.int64) for _ in range(3)
         )
         self.last_read: _Buffer | None = None
+        # the first exchange of a group makes an NVSHMEM team, which all ranks of the world must do, and ranks of a
+        # stage without experts would never exchange anything
+        nothing = self.sent.rows[:0]
+        arrived = self.carry(nothing, None, torch.zeros_like(self.sent_splits))
+        self.carry_back(nothing, None, arrived)
 
     def carry(self, rows: Tensor, weights: Tensor | None, splits: Tensor) -> Tensor:
         """Dispatches rows into ``received``; returns the counts and offsets [2, E] of what has arrived there."""
@@ -134,11 +139,11 @@ class SymmetricA2A:
         self.memory.all_to_all_vdev_2d(self.sent.whole, self.received.whole, self.sent_splits, self.received_splits)
         return self.received_splits.clone()
 
-    def carry_back(self, rows: Tensor, weights: Tensor | None, way: Way) -> None:
-        """Sends rows [R, D] and their weights back along ``way``, into ``sent``."""
+    def carry_back(self, rows: Tensor, weights: Tensor | None, arrived: Tensor) -> None:
+        """Sends rows [R, D] and their weights back, into ``sent``; ``arrived`` [2, E] as in ``Way``."""
         self._let_read(self.received)
         self.received.put(rows, weights)
-        self.returning_splits.copy_(way.arrived)
+        self.returning_splits.copy_(arrived)
         self.memory.barrier()
         self.memory.all_to_all_vdev_2d_offset(
             self.received.whole, self.sent.whole, self.returning_splits, self.returned_splits
@@ -280,7 +285,7 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, drows: Tensor, dweights: Tensor) -> tuple[Tensor | None, ...]:
         buffer, N = ctx.a2a.sent, ctx.way.num_sent
-        ctx.a2a.carry_back(drows, dweights, ctx.way)
+        ctx.a2a.carry_back(drows, dweights, ctx.way.arrived)
         # rows that were not sent have none
         dx, dw = drows.new_zeros(ctx.num_rows, drows.shape[1]), dweights.new_zeros(ctx.num_rows)
         dx[:N], dw[:N] = buffer.rows[:N], buffer.weights[:N]
@@ -291,7 +296,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, a2a: SymmetricA2A, way: Way) -> Tensor:
         ctx.a2a, ctx.way = a2a, way
-        a2a.carry_back(rows, None, way)
+        a2a.carry_back(rows, None, way.arrived)
         return a2a.sent.rows[: way.num_sent].clone()
 
     @staticmethod
