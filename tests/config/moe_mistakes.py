@@ -153,6 +153,15 @@ MOE_MISTAKES = [
         r"sequence_balance have no effect with model.moe.top_k \(8\) equal to .*num_experts: .*; use",
     ),
     Mistake(
+        {
+            **MOE,
+            "model.moe.top_k": 8,
+            f"{ROUTER}.score_function": "sigmoid",
+            f"{ROUTER}.expert_bias_update_rate": 0.1,
+        },
+        r"expert_bias_update_rate have no effect with model.moe.top_k \(8\) equal to .*num_experts: .*; use",
+    ),
+    Mistake(
         {**MOE, "model.moe.layers": [*[False] * 9, True]},
         r"moe.layers gives none of the 4 layers experts, and model.moe has no effect; use model.moe.layers=null",
     ),

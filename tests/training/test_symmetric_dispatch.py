@@ -9,8 +9,12 @@ import torch
 from megalith.config import load_run
 from megalith.errors import ConfigError
 from megalith.insight.verify.experts import experts_not_shown
-from megalith.training import setup
+from megalith.observe.units import quantity
+from megalith.training import machine_fit, setup
+from megalith.training.dry_run import describe
+from megalith.training.machine_fit import check_machine, rank_state_bytes
 from megalith.training.setup import build_run
+from megalith.training.tasks.choose import task_of
 from tests.parallel.expert.symmetric_standin import StandInMemory
 from tests.rank_pool import ranks
 from tests.tiny_run import settings
@@ -25,6 +29,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "expert 2 x context 2": (2, {"context": 2, "expert": 2}),
     "expert 2 x pipeline 2": (4, {"pipeline": 2, "expert": 2}),
 }
+LAST_LAYER = {"num_layers": 2, "moe": {"num_experts": 4, "layers": [False, True]}}
 CASES = [
     ("experts in every layer", "expert 2"),
     ("experts of latents, with biases", "expert 2 x tensor 2, sequence, folded"),
@@ -49,6 +54,62 @@ def test_experts_learn_the_same_in_every_layout(option, layout, tmp_path):
     want = reference(tree)
     for rank, found in enumerate(ranks(num_ranks, with_stand_in, run_of(tree, parallel), num_ranks)):
         assert differences(found, want) == [], f"on rank {rank}"
+
+
+def test_a_stage_without_experts_does_not_leave_the_others_waiting(tmp_path):
+    tree = run_of(settings(tmp_path, model=LAST_LAYER), {"pipeline": 2, "expert": 2})
+    want = reference(tree)
+    for rank, found in enumerate(ranks(4, with_stand_in, tree, 4)):
+        assert differences(found, want) == [], f"on rank {rank}"
+
+
+def allocated(tree: dict[str, Any], num_ranks: int) -> tuple[list[tuple[int, ...]], int]:
+    """The shapes of the rows' buffers of this rank, and the bytes of all that it has of symmetric memory."""
+    with patch.object(setup, "nvshmem_memory", lambda group, device: StandInMemory(group)):
+        a2a = build_run(load_run(tree, world_size=num_ranks), torch.device("cpu")).options.symmetric_a2a
+    tensors = a2a.memory.tensors
+    return [tuple(tensor.shape) for tensor in tensors[:2]], sum(x.numel() * x.element_size() for x in tensors)
+
+
+# rows of 32 features in float64 and a piece of two for the weight; 2 sequences of 16 tokens, K = 2 or 3 of 4 experts
+@pytest.mark.parametrize(
+    ("parallel", "top_k", "num_sent", "num_received"),
+    [
+        ({"expert": 2}, 2, 32 * 2, 2 * 32 * 2 + 2),
+        ({"expert": 2}, 3, 32 * 3, 2 * 32 * 2 + 2),  # of three experts two are here at most
+        ({"expert": 2, "tensor": 2, "sequence": True, "expert_tensor": 1}, 2, 16 * 2, 2 * 16 * 2 + 2),
+        ({"expert": 2, "context": 2}, 2, 16 * 2, 2 * 16 * 2 + 2),
+    ],
+)
+def test_buffers_are_as_large_as_the_worst_case_and_are_counted(parallel, top_k, num_sent, num_received, tmp_path):
+    tree = run_of(settings(tmp_path, model={"moe": {"num_experts": 4, "top_k": top_k}}), parallel)
+    num_bytes = 8 * (34 * (num_sent + num_received) + 4 + 3 * 2 * 4)
+    assert ranks(2, allocated, tree, 2) == [([(num_sent, 34), (num_received, 34)], num_bytes)] * 2
+    config = load_run(tree, world_size=2)
+    assert f"exchange buffers      {quantity(num_bytes)}B on each rank, in symmetric memory\n" in describe(config, 2)
+    takes = sum(rank_state_bytes(config, task_of(config), 2)) * 2 + 2 * num_bytes
+    with patch.object(machine_fit, "memory_bytes", lambda: takes):
+        check_machine(config, 2, range(2))
+    said = rf"with buffers of parallel.dispatch.method=symmetric, {quantity(num_bytes)}B each, before any activation"
+    with patch.object(machine_fit, "memory_bytes", lambda: takes - 1), pytest.raises(ConfigError, match=said):
+        check_machine(config, 2, range(2))
+
+
+class Short(StandInMemory):
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        raise RuntimeError("nvshmem_malloc failed")
+
+
+def refusal_of_short_memory(tree: dict[str, Any]) -> str:
+    with patch.object(setup, "nvshmem_memory", lambda group, device: Short(group)):
+        return refusal(tree)
+
+
+def test_buffers_that_cannot_be_had_are_refused_by_the_name_of_their_setting(tmp_path):
+    tree = run_of(settings(tmp_path, **OPTIONS["experts in every layer"]), {"expert": 2})
+    for message in ranks(2, refusal_of_short_memory, tree):
+        assert "parallel.dispatch.method=symmetric cannot have its buffers of 53.0kB on every rank" in message
+        assert "nvshmem_malloc failed; use a smaller train.micro_batch_size" in message
 
 
 def test_verify_says_that_it_runs_another_exchange(tmp_path):

@@ -188,9 +188,11 @@ def capacities_drop_something(run: Draft) -> Iterator[Violation]:
 
 
 def loads_can_be_uneven(run: Draft) -> Iterator[Violation]:
-    """sequence_balance, micro_batch_balance and global_balance need top_k below num_experts: else loads are even."""
+    """Balance losses by load and expert_bias_update_rate need top_k below num_experts: else loads are even."""
     top_k, experts = run[_TOP_K], run[_EXPERTS]
     given = [name for name in _BALANCE if name.endswith("_balance") and run.get(name)]
+    if run.get(_BIAS_RATE) is not None and run[_SELECTION] == "top_k":
+        given.append(_BIAS_RATE)
     if top_k == experts and given:
         message = (
             f"{' and '.join(given)} have no effect with {_TOP_K} ({top_k}) equal to {_EXPERTS}: every token goes to "

@@ -10,6 +10,7 @@ from megalith.observe.units import quantity
 from megalith.parallel.pipeline.schedules import build_schedule
 from megalith.parallel.pipeline.simulate import Costs, simulate
 from megalith.training.build_model import stages_of
+from megalith.training.exchange_sizes import symmetric_sizes
 from megalith.training.machine_fit import rank_state_bytes, state_bytes
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
@@ -39,6 +40,7 @@ def describe(config: RunConfig, world_size: int) -> str:
             *_experts(task, layout),
             *_stages(config, task, layout),
             f"state on each rank    {share} of {quantity(state)}B",
+            *_buffers(config),
             f"tokens in a step      {tokens:,}, in all {tokens * config.train.steps:,}",
             f"operations per token  {quantity(flops)}",
             *_exchanged(config, task, world_size),
@@ -71,6 +73,15 @@ def _experts(task: AnyTask, layout: Layout) -> list[str]:
     return [
         f"ranks of experts      {prod(degrees.values())} = {axes}, holding {task.num_expert_parameters:,} parameters"
     ]
+
+
+def _buffers(config: RunConfig) -> list[str]:
+    """What each rank has for the exchange of tokens, besides its state, as far as it is known."""
+    if (sizes := symmetric_sizes(config)) is not None:
+        return [f"exchange buffers      {quantity(sizes.num_bytes)}B on each rank, in symmetric memory"]
+    if config.parallel.dispatch.method == "flex":
+        return ["exchange buffers      DeepEP's own, not counted"]
+    return []
 
 
 def _stages(config: RunConfig, task: AnyTask, layout: Layout) -> list[str]:

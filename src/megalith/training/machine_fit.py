@@ -14,6 +14,7 @@ from megalith.parallel.parameters import declared_parameters
 from megalith.topology.process_groups_config import Family, ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
 from megalith.training.build_model import param_dtype, placement_of_run, stages_of
+from megalith.training.exchange_sizes import symmetric_sizes
 from megalith.training.process_group import choose_device
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
@@ -45,7 +46,7 @@ def rank_state_bytes(config: RunConfig, task: AnyTask, world_size: int) -> list[
 
 
 def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> None:
-    """Refuses a run that surely cannot be: more ranks here than GPUs, or a state larger than the memory.
+    """Refuses a run that surely cannot be: more ranks here than GPUs, or state and buffers larger than the memory.
 
     ``local_ranks`` are those of this machine. A run that passes may still be too large: activations, and what libraries
     take, are not counted.
@@ -55,7 +56,9 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
     """
     task, layout = task_of(config), config.parallel.layout(world_size)
     along_pipeline, grid = rank_state_bytes(config, task, world_size), RankGrid(layout)
-    held = [along_pipeline[grid.position("pp", rank)] for rank in local_ranks]
+    sizes = symmetric_sizes(config)
+    buffers = 0 if sizes is None else sizes.num_bytes  # on every rank, of stages without experts too
+    held = [along_pipeline[grid.position("pp", rank)] + buffers for rank in local_ranks]
     device, num_local_ranks = choose_device(), len(local_ranks)
     if device.type == "cuda":
         if num_local_ranks > (num_gpus := torch.cuda.device_count()):
@@ -67,10 +70,12 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
         where = f"on the {num_local_ranks} ranks of this machine" if num_local_ranks > 1 else "on this machine"
         what = "it has"
     if needed > has:
+        exchange = f", with buffers of parallel.dispatch.method=symmetric, {quantity(buffers)}B each" if buffers else ""
         raise ConfigError(
             f"the model does not fit: weights, gradients and {config.optim.name}'s state of its "
-            f"{quantity(task.num_parameters)} parameters take {quantity(needed)}B {where}, before any activation, and "
-            f"{what} {quantity(has)}B; use a smaller model, or more memory: shard it over more ranks of more machines "
+            f"{quantity(task.num_parameters)} parameters take {quantity(needed)}B {where}{exchange}, before any "
+            f"activation, and {what} {quantity(has)}B; use a smaller model, or more memory: shard it over more ranks "
+            "of more machines "
             f"(parallel.shard is {layout.shard}, parallel.tensor {layout.tensor})"
         )
 

@@ -1,8 +1,11 @@
 """The prompts of ``train.generation`` as token ids."""
 
+from math import ceil, lcm
+
 from megalith.config import RunConfig
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError
+from megalith.training.exchange_sizes import symmetric_sizes
 
 __all__ = ["encode_prompts"]
 
@@ -10,7 +13,8 @@ __all__ = ["encode_prompts"]
 def encode_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[list[int]]:
     """The token ids of each prompt.
 
-    Raises ConfigError for a prompt that has no tokens, or as many as the model has positions.
+    Raises ConfigError for a prompt that has no tokens, or as many as the model has positions, and for prompts that all
+    together are more than dispatch.method=symmetric has room for.
     """
     generation, positions = config.train.generation, config.model.max_position_embeddings
     encoded = []
@@ -23,4 +27,27 @@ def encode_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[list[int]]:
                 f"the prompt {prompt!r:.60} has {len(tokens)} tokens and the model {positions} positions; shorten it"
             )
         encoded.append(tokens)
+    _check_room(config, [len(tokens) for tokens in encoded])
     return encoded
+
+
+def _check_room(config: RunConfig, lengths: list[int]) -> None:
+    """All prompts go through the model at once, padded, and where ranks share a row with all that was written."""
+    generation, sizes, parallel = config.train.generation, symmetric_sizes(config), config.parallel
+    if generation is None or sizes is None:
+        return
+    columns, split = max(lengths), parallel.context * parallel.tensor
+    if split > 1:
+        positions = config.model.max_position_embeddings
+        columns += generation.max_new_tokens
+        if positions is not None:  # a text ends there, beside a prompt that is padded to the longest
+            columns = min(columns, max(lengths) + positions - min(lengths))
+        multiple = lcm(2 * parallel.context if parallel.context > 1 else 1, split)
+        columns = ceil(columns / multiple) * multiple
+    given = len(lengths) * columns // split
+    if given > sizes.max_tokens:
+        raise ConfigError(
+            f"parallel.dispatch.method=symmetric has room for {sizes.max_tokens} tokens of a rank, a micro-batch, and "
+            f"{len(lengths)} prompts of {columns} tokens, padded, bring {given} to each; use fewer or shorter prompts, "
+            "fewer max_new_tokens, a larger train.micro_batch_size, or parallel.dispatch.method=all_to_all"
+        )

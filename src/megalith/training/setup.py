@@ -14,6 +14,7 @@ from megalith.data.loader import StepLoader
 from megalith.errors import ConfigError
 from megalith.observe.device_clock import DeviceClock
 from megalith.observe.timers import Timers
+from megalith.observe.units import quantity
 from megalith.optim.build import build_optimizer
 from megalith.optim.loss_scale import DynamicLossScale
 from megalith.optim.optimizer import BuildOptimizer, Optimizer, matches
@@ -34,8 +35,9 @@ from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.topology.rank_grid import RankGrid
 from megalith.topology.rank_groups import ParallelState
 from megalith.training.batch import collate_for
-from megalith.training.build_model import DTYPES, build_pipeline, param_dtype, placement_of_run
+from megalith.training.build_model import build_pipeline, param_dtype, placement_of_run
 from megalith.training.continuity import check_ranks_have_one_recipe, data_identity
+from megalith.training.exchange_sizes import symmetric_sizes, travelling_size
 from megalith.training.loop import Callback
 from megalith.training.num_microbatches_calculator import build_num_microbatches_calculator
 from megalith.training.run import Run
@@ -136,7 +138,7 @@ def _fused_a2a(config: RunConfig, pg_collection: ProcessGroupCollection) -> Fuse
         return None
     require("deep_ep", config)
     with agreed():
-        num_bytes = _travelling_size(config) * torch.bfloat16.itemsize
+        num_bytes = travelling_size(config) * torch.bfloat16.itemsize
         return FusedA2A(pg_collection.ep, deep_ep_buffer(pg_collection.ep, num_bytes))
 
 
@@ -145,23 +147,22 @@ def _symmetric_a2a(
 ) -> SymmetricA2A | None:
     """The exchange through symmetric memory, where the run asks for it, with room for a micro-batch.
 
-    Raises ConfigError or MissingDependencyError, on every rank, where there is no such memory.
+    Raises ConfigError or MissingDependencyError, on every rank, where there is no such memory, or not enough.
     """
-    moe, parallel, B = config.model.moe, config.parallel, config.train.micro_batch_size
-    if parallel.dispatch.method != "symmetric" or pg_collection.ep is None or moe is None:
+    sizes = symmetric_sizes(config)
+    if sizes is None or pg_collection.ep is None:
         return None
     require("symmetric_memory", config)
     with agreed():
         memory = nvshmem_memory(pg_collection.ep, device)
-    max_tokens = B * config.data.seq_length // (parallel.context * parallel.tensor)
-    dtype = DTYPES[config.precision.dtype]
-    return SymmetricA2A(memory, moe.num_experts, moe.top_k, max_tokens, _travelling_size(config), dtype)
-
-
-def _travelling_size(config: RunConfig) -> int:
-    """The features of a token on its way to experts."""
-    moe = config.model.moe
-    return config.model.hidden_size if moe is None or moe.latent_size is None else moe.latent_size
+    with agreed():
+        try:
+            return SymmetricA2A(memory, sizes)
+        except RuntimeError as error:  # of torch, where memory is short
+            raise ConfigError(
+                f"parallel.dispatch.method=symmetric cannot have its buffers of {quantity(sizes.num_bytes)}B on every "
+                f"rank: {error}; use a smaller train.micro_batch_size, or parallel.dispatch.method=all_to_all"
+            ) from error
 
 
 def _matrix_product(config: RunConfig, parts: RunParts) -> MatrixProduct:

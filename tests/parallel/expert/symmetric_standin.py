@@ -19,6 +19,7 @@ class StandInMemory:
         self.at_barrier: dict[int, int] = {}  # of each tensor its version at the last barrier
         self.being_read: list[tuple[Tensor, int]] = []  # what peers read until the next one, and its version
         self.counts: Tensor | None = None  # that peers may write to from then on
+        self.team = False
 
     def size(self) -> int:
         return self.group.size()
@@ -40,6 +41,9 @@ class StandInMemory:
         self.at_barrier = {id(tensor): tensor._version for tensor in self.tensors}
 
     def all_to_all_vdev_2d(self, x: Tensor, out: Tensor, splits: Tensor, out_splits_offsets: Tensor) -> None:
+        if not self.team:  # nvshmem_team_split_strided(NVSHMEM_TEAM_WORLD, ...) waits for all ranks of the world
+            dist.barrier()
+            self.team = True
         W, E = self.size(), len(splits)
         assert splits.sum() <= len(x)
         self._begin(x, out, splits, out_splits_offsets)

@@ -123,6 +123,30 @@ def test_prompts_that_do_not_fit_are_refused(text, tmp_path, shape, prompts, mes
         preflight(str(source), [], 1)
 
 
+# a micro-batch has 2 x 16 tokens, and of a rank of two that share it 16; "x" is one token
+@pytest.mark.parametrize(
+    ("parallel", "num_prompts", "message"),
+    [
+        ({}, 32, None),
+        ({}, 33, r"has room for 32 tokens of a rank, .* 33 prompts of 1 tokens, padded, bring 33 to each; use fewer"),
+        # read again whole for each of 12 new tokens, 13 with the prompt, in multiples of 4
+        ({"context": 2}, 2, None),
+        ({"context": 2}, 3, r"has room for 16 tokens of a rank, .* 3 prompts of 16 tokens, padded, bring 24 to each"),
+    ],
+)
+def test_prompts_that_symmetric_memory_has_no_room_for_are_refused(text, tmp_path, parallel, num_prompts, message):
+    tree = run_settings(text, tmp_path, LLAMA, prompts=["x"] * num_prompts)
+    tree["model"]["moe"] = {"num_experts": 4}
+    tree["experimental"] = ["symmetric_memory"]
+    tree["parallel"] = {"expert": 2, "dispatch": {"method": "symmetric"}, **parallel}
+    source = write_settings(tree, tmp_path)
+    if message is None:
+        preflight(str(source), [], 2)
+        return
+    with pytest.raises(ConfigError, match=message):
+        preflight(str(source), [], 2)
+
+
 def test_data_without_a_tokenizer_are_refused(tmp_path):
     tree = settings(tmp_path)
     tree["train"]["generation"] = {"every": 2, "prompts": ["Once"]}

@@ -54,6 +54,15 @@ def test_what_is_no_expert_is_refused_in_a_replayed_routing(index, settings):
         router(x_of(S, B), CONTEXT, replayed=replayed)
 
 
+@pytest.mark.parametrize("dropped", [0, E])
+def test_an_expert_that_a_token_names_twice_is_refused_in_a_replayed_routing(dropped):
+    router = router_of()
+    replayed = router(x_of(S, B), CONTEXT).indices.clone()
+    replayed[7, 1] = replayed[7, 0] + dropped
+    with pytest.raises(ShapeError, match=r"must hold different experts for each token; got \[.*\] of token 7"):
+        router(x_of(S, B), CONTEXT, replayed=replayed)
+
+
 def test_a_token_that_is_said_to_have_one_expert_has_its_other_choice_dropped():
     router = router_of()
     first = router(x_of(S, B), CONTEXT)

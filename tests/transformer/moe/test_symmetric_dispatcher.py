@@ -12,6 +12,7 @@ from megalith.config import DispatchConfig
 from megalith.errors import ConfigError, MissingDependencyError, ShapeError
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.expert.symmetric_a2a import (
+    ExchangeSizes,
     SymmetricA2A,
     _Nvshmem,
     begin_symmetric_dispatch,
@@ -48,7 +49,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int]]] = {
 
 
 def exchange(max_tokens: int, *, top_k: int = K, size: int = H, dtype: torch.dtype = torch.float64) -> SymmetricA2A:
-    return SymmetricA2A(StandInMemory(collection(expert=dist.get_world_size()).ep), E, top_k, max_tokens, size, dtype)
+    W = dist.get_world_size()
+    return SymmetricA2A(StandInMemory(collection(expert=W).ep), ExchangeSizes(W, E, top_k, max_tokens, size, dtype))
 
 
 def built_with(a2a: SymmetricA2A | None, **dispatch: Any) -> BuildOptions:
@@ -198,13 +200,13 @@ class Hasty(StandInMemory):
 
 
 def layer_without_a_barrier(after: int) -> None:
-    a2a = SymmetricA2A(Hasty(after), E, K, 6, H, torch.float64)
+    a2a = SymmetricA2A(Hasty(after), ExchangeSizes(2, E, K, 6, H, torch.float64))
     results(made(built_with(a2a)), tokens_of(EVEN, dist.get_rank()))
 
 
 def two_dispatches(after: int) -> Tensor:
     """The rows of the second of two dispatches with nothing in between."""
-    a2a = SymmetricA2A(Hasty(after), E, 1, E, H, torch.float64)
+    a2a = SymmetricA2A(Hasty(after), ExchangeSizes(2, E, 1, E, H, torch.float64))
     rows, counts = rows_of(0, E, H), torch.ones(E, dtype=torch.int32)
     for _ in range(2):
         left = begin_symmetric_dispatch(a2a, rows, rows[:, 0], counts)
@@ -212,7 +214,7 @@ def two_dispatches(after: int) -> Tensor:
     return arrived
 
 
-@pytest.mark.parametrize("after", range(4))  # dispatch, combine, and their gradients
+@pytest.mark.parametrize("after", range(6))  # both ways of the constructor, dispatch, combine, and their gradients
 def test_no_barrier_of_a_layer_can_be_left_out(after):
     with pytest.raises(RankError, match="no barrier since"):
         ranks(2, layer_without_a_barrier, after)
@@ -222,7 +224,7 @@ def test_a_dispatch_after_a_dispatch_waits_until_the_first_is_read():
     for rank, arrived in enumerate(ranks(2, two_dispatches, 100)):
         assert torch.equal(arrived, rows_of(0, E, H)[4 * rank : 4 * rank + 4].repeat_interleave(2, dim=0))
     with pytest.raises(RankError, match="written while peers read"):
-        ranks(2, two_dispatches, 1)
+        ranks(2, two_dispatches, 3)
 
 
 def refused_rows(num_tokens: int, dtype: torch.dtype) -> str:
@@ -247,7 +249,7 @@ def something_between() -> None:
 
 
 def test_rows_that_another_dispatch_has_overwritten_are_not_read():
-    with pytest.raises(RankError, match="nothing else has travelled since"):
+    with pytest.raises(RankError, match=r"another batch has left .* since"):
         ranks(2, something_between)
 
 

@@ -10,7 +10,7 @@ for the worst case, so nothing that autograd keeps may lie in them: rows are cop
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from megalith.torch_compat import symmetric_memory
 
 __all__ = [
     "Departure",
+    "ExchangeSizes",
     "SymmetricA2A",
     "SymmetricMemory",
     "Way",
@@ -97,11 +98,12 @@ class Way:
     rows_per_expert: Tensor
 
 
-class SymmetricA2A:
-    """The buffers that rows travel through. All ranks of the world build it, at the same point of their program.
+@dataclass(frozen=True)
+class ExchangeSizes:
+    """What the buffers of a ``SymmetricA2A`` must have room for.
 
-    Args:
-        memory: of the ranks that exchange rows.
+    Attributes:
+        num_ranks: W, that exchange rows.
         num_experts: E, on all ranks.
         top_k: K, the different experts of a token.
         max_tokens: that a rank sends at a time.
@@ -109,21 +111,67 @@ class SymmetricA2A:
         dtype: of rows; their weights are kept in float32 or wider.
     """
 
-    def __init__(
-        self, memory: SymmetricMemory, num_experts: int, top_k: int, max_tokens: int, size: int, dtype: torch.dtype
-    ) -> None:
-        self.memory, W = memory, memory.size()
-        self.num_exchanges = 0
-        num_local_experts = num_experts // W
+    num_ranks: int
+    num_experts: int
+    top_k: int
+    max_tokens: int
+    size: int
+    dtype: torch.dtype
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """The shape of the buffer that rows leave from, each with its weight."""
+        return self.max_tokens * self.top_k, self._width
+
+    @property
+    def received(self) -> tuple[int, int]:
+        """The shape of the buffer that rows arrive in."""
+        num_local_experts = self.num_experts // self.num_ranks
         # every token of all ranks, to as many experts as it can have here, and a row of each expert without rows
-        most_received = W * max_tokens * min(top_k, num_local_experts) + num_local_experts
-        self.sent = _Buffer(memory, max_tokens * top_k, size, dtype)
-        self.received = _Buffer(memory, most_received, size, dtype)
-        self.sent_splits = memory.empty((num_experts,), torch.int64)
-        self.received_splits, self.returning_splits, self.returned_splits = (
-            memory.empty((2, num_experts), torch.int64) for _ in range(3)
+        most = self.num_ranks * self.max_tokens * min(self.top_k, num_local_experts) + num_local_experts
+        return most, self._width
+
+    @property
+    def counts(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the int64 counts of rows: those sent, those received, and the same on the way back."""
+        E = self.num_experts
+        return (E,), (2, E), (2, E), (2, E)
+
+    @property
+    def num_bytes(self) -> int:
+        """All that ``SymmetricA2A`` allocates on a rank."""
+        rows = prod(self.sent) + prod(self.received)
+        return rows * self.dtype.itemsize + sum(map(prod, self.counts)) * torch.int64.itemsize
+
+    @property
+    def _width(self) -> int:
+        """Elements of a row, whose weight has a piece of its own at the end."""
+        per_piece = _PIECE // self.dtype.itemsize
+        return (ceil(self.size / per_piece) + 1) * per_piece
+
+
+class SymmetricA2A:
+    """The buffers that rows travel through. All ranks of the world build it, at the same point of their program.
+
+    Args:
+        memory: of the ranks that exchange rows.
+        sizes: what there is room for.
+    """
+
+    def __init__(self, memory: SymmetricMemory, sizes: ExchangeSizes) -> None:
+        assert memory.size() == sizes.num_ranks, f"{sizes} is of another group"
+        self.memory, self.num_exchanges = memory, 0
+        self.sent = _Buffer(memory.empty(sizes.sent, sizes.dtype), sizes.size)
+        self.received = _Buffer(memory.empty(sizes.received, sizes.dtype), sizes.size)
+        self.sent_splits, self.received_splits, self.returning_splits, self.returned_splits = (
+            memory.empty(shape, torch.int64) for shape in sizes.counts
         )
         self.last_read: _Buffer | None = None
+        # the first exchange of a group makes an NVSHMEM team, which all ranks of the world must do, and ranks of a
+        # stage without experts would never exchange anything
+        nothing = self.sent.rows[:0]
+        arrived = self.carry(nothing, None, torch.zeros_like(self.sent_splits))
+        self.carry_back(nothing, None, arrived)
 
     def carry(self, rows: Tensor, weights: Tensor | None, splits: Tensor) -> Tensor:
         """Dispatches rows into ``received``; returns the counts and offsets [2, E] of what has arrived there."""
@@ -134,11 +182,11 @@ class SymmetricA2A:
         self.memory.all_to_all_vdev_2d(self.sent.whole, self.received.whole, self.sent_splits, self.received_splits)
         return self.received_splits.clone()
 
-    def carry_back(self, rows: Tensor, weights: Tensor | None, way: Way) -> None:
-        """Sends rows [R, D] and their weights back along ``way``, into ``sent``."""
+    def carry_back(self, rows: Tensor, weights: Tensor | None, arrived: Tensor) -> None:
+        """Sends rows [R, D] and their weights back, into ``sent``; ``arrived`` [2, E] as in ``Way``."""
         self._let_read(self.received)
         self.received.put(rows, weights)
-        self.returning_splits.copy_(way.arrived)
+        self.returning_splits.copy_(arrived)
         self.memory.barrier()
         self.memory.all_to_all_vdev_2d_offset(
             self.received.whole, self.sent.whole, self.returning_splits, self.returned_splits
@@ -172,8 +220,15 @@ def end_symmetric_dispatch(a2a: SymmetricA2A, left: Departure) -> tuple[Tensor, 
 
     The host waits for the device here, to know R: without that the experts would compute as many rows as the worst
     case has, ep times those of even loads and more.
+
+    Raises:
+        RuntimeError: another batch has left since.
     """
-    assert left.number == a2a.num_exchanges, "nothing else has travelled since, and the rows are still in the buffer"
+    if left.number != a2a.num_exchanges:
+        raise RuntimeError(
+            "another batch has left through symmetric memory since, and has overwritten the rows of this one; receive "
+            "each batch before the next is sent, or use parallel.dispatch.method=all_to_all"
+        )
     counts, offsets = left.arrived
     num_sent, R = torch.stack((left.splits.sum(), counts.sum())).tolist()
     begins = counts.cumsum(0) - counts  # without the gaps that the buffer has
@@ -248,9 +303,9 @@ class _Buffer:
     each other's counts without a barrier between them.
     """
 
-    def __init__(self, memory: SymmetricMemory, num_rows: int, size: int, dtype: torch.dtype) -> None:
-        per_piece, wide = _PIECE // dtype.itemsize, torch.promote_types(dtype, torch.float32)
-        self.whole = memory.empty((num_rows, (ceil(size / per_piece) + 1) * per_piece), dtype)
+    def __init__(self, whole: Tensor, size: int) -> None:
+        per_piece, wide = _PIECE // whole.dtype.itemsize, torch.promote_types(whole.dtype, torch.float32)
+        self.whole = whole
         self.rows = self.whole[:, :size]
         self.weights = self.whole[:, -per_piece:].view(wide)[:, 0]
 
@@ -280,7 +335,7 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, drows: Tensor, dweights: Tensor) -> tuple[Tensor | None, ...]:
         buffer, N = ctx.a2a.sent, ctx.way.num_sent
-        ctx.a2a.carry_back(drows, dweights, ctx.way)
+        ctx.a2a.carry_back(drows, dweights, ctx.way.arrived)
         # rows that were not sent have none
         dx, dw = drows.new_zeros(ctx.num_rows, drows.shape[1]), dweights.new_zeros(ctx.num_rows)
         dx[:N], dw[:N] = buffer.rows[:N], buffer.weights[:N]
@@ -291,7 +346,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, a2a: SymmetricA2A, way: Way) -> Tensor:
         ctx.a2a, ctx.way = a2a, way
-        a2a.carry_back(rows, None, way)
+        a2a.carry_back(rows, None, way.arrived)
         return a2a.sent.rows[: way.num_sent].clone()
 
     @staticmethod

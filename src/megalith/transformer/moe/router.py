@@ -83,7 +83,7 @@ class TopKRouter(DeclaringModule):
 
         Raises:
             ShapeError: ``padding_mask`` or ``replayed`` is not of this shape and dtype, or ``replayed`` has an index
-                that is no expert's, such as -1. A choice that was dropped is E + e.
+                that is no expert's, such as -1, or an expert twice for a token. A choice that was dropped is E + e.
         """
         S, B, H = x.shape
         _check("padding_mask", padding_mask, torch.bool, (S, B))
@@ -233,6 +233,13 @@ def _check_experts(replayed: Tensor | None, num_experts: int) -> None:
             f"replayed must hold experts from 0 to {num_experts - 1}, or, of a choice that was dropped, {num_experts} "
             f"more than its expert; got {least if least < 0 else greatest}; a token that chose fewer than its "
             "top_k experts has dropped choices in place of the others"
+        )
+    experts = (replayed % num_experts).sort(dim=1).values
+    if (twice := (experts[:, 1:] == experts[:, :-1]).any(dim=1)).any():
+        token = int(twice.nonzero()[0])
+        raise ShapeError(
+            f"replayed must hold different experts for each token; got {replayed[token].tolist()} of token {token}, "
+            f"where an index from {num_experts} on is a dropped choice of the expert that is {num_experts} less"
         )
 
 

@@ -7,7 +7,8 @@ flex         each token once to every rank of ep that holds one of its experts, 
 symmetric    each row to the rank of its expert, through symmetric memory, where it arrives sorted
 
 Between, rows are sorted by expert. What a call needs later is in frozen records that it is given back, so that several
-batches may be on their way at once. Weights of rows travel with them: experts apply them.
+batches may be on their way at once, save that of symmetric each must be received before the next is sent. Weights of
+rows travel with them: experts apply them.
 """
 
 from abc import ABC, abstractmethod
