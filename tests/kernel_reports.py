@@ -162,10 +162,20 @@ def launches(run: Callable[[], object]) -> list[Launch]:
 
 def compile_for(launch: Launch, target: GPUTarget) -> Resources:
     """What the kernel takes when it is compiled for ``target`` as a launch with these arguments would."""
+    compiled = _compiled(launch, target)
+    return _resources(compiled.asm, compiled.metadata.shared)
+
+
+def widest_load(launch: Launch, target: GPUTarget) -> int:
+    """Bytes that the widest load of the kernel moves from global memory to one thread; ``target`` is of NVIDIA."""
+    loads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", _compiled(launch, target).asm["ptx"])
+    return max(int(count or 1) * int(bits) // 8 for count, bits in loads)
+
+
+def _compiled(launch: Launch, target: GPUTarget) -> Any:
     signature = launch.signature()
     source = ASTSource(launch.kernel, signature.types, signature.constants, signature.aligned)
-    compiled = triton.compile(source, target=target, options=signature.options)
-    return _resources(compiled.asm, compiled.metadata.shared)
+    return triton.compile(source, target=target, options=signature.options)
 
 
 def _type(value: Any) -> str:

@@ -2,7 +2,8 @@
 
 import logging
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +47,7 @@ class Contest:
 
     def ratio(self, name: str, both: bool) -> Spread | None:
         """How many times as fast as torch eager is ``name``, within each round."""
-        if self.figures[name].failure:
+        if self.figures[name].failure or self.figures[BASE].failure:
             return None
         mine, base = (figures.both if both else figures.forward for figures in (self.figures[name], self.figures[BASE]))
         return Spread.of([base[index] / seconds for index, seconds in mine.items()]) if mine else None
@@ -71,7 +72,7 @@ def contest(operation: Operation, num_bytes: int, dtype: torch.dtype, device: st
     want = _exact(operation, inputs, dtype)
     for name, (forward, both) in calls.items():
         figures = result.figures[name] = Figures()
-        try:
+        with _failing_alone(operation, name, figures):
             got = both()
             wrong = _wrong(got, want, _TOLERANCE[dtype]) if operation.judged else None
             if wrong and name == BASE:  # it stays, as what all are compared with
@@ -82,19 +83,34 @@ def contest(operation: Operation, num_bytes: int, dtype: torch.dtype, device: st
             figures.memory = memory_of(both, device)
             for call in (forward, both):  # what the profiler made it compile anew is not timed
                 call()
-        except Exception as error:  # a peer may fail in any way; the table says how
-            figures.failure = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-        if figures.failure:
-            log.warning("%s, %s: %s", operation.name, name, figures.failure)
-    running = {name: pair for name, pair in calls.items() if not result.figures[name].failure}
-    seconds = {name: clock.seconds(both) for name, (_, both) in running.items()}
-    repeats = _repeats(seconds[BASE])
-    for index in range(rounds):
-        for name, (forward, both) in running.items():
-            if index < _FEW_ROUNDS or seconds[name] < _FAR_BEHIND * seconds[BASE]:
-                result.figures[name].forward[index] = clock.seconds(forward, repeats)
-                result.figures[name].both[index] = clock.seconds(both, repeats)
+    seconds: dict[str, float] = {}
+    for name, (_, both) in calls.items():
+        if not result.figures[name].failure:
+            with _failing_alone(operation, name, result.figures[name]):
+                seconds[name] = clock.seconds(both)
+    repeats = _repeats(seconds.get(BASE, 0.0))
+    for index in range(rounds if BASE in seconds else 0):
+        for name, figures in result.figures.items():
+            if figures.failure or (index >= _FEW_ROUNDS and seconds[name] >= _FAR_BEHIND * seconds[BASE]):
+                continue
+            with _failing_alone(operation, name, figures):
+                forward, both = calls[name]
+                figures.forward[index] = clock.seconds(forward, repeats)
+                figures.both[index] = clock.seconds(both, repeats)
     return result
+
+
+@contextmanager
+def _failing_alone(operation: Operation, name: str, figures: Figures) -> Iterator[None]:
+    """A contender that fails here has the reason instead of numbers: a peer may fail in any way, and at any time."""
+    try:
+        yield
+    except Exception as error:
+        figures.failure = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        figures.forward.clear()
+        figures.both.clear()
+    if figures.failure:
+        log.warning("%s, %s: %s", operation.name, name, figures.failure)
 
 
 def _calls(

@@ -85,8 +85,8 @@ def _best(runs: Sequence[Run], index: int, name: str) -> str:
         return figures.failure.replace("|", "/")
     both = max((run.contests[index].ratio(name, both=True) for run in runs), key=_median)
     forward = max((run.contests[index].ratio(name, both=False) for run in runs), key=_median)
-    assert both is not None, "no failure, so it ran"
-    assert forward is not None, "no failure, so it ran"
+    if both is None or forward is None:
+        return "torch eager failed"
     return f"{forward.median:.2f} / {both.median:.2f} [{both.low:.2f}..{both.high:.2f}]"
 
 

@@ -14,6 +14,7 @@ Module._compiled_call_impl                  private; what a compiled module call
 Module._forward_hooks, _forward_pre_hooks   private; what calls of a module also call
 distributed_c10d._abort_process_group       private; ends process groups that NCCL would wait for
 torch.distributed._symmetric_memory         private; memory that other GPUs read
+torch.cuda.is_current_stream_capturing      raises where torch was built without CUDA
 """
 
 import hashlib
@@ -43,6 +44,7 @@ __all__ = [
     "forward_mode_is_on",
     "grouped_mm",
     "has_forward_hooks",
+    "is_capturing",
     "is_intercepted",
     "keeping_what_is_saved",
     "launching_directly",
@@ -122,6 +124,11 @@ def keeping_what_is_saved() -> AbstractContextManager[None]:
     """While it lasts, torch.compile builds and runs backwards that do not reuse the memory of what was saved."""
     keeping: AbstractContextManager[None] = functorch_config.patch(donated_buffer=False)
     return keeping
+
+
+def is_capturing() -> bool:
+    """Whether what is launched here goes into a CUDA graph, whose replays repeat every number that the host gives."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def is_intercepted() -> bool:

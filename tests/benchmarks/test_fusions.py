@@ -68,6 +68,36 @@ def test_a_contender_far_behind_runs_in_a_few_rounds_only(doubling, monkeypatch)
     assert [len(figures[name].both) for name in figures] == [5, 3, 5]
 
 
+@pytest.mark.parametrize("num_calls", [5, 9])  # it fails when it is first timed, and in the rounds
+def test_a_contender_that_fails_while_it_is_timed_costs_its_own_numbers_only(num_calls, doubling, monkeypatch):
+    called = []
+
+    def failing(x: Tensor) -> Tensor:
+        called.append(1)
+        if len(called) > num_calls:
+            raise torch.OutOfMemoryError("out of memory")
+        return doubled(x)
+
+    contenders = {"failing": failing, "Megalith": doubled, operation.BASE: doubled}
+    monkeypatch.setattr(operation.Operation, "contenders", lambda *_: contenders)
+    monkeypatch.setattr("benchmarks.fusions.contest._repeats", lambda _: 1)
+    result = contest(doubling, 4096, torch.float32, "cpu", rounds=3)
+    assert result.figures["failing"].failure == "OutOfMemoryError: out of memory"
+    assert result.figures["failing"].both == {}
+    assert [len(result.figures[name].both) for name in ("Megalith", operation.BASE)] == [3, 3]
+    assert "OutOfMemoryError" in report.as_markdown([report.Run([result], [1e9])], {"device": "CPU"}, "today")
+
+
+def test_where_torch_eager_fails_nothing_is_said_of_speed(doubling, monkeypatch):
+    def failing(x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(operation.Operation, "contenders", lambda *_: {"Megalith": doubled, operation.BASE: failing})
+    result = contest(doubling, 4096, torch.float32, "cpu", rounds=2)
+    assert result.ratio("Megalith", both=True) is None
+    assert "torch eager failed" in report.as_markdown([report.Run([result], [1e9])], {"device": "CPU"}, "today")
+
+
 def test_memory_is_what_is_allocated_and_the_most_at_one_time():
     def work() -> Tensor:
         x = torch.ones(1000, dtype=torch.float64)

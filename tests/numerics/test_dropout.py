@@ -5,6 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megalith.errors import ConfigError, ShapeError
+from megalith.fusions.core.dropout_mask import mask_operands
 from megalith.numerics import dropout as module
 from megalith.numerics.dropout import (
     DropoutKey,
@@ -165,6 +166,24 @@ def test_empty_tensors_stay_empty():
 def test_what_does_not_fit_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: keep_mask(KEY, 0.1, 8),
+        lambda: attention_keep_mask(KEY, 0.1, 2, 8),
+        lambda: uniform(KEY, 8),
+        lambda: mask_operands(KEY, torch.ones(3, 4, 8)),
+    ],
+)
+def test_a_key_is_refused_while_a_cuda_graph_is_captured(draw, monkeypatch):
+    draw()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ConfigError, match=r"CUDA graph, whose replays would all drop what step 7 drops; give no key"):
+        draw()
+    assert mask_operands(None, torch.ones(3, 4, 8))[0].dtype == torch.int64  # its generator is torch's own
 
 
 def test_a_key_of_masks_packed_in_an_int64_is_never_negative():

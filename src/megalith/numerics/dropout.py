@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.numerics.philox import counters_per_chunk, key_of, low_and_high, philox4x32
+from megalith.torch_compat import is_capturing
 
 __all__ = [
     "Dropout",
@@ -150,7 +151,14 @@ def philox_key(seed: int, step: int) -> tuple[int, int]:
 
     Packed in an int64 they are never negative: of a negative key, what Inductor compiles for a CPU (torch 2.13) draws
     other words than torch does.
+
+    Raises ConfigError while a CUDA graph is captured: each replay would drop what the step of the capture drops.
     """
+    if is_capturing():
+        raise ConfigError(
+            f"a dropout key must not be captured in a CUDA graph, whose replays would all drop what step {step} drops; "
+            "give no key, so that torch's generator draws the mask, or capture without dropout"
+        )
     low, high = key_of(seed, f"dropout:{step}")
     return low, high & 0x7FFFFFFF
 

@@ -198,6 +198,17 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(changed, error,
     assert torch.equal(given["params"][0], torch.ones_like(given["params"][0]))
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_an_update_is_refused_while_a_cuda_graph_is_captured(path, monkeypatch):
+    state = State("cpu")
+    before = [x.clone() for x in state.tensors()]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ConfigError, match=r"replays would all be update 3 at the learning rate 0.1; capture forward"):
+        state.update_(path, step=3)
+    assert all(map(torch.equal, state.tensors(), before))
+
+
 def test_lists_of_two_dtypes_are_refused():
     pair = [torch.ones(2), torch.ones(2, dtype=torch.float64)]
     with pytest.raises(ShapeError, match=r"params must be floating and of one dtype.*float64 of \[1\]"):

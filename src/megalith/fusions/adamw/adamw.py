@@ -22,6 +22,7 @@ from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.adamw.formulas import Operands, aten, reference
 from megalith.fusions.core.dispatch import Backend, Fusion
 from megalith.fusions.core.registry import registered
+from megalith.torch_compat import is_capturing
 
 __all__ = ["FUSION", "fused_adamw_"]
 
@@ -66,11 +67,16 @@ def fused_adamw_(
 
     Raises:
         ShapeError: tensors do not fit together, or a list has several dtypes.
-        ConfigError: a setting is out of range.
+        ConfigError: a setting is out of range, or a CUDA graph is captured, which would repeat this step and rate.
         BackendError: ``backend`` cannot run on the weights.
     """
     weights, copies = (params, []) if masters is None else (masters, params)
     _check_settings(lr, betas, eps, weight_decay, step)
+    if is_capturing():
+        raise ConfigError(
+            f"fused_adamw_ must not be captured in a CUDA graph, whose replays would all be update {step} at the "
+            f"learning rate {lr}; capture forward and backward, and update outside of the graph"
+        )
     _check_tensors(params, masters, grads, exp_avgs, exp_avg_sqs, grad_scale, found_nonfinite)
     if not weights:
         return

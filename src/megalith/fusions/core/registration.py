@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from megalith.fusions.core.devices import on_the_device_of_its_tensors
 from megalith.fusions.core.eager import call_in_backward, eager_or_operator, recorded
 from megalith.fusions.core.records import flat_signature
 from megalith.fusions.core.rows import as_rows
@@ -235,6 +236,7 @@ def _define(
     of_rows: _Rows | None = None,
 ) -> tuple[Callable[..., Y], Callable[..., Y]]:
     """The operator, and what computes the same of tensors that nothing traces."""
+    function = on_the_device_of_its_tensors(function)
     define: Any = torch.library.custom_op if opaque or triton_interprets() else torch.library.triton_op
     options: dict[str, Any] = {"mutates_args": tuple(mutates)}
     allocate = outputs

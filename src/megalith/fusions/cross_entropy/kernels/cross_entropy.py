@@ -2,7 +2,8 @@
 
 The letters are those of ``cross_entropy.formulas``: of a row, m and d are the shift and the sum of the exponentials of
 all words but the target, x_y the target's logit, s the scaled sum of the logits. T tokens (rows), n columns that are
-words. Rows may be strided; columns are contiguous.
+words. Rows may be strided; columns are contiguous. Where the vocabulary is padded, num_read columns are loaded: some of
+the padding too, which is masked out after the load.
 """
 
 # ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
@@ -70,7 +71,7 @@ def _merged(stats_ptr, row, mask, T, num_parts, K: tl.constexpr):
 
 @triton.jit
 def _statistics_kernel(
-    logits_ptr, target_ptr, stats_ptr, stride, T, n, span, start,
+    logits_ptr, target_ptr, stats_ptr, stride, T, n, num_read, span, start,
     IGNORE: tl.constexpr, SOFTCAP: tl.constexpr, K: tl.constexpr, WORD: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One row of ``span`` columns, read once: a running maximum and sum in each lane of WORD columns."""
@@ -78,7 +79,8 @@ def _statistics_kernel(
     target = tl.load(target_ptr + row)
     column = _column(target, start, n)
     first = split * span
-    end = tl.where(target == IGNORE, first, tl.minimum(first + span, n))  # nothing is read for what does not count
+    end = tl.minimum(first + span, n if num_read is None else num_read)
+    end = tl.where(target == IGNORE, first, end)  # nothing is read for what does not count
     tile = tl.arange(0, BLOCK_V // WORD)[:, None] * WORD + tl.arange(0, WORD)[None, :]
     m = tl.full([BLOCK_V // WORD], float("-inf"), dtype=tl.float32)
     d = tl.zeros([BLOCK_V // WORD], dtype=tl.float32)
@@ -87,6 +89,9 @@ def _statistics_kernel(
         col = begin + tile
         mask = col < end
         x = tl.load(logits_ptr + row * stride + col, mask=mask, other=float("-inf")).to(tl.float32)
+        if num_read is not None:
+            mask = col < tl.minimum(end, n)
+            x = tl.where(mask, x, float("-inf"))
         if SOFTCAP is not None:
             x = tl.where(mask, _capped(x, SOFTCAP), float("-inf"))
         if K == 4:
@@ -149,14 +154,18 @@ def _loss_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    dloss_ptr, logits_ptr, target_ptr, whole_ptr, dlogits_ptr, stride, out_stride, n, num_columns, start, vocab_size,
+    dloss_ptr, logits_ptr, target_ptr, whole_ptr, dlogits_ptr, stride, out_stride, n, num_read, num_columns, start,
+    vocab_size,
     IGNORE: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, TILE_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * TILE_V + tl.arange(0, TILE_V)
     target = tl.load(target_ptr + row)
-    mask = (col < n) & (target != IGNORE)
+    mask = (col < (n if num_read is None else num_read)) & (target != IGNORE)
     x = tl.load(logits_ptr + row * stride + col, mask=mask, other=0.0).to(tl.float32)
+    if num_read is not None:
+        mask = mask & (col < n)
+        x = tl.where(mask, x, 0.0)
     g = tl.load(dloss_ptr + row).to(tl.float32)
     m = tl.load(whole_ptr + row * 3)
     d = tl.load(whole_ptr + row * 3 + 1)
@@ -195,7 +204,7 @@ def statistics(logits: Tensor, target: Tensor, *options: Unpack[PartAndSum]) -> 
     span = triton.cdiv(triton.cdiv(n, num_splits), _BLOCK_V) * _BLOCK_V
     parts = found if num_splits == 1 else found.new_empty(num_splits, T, K)
     wrap_triton(_statistics_kernel)[(T, num_splits)](
-        logits, target.contiguous(), parts, logits.stride(0), T, n, span, part.start,
+        logits, target.contiguous(), parts, logits.stride(0), T, n, _num_read(n, logits), span, part.start,
         IGNORE=part.ignore_index, SOFTCAP=_cap(part), K=K,
         WORD=_WORD_BYTES // logits.element_size(), BLOCK_V=_BLOCK_V,
     )  # fmt: skip
@@ -228,7 +237,7 @@ def gradient_into(
     n = num_true_columns(num_columns, part)
     wrap_triton(_gradient_kernel)[(T, triton.cdiv(num_columns, _TILE_V))](
         dloss.contiguous(), logits, target.contiguous(), whole, dlogits, logits.stride(0), dlogits.stride(0),
-        n, num_columns, part.start, part.vocab_size,
+        n, _num_read(n, logits), num_columns, part.start, part.vocab_size,
         IGNORE=part.ignore_index, SOFTCAP=_cap(part), SMOOTHING=terms.smoothing, Z_LOSS=terms.z_loss,
         TILE_V=_TILE_V, num_warps=8,
     )  # fmt: skip
@@ -240,6 +249,15 @@ def _gradient(
     (dlogits,) = OPERATOR.gradients(dloss, logits, target, whole, *options)
     gradient_into(dlogits, dloss, logits, target, whole, *options)
     return (dlogits,)
+
+
+def _num_read(n: int, logits: Tensor) -> int | None:
+    """``n`` rounded up to a multiple of 16, if a row of ``logits`` has so many columns; None where ``n`` is to be read.
+
+    The mask of a load decides how wide it is: one that can end at any column makes every load one element wide.
+    """
+    rounded: int = triton.cdiv(n, 16) * 16
+    return rounded if n < rounded <= logits.shape[1] else None
 
 
 def _cap(part: Part) -> float | None:

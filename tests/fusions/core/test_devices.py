@@ -1,0 +1,98 @@
+"""Launchers run with the GPU of their tensors as the current one; shown with fake tensors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megalith.fusions.core.registration import Operator, register_without_gradient
+
+
+def on(device: str) -> Tensor:
+    with FakeTensorMode():
+        return torch.empty(3, device=device)
+
+
+@pytest.fixture
+def current(monkeypatch) -> list[int]:
+    """The stack of current GPUs, of which 0 is at the bottom; also everything that was put onto it."""
+    stack = [0]
+
+    @contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        stack.append(wanted.index)
+        yield
+        stack.append(0)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: stack[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    return stack
+
+
+launched_on: list[int] = []
+
+
+def launch(x: Tensor, others: list[Tensor]) -> Tensor:
+    launched_on.append(torch.cuda.current_device())
+    return x
+
+
+def launch_back(dy: Tensor, x: Tensor) -> tuple[Tensor]:
+    launched_on.append(torch.cuda.current_device())
+    return (dy,)
+
+
+def launch_of_list(xs: list[Tensor]) -> Tensor:
+    launched_on.append(torch.cuda.current_device())
+    return xs[0]
+
+
+def outputs(x: Tensor, others: list[Tensor]) -> Tensor:
+    return torch.empty_like(x)
+
+
+def outputs_of_list(xs: list[Tensor]) -> Tensor:
+    return torch.empty_like(xs[0])
+
+
+def gradients(dy: Tensor, x: Tensor) -> tuple[Tensor]:
+    return (torch.empty_like(x),)
+
+
+DIFFERENTIABLE = Operator(outputs, gradients, ("x",), saves=lambda _, x, others: (x,)).register(
+    "test_devices", launch, launch_back
+)
+OF_LIST = register_without_gradient("test_devices_of_list", launch_of_list, outputs_of_list)
+
+
+def launched(function, *inputs) -> int:
+    launched_on.clear()
+    function(*inputs)
+    return launched_on.pop()
+
+
+def test_forward_backward_and_lists_of_tensors_launch_on_the_gpu_of_their_tensors(current):
+    x = on("cuda:1")
+    assert launched(DIFFERENTIABLE.implementation, x, []) == 1
+    assert launched(DIFFERENTIABLE.back.implementation, x, x) == 1
+    assert launched(OF_LIST.implementation, [x, x]) == 1
+    assert current[-1] == 0
+
+
+def test_the_current_gpu_is_left_alone_where_the_tensors_are_on_it_or_on_none(current):
+    for device in ("cuda:0", "cpu"):
+        assert launched(DIFFERENTIABLE.implementation, on(device), []) == 0
+    assert launched(OF_LIST.implementation, [torch.ones(3)]) == 0
+    assert current == [0]
+
+
+def test_tensors_of_a_trace_initialize_no_cuda(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: asked.append("current device") or 0)
+    DIFFERENTIABLE.back.implementation(on("cuda:1"), on("cuda:1"))
+    assert asked == ["current device"]  # by the launcher itself
