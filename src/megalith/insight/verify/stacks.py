@@ -15,12 +15,20 @@ from megalith.training.tasks.choose import task_of
 __all__ = ["listed", "places_of_stacks", "small_stacks", "stacks_not_shown"]
 
 _ENCODER, _DECODER, _BOTH = "the encoder on several stages", "the decoder on several stages", "a stage with both stacks"
+_USUAL_VOCABULARY = 2**15
 
 
 def places_of_stacks(config: RunConfig) -> frozenset[str]:
-    """What is true of the stacks on the stages of the run's pipeline, in words; nothing without two stacks."""
+    """What is true of the stacks on the stages of the run's pipeline, in words; nothing without two stacks.
+
+    Stages are balanced by cost, that of the vocabulary's logits too: of ``_USUAL_VOCABULARY`` tokens while the settings
+    leave the vocabulary to data that are not prepared yet.
+    """
     if config.model.t5 is None or config.parallel.pipeline == 1:
         return frozenset()
+    if config.model.vocab_size is None:
+        model = config.model.model_copy(update={"vocab_size": _USUAL_VOCABULARY})
+        config = config.model_copy(update={"model": model})
     stages = stages_of(config, task_of(config))
     return _places([range(stage.first, stage.last) for stage in stages], config.model.num_layers)
 
