@@ -221,15 +221,24 @@ def new_group(
     under that name in the store of the default group. Where they have different numbers of other groups they would
     wait for each other in vain; where a group of the same ranks was destroyed they would find what it left behind, and
     fail to connect. Here the name is the ranks and how many groups these ranks have made, counted in that store.
+
+    gloo's connections are made here, and a rank that has all of its own would be free to destroy them while two others
+    still connect, which then fail; so all wait in the store for the last. NCCL connects at the first collective.
     """
     text = hashlib.sha1(repr(list(ranks)).encode(), usedforsecurity=False).hexdigest()
-    count = distributed_c10d._get_default_store().add(f"megalith/{text}/{dist.get_rank()}", 1)
+    store = distributed_c10d._get_default_store()
+    count = store.add(f"megalith/{text}/{dist.get_rank()}", 1)
     naming = distributed_c10d._process_group_name
     distributed_c10d._process_group_name = lambda *_, **__: distributed_c10d.GroupName(f"{text}-{count}")
     try:
         group: ProcessGroup = dist.new_group(
             list(ranks), timeout=timeout, backend=backend, pg_options=pg_options, use_local_synchronization=True
         )
-        return group
     finally:
         distributed_c10d._process_group_name = naming
+    if "gloo" in dist.get_backend_config(group):
+        connected = f"megalith/{text}-{count}/connected"
+        if store.add(connected, 1) == len(ranks):
+            store.set(f"{connected}/all", "")
+        store.wait([f"{connected}/all"], timeout or distributed_c10d.default_pg_timeout)
+    return group

@@ -1,0 +1,35 @@
+"""new_group returns when all of its members are connected, so that one may destroy it at once."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from megalith import torch_compat
+from tests.rank_pool import ranks
+
+
+def _after_the_slow_one() -> bool:
+    """Whether this rank's group came when that of rank 0, which connects half a second later, was there."""
+    store = distributed_c10d._get_default_store()
+    connect: Callable[..., ProcessGroup] = dist.new_group
+
+    def connect_slowly(*args: object, **kwargs: object) -> ProcessGroup:
+        group = connect(*args, **kwargs)
+        if dist.get_rank() == 0:
+            time.sleep(0.5)
+            store.set("slow/connected", "")
+        return group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_compat.dist, "new_group", connect_slowly)
+        group = torch_compat.new_group(range(4), None, None, None)
+    connected = store.check(["slow/connected"])
+    dist.destroy_process_group(group)
+    return connected
+
+
+def test_no_member_has_the_group_before_all_are_connected() -> None:
+    assert ranks(4, _after_the_slow_one) == [True] * 4
