@@ -29,6 +29,7 @@ def drawn(num_calls: int, *shapes: tuple[int, ...]) -> list[list[Tensor]]:
     return [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(num_calls)]
 
 
+PLACES = torch.tensor([2, 0])
 WEIGHT = torch.linspace(-1.0, 1.0, 24).view(4, 6)
 
 
@@ -79,11 +80,12 @@ def test_results_of_other_calls_are_left_alone():
 
 def test_weights_may_change_in_place():
     weight = torch.ones(3)
-    replayed = Replayed(lambda x: x * weight)
+    runs: list[int] = []
+    replayed = Replayed(lambda x: runs.append(1) or x * weight)
     for value in (1.0, 2.0, 3.0, 4.0):
         weight.fill_(value)
         assert replayed(torch.ones(3)).tolist() == [value] * 3
-    assert replayed.replays
+    assert len(runs) == 2
 
 
 class Counter:
@@ -127,7 +129,41 @@ def lists(x: Tensor) -> Tensor:
     return torch.tensor(x.tolist()) * 2.0
 
 
-@pytest.mark.parametrize("function", [branch_on_a_value, number_of_a_value, numbers_of_numpy, lists])
+def fixed_shape(found: Tensor) -> Tensor:
+    """Calls that are the same for any number of elements."""
+    return found.float().sum() * torch.ones(3)
+
+
+SHAPED_BY_VALUES = {
+    "nonzero": lambda x: x.relu().nonzero(),
+    "argwhere": lambda x: torch.argwhere(x > 0),
+    "where": lambda x: torch.where(x > 0)[0],
+    "mask": lambda x: x[x > 0],
+    "mask among others": lambda x: torch.stack((x, x))[:, x > 0],
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "unique": lambda x: (x > 0).unique(),
+    "unique_consecutive": lambda x: (x > 0).unique_consecutive(),
+    "bincount": lambda x: torch.bincount((x * 10).abs().long()),
+    "one_hot": lambda x: torch.nn.functional.one_hot((x * 10).abs().long()),
+    "repeat_interleave": lambda x: x.repeat_interleave((x > 0).long() + 1),
+    "combinations": lambda x: torch.combinations(x[x > 0]),
+    "tensor_split": lambda x: x.tensor_split((x > 0).sum(0, keepdim=True))[0],
+    "slice": lambda x: x[: (x > 0).sum()],
+    "narrow": lambda x: x.narrow(0, 0, (x > 0).sum()),
+    "select": lambda x: x[(x > 0).sum() - 1],
+    "write up to": lambda x: x.clone().__setitem__(slice(0, (x > 0).sum()), 5.0) or x,
+    "operator": lambda x: torch.ops.aten.nonzero.default(x.relu()),
+    "operator of a mask": lambda x: torch.ops.aten.index.Tensor(x, [x > 0]),
+    "a size": lambda x: torch.zeros(2).expand((x > 0).sum() + 1, 2),
+    "equal": lambda x: x + torch.equal(x, x.abs()),
+}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [branch_on_a_value, number_of_a_value, numbers_of_numpy, lists]
+    + [pytest.param(lambda x, f=f: fixed_shape(f(x)), id=name) for name, f in SHAPED_BY_VALUES.items()],
+)
 def test_what_reads_values_is_never_replayed(function):
     inputs = drawn(5, (3,))
     found, num_runs = called(function, inputs)
@@ -184,6 +220,73 @@ class Pair(NamedTuple):
 
     x: Tensor
     twice: Tensor
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[PLACES] * x[:, None].mT[0, [1]],
+        lambda x: torch.where(x > 0, x, -x),
+        lambda x: x.tensor_split([1, 2])[1],
+        lambda x: torch.cat([*x.split(1)[::2], x.unsqueeze(0)[..., 1]]),
+        lambda x: torch.empty(3).random_(**{"from": 2, "to": 3}) * x,  # a name that is a word of Python
+    ],
+)
+def test_places_and_numbers_are_no_values(function):
+    inputs = drawn(5, (3,))
+    found, num_runs = called(function, inputs)
+    assert num_runs == 2
+    for got, given in zip(found, inputs, strict=True):
+        assert torch.equal(got, function(*given))
+
+
+def of_parts(parts: dict[str, list[Tensor]], *, more: dict[str, Tensor]) -> Tensor:
+    return parts["x"][0] + more["twice"]
+
+
+def test_an_input_inside_of_a_dict_is_that_of_each_call():
+    whole = called_whole(of_parts)
+    same = torch.ones(3)  # one object in both recordings, and not after them
+    inputs = [[same], [same], [torch.full((3,), 5.0)]]
+    found, num_runs = called(lambda x: whole({"x": [x]}, more={"twice": x * 2.0}), inputs)
+    assert (num_runs, found[-1].tolist()) == (2, [15.0] * 3)
+
+
+def test_a_record_of_one_input_is_python_s():
+    whole = called_whole(lambda pair: pair.x + 1.0)
+    same = torch.ones(3)
+    found, num_runs = called(lambda x: whole(Pair(x, x)), [[same], [same], [torch.full((3,), 5.0)]])
+    assert (num_runs, found[-1].tolist()) == (3, [6.0] * 3)
+
+
+@pytest.mark.parametrize("result", [3, {"x": 1}, "text"])
+def test_what_is_called_whole_and_gives_no_tensor_is_python_s(result):
+    whole = called_whole(lambda: result)
+    _, num_runs = called(lambda x: x + len(str(whole())), drawn(4, (3,)))
+    assert num_runs == 4
+
+
+def test_a_device_that_is_chosen_outside_holds_inside_of_a_whole_call():
+    whole = called_whole(lambda: torch.ones(3))
+    with torch.device("meta"):
+        assert whole().device.type == "meta"
+        found, num_runs = called(lambda x: x + whole(), [[torch.ones(3)] for _ in range(4)])
+    assert (num_runs, {x.device.type for x in found}) == (2, {"meta"})
+
+
+def test_whole_calls_inside_of_one_are_part_of_it():
+    inner = Counter()
+    outer = called_whole(lambda x: inner.next(x, by=1)[0])
+    found, num_runs = called(lambda x: outer(x) * 1.0, [[torch.zeros(1)] for _ in range(4)])
+    assert ([float(x) for x in found], num_runs, inner.count) == ([1.0, 2.0, 3.0, 4.0], 2, 4)
+
+
+@pytest.mark.parametrize("other", [torch.ones(3, dtype=torch.float64), torch.ones(6)[::2]])
+def test_inputs_of_another_dtype_or_stride_are_python_s(other):
+    inputs = [[torch.ones(3)], [torch.ones(3)], [other], [torch.ones(3)]]
+    found, num_runs = called(lambda x: x * x.stride(0) if x.dtype == torch.float32 else x * 5.0, inputs)
+    assert num_runs == 3
+    assert found[2].tolist() == ([5.0] * 3 if other.dtype == torch.float64 else [2.0] * 3)
 
 
 def test_records_of_tensors_are_python_s():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megalith.fusions import use
+from megalith.models import generation
 from megalith.models.generation import generate, stream
 from megalith.models.gpt_model import GPTModel
 from megalith.models.sampling import Sampling
@@ -29,12 +30,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 NEW = 24
 
 
-def texts(model: GPTModel, prompts: list[list[int]], temperature: float) -> tuple[list[list[int]], int]:
-    """What it generates, and how often the model's Python ran."""
+def texts(
+    model: GPTModel, prompts: list[list[int]], temperature: float, logits: list[torch.Tensor] | None = None
+) -> tuple[list[list[int]], int]:
+    """What it generates, and how often the model's Python ran; the logits of each token are added to ``logits``."""
     runs: list[int] = []
-    forward = GPTModel.forward
+    forward, draw = GPTModel.forward, generation.draw
+    seen = [] if logits is None else logits
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GPTModel, "forward", lambda *args, **how: runs.append(1) or forward(*args, **how))
+        patch.setattr(generation, "draw", lambda x, *how: seen.append(x.clone()) or draw(x, *how))
         found = generate(model, prompts, NEW, sampling=Sampling(temperature))
     return found, len(runs)
 
@@ -45,11 +50,15 @@ def texts(model: GPTModel, prompts: list[list[int]], temperature: float) -> tupl
 def test_replayed_tokens_are_those_of_python(kind, dtype, prompts):
     shape, changes = KINDS[kind]
     model = GPTModel(config(shape, **changes), options(dtype=dtype), seed=1)
-    found, num_runs = texts(model, prompts, 0.7)
+    logits: list[torch.Tensor] = []
+    found, num_runs = texts(model, prompts, 0.7, logits)
     hook = model.register_forward_hook(lambda *_: None)
-    want, num_plain = texts(model, prompts, 0.7)
+    plain_logits: list[torch.Tensor] = []
+    want, num_plain = texts(model, prompts, 0.7, plain_logits)
     hook.remove()
     assert found == want
+    for got, logits_of_python in zip(logits, plain_logits, strict=True):
+        assert torch.equal(got, logits_of_python)
     assert num_plain == max(map(len, want))
     # a prompt, and two tokens to record; all but the reference read how many tokens an expert has
     is_python_s = kind == "latents" or (kind == "experts" and dtype != torch.float64)
@@ -61,6 +70,23 @@ def test_another_path_is_python_s():
     with use("reference"):
         assert texts(model, RAGGED, 0.0)[1] == NEW
     assert texts(model, RAGGED, 0.0)[1] == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ffn_hidden_size": 2**15},
+        {"kv_channels": 2**14},
+        {"moe": {**_MOE, "ffn_hidden_size": 2**14}},
+        {"moe": {**_MOE, "shared_ffn_hidden_size": 2**15}},
+    ],
+    ids=str,
+)
+def test_layers_too_wide_for_one_kernel_in_one_step_are_python_s(changes):
+    two, three = RAGGED[:2], RAGGED
+    model = GPTModel(config(**changes), options(dtype=torch.float64), seed=1)
+    assert texts(model, two, 0.0)[1] == 3
+    assert texts(model, three, 0.0)[1] == NEW
 
 
 class Own(torch.nn.Module):

@@ -4,57 +4,56 @@ For what is called over and over on few numbers, as a model is on one new token 
 longer there than its kernels. A CUDA graph does the same for launches; this one knows no device, keeps no memory, and
 calls again as a whole what is ``called_whole``, for instance a cache that has grown since.
 
-A recording is trusted once a second one, of other values, is the same call for call: the same functions in the same
-order, the same numbers, flags and weights, the same tensors from one to the next. Where they differ, or a value is
-read, the function is called as it is. What two recordings cannot show is for the caller to rule out: a branch taken
-from some later length or count on, a context entered inside, a number generator seeded there.
+A recording is trusted once the next one, of other values, is the same call for call: the same functions in the same
+order, the same numbers, flags and weights, the same tensors from one to the next. Where a value is read, the function
+is called as it is. What two recordings cannot show is for the caller to rule out: a branch taken from some later length
+or count on, a context entered inside, a number generator seeded there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import wraps
+from keyword import iskeyword
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Replayed", "called_whole"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# what tells of a tensor without reading its values; attributes come as `__get__`
-_OF_METADATA = frozenset(
+# what says something of a tensor without reading its values; attributes come as `__get__`
+_METADATA = frozenset(
     {"__get__", "__len__", "_is_view", "dim", "element_size", "is_contiguous", "is_floating_point", "numel", "size"}
     | {"storage_offset", "stride"}
 )
-_GIVE_THEIR_INPUT = frozenset({"contiguous", "float", "to"})  # where it is already what is asked for
-# the shape of what they give is read off by Python
-_SHAPED_BY_VALUES = frozenset(
-    {"argwhere", "bincount", "combinations", "masked_select", "nonzero", "repeat_interleave", "tensor_split", "unique"}
-    | {"one_hot", "unique_consecutive", "where"}
-)
+_MAY_RETURN_THEIR_INPUT = frozenset({"contiguous", "float", "to"})  # where it is already what is asked for
 
 
 def called_whole(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, which a recording does not look into: it is called again with all that it does.
 
     For what depends on lengths, or on objects that change between calls. Its arguments are those of the recording: the
-    same objects, and tensors where the recording had tensors.
+    same objects, and tensors where the recording had tensors. It returns tensors, or sequences of them.
     """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if has_torch_function(args):
-            result: R = handle_torch_function(function, args, *args, **kwargs)
-            return result
-        return function(*args, **kwargs)
+        recording = _current.get()
+        if recording is None or recording.is_in_whole_call:
+            return function(*args, **kwargs)
+        result: R = recording.call_whole(function, args, kwargs)
+        return result
 
     return call
 
 
 class Replayed:
-    """``function``, whose Python runs twice, and once for each call with inputs of other shapes.
+    """``function``, whose Python runs twice, and once for each call with inputs of another shape, dtype or stride.
 
     It may call nothing but torch, and what is ``called_whole``, on tensors of one process, and record no gradient:
     kernels that are launched by hand, collectives and hooks are not seen, and would not be called again. Weights and
@@ -67,32 +66,25 @@ class Replayed:
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self._function = function
         self._before: _Recording | None = None
-        self._shapes: list[torch.Size] = []
+        self._layouts: list[tuple[torch.Size, torch.dtype, tuple[int, ...]]] = []
         self._program: Callable[..., Tensor] | None = None
         self._gives_up = False
 
-    @property
-    def replays(self) -> bool:
-        """Whether Python is left out from the next call on."""
-        return self._program is not None
-
     def __call__(self, *inputs: Tensor) -> Tensor:
         """What ``function`` gives for ``inputs``."""
-        shapes = [x.shape for x in inputs]
-        if self._program is not None and shapes == self._shapes:
+        layouts = [(x.shape, x.dtype, x.stride()) for x in inputs]
+        if self._program is not None and layouts == self._layouts:
             return self._program(*inputs)
         if self._gives_up or self._program is not None:
             return self._function(*inputs)
-        recording = _Recording(inputs)
-        with recording:
-            output = self._function(*inputs)
-        recording.end(output)
+        recording, before = _Recording(inputs), self._before
+        output = recording.of(self._function, inputs)
         if recording.reads_values:
             self._gives_up, self._before = True, None
-        elif self._before is None or shapes != self._shapes:
-            self._before, self._shapes = recording, shapes
-        else:
-            self._gives_up = not recording.equals(self._before)
+        elif before is None or layouts != self._layouts:
+            self._before, self._layouts = recording, layouts
+        else:  # what has differed once may do so again
+            self._gives_up = not recording.equals(before)
             self._program, self._before = None if self._gives_up else recording.program(), None
         return output
 
@@ -113,40 +105,63 @@ class _Call(NamedTuple):
 
 
 class _Recording(TorchFunctionMode):
-    """While it is entered, writes down each call of torch that gives or changes a tensor."""
+    """While it is entered, writes down each call of torch that gives or changes a tensor.
+
+    Attributes:
+        reads_values: whether the calls may depend on values of tensors, which another call has others of.
+        is_in_whole_call: whether what is called now is part of a call that has been written down.
+    """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.num_inputs = len(inputs)
         self.calls: list[_Call] = []
-        self.reads_values = False
+        self.reads_values = self.is_in_whole_call = False
         self._made = list(inputs)  # held, or another tensor could get the identity of one
         self._numbers = {id(x): number for number, x in enumerate(inputs)}
+
+    def of(self, function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Tensor:
+        """What ``function`` gives for ``inputs``, recorded."""
+        before = _current.set(self)
+        try:
+            with self:
+                output = function(*inputs)
+        finally:
+            _current.reset(before)
+        self.calls.append(_Call(_identity, (self._template(output),), {}, None))
+        self._made = []
+        return output
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        given = tuple(self._template(x) for x in args)
-        named = {name: self._template(x) for name, x in kwargs.items()}
-        name = getattr(function, "__name__", "")
-        result = function(*args, **kwargs)
-        if name in _GIVE_THEIR_INPUT and args and result is args[0]:
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if self.is_in_whole_call:
+            return function(*args, **kwargs)
+        given, named = self._template(tuple(args)), self._template(kwargs)
+        with _ReadValues() as read:
+            result = function(*args, **kwargs)
+        # tensor_split reads where to split, and calls no operator that would tell
+        self.reads_values = self.reads_values or read.any or (name == "tensor_split" and _has_tensor(args[1:]))
+        if name in _MAY_RETURN_THEIR_INPUT and args and result is args[0]:
             return result
-        shaped_by_values = name in _SHAPED_BY_VALUES and not (name == "where" and len(args) > 1)
-        shaped_by_values = shaped_by_values or (name in ("__getitem__", "__setitem__") and _reads_index(args[1]))
-        if _is_of_tensors(result) or (result is None and name not in _OF_METADATA):
-            self._number_all(result)
-            self.calls.append(_Call(function, given, named, self._template(result)))
-        elif name not in _OF_METADATA and _has_tensor((*args, *kwargs.values())):
+        if _is_of_tensors(result) or (result is None and name not in _METADATA):
+            self._append(function, given, named, result)
+        elif name not in _METADATA and _has_tensor((*args, *kwargs.values())):
             self.reads_values = True
-        self.reads_values = self.reads_values or shaped_by_values
         return result
 
-    def end(self, output: Tensor) -> None:
-        """Says what the function has returned."""
-        self.calls.append(_Call(_identity, (self._template(output),), {}, None))
-        self._made = []
+    def call_whole(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``function`` gives for its arguments, recorded as one call."""
+        given, named = self._template(args), self._template(kwargs)
+        self.is_in_whole_call = True
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self.is_in_whole_call = False
+        self.reads_values = self.reads_values or not (result is None or _is_of_tensors(result))
+        self._append(function, given, named, result)
+        return result
 
     def equals(self, other: "_Recording") -> bool:
         """Whether a replay of the one is one of the other."""
@@ -163,12 +178,19 @@ class _Recording(TorchFunctionMode):
         for place, call in enumerate(self.calls[:-1]):
             names[f"f{place}"] = call.function
             given = [_source(x, names) for x in call.args]
-            given += [f"{name}={_source(x, names)}" for name, x in call.kwargs.items()]
+            given += [
+                f"**{{{name!r}: {_source(x, names)}}}" if iskeyword(name) else f"{name}={_source(x, names)}"
+                for name, x in call.kwargs.items()
+            ]
             lines.append(f"    {_target(call.result)} = f{place}({', '.join(given)})")
         lines.append(f"    return {_source(self.calls[-1].args[0], names)}")
         exec(compile("\n".join(lines), "<replay>", "exec"), names)
         function: Callable[..., Tensor] = names["replay"]
         return function
+
+    def _append(self, function: Callable[..., Any], given: Any, named: Any, result: Any) -> None:
+        self._number_all(result)
+        self.calls.append(_Call(function, given, named, self._template(result)))
 
     def _number_all(self, result: Any) -> None:
         if isinstance(result, Tensor):
@@ -183,29 +205,44 @@ class _Recording(TorchFunctionMode):
         """``value`` with ``_Made`` for tensors that have a number."""
         if isinstance(value, Tensor):
             return _Made(self._numbers[id(value)]) if id(value) in self._numbers else value
-        if type(value) in (tuple, list) or type(value).__module__ == "torch.return_types":
-            return (list if isinstance(value, list) else tuple)(self._template(part) for part in value)
-        return value  # a record that has tensors is another in each recording
+        if type(value) is dict:
+            return {name: self._template(part) for name, part in value.items()}
+        if type(value) is list:
+            return [self._template(part) for part in value]
+        if type(value) is tuple or type(value).__module__ == "torch.return_types":
+            return tuple(self._template(part) for part in value)
+        return value  # a record that has tensors is the same for two calls, or another one
+
+
+class _ReadValues(TorchDispatchMode):
+    """Whether an operator that is called here gives values to Python, or as many elements as values say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = False
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if operator is torch.ops.aten.index.Tensor:  # whose tag says so for places, too
+            self.any = self.any or any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+        elif {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(operator.tags):
+            self.any = True
+        return operator(*args, **(kwargs or {}))
+
+
+_current: ContextVar[_Recording | None] = ContextVar("current recording", default=None)
 
 
 def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _reads_index(index: Any) -> bool:
-    """Whether ``index`` has a mask, which gives as many elements as are true, or a slice up to what a tensor says."""
-    if isinstance(index, (tuple, list)):
-        return any(map(_reads_index, index))
-    if isinstance(index, slice):
-        return _has_tensor((index.start, index.stop, index.step))
-    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-
-
 def _numbers_in(template: Any) -> Iterator[int]:
     if isinstance(template, _Made):
         yield template.number
-    elif isinstance(template, (tuple, list)):
-        for part in template:
+    elif isinstance(template, (tuple, list, dict)):
+        for part in template.values() if isinstance(template, dict) else template:
             yield from _numbers_in(part)
 
 
@@ -231,22 +268,24 @@ def _same(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
-    if isinstance(a, dict):
+    if type(a) is dict:
         return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
-    if isinstance(a, slice):
+    if type(a) is slice:
         return _same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
-    if isinstance(a, (tuple, list)):
+    if type(a) in (tuple, list, torch.Size, _Made):
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    return isinstance(a, (int, float, complex, str, torch.device)) and a == b
+    return isinstance(a, (int, float, complex, str, torch.device)) and bool(a == b)
 
 
 def _source(template: Any, names: dict[str, Any]) -> str:
     """An expression for ``template``; what has no number is put into ``names``."""
     if isinstance(template, _Made):
         return f"v{template.number}"
-    if type(template) in (tuple, list) and _has_number(template):
+    if _has_number(template):
+        if isinstance(template, dict):
+            return "{" + ", ".join(f"{name!r}: {_source(part, names)}" for name, part in template.items()) + "}"
         parts = "".join(f"{_source(part, names)}, " for part in template)
-        return f"({parts})" if type(template) is tuple else f"[{parts}]"
+        return f"({parts})" if isinstance(template, tuple) else f"[{parts}]"
     name = f"c{len(names)}"
     names[name] = template
     return name

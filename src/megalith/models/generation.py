@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.acceleration.replay import Replayed
+from megalith.config import TransformerConfig
 from megalith.errors import ConfigError, NonFiniteError
 from megalith.fusions.core.blocks import LARGEST_WHOLE
 from megalith.fusions.core.dispatch import chosen_by_use, use
@@ -306,12 +307,19 @@ def _replayable_parts(pipeline: Pipeline[GPTModel], num_rows: int) -> list[int] 
         and not any(module.training or "forward" in vars(module) for module in modules)
         and all(type(weight) is nn.Parameter and weight.device.type == "cpu" for weight in weights)
         and all(model.options.pg_collection.size(axis) == 1 for axis in ("tp", "cp", "ep", "etp"))
-        # larger tensors take compiled or hand-written kernels
-        and num_rows * 2 * max(config.hidden_size, config.ffn_hidden_size) <= LARGEST_WHOLE
+        and num_rows * _widest(config) <= LARGEST_WHOLE  # larger tensors take compiled or hand-written kernels
         and chosen_by_use() is None
         and not has_forward_hooks(model)
     )
     return [id(part) for part in (*modules, *weights)] if may_replay else None
+
+
+def _widest(config: TransformerConfig) -> int:
+    """How many numbers a token has at most between two operations of a layer."""
+    gated = [2 * config.ffn_hidden_size]
+    if config.moe is not None:
+        gated += [2 * config.moe.top_k * config.expert_ffn_hidden_size, 2 * (config.moe.shared_ffn_hidden_size or 0)]
+    return max(config.hidden_size, config.num_attention_heads * config.kv_channels, *gated)
 
 
 def _num_positions(model: GPTModel) -> int | None:
