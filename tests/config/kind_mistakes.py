@@ -9,6 +9,7 @@ __all__ = ["KIND_MISTAKES"]
 BERT: dict[str, Any] = {"model.bert.num_token_types": 2}
 RELATIVE: dict[str, Any] = {"model.position_embedding_type": "relative"}
 T5: dict[str, Any] = {**RELATIVE, "model.t5.num_decoder_layers": 2, "model.num_query_groups": None}
+WRITES: dict[str, Any] = {"train.generation.every": 4, "train.generation.prompts": ["a <extra_id_0>"]}
 
 KIND_MISTAKES = [
     Mistake({"model.bert.binary_head": False}, r"model.bert.num_token_types is missing; use .*num_token_types=2"),
@@ -20,7 +21,7 @@ KIND_MISTAKES = [
         {**BERT, "model.moe.num_experts": 4}, r"model.moe has no place beside model.bert: .*padding.*; remove model.moe"
     ),
     Mistake(
-        {**BERT, "train.generation.every": 4, "train.generation.prompts": ["a"]},
+        {**BERT, **WRITES},
         r"train.generation has no place beside model.bert: an encoder writes no text; remove train.generation",
     ),
     Mistake(
@@ -66,6 +67,16 @@ KIND_MISTAKES = [
     Mistake(
         {"model.relative_position.num_buckets": 8},
         r"relative_position.num_buckets \(8\) has no effect with model.position_embedding_type=rope, only with",
+    ),
+    Mistake(
+        {**T5, **WRITES, "parallel.context": 2},
+        r"parallel.context \(2\) must be 1 with model.t5 and train.generation: .*; remove train.generation",
+        2,
+    ),
+    Mistake(
+        {**T5, **WRITES, "parallel.tensor": 2, "parallel.sequence": True},
+        r"parallel.sequence \(True\) must be False with model.t5 and train.generation: .*; remove train.generation",
+        2,
     ),
     Mistake(
         {**T5, "parallel.pipeline": 2, "parallel.stage_layers": [2, 2]},

@@ -67,7 +67,11 @@ from megalith.config.pipeline_rules import (
     stages_have_layers,
 )
 from megalith.config.relevance import no_setting_is_without_effect
-from megalith.config.t5_rules import distances_go_past_the_exact_buckets, stacks_of_t5_are_plain
+from megalith.config.t5_rules import (
+    answers_are_not_split,
+    distances_go_past_the_exact_buckets,
+    stacks_of_t5_are_plain,
+)
 from megalith.config.training_rules import (
     best_checkpoint_is_evaluated,
     compiler_chooses_what_outputs_are_kept,
@@ -129,6 +133,7 @@ RUN_RULES: tuple[Rule, ...] = (
     sequence_divides_among_context_ranks,
     two_levels_divide_context,
     heads_divide_among_context_ranks,
+    answers_are_not_split,
     hidden_size_divides_among_shards,
     batches_divide_among_ranks,
     expert_layouts_need_experts,

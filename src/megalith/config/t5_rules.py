@@ -5,11 +5,25 @@ from typing import Any
 
 from megalith.config.draft import Draft, Violation, round_up
 
-__all__ = ["distances_go_past_the_exact_buckets", "stacks_of_t5_are_plain"]
+__all__ = ["answers_are_not_split", "distances_go_past_the_exact_buckets", "stacks_of_t5_are_plain"]
 
 _DECODER, _POSITIONS = "model.t5.num_decoder_layers", "model.position_embedding_type"
+_EVERY = "train.generation.every"
 _BUCKETS, _FARTHEST = "model.relative_position.num_buckets", "model.relative_position.max_distance"
 _HEADS, _GROUPS = "model.num_attention_heads", "model.num_query_groups"
+
+
+def answers_are_not_split(run: Draft) -> Iterator[Violation]:
+    """train.generation with model.t5 has neither parallel.context > 1 nor parallel.sequence."""
+    if run.get(_DECODER) is None or run.get(_EVERY) is None:
+        return
+    for name, whole in (("parallel.context", 1), ("parallel.sequence", False)):
+        if (value := run[name]) != whole:
+            message = (
+                f"{name} ({value}) must be {whole} with model.t5 and train.generation: a T5 answers token by token, "
+                "and one token cannot be split over ranks"
+            )
+            yield Violation("answers_are_not_split", name, message, ({"train.generation": None}, {name: whole}))
 
 
 def distances_go_past_the_exact_buckets(run: Draft) -> Iterator[Violation]:

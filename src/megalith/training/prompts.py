@@ -3,6 +3,7 @@
 from math import ceil, lcm
 
 from megalith.config import RunConfig
+from megalith.data.special_tokens import t5_tokens
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.training.exchange_sizes import symmetric_sizes
@@ -11,22 +12,24 @@ __all__ = ["encode_prompts"]
 
 
 def encode_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[list[int]]:
-    """The token ids of each prompt.
+    """The token ids of each prompt; those of a T5 spell its sentinels, and end as its texts do.
 
     Raises ConfigError for a prompt that has no tokens, or as many as the model has positions, and for prompts that all
-    together are more than dispatch.method=symmetric has room for.
+    together are more than dispatch.method=symmetric has room for; DataError for a tokenizer that lacks a T5's tokens.
     """
     generation, positions = config.train.generation, config.model.max_position_embeddings
+    is_t5 = config.model.kind == "t5"
+    end = [t5_tokens(tokenizer).end] if is_t5 else []
     encoded = []
     for prompt in generation.prompts if generation is not None else ():
-        [tokens] = tokenizer.encode_prompts([prompt])
+        [tokens] = tokenizer.encode_prompts([prompt], special_tokens=is_t5)
         if len(tokens) == len(tokenizer.begin):
             raise ConfigError(f"the prompt {prompt!r:.60} has no tokens in {tokenizer.name}; leave it out")
         if positions is not None and len(tokens) >= positions:
             raise ConfigError(
                 f"the prompt {prompt!r:.60} has {len(tokens)} tokens and the model {positions} positions; shorten it"
             )
-        encoded.append(tokens)
+        encoded.append(tokens + end)
     _check_room(config, [len(tokens) for tokens in encoded])
     return encoded
 

@@ -27,6 +27,7 @@ from megalith.training.tasks.shown_text import bracketed
 from megalith.training.tasks.t5_size import t5_costs
 from megalith.training.tasks.t5_traffic import t5_traffic
 from megalith.training.tasks.task import StageTraffic
+from megalith.training.tasks.text_samples import T5TextWriter
 from megalith.transformer.encoder_output import PairedDocuments
 from megalith.transformer.stage import Stage
 
@@ -180,6 +181,10 @@ class PretrainT5(MaskedTask[T5Sample, T5Batch, T5Inputs]):
             ids += found
             in_brackets += [token in spans] * len(found)
         return bracketed(ids, in_brackets, self.tokenizer)
+
+    def text_writer(self) -> T5TextWriter:
+        """Fills the gaps in the prompts of ``train.generation``."""
+        return T5TextWriter(self.config, self.tokenizer)
 
     def _is_text(self, batch: T5Batch) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
         """bool [B, Sd]: the labels that are of the text."""

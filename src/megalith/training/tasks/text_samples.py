@@ -1,54 +1,93 @@
-"""Text from a GPT in training: what it adds to the prompts of ``train.generation``, in any layout.
+"""Text from a GPT or a T5 in training: what it adds to the prompts of ``train.generation``, or answers.
 
 Up to rounding a text is the one that ``megalith generate`` draws from a checkpoint of the same step, with its default
-seed.
+seed, and for a T5 with --special-tokens.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from megalith.config import RunConfig
+from megalith.data.special_tokens import t5_tokens
 from megalith.data.tokenizer import TextStream, Tokenizer
-from megalith.models.generation import generate
+from megalith.models import generation, t5_generation
 from megalith.models.sampling import Sampling
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.training.prompts import encode_prompts
 from megalith.training.tasks.task import TextSample
 
-__all__ = ["GPTTextWriter"]
+__all__ = ["GPTTextWriter", "T5TextWriter"]
 
 _SEED = 0  # the default of megalith generate
 
 
-class GPTTextWriter:
-    """A ``TextWriter`` for next-token models.
+class _RunTextWriter(ABC):
+    """A ``TextWriter`` for the prompts of a run's settings.
+
+    Attributes:
+        answers: whether what the model writes is a text of its own, and does not go on with the prompt.
 
     Raises:
-        ConfigError: as ``encode_prompts``.
+        ConfigError, DataError: as ``encode_prompts``.
     """
 
+    answers: ClassVar[bool]
+
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
-        generation = config.train.generation
-        assert generation is not None, "asked for by a run with train.generation"
+        assert config.train.generation is not None, "asked for by a run with train.generation"
+        self.settings = config.train.generation
         self.prompts = encode_prompts(config, tokenizer)
-        self.generation = generation
         self.tokenizer = tokenizer
 
     def __call__(self, pipeline: Pipeline[Any]) -> list[TextSample]:
         """One sample a prompt; modes and gathered weights are afterwards what they were."""
-        texts = generate(
-            pipeline,
-            self.prompts,
-            self.generation.max_new_tokens,
-            sampling=Sampling(self.generation.temperature),
-            seeds=[_SEED] * len(self.prompts),
-            end_tokens=self.tokenizer.ends,
-        )
+        sampling, seeds = Sampling(self.settings.temperature), [_SEED] * len(self.prompts)
+        texts = self._tokens(pipeline, self.settings.max_new_tokens, sampling, seeds)
         return [
             TextSample(text, self._decoded(prompt, new))
-            for text, prompt, new in zip(self.generation.prompts, self.prompts, texts, strict=True)
+            for text, prompt, new in zip(self.settings.prompts, self.prompts, texts, strict=True)
         ]
 
+    @abstractmethod
+    def _tokens(
+        self, pipeline: Pipeline[Any], max_new_tokens: int, sampling: Sampling, seeds: Sequence[int]
+    ) -> list[list[int]]:
+        """What the model adds to each prompt."""
+
     def _decoded(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-        text = TextStream(self.tokenizer, prompt)
+        text = TextStream(self.tokenizer, () if self.answers else prompt)
         return "".join([*map(text.add, tokens), text.end()])
+
+
+class GPTTextWriter(_RunTextWriter):
+    """For next-token models, which go on with a prompt."""
+
+    answers = False
+
+    def _tokens(
+        self, pipeline: Pipeline[Any], max_new_tokens: int, sampling: Sampling, seeds: Sequence[int]
+    ) -> list[list[int]]:
+        ends = self.tokenizer.ends
+        return generation.generate(
+            pipeline, self.prompts, max_new_tokens, sampling=sampling, seeds=seeds, end_tokens=ends
+        )
+
+
+class T5TextWriter(_RunTextWriter):
+    """For an encoder and a decoder, which fill the gaps that sentinels in a prompt stand for."""
+
+    answers = True
+
+    def _tokens(
+        self, pipeline: Pipeline[Any], max_new_tokens: int, sampling: Sampling, seeds: Sequence[int]
+    ) -> list[list[int]]:
+        return t5_generation.generate(
+            pipeline,
+            self.prompts,
+            max_new_tokens,
+            start_token=t5_tokens(self.tokenizer).padding,
+            sampling=sampling,
+            seeds=seeds,
+            end_tokens=self.tokenizer.ends,
+        )
