@@ -24,7 +24,7 @@ from megalith.storage import MANIFEST, Store, child, explained, open_store, reco
 from megalith.training.continuity import changed
 from megalith.training.kept import KEPT_TOKENIZER, kept_marks, run_of
 from megalith.training.process_group import choose_device
-from megalith.training.prompts import encode_prompts
+from megalith.training.tasks.prompts import encode_prompts
 from megalith.training.tasks.tokens_of_origin import ends_of_origin
 from megalith.training.tasks.weights import described_at
 

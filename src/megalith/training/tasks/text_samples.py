@@ -14,7 +14,7 @@ from megalith.data.tokenizer import TextStream, Tokenizer
 from megalith.models import generation, t5_generation
 from megalith.models.sampling import Sampling
 from megalith.parallel.pipeline.pipeline import Pipeline
-from megalith.training.prompts import encode_prompts
+from megalith.training.tasks.prompts import encode_prompts
 from megalith.training.tasks.task import TextSample
 
 __all__ = ["GPTTextWriter", "T5TextWriter"]
