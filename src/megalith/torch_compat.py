@@ -12,6 +12,7 @@ distributed_c10d._process_group_name        private; names a new process group
 FSDPModule._get_fsdp_state()                private; ends a backward by hand
 Module._compiled_call_impl                  private; what a compiled module calls
 Module._forward_hooks, _forward_pre_hooks   private; what calls of a module also call
+Module._modules, _parameters, _buffers      private; what a module consists of, as dicts
 distributed_c10d._abort_process_group       private; ends process groups that NCCL would wait for
 torch.distributed._symmetric_memory         private; memory that other GPUs read
 torch.cuda.is_current_stream_capturing      raises where torch was built without CUDA
@@ -19,6 +20,7 @@ torch.cuda.is_current_stream_capturing      raises where torch was built without
 
 import hashlib
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
@@ -34,6 +36,7 @@ from torch.distributed import ProcessGroup, _symmetric_memory, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
+    "ForwardParts",
     "abort_process_groups",
     "all_gather_into",
     "any_requires_grad",
@@ -118,6 +121,35 @@ def has_forward_hooks(model: nn.Module) -> bool:
     if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
         return True
     return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class ForwardParts:
+    """What a forward of ``model`` goes through: its modules, weights, buffers and hooks, as they are when this is made.
+
+    Held, so that none can be freed and another one get its identity.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        # dicts that torch changes in place, looked up once: this is asked for every token
+        self._parts = [parts for x in self._modules for parts in (x._modules, x._parameters, x._buffers)]
+        self._hooks = [hooks for x in self._modules for hooks in (x._forward_hooks, x._forward_pre_hooks)]
+        self._hooks += [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
+        self._own = [vars(x) for x in self._modules]  # where one may hide the method of its class
+        self._held = self._found()
+
+    def are_in_place(self) -> bool:
+        """Whether they are still the same ones, in the same mode."""
+        found = self._found()
+        return len(found) == len(self._held) and all(map(operator.is_, found, self._held))
+
+    def _found(self) -> list[object]:
+        found: list[object] = [part for parts in self._parts for part in parts.values()]
+        found += [x.training for x in self._modules]
+        found += [own["forward"] for own in self._own if "forward" in own]
+        if any(self._hooks):
+            found += [hook for hooks in self._hooks for hook in hooks.values()]
+        return found
 
 
 def keeping_what_is_saved() -> AbstractContextManager[None]:

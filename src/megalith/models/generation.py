@@ -27,7 +27,7 @@ from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.context.zigzag import zigzag_positions
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.topology.collectives import reduce_from_tensor_model_parallel_region
-from megalith.torch_compat import has_forward_hooks, uncompiled
+from megalith.torch_compat import ForwardParts, has_forward_hooks, uncompiled
 
 __all__ = ["Stop", "check_length", "check_prompt_length", "generate", "stream"]
 
@@ -177,7 +177,8 @@ class _Rows:
         self.tokens = torch.tensor(padded, device=self.device)  # [B, room]
         splits = groups.size("cp") > 1 or self.options.sequence_parallel
         self.caches = None if splits else {chunk: chunk.new_caches(self.end) for chunk in pipeline.chunks}
-        self.parts: list[int] | None = None  # of the model that is recorded
+        self.parts: ForwardParts | None = None  # of the model that is recorded
+        self.may_replay = _may_replay(pipeline, len(prompts))
         self._make_room(min(self.end + _FIRST_ROOM, self.most))
 
     def _make_room(self, columns: int) -> None:
@@ -252,10 +253,9 @@ class _Rows:
         new = slice(self.start, self.end)
         given = self.tokens[:, new], self.positions[:, new]
         if self.end - self.start == 1:
+            self.parts = self.parts or ForwardParts(model)
             # asked for every token: a hook, or another weight, counts from the next one on
-            parts = _replayable_parts(self.pipeline, len(self.prompts))
-            self.parts = self.parts or parts
-            if parts is not None and parts == self.parts:
+            if self.may_replay and chosen_by_use() is None and self.parts.are_in_place():
                 return self.of_one[model](*given)
             return self._cached_forward(model, *given, hidden=hidden)
         # a prompt is read once, which repays no compiler
@@ -291,27 +291,24 @@ class _Rows:
         return reduce_from_tensor_model_parallel_region(logits[:, self.mine == self.end - 1].sum(dim=1), self.groups.cp)
 
 
-def _replayable_parts(pipeline: Pipeline[GPTModel], num_rows: int) -> list[int] | None:
-    """The identities of modules and weights where a forward of one token a row calls nothing but torch, on one CPU.
+def _may_replay(pipeline: Pipeline[GPTModel], num_rows: int) -> bool:
+    """Whether a forward of one token a row calls nothing but torch, on one CPU.
 
-    None where it may do more, or not the same at every length: in modules that are not of this house or of torch, in
-    latent attention, which changes its way with the number of keys, in hooks and on paths that were asked for.
+    It may do more, or not the same at every length: in modules that are not of this house or of torch, in latent
+    attention, which changes its way with the number of keys, and in hooks.
     """
     model, config = pipeline.chunks[0], pipeline.chunks[0].config
-    modules, weights = list(model.modules()), list(model.parameters())
-    may_replay = (
+    return (
         model.stage.has_embedding
         and model.stage.has_head
         and config.mla is None
-        and all(type(module).__module__.startswith(("megalith.", "torch.nn.")) for module in modules)
-        and not any(module.training or "forward" in vars(module) for module in modules)
-        and all(type(weight) is nn.Parameter and weight.device.type == "cpu" for weight in weights)
+        and all(type(module).__module__.startswith(("megalith.", "torch.nn.")) for module in model.modules())
+        and not any("forward" in vars(module) for module in model.modules())
+        and all(type(weight) is nn.Parameter and weight.device.type == "cpu" for weight in model.parameters())
         and all(model.options.pg_collection.size(axis) == 1 for axis in ("tp", "cp", "ep", "etp"))
         and num_rows * _widest(config) <= LARGEST_WHOLE  # larger tensors take compiled or hand-written kernels
-        and chosen_by_use() is None
         and not has_forward_hooks(model)
     )
-    return [id(part) for part in (*modules, *weights)] if may_replay else None
 
 
 def _widest(config: TransformerConfig) -> int:
