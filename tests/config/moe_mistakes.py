@@ -149,6 +149,31 @@ MOE_MISTAKES = [
         r"capacity.factor \(4.0\) drops nothing: .* = 4 on an expert has room for every token; it must be less, or",
     ),
     Mistake(
+        {
+            **MOE,
+            "model.moe.capacity.factor": 4.0,
+            "model.moe.capacity.pad": True,
+            "model.moe.capacity.drop": "position",
+        },
+        r"drop=position has no effect with .*factor \(4.0\), which drops nothing: .* = 4 on .*; use .*drop=null",
+    ),
+    Mistake(
+        {**GROUPS, f"{ROUTER}.group_topk": 4, f"{ROUTER}.group_score_topk": 2},
+        r"num_groups \(4\) has no effect with .*group_topk \(4\) and .*: a token may choose from all 4 groups; use "
+        r"model.moe.router.num_groups=null, .*group_topk=null, .*group_score_topk=null",
+    ),
+    Mistake(
+        {**GROUPS, f"{ROUTER}.group_topk": 2},
+        r"num_groups \(4\) has no effect .*: groups are ranked by their best expert alone, and the best 2 .*; use",
+    ),
+    Mistake(
+        {**MOE, "model.moe.top_k": 8, f"{ROUTER}.selection": "round_robin"},
+        r"selection=round_robin has no effect with model.moe.top_k \(8\) equal to .*; use .*selection=null",
+    ),
+    Mistake(
+        {**SINKHORN, "model.moe.top_k": 8}, r"selection=sinkhorn has no effect with .*top_k \(8\) equal to .*; use"
+    ),
+    Mistake(
         {**MOE, "model.moe.top_k": 8, f"{ROUTER}.sequence_balance": 0.1},
         r"sequence_balance have no effect with model.moe.top_k \(8\) equal to .*num_experts: .*; use",
     ),

@@ -37,6 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
                     "expert_bias_update_rate": 0.05,
                     "num_groups": 4,
                     "group_topk": 2,
+                    "group_score_topk": 2,
                 },
             }
         }

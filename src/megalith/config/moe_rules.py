@@ -6,12 +6,15 @@ from math import prod
 
 from megalith.config.draft import Draft, Fix, Violation, divisors, nearest_first, round_up
 from megalith.config.layer_pattern import holds
+from megalith.config.router_config import groups_limit_choices
 
 __all__ = [
     "balanced_choices_need_no_other_balance",
     "capacities_drop_something",
     "capacity_is_for_choices_by_score",
+    "choices_leave_some_expert_out",
     "expert_groups_hold_the_chosen",
+    "expert_groups_limit_choices",
     "expert_layouts_need_experts",
     "expert_ranks_divide_the_world",
     "experts_are_in_some_layer",
@@ -34,6 +37,7 @@ _EXPERTS, _TOP_K, _CAPACITY = "model.moe.num_experts", "model.moe.top_k", "model
 _ROUTER, _PAD = "model.moe.router", "model.moe.capacity.pad"
 _SCORE, _PRE, _SELECTION = f"{_ROUTER}.score_function", f"{_ROUTER}.pre_softmax", f"{_ROUTER}.selection"
 _GROUPS, _GROUP_TOPK, _GROUP_SCORE = (f"{_ROUTER}.{name}" for name in ("num_groups", "group_topk", "group_score_topk"))
+_DROP = "model.moe.capacity.drop"
 _METHOD, _MAX_ROWS = "parallel.dispatch.method", "parallel.dispatch.max_rows"
 _OF_KERNELS = 16  # 512 threads of a block in groups of 32, one group for each rank or expert
 _LAYERS = "model.moe.layers"
@@ -85,7 +89,7 @@ def expert_groups_hold_the_chosen(run: Draft) -> Iterator[Violation]:
         {_GROUPS: number, _GROUP_TOPK: chosen, _GROUP_SCORE: None}
         for number in nearest_first(divisors(experts), groups or 1)
         for chosen in nearest_first(divisors(top_k), kept or 1)
-        if chosen <= number and top_k // chosen <= experts // number
+        if top_k // chosen <= experts // number and groups_limit_choices(top_k, number, chosen)
     ]
     yield Violation(
         "expert_groups_hold_the_chosen",
@@ -93,6 +97,22 @@ def expert_groups_hold_the_chosen(run: Draft) -> Iterator[Violation]:
         wanted,
         (*fixes[:8], dict.fromkeys((_GROUPS, _GROUP_TOPK, _GROUP_SCORE))),
     )
+
+
+def expert_groups_limit_choices(run: Draft) -> Iterator[Violation]:
+    """group_topk is below num_groups, and below top_k where groups are ranked by their best expert: else no limit."""
+    groups, kept, top_k, scored = run[_GROUPS], run[_GROUP_TOPK], run[_TOP_K], run.get(_GROUP_SCORE)
+    if run[_SELECTION] != "top_k" or kept > groups or (scored is None and top_k % kept):
+        return  # other rules speak
+    if groups_limit_choices(top_k, groups, kept, scored):
+        return
+    why = f"groups are ranked by their best expert alone, and the best {top_k} experts are in the best {top_k} groups"
+    if kept == groups:
+        why = f"a token may choose from all {groups} groups"
+    message = f"{_GROUPS} ({groups}) has no effect with {_GROUP_TOPK} ({kept}) and {_TOP_K} ({top_k}): {why}"
+    fixes: list[Fix] = [dict.fromkeys((_GROUPS, _GROUP_TOPK, _GROUP_SCORE))]
+    fixes += [{_GROUP_TOPK: fewer} for fewer in nearest_first(range(1, min(kept, groups)), kept)][:4]
+    yield Violation("expert_groups_limit_choices", _GROUPS, message, tuple(fixes))
 
 
 def balanced_choices_need_no_other_balance(run: Draft) -> Iterator[Violation]:
@@ -113,7 +133,7 @@ def capacity_is_for_choices_by_score(run: Draft) -> Iterator[Violation]:
     """capacity needs selection=top_k: balanced choices overflow no expert by much."""
     if run.get(_CAPACITY) is not None and run[_SELECTION] != "top_k":
         message = f"model.moe.capacity needs {_SELECTION}=top_k; got {run[_SELECTION]}"
-        fixes = ({_SELECTION: None}, {_CAPACITY: None, "model.moe.capacity.drop": None, "model.moe.capacity.pad": None})
+        fixes = ({_SELECTION: None}, {_CAPACITY: None, _DROP: None, _PAD: None})
         yield Violation("capacity_is_for_choices_by_score", _SELECTION, message, fixes)
 
 
@@ -135,6 +155,19 @@ def offsets_follow_the_next_best_expert(run: Draft) -> Iterator[Violation]:
         message = f"{_SELECTION}=quantile needs {_TOP_K} ({top_k}) to be less than {_EXPERTS} ({experts})"
         fixes: tuple[Fix, ...] = ({_SELECTION: None}, {_EXPERTS: experts + 1})
         yield Violation("offsets_follow_the_next_best_expert", _TOP_K, message, fixes)
+
+
+def choices_leave_some_expert_out(run: Draft) -> Iterator[Violation]:
+    """selection=round_robin, and sinkhorn for several experts, need top_k below num_experts: else all are chosen."""
+    top_k, experts, selection = run[_TOP_K], run[_EXPERTS], run[_SELECTION]
+    # Sinkhorn weighs one expert by sigmoid, which top_k with softmax does not
+    if top_k == experts and (selection == "round_robin" or (selection == "sinkhorn" and top_k > 1)):
+        message = (
+            f"{_SELECTION}={selection} has no effect with {_TOP_K} ({top_k}) equal to {_EXPERTS}: every token goes to "
+            "every expert, with the weights that selection=top_k gives"
+        )
+        fixes: tuple[Fix, ...] = ({_SELECTION: None}, {_EXPERTS: experts + 1})
+        yield Violation("choices_leave_some_expert_out", _SELECTION, message, fixes)
 
 
 def padded_capacities_travel_by_row(run: Draft) -> Iterator[Violation]:
@@ -175,16 +208,18 @@ def tokens_travel_by_some_way(run: Draft) -> Iterator[Violation]:
 
 
 def capacities_drop_something(run: Draft) -> Iterator[Violation]:
-    """capacity.factor is less than num_experts / top_k, from where on an expert has room for all, or pad is set."""
+    """capacity.factor is below num_experts / top_k, where experts have room for all; or pad is set, and drop is not."""
     factor, experts, top_k = run.get(_CAPACITY), run[_EXPERTS], run[_TOP_K]
-    if factor is None or run.get(_PAD) or Fraction(str(factor)) < Fraction(experts, top_k):
+    if factor is None or Fraction(str(factor)) < Fraction(experts, top_k):
         return
-    message = (
-        f"{_CAPACITY} ({factor}) drops nothing: from {_EXPERTS} / {_TOP_K} = {experts / top_k:.4g} on an expert has "
-        f"room for every token; it must be less, or {_PAD}=true"
-    )
-    fixes: tuple[Fix, ...] = ({_CAPACITY: None, "model.moe.capacity.drop": None, _PAD: None},)
-    yield Violation("capacities_drop_something", _CAPACITY, message, fixes)
+    room = f"from {_EXPERTS} / {_TOP_K} = {experts / top_k:.4g} on an expert has room for every token"
+    if not run.get(_PAD):
+        message = f"{_CAPACITY} ({factor}) drops nothing: {room}; it must be less, or {_PAD}=true"
+        fixes: tuple[Fix, ...] = ({_CAPACITY: None, _DROP: None, _PAD: None},)
+        yield Violation("capacities_drop_something", _CAPACITY, message, fixes)
+    elif _DROP in run.given:
+        message = f"{_DROP}={run[_DROP]} has no effect with {_CAPACITY} ({factor}), which drops nothing: {room}"
+        yield Violation("capacities_drop_something", _DROP, message, ({_DROP: None},))
 
 
 def loads_can_be_uneven(run: Draft) -> Iterator[Violation]:

@@ -6,7 +6,17 @@ from pydantic import Field
 
 from megalith.config.settings_group import LARGEST_SIZE, SettingsGroup
 
-__all__ = ["RouterConfig"]
+__all__ = ["RouterConfig", "groups_limit_choices"]
+
+
+def groups_limit_choices(top_k: int, num_groups: int, group_topk: int, group_score_topk: int | None = None) -> bool:
+    """Whether some token may have another choice with these groups than without them.
+
+    Not where all groups are taken; nor where groups are ranked by their best expert alone and top_k of them or more are
+    taken: the top_k best experts are in the top_k best groups.
+    """
+    scored = top_k // group_topk if group_score_topk is None else group_score_topk
+    return group_topk < num_groups and (scored > 1 or group_topk < top_k)
 
 
 class RouterConfig(SettingsGroup):

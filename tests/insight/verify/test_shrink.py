@@ -58,11 +58,14 @@ CHOICES: dict[str, list[Any]] = {
     "model.moe.latent_size": [None, 64],
     "model.moe.router.num_groups": [None, 8],
     "model.moe.router.group_topk": [1, 2, 4, 8],
+    "model.moe.router.group_score_topk": [None, None, 1, 2],
     "model.moe.router.score_function": ["softmax", "sigmoid"],
-    "model.moe.router.selection": ["top_k", "top_k", "sinkhorn"],
+    "model.moe.router.selection": ["top_k", "top_k", "sinkhorn", "round_robin"],
     "model.moe.router.micro_batch_balance": [0.0, 0.0, 0.1],
     "model.moe.router.global_balance": [0.0, 0.1],
     "model.moe.capacity.factor": [None, None, 1.25],
+    "model.moe.capacity.drop": [None, "position"],
+    "model.moe.capacity.pad": [None, True],
     "parallel.expert": [1, 2, 4],
     "parallel.expert_tensor": [None, 1, 2],
     "parallel.dispatch.max_rows": [None, 2.0],
@@ -224,7 +227,7 @@ def holds(config: RunConfig, world_size: int) -> None:
 
 
 def holds_of_experts(large: MoEConfig, small: MoEConfig) -> None:
-    """One expert of a token or several, all or some; groups that are one, some or all; every part that there is."""
+    """One expert of a token or several, all or some; one group or several; every part that there is."""
     assert (small.top_k > 1, small.top_k < small.num_experts) == (large.top_k > 1, large.top_k < large.num_experts)
     for name in ("ffn_hidden_size", "shared_ffn_hidden_size", "latent_size", "capacity"):
         assert (getattr(small, name) is None) == (getattr(large, name) is None)

@@ -60,6 +60,7 @@ PUBLISHED_V2 = """{"architectures": ["DeepseekV2ForCausalLM"], "attention_bias":
     "scoring_func": "softmax", "seq_aux": true, "tie_word_embeddings": false, "topk_group": 3,
     "topk_method": "group_limited_greedy", "torch_dtype": "bfloat16", "transformers_version": "4.39.3",
     "use_cache": true, "v_head_dim": 128, "vocab_size": 102400}"""
+IN_GROUPS = "group_limited_greedy"
 ROUTER_V3 = {
     "score_function": "sigmoid",
     "num_groups": 8,
@@ -92,6 +93,21 @@ def test_the_published_config_is_the_published_model(family, published, num_laye
         found = family.config_from_hf(json.loads(published), ["model.layers.61.eh_proj.weight"])
         assert found.mtp.num_modules == 1
         assert found.moe.has_experts(61)
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [
+        ("deepseek_v3", {"n_group": 4, "topk_group": 4}),
+        ("deepseek_v2", {"n_group": 4, "topk_group": 4, "topk_method": IN_GROUPS}),
+        ("deepseek_v2", {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 1, "topk_method": IN_GROUPS}),
+    ],
+)
+def test_groups_that_limit_no_choice_are_not_read_as_they_are_refused_in_a_run(name, groups):
+    peer = peers.PEERS[name]
+    theirs = peer.build(**groups).config
+    moe = peer.family.config_from_hf(theirs.to_dict()).moe
+    assert (moe.router.num_groups, moe.router.group_topk, moe.router.group_score_topk) == (None, None, None)
 
 
 @pytest.mark.parametrize(

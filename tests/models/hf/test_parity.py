@@ -118,6 +118,12 @@ FIELDS = {
             "tie_word_embeddings": True,
             **peers.scaled("yarn of DeepSeek-V2"),
         },
+        "as many groups by their best as experts": {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 3,
+            "num_experts_per_tok": 3,
+        },
         "no latent of queries, biases, experts in every layer, one expert": {
             "q_lora_rank": None,
             "attention_bias": True,
@@ -146,6 +152,7 @@ FIELDS = {
             "num_experts_per_tok": 3,
             **peers.scaled("yarn, all of its fields"),
         },
+        "all of several groups": {"n_group": 4, "topk_group": 4},
         "no latent of queries, yarn, one expert": {
             "q_lora_rank": None,
             "num_experts_per_tok": 1,

@@ -38,11 +38,10 @@ def small_experts(moe: MoEConfig, hidden_size: int, rows: Sequence[Degrees]) -> 
         num_experts = 4 if moe.num_experts > 2 else moe.num_experts
         top_k = num_experts if moe.top_k == moe.num_experts else min(moe.top_k, 2)
     else:
-        several = 2 if moe.top_k > kept else 1
-        # all groups, one of them, or some
-        groups, kept = (min(groups, 2), min(kept, 2)) if kept in (1, groups) else (4, 2)
-        top_k = several * kept
-        num_experts = top_k if moe.top_k == moe.num_experts else 16
+        num_experts = 16
+        several = moe.top_k > kept
+        groups, kept = (2, 1) if kept == 1 else (4, 2)  # fewer than all, which config refuses
+        top_k = 2 * kept if several else min(moe.top_k, kept)
     changes: dict[str, Any] = {
         "model.moe.num_experts": num_experts,
         "model.moe.top_k": top_k,

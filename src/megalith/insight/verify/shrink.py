@@ -153,7 +153,7 @@ def _batch_sizes(config: RunConfig, rows: Sequence[Degrees]) -> tuple[int, int]:
 def _model(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """The shape, which every layout of ``shown`` can split."""
     model, tensor = config.model, layout.tensor
-    heads, groups = _heads(config, layout, max(shown.get("tensor", (1,))))
+    heads, groups = _heads(config, layout, shown)
     # the width of all heads, more than that, or less
     width = heads * _HEAD_SIZE
     given, usual = model.hidden_size, model.num_attention_heads * model.kv_channels
@@ -254,18 +254,20 @@ def _expert_layers(model: TransformerConfig, num_layers: int) -> list[bool] | No
     return layers + [model.moe.has_experts(model.num_layers + number) for number in range(model.mtp.num_modules)]
 
 
-def _heads(config: RunConfig, layout: Layout, tensor: int) -> tuple[int, int]:
-    """Query heads and groups over ``tensor`` ranks that share groups, or have several, as those of ``layout`` do."""
+def _heads(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]) -> tuple[int, int]:
+    """Query heads and groups over ranks of tensor that share groups, or have several, as those of ``layout`` do."""
     heads, groups, parallel = config.model.num_attention_heads, config.model.num_query_groups, config.parallel
-    several = 2 if heads // layout.tensor > 1 else 1
+    tensor, trades = max(shown.get("tensor", (1,))), parallel.context_method == "all_to_all"
+    some = max(2, *shown.get("context", (2,))) if trades else 2  # which ranks of context divide
+    several = some if heads // layout.tensor > 1 else 1
     if groups == heads:
         return several * tensor, several * tensor
     if groups < layout.tensor:
         return several * tensor, 2 if groups > 1 else 1
     trading = {"all_to_all": layout.context, "two_level": parallel.context_inner or 1}.get(parallel.context_method, 1)
     here = groups // layout.tensor
-    groups_here = 2 if here > 1 and here % trading == 0 else 1
-    in_group = 3 if heads // groups % 2 and trading == 1 else 2
+    groups_here = some if here > 1 and here % trading == 0 else 1
+    in_group = 3 if heads // groups % 2 and trading == 1 else 2 if groups_here > 1 else some
     return in_group * groups_here * tensor, groups_here * tensor
 
 

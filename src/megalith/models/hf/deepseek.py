@@ -17,6 +17,7 @@ from typing import Any
 from megalith.config import MLAConfig, MoEConfig, TransformerConfig
 from megalith.config.draft import round_up
 from megalith.config.layer_pattern import shortest_pattern
+from megalith.config.router_config import groups_limit_choices
 from megalith.models.hf.experts import allowed_of_experts
 from megalith.models.hf.fields import Fields
 from megalith.models.hf.layer_types import MOST_LAYERS
@@ -86,7 +87,7 @@ def _read_v3(fields: Fields) -> Mapping[str, Any]:
         # a bias that evens no loads until a run says by how much
         moe["router"] |= {"score_function": "sigmoid", "expert_bias_update_rate": 0.0}
         if given["n_group"] > 1:
-            moe["router"] |= {"num_groups": given["n_group"], "group_topk": given["topk_group"], "group_score_topk": 2}
+            moe["router"] |= _groups(given, group_score_topk=2)
     mtp = {"num_modules": num_modules} if num_modules else None
     return {**settings, "moe": moe, "mtp": mtp}
 
@@ -99,10 +100,20 @@ def _read_v2(fields: Fields) -> Mapping[str, Any]:
         _only(fields, given, "scoring_func", "norm_topk_prob", of=_EXPERTS_V2)
         moe["router"] |= {"pre_softmax": True}
         if given["topk_method"] == _IN_GROUPS:
-            moe["router"] |= {"num_groups": given["n_group"], "group_topk": given["topk_group"], "group_score_topk": 1}
+            moe["router"] |= _groups(given, group_score_topk=1)
         elif given["topk_method"] != "greedy":
             fields.refuse(f"topk_method must be 'greedy' or {_IN_GROUPS!r}; got {given['topk_method']!r:.80}")
     return {**_read_latents(fields, interleaved=True), "moe": moe}
+
+
+def _groups(given: Mapping[str, Any], *, group_score_topk: int) -> dict[str, int]:
+    """The settings of groups; none of such as limit no choice, which a run would refuse."""
+    num_groups, kept = given["n_group"], given["topk_group"]
+    if 0 < kept <= num_groups and not groups_limit_choices(
+        given["num_experts_per_tok"], num_groups, kept, group_score_topk
+    ):
+        return {}
+    return {"num_groups": num_groups, "group_topk": kept, "group_score_topk": group_score_topk}
 
 
 def _read_latents(fields: Fields, *, interleaved: bool) -> dict[str, Any]:
