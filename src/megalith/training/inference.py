@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
 from megalith.config import RunConfig, TransformerConfig, valid_setting
 from megalith.data.indexed_dataset import IndexedDataset
@@ -17,7 +16,6 @@ from megalith.data.token_ids import check_dataset
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.observe.units import perplexity
 from megalith.parallel.build_options import BuildOptions
-from megalith.parallel.few_rows import linear_of_few_rows
 from megalith.parallel.parameters import refill_buffers_, state_tensors
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.storage import Store
@@ -97,12 +95,10 @@ def load_model(
     """
     checkpoint, _, config = open_run(source)
     device = device or choose_device()
-    fused_loss = config.train.fused_linear_cross_entropy  # it computes the head's product itself
     options = BuildOptions(
         ProcessGroupCollection.single(),
         dtype or DTYPES[config.precision.dtype],
-        matrix_product=linear if fused_loss else linear_of_few_rows,
-        fused_linear_cross_entropy=fused_loss,
+        fused_linear_cross_entropy=config.train.fused_linear_cross_entropy,
     )
     task = task_of(config) if task is None else task
     with torch.device("meta"):
