@@ -43,6 +43,7 @@ __all__ = [
     "below_autograd",
     "compile_apart",
     "compile_layers_",
+    "compiler_is_watched",
     "end_backward",
     "forward_mode_is_on",
     "grouped_mm",
@@ -209,6 +210,11 @@ def watch_compiler(started: Callable[[], None], ended: Callable[[], None]) -> It
         with suppress(ValueError):  # torch._dynamo.reset() has removed them
             handler.remove_start_callback(begin)
             handler.remove_end_callback(end)
+
+
+def compiler_is_watched() -> bool:
+    """Whether ``watch_compiler``, or a callback of a user's own, hears of each build of torch.compile."""
+    return bool(torch._dynamo.callback.callback_handler.start_callbacks)
 
 
 def all_gather_into(out: Tensor, x: Tensor, group: ProcessGroup | None) -> None:

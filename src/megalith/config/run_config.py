@@ -198,6 +198,11 @@ class TrainConfig(SettingsGroup):
         "kept, and are computed again in backward",
     )
     compile: bool = Field(default=False, description="torch.compile of the layers; experimental, by the name compile")
+    compile_fusions: bool | None = Field(
+        default=None,
+        description="torch.compile of the fused operations, on a CPU: some 25 seconds once a machine; by default where "
+        "the run is long enough to repay them, and as it has begun",
+    )
     evaluation: EvaluationConfig | None = Field(
         default=None, description="the loss on data.valid on the way; left out, it is taken at the end only"
     )

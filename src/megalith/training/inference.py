@@ -14,6 +14,7 @@ from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.samples import SizedSamples
 from megalith.data.token_ids import check_dataset
 from megalith.errors import CheckpointError, ConfigError, DataError
+from megalith.fusions.core.preference import without_compiling
 from megalith.observe.units import perplexity
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.parameters import refill_buffers_, state_tensors
@@ -159,16 +160,17 @@ def evaluate_checkpoint(
     sizes = [len(each) if max_samples is None else min(max_samples, len(each)) for each in held_out.values()]
     losses = []
     for number, (name, prefix) in enumerate(prefixes.items()):
-        found = evaluate(
-            trained.task,
-            Pipeline([trained.model]),
-            held_out[name],
-            config.train.micro_batch_size,
-            options=trained.options,
-            device=trained.device,
-            max_samples=max_samples,
-            progress=partial(_progress_of_part, progress, sum(sizes[:number]), sum(sizes)),
-        )
+        with without_compiling():  # a pass over held-out text does not repay it
+            found = evaluate(
+                trained.task,
+                Pipeline([trained.model]),
+                held_out[name],
+                config.train.micro_batch_size,
+                options=trained.options,
+                device=trained.device,
+                max_samples=max_samples,
+                progress=partial(_progress_of_part, progress, sum(sizes[:number]), sum(sizes)),
+            )
         if not found.num_tokens:
             raise DataError(f"{prefix}: no token that was read has a loss, and nothing can be measured; use more text")
         losses.append(

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from megalith.parallel.pipeline.schedules import build_schedule
 from megalith.parallel.pipeline.validate import validate
 from megalith.recipe_files import recipe_names
 from megalith.storage import MANIFEST, Store, child, explained, open_store, record_of
+from megalith.training.compiling import missing_compiler, with_compiling_decided
 from megalith.training.continuity import changed
 from megalith.training.kept import KEPT_TOKENIZER, kept_marks, run_of
 from megalith.training.process_group import choose_device
@@ -80,7 +80,7 @@ def preflight(source: str | Mapping[str, Any], overrides: Sequence[str], world_s
     problems = list(dict.fromkeys(problem for check in checks for problem in _problems(check, config)))
     if problems:
         raise ConfigError(problems[0] if len(problems) == 1 else "this run cannot start:\n  " + "\n  ".join(problems))
-    return _with_vocabulary(config)
+    return with_compiling_decided(_with_vocabulary(config), world_size)
 
 
 def load_tokenizer(config: RunConfig) -> Tokenizer:
@@ -281,11 +281,11 @@ def _say(line: str) -> None:
 
 def _check_compiler(config: RunConfig) -> Iterator[str]:
     """On CPUs torch.compile writes C++."""
-    if not config.train.compile:
+    if choose_device().type != "cpu" or (compiler := missing_compiler()) is None:
         return
-    compiler = os.environ.get("CXX", "g++")
-    if choose_device().type == "cpu" and shutil.which(compiler) is None:
-        yield f"train.compile=true needs a C++ compiler on a CPU, and there is no {compiler}; install it, or set CXX"
+    wanted = {"train.compile": config.train.compile, "train.compile_fusions": config.train.compile_fusions}
+    for setting in (setting for setting, is_wanted in wanted.items() if is_wanted):
+        yield f"{setting}=true needs a C++ compiler on a CPU, and there is no {compiler}; install it, or set CXX"
 
 
 def _datasets(config: RunConfig) -> dict[str, str]:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch.distributed as dist
 
 from megalith.config import RunConfig
+from megalith.fusions.core.preference import without_compiling
 from megalith.observe.compiler_wait import CompilerWait
 from megalith.observe.run_log import RunLog
 from megalith.observe.trackers import Trackers
@@ -78,6 +79,8 @@ def pretrain(
                 keep_tokenizer(run)
                 write_about(run, origin)
         first_step = run.state.step
+        if config.train.compile_fusions is False:
+            stack.enter_context(without_compiling())
         with closing(trackers), CompilerWait(run.timers, show, show_progress).watched():
             outcome = train(run, callbacks, stop)
         if outcome is Outcome.STOPPED:

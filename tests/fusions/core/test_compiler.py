@@ -1,5 +1,7 @@
 """Whether torch.compile can build here is asked by building, and every reason why not is one clause."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -10,6 +12,8 @@ from megalith.fusions.core import dispatch as backend
 from megalith.fusions.core.blocks import LARGEST_WHOLE
 from megalith.fusions.core.compiler import why_not_compile
 from megalith.fusions.core.dispatch import Fusion
+from megalith.fusions.core.preference import without_compiling
+from megalith.torch_compat import watch_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +57,38 @@ def test_without_it_the_default_is_the_next_of_the_table(monkeypatch):
     for reason, want in ((None, "compile"), ("there is none", "blocked")):
         monkeypatch.setattr(backend, "why_not_compile", lambda reason=reason: reason)
         assert fusion.default(x) == want
+
+
+def test_inside_of_without_compiling_the_default_is_the_next_of_the_table_and_nothing_is_built(monkeypatch):
+    def refuse():
+        raise AssertionError("asking builds a loop")
+
+    monkeypatch.setattr(backend, "why_not_compile", refuse)
+    x = torch.empty(LARGEST_WHOLE + 1)
+    paths = {path: path for path in ("compile", "blocked", "reference")}
+    fusion = Fusion("glu", paths, defaults={"cpu": ("compile", "blocked")})
+    with without_compiling():
+        assert fusion.default(x) == "blocked"
+        with without_compiling():
+            pass
+        assert fusion.default(x) == "blocked"
+    monkeypatch.setattr(backend, "why_not_compile", lambda: None)
+    with without_compiling():
+        assert fusion.path(x, "compile") == "compile"  # a demand
+    assert fusion.default(x) == "compile"
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_who_calls_the_first_operation_is_told_of_the_wait_once_unless_somebody_tells_already(
+    is_watched, monkeypatch, caplog
+):
+    monkeypatch.setattr(compiler, "compile_apart", lambda function: function)
+    monkeypatch.setattr(compiler.shutil, "which", lambda _: "/usr/bin/g++")
+    with watch_compiler(lambda: None, lambda: None) if is_watched else nullcontext():
+        why_not_compile()
+        why_not_compile()
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert ["compiling fused operations for this CPU" in line for line in told] == [True] * (not is_watched)
 
 
 def test_a_fake_tensor_asks_no_compiler(monkeypatch):

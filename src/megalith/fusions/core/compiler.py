@@ -1,15 +1,18 @@
 """Whether torch.compile can build for the CPU of this machine: asked by building, once in a process."""
 
 import functools
+import logging
 import os
 import shutil
 import sys
 
 import torch
 
-from megalith.torch_compat import compile_apart
+from megalith.torch_compat import compile_apart, compiler_is_watched
 
 __all__ = ["why_not_compile"]
+
+log = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -23,6 +26,11 @@ def why_not_compile() -> str | None:
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if not shutil.which(compiler):
         return f"torch.compile finds no C++ compiler (install {compiler}, or set CXX)"
+    if not compiler_is_watched():  # by who tells of it
+        log.warning(
+            "compiling fused operations for this CPU as they are first called, seconds each; torch's cache keeps them "
+            "for later runs (use('blocked') or TORCH_COMPILE_DISABLE=1 does without)"
+        )
     try:
         compile_apart(_probe)(torch.zeros(64))
     except Exception as error:  # of dynamo, of Inductor, of the compiler, of the file system

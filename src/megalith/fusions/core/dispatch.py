@@ -107,7 +107,8 @@ class Fusion(Generic[Path]):
         float64 takes the reference on every device, and so does all that forward-mode AD goes through. So does, inside
         of torch.compile, what would be compiled or blocked. What is one block takes ``whole``: there is nothing to cut,
         and nothing to wait for a compiler for. Where ``x`` is beyond the limits of every path of the table, the
-        reference takes it, and a line in the log says so. ``prefer`` lifts all of that.
+        reference takes it, and a line in the log says so. ``prefer`` lifts all of that. Inside of ``without_compiling``
+        nothing is compiled.
         """
         ranked = self.defaults.get(x.device.type, ("reference",))
         if ranking.preferred is not None:
@@ -123,7 +124,7 @@ class Fusion(Generic[Path]):
         if of_loops and x.numel() <= LARGEST_WHOLE:
             return self.whole
         for path in ranked:
-            if not self.why_not(path, x):
+            if (path != "compile" or ranking.compiles) and not self.why_not(path, x):
                 return path
         fitting = [path for path in ranked if not self._limit(path, x)]
         if fitting:

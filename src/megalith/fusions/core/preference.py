@@ -1,4 +1,4 @@
-"""Which paths operations should take: ``use`` says it for its thread or asyncio task, ``prefer`` for a whole process.
+"""Which paths operations should take: ``use`` says it for its thread or asyncio task, others for a whole process.
 
 ``preference.backend`` reads what ``use`` says: torch.compile guards an attribute of a module, and cannot trace a
 ContextVar.
@@ -12,15 +12,16 @@ from typing import get_args
 from megalith.errors import BackendError
 from megalith.fusions.core.names import Backend
 
-__all__ = ["prefer", "ranking", "use"]
+__all__ = ["prefer", "ranking", "use", "without_compiling"]
 
 _backend: ContextVar[Backend | None] = ContextVar("backend", default=None)
 
 
 class _Ranking:
-    """What ``prefer`` has set, and which operation has taken which path since."""
+    """What ``prefer`` and ``without_compiling`` have set, and which operation has taken which path since."""
 
     def __init__(self) -> None:
+        self.compiles = True
         self.preferred: tuple[Backend, ...] | None = None
         self.taken: set[tuple[str, Backend]] = set()
 
@@ -52,6 +53,19 @@ def use(backend: Backend | None) -> Iterator[None]:
         yield
     finally:
         _backend.reset(token)
+
+
+@contextmanager
+def without_compiling() -> Iterator[None]:
+    """Inside, no fused operation of this process takes ``compile`` by default: nobody waits for a compiler.
+
+    For what is too short to repay it. ``use``, ``prefer`` and an explicit ``backend`` still decide first.
+    """
+    outer, ranking.compiles = ranking.compiles, False
+    try:
+        yield
+    finally:
+        ranking.compiles = outer
 
 
 @contextmanager

@@ -45,6 +45,7 @@ _LEFT_OUT = (
     "data.valid",
     "data.tokenizer",
     "train.compile",
+    "train.compile_fusions",
     "train.evaluation",
     "train.generation",
     "train.time_limit",
