@@ -64,7 +64,14 @@ def test_every_setting_that_is_named_exists():
 
 
 def test_every_setting_has_a_row_among_the_flags_or_is_ours_alone():
-    ours_alone = {"model.preset", "train.compile", "checkpoint.keep", "checkpoint.keep_best", "optim.sgd.nesterov"}
+    ours_alone = {
+        "model.preset",
+        "train.compile",
+        "train.compile_fusions",
+        "checkpoint.keep",
+        "checkpoint.keep_best",
+        "optim.sgd.nesterov",
+    }
     ours_alone |= {name for name in FIELDS if name.startswith("train.generation.")} | {"train.poison_buffers"}
     ours_alone |= {name for name in FIELDS if name.startswith("model.rope.scaling.")} | {
         "model.rope.local_base",
