@@ -33,7 +33,7 @@ def run(recipe="llama-4m", *overrides):
         ("llama-4m", ["precision.dtype=bfloat16", "train.steps=700"], 2, False),
         ("llama-4m", [], 1, False),
         ("llama-4m", ["train.steps=1500"], 1, False),
-        ("llama-4m", ["train.steps=2500"], 1, True),
+        ("llama-4m", ["train.steps=3000"], 1, True),
         ("llama-4m", ["precision.dtype=float64", "train.steps=1000000", "model.hidden_dropout=0.1"], 1, False),
         ("llama-4m", ["train.steps=400", "model.hidden_dropout=0.1"], 1, True),
         ("llama-4m", ["train.steps=100", "model.hidden_dropout=0.1"], 1, False),
