@@ -15,6 +15,8 @@ Module._forward_hooks, _forward_pre_hooks   private; what calls of a module also
 Module._modules, _parameters, _buffers      private; what a module consists of, as dicts
 distributed_c10d._abort_process_group       private; ends process groups that NCCL would wait for
 torch.distributed._symmetric_memory         private; memory that other GPUs read
+torch.distributed._tools.mem_tracker        private; bytes of live tensors by category, also of fake ones
+torch.testing._internal...fake_pg           private; registers the process group whose collectives do nothing
 torch.cuda.is_current_stream_capturing      raises where torch was built without CUDA
 """
 
@@ -29,8 +31,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch._functorch import config as functorch_config
 from torch._library.triton import set_wrap_triton_enabled
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, _symmetric_memory, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
@@ -41,10 +45,13 @@ __all__ = [
     "all_gather_into",
     "any_requires_grad",
     "below_autograd",
+    "bytes_of_tensors",
     "compile_apart",
     "compile_layers_",
     "compiler_is_watched",
     "end_backward",
+    "fake_ranks",
+    "fake_tensors",
     "forward_mode_is_on",
     "grouped_mm",
     "has_forward_hooks",
@@ -215,6 +222,47 @@ def watch_compiler(started: Callable[[], None], ended: Callable[[], None]) -> It
 def compiler_is_watched() -> bool:
     """Whether ``watch_compiler``, or a callback of a user's own, hears of each build of torch.compile."""
     return bool(torch._dynamo.callback.callback_handler.start_callbacks)
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """This process is rank 0 of ``world_size``, of which the others are not there: collectives return at once."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=HashStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_tensors() -> AbstractContextManager[object]:
+    """Tensors made inside have shapes and no memory; those from outside are taken for such."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def bytes_of_tensors(model: nn.Module) -> Iterator[Callable[[str], int]]:
+    """Counts tensors that live inside, but for the parameters and buffers of ``model`` and their gradients.
+
+    Gives a function of "current" and "peak": bytes now, and when all tensors together were largest.
+    """
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    tracker = MemTracker()
+    tracker.track_external(model)
+
+    def counted(when: str) -> int:
+        found = tracker.get_tracker_snapshot(when)
+        return sum(
+            count
+            for by_category in found.values()
+            for category, count in by_category.items()
+            if getattr(category, "name", "") in ("ACT", "TEMP", "OTH")
+        )
+
+    with tracker:
+        yield counted
 
 
 def all_gather_into(out: Tensor, x: Tensor, group: ProcessGroup | None) -> None:

@@ -87,7 +87,7 @@ def test_buffers_are_as_large_as_the_worst_case_and_are_counted(parallel, top_k,
     assert ranks(2, allocated, tree, 2) == [([(num_sent, 34), (num_received, 34)], num_bytes)] * 2
     config = load_run(tree, world_size=2)
     assert f"exchange buffers      {quantity(num_bytes)}B on each rank, in symmetric memory\n" in describe(config, 2)
-    takes = sum(rank_state_bytes(config, task_of(config), 2)) * 2 + 2 * num_bytes
+    takes = sum(held.total for held in rank_state_bytes(config, task_of(config), 2)) * 2 + 2 * num_bytes
     with patch.object(machine_fit, "memory_bytes", lambda: takes):
         check_machine(config, 2, range(2))
     said = rf"with buffers of parallel.dispatch.method=symmetric, {quantity(num_bytes)}B each, before any activation"

@@ -26,7 +26,7 @@ from megalith.training.tasks.task import AnyTask, Task
 from megalith.transformer.module import ModelModule
 from megalith.transformer.stage import Stage
 
-__all__ = ["DTYPES", "build_pipeline", "param_dtype", "placement_of_run", "stages_of"]
+__all__ = ["DTYPES", "build_pipeline", "param_dtype", "placement_of_run", "recompute_", "stages_of"]
 
 # precision.dtype -> the dtype of the computation
 DTYPES = {
@@ -75,6 +75,14 @@ def placement_of_run(config: RunConfig) -> Placement:
     return placement_of(config.parallel.schedule, config.parallel.pipeline, config.parallel.virtual)
 
 
+def recompute_(model: ModelModule, config: RunConfig) -> None:
+    """Makes the backward of ``model`` compute again what the run says."""
+    if config.train.recompute == "full":
+        recompute_modules_(model.layers())
+    elif config.train.recompute == "selective":
+        _recompute_named_(model, config.train.recompute_modules)
+
+
 def stages_of(config: RunConfig, task: AnyTask) -> list[Stage]:
     """Which layers each stage of the run's pipeline has. Raises ConfigError for a model that has no stages."""
     parallel, costs = config.parallel, task.costs()
@@ -104,10 +112,7 @@ def _make_real_(
 
     ``whole``: it has all stages.
     """
-    if config.train.recompute == "full":
-        recompute_modules_(model.layers())
-    elif config.train.recompute == "selective":
-        _recompute_named_(model, config.train.recompute_modules)
+    recompute_(model, config)
     if config.train.compile:
         require("compile", config)
         compile_layers_(model.layers())

@@ -24,6 +24,7 @@ from megalith.topology.agreement import agreed, attempt
 from megalith.training.evaluation import Evaluation, evaluate
 from megalith.training.expert_loads import experts_record
 from megalith.training.loop import Callback, FinishedStep, Outcome
+from megalith.training.memory import memory_so_far
 from megalith.training.resume import save
 from megalith.training.run import Run
 
@@ -114,6 +115,8 @@ class Metrics(Callback):
         self.write(record)
         if result.skipped and run.loss_scale is None:
             log.warning("step %d skipped: loss %s, gradient norm %s", state.step, result.loss, result.grad_norm)
+        if state.step == self.first_step:
+            self.show(f"memory at the peak    {memory_so_far(run)}")
         if is_shown:
             self.show_progress(progress_line(record, steps, self.left.after(state.step)))
 

@@ -12,6 +12,7 @@ from megalith.parallel.pipeline.simulate import Costs, simulate
 from megalith.training.build_model import stages_of
 from megalith.training.exchange_sizes import symmetric_sizes
 from megalith.training.machine_fit import rank_state_bytes, state_bytes
+from megalith.training.memory import planned_memory
 from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
 from megalith.training.traffic import busiest_rank
@@ -28,7 +29,8 @@ def describe(config: RunConfig, world_size: int) -> str:
     layout = config.parallel.layout(world_size)
     degrees = {name: getattr(layout, name) for name in ("tensor", "context", "pipeline", "replicate", "shard")}
     axes = {name: degree for name, degree in degrees.items() if name in _ALWAYS or degree > 1}
-    state, largest = state_bytes(config, task.num_parameters), max(rank_state_bytes(config, task, world_size))
+    state = state_bytes(config, task.num_parameters).total
+    largest = max(held.total for held in rank_state_bytes(config, task, world_size))
     share = f"{'up to' if layout.pipeline > 1 else 'about'} {quantity(largest)}B"
     tokens = config.train.global_batch_size * task.tokens_per_sample
     return "\n".join(
@@ -41,6 +43,7 @@ def describe(config: RunConfig, world_size: int) -> str:
             *_stages(config, task, layout),
             f"state on each rank    {share} of {quantity(state)}B",
             *_buffers(config),
+            f"memory at the peak    {_memory(config, task, world_size)}",
             f"tokens in a step      {tokens:,}, in all {tokens * config.train.steps:,}",
             f"operations per token  {quantity(flops)}",
             *_exchanged(config, task, world_size),
@@ -82,6 +85,14 @@ def _buffers(config: RunConfig) -> list[str]:
     if config.parallel.dispatch.method == "flex":
         return ["exchange buffers      DeepEP's own, not counted"]
     return []
+
+
+def _memory(config: RunConfig, task: AnyTask, world_size: int) -> str:
+    """What the rank needs that needs most, beside what the libraries take."""
+    try:
+        return f"about {planned_memory(config, task, world_size)}; and what torch itself takes"
+    except ConfigError as error:
+        return f"not counted: {error}"
 
 
 def _stages(config: RunConfig, task: AnyTask, layout: Layout) -> list[str]:

@@ -1,7 +1,7 @@
 """Whether this machine has what a run needs before it can take a step: a GPU for each rank, memory for the state."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -20,29 +20,47 @@ from megalith.training.tasks.choose import task_of
 from megalith.training.tasks.task import AnyTask
 from megalith.transformer.module import ModelModule
 
-__all__ = ["check_machine", "rank_state_bytes", "state_bytes"]
+__all__ = ["StateBytes", "check_machine", "rank_state_bytes", "state_bytes"]
 
 _MOMENTS = {"adamw": 2, "sgd": 1}  # of each parameter
 
 
-def state_bytes(config: RunConfig, num_parameters: int, num_copied: int = 0) -> int:
-    """Bytes of weights, gradients and moments, of which copies have none; activations come on top."""
-    num_numbers = 2 * (num_parameters + num_copied) + _MOMENTS[config.optim.name] * num_parameters
-    return num_numbers * param_dtype(config).itemsize
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of what lives from step to step; activations come on top."""
+
+    weights: int
+    gradients: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        """All of them together."""
+        return self.weights + self.gradients + self.moments
 
 
-def rank_state_bytes(config: RunConfig, task: AnyTask, world_size: int) -> list[int]:
+def state_bytes(config: RunConfig, num_parameters: int, num_copied: int = 0) -> StateBytes:
+    """Of so many parameters, and of copies, which have no moments."""
+    itemsize = param_dtype(config).itemsize
+    weights = (num_parameters + num_copied) * itemsize
+    return StateBytes(weights, weights, _MOMENTS[config.optim.name] * num_parameters * itemsize)
+
+
+def rank_state_bytes(config: RunConfig, task: AnyTask, world_size: int) -> list[StateBytes]:
     """``state_bytes`` of what a rank holds, by its place along the pipeline; ranks of one stage hold equal parts.
 
     Experts are split over other ranks than the rest, and may have more copies or fewer.
     """
     layout = config.parallel.layout(world_size)
     ranks = world_size // layout.pipeline
-    return [
-        state_bytes(config, held.dense, held.copied) // (ranks // layout.replicate)
-        + state_bytes(config, held.expert) // (ranks // layout.edp_replicate)
-        for held in _pipeline_parameters(config, task)
-    ]
+    found = []
+    for held in _pipeline_parameters(config, task):
+        dense, expert = state_bytes(config, held.dense, held.copied), state_bytes(config, held.expert)
+        parts = zip(astuple(dense), astuple(expert), strict=True)
+        found.append(
+            StateBytes(*(d // (ranks // layout.replicate) + e // (ranks // layout.edp_replicate) for d, e in parts))
+        )
+    return found
 
 
 def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> None:
@@ -58,7 +76,7 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
     along_pipeline, grid = rank_state_bytes(config, task, world_size), RankGrid(layout)
     sizes = symmetric_sizes(config)
     buffers = 0 if sizes is None else sizes.num_bytes  # on every rank, of stages without experts too
-    held = [along_pipeline[grid.position("pp", rank)] + buffers for rank in local_ranks]
+    held = [along_pipeline[grid.position("pp", rank)].total + buffers for rank in local_ranks]
     device, num_local_ranks = choose_device(), len(local_ranks)
     if device.type == "cuda":
         if num_local_ranks > (num_gpus := torch.cuda.device_count()):
