@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1, help="passes over all operations (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="small tensors and one round: does everything still run?")
     parser.add_argument("--step", action="store_true", help="also a whole training step, fusions on and off")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the step")
     parser.add_argument("--calls", action="store_true", help="also what a call costs on tiny tensors")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results (default: %(default)s)")
     options = parser.parse_args()
@@ -64,7 +66,7 @@ def main() -> None:
         table = as_markdown(runs, machine, f"{now:%Y-%m-%d %H:%M}")
         _keep(file, table, as_json(runs, machine, now.isoformat()))  # what was measured outlives an interrupted run
     if options.step:
-        shape = SHAPES["quick" if options.quick else options.device]
+        shape = replace(SHAPES["quick" if options.quick else options.device], dtype=getattr(torch, options.dtype))
         table += "\n" + steps_as_markdown(measure_steps(shape, options.device, rounds), shape)
     if options.calls:
         table += "\n" + calls_as_markdown(measure_calls(options.device, rounds))

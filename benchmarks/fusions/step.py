@@ -1,8 +1,9 @@
-"""A whole training step of a Llama, fusions on and off, beside Hugging Face's, in bfloat16.
+"""A whole training step of a Llama, fusions on and off, beside Hugging Face's and one in plain torch.
 
 All contenders start from the same weights, see the same random batch, and update with torch's fused AdamW. Off means
-``fusions.use("reference")``: the same model through plain torch. The loss of the first step must be that of Hugging
-Face's model to 1e-2, which is what bfloat16 leaves of it.
+``fusions.use("reference")``: the same model through plain torch. Hugging Face's model and the plain one are there as
+they are and with ``megalith.fusions`` put in, which is what a user of the fusions alone gains. The loss of the first
+step must be that of Hugging Face's model to 1e-2, which is what bfloat16 leaves of it.
 """
 
 import contextlib
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.fusions.clock import Clock, Memory, memory_of
+from benchmarks.fusions.plain_llama import FUSED, PLAIN, Parts, PlainLlama
+from benchmarks.fusions.swapped import llama_of_its_own, use_fusions
 from benchmarks.rounds import Spread
 from megalith import fusions
 from megalith.config import TransformerConfig
@@ -42,6 +45,12 @@ class Shape:
     config: TransformerConfig
     S: int
     B: int
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def dtype_name(self) -> str:
+        """As settings call it."""
+        return str(self.dtype).removeprefix("torch.")
 
 
 def _shape(title: str, L: int, H: int, A: int, G: int, F: int, V: int, S: int, B: int) -> Shape:
@@ -78,6 +87,9 @@ def measure_steps(shape: Shape, device: str, rounds: int) -> dict[str, StepFigur
         BASE: lambda: _their_loss(base, tokens, labels),
         "Hugging Face, compiled": lambda: _their_loss(_compiled(_hugging_face(shape, device), weights), tokens, labels),
         "Hugging Face + Liger": lambda: _their_loss(_with_liger(shape, device, weights), tokens, labels),
+        "Hugging Face + megalith.fusions": lambda: _with_fusions(shape, device, weights, tokens, labels),
+        "Plain torch": lambda: _plain_loss(shape, device, weights, tokens, labels, PLAIN),
+        "Plain torch + megalith.fusions": lambda: _plain_loss(shape, device, weights, tokens, labels, FUSED),
         "Megalith, fusions on": lambda: _our_loss(shape, device, weights, tokens, labels, contextlib.nullcontext),
         "Megalith, fusions off": lambda: _our_loss(
             shape, device, weights, tokens, labels, lambda: fusions.use("reference")
@@ -98,7 +110,7 @@ def measure_steps(shape: Shape, device: str, rounds: int) -> dict[str, StepFigur
 
 def as_markdown(figures: dict[str, StepFigures], shape: Shape) -> str:
     """A row for each contender: times as fast as Hugging Face's eager model, and memory."""
-    lines = [f"### Training step, {shape.title}, {shape.B} x {shape.S} tokens, bfloat16", ""]
+    lines = [f"### Training step, {shape.title}, {shape.B} x {shape.S} tokens, {shape.dtype_name}", ""]
     lines += [
         "| contender | ms | times as fast as base [quartiles] | peak MiB of a step | first loss |",
         "|---" * 5 + "|",
@@ -142,7 +154,7 @@ def _our_loss(
     shape: Shape, device: str, weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, context: Callable[[], Any]
 ) -> Callable[[], tuple[nn.Module, Tensor]]:
     with torch.device(device):
-        model = GPTModel(shape.config, BuildOptions(ProcessGroupCollection.single(), torch.bfloat16))
+        model = GPTModel(shape.config, BuildOptions(ProcessGroupCollection.single(), shape.dtype))
     model.load_state_dict(weights)
 
     def loss() -> tuple[nn.Module, Tensor]:
@@ -159,9 +171,34 @@ def _their_loss(model: Any, tokens: Tensor, labels: Tensor) -> Callable[[], tupl
 
 def _hugging_face(shape: Shape, device: str) -> Any:
     transformers = need("transformers")
-    fields = LLAMA.config_to_hf(shape.config, max_position_embeddings=shape.S, dtype="bfloat16", eos_token_id=None)
+    return _of_class(transformers.LlamaForCausalLM, transformers.LlamaConfig, shape, device)
+
+
+def _of_class(model_class: Any, config_class: Any, shape: Shape, device: str) -> Any:
+    dtype = shape.dtype_name
+    fields = LLAMA.config_to_hf(shape.config, max_position_embeddings=shape.S, dtype=dtype, eos_token_id=None)
     with torch.device(device):
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).to(torch.bfloat16).train()
+        return model_class(config_class(**fields)).to(shape.dtype).train()
+
+
+def _with_fusions(
+    shape: Shape, device: str, weights: dict[str, Tensor], tokens: Tensor, labels: Tensor
+) -> Callable[[], tuple[nn.Module, Tensor]]:
+    llama = llama_of_its_own()
+    model = _of_class(llama.LlamaForCausalLM, llama.LlamaConfig, shape, device)
+    model.load_state_dict(weights)
+    use_fusions(llama, model)
+    shifted = labels.roll(1, dims=1)  # back by the loss on the page, which leaves out the last token
+    return lambda: (model, model(input_ids=tokens, labels=shifted, use_cache=False).loss)
+
+
+def _plain_loss(
+    shape: Shape, device: str, weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, parts: Parts
+) -> Callable[[], tuple[nn.Module, Tensor]]:
+    with torch.device(device):
+        model = PlainLlama(shape.config, parts).to(shape.dtype)
+    model.load_state_dict(weights)
+    return lambda: (model, model(tokens, labels))
 
 
 def _compiled(model: Any, weights: dict[str, Tensor]) -> Any:

@@ -1,0 +1,51 @@
+"""benchmarks/fusions/step at its tiny size: whoever has fusions put in computes what it computed before."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+
+from benchmarks.fusions import step
+from benchmarks.fusions.plain_llama import FUSED, PLAIN, PlainLlama
+from benchmarks.fusions.step import BASE, SHAPES, as_markdown, measure_steps
+
+QUICK = replace(SHAPES["quick"], dtype=torch.float32)
+SLOW_TO_BUILD = ("Hugging Face, compiled", "Hugging Face + Liger")
+
+
+def not_here(*_):
+    raise RuntimeError("it takes longer to build than all others together")
+
+
+@pytest.fixture(scope="module")
+def figures():
+    with pytest.MonkeyPatch.context() as patch:
+        for builder in ("_compiled", "_with_liger"):
+            patch.setattr(step, builder, not_here)
+        patch.setattr(step, "memory_of", lambda *_: None)
+        before = modeling_llama.LlamaRMSNorm.forward
+        found = measure_steps(QUICK, "cpu", 1)
+        assert modeling_llama.LlamaRMSNorm.forward is before  # the lines of the page change a copy
+    return found
+
+
+def test_every_contender_runs_and_has_the_loss_of_the_base(figures):
+    running = {name: one for name, one in figures.items() if name not in SLOW_TO_BUILD}
+    assert {name: one.failure for name, one in running.items()} == dict.fromkeys(running)
+    for name, one in running.items():
+        # the lines of the page leave out the last of 64 tokens
+        tolerance = 1e-2 if name == "Hugging Face + megalith.fusions" else 1e-5
+        assert one.loss == pytest.approx(figures[BASE].loss, abs=tolerance), name
+    assert "| Plain torch + megalith.fusions |" in as_markdown(figures, QUICK)
+
+
+def test_gradients_of_the_plain_llama_are_the_same_with_fusions():
+    torch.manual_seed(0)
+    plain, fused = (PlainLlama(QUICK.config, parts) for parts in (PLAIN, FUSED))
+    fused.load_state_dict(plain.state_dict())
+    tokens, labels = torch.randint(QUICK.config.vocab_size, (2, 2, 16))
+    for model in (plain, fused):
+        model(tokens, labels).backward()
+    for (name, want), found in zip(plain.named_parameters(), fused.parameters(), strict=True):
+        assert (found.grad - want.grad).norm() <= 1e-5 * want.grad.norm(), name
