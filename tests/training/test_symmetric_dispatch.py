@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megalith.config import load_run
 from megalith.errors import ConfigError
@@ -16,7 +17,7 @@ from megalith.training.machine_fit import check_machine, rank_state_bytes
 from megalith.training.setup import build_run
 from megalith.training.tasks.choose import task_of
 from tests.parallel.expert.symmetric_standin import StandInMemory
-from tests.rank_pool import ranks
+from tests.rank_pool import RankError, ranks
 from tests.tiny_run import settings
 from tests.training.moe_options import OPTIONS
 from tests.training.on_ranks import first_steps
@@ -96,8 +97,13 @@ def test_buffers_are_as_large_as_the_worst_case_and_are_counted(parallel, top_k,
 
 
 class Short(StandInMemory):
+    """Memory for the rows that are sent, and, on rank 1, for no more."""
+
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        raise RuntimeError("nvshmem_malloc failed")
+        tensor = super().empty(shape, dtype)  # like NVSHMEM's, an allocation waits for all ranks before it fails
+        if len(self.tensors) > 1 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("nvshmem_malloc failed")
+        return tensor
 
 
 def refusal_of_short_memory(tree: dict[str, Any]) -> str:
@@ -105,11 +111,46 @@ def refusal_of_short_memory(tree: dict[str, Any]) -> str:
         return refusal(tree)
 
 
-def test_buffers_that_cannot_be_had_are_refused_by_the_name_of_their_setting(tmp_path):
+def test_buffers_that_one_rank_cannot_have_are_refused_on_all_by_the_name_of_their_setting(tmp_path):
     tree = run_of(settings(tmp_path, **OPTIONS["experts in every layer"]), {"expert": 2})
     for message in ranks(2, refusal_of_short_memory, tree):
-        assert "parallel.dispatch.method=symmetric cannot have its buffers of 53.0kB on every rank" in message
+        assert "rank 1: parallel.dispatch.method=symmetric cannot have its buffers of 53.0kB: " in message
         assert "nvshmem_malloc failed; use a smaller train.micro_batch_size" in message
+
+
+class Broken(StandInMemory):
+    """Memory that fails on rank 1 for no foreseen reason, while rank 0 waits for it."""
+
+    fails_in = "empty"
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self._fail("empty")
+        return super().empty(shape, dtype)
+
+    def rendezvous(self, tensor: torch.Tensor) -> None:
+        self._fail("rendezvous")
+        super().rendezvous(tensor)
+
+    def barrier(self) -> None:
+        self._fail("barrier")
+        super().barrier()
+
+    def _fail(self, call: str) -> None:
+        if call == self.fails_in and dist.get_rank() == 1:
+            raise RuntimeError(f"a defect in {call}")
+
+
+def build_with_broken_memory(tree: dict[str, Any], fails_in: str) -> None:
+    Broken.fails_in = fails_in
+    with patch.object(setup, "nvshmem_memory", lambda group, device: Broken(group)):
+        build_run(load_run(tree, world_size=2), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("fails_in", ["empty", "rendezvous", "barrier"])
+def test_an_unforeseen_error_of_the_memory_ends_its_rank_at_once_and_keeps_its_type(fails_in, tmp_path):
+    tree = run_of(settings(tmp_path, **OPTIONS["experts in every layer"]), {"expert": 2})
+    with pytest.raises(RankError, match=rf"rank 1(.|\n)*\n *RuntimeError: a defect in {fails_in}"):
+        ranks(2, build_with_broken_memory, tree, fails_in, timeout=20)
 
 
 def test_verify_says_that_it_runs_another_exchange(tmp_path):

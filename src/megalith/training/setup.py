@@ -14,12 +14,12 @@ from megalith.data.loader import StepLoader
 from megalith.errors import ConfigError
 from megalith.observe.device_clock import DeviceClock
 from megalith.observe.timers import Timers
-from megalith.observe.units import quantity
 from megalith.optim.build import build_optimizer
 from megalith.optim.loss_scale import DynamicLossScale
 from megalith.optim.optimizer import BuildOptimizer, Optimizer, matches
 from megalith.optim.optimizer_param_scheduler import OptimizerParamScheduler
 from megalith.optim.rate_factors import multiply_rates_
+from megalith.optional import need
 from megalith.parallel.build_options import BuildOptions, MatrixProduct
 from megalith.parallel.context.attention import ContextMethod
 from megalith.parallel.expert.fused_a2a import FusedA2A, deep_ep_buffer
@@ -138,8 +138,10 @@ def _fused_a2a(config: RunConfig, pg_collection: ProcessGroupCollection) -> Fuse
         return None
     require("deep_ep", config)
     with agreed():
-        num_bytes = travelling_size(config) * torch.bfloat16.itemsize
-        return FusedA2A(pg_collection.ep, deep_ep_buffer(pg_collection.ep, num_bytes))
+        need("deep_ep")
+    # the ranks of ep connect to each other here
+    num_bytes = travelling_size(config) * torch.bfloat16.itemsize
+    return FusedA2A(pg_collection.ep, deep_ep_buffer(pg_collection.ep, num_bytes))
 
 
 def _symmetric_a2a(
@@ -155,14 +157,7 @@ def _symmetric_a2a(
     require("symmetric_memory", config)
     with agreed():
         memory = nvshmem_memory(pg_collection.ep, device)
-    with agreed():
-        try:
-            return SymmetricA2A(memory, sizes)
-        except RuntimeError as error:  # of torch, where memory is short
-            raise ConfigError(
-                f"parallel.dispatch.method=symmetric cannot have its buffers of {quantity(sizes.num_bytes)}B on every "
-                f"rank: {error}; use a smaller train.micro_batch_size, or parallel.dispatch.method=all_to_all"
-            ) from error
+    return SymmetricA2A(memory, sizes)
 
 
 def _matrix_product(config: RunConfig, parts: RunParts) -> MatrixProduct:

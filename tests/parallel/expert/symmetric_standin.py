@@ -19,6 +19,7 @@ class StandInMemory:
         self.at_barrier: dict[int, int] = {}  # of each tensor its version at the last barrier
         self.being_read: list[tuple[Tensor, int]] = []  # what peers read until the next one, and its version
         self.counts: Tensor | None = None  # that peers may write to from then on
+        self.met: set[int] = set()  # tensors that peers know
         self.team = False
 
     def size(self) -> int:
@@ -30,6 +31,11 @@ class StandInMemory:
         assert len(set(shapes)) == 1, f"all ranks of the world allocate alike; got {shapes}"
         self.tensors.append(torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype))
         return self.tensors[-1]
+
+    def rendezvous(self, tensor: Tensor) -> None:
+        assert any(tensor is mine for mine in self.tensors), "of this memory, and no view of it"
+        self.met.add(id(tensor))
+        dist.barrier(self.group)
 
     def barrier(self) -> None:
         for tensor, version in self.being_read:
@@ -76,7 +82,7 @@ class StandInMemory:
 
     def _begin(self, x: Tensor, out: Tensor, splits: Tensor, out_splits: Tensor) -> None:
         for tensor in (x, out, splits, out_splits):
-            assert any(tensor is mine for mine in self.tensors), "each is symmetric memory, and no view of it"
+            assert id(tensor) in self.met, "each is symmetric memory that peers know, and no view of it"
         assert (x.dtype, x.stride(0)) == (out.dtype, out.stride(0))
         assert splits.dtype == out_splits.dtype == torch.int64
         assert self.counts is None, "no barrier since the last exchange"

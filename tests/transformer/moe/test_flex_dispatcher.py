@@ -48,24 +48,26 @@ def results(made: MoELayer, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"y": y.detach(), "dx": x.grad, **grads}
 
 
-def on_ranks(ep: int, moe: dict[str, Any]) -> dict[str, torch.Tensor]:
-    groups = collection(expert=ep)
+def on_ranks(ep: int, moe: dict[str, Any], max_rows: float | None) -> dict[str, torch.Tensor]:
+    groups, dispatch = collection(expert=ep), DispatchConfig(method="flex", max_rows=max_rows)
     options = BuildOptions(
-        groups, torch.float64, dispatch=FLEX, fused_a2a=FusedA2A(groups.ep, StandInBuffer(groups.ep))
+        groups, torch.float64, dispatch=dispatch, fused_a2a=FusedA2A(groups.ep, StandInBuffer(groups.ep))
     )
     return results(layer(options, **moe), rows_of(dist.get_rank()))
 
 
 @pytest.mark.parametrize("ep", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "moe", [{}, {"capacity": {"factor": 0.5}}, {"shared_ffn_hidden_size": 8}], ids=["dropless", "dropping", "shared"]
+    ("moe", "max_rows"),
+    [({}, None), ({"capacity": {"factor": 0.5}}, None), ({"shared_ffn_hidden_size": 8}, None), ({}, 0.4)],
+    ids=["dropless", "dropping", "shared", "in turns"],
 )
-def test_every_rank_gives_what_one_process_gives(ep, moe):
+def test_every_rank_gives_what_one_process_gives(ep, moe, max_rows):
     alone = [
         results(layer(BuildOptions(ProcessGroupCollection.single(), torch.float64), **moe), rows_of(rank))
         for rank in range(ep)
     ]
-    for rank, found in enumerate(ranks(ep, on_ranks, ep, moe)):
+    for rank, found in enumerate(ranks(ep, on_ranks, ep, moe, max_rows)):
         torch.testing.assert_close(found["y"], alone[rank]["y"], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found["dx"], alone[rank]["dx"], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found["gate.weight"], alone[rank]["gate.weight"], rtol=1e-12, atol=1e-12)

@@ -44,13 +44,14 @@ def test_memory_under_a_router_that_sends_all_tokens_to_one_rank_is_that_of_even
     assert max(ranks(4, peak, True, 1.0)) < 1.25 * even
 
 
-def turns(loads: list[list[int]], max_rows: float) -> int:
-    """What this rank of EP 2 finds, whose tokens choose the two experts ``loads`` times."""
-    groups = ParallelState(RankGrid(dist.get_world_size(), expert=2)).collection()
+def turns(loads: list[list[int]], max_rows: float, expert_tensor: int = 1) -> int:
+    """What this rank of EP 2 finds, whose tokens choose the two experts ``loads`` times, and a third: are dropped."""
+    groups = ParallelState(RankGrid(dist.get_world_size(), expert=2, expert_tensor=expert_tensor)).collection()
     build = BuildOptions(groups, torch.float64, dispatch=DispatchConfig(max_rows=max_rows))
     layer = layer_of(build, num_experts=2, top_k=1, router={"score_function": "sigmoid"})
-    indices = torch.arange(2).repeat_interleave(torch.tensor(loads[dist.get_rank()])).unsqueeze(1)
-    routing = Routing(indices, indices.double(), torch.tensor(loads[dist.get_rank()]))
+    mine = torch.tensor(loads[dist.get_rank()])
+    indices = torch.arange(len(mine)).repeat_interleave(mine).unsqueeze(1)
+    routing = Routing(indices, indices.double(), mine[:2])
     return layer._num_turns(routing, max_rows)
 
 
@@ -58,3 +59,13 @@ def test_all_ranks_with_the_same_experts_take_as_many_turns_as_the_one_of_the_mo
     # ranks 0 and 1 share the experts, and so do 2 and 3: 6 rows each there; 11 and 1 here, 11/6 of even loads
     assert ranks(4, turns, [[3, 3], [3, 3], [6, 0], [5, 1]], 0.5) == [4] * 4
     assert ranks(4, turns, [[3, 3], [3, 3], [6, 0], [5, 1]], 1.0) == [2] * 4
+
+
+def test_ranks_that_share_each_expert_take_as_many_turns_as_their_rows_together_need():
+    # ranks 0 and 1 have one expert, 2 and 3 the other: 18 and 6 of 24 rows, though 0 and 2 alone send 12 and 0
+    assert ranks(4, turns, [[6, 0], [3, 3], [6, 0], [3, 3]], 0.5, expert_tensor=2) == [3] * 4
+
+
+def test_choices_that_are_dropped_take_no_turns():
+    # 5 and 1 of 12 choices are left: 5/6 of what even loads of all of them are
+    assert ranks(2, turns, [[3, 0, 3], [2, 1, 3]], 0.5) == [2] * 2

@@ -42,6 +42,11 @@ def test_a_replayed_routing_drops_what_was_dropped_and_nothing_else():
     torch.testing.assert_close(same.weights, first.weights, rtol=EXACT, atol=EXACT)
     assert torch.equal(same.tokens_per_expert, first.tokens_per_expert)
     assert torch.equal(router_of()(x_of(S, B), CONTEXT).tokens_per_expert, first.tokens_per_expert)
+    # of more than an expert takes nothing is dropped: what generated had no capacity, or other tokens beside
+    more = router_of()(x_of(S, B), CONTEXT)
+    again = router(x_of(S, B), CONTEXT, replayed=more.indices)
+    assert torch.equal(again.indices, more.indices)
+    assert again.weights.all()
 
 
 @pytest.mark.parametrize("index", [-1, 2 * E, 10**9])

@@ -278,6 +278,19 @@ def test_without_gpus_or_nvshmem_the_error_says_what_to_use(monkeypatch):
         nvshmem_memory(None, torch.device("cuda"))
 
 
+@pytest.mark.parametrize(
+    ("said", "kind"), [("nvshmem_malloc failed", torch.OutOfMemoryError), ("another defect", RuntimeError)]
+)
+def test_of_torchs_errors_that_alone_which_says_so_is_a_lack_of_memory(said, kind, monkeypatch):
+    def fail(*args: object, **kwargs: object) -> Tensor:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(symmetric_memory, "empty", fail)
+    with pytest.raises(RuntimeError, match=said) as caught:
+        _Nvshmem(None, torch.device("cpu")).empty((4, 8), torch.float64)
+    assert type(caught.value) is kind
+
+
 def torchs_calls() -> float:
     """Calls the kernels with tensors of a CPU, for which there are none; the seconds that rank 1 waited for rank 0."""
     memory = _Nvshmem(dist.group.WORLD, torch.device("cpu"))

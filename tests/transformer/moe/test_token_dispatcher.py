@@ -36,8 +36,9 @@ CASES: list[tuple[int, tuple[int, int], dict[str, Any], list[int], bool]] = [
     (4, (4, 1), {"method": "all_gather"}, EVEN, False),
     (4, (2, 2), {"max_rows": 0.4}, UNEVEN, True),
     (4, (1, 4), ALL_TO_ALL, UNEVEN, False),
+    (2, (2, 1), {"method": "all_gather", "max_rows": 0.4}, EVEN, False),
 ]
-IN_MAKE_TEST = (0, 1, 2, 3, 5)
+IN_MAKE_TEST = (0, 1, 2, 3, 5, 9)
 
 
 def groups_of(expert: int, expert_tensor: int) -> ProcessGroupCollection:

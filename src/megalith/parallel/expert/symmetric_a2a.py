@@ -20,6 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megalith.errors import ConfigError, MissingDependencyError, ShapeError
+from megalith.observe.units import quantity
+from megalith.topology.agreement import agreed
 from megalith.torch_compat import symmetric_memory
 
 __all__ = [
@@ -47,7 +49,13 @@ class SymmetricMemory(Protocol):
         """W."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory that the other ranks can read, allocated by all ranks of the world."""
+        """Memory for other ranks to read, allocated by all ranks of the world.
+
+        Raises torch.OutOfMemoryError where there is not enough, once all ranks have come here.
+        """
+
+    def rendezvous(self, tensor: Tensor) -> None:
+        """Lets the other ranks read ``tensor``, which is of ``empty``; all ranks of the group wait for each other."""
 
     def barrier(self) -> None:
         """What is called later on the device waits until all ranks have come here, and written what they wrote."""
@@ -156,16 +164,20 @@ class SymmetricA2A:
     Args:
         memory: of the ranks that exchange rows.
         sizes: what there is room for.
+
+    Raises:
+        ConfigError: on every rank; there is not enough memory on one of them.
     """
 
     def __init__(self, memory: SymmetricMemory, sizes: ExchangeSizes) -> None:
         assert memory.size() == sizes.num_ranks, f"{sizes} is of another group"
         self.memory, self.num_exchanges = memory, 0
-        self.sent = _Buffer(memory.empty(sizes.sent, sizes.dtype), sizes.size)
-        self.received = _Buffer(memory.empty(sizes.received, sizes.dtype), sizes.size)
-        self.sent_splits, self.received_splits, self.returning_splits, self.returned_splits = (
-            memory.empty(shape, torch.int64) for shape in sizes.counts
-        )
+        rows = [_allocated(memory, shape, sizes.dtype, sizes) for shape in (sizes.sent, sizes.received)]
+        splits = [_allocated(memory, shape, torch.int64, sizes) for shape in sizes.counts]
+        for tensor in (*rows, *splits):
+            memory.rendezvous(tensor)
+        self.sent, self.received = (_Buffer(tensor, sizes.size) for tensor in rows)
+        self.sent_splits, self.received_splits, self.returning_splits, self.returned_splits = splits
         self.last_read: _Buffer | None = None
         # the first exchange of a group makes an NVSHMEM team, which all ranks of the world must do, and ranks of a
         # stage without experts would never exchange anything
@@ -267,6 +279,23 @@ def nvshmem_memory(group: ProcessGroup, device: torch.device) -> SymmetricMemory
     return _Nvshmem(group, device)
 
 
+def _allocated(memory: SymmetricMemory, shape: tuple[int, ...], dtype: torch.dtype, sizes: ExchangeSizes) -> Tensor:
+    """One of the buffers; ConfigError on every rank unless all of them have it."""
+    found: Tensor | torch.OutOfMemoryError
+    # any other error is raised at once: peers may wait in the allocation, and would never come to the agreement
+    try:
+        found = memory.empty(shape, dtype)
+    except torch.OutOfMemoryError as error:
+        found = error
+    with agreed():
+        if isinstance(found, torch.OutOfMemoryError):
+            raise ConfigError(
+                f"parallel.dispatch.method=symmetric cannot have its buffers of {quantity(sizes.num_bytes)}B: {found}; "
+                "use a smaller train.micro_batch_size, or parallel.dispatch.method=all_to_all"
+            ) from found
+        return found
+
+
 class _Nvshmem:
     """``SymmetricMemory`` of torch."""
 
@@ -278,9 +307,17 @@ class _Nvshmem:
         return self.group.size()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        tensor: Tensor = symmetric_memory.empty(shape, dtype=dtype, device=self.device)
-        symmetric_memory.rendezvous(tensor, self.group)
+        try:
+            tensor: Tensor = symmetric_memory.empty(shape, dtype=dtype, device=self.device)
+        except RuntimeError as error:
+            # torch says it in a RuntimeError like any other
+            if "nvshmem_malloc failed" in str(error):
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
         return tensor
+
+    def rendezvous(self, tensor: Tensor) -> None:
+        symmetric_memory.rendezvous(tensor, self.group)
 
     def barrier(self) -> None:
         # the barrier of a tensor's handle does nothing under NVSHMEM up to torch 2.13

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megalith.fusions import compute_routing_scores_for_aux_loss
 from megalith.fusions.routing.topk_router import ScoreFunction
+from megalith.transformer.moe.routing import of_real_tokens
 
 __all__ = [
     "LoadMetrics",
@@ -47,8 +48,9 @@ def choices_of_sequences(indices: Tensor, num_experts: int, num_sequences: int, 
     sequence = torch.arange(len(indices), device=indices.device) % num_sequences
     chosen = torch.nn.functional.pad(indices % num_experts, (0, 1), value=num_experts)  # [T, K + 1]
     cells = (sequence[:, None] * (num_experts + 1) + chosen).flatten()
+    ones = of_real_tokens(torch.ones_like(chosen), real, 0)
     counts = cells.new_zeros(num_sequences * (num_experts + 1))
-    return counts.scatter_add_(0, cells, real.long()[:, None].expand_as(chosen).flatten()).view(num_sequences, -1)
+    return counts.scatter_add_(0, cells, ones.flatten()).view(num_sequences, -1)
 
 
 def scores_of_sequences(
@@ -56,8 +58,7 @@ def scores_of_sequences(
 ) -> Tensor:
     """[B, E], float32 or wider: for each sequence the sum of its tokens' scores, which are 1 over all experts."""
     _, scores = compute_routing_scores_for_aux_loss(logits, top_k, score_function)
-    scores = torch.where(real[:, None], scores, 0.0)
-    return scores.view(-1, num_sequences, logits.shape[1]).sum(dim=0)
+    return of_real_tokens(scores, real, 0.0).view(-1, num_sequences, logits.shape[1]).sum(dim=0)
 
 
 def switch_loss(scores: Tensor, num_scored: Tensor, choices: Tensor, top_k: int) -> Tensor:
@@ -76,7 +77,7 @@ def switch_loss(scores: Tensor, num_scored: Tensor, choices: Tensor, top_k: int)
 
 def z_loss(logits: Tensor, real: Tensor, num_tokens: Tensor) -> Tensor:
     """This rank's part of Z, a scalar; ``num_tokens`` are those of all ranks."""
-    squares = torch.where(real, logits.logsumexp(dim=1).square(), 0.0)
+    squares = of_real_tokens(logits.logsumexp(dim=1).square(), real, 0.0)
     return squares.sum() / num_tokens.clamp_min(1)
 
 
@@ -118,7 +119,7 @@ def quantile_offsets(logits: Tensor, offsets: Tensor, top_k: int, real: Tensor) 
     best = (logits - offsets).topk(top_k + 1, dim=1).values
     # at the (K+1)-th itself many margins of e would be its old offset, and offsets would stop short of even loads
     borders = best[:, -2:].mean(dim=1, keepdim=True)  # [T, 1]
-    margins = torch.where(real[:, None], logits - borders, -torch.inf).sort(dim=0, descending=True).values
+    margins = of_real_tokens(logits - borders, real, -torch.inf).sort(dim=0, descending=True).values
     share = real.sum() * top_k // E  # on the device: no row is looked up from the host
     estimate = torch.nn.functional.pad(margins.index_select(0, share[None])[0], (0, 1), value=1.0)
     return torch.where(real.any(), estimate, 0.0)

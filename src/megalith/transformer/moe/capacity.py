@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalith.fusions.experts.row_map import RowMap
-from megalith.transformer.moe.routing import Routing
+from megalith.transformer.moe.routing import Routing, of_real_tokens
 
 __all__ = ["drop_past_capacity", "expert_capacity", "fixed_row_map"]
 
@@ -36,7 +36,7 @@ def drop_past_capacity(
     """
     E = len(routing.tokens_per_expert)
     priority = routing.weights.detach() if drop == "probability" else None
-    candidates = torch.where(real[:, None], routing.indices, E).clamp_max(E)
+    candidates = of_real_tokens(routing.indices, real, E).clamp_max(E)
     kept = (_rank_in_expert(candidates, E, priority) < capacity) & (candidates < E)
     indices = torch.where(kept | (routing.indices >= E), routing.indices, routing.indices + E)
     return replace(routing, indices=indices, weights=routing.weights * kept)

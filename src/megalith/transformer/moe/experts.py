@@ -63,7 +63,7 @@ class GroupedMLP(DeclaringModule):
     def forward(self, x: Tensor, weights: Tensor, rows_per_expert: Tensor) -> Tensor:
         """Rows [R, D], their weights [R] and int32 [E/ep] -> [R, D]: with etp this rank's terms of a sum.
 
-        Rows past those of the last expert give zero.
+        Rows past those of the last expert must have the weight 0, and give zero.
         """
         expert = _expert_of_row(rows_per_expert, len(x)) if self.has_bias else None
         weight = local(getattr(self, self.entering)).flatten(1, -2)  # [E/ep, 2F/etp, D], [E/ep, F/etp, D]

@@ -27,6 +27,7 @@ from megalith.transformer.moe.routing import (
     choose_by_score,
     choose_in_turn,
     largest_of_rows,
+    of_real_tokens,
     router_logits,
     sinkhorn,
     weights_of,
@@ -154,7 +155,7 @@ class TopKRouter(DeclaringModule):
                 if self.training:
                     # kept, as it takes collectives; a token of padding has no balanced logits
                     balanced = record.kept("sinkhorn", self.layer, lambda: self._sinkhorn(logits, real))
-                    indices = torch.where(real[:, None], balanced, indices)
+                    indices = of_real_tokens(balanced, real, indices)
         return indices, weights_of(logits, indices, self.router)
 
     def _sinkhorn(self, logits: Tensor, real: Tensor) -> Tensor:

@@ -21,7 +21,16 @@ from megalith.config import RouterConfig
 from megalith.fusions import fused_topk_router
 from megalith.fusions.routing.scores import weigh
 
-__all__ = ["Routing", "choose_by_score", "choose_in_turn", "largest_of_rows", "router_logits", "sinkhorn", "weights_of"]
+__all__ = [
+    "Routing",
+    "choose_by_score",
+    "choose_in_turn",
+    "largest_of_rows",
+    "of_real_tokens",
+    "router_logits",
+    "sinkhorn",
+    "weights_of",
+]
 
 # fixed, so that no iteration waits for the device; the marginals of random logits are right to 1e-6 long before
 _SINKHORN_ITERATIONS = 32
@@ -97,6 +106,15 @@ def largest_of_rows(values: Tensor, k: int) -> Tensor:
     return fused_topk_router(values.detach(), k, use_pre_softmax=True).indices
 
 
+def of_real_tokens(x: Tensor, real: Tensor, otherwise: Tensor | float) -> Tensor:
+    """[T, ...]: ``x`` where a token is ``real``, bool [T]; ``otherwise`` for tokens of padding, which count nowhere.
+
+    All that sums, sorts or bounds over tokens goes through here, with what leaves a token out of that: 0 in a sum, -inf
+    among the greatest.
+    """
+    return torch.where(real.view(-1, *[1] * (x.dim() - 1)), x, otherwise)
+
+
 @torch.no_grad()
 def sinkhorn(logits: Tensor, real: Tensor) -> Tensor:
     """log p [T, E] of logits whose tokens are in balance among the experts.
@@ -108,7 +126,7 @@ def sinkhorn(logits: Tensor, real: Tensor) -> Tensor:
     num_tokens, E = real.sum().to(logits.dtype), logits.shape[1]
     log_u, log_v = logits.new_zeros(len(logits)), logits.new_zeros(E)
     for _ in range(_SINKHORN_ITERATIONS):  # on logarithms, which do not overflow
-        log_u = torch.where(real, -num_tokens.log() - (logits + log_v).logsumexp(dim=1), -torch.inf)
+        log_u = of_real_tokens(-num_tokens.log() - (logits + log_v).logsumexp(dim=1), real, -torch.inf)
         log_v = -math.log(E) - (logits + log_u[:, None]).logsumexp(dim=0)
     return logits + log_u[:, None] + log_v
 
