@@ -77,8 +77,10 @@ class Operator(Generic[Y, G]):
         num_differentiable: outputs past these have no gradient: statistics that only backward reads.
         absent_as_none: backward takes None for the gradient of an output that nothing was computed from; else zeros.
         rows: names of operands, forward and backward, that are rows [T, F] and may also come as [..., F]. Functions get
-            them flattened; the first output, and gradients of such operands, come in the shape given. A view outside of
-            the operator would cost autograd more than a small operation does.
+            them flattened; outputs with a gradient, where they are rows, and gradients of such operands come in the
+            shape given. A view outside of the operator would cost autograd more than a small operation does, and what
+            backward keeps of an output would be another tensor than the caller's: autograd would not see that the
+            caller writes into it.
     """
 
     outputs: Callable[..., Y]
@@ -101,7 +103,9 @@ class Operator(Generic[Y, G]):
         Args:
             opaque: they are not made of Triton kernels.
         """
-        operator, implementation = _define(name, forward, self.outputs, opaque, of_rows=_Rows(self.rows, (0,)))
+        operator, implementation = _define(
+            name, forward, self.outputs, opaque, of_rows=_Rows(self.rows, range(self.num_differentiable))
+        )
         of_gradients = _Rows(self.rows, [index for index, of in enumerate(self.of) if of in self.rows])
         gradient = eager_or_operator(*_define(f"{name}_back", backward, self.gradients, opaque, of_rows=of_gradients))
         setup_context, gradients = self._around(gradient)
@@ -202,7 +206,7 @@ class _Rows(NamedTuple):
 
         @functools.wraps(function)  # torch's search for kernels unwraps it
         def flattened(*inputs: Any) -> Any:
-            leading = inputs[positions[0]].shape[:-1]
+            leading = next(x for position in positions if (x := inputs[position]) is not None).shape[:-1]
             if len(leading) == 1:
                 return function(*inputs)
             operands = list(inputs)
@@ -214,7 +218,7 @@ class _Rows(NamedTuple):
                 return _in_shape(found, leading)
             given = list(found)
             for index in self.results:
-                if given[index].dim() == 2:  # an absent gradient is empty
+                if given[index].dim() == 2:  # an absent gradient is empty, and a number for each row is no row
                     given[index] = _in_shape(given[index], leading)
             return tuple(given)
 
