@@ -124,10 +124,13 @@ class Operator(Generic[Y, G]):
 
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             outputs = output if isinstance(output, tuple) else (output,)
-            if len(outputs) > self.num_differentiable:
-                ctx.mark_non_differentiable(*outputs[self.num_differentiable :])
-            if self.absent_as_none:
+            without_gradient = outputs[self.num_differentiable :]
+            if without_gradient:
+                ctx.mark_non_differentiable(*without_gradient)
+            if self.absent_as_none or without_gradient:  # torch would fill zeros for these too
                 ctx.set_materialize_grads(False)
+            if without_gradient and not self.absent_as_none:
+                ctx.results = [(y.shape, y.dtype, y.device) for y in outputs[: self.num_differentiable]]
             kept = inputs if self.saves is None else self.saves(outputs, *inputs)
             ctx.save_for_backward(*[x for x in kept if isinstance(x, Tensor)])
             passed = [input_names.index(name) for name in self.passes(*inputs)] if self.passes else _NONE
@@ -147,7 +150,10 @@ class Operator(Generic[Y, G]):
             found: list[Tensor | None] = [None] * len(needed)
             if True in wanted:
                 tensors = iter(ctx.saved_tensors)
-                operands = [*dy[: self.num_differentiable], *[next(tensors) if x is None else x[0] for x in kept]]
+                upstream = dy[: self.num_differentiable]
+                if not self.absent_as_none and any(g is None for g in upstream):
+                    upstream = tuple(map(_zeros_for_none, upstream, ctx.results))
+                operands = [*upstream, *[next(tensors) if x is None else x[0] for x in kept]]
                 if takes_needs:
                     operands.append(wanted)
                 results = call_in_backward(gradient, dy, operands)
@@ -179,6 +185,11 @@ def register_without_gradient(
     operator, implementation = _define(name, function, outputs, opaque, mutates)
     # autograd counts the writes of an operator, and not those of a kernel
     return operator if mutates else eager_or_operator(operator, implementation)
+
+
+def _zeros_for_none(dy: Tensor | None, like: tuple[torch.Size, torch.dtype, torch.device]) -> Tensor:
+    shape, dtype, device = like
+    return torch.zeros(shape, dtype=dtype, device=device) if dy is None else dy
 
 
 def gradients_like(*inputs: Tensor | None) -> tuple[Tensor, ...]:
