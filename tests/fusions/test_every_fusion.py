@@ -171,6 +171,38 @@ def test_two_runs_and_a_recomputed_one_are_equal_bit_for_bit(case, path, device)
     assert_equal(dataclasses.replace(case, compute=recomputed).run(inputs, path, dy), want)
 
 
+@on_paths(CASES, sample=of_each_operation_on_each_path)
+def test_autocast_does_not_reach_inside(case, path, device):
+    inputs = small(case, device)
+    dy = case.upstream(inputs, path)
+    want = case.run(inputs, path, dy)
+
+    def autocast(**arguments: Any) -> object:
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            return case.compute(**arguments)
+
+    assert_equal(dataclasses.replace(case, compute=autocast).run(inputs, path, dy), want)
+
+
+@pytest.mark.parametrize("case", [case for case in FIRST if case.derivative], ids=str)
+def test_torch_func_sees_through_the_reference(case, device):
+    inputs = small(case, device)
+    leaves = {name: x.detach() for name, x in inputs.items() if x is not None and x.requires_grad}
+    dy = case.upstream(inputs, "reference")
+    want = case.run(inputs, "reference", dy)
+
+    def compute(leaves: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        values = as_tuple(case.compute(**(inputs | leaves), backend="reference"))
+        return tuple(y for y in values if y.is_floating_point())
+
+    if not leaves:
+        return  # an operation without a gradient
+    _, back = torch.func.vjp(compute, leaves)
+    (found,) = back(tuple(dy))
+    for name in leaves:
+        torch.testing.assert_close(found[name], want[f"d{name}"], rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 @on_paths(CASES, ("reference",), sample=of_each_operation)
 def test_the_reference_is_exact_in_float64(case, path):
     inputs = small(case, "cpu", torch.float64) if case.widths[0] > 4 else case.make(3, 4, torch.float64, "cpu")

@@ -206,6 +206,33 @@ def test_backward_runs_twice_and_a_second_derivative_raises(given):
         dx.sum().backward()
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_autograd_sees_who_writes_into_operands_and_results(given, path):
+    def gradients(written: str) -> list[Tensor]:
+        leaves = given.leaves()
+        operands = [x.clone() for x in leaves]
+        with fusions.use(path):
+            values = given.function.apply(*given.arguments(*operands))
+        roots = [y for y in (values if isinstance(values, tuple) else (values,)) if y.requires_grad]
+        torch.manual_seed(1)
+        upstream = [torch.randn(y.shape) for y in roots]
+        with torch.no_grad():
+            for x in {"operands": operands, "results": roots, "nothing": []}[written]:
+                x.add_(1.0)
+        return list(torch.autograd.grad(roots, leaves, upstream))
+
+    want = gradients("nothing")
+    for written in ("operands", "results"):
+        found, refusal = want, ""
+        try:
+            found = gradients(written)
+        except RuntimeError as error:
+            refusal = str(error)
+        assert "modified by an inplace operation" in refusal or not refusal
+        assert all(torch.equal(got, gradient) for got, gradient in zip(found, want, strict=True))
+
+
 @pytest.mark.parametrize("given", GIVEN, ids=str)
 def test_nothing_is_recorded_where_no_gradient_is_wanted(given):
     with torch.no_grad():

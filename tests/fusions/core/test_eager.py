@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.two_tensor import TwoTensor
 
 from megalith.fusions import fused_rms_norm, glu, quantize
+from megalith.fusions.core.registration import Operator
 from tests.fusions.observe import operator_calls
 from tests.kernel_reports import without_interpreter
 
@@ -164,3 +165,34 @@ def test_an_operator_of_rows_takes_any_shape_and_records_no_view(path):
     assert len(calls) == 2
     for operator, arguments in calls:
         torch.library.opcheck(operator, tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments))
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "operator"])
+def test_results_without_a_gradient_get_no_zeros_in_backward_and_absent_gradients_do(traced):
+    def outputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(x), torch.empty_like(x), x.new_empty(7)
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return 2.0 * x, 3.0 * x, x.new_ones(7)
+
+    def gradients(da: Tensor, db: Tensor, x: Tensor, a: Tensor) -> tuple[Tensor]:
+        return (torch.empty_like(x),)
+
+    def backward(da: Tensor, db: Tensor, x: Tensor, a: Tensor) -> tuple[Tensor]:
+        return (2.0 * da + 3.0 * db,)
+
+    def saves(results: tuple[Tensor, ...], x: Tensor) -> tuple[object, ...]:
+        return x, results[0]
+
+    name = f"with_a_statistic_{traced}".lower()
+    operator = Operator(outputs, gradients, of=("x",), saves=saves, num_differentiable=2)
+    op = operator.register(name, forward, backward, opaque=True)
+    call = getattr(torch.ops.megalith, name) if traced else op
+    for root, want in ((0, 2.0), (1, 3.0)):
+        x = X.clone().requires_grad_()
+        y = call(x)[root]
+        with profile(activities=[ProfilerActivity.CPU]) as events:
+            (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        assert torch.equal(dx, torch.full_like(X, want))
+        zeros = [event for event in events.events() if event.name == "aten::zeros"]
+        assert len(zeros) == 1  # of the other result that has a gradient

@@ -1,5 +1,8 @@
 """fused_add_norm: the addition and the norm that it stands for, its two gradients, masks, refusals."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +17,7 @@ from tests.fusions.observe import operator_calls
 from tests.kernel_reports import in_interpreter
 
 PATHS = ("triton", "blocked", "reference")
+EVERY_PATH = (*PATHS, "aten", pytest.param("compile", marks=pytest.mark.slow))
 CASE = {case.name: case for case in CASES}
 
 
@@ -170,3 +174,60 @@ def test_what_does_not_fit_is_refused(given, error, message):
 def test_a_share_of_dropout_that_is_none_is_refused(p):
     with pytest.raises(ConfigError, match=rf"p must be in \[0, 1\), the share of elements to drop; got {p}"):
         Dropout(p)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("with_dropout", [False, True], ids=["kept", "dropped"])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("path", EVERY_PATH)
+def test_autograd_sees_who_writes_into_the_sum(path, normalization, with_dropout, layout, device):
+    def gradients(write: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        x, residual = (torch.randn(2, 3, 64, device=device).requires_grad_() for _ in range(2))
+        weight = torch.linspace(0.5, 1.5, 64, device=device).requires_grad_()
+        of_tokens = DropoutKey(seed=1, step=2, tokens=torch.arange(6, device=device).view(2, 3), site=3)
+        options: dict[str, Any] = {"dropout": Dropout(0.5, of_tokens) if with_dropout else None, "backend": path}
+        given = [x, residual]
+        if layout == "transposed":
+            given = [one.transpose(0, 1).contiguous().transpose(0, 1) for one in given]
+        y, h = fused_add_norm(*given, weight, normalization=normalization, **options)
+        total = (y.sin() + write(h)).sum()
+        return torch.autograd.grad(total, (x, residual, weight))
+
+    want, got, refusal = gradients(lambda h: h * 2.0), None, ""
+    try:
+        got = gradients(lambda h: h.mul_(2.0))
+    except RuntimeError as error:
+        refusal = str(error)
+    if got is None:
+        assert "modified by an inplace operation" in refusal
+    else:  # what was written over is not what backward reads
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    "path", ["blocked", "aten", "reference", None, pytest.param("compile", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str)
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_a_residual_of_another_width_beside_float64(normalization, dtypes, path):
+    dtype, of_residual = dtypes
+    torch.manual_seed(0)
+    # more than a block, so that the default is the path of large tensors
+    x, residual = torch.randn(2100, 64, dtype=dtype), torch.randn(2100, 64, dtype=of_residual)
+    weight = torch.linspace(0.5, 1.5, 64)
+    leaves = [one.requires_grad_() for one in (x, residual, weight)]
+    y, h = fused_add_norm(*leaves, normalization=normalization, backend=path)
+    exact = [one.detach().double().requires_grad_() for one in leaves]
+    total = exact[0] + exact[1]
+    norm = torch.nn.functional.layer_norm if normalization == "LayerNorm" else torch.nn.functional.rms_norm
+    want = norm(total, (64,), exact[2], eps=1e-5)
+    assert (y.dtype, h.dtype) == dtypes
+    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(h.double(), total, rtol=1e-6 if of_residual == torch.float32 else 1e-15, atol=0.0)
+    dy = want.detach().sin()
+    found = torch.autograd.grad(y, leaves, dy.to(dtype))
+    expected = torch.autograd.grad(want, exact, dy)
+    for leaf, got, gradient in zip(leaves, found, expected, strict=True):
+        assert got.dtype == leaf.dtype
+        torch.testing.assert_close(got.double(), gradient, rtol=1e-4, atol=1e-4)

@@ -7,8 +7,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from megalith import fusions
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions import (
+    fused_rope,
     llama3_rope_frequencies,
     positions_from_cu_seqlens,
     rope_cos_sin,
@@ -130,3 +132,23 @@ def test_borders_that_are_none_are_refused(borders, T, cp, error, message):
 def test_numbers_that_make_no_table_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize("backend", ["triton", "blocked", "reference", None])
+def test_tables_that_require_a_gradient_are_refused_on_every_path(backend, device):
+    q, kv = torch.randn(4, 2, 3, 8, device=device), torch.randn(4, 2, 3, 12, device=device)
+    k_pe = torch.randn(4, 2, 1, 8, device=device)
+    cos = torch.rand(4, 4, device=device, requires_grad=True)
+    sin = cos.detach()
+    calls = (
+        lambda cos: fused_rope(q, None, cos, sin, backend=backend),
+        lambda cos: fused_rope(q, None, sin, cos, backend=backend),
+        lambda cos: fusions.fused_apply_mla_rope_for_q(q[..., :8].repeat(1, 1, 1, 2), cos, sin, 8, 8, backend=backend),
+        lambda cos: fusions.fused_apply_mla_rope_for_kv(kv, k_pe, cos, sin, 8, 5, 7, backend=backend),
+    )
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"have no gradient.*pass cos.detach"):
+            call(cos)
+        call(cos.detach())
+        with torch.no_grad():
+            call(cos)

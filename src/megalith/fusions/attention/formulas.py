@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megalith.fusions.core.autocast import without_autocast
 from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.core.registration import Operator, gradients_like
 from megalith.fusions.core.rows import wide
@@ -62,20 +63,21 @@ def reference(
 
     ``factors`` [B, A, Sq, Sk] multiply the probabilities: dropout. ``bias`` [A, Sq, Sk] is added to the scores.
     """
-    acc, groups = wide(q.dtype), k.shape[2]
-    hidden = ~_seen(q, k, bounds, left, right)  # [B or 1, 1, Sq, Sk]
-    scores = torch.einsum("sbghd,tbgd->bghst", (q.to(acc) * scale).unflatten(2, (groups, -1)), k.to(acc))
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = scores.flatten(1, 2)  # [B, A, Sq, Sk]
-    scores = scores if bias is None else scores + bias
-    scores = scores.masked_fill(hidden, -torch.inf)
-    lse = torch.logsumexp(scores, dim=-1)  # [B, A, Sq]
-    if sink is not None:
-        lse = torch.logaddexp(lse, sink.to(acc).unsqueeze(-1))
-    probs = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-    probs = probs if factors is None else probs * factors
-    out = torch.einsum("bghst,tbgd->sbghd", probs.unflatten(1, (groups, -1)), v.to(acc))
-    return out.flatten(2, 3).to(q.dtype), lse
+    with without_autocast(q):
+        acc, groups = wide(q.dtype), k.shape[2]
+        hidden = ~_seen(q, k, bounds, left, right)  # [B or 1, 1, Sq, Sk]
+        scores = torch.einsum("sbghd,tbgd->bghst", (q.to(acc) * scale).unflatten(2, (groups, -1)), k.to(acc))
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        scores = scores.flatten(1, 2)  # [B, A, Sq, Sk]
+        scores = scores if bias is None else scores + bias
+        scores = scores.masked_fill(hidden, -torch.inf)
+        lse = torch.logsumexp(scores, dim=-1)  # [B, A, Sq]
+        if sink is not None:
+            lse = torch.logaddexp(lse, sink.to(acc).unsqueeze(-1))
+        probs = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+        probs = probs if factors is None else probs * factors
+        out = torch.einsum("bghst,tbgd->sbghd", probs.unflatten(1, (groups, -1)), v.to(acc))
+        return out.flatten(2, 3).to(q.dtype), lse
 
 
 def reference_gradients(
@@ -112,26 +114,29 @@ def gradients_with_bias(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk and dv as ``reference_gradients``, with a ``bias`` [A, Sq, Sk] of the scores, and its gradient."""
-    acc, groups = wide(q.dtype), k.shape[2]
-    hidden = ~_seen(q, k, bounds, left, right)  # [B or 1, 1, Sq, Sk]
-    q_by_group, dout_by_group = (x.to(acc).unflatten(2, (groups, -1)) for x in (q, dout))  # [Sq, B, G, A/G, D]
-    scores = torch.einsum("sbghd,tbgd->bghst", q_by_group * scale, k.to(acc)).flatten(1, 2)  # [B, A, Sq, Sk]
-    slope: Tensor | float = 1.0
-    if softcap is not None:
-        slope = torch.cosh(scores / softcap) ** -2  # 1 - tanh^2 cancels
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores if bias is None else scores + bias
-    probs = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(hidden, 0.0)
-    dprobs = torch.einsum("sbghd,tbgd->bghst", dout_by_group, v.to(acc)).flatten(1, 2)  # [B, A, Sq, Sk]
-    dprobs = dprobs if factors is None else dprobs * factors
-    delta = (dout.to(acc) * out.to(acc)).sum(dim=-1).permute(1, 2, 0)  # [B, A, Sq]
-    dscores = (scale * probs * (dprobs - delta.unsqueeze(-1)) * slope).unflatten(1, (groups, -1))  # [B, G, A/G, Sq, Sk]
-    dbias = None if bias is None else (probs * (dprobs - delta.unsqueeze(-1))).sum(dim=0)  # [A, Sq, Sk]
-    weights = (probs if factors is None else probs * factors).unflatten(1, (groups, -1))
-    dq = torch.einsum("bghst,tbgd->sbghd", dscores, k.to(acc)).flatten(2, 3)  # [Sq, B, A, D]
-    dk = torch.einsum("bghst,sbghd->tbgd", dscores, q_by_group)
-    dv = torch.einsum("bghst,sbghd->tbgd", weights, dout_by_group)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias
+    with without_autocast(q):
+        acc, groups = wide(q.dtype), k.shape[2]
+        hidden = ~_seen(q, k, bounds, left, right)  # [B or 1, 1, Sq, Sk]
+        q_by_group, dout_by_group = (x.to(acc).unflatten(2, (groups, -1)) for x in (q, dout))  # [Sq, B, G, A/G, D]
+        scores = torch.einsum("sbghd,tbgd->bghst", q_by_group * scale, k.to(acc)).flatten(1, 2)  # [B, A, Sq, Sk]
+        slope: Tensor | float = 1.0
+        if softcap is not None:
+            slope = torch.cosh(scores / softcap) ** -2  # 1 - tanh^2 cancels
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores if bias is None else scores + bias
+        probs = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(hidden, 0.0)
+        dprobs = torch.einsum("sbghd,tbgd->bghst", dout_by_group, v.to(acc)).flatten(1, 2)  # [B, A, Sq, Sk]
+        dprobs = dprobs if factors is None else dprobs * factors
+        delta = (dout.to(acc) * out.to(acc)).sum(dim=-1).permute(1, 2, 0)  # [B, A, Sq]
+        dscores = (scale * probs * (dprobs - delta.unsqueeze(-1)) * slope).unflatten(
+            1, (groups, -1)
+        )  # [B, G, A/G, Sq, Sk]
+        dbias = None if bias is None else (probs * (dprobs - delta.unsqueeze(-1))).sum(dim=0)  # [A, Sq, Sk]
+        weights = (probs if factors is None else probs * factors).unflatten(1, (groups, -1))
+        dq = torch.einsum("bghst,tbgd->sbghd", dscores, k.to(acc)).flatten(2, 3)  # [Sq, B, A, D]
+        dk = torch.einsum("bghst,sbghd->tbgd", dscores, q_by_group)
+        dv = torch.einsum("bghst,sbghd->tbgd", weights, dout_by_group)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias
 
 
 def _seen(q: Tensor, k: Tensor, bounds: Tensor | None, left: int, right: int) -> Tensor:

@@ -77,8 +77,10 @@ class Operator(Generic[Y, G]):
         num_differentiable: outputs past these have no gradient: statistics that only backward reads.
         absent_as_none: backward takes None for the gradient of an output that nothing was computed from; else zeros.
         rows: names of operands, forward and backward, that are rows [T, F] and may also come as [..., F]. Functions get
-            them flattened; the first output, and gradients of such operands, come in the shape given. A view outside of
-            the operator would cost autograd more than a small operation does.
+            them flattened; outputs with a gradient, where they are rows, and gradients of such operands come in the
+            shape given. A view outside of the operator would cost autograd more than a small operation does, and what
+            backward keeps of an output would be another tensor than the caller's: autograd would not see that the
+            caller writes into it.
     """
 
     outputs: Callable[..., Y]
@@ -101,7 +103,9 @@ class Operator(Generic[Y, G]):
         Args:
             opaque: they are not made of Triton kernels.
         """
-        operator, implementation = _define(name, forward, self.outputs, opaque, of_rows=_Rows(self.rows, (0,)))
+        operator, implementation = _define(
+            name, forward, self.outputs, opaque, of_rows=_Rows(self.rows, range(self.num_differentiable))
+        )
         of_gradients = _Rows(self.rows, [index for index, of in enumerate(self.of) if of in self.rows])
         gradient = eager_or_operator(*_define(f"{name}_back", backward, self.gradients, opaque, of_rows=of_gradients))
         setup_context, gradients = self._around(gradient)
@@ -120,10 +124,13 @@ class Operator(Generic[Y, G]):
 
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             outputs = output if isinstance(output, tuple) else (output,)
-            if len(outputs) > self.num_differentiable:
-                ctx.mark_non_differentiable(*outputs[self.num_differentiable :])
-            if self.absent_as_none:
+            without_gradient = outputs[self.num_differentiable :]
+            if without_gradient:
+                ctx.mark_non_differentiable(*without_gradient)
+            if self.absent_as_none or without_gradient:  # torch would fill zeros for these too
                 ctx.set_materialize_grads(False)
+            if without_gradient and not self.absent_as_none:
+                ctx.results = [(y.shape, y.dtype, y.device) for y in outputs[: self.num_differentiable]]
             kept = inputs if self.saves is None else self.saves(outputs, *inputs)
             ctx.save_for_backward(*[x for x in kept if isinstance(x, Tensor)])
             passed = [input_names.index(name) for name in self.passes(*inputs)] if self.passes else _NONE
@@ -143,7 +150,10 @@ class Operator(Generic[Y, G]):
             found: list[Tensor | None] = [None] * len(needed)
             if True in wanted:
                 tensors = iter(ctx.saved_tensors)
-                operands = [*dy[: self.num_differentiable], *[next(tensors) if x is None else x[0] for x in kept]]
+                upstream = dy[: self.num_differentiable]
+                if not self.absent_as_none and any(g is None for g in upstream):
+                    upstream = tuple(map(_zeros_for_none, upstream, ctx.results))
+                operands = [*upstream, *[next(tensors) if x is None else x[0] for x in kept]]
                 if takes_needs:
                     operands.append(wanted)
                 results = call_in_backward(gradient, dy, operands)
@@ -177,6 +187,11 @@ def register_without_gradient(
     return operator if mutates else eager_or_operator(operator, implementation)
 
 
+def _zeros_for_none(dy: Tensor | None, like: tuple[torch.Size, torch.dtype, torch.device]) -> Tensor:
+    shape, dtype, device = like
+    return torch.zeros(shape, dtype=dtype, device=device) if dy is None else dy
+
+
 def gradients_like(*inputs: Tensor | None) -> tuple[Tensor, ...]:
     """Fresh memory for the gradient of each of ``inputs``, contiguous, in its dtype; empty for None."""
     given = next(x for x in inputs if x is not None)
@@ -202,7 +217,7 @@ class _Rows(NamedTuple):
 
         @functools.wraps(function)  # torch's search for kernels unwraps it
         def flattened(*inputs: Any) -> Any:
-            leading = inputs[positions[0]].shape[:-1]
+            leading = next(x for position in positions if (x := inputs[position]) is not None).shape[:-1]
             if len(leading) == 1:
                 return function(*inputs)
             operands = list(inputs)
@@ -214,7 +229,7 @@ class _Rows(NamedTuple):
                 return _in_shape(found, leading)
             given = list(found)
             for index in self.results:
-                if given[index].dim() == 2:  # an absent gradient is empty
+                if given[index].dim() == 2:  # an absent gradient is empty, and a number for each row is no row
                     given[index] = _in_shape(given[index], leading)
             return tuple(given)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from megalith.fusions.core.autocast import without_autocast
 from megalith.fusions.core.registration import Operator, register_without_gradient
 from megalith.fusions.core.row_wise import RUNNERS
 from megalith.fusions.core.rows import wide
@@ -81,7 +82,7 @@ OPERATOR = Operator(_outputs, _gradients, of=("x", "weight", "bias"), saves=cros
 def _reference_statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int, target: Tensor, *options: Unpack[PartAndSum]
 ) -> Tensor:
-    with _without_autocast(x):
+    with without_autocast(x):  # logits are made twice, and backward may run outside of it
         return cross_entropy.reference.statistics(linear(x, weight, bias), target, *options)
 
 
@@ -133,7 +134,7 @@ class _OfLogits(NamedTuple):
         *options: Unpack[PartAndSum],
     ) -> Tensor:
         found = _statistics_outputs(x, weight, bias, chunk_size, target, *options)
-        with _without_autocast(x):
+        with without_autocast(x):
             for rows in _chunks(x, chunk_size):
                 found[rows] = self.statistics(linear(x[rows], weight, bias), target[rows], *options)
         return found
@@ -166,7 +167,7 @@ class _OfLogits(NamedTuple):
         dx = x.new_empty(sizes[0])
         in_parts = x.shape[0] > chunk_size  # one product rounds by itself, and needs no wide sum
         dweight, dbias = (x.new_zeros(size, dtype=wide(x.dtype) if in_parts else x.dtype) for size in sizes[1:])
-        with _without_autocast(x):
+        with without_autocast(x):
             for rows in _chunks(x, chunk_size):
                 dlogits = logits = linear(x[rows], weight, bias)
                 self.gradient_into(dlogits, dloss[rows], logits, target[rows], whole[rows], *options[:-1])
@@ -181,11 +182,6 @@ class _OfLogits(NamedTuple):
 
 def _chunks(x: Tensor, chunk_size: int) -> Iterator[slice]:
     return (slice(first, first + chunk_size) for first in range(0, x.shape[0], chunk_size))
-
-
-def _without_autocast(x: Tensor) -> torch.autocast:
-    """Logits are made twice, and backward may run outside of what changed their dtype in forward."""
-    return torch.autocast(x.device.type, enabled=False)
 
 
 def _sizes(x: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool]) -> list[list[int]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ShapeError
+from megalith.fusions.core.autocast import without_autocast
 from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.core.dispatch import Backend, Fusion, Operand, why_not_forward_mode
 from megalith.fusions.core.registry import registered
@@ -48,7 +49,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, rows_per_expert: Tensor, *, backen
     _check(x, weight, rows_per_expert)
     (R, H), F = x.shape, weight.shape[1]
     compute = FUSION.path(_Sizes(x.device, x.dtype, R, H, F), backend)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         return compute(x, weight, rows_per_expert)
 
 

@@ -1,5 +1,7 @@
 """Forward and backward of the field's ``torch.autograd.Function`` classes of gated units, which differ in arguments."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -38,8 +40,8 @@ def forward(
     if fp8_input_store:
         y, *kept = GLU_FLOAT8.path(x, ctx.backend)(rows, bias, w, *gating)
     else:
-        y, kept = GLU.path(x, ctx.backend)(rows, None, bias, w, *gating), [rows]
-    saved = [*kept, bias, w]
+        y, kept = GLU.path(x, ctx.backend)(rows, None, bias, w, *gating), [x]
+    saved = [*kept, bias, weights]  # what was given, and no view of it: autograd says who wrote into it
     ctx.save_for_backward(*(map(_on_cpu, saved) if cpu_offload_input else saved))
     return not_a_view(y.view(*x.shape[:-1], y.shape[-1]))
 
@@ -47,12 +49,13 @@ def forward(
 def backward(ctx: Context, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dx [..., 2F], and dbias and dw, None for what was not given."""
     gating, in_float8, device = ctx.options
-    *kept, bias, w = (x if x is None else x.to(device, non_blocking=True) for x in ctx.saved_tensors)
-    rows = as_rows(dy)
+    saved: list[Any] = [x if x is None else x.to(device, non_blocking=True) for x in ctx.saved_tensors]
+    input_or_stored, *scale, bias, weights = saved
+    rows, w = as_rows(dy), None if weights is None else as_rows(weights)
     if in_float8:
-        dx, dbias, dw = GLU_FLOAT8.backs[ctx.backend](rows, *kept, bias, w, *gating)
+        dx, dbias, dw = GLU_FLOAT8.backs[ctx.backend](rows, input_or_stored, *scale, bias, w, *gating)
     else:
-        dx, _, dbias, dw = GLU.backs[ctx.backend](rows, *kept, None, bias, w, *gating)
+        dx, _, dbias, dw = GLU.backs[ctx.backend](rows, as_rows(input_or_stored), None, bias, w, *gating)
     of_weights = None if w is None else dw.view(*dy.shape[:-1], 1)
     return dx.view(*dy.shape[:-1], dx.shape[-1]), None if bias is None else dbias, of_weights
 

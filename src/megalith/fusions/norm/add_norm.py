@@ -11,13 +11,13 @@ Floor: 4TH elements in forward and 4TH in backward, 5TH with dropout; saved: h a
 
 from typing import Unpack
 
+import torch
 from torch import Tensor, nn
 
 from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.core.dispatch import Backend, Fusion
 from megalith.fusions.core.dropout_mask import mask_operands
 from megalith.fusions.core.registry import registered
-from megalith.fusions.core.rows import as_rows, in_shape, rows_together
 from megalith.fusions.norm.formulas import (
     Normalization,
     Norming,
@@ -27,7 +27,7 @@ from megalith.fusions.norm.formulas import (
     reference,
     summed,
 )
-from megalith.fusions.norm.paths import PATHS, check
+from megalith.fusions.norm.paths import PATHS_OF_SUM, check
 from megalith.numerics.dropout import Dropout
 
 __all__ = ["FUSION", "fused_add_norm"]
@@ -74,16 +74,23 @@ def fused_add_norm(
     check_one_device(x=x, residual=residual, input_bias=input_bias)
     check_shape("residual", residual, x.shape, "as x")
     check_shape("input_bias", input_bias, x.shape[-1:], "one for each feature of x")
-    compute = FUSION.path(x, backend)
+    compute = FUSION.path(residual if residual.dtype == torch.float64 else x, backend)
     p = 0.0 if dropout is None else float(dropout.p)
     words, tokens, site = mask_operands(dropout.key, x) if dropout is not None and p else (None, None, 0)
-    # a mask is of rows; without one a small sum and norm cost less than the views that make rows
-    whole = compute in _OF_ANY_SHAPE and words is None
-    rows, residual_rows = rows_together(x, residual) if whole else (as_rows(x), as_rows(residual))
+    rows = (x, residual)
+    if compute in _OF_ANY_SHAPE:
+        single = x.dim() == 1 and words is not None  # a mask is of rows
+        rows = (x[None], residual[None]) if single else (_as_one_matrix(x), _as_one_matrix(residual))
+    # no views around it: h is kept for backward, and autograd must see that a caller writes into it
     y, h, *_ = compute(
-        rows, residual_rows, weight, bias, input_bias, words, tokens, site, p, float(eps), normalization, zero_centered
+        *rows, weight, bias, input_bias, words, tokens, site, p, float(eps), normalization, zero_centered
     )
-    return in_shape(y, x.shape), in_shape(h, x.shape)
+    return (y, h) if y.dim() == x.dim() else (y[0], h[0])
+
+
+def _as_one_matrix(x: Tensor) -> Tensor:
+    """``x`` [..., H] in memory where torch computes of it what it computes of rows [T, H]."""
+    return x if x.dim() == 2 else x.contiguous()
 
 
 def _torch_add_norm(
@@ -106,11 +113,11 @@ def _torch_add_norm(
     return y.to(x.dtype), total.to(residual.dtype)
 
 
-_OF_ANY_SHAPE = (_torch_add_norm, reference)  # [..., H], and not rows alone
+_OF_ANY_SHAPE = (_torch_add_norm, reference)  # in plain torch
 FUSION = registered(
     Fusion(
         "add_norm",
-        {**PATHS, "aten": _torch_add_norm},
+        {**PATHS_OF_SUM, "aten": _torch_add_norm},
         whole="aten",
         defaults={"cuda": ("triton",), "cpu": ("compile", "blocked")},
     )

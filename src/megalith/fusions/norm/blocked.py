@@ -17,6 +17,7 @@ from megalith.fusions.core.row_wise import Runner, register_row_wise
 from megalith.fusions.core.rows import wide
 from megalith.fusions.norm.formulas import (
     OPERATOR,
+    OPERATOR_OF_SUM,
     Kept,
     Norming,
     Options,
@@ -27,7 +28,7 @@ from megalith.fusions.norm.formulas import (
     summed,
 )
 
-__all__ = ["blocked", "compiled"]
+__all__ = ["blocked", "blocked_of_sum", "compiled", "compiled_of_sum"]
 
 Item = TypeVar("Item")
 
@@ -42,10 +43,11 @@ def _forward(
     *options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     mask, eps, normalization, zero_centered = Norming.of(*options)
-    gain = float_gain(x, weight, zero_centered)
+    acc = wide(x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
+    gain = float_gain(x, weight, zero_centered, acc)
     if normalization == "LayerNorm":
         h = None if residual is None else _sum(run, x, residual, input_bias, mask)
-        rows = _for_torch(x if h is None else h, x.dtype)
+        rows = _for_torch(x if h is None else h, x.dtype, acc)
         y, mean, rstd = torch.native_layer_norm(
             rows, gain.shape, gain, None if bias is None else bias.to(gain.dtype), eps
         )
@@ -83,7 +85,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     kept = Kept.of(*options)
     mask, mean, rstd, needs = kept.mask, kept.mean, kept.rstd, kept.needs
-    gain = float_gain(h, weight, kept.zero_centered)
+    gain = float_gain(h, weight, kept.zero_centered, rstd.dtype)
     dy = torch.zeros_like(h, dtype=kept.x_dtype) if dy is None else dy
     dh = None if dh is None or dh.numel() == 0 else dh  # without a residual there is none
     rows, vectors = needs[:2], needs[2:]
@@ -129,7 +131,7 @@ def _layer_norm_backward(
         return dx if dh is None else dx.add_(dh), dgain, dbias
     dgain, dbias = torch.zeros_like(gain), torch.zeros_like(gain)
     if dh is None:
-        rows = _for_torch(dy, h.dtype), _for_torch(h, h.dtype)
+        rows = _for_torch(dy, h.dtype, gain.dtype), _for_torch(h, h.dtype, gain.dtype)
         dx = _layer_norm_back(*rows, gain, mean, rstd, [True, False, False])[0].to(h.dtype)
     else:
         dx = h.new_empty(h.shape)
@@ -164,9 +166,9 @@ def _layer_norm_back(
     return dh, dgain, dbias
 
 
-def _for_torch(x: Tensor, result: torch.dtype) -> Tensor:
+def _for_torch(x: Tensor, result: torch.dtype, acc: torch.dtype) -> Tensor:
     """``x`` as torch's LayerNorm takes it beside a float32 gain: on a CPU also of 16 bits, if the result has them."""
-    return x if x.device.type == "cpu" and x.dtype == result else x.to(wide(x.dtype))
+    return x if x.device.type == "cpu" and x.dtype == result else x.to(acc)
 
 
 def _wanted(values: Sequence[Item], needs: Sequence[bool]) -> list[Item]:
@@ -174,3 +176,4 @@ def _wanted(values: Sequence[Item], needs: Sequence[bool]) -> list[Item]:
 
 
 blocked, compiled = register_row_wise(OPERATOR, "norm", _forward, _backward)
+blocked_of_sum, compiled_of_sum = register_row_wise(OPERATOR_OF_SUM, "add_norm", _forward, _backward)

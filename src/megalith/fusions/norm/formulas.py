@@ -5,6 +5,7 @@ T rows, H features of each.
 
 # ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
 
+import dataclasses
 import math
 from typing import Any, Literal, NamedTuple, Unpack
 
@@ -18,6 +19,7 @@ from megalith.torch_compat import forward_mode_is_on
 
 __all__ = [
     "OPERATOR",
+    "OPERATOR_OF_SUM",
     "WIDEST_WHOLE_ROW",
     "Kept",
     "Normalization",
@@ -124,18 +126,20 @@ def reference(
 
 
 def summed(x: Tensor, residual: Tensor, input_bias: Tensor | None, mask: Mask) -> Tensor:
-    """h of rows [T, H] in float32 or wider, before it is rounded."""
+    """h of rows [..., H] in float32 or wider, before it is rounded."""
     acc = wide(torch.promote_types(x.dtype, residual.dtype))
     h = x.to(acc) if input_bias is None else x.to(acc) + input_bias.to(acc)
     return dropped(h, mask) + residual.to(acc)
 
 
 def dropped(h: Tensor, mask: Mask) -> Tensor:
-    """Rows ``h`` [T, H] times their mask / (1 - p); the same where nothing is dropped."""
+    """Rows ``h`` [..., H] times their mask / (1 - p); the same where nothing is dropped."""
     if mask.key is None:
         return h
+    T, H = h.shape[:-1].numel(), h.shape[-1]
+    kept = keep(mask.key, mask.tokens, mask.site, mask.p, T, H, 0).view(h.shape)
     # a product, so that NaN and inf pass as they do through torch's dropout
-    return h * keep(mask.key, mask.tokens, mask.site, mask.p, h.shape[0], h.shape[1], 0) * (1.0 / (1.0 - mask.p))
+    return h * kept * (1.0 / (1.0 - mask.p))
 
 
 def statistics(h: Tensor, eps: float, normalization: str) -> tuple[Tensor | None, Tensor]:
@@ -145,9 +149,9 @@ def statistics(h: Tensor, eps: float, normalization: str) -> tuple[Tensor | None
     return mean, torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
 
 
-def float_gain(h: Tensor, weight: Tensor | None, zero_centered: bool) -> Tensor:
-    """The gain [H] in what ``h`` is computed in."""
-    acc = wide(h.dtype)
+def float_gain(h: Tensor, weight: Tensor | None, zero_centered: bool, acc: torch.dtype | None = None) -> Tensor:
+    """The gain [H] in ``acc``, by default in what ``h`` is computed in."""
+    acc = acc or wide(h.dtype)
     if weight is None:
         return h.new_ones(h.shape[-1], dtype=acc)
     return 1.0 + weight.to(acc) if zero_centered else weight.to(acc)
@@ -218,7 +222,7 @@ def outputs(
     """Fresh memory for y, h (empty without a residual), mean (empty for RMSNorm) and rstd, both [..., 1]."""
     normalization = Options(*options).normalization
     h_dtype = x.dtype if residual is None else residual.dtype
-    rstd = x.new_empty((*x.shape[:-1], 1), dtype=wide(h_dtype))
+    rstd = x.new_empty((*x.shape[:-1], 1), dtype=wide(torch.promote_types(x.dtype, h_dtype)))
     mean = torch.empty_like(rstd) if normalization == "LayerNorm" else rstd.new_empty(0)
     h = x.new_empty(0 if residual is None else x.shape, dtype=h_dtype)
     return x.new_empty(x.shape), h, mean, rstd
@@ -283,3 +287,5 @@ OPERATOR = Operator(
     num_differentiable=2,
     absent_as_none=True,
 )
+# its rows lie side by side, while those of a norm alone may be nested; backward keeps h, which the caller gets too
+OPERATOR_OF_SUM = dataclasses.replace(OPERATOR, rows=("x", "residual", "dy", "dh", "h"))

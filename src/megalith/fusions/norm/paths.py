@@ -25,10 +25,10 @@ from torch import Tensor
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.core.dispatch import Backend
-from megalith.fusions.norm.blocked import blocked, compiled
+from megalith.fusions.norm.blocked import blocked, blocked_of_sum, compiled, compiled_of_sum
 from megalith.fusions.norm.formulas import reference
 
-__all__ = ["PATHS", "Norm", "check"]
+__all__ = ["PATHS", "PATHS_OF_SUM", "Norm", "check"]
 
 # (x, residual, weight, bias, input_bias, key, tokens, site, p, eps, normalization, zero_centered) -> (y, h, ...)
 Norm = Callable[..., tuple[Tensor, ...]]
@@ -40,10 +40,22 @@ def _triton(*inputs: Any) -> tuple[Tensor, ...]:
     return op(*inputs)
 
 
+def _triton_of_sum(*inputs: Any) -> tuple[Tensor, ...]:
+    from megalith.fusions.norm.kernels.add_norm import op_of_sum
+
+    return op_of_sum(*inputs)
+
+
 PATHS: Mapping[Backend, Norm] = {
     "triton": _triton,
     "compile": compiled,
     "blocked": blocked,
+    "reference": reference,
+}
+PATHS_OF_SUM: Mapping[Backend, Norm] = {
+    "triton": _triton_of_sum,
+    "compile": compiled_of_sum,
+    "blocked": blocked_of_sum,
     "reference": reference,
 }
 

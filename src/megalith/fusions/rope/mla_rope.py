@@ -63,7 +63,8 @@ def fused_apply_mla_rope_for_q(
         t: [S, B, A, qk_head_dim + emb_dim], or [T, A, ...] of packed documents; any strides.
         cos, sin: [rows, emb_dim/2], best in float32; or the field's [rows, 1, 1, emb_dim], in which each angle stands
             twice, in both halves, as is checked on the CPU. With ``rotary_interleaved`` the angles may also stand side
-            by side; which it is, is read from a table on the CPU, and elsewhere [rows, emb_dim/2] must be given.
+            by side; which it is, is read from a table on the CPU, and elsewhere [rows, emb_dim/2] must be given. They
+            have no gradient, and may not require one.
         qk_head_dim, emb_dim: columns that stay, then columns that are rotated.
         cu_seqlens_q: int32 or int64 [N+1], borders of the packed documents, which say the positions of [T, ...].
         cp_rank, cp_size: of context parallelism, see ``positions_from_cu_seqlens``; with ``cu_seqlens_q`` only.

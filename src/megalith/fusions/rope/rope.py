@@ -55,7 +55,7 @@ def fused_rope(
         q: [S, B, A, D], or [T, A, D] of packed documents. Any strides, as of a part of a packed QKV.
         k: [S, B, G, D] or [T, G, D], of the same tokens; or None.
         cos, sin: [rows, R/2], of which token s takes row s or that of ``positions``; or [S, B, R/2]. Best in float32,
-            whatever q is. They have no gradient.
+            whatever q is. They have no gradient, and may not require one.
         positions: int32 or int64 [S] or [S, B], rows of the tables; with ``sections`` [3, S] or [3, S, B]. A row that
             does not exist raises on the CPU and gives NaN in a kernel, which cannot raise.
         layout: which features are a pair: "neox" i and i + R/2 (Hugging Face's Llama), "interleaved" 2i and 2i + 1
@@ -73,7 +73,8 @@ def fused_rope(
 
     Raises:
         ShapeError: the tensors do not fit together.
-        ConfigError: an unknown layout, sections that do not sum to R/2, or a setting that would have no effect.
+        ConfigError: an unknown layout, sections that do not sum to R/2, tables that require a gradient, or a setting
+            that would have no effect.
         BackendError: ``backend`` cannot run on ``q``.
     """
     R = q.shape[-1] if rotary_dim is None and q.dim() else rotary_dim or 0

@@ -96,7 +96,11 @@ def tables(
 
     Raises:
         ShapeError: tables of another width, of fewer rows than tokens, or positions that do not fit.
+        ConfigError: a table that requires a gradient.
     """
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        # the reference would give one, and no other path
+        raise ConfigError("cos and sin have no gradient, and one of them requires it; pass cos.detach(), sin.detach()")
     check_shape("sin", sin, cos.shape, "as cos")
     half = rotary_dim // 2
     if cos.dim() not in (2, 3) or cos.shape[-1] != half or (cos.dim() == 3 and tuple(cos.shape[:2]) != (S, B)):

@@ -16,6 +16,8 @@ values the lower expert is taken; NaN counts as inf.
 import torch
 from torch import Tensor
 
+from megalith.torch_compat import is_intercepted
+
 __all__ = ["EPSILON", "FAR", "largest", "score_of", "select", "slope_of", "softmax_of_best", "weigh"]
 
 EPSILON = 1e-20  # beside sums of scores, which may all be zero
@@ -89,7 +91,7 @@ def largest(values: Tensor, k: int, among: Tensor | None = None) -> Tensor:
     key = _ordered(values).to(torch.int64).mul_(2**32).add_(torch.arange(E - 1, -1, -1, device=values.device))
     if among is not None:
         key = key.masked_fill_(~among, -(2**63))
-    if values.device.type != "cpu" or torch.compiler.is_compiling():
+    if values.device.type != "cpu" or type(key) is not Tensor or is_intercepted():  # there numpy could not read it
         return key.topk(k, dim=-1).indices
     key.numpy().sort(axis=-1)  # up to 256 experts faster than a partition, and five times as fast as torch.topk
     return key[:, E - k :].flip(-1).bitwise_and_(2**32 - 1).neg_().add_(E - 1)

@@ -259,7 +259,7 @@ def _backward(dp: Tensor, p: Tensor, share: Tensor, *options: Unpack[BackSetting
     dx, dsink = gradients(dp, p, share, *options)
     settings = BackSettings(*options)
     numbered = settings.forward.rows(p.shape[1])
-    r = p.new_empty(p.shape[0], dtype=wide(p.dtype))
+    r = p.new_empty(0 if settings.sink_dtype is None else p.shape[0], dtype=wide(p.dtype))
     for block in blocks(*p.shape):
         keys = numbered.keys_of(block)
         inside = _zero_outside(dx[block], keys)

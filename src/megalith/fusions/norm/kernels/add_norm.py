@@ -15,6 +15,7 @@ from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
 from megalith.fusions.norm.formulas import (
     OPERATOR,
+    OPERATOR_OF_SUM,
     WIDEST_WHOLE_ROW,
     Kept,
     Norming,
@@ -25,7 +26,7 @@ from megalith.fusions.norm.formulas import (
 from megalith.fusions.norm.kernels.norm import backward_kernel, coefficients_kernel, forward_kernel, wide_forward_kernel
 from megalith.numerics.dropout import threshold
 
-__all__ = ["op"]
+__all__ = ["op", "op_of_sum"]
 
 # all untuned
 _ELEMENTS = 2048  # that a program holds at least, in several rows if they are short
@@ -125,3 +126,4 @@ def _given(x: Tensor) -> Tensor | None:
 
 
 op = OPERATOR.register("norm", _forward, _backward)
+op_of_sum = OPERATOR_OF_SUM.register("add_norm", _forward, _backward)
