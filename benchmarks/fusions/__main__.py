@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -18,12 +17,11 @@ import torch
 from benchmarks.environment import describe, surroundings
 from benchmarks.fusions.calls import as_markdown as calls_as_markdown
 from benchmarks.fusions.calls import measure_calls
-from benchmarks.fusions.clock import Clock, copy_bandwidth
-from benchmarks.fusions.contest import contest
 from benchmarks.fusions.registry import OPERATIONS
 from benchmarks.fusions.report import Run, as_json, as_markdown
 from benchmarks.fusions.step import SHAPES, measure_steps
 from benchmarks.fusions.step import as_markdown as steps_as_markdown
+from benchmarks.fusions.timing import timings
 
 __all__ = ["main"]
 
@@ -93,15 +91,17 @@ def _again_in_surroundings() -> int:
 
 
 def _run(names: list[str], device: str, sizes: list[int], rounds: int) -> Run:
+    rows = [
+        (name, dtype, num_bytes)
+        for name in names
+        for dtype in (DTYPES[device] if OPERATIONS[name].typed else DTYPES[device][:1])
+        for num_bytes in sizes
+    ]
     contests, bandwidths = [], []
-    for name in names:
-        for dtype in DTYPES[device] if OPERATIONS[name].typed else DTYPES[device][:1]:
-            for num_bytes in sizes:
-                start = time.perf_counter()
-                torch.compiler.reset()
-                contests.append(contest(OPERATIONS[name], num_bytes, dtype, device, rounds))
-                bandwidths.append(copy_bandwidth(Clock(device), device, max(num_bytes, 16 << 20)))
-                log.info("%s, %s, %d MiB: %.1f s", name, dtype, num_bytes >> 20, time.perf_counter() - start)
+    for (name, dtype, num_bytes), (found, bandwidth, seconds) in zip(rows, timings(rows, device, rounds), strict=True):
+        contests.append(found)
+        bandwidths.append(bandwidth)
+        log.info("%s, %s, %d MiB: %.1f s", name, dtype, num_bytes >> 20, seconds)
     return Run(contests, bandwidths)
 
 

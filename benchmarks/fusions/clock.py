@@ -10,6 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 __all__ = ["Clock", "Memory", "copy_bandwidth", "memory_of"]
 
 _L2 = 256 << 20  # bytes that push everything else out of a GPU's second-level cache
+_PROBE = 1 << 20  # cycles of the sleep that tells how long a cycle is
+_AHEAD = 2.0  # the device sleeps so many times as long as the host needed to launch the call before
+_LEAST_SLEEP = 5e-5  # seconds
 
 
 class Memory(NamedTuple):
@@ -20,11 +23,18 @@ class Memory(NamedTuple):
 
 
 class Clock:
-    """Times calls on ``device``; on a GPU by its own events, with a cold second-level cache."""
+    """Times calls on ``device``.
+
+    On a GPU by its own events, with a cold second-level cache. The device sleeps before the first event until the host
+    has launched the call and the last event: else the time between them would be that of Python wherever the work is
+    shorter than its launch. A call that waits for the device is timed with its wait.
+    """
 
     def __init__(self, device: str) -> None:
         self._gpu = device == "cuda"
-        self._flush = torch.empty(_L2 if self._gpu else 0, dtype=torch.int8, device=device)
+        if self._gpu:
+            self._flush = torch.zeros(_L2 // 4, device=device)
+            self._cycles_per_second = self._measure_cycles()
 
     def seconds(self, call: Callable[[], Any], repeats: int = 1) -> float:
         """Of one of ``repeats`` calls: their sum on a CPU, the median on a GPU."""
@@ -33,15 +43,38 @@ class Clock:
             for _ in range(repeats):
                 call()
             return (time.perf_counter() - start) / repeats
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-        for start_event, end_event in events:
-            self._flush.zero_()
+        host = self._launch_seconds(call)
+        events = []
+        for _ in range(repeats):
+            self._flush.amax()  # read, not written: what is written must leave the cache while the call is timed
+            torch.cuda._sleep(int(max(_AHEAD * host, _LEAST_SLEEP) * self._cycles_per_second))
+            start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start_event.record()
             call()
             end_event.record()
+            events.append((start_event, end_event))
         torch.cuda.synchronize()
         times = sorted(start_event.elapsed_time(end_event) for start_event, end_event in events)
-        return times[len(times) // 2] / 1e3
+        return float(times[len(times) // 2]) / 1e3
+
+    def _launch_seconds(self, call: Callable[[], Any]) -> float:
+        """What the host needs to launch ``call``."""
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - start
+        torch.cuda.synchronize()
+        return seconds
+
+    def _measure_cycles(self) -> float:
+        """Cycles of ``torch.cuda._sleep`` in a second."""
+        torch.cuda._sleep(_PROBE)  # the first one loads its kernel
+        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start_event.record()
+        torch.cuda._sleep(_PROBE)
+        end_event.record()
+        torch.cuda.synchronize()
+        return _PROBE / (float(start_event.elapsed_time(end_event)) / 1e3)
 
 
 def copy_bandwidth(clock: Clock, device: str, num_bytes: int) -> float:

@@ -2,7 +2,7 @@
 
 import logging
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from benchmarks.fusions.operation import BASE, Inputs, Operation, outputs_of
 from benchmarks.rounds import Spread
 from megalith.numerics.tolerance import gradient_error
 
-__all__ = ["Contest", "Figures", "contest"]
+__all__ = ["Contest", "Figures", "contest", "failed"]
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +62,25 @@ class Contest:
         return self.floor[0] / forward / bandwidth, self.floor[1] / backward / bandwidth
 
 
-def contest(operation: Operation, num_bytes: int, dtype: torch.dtype, device: str, rounds: int) -> Contest:
-    """Judges and times all contenders of ``operation``; one that fails or is wrong has its reason instead."""
+def contest(
+    operation: Operation,
+    num_bytes: int,
+    dtype: torch.dtype,
+    device: str,
+    rounds: int,
+    only: Collection[str] | None = None,
+) -> Contest:
+    """Judges and times all contenders of ``operation``, or ``only`` those of these names.
+
+    One that fails or is wrong has its reason instead of numbers. Raises what torch eager raises on float32.
+    """
     inputs = operation.make(num_bytes, dtype, device)
     clock = Clock(device)
     floor = operation.cost(**inputs)[:2] if operation.cost else None
-    calls = {name: _calls(compute, inputs, dtype) for name, compute in operation.contenders(device).items()}
+    contenders = operation.contenders(device)
+    calls = {
+        name: _calls(compute, inputs, dtype) for name, compute in contenders.items() if only is None or name in only
+    }
     result = Contest(operation.name, str(dtype).removeprefix("torch."), num_bytes, floor, {})
     want = _exact(operation, inputs, dtype)
     for name, (forward, both) in calls.items():
@@ -98,6 +111,12 @@ def contest(operation: Operation, num_bytes: int, dtype: torch.dtype, device: st
                 figures.forward[index] = clock.seconds(forward, repeats)
                 figures.both[index] = clock.seconds(both, repeats)
     return result
+
+
+def failed(operation: Operation, num_bytes: int, dtype: torch.dtype, reason: str) -> Contest:
+    """The contest of which nothing is known but why there is none."""
+    figures = {name: Figures(failure=reason) for name in ("Megalith", BASE)}
+    return Contest(operation.name, str(dtype).removeprefix("torch."), num_bytes, None, figures)
 
 
 @contextmanager

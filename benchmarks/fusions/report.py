@@ -10,7 +10,7 @@ from benchmarks.fusions.contest import Contest, Figures
 from benchmarks.fusions.operation import BASE
 from benchmarks.rounds import Spread
 
-__all__ = ["Run", "as_json", "as_markdown", "from_json", "table"]
+__all__ = ["Run", "as_json", "as_markdown", "contest_from", "from_json", "table"]
 
 MIB = 1 << 20
 
@@ -37,7 +37,7 @@ def as_json(runs: Sequence[Run], machine: Mapping[str, str], date: str) -> dict[
 
 def from_json(kept: Mapping[str, Any]) -> list[Run]:
     """The runs of what ``as_json`` gave, also after a file."""
-    return [Run([_contest(one) for one in run["contests"]], run["bandwidths"]) for run in kept["runs"]]
+    return [Run([contest_from(one) for one in run["contests"]], run["bandwidths"]) for run in kept["runs"]]
 
 
 def as_markdown(runs: Sequence[Run], machine: Mapping[str, str], date: str) -> str:
@@ -47,10 +47,10 @@ def as_markdown(runs: Sequence[Run], machine: Mapping[str, str], date: str) -> s
     lines = [f"## Fused operations on {device}, {date}", ""]
     lines += [f"Times as fast as {BASE}: forward / forward and backward [quartiles of the latter]."]
     best = f"the best of {len(runs)} runs" if len(runs) > 1 else "one run"
-    rounds = len(runs[0].contests[0].figures[BASE].both)
+    rounds = max(len(one.figures[BASE].both) for one in runs[0].contests)
     lines += [f"Of {best}, each the median of {rounds} interleaved rounds.", ""]
     lines += table(runs, names, range(len(runs[0].contests)))
-    rates = [rate / 1e9 for run in runs for rate in run.bandwidths]
+    rates = [rate / 1e9 for run in runs for rate in run.bandwidths if rate == rate] or [float("nan")]
     lines += ["", f"Calibration: copy {statistics.median(rates):.1f} GB/s [{min(rates):.1f}..{max(rates):.1f}]."]
     lines += ["", ", ".join(f"{name} {value}" for name, value in machine.items()), ""]
     return "\n".join(lines)
@@ -102,7 +102,8 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _contest(kept: Mapping[str, Any]) -> Contest:
+def contest_from(kept: Mapping[str, Any]) -> Contest:
+    """What ``dataclasses.asdict`` made a tree of, also after a file."""
     figures = {name: _figures(one) for name, one in kept["figures"].items()}
     return Contest(kept["operation"], kept["dtype"], kept["num_bytes"], kept["floor"], figures)
 

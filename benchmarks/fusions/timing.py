@@ -1,0 +1,47 @@
+"""Contests in a process of their own: an operation that ends it costs its own row."""
+
+import dataclasses
+import time
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+
+from benchmarks.fusions.clock import Clock, copy_bandwidth
+from benchmarks.fusions.contest import Contest, contest, failed
+from benchmarks.fusions.registry import OPERATIONS
+from benchmarks.fusions.report import contest_from
+from benchmarks.restartable import Item, Line, lines_of
+
+__all__ = ["Timed", "timed", "timings"]
+
+_LIMIT = 1800.0  # seconds of a contest: torch.compile and slow peers take their time
+_LEAST_COPIED = 16 << 20
+Timed = tuple[str, torch.dtype, int]  # operation, dtype, bytes of the largest tensor
+
+
+def timings(rows: Iterable[Timed], device: str, rounds: int) -> Iterator[tuple[Contest, float, float]]:
+    """Of each row its contest, bytes a second of a copy after it, and the seconds that both took."""
+    rows = list(rows)
+    items = [
+        Item(f"{name}, {dtype}, {num_bytes >> 20} MiB", (name, num_bytes, str(dtype), device, rounds))
+        for name, dtype, num_bytes in rows
+    ]
+    for (name, dtype, num_bytes), line in zip(rows, lines_of(timed, items, _LIMIT, float("inf")), strict=True):
+        if "failure" in line:
+            yield failed(OPERATIONS[name], num_bytes, dtype, line["failure"]), float("nan"), float("nan")
+        else:
+            yield contest_from(line["contest"]), line["bandwidth"], line["seconds"]
+
+
+def timed(name: str, num_bytes: int, dtype: str, device: str, rounds: int, only: Collection[str] | None = None) -> Line:
+    """The contest as a tree, and the bandwidth of a copy of as many bytes, in the same process."""
+    start = time.perf_counter()
+    torch.compiler.reset()
+    kind = getattr(torch, dtype.removeprefix("torch."))
+    found = contest(OPERATIONS[name], num_bytes, kind, device, rounds, only)
+    bandwidth = copy_bandwidth(Clock(device), device, max(num_bytes, _LEAST_COPIED))
+    return {
+        "contest": dataclasses.asdict(found),
+        "bandwidth": bandwidth,
+        "seconds": time.perf_counter() - start,
+    }

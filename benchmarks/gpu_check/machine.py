@@ -1,0 +1,81 @@
+"""What the machine is and can do: versions, bytes a second of a copy, the rate of a product, the price of a launch."""
+
+import importlib.util
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+
+from benchmarks.environment import describe
+from benchmarks.fusions.clock import Clock, copy_bandwidth
+from benchmarks.restartable import Item, Line
+
+__all__ = ["commit", "copies", "items", "launches", "products", "versions"]
+
+_NUM_LAUNCHES = 100
+
+
+def items(tiny: bool) -> dict[str, list[Item]]:
+    """By the name of a job of this module."""
+    device = "cpu" if tiny else "cuda"
+    return {
+        "versions": [Item("versions", ())],
+        "copies": [Item("copy", (1 << 20 if tiny else 4 << 30, device))],
+        "products": [Item("product", (64 if tiny else 8192, device))],
+        "launches": [Item("empty launch", (device,))],
+    }
+
+
+def versions() -> Line:
+    """Of packages, the GPU and its driver."""
+    found = {**describe(), "torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+    peers = {name: importlib.util.find_spec(name) is not None for name in ("liger_kernel", "megatron", "transformers")}
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        found |= {"gpu": gpu.name, "multiprocessors": gpu.multi_processor_count, "bytes": gpu.total_memory}
+        found["cudnn"] = torch.backends.cudnn.version()
+    return {**found, "peers": [name for name, is_there in peers.items() if is_there]}
+
+
+def copies(num_bytes: int, device: str) -> Line:
+    return {"bytes_per_second": copy_bandwidth(Clock(device), device, num_bytes)}
+
+
+def products(size: int, device: str) -> Line:
+    """FLOP/s of a product of ``size``^3 in bfloat16, of random numbers: zeros take less power, and so run faster."""
+    left, right = torch.randn(2, size, size, device=device).to(torch.bfloat16)
+    seconds = Clock(device).seconds(lambda: left @ right, 10)
+    return {"flops_per_second": 2 * size**3 / seconds}
+
+
+@triton.jit
+def _nothing(x_ptr, N: tl.constexpr):
+    pass
+
+
+def launches(device: str) -> Line:
+    """Seconds of the host for a launch of a kernel that does nothing."""
+    x = torch.zeros(1, device=device)
+    _nothing[(1,)](x, N=1)
+    start = time.perf_counter()
+    for _ in range(_NUM_LAUNCHES):
+        _nothing[(1,)](x, N=1)
+    return {"host_seconds": (time.perf_counter() - start) / _NUM_LAUNCHES}
+
+
+def commit() -> str:
+    """The commit that is checked out, and whether files differ from it; ``MEGALITH_COMMIT`` where there is no git."""
+    folder = Path(__file__).parent
+    asked = [["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"]]
+    try:
+        name, changed = (
+            subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+            for command in asked
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("MEGALITH_COMMIT", "unknown")
+    return f"{name}, with changes" if changed else name
