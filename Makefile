@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # one worker a core, up to a number that fits into memory; a file stays with one worker, which shares its fixtures
 PYTEST := $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all check bench gpu-check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/megalith demo
@@ -24,6 +24,12 @@ check: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
+
+# With a python that has torch already: make gpu-check GPU_PYTHON=python3. BUDGET is in seconds, for all of it.
+GPU_PYTHON ?= $(BIN)/python
+BUDGET ?= 600
+gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.dev)
+	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.gpu_check --budget $(BUDGET)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

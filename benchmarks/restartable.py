@@ -26,6 +26,7 @@ _IMPORTED = [
     "benchmarks.fusions.registry",
     "tests.fusions.harness",
 ]  # before a process is forked, once for all
+_TO_START = 120.0  # seconds that a process may take to start, which no item is charged with
 _TO_END = 10.0  # seconds that a process may take to clear up, after its last item
 
 
@@ -41,7 +42,7 @@ def lines_of(job: Job, items: Iterable[Item], limit: float, deadline: float) -> 
 
     Args:
         job: a function of a module, of an item's arguments.
-        limit: seconds for one item, and for the process to start.
+        limit: seconds for one item.
         deadline: by ``time.monotonic()``; what has not ended then is ended, and what has not begun is not.
     """
     left = list(items)
@@ -64,6 +65,7 @@ def _one_process(job: Job, items: list[Item], limit: float, deadline: float) -> 
     process.start()
     sender.close()
     try:
+        _next_line(receiver, process, min(_TO_START, deadline - time.monotonic()))
         for _ in items:
             line = _next_line(receiver, process, min(limit, deadline - time.monotonic()))
             broken = line.pop("broken", True)
@@ -89,6 +91,7 @@ def _next_line(receiver: Connection, process: Any, seconds: float) -> Line:
 
 
 def _work(sender: Connection, job: Job, items: list[tuple[Any, ...]]) -> None:
+    sender.send({})
     for arguments in items:
         line = _line(job, arguments)
         sender.send(line)

@@ -15,13 +15,14 @@ from benchmarks.fusions.operation import BASE, Inputs, Operation, outputs_of
 from benchmarks.rounds import Spread
 from megalith.numerics.tolerance import gradient_error
 
-__all__ = ["Contest", "Figures", "contest", "failed"]
+__all__ = ["SAMPLE", "Contest", "Figures", "contest", "failed"]
 
 log = logging.getLogger(__name__)
 
 # of results and gradients, relative to torch eager in float32: what rounding at every operation may do
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
+SAMPLE = 0.02  # seconds, beside which the clock and the launch are small
 _FAR_BEHIND, _FEW_ROUNDS = 4.0, 3  # a contender so many times as slow as torch eager runs in so many rounds only
 
 
@@ -69,8 +70,9 @@ def contest(
     device: str,
     rounds: int,
     only: Collection[str] | None = None,
+    sample: float = SAMPLE,
 ) -> Contest:
-    """Judges and times all contenders of ``operation``, or ``only`` those of these names.
+    """Judges and times all contenders of ``operation``, or ``only`` those named, in samples of ``sample`` seconds.
 
     One that fails or is wrong has its reason instead of numbers. Raises what torch eager raises on float32.
     """
@@ -101,7 +103,7 @@ def contest(
         if not result.figures[name].failure:
             with _failing_alone(operation, name, result.figures[name]):
                 seconds[name] = clock.seconds(both)
-    repeats = _repeats(seconds.get(BASE, 0.0))
+    repeats = _repeats(seconds.get(BASE, 0.0), sample)
     for index in range(rounds if BASE in seconds else 0):
         for name, figures in result.figures.items():
             if figures.failure or (index >= _FEW_ROUNDS and seconds[name] >= _FAR_BEHIND * seconds[BASE]):
@@ -178,6 +180,6 @@ def _wrong(got: list[Tensor], want: list[Tensor], tolerance: float) -> str | Non
     return None if worst <= tolerance else f"wrong: {worst:.1e} from the reference, over {tolerance:.0e}"
 
 
-def _repeats(seconds: float) -> int:
-    """So many calls that a sample takes about 20 ms: the clock and the launch are then small beside it."""
-    return max(1, min(20, int(0.02 / max(seconds, 1e-6))))
+def _repeats(seconds: float, sample: float) -> int:
+    """So many calls that they take ``sample`` seconds; 20 at most."""
+    return max(1, min(20, int(sample / max(seconds, 1e-6))))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 
 from benchmarks.fusions.clock import Clock, copy_bandwidth
-from benchmarks.fusions.contest import Contest, contest, failed
+from benchmarks.fusions.contest import SAMPLE, Contest, contest, failed
 from benchmarks.fusions.registry import OPERATIONS
 from benchmarks.fusions.report import contest_from
 from benchmarks.restartable import Item, Line, lines_of
@@ -33,12 +33,20 @@ def timings(rows: Iterable[Timed], device: str, rounds: int) -> Iterator[tuple[C
             yield contest_from(line["contest"]), line["bandwidth"], line["seconds"]
 
 
-def timed(name: str, num_bytes: int, dtype: str, device: str, rounds: int, only: Collection[str] | None = None) -> Line:
+def timed(
+    name: str,
+    num_bytes: int,
+    dtype: str,
+    device: str,
+    rounds: int,
+    only: Collection[str] | None = None,
+    sample: float = SAMPLE,
+) -> Line:
     """The contest as a tree, and the bandwidth of a copy of as many bytes, in the same process."""
     start = time.perf_counter()
     torch.compiler.reset()
     kind = getattr(torch, dtype.removeprefix("torch."))
-    found = contest(OPERATIONS[name], num_bytes, kind, device, rounds, only)
+    found = contest(OPERATIONS[name], num_bytes, kind, device, rounds, only, sample)
     bandwidth = copy_bandwidth(Clock(device), device, max(num_bytes, _LEAST_COPIED))
     return {
         "contest": dataclasses.asdict(found),

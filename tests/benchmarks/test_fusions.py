@@ -80,7 +80,7 @@ def test_a_contender_that_fails_while_it_is_timed_costs_its_own_numbers_only(num
 
     contenders = {"failing": failing, "Megalith": doubled, operation.BASE: doubled}
     monkeypatch.setattr(operation.Operation, "contenders", lambda *_: contenders)
-    monkeypatch.setattr("benchmarks.fusions.contest._repeats", lambda _: 1)
+    monkeypatch.setattr("benchmarks.fusions.contest._repeats", lambda *_: 1)
     result = contest(doubling, 4096, torch.float32, "cpu", rounds=3)
     assert result.figures["failing"].failure == "OutOfMemoryError: out of memory"
     assert result.figures["failing"].both == {}

@@ -9,6 +9,7 @@ from torch import Tensor
 __all__ = ["as_rows", "contiguous_columns", "in_shape", "not_a_view", "rows_per_sum", "rows_together", "wide"]
 
 Operands = TypeVarTuple("Operands")
+_PROGRAMS = 2048  # untuned: enough for every multiprocessor of today's GPUs to hold several
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ def not_a_view(x: Tensor) -> Tensor:
 def rows_per_sum(num_rows: int, num_tiles: int) -> int:
     """How many of ``num_rows`` rows a program adds up, each of ``num_tiles`` tiles of columns, for a sum over all rows.
 
-    As many as leave 2,048 programs, enough for every multiprocessor of today's GPUs to hold several; 128 at most, where
-    writing the partial sums costs 1/64 of reading a 16-bit row.
+    As many as leave ``_PROGRAMS`` programs; 128 at most, where writing the partial sums costs 1/64 of reading a 16-bit
+    row.
     """
-    return max(1, min(128, num_rows * num_tiles // 2048))
+    return max(1, min(128, num_rows * num_tiles // _PROGRAMS))

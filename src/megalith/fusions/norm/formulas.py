@@ -43,6 +43,7 @@ Normalization = Literal["LayerNorm", "RMSNorm"]
 # the widest row that a kernel holds in the registers of 512 threads, where twice as many would spill; a wider one is
 # read in tiles, a second time from a cache
 WIDEST_WHOLE_ROW = 2**14
+_PROGRAMS = 512  # untuned: of the backward kernel, some for every multiprocessor of today's GPUs
 
 
 class Options(NamedTuple):
@@ -206,9 +207,9 @@ def nested_rows(x: Tensor) -> Tensor:
 def rows_per_program(num_rows: int, at_once: int, num_tiles: int) -> int:
     """How many of ``num_rows`` rows a program of the backward kernel adds up, ``at_once`` of them in each step.
 
-    At least 512 programs, some for every multiprocessor of today's GPUs; each more writes and reads another part of dw.
+    At least ``_PROGRAMS`` programs; each more writes and reads another part of dw.
     """
-    return at_once * max(1, num_rows * num_tiles // (512 * at_once))
+    return at_once * max(1, num_rows * num_tiles // (_PROGRAMS * at_once))
 
 
 def outputs(

@@ -25,8 +25,8 @@ from megalith.fusions.cross_entropy.steps import steps_of_operators
 __all__ = ["STEPS", "gradient_into", "loss", "statistics"]
 
 # untuned
-_BLOCK_V = 2048  # columns of a step of the statistics
-_TILE_V = 4096  # columns of a program of the gradient
+_BLOCK_V, _WARPS = 2048, 4  # columns of a step of the statistics
+_TILE_V, _TILE_WARPS = 4096, 8  # columns of a program of the gradient
 _BLOCK_T = 128  # rows of a program of the loss
 _PROGRAMS = 528  # fewer rows are cut into so many programs: four for each multiprocessor of an H100
 _WORD_BYTES = 16  # what one thread loads at once
@@ -206,7 +206,7 @@ def statistics(logits: Tensor, target: Tensor, *options: Unpack[PartAndSum]) -> 
     wrap_triton(_statistics_kernel)[(T, num_splits)](
         logits, target.contiguous(), parts, logits.stride(0), T, n, _num_read(n, logits), span, part.start,
         IGNORE=part.ignore_index, SOFTCAP=_cap(part), K=K,
-        WORD=_WORD_BYTES // logits.element_size(), BLOCK_V=_BLOCK_V,
+        WORD=_WORD_BYTES // logits.element_size(), BLOCK_V=_BLOCK_V, num_warps=_WARPS,
     )  # fmt: skip
     if num_splits > 1:
         wrap_triton(_merge_kernel)[(triton.cdiv(T, _BLOCK_T),)](parts, found, T, num_splits, K=K, BLOCK_T=_BLOCK_T)
@@ -239,7 +239,7 @@ def gradient_into(
         dloss.contiguous(), logits, target.contiguous(), whole, dlogits, logits.stride(0), dlogits.stride(0),
         n, _num_read(n, logits), num_columns, part.start, part.vocab_size,
         IGNORE=part.ignore_index, SOFTCAP=_cap(part), SMOOTHING=terms.smoothing, Z_LOSS=terms.z_loss,
-        TILE_V=_TILE_V, num_warps=8,
+        TILE_V=_TILE_V, num_warps=_TILE_WARPS,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ __all__ = ["op", "op_of_sum"]
 
 # all untuned
 _ELEMENTS = 2048  # that a program holds at least, in several rows if they are short
+_OF_THREAD, _MOST_WARPS = 16, 16  # elements that a thread holds, up to so many warps
 _WIDE_BLOCK = 4096
 _WIDEST_SUMMED_ROW = 8192  # that a program holds twice, beside the sums of dw and db
 
@@ -101,10 +102,10 @@ def _backward(
 
 
 def _tile(H: int, key: Tensor | None) -> dict[str, int]:
-    """Rows at once, columns of each, and warps for 16 elements a thread; the mask of dropout is made row by row."""
+    """Rows at once, columns of each, and warps for them; the mask of dropout is made row by row."""
     block = max(4, triton.next_power_of_2(H))
     rows = 1 if key is not None else max(1, _ELEMENTS // block)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // 512))}
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(_MOST_WARPS, max(1, rows * block // (32 * _OF_THREAD)))}
 
 
 def _dropout(p: float) -> dict[str, float]:

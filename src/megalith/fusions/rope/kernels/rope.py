@@ -21,7 +21,7 @@ from megalith.fusions.rope.rotation import Rotation, Tables, reads_pairs
 
 __all__ = ["load_parts", "load_tables", "op", "rotate", "store_parts", "table_arguments"]
 
-_TILE = 2048  # elements of a tile, untuned
+_TILE, _WARPS = 2048, 4  # elements of a tile, untuned
 
 
 @triton.jit
@@ -296,7 +296,7 @@ def _rotate(
         q, k, y, None if k is None else y_k, *weights, q_rstd, k_rstd, *table_arguments(table),
         *q.stride()[:3], *((0, 0, 0) if k is None else k.stride()[:3]), S * B, B,
         A=A, G=G, INVERSE=how.inverse, EPS=how.eps, BLOCK_T=BLOCK_T, BLOCK_A=min(BLOCK_A, _tile(A, sizes)[1]),
-        BLOCK_G=min(BLOCK_A, _tile(G, sizes)[1]), **sizes,
+        BLOCK_G=min(BLOCK_A, _tile(G, sizes)[1]), num_warps=_WARPS, **sizes,
     )  # fmt: skip
 
 
@@ -315,7 +315,7 @@ def _norm_back(
     dy, x = contiguous_columns(dy), contiguous_columns(x)
     wrap_triton(_norm_back_kernel)[(groups,)](
         dy, x, weight.contiguous(), rstd, dx, sums, *table_arguments(table), *dy.stride()[:3], *x.stride()[:3],
-        S * B, B, num_steps, A=A, BLOCK_T=BLOCK_T, BLOCK_A=BLOCK_A, **sizes,
+        S * B, B, num_steps, A=A, BLOCK_T=BLOCK_T, BLOCK_A=BLOCK_A, num_warps=_WARPS, **sizes,
     )  # fmt: skip
     dweight.copy_(sums.sum(dim=0))
 

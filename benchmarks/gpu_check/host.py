@@ -1,0 +1,95 @@
+"""What a call costs the host; one layer as a CUDA graph, and through ``torch.compile`` as one graph."""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.fusions.calls import measure_calls
+from benchmarks.fusions.step import SHAPES
+from benchmarks.restartable import Item, Line
+from megalith.models.gpt_model import GPTModel
+from megalith.numerics.tolerance import LAYOUT_FLOAT32, NOISE_FLOAT32, gradient_error
+from megalith.parallel.build_options import BuildOptions
+from megalith.topology.process_groups_config import ProcessGroupCollection
+
+__all__ = ["calls", "compiled", "graph", "items"]
+
+_ROUNDS = 15
+_WARM = 3
+
+
+def items(tiny: bool) -> dict[str, list[Item]]:
+    """By the name of a job of this module."""
+    device = "cpu" if tiny else "cuda"
+    return {
+        "calls": [Item("calls", (device, 1 if tiny else _ROUNDS))],
+        "graph": [Item("CUDA graph", (device,))],
+        "compiled": [Item("torch.compile", (device,))],
+    }
+
+
+def calls(device: str, rounds: int) -> Line:
+    """Microseconds of the host for a forward and backward pass on tiny tensors, by the call and the contender."""
+    found = measure_calls(device, rounds)
+    return {
+        name: {contender: round(1e6 * statistics.median(seconds), 1) for contender, seconds in by_contender.items()}
+        for name, by_contender in found.items()
+    }
+
+
+def graph(device: str) -> Line:
+    """A forward and backward pass of a small model, captured and replayed: its gradients against eager's."""
+    if device != "cuda":
+        return {"skipped": "a CUDA graph needs a GPU"}
+    model, run = _model(device)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM):
+            run()
+    torch.cuda.synchronize()
+    want = [run().clone(), *_gradients(model)]
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        loss = run()
+    captured.replay()
+    torch.cuda.synchronize()
+    return _error([loss, *_gradients(model)], want)
+
+
+def compiled(device: str) -> Line:
+    """The same pass through ``torch.compile(fullgraph=True)``; without a GPU traced, and not compiled."""
+    model, run = _model(device)
+    want = [run().clone(), *_gradients(model)]
+    model.compile(fullgraph=True, backend="inductor" if device == "cuda" else "eager")
+    return _error([run(), *_gradients(model)], want)
+
+
+def _model(device: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+    shape = SHAPES["quick"]
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = GPTModel(shape.config, BuildOptions(ProcessGroupCollection.single(), torch.float32))
+        tokens, labels = torch.randint(shape.config.vocab_size or 0, (2, shape.B, shape.S))
+
+    def run() -> Tensor:
+        for parameter in model.parameters():
+            parameter.grad = None
+        loss: Tensor = model(tokens, labels=labels).mean()
+        loss.backward()
+        return loss.detach()
+
+    return model, run
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _error(got: list[Tensor], want: list[Tensor]) -> Line:
+    norm = max(w.norm().item() for w in want)
+    worst = max(gradient_error(g, w, norm, NOISE_FLOAT32) for g, w in zip(got, want, strict=True))
+    if not worst <= LAYOUT_FLOAT32:
+        raise ValueError(f"a gradient is {worst:.1e} from eager's, over {LAYOUT_FLOAT32:.0e}")
+    return {"worst_gradient": worst}

@@ -1,0 +1,206 @@
+"""The parts of the check, in order of value: each adds its lines to the record until its deadline."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.fusions.registry import OPERATIONS
+from benchmarks.gpu_check import correct, host, machine, sweeps
+from benchmarks.gpu_check.attention import attention
+from benchmarks.gpu_check.attention import items as attention_items
+from benchmarks.gpu_check.record import Record
+from benchmarks.restartable import Item, lines_of
+
+__all__ = ["PARTS", "Part", "run_parts"]
+
+_ROOT = Path(__file__).parents[2]
+_AT_ONCE = 12  # processes that check, where nothing is timed
+_LIMIT = 90.0  # seconds of one item
+_ROUNDS = 5
+_SIZES = (64 << 20, 1 << 30)
+_LAST_WORDS = 600  # characters of what a command said that are kept
+_RACES = {
+    "permute": None,
+    "row_map": None,
+    "rms_norm": 16385,
+}  # by fusion: the width, where it is not that of the check
+_TESTS = [
+    "tests/fusions",
+    "tests/transformer/moe",
+    "tests/benchmarks/test_moe_layer.py",
+    "tests/observe/test_memory.py",
+]
+
+
+class Part(NamedTuple):
+    """What is done, and how many of 600 seconds it is meant to take."""
+
+    run: Callable[[Record, float, bool], None]  # (record, deadline, tiny)
+    seconds: float
+
+
+def run_parts(record: Record, names: list[str], budget: float, tiny: bool) -> None:
+    """All of ``names``: a part that fails has a line that says so, and the next one runs.
+
+    Where more time is left than the parts that remain are meant to take, each may take as much more.
+    """
+    end = time.monotonic() + budget
+    for index, name in enumerate(names):
+        left = end - time.monotonic()
+        meant = sum(PARTS[other].seconds for other in names[index:])
+        if left <= 0:
+            record.add(name, {"failure": "not run: no time was left"})
+            continue
+        start = time.monotonic()
+        deadline = start + min(left, PARTS[name].seconds * max(1.0, left / meant))
+        try:
+            PARTS[name].run(record, deadline, tiny)
+        except Exception as error:
+            record.add(name, {"failure": f"{type(error).__name__}: {error}"[:_LAST_WORDS]})
+        record.add(name, {"seconds": round(time.monotonic() - start, 1)})
+
+
+def _machine(record: Record, deadline: float, tiny: bool) -> None:
+    for name, items in machine.items(tiny).items():
+        for line in lines_of(getattr(machine, name), items, _LIMIT, deadline):
+            record.add("machine", line)
+
+
+def _correct(record: Record, deadline: float, tiny: bool) -> None:
+    """A process for each fusion, several at a time."""
+
+    def check(items: list[Item]) -> None:
+        for line in lines_of(correct.case_is_right, items, _LIMIT, deadline):
+            record.add("correct", line)
+
+    with ThreadPoolExecutor(1 if tiny else _AT_ONCE) as pool:
+        for done in [pool.submit(check, items) for items in correct.items(tiny).values()]:
+            done.result()
+
+
+def _failures(record: Record, deadline: float, tiny: bool) -> None:
+    """What failed once more, one launch after the other, and under memcheck where that is installed."""
+    failed = {line["item"] for line in record.of("correct") if line.get("failure")}
+    chosen = [item for items in correct.items(tiny).values() for item in items if item.name in failed]
+    sanitizer = shutil.which("compute-sanitizer")
+    for item in chosen:
+        _command(record, "failures", f"{item.name}, blocking launches", _one(item), deadline, CUDA_LAUNCH_BLOCKING="1")
+        if sanitizer:
+            command = [sanitizer, "--tool", "memcheck", *_one(item)]
+            _command(
+                record, "failures", f"{item.name}, memcheck", command, deadline, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
+            )
+    for fusion, width in _RACES.items() if sanitizer else ():
+        name, (case, rows, usual, device) = correct.items(tiny)[fusion][0]
+        command = [str(sanitizer), "--tool", "racecheck", *_one(Item(name, (case, rows[:1], width or usual, device)))]
+        _command(record, "failures", f"{name}, racecheck", command, deadline)
+
+
+def _timing(record: Record, deadline: float, tiny: bool) -> None:
+    device, sizes = ("cpu", (1 << 12,)) if tiny else ("cuda", _SIZES)
+    names = ["rms norm", "swiglu, bias"] if tiny else list(OPERATIONS)
+    items = [Item(f"{name}, {size >> 20} MiB", (name, size, device, _ROUNDS)) for size in sizes for name in names]
+    for line in lines_of(sweeps.kernels_timed, items, _LIMIT, deadline):
+        record.add("timing", line)
+
+
+def _attention(record: Record, deadline: float, tiny: bool) -> None:
+    for line in lines_of(attention, attention_items(tiny), _LIMIT, deadline):
+        record.add("attention", line)
+
+
+def _sweeps(record: Record, deadline: float, tiny: bool) -> None:
+    for line in lines_of(sweeps.swept, sweeps.items(tiny), _LIMIT, deadline):
+        record.add("sweeps", line)
+
+
+def _host(record: Record, deadline: float, tiny: bool) -> None:
+    for name, items in host.items(tiny).items():
+        for line in lines_of(getattr(host, name), items, _LIMIT, deadline):
+            record.add("host", line)
+
+
+def _tests(record: Record, deadline: float, tiny: bool) -> None:
+    """The suite's tests of what runs on a GPU: kernels in every dtype, experts, memory."""
+    chosen = ["tests/fusions/core/test_records.py"] if tiny else ["-n", str(_AT_ONCE), *_TESTS]
+    _command(
+        record, "tests", "pytest", [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen], deadline
+    )
+
+
+def _train(record: Record, deadline: float, tiny: bool) -> None:
+    """The demo: a small model trained, saved and loaded, by one rank on NCCL."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "megalith", "demo", "--out", str(Path(folder, "demo"))]
+        _command(record, "train", "megalith demo", [*command, *(["--help"] if tiny else [])], deadline)
+
+
+def _experts(record: Record, deadline: float, tiny: bool) -> None:
+    command = [sys.executable, "-m", "benchmarks.moe_layer", *_where(record, tiny)]
+    _command(record, "experts", "benchmarks.moe_layer", command, deadline)
+
+
+def _step(record: Record, deadline: float, tiny: bool) -> None:
+    command = [sys.executable, "-m", "benchmarks.fusions", "--only", "--step", *_where(record, tiny)]
+    _command(record, "step", "benchmarks.fusions --step", command, deadline)
+
+
+def _peers(record: Record, deadline: float, tiny: bool) -> None:
+    """Every operation beside all of its peers, compiled ones too: half an hour on a GPU."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.fusions",
+        *(["--only", "rms norm"] if tiny else []),
+        *_where(record, tiny),
+    ]
+    _command(record, "peers", "benchmarks.fusions", command, deadline)
+
+
+def _where(record: Record, tiny: bool) -> list[str]:
+    return ["--quick"] if tiny else ["--out", str(record.file.parent)]
+
+
+def _one(item: Item) -> list[str]:
+    job = f"{correct.case_is_right.__module__}:{correct.case_is_right.__name__}"
+    return [sys.executable, "-m", "benchmarks.restartable", job, json.dumps(item.arguments)]
+
+
+def _command(record: Record, part: str, name: str, command: list[str], deadline: float, **environment: str) -> None:
+    """Runs it until the deadline; the line has its code and what it said last, and the whole is beside the record."""
+    log = record.file.with_suffix(f".{part}.log")
+    with log.open("a") as out:
+        try:
+            done = subprocess.run(
+                command, cwd=_ROOT, env={**os.environ, **environment}, stdout=out, stderr=subprocess.STDOUT,
+                timeout=max(1.0, deadline - time.monotonic()), check=False,
+            )  # fmt: skip
+            failure = f"ended with code {done.returncode}" if done.returncode else None
+        except subprocess.TimeoutExpired:
+            failure = "not done when its time was over"
+    said = log.read_text(errors="replace").strip()[-_LAST_WORDS:]
+    record.add(part, {"item": name, "said": said, **({"failure": failure} if failure else {})})
+
+
+PARTS = {
+    "machine": Part(_machine, 30),
+    "correct": Part(_correct, 115),
+    "failures": Part(_failures, 40),
+    "timing": Part(_timing, 165),
+    "attention": Part(_attention, 60),
+    "sweeps": Part(_sweeps, 105),
+    "host": Part(_host, 50),
+    "tests": Part(_tests, 300),
+    "train": Part(_train, 120),
+    "step": Part(_step, 240),
+    "experts": Part(_experts, 120),
+    "peers": Part(_peers, 1800),
+}

@@ -1,0 +1,140 @@
+"""Sizes of blocks, warps and grids of the kernels, one change at a time, each judged and timed."""
+
+import importlib
+from typing import Any, NamedTuple
+
+from benchmarks.fusions.operation import BASE
+from benchmarks.fusions.timing import timed
+from benchmarks.gpu_check.attention import SWEPT, TINY, attention
+from benchmarks.restartable import Item, Line
+from megalith import fusions
+
+__all__ = ["SWEEPS", "Setting", "Sweep", "items", "kernels_timed", "swept"]
+
+_ROUNDS = 3
+_FUSIONS = "megalith.fusions"
+
+
+class Setting(NamedTuple):
+    """A constant of a module of kernels, or the entry of one with this ``key``, and what it is set to."""
+
+    module: str
+    name: str
+    value: Any
+    key: tuple[int, ...] | None = None
+
+
+class Sweep(NamedTuple):
+    """What is timed, an operation of ``benchmarks.fusions`` or attention, and the settings that are tried of it."""
+
+    operations: tuple[str, ...]
+    settings: tuple[tuple[Setting, ...], ...]
+
+
+def _each(module: str, name: str, values: tuple[Any, ...], key: tuple[int, ...] | None = None) -> list[Setting]:
+    return [Setting(f"{_FUSIONS}.{module}", name, value, key) for value in values]
+
+
+def _alone(*settings: list[Setting]) -> tuple[tuple[Setting, ...], ...]:
+    return tuple((one,) for several in settings for one in several)
+
+
+def _pairs(first: list[Setting], second: list[Setting]) -> tuple[tuple[Setting, ...], ...]:
+    return tuple((one, other) for one in first for other in second)
+
+
+_ATTENTION, _ATTENTION_BACK = "attention.kernels.attention", "attention.kernels.attention_backward"
+_CE = "cross_entropy.kernels.cross_entropy"
+_TILES = ("core.kernels.activations", "_WIDEST_TILE")
+SWEEPS = {
+    "attention": Sweep(
+        ("attention",),
+        _alone(
+            _each(
+                _ATTENTION, "_BLOCKS", ((128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2)), (2, 128)
+            ),
+            _each(_ATTENTION_BACK, "_KEYS_BLOCKS", ((32, 128, 8, 2),), (2, 128)),
+            _each(_ATTENTION_BACK, "_QUERIES_BLOCKS", ((128, 64, 8, 2), (128, 32, 8, 3)), (2, 128)),
+        ),
+    ),
+    "norm": Sweep(
+        ("rms norm", "residual + rms norm"),
+        _pairs(
+            _each("norm.formulas", "_PROGRAMS", (132, 264, 396, 512)),
+            _each("norm.kernels.add_norm", "_OF_THREAD", (8, 16)),
+        ),
+    ),
+    "sums over rows": Sweep(
+        ("swiglu, bias", "bias gelu"),
+        _pairs(_each("core.rows", "_PROGRAMS", (792, 1584, 2112)), _each(*_TILES, (512, 1024, 2048))),
+    ),
+    "cross entropy": Sweep(
+        ("cross entropy",),
+        _pairs(_each(_CE, "_BLOCK_V", (2048, 4096, 8192)), _each(_CE, "_WARPS", (4, 8)))
+        + _pairs(_each(_CE, "_TILE_V", (2048, 4096, 8192)), _each(_CE, "_TILE_WARPS", (4, 8)))
+        + _alone(_each(_CE, "_PROGRAMS", (1320,))),
+    ),
+    "routing": Sweep(
+        ("row map", "pad routing map"),
+        _pairs(
+            _each("experts.kernels.row_map", "_CHUNK", (8, 32, 64)),
+            _each("experts.kernels.pad_routing_map", "_CHUNK", (8,)),
+        )
+        + _alone(_each("experts.kernels.pad_routing_map", "_CHUNK", (32, 64))),
+    ),
+    "rope": Sweep(
+        ("rope",),
+        _pairs(_each("rope.kernels.rope", "_TILE", (2048, 4096)), _each("rope.kernels.rope", "_WARPS", (2, 4))),
+    ),
+}
+
+
+def items(tiny: bool) -> list[Item]:
+    """Arguments of ``swept``; tiny: the last setting of each sweep."""
+    num_bytes, device = (1 << 12, "cpu") if tiny else (256 << 20, "cuda")
+    return [
+        Item(f"{operation}: {_words(settings)}", (operation, [list(one) for one in settings], num_bytes, device))
+        for sweep in SWEEPS.values()
+        for settings in (sweep.settings[-1:] if tiny else sweep.settings)
+        for operation in (sweep.operations[:1] if tiny else sweep.operations)
+    ]
+
+
+def swept(operation: str, settings: list[Any], num_bytes: int, device: str) -> Line:
+    """The times of ``operation`` under ``settings``, which are put back."""
+    applied = [Setting(*one) for one in settings]
+    before = [getattr(importlib.import_module(one.module), one.name) for one in applied]
+    try:
+        for one in applied:
+            _apply(one)
+        if operation == "attention":
+            heads = TINY if device == "cpu" else SWEPT
+            return attention("Megalith", tuple(heads), device)
+        return kernels_timed(operation, num_bytes, device, _ROUNDS)
+    finally:
+        for one, value in zip(applied, before, strict=True):
+            setattr(importlib.import_module(one.module), one.name, value)
+
+
+def kernels_timed(operation: str, num_bytes: int, device: str, rounds: int) -> Line:
+    """``timed``, on our kernels and beside torch eager only: in bfloat16; in the interpreter once, in float32."""
+    contenders = ("Megalith", BASE)
+    with fusions.use("triton"):
+        if device == "cuda":
+            return timed(operation, num_bytes, "bfloat16", device, rounds, contenders)
+        return timed(operation, num_bytes, "float32", device, 1, contenders, sample=0.0)
+
+
+def _apply(setting: Setting) -> None:
+    module = importlib.import_module(setting.module)
+    value = getattr(module, setting.name)
+    if setting.key is not None:
+        key = tuple(setting.key)
+        value = value | {key: type(value[key])(*setting.value)}
+    else:
+        value = setting.value
+    setattr(module, setting.name, value)
+
+
+def _words(settings: tuple[Setting, ...]) -> str:
+    return ", ".join(f"{one.module.rpartition('.')[2]}.{one.name} {one.value}" for one in settings)

@@ -1,0 +1,120 @@
+"""``make gpu-check`` in full at tiny sizes in the interpreter; deadlines, failures, and what its record says."""
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.gpu_check import parts, sweeps
+from benchmarks.gpu_check.__main__ import main
+from benchmarks.gpu_check.parts import PARTS, Part, run_parts
+from benchmarks.gpu_check.record import Record
+from benchmarks.restartable import _IMPORTED
+from tests.kernel_reports import in_interpreter
+
+COMMANDS = {"tests", "train", "step", "experts", "peers"}  # parts that start a program each, which takes seconds
+
+
+@in_interpreter
+def test_the_check_runs_at_tiny_sizes_and_keeps_every_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(
+        parts, "_command", lambda record, part, name, command, *_, **__: record.add(part, {"item": name})
+    )
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--tiny", "--out", str(tmp_path)])
+    main()
+    (file,) = tmp_path.glob("*.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {"date", "commit", "device"} <= lines[0].keys()
+    assert [line for line in lines if line.get("failure")] == []
+    items = {part: [line["item"] for line in lines if line["part"] == part and "item" in line] for part in PARTS}
+    assert items["machine"] == ["versions", "copy", "product", "empty launch"]
+    assert items["correct"] == ["rms norm", "swiglu"]
+    assert items["timing"] == ["rms norm, 0 MiB", "swiglu, bias, 0 MiB"]
+    assert items["attention"] == ["D 16, Megalith", "D 16, math"]
+    assert len(items["sweeps"]) == len(sweeps.SWEEPS)
+    assert items["host"] == ["calls", "CUDA graph", "torch.compile"]
+    assert all(items[part] for part in COMMANDS)
+    judged = [line["contest"]["figures"]["Megalith"] for line in lines if "contest" in line]
+    assert all(figures["failure"] is None and figures["both"] for figures in judged)
+    page = file.with_suffix(".md").read_text()
+    assert page in capsys.readouterr().out
+    assert "| rms norm | float32 | 0 |" in page
+
+
+@pytest.fixture
+def record(tmp_path) -> Record:
+    return Record(tmp_path, "cuda", 600.0)
+
+
+def test_a_part_that_fails_costs_itself_and_one_without_time_says_so(record, monkeypatch):
+    found = {}
+
+    def failing(*_: object) -> None:
+        raise OSError("no disk")
+
+    def waiting(record: Record, deadline: float, tiny: bool) -> None:
+        found["seconds"] = deadline - time.monotonic()
+        time.sleep(0.2)
+
+    monkeypatch.setattr(parts, "PARTS", {"a": Part(failing, 10), "b": Part(waiting, 30), "c": Part(waiting, 30)})
+    run_parts(record, ["a", "b", "c"], 0.1, True)
+    assert record.of("a")[0]["failure"] == "OSError: no disk"
+    assert [line.get("failure") for line in record.of("b")] == [None]
+    assert record.of("c")[0]["failure"] == "not run: no time was left"
+
+
+@pytest.mark.parametrize(("budget", "seconds"), [(600, 300), (30, 30), (60, 30)])
+def test_a_part_may_take_more_where_more_is_left_than_was_planned(budget, seconds, record, monkeypatch):
+    deadlines = []
+
+    def part(record: Record, deadline: float, tiny: bool) -> None:
+        deadlines.append(deadline - time.monotonic())
+
+    monkeypatch.setattr(parts, "PARTS", {"a": Part(part, 30), "b": Part(part, 30)})
+    run_parts(record, ["a", "b"], budget, True)
+    assert deadlines[0] == pytest.approx(seconds, abs=2.0)
+
+
+def test_a_command_that_fails_or_runs_on_has_its_last_words_in_the_record(record):
+    deadline = time.monotonic() + 60
+    parts._command(record, "tests", "failing", [sys.executable, "-c", "print('because'); exit(3)"], deadline)
+    parts._command(record, "tests", "hanging", [sys.executable, "-c", "import time; time.sleep(60)"], time.monotonic())
+    failing, hanging = record.of("tests")
+    assert (failing["said"], failing["failure"]) == ("because", "ended with code 3")
+    assert hanging["failure"] == "not done when its time was over"
+
+
+def test_every_setting_of_a_sweep_is_a_constant_of_its_module_and_is_put_back(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sweeps, "kernels_timed", lambda *_: seen.append(values()) or {})
+    monkeypatch.setattr(sweeps, "attention", lambda *_: seen.append(values()) or {})
+
+    def values() -> dict[tuple[str, str], object]:
+        return {(one.module, one.name): getattr(importlib.import_module(one.module), one.name) for one in settings}
+
+    for name, sweep in sweeps.SWEEPS.items():
+        for settings in sweep.settings:
+            before = values()
+            sweeps.swept(sweep.operations[0], json.loads(json.dumps(settings)), 1 << 12, "cpu")
+            assert values() == before, name
+            for one in settings:
+                now = seen[-1][one.module, one.name]
+                assert (now if one.key is None else tuple(now[one.key])) == one.value, name
+
+
+def test_what_is_imported_before_a_process_is_forked_asks_nothing_of_a_gpu():
+    asking = "import importlib, torch\ntorch._C._cuda_getDeviceCount = torch.cuda.is_available = lambda: 1 / 0\n"
+    imports = "".join(f"importlib.import_module({name!r})\n" for name in [*_IMPORTED, "benchmarks.gpu_check.parts"])
+    subprocess.run([sys.executable, "-c", asking + imports], check=True, cwd=parts._ROOT)
+
+
+def test_without_a_gpu_only_the_tiny_form_runs(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        main()
+    assert "there is no GPU; --tiny runs everything on a CPU" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
