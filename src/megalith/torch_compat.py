@@ -34,12 +34,17 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch._functorch import config as functorch_config
 from torch._library.triton import set_wrap_triton_enabled
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, _symmetric_memory, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
+    "DEPENDS_ON_VALUES",
     "ForwardParts",
     "abort_process_groups",
     "all_gather_into",
@@ -73,6 +78,8 @@ R = TypeVar("R")
 below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
 any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
 symmetric_memory = _symmetric_memory
+# raised where tensors without values, of ``fake_tensors``, would have to have some
+DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _grouped_mm = torch.nn.functional.grouped_mm if hasattr(torch.nn.functional, "grouped_mm") else torch._grouped_mm

@@ -1,12 +1,14 @@
 """memory: what is counted on tensors without memory is what real ones take, in each layout; the rest is by hand."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 
 from megalith.config import load_run
 from megalith.errors import ConfigError
+from megalith.torch_compat import DEPENDS_ON_VALUES
 from megalith.training import memory
 from megalith.training.dry_run import describe
 from megalith.training.memory import planned_memory
@@ -107,6 +109,15 @@ def test_rows_of_experts_are_not_counted_and_the_dry_run_says_so(tmp_path):
     with pytest.raises(ConfigError, match="router"):
         planned_memory(config, task_of(config), 1)
     assert "memory at the peak    not counted: how many rows" in describe(config, 1)
+
+
+def test_rows_that_masks_choose_are_not_counted():
+    with (
+        patch.object(memory, "_counted_stages", side_effect=DEPENDS_ON_VALUES[1]("aten.nonzero")),
+        patch.object(memory, "fake_ranks", lambda world_size: nullcontext()),
+        pytest.raises(ConfigError, match="masked tokens"),
+    ):
+        planned_memory(None, SimpleNamespace(routed_layers={}), 1)
 
 
 def shown(tree):

@@ -29,7 +29,7 @@ from megalith.parallel.pipeline.schedules import build_schedule
 from megalith.parallel.pipeline.simulate import Costs, simulate
 from megalith.topology.rank_grid import RankGrid
 from megalith.topology.rank_groups import ParallelState
-from megalith.torch_compat import bytes_of_tensors, fake_ranks, fake_tensors
+from megalith.torch_compat import DEPENDS_ON_VALUES, bytes_of_tensors, fake_ranks, fake_tensors
 from megalith.training.batch import collate_for
 from megalith.training.build_model import DTYPES, placement_of_run, recompute_, stages_of
 from megalith.training.machine_fit import StateBytes, rank_state_bytes
@@ -77,14 +77,20 @@ def planned_memory(config: RunConfig, task: AnyTask, world_size: int) -> Memory:
     Reads the first micro-batch.
 
     Raises:
-        ConfigError: it cannot be counted, because something depends on values: rows of experts follow the router.
+        ConfigError: it cannot be counted, because something depends on values: rows of experts follow the router, and
+            those of a masked-LM head the masks.
     """
     if task.routed_layers:
         raise ConfigError("how many rows an expert gets follows from the router")
     if torch.distributed.is_initialized():
         raise ConfigError("the ranks have been started; ask without torchrun, by --nproc")
-    with fake_ranks(world_size), without_compiling():
-        counted = _counted_stages(config, task, world_size)
+    try:
+        with fake_ranks(world_size), without_compiling():
+            counted = _counted_stages(config, task, world_size)
+    except DEPENDS_ON_VALUES as error:
+        raise ConfigError(
+            "how large some tensors are follows from the values of others, as of masked tokens"
+        ) from error
     states = rank_state_bytes(config, task, world_size)
     placement = placement_of_run(config)
     if placement.num_stages == 1:
