@@ -3,6 +3,7 @@
 all_gather_single, reduce_scatter_single    new in 2.13, which warns of all_gather_into_tensor, reduce_scatter_tensor
 torch.nn.functional.grouped_mm              torch._grouped_mm in older ones
 torch.compile(isolate_recompiles=...)       new in 2.13, with recompile_limit=...
+torch.compile of a Function                 before 2.13 loses gradients where its first output has none
 torch._functorch.config.donated_buffer      private; whether a compiled backward may overwrite what was saved
 forward_ad._current_level                   private; whether derivatives are carried forward
 torch._C._AutoDispatchBelowAutograd         private; where torch runs the implementation of an operator
@@ -50,6 +51,7 @@ __all__ = [
     "all_gather_into",
     "any_requires_grad",
     "below_autograd",
+    "break_graph_before_gradients_are_lost",
     "bytes_of_tensors",
     "compile_apart",
     "compile_layers_",
@@ -94,6 +96,16 @@ _apart: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 256} if
 def abort_process_groups() -> None:
     """Ends every process group of NCCL without waiting for collectives in flight."""
     distributed_c10d._abort_process_group()
+
+
+def break_graph_before_gradients_are_lost() -> None:
+    """Called in the forward of a ``torch.autograd.Function`` whose first output has no gradient: run it uncompiled.
+
+    Before 2.13 ``torch.compile`` gives the inputs of such a Function zero as their gradient, without a word. With
+    ``fullgraph=True`` torch raises there instead.
+    """
+    if torch.compiler.is_compiling() and not _isolates:
+        torch._dynamo.graph_break("torch before 2.13 loses the gradients of a Function whose first output has none")
 
 
 def compile_apart(function: Callable[P, R]) -> Callable[P, R]:

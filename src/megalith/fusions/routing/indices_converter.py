@@ -30,6 +30,7 @@ from megalith.fusions.routing.indices_converter_formulas import (
     to_multihot_reference,
     to_multihot_reference_back,
 )
+from megalith.torch_compat import break_graph_before_gradients_are_lost
 
 __all__ = [
     "INDICES_TO_MULTIHOT_FUSION",
@@ -79,6 +80,7 @@ class IndicesToMultihot(torch.autograd.Function):
     def forward(
         ctx: Context, indices: Tensor, probs_indices: Tensor, num_of_local_experts: int
     ) -> tuple[Tensor, Tensor]:
+        break_graph_before_gradients_are_lost()
         ctx.backend = INDICES_TO_MULTIHOT_FUSION.choose_for_function(probs_indices)
         ctx.save_for_backward(indices)
         return fused_indices_to_multihot(indices, probs_indices, num_of_local_experts, backend=ctx.backend)
