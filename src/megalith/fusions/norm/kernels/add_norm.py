@@ -95,10 +95,12 @@ def _backward(
         *strides, 0 if dh is None else dh.stride(0), mask.site, T, h.shape[1], H, num_rows,
         ZERO_CENTERED=zero_centered, **_dropout(mask.p), STAGES=_STAGES, **tile,
     )  # fmt: skip
-    for gradient, parts in zip(vectors, sums, strict=True):
-        if parts is not None:
-            gradient.copy_(parts.sum(dim=0))
-    return gradients
+    # of float32 a sum is the gradient: copied into what was allocated for it, each vector would cost a launch more
+    dw, db, dinput_bias = (
+        gradient if parts is None else parts.sum(dim=0).to(gradient.dtype)
+        for gradient, parts in zip(vectors, sums, strict=True)
+    )
+    return dx, dresidual, dw, db, dinput_bias
 
 
 def _tile(H: int, key: Tensor | None) -> dict[str, int]:
