@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 SPILL_BUDGET: dict[str, int] = {
     "attention._forward_kernel": 6,  # gfx942
     "attention_backward._keys_kernel": 48,  # float32
-    "attention_backward._queries_kernel": 8,  # sm_100, float32
+    "attention_backward._queries_kernel": 16,  # sm_80, float32, with a soft cap; 8 on sm_100
 }
 DTYPES = (torch.bfloat16, torch.float32)
 Key = tuple[str, str, str]  # kernel, dtype, target

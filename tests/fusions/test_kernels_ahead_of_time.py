@@ -30,7 +30,7 @@ def test_all_kernels_compile_for_every_target_and_take_what_the_page_says():
 
 
 CASTS = {"quantize, row, float8_e4m3fn", "swiglu, float8"}
-EXPONENTIALS = {"bias gelu", "softmax, scaled", "cross entropy"}
+EXPONENTIALS = {"bias gelu", "softmax, scaled"}  # a loss keeps the digits of tl.exp
 MEMORY_BOUND = {"_forward_kernel", "_backward_kernel", "_statistics_kernel"}
 
 
@@ -55,5 +55,5 @@ def test_exponentials_of_memory_bound_kernels_spend_nothing_on_subnormal_numbers
     kernels = {
         name: text for name, text in kernels.items() if name.rpartition(".")[2] in MEMORY_BOUND and "ex2" in text
     }
-    assert len(kernels) == 4  # softmax has none in backward
+    assert len(kernels) == 3  # softmax has none in backward
     assert {name: text.count("ex2.approx.f32") for name, text in kernels.items()} == dict.fromkeys(kernels, 0)

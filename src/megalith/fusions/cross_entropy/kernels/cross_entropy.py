@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalith.fusions.core.kernels.activations import exp, log1p, tanh_and_slope
+from megalith.fusions.core.kernels.activations import log1p, tanh_and_slope
 from megalith.fusions.core.registration import register_without_gradient, wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
 from megalith.fusions.cross_entropy.formulas import OPERATOR, SUM_SCALE, num_true_columns, statistics_outputs
@@ -99,7 +99,7 @@ def _statistics_kernel(
         x = tl.where(col == column, float("-inf"), x)
         top = tl.maximum(m, tl.max(x, axis=1))  # drops NaN, which passes through the sum
         shift = tl.where(top == float("-inf"), 0.0, top)
-        d = d * exp(m - shift) + tl.sum(exp(x - shift[:, None]), axis=1)
+        d = d * tl.exp(m - shift) + tl.sum(tl.exp(x - shift[:, None]), axis=1)
         m = top
     top = tl.max(m, axis=0)
     shift = tl.where(top == float("-inf"), 0.0, top)
@@ -107,7 +107,7 @@ def _statistics_kernel(
     x_y = tl.load(logits_ptr + row * stride + column, mask=here, other=0.0).to(tl.float32)
     at = stats_ptr + (split * T + row) * K
     tl.store(at, top)
-    tl.store(at + 1, tl.sum(d * exp(m - shift), axis=0))
+    tl.store(at + 1, tl.sum(d * tl.exp(m - shift), axis=0))
     tl.store(at + 2, _capped(x_y, SOFTCAP))
     if K == 4:
         tl.store(at + 3, tl.sum(s, axis=0))
@@ -185,7 +185,7 @@ def _gradient_kernel(
         x = tanh * SOFTCAP
     shift = tl.where(m == float("-inf"), 0.0, m)
     is_target = col == _column(target, start, n)
-    dx = exp(tl.where(mask & (is_target == 0), x, shift) - shift) * scale  # m bounds the others only
+    dx = tl.exp(tl.where(mask & (is_target == 0), x, shift) - shift) * scale  # m bounds the others only
     if SMOOTHING != 0.0:
         dx -= SMOOTHING / vocab_size
     dx = tl.where(is_target, at_target, dx) * slope * g
