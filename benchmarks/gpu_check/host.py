@@ -1,4 +1,4 @@
-"""What a call costs the host; one layer as a CUDA graph, and through ``torch.compile`` as one graph."""
+"""What a call costs the host; a small model as a CUDA graph, and its layers through ``torch.compile`` as one graph."""
 
 import statistics
 from collections.abc import Callable
@@ -59,14 +59,15 @@ def graph(device: str) -> Line:
 
 
 def compiled(device: str) -> Line:
-    """The same pass through ``torch.compile(fullgraph=True)``; without a GPU traced, and not compiled."""
+    """The same pass, each layer through ``torch.compile(fullgraph=True)``; without a GPU traced, and not compiled."""
     model, run = _model(device)
     want = [run().clone(), *_gradients(model)]
-    model.compile(fullgraph=True, backend="inductor" if device == "cuda" else "eager")
+    for layer in model.model.layers.values():
+        layer.compile(fullgraph=True, backend="inductor" if device == "cuda" else "eager")
     return _error([run(), *_gradients(model)], want)
 
 
-def _model(device: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+def _model(device: str) -> tuple[GPTModel, Callable[[], Tensor]]:
     shape = SHAPES["quick"]
     torch.manual_seed(0)
     with torch.device(device):

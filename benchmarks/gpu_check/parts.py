@@ -98,8 +98,9 @@ def _failures(record: Record, deadline: float, tiny: bool) -> None:
             _command(
                 record, "failures", f"{item.name}, memcheck", command, deadline, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
             )
-    for fusion, width in _RACES.items() if sanitizer else ():
-        name, (case, rows, usual, device) = correct.items(tiny)[fusion][0]
+    cases = correct.items(tiny)
+    for fusion, width in _RACES.items() if sanitizer and not tiny else ():
+        name, (case, rows, usual, device) = cases[fusion][0]
         command = [str(sanitizer), "--tool", "racecheck", *_one(Item(name, (case, rows[:1], width or usual, device)))]
         _command(record, "failures", f"{name}, racecheck", command, deadline)
 

@@ -62,8 +62,13 @@ SWEEPS = {
         _pairs(
             _each("norm.formulas", "_PROGRAMS", (132, 264, 396, 512)),
             _each("norm.kernels.add_norm", "_OF_THREAD", (8, 16)),
+        )
+        + _pairs(
+            _each("norm.formulas", "_PROGRAMS", (264,)),
+            _each("norm.kernels.add_norm", "_STAGES", (2, 3)),
         ),
     ),
+    "rows loaded ahead": Sweep(("swiglu, bias",), _alone(_each("gated.kernels.glu", "_STAGES", (2, 3)))),
     "sums over rows": Sweep(
         ("swiglu, bias", "bias gelu"),
         _pairs(_each("core.rows", "_PROGRAMS", (792, 1584, 2112)), _each(*_TILES, (512, 1024, 2048))),

@@ -87,6 +87,30 @@ def test_a_command_that_fails_or_runs_on_has_its_last_words_in_the_record(record
     assert hanging["failure"] == "not done when its time was over"
 
 
+def test_what_failed_runs_again_with_blocking_launches_and_under_the_sanitizer(record, monkeypatch):
+    ran: dict[str, tuple[list[str], dict[str, str]]] = {}
+
+    def command(record: Record, part: str, name: str, command: list[str], deadline: float, **environment: str) -> None:
+        ran[name] = command, environment
+
+    monkeypatch.setattr(parts, "_command", command)
+    monkeypatch.setattr(parts.shutil, "which", lambda _: "sanitizer")
+    record.add("correct", {"item": "rms norm", "failure": "AssertionError: far off"})
+    record.add("correct", {"item": "layer norm", "checked": 4})
+    parts._failures(record, time.monotonic() + 60, False)
+    again, checked, *raced = ran
+    assert (again, checked) == ("rms norm, blocking launches", "rms norm, memcheck")
+    assert ran[again][1] == {"CUDA_LAUNCH_BLOCKING": "1"}
+    assert ran[checked][0][:3] == ["sanitizer", "--tool", "memcheck"]
+    assert ran[again][0][-2:] == [
+        "benchmarks.gpu_check.correct:case_is_right",
+        json.dumps(["rms norm", [3, 4099], 4096, "cuda"]),
+    ]
+    assert len(raced) == 3
+    assert all("racecheck" in ran[name][0] for name in raced)
+    assert json.loads(ran["rms norm, racecheck"][0][-1]) == ["rms norm", [3], 16385, "cuda"]
+
+
 def test_every_setting_of_a_sweep_is_a_constant_of_its_module_and_is_put_back(monkeypatch):
     seen = []
     monkeypatch.setattr(sweeps, "kernels_timed", lambda *_: seen.append(values()) or {})

@@ -1,19 +1,21 @@
-"""Compiles every kernel for every target, with no GPU: ``python -m tests.fusions.kernel_table > docs/kernels.md``."""
+"""Compiles every kernel for every target, with no GPU: ``python -m tests.fusions.kernel_table`` writes the page."""
 
-import sys
+from pathlib import Path
 
 import torch
 
 from tests.fusions.harness import Case, all_cases
 from tests.kernel_reports import TARGETS, Launch, Resources, compile_for, launches, without_interpreter
 
-__all__ = ["SPILL_BUDGET", "Key", "Report", "compile_kernels", "page"]
+__all__ = ["PAGE", "SPILL_BUDGET", "Key", "Report", "compile_kernels", "page", "parts_of"]
+
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
 # bytes a thread may spill (registers on AMD), by kernel; one that is not listed may spill nothing
 SPILL_BUDGET: dict[str, int] = {
     "attention._forward_kernel": 6,  # gfx942
     "attention_backward._keys_kernel": 48,  # float32
-    "attention_backward._queries_kernel": 8,  # sm_100, float32
+    "attention_backward._queries_kernel": 16,  # sm_80, float32, with a soft cap; 8 on sm_100
 }
 DTYPES = (torch.bfloat16, torch.float32)
 Key = tuple[str, str, str]  # kernel, dtype, target
@@ -72,6 +74,12 @@ def page(report: Report, triton: str) -> str:
     return head + "\n".join(sorted(lines)) + "\n"
 
 
+def parts_of(text: str) -> tuple[str, str]:
+    """The table of a page, with its head, and what somebody has written behind it."""
+    table, rule, behind = text.partition("\n## ")
+    return table, rule + behind
+
+
 def cell(used: Resources) -> str:
     parts = [
         f"{used.registers}",
@@ -84,7 +92,8 @@ def cell(used: Resources) -> str:
 def main() -> None:
     import triton
 
-    sys.stdout.write(page(without_interpreter(compile_kernels, None, tuple(TARGETS)), triton.__version__))
+    _, behind = parts_of(PAGE.read_text())
+    PAGE.write_text(page(without_interpreter(compile_kernels, None, tuple(TARGETS)), triton.__version__) + behind)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,12 @@
 """Every kernel, compiled with no GPU for each target as its operation would launch it: registers, spills, memory."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import triton
 
-from tests.fusions.harness import first_of_each_operation
-from tests.fusions.kernel_table import SPILL_BUDGET, Report, compile_kernels, page
-from tests.kernel_reports import TARGETS, without_interpreter
-
-PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
+from tests.fusions.harness import all_cases, first_of_each_operation
+from tests.fusions.kernel_table import PAGE, SPILL_BUDGET, Report, compile_kernels, launches_of, page, parts_of
+from tests.kernel_reports import TARGETS, ptx, without_interpreter
 
 
 def over_budget(report: Report) -> Report:
@@ -29,4 +25,35 @@ def test_all_kernels_compile_for_every_target_and_take_what_the_page_says():
     report = without_interpreter(compile_kernels, None, tuple(TARGETS))
     assert {target for _, _, target in report} == TARGETS.keys()
     assert over_budget(report) == {}
-    assert page(report, triton.__version__) == PAGE.read_text()
+    table, _ = parts_of(PAGE.read_text())
+    assert page(report, triton.__version__) == table
+
+
+CASTS = {"quantize, row, float8_e4m3fn", "swiglu, float8"}
+EXPONENTIALS = {"bias gelu", "softmax, scaled"}  # a loss keeps the digits of tl.exp
+MEMORY_BOUND = {"_forward_kernel", "_backward_kernel", "_statistics_kernel"}
+
+
+def assembly(names: set[str], target: str) -> dict[str, str]:
+    """By kernel; runs where kernels are born compiled."""
+    cases = [case for case in all_cases() if case.name in names]
+    found = [launch for case in cases for launch in launches_of(case, torch.bfloat16)]
+    return {f"{one.kernel.__module__}.{one.kernel.__name__}": ptx(one, TARGETS[target]) for one in found}
+
+
+@pytest.mark.parametrize(("target", "natively"), [("sm_80", False), ("sm_90", True)])
+def test_numbers_of_8_bits_are_converted_by_the_gpu_where_it_can(target, natively):
+    kernels = without_interpreter(assembly, CASTS, target)
+    encode = {name.rpartition(".")[2]: "cvt.rn.satfinite.e4m3x2.f32" in text for name, text in kernels.items()}
+    decode = {name.rpartition(".")[2]: "cvt.rn.f16x2.e4m3x2" in text for name, text in kernels.items()}
+    assert encode == {"_quantize_kernel": natively, "_forward_float8_kernel": natively, "_backward_kernel": False}
+    assert decode == {"_quantize_kernel": False, "_forward_float8_kernel": False, "_backward_kernel": natively}
+
+
+def test_exponentials_of_memory_bound_kernels_spend_nothing_on_subnormal_numbers():
+    kernels = without_interpreter(assembly, EXPONENTIALS, "sm_90")
+    kernels = {
+        name: text for name, text in kernels.items() if name.rpartition(".")[2] in MEMORY_BOUND and "ex2" in text
+    }
+    assert len(kernels) == 3  # softmax has none in backward
+    assert {name: text.count("ex2.approx.f32") for name, text in kernels.items()} == dict.fromkeys(kernels, 0)

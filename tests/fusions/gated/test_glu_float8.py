@@ -1,5 +1,7 @@
 """glu_float8: what it stores, exactly; what that costs in accuracy; the numbers of float8 inside kernels."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import triton
@@ -9,21 +11,25 @@ from torch.autograd import forward_ad
 
 from megalith.errors import BackendError, ConfigError, ShapeError
 from megalith.fusions import glu, glu_float8
-from megalith.fusions.core.kernels.float8 import decode_e4m3, encode_e4m3
+from megalith.fusions.core.kernels import float8
+from megalith.fusions.core.kernels.float8 import casts_natively, decode_e4m3, encode_e4m3
 from tests.fusions.observe import saved_bytes
 
 PATHS = ["triton", "blocked"]
 
 
 @triton.jit
-def _there_and_back(x_ptr, code_ptr, y_ptr, N: tl.constexpr):
+def _there_and_back(x_ptr, code_ptr, y_ptr, N: tl.constexpr, NATIVE: tl.constexpr):
     at = tl.arange(0, N)
-    code = encode_e4m3(tl.load(x_ptr + at))
+    code = encode_e4m3(tl.load(x_ptr + at), NATIVE)
     tl.store(code_ptr + at, code)
-    tl.store(y_ptr + at, decode_e4m3(code))
+    tl.store(y_ptr + at, decode_e4m3(code, NATIVE))
 
 
-def test_kernels_round_to_float8_as_torch_does(device):
+@pytest.mark.parametrize("natively", [False, True])
+def test_kernels_round_to_float8_as_torch_does(natively, device):
+    if natively and not casts_natively(torch.empty(0, device=device)):
+        pytest.skip("no GPU that converts 8 bits")
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     exact = numbers.nan_to_num(0.0).sort().values
     between = (exact[1:] + exact[:-1]) / 2  # of two as near, the even one
@@ -31,10 +37,33 @@ def test_kernels_round_to_float8_as_torch_does(device):
     drawn = (torch.randn(3582) * torch.randn(3582).mul(3).exp()).clamp(-448, 448)
     x = torch.cat((numbers, between, drawn, torch.tensor([2.0**-10, -(2.0**-10), 2.0**-130])))  # 4096 of them
     code, y = torch.empty(4096, dtype=torch.uint8, device=device), torch.empty(4096, device=device)
-    _there_and_back[(1,)](x.to(device), code, y, N=4096)
+    _there_and_back[(1,)](x.to(device), code, y, N=4096, NATIVE=natively)
     want = x.to(torch.float8_e4m3fn)
-    assert torch.equal(code.cpu(), want.view(torch.uint8))
+    want_code = want.view(torch.uint8)
+    if natively:  # which has one NaN, as products on a GPU do
+        want_code = want_code.masked_fill(x.isnan(), 0x7F)
+    assert torch.equal(code.cpu(), want_code)
     torch.testing.assert_close(y.cpu(), want.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "interprets", "natively"),
+    [
+        ((8, 0), None, False, False),
+        ((8, 9), None, False, True),
+        ((9, 0), None, False, True),
+        ((9, 4), "7.0", False, False),
+        ((9, 0), None, True, False),
+    ],
+)
+def test_kernels_convert_natively_on_gpus_of_nvidia_from_sm_89_on(capability, hip, interprets, natively, monkeypatch):
+    monkeypatch.setattr(float8, "triton_interprets", lambda: interprets)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    assert casts_natively(on_gpu) is natively
+    assert not casts_natively(torch.empty(0))
 
 
 def stored(x: Tensor, backend: str) -> tuple[Tensor, Tensor]:

@@ -183,8 +183,8 @@ def reference_back(
     gating, acc, nothing = Gating(*options), wide(x.dtype), x.new_empty(0)
     gate, linear = halves(x, up, gating.interleaved)
     da, dl, *rest = gradients_of(dy.to(acc), gate.to(acc), linear.to(acc), bias, weights, gating)
-    dw = nothing if weights is None else rest.pop(0).to(weights.dtype)
-    dbias = nothing if bias is None else join(rest[0], rest[1], gating.interleaved).to(bias.dtype)
+    dw = nothing if weights is None else rest[0].to(weights.dtype)
+    dbias = nothing if bias is None else join(rest[-2], rest[-1], gating.interleaved).to(bias.dtype)
     if up is None:
         return join(da, dl, gating.interleaved).to(x.dtype), nothing, dbias, dw
     return da.to(x.dtype), dl.to(up.dtype), dbias, dw

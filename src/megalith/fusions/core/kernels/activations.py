@@ -1,11 +1,14 @@
 """Activations and their slopes inside kernels, in float32, from exp alone: libdevice is not always there."""
 
+import math
+
 import triton
 import triton.language as tl
 
 __all__ = [
     "activation",
     "activation_and_slope",
+    "exp",
     "log1p",
     "normal_cumulative",
     "relu",
@@ -17,6 +20,7 @@ __all__ = [
 _WIDEST_TILE = 1024  # untuned
 _COLUMNS_OF_WARP = 256  # eight a thread: in 16 bits, one load of 16 bytes
 
+_LOG2_E = tl.constexpr(math.log2(math.e))
 _ROOT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 _CUBIC = tl.constexpr(0.044715)
 _QUICK = tl.constexpr(1.702)
@@ -31,9 +35,18 @@ def tile_of(F: int) -> tuple[int, int]:
 
 
 @triton.jit
+def exp(x):
+    """exp(x), by the product that a GPU makes of ``tl.exp`` too; what is below the smallest normal number is 0.
+
+    For subnormal numbers ``tl.exp`` compares and scales every element, twice: 5 instructions, where this takes 2.
+    """
+    return tl.exp2(x * _LOG2_E)
+
+
+@triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x))."""
-    return 1.0 / (1.0 + tl.exp(-x))
+    return 1.0 / (1.0 + exp(-x))
 
 
 @triton.jit
@@ -63,7 +76,7 @@ def relu(x):
 
 @triton.jit
 def normal_cumulative(x):
-    """Phi(x), to a relative 2e-7 in both tails, where 1 + erf would cancel.
+    """Phi(x), to a relative 2e-7 and the rounding of z^2 in both tails, where 1 + erf would cancel.
 
     erfc(z) = t exp(-z^2 + polynomial(t)), t = 1 / (1 + z / 2): the Chebyshev fit of Press et al., "Numerical Recipes".
     """
@@ -77,7 +90,7 @@ def normal_cumulative(x):
     p = 0.09678418 + t * p
     p = 0.37409196 + t * p
     p = 1.00002368 + t * p
-    tail = 0.5 * t * tl.exp(-z * z - 1.26551223 + t * p)
+    tail = 0.5 * t * exp(-z * z - 1.26551223 + t * p)
     return tl.where(x < 0.0, tail, 1.0 - tail)
 
 
@@ -107,7 +120,7 @@ def activation_and_slope(x, KIND: tl.constexpr):
     elif KIND == "gelu":
         cumulative = normal_cumulative(x)
         value = x * cumulative
-        slope = cumulative + x * tl.exp(-0.5 * x * x) * _ROOT_1_OVER_2_PI
+        slope = cumulative + x * exp(-0.5 * x * x) * _ROOT_1_OVER_2_PI
     else:
         tl.static_assert(KIND == "relu", "no such activation")
         value = relu(x)

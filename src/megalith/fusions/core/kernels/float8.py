@@ -1,9 +1,17 @@
-"""Numbers of 8 and 4 bits inside kernels, by integers: sm_80 has no such types, and so every path has the same bits."""
+"""Numbers of 8 and 4 bits inside kernels, with the same bits on every path.
 
+By integers, as sm_80 and the interpreter have no such types, or, where ``casts_natively`` says so, by the conversions
+of the GPU. Those give every NaN one sign, as a product on a GPU does too: what is encoded must be a product there.
+"""
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-__all__ = ["INFINITY", "MAGNITUDE", "NAN", "decode_e4m3", "encode", "encode_e4m3"]
+from megalith.optional import triton_interprets
+
+__all__ = ["INFINITY", "MAGNITUDE", "NAN", "casts_natively", "decode_e4m3", "encode", "encode_e4m3"]
 
 # bits of float32
 INFINITY = tl.constexpr(0x7F800000)
@@ -11,12 +19,36 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 NAN = tl.constexpr(0x7F)  # in both formats of 8 bits
 
 
+def casts_natively(x: Tensor) -> bool:
+    """Whether kernels of ``x`` are to convert 8 bits with the GPU's own instructions: from sm_89 on."""
+    if triton_interprets() or not x.is_cuda or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
 @triton.jit
-def encode(y, FORMAT: tl.constexpr, INFINITY_IS_NAN: tl.constexpr = False):
+def encode(y, FORMAT: tl.constexpr, NATIVE: tl.constexpr, INFINITY_IS_NAN: tl.constexpr = False):
     """The code nearest to ``y``, of two the even one; that of the largest number for what is beyond it.
 
     ``FORMAT`` is "e4m3", "e5m2", or "e2m1", which has no NaN.
     """
+    if NATIVE and FORMAT != "e2m1":
+        code = _encode_natively(y, FORMAT, INFINITY_IS_NAN)
+    else:
+        code = _encode_by_integers(y, FORMAT, INFINITY_IS_NAN)
+    return code
+
+
+@triton.jit
+def _encode_natively(y, FORMAT: tl.constexpr, INFINITY_IS_NAN: tl.constexpr):
+    if INFINITY_IS_NAN:
+        y = tl.where(tl.abs(y) == float("inf"), float("nan"), y)
+    code = y.to(tl.float8e4nv) if FORMAT == "e4m3" else y.to(tl.float8e5)
+    return code.to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _encode_by_integers(y, FORMAT: tl.constexpr, INFINITY_IS_NAN: tl.constexpr):
     MANTISSA: tl.constexpr = 3 if FORMAT == "e4m3" else 2 if FORMAT == "e5m2" else 1
     TOP: tl.constexpr = 0x7E if FORMAT == "e4m3" else 0x7B if FORMAT == "e5m2" else 0x7
     SIGN: tl.constexpr = 3 if FORMAT == "e2m1" else 7  # its bit
@@ -39,14 +71,19 @@ def encode(y, FORMAT: tl.constexpr, INFINITY_IS_NAN: tl.constexpr = False):
 
 
 @triton.jit
-def encode_e4m3(y):
+def encode_e4m3(y, NATIVE: tl.constexpr):
     """The byte of e4m3 nearest to ``y``; inf and NaN become NaN."""
-    return encode(y, "e4m3", INFINITY_IS_NAN=True).to(tl.uint8)
+    return encode(y, "e4m3", NATIVE, INFINITY_IS_NAN=True).to(tl.uint8)
 
 
 @triton.jit
-def decode_e4m3(code):
+def decode_e4m3(code, NATIVE: tl.constexpr):
     """The number that the byte ``code`` stands for, in float32."""
+    return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32) if NATIVE else _decode_by_integers(code)
+
+
+@triton.jit
+def _decode_by_integers(code):
     code = code.to(tl.int32)
     size = code & 0x7F
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)

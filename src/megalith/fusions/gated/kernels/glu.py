@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalith.fusions.core.kernels.activations import activation, activation_and_slope, tile_of
-from megalith.fusions.core.kernels.float8 import decode_e4m3, encode_e4m3
+from megalith.fusions.core.kernels.float8 import casts_natively, decode_e4m3, encode_e4m3
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns, rows_per_sum
 from megalith.fusions.gated.float8_formulas import OPERATOR as OPERATOR_FLOAT8
@@ -23,6 +23,7 @@ from megalith.fusions.gated.formulas import OPERATOR, Gating
 
 __all__ = ["op", "op_float8"]
 
+_STAGES = 1  # untuned: rows that a program of backward loads ahead, and one; more of them cost it registers
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)  # its inverse is still a number of float32
 _INVERSE_LARGEST = tl.constexpr(1.0 / 448.0)
 
@@ -91,6 +92,7 @@ def _forward_kernel(
 def _forward_float8_kernel(
     x_ptr, bias_ptr, w_ptr, y_ptr, stored_ptr, scale_ptr, x_stride, F,
     KIND: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """y of one row; then the row again, which the cache still holds, in float8 by the largest number found in it."""
     row = tl.program_id(0).to(tl.int64)
@@ -112,7 +114,8 @@ def _forward_float8_kernel(
     inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
     for start in range(0, F, BLOCK_F):
         gate, up = _load(x_ptr, x_ptr + F, start, F, INTERLEAVED, BLOCK_F)
-        gate, up = encode_e4m3(gate.to(tl.float32) * inverse), encode_e4m3(up.to(tl.float32) * inverse)
+        gate = encode_e4m3(gate.to(tl.float32) * inverse, NATIVE)
+        up = encode_e4m3(up.to(tl.float32) * inverse, NATIVE)
         _store(stored_ptr, stored_ptr + F, gate, up, start, F, INTERLEAVED, BLOCK_F)
 
 
@@ -127,6 +130,7 @@ def _backward_kernel(
     dy_ptr, gate_ptr, up_ptr, scale_ptr, bias_ptr, w_ptr, dgate_ptr, dup_ptr, dbias_ptr, dw_ptr,
     dy_stride, gate_stride, up_stride, dx_stride, T, F, num_rows,
     KIND: tl.constexpr, OFFSET: tl.constexpr, CLAMP: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr,
+    NATIVE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One block of columns of ``num_rows`` rows: dx of each, its part of each dw, and one part of dbias."""
     group, tile, num_tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -136,12 +140,12 @@ def _backward_kernel(
     gate_bias, up_bias = _bias(bias_ptr, start, F, INTERLEAVED, BLOCK_F)
     da_sum = tl.zeros([BLOCK_F], dtype=tl.float32)
     dl_sum = tl.zeros([BLOCK_F], dtype=tl.float32)
-    for i in range(0, tl.minimum(num_rows, T - group * num_rows)):
+    for i in tl.range(0, tl.minimum(num_rows, T - group * num_rows), num_stages=STAGES):
         row = group * num_rows + i  # in 64 bits, which a loop over rows need not keep
         gate, up = _load(gate_ptr + row * gate_stride, up_ptr + row * up_stride, start, F, INTERLEAVED, BLOCK_F)
         if scale_ptr is not None:
             scale = tl.load(scale_ptr + row)
-            gate, up = decode_e4m3(gate) * scale, decode_e4m3(up) * scale
+            gate, up = decode_e4m3(gate, NATIVE) * scale, decode_e4m3(up, NATIVE) * scale
         a, linear = gate.to(tl.float32) + gate_bias, up.to(tl.float32) + up_bias
         dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
         a_passes, linear_passes = mask, mask
@@ -197,7 +201,7 @@ def _forward_float8(
     wrap_triton(_forward_float8_kernel)[(T,)](
         x, _contiguous(bias), _contiguous(weights), y, stored, scale, x.stride(0), F,
         KIND=gating.activation, OFFSET=gating.offset, CLAMP=_bound(gating.clamp), INTERLEAVED=gating.interleaved,
-        BLOCK_F=block, num_warps=num_warps,
+        BLOCK_F=block, NATIVE=casts_natively(x), num_warps=num_warps,
     )  # fmt: skip
     return y, stored, scale
 
@@ -246,7 +250,7 @@ def _launch_backward(
         dy, gate, linear, scale, _contiguous(bias), _contiguous(weights), dgate, dlinear, sums, parts,
         dy.stride(0), gate.stride(0), linear.stride(0), dgate.stride(0), T, F, num_rows,
         KIND=gating.activation, OFFSET=gating.offset, CLAMP=_bound(gating.clamp), INTERLEAVED=gating.interleaved,
-        BLOCK_F=block, num_warps=num_warps,
+        BLOCK_F=block, NATIVE=scale is not None and casts_natively(x), STAGES=_STAGES, num_warps=num_warps,
     )  # fmt: skip
     if sums is not None:
         dbias = sums.sum(dim=0).to(dbias.dtype)

@@ -31,6 +31,7 @@ __all__ = ["op", "op_of_sum"]
 # all untuned
 _ELEMENTS = 2048  # that a program holds at least, in several rows if they are short
 _OF_THREAD, _MOST_WARPS = 16, 16  # elements that a thread holds, up to so many warps
+_STAGES = 1  # of rows that a program of backward loads ahead, and one; more of them cost it registers
 _WIDE_BLOCK = 4096
 _WIDEST_SUMMED_ROW = 8192  # that a program holds twice, beside the sums of dw and db
 
@@ -93,12 +94,14 @@ def _backward(
     wrap_triton(backward_kernel)[(groups, num_tiles)](
         *rows, dh, mask.key, _dense(mask.tokens), along, across, _given(dx), _given(dresidual), *sums,
         *strides, 0 if dh is None else dh.stride(0), mask.site, T, h.shape[1], H, num_rows,
-        ZERO_CENTERED=zero_centered, **_dropout(mask.p), **tile,
+        ZERO_CENTERED=zero_centered, **_dropout(mask.p), STAGES=_STAGES, **tile,
     )  # fmt: skip
-    for gradient, parts in zip(vectors, sums, strict=True):
-        if parts is not None:
-            gradient.copy_(parts.sum(dim=0))
-    return gradients
+    # of float32 a sum is the gradient: copied into what was allocated for it, each vector would cost a launch more
+    dw, db, dinput_bias = (
+        gradient if parts is None else parts.sum(dim=0).to(gradient.dtype)
+        for gradient, parts in zip(vectors, sums, strict=True)
+    )
+    return dx, dresidual, dw, db, dinput_bias
 
 
 def _tile(H: int, key: Tensor | None) -> dict[str, int]:

@@ -185,6 +185,7 @@ def backward_kernel(
     dx_ptr, dresidual_ptr, dw_ptr, db_ptr, dinput_bias_ptr,
     dy_outer, dy_inner, h_outer, h_inner, dh_stride, site, T, N, H, num_rows,
     ZERO_CENTERED: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A block of columns of ``num_rows`` rows, ``ROWS`` at a time: their dx, and one part of dw, db and the bias's.
 
@@ -195,7 +196,7 @@ def backward_kernel(
     dw = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     db = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     dinput_bias = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    for begin in range(group * num_rows, tl.minimum(group * num_rows + num_rows, T), ROWS):
+    for begin in tl.range(group * num_rows, tl.minimum(group * num_rows + num_rows, T), ROWS, num_stages=STAGES):
         first = tl.cast(begin, tl.int64)  # the interpreter counts in Python's integers, and takes them for 32 bits
         row = first + tl.arange(0, ROWS)[:, None]
         mask = (row < T) & (col < H)

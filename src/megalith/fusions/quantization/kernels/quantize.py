@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalith.fusions.core.kernels.float8 import INFINITY, MAGNITUDE, NAN, decode_e4m3, encode
+from megalith.fusions.core.kernels.float8 import INFINITY, MAGNITUDE, NAN, casts_natively, decode_e4m3, encode
 from megalith.fusions.core.registration import register_without_gradient, wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
 from megalith.fusions.quantization.quantized import (
@@ -50,7 +50,7 @@ def _tensor_scale(magnitude):
 
 
 @triton.jit
-def _group_scales(magnitude, amax_ptr, KIND: tl.constexpr, FORMAT: tl.constexpr):
+def _group_scales(magnitude, amax_ptr, KIND: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     """The scales of groups as they are stored, and what their elements are multiplied by."""
     if KIND == "mxfp8":
         LARGEST_EXPONENT: tl.constexpr = 8 if FORMAT == "e4m3" else 15
@@ -58,8 +58,9 @@ def _group_scales(magnitude, amax_ptr, KIND: tl.constexpr, FORMAT: tl.constexpr)
         factor = ((254 - scale) << 23).to(tl.float32, bitcast=True)
     elif KIND == "nvfp4":
         unit = tl.div_rn(1.0, _tensor_scale(tl.load(amax_ptr)))
-        scale = tl.maximum(encode(tl.div_rn(magnitude.to(tl.float32, bitcast=True), 6.0) * unit, "e4m3"), 1)
-        factor = tl.div_rn(unit, decode_e4m3(scale))
+        code = encode(tl.div_rn(magnitude.to(tl.float32, bitcast=True), 6.0) * unit, "e4m3", NATIVE)
+        scale = tl.maximum(code.to(tl.int32), 1)
+        factor = tl.div_rn(unit, decode_e4m3(scale, NATIVE))
     else:
         scale = _scale(magnitude, FORMAT)
         factor = tl.div_rn(1.0, scale)
@@ -68,26 +69,27 @@ def _group_scales(magnitude, amax_ptr, KIND: tl.constexpr, FORMAT: tl.constexpr)
 
 @triton.jit
 def _quantize(
-    x, tile, R, amax_ptr, KIND: tl.constexpr, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr
-):
+    x, tile, R, amax_ptr,
+    KIND: tl.constexpr, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """Codes of a tile of rows, the ``tile``-th of R, and its scales: one, one a row, or one a group of ``COLUMNS``."""
     BLOCK_R: tl.constexpr = x.shape[0]
     BLOCK_H: tl.constexpr = x.shape[1]
     if COLUMNS is not None:
         parts = tl.reshape(x, [BLOCK_R, BLOCK_H // COLUMNS, COLUMNS])
-        scale, factor = _group_scales(tl.max(_magnitude(parts, LARGEST), axis=2), amax_ptr, KIND, FORMAT)
-        codes = tl.reshape(encode(parts * factor[:, :, None], FORMAT), [BLOCK_R, BLOCK_H])
+        scale, factor = _group_scales(tl.max(_magnitude(parts, LARGEST), axis=2), amax_ptr, KIND, FORMAT, NATIVE)
+        codes = tl.reshape(encode(parts * factor[:, :, None], FORMAT, NATIVE), [BLOCK_R, BLOCK_H])
         if KIND == "nvfp4":
             worst = tl.max(parts.to(tl.int32, bitcast=True) & MAGNITUDE, axis=2)
             scale = tl.where(worst > INFINITY, NAN, scale)
     elif KIND == "row":
         row = tile * BLOCK_R + tl.arange(0, BLOCK_R)
         scale = _scale(tl.load(amax_ptr + row, mask=row < R, other=0), FORMAT)
-        codes = encode(x * tl.div_rn(1.0, scale)[:, None], FORMAT)
+        codes = encode(x * tl.div_rn(1.0, scale)[:, None], FORMAT, NATIVE)
     else:
         magnitude = tl.load(amax_ptr) if KIND == "tensor" else tl.max(tl.max(_magnitude(x, LARGEST), axis=1), axis=0)
         scale = _scale(magnitude, FORMAT)
-        codes = encode(x * tl.div_rn(1.0, scale), FORMAT)
+        codes = encode(x * tl.div_rn(1.0, scale), FORMAT, NATIVE)
     return codes, scale
 
 
@@ -166,13 +168,13 @@ def _quantize_kernel(
     x_ptr, amax_ptr, amax_t_ptr, values_ptr, scale_ptr, tensor_scale_ptr, values_t_ptr, scale_t_ptr,
     matrix_stride, stride, R, H, num_scales, num_scales_t,
     KIND: tl.constexpr, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One tile of one matrix, and of its transpose, if there are pointers for that."""
     tile_row, tile_col = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     matrix = tl.program_id(2).to(tl.int64)
     x = _load_tile(x_ptr + matrix * matrix_stride, tile_row, tile_col, stride, R, H, BLOCK_R, BLOCK_H, WIDE)
-    codes, scale = _quantize(x, tile_row, R, amax_ptr, KIND, FORMAT, COLUMNS, LARGEST)
+    codes, scale = _quantize(x, tile_row, R, amax_ptr, KIND, FORMAT, COLUMNS, LARGEST, NATIVE)
     _store_codes(codes, tile_row, tile_col, R, H, values_ptr + matrix * R * H, KIND, WIDE)
     scale_ptr += matrix * tl.num_programs(0) * num_scales  # only block128x128 has more matrices than one
     _store_scale(scale, tile_row, tile_col, R, num_scales, scale_ptr, KIND, COLUMNS)
@@ -183,7 +185,7 @@ def _quantize_kernel(
         if scale_t_ptr is None:
             codes = tl.trans(codes)
         else:
-            codes, scale = _quantize(tl.trans(x), tile_col, H, amax_t_ptr, KIND, FORMAT, COLUMNS, LARGEST)
+            codes, scale = _quantize(tl.trans(x), tile_col, H, amax_t_ptr, KIND, FORMAT, COLUMNS, LARGEST, NATIVE)
             _store_scale(scale, tile_col, tile_row, H, num_scales_t, scale_t_ptr, KIND, COLUMNS)
         _store_codes(codes, tile_col, tile_row, H, R, values_t_ptr + matrix * R * H, KIND, WIDE)
 
@@ -206,7 +208,7 @@ def _forward(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Outpu
         values_t if transpose else None, scale_t if transpose and not layout.symmetric else None,
         x.stride(0), x.stride(1), R, H, triton.cdiv(H, layout.columns or H), triton.cdiv(R, layout.columns or R),
         KIND=kind, FORMAT=FORMATS[dtype].name, COLUMNS=columns,
-        LARGEST=_LARGEST[x.dtype], BLOCK_R=block_r, BLOCK_H=block_h, WIDE=_is_wide(x),
+        LARGEST=_LARGEST[x.dtype], BLOCK_R=block_r, BLOCK_H=block_h, WIDE=_is_wide(x), NATIVE=casts_natively(x),
         num_warps=_num_warps(block_r * block_h),
     )  # fmt: skip
     return outputs

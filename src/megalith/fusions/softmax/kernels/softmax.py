@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.core.kernels.activations import exp
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
 from megalith.fusions.softmax.formulas import OPERATOR, BackSettings, Settings, sink_gradient, tile
@@ -82,11 +83,11 @@ def _forward_kernel(
         x_ptr, mask_ptr, row, col, num_rows, x_stride, mask_b, mask_a, mask_q, A, Sq, Sk, MASK_K, SCALE, LEFT, RIGHT
     )  # fmt: skip
     top, o = _top(tl.max(s, axis=1), sink_ptr, row, A, Sq)
-    e = tl.exp(s - top[:, None])
+    e = exp(s - top[:, None])
     total = tl.sum(e, axis=1)
     if sink_ptr is not None:
-        total += tl.exp(o)
-        tl.store(share_ptr + row, tl.exp(o) / total, mask=row < num_rows)
+        total += exp(o)
+        tl.store(share_ptr + row, exp(o) / total, mask=row < num_rows)
     p = e / tl.where(total == 0.0, 1.0, total)[:, None]
     at = row.to(tl.int64)[:, None] * Sk + col[None, :]
     tl.store(p_ptr + at, p, mask=(row < num_rows)[:, None] & (col < Sk)[None, :])
@@ -111,20 +112,20 @@ def _wide_forward_kernel(
         step_top = tl.max(s, axis=1)
         new_top = tl.where(step_top > top, step_top, top)
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total = total * tl.exp(top - base) + tl.sum(tl.exp(s - base[:, None]), axis=1)
+        total = total * exp(top - base) + tl.sum(exp(s - base[:, None]), axis=1)
         top = new_top
     base, o = _top(top, sink_ptr, row, A, Sq)
-    total *= tl.exp(top - base)
+    total *= exp(top - base)
     if sink_ptr is not None:
-        total += tl.exp(o)
-        tl.store(share_ptr + row, tl.exp(o) / total, mask=row < num_rows)
+        total += exp(o)
+        tl.store(share_ptr + row, exp(o) / total, mask=row < num_rows)
     total = tl.where(total == 0.0, 1.0, total)
     for start in range(0, Sk, BLOCK_K):
         col = start + tl.arange(0, BLOCK_K)
         s = _scores(
             x_ptr, mask_ptr, row, col, num_rows, x_stride, mask_b, mask_a, mask_q, A, Sq, Sk, MASK_K, SCALE, LEFT, RIGHT
         )  # fmt: skip
-        p = tl.exp(s - base[:, None]) / total[:, None]
+        p = exp(s - base[:, None]) / total[:, None]
         at = row.to(tl.int64)[:, None] * Sk + col[None, :]
         tl.store(p_ptr + at, p, mask=(row < num_rows)[:, None] & (col < Sk)[None, :])
 
