@@ -5,6 +5,7 @@ torch.nn.functional.grouped_mm              torch._grouped_mm in older ones
 torch.compile(isolate_recompiles=...)       new in 2.13, with recompile_limit=...
 torch.compile of a Function                 before 2.13 loses gradients where its first output has none
 torch._functorch.config.donated_buffer      private; whether a compiled backward may overwrite what was saved
+torch._inductor.config.cpp, .cpu_vec_isa    private; which vector instructions a C++ compiler is taken to know
 forward_ad._current_level                   private; whether derivatives are carried forward
 torch._C._AutoDispatchBelowAutograd         private; where torch runs the implementation of an operator
 torch._C._any_requires_grad                 private; asks many operands at once
@@ -69,6 +70,7 @@ __all__ = [
     "new_group",
     "reduce_scatter_into",
     "symmetric_memory",
+    "trusting_vector_instructions",
     "uncompiled",
     "watch_compiler",
 ]
@@ -125,6 +127,24 @@ def compile_layers_(layers: Sequence[nn.Module]) -> None:
     limit: dict[str, Any] = {"recompile_limit": 8 + len(layers)} if _isolates else {}
     for layer in layers:
         layer.compile(**limit)
+
+
+@contextmanager
+def trusting_vector_instructions() -> Iterator[None]:
+    """Takes it that the C++ compiler knows the vector instructions of this CPU; from then on, unless the block raises.
+
+    Else torch finds out at the first build of a process, which on an empty cache is a build of 3 s for each kind of
+    them. What a user has set (``TORCHINDUCTOR_VEC_ISA_OK``) stays.
+    """
+    cpp = torch._inductor.config.cpp
+    given = cpp.vec_isa_ok
+    cpp.vec_isa_ok = True if given is None else given
+    try:
+        yield
+    except BaseException:
+        cpp.vec_isa_ok = given
+        torch._inductor.cpu_vec_isa.valid_vec_isa_list.cache_clear()  # what it took for granted
+        raise
 
 
 @contextmanager

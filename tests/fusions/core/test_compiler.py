@@ -47,7 +47,32 @@ def test_a_compiler_that_cannot_build_is_found_out_once(monkeypatch):
         == why_not_compile()
         == ("torch.compile cannot build here (Python.h: No such file or directory)")
     )
-    assert len(tries) == 1
+    assert len(tries) == 2  # with the vector instructions of this CPU, then with those that torch finds
+
+
+def test_a_compiler_that_does_not_know_the_instructions_of_this_cpu_builds_with_those_that_torch_finds(monkeypatch):
+    monkeypatch.setattr(compiler.shutil, "which", lambda _: "/usr/bin/g++")
+    cpp, seen = torch._inductor.config.cpp, []
+
+    def knows_old_instructions(function):
+        seen.append(cpp.vec_isa_ok)
+        if cpp.vec_isa_ok:
+            raise RuntimeError("g++: error: unrecognized command-line option '-mamx-fp16'")
+        return function
+
+    monkeypatch.setattr(compiler, "compile_apart", knows_old_instructions)
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": None}):
+        assert why_not_compile() is None
+    assert seen == [True, None]
+
+
+@pytest.mark.parametrize("given", [None, False])
+def test_what_the_loop_has_shown_is_not_asked_again_unless_a_user_said_so(given, monkeypatch):
+    monkeypatch.setattr(compiler, "compile_apart", lambda function: function)
+    monkeypatch.setattr(compiler.shutil, "which", lambda _: "/usr/bin/g++")
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": given}):
+        assert why_not_compile() is None
+        assert torch._inductor.config.cpp.vec_isa_ok is (True if given is None else given)
 
 
 def test_without_it_the_default_is_the_next_of_the_table(monkeypatch):

@@ -5,10 +5,11 @@ import logging
 import os
 import shutil
 import sys
+from contextlib import suppress
 
 import torch
 
-from megalith.torch_compat import compile_apart, compiler_is_watched
+from megalith.torch_compat import compile_apart, compiler_is_watched, trusting_vector_instructions
 
 __all__ = ["why_not_compile"]
 
@@ -32,11 +33,23 @@ def why_not_compile() -> str | None:
             "for later runs (use('blocked') or TORCH_COMPILE_DISABLE=1 does without)"
         )
     try:
-        compile_apart(_probe)(torch.zeros(64))
+        _build()
     except Exception as error:  # of dynamo, of Inductor, of the compiler, of the file system
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return f"torch.compile cannot build here ({lines[0]})"
     return None
+
+
+def _build() -> None:
+    """Builds and runs a loop; with the vector instructions that this CPU has, or with those that torch finds to work.
+
+    The loop shows at once what torch would find out by builds of its own: that compiler and library know them.
+    """
+    with suppress(Exception):  # an old compiler, and a new CPU
+        with trusting_vector_instructions():
+            compile_apart(_probe)(torch.zeros(64))
+        return
+    compile_apart(_probe)(torch.zeros(64))
 
 
 def _probe(x: torch.Tensor) -> torch.Tensor:
