@@ -5,9 +5,11 @@ import torch
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions import GeLUFunction, bias_gelu, bias_gelu_back, bias_gelu_impl
+from megalith.fusions.core.compiler import why_not_compile
 from tests.kernel_reports import in_interpreter
 
 PATHS = ["triton", "blocked", "reference"]
+compiles = pytest.param("compile", marks=pytest.mark.skipif(bool(why_not_compile()), reason=f"{why_not_compile()}"))
 
 
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
@@ -41,6 +43,30 @@ def test_the_left_tail_keeps_its_digits(backend, device):
     x = torch.tensor([[-4.0, -5.0, -5.5]], device=device)
     want = torch.nn.functional.gelu(x.double(), approximate="tanh")
     torch.testing.assert_close(bias_gelu_impl(x, None, backend=backend).double(), want, rtol=3e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend", [*PATHS, compiles])
+def test_the_exact_form_and_its_slope_are_those_of_erfc_in_both_tails(backend, device):
+    x = torch.linspace(-13.0, 13.0, 2001, device=device)[None].requires_grad_()
+    y = bias_gelu_impl(x, None, approximate="none", backend=backend)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    exact = x.detach().double()
+    cumulative = 0.5 * torch.erfc(-exact / 2**0.5)
+    with_slope = exact * torch.exp(-exact.square() / 2) / (2 * torch.pi) ** 0.5
+    allowed = 5e-7 + exact.square() * torch.finfo(torch.float32).eps  # the exponent -x^2 / 2 is rounded
+    assert ((y.double() - exact * cumulative).abs() <= allowed * (exact * cumulative).abs()).all()
+    # below 0 the slope is a difference
+    assert ((dx.double() - (cumulative + with_slope)).abs() <= allowed * (cumulative + with_slope.abs())).all()
+
+
+@pytest.mark.parametrize("backend", [compiles])
+def test_nan_and_inf_pass_through_the_exact_form_compiled(backend, device):
+    x = torch.tensor([[float("nan"), float("inf"), 40.0, -40.0, 0.0]], device=device, requires_grad=True)
+    y = bias_gelu_impl(x, None, approximate="none", backend=backend)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert str(y.tolist()) == "[[nan, inf, 40.0, -0.0, 0.0]]"
+    assert dx[0, 0].isnan()
+    assert dx[0, 2:].tolist() == [1.0, 0.0, 0.5]
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # numpy's, in the interpreter

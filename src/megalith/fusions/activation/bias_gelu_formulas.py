@@ -52,7 +52,7 @@ def _forward(run: Runner, x: Tensor, bias: Tensor | None, activation: str) -> Te
     y = outputs(x, bias, activation)
 
     def formula(x: Tensor, out: list[Tensor | None]) -> tuple[Tensor]:
-        return (activate(_biased(x, bias), activation),)
+        return (activate(_biased(x, bias), activation, recorded=False),)
 
     run.widened_by_blocks(formula, (x,), (y,), acc=wide(x.dtype))
     return y

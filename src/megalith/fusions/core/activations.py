@@ -23,6 +23,21 @@ _CUBIC = _LINEAR * 0.044715
 _QUICK = 1.702
 _ROOT_HALF = math.sqrt(0.5)
 _ROOT_1_OVER_2_PI = 1.0 / math.sqrt(2.0 * math.pi)
+# Phi(-x) = exp(-x^2 / 2) t Q(t), t = 1 / (1 + 0.3 x): the polynomial Q of falling powers that is off by a relative 3.5e-9
+# at most from 0 to 14.5, where exp(-x^2 / 2) leaves float32; fitted by least squares, reweighted by the errors (Lawson)
+_TAIL_SCALE = 0.3
+_TAIL = (
+    -0.020623464566,
+    0.112435588724,
+    -0.228213542477,
+    0.191784458426,
+    -0.079423428327,
+    0.096156799350,
+    0.078389660759,
+    0.110235422429,
+    0.119571814149,
+    0.119686689801,
+)
 
 _aten: Any = torch.ops.aten  # gradients of torch's own, of one pass each where a formula has several
 
@@ -33,15 +48,18 @@ def check_activation(activation: str) -> None:
         raise ConfigError(f"activation must be one of {', '.join(_ACTIVATIONS)}; got {activation!r}")
 
 
-def activate(a: Tensor, activation: str) -> Tensor:
-    """The activation of each element, in the dtype of ``a``; differentiable twice. Raises as ``check_activation``."""
+def activate(a: Tensor, activation: str, *, recorded: bool = True) -> Tensor:
+    """The activation of each element, in the dtype of ``a``. Raises as ``check_activation``.
+
+    ``recorded``: it can be differentiated, twice. Where nothing is, the exact GELU compiles to a third of the time.
+    """
     check_activation(activation)
     if activation == "silu":
         return torch.nn.functional.silu(a)
     if activation == "relu":
         return torch.relu(a)
     if activation == "gelu":
-        return a * _normal_cumulative(a)
+        return a * (_normal_cumulative(a) if recorded else _normal(a)[1])
     argument = _QUICK * a if activation == "quick_gelu" else _tanh_argument(a)
     return a * argument.sigmoid_()  # in place: fewer tensors crowd the cache, and autograd needs the sigmoid alone
 
@@ -63,10 +81,10 @@ def activation_back(da: Tensor, a: Tensor, activation: str, out: Tensor | None =
 
 def _slope_of_gelu(a: Tensor, activation: str) -> Tensor:
     # in place: what is allocated is read from memory before it is written, and crowds the cache
-    square = a.square()
     if activation == "gelu":
-        density = square.mul_(-0.5).exp_().mul_(_ROOT_1_OVER_2_PI)
-        return density.mul_(a).add_(_normal_cumulative(a))
+        bell, cumulative = _normal(a)
+        return bell.mul_(_ROOT_1_OVER_2_PI).mul_(a).add_(cumulative)
+    square = a.square()
     s = _tanh_argument(a).sigmoid_()
     slope: Tensor = square.mul_(3.0 * _CUBIC).add_(_LINEAR).mul_(a)  # a (2u)'
     _aten.sigmoid_backward.grad_input(slope, s, grad_input=slope)
@@ -75,6 +93,23 @@ def _slope_of_gelu(a: Tensor, activation: str) -> Tensor:
 
 def _normal_cumulative(a: Tensor) -> Tensor:
     return 0.5 * torch.erfc(-_ROOT_HALF * a)
+
+
+def _normal(a: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(-a^2 / 2) and Phi(a), in fresh memory.
+
+    Compiled, the one exponential serves both, Phi to a relative 3e-7 and the rounding of a^2: an erfc would be three
+    times as much work. Pass by pass it is less than the polynomial.
+    """
+    bell = a.square().mul_(-0.5).exp_()
+    if a.dtype == torch.float64 or not torch.compiler.is_compiling():
+        return bell, _normal_cumulative(a)
+    t = a.abs().mul_(_TAIL_SCALE).add_(1.0).reciprocal_()
+    tail = t * _TAIL[0]
+    for coefficient in _TAIL[1:-1]:
+        tail.add_(coefficient).mul_(t)
+    tail.add_(_TAIL[-1]).mul_(t).mul_(bell)
+    return bell, torch.where(a < 0.0, tail, 1.0 - tail)
 
 
 def _tanh_argument(a: Tensor) -> Tensor:

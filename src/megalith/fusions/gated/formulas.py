@@ -66,17 +66,24 @@ class Operands(NamedTuple):
 
 
 def value_of(
-    gate: Tensor, up: Tensor, bias: Tensor | None, weights: Tensor | None, gating: Gating, out: Tensor | None = None
+    gate: Tensor,
+    up: Tensor,
+    bias: Tensor | None,
+    weights: Tensor | None,
+    gating: Gating,
+    out: Tensor | None = None,
+    *,
+    recorded: bool = False,
 ) -> Tensor:
-    """y [T, F] of ``gate`` and ``up`` [T, F] in float32 or wider; by torch alone, and differentiable twice.
+    """y [T, F] of ``gate`` and ``up`` [T, F] in float32 or wider; by torch alone.
 
-    Where nothing is differentiated, the last product may go into ``out``.
+    ``recorded``: it can be differentiated, twice. Where nothing is, the last product may go into ``out``.
     """
     a, linear = _moved(gate, up, bias, gating)
     if gating.clamp != math.inf:
         a, linear = a.clamp(max=gating.clamp), linear.clamp(-gating.clamp, gating.clamp)
     linear = linear + gating.offset if gating.offset else linear
-    act = activate(a, gating.activation)
+    act = activate(a, gating.activation, recorded=recorded)
     if weights is None:
         return torch.mul(act, linear, out=out)
     return torch.mul(act * linear, weights.to(act.dtype), out=out)
@@ -101,9 +108,9 @@ def gradients_of(
         a, linear = a.clamp(max=clamp), linear.clamp(-clamp, clamp)
     linear = linear + gating.offset if gating.offset else linear
     if weights is None and bias is None and clamp == math.inf:
-        dl = torch.mul(activate(a, gating.activation), dy, out=out[1])
+        dl = torch.mul(activate(a, gating.activation, recorded=False), dy, out=out[1])
         return activation_back(dy * linear, a, gating.activation, out[0]), dl
-    dl = activate(a, gating.activation).mul_(dy)
+    dl = activate(a, gating.activation, recorded=False).mul_(dy)
     da = activation_back(dy * linear, a, gating.activation)
     found: list[Tensor] = []
     if weights is not None:
@@ -173,7 +180,7 @@ def reference(
     """y [T, F], rounded."""
     gating = Gating(*options)
     gate, linear = (half.to(wide(x.dtype)) for half in halves(x, up, gating.interleaved))
-    return value_of(gate, linear, bias, weights, gating).to(x.dtype)
+    return value_of(gate, linear, bias, weights, gating, recorded=True).to(x.dtype)
 
 
 def reference_back(
