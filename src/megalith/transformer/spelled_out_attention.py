@@ -59,14 +59,20 @@ def attend(
     (Sq, B, A, D), Sk = q.shape, k.shape[0]
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [B, A or G, S, D]
-    k, v = (x.repeat_interleave(A // x.shape[1], dim=1) for x in (k, v))
-    scores = (q @ k.transpose(2, 3) * (D**-0.5 if scores_as.scale is None else scores_as.scale)).to(wide)
+    if k.shape[1] != A:
+        k, v = (x.repeat_interleave(A // x.shape[1], dim=1) for x in (k, v))
+    scale = D**-0.5 if scores_as.scale is None else scores_as.scale
+    scores = q @ k.transpose(2, 3)  # [B, A, Sq, Sk]
+    scores = (scores if scale == 1.0 else scores * scale).to(wide)
     if scores_as.softcap is not None:
         scores = scores_as.softcap * torch.tanh(scores / scores_as.softcap)
-    if scores_as.bias is not None:
-        scores = scores + scores_as.bias
     blind = ~seen.any(dim=-1, keepdim=True)  # a softmax over nothing is NaN, and so is its gradient
-    scores = scores.masked_fill(~(seen | blind), float("-inf"))
+    hidden = ~(seen | blind)
+    if scores_as.bias is not None and hidden.shape[0] == 1:  # of all sequences alike: B times fewer to fill
+        scores = scores + scores_as.bias.masked_fill(hidden, float("-inf"))
+    else:
+        scores = scores if scores_as.bias is None else scores + scores_as.bias
+        scores = scores.masked_fill(hidden, float("-inf"))
     if scores_as.sink is not None:  # a key without a value
         sink = scores_as.sink.to(wide).view(A, 1, 1).expand(B, A, Sq, 1)
         scores = torch.cat((scores, sink), dim=-1)  # [B, A, Sq, Sk + 1]
@@ -74,5 +80,5 @@ def attend(
     if dropout is not None:
         assert dropout.key is not None, "a dropout site gives one"
         probs = attention_dropout(probs, dropout.p, dropout.key, head_offset)
-    out = (probs.to(v.dtype) @ v).masked_fill(blind, 0.0)
+    out = (probs.to(v.dtype) @ v).masked_fill_(blind, 0.0)
     return out.permute(2, 0, 1, 3)  # [Sq, B, A, D]
