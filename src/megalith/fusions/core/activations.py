@@ -23,8 +23,8 @@ _CUBIC = _LINEAR * 0.044715
 _QUICK = 1.702
 _ROOT_HALF = math.sqrt(0.5)
 _ROOT_1_OVER_2_PI = 1.0 / math.sqrt(2.0 * math.pi)
-# Phi(-x) = exp(-x^2 / 2) t Q(t), t = 1 / (1 + 0.3 x): the polynomial Q of falling powers that is off by a relative 3.5e-9
-# at most from 0 to 14.5, where exp(-x^2 / 2) leaves float32; fitted by least squares, reweighted by the errors (Lawson)
+# Phi(-x) = exp(-x^2 / 2) t Q(t), t = 1 / (1 + 0.3 x): coefficients of Q, of falling powers, off by a relative 3.5e-9 at
+# most from 0 to 14.5, where exp(-x^2 / 2) leaves float32; fitted by least squares, reweighted by the errors (Lawson)
 _TAIL_SCALE = 0.3
 _TAIL = (
     -0.020623464566,
