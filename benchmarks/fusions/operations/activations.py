@@ -135,6 +135,14 @@ OPERATIONS = [
         {"Megatron": _megatron_gelu},
     ),
     Operation(
+        "bias gelu, exact",
+        "bias_gelu",
+        partial(_one, second="bias"),
+        partial(fusions.bias_gelu_impl, approximate="none"),
+        lambda input, bias: functional.gelu(input + bias),
+        cost.bias_gelu,
+    ),
+    Operation(
         "weighted squared relu",
         "weighted_squared_relu",
         partial(_one, second="weights"),
