@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import calibration, worker
 from benchmarks import measure as measure_module
+from benchmarks.__main__ import contenders_of
 from benchmarks.measure import measure
 from benchmarks.registry import CASES
 from benchmarks.report import as_markdown
@@ -52,6 +53,18 @@ def test_ours_and_theirs_pass_the_gate_and_are_timed_in_turns():
     assert all(one.seconds.keys() == {OURS, BASE} for one in measurement.rounds)
     assert len(measurement.calibration) == len(measurement.rounds) + 1
     assert "| nobody | not measured: KeyError" in as_markdown(measurement, {}, "today")
+
+
+def test_one_dtype_leaves_out_who_computes_in_another_but_the_base():
+    case = CASES["bert-step"]
+    assert contenders_of(case, None) == list(case.contenders)
+    assert contenders_of(case, "bfloat16") == [
+        "Megalith, bfloat16",
+        "Hugging Face, float32, sdpa",  # the base
+        "Hugging Face, bfloat16, sdpa",
+        "Hugging Face, bfloat16, eager",
+        "Hugging Face, autocast bfloat16",
+    ]
 
 
 def test_the_full_size_is_the_one_of_27_7_million_parameters():
