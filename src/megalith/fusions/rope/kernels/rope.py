@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns, rows_per_sum
-from megalith.fusions.rope.formulas import OPERATOR, Outputs
+from megalith.fusions.rope.formulas import OPERATOR, GivenToBackward, Heads, Outputs
 from megalith.fusions.rope.rotation import Rotation, Tables, reads_pairs
 
 __all__ = ["load_parts", "load_tables", "op", "rotate", "store_parts", "table_arguments"]
@@ -173,10 +173,13 @@ def _norm_back_kernel(
     READ: tl.constexpr, WRITE: tl.constexpr, TIMES: tl.constexpr, HEIGHTS: tl.constexpr, PLUS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """dx of ``num_steps`` blocks of tokens, all heads of each, and one part of the gain's gradient."""
+    """dx of ``num_steps`` blocks of tokens, all heads of each, and one part of the gain's gradient.
+
+    dy is read as forward writes, and dx is written as forward reads: READ and WRITE are of the rotation back.
+    """
     REST: tl.constexpr = D - 2 * HALF
     group = tl.program_id(0).to(tl.int64)
-    w_first, w_second, w_rest = _load_gain(w_ptr, OFFSET, REST_START, REST, HALF, READ, PLUS, BLOCK_HALF, BLOCK_REST)
+    w_first, w_second, w_rest = _load_gain(w_ptr, OFFSET, REST_START, REST, HALF, WRITE, PLUS, BLOCK_HALF, BLOCK_REST)
     sum_first = tl.zeros([BLOCK_T, BLOCK_A, BLOCK_HALF], dtype=tl.float32)
     sum_second = tl.zeros([BLOCK_T, BLOCK_A, BLOCK_HALF], dtype=tl.float32)
     sum_rest = tl.zeros([BLOCK_T, BLOCK_A, BLOCK_REST if REST > 0 else 1], dtype=tl.float32)
@@ -194,9 +197,9 @@ def _norm_back_kernel(
             x = x_ptr + s * x_stride_s + b * x_stride_b + head * x_stride_a
             at = token * A + head
             rstd = tl.load(rstd_ptr + at, mask=rows, other=0.0)
-            g_first, g_second = load_parts(dy + OFFSET, rows, HALF, BLOCK_HALF, WRITE)
+            g_first, g_second = load_parts(dy + OFFSET, rows, HALF, BLOCK_HALF, READ)
             g_first, g_second = rotate(g_first, g_second, cos, sin, True)
-            first, second = load_parts(x + OFFSET, rows, HALF, BLOCK_HALF, READ)
+            first, second = load_parts(x + OFFSET, rows, HALF, BLOCK_HALF, WRITE)
             first, second = first * rstd, second * rstd
             # a row that is not there may meet a table's NaN
             sum_first += tl.where(rows, g_first * first, 0.0)
@@ -213,13 +216,13 @@ def _norm_back_kernel(
                 mean += tl.sum(g_rest * rest, axis=2, keep_dims=True)
             mean = mean / D
             first, second = rstd * (g_first - first * mean), rstd * (g_second - second * mean)
-            store_parts(dx_ptr + at * D + OFFSET, first, second, rows, HALF, BLOCK_HALF, READ)
+            store_parts(dx_ptr + at * D + OFFSET, first, second, rows, HALF, BLOCK_HALF, WRITE)
             if REST > 0:
                 tl.store(dx_ptr + at * D + col, rstd * (g_rest - rest * mean), mask=rest_mask)
     sum_first = tl.sum(tl.sum(sum_first, axis=1, keep_dims=True), axis=0, keep_dims=True)
     sum_second = tl.sum(tl.sum(sum_second, axis=1, keep_dims=True), axis=0, keep_dims=True)
     sums = sums_ptr + group * D + tl.zeros([1, 1, 1], dtype=tl.int64)
-    store_parts(sums + OFFSET, sum_first, sum_second, tl.full([1, 1, 1], 1, dtype=tl.int1), HALF, BLOCK_HALF, READ)
+    store_parts(sums + OFFSET, sum_first, sum_second, tl.full([1, 1, 1], 1, dtype=tl.int1), HALF, BLOCK_HALF, WRITE)
     if REST > 0:
         sum_rest = tl.sum(tl.sum(sum_rest, axis=1, keep_dims=True), axis=0, keep_dims=True)
         col = REST_START + tl.arange(0, BLOCK_REST)[None, None, :]
@@ -241,36 +244,17 @@ def _forward(
     return results
 
 
-def _backward(
-    dy: Tensor,
-    dy_k: Tensor,
-    q: Tensor | None,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    q_rstd: Tensor,
-    k_rstd: Tensor,
-    *options: Unpack[Rotation],
-) -> Outputs:
-    weights = q_norm_weight, k_norm_weight
-    results = OPERATOR.gradients(dy, dy_k, q, k, cos, sin, positions, *weights, q_rstd, k_rstd, *options)
-    table, how = Tables(cos, sin, positions), Rotation(*options)
-    dq, dk, dq_weight, dk_weight = results
-    back = how._replace(inverse=not how.inverse)
-    if q is None and k is None:
-        _rotate(dy, None if dy_k.dim() == 1 else dy_k, table, None, None, back, results)
+def _backward(*inputs: Unpack[GivenToBackward]) -> Outputs:
+    of_q, of_k, table, back = GivenToBackward(*inputs).parts()
+    dq, dk, dq_weight, dk_weight = results = OPERATOR.gradients(*inputs)
+    if of_q.x is None and of_k.x is None:
+        _rotate(of_q.dy, None if of_k.dy.dim() == 1 else of_k.dy, table, None, None, back, results)
         return results
-    for g, x, weight, rstd, dx, dweight in (
-        (dy, q, q_norm_weight, q_rstd, dq, dq_weight),
-        (dy_k, k, k_norm_weight, k_rstd, dk, dk_weight),
-    ):
-        if x is not None and weight is not None:
-            _norm_back(g, x, table, weight, rstd, how, dx, dweight)
-        elif g.dim() > 1:  # one of the two is not normalised
-            _rotate(g, None, table, None, None, back, (dx, *results[1:]))
+    for heads, dx, dweight in ((of_q, dq, dq_weight), (of_k, dk, dk_weight)):
+        if heads.weight is not None:
+            _norm_back(heads, table, back, dx, dweight)
+        elif heads.dy.dim() > 1:  # one of the two is not normalised
+            _rotate(heads.dy, None, table, None, None, back, (dx, *results[1:]))
     return results
 
 
@@ -300,14 +284,15 @@ def _rotate(
     )  # fmt: skip
 
 
-def _norm_back(
-    dy: Tensor, x: Tensor, table: Tables, weight: Tensor, rstd: Tensor, how: Rotation, dx: Tensor, dweight: Tensor
-) -> None:
+def _norm_back(heads: Heads, table: Tables, back: Rotation, dx: Tensor, dweight: Tensor) -> None:
+    dy, x, weight, rstd = heads
+    assert x is not None, "normalised heads are saved"
+    assert weight is not None, "asked for normalised heads only"
     S, B, A, D = x.shape
     if x.numel() == 0:
         dweight.zero_()
         return
-    sizes = _sizes(D, table, how)
+    sizes = _sizes(D, table, back)
     BLOCK_T, BLOCK_A = _tile(A, sizes)
     num_steps = triton.cdiv(rows_per_sum(S * B, 1), BLOCK_T)
     groups = triton.cdiv(S * B, num_steps * BLOCK_T)
