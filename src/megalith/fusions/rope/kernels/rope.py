@@ -85,10 +85,13 @@ def rotate(first, second, cos, sin, INVERSE: tl.constexpr):
 
 @triton.jit
 def _load_gain(
-    w_ptr, OFFSET: tl.constexpr, REST_START: tl.constexpr, REST: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
-    PLUS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    w_ptr, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr, PAIRS: tl.constexpr, PLUS: tl.constexpr
 ):  # fmt: skip
     """The gains [1, 1, columns] of rotated columns and of the rest; without a weight ones, which compile to nothing."""
+    REST: tl.constexpr = D - 2 * HALF
+    REST_START: tl.constexpr = 0 if OFFSET else 2 * HALF
+    BLOCK_HALF: tl.constexpr = triton.next_power_of_2(HALF)
+    BLOCK_REST: tl.constexpr = triton.next_power_of_2(REST)
     first, second, rest = 1.0, 1.0, 1.0
     if w_ptr is not None:
         start = w_ptr + tl.zeros([1, 1, 1], dtype=tl.int32)
@@ -102,25 +105,31 @@ def _load_gain(
 
 @triton.jit
 def _rotate_heads(
-    x_ptr, y_ptr, w_ptr, rstd_ptr, token, s, b, in_range, cos, sin, stride_s, stride_b, stride_a,
-    NUM_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr, REST_START: tl.constexpr,
-    READ: tl.constexpr, WRITE: tl.constexpr, INVERSE: tl.constexpr, EPS: tl.constexpr, PLUS: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    x_ptr, stride_a, y_ptr, gain, rstd_ptr, token, in_range, angles,
+    NUM_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr,
+    READ: tl.constexpr, WRITE: tl.constexpr, EPS: tl.constexpr, BLOCK_A: tl.constexpr,
 ):  # fmt: skip
-    """Normalises (if there is a weight) and rotates all heads of the tokens."""
+    """Normalises (if there is ``rstd_ptr``) and rotates all heads of the tokens, which begin at ``x_ptr`` [tokens].
+
+    ``gain`` is that of ``_load_gain``, ``angles`` are (cos, sin) of ``load_tables``.
+    """
     REST: tl.constexpr = D - 2 * HALF
-    w_first, w_second, w_rest = _load_gain(w_ptr, OFFSET, REST_START, REST, HALF, READ, PLUS, BLOCK_HALF, BLOCK_REST)
+    REST_START: tl.constexpr = 0 if OFFSET else 2 * HALF
+    BLOCK_HALF: tl.constexpr = triton.next_power_of_2(HALF)
+    BLOCK_REST: tl.constexpr = triton.next_power_of_2(REST)
+    w_first, w_second, w_rest = gain
+    cos, sin = angles
     for start in range(0, NUM_HEADS, BLOCK_A):
         head = (start + tl.arange(0, BLOCK_A)).to(tl.int64)[None, :, None]
         rows = in_range & (head < NUM_HEADS)
-        x = x_ptr + s * stride_s + b * stride_b + head * stride_a
+        x = x_ptr + head * stride_a
         y = token * NUM_HEADS + head
         first, second = load_parts(x + OFFSET, rows, HALF, BLOCK_HALF, READ)
         if REST > 0:
             col = REST_START + tl.arange(0, BLOCK_REST)[None, None, :]
             rest_mask = rows & (col < REST_START + REST)
             rest = tl.load(x + col, mask=rest_mask, other=0.0)
-        if w_ptr is not None:
+        if rstd_ptr is not None:
             squares = tl.sum(first * first + second * second, axis=2, keep_dims=True)
             if REST > 0:
                 rest = rest.to(tl.float32)
@@ -130,7 +139,7 @@ def _rotate_heads(
             first, second = first * rstd * w_first, second * rstd * w_second
             if REST > 0:
                 rest = rest * rstd * w_rest
-        first, second = rotate(first, second, cos, sin, INVERSE)
+        first, second = rotate(first, second, cos, sin, False)
         store_parts(y_ptr + y * D + OFFSET, first, second, rows, HALF, BLOCK_HALF, WRITE)
         if REST > 0:
             tl.store(y_ptr + y * D + col, rest, mask=rest_mask)
@@ -142,25 +151,27 @@ def _rotate_kernel(
     table_stride_s, table_stride_b, num_rows, position_stride_s, position_stride_b, position_stride_p,
     q_stride_s, q_stride_b, q_stride_a, k_stride_s, k_stride_b, k_stride_a, T, B,
     A: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr,
-    REST_START: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, INVERSE: tl.constexpr, TIMES: tl.constexpr,
-    HEIGHTS: tl.constexpr, EPS: tl.constexpr, PLUS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    READ: tl.constexpr, WRITE: tl.constexpr, INVERSE: tl.constexpr, TIMES: tl.constexpr, HEIGHTS: tl.constexpr,
+    EPS: tl.constexpr, PLUS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
+    BLOCK_HALF: tl.constexpr = triton.next_power_of_2(HALF)
     token = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None, None]
     s, b, in_range = token // B, token % B, token < T
     cos, sin = load_tables(
         cos_ptr, sin_ptr, positions_ptr, s, b, in_range, table_stride_s, table_stride_b, num_rows,
         position_stride_s, position_stride_b, position_stride_p, HALF, BLOCK_HALF, TIMES, HEIGHTS,
     )  # fmt: skip
+    angles = (cos, -sin) if INVERSE else (cos, sin)
     _rotate_heads(
-        q_ptr, y_ptr, q_weight_ptr, q_rstd_ptr, token, s, b, in_range, cos, sin, q_stride_s, q_stride_b, q_stride_a,
-        A, D, HALF, OFFSET, REST_START, READ, WRITE, INVERSE, EPS, PLUS, BLOCK_A, BLOCK_HALF, BLOCK_REST,
+        q_ptr + s * q_stride_s + b * q_stride_b, q_stride_a, y_ptr,
+        _load_gain(q_weight_ptr, D, HALF, OFFSET, READ, PLUS), None if q_weight_ptr is None else q_rstd_ptr,
+        token, in_range, angles, A, D, HALF, OFFSET, READ, WRITE, EPS, BLOCK_A,
     )  # fmt: skip
     if k_ptr is not None:
         _rotate_heads(
-            k_ptr, y_k_ptr, k_weight_ptr, k_rstd_ptr, token, s, b, in_range, cos, sin,
-            k_stride_s, k_stride_b, k_stride_a,
-            G, D, HALF, OFFSET, REST_START, READ, WRITE, INVERSE, EPS, PLUS, BLOCK_G, BLOCK_HALF, BLOCK_REST,
+            k_ptr + s * k_stride_s + b * k_stride_b, k_stride_a, y_k_ptr,
+            _load_gain(k_weight_ptr, D, HALF, OFFSET, READ, PLUS), None if k_weight_ptr is None else k_rstd_ptr,
+            token, in_range, angles, G, D, HALF, OFFSET, READ, WRITE, EPS, BLOCK_G,
         )  # fmt: skip
 
 
@@ -169,17 +180,20 @@ def _norm_back_kernel(
     dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, sums_ptr, cos_ptr, sin_ptr, positions_ptr,
     table_stride_s, table_stride_b, num_rows, position_stride_s, position_stride_b, position_stride_p,
     dy_stride_s, dy_stride_b, dy_stride_a, x_stride_s, x_stride_b, x_stride_a, T, B, num_steps,
-    A: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr, REST_START: tl.constexpr,
+    A: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr,
     READ: tl.constexpr, WRITE: tl.constexpr, TIMES: tl.constexpr, HEIGHTS: tl.constexpr, PLUS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr,
 ):  # fmt: skip
     """dx of ``num_steps`` blocks of tokens, all heads of each, and one part of the gain's gradient.
 
     dy is read as forward writes, and dx is written as forward reads: READ and WRITE are of the rotation back.
     """
     REST: tl.constexpr = D - 2 * HALF
+    REST_START: tl.constexpr = 0 if OFFSET else 2 * HALF
+    BLOCK_HALF: tl.constexpr = triton.next_power_of_2(HALF)
+    BLOCK_REST: tl.constexpr = triton.next_power_of_2(REST)
     group = tl.program_id(0).to(tl.int64)
-    w_first, w_second, w_rest = _load_gain(w_ptr, OFFSET, REST_START, REST, HALF, WRITE, PLUS, BLOCK_HALF, BLOCK_REST)
+    w_first, w_second, w_rest = _load_gain(w_ptr, D, HALF, OFFSET, WRITE, PLUS)
     sum_first = tl.zeros([BLOCK_T, BLOCK_A, BLOCK_HALF], dtype=tl.float32)
     sum_second = tl.zeros([BLOCK_T, BLOCK_A, BLOCK_HALF], dtype=tl.float32)
     sum_rest = tl.zeros([BLOCK_T, BLOCK_A, BLOCK_REST if REST > 0 else 1], dtype=tl.float32)
@@ -326,20 +340,19 @@ def _sizes(D: int, table: Tables, how: Rotation) -> dict[str, Any]:
         "D": D,
         "HALF": HALF,
         "OFFSET": how.offset,
-        "REST_START": 0 if how.offset else 2 * HALF,
         "READ": reads_pairs(how.layout, how.inverse),
         "WRITE": reads_pairs(how.layout, not how.inverse),
         "TIMES": TIMES,
         "HEIGHTS": HEIGHTS,
         "PLUS": 1.0 if how.zero_centered else 0.0,
-        "BLOCK_HALF": triton.next_power_of_2(HALF),
-        "BLOCK_REST": triton.next_power_of_2(D - 2 * HALF) if D > 2 * HALF else 0,
     }
 
 
 def _tile(num_heads: int, sizes: dict[str, Any]) -> tuple[int, int]:
     """Tokens and heads of a tile: as many heads as it can hold, and more tokens if they are few."""
-    width = triton.next_power_of_2(2 * sizes["BLOCK_HALF"] + sizes["BLOCK_REST"])
+    D, HALF = sizes["D"], sizes["HALF"]
+    rest = triton.next_power_of_2(D - 2 * HALF) if D > 2 * HALF else 0
+    width = triton.next_power_of_2(2 * triton.next_power_of_2(HALF) + rest)
     BLOCK_A = max(1, min(triton.next_power_of_2(num_heads), _TILE // width))
     return max(1, _TILE // (BLOCK_A * width)), BLOCK_A
 
