@@ -20,7 +20,7 @@ def _place_kernel(
     row_stride, col_stride, T, E, R, pad_multiple,
     K: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    tile, num_tiles = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    tile, num_tiles = tl.program_id(0).to(tl.int64), tl.cdiv(T, TOKENS)
     col = tl.arange(0, BLOCK_E)
     before, total = before_and_total(counts_ptr, tile, num_tiles, col, E, CHUNK)
     padded = (total + pad_multiple - 1) // pad_multiple * pad_multiple
