@@ -17,10 +17,10 @@ _CHUNK = 8  # untuned: tiles whose counts are read at a time
 @triton.jit
 def _place_kernel(
     routing_ptr, counts_ptr, row_of_ptr, token_of_ptr, rows_per_expert_ptr,
-    row_stride, col_stride, T, E, R, pad_multiple,
+    row_stride, col_stride, num_tiles, T, E, R, pad_multiple,
     K: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    tile, num_tiles = tl.program_id(0).to(tl.int64), tl.cdiv(T, TOKENS)
+    tile = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK_E)
     before, total = before_and_total(counts_ptr, tile, num_tiles, col, E, CHUNK)
     padded = (total + pad_multiple - 1) // pad_multiple * pad_multiple
@@ -60,7 +60,7 @@ def _row_map(routing_map: Tensor, num_rows: int, num_experts: int, pad_multiple:
     counts = count(routing_map, num_experts, num_slots, tiling)
     wrap_triton(_place_kernel)[(tiling.num_tiles,)](
         routing_map, counts, row_of, token_of, rows_per_expert, *routing_map.stride(),
-        T, num_experts, num_rows, pad_multiple,
+        tiling.num_tiles, T, num_experts, num_rows, pad_multiple,
         K=num_slots, TOKENS=tiling.tokens, BLOCK_T=tiling.block_t, BLOCK_E=tiling.block_e, CHUNK=_CHUNK,
         num_warps=tiling.num_warps,
     )  # fmt: skip
