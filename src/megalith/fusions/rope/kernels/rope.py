@@ -104,6 +104,24 @@ def _load_gain(
 
 
 @triton.jit
+def _store_sums(
+    sums_ptr, first, second, rest, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """Stores the sums of [tokens, heads, columns] where ``_load_gain`` would load them."""
+    REST: tl.constexpr = D - 2 * HALF
+    REST_START: tl.constexpr = 0 if OFFSET else 2 * HALF
+    first = tl.sum(tl.sum(first, axis=1, keep_dims=True), axis=0, keep_dims=True)
+    second = tl.sum(tl.sum(second, axis=1, keep_dims=True), axis=0, keep_dims=True)
+    sums = sums_ptr + tl.zeros([1, 1, 1], dtype=tl.int64)
+    everywhere = tl.full([1, 1, 1], 1, dtype=tl.int1)
+    store_parts(sums + OFFSET, first, second, everywhere, HALF, triton.next_power_of_2(HALF), PAIRS)
+    if REST > 0:
+        rest = tl.sum(tl.sum(rest, axis=1, keep_dims=True), axis=0, keep_dims=True)
+        col = REST_START + tl.arange(0, triton.next_power_of_2(REST))[None, None, :]
+        tl.store(sums + col, rest, mask=col < REST_START + REST)
+
+
+@triton.jit
 def _rotate_heads(
     x_ptr, stride_a, y_ptr, gain, rstd_ptr, token, in_range, angles,
     NUM_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr,
@@ -233,14 +251,7 @@ def _norm_back_kernel(
             store_parts(dx_ptr + at * D + OFFSET, first, second, rows, HALF, BLOCK_HALF, WRITE)
             if REST > 0:
                 tl.store(dx_ptr + at * D + col, rstd * (g_rest - rest * mean), mask=rest_mask)
-    sum_first = tl.sum(tl.sum(sum_first, axis=1, keep_dims=True), axis=0, keep_dims=True)
-    sum_second = tl.sum(tl.sum(sum_second, axis=1, keep_dims=True), axis=0, keep_dims=True)
-    sums = sums_ptr + group * D + tl.zeros([1, 1, 1], dtype=tl.int64)
-    store_parts(sums + OFFSET, sum_first, sum_second, tl.full([1, 1, 1], 1, dtype=tl.int1), HALF, BLOCK_HALF, WRITE)
-    if REST > 0:
-        sum_rest = tl.sum(tl.sum(sum_rest, axis=1, keep_dims=True), axis=0, keep_dims=True)
-        col = REST_START + tl.arange(0, BLOCK_REST)[None, None, :]
-        tl.store(sums + col, sum_rest, mask=col < REST_START + REST)
+    _store_sums(sums_ptr + group * D, sum_first, sum_second, sum_rest, D, HALF, OFFSET, WRITE)
 
 
 def _forward(
