@@ -12,14 +12,16 @@ difference in size. In backward two more columns, ones in v and dlse in dout, tu
 backward must add there.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from megalith.fusions.attention.formulas import operator, sink_gradient
+from megalith.fusions.attention.formulas import GivenToBackward, Seen, operator, sink_gradient
 from megalith.fusions.core.rows import contiguous_columns, wide
 
 __all__ = ["op"]
@@ -90,17 +92,8 @@ def _within_documents(tile: _Tile, bounds: Tensor, dtype: torch.dtype) -> _Tile:
     return tile._replace(mask=mask if tile.mask is None else mask + tile.mask)
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    bounds: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    left: int,
-    right: int,
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *seen: Unpack[Seen]) -> tuple[Tensor, Tensor]:
+    bounds, scale, softcap, left, right = seen
     assert softcap is None, "torch's kernels cap no scores, and the path declines such a call"
     (Sq, B, A, D), Dv, dtype = q.shape, v.shape[-1], q.dtype
     q, k, v = (_heads_first(x, max(D, Dv)) for x in (q, k, v))
@@ -119,21 +112,8 @@ def _forward(
     return out[..., :Dv].permute(2, 0, 1, 3).to(dtype).contiguous(), _heads_last(lse)
 
 
-def _backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    bounds: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    left: int,
-    right: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dout, dlse, q, k, v, sink, out, lse, bounds, scale, _, left, right = GivenToBackward(*inputs)
     D, Dv, dtype = q.shape[-1], v.shape[-1], q.dtype
     dout = torch.zeros_like(out) if dout is None else dout
     dsink = q.new_empty(0) if sink is None else sink_gradient(dout, dlse, out, lse, sink)

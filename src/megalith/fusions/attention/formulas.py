@@ -10,7 +10,9 @@ S sequence, B micro-batch, A query heads, G groups of heads, D head size, Dv of 
 first token of each token's document, and the one after its last.
 """
 
-from typing import NamedTuple
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from megalith.fusions.core.rows import wide
 __all__ = [
     "OPERATOR",
     "WIDEST_HEAD",
+    "GivenToBackward",
+    "OnScores",
     "Seen",
     "gradients_with_bias",
     "merge_attention",
@@ -46,23 +50,49 @@ class Seen(NamedTuple):
     right: int
 
 
+class GivenToBackward(NamedTuple):
+    """Gradients of out and lse, None where nothing was computed from them, and what was saved; ``Seen`` is the end."""
+
+    dout: Tensor | None
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None
+    out: Tensor
+    lse: Tensor
+    bounds: Tensor | None
+    scale: float
+    softcap: float | None
+    left: int
+    right: int
+
+    @property
+    def seen(self) -> Seen:
+        return Seen(*self[8:])
+
+
+class OnScores(NamedTuple):
+    """What only formulas with every score in memory have room for."""
+
+    factors: Tensor | None = None  # [B, A, Sq, Sk], of the probabilities: dropout
+    bias: Tensor | None = None  # [A, Sq, Sk], added to the scores
+
+
+_NOTHING_ON_SCORES = OnScores()
+
+
 def reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sink: Tensor | None,
-    bounds: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    left: int,
-    right: int,
-    factors: Tensor | None = None,
-    bias: Tensor | None = None,
+    *seen: Unpack[Seen],
+    on_scores: OnScores = _NOTHING_ON_SCORES,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse, with every score in memory.
-
-    ``factors`` [B, A, Sq, Sk] multiply the probabilities: dropout. ``bias`` [A, Sq, Sk] is added to the scores.
-    """
+    """out and lse, with every score in memory."""
+    bounds, scale, softcap, left, right = seen
+    factors, bias = on_scores
     with without_autocast(q):
         acc, groups = wide(q.dtype), k.shape[2]
         hidden = ~_seen(q, k, bounds, left, right)  # [B or 1, 1, Sq, Sk]
@@ -81,21 +111,10 @@ def reference(
 
 
 def reference_gradients(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bounds: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    left: int,
-    right: int,
-    factors: Tensor | None = None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *seen: Unpack[Seen]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of attention over some of the keys, where ``out`` and ``lse`` are over all of them."""
-    return gradients_with_bias(dout, q, k, v, out, lse, bounds, scale, softcap, left, right, factors)[:3]
+    return gradients_with_bias(dout, q, k, v, out, lse, *seen)[:3]
 
 
 def gradients_with_bias(
@@ -105,15 +124,12 @@ def gradients_with_bias(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    bounds: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    left: int,
-    right: int,
-    factors: Tensor | None = None,
-    bias: Tensor | None = None,
+    *seen: Unpack[Seen],
+    on_scores: OnScores = _NOTHING_ON_SCORES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk and dv as ``reference_gradients``, with a ``bias`` [A, Sq, Sk] of the scores, and its gradient."""
+    """dq, dk and dv as ``reference_gradients``, and the gradient of a bias ``on_scores``, None where there is none."""
+    bounds, scale, softcap, left, right = seen
+    factors, bias = on_scores
     with without_autocast(q):
         acc, groups = wide(q.dtype), k.shape[2]
         hidden = ~_seen(q, k, bounds, left, right)  # [B or 1, 1, Sq, Sk]
@@ -154,37 +170,14 @@ def _seen(q: Tensor, k: Tensor, bounds: Tensor | None, left: int, right: int) ->
 def operator(batch_first: bool) -> Operator[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Attention, declared; with ``batch_first``, lse and gradients are laid out in memory as [B, S, heads, ...]."""
 
-    def outputs(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        bounds: Tensor | None,
-        scale: float,
-        softcap: float | None,
-        left: int,
-        right: int,
-    ) -> tuple[Tensor, Tensor]:
+    def outputs(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *seen: Unpack[Seen]) -> tuple[Tensor, Tensor]:
         Sq, B, A, _ = q.shape
         lse = q.new_empty((B, Sq, A) if batch_first else (B, A, Sq), dtype=wide(q.dtype))
         return q.new_empty(Sq, B, A, v.shape[-1]), lse.transpose(1, 2) if batch_first else lse
 
-    def gradients(
-        dout: Tensor | None,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        bounds: Tensor | None,
-        scale: float,
-        softcap: float | None,
-        left: int,
-        right: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dq, dk, dv, dsink = gradients_like(q, k, v, sink)
+    def gradients(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        given = GivenToBackward(*inputs)
+        dq, dk, dv, dsink = gradients_like(given.q, given.k, given.v, given.sink)
         if batch_first:
             dq, dk, dv = (x.view(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1) for x in (dq, dk, dv))
         return dq, dk, dv, dsink

@@ -199,7 +199,12 @@ def gradients_like(*inputs: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def wrap_triton(kernel: Any) -> Any:
-    """``kernel`` for an operator to launch. Call it by this bare name: torch's compile cache scans launchers for it."""
+    """``kernel`` for an operator to launch. Call it by this bare name: torch's compile cache scans launchers for it.
+
+    Its arguments are tensors, numbers and None, one by one. Triton takes a tuple of strides too, and makes the same
+    code of it; torch.compile (2.13) does not: Inductor refuses such an argument, sizes in it that are symbols are lost,
+    and every tensor then counts as written. Functions that a kernel calls may take tuples.
+    """
     return kernel if triton_interprets() else torch.library.wrap_triton(kernel)
 
 

@@ -24,7 +24,18 @@ from megalith.fusions.rope.rotation import (
     rotate_pairs,
 )
 
-__all__ = ["OPERATOR", "Operands", "Outputs", "blocked", "compiled", "gradients", "outputs", "reference"]
+__all__ = [
+    "OPERATOR",
+    "GivenToBackward",
+    "Heads",
+    "Operands",
+    "Outputs",
+    "blocked",
+    "compiled",
+    "gradients",
+    "outputs",
+    "reference",
+]
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -55,7 +66,7 @@ class Operands(NamedTuple):
         return Rotation(*self[7:])
 
 
-class _Heads(NamedTuple):
+class Heads(NamedTuple):
     """What backward has of q, or of k; dy is empty where there is no k."""
 
     dy: Tensor
@@ -85,10 +96,10 @@ class GivenToBackward(NamedTuple):
     eps: float
     zero_centered: bool
 
-    def parts(self) -> tuple[_Heads, _Heads, Tables, Rotation]:
+    def parts(self) -> tuple[Heads, Heads, Tables, Rotation]:
         """Of q and of k, the tables, and the rotation back."""
-        of_q = _Heads(self.dy, self.q, self.q_norm_weight, self.q_rstd)
-        of_k = _Heads(self.dy_k, self.k, self.k_norm_weight, self.k_rstd)
+        of_q = Heads(self.dy, self.q, self.q_norm_weight, self.q_rstd)
+        of_k = Heads(self.dy_k, self.k, self.k_norm_weight, self.k_rstd)
         back = Rotation(*self[11:])._replace(inverse=not self.inverse)
         return of_q, of_k, Tables(self.cos, self.sin, self.positions), back
 
@@ -199,7 +210,7 @@ def _rotate_rows(x: Tensor, weight: Tensor | None, table: Tables, how: Rotation,
         y_after.copy_(after)
 
 
-def _rotate_and_normalize_back(heads: _Heads, table: Tables, back: Rotation, dx: Tensor, dweight: Tensor) -> None:
+def _rotate_and_normalize_back(heads: Heads, table: Tables, back: Rotation, dx: Tensor, dweight: Tensor) -> None:
     dy, x, weight, rstd = heads
     assert weight is not None, "asked for normalised heads only"
     total = dweight.zero_().to(wide(dy.dtype))
@@ -214,7 +225,7 @@ def _rotate_and_normalize_back(heads: _Heads, table: Tables, back: Rotation, dx:
 def _whole_backward(*inputs: Unpack[GivenToBackward]) -> Outputs:
     of_q, of_k, table, back = GivenToBackward(*inputs).parts()
 
-    def of(heads: _Heads) -> tuple[Tensor, Tensor]:
+    def of(heads: Heads) -> tuple[Tensor, Tensor]:
         dy, x, weight, rstd = heads
         if x is None or weight is None:
             return rotate(dy, table, back, dy.dtype) if dy.dim() > 1 else dy.clone(), dy.new_empty(0)

@@ -26,7 +26,7 @@ from megalith.fusions.core.function_context import Context
 from megalith.fusions.core.registry import registered
 from megalith.fusions.core.rows import in_shape, not_a_view
 from megalith.fusions.rope.mla_formulas import blocked, compiled, reference, reference_back
-from megalith.fusions.rope.mla_tables import check_heads, mla_tables
+from megalith.fusions.rope.mla_tables import Positions, check_heads, mla_tables
 from megalith.fusions.rope.rope import FUSION as ROPE
 from megalith.fusions.rope.rotation import Rotation, Tables
 
@@ -82,7 +82,8 @@ def fused_apply_mla_rope_for_q(
         BackendError: ``backend`` cannot run on ``t``.
     """
     _check_queries(t, cos, sin, qk_head_dim, emb_dim)
-    table = mla_tables(t, cos, sin, emb_dim, position_ids, cu_seqlens_q, cp_rank, cp_size, rotary_interleaved)
+    given = Positions(position_ids, cu_seqlens_q, cp_rank, cp_size)
+    table = mla_tables(t, cos, sin, emb_dim, given, rotary_interleaved)
     return _rotated(t, table, Rotation(_layout(rotary_interleaved), inverse, offset=qk_head_dim), backend)
 
 
@@ -112,7 +113,8 @@ def fused_apply_mla_rope_for_kv(
     is summed over the heads in float32 and in one order.
     """
     _check_keys_and_values(kv, k_pos_emb, cos, sin, emb_dim, k_dim, v_dim)
-    table = mla_tables(kv, cos, sin, emb_dim, position_ids, cu_seqlens_kv, cp_rank, cp_size, rotary_interleaved)
+    given = Positions(position_ids, cu_seqlens_kv, cp_rank, cp_size)
+    table = mla_tables(kv, cos, sin, emb_dim, given, rotary_interleaved)
     return _keys_and_values(kv, k_pos_emb, table, k_dim, _layout(rotary_interleaved), backend)
 
 
@@ -153,7 +155,7 @@ def fused_mla_rope_out_of_place(
     check_heads("t", t, {"nope_dim": nope_dim, "emb_dim": emb_dim}, emb_dim)
     _refuse_interleaved_tables(rotary_interleaved)
     given = _first_of(position_ids, cu_seqlens_q, cp_rank, cp_size)
-    table = _of_direction(mla_tables(t, cos, sin, emb_dim, *given, False), inverse)
+    table = _of_direction(mla_tables(t, cos, sin, emb_dim, given, False), inverse)
     return _rotated(t, table, Rotation(_layout(remove_interleaving), offset=nope_dim), backend)
 
 
@@ -182,7 +184,7 @@ def fused_mla_rope_inplace(
     check_heads("t", t, {"nope_dim": nope_dim, "emb_dim": emb_dim}, emb_dim)
     _refuse_interleaved_tables(rotary_interleaved)
     given = _first_of(position_ids, cu_seqlens_q, cp_rank, cp_size)
-    table = _of_direction(mla_tables(t, cos, sin, emb_dim, *given, False), inverse)
+    table = _of_direction(mla_tables(t, cos, sin, emb_dim, given, False), inverse)
     pe = t.narrow(-1, nope_dim, emb_dim)
     pe.copy_(_rotated(pe, table, Rotation(_layout(remove_interleaving)), backend))
     return t
@@ -213,7 +215,7 @@ def fused_mla_rope_kv_split(
     _check_keys_and_values(kv, k_pos_emb, cos, sin, emb_dim, k_dim, v_dim)
     _refuse_interleaved_tables(rotary_interleaved)
     given = _first_of(position_ids, cu_seqlens_kv, cp_rank, cp_size)
-    table = mla_tables(kv, cos, sin, emb_dim, *given, False)
+    table = mla_tables(kv, cos, sin, emb_dim, given, False)
     return _keys_and_values(kv, k_pos_emb, table, k_dim, _layout(remove_interleaving), backend)
 
 
@@ -234,7 +236,8 @@ class ApplyMLARotaryEmbQ(torch.autograd.Function):
         rotary_interleaved: bool = False,
     ) -> Tensor:
         _check_queries(q, cos, sin, qk_head_dim, emb_dim)
-        table = mla_tables(q, cos, sin, emb_dim, None, cu_seqlens_q, cp_rank, cp_size, rotary_interleaved)
+        given = Positions(None, cu_seqlens_q, cp_rank, cp_size)
+        table = mla_tables(q, cos, sin, emb_dim, given, rotary_interleaved)
         how = Rotation(_layout(rotary_interleaved), offset=qk_head_dim)
         ctx.backend, ctx.options = ROPE.choose_for_function(q), how
         ctx.save_for_backward(*table)
@@ -266,7 +269,8 @@ class ApplyMLARotaryEmbKV(torch.autograd.Function):
         rotary_interleaved: bool = False,
     ) -> tuple[Tensor, Tensor]:
         _check_keys_and_values(kv, k_pos_emb, cos, sin, emb_dim, k_dim, v_dim)
-        table = mla_tables(kv, cos, sin, emb_dim, None, cu_seqlens_kv, cp_rank, cp_size, rotary_interleaved)
+        given = Positions(None, cu_seqlens_kv, cp_rank, cp_size)
+        table = mla_tables(kv, cos, sin, emb_dim, given, rotary_interleaved)
         ctx.backend, ctx.options = FUSION.choose_for_function(kv), (_layout(rotary_interleaved),)
         ctx.save_for_backward(*table)
         k, v = _keys_and_values(kv, k_pos_emb, table, k_dim, *ctx.options, ctx.backend)
@@ -294,11 +298,9 @@ def _refuse_interleaved_tables(rotary_interleaved: bool) -> None:
         )
 
 
-def _first_of(
-    position_ids: Tensor | None, cu_seqlens: Tensor | None, cp_rank: int, cp_size: int
-) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """The positions of ``mla_tables``, or what they follow from; callers of the field give both."""
-    return (None, cu_seqlens, cp_rank, cp_size) if position_ids is None else (position_ids, None, 0, 1)
+def _first_of(position_ids: Tensor | None, cu_seqlens: Tensor | None, cp_rank: int, cp_size: int) -> Positions:
+    """``position_ids`` if they are given, else what they follow from; callers of the field give both."""
+    return Positions(None, cu_seqlens, cp_rank, cp_size) if position_ids is None else Positions(position_ids)
 
 
 def _of_direction(table: Tables, inverse: bool) -> Tables:

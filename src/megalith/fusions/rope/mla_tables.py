@@ -1,6 +1,7 @@
 """The tables and positions of multi-latent attention, in the forms that the field gives them."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,16 @@ from megalith.fusions.core.checks import check_one_device, check_shape
 from megalith.fusions.rope.rotation import Tables, tables
 from megalith.fusions.rope.tables import positions_from_cu_seqlens
 
-__all__ = ["check_heads", "mla_tables"]
+__all__ = ["Positions", "check_heads", "mla_tables"]
+
+
+class Positions(NamedTuple):
+    """The positions of tokens, or the documents and the rank of a context-parallel group that they follow from."""
+
+    position_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    cp_rank: int = 0
+    cp_size: int = 1
 
 
 def check_heads(name: str, x: Tensor, columns: Mapping[str, int], emb_dim: int) -> None:
@@ -26,20 +36,13 @@ def check_heads(name: str, x: Tensor, columns: Mapping[str, int], emb_dim: int) 
 
 
 def mla_tables(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    emb_dim: int,
-    position_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cp_rank: int,
-    cp_size: int,
-    rotary_interleaved: bool,
+    x: Tensor, cos: Tensor, sin: Tensor, emb_dim: int, positions: Positions, rotary_interleaved: bool
 ) -> Tables:
     """The tables of ``x`` [S, B, A, ...] or [T, A, ...], as ``fused_apply_mla_rope_for_q`` says what it takes.
 
     Raises ShapeError for tensors that do not fit, ConfigError for positions that are not known, or given twice.
     """
+    position_ids, cu_seqlens, cp_rank, cp_size = positions
     check_one_device(**{"the heads": x, "cos": cos, "sin": sin, "position_ids": position_ids, "cu_seqlens": cu_seqlens})
     if cu_seqlens is None and (cp_rank, cp_size) != (0, 1):
         raise ConfigError(

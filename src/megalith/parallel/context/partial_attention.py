@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalith.fusions import merge_attention
 from megalith.fusions.attention.attention import attention_gradients, fused_attention
-from megalith.fusions.attention.formulas import gradients_with_bias, reference
+from megalith.fusions.attention.formulas import OnScores, Seen, gradients_with_bias, reference
 from megalith.fusions.core.dispatch import Backend, use
 from megalith.numerics.dropout import Dropout, attention_keep_mask
 from megalith.parallel.context.blocks import Block, Sight, blocks_between
@@ -95,15 +95,15 @@ class PartialAttention:
 
     def _forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor, at: slice) -> tuple[Tensor, Tensor]:
         if self._spells_out:
-            return reference(q, k, v, None, *self._spelled_out(block, q, at))
+            return reference(q, k, v, None, *self._seen(block, q), on_scores=self._on_scores(block, q, at))
         return fused_attention(q, k, v, **self._fused(block))
 
     def _backward(
         self, block: Block, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: slice
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self._spells_out:
-            spelled_out = self._spelled_out(block, q, at)
-            dq, dk, dv, dbias = gradients_with_bias(dout, q, k, v, out, lse, *spelled_out)
+            seen, on_scores = self._seen(block, q), self._on_scores(block, q, at)
+            dq, dk, dv, dbias = gradients_with_bias(dout, q, k, v, out, lse, *seen, on_scores=on_scores)
             if dbias is not None and self.dby_distance is not None:
                 add_gradient_between_(self.dby_distance, dbias, block.queries, block.keys)
             return dq, dk, dv
@@ -123,18 +123,19 @@ class PartialAttention:
             "softcap": self.softcap,
         }
 
-    def _spelled_out(
-        self, block: Block, q: Tensor, at: slice
-    ) -> tuple[Tensor | None, float, float | None, int, int, Tensor | None, Tensor | None]:
-        """What the formulas take after the sink: bounds to right, factors and bias, by positions in the whole row."""
+    def _seen(self, block: Block, q: Tensor) -> Seen:
         bounds = None if block.documents is None else block.documents.document_bounds
         left, right = (2**30 if side == -1 else side for side in block.window)
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return Seen(bounds, scale, self.softcap, left, right)
+
+    def _on_scores(self, block: Block, q: Tensor, at: slice) -> OnScores:
+        """By positions in the whole row."""
         factors = None if self.dropout is None else self._factors(block, q, at, self.dropout)
         bias = None
         if self.by_distance is not None:
             bias = bias_between(self.by_distance, block.queries, block.keys)  # [A, Sq, Sk]
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        return bounds, scale, self.softcap, left, right, factors, bias
+        return OnScores(factors, bias)
 
     def _factors(self, block: Block, q: Tensor, at: slice, drops: HeadDropout) -> Tensor:
         """[B, A, Sq, Sk]: 0 for a probability that is dropped, and 1 / (1 - p) for the others."""

@@ -17,7 +17,7 @@ from megalith.fusions.core.registration import register_without_gradient, wrap_t
 __all__ = ["op"]
 
 _CHUNK = 8192  # elements of a program; untuned
-_BLOCK = 1024  # of them at a time; untuned
+_BLOCK = tl.constexpr(1024)  # of them at a time; untuned
 _SEARCH = 1024  # tensors that are looked at together, to find the one of a chunk
 
 
@@ -61,7 +61,7 @@ def _adamw_kernel(
     table_ptr, num_tensors, like_weight, like_copy, like_grad, grad_scale_ptr, found_nonfinite_ptr,
     kept, rate, correction,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, SEARCH: tl.constexpr,
+    CHUNK: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """w = kept * w - rate * m / (sqrt(v) / correction + eps)."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -77,11 +77,11 @@ def _adamw_kernel(
     if found_nonfinite_ptr is not None:
         end = tl.where(tl.load(found_nonfinite_ptr) == 0.0, end, start)  # nothing is left to update
     scale = 1.0 if grad_scale_ptr is None else tl.load(grad_scale_ptr)
-    rest = start + (end - start) // BLOCK * BLOCK
-    for begin in range(start, rest, BLOCK):  # without a mask, so that 16 bytes are loaded at once for any size
-        at = begin + tl.arange(0, BLOCK)
+    rest = start + (end - start) // _BLOCK * _BLOCK
+    for begin in range(start, rest, _BLOCK):  # without a mask, so that 16 bytes are loaded at once for any size
+        at = begin + tl.arange(0, _BLOCK)
         _update_block(w_ptr, copy_ptr, g_ptr, m_ptr, v_ptr, at, None, scale, kept, rate, correction, BETA1, BETA2, EPS)
-    at = rest + tl.arange(0, BLOCK)
+    at = rest + tl.arange(0, _BLOCK)
     _update_block(w_ptr, copy_ptr, g_ptr, m_ptr, v_ptr, at, at < end, scale, kept, rate, correction, BETA1, BETA2, EPS)
 
 
@@ -109,7 +109,7 @@ def _update(
         table, len(weights), weights[0], copies[0] if copies else None, grads[0], grad_scale, found_nonfinite,
         1 - lr * decay, lr / (1 - beta1**step), (1 - beta2**step) ** 0.5,
         BETA1=beta1, BETA2=beta2, EPS=eps, ALIGNED=all(address % 16 == 0 for row in addresses for address in row),
-        CHUNK=_CHUNK, BLOCK=_BLOCK, SEARCH=min(_SEARCH, triton.next_power_of_2(len(weights))),
+        CHUNK=_CHUNK, SEARCH=min(_SEARCH, triton.next_power_of_2(len(weights))),
     )  # fmt: skip
 
 

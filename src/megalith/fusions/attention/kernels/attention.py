@@ -6,13 +6,16 @@ exp(s - m), and the sum acc of exp(s - m) v. The logarithms are of base 2 inside
 q [Sq, B, A, D], k [Sk, B, G, D], v [Sk, B, G, Dv], rows strided, columns contiguous.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 import math
+from typing import Unpack
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalith.fusions.attention.formulas import OPERATOR
+from megalith.fusions.attention.formulas import OPERATOR, Seen
 from megalith.fusions.attention.kernels.attention_backward import LOG2_E, backward
 from megalith.fusions.attention.kernels.attention_tiles import (
     Blocks,
@@ -94,18 +97,9 @@ def _forward_kernel(
     tl.store(lse_ptr + head * Sq + i, (m + tl.log2(total)) * LN_2, mask=i < Sq)
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    bounds: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    left: int,
-    right: int,
-) -> tuple[Tensor, Tensor]:
-    out, lse = OPERATOR.outputs(q, k, v, sink, bounds, scale, softcap, left, right)
+def _forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *seen: Unpack[Seen]) -> tuple[Tensor, Tensor]:
+    bounds, scale, softcap, left, right = seen
+    out, lse = OPERATOR.outputs(q, k, v, sink, *seen)
     (Sq, B, A, D), Sk, DV = q.shape, k.shape[0], v.shape[-1]
     if out.numel() == 0:
         return out, lse

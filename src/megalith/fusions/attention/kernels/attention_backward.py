@@ -4,14 +4,17 @@ The probabilities come back from the scores and lse. A gradient is the sum of on
 of all heads of a group that see a block of keys, or the keys that a block of queries sees.
 """
 
+# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+
 import math
+from typing import Unpack
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalith.fusions.attention.formulas import OPERATOR
+from megalith.fusions.attention.formulas import OPERATOR, GivenToBackward
 from megalith.fusions.attention.kernels.attention_tiles import (
     Blocks,
     block_columns,
@@ -164,23 +167,10 @@ def _queries_kernel(
     tl.store(dq_ptr + at, dq * SCALE, mask=(i < Sq)[:, None] & (d < D)[None, :])
 
 
-def backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    bounds: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    left: int,
-    right: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink of ``fused_attention``; dsink is empty where there is no sink."""
-    dq, dk, dv, dsink = OPERATOR.gradients(dout, dlse, q, k, v, sink, out, lse, bounds, scale, softcap, left, right)
+    dout, dlse, q, k, v, sink, out, lse, bounds, scale, softcap, left, right = GivenToBackward(*inputs)
+    dq, dk, dv, dsink = OPERATOR.gradients(*inputs)
     (Sq, B, A, D), (Sk, _, G, DV) = q.shape, v.shape
     if out.numel() == 0 or Sk == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), dsink.zero_()

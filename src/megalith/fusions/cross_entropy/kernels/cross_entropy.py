@@ -154,7 +154,7 @@ def _loss_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    dloss_ptr, logits_ptr, target_ptr, whole_ptr, dlogits_ptr, stride, out_stride, n, num_read, num_columns, start,
+    dloss_ptr, logits_ptr, target_ptr, whole_ptr, dlogits_ptr, stride, n, num_read, num_columns, start,
     vocab_size,
     IGNORE: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, TILE_V: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +189,7 @@ def _gradient_kernel(
     if SMOOTHING != 0.0:
         dx -= SMOOTHING / vocab_size
     dx = tl.where(is_target, at_target, dx) * slope * g
-    tl.store(dlogits_ptr + row * out_stride + col, tl.where(mask, dx, 0.0), mask=col < num_columns)
+    tl.store(dlogits_ptr + row * num_columns + col, tl.where(mask, dx, 0.0), mask=col < num_columns)
 
 
 def statistics(logits: Tensor, target: Tensor, *options: Unpack[PartAndSum]) -> Tensor:
@@ -230,13 +230,14 @@ def gradient_into(
 ) -> None:
     """Fills ``dlogits``, which may be ``logits`` itself: an entry is written by who alone has read it."""
     part, terms = part_and_terms(*options)
+    assert dlogits.is_contiguous(), "fresh memory, or the result of a product"
     T, num_columns = dlogits.shape
     if dlogits.numel() == 0:
         return
     logits = contiguous_columns(logits)
     n = num_true_columns(num_columns, part)
     wrap_triton(_gradient_kernel)[(T, triton.cdiv(num_columns, _TILE_V))](
-        dloss.contiguous(), logits, target.contiguous(), whole, dlogits, logits.stride(0), dlogits.stride(0),
+        dloss.contiguous(), logits, target.contiguous(), whole, dlogits, logits.stride(0),
         n, _num_read(n, logits), num_columns, part.start, part.vocab_size,
         IGNORE=part.ignore_index, SOFTCAP=_cap(part), SMOOTHING=terms.smoothing, Z_LOSS=terms.z_loss,
         TILE_V=_TILE_V, num_warps=_TILE_WARPS,

@@ -50,13 +50,13 @@ def _load(ptr, row, column, stride, num_rows, num_columns):
 @triton.jit
 def _by_matrices_kernel(
     x_ptr, weight_ptr, sizes_ptr, y_ptr, x_stride, expert_stride, weight_stride,
-    R, E, num_summed, num_columns, num_tiles,
+    R, E, num_summed, num_columns,
     TRANSPOSED: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_SUM: tl.constexpr,
 ):  # fmt: skip
     """Rows times the matrices [num_summed, num_columns] of their experts, of which TRANSPOSED ones are in memory."""
-    tile = tl.program_id(0) % num_tiles  # one after the other share a matrix
-    column = tl.program_id(0) // num_tiles * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    tile = tl.program_id(0)  # one after the other share a matrix
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     group = tl.arange(0, BLOCK_E)
     size = tl.load(sizes_ptr + group, mask=group < E, other=0)
     size = tl.where(group == E, tl.maximum(R - tl.sum(size, axis=0), 0), size)  # rows of no expert, a group too
@@ -105,8 +105,8 @@ def _multiply(x: Tensor, weight: Tensor, sizes: Tensor, y: Tensor, transposed: b
     (R, num_summed), num_columns, E = x.shape, y.shape[1], len(sizes)
     x, weight, blocks = contiguous_columns(x), contiguous_columns(weight), _BLOCKS[x.element_size()]
     num_tiles = triton.cdiv(R, blocks.BLOCK_ROWS) + E
-    wrap_triton(_by_matrices_kernel)[(num_tiles * triton.cdiv(num_columns, blocks.BLOCK_COLUMNS),)](
-        x, weight, sizes.contiguous(), y, x.stride(0), *weight.stride()[:2], R, E, num_summed, num_columns, num_tiles,
+    wrap_triton(_by_matrices_kernel)[(num_tiles, triton.cdiv(num_columns, blocks.BLOCK_COLUMNS))](
+        x, weight, sizes.contiguous(), y, x.stride(0), *weight.stride()[:2], R, E, num_summed, num_columns,
         TRANSPOSED=transposed, BLOCK_E=triton.next_power_of_2(E + 1), **blocks._asdict(),
     )  # fmt: skip
 

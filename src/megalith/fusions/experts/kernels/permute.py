@@ -94,8 +94,10 @@ def _unpermute_kernel(
 @triton.jit
 def _unpermute_back_kernel(
     dy_ptr, x_ptr, probs_ptr, row_of_ptr, token_of_ptr, dx_ptr, dprobs_ptr, dy_stride, x_stride, prob_row, prob_slot,
-    T, R, H, S, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    R, H, S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
+    BLOCK_S: tl.constexpr = triton.next_power_of_2(S) if S > 0 else 1
+    T = tl.num_programs(0) - tl.cdiv(R, BLOCK_R)  # programs after those of tokens clear gaps
     token = tl.program_id(0).to(tl.int64)
     tile, num_tiles = tl.program_id(1), tl.num_programs(1)
     col = tile * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -180,7 +182,7 @@ def _unpermute_back(
     if num_programs := T + triton.cdiv(R, _BLOCK_R):
         wrap_triton(_unpermute_back_kernel)[(num_programs, num_tiles)](
             dy, permuted, probs, row_of, token_of, dpermuted, parts, dy.stride(0), permuted.stride(0), *probs.stride(),
-            T, R, H, S, BLOCK_S=_power(S), BLOCK_H=block_h, BLOCK_R=_BLOCK_R,
+            R, H, S=S, BLOCK_H=block_h, BLOCK_R=_BLOCK_R,
             num_warps=max(4, block_h // 512),
         )  # fmt: skip
     return dpermuted, dprobs if num_tiles == 1 else parts.sum(dim=-1).to(dprobs.dtype)

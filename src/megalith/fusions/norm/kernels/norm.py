@@ -35,12 +35,15 @@ def _factor(key_ptr, token_ptr, row, start, site, THRESHOLD: tl.constexpr, SCALE
 
 @triton.jit
 def _load_h(
-    x_ptr, residual_ptr, input_bias_ptr, h_ptr, key_ptr, token_ptr, x_at, residual_at, row, first, start, mask, site, H,
+    x_ptr, residual_ptr, input_bias_ptr, h_ptr, key_ptr, token_ptr, residual_at, row, first, start, mask, site, H,
     THRESHOLD: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """h in float32, as it is stored: the norm is that of the residual stream, whatever its dtype."""
+    """h in float32, as it is stored: the norm is that of the residual stream, whatever its dtype.
+
+    ``x_ptr`` is where the rows of x begin.
+    """
     col = start + tl.arange(0, BLOCK)[None, :]
-    h = tl.load(x_ptr + x_at + col, mask=mask, other=0.0).to(tl.float32)
+    h = tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32)
     if input_bias_ptr is not None:
         h += tl.load(input_bias_ptr + col, mask=col < H, other=0.0).to(tl.float32)
     if key_ptr is not None:
@@ -75,7 +78,7 @@ def forward_kernel(
     col = tl.arange(0, BLOCK)[None, :]
     mask = (row < T) & (col < H)
     h = _load_h(
-        x_ptr, residual_ptr, input_bias_ptr, h_ptr, key_ptr, token_ptr, _at(first, N, x_outer, x_inner, ROWS),
+        x_ptr + _at(first, N, x_outer, x_inner, ROWS), residual_ptr, input_bias_ptr, h_ptr, key_ptr, token_ptr,
         row * residual_stride, row, first, 0, mask, site, H, THRESHOLD, SCALE, BLOCK,
     )  # fmt: skip
     if mean_ptr is not None:
@@ -102,7 +105,7 @@ def wide_forward_kernel(
     for start in range(0, H, BLOCK):
         mask = start + tl.arange(0, BLOCK)[None, :] < H
         h = _load_h(
-            x_ptr, residual_ptr, input_bias_ptr, h_ptr, key_ptr, token_ptr, x_at, row * residual_stride, row, first,
+            x_ptr + x_at, residual_ptr, input_bias_ptr, h_ptr, key_ptr, token_ptr, row * residual_stride, row, first,
             start, mask, site, H, THRESHOLD, SCALE, BLOCK,
         )  # fmt: skip
         if mean_ptr is not None:

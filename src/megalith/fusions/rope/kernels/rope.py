@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns, rows_per_sum
-from megalith.fusions.rope.formulas import OPERATOR, Outputs
+from megalith.fusions.rope.formulas import OPERATOR, GivenToBackward, Heads, Outputs
 from megalith.fusions.rope.rotation import Rotation, Tables, reads_pairs
 
 __all__ = ["load_parts", "load_tables", "op", "rotate", "store_parts", "table_arguments"]
@@ -85,10 +85,13 @@ def rotate(first, second, cos, sin, INVERSE: tl.constexpr):
 
 @triton.jit
 def _load_gain(
-    w_ptr, OFFSET: tl.constexpr, REST_START: tl.constexpr, REST: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
-    PLUS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    w_ptr, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr, PAIRS: tl.constexpr, PLUS: tl.constexpr
 ):  # fmt: skip
     """The gains [1, 1, columns] of rotated columns and of the rest; without a weight ones, which compile to nothing."""
+    REST: tl.constexpr = D - 2 * HALF
+    REST_START: tl.constexpr = 0 if OFFSET else 2 * HALF
+    BLOCK_HALF: tl.constexpr = triton.next_power_of_2(HALF)
+    BLOCK_REST: tl.constexpr = triton.next_power_of_2(REST)
     first, second, rest = 1.0, 1.0, 1.0
     if w_ptr is not None:
         start = w_ptr + tl.zeros([1, 1, 1], dtype=tl.int32)
@@ -101,26 +104,50 @@ def _load_gain(
 
 
 @triton.jit
-def _rotate_heads(
-    x_ptr, y_ptr, w_ptr, rstd_ptr, token, s, b, in_range, cos, sin, stride_s, stride_b, stride_a,
-    NUM_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr, REST_START: tl.constexpr,
-    READ: tl.constexpr, WRITE: tl.constexpr, INVERSE: tl.constexpr, EPS: tl.constexpr, PLUS: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+def _store_sums(
+    sums_ptr, first, second, rest, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr, PAIRS: tl.constexpr
 ):  # fmt: skip
-    """Normalises (if there is a weight) and rotates all heads of the tokens."""
+    """Stores the sums of [tokens, heads, columns] where ``_load_gain`` would load them."""
     REST: tl.constexpr = D - 2 * HALF
-    w_first, w_second, w_rest = _load_gain(w_ptr, OFFSET, REST_START, REST, HALF, READ, PLUS, BLOCK_HALF, BLOCK_REST)
+    REST_START: tl.constexpr = 0 if OFFSET else 2 * HALF
+    first = tl.sum(tl.sum(first, axis=1, keep_dims=True), axis=0, keep_dims=True)
+    second = tl.sum(tl.sum(second, axis=1, keep_dims=True), axis=0, keep_dims=True)
+    sums = sums_ptr + tl.zeros([1, 1, 1], dtype=tl.int64)
+    everywhere = tl.full([1, 1, 1], 1, dtype=tl.int1)
+    store_parts(sums + OFFSET, first, second, everywhere, HALF, triton.next_power_of_2(HALF), PAIRS)
+    if REST > 0:
+        rest = tl.sum(tl.sum(rest, axis=1, keep_dims=True), axis=0, keep_dims=True)
+        col = REST_START + tl.arange(0, triton.next_power_of_2(REST))[None, None, :]
+        tl.store(sums + col, rest, mask=col < REST_START + REST)
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr, stride_a, y_ptr, gain, rstd_ptr, token, in_range, angles,
+    NUM_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr,
+    READ: tl.constexpr, WRITE: tl.constexpr, EPS: tl.constexpr, BLOCK_A: tl.constexpr,
+):  # fmt: skip
+    """Normalises (if there is ``rstd_ptr``) and rotates all heads of the tokens, which begin at ``x_ptr`` [tokens].
+
+    ``gain`` is that of ``_load_gain``, ``angles`` are (cos, sin) of ``load_tables``.
+    """
+    REST: tl.constexpr = D - 2 * HALF
+    REST_START: tl.constexpr = 0 if OFFSET else 2 * HALF
+    BLOCK_HALF: tl.constexpr = triton.next_power_of_2(HALF)
+    BLOCK_REST: tl.constexpr = triton.next_power_of_2(REST)
+    w_first, w_second, w_rest = gain
+    cos, sin = angles
     for start in range(0, NUM_HEADS, BLOCK_A):
         head = (start + tl.arange(0, BLOCK_A)).to(tl.int64)[None, :, None]
         rows = in_range & (head < NUM_HEADS)
-        x = x_ptr + s * stride_s + b * stride_b + head * stride_a
+        x = x_ptr + head * stride_a
         y = token * NUM_HEADS + head
         first, second = load_parts(x + OFFSET, rows, HALF, BLOCK_HALF, READ)
         if REST > 0:
             col = REST_START + tl.arange(0, BLOCK_REST)[None, None, :]
             rest_mask = rows & (col < REST_START + REST)
             rest = tl.load(x + col, mask=rest_mask, other=0.0)
-        if w_ptr is not None:
+        if rstd_ptr is not None:
             squares = tl.sum(first * first + second * second, axis=2, keep_dims=True)
             if REST > 0:
                 rest = rest.to(tl.float32)
@@ -130,7 +157,7 @@ def _rotate_heads(
             first, second = first * rstd * w_first, second * rstd * w_second
             if REST > 0:
                 rest = rest * rstd * w_rest
-        first, second = rotate(first, second, cos, sin, INVERSE)
+        first, second = rotate(first, second, cos, sin, False)
         store_parts(y_ptr + y * D + OFFSET, first, second, rows, HALF, BLOCK_HALF, WRITE)
         if REST > 0:
             tl.store(y_ptr + y * D + col, rest, mask=rest_mask)
@@ -142,25 +169,27 @@ def _rotate_kernel(
     table_stride_s, table_stride_b, num_rows, position_stride_s, position_stride_b, position_stride_p,
     q_stride_s, q_stride_b, q_stride_a, k_stride_s, k_stride_b, k_stride_a, T, B,
     A: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr,
-    REST_START: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, INVERSE: tl.constexpr, TIMES: tl.constexpr,
-    HEIGHTS: tl.constexpr, EPS: tl.constexpr, PLUS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    READ: tl.constexpr, WRITE: tl.constexpr, INVERSE: tl.constexpr, TIMES: tl.constexpr, HEIGHTS: tl.constexpr,
+    EPS: tl.constexpr, PLUS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
+    BLOCK_HALF: tl.constexpr = triton.next_power_of_2(HALF)
     token = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None, None]
     s, b, in_range = token // B, token % B, token < T
     cos, sin = load_tables(
         cos_ptr, sin_ptr, positions_ptr, s, b, in_range, table_stride_s, table_stride_b, num_rows,
         position_stride_s, position_stride_b, position_stride_p, HALF, BLOCK_HALF, TIMES, HEIGHTS,
     )  # fmt: skip
+    angles = (cos, -sin) if INVERSE else (cos, sin)
     _rotate_heads(
-        q_ptr, y_ptr, q_weight_ptr, q_rstd_ptr, token, s, b, in_range, cos, sin, q_stride_s, q_stride_b, q_stride_a,
-        A, D, HALF, OFFSET, REST_START, READ, WRITE, INVERSE, EPS, PLUS, BLOCK_A, BLOCK_HALF, BLOCK_REST,
+        q_ptr + s * q_stride_s + b * q_stride_b, q_stride_a, y_ptr,
+        _load_gain(q_weight_ptr, D, HALF, OFFSET, READ, PLUS), None if q_weight_ptr is None else q_rstd_ptr,
+        token, in_range, angles, A, D, HALF, OFFSET, READ, WRITE, EPS, BLOCK_A,
     )  # fmt: skip
     if k_ptr is not None:
         _rotate_heads(
-            k_ptr, y_k_ptr, k_weight_ptr, k_rstd_ptr, token, s, b, in_range, cos, sin,
-            k_stride_s, k_stride_b, k_stride_a,
-            G, D, HALF, OFFSET, REST_START, READ, WRITE, INVERSE, EPS, PLUS, BLOCK_G, BLOCK_HALF, BLOCK_REST,
+            k_ptr + s * k_stride_s + b * k_stride_b, k_stride_a, y_k_ptr,
+            _load_gain(k_weight_ptr, D, HALF, OFFSET, READ, PLUS), None if k_weight_ptr is None else k_rstd_ptr,
+            token, in_range, angles, G, D, HALF, OFFSET, READ, WRITE, EPS, BLOCK_G,
         )  # fmt: skip
 
 
@@ -169,14 +198,20 @@ def _norm_back_kernel(
     dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, sums_ptr, cos_ptr, sin_ptr, positions_ptr,
     table_stride_s, table_stride_b, num_rows, position_stride_s, position_stride_b, position_stride_p,
     dy_stride_s, dy_stride_b, dy_stride_a, x_stride_s, x_stride_b, x_stride_a, T, B, num_steps,
-    A: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr, REST_START: tl.constexpr,
+    A: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr,
     READ: tl.constexpr, WRITE: tl.constexpr, TIMES: tl.constexpr, HEIGHTS: tl.constexpr, PLUS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr,
 ):  # fmt: skip
-    """dx of ``num_steps`` blocks of tokens, all heads of each, and one part of the gain's gradient."""
+    """dx of ``num_steps`` blocks of tokens, all heads of each, and one part of the gain's gradient.
+
+    dy is read as forward writes, and dx is written as forward reads: READ and WRITE are of the rotation back.
+    """
     REST: tl.constexpr = D - 2 * HALF
+    REST_START: tl.constexpr = 0 if OFFSET else 2 * HALF
+    BLOCK_HALF: tl.constexpr = triton.next_power_of_2(HALF)
+    BLOCK_REST: tl.constexpr = triton.next_power_of_2(REST)
     group = tl.program_id(0).to(tl.int64)
-    w_first, w_second, w_rest = _load_gain(w_ptr, OFFSET, REST_START, REST, HALF, READ, PLUS, BLOCK_HALF, BLOCK_REST)
+    w_first, w_second, w_rest = _load_gain(w_ptr, D, HALF, OFFSET, WRITE, PLUS)
     sum_first = tl.zeros([BLOCK_T, BLOCK_A, BLOCK_HALF], dtype=tl.float32)
     sum_second = tl.zeros([BLOCK_T, BLOCK_A, BLOCK_HALF], dtype=tl.float32)
     sum_rest = tl.zeros([BLOCK_T, BLOCK_A, BLOCK_REST if REST > 0 else 1], dtype=tl.float32)
@@ -194,9 +229,9 @@ def _norm_back_kernel(
             x = x_ptr + s * x_stride_s + b * x_stride_b + head * x_stride_a
             at = token * A + head
             rstd = tl.load(rstd_ptr + at, mask=rows, other=0.0)
-            g_first, g_second = load_parts(dy + OFFSET, rows, HALF, BLOCK_HALF, WRITE)
+            g_first, g_second = load_parts(dy + OFFSET, rows, HALF, BLOCK_HALF, READ)
             g_first, g_second = rotate(g_first, g_second, cos, sin, True)
-            first, second = load_parts(x + OFFSET, rows, HALF, BLOCK_HALF, READ)
+            first, second = load_parts(x + OFFSET, rows, HALF, BLOCK_HALF, WRITE)
             first, second = first * rstd, second * rstd
             # a row that is not there may meet a table's NaN
             sum_first += tl.where(rows, g_first * first, 0.0)
@@ -213,17 +248,10 @@ def _norm_back_kernel(
                 mean += tl.sum(g_rest * rest, axis=2, keep_dims=True)
             mean = mean / D
             first, second = rstd * (g_first - first * mean), rstd * (g_second - second * mean)
-            store_parts(dx_ptr + at * D + OFFSET, first, second, rows, HALF, BLOCK_HALF, READ)
+            store_parts(dx_ptr + at * D + OFFSET, first, second, rows, HALF, BLOCK_HALF, WRITE)
             if REST > 0:
                 tl.store(dx_ptr + at * D + col, rstd * (g_rest - rest * mean), mask=rest_mask)
-    sum_first = tl.sum(tl.sum(sum_first, axis=1, keep_dims=True), axis=0, keep_dims=True)
-    sum_second = tl.sum(tl.sum(sum_second, axis=1, keep_dims=True), axis=0, keep_dims=True)
-    sums = sums_ptr + group * D + tl.zeros([1, 1, 1], dtype=tl.int64)
-    store_parts(sums + OFFSET, sum_first, sum_second, tl.full([1, 1, 1], 1, dtype=tl.int1), HALF, BLOCK_HALF, READ)
-    if REST > 0:
-        sum_rest = tl.sum(tl.sum(sum_rest, axis=1, keep_dims=True), axis=0, keep_dims=True)
-        col = REST_START + tl.arange(0, BLOCK_REST)[None, None, :]
-        tl.store(sums + col, sum_rest, mask=col < REST_START + REST)
+    _store_sums(sums_ptr + group * D, sum_first, sum_second, sum_rest, D, HALF, OFFSET, WRITE)
 
 
 def _forward(
@@ -241,36 +269,17 @@ def _forward(
     return results
 
 
-def _backward(
-    dy: Tensor,
-    dy_k: Tensor,
-    q: Tensor | None,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    q_rstd: Tensor,
-    k_rstd: Tensor,
-    *options: Unpack[Rotation],
-) -> Outputs:
-    weights = q_norm_weight, k_norm_weight
-    results = OPERATOR.gradients(dy, dy_k, q, k, cos, sin, positions, *weights, q_rstd, k_rstd, *options)
-    table, how = Tables(cos, sin, positions), Rotation(*options)
-    dq, dk, dq_weight, dk_weight = results
-    back = how._replace(inverse=not how.inverse)
-    if q is None and k is None:
-        _rotate(dy, None if dy_k.dim() == 1 else dy_k, table, None, None, back, results)
+def _backward(*inputs: Unpack[GivenToBackward]) -> Outputs:
+    of_q, of_k, table, back = GivenToBackward(*inputs).parts()
+    dq, dk, dq_weight, dk_weight = results = OPERATOR.gradients(*inputs)
+    if of_q.x is None and of_k.x is None:
+        _rotate(of_q.dy, None if of_k.dy.dim() == 1 else of_k.dy, table, None, None, back, results)
         return results
-    for g, x, weight, rstd, dx, dweight in (
-        (dy, q, q_norm_weight, q_rstd, dq, dq_weight),
-        (dy_k, k, k_norm_weight, k_rstd, dk, dk_weight),
-    ):
-        if x is not None and weight is not None:
-            _norm_back(g, x, table, weight, rstd, how, dx, dweight)
-        elif g.dim() > 1:  # one of the two is not normalised
-            _rotate(g, None, table, None, None, back, (dx, *results[1:]))
+    for heads, dx, dweight in ((of_q, dq, dq_weight), (of_k, dk, dk_weight)):
+        if heads.weight is not None:
+            _norm_back(heads, table, back, dx, dweight)
+        elif heads.dy.dim() > 1:  # one of the two is not normalised
+            _rotate(heads.dy, None, table, None, None, back, (dx, *results[1:]))
     return results
 
 
@@ -300,14 +309,15 @@ def _rotate(
     )  # fmt: skip
 
 
-def _norm_back(
-    dy: Tensor, x: Tensor, table: Tables, weight: Tensor, rstd: Tensor, how: Rotation, dx: Tensor, dweight: Tensor
-) -> None:
+def _norm_back(heads: Heads, table: Tables, back: Rotation, dx: Tensor, dweight: Tensor) -> None:
+    dy, x, weight, rstd = heads
+    assert x is not None, "normalised heads are saved"
+    assert weight is not None, "asked for normalised heads only"
     S, B, A, D = x.shape
     if x.numel() == 0:
         dweight.zero_()
         return
-    sizes = _sizes(D, table, how)
+    sizes = _sizes(D, table, back)
     BLOCK_T, BLOCK_A = _tile(A, sizes)
     num_steps = triton.cdiv(rows_per_sum(S * B, 1), BLOCK_T)
     groups = triton.cdiv(S * B, num_steps * BLOCK_T)
@@ -341,20 +351,19 @@ def _sizes(D: int, table: Tables, how: Rotation) -> dict[str, Any]:
         "D": D,
         "HALF": HALF,
         "OFFSET": how.offset,
-        "REST_START": 0 if how.offset else 2 * HALF,
         "READ": reads_pairs(how.layout, how.inverse),
         "WRITE": reads_pairs(how.layout, not how.inverse),
         "TIMES": TIMES,
         "HEIGHTS": HEIGHTS,
         "PLUS": 1.0 if how.zero_centered else 0.0,
-        "BLOCK_HALF": triton.next_power_of_2(HALF),
-        "BLOCK_REST": triton.next_power_of_2(D - 2 * HALF) if D > 2 * HALF else 0,
     }
 
 
 def _tile(num_heads: int, sizes: dict[str, Any]) -> tuple[int, int]:
     """Tokens and heads of a tile: as many heads as it can hold, and more tokens if they are few."""
-    width = triton.next_power_of_2(2 * sizes["BLOCK_HALF"] + sizes["BLOCK_REST"])
+    D, HALF = sizes["D"], sizes["HALF"]
+    rest = triton.next_power_of_2(D - 2 * HALF) if D > 2 * HALF else 0
+    width = triton.next_power_of_2(2 * triton.next_power_of_2(HALF) + rest)
     BLOCK_A = max(1, min(triton.next_power_of_2(num_heads), _TILE // width))
     return max(1, _TILE // (BLOCK_A * width)), BLOCK_A
 

@@ -74,10 +74,10 @@ def take(key, col):
 
 @triton.jit
 def _of_best_groups(
-    key, value, col, GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, SIZE: tl.constexpr, BEST: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    key, value, col, GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, SIZE: tl.constexpr, BEST: tl.constexpr
 ):  # fmt: skip
     """``key`` with all but the experts of the best groups TAKEN."""
+    BLOCK_G: tl.constexpr = triton.next_power_of_2(GROUPS)
     groups = tl.arange(0, BLOCK_G)
     group_of = (col // SIZE)[None, :]
     worth = tl.zeros([key.shape[0], BLOCK_G], dtype=tl.float32)
@@ -98,11 +98,13 @@ def _of_best_groups(
 
 @triton.jit
 def _route_kernel(
-    x_ptr, bias_ptr, probs_ptr, indices_ptr, counts_ptr, x_stride, T, E,
+    x_ptr, bias_ptr, probs_ptr, indices_ptr, counts_ptr, x_stride, T,
     K: tl.constexpr, KIND: tl.constexpr, SCALE: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, SIZE: tl.constexpr, BEST: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, SIZE: tl.constexpr, BEST: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
+    E: tl.constexpr = GROUPS * SIZE
+    BLOCK_K: tl.constexpr = triton.next_power_of_2(K)
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     col, slot = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     inside, of_row = (row < T)[:, None], (col < E)[None, :]
@@ -119,7 +121,7 @@ def _route_kernel(
         by = value
     key = key_of(by, of_row)
     if GROUPS > 1:
-        key = _of_best_groups(key, value, col, GROUPS, GROUP_TOPK, SIZE, BEST, BLOCK_G)
+        key = _of_best_groups(key, value, col, GROUPS, GROUP_TOPK, SIZE, BEST)
     index = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.int32)
     logit = tl.zeros([BLOCK_T, BLOCK_K], dtype=tl.float32)
     count = tl.zeros([BLOCK_E], dtype=tl.int64)
@@ -195,9 +197,8 @@ def _route(logits: Tensor, expert_bias: Tensor | None, *options: Unpack[Choice])
         logits, tiling = contiguous_columns(logits), tile(E)
         wrap_triton(_route_kernel)[(triton.cdiv(T, tiling["BLOCK_T"]),)](
             logits, None if expert_bias is None else expert_bias.contiguous(), probs, indices, num_tokens,
-            logits.stride(0), T, E, K=topk, KIND=score, SCALE=scale,
-            GROUPS=num_groups, GROUP_TOPK=group_topk, SIZE=E // num_groups, BEST=group_score_topk,
-            BLOCK_G=triton.next_power_of_2(num_groups), BLOCK_K=triton.next_power_of_2(topk), **tiling,
+            logits.stride(0), T, K=topk, KIND=score, SCALE=scale,
+            GROUPS=num_groups, GROUP_TOPK=group_topk, SIZE=E // num_groups, BEST=group_score_topk, **tiling,
         )  # fmt: skip
     return probs, indices, num_tokens
 
