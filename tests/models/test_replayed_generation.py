@@ -108,6 +108,17 @@ def test_parts_of_a_user_are_called_for_every_token():
     assert texts(model, RAGGED, 0.0)[1] == NEW
 
 
+@pytest.mark.parametrize("num_before", [1, 2, 3, 6])
+def test_a_hook_that_comes_after_any_token_is_called_for_all_that_follow(num_before):
+    model = GPTModel(config(), options(), seed=1)
+    tokens = stream(model, RAGGED[:1], NEW, sampling=Sampling(0.0))
+    for _ in range(num_before):
+        next(tokens)
+    calls: list[int] = []
+    next(iter(model.model.layers.values())).register_forward_hook(lambda *_: calls.append(1))
+    assert len(list(tokens)) == len(calls) == NEW - num_before
+
+
 def test_a_hook_and_another_weight_count_from_the_next_token_on():
     model = GPTModel(config(), options(), seed=1)
     want = generate(model, RAGGED[:1], 8, sampling=Sampling(0.0))[0]

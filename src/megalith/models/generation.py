@@ -252,8 +252,8 @@ class _Rows:
         """What ``model`` gives for the newest tokens: logits of the last one, [B, 1, V], or [S, B, H]."""
         new = slice(self.start, self.end)
         given = self.tokens[:, new], self.positions[:, new]
+        self.parts = self.parts or ForwardParts(model)  # as ``may_replay`` saw them: nobody has had a token yet
         if self.end - self.start == 1:
-            self.parts = self.parts or ForwardParts(model)
             # asked for every token: a hook, or another weight, counts from the next one on
             if self.may_replay and chosen_by_use() is None and self.parts.are_in_place():
                 return self.of_one[model](*given)
