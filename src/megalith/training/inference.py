@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from megalith.config import RunConfig, TransformerConfig, valid_setting
 from megalith.data.indexed_dataset import IndexedDataset
@@ -17,6 +18,7 @@ from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.fusions.core.preference import without_compiling
 from megalith.observe.units import perplexity
 from megalith.parallel.build_options import BuildOptions
+from megalith.parallel.few_rows import linear_of_few_rows
 from megalith.parallel.parameters import refill_buffers_, state_tensors
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.storage import Store
@@ -96,10 +98,12 @@ def load_model(
     """
     checkpoint, _, config = open_run(source)
     device = device or choose_device()
+    fused_loss = config.train.fused_linear_cross_entropy  # it computes the head's product itself
     options = BuildOptions(
         ProcessGroupCollection.single(),
         dtype or DTYPES[config.precision.dtype],
-        fused_linear_cross_entropy=config.train.fused_linear_cross_entropy,
+        matrix_product=linear if fused_loss else linear_of_few_rows,
+        fused_linear_cross_entropy=fused_loss,
     )
     task = task_of(config) if task is None else task
     with torch.device("meta"):

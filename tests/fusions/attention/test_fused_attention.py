@@ -154,22 +154,22 @@ def test_documents_are_sequences_of_their_own(backend, window, device):
     assert_near(got, with_gradients(apart, in_double(leaves)), torch.float32)
 
 
-@pytest.mark.parametrize("window", [None, (4, 0)])
-@pytest.mark.parametrize(("Sq", "Sk"), [(1, 40), (1, 31), (7, 40), (31, 31)])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, (4, 0)), (False, None)])
+@pytest.mark.parametrize(("Sq", "Sk"), [(1, 40), (1, 31), (20, 40), (31, 31)])
 @on_paths
 @torch.no_grad()
-def test_queries_after_a_cache_see_the_keys_of_their_own_document(backend, Sq, Sk, window, device):
+def test_queries_after_a_cache_see_the_keys_of_their_own_document(backend, Sq, Sk, causal, window, device):
     lengths = [[25, 15], [40], [3, 37]]  # of whole rows, of which the first Sk tokens are there
     q, k, v = qkv(Sq, Sk, heads=(4, 2), device=device, B=3)
     packed = PackedSeqParams.from_lengths(lengths).to(device)
-    got, got_lse = fused_attention(q, k, v, packed_seq_params=packed, window=window, backend=backend)
-    for b, row in enumerate(lengths):
-        first = 0 if len(row) == 1 else row[0]
-        num_queries = min(Sq, Sk - first)  # the others are of the document before
-        parts = (x[:, b : b + 1].double().cpu() for x in (q[-num_queries:], k[first:], v[first:]))
-        out, lse = formula(*parts, window=window or (-1, -1))
-        torch.testing.assert_close(got[-num_queries:, b : b + 1].double().cpu(), out, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(got_lse[b : b + 1, :, -num_queries:].double().cpu(), lse, rtol=1e-5, atol=1e-5)
+    got = fused_attention(q, k, v, causal=causal, packed_seq_params=packed, window=window, backend=backend)
+    for b, row in enumerate(packed.rows()):
+        for start, end in ((start, min(end, Sk)) for start, end in row if Sk - Sq < end and start < Sk):
+            queries = slice(max(start - (Sk - Sq), 0), end - (Sk - Sq))
+            parts = (x[:, b : b + 1].double().cpu() for x in (q[queries], k[start:end], v[start:end]))
+            out, lse = formula(*parts, causal=causal, window=window or (-1, -1))
+            torch.testing.assert_close(got[0][queries, b : b + 1].double().cpu(), out, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(got[1][b : b + 1, :, queries].double().cpu(), lse, rtol=1e-5, atol=1e-5)
 
 
 @on_paths

@@ -52,7 +52,7 @@ def _tiles(q: Tensor, k: Tensor, bounds: Tensor | None, left: int, right: int) -
     if bounds is None or q.shape[2] != k.shape[2]:
         found = _tiles_of(slice(0, q.shape[0]), 0, (q.shape[2], k.shape[2]), left, right, q.dtype)
         tiles = list(found) if q.numel() and k.numel() else []
-        return tiles if bounds is None else [_within_documents(tile, bounds, q.dtype) for tile in tiles]
+        return tiles if bounds is None else [_within_documents(tile, bounds, right, q.dtype) for tile in tiles]
     begins = bounds[..., 0] == torch.arange(bounds.shape[1])
     documents = zip(begins.nonzero().tolist(), bounds[begins].tolist(), strict=True)
     return [
@@ -83,12 +83,15 @@ def _tiles_of(
         yield _Tile(rows, slice(start + first, start + last + 1), slice(start + low, start + high), mask=mask)
 
 
-def _within_documents(tile: _Tile, bounds: Tensor, dtype: torch.dtype) -> _Tile:
+def _within_documents(tile: _Tile, bounds: Tensor, right: int, dtype: torch.dtype) -> _Tile:
     """``tile``, all rows at once, with the keys hidden that are not of the query's document."""
-    first, end = bounds[:, None, tile.queries].unsqueeze(-2).unbind(-1)  # [B, 1, Sq, 1]
-    keys = torch.arange(tile.keys.start, tile.keys.stop)
-    seen = (keys >= first) & (keys < end)
-    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, _NONE_SEEN)
+    # one new token in each row is the common case, and a dozen small calls take as long as attention itself
+    bounds = bounds[:, None, tile.queries]  # [B, 1, Sq, 2]
+    keys = torch.arange(tile.keys.start, tile.keys.stop, dtype=bounds.dtype)
+    hidden = keys < bounds[..., :1]  # [B, 1, Sq, Sk]
+    if right > 0:  # else the tile, or its causal rule, hides what is after the query
+        hidden |= keys >= bounds[..., 1:]
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, _NONE_SEEN)
     return tile._replace(mask=mask if tile.mask is None else mask + tile.mask)
 
 
