@@ -165,14 +165,19 @@ def test_tokens_can_be_taken_one_by_one():
     model = built(hidden_dropout=0.5).train()
     tokens = stream(model, [PROMPT], 8, sampling=Sampling(1.0), seeds=[1])
     first = next(tokens)
-    assert not model.training
+    assert model.training
     assert torch.is_grad_enabled()
     assert [first, *tokens] == [[token] for token in one(model, PROMPT, 8, sampling=Sampling(1.0))]
-    assert model.training
-    abandoned = stream(model, [PROMPT], 8, sampling=GREEDY)
-    next(abandoned)
-    abandoned.close()
-    assert model.training
+
+
+def test_texts_of_a_model_in_training_that_are_drawn_at_the_same_time_have_no_dropout():
+    model = built(hidden_dropout=0.5, attention_dropout=0.5)
+    want = [[token] for token in greedy_without_cache(model, PROMPT, 8)]
+    model.train().model.layers["0"].eval()  # somebody has frozen a layer
+    modes = [module.training for module in model.modules()]
+    first, second = (stream(model, [PROMPT], number, sampling=GREEDY) for number in (3, 8))
+    assert [next(second), *(pair for _, pair in zip(first, second, strict=False)), *second] == want
+    assert [module.training for module in model.modules()] == modes
 
 
 def test_a_seed_decides_and_torchs_generator_is_left_alone():

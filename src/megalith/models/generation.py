@@ -25,7 +25,7 @@ from megalith.models.language_model import hidden_shape
 from megalith.models.sampling import Sampling, check_seed, draw, uniform_numbers
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.context.zigzag import zigzag_positions
-from megalith.parallel.pipeline.pipeline import Pipeline
+from megalith.parallel.pipeline.pipeline import Pipeline, evaluation_mode
 from megalith.topology.collectives import reduce_from_tensor_model_parallel_region
 from megalith.torch_compat import ForwardParts, has_forward_hooks, uncompiled
 
@@ -100,8 +100,8 @@ def stream(
 ) -> Generator[list[int | None], None, None]:
     """The tokens of ``generate``, one for each text as soon as they are drawn; None for a text that has ended.
 
-    Raises as that does, ConfigError at the call itself. The model is in evaluation mode until the generator ends or is
-    closed.
+    Raises as that does, ConfigError at the call itself. The model is in evaluation mode while a token is drawn, and in
+    its own mode between tokens.
     """
     check_length(max_new_tokens)
     seeds = range(len(prompts)) if seeds is None else seeds
@@ -134,12 +134,14 @@ def _drawn(
     rows = _Rows(pipeline, prompts, max(room), seeds)
     seen = rows.seen() if sampling.repetition_penalty is not None else None
     alive = {row for row, num_tokens in enumerate(room) if num_tokens}
-    layers = [layer for chunk in pipeline.chunks for layer in chunk.layers()]
-    with pipeline.evaluating(), uncompiled(layers):  # each token follows more keys than the one before
+    layers, modules = [layer for chunk in pipeline.chunks for layer in chunk.layers()], pipeline.modules()
+    with pipeline.holding_weights():
         for step in range(max(room)):
             if not alive:
                 return
-            logits = rows.logits()
+            # for one token at a time: meanwhile the model is the caller's, who may draw another text by it or train it
+            with evaluation_mode(modules), uncompiled(layers):  # each token follows more keys than the one before
+                logits = rows.logits()
             drawn = rows.agreed(None if logits is None else draw(logits, sampling, seen, rows.uniform()))
             tokens: list[int] = drawn.tolist()
             if max(tokens) >= rows.vocab_size:

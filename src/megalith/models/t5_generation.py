@@ -20,7 +20,7 @@ from megalith.models.generation import Stop, check_length
 from megalith.models.language_model import hidden_shape
 from megalith.models.sampling import Sampling, check_seed, draw, uniform_numbers
 from megalith.models.t5_model import T5Model
-from megalith.parallel.pipeline.pipeline import Pipeline
+from megalith.parallel.pipeline.pipeline import Pipeline, evaluation_mode
 from megalith.torch_compat import uncompiled
 from megalith.transformer.encoder_output import PairedDocuments
 
@@ -80,7 +80,8 @@ def stream(
     """The tokens of ``generate``, one for each answer as soon as they are drawn; None for one that has ended.
 
     ``stop`` is asked after each token of a row; its answer ends with that token where it says so. Raises as
-    ``generate``, ConfigError at the call itself. The model is in evaluation mode until the generator ends.
+    ``generate``, ConfigError at the call itself. The model is in evaluation mode while a token is drawn, and in its own
+    mode between tokens.
     """
     seeds = range(len(prompts)) if seeds is None else seeds
     if len(seeds) != len(prompts):
@@ -100,10 +101,12 @@ def _drawn(
     num_rows, num_steps = numbers.shape
     seen = torch.zeros(num_rows, rows.vocab_size, dtype=torch.bool, device=rows.device)
     seen.scatter_(1, rows.newest, True)
-    alive = set(range(num_rows))
-    with rows.pipeline.evaluating(), uncompiled(rows.layers):
+    alive, modules = set(range(num_rows)), rows.pipeline.modules()
+    with rows.pipeline.holding_weights():
         for step in range(num_steps):
-            logits = rows.logits()
+            # for one token at a time: meanwhile the model is the caller's, who may draw another text by it or train it
+            with evaluation_mode(modules), uncompiled(rows.layers):
+                logits = rows.logits()
             drawn = rows.agreed(None if logits is None else draw(logits, sampling, seen, numbers[:, step]))
             tokens: list[int] = drawn.tolist()
             if max(tokens) >= rows.vocab_size:

@@ -21,9 +21,22 @@ from megalith.parallel.pipeline.schedules import build_schedule, forward_only, s
 from megalith.parallel.pipeline.split_product import SplitProduct
 from megalith.parallel.sharding.fsdp import release_gathered_weights
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "evaluation_mode"]
 
 Chunk = TypeVar("Chunk", bound=nn.Module)
+
+
+@contextmanager
+def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside the ``with`` block all of ``modules`` are in evaluation mode; then those that were not are in training."""
+    in_training = [module for module in modules if module.training]
+    for module in in_training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in in_training:
+            module.training = True
 
 
 @dataclass(frozen=True)
@@ -77,16 +90,22 @@ class Pipeline(Generic[Chunk]):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Inside the ``with`` block the chunks are in evaluation mode; their modes and sharded weights are restored."""
+        with self.holding_weights(), evaluation_mode(self.modules()):
+            yield
+
+    @contextmanager
+    def holding_weights(self) -> Iterator[None]:
+        """Inside the ``with`` block copies have the weights' values, and what forwards gather is kept until it ends."""
         self._refresh_copies()
-        training = [chunk.training for chunk in self.chunks]
-        for chunk in self.chunks:
-            chunk.eval()
         try:
             yield
         finally:
-            for chunk, was_training in zip(self.chunks, training, strict=True):
+            for chunk in self.chunks:
                 release_gathered_weights(chunk)
-                chunk.train(was_training)
+
+    def modules(self) -> list[nn.Module]:
+        """All modules of the chunks."""
+        return [module for chunk in self.chunks for module in chunk.modules()]
 
     def _sum_shared_gradients(self) -> None:
         for weight, copy in self.copies:
