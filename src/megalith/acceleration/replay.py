@@ -10,6 +10,7 @@ is called as it is. What two recordings cannot show is for the caller to rule ou
 or count on, a context entered inside, a number generator seeded there.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import wraps
@@ -32,6 +33,15 @@ _METADATA = frozenset(
     | {"storage_offset", "stride"}
 )
 _MAY_RETURN_THEIR_INPUT = frozenset({"contiguous", "float", "to"})  # where it is already what is asked for
+# the same memory each time, whatever has been written there meanwhile; items, where they are asked for by places
+_VIEWS = frozenset(
+    {"__getitem__", "chunk", "expand", "narrow", "permute", "select", "t", "transpose", "unbind", "unsqueeze", "view"}
+)
+_FRESH = frozenset({"empty", "new_empty"})
+_SHAPE_ANEW = frozenset(
+    {"__set__", "as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_"}
+    | {"transpose_", "unsqueeze_"}
+)
 
 
 def called_whole(function: Callable[P, R]) -> Callable[P, R]:
@@ -175,7 +185,8 @@ class _Recording(TorchFunctionMode):
         """The calls as one function of the inputs."""
         names: dict[str, Any] = {}
         lines = [f"def replay({', '.join(f'v{number}' for number in range(self.num_inputs))}):"]
-        for place, call in enumerate(self.calls[:-1]):
+        calls = _those_that_are_read(_without_repeated_views(self.calls))
+        for place, call in enumerate(calls[:-1]):
             names[f"f{place}"] = call.function
             given = [_source(x, names) for x in call.args]
             given += [
@@ -183,7 +194,7 @@ class _Recording(TorchFunctionMode):
                 for name, x in call.kwargs.items()
             ]
             lines.append(f"    {_target(call.result)} = f{place}({', '.join(given)})")
-        lines.append(f"    return {_source(self.calls[-1].args[0], names)}")
+        lines.append(f"    return {_source(calls[-1].args[0], names)}")
         exec(compile("\n".join(lines), "<replay>", "exec"), names)
         function: Callable[..., Tensor] = names["replay"]
         return function
@@ -236,6 +247,62 @@ _current: ContextVar[_Recording | None] = ContextVar("current recording", defaul
 
 def _identity(x: Tensor) -> Tensor:
     return x
+
+
+def _without_repeated_views(calls: list[_Call]) -> list[_Call]:
+    """``calls``, in which a view of the same numbers of the same tensor is taken once: each layer takes its own."""
+    if any(_name(call) in _SHAPE_ANEW for call in calls):
+        return calls
+    kept: list[_Call] = []
+    first_names: dict[int, int] = {}
+    views = defaultdict[tuple[Any, int], list[_Call]](list)  # by the function and the tensor
+    for call in calls:
+        args, kwargs = _renamed(call.args, first_names), _renamed(call.kwargs, first_names)
+        call = call._replace(args=args, kwargs=kwargs)
+        if _name(call) in _VIEWS and _is_by_places(args[1:]):
+            known = views[call.function, args[0].number if isinstance(args[0], _Made) else id(args[0])]
+            same = next((view for view in known if _same((view.args, view.kwargs), (args, kwargs))), None)
+            if same is not None:
+                first_names |= dict(zip(_numbers_in(call.result), _numbers_in(same.result), strict=True))
+                continue
+            known.append(call)
+        kept.append(call)
+    return kept
+
+
+def _those_that_are_read(calls: list[_Call]) -> list[_Call]:
+    """``calls`` without views and fresh memory that no later one names."""
+    kept: list[_Call] = []
+    read: set[int] = set()
+    for call in reversed(calls):
+        if _name(call) in _VIEWS | _FRESH and read.isdisjoint(_numbers_in(call.result)):
+            continue
+        read.update(_numbers_in((call.args, call.kwargs)))
+        kept.append(call)
+    return kept[::-1]
+
+
+def _name(call: _Call) -> str:
+    return getattr(call.function, "__name__", "")
+
+
+def _is_by_places(index: Any) -> bool:
+    """Whether ``index`` is of numbers, slices and names: a tensor or a list as an index would make a copy."""
+    if isinstance(index, tuple):
+        return not isinstance(index, _Made) and all(map(_is_by_places, index))
+    return not isinstance(index, Tensor | list)
+
+
+def _renamed(template: Any, names: dict[int, int]) -> Any:
+    """``template`` with ``names`` for the numbers that have another one."""
+    if isinstance(template, _Made):
+        return _Made(names.get(template.number, template.number))
+    if not _has_number(template):
+        return template
+    if isinstance(template, dict):
+        return {name: _renamed(part, names) for name, part in template.items()}
+    parts = [_renamed(part, names) for part in template]
+    return tuple(parts) if isinstance(template, tuple) else parts
 
 
 def _numbers_in(template: Any) -> Iterator[int]:
