@@ -196,7 +196,9 @@ class _Recording(TorchFunctionMode):
             lines.append(f"    {_target(call.result)} = f{place}({', '.join(given)})")
         lines.append(f"    return {_source(calls[-1].args[0], names)}")
         exec(compile("\n".join(lines), "<replay>", "exec"), names)
-        function: Callable[..., Tensor] = names["replay"]
+        function: Callable[..., Tensor] = names.pop(
+            "replay"
+        )  # which holds ``names``, and must not be in them: a circle
         return function
 
     def _append(self, function: Callable[..., Any], given: Any, named: Any, result: Any) -> None:

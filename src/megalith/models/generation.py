@@ -28,6 +28,7 @@ from megalith.parallel.context.zigzag import zigzag_positions
 from megalith.parallel.pipeline.pipeline import Pipeline, evaluation_mode
 from megalith.topology.collectives import reduce_from_tensor_model_parallel_region
 from megalith.torch_compat import ForwardParts, has_forward_hooks, uncompiled
+from megalith.transformer.layer_context import KVCache
 
 __all__ = ["Stop", "check_length", "check_prompt_length", "generate", "stream"]
 
@@ -202,7 +203,7 @@ class _Rows:
         self.numbers = uniform_numbers(self.seeds, self.positions[:, self.end - 1 : -1] + 1)  # [B, S - end]
         self.first_number = self.end
         # of one new token in each row; documents, which it holds, are others in other memory
-        self.of_one = {chunk: Replayed(partial(self._cached_forward, chunk)) for chunk in self.pipeline.chunks}
+        self.of_one = {chunk: Replayed(self._cached_forward(chunk)) for chunk in self.pipeline.chunks}
         for cache in (cache for caches in (self.caches or {}).values() for cache in caches.values()):
             cache.grow(S)
 
@@ -259,24 +260,15 @@ class _Rows:
             # asked for every token: a hook, or another weight, counts from the next one on
             if self.may_replay and chosen_by_use() is None and self.parts.are_in_place():
                 return self.of_one[model](*given)
-            return self._cached_forward(model, *given, hidden=hidden)
+            return self._cached_forward(model)(*given, hidden=hidden)
         # a prompt is read once, which repays no compiler
         with use(chosen_by_use() or ("blocked" if self.device.type == "cpu" else None)):
-            return self._cached_forward(model, *given, hidden=hidden)
+            return self._cached_forward(model)(*given, hidden=hidden)
 
-    def _cached_forward(
-        self, model: GPTModel, tokens: Tensor, positions: Tensor, *, hidden: Tensor | None = None
-    ) -> Tensor:
-        assert self.caches is not None, "rows are whole"
-        output: Tensor = model(
-            tokens,
-            position_ids=positions,
-            packed_seq_params=self.documents,
-            caches=self.caches[model],
-            hidden=hidden,
-            logits_to_keep=1,
-        )
-        return output
+    def _cached_forward(self, model: GPTModel) -> Callable[..., Tensor]:
+        # it does not hold these rows, which hold it: their memory would be freed whenever Python looks for circles
+        caches = None if self.caches is None else self.caches[model]
+        return partial(_cached_forward, model, self.documents, caches)
 
     def _whole(self, model: GPTModel, hidden: Tensor | None) -> Tensor:
         """What ``model`` gives for this rank's part of the rows: logits [B, S/cp, V], or [S/cp, B, H]."""
@@ -291,6 +283,27 @@ class _Rows:
     def _newest_of(self, logits: Tensor) -> Tensor:
         """[B, S/cp, V] -> [B, V] after the newest token, which one rank of cp has."""
         return reduce_from_tensor_model_parallel_region(logits[:, self.mine == self.end - 1].sum(dim=1), self.groups.cp)
+
+
+def _cached_forward(
+    model: GPTModel,
+    documents: PackedSeqParams | None,
+    caches: dict[int, KVCache] | None,
+    tokens: Tensor,
+    positions: Tensor,
+    *,
+    hidden: Tensor | None = None,
+) -> Tensor:
+    """What ``model`` gives for the newest tokens, and keeps in ``caches``."""
+    output: Tensor = model(
+        tokens,
+        position_ids=positions,
+        packed_seq_params=documents,
+        caches=caches,
+        hidden=hidden,
+        logits_to_keep=1,
+    )
+    return output
 
 
 def _may_replay(pipeline: Pipeline[GPTModel], num_rows: int) -> bool:
