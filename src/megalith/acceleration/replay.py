@@ -196,9 +196,8 @@ class _Recording(TorchFunctionMode):
             lines.append(f"    {_target(call.result)} = f{place}({', '.join(given)})")
         lines.append(f"    return {_source(calls[-1].args[0], names)}")
         exec(compile("\n".join(lines), "<replay>", "exec"), names)
-        function: Callable[..., Tensor] = names.pop(
-            "replay"
-        )  # which holds ``names``, and must not be in them: a circle
+        # it holds ``names``, and in them it would be a circle, freed whenever Python looks for one
+        function: Callable[..., Tensor] = names.pop("replay")
         return function
 
     def _append(self, function: Callable[..., Any], given: Any, named: Any, result: Any) -> None:
