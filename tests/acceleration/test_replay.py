@@ -128,13 +128,55 @@ def holds_other_memory(x: Tensor) -> Tensor:
     return first + y[:2]
 
 
-@pytest.mark.parametrize("function", [copies_by_places, takes_another_shape, holds_other_memory])
+INDICES = (np.array([0, 1]), range(2), True)
+
+
+def copies_by_arrays(x: Tensor) -> Tensor:
+    pairs = [(x[index], x[index].add_(1.0)) for index in INDICES]
+    return torch.cat([part.flatten() for pair in pairs for part in pair])
+
+
+def views_by_keyword(x: Tensor) -> Tensor:
+    return torch.unsqueeze(input=x, dim=0) + torch.unsqueeze(input=x, dim=0)
+
+
+@called_whole
+def expand(x: Tensor) -> Tensor:
+    """Named as a view, and none."""
+    return x + 0.0
+
+
+def calls_whole_what_is_named_as_a_view(x: Tensor) -> Tensor:
+    first, second = expand(x), expand(x)
+    second.add_(1.0)
+    return first * second
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        copies_by_places,
+        copies_by_arrays,
+        views_by_keyword,
+        calls_whole_what_is_named_as_a_view,
+        takes_another_shape,
+        holds_other_memory,
+    ],
+)
 def test_what_only_looks_like_the_same_view_is_taken_again(function):
     inputs = drawn(4, (3, 2))
     found, num_runs = called(function, inputs)
     assert num_runs == 2
     for got, given in zip(found, inputs, strict=True):
         assert torch.equal(got, function(*given))
+
+
+def test_inputs_that_were_one_tensor_may_be_two_and_one_that_was_a_weight_another():
+    ones, twos = torch.ones(4, 6), torch.full((4, 6), 2.0)
+    (*_, found), _ = called(lambda x, y: x - y, [[ones, ones], [ones, ones], [ones, twos]])
+    assert torch.equal(found, ones - twos)
+    (*_, found), _ = called(lambda x: x * WEIGHT, [[WEIGHT], [WEIGHT], [twos]])
+    assert torch.equal(found, twos * WEIGHT)
 
 
 def test_results_of_other_calls_are_left_alone():

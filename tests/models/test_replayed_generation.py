@@ -133,3 +133,15 @@ def test_a_hook_and_another_weight_count_from_the_next_token_on():
     model.lm_head.weight = torch.nn.Parameter(only)  # all logits are 0, of which the first is taken
     next(tokens)
     assert next(tokens) == [0]
+
+
+def test_a_matrix_product_of_the_users_own_is_called_for_every_token():
+    calls: list[int] = []
+
+    def counted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        calls.append(1)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    model = GPTModel(config("llama"), options(matrix_product=counted), seed=1)
+    assert texts(model, RAGGED, 0.0)[1] == NEW
+    assert len(calls) % NEW == 0

@@ -87,6 +87,9 @@ class Replayed:
             return self._program(*inputs)
         if self._gives_up or self._program is not None:
             return self._function(*inputs)
+        inputs = tuple(
+            x.detach() for x in inputs
+        )  # objects of their own, also where one is given twice, or is a weight
         recording, before = _Recording(inputs), self._before
         output = recording.of(self._function, inputs)
         if recording.reads_values:
@@ -112,6 +115,7 @@ class _Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
+    is_whole: bool = False
 
 
 class _Recording(TorchFunctionMode):
@@ -170,7 +174,7 @@ class _Recording(TorchFunctionMode):
         finally:
             self.is_in_whole_call = False
         self.reads_values = self.reads_values or not (result is None or _is_of_tensors(result))
-        self._append(function, given, named, result)
+        self._append(function, given, named, result, is_whole=True)
         return result
 
     def equals(self, other: "_Recording") -> bool:
@@ -200,9 +204,11 @@ class _Recording(TorchFunctionMode):
         function: Callable[..., Tensor] = names.pop("replay")
         return function
 
-    def _append(self, function: Callable[..., Any], given: Any, named: Any, result: Any) -> None:
+    def _append(
+        self, function: Callable[..., Any], given: Any, named: Any, result: Any, *, is_whole: bool = False
+    ) -> None:
         self._number_all(result)
-        self.calls.append(_Call(function, given, named, self._template(result)))
+        self.calls.append(_Call(function, given, named, self._template(result), is_whole))
 
     def _number_all(self, result: Any) -> None:
         if isinstance(result, Tensor):
@@ -260,7 +266,7 @@ def _without_repeated_views(calls: list[_Call]) -> list[_Call]:
     for call in calls:
         args, kwargs = _renamed(call.args, first_names), _renamed(call.kwargs, first_names)
         call = call._replace(args=args, kwargs=kwargs)
-        if _name(call) in _VIEWS and _is_by_places(args[1:]):
+        if _name(call) in _VIEWS and args and isinstance(args[0], _Made | Tensor) and _is_by_places(args[1:]):
             known = views[call.function, args[0].number if isinstance(args[0], _Made) else id(args[0])]
             same = next((view for view in known if _same((view.args, view.kwargs), (args, kwargs))), None)
             if same is not None:
@@ -284,14 +290,15 @@ def _those_that_are_read(calls: list[_Call]) -> list[_Call]:
 
 
 def _name(call: _Call) -> str:
-    return getattr(call.function, "__name__", "")
+    """Of torch's function; none of one that is called whole, and does what it likes."""
+    return "" if call.is_whole else getattr(call.function, "__name__", "")
 
 
 def _is_by_places(index: Any) -> bool:
-    """Whether ``index`` is of numbers, slices and names: a tensor or a list as an index would make a copy."""
-    if isinstance(index, tuple):
-        return not isinstance(index, _Made) and all(map(_is_by_places, index))
-    return not isinstance(index, Tensor | list)
+    """Whether ``index`` is of numbers, slices and dtypes: a tensor, a list, an array or a bool would make a copy."""
+    if type(index) in (tuple, torch.Size):
+        return all(map(_is_by_places, index))
+    return index is None or index is ... or type(index) in (int, slice, torch.dtype)
 
 
 def _renamed(template: Any, names: dict[int, int]) -> Any:

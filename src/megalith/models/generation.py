@@ -25,6 +25,7 @@ from megalith.models.language_model import hidden_shape
 from megalith.models.sampling import Sampling, check_seed, draw, uniform_numbers
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.context.zigzag import zigzag_positions
+from megalith.parallel.few_rows import linear_of_few_rows
 from megalith.parallel.pipeline.pipeline import Pipeline, evaluation_mode
 from megalith.topology.collectives import reduce_from_tensor_model_parallel_region
 from megalith.torch_compat import ForwardParts, has_forward_hooks, uncompiled
@@ -140,7 +141,7 @@ def _drawn(
         for step in range(max(room)):
             if not alive:
                 return
-            # for one token at a time: meanwhile the model is the caller's, who may draw another text by it or train it
+            # for one token at a time: meanwhile the model is the caller's, who may draw another text by it
             with evaluation_mode(modules), uncompiled(layers):  # each token follows more keys than the one before
                 logits = rows.logits()
             drawn = rows.agreed(None if logits is None else draw(logits, sampling, seen, rows.uniform()))
@@ -309,14 +310,15 @@ def _cached_forward(
 def _may_replay(pipeline: Pipeline[GPTModel], num_rows: int) -> bool:
     """Whether a forward of one token a row calls nothing but torch, on one CPU.
 
-    It may do more, or not the same at every length: in modules that are not of this house or of torch, in latent
-    attention, which changes its way with the number of keys, and in hooks.
+    It may do more, or not the same at every length: in modules that are not of this house or of torch, in a matrix
+    product of the user's, in latent attention, which changes its way with the number of keys, and in hooks.
     """
     model, config = pipeline.chunks[0], pipeline.chunks[0].config
     return (
         model.stage.has_embedding
         and model.stage.has_head
         and config.mla is None
+        and model.options.matrix_product in (nn.functional.linear, linear_of_few_rows)
         and all(type(module).__module__.startswith(("megalith.", "torch.nn.")) for module in model.modules())
         and not any("forward" in vars(module) for module in model.modules())
         and all(type(weight) is nn.Parameter and weight.device.type == "cpu" for weight in model.parameters())

@@ -104,7 +104,7 @@ def _drawn(
     alive, modules = set(range(num_rows)), rows.pipeline.modules()
     with rows.pipeline.holding_weights():
         for step in range(num_steps):
-            # for one token at a time: meanwhile the model is the caller's, who may draw another text by it or train it
+            # for one token at a time: meanwhile the model is the caller's, who may draw another text by it
             with evaluation_mode(modules), uncompiled(rows.layers):
                 logits = rows.logits()
             drawn = rows.agreed(None if logits is None else draw(logits, sampling, seen, numbers[:, step]))
