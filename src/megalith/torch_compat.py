@@ -171,28 +171,26 @@ def has_forward_hooks(model: nn.Module) -> bool:
 
 
 class ForwardParts:
-    """What a forward of ``model`` goes through: its modules, weights, buffers and hooks, as they are when this is made.
+    """What a forward through ``modules`` uses: themselves, weights, buffers and hooks, as they are when this is made.
 
     Held, so that none can be freed and another one get its identity.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.modules())
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         # dicts that torch changes in place, looked up once: this is asked for every token
-        self._parts = [parts for x in self._modules for parts in (x._modules, x._parameters, x._buffers)]
-        self._hooks = [hooks for x in self._modules for hooks in (x._forward_hooks, x._forward_pre_hooks)]
+        self._parts = [parts for x in modules for parts in (x._modules, x._parameters, x._buffers)]
+        self._hooks = [hooks for x in modules for hooks in (x._forward_hooks, x._forward_pre_hooks)]
         self._hooks += [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
-        self._own = [vars(x) for x in self._modules]  # where one may hide the method of its class
+        self._own = [vars(x) for x in modules]  # where one may hide the method of its class
         self._held = self._found()
 
     def are_in_place(self) -> bool:
-        """Whether they are still the same ones, in the same mode."""
+        """Whether they are still the same ones."""
         found = self._found()
         return len(found) == len(self._held) and all(map(operator.is_, found, self._held))
 
     def _found(self) -> list[object]:
         found: list[object] = [part for parts in self._parts for part in parts.values()]
-        found += [x.training for x in self._modules]
         found += [own["forward"] for own in self._own if "forward" in own]
         if any(self._hooks):
             found += [hook for hooks in self._hooks for hook in hooks.values()]

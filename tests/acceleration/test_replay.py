@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
 
 from megalith.acceleration.replay import Replayed, called_whole
 
@@ -216,7 +217,7 @@ def test_what_differs_between_two_calls_is_never_replayed(made):
         assert torch.equal(got, function(*given))
 
 
-def test_inputs_of_other_shapes_are_python_s():
+def test_inputs_of_other_shapes_fall_back_to_python():
     inputs = [[torch.ones(size)] for size in (1, 2, 2, 2, 3, 2)]
     found, num_runs = called(lambda x: x * len(x), inputs)
     assert [x.tolist() for x in found] == [[1.0], [2.0] * 2, [2.0] * 2, [2.0] * 2, [3.0] * 3, [2.0] * 2]
@@ -260,7 +261,7 @@ def test_an_input_inside_of_a_dict_is_that_of_each_call():
     assert (num_runs, found[-1].tolist()) == (2, [15.0] * 3)
 
 
-def test_a_record_of_one_input_is_python_s():
+def test_a_record_of_one_input_falls_back_to_python():
     whole = called_whole(lambda pair: pair.x + 1.0)
     same = torch.ones(3)
     found, num_runs = called(lambda x: whole(Pair(x, x)), [[same], [same], [torch.full((3,), 5.0)]])
@@ -268,7 +269,7 @@ def test_a_record_of_one_input_is_python_s():
 
 
 @pytest.mark.parametrize("result", [3, {"x": 1}, "text"])
-def test_what_is_called_whole_and_gives_no_tensor_is_python_s(result):
+def test_what_is_called_whole_and_gives_no_tensor_falls_back_to_python(result):
     whole = called_whole(lambda: result)
     _, num_runs = called(lambda x: x + len(str(whole())), drawn(4, (3,)))
     assert num_runs == 4
@@ -290,14 +291,14 @@ def test_whole_calls_inside_of_one_are_part_of_it():
 
 
 @pytest.mark.parametrize("other", [torch.ones(3, dtype=torch.float64), torch.ones(6)[::2]])
-def test_inputs_of_another_dtype_or_stride_are_python_s(other):
+def test_inputs_of_another_dtype_or_stride_fall_back_to_python(other):
     inputs = [[torch.ones(3)], [torch.ones(3)], [other], [torch.ones(3)]]
     found, num_runs = called(lambda x: x * x.stride(0) if x.dtype == torch.float32 else x * 5.0, inputs)
     assert num_runs == 3
     assert found[2].tolist() == ([5.0] * 3 if other.dtype == torch.float64 else [2.0] * 3)
 
 
-def test_records_of_tensors_are_python_s():
+def test_records_of_tensors_fall_back_to_python():
     total = called_whole(lambda pair: pair.x + pair.twice)
     inputs = drawn(5, (3,))
     found, num_runs = called(lambda x: total(Pair(x, x * 2.0)), inputs)
@@ -317,3 +318,83 @@ def test_a_number_beside_a_tensor_is_a_value():
     found, num_runs = called(scaled, inputs)
     assert num_runs == 4
     assert [x.tolist() for x in found] == [[4.0, 4.0], [4.0, 4.0], [2.0, -2.0], [4.0, 4.0]]
+
+
+def test_lists_that_a_whole_call_is_given_are_those_of_each_call():
+    lengths, runs = [1.0], []
+    whole = called_whole(lambda by, x: x * by[0])
+    replayed = Replayed(lambda x: runs.append(1) or whole(lengths, x))
+    found = []
+    for lengths[0] in (2.0, 3.0, 4.0, 5.0):
+        found.append(replayed(torch.ones(1)).item())
+    assert (found, len(runs)) == ([2.0, 3.0, 4.0, 5.0], 2)
+
+
+def test_lists_that_are_made_anew_for_a_whole_call_fall_back_to_python():
+    whole = called_whole(lambda by, x: x * len(by))
+
+    def changes_its_list(x: Tensor) -> Tensor:
+        by = [1, 2]
+        twice = whole(by, x)
+        by.append(3)
+        return twice
+
+    found, num_runs = called(changes_its_list, [[torch.ones(1)] for _ in range(4)])
+    assert ([x.item() for x in found], num_runs) == ([2.0] * 4, 4)
+
+
+def test_several_results_keep_their_names_inside_of_a_whole_call():
+    named = called_whole(lambda pair: pair.values + pair.indices)
+    inputs = drawn(4, (5,))
+    found, num_runs = called(lambda x: named(x.topk(2)), inputs)
+    assert num_runs == 4  # falls back to Python
+    for got, (x,) in zip(found, inputs, strict=True):
+        assert torch.equal(got, sum(x.topk(2)))
+
+
+def test_a_record_that_a_whole_call_returns_is_taken_apart():
+    whole = called_whole(lambda x: Pair(x, x * 2.0))
+    found, num_runs = called(lambda x: whole(x).x - whole(x).twice, [[torch.full((1,), n)] for n in (1.0, 2.0, 3.0)])
+    assert ([x.item() for x in found], num_runs) == ([-1.0, -2.0, -3.0], 2)
+
+
+def test_inputs_on_another_device_fall_back_to_python():
+    inputs = [torch.ones(2), torch.ones(2), torch.ones(2, device="meta"), torch.ones(2)]
+    found, num_runs = called(lambda x: x + torch.ones(2, device=x.device), [[x] for x in inputs])
+    assert ([x.device.type for x in found], num_runs) == (["cpu", "cpu", "meta", "cpu"], 3)
+
+
+def test_under_another_autocast_or_default_dtype_python_is_called():
+    replayed = Replayed(lambda x: torch.mm(x, x) + torch.ones(1))
+    x = torch.eye(2)
+    for _ in range(3):
+        assert replayed(x).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.mm(x, x).dtype == torch.bfloat16
+        assert replayed(x).dtype == torch.float32  # one addend is
+        assert Replayed(lambda x: torch.mm(x, x))(x).dtype == torch.bfloat16
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert replayed(x).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_zero_of_another_sign_is_another_number():
+    signs = iter([0.0, -0.0, 0.0, 0.0])
+    found, num_runs = called(lambda x: torch.copysign(x, next(signs)), [[torch.ones(1)] for _ in range(4)])
+    assert ([x.item() for x in found], num_runs) == ([1.0, -1.0, 1.0, 1.0], 4)
+
+
+def test_inputs_of_ever_other_shapes_are_recorded_a_few_times_and_then_left_to_python():
+    inputs = [[torch.ones(1 + place % 2)] for place in range(20)]
+    modes: list[int] = []
+
+    def function(x: Tensor) -> Tensor:
+        modes.append(len(_get_current_function_mode_stack()))
+        return x + 1.0
+
+    _, num_runs = called(function, inputs)
+    assert num_runs == 20
+    assert modes == [1] * 8 + [0] * 12

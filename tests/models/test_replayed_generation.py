@@ -1,4 +1,4 @@
-"""generation by replay: the tokens of Python, of every kind of layer, one text and many; Python where it must be.
+"""generation by replay: the same tokens as without it, of every kind of layer, of one text and of many.
 
 A model with a hook is called as it is, which gives what to compare with.
 """
@@ -44,7 +44,7 @@ def texts(
     return found, len(runs)
 
 
-@pytest.mark.parametrize("prompts", [RAGGED[:1], RAGGED], ids=["one", "ragged"])
+@pytest.mark.parametrize("prompts", [RAGGED[:1], RAGGED[1:2], RAGGED], ids=["one", "one token", "ragged"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_replayed_tokens_are_those_of_python(kind, dtype, prompts):
@@ -60,12 +60,13 @@ def test_replayed_tokens_are_those_of_python(kind, dtype, prompts):
     for got, logits_of_python in zip(logits, plain_logits, strict=True):
         assert torch.equal(got, logits_of_python)
     assert num_plain == max(map(len, want))
-    # a prompt, and two tokens to record; all but the reference read how many tokens an expert has
-    is_python_s = kind == "latents" or (kind == "experts" and dtype != torch.float64)
-    assert num_runs == (NEW if is_python_s else 3)
+    # all but the reference read how many tokens an expert has
+    falls_back = kind == "latents" or (kind == "experts" and dtype != torch.float64)
+    num_prompts_read = 0 if prompts == RAGGED[1:2] else 1  # one token is recorded, too
+    assert num_runs == (NEW if falls_back else num_prompts_read + 2)
 
 
-def test_another_path_is_python_s():
+def test_another_path_falls_back_to_python():
     model = GPTModel(config(), options(), seed=1)
     with use("reference"):
         assert texts(model, RAGGED, 0.0)[1] == NEW
@@ -82,7 +83,7 @@ def test_another_path_is_python_s():
     ],
     ids=str,
 )
-def test_layers_too_wide_for_one_kernel_in_one_step_are_python_s(changes):
+def test_layers_too_wide_for_one_kernel_in_one_step_fall_back_to_python(changes):
     two, three = RAGGED[:2], RAGGED
     model = GPTModel(config(**changes), options(dtype=torch.float64), seed=1)
     assert texts(model, two, 0.0)[1] == 3
@@ -133,6 +134,37 @@ def test_a_hook_and_another_weight_count_from_the_next_token_on():
     model.lm_head.weight = torch.nn.Parameter(only)  # all logits are 0, of which the first is taken
     next(tokens)
     assert next(tokens) == [0]
+
+
+@pytest.mark.parametrize("num_before", [1, 4])
+def test_a_module_that_is_put_in_between_tokens_has_no_dropout_in_the_next_one(num_before):
+    model = GPTModel(config(), options(), seed=1).train()
+    layer = next(iter(model.model.layers.values()))
+    tokens = stream(model, RAGGED[:1], NEW, sampling=Sampling(0.0))
+    for _ in range(num_before):
+        next(tokens)
+    modes: list[bool] = []
+    before, layer.mlp = layer.mlp, Own(layer.mlp).train()
+    layer.mlp.register_forward_hook(lambda module, *_: modes.append(module.training))
+    next(tokens)
+    assert (modes, layer.mlp.training) == ([False], True)
+    layer.mlp = before
+    next(tokens)
+    assert (len(modes), before.training) == (1, True)
+
+
+def test_under_autocast_that_begins_between_tokens_python_runs(monkeypatch):
+    model = GPTModel(config(), options(), seed=1)
+    runs: list[int] = []
+    forward = GPTModel.forward
+    monkeypatch.setattr(GPTModel, "forward", lambda *args, **how: runs.append(1) or forward(*args, **how))
+    tokens = stream(model, RAGGED[:1], NEW, sampling=Sampling(0.0))
+    for _ in range(4):
+        next(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        next(tokens)
+    next(tokens)
+    assert len(runs) == 4  # the prompt, two tokens to record, and that one
 
 
 def test_a_matrix_product_of_the_users_own_is_called_for_every_token():

@@ -10,17 +10,26 @@ is called as it is. What two recordings cannot show is for the caller to rule ou
 or count on, a context entered inside, a number generator seeded there.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import wraps
-from keyword import iskeyword
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalith.acceleration.recorded_calls import (
+    Call,
+    Made,
+    Places,
+    has_number,
+    numbers_in,
+    places_in_memory,
+    program_of,
+    same_calls,
+)
 
 __all__ = ["Replayed", "called_whole"]
 
@@ -33,22 +42,16 @@ _METADATA = frozenset(
     | {"storage_offset", "stride"}
 )
 _MAY_RETURN_THEIR_INPUT = frozenset({"contiguous", "float", "to"})  # where it is already what is asked for
-# the same memory each time, whatever has been written there meanwhile; items, where they are asked for by places
-_VIEWS = frozenset(
-    {"__getitem__", "chunk", "expand", "narrow", "permute", "select", "t", "transpose", "unbind", "unsqueeze", "view"}
-)
-_FRESH = frozenset({"empty", "new_empty"})
-_SHAPE_ANEW = frozenset(
-    {"__set__", "as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_"}
-    | {"transpose_", "unsqueeze_"}
-)
+_MOST_RECORDINGS = 8
 
 
 def called_whole(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, which a recording does not look into: it is called again with all that it does.
 
     For what depends on lengths, or on objects that change between calls. Its arguments are those of the recording: the
-    same objects, and tensors where the recording had tensors. It returns tensors, or sequences of them.
+    same objects, in tuples, lists and dicts of tensors the tensors of the call, and the recording is not used where a
+    list or dict is another one each time. It returns tensors, or sequences of them, and leaves tensors that it is given
+    in their shape.
     """
 
     @wraps(function)
@@ -63,11 +66,11 @@ def called_whole(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Replayed:
-    """``function``, whose Python runs twice, and once for each call with inputs of another shape, dtype or stride.
+    """``function``, whose Python runs twice, and then for calls with inputs of another shape, dtype, stride or device.
 
     It may call nothing but torch, and what is ``called_whole``, on tensors of one process, and record no gradient:
     kernels that are launched by hand, collectives and hooks are not seen, and would not be called again. Weights and
-    other tensors that it holds may change in place.
+    other tensors that it holds may change in place. Under another autocast or default dtype its Python runs, too.
 
     Args:
         function: of tensors alone, returning a tensor.
@@ -76,46 +79,43 @@ class Replayed:
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self._function = function
         self._before: _Recording | None = None
-        self._layouts: list[tuple[torch.Size, torch.dtype, tuple[int, ...]]] = []
+        self._num_recordings_left = _MOST_RECORDINGS
+        self._circumstances: list[_Circumstances] = []
         self._program: Callable[..., Tensor] | None = None
-        self._gives_up = False
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """What ``function`` gives for ``inputs``."""
-        layouts = [(x.shape, x.dtype, x.stride()) for x in inputs]
-        if self._program is not None and layouts == self._layouts:
+        circumstances = [_circumstances(x) for x in inputs]
+        if self._program is not None and circumstances == self._circumstances:
             return self._program(*inputs)
-        if self._gives_up or self._program is not None:
+        if self._program is not None or not self._num_recordings_left:
             return self._function(*inputs)
-        inputs = tuple(
-            x.detach() for x in inputs
-        )  # objects of their own, also where one is given twice, or is a weight
+        # objects of their own, also where one is given twice, or is a weight
+        inputs = tuple(x.detach() for x in inputs)
         recording, before = _Recording(inputs), self._before
         output = recording.of(self._function, inputs)
-        if recording.reads_values:
-            self._gives_up, self._before = True, None
-        elif before is None or layouts != self._layouts:
-            self._before, self._layouts = recording, layouts
-        else:  # what has differed once may do so again
-            self._gives_up = not recording.equals(before)
-            self._program, self._before = None if self._gives_up else recording.program(), None
+        self._num_recordings_left -= 1
+        if circumstances != self._circumstances:
+            before = None
+        self._before, self._circumstances = recording, circumstances
+        if recording.reads_values or (before is not None and not recording.equals(before)):
+            self._num_recordings_left = 0  # what has differed once may do so again
+        elif before is not None:
+            self._program = recording.program()
+        if self._program is not None or not self._num_recordings_left:
+            self._before = None
         return output
 
 
-class _Made(NamedTuple):
-    """The tensor that has this number: the inputs come first, then results in their order."""
-
-    number: int
+# what decides, beside an input's values, what torch does with it
+_Circumstances = tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device, torch.dtype | None, torch.dtype]
 
 
-class _Call(NamedTuple):
-    """A call, in whose arguments and result tensors are ``_Made`` but for those from outside."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
-    is_whole: bool = False
+def _circumstances(x: Tensor) -> _Circumstances:
+    device = x.device
+    has_autocast = not x.is_meta and torch.is_autocast_enabled(device.type)  # torch has none for meta tensors
+    autocast = torch.get_autocast_dtype(device.type) if has_autocast else None
+    return x.shape, x.dtype, x.stride(), device, autocast, torch.get_default_dtype()
 
 
 class _Recording(TorchFunctionMode):
@@ -129,9 +129,10 @@ class _Recording(TorchFunctionMode):
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.num_inputs = len(inputs)
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
         self.reads_values = self.is_in_whole_call = False
-        self._made = list(inputs)  # held, or another tensor could get the identity of one
+        self._made = list(inputs)  # held, or another tensor could get the identity of one, or its memory
+        self._places: list[Places | None] = [places_in_memory(x) for x in inputs]  # None: not the same throughout
         self._numbers = {id(x): number for number, x in enumerate(inputs)}
 
     def of(self, function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Tensor:
@@ -142,7 +143,7 @@ class _Recording(TorchFunctionMode):
                 output = function(*inputs)
         finally:
             _current.reset(before)
-        self.calls.append(_Call(_identity, (self._template(output),), {}, None))
+        self.calls.append(Call(_identity, (self._template(output),), {}, None))
         self._made = []
         return output
 
@@ -160,76 +161,65 @@ class _Recording(TorchFunctionMode):
         if name in _MAY_RETURN_THEIR_INPUT and args and result is args[0]:
             return result
         if _is_of_tensors(result) or (result is None and name not in _METADATA):
-            self._append(function, given, named, result)
+            self.calls.append(Call(function, given, named, self._number(result)))
+            self._note_reshaping((given, named))
         elif name not in _METADATA and _has_tensor((*args, *kwargs.values())):
             self.reads_values = True
         return result
 
     def call_whole(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``function`` gives for its arguments, recorded as one call."""
-        given, named = self._template(args), self._template(kwargs)
+        given = tuple(self._template(x, copies=False) for x in args)
+        named = {name: self._template(x, copies=False) for name, x in kwargs.items()}
         self.is_in_whole_call = True
         try:
             result = function(*args, **kwargs)
+            self._note_reshaping((given, named))
+            made = self._number(result)
         finally:
             self.is_in_whole_call = False
         self.reads_values = self.reads_values or not (result is None or _is_of_tensors(result))
-        self._append(function, given, named, result, is_whole=True)
+        self.calls.append(Call(function, given, named, made, is_whole=True))
         return result
 
     def equals(self, other: "_Recording") -> bool:
         """Whether a replay of the one is one of the other."""
-        if len(self.calls) != len(other.calls):
-            return False
-        return all(
-            a.function == b.function and _same(a[1:], b[1:]) for a, b in zip(self.calls, other.calls, strict=True)
-        )
+        return same_calls(self.calls, other.calls)
 
     def program(self) -> Callable[..., Tensor]:
         """The calls as one function of the inputs."""
-        names: dict[str, Any] = {}
-        lines = [f"def replay({', '.join(f'v{number}' for number in range(self.num_inputs))}):"]
-        calls = _those_that_are_read(_without_repeated_views(self.calls))
-        for place, call in enumerate(calls[:-1]):
-            names[f"f{place}"] = call.function
-            given = [_source(x, names) for x in call.args]
-            given += [
-                f"**{{{name!r}: {_source(x, names)}}}" if iskeyword(name) else f"{name}={_source(x, names)}"
-                for name, x in call.kwargs.items()
-            ]
-            lines.append(f"    {_target(call.result)} = f{place}({', '.join(given)})")
-        lines.append(f"    return {_source(calls[-1].args[0], names)}")
-        exec(compile("\n".join(lines), "<replay>", "exec"), names)
-        # it holds ``names``, and in them it would be a circle, freed whenever Python looks for one
-        function: Callable[..., Tensor] = names.pop("replay")
-        return function
+        return program_of(self.calls, self.num_inputs, self._places)
 
-    def _append(
-        self, function: Callable[..., Any], given: Any, named: Any, result: Any, *, is_whole: bool = False
-    ) -> None:
-        self._number_all(result)
-        self.calls.append(_Call(function, given, named, self._template(result), is_whole))
-
-    def _number_all(self, result: Any) -> None:
-        if isinstance(result, Tensor):
-            if id(result) not in self._numbers:
-                self._numbers[id(result)] = len(self._made)
-                self._made.append(result)
-        elif isinstance(result, (tuple, list)):
-            for part in result:
-                self._number_all(part)
-
-    def _template(self, value: Any) -> Any:
-        """``value`` with ``_Made`` for tensors that have a number."""
+    def _template(self, value: Any, *, copies: bool = True) -> Any:
+        """``value`` with ``Made`` for tensors that have a number; lists and dicts without one are copied or kept."""
         if isinstance(value, Tensor):
-            return _Made(self._numbers[id(value)]) if id(value) in self._numbers else value
+            return Made(self._numbers[id(value)]) if id(value) in self._numbers else value
+        template: Any
         if type(value) is dict:
-            return {name: self._template(part) for name, part in value.items()}
-        if type(value) is list:
-            return [self._template(part) for part in value]
-        if type(value) is tuple or type(value).__module__ == "torch.return_types":
-            return tuple(self._template(part) for part in value)
-        return value  # a record that has tensors is the same for two calls, or another one
+            template = {name: self._template(part, copies=copies) for name, part in value.items()}
+        elif type(value) is list:
+            template = [self._template(part, copies=copies) for part in value]
+        elif type(value) is tuple:
+            return tuple(self._template(part, copies=copies) for part in value)
+        else:
+            return value  # a record that has tensors is the same for two calls, or another one
+        return template if copies or has_number(template) else value
+
+    def _number(self, result: Any) -> Any:
+        """The template of a ``result``, all tensors of which have a number from here on."""
+        if isinstance(result, (tuple, list)):
+            return tuple(self._number(part) for part in result)
+        if isinstance(result, Tensor) and id(result) not in self._numbers:
+            self._numbers[id(result)] = len(self._made)
+            self._made.append(result)
+            self._places.append(places_in_memory(result))
+        return Made(self._numbers[id(result)]) if isinstance(result, Tensor) else None
+
+    def _note_reshaping(self, given: Any) -> None:
+        """After a call: which of the tensors that it has been ``given`` are elsewhere since."""
+        for number in numbers_in(given):
+            if self._places[number] != places_in_memory(self._made[number]):
+                self._places[number] = None
 
 
 class _ReadValues(TorchDispatchMode):
@@ -256,75 +246,6 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _without_repeated_views(calls: list[_Call]) -> list[_Call]:
-    """``calls``, in which a view of the same numbers of the same tensor is taken once: each layer takes its own."""
-    if any(_name(call) in _SHAPE_ANEW for call in calls):
-        return calls
-    kept: list[_Call] = []
-    first_names: dict[int, int] = {}
-    views = defaultdict[tuple[Any, int], list[_Call]](list)  # by the function and the tensor
-    for call in calls:
-        args, kwargs = _renamed(call.args, first_names), _renamed(call.kwargs, first_names)
-        call = call._replace(args=args, kwargs=kwargs)
-        if _name(call) in _VIEWS and args and isinstance(args[0], _Made | Tensor) and _is_by_places(args[1:]):
-            known = views[call.function, args[0].number if isinstance(args[0], _Made) else id(args[0])]
-            same = next((view for view in known if _same((view.args, view.kwargs), (args, kwargs))), None)
-            if same is not None:
-                first_names |= dict(zip(_numbers_in(call.result), _numbers_in(same.result), strict=True))
-                continue
-            known.append(call)
-        kept.append(call)
-    return kept
-
-
-def _those_that_are_read(calls: list[_Call]) -> list[_Call]:
-    """``calls`` without views and fresh memory that no later one names."""
-    kept: list[_Call] = []
-    read: set[int] = set()
-    for call in reversed(calls):
-        if _name(call) in _VIEWS | _FRESH and read.isdisjoint(_numbers_in(call.result)):
-            continue
-        read.update(_numbers_in((call.args, call.kwargs)))
-        kept.append(call)
-    return kept[::-1]
-
-
-def _name(call: _Call) -> str:
-    """Of torch's function; none of one that is called whole, and does what it likes."""
-    return "" if call.is_whole else getattr(call.function, "__name__", "")
-
-
-def _is_by_places(index: Any) -> bool:
-    """Whether ``index`` is of numbers, slices and dtypes: a tensor, a list, an array or a bool would make a copy."""
-    if type(index) in (tuple, torch.Size):
-        return all(map(_is_by_places, index))
-    return index is None or index is ... or type(index) in (int, slice, torch.dtype)
-
-
-def _renamed(template: Any, names: dict[int, int]) -> Any:
-    """``template`` with ``names`` for the numbers that have another one."""
-    if isinstance(template, _Made):
-        return _Made(names.get(template.number, template.number))
-    if not _has_number(template):
-        return template
-    if isinstance(template, dict):
-        return {name: _renamed(part, names) for name, part in template.items()}
-    parts = [_renamed(part, names) for part in template]
-    return tuple(parts) if isinstance(template, tuple) else parts
-
-
-def _numbers_in(template: Any) -> Iterator[int]:
-    if isinstance(template, _Made):
-        yield template.number
-    elif isinstance(template, (tuple, list, dict)):
-        for part in template.values() if isinstance(template, dict) else template:
-            yield from _numbers_in(part)
-
-
-def _has_number(template: Any) -> bool:
-    return next(_numbers_in(template), None) is not None
-
-
 def _has_tensor(value: Any) -> bool:
     """Whether ``value`` is a tensor, or a sequence with one in it."""
     return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(map(_has_tensor, value)))
@@ -335,41 +256,3 @@ def _is_of_tensors(result: Any) -> bool:
     if isinstance(result, (tuple, list)) and not isinstance(result, torch.Size):
         return all(part is None or _is_of_tensors(part) for part in result)
     return isinstance(result, Tensor)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two templates are the same tensor, object or number."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if type(a) is dict:
-        return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
-    if type(a) is slice:
-        return _same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
-    if type(a) in (tuple, list, torch.Size, _Made):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    return isinstance(a, (int, float, complex, str, torch.device)) and bool(a == b)
-
-
-def _source(template: Any, names: dict[str, Any]) -> str:
-    """An expression for ``template``; what has no number is put into ``names``."""
-    if isinstance(template, _Made):
-        return f"v{template.number}"
-    if _has_number(template):
-        if isinstance(template, dict):
-            return "{" + ", ".join(f"{name!r}: {_source(part, names)}" for name, part in template.items()) + "}"
-        parts = "".join(f"{_source(part, names)}, " for part in template)
-        return f"({parts})" if isinstance(template, tuple) else f"[{parts}]"
-    name = f"c{len(names)}"
-    names[name] = template
-    return name
-
-
-def _target(result: Any) -> str:
-    """What a result is assigned to: the tensors that later calls name."""
-    if isinstance(result, _Made):
-        return f"v{result.number}"
-    if isinstance(result, (tuple, list)):
-        return "(" + "".join(f"{_target(part)}, " for part in result) + ")"
-    return "_"

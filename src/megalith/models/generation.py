@@ -103,7 +103,8 @@ def stream(
     """The tokens of ``generate``, one for each text as soon as they are drawn; None for a text that has ended.
 
     Raises as that does, ConfigError at the call itself. The model is in evaluation mode while a token is drawn, and in
-    its own mode between tokens.
+    its own mode between tokens. Then it may be changed, which counts from the next token on; but weights that FSDP
+    shards, or that stages of a pipeline share, stay those of the first token.
     """
     check_length(max_new_tokens)
     seeds = range(len(prompts)) if seeds is None else seeds
@@ -136,13 +137,13 @@ def _drawn(
     rows = _Rows(pipeline, prompts, max(room), seeds)
     seen = rows.seen() if sampling.repetition_penalty is not None else None
     alive = {row for row, num_tokens in enumerate(room) if num_tokens}
-    layers, modules = [layer for chunk in pipeline.chunks for layer in chunk.layers()], pipeline.modules()
     with pipeline.holding_weights():
         for step in range(max(room)):
             if not alive:
                 return
+            rows.look_at_modules()
             # for one token at a time: meanwhile the model is the caller's, who may draw another text by it
-            with evaluation_mode(modules), uncompiled(layers):  # each token follows more keys than the one before
+            with evaluation_mode(rows.modules), uncompiled(rows.layers):  # keys become more with each token
                 logits = rows.logits()
             drawn = rows.agreed(None if logits is None else draw(logits, sampling, seen, rows.uniform()))
             tokens: list[int] = drawn.tolist()
@@ -181,7 +182,8 @@ class _Rows:
         self.tokens = torch.tensor(padded, device=self.device)  # [B, room]
         splits = groups.size("cp") > 1 or self.options.sequence_parallel
         self.caches = None if splits else {chunk: chunk.new_caches(self.end) for chunk in pipeline.chunks}
-        self.parts: ForwardParts | None = None  # of the model that is recorded
+        self.modules, self.layers = _modules_and_layers(pipeline)
+        self.parts, self.are_parts_in_place = ForwardParts(self.modules), True
         self.may_replay = _may_replay(pipeline, len(prompts))
         self._make_room(min(self.end + _FIRST_ROOM, self.most))
 
@@ -207,6 +209,13 @@ class _Rows:
         self.of_one = {chunk: Replayed(self._cached_forward(chunk)) for chunk in self.pipeline.chunks}
         for cache in (cache for caches in (self.caches or {}).values() for cache in caches.values()):
             cache.grow(S)
+
+    def look_at_modules(self) -> None:
+        """Before each token: another module, weight or hook, that has been put in since the last one, counts."""
+        are_in_place = self.parts.are_in_place()
+        if not are_in_place or not self.are_parts_in_place:
+            self.modules, self.layers = _modules_and_layers(self.pipeline)
+        self.are_parts_in_place = are_in_place
 
     def uniform(self) -> Tensor:
         """float64 [B]: the numbers that draw the next token of each row."""
@@ -256,10 +265,8 @@ class _Rows:
         """What ``model`` gives for the newest tokens: logits of the last one, [B, 1, V], or [S, B, H]."""
         new = slice(self.start, self.end)
         given = self.tokens[:, new], self.positions[:, new]
-        self.parts = self.parts or ForwardParts(model)  # as ``may_replay`` saw them: nobody has had a token yet
         if self.end - self.start == 1:
-            # asked for every token: a hook, or another weight, counts from the next one on
-            if self.may_replay and chosen_by_use() is None and self.parts.are_in_place():
+            if self.may_replay and self.are_parts_in_place and chosen_by_use() is None:
                 return self.of_one[model](*given)
             return self._cached_forward(model)(*given, hidden=hidden)
         # a prompt is read once, which repays no compiler
@@ -267,7 +274,7 @@ class _Rows:
             return self._cached_forward(model)(*given, hidden=hidden)
 
     def _cached_forward(self, model: GPTModel) -> Callable[..., Tensor]:
-        # it does not hold these rows, which hold it: their memory would be freed whenever Python looks for circles
+        # it does not hold these rows, which hold it: a reference cycle is freed only when the garbage collector runs
         caches = None if self.caches is None else self.caches[model]
         return partial(_cached_forward, model, self.documents, caches)
 
@@ -310,8 +317,8 @@ def _cached_forward(
 def _may_replay(pipeline: Pipeline[GPTModel], num_rows: int) -> bool:
     """Whether a forward of one token a row calls nothing but torch, on one CPU.
 
-    It may do more, or not the same at every length: in modules that are not of this house or of torch, in a matrix
-    product of the user's, in latent attention, which changes its way with the number of keys, and in hooks.
+    It may do more, or not the same at every length: in modules that are neither Megalith's nor torch's, in a matrix
+    product of the user's, in MLA, which computes differently with the number of keys, and in hooks.
     """
     model, config = pipeline.chunks[0], pipeline.chunks[0].config
     return (
@@ -326,6 +333,10 @@ def _may_replay(pipeline: Pipeline[GPTModel], num_rows: int) -> bool:
         and num_rows * _widest(config) <= LARGEST_WHOLE  # larger tensors take compiled or hand-written kernels
         and not has_forward_hooks(model)
     )
+
+
+def _modules_and_layers(pipeline: Pipeline[GPTModel]) -> tuple[list[nn.Module], list[nn.Module]]:
+    return pipeline.modules(), [layer for chunk in pipeline.chunks for layer in chunk.layers()]
 
 
 def _widest(config: TransformerConfig) -> int:
