@@ -171,7 +171,7 @@ def has_forward_hooks(model: nn.Module) -> bool:
 
 
 class ForwardParts:
-    """What a forward through ``modules`` uses: themselves, weights, buffers and hooks, as they are when this is made.
+    """What a forward through ``modules`` uses: them, their weights, buffers and hooks, as they are when this is made.
 
     Held, so that none can be freed and another one get its identity.
     """

@@ -1,7 +1,6 @@
 """replay: after two calls torch alone is called, and gives what Python gives; where it cannot be, Python is called."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 
-from megalith.acceleration.replay import Replayed, called_whole
+from megalith.acceleration.replay import Replayed
 
 
 def called(function: Callable[..., Tensor], inputs: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], int]:
@@ -95,31 +94,6 @@ def test_weights_may_change_in_place():
         weight.fill_(value)
         assert replayed(torch.ones(3)).tolist() == [value] * 3
     assert len(runs) == 2
-
-
-class Counter:
-    """Something that changes from call to call."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    @called_whole
-    def next(self, x: Tensor, *, by: int) -> tuple[Tensor, Tensor]:
-        self.count += by
-        return x + self.count, x[: self.count % 2]
-
-
-def test_what_is_called_whole_changes_with_each_call():
-    counter = Counter()
-    found, num_runs = called(lambda x: counter.next(x * 2.0, by=3)[0] + 1.0, [[torch.zeros(1)] for _ in range(5)])
-    assert [float(x) for x in found] == [4.0, 7.0, 10.0, 13.0, 16.0]
-    assert (num_runs, counter.count) == (2, 15)
-
-
-def test_what_is_called_whole_is_called_as_it_is_where_nothing_is_recorded():
-    counter = Counter()
-    total, _ = counter.next(torch.zeros(1), by=1)
-    assert float(total) == 1.0
 
 
 def branch_on_a_value(x: Tensor) -> Tensor:
@@ -224,13 +198,6 @@ def test_inputs_of_other_shapes_fall_back_to_python():
     assert num_runs == 4  # of one, twice of two, of three
 
 
-class Pair(NamedTuple):
-    """A record of an input and what was made of it."""
-
-    x: Tensor
-    twice: Tensor
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -249,113 +216,35 @@ def test_places_and_numbers_are_no_values(function):
         assert torch.equal(got, function(*given))
 
 
-def of_parts(parts: dict[str, list[Tensor]], *, more: dict[str, Tensor]) -> Tensor:
-    return parts["x"][0] + more["twice"]
+class Subclass(torch.Tensor):
+    """A tensor that is another one to torch."""
 
 
-def test_an_input_inside_of_a_dict_is_that_of_each_call():
-    whole = called_whole(of_parts)
-    same = torch.ones(3)  # one object in both recordings, and not after them
-    inputs = [[same], [same], [torch.full((3,), 5.0)]]
-    found, num_runs = called(lambda x: whole({"x": [x]}, more={"twice": x * 2.0}), inputs)
-    assert (num_runs, found[-1].tolist()) == (2, [15.0] * 3)
-
-
-def test_a_record_of_one_input_falls_back_to_python():
-    whole = called_whole(lambda pair: pair.x + 1.0)
-    same = torch.ones(3)
-    found, num_runs = called(lambda x: whole(Pair(x, x)), [[same], [same], [torch.full((3,), 5.0)]])
-    assert (num_runs, found[-1].tolist()) == (3, [6.0] * 3)
-
-
-@pytest.mark.parametrize("result", [3, {"x": 1}, "text"])
-def test_what_is_called_whole_and_gives_no_tensor_falls_back_to_python(result):
-    whole = called_whole(lambda: result)
-    _, num_runs = called(lambda x: x + len(str(whole())), drawn(4, (3,)))
-    assert num_runs == 4
-
-
-def test_a_device_that_is_chosen_outside_holds_inside_of_a_whole_call():
-    whole = called_whole(lambda: torch.ones(3))
-    with torch.device("meta"):
-        assert whole().device.type == "meta"
-        found, num_runs = called(lambda x: x + whole(), [[torch.ones(3)] for _ in range(4)])
-    assert (num_runs, {x.device.type for x in found}) == (2, {"meta"})
-
-
-def test_whole_calls_inside_of_one_are_part_of_it():
-    inner = Counter()
-    outer = called_whole(lambda x: inner.next(x, by=1)[0])
-    found, num_runs = called(lambda x: outer(x) * 1.0, [[torch.zeros(1)] for _ in range(4)])
-    assert ([float(x) for x in found], num_runs, inner.count) == ([1.0, 2.0, 3.0, 4.0], 2, 4)
-
-
-@pytest.mark.parametrize("other", [torch.ones(3, dtype=torch.float64), torch.ones(6)[::2]])
-def test_inputs_of_another_dtype_or_stride_fall_back_to_python(other):
-    inputs = [[torch.ones(3)], [torch.ones(3)], [other], [torch.ones(3)]]
-    found, num_runs = called(lambda x: x * x.stride(0) if x.dtype == torch.float32 else x * 5.0, inputs)
-    assert num_runs == 3
-    assert found[2].tolist() == ([5.0] * 3 if other.dtype == torch.float64 else [2.0] * 3)
-
-
-def test_records_of_tensors_fall_back_to_python():
-    total = called_whole(lambda pair: pair.x + pair.twice)
-    inputs = drawn(5, (3,))
-    found, num_runs = called(lambda x: total(Pair(x, x * 2.0)), inputs)
-    assert num_runs == 5
-    for got, (x,) in zip(found, inputs, strict=True):
-        assert torch.equal(got, x + x * 2.0)
-
-
-def test_a_number_beside_a_tensor_is_a_value():
-    counted = called_whole(lambda x: (x * 2.0, int((x > 0).sum())))
-
+@pytest.mark.parametrize(
+    ("other", "want"),
+    [
+        (torch.ones(3, dtype=torch.float64), 5.0),
+        (torch.ones(6)[::2], 2.0),
+        (torch.ones(3).as_subclass(Subclass), 7.0),
+        (torch.ones(3).to_sparse(), 5.0),
+    ],
+    ids=["dtype", "stride", "class", "layout"],
+)
+def test_inputs_of_another_kind_fall_back_to_python(other, want):
     def scaled(x: Tensor) -> Tensor:
-        twice, number = counted(x)
-        return twice * number
+        if type(x) is Subclass:
+            return x * 7.0
+        return x * x.stride(0) if x.dtype == torch.float32 and x.layout == torch.strided else x * 5.0
 
-    inputs = [[torch.tensor([1.0, sign])] for sign in (1.0, 1.0, -1.0, 1.0)]
-    found, num_runs = called(scaled, inputs)
-    assert num_runs == 4
-    assert [x.tolist() for x in found] == [[4.0, 4.0], [4.0, 4.0], [2.0, -2.0], [4.0, 4.0]]
-
-
-def test_lists_that_a_whole_call_is_given_are_those_of_each_call():
-    lengths, runs = [1.0], []
-    whole = called_whole(lambda by, x: x * by[0])
-    replayed = Replayed(lambda x: runs.append(1) or whole(lengths, x))
-    found = []
-    for lengths[0] in (2.0, 3.0, 4.0, 5.0):
-        found.append(replayed(torch.ones(1)).item())
-    assert (found, len(runs)) == ([2.0, 3.0, 4.0, 5.0], 2)
+    found, num_runs = called(scaled, [[torch.ones(3)], [torch.ones(3)], [other], [torch.ones(3)]])
+    assert num_runs == 3
+    assert found[2].to_dense().tolist() == [want] * 3
 
 
-def test_lists_that_are_made_anew_for_a_whole_call_fall_back_to_python():
-    whole = called_whole(lambda by, x: x * len(by))
-
-    def changes_its_list(x: Tensor) -> Tensor:
-        by = [1, 2]
-        twice = whole(by, x)
-        by.append(3)
-        return twice
-
-    found, num_runs = called(changes_its_list, [[torch.ones(1)] for _ in range(4)])
-    assert ([x.item() for x in found], num_runs) == ([2.0] * 4, 4)
-
-
-def test_several_results_keep_their_names_inside_of_a_whole_call():
-    named = called_whole(lambda pair: pair.values + pair.indices)
-    inputs = drawn(4, (5,))
-    found, num_runs = called(lambda x: named(x.topk(2)), inputs)
-    assert num_runs == 4  # falls back to Python
-    for got, (x,) in zip(found, inputs, strict=True):
-        assert torch.equal(got, sum(x.topk(2)))
-
-
-def test_a_record_that_a_whole_call_returns_is_taken_apart():
-    whole = called_whole(lambda x: Pair(x, x * 2.0))
-    found, num_runs = called(lambda x: whole(x).x - whole(x).twice, [[torch.full((1,), n)] for n in (1.0, 2.0, 3.0)])
-    assert ([x.item() for x in found], num_runs) == ([-1.0, -2.0, -3.0], 2)
+def test_where_an_input_begins_in_memory_is_read_as_a_value_is():
+    memory = torch.ones(4)
+    found, num_runs = called(lambda x: x * x.storage_offset(), [[memory[place:][:1]] for place in range(4)])
+    assert ([x.item() for x in found], num_runs) == ([0.0, 1.0, 2.0, 3.0], 4)
 
 
 def test_inputs_on_another_device_fall_back_to_python():
@@ -365,20 +254,21 @@ def test_inputs_on_another_device_fall_back_to_python():
 
 
 def test_under_another_autocast_or_default_dtype_python_is_called():
-    replayed = Replayed(lambda x: torch.mm(x, x) + torch.ones(1))
-    x = torch.eye(2)
-    for _ in range(3):
-        assert replayed(x).dtype == torch.float32
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.mm(x, x).dtype == torch.bfloat16
-        assert replayed(x).dtype == torch.float32  # one addend is
-        assert Replayed(lambda x: torch.mm(x, x))(x).dtype == torch.bfloat16
+    runs: list[int] = []
+    replayed = Replayed(lambda x: runs.append(1) or torch.mm(x, x).float() * torch.full((1,), 2.0).to(x.dtype))
+    x = torch.full((1, 1), 1.001)  # of which bfloat16 keeps 1.0
     before = torch.get_default_dtype()
     try:
-        torch.set_default_dtype(torch.float64)
-        assert replayed(x).dtype == torch.float64
+        for dtype, autocast, want in [(before, False, 1.002001)] * 3 + [
+            (before, True, 1.0),
+            (torch.float64, False, 1.002001),
+        ]:
+            torch.set_default_dtype(dtype)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                assert replayed(x).item() == pytest.approx(2.0 * want, rel=1e-6)
     finally:
         torch.set_default_dtype(before)
+    assert len(runs) == 4
 
 
 def test_a_zero_of_another_sign_is_another_number():

@@ -74,8 +74,8 @@ def resized_by_a_result(x: Tensor) -> Tensor:
 
 
 @called_whole
-def deepened(x: Tensor) -> Tensor:
-    return x.unsqueeze_(0)
+def deepened(x: Tensor) -> None:
+    x.unsqueeze_(0)
 
 
 def takes_another_shape_for_a_while(x: Tensor) -> Tensor:

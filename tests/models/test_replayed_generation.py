@@ -3,6 +3,7 @@
 A model with a hook is called as it is, which gives what to compare with.
 """
 
+import copy
 from typing import Any
 
 import pytest
@@ -144,13 +145,14 @@ def test_a_module_that_is_put_in_between_tokens_has_no_dropout_in_the_next_one(n
     for _ in range(num_before):
         next(tokens)
     modes: list[bool] = []
-    before, layer.mlp = layer.mlp, Own(layer.mlp).train()
-    layer.mlp.register_forward_hook(lambda module, *_: modes.append(module.training))
+    before, layer.mlp = layer.mlp, Own(copy.deepcopy(layer.mlp)).train()
+    for module in (before, layer.mlp):
+        module.register_forward_hook(lambda module, *_: modes.append(module.training))
     next(tokens)
     assert (modes, layer.mlp.training) == ([False], True)
     layer.mlp = before
     next(tokens)
-    assert (len(modes), before.training) == (1, True)
+    assert (modes, before.training) == ([False] * 2, True)
 
 
 def test_under_autocast_that_begins_between_tokens_python_runs(monkeypatch):

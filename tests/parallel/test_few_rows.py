@@ -11,9 +11,10 @@ AVX2, AVX512 = "AVX2", "AVX512"
 
 @pytest.fixture(params=[AVX2, AVX512])
 def capability(request, monkeypatch):
-    """Of the processor, as torch says, in a torch with MKL."""
+    """Of the processor, as torch says, with two threads and MKL."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     return request.param
 
 
@@ -45,8 +46,6 @@ def test_its_gradients_are_those_of_torch():
 
 
 def test_it_is_in_blocks_only_where_that_was_measured_to_be_faster(capability, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-
     def is_in_blocks(rows: int, given: int, out: int, dtype: torch.dtype = torch.float32) -> bool:
         called = []
         monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w, b: called.append(None) or x @ w.t())
@@ -58,6 +57,8 @@ def test_it_is_in_blocks_only_where_that_was_measured_to_be_faster(capability, m
     assert not any((is_in_blocks(0, 512, 640), is_in_blocks(33, 512, 640)))
     assert not any((is_in_blocks(8, 512, 384), is_in_blocks(8, 512, 700)))  # too small, not of whole blocks
     assert not is_in_blocks(8, 512, 640, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_in_blocks(8, 512, 640)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert is_in_blocks(2, 512, 640) == (capability == AVX2)
     assert not is_in_blocks(1, 512, 640)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Call", "Made", "Places", "has_number", "numbers_in", "places_in_memory", "program_of", "same_calls"]
+__all__ = ["Call", "Made", "Places", "numbers_in", "places_in_memory", "program_of", "same_calls"]
 
 Places = tuple[object, ...]
 
@@ -33,7 +33,7 @@ class Call(NamedTuple):
     """A call of ``function``.
 
     Attributes:
-        args, kwargs, result: in which tensors are ``Made`` but for those from outside.
+        args, kwargs, result: with ``Made`` in place of every tensor except those from outside.
         is_whole: whether the function may do anything, and change with each call.
     """
 
@@ -45,8 +45,8 @@ class Call(NamedTuple):
 
 
 def places_in_memory(x: Tensor) -> Places:
-    """Where the numbers of ``x`` are: as long as two tensors live that are in the same places, they are the same."""
-    if x.layout != torch.strided:
+    """Where the numbers of ``x`` are: two tensors that are alive at once, in the same places, hold the same numbers."""
+    if x.layout != torch.strided or x.is_nested:
         return (id(x),)
     return x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.stride(), x.dtype
 
@@ -69,7 +69,9 @@ def program_of(calls: list[Call], num_inputs: int, places: Sequence[Places | Non
         names[f"f{place}"] = call.function
         given = [_source(x, names) for x in call.args]
         given += [
-            f"**{{{name!r}: {_source(x, names)}}}" if iskeyword(name) else f"{name}={_source(x, names)}"
+            f"{name}={_source(x, names)}"
+            if name.isidentifier() and not iskeyword(name)
+            else f"**{{{name!r}: {_source(x, names)}}}"
             for name, x in call.kwargs.items()
         ]
         lines.append(f"    {_target(call.result)} = f{place}({', '.join(given)})")
@@ -89,7 +91,7 @@ def numbers_in(template: Any) -> Iterator[int]:
             yield from numbers_in(part)
 
 
-def has_number(template: Any) -> bool:
+def _has_number(template: Any) -> bool:
     """Whether ``template`` is of a tensor that the recording has seen made."""
     return next(numbers_in(template), None) is not None
 
@@ -97,8 +99,7 @@ def has_number(template: Any) -> bool:
 def _are_the_same(a: Call, b: Call) -> bool:
     if a.function != b.function or a.is_whole != b.is_whole:
         return False
-    given, others = (*a.args, *a.kwargs.items(), a.result), (*b.args, *b.kwargs.items(), b.result)
-    return _same(given, others, lists_by_identity=a.is_whole)  # what such a list has in it may change at any time
+    return _same((a.args, a.kwargs, a.result), (b.args, b.kwargs, b.result))
 
 
 def _without_repeated_views(calls: list[Call], places: Sequence[Places | None]) -> list[Call]:
@@ -148,7 +149,7 @@ def _renamed(template: Any, names: dict[int, int]) -> Any:
     """``template`` with ``names`` for the numbers that have another one."""
     if isinstance(template, Made):
         return Made(names.get(template.number, template.number))
-    if not has_number(template):
+    if not _has_number(template):
         return template
     if isinstance(template, dict):
         return {name: _renamed(part, names) for name, part in template.items()}
@@ -156,20 +157,18 @@ def _renamed(template: Any, names: dict[int, int]) -> Any:
     return tuple(parts) if isinstance(template, tuple) else parts
 
 
-def _same(a: Any, b: Any, *, lists_by_identity: bool = False) -> bool:
+def _same(a: Any, b: Any) -> bool:
     """Whether two templates are the same tensor, object or number."""
     if a is b:
         return True
-    if type(a) is not type(b) or (lists_by_identity and type(a) in (list, dict) and not has_number(a)):
+    if type(a) is not type(b):
         return False
     if type(a) is dict:
         a, b = tuple(a.items()), tuple(b.items())
     if type(a) is slice:
         a, b = (a.start, a.stop, a.step), (b.start, b.stop, b.step)
     if type(a) in (tuple, list, torch.Size, Made):
-        return len(a) == len(b) and all(
-            _same(x, y, lists_by_identity=lists_by_identity) for x, y in zip(a, b, strict=True)
-        )
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
     # as text -0.0 is not 0.0
     return isinstance(a, (int, float, complex, str, torch.device)) and repr(a) == repr(b)
 
@@ -178,9 +177,7 @@ def _source(template: Any, names: dict[str, Any]) -> str:
     """An expression for ``template``; what has no number is put into ``names``."""
     if isinstance(template, Made):
         return f"v{template.number}"
-    if has_number(template):
-        if isinstance(template, dict):
-            return "{" + ", ".join(f"{name!r}: {_source(part, names)}" for name, part in template.items()) + "}"
+    if _has_number(template):
         parts = "".join(f"{_source(part, names)}, " for part in template)
         return f"({parts})" if isinstance(template, tuple) else f"[{parts}]"
     name = f"c{len(names)}"

@@ -7,10 +7,11 @@ calls again as a whole what is ``called_whole``, for instance a cache that has g
 A recording is trusted once the next one, of other values, is the same call for call: the same functions in the same
 order, the same numbers, flags and weights, the same tensors from one to the next. Where a value is read, the function
 is called as it is. What two recordings cannot show is for the caller to rule out: a branch taken from some later length
-or count on, a context entered inside, a number generator seeded there.
+or count on, a context entered inside, a number generator seeded there, memory exchanged by ``Tensor.set_`` or
+``torch.utils.swap_tensors``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, MutableSequence, MutableSet, Sequence
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -24,7 +25,6 @@ from megalith.acceleration.recorded_calls import (
     Call,
     Made,
     Places,
-    has_number,
     numbers_in,
     places_in_memory,
     program_of,
@@ -39,19 +39,18 @@ R = TypeVar("R")
 # what says something of a tensor without reading its values; attributes come as `__get__`
 _METADATA = frozenset(
     {"__get__", "__len__", "_is_view", "dim", "element_size", "is_contiguous", "is_floating_point", "numel", "size"}
-    | {"storage_offset", "stride"}
+    | {"stride"}
 )
-_MAY_RETURN_THEIR_INPUT = frozenset({"contiguous", "float", "to"})  # where it is already what is asked for
+_MAY_RETURN_THEIR_INPUT = frozenset({"float", "to"})  # where it has that dtype already
 _MOST_RECORDINGS = 8
 
 
 def called_whole(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, which a recording does not look into: it is called again with all that it does.
 
-    For what depends on lengths, or on objects that change between calls. Its arguments are those of the recording: the
-    same objects, in tuples, lists and dicts of tensors the tensors of the call, and the recording is not used where a
-    list or dict is another one each time. It returns tensors, or sequences of them, and leaves tensors that it is given
-    in their shape.
+    For what depends on lengths, or on objects that change between calls. Of its arguments tensors, alone or in tuples,
+    are those of each call, and all else is the recording's: a function that is given a list or a dict is not replayed.
+    It returns tensors of its own, or tuples of them, and leaves those that it is given in their shape.
     """
 
     @wraps(function)
@@ -70,7 +69,8 @@ class Replayed:
 
     It may call nothing but torch, and what is ``called_whole``, on tensors of one process, and record no gradient:
     kernels that are launched by hand, collectives and hooks are not seen, and would not be called again. Weights and
-    other tensors that it holds may change in place. Under another autocast or default dtype its Python runs, too.
+    other tensors that it holds may change in place, and what it writes into objects of Python is not written again.
+    Under another autocast or default dtype its Python runs, too.
 
     Args:
         function: of tensors alone, returning a tensor.
@@ -85,6 +85,8 @@ class Replayed:
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """What ``function`` gives for ``inputs``."""
+        if any(x.layout != torch.strided or x.is_nested for x in inputs):
+            return self._function(*inputs)
         circumstances = [_circumstances(x) for x in inputs]
         if self._program is not None and circumstances == self._circumstances:
             return self._program(*inputs)
@@ -98,7 +100,7 @@ class Replayed:
         if circumstances != self._circumstances:
             before = None
         self._before, self._circumstances = recording, circumstances
-        if recording.reads_values or (before is not None and not recording.equals(before)):
+        if recording.has_to_run or (before is not None and not recording.equals(before)):
             self._num_recordings_left = 0  # what has differed once may do so again
         elif before is not None:
             self._program = recording.program()
@@ -108,21 +110,21 @@ class Replayed:
 
 
 # what decides, beside an input's values, what torch does with it
-_Circumstances = tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device, torch.dtype | None, torch.dtype]
+_Circumstances = tuple[type, torch.Size, torch.dtype, tuple[int, ...], torch.device, torch.dtype | None, torch.dtype]
 
 
 def _circumstances(x: Tensor) -> _Circumstances:
     device = x.device
     has_autocast = not x.is_meta and torch.is_autocast_enabled(device.type)  # torch has none for meta tensors
     autocast = torch.get_autocast_dtype(device.type) if has_autocast else None
-    return x.shape, x.dtype, x.stride(), device, autocast, torch.get_default_dtype()
+    return type(x), x.shape, x.dtype, x.stride(), device, autocast, torch.get_default_dtype()
 
 
 class _Recording(TorchFunctionMode):
     """While it is entered, writes down each call of torch that gives or changes a tensor.
 
     Attributes:
-        reads_values: whether the calls may depend on values of tensors, which another call has others of.
+        has_to_run: whether the calls may depend on values of tensors or the contents of containers, and so may differ.
         is_in_whole_call: whether what is called now is part of a call that has been written down.
     """
 
@@ -130,7 +132,7 @@ class _Recording(TorchFunctionMode):
         super().__init__()
         self.num_inputs = len(inputs)
         self.calls: list[Call] = []
-        self.reads_values = self.is_in_whole_call = False
+        self.has_to_run = self.is_in_whole_call = False
         self._made = list(inputs)  # held, or another tensor could get the identity of one, or its memory
         self._places: list[Places | None] = [places_in_memory(x) for x in inputs]  # None: not the same throughout
         self._numbers = {id(x): number for number, x in enumerate(inputs)}
@@ -153,32 +155,36 @@ class _Recording(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         if self.is_in_whole_call:
             return function(*args, **kwargs)
-        given, named = self._template(tuple(args)), self._template(kwargs)
+        given, named = self._template(tuple(args)), {name: self._template(x) for name, x in kwargs.items()}
         with _ReadValues() as read:
             result = function(*args, **kwargs)
         # tensor_split reads where to split, and calls no operator that would tell
-        self.reads_values = self.reads_values or read.any or (name == "tensor_split" and _has_tensor(args[1:]))
+        self.has_to_run = self.has_to_run or read.any or (name == "tensor_split" and _has_tensor(args[1:]))
+        self.has_to_run = self.has_to_run or _has_container((*args, *kwargs.values()), MutableMapping)
         if name in _MAY_RETURN_THEIR_INPUT and args and result is args[0]:
             return result
         if _is_of_tensors(result) or (result is None and name not in _METADATA):
             self.calls.append(Call(function, given, named, self._number(result)))
             self._note_reshaping((given, named))
         elif name not in _METADATA and _has_tensor((*args, *kwargs.values())):
-            self.reads_values = True
+            self.has_to_run = True
         return result
 
     def call_whole(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``function`` gives for its arguments, recorded as one call."""
-        given = tuple(self._template(x, copies=False) for x in args)
-        named = {name: self._template(x, copies=False) for name, x in kwargs.items()}
+        given, named = self._template(args), {name: self._template(x) for name, x in kwargs.items()}
         self.is_in_whole_call = True
         try:
             result = function(*args, **kwargs)
             self._note_reshaping((given, named))
+            num_made = len(self._made)
             made = self._number(result)
         finally:
             self.is_in_whole_call = False
-        self.reads_values = self.reads_values or not (result is None or _is_of_tensors(result))
+        # another call may return another tensor than one that was there
+        is_its_own = (result is None or _is_of_tensors(result)) and all(x >= num_made for x in numbers_in(made))
+        containers = MutableSequence, MutableMapping, MutableSet
+        self.has_to_run = self.has_to_run or not is_its_own or _has_container((*args, *kwargs.values()), *containers)
         self.calls.append(Call(function, given, named, made, is_whole=True))
         return result
 
@@ -190,20 +196,13 @@ class _Recording(TorchFunctionMode):
         """The calls as one function of the inputs."""
         return program_of(self.calls, self.num_inputs, self._places)
 
-    def _template(self, value: Any, *, copies: bool = True) -> Any:
-        """``value`` with ``Made`` for tensors that have a number; lists and dicts without one are copied or kept."""
+    def _template(self, value: Any) -> Any:
+        """``value`` with ``Made`` for tensors that have a number."""
         if isinstance(value, Tensor):
             return Made(self._numbers[id(value)]) if id(value) in self._numbers else value
-        template: Any
-        if type(value) is dict:
-            template = {name: self._template(part, copies=copies) for name, part in value.items()}
-        elif type(value) is list:
-            template = [self._template(part, copies=copies) for part in value]
-        elif type(value) is tuple:
-            return tuple(self._template(part, copies=copies) for part in value)
-        else:
-            return value  # a record that has tensors is the same for two calls, or another one
-        return template if copies or has_number(template) else value
+        if type(value) in (tuple, list):
+            return type(value)(self._template(part) for part in value)
+        return value  # a record that has tensors is the same for two calls, or another one
 
     def _number(self, result: Any) -> Any:
         """The template of a ``result``, all tensors of which have a number from here on."""
@@ -249,6 +248,13 @@ def _identity(x: Tensor) -> Tensor:
 def _has_tensor(value: Any) -> bool:
     """Whether ``value`` is a tensor, or a sequence with one in it."""
     return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(map(_has_tensor, value)))
+
+
+def _has_container(value: Any, *kinds: type) -> bool:
+    """Whether ``value`` is, or has in tuples and lists, a container of one of ``kinds``."""
+    if isinstance(value, kinds):
+        return True
+    return isinstance(value, (tuple, list)) and any(_has_container(part, *kinds) for part in value)
 
 
 def _is_of_tensors(result: Any) -> bool:

@@ -103,8 +103,9 @@ def stream(
     """The tokens of ``generate``, one for each text as soon as they are drawn; None for a text that has ended.
 
     Raises as that does, ConfigError at the call itself. The model is in evaluation mode while a token is drawn, and in
-    its own mode between tokens. Then it may be changed, which counts from the next token on; but weights that FSDP
-    shards, or that stages of a pipeline share, stay those of the first token.
+    its own mode between tokens. Then its weights, hooks and modules may be changed, which counts from the next token
+    on; but not how many layers there are, nor weights that FSDP shards or that stages of a pipeline share. Plain
+    numbers and methods that a module has by the first tokens may stay in force.
     """
     check_length(max_new_tokens)
     seeds = range(len(prompts)) if seeds is None else seeds
@@ -143,7 +144,7 @@ def _drawn(
                 return
             rows.look_at_modules()
             # for one token at a time: meanwhile the model is the caller's, who may draw another text by it
-            with evaluation_mode(rows.modules), uncompiled(rows.layers):  # keys become more with each token
+            with evaluation_mode(rows.modules), uncompiled(rows.layers):  # each token adds keys
                 logits = rows.logits()
             drawn = rows.agreed(None if logits is None else draw(logits, sampling, seen, rows.uniform()))
             tokens: list[int] = drawn.tolist()

@@ -40,10 +40,12 @@ def linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 def _blocks_pay(x: Tensor, weight: Tensor, num_rows: int) -> bool:
     return (
-        weight.shape[0] % _BLOCK == 0
+        weight.layout == torch.strided
+        and weight.shape[0] % _BLOCK == 0
         and weight.numel() >= _SMALLEST_WEIGHT
         and x.dtype == torch.float32
         and x.device.type == "cpu"
+        and not torch.is_autocast_enabled("cpu")  # which casts to bfloat16, and keeps casts of whole weights alone
         and (num_rows > 1 or torch.get_num_threads() > 1)
         and torch.backends.cpu.get_cpu_capability() == "AVX2"
         and torch.backends.mkl.is_available()
