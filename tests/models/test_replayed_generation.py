@@ -97,8 +97,10 @@ class Own(torch.nn.Module):
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
         self.inner = inner
+        self.modes: list[bool] = []
 
     def forward(self, *args: Any) -> torch.Tensor:
+        self.modes.append(self.training)
         found: torch.Tensor = self.inner(*args)
         return found
 
@@ -139,20 +141,20 @@ def test_a_hook_and_another_weight_count_from_the_next_token_on():
 
 @pytest.mark.parametrize("num_before", [1, 4])
 def test_a_module_that_is_put_in_between_tokens_has_no_dropout_in_the_next_one(num_before):
-    model = GPTModel(config(), options(), seed=1).train()
+    model = GPTModel(config(), options(), seed=1)
     layer = next(iter(model.model.layers.values()))
+    layer.mlp = first = Own(layer.mlp)
+    model.train()
     tokens = stream(model, RAGGED[:1], NEW, sampling=Sampling(0.0))
     for _ in range(num_before):
         next(tokens)
-    modes: list[bool] = []
-    before, layer.mlp = layer.mlp, Own(copy.deepcopy(layer.mlp)).train()
-    for module in (before, layer.mlp):
-        module.register_forward_hook(lambda module, *_: modes.append(module.training))
+    layer.mlp = second = Own(copy.deepcopy(first.inner)).train()
     next(tokens)
-    assert (modes, layer.mlp.training) == ([False], True)
-    layer.mlp = before
+    layer.mlp = first
     next(tokens)
-    assert (modes, before.training) == ([False] * 2, True)
+    assert (first.modes, second.modes) == ([False] * (num_before + 1), [False])
+    assert first.training
+    assert second.training
 
 
 def test_under_autocast_that_begins_between_tokens_python_runs(monkeypatch):
