@@ -3,10 +3,12 @@
 import pytest
 import torch
 import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
 
 from tests.fusions.harness import all_cases, first_of_each_operation
 from tests.fusions.kernel_table import PAGE, SPILL_BUDGET, Report, compile_kernels, launches_of, page, parts_of
-from tests.kernel_reports import TARGETS, ptx, without_interpreter
+from tests.kernel_reports import TARGETS, Launch, ptx, without_interpreter
 
 
 def over_budget(report: Report) -> Report:
@@ -30,7 +32,7 @@ def test_all_kernels_compile_for_every_target_and_take_what_the_page_says():
 
 
 CASTS = {"quantize, row, float8_e4m3fn", "swiglu, float8"}
-EXPONENTIALS = {"bias gelu", "softmax, scaled"}  # a loss keeps the digits of tl.exp
+EXPONENTIALS = {"bias gelu", "softmax, scaled"}
 MEMORY_BOUND = {"_forward_kernel", "_backward_kernel", "_statistics_kernel"}
 
 
@@ -48,6 +50,28 @@ def test_numbers_of_8_bits_are_converted_by_the_gpu_where_it_can(target, nativel
     decode = {name.rpartition(".")[2]: "cvt.rn.f16x2.e4m3x2" in text for name, text in kernels.items()}
     assert encode == {"_quantize_kernel": natively, "_forward_float8_kernel": natively, "_backward_kernel": False}
     assert decode == {"_quantize_kernel": False, "_forward_float8_kernel": False, "_backward_kernel": natively}
+
+
+@triton.jit
+def _cast(x_ptr, code_ptr, E4M3: tl.constexpr):
+    at = tl.arange(0, 128)
+    x = tl.load(x_ptr + at)
+    code = x.to(tl.float8e4nv) if E4M3 else x.to(tl.float8e5)
+    tl.store(code_ptr + at, code.to(tl.uint8, bitcast=True))
+
+
+def assembly_of_a_cast(number: str, capability: int) -> str:
+    """Of float32 to ``number``; runs where kernels are born compiled."""
+    arguments = {"x_ptr": torch.empty(128), "code_ptr": torch.empty(128, dtype=torch.uint8), "E4M3": number == "e4m3"}
+    return ptx(Launch(_cast, arguments), GPUTarget("cuda", capability, 32))
+
+
+@pytest.mark.parametrize("capability", [89, 90])
+@pytest.mark.parametrize("number", ["e4m3", "e5m2"])
+def test_triton_rounds_numbers_of_8_bits_twice_on_sm_89(capability, number):
+    text = without_interpreter(assembly_of_a_cast, number, capability)
+    assert f"{number}x2" in text
+    assert ("cvt.rz.f16.f32" in text) == (capability == 89)  # so ``casts_natively`` begins at sm_90
 
 
 def test_exponentials_of_memory_bound_kernels_spend_nothing_on_subnormal_numbers():

@@ -1,6 +1,7 @@
 """How much a signature of the room asks for: operands are one named record, and a call's options have names."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def num_arguments(function: ast.FunctionDef) -> int:
 
 
 def is_compiled_by_triton(function: ast.FunctionDef) -> bool:
-    return any(ast.unparse(decorator).startswith("triton.jit") for decorator in function.decorator_list)
+    return any(re.match(r"(triton\.)?jit\b", ast.unparse(decorator)) for decorator in function.decorator_list)
 
 
 def wider_than(most: int, *, kernels: bool) -> dict[str, int]:

@@ -144,6 +144,26 @@ def test_prefer_lifts_what_size_and_float64_choose_and_tells_what_was_taken():
     assert FUSION.path(small, None) == "reference"
 
 
+def test_preferences_of_two_threads_may_end_in_the_order_they_began_in():
+    first, second = prefer("triton"), prefer("blocked")
+    first.__enter__()
+    taken = second.__enter__()
+    first.__exit__(None, None, None)
+    assert FUSION.path(tensor(numel=1), None) == "blocked"
+    second.__exit__(None, None, None)
+    assert FUSION.path(tensor(numel=1), None) == "reference"
+    assert taken == {("weighted_squared_relu", "blocked")}
+
+
+def test_a_refusal_builds_nothing(monkeypatch):
+    def refuse():
+        raise AssertionError("an error message is not worth a build")
+
+    monkeypatch.setattr(backend, "why_not_compile", refuse)
+    with pytest.raises(BackendError, match="can take compile or blocked or reference"):
+        FUSION.path(tensor(dtype=torch.float64), "triton")
+
+
 @pytest.mark.parametrize(
     ("choice", "x", "absent", "message"),
     [

@@ -12,7 +12,7 @@ from megalith.fusions.core import dispatch as backend
 from megalith.fusions.core.blocks import LARGEST_WHOLE
 from megalith.fusions.core.compiler import why_not_compile
 from megalith.fusions.core.dispatch import Fusion
-from megalith.fusions.core.preference import without_compiling
+from megalith.fusions.core.preference import ranking, without_compiling
 from megalith.torch_compat import watch_compiler
 
 
@@ -101,6 +101,16 @@ def test_inside_of_without_compiling_the_default_is_the_next_of_the_table_and_no
     with without_compiling():
         assert fusion.path(x, "compile") == "compile"  # a demand
     assert fusion.default(x) == "compile"
+
+
+def test_blocks_of_two_threads_may_end_in_the_order_they_began_in():
+    first, second = without_compiling(), without_compiling()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not ranking.compiles
+    second.__exit__(None, None, None)
+    assert ranking.compiles
 
 
 @pytest.mark.parametrize("is_watched", [False, True])

@@ -257,6 +257,7 @@ def test_the_kernel_is_available_for_every_length_and_every_mask_that_fits():
             ConfigError,
             r"-1 for all of them; got \(-2, 0\)",
         ),
+        (lambda: masked_softmax(torch.ones(3, 4, 4), window=3), ConfigError, r"-1 for all of them; got 3"),
         (lambda: masked_softmax(torch.ones(3, 4, 4), torch.ones(4, device="meta") > 0), ShapeError, r"on one device"),
         (lambda: masked_softmax(torch.ones(3, 4, 4), backend="aten"), BackendError, r"it has no such path"),
         (lambda: SoftmaxOne(1), ConfigError, r"dim must be -1 or 3.*got 1"),

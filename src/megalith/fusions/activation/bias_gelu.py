@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalith.errors import ConfigError, ShapeError
+from megalith.errors import ConfigError
 from megalith.fusions.activation.bias_gelu_formulas import (
     blocked,
     compiled,
@@ -27,7 +27,7 @@ from megalith.fusions.activation.bias_gelu_formulas import (
     reference,
     reference_back,
 )
-from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.core.checks import check_floating, check_one_device, check_rows, check_shape
 from megalith.fusions.core.dispatch import Backend, Fusion
 from megalith.fusions.core.function_context import Context
 from megalith.fusions.core.registry import registered
@@ -131,7 +131,6 @@ def _check(input: Tensor, bias: Tensor | None, approximate: str) -> str:
         raise ConfigError(f'approximate must be "tanh" or "none"; got {approximate!r}')
     check_floating(input=input, bias=bias)
     check_one_device(input=input, bias=bias)
-    if input.dim() == 0:
-        raise ShapeError("input must be [..., F]; got a tensor without dimensions")
+    check_rows("input", input, "F")
     check_shape("bias", bias, input.shape[-1:], "one for each column of input")
     return _ACTIVATIONS[approximate]

@@ -22,7 +22,7 @@ from megalith.fusions.activation.weighted_squared_relu_formulas import (
     weighted_squared_relu,
     weighted_squared_relu_back,
 )
-from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
+from megalith.fusions.core.checks import check_floating, check_one_device, check_rows, check_shape
 from megalith.fusions.core.dispatch import Backend, Fusion
 from megalith.fusions.core.function_context import Context
 from megalith.fusions.core.registry import registered
@@ -54,6 +54,7 @@ def weighted_squared_relu_impl(input: Tensor, weights: Tensor, backend: Backend 
     """
     check_floating(input=input, weights=weights)
     check_one_device(input=input, weights=weights)
+    check_rows("input", input, "F")
     check_shape("weights", weights, (*input.shape[:-1], 1), f"one for each token of input {list(input.shape)}")
     compute = FUSION.path(input, backend)
     return in_shape(compute(*rows_together(input, weights)), input.shape)

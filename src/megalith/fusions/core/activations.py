@@ -59,7 +59,7 @@ def activate(a: Tensor, activation: str, *, recorded: bool = True) -> Tensor:
     if activation == "relu":
         return torch.relu(a)
     if activation == "gelu":
-        return a * (_normal_cumulative(a) if recorded else _normal(a)[1])
+        return a * (_normal(a)[1] if not recorded and _compiles_to_polynomial(a) else _normal_cumulative(a))
     argument = _QUICK * a if activation == "quick_gelu" else _tanh_argument(a)
     return a * argument.sigmoid_()  # in place: fewer tensors crowd the cache, and autograd needs the sigmoid alone
 
@@ -102,7 +102,7 @@ def _normal(a: Tensor) -> tuple[Tensor, Tensor]:
     times as much work. Pass by pass it is less than the polynomial.
     """
     bell = a.square().mul_(-0.5).exp_()
-    if a.dtype == torch.float64 or not torch.compiler.is_compiling():
+    if not _compiles_to_polynomial(a):
         return bell, _normal_cumulative(a)
     t = a.abs().mul_(_TAIL_SCALE).add_(1.0).reciprocal_()
     tail = t * _TAIL[0]
@@ -110,6 +110,10 @@ def _normal(a: Tensor) -> tuple[Tensor, Tensor]:
         tail.add_(coefficient).mul_(t)
     tail.add_(_TAIL[-1]).mul_(t).mul_(bell)
     return bell, torch.where(a < 0.0, tail, 1.0 - tail)
+
+
+def _compiles_to_polynomial(a: Tensor) -> bool:
+    return a.dtype != torch.float64 and torch.compiler.is_compiling()
 
 
 def _tanh_argument(a: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megalith.errors import ShapeError
 
-__all__ = ["check_bool", "check_floating", "check_indices", "check_one_device", "check_shape"]
+__all__ = ["check_bool", "check_floating", "check_indices", "check_one_device", "check_rows", "check_shape"]
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -39,6 +39,12 @@ def check_one_device(**tensors: Tensor | None) -> None:
         given = {name: x.device for name, x in tensors.items() if x is not None}
         where = ", ".join(f"{name} is on {device}" for name, device in given.items())
         raise ShapeError(f"{' and '.join(given)} must be on one device; {where}")
+
+
+def check_rows(name: str, x: Tensor, size: str) -> None:
+    """Raises ShapeError unless ``x`` has rows, whose ``size`` is the letter of docs/shapes.md."""
+    if x.dim() == 0:
+        raise ShapeError(f"{name} must be [..., {size}]; got a tensor without dimensions")
 
 
 def check_shape(name: str, x: Tensor | None, shape: Sequence[int], because: str) -> None:

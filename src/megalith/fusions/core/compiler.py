@@ -11,9 +11,19 @@ import torch
 
 from megalith.torch_compat import compile_apart, compiler_is_watched, trusting_vector_instructions
 
-__all__ = ["why_not_compile"]
+__all__ = ["why_no_compiler", "why_not_compile"]
 
 log = logging.getLogger(__name__)
+
+
+def why_no_compiler() -> str | None:
+    """Why torch.compile has no C++ compiler to build with, in one clause; None where there is one."""
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return "TORCH_COMPILE_DISABLE=1 turns torch.compile off"
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if not shutil.which(compiler):
+        return f"torch.compile finds no C++ compiler (install {compiler}, or set CXX)"
+    return None
 
 
 @functools.cache
@@ -22,11 +32,8 @@ def why_not_compile() -> str | None:
 
     A compiler alone is not enough: headers of Python, or OpenMP, may be missing too.
     """
-    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
-        return "TORCH_COMPILE_DISABLE=1 turns torch.compile off"
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if not shutil.which(compiler):
-        return f"torch.compile finds no C++ compiler (install {compiler}, or set CXX)"
+    if reason := why_no_compiler():
+        return reason
     if not compiler_is_watched():  # by who tells of it
         log.warning(
             "compiling fused operations for this CPU as they are first called, seconds each; torch's cache keeps them "

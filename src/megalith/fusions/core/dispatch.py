@@ -23,10 +23,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megalith.errors import BackendError
-from megalith.fusions.core import preference
+from megalith.fusions.core import preference as preferences
 from megalith.fusions.core.blocks import LARGEST_WHOLE
 from megalith.fusions.core.compiled_reference import compiled
-from megalith.fusions.core.compiler import why_not_compile
+from megalith.fusions.core.compiler import why_no_compiler, why_not_compile
 from megalith.fusions.core.names import Backend
 from megalith.fusions.core.preference import ranking, use
 from megalith.optional import has_triton, triton_interprets
@@ -50,7 +50,7 @@ class Operand(Protocol):
 
 def chosen_by_use() -> Backend | None:
     """The path that the innermost ``use(...)`` of this thread or asyncio task says."""
-    return preference.backend
+    return preferences.backend
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Fusion(Generic[Path]):
         if chosen == "compile" and torch.compiler.is_compiling() and chosen in self.paths:
             return self.paths["reference"]  # its compiler sees through a formula, not through what is compiled
         if chosen != self.whole and (reason := self.why_not(chosen, x)):
-            able = [path for path in self.paths if not self.why_not(path, x)]
+            able = [path for path in self.paths if path != chosen and not self.why_not(path, x, builds=False)]
             raise BackendError(
                 f"{self.name} cannot take backend={chosen!r}: {reason}; here it can take {' or '.join(able)}"
             )
@@ -111,10 +111,10 @@ class Fusion(Generic[Path]):
         nothing is compiled.
         """
         ranked = self.defaults.get(x.device.type, ("reference",))
-        if ranking.preferred is not None:
-            order: tuple[Backend, ...] = (*ranking.preferred, *ranked, "reference")
+        if (preference := ranking.preference) is not None:
+            order: tuple[Backend, ...] = (*preference.backends, *ranked, "reference")
             preferred = next(path for path in order if not self.why_not(path, x))
-            ranking.taken.add((self.name, preferred))
+            preference.taken.add((self.name, preferred))
             return preferred
         of_loops = ranked[0] in ("compile", "blocked")
         if x.dtype == torch.float64 or forward_mode_is_on():
@@ -133,8 +133,11 @@ class Fusion(Generic[Path]):
             _tell(f"{self.name} takes its reference, in plain torch: {self._limit(ranked[-1], x)}")
         return "reference"
 
-    def why_not(self, backend: Backend, x: Operand) -> str | None:
-        """Why ``x`` cannot take ``backend``, in one clause; None if it can."""
+    def why_not(self, backend: Backend, x: Operand, *, builds: bool = True) -> str | None:
+        """Why ``x`` cannot take ``backend``, in one clause; None if it can.
+
+        With ``builds`` a C++ compiler is asked by building, which takes seconds where torch's cache is empty.
+        """
         if backend not in self.paths:
             return f"it has no such path, only {', '.join(self.paths)}"
         if reason := self._limit(backend, x):
@@ -144,7 +147,9 @@ class Fusion(Generic[Path]):
         if backend == "triton":
             return _why_not_triton(x)
         if backend == "compile" and x.device.type == "cpu" and not torch.compiler.is_compiling():
-            return None if isinstance(x, FakeTensor) else why_not_compile()  # only its shape is asked for
+            if isinstance(x, FakeTensor):  # only its shape is asked for
+                return None
+            return why_not_compile() if builds else why_no_compiler()
         return None
 
     def _limit(self, backend: Backend, x: Operand) -> str | None:

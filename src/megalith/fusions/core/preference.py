@@ -4,6 +4,7 @@
 ContextVar.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,13 +18,43 @@ __all__ = ["prefer", "ranking", "use", "without_compiling"]
 _backend: ContextVar[Backend | None] = ContextVar("backend", default=None)
 
 
+class _Preference:
+    """The paths that one ``prefer`` names, and which operation has taken which path since."""
+
+    def __init__(self, backends: tuple[Backend, ...]) -> None:
+        self.backends = backends
+        self.taken = set[tuple[str, Backend]]()
+
+
 class _Ranking:
-    """What ``prefer`` and ``without_compiling`` have set, and which operation has taken which path since."""
+    """What ``prefer`` and ``without_compiling`` have set; blocks of several threads may end in any order.
+
+    Attributes:
+        compiles: whether no block of ``without_compiling`` is entered.
+        preference: that of the block of ``prefer`` that was entered last.
+    """
 
     def __init__(self) -> None:
         self.compiles = True
-        self.preferred: tuple[Backend, ...] | None = None
-        self.taken: set[tuple[str, Backend]] = set()
+        self.preference: _Preference | None = None
+        self._num_without_compiling = 0
+        self._preferences: list[_Preference] = []
+        self._lock = threading.Lock()
+
+    def count_without_compiling(self, change: int) -> None:
+        with self._lock:
+            self._num_without_compiling += change
+            self.compiles = self._num_without_compiling == 0
+
+    def add(self, preference: _Preference) -> None:
+        with self._lock:
+            self._preferences.append(preference)
+            self.preference = preference
+
+    def remove(self, preference: _Preference) -> None:
+        with self._lock:
+            self._preferences.remove(preference)
+            self.preference = self._preferences[-1] if self._preferences else None
 
 
 ranking = _Ranking()
@@ -61,11 +92,11 @@ def without_compiling() -> Iterator[None]:
 
     For what is too short to repay it. ``use``, ``prefer`` and an explicit ``backend`` still decide first.
     """
-    outer, ranking.compiles = ranking.compiles, False
+    ranking.count_without_compiling(1)
     try:
         yield
     finally:
-        ranking.compiles = outer
+        ranking.count_without_compiling(-1)
 
 
 @contextmanager
@@ -75,9 +106,9 @@ def prefer(*backends: Backend) -> Iterator[set[tuple[str, Backend]]]:
     Each takes the first of ``backends`` that it can, then the first of its defaults. Gives the pairs of an
     operation's name and the path that it has taken. An explicit ``backend``, or ``use``, still decides first.
     """
-    outer, taken = (ranking.preferred, ranking.taken), set[tuple[str, Backend]]()
-    ranking.preferred, ranking.taken = backends, taken
+    preference = _Preference(backends)
+    ranking.add(preference)
     try:
-        yield taken
+        yield preference.taken
     finally:
-        ranking.preferred, ranking.taken = outer
+        ranking.remove(preference)

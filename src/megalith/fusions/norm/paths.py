@@ -22,8 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
+from megalith.errors import ConfigError
+from megalith.fusions.core.checks import check_floating, check_one_device, check_rows, check_shape
 from megalith.fusions.core.dispatch import Backend
 from megalith.fusions.norm.blocked import blocked, blocked_of_sum, compiled, compiled_of_sum
 from megalith.fusions.norm.formulas import reference
@@ -74,7 +74,6 @@ def check(
         raise ConfigError(f"eps must be 0 or more; got {eps}")
     check_floating(x=x, weight=weight, bias=bias)
     check_one_device(x=x, weight=weight, bias=bias)
-    if x.dim() == 0:
-        raise ShapeError("x must be [..., H], rows to normalise; got a tensor without dimensions")
+    check_rows("x", x, "H")
     check_shape("weight", weight, x.shape[-1:], "one for each feature of x")
     check_shape("bias", bias, x.shape[-1:], "one for each feature of x")

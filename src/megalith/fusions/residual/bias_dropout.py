@@ -21,8 +21,8 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from megalith.errors import ConfigError, ShapeError
-from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
+from megalith.errors import ConfigError
+from megalith.fusions.core.checks import check_floating, check_one_device, check_rows, check_shape
 from megalith.fusions.core.dispatch import Backend, Fusion
 from megalith.fusions.core.dropout_mask import Mask, mask_operands
 from megalith.fusions.core.registry import registered
@@ -124,7 +124,6 @@ def _check(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float, featur
         raise ConfigError(f"feature_offset must be 0 or more, where this rank's features begin; got {feature_offset}")
     check_floating(x=x, bias=bias, residual=residual)
     check_one_device(x=x, bias=bias, residual=residual)
-    if x.dim() == 0:
-        raise ShapeError("x must be [..., H]; got a tensor without dimensions")
+    check_rows("x", x, "H")
     check_shape("residual", residual, x.shape, "as x")
     check_shape("bias", bias, x.shape[-1:], "one for each feature of x")

@@ -57,7 +57,7 @@ def fused_indices_to_multihot(
 
     Raises:
         ShapeError: the tensors do not fit together.
-        ConfigError: fewer than one expert.
+        ConfigError: no number of experts, or fewer than one.
         BackendError: ``backend`` cannot run on these tensors.
     """
     check_indices(indices=indices)
@@ -66,8 +66,8 @@ def fused_indices_to_multihot(
     if indices.dim() != 2:
         raise ShapeError(f"indices must be [T, K], a row for each token; got {list(indices.shape)}")
     check_shape("probs_indices", probs_indices, indices.shape, "one for each of indices")
-    if num_of_local_experts < 1:
-        raise ConfigError(f"num_of_local_experts must be 1 or more; got {num_of_local_experts}")
+    if not isinstance(num_of_local_experts, int) or num_of_local_experts < 1:
+        raise ConfigError(f"num_of_local_experts must be an integer, 1 or more; got {num_of_local_experts!r}")
     compute = INDICES_TO_MULTIHOT_FUSION.path(probs_indices, backend)
     probs, multihot = compute(indices, probs_indices, num_of_local_experts)
     return multihot, probs

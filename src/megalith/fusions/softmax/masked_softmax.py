@@ -100,7 +100,7 @@ FUSION = registered(Fusion("masked_softmax", _PATHS, defaults=_DEFAULTS, backs=_
 
 def check_window(window: tuple[int, int] | None) -> None:
     """Raises ConfigError unless ``window`` is None or two limits."""
-    if window is not None and (len(window) != 2 or min(window) < -1):
+    if window is not None and (not isinstance(window, Sequence) or len(window) != 2 or min(window) < -1):
         raise ConfigError(
             f"a window must be how many keys are seen before and after a query's own, -1 for all of them; got {window}"
         )

@@ -20,10 +20,13 @@ NAN = tl.constexpr(0x7F)  # in both formats of 8 bits
 
 
 def casts_natively(x: Tensor) -> bool:
-    """Whether kernels of ``x`` are to convert 8 bits with the GPU's own instructions: from sm_89 on."""
+    """Whether kernels of ``x`` are to convert 8 bits with the GPU's own instructions: from sm_90 on.
+
+    sm_89 has them, but Triton 3.6 rounds to float16 for them first, so that 0.4 % of the codes of e4m3 are others.
+    """
     if triton_interprets() or not x.is_cuda or torch.version.hip is not None or not torch.cuda.is_available():
         return False
-    return torch.cuda.get_device_capability(x.device) >= (8, 9)
+    return torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 @triton.jit
