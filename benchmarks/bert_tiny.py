@@ -17,13 +17,10 @@ already is not trained again.
 """
 
 import csv
-import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -32,22 +29,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from benchmarks.recipe_runs import VOCABULARY, prepare_sources, run_main, train
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.labelled import prepare_labelled
 from megalith.data.labelled_dataset import LabelledTexts
-from megalith.data.prepare import prepare
 from megalith.data.tokenizer import Tokenizer
 from megalith.insight.corpus import labelled_passages, split_by_file, standard_library_sources
 from megalith.insight.masked_baselines import MaskedBaselines, masked_baselines
-from megalith.resilience.launch import launch
 from megalith.storage import write_json_atomic
 from megalith.training.inference import evaluate_checkpoint, load_model
-from megalith.training.resume import where_it_goes_on
 
 IntArray = npt.NDArray[np.int64]
-_VOCABULARY, _HELD_OUT, _SAMPLES = 2048, 0.1, 512
+_HELD_OUT, _SAMPLES = 0.1, 512
 _PACKAGES, _LINES, _TOKENS = 12, 4, 126
-_EACH = 100  # passages of a package to learn from: pretraining is for where labels are few
+_EACH = 400  # passages of a package to learn from: pretraining is for where labels are few
 _WORD = re.compile(r"\b\w\w+\b")
 
 
@@ -109,22 +104,14 @@ def main(folder: Path, seeds: list[int]) -> int:
 def _texts(folder: Path) -> tuple[str, str]:
     """The prefixes of the text and of the passages, each with -valid beside it."""
     kept, held_out = split_by_file(standard_library_sources(), _HELD_OUT, seed=0)
-    found = prepare(
-        kept,
-        folder / "text",
-        vocab_size=_VOCABULARY,
-        valid=held_out,
-        split_sentences=True,
-        special_tokens=["bert"],
-        processes=os.cpu_count() or 1,
-    )
+    found = prepare_sources(folder / "text", held_out=_HELD_OUT, split_sentences=True, special_tokens=["bert"])
     out = folder / "passages"
     if not out.with_suffix(".idx").exists():
         random = np.random.default_rng(0)
-        train, valid = (
+        learned, valid = (
             labelled_passages(files, number, _LINES) for files, number in ((kept, _PACKAGES), (held_out, 99))
         )
-        by_package = {name: [row for row in train if row[1] == name] for _, name in train}
+        by_package = {name: [row for row in learned if row[1] == name] for _, name in learned}
         few = [rows[place] for rows in by_package.values() for place in random.permutation(len(rows))[:_EACH]]
         known = [row for row in valid if row[1] in by_package]
         for name, rows in (("train", few), ("valid", known)):
@@ -139,7 +126,7 @@ def _pretrain(run: Path, seed: int, text: str) -> float:
     """The minutes that it took; NaN of a run that was there."""
     started = perf_counter()
     was_there = (run / "checkpoints").exists()
-    _train("bert-tiny", run, [f"data.train={text}", f"data.valid={text}-valid", f"train.seed={seed}"])
+    train(2, "bert-tiny", run, [f"data.train={text}", f"data.valid={text}-valid", f"train.seed={seed}"])
     return float("nan") if was_there else (perf_counter() - started) / 60
 
 
@@ -148,31 +135,25 @@ def _finetune(folder: Path, seed: int, passages: str, start: Path | None) -> flo
     run = folder / ("from-scratch" if start is None else "from-pretrained")
     overrides = [f"data.train={passages}", f"data.valid={passages}-valid", f"train.seed={seed}"]
     overrides.append(f"model.bert.num_classes={_PACKAGES}")
-    _train("classification-tiny", run, overrides + ([] if start is None else ["--from", str(start)]))
+    train(2, "classification-tiny", run, overrides + ([] if start is None else ["--from", str(start)]))
     [found] = evaluate_checkpoint(run, None, None)
     return found.means["accuracy"]
-
-
-def _train(recipe: str, run: Path, overrides: list[str]) -> None:
-    arguments = ["train", recipe, *overrides, f"run={run}", "train.log_every=50"]
-    if code := launch(2, arguments, run.parent / "logs", print, goes_on=partial(where_it_goes_on, run / "checkpoints")):
-        raise SystemExit(f"megalith {' '.join(arguments)} ended with exit code {code}")
 
 
 def _guessing(run: Path, text: str) -> MaskedBaselines:
     held_out = load_model(run).task.evaluation_dataset(f"{text}-valid")
     number = min(_SAMPLES, len(held_out))
     samples = [held_out[place * len(held_out) // number] for place in range(number)]
-    return masked_baselines(IndexedDataset(text), samples, _VOCABULARY)
+    return masked_baselines(IndexedDataset(text), samples, VOCABULARY)
 
 
 def _without_a_model(passages: str, folder: Path) -> WithoutAModel:
     tokenizer = Tokenizer.load(folder / "text-tokenizer.json")
-    train, valid = (LabelledTexts(prefix, tokenizer, _TOKENS + 2) for prefix in (passages, f"{passages}-valid"))
+    learned, valid = (LabelledTexts(prefix, tokenizer, _TOKENS + 2) for prefix in (passages, f"{passages}-valid"))
     by_words = [_words(folder / f"{name}.csv") for name in ("train", "valid")]
     by_tokens = [[Counter(texts[place].tokens.tolist()) for place in range(len(texts))] for texts in (train, valid)]
-    found = [_regression(*each, train.labels, valid.labels) for each in (by_words, by_tokens)]
-    return WithoutAModel(float(np.mean(valid.labels == np.bincount(train.labels).argmax())), *found)
+    found = [_regression(*each, learned.labels, valid.labels) for each in (by_words, by_tokens)]
+    return WithoutAModel(float(np.mean(valid.labels == np.bincount(learned.labels).argmax())), *found)
 
 
 def _words(path: Path) -> list[Counter[Hashable]]:
@@ -212,6 +193,4 @@ def _regression(
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        raise SystemExit(__doc__)
-    sys.exit(main(Path(sys.argv[1]), [int(seed) for seed in sys.argv[2:]] or [1, 2, 3]))
+    run_main(main, __doc__)

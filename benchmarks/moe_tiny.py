@@ -13,25 +13,19 @@ the layers, max_e load_e / mean load - 1, on held-out text, and by how much upcy
 a seed misses what the recipe is for. What is in FOLDER already is not trained again.
 """
 
-import os
-import sys
 from collections import defaultdict
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megalith.data.prepare import prepare
-from megalith.insight.corpus import split_by_file, standard_library_sources
+from benchmarks.recipe_runs import prepare_sources, run_main, train
 from megalith.parallel.pipeline.pipeline import Pipeline
-from megalith.resilience.launch import launch
 from megalith.storage import write_json_atomic
 from megalith.training.evaluation import evaluate
 from megalith.training.inference import load_model
-from megalith.training.resume import where_it_goes_on
 from megalith.training.tasks.conversion import upcycle_model
 from megalith.transformer.moe.router import TopKRouter
 from megalith.transformer.moe.routing import Routing
@@ -39,7 +33,7 @@ from megalith.transformer.moe.routing import Routing
 _RECIPE, _STEPS, _STEPS_BEFORE_CHANGE = "moe-tiny", 366, 293  # 1.5 million tokens; 80 %
 _DENSE = ("model.preset=llama-4m", "model.ffn_hidden_size=712")
 _EXPERTS = ("model.moe.num_experts=8", "model.moe.ffn_hidden_size=356")
-_VOCABULARY, _HELD_OUT, _SAMPLES = 2048, 0.05, 256
+_HELD_OUT, _SAMPLES = 0.05, 256
 _MOST_VIOLATION, _MOST_DIFFERENCE = 0.5, 1e-5
 
 
@@ -62,38 +56,26 @@ class Result:
 
 def main(folder: Path, seeds: list[int]) -> int:
     """The exit code."""
-    train, valid = _data(folder / "data")
+    text = prepare_sources(folder / "data" / "text", held_out=_HELD_OUT)
     results = []
     for seed in seeds:
-        results.append(_result(folder / f"seed-{seed}", seed, train, valid))
+        results.append(_result(folder / f"seed-{seed}", seed, str(text.prefix), str(text.valid_prefix)))
         print(results[-1], "holds" if results[-1].holds else "FAILS", flush=True)
         write_json_atomic(folder / "results.json", {"steps": _STEPS, "results": [asdict(found) for found in results]})
     return 0 if all(found.holds for found in results) else 1
 
 
-def _data(folder: Path) -> tuple[str, str]:
-    kept, held_out = split_by_file(standard_library_sources(), _HELD_OUT, seed=0)
-    found = prepare(kept, folder / "text", vocab_size=_VOCABULARY, valid=held_out, processes=os.cpu_count() or 1)
-    return str(found.prefix), str(found.valid_prefix)
-
-
-def _result(folder: Path, seed: int, train: str, valid: str) -> Result:
-    common = [f"data.train={train}", f"data.valid={valid}", f"train.seed={seed}", f"optim.decay_steps={_STEPS}"]
+def _result(folder: Path, seed: int, text: str, valid: str) -> Result:
+    common = [f"data.train={text}", f"data.valid={valid}", f"train.seed={seed}", f"optim.decay_steps={_STEPS}"]
     experts, dense, upcycled = (folder / name for name in ("experts", "dense", "upcycled"))
     half = "train.micro_batch_size=4"
-    _train(4, [*common, half, "parallel.expert=2", f"train.steps={_STEPS_BEFORE_CHANGE}"], experts)
-    _train(4, [*common, half, "parallel.expert=4", f"train.steps={_STEPS}"], experts)
-    _train(2, [*common, *_DENSE, "train.micro_batch_size=8", f"train.steps={_STEPS}"], dense)
+    train(4, _RECIPE, experts, [*common, half, "parallel.expert=2", f"train.steps={_STEPS_BEFORE_CHANGE}"])
+    train(4, _RECIPE, experts, [*common, half, "parallel.expert=4", f"train.steps={_STEPS}"])
+    train(2, _RECIPE, dense, [*common, *_DENSE, "train.micro_batch_size=8", f"train.steps={_STEPS}"])
     if not upcycled.exists():
         upcycle_model(dense, upcycled, _EXPERTS)
     (of_experts, violation), (of_dense, _), (of_upcycled, _) = (_held_out(run) for run in (experts, dense, upcycled))
     return Result(seed, of_experts, of_dense, violation, abs(of_upcycled - of_dense))
-
-
-def _train(num_ranks: int, overrides: list[str], run: Path) -> None:
-    arguments, on = ["train", _RECIPE, *overrides, f"run={run}"], partial(where_it_goes_on, run / "checkpoints")
-    if code := launch(num_ranks, arguments, run.parent / "logs", print, goes_on=on):
-        raise SystemExit(f"megalith train {_RECIPE} {' '.join(overrides)} ended with exit code {code}")
 
 
 def _held_out(run: Path) -> tuple[float, float]:
@@ -120,6 +102,4 @@ def _held_out(run: Path) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        raise SystemExit(__doc__)
-    sys.exit(main(Path(sys.argv[1]), [int(seed) for seed in sys.argv[2:]] or [1, 2, 3]))
+    run_main(main, __doc__)

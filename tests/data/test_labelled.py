@@ -1,11 +1,14 @@
 """Texts with a class each: what is read of two columns, kept beside the dataset, and given as samples."""
 
+import csv
 import json
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from megalith.data.labelled import Labels, prepare_labelled
+from megalith.cli.data import app
+from megalith.data.labelled import Labels, prepare_labelled, read_labelled
 from megalith.data.labelled_dataset import LabelledDataset, LabelledTexts, stack_labelled_texts
 from megalith.data.special_tokens import SPECIAL_TOKENS, bert_tokens
 from megalith.data.tokenizer import train_byte_level_bpe
@@ -49,6 +52,23 @@ def test_tabs_need_no_quotes(tokenizer, tmp_path):
     assert tokenizer.decode(text.tolist()) == 'he said "no'
 
 
+def test_a_text_may_be_as_long_as_it_likes(tokenizer, tmp_path):
+    text = "red green " * 20_000
+    (tmp_path / "long.csv").write_text(f"text,label\n{text},colour\nblue,other\n")
+    before = csv.field_size_limit()
+    assert read_labelled(tmp_path / "long.csv").texts[0] == text
+    assert csv.field_size_limit() == before < len(text)
+
+
+def test_held_out_texts_are_read_before_anything_is_written(prefix, tokenizer, tmp_path):
+    (tmp_path / "valid.csv").write_text("text,label\nloud,sound\n")
+    arguments = [tmp_path / "x.csv", "--valid", tmp_path / "valid.csv", "--out", tmp_path / "y"]
+    arguments += ["--tokenizer", tmp_path / "tokenizer.json"]
+    done = CliRunner().invoke(app, ["label", *map(str, arguments)])
+    assert "'sound' is in none" in str(done.exception)
+    assert not list(tmp_path.glob("y*"))
+
+
 def test_every_epoch_has_every_text_in_an_order_of_its_own(prefix, tokenizer):
     texts = LabelledTexts(prefix, tokenizer, 32)
     dataset = LabelledDataset(texts, seed=3)
@@ -76,6 +96,8 @@ def test_long_texts_are_refused_or_cut_where_it_is_asked_for(prefix, tokenizer, 
     found = prepare_labelled(tmp_path / "x.csv", tmp_path / "cut", tmp_path / "tokenizer.json", max_tokens=3)
     assert found.num_cut == sum(len(tokenizer.encode(text)) > 3 for text, _ in ROWS)
     assert max(len(LabelledTexts(tmp_path / "cut", tokenizer, 5)[i].tokens) for i in range(4)) == 5
+    with pytest.raises(ConfigError, match=r"data.seq_length must be 3 or more.*got 2"):
+        LabelledTexts(prefix, tokenizer, 2)
     with pytest.raises(ConfigError, match="--max-tokens must be 1 or more"):
         prepare_labelled(tmp_path / "x.csv", tmp_path / "none", tmp_path / "tokenizer.json", max_tokens=0)
 
@@ -129,6 +151,7 @@ def test_classes_that_do_not_fit_the_texts_are_refused(prefix, tokenizer, tmp_pa
         ({"classes": ["a", "b"], "labels": [0, 1]}, r"must have 4 labels, one of each text; it has 2"),
         ({"classes": ["a", "b"], "labels": [0, 1, 2, 0]}, r"must be 0 to 1; one is 2"),
         ({"classes": ["a", "b"]}, r"must hold names of classes"),
+        ({"classes": ["a", "b"], "labels": 3}, r"must have 4 labels, one of each text; it has 1"),
     ):
         path.write_text(json.dumps(content))
         with pytest.raises(DataError, match=message):

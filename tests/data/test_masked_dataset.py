@@ -1,10 +1,13 @@
 """BERT's and T5's samples, packed by a rule written out, and masked by distribution, by formula of the index."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import megalith.data.masked_dataset as masked_dataset
 import megalith.data.sentence_packing as packing
+import megalith.data.t5_dataset as t5_dataset
 from megalith.config.masking_config import MaskingConfig
 from megalith.data.bert_dataset import BertDataset, stack_bert_samples
 from megalith.data.indexed_dataset import IndexedDatasetBuilder
@@ -12,9 +15,8 @@ from megalith.data.masked_dataset import HeldOutSamples
 from megalith.data.special_tokens import SPECIAL_TOKENS, bert_tokens, t5_tokens
 from megalith.data.t5_dataset import T5Dataset, decoder_length
 from megalith.data.tokenizer import train_byte_level_bpe
-from megalith.data.word_masks import WordMasking, ngram_distribution
 from megalith.errors import ConfigError, DataError
-from megalith.numerics.draws import Draws, uniform_rows
+from megalith.numerics.draws import uniform_rows
 
 S = 48
 
@@ -77,37 +79,6 @@ def test_samples_are_packed_as_sentence_by_sentence(monkeypatch):
         )
         rows = list(zip(found.firsts.tolist(), found.ends.tolist(), found.targets.tolist(), strict=True))
         assert rows == packed_one_by_one(lengths, starts, room, least, 0.3, seed)
-
-
-def test_masked_spans_are_whole_words_within_the_share_and_do_not_overlap():
-    random = np.random.default_rng(1)
-    for index in range(200):
-        T = int(random.integers(3, 60))
-        starts, can_mask = random.random(T) < 0.6, random.random(T) < 0.9
-        starts[0] = True
-        spans = WordMasking(0.15, 3, False, True).spans(starts, can_mask, 60, Draws(1, "m", index))
-        times = np.zeros(T, int)
-        for first, end in spans:
-            times[first:end] += 1
-            assert can_mask[first:end].all()
-            assert starts[first] or not can_mask[first - 1]
-            assert end == T or starts[end] or not can_mask[end]
-        assert times.max() <= 1
-        assert times.sum() <= max(1, round(T * 0.15))
-
-
-@pytest.mark.parametrize(("max_ngram", "geometric"), [(3, False), (10, True)], ids=["bert", "t5"])
-def test_runs_of_words_have_the_lengths_of_the_distribution(max_ngram, geometric):
-    n = np.arange(1, max_ngram + 1)
-    wanted = 0.2 * 0.8 ** (n - 1) if geometric else (1 / n) / (1 / n).sum()
-    if geometric:
-        wanted[-1] = 1 - wanted[:-1].sum()
-    np.testing.assert_allclose(ngram_distribution(max_ngram, geometric), wanted, rtol=1e-12)
-    lengths = WordMasking(0.15, max_ngram, geometric, True).run_lengths(20_000, Draws(0, "x", 0))
-    counts = np.bincount(lengths, minlength=max_ngram + 1)[1:]
-    chi_square = ((counts - 20_000 * wanted) ** 2 / (20_000 * wanted)).sum()
-    degrees = max_ngram - 1
-    assert chi_square < degrees + 6 * np.sqrt(2 * degrees)
 
 
 def test_bert_samples_are_two_segments_with_masked_words_in_between(prefix, tokenizer):
@@ -176,6 +147,34 @@ def test_t5_samples_give_the_text_back(prefix, tokenizer):
         filled = [token for each in encoder for token in spans.get(each, [each])]
         assert filled == text.tokens[: text.num_tokens].tolist()
         assert text.num_decoder_tokens == 1
+
+
+@pytest.mark.parametrize(("num_sentinels", "T"), [(6, 64), (100, 12)])
+def test_a_t5_sample_has_no_more_spans_than_sentinels_and_no_more_to_learn_than_the_decoder_holds(
+    num_sentinels, T, prefix, tokenizer, monkeypatch
+):
+    special, masking = t5_tokens(tokenizer), MaskingConfig(max_ngram=2)
+    few = replace(special, sentinels=special.sentinels[:num_sentinels])
+    monkeypatch.setattr(t5_dataset, "t5_tokens", lambda _: few)
+    dataset = T5Dataset(prefix, tokenizer, S, T, 3, masking)
+    samples = [dataset[index] for index in range(200)]
+    used = [np.isin(sample.labels[sample.loss_mask], few.sentinels).sum() for sample in samples]
+    assert max(used) == num_sentinels or max(sample.num_decoder_tokens for sample in samples) == T
+
+
+def test_a_tokenizer_with_fewer_sentinels_than_spans_is_refused(prefix, tokenizer, monkeypatch):
+    special = t5_tokens(tokenizer)
+    monkeypatch.setattr(t5_dataset, "t5_tokens", lambda _: replace(special, sentinels=special.sentinels[:1]))
+    with pytest.raises(DataError, match=r"has 1 sentinels, and a sample of \d+ tokens up to \d+ masked spans"):
+        T5Dataset(prefix, tokenizer, S, 64, 3, MaskingConfig(max_ngram=1))
+
+
+def test_samples_that_are_packed_otherwise_are_other_data(prefix, tokenizer):
+    found = [
+        BertDataset(prefix, tokenizer, S, 0, MaskingConfig(**how)).identity()["samples"]
+        for how in ({}, {"short_sequence_probability": 0.0}, {"long_sentences": "cut"})
+    ]
+    assert len(set(found)) == 3
 
 
 def test_a_sentence_that_is_too_long_is_cut_where_it_reaches_the_room():

@@ -256,11 +256,12 @@ def test_the_order_of_tokens_is_seen_both_ways():
         ),
         ({"packed_seq_params": PackedSeqParams.from_lengths([[5]])}, r"must be of the tokens' rows, \[1, 4\]"),
         ({"hidden": torch.zeros(4, 1, 32)}, "takes no hidden states"),
+        ({"tokens": torch.zeros(1, 2, 4).long()}, r"must be \[B, S\]; got \[1, 2, 4\]; only bert.head=multiple_choice"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(arguments, message):
     with pytest.raises(ShapeError, match=message):
-        built(config())(torch.arange(4).view(1, 4), **arguments)
+        built(config())(**{"tokens": torch.arange(4).view(1, 4)} | arguments)
 
 
 def test_rows_longer_than_the_table_of_positions_are_refused():

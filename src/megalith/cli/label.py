@@ -28,8 +28,10 @@ def label(
     ] = None,
 ) -> None:
     """Tokenize texts with a class each."""
-    from megalith.data.labelled import prepare_labelled
+    from megalith.data.labelled import prepare_labelled, read_labelled
 
+    if valid is not None:  # what is wrong in it is told before anything is written
+        read_labelled(valid, classes=read_labelled(file).classes)
     found = prepare_labelled(file, out, tokenizer, max_tokens=max_tokens, eod=eod)
     parts = [("training", found)]
     if valid is not None:

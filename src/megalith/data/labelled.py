@@ -24,12 +24,13 @@ from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, StorageError
 from megalith.storage import open_store, write_json_atomic
 
-__all__ = ["CLASSES_SUFFIX", "LabelledSummary", "Labels", "prepare_labelled"]
+__all__ = ["CLASSES_SUFFIX", "LabelledSummary", "LabelledTable", "Labels", "prepare_labelled", "read_labelled"]
 
 _COLUMNS = {"text", "label"}
 CLASSES_SUFFIX = "-classes.json"
 _AT_ONCE = 1024  # texts that are encoded together
 _MOST_TOLD = 10  # lines; who has more wants to see the first ones
+_LONGEST_TEXT = 2**31 - 1  # characters; by default the csv module has 131,072 of them
 _READERS: dict[str, dict[str, Any]] = {".csv": {}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
 
 
@@ -55,12 +56,21 @@ class Labels:
             raise DataError(f"{path} must hold names of classes and a label for each text; {way_out}") from error
         if labels.shape != (num_documents,):
             raise DataError(
-                f"{path} must have {num_documents} labels, one of each text; it has {len(labels)}; {way_out}"
+                f"{path} must have {num_documents} labels, one of each text; it has {labels.size}; {way_out}"
             )
         if ((labels < 0) | (labels >= len(classes))).any():
             wrong = labels[(labels < 0) | (labels >= len(classes))][0]
             raise DataError(f"labels of {path} must be 0 to {len(classes) - 1}; one is {wrong}; {way_out}")
         return cls(classes, labels)
+
+
+@dataclass(frozen=True)
+class LabelledTable:
+    """Texts and the name of the class of each; ``classes`` are all names."""
+
+    texts: list[str]
+    labels: list[str]
+    classes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -93,38 +103,47 @@ def prepare_labelled(
 
     Raises:
         ConfigError: ``max_tokens`` is below 1.
-        DataError: the file is not what the module says, has an empty text or label, or one that is in no class; a class
-            has no text; ``out`` is taken.
+        DataError: the file is not what the module says, has an empty text or label, or one that is in no class; there
+            are fewer than two classes; ``out`` is taken.
         StorageError: the disk is full, or may not be written.
     """
     if max_tokens is not None and max_tokens < 1:
         raise ConfigError(f"--max-tokens must be 1 or more; got {max_tokens}; leave it out to cut nothing")
     out, loaded = Path(os.path.abspath(out)), Tokenizer.load(tokenizer, eod)
-    texts, names = _read(Path(file))
-    known = tuple(sorted(set(names))) if classes is None else tuple(classes)
-    numbers = {name: number for number, name in enumerate(known)}
-    if unknown := sorted(set(names) - numbers.keys()):
-        raise DataError(
-            f"labels of {file} must be of the classes {', '.join(known[:_MOST_TOLD])}; {unknown[0]!r} is in none; mend "
-            "the file, or prepare all of it as training data"
-        )
-    if len(known) < 2:
-        raise DataError(f"{file} must have texts of 2 classes or more; all are of {known[0]!r}; add those of another")
-    num_cut = 0
+    table = read_labelled(file, classes=classes)
+    num_cut, texts = 0, table.texts
     with IndexedDatasetBuilder(out, best_dtype(loaded.vocab_size)) as builder:
         for first in range(0, len(texts), _AT_ONCE):
             for ids in loaded.encode_batch(texts[first : first + _AT_ONCE]):
                 num_cut += max_tokens is not None and len(ids) > max_tokens
                 builder.add_document(ids[:max_tokens])
-        labels = [numbers[name] for name in names]
-        write_json_atomic(companion(out, CLASSES_SUFFIX), {"classes": list(known), "labels": labels})
+        numbers = {name: number for number, name in enumerate(table.classes)}
+        labels = [numbers[name] for name in table.labels]
+        write_json_atomic(companion(out, CLASSES_SUFFIX), {"classes": list(table.classes), "labels": labels})
         builder.finalize(
             tokenizer=os.path.relpath(os.path.abspath(tokenizer), out.parent),
             tokenizer_sha256=loaded.sha256,
             vocab_size=loaded.vocab_size,
             eod=loaded.eod,
         )
-    return LabelledSummary(out, known, len(texts), builder.num_tokens, num_cut)
+    return LabelledSummary(out, table.classes, len(texts), builder.num_tokens, num_cut)
+
+
+def read_labelled(file: str | Path, *, classes: Sequence[str] | None = None) -> LabelledTable:
+    """The two columns of ``file``, whose labels must be of ``classes``; by default the file's own.
+
+    Raises DataError as ``prepare_labelled``.
+    """
+    texts, labels = _read(Path(file))
+    known = tuple(sorted(set(labels))) if classes is None else tuple(classes)
+    if unknown := sorted(set(labels) - set(known)):
+        raise DataError(
+            f"labels of {file} must be of the classes {', '.join(known[:_MOST_TOLD])}; {unknown[0]!r} is in none; mend "
+            "the file, or prepare all of it as training data"
+        )
+    if len(known) < 2:
+        raise DataError(f"{file} must have texts of 2 classes or more; all are of {known[0]!r}; add those of another")
+    return LabelledTable(texts, labels, known)
 
 
 def _read(path: Path) -> tuple[list[str], list[str]]:
@@ -132,6 +151,7 @@ def _read(path: Path) -> tuple[list[str], list[str]]:
     if path.suffix not in _READERS:
         raise DataError(f"labelled texts are in a .csv or .tsv file; got {path}; save it as one")
     texts, labels, wrong = list[str](), list[str](), list[str]()
+    longest = csv.field_size_limit(_LONGEST_TEXT)
     try:
         for line, text, label in _rows(path):
             if text.strip() and label.strip():
@@ -143,6 +163,8 @@ def _read(path: Path) -> tuple[list[str], list[str]]:
         raise DataError(f"labelled texts cannot be read from {path}: {error.strerror}; check the path") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} must be a table of two columns in UTF-8; it cannot be read as one: {error}") from error
+    finally:
+        csv.field_size_limit(longest)
     if wrong:
         more = [f"and {len(wrong) - _MOST_TOLD:,} more"] if len(wrong) > _MOST_TOLD else []
         raise DataError("\n  ".join([f"every row of {path} must have a text and a label:", *wrong[:_MOST_TOLD], *more]))

@@ -18,7 +18,7 @@ from megalith.data.labelled import Labels
 from megalith.data.special_tokens import bert_tokens
 from megalith.data.token_ids import check_sample
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import DataError
+from megalith.errors import ConfigError, DataError
 from megalith.numerics.permutation import KeyedPermutation
 
 __all__ = ["LabelledDataset", "LabelledText", "LabelledTexts", "stack_labelled_texts"]
@@ -63,13 +63,18 @@ class LabelledTexts:
         classes: their names.
 
     Raises:
-        DataError: the files cannot be read, have no classes, a class without a text, or a text that is longer than a
-            sample; the tokenizer lacks one of BERT's special tokens.
+        ConfigError: a sample has no room for a token of text.
+        DataError: the files cannot be read, have no classes, or a text that is longer than a sample; the tokenizer
+            lacks one of BERT's special tokens.
     """
 
     def __init__(
         self, dataset: str | Path, tokenizer: Tokenizer, seq_length: int, *, vocab_size: int | None = None
     ) -> None:
+        if seq_length < 3:
+            raise ConfigError(
+                f"data.seq_length must be 3 or more, a text between [CLS] and [SEP]; got {seq_length}; use 128"
+            )
         self.special = bert_tokens(tokenizer)
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._data = IndexedDataset(dataset)

@@ -75,6 +75,10 @@ class MaskedDataset(ABC, Generic[Sample]):
         self.word_masking = word_masking
         self.seed = seed
         self._room = room
+        self._packing = (
+            f"{min_sentences} sentences or more, long ones: {masking.long_sentences}, "
+            f"short samples: {masking.short_sequence_probability}"
+        )
         self._vocab_size = vocab_size
         self._data = dataset if isinstance(dataset, IndexedDataset) else IndexedDataset(dataset)
         self._data.require_token_ids()
@@ -117,11 +121,11 @@ class MaskedDataset(ABC, Generic[Sample]):
         return self._sample(sentences, int(self._packed.targets[packed]), draws)
 
     def identity(self) -> dict[str, Any]:
-        """The text, by its fingerprint; the tokenizer, by the SHA-256 of its file; how sentences are masked."""
+        """The text, by its fingerprint; the tokenizer, by the SHA-256 of its file; how it is packed and masked."""
         return {
             "text": fingerprint(self._data.tokens, self._data.sequence_starts()),
             "tokenizer": self.tokenizer.sha256,
-            "samples": f"{self.num_samples} of {self._room} tokens, {self.word_masking}",
+            "samples": f"{self.num_samples} of {self._room} tokens, {self._packing}, {self.word_masking}",
         }
 
     @abstractmethod

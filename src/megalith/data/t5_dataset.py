@@ -1,12 +1,13 @@
-"""Samples of T5 (Raffel et al. 2019, arXiv:1910.10683, section 3.1.4): spans taken out of a text, and what they were.
+"""Samples of T5: spans taken out of a text, and what they were (Raffel et al. 2019, arXiv:1910.10683, section 3.1.4).
 
     encoder   Thank you <extra_id_0> me to your <extra_id_1> week. </s>
     decoder   <pad> <extra_id_0> for inviting <extra_id_1> party last
     labels    <extra_id_0> for inviting <extra_id_1> party last </s>
 
-Spans are runs of whole words, geometric(0.2) of them and at most 10, by default.
+Spans are Megatron's: runs of whole words, by default geometric(0.2) of them and at most 10. Two of them may touch.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.masked_dataset import MaskedDataset
 from megalith.data.special_tokens import t5_tokens
 from megalith.data.tokenizer import Tokenizer
-from megalith.data.word_masks import WordMasking
+from megalith.data.word_masks import SpanLimits, WordMasking, ngram_distribution
 from megalith.errors import ConfigError, DataError
 from megalith.numerics.draws import Draws
 
@@ -105,14 +106,16 @@ def decoder_length(seq_length: int, probability: float) -> int:
 class T5Dataset(MaskedDataset[T5Sample]):
     """See ``MaskedDataset`` for arguments and errors.
 
+    A sample with more spans than there are sentinels, or than the decoder has room for, has fewer masked.
+
     Args:
         seq_length: S, of the encoder.
         decoder_seq_length: T; ``decoder_length`` is always enough.
 
     Raises:
         ConfigError: too, the decoder is shorter than what it learns is on average.
-        DataError: too, the tokenizer lacks one of T5's special tokens; when a sample is read, it has more spans than
-            there are sentinels, or more tokens to learn than the decoder has.
+        DataError: too, the tokenizer lacks one of T5's special tokens, or has fewer sentinels than a sample has spans
+            on average.
     """
 
     def __init__(
@@ -137,34 +140,43 @@ class T5Dataset(MaskedDataset[T5Sample]):
                 "enough"
             )
         geometric = masking.use_geometric_distribution
+        word_masking = WordMasking(
+            masking.probability,
+            masking.max_ngram or _MAX_NGRAM,
+            True if geometric is None else geometric,
+            masking.whole_words,
+        )
+        self._limits = SpanLimits(len(self._special.sentinels), decoder_seq_length - 1)  # beside the end
+        self._check_sentinels(tokenizer, word_masking)
         super().__init__(
             dataset,
             tokenizer,
             room=seq_length - 1,
             min_sentences=1,
             masking=masking,
-            word_masking=WordMasking(
-                masking.probability,
-                masking.max_ngram or _MAX_NGRAM,
-                True if geometric is None else geometric,
-                masking.whole_words,
-            ),
+            word_masking=word_masking,
             seed=seed,
             vocab_size=vocab_size,
         )
+
+    def _check_sentinels(self, tokenizer: Tokenizer, word_masking: WordMasking) -> None:
+        lengths = ngram_distribution(word_masking.max_ngram, word_masking.geometric)
+        words = float(lengths @ np.arange(1, len(lengths) + 1))  # of a run, each a token or more
+        num_spans = math.ceil((self.seq_length - 1) * word_masking.probability / words)
+        if self._limits.spans < num_spans:
+            raise DataError(
+                f"{tokenizer.name} has {self._limits.spans} sentinels, and a sample of {self.seq_length} tokens up to "
+                f"{num_spans} masked spans on average; mask less with data.masking.probability, in longer runs with "
+                "data.masking.max_ngram, or use a tokenizer with more sentinels"
+            )
 
     def _sample(self, sentences: Sequence[Tokens], target: int, draws: Draws) -> T5Sample:
         text = np.concatenate(sentences)
         is_truncated = len(text) > target
         text = text[:target]
         can_mask = np.ones(len(text), np.bool_)
-        spans = self.word_masking.spans(self._word_starts(text), can_mask, target, draws)
+        spans = self.word_masking.spans(self._word_starts(text), can_mask, target, draws, self._limits)
         special = self._special
-        if len(spans) > len(special.sentinels):
-            raise DataError(
-                f"a sample has {len(spans)} masked spans and {self.tokenizer.name} has {len(special.sentinels)} "
-                "sentinels; mask less with data.masking.probability, or use a tokenizer with more sentinels"
-            )
         encoder: list[Tokens] = []
         learned: list[Tokens] = []
         start = 0
@@ -175,11 +187,6 @@ class T5Dataset(MaskedDataset[T5Sample]):
         tokens = np.concatenate([*encoder, text[start:], [special.end]])
         labels = np.concatenate([*learned, [special.end]])
         missing, decoder_missing = self.seq_length - len(tokens), self.decoder_seq_length - len(labels)
-        if decoder_missing < 0:
-            raise DataError(
-                f"a sample has {len(labels)} tokens to learn, and the decoder's length is {self.decoder_seq_length}; "
-                f"use {decoder_length(self.seq_length, self.word_masking.probability)}, which is always enough"
-            )
         return T5Sample(
             np.pad(tokens, (0, missing), constant_values=special.padding),
             np.pad(

@@ -1,19 +1,22 @@
 """Which tokens of a sample are masked: runs of whole words, in random places, up to a share of the sample.
 
 Words are taken in a random order; each begins a run of n words, where P(n) is proportional to 1 / n for n <= max_ngram
-(Megatron's BERT), or geometric with p = 0.2 and cut off at max_ngram (SpanBERT, arXiv:1907.10529, section 3.1;
-Megatron's T5). A run that would mask more than the sample's share loses words at its end; one that meets a masked word
-is dropped. The share is min(probability * target, max(1, round(probability * tokens))).
+(Megatron's BERT), or geometric with p = 0.2, all that is longer being max_ngram (Megatron's T5; SpanBERT,
+arXiv:1907.10529, section 3.1, draws again what is longer). A run that would mask more than the sample's share loses
+words at its end; one that meets a masked word is dropped. The share is min(probability * target, max(1,
+round(probability * tokens))), so that nothing is masked of a sample that was packed for fewer than 1 / probability.
 """
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalith.numerics.draws import Draws
 
-__all__ = ["WordMasking", "ngram_distribution"]
+__all__ = ["SpanLimits", "WordMasking", "ngram_distribution"]
 
 _GEOMETRIC = 0.2
 
@@ -27,6 +30,16 @@ def ngram_distribution(max_ngram: int, geometric: bool) -> NDArray[np.float64]:
     return np.asarray(weights / weights.sum(), dtype=np.float64)
 
 
+class SpanLimits(NamedTuple):
+    """What else ends masking, beside the share: so many ``spans``, or spans and their tokens ``together``."""
+
+    spans: float = math.inf
+    together: float = math.inf
+
+
+_NO_LIMITS = SpanLimits()
+
+
 @dataclass(frozen=True)
 class WordMasking:
     """See the module. ``whole_words`` False: every token is a word."""
@@ -37,7 +50,12 @@ class WordMasking:
     whole_words: bool
 
     def spans(
-        self, word_starts: NDArray[np.bool_], can_mask: NDArray[np.bool_], target: int, draws: Draws
+        self,
+        word_starts: NDArray[np.bool_],
+        can_mask: NDArray[np.bool_],
+        target: int,
+        draws: Draws,
+        limits: SpanLimits = _NO_LIMITS,
     ) -> list[tuple[int, int]]:
         """Runs [first, end) of tokens to mask, in the order of the text; they do not overlap.
 
@@ -56,7 +74,7 @@ class WordMasking:
         limit = min(self.probability * target, max(1, round(len(can_mask) * self.probability)))
         sizes = self.run_lengths(len(starts), draws)
         order = draws.order(len(starts))
-        return _chosen(starts, ends, segment_ends, sizes[order], order, limit)
+        return _chosen(starts, ends, segment_ends, sizes[order], order, limit, limits)
 
     def run_lengths(self, number: int, draws: Draws) -> NDArray[np.int64]:
         """How many words each of ``number`` runs has before it meets others, [number]."""
@@ -71,18 +89,20 @@ def _chosen(
     sizes: NDArray[np.int64],
     order: NDArray[np.int64],
     limit: float,
+    limits: SpanLimits,
 ) -> list[tuple[int, int]]:
-    """Takes words in ``order`` until ``limit`` tokens are masked."""
+    """Takes words in ``order`` until ``limit`` tokens are masked, or as many as ``limits`` allow."""
     is_masked = np.zeros(len(starts), np.bool_)
     spans: list[tuple[int, int]] = []
     num_masked = 0
     for word, size in zip(order.tolist(), sizes.tolist(), strict=True):
-        if num_masked >= limit:
+        if num_masked >= limit or len(spans) >= limits.spans:
             break
+        most = min(limit, limits.together - len(spans) - 1) - num_masked
         last = min(word + size, len(starts)) - 1
         while last > word and ends[last] > segment_ends[word]:  # beyond a separator
             last -= 1
-        while last >= word and num_masked + ends[last] - starts[word] > limit:
+        while last >= word and ends[last] - starts[word] > most:
             last -= 1
         if last < word or is_masked[word : last + 1].any():
             continue

@@ -8,15 +8,24 @@ Counted on the training data. Losses are those of ``baselines``: of the unigram,
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.data.bert_dataset import BertSample
 from megalith.errors import DataError
 from megalith.insight.baselines import PairCounts, TokenSequences, fitted_bigram
 
-__all__ = ["MaskedBaselines", "masked_baselines"]
+__all__ = ["MaskedBaselines", "MaskedText", "masked_baselines"]
+
+
+class MaskedText(Protocol):
+    """``labels``: the tokens of a text, int64 [N]; ``loss_mask``: bool [N], those to guess; the first one is not."""
+
+    @property
+    def labels(self) -> NDArray[np.int64]: ...
+    @property
+    def loss_mask(self) -> NDArray[np.bool_]: ...
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,7 @@ class MaskedBaselines:
     num_tokens: int
 
 
-def masked_baselines(train: TokenSequences, samples: Iterable[BertSample], vocab_size: int) -> MaskedBaselines:
+def masked_baselines(train: TokenSequences, samples: Iterable[MaskedText], vocab_size: int) -> MaskedBaselines:
     """Of the masked tokens of ``samples``. Raises DataError as ``baseline_losses``, or if none is masked."""
     model = fitted_bigram(train, vocab_size)
     places = [(sample.labels, np.flatnonzero(sample.loss_mask)) for sample in samples]

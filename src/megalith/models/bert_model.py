@@ -150,6 +150,10 @@ class BertModel(LanguageModel):
             ConfigError: as ``GPTModel``.
         """
         num_choices = tokens.shape[1] if tokens.dim() == 3 else None
+        if num_choices is not None and self.head != "multiple_choice":
+            raise ShapeError(
+                f"tokens must be [B, S]; got {list(tokens.shape)}; only bert.head=multiple_choice has [B, choices, S]"
+            )
         tokens = tokens.flatten(0, -2)
         token_types, attention_mask = (x if x is None else x.flatten(0, -2) for x in (token_types, attention_mask))
         self._check_shape(tokens, hidden)

@@ -46,7 +46,7 @@ def test_losses_and_accuracies_are_those_of_the_models_logits(binary_head, tmp_p
     found = task.sums(task.forward(model, inputs, None), inputs)
     counts = task.counts(batch)
     right = wrong = 0.0
-    masked = orders = 0
+    masked = orders = in_order = 0
     for sample in samples[:5]:  # each by itself, without its padding
         N = sample.num_tokens
         tokens, types = torch.from_numpy(sample.tokens[None, :N]), torch.from_numpy(sample.token_types[None, :N])
@@ -57,6 +57,7 @@ def test_losses_and_accuracies_are_those_of_the_models_logits(binary_head, tmp_p
         right += (output.tokens[0][at].argmax(-1) == labels).sum().item()
         masked += len(labels)
         if binary_head:
+            in_order += int(output.binary.argmax(-1)) == int(sample.is_swapped)
             orders += cross_entropy(output.binary, torch.tensor([int(sample.is_swapped)])).item()
     assert counts["mlm"] == counts["mlm_accuracy"] == masked
     assert found["mlm"].item() == pytest.approx(wrong, rel=1e-9)
@@ -65,6 +66,7 @@ def test_losses_and_accuracies_are_those_of_the_models_logits(binary_head, tmp_p
     if binary_head:
         assert counts["sop"] == counts["sop_accuracy"] == 5
         assert found["sop"].item() == pytest.approx(orders, rel=1e-9)
+        assert found["sop_accuracy"].item() == in_order
 
 
 def steps(tree: dict[str, Any], world_size: int) -> Trajectory:

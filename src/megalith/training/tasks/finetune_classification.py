@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -20,12 +21,14 @@ from megalith.training.tasks.shown_text import bracketed
 
 __all__ = ["FinetuneClassification"]
 
+_MOST_IN_A_TABLE = 50  # classes; a measure for each pair of 1,000 would take seconds a micro-batch, for nobody to read
+
 
 class FinetuneClassification(BertTask[LabelledText]):
     """The term ``classification`` is the negative log-likelihood of a text's class in nats, over the texts.
 
     Evaluation measures ``accuracy`` too, and of the texts of each class the share that is taken for each other class:
-    ``confusion/TRUE/TAKEN``, by the numbers of the classes.
+    ``confusion/TRUE/TAKEN``, by the numbers of the classes, where there are 50 of them at most.
 
     Raises:
         ConfigError: as ``BertTask``; ``data.masking``, which nothing here reads.
@@ -41,6 +44,8 @@ class FinetuneClassification(BertTask[LabelledText]):
         self.num_classes = self.bert.num_classes
         if config.data.masking is not None:
             raise ConfigError("data.masking is for pretraining; bert.head=classification masks nothing; leave it out")
+        both = range(self.num_classes if self.num_classes <= _MOST_IN_A_TABLE else 0)
+        self._confusion = [f"confusion/{label}/{taken}" for label in both for taken in both]
 
     def train_dataset(self) -> LabelledDataset:
         """``data.train``, in the order of ``train.seed``."""
@@ -82,8 +87,8 @@ class FinetuneClassification(BertTask[LabelledText]):
     def counts(self, batch: BertBatch) -> Mapping[str, int]:
         """The texts, in all and of each class."""
         num_texts = int((batch.classes >= 0).sum())
-        of_class = [int((batch.classes == label).sum()) for label in range(self.num_classes)]
-        confusion = {name: of_class[label] for label, _, name in self._confusion()}
+        of_class = np.bincount(batch.classes[batch.classes >= 0], minlength=self.num_classes).tolist()
+        confusion = {name: of_class[pair // self.num_classes] for pair, name in enumerate(self._confusion)}
         return {"classification": num_texts, "accuracy": num_texts, **confusion}
 
     def sums(self, output: Tensor, inputs: BertInputs) -> Mapping[str, Tensor]:
@@ -94,8 +99,10 @@ class FinetuneClassification(BertTask[LabelledText]):
             return found
         taken = output.argmax(-1)
         found["accuracy"] = (taken == inputs.classes).sum().float()
-        pairs = torch.bincount(inputs.classes * self.num_classes + taken, minlength=self.num_classes**2).float()
-        return found | {name: pairs[label * self.num_classes + other] for label, other, name in self._confusion()}
+        if self._confusion:
+            pairs = torch.bincount(inputs.classes * self.num_classes + taken, minlength=self.num_classes**2).float()
+            found |= dict(zip(self._confusion, pairs.unbind(), strict=True))
+        return found
 
     def sample_as_text(self, sample: LabelledText) -> list[str]:
         """Its text decoded."""
@@ -110,8 +117,3 @@ class FinetuneClassification(BertTask[LabelledText]):
             return None if train is None else Labels.read(train, IndexedDataset(train).num_documents).classes
         except DataError:
             return None
-
-    def _confusion(self) -> list[tuple[int, int, str]]:
-        """Each true class, the class that it is taken for, and the name of that measure."""
-        both = range(self.num_classes)
-        return [(label, taken, f"confusion/{label}/{taken}") for label in both for taken in both]
