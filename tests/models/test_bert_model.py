@@ -256,6 +256,7 @@ def test_the_order_of_tokens_is_seen_both_ways():
         ),
         ({"packed_seq_params": PackedSeqParams.from_lengths([[5]])}, r"must be of the tokens' rows, \[1, 4\]"),
         ({"hidden": torch.zeros(4, 1, 32)}, "takes no hidden states"),
+        ({"labels": torch.zeros(1, 3).long()}, r"labels must be one for each token, \[1, 4\]; got \[1, 3\]"),
         ({"tokens": torch.zeros(1, 2, 4).long()}, r"must be \[B, S\]; got \[1, 2, 4\]; only bert.head=multiple_choice"),
     ],
 )

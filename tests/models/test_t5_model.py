@@ -303,6 +303,8 @@ PACKED = PairedDocuments.from_packed(*(PackedSeqParams.from_lengths([[size]]) fo
         ({"tokens": torch.zeros(1, 5).long(), "documents": PACKED}, r"must be of the tokens' rows, \[1, 5\]"),
         ({"decoder_tokens": torch.zeros(1, 4).long(), "documents": PACKED}, r"must be of the tokens' rows, \[1, 4\]"),
         ({"hidden": torch.zeros(4, 1, 32)}, "takes no hidden states"),
+        ({"labels": torch.zeros(1, 4).long()}, r"labels must be one for each token, \[1, 3\]; got \[1, 4\]"),
+        ({"decoder_tokens": torch.zeros(2, 3).long()}, "must have the encoder's 1 rows; got 2"),
         ({"decoder_attention_mask": torch.ones(2, 3).bool()}, "as many rows; got 1 and 2"),
         (
             {"dropout_key": DropoutKey(1, 2, torch.arange(4).view(1, 4))},

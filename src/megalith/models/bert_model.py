@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from megalith.config import BertConfig, TransformerConfig
 from megalith.errors import ShapeError
 from megalith.models.heads import ClassificationHead, MaskedLMTransform, Pooler, mean_embeddings, on_whole_rows
-from megalith.models.language_model import LanguageModel, Trunk
+from megalith.models.language_model import LanguageModel, Trunk, check_labels
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.tensor.layers import ColumnParallelLinear
-from megalith.topology.collectives import gather_from_sequence_parallel_region
 from megalith.transformer.attention_mask import BIDIRECTIONAL
 from megalith.transformer.embeddings import ReplicatedEmbedding
 from megalith.transformer.layer_context import LayerContext
@@ -127,7 +126,8 @@ class BertModel(LanguageModel):
         Args:
             tokens: int64 [B, S]; with the head multiple_choice also [B, choices, S], and so every argument that is of
                 tokens.
-            labels: int64 [B, S], the token that is masked at each position; below 0 where none is to be predicted.
+            labels: int64 [B, S], the token that is masked at each position; below 0 where none is to be predicted. Of
+                one that is no token of the vocabulary the loss is NaN.
             token_types: int64 [B, S], below ``num_token_types``; by default all 0.
             attention_mask: bool [B, S], False for padding; tokens of a row are together. By default all are tokens.
             position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ...
@@ -145,8 +145,8 @@ class BertModel(LanguageModel):
             [B, S, H]; embeddings [B, H]; or [S, B, H] from a stage without the head.
 
         Raises:
-            ShapeError: as ``GPTModel``; padding between tokens; ``attention_mask`` beside documents, or of rows that
-                are split; embeddings of such rows.
+            ShapeError: as ``GPTModel``; labels of other tokens; padding between tokens; ``attention_mask`` beside
+                documents, or of rows that are split; embeddings of such rows; choices for another head.
             ConfigError: as ``GPTModel``.
         """
         num_choices = tokens.shape[1] if tokens.dim() == 3 else None
@@ -157,6 +157,7 @@ class BertModel(LanguageModel):
         tokens = tokens.flatten(0, -2)
         token_types, attention_mask = (x if x is None else x.flatten(0, -2) for x in (token_types, attention_mask))
         self._check_shape(tokens, hidden)
+        check_labels(labels, tokens)
         self._check_documents(tokens, None, packed_seq_params)
         documents = self._documents(attention_mask, packed_seq_params)
         cp_size = self._check_split(is_split=position_ids is not None)
@@ -171,12 +172,6 @@ class BertModel(LanguageModel):
         if output == "predictions":
             return self._predictions(x, tokens, labels, pooled_tokens, context, num_choices)
         return x.transpose(0, 1) if output == "hidden" else self._embeddings(x, attention_mask)
-
-    def _whole(self, x: Tensor) -> Tensor:
-        """Hidden states [S, B, H] of what sequence parallelism splits."""
-        sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
-        # what reads x is the same on all ranks
-        return gather_from_sequence_parallel_region(x, sequence_group, tensor_parallel_output_grad=False)
 
     def _predictions(
         self,

@@ -20,7 +20,10 @@ from megalith.parallel.local_ranges import chunk_range
 from megalith.parallel.parameters import local
 from megalith.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megalith.parallel.tensor.layers import ColumnParallelLinear, VocabParallelEmbedding
-from megalith.topology.collectives import gather_from_tensor_model_parallel_region
+from megalith.topology.collectives import (
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.transformer.attention_mask import CAUSAL, AttentionMask
 from megalith.transformer.dropout import DropoutSite, sequence_parallel_key
@@ -34,7 +37,7 @@ from megalith.transformer.stack import LayerStack
 from megalith.transformer.stage import Stage
 from megalith.transformer.step_record import MicroBatchRecord
 
-__all__ = ["LanguageModel", "TokenEmbedder", "Trunk", "hidden_dtype", "hidden_shape"]
+__all__ = ["LanguageModel", "TokenEmbedder", "Trunk", "check_labels", "hidden_dtype", "hidden_shape"]
 
 
 class TokenEmbedder(nn.Module, ABC):
@@ -272,6 +275,11 @@ class LanguageModel(ModelModule):
                 f"{num_positions} positions are more than max_position_embeddings ({longest}); cut the tokens shorter"
             )
 
+    def _whole(self, x: Tensor) -> Tensor:
+        """Hidden states [S, B, H] of what sequence parallelism splits, for readers that are the same on all ranks."""
+        sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
+        return gather_from_sequence_parallel_region(x, sequence_group, tensor_parallel_output_grad=False)
+
     def _check_shape(self, tokens: Tensor, hidden: Tensor | None) -> None:
         S, tp_size = tokens.shape[1], self.options.pg_collection.size("tp")
         if self.options.sequence_parallel and S % tp_size:
@@ -283,6 +291,12 @@ class LanguageModel(ModelModule):
                 "a stage that embeds tokens takes no hidden states, and one that does not needs those of the stage "
                 f"before; this one has {'the' if self.stage.has_embedding else 'no'} embedding"
             )
+
+
+def check_labels(labels: Tensor | None, tokens: Tensor) -> None:
+    """Raises ShapeError for labels [B, S] that are of other tokens."""
+    if labels is not None and labels.shape != tokens.shape:
+        raise ShapeError(f"labels must be one for each token, {list(tokens.shape)}; got {list(labels.shape)}")
 
 
 def hidden_dtype(config: TransformerConfig, dtype: torch.dtype) -> torch.dtype:

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from megalith.config import TransformerConfig
 from megalith.errors import ShapeError
-from megalith.models.language_model import LanguageModel, TokenEmbedder
+from megalith.models.language_model import LanguageModel, TokenEmbedder, check_labels
 from megalith.numerics.dropout import DropoutKey, dropout
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.tensor.layers import ColumnParallelLinear
-from megalith.topology.collectives import gather_from_sequence_parallel_region
 from megalith.transformer.attention import SelfAttention
 from megalith.transformer.attention_mask import BIDIRECTIONAL
 from megalith.transformer.cross_attention import CrossAttention
@@ -234,7 +233,8 @@ class T5Model(LanguageModel):
         Args:
             tokens: int64 [B, Se], what the encoder reads.
             decoder_tokens: int64 [B, Sd], what the decoder reads; None: the encoder's output is wanted, on one stage.
-            labels: int64 [B, Sd], the token after each of the decoder's.
+            labels: int64 [B, Sd], the token after each of the decoder's. Of what is no token of the vocabulary, as -1
+                or -100, the loss is NaN: label padding with any token, and leave its losses out.
             attention_mask, decoder_attention_mask: bool [B, Se] and [B, Sd], False for padding; tokens of a row are
                 together. By default all are tokens.
             documents: in place of the masks, which documents of both rows belong together, in whole rows; those of a
@@ -253,10 +253,11 @@ class T5Model(LanguageModel):
 
         Raises:
             ShapeError: lengths that sequence parallelism cannot split, masks with documents, caches or split rows;
-                documents, token ids or ``hidden`` that do not fit; under cp no ``decoder_position_ids``.
+                documents, labels, token ids or ``hidden`` that do not fit; under cp no ``decoder_position_ids``.
             ConfigError: training with dropout under tensor or context parallelism without a ``dropout_key``.
         """
         self._check_rows(tokens, decoder_tokens, hidden)
+        check_labels(labels, tokens if decoder_tokens is None else decoder_tokens)
         self._check_split(is_split=decoder_position_ids is not None)
         documents = self._documents(tokens, decoder_tokens, (attention_mask, decoder_attention_mask), documents, caches)
         seen = None
@@ -277,13 +278,10 @@ class T5Model(LanguageModel):
         self._check_shape(tokens, hidden)
         if decoder_tokens is not None:
             self._check_shape(decoder_tokens, hidden)
+            if len(decoder_tokens) != len(tokens):
+                raise ShapeError(f"the decoder must have the encoder's {len(tokens)} rows; got {len(decoder_tokens)}")
         elif not (self.stage.has_embedding and self.stage.has_head):
             raise ShapeError("the encoder's output is asked of a whole model, and this is a stage; pass decoder_tokens")
-
-    def _whole(self, x: Tensor) -> Tensor:
-        """Hidden states [S, B, H] of what sequence parallelism splits, for readers that are the same on all ranks."""
-        sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
-        return gather_from_sequence_parallel_region(x, sequence_group, tensor_parallel_output_grad=False)
 
     def _documents(
         self,
