@@ -19,7 +19,7 @@ from megalith.errors import ConfigError, DataError
 from megalith.training.tasks.bert_task import BertInputs, BertTask
 from megalith.training.tasks.shown_text import bracketed
 
-__all__ = ["FinetuneClassification"]
+__all__ = ["FinetuneClassification", "learned_classes"]
 
 _MOST_IN_A_TABLE = 50  # classes; a measure for each pair of 1,000 would take seconds a micro-batch, for nobody to read
 
@@ -65,7 +65,7 @@ class FinetuneClassification(BertTask[LabelledText]):
                 f"model.bert.num_classes ({self.num_classes}) must be that of {prefix}, {len(found.classes)}: "
                 f"{', '.join(found.classes[:10])}; use {len(found.classes)}"
             )
-        learned = self._learned_classes() or found.classes
+        learned = learned_classes(self.config) or found.classes
         if found.classes != learned:
             raise ConfigError(
                 f"the classes of {prefix} must be those of {self.config.data.train}, in their order: "
@@ -110,10 +110,11 @@ class FinetuneClassification(BertTask[LabelledText]):
         is_special = [place in (0, len(tokens) - 1) for place in range(len(tokens))]
         return [*bracketed(tokens, is_special, self.tokenizer), f"  of class {sample.label}"]
 
-    def _learned_classes(self) -> tuple[str, ...] | None:
-        """The names of the classes of the training data; None where these are not there any more."""
-        train = self.config.data.train
-        try:
-            return None if train is None else Labels.read(train, IndexedDataset(train).num_documents).classes
-        except DataError:
-            return None
+
+def learned_classes(config: RunConfig) -> tuple[str, ...] | None:
+    """The names of the classes of a run's training data; None where these are not there any more."""
+    train = config.data.train
+    try:
+        return None if train is None else Labels.read(train, IndexedDataset(train).num_documents).classes
+    except DataError:
+        return None

@@ -10,7 +10,7 @@ import torch
 
 from megalith.checkpoint.load import open_tensors
 from megalith.checkpoint.verify import verify_checkpoint
-from megalith.config import TransformerConfig
+from megalith.config import RunConfig, TransformerConfig
 from megalith.data.companions import (
     GENERATION,
     companions_without_beginning,
@@ -31,6 +31,7 @@ from megalith.training.build_model import DTYPES
 from megalith.training.kept import KEPT_TOKENIZER, kept_companions, kept_tokenizer
 from megalith.training.run_folder import open_run
 from megalith.training.tasks.conversion.logit_proof import LogitProof, stored_proof
+from megalith.training.tasks.finetune_classification import learned_classes
 from megalith.training.tasks.weights import is_weight
 
 __all__ = ["Exported", "export_model"]
@@ -100,6 +101,8 @@ def export_model(
         hf_config |= ids
         longest = model.max_position_embeddings or num_positions
         written = written_companions(companions, tokenizer, longest, special, {} if model.kind == "bert" else ids)
+    if "id2label" in hf_config:
+        hf_config |= _named_classes(config)
     verify_checkpoint(checkpoint)
     weights = open_tensors(checkpoint, is_weight)
     shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
@@ -127,6 +130,19 @@ def _left_out(model: TransformerConfig, family: Family) -> tuple[str, ...]:
             "not depend on"
         )
     return tuple(found)
+
+
+def _named_classes(config: RunConfig) -> dict[str, Any]:
+    """The names of a classifier's classes as config.json has them, where the data that it learned from are there."""
+    names = learned_classes(config)
+    if names is None or config.model.bert is None or len(names) != config.model.bert.num_classes:
+        log.info(
+            "the names of the classes stand beside data.train (%s), which cannot be read, so the exported config.json "
+            "has LABEL_0 and so on in their order",
+            config.data.train,
+        )
+        return {}
+    return {"id2label": {str(i): name for i, name in enumerate(names)}, "label2id": {x: i for i, x in enumerate(names)}}
 
 
 def _kept(folder: Store) -> tuple[Tokenizer | None, dict[str, bytes]]:
