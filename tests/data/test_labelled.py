@@ -151,6 +151,9 @@ def test_classes_that_do_not_fit_the_texts_are_refused(prefix, tokenizer, tmp_pa
         ({"classes": ["a", "b"], "labels": [0, 1]}, r"must have 4 labels, one of each text; it has 2"),
         ({"classes": ["a", "b"], "labels": [0, 1, 2, 0]}, r"must be 0 to 1; one is 2"),
         ({"classes": ["a", "b"]}, r"must hold names of classes"),
+        ({"classes": "ab", "labels": [0, 1, 1, 0]}, r"must hold names of classes"),
+        ({"classes": ["a", "a"], "labels": [0, 1, 1, 0]}, r"must hold names of classes"),
+        ({"classes": ["a", "b"], "labels": [0, 0.7, 1, 0]}, r"must hold names of classes"),
         ({"classes": ["a", "b"], "labels": 3}, r"must have 4 labels, one of each text; it has 1"),
     ):
         path.write_text(json.dumps(content))

@@ -49,7 +49,11 @@ class Labels:
         way_out = "make the dataset with: megalith data label FILE.csv --out PREFIX --tokenizer PATH"
         try:
             found = json.loads(folder.read(name + CLASSES_SUFFIX))
-            classes, labels = tuple(map(str, found["classes"])), np.array(found["labels"], np.int64)
+            classes, labels = tuple(map(str, found["classes"])), np.array(found["labels"])
+            if len(set(classes)) < len(found["classes"]) or isinstance(found["classes"], str):
+                raise ValueError("two classes of one name")
+            if labels.size and labels.dtype.kind not in "iu":
+                raise TypeError("a label is the place of a class")
         except StorageError as error:
             raise DataError(f"{prefix} must have the class of each text in {path}; {error}; {way_out}") from error
         except (ValueError, TypeError, KeyError, OverflowError) as error:
@@ -61,7 +65,7 @@ class Labels:
         if ((labels < 0) | (labels >= len(classes))).any():
             wrong = labels[(labels < 0) | (labels >= len(classes))][0]
             raise DataError(f"labels of {path} must be 0 to {len(classes) - 1}; one is {wrong}; {way_out}")
-        return cls(classes, labels)
+        return cls(classes, labels.astype(np.int64))
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ def read_labelled(file: str | Path, *, classes: Sequence[str] | None = None) -> 
 
 def _read(path: Path) -> tuple[list[str], list[str]]:
     """The texts and labels of a file. Raises DataError with the first of its wrong lines."""
-    if path.suffix not in _READERS:
+    if path.suffix.lower() not in _READERS:
         raise DataError(f"labelled texts are in a .csv or .tsv file; got {path}; save it as one")
     texts, labels, wrong = list[str](), list[str](), list[str]()
     longest = csv.field_size_limit(_LONGEST_TEXT)
@@ -175,7 +179,7 @@ def _read(path: Path) -> tuple[list[str], list[str]]:
 
 def _rows(path: Path) -> Iterator[tuple[int, str, str]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True, **_READERS[path.suffix])
+        reader = csv.reader(file, strict=True, **_READERS[path.suffix.lower()])
         header = [name.strip().lower() for name in next(reader, [])]
         if set(header) != _COLUMNS or len(header) != len(_COLUMNS):
             raise DataError(

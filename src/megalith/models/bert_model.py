@@ -132,8 +132,9 @@ class BertModel(LanguageModel):
             attention_mask: bool [B, S], False for padding; tokens of a row are together. By default all are tokens.
             position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ...
             packed_seq_params: in place of ``attention_mask``, where documents begin, in whole rows.
-            pooled_tokens: int64 [N], the tokens b * S + s that the pooler reads; by default the first of each row.
-                Under context parallelism those that this rank has, by default none but on rank 0.
+            pooled_tokens: int64 [N], the tokens b * S + s that the pooler reads; by default the first of each row,
+                which is padding where rows are padded in front. Under context parallelism those that this rank has, by
+                default none but on rank 0.
             dropout_key: as in ``GPTModel``; the token ids of [B, choices, S] are [B * choices, S].
             hidden: [S, B, H], [S/tp, B, H] under sequence parallelism: what the stage before gave.
             output: what is wanted: what the head predicts, the hidden states, or ``mean_embeddings`` of each row.

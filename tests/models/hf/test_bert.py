@@ -233,6 +233,14 @@ def test_what_our_model_lacks_is_refused_by_field(fields, message):
         BERT_PRETRAINING.config_from_hf(BertConfig(**SHAPE).to_dict() | fields)
 
 
+@pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
+def test_a_classifier_whose_texts_have_not_one_class_is_refused(problem):
+    fields = BertConfig(**SHAPE, problem_type=problem, num_labels=3).to_dict()
+    with pytest.raises(ConfigError, match=f"problem_type must be 'single_label_classification'.*got '{problem}'"):
+        BERT_CLASSIFICATION.config_from_hf(fields)
+    assert BERT_CLASSIFICATION.config_from_hf(fields | {"problem_type": None}).bert.num_classes == 3
+
+
 def test_a_roberta_whose_head_has_another_activation_is_refused():
     with pytest.raises(ConfigError, match="hidden_act must be 'gelu'"):
         ROBERTA_MASKED_LM.config_from_hf(RobertaConfig(**SHAPE, hidden_act="relu").to_dict())

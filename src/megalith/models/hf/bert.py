@@ -30,6 +30,7 @@ __all__ = [
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
+_ONE_OF_CLASSES = "single_label_classification"
 # our module -> theirs, after the name of the model without its head
 _OUTSIDE = {
     "model.embed_tokens": "embeddings.word_embeddings",
@@ -96,6 +97,8 @@ def read_encoder(
         bert["classifier_dropout"] = dropout
     if head["head"] == "classification":
         bert["num_classes"] = len(fields.get("id2label", {0: "", 1: ""}))
+        if (problem := fields.optional("problem_type", str)) not in (None, _ONE_OF_CLASSES):
+            fields.refuse(f"problem_type must be {_ONE_OF_CLASSES!r}, one class for each text; got {problem!r}")
     return {
         "normalization": "LayerNorm",
         "activation": _ACTIVATIONS.get(activation),
