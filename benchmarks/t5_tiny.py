@@ -6,8 +6,8 @@ For each seed the recipe is trained on the demo's corpus, on two ranks of this m
 in held-out texts, how many the decoder finds, each after those before it, against guessing from counts: the most
 frequent token, and the one that follows the token before it in the text most often.
 
-A line a seed, and results.json in FOLDER. Exit code 1 if a seed misses what the recipe is for. What is in FOLDER
-already is not trained again.
+A line a seed, and results.json in FOLDER. Exit code 1 if a seed is no better than the most frequent token: to beat it
+is what the recipe is for, in so few steps. What is in FOLDER already is not trained again.
 """
 
 from dataclasses import asdict, dataclass

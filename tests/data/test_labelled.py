@@ -151,9 +151,10 @@ def test_classes_that_do_not_fit_the_texts_are_refused(prefix, tokenizer, tmp_pa
         ({"classes": ["a", "b"], "labels": [0, 1]}, r"must have 4 labels, one of each text; it has 2"),
         ({"classes": ["a", "b"], "labels": [0, 1, 2, 0]}, r"must be 0 to 1; one is 2"),
         ({"classes": ["a", "b"]}, r"must hold names of classes"),
-        ({"classes": "ab", "labels": [0, 1, 1, 0]}, r"must hold names of classes"),
-        ({"classes": ["a", "a"], "labels": [0, 1, 1, 0]}, r"must hold names of classes"),
-        ({"classes": ["a", "b"], "labels": [0, 0.7, 1, 0]}, r"must hold names of classes"),
+        ({"classes": "ab", "labels": [0, 1, 1, 0]}, r"classes are a list of names"),
+        ({"classes": ["a", None], "labels": [0, 1, 1, 0]}, r"classes are a list of names"),
+        ({"classes": ["a", "a"], "labels": [0, 1, 1, 0]}, r"two classes have one name"),
+        ({"classes": ["a", "b"], "labels": [0, 0.7, 1, 0]}, r"a label is the number of a class"),
         ({"classes": ["a", "b"], "labels": 3}, r"must have 4 labels, one of each text; it has 1"),
     ):
         path.write_text(json.dumps(content))
@@ -172,5 +173,5 @@ def test_other_labels_are_other_data(prefix, tokenizer, tmp_path):
     path = tmp_path / "x-classes.json"
     path.write_text(json.dumps({"classes": ["a", "b"], "labels": [1, 1, 1, 0]}))
     after = LabelledTexts(prefix, tokenizer, 32).identity()
-    assert {name for name in before if before[name] != after[name]} == {"labels"}
+    assert {name for name in before if before[name] != after[name]} == {"labels", "classes"}
     assert np.isscalar(before["labels"])

@@ -71,7 +71,8 @@ def assembly_of_a_cast(number: str, capability: int) -> str:
 def test_triton_rounds_numbers_of_8_bits_twice_on_sm_89(capability, number):
     text = without_interpreter(assembly_of_a_cast, number, capability)
     assert f"{number}x2" in text
-    assert ("cvt.rz.f16.f32" in text) == (capability == 89)  # so ``casts_natively`` begins at sm_90
+    # so ``casts_natively`` begins at sm_90; it may begin at sm_89 with a Triton for which this fails
+    assert ("cvt.rz.f16.f32" in text) == (capability == 89)
 
 
 def test_exponentials_of_memory_bound_kernels_spend_nothing_on_subnormal_numbers():

@@ -41,7 +41,7 @@ _METADATA = frozenset(
     {"__get__", "__len__", "_is_view", "dim", "element_size", "is_contiguous", "is_floating_point", "numel", "size"}
     | {"stride"}
 )
-_MAY_RETURN_THEIR_INPUT = frozenset({"float", "to"})  # where it has that dtype already
+_MAY_RETURN_THEIR_INPUT = frozenset({"float", "to"})  # where it has that dtype and device already
 _MOST_RECORDINGS = 8
 
 
@@ -65,12 +65,13 @@ def called_whole(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Replayed:
-    """``function``, whose Python runs twice, and then for calls with inputs of another shape, dtype, stride or device.
+    """``function``, whose Python runs twice, and then for calls with inputs of another kind.
+
+    That is of another class, layout, shape, stride, dtype or device, or under another autocast or default dtype.
 
     It may call nothing but torch, and what is ``called_whole``, on tensors of one process, and record no gradient:
     kernels that are launched by hand, collectives and hooks are not seen, and would not be called again. Weights and
     other tensors that it holds may change in place, and what it writes into objects of Python is not written again.
-    Under another autocast or default dtype its Python runs, too.
 
     Args:
         function: of tensors alone, returning a tensor.
@@ -181,7 +182,7 @@ class _Recording(TorchFunctionMode):
             made = self._number(result)
         finally:
             self.is_in_whole_call = False
-        # another call may return another tensor than one that was there
+        # where this call returned an existing tensor, the next one may return a different tensor in its place
         is_its_own = (result is None or _is_of_tensors(result)) and all(x >= num_made for x in numbers_in(made))
         containers = MutableSequence, MutableMapping, MutableSet
         self.has_to_run = self.has_to_run or not is_its_own or _has_container((*args, *kwargs.values()), *containers)

@@ -49,15 +49,19 @@ class Labels:
         way_out = "make the dataset with: megalith data label FILE.csv --out PREFIX --tokenizer PATH"
         try:
             found = json.loads(folder.read(name + CLASSES_SUFFIX))
-            classes, labels = tuple(map(str, found["classes"])), np.array(found["labels"])
-            if len(set(classes)) < len(found["classes"]) or isinstance(found["classes"], str):
-                raise ValueError("two classes of one name")
+            classes, labels = found["classes"], np.array(found["labels"])
+            if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+                raise TypeError("classes are a list of names")
+            if len(set(classes)) < len(classes):
+                raise ValueError("two classes have one name")
             if labels.size and labels.dtype.kind not in "iu":
-                raise TypeError("a label is the place of a class")
+                raise TypeError("a label is the number of a class")
         except StorageError as error:
             raise DataError(f"{prefix} must have the class of each text in {path}; {error}; {way_out}") from error
         except (ValueError, TypeError, KeyError, OverflowError) as error:
-            raise DataError(f"{path} must hold names of classes and a label for each text; {way_out}") from error
+            raise DataError(
+                f"{path} must hold names of classes and a label for each text: {error}; {way_out}"
+            ) from error
         if labels.shape != (num_documents,):
             raise DataError(
                 f"{path} must have {num_documents} labels, one of each text; it has {labels.size}; {way_out}"
@@ -65,7 +69,7 @@ class Labels:
         if ((labels < 0) | (labels >= len(classes))).any():
             wrong = labels[(labels < 0) | (labels >= len(classes))][0]
             raise DataError(f"labels of {path} must be 0 to {len(classes) - 1}; one is {wrong}; {way_out}")
-        return cls(classes, labels.astype(np.int64))
+        return cls(tuple(classes), labels.astype(np.int64))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 Epoch e visits the texts in an order keyed by (seed, e), so that sample i depends on (data, tokenizer, seed, i) alone.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,11 +105,12 @@ class LabelledTexts:
         return LabelledText(tokens, int(self.labels[index]))
 
     def identity(self) -> dict[str, Any]:
-        """The texts and their classes, by a fingerprint; the tokenizer, by the SHA-256 of its file."""
+        """Texts and labels by a fingerprint, the tokenizer by the SHA-256 of its file, names of classes as JSON."""
         return {
             "text": fingerprint(self._data.tokens, self._starts),
             "labels": fingerprint(self.labels, np.arange(len(self.labels) + 1)),
             "tokenizer": self._tokenizer.sha256,
+            "classes": json.dumps(self.classes, ensure_ascii=False),
         }
 
 

@@ -7,6 +7,7 @@
 Spans are Megatron's: runs of whole words, by default geometric(0.2) of them and at most 10. Two of them may touch.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,11 +22,12 @@ from megalith.data.masked_dataset import MaskedDataset
 from megalith.data.special_tokens import t5_tokens
 from megalith.data.tokenizer import Tokenizer
 from megalith.data.word_masks import SpanLimits, WordMasking, ngram_distribution
-from megalith.errors import ConfigError, DataError
+from megalith.errors import ConfigError
 from megalith.numerics.draws import Draws
 
 __all__ = ["T5Batch", "T5Dataset", "T5Sample", "decoder_length", "stack_t5_samples"]
 
+log = logging.getLogger(__name__)
 Tokens = NDArray[np.int64]
 
 _MAX_NGRAM = 10
@@ -106,7 +108,8 @@ def decoder_length(seq_length: int, probability: float) -> int:
 class T5Dataset(MaskedDataset[T5Sample]):
     """See ``MaskedDataset`` for arguments and errors.
 
-    A sample with more spans than there are sentinels, or than the decoder has room for, has fewer masked.
+    A sample that would have more spans than there are sentinels, or than the decoder has room for, has fewer masked; a
+    warning tells where that will be common.
 
     Args:
         seq_length: S, of the encoder.
@@ -114,8 +117,7 @@ class T5Dataset(MaskedDataset[T5Sample]):
 
     Raises:
         ConfigError: too, the decoder is shorter than what it learns is on average.
-        DataError: too, the tokenizer lacks one of T5's special tokens, or has fewer sentinels than a sample has spans
-            on average.
+        DataError: too, the tokenizer lacks one of T5's special tokens.
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class T5Dataset(MaskedDataset[T5Sample]):
             masking.whole_words,
         )
         self._limits = SpanLimits(len(self._special.sentinels), decoder_seq_length - 1)  # beside the end
-        self._check_sentinels(tokenizer, word_masking)
+        self._warn_of_few_sentinels(tokenizer, word_masking)
         super().__init__(
             dataset,
             tokenizer,
@@ -159,15 +161,18 @@ class T5Dataset(MaskedDataset[T5Sample]):
             vocab_size=vocab_size,
         )
 
-    def _check_sentinels(self, tokenizer: Tokenizer, word_masking: WordMasking) -> None:
+    def _warn_of_few_sentinels(self, tokenizer: Tokenizer, word_masking: WordMasking) -> None:
         lengths = ngram_distribution(word_masking.max_ngram, word_masking.geometric)
         words = float(lengths @ np.arange(1, len(lengths) + 1))  # of a run, each a token or more
         num_spans = math.ceil((self.seq_length - 1) * word_masking.probability / words)
         if self._limits.spans < num_spans:
-            raise DataError(
-                f"{tokenizer.name} has {self._limits.spans} sentinels, and a sample of {self.seq_length} tokens up to "
-                f"{num_spans} masked spans on average; mask less with data.masking.probability, in longer runs with "
-                "data.masking.max_ngram, or use a tokenizer with more sentinels"
+            log.warning(
+                "%s has %d sentinels, and a sample of %d tokens may have some %d masked spans; what is over is not "
+                "masked: use a tokenizer with more sentinels, or longer spans (data.masking.max_ngram)",
+                tokenizer.name,
+                self._limits.spans,
+                self.seq_length,
+                num_spans,
             )
 
     def _sample(self, sentences: Sequence[Tokens], target: int, draws: Draws) -> T5Sample:

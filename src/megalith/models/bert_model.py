@@ -124,17 +124,15 @@ class BertModel(LanguageModel):
         """What the head predicts; hidden states from a stage without the head.
 
         Args:
-            tokens: int64 [B, S]; with the head multiple_choice also [B, choices, S], and so every argument that is of
-                tokens.
-            labels: int64 [B, S], the token that is masked at each position; below 0 where none is to be predicted. Of
-                one that is no token of the vocabulary the loss is NaN.
+            tokens: int64 [B, S]; for multiple_choice also [B, choices, S], as then ``token_types``, ``attention_mask``.
+            labels: int64 [B, S], for pretraining: the token that is masked at each position; below 0 where none is to
+                be predicted. Of one that is no token of the vocabulary the loss is NaN.
             token_types: int64 [B, S], below ``num_token_types``; by default all 0.
             attention_mask: bool [B, S], False for padding; tokens of a row are together. By default all are tokens.
             position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ...
             packed_seq_params: in place of ``attention_mask``, where documents begin, in whole rows.
-            pooled_tokens: int64 [N], the tokens b * S + s that the pooler reads; by default the first of each row,
-                which is padding where rows are padded in front. Under context parallelism those that this rank has, by
-                default none but on rank 0.
+            pooled_tokens: int64 [N], the tokens b * S + s that the pooler reads; by default the first of each row, also
+                where it is padding. Under context parallelism those that this rank has, by default none but on rank 0.
             dropout_key: as in ``GPTModel``; the token ids of [B, choices, S] are [B * choices, S].
             hidden: [S, B, H], [S/tp, B, H] under sequence parallelism: what the stage before gave.
             output: what is wanted: what the head predicts, the hidden states, or ``mean_embeddings`` of each row.
@@ -150,11 +148,7 @@ class BertModel(LanguageModel):
                 documents, or of rows that are split; embeddings of such rows; choices for another head.
             ConfigError: as ``GPTModel``.
         """
-        num_choices = tokens.shape[1] if tokens.dim() == 3 else None
-        if num_choices is not None and self.head != "multiple_choice":
-            raise ShapeError(
-                f"tokens must be [B, S]; got {list(tokens.shape)}; only bert.head=multiple_choice has [B, choices, S]"
-            )
+        num_choices = self._num_choices(tokens)
         tokens = tokens.flatten(0, -2)
         token_types, attention_mask = (x if x is None else x.flatten(0, -2) for x in (token_types, attention_mask))
         self._check_shape(tokens, hidden)
@@ -173,6 +167,14 @@ class BertModel(LanguageModel):
         if output == "predictions":
             return self._predictions(x, tokens, labels, pooled_tokens, context, num_choices)
         return x.transpose(0, 1) if output == "hidden" else self._embeddings(x, attention_mask)
+
+    def _num_choices(self, tokens: Tensor) -> int | None:
+        """Of tokens [B, choices, S]; None of [B, S]."""
+        if tokens.dim() == 3 and self.head != "multiple_choice":
+            raise ShapeError(
+                f"tokens must be [B, S]; got {list(tokens.shape)}; only bert.head=multiple_choice has [B, choices, S]"
+            )
+        return tokens.shape[1] if tokens.dim() == 3 else None
 
     def _predictions(
         self,

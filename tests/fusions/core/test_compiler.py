@@ -1,6 +1,6 @@
 """Whether torch.compile can build here is asked by building, and every reason why not is one clause."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -103,13 +103,12 @@ def test_inside_of_without_compiling_the_default_is_the_next_of_the_table_and_no
     assert fusion.default(x) == "compile"
 
 
-def test_blocks_of_two_threads_may_end_in_the_order_they_began_in():
-    first, second = without_compiling(), without_compiling()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert not ranking.compiles
-    second.__exit__(None, None, None)
+def test_blocks_may_end_in_the_order_they_began_in():
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(without_compiling())
+        second.enter_context(without_compiling())
+        first.close()
+        assert not ranking.compiles
     assert ranking.compiles
 
 

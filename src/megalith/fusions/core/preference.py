@@ -90,7 +90,8 @@ def use(backend: Backend | None) -> Iterator[None]:
 def without_compiling() -> Iterator[None]:
     """Inside, no fused operation of this process takes ``compile`` by default: nobody waits for a compiler.
 
-    For what is too short to repay it. ``use``, ``prefer`` and an explicit ``backend`` still decide first.
+    For what is too short to repay it. ``use``, ``prefer`` and an explicit ``backend`` still decide first. It is entered
+    outside of what torch.compile traces.
     """
     ranking.count_without_compiling(1)
     try:
@@ -104,7 +105,8 @@ def prefer(*backends: Backend) -> Iterator[set[tuple[str, Backend]]]:
     """Fused operations of this process choose, inside, without regard to the size and the dtype of their tensors.
 
     Each takes the first of ``backends`` that it can, then the first of its defaults. Gives the pairs of an
-    operation's name and the path that it has taken. An explicit ``backend``, or ``use``, still decides first.
+    operation's name and the path that it has taken. An explicit ``backend``, or ``use``, still decides first. It is
+    entered outside of what torch.compile traces.
     """
     preference = _Preference(backends)
     ranking.add(preference)

@@ -13,6 +13,7 @@ Floor: forward 8TK + eTK bytes read and (1 + e)TE written, with probabilities of
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ def fused_indices_to_multihot(
     if indices.dim() != 2:
         raise ShapeError(f"indices must be [T, K], a row for each token; got {list(indices.shape)}")
     check_shape("probs_indices", probs_indices, indices.shape, "one for each of indices")
-    if not isinstance(num_of_local_experts, int) or num_of_local_experts < 1:
+    if not isinstance(num_of_local_experts, Integral) or num_of_local_experts < 1:
         raise ConfigError(f"num_of_local_experts must be an integer, 1 or more; got {num_of_local_experts!r}")
     compute = INDICES_TO_MULTIHOT_FUSION.path(probs_indices, backend)
     probs, multihot = compute(indices, probs_indices, num_of_local_experts)

@@ -19,7 +19,7 @@ from megalith.errors import ConfigError, DataError
 from megalith.training.tasks.bert_task import BertInputs, BertTask
 from megalith.training.tasks.shown_text import bracketed
 
-__all__ = ["FinetuneClassification", "learned_classes"]
+__all__ = ["FinetuneClassification"]
 
 _MOST_IN_A_TABLE = 50  # classes; a measure for each pair of 1,000 would take seconds a micro-batch, for nobody to read
 
@@ -65,7 +65,7 @@ class FinetuneClassification(BertTask[LabelledText]):
                 f"model.bert.num_classes ({self.num_classes}) must be that of {prefix}, {len(found.classes)}: "
                 f"{', '.join(found.classes[:10])}; use {len(found.classes)}"
             )
-        learned = learned_classes(self.config) or found.classes
+        learned = _learned_classes(self.config) or found.classes
         if found.classes != learned:
             raise ConfigError(
                 f"the classes of {prefix} must be those of {self.config.data.train}, in their order: "
@@ -111,7 +111,7 @@ class FinetuneClassification(BertTask[LabelledText]):
         return [*bracketed(tokens, is_special, self.tokenizer), f"  of class {sample.label}"]
 
 
-def learned_classes(config: RunConfig) -> tuple[str, ...] | None:
+def _learned_classes(config: RunConfig) -> tuple[str, ...] | None:
     """The names of the classes of a run's training data; None where these are not there any more."""
     train = config.data.train
     try:

@@ -22,7 +22,7 @@ NAN = tl.constexpr(0x7F)  # in both formats of 8 bits
 def casts_natively(x: Tensor) -> bool:
     """Whether kernels of ``x`` are to convert 8 bits with the GPU's own instructions: from sm_90 on.
 
-    sm_89 has them, but Triton 3.6 rounds to float16 for them first, so that 0.4 % of the codes of e4m3 are others.
+    sm_89 has them, but Triton 3.6 rounds to float16 for them first, so that 0.4 % of the codes of e4m3 differ.
     """
     if triton_interprets() or not x.is_cuda or torch.version.hip is not None or not torch.cuda.is_available():
         return False

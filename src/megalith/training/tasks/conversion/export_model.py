@@ -1,5 +1,6 @@
 """``megalith convert export``: a model folder of Hugging Face, made of a run or one of its checkpoints."""
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,9 +9,9 @@ from typing import Any
 
 import torch
 
-from megalith.checkpoint.load import open_tensors
+from megalith.checkpoint.load import open_tensors, read_state
 from megalith.checkpoint.verify import verify_checkpoint
-from megalith.config import RunConfig, TransformerConfig
+from megalith.config import TransformerConfig
 from megalith.data.companions import (
     GENERATION,
     companions_without_beginning,
@@ -31,7 +32,6 @@ from megalith.training.build_model import DTYPES
 from megalith.training.kept import KEPT_TOKENIZER, kept_companions, kept_tokenizer
 from megalith.training.run_folder import open_run
 from megalith.training.tasks.conversion.logit_proof import LogitProof, stored_proof
-from megalith.training.tasks.finetune_classification import learned_classes
 from megalith.training.tasks.weights import is_weight
 
 __all__ = ["Exported", "export_model"]
@@ -91,7 +91,7 @@ def export_model(
         max_position_embeddings=num_positions,
         dtype=dtype,
         eos_token_id=None if tokenizer is None else tokenizer.eod,
-    )
+    ) | _named_classes(checkpoint, model)
     if tokenizer is None:
         hf_config |= {name: id for name, id in token_ids(companions).items() if hf_config.get(name) is None}
         written = _without_tokenizer(companions, model)
@@ -101,8 +101,6 @@ def export_model(
         hf_config |= ids
         longest = model.max_position_embeddings or num_positions
         written = written_companions(companions, tokenizer, longest, special, {} if model.kind == "bert" else ids)
-    if "id2label" in hf_config:
-        hf_config |= _named_classes(config)
     verify_checkpoint(checkpoint)
     weights = open_tensors(checkpoint, is_weight)
     shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
@@ -132,15 +130,14 @@ def _left_out(model: TransformerConfig, family: Family) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _named_classes(config: RunConfig) -> dict[str, Any]:
-    """The names of a classifier's classes as config.json has them, where the data that it learned from are there."""
-    names = learned_classes(config)
-    if names is None or config.model.bert is None or len(names) != config.model.bert.num_classes:
-        log.info(
-            "the names of the classes stand beside data.train (%s), which cannot be read, so the exported config.json "
-            "has LABEL_0 and so on in their order",
-            config.data.train,
-        )
+def _named_classes(checkpoint: Store, model: TransformerConfig) -> dict[str, Any]:
+    """The names of a classifier's classes as config.json has them, where the checkpoint has them of its data."""
+    if model.bert is None or model.bert.num_classes is None:
+        return {}
+    identity = (read_state(checkpoint).get("data") or {}).get("identity", {})
+    names = json.loads(identity.get("classes", "[]"))  # as ``LabelledTexts.identity`` has them
+    if len(names) != model.bert.num_classes:
+        log.info("%s has no names of classes; the exported config.json calls them LABEL_0 and so on", checkpoint)
         return {}
     return {"id2label": {str(i): name for i, name in enumerate(names)}, "label2id": {x: i for i, x in enumerate(names)}}
 
