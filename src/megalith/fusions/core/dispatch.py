@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megalith.errors import BackendError
-from megalith.fusions.core import preference as preferences
+from megalith.fusions.core import preference
 from megalith.fusions.core.blocks import LARGEST_WHOLE
 from megalith.fusions.core.compiled_reference import compiled
 from megalith.fusions.core.compiler import why_no_compiler, why_not_compile
@@ -50,7 +50,7 @@ class Operand(Protocol):
 
 def chosen_by_use() -> Backend | None:
     """The path that the innermost ``use(...)`` of this thread or asyncio task says."""
-    return preferences.backend
+    return preference.backend
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,10 @@ class Fusion(Generic[Path]):
         nothing is compiled.
         """
         ranked = self.defaults.get(x.device.type, ("reference",))
-        if (preference := ranking.preference) is not None:
-            order: tuple[Backend, ...] = (*preference.backends, *ranked, "reference")
+        if (given := ranking.preference) is not None:
+            order: tuple[Backend, ...] = (*given.backends, *ranked, "reference")
             preferred = next(path for path in order if not self.why_not(path, x))
-            preference.taken.add((self.name, preferred))
+            given.taken.add((self.name, preferred))
             return preferred
         of_loops = ranked[0] in ("compile", "blocked")
         if x.dtype == torch.float64 or forward_mode_is_on():
