@@ -5,7 +5,7 @@ from torch import Tensor
 from megalith.fusions.core.activations import activate, activation_back, check_activation
 from megalith.fusions.core.registration import Operator, gradients_like
 from megalith.fusions.core.row_wise import Runner, register_row_wise
-from megalith.fusions.core.rows import wide
+from megalith.fusions.core.rows import fresh_like, wide
 
 __all__ = ["OPERATOR", "blocked", "compiled", "gradient_of", "gradients", "outputs", "reference", "reference_back"]
 
@@ -36,7 +36,7 @@ def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
 def outputs(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """Memory for y [T, F]."""
     check_activation(activation)
-    return x.new_empty(x.shape)
+    return fresh_like(x)
 
 
 def gradients(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:

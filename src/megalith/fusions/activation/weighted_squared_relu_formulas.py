@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megalith.fusions.core.registration import Operator, gradients_like
 from megalith.fusions.core.row_wise import Runner, register_row_wise
-from megalith.fusions.core.rows import wide
+from megalith.fusions.core.rows import fresh_like, wide
 
 __all__ = [
     "OPERATOR",
@@ -35,7 +35,7 @@ def weighted_squared_relu_back(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[
 
 def outputs(x: Tensor, weights: Tensor) -> Tensor:
     """Memory for y [T, F]."""
-    return x.new_empty(x.shape)
+    return fresh_like(x)
 
 
 def gradients(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megalith.fusions.core.autocast import without_autocast
 from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
-from megalith.fusions.core.registration import Operator, gradients_like
-from megalith.fusions.core.rows import wide
+from megalith.fusions.core.registration import Operator
+from megalith.fusions.core.rows import fresh_like, wide
 
 __all__ = [
     "OPERATOR",
@@ -172,19 +172,24 @@ def operator(batch_first: bool) -> Operator[tuple[Tensor, Tensor], tuple[Tensor,
 
     def outputs(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *seen: Unpack[Seen]) -> tuple[Tensor, Tensor]:
         Sq, B, A, _ = q.shape
-        lse = q.new_empty((B, Sq, A) if batch_first else (B, A, Sq), dtype=wide(q.dtype))
-        return q.new_empty(Sq, B, A, v.shape[-1]), lse.transpose(1, 2) if batch_first else lse
+        strides = (Sq * A, 1, A) if batch_first else (A * Sq, Sq, 1)
+        return q.new_empty(Sq, B, A, v.shape[-1]), q.new_empty_strided((B, A, Sq), strides, dtype=wide(q.dtype))
 
     def gradients(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         given = GivenToBackward(*inputs)
-        dq, dk, dv, dsink = gradients_like(given.q, given.k, given.v, given.sink)
-        if batch_first:
-            dq, dk, dv = (x.view(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1) for x in (dq, dk, dv))
-        return dq, dk, dv, dsink
+        like = _like_batch_first if batch_first else fresh_like
+        dsink = given.q.new_empty(0) if given.sink is None else fresh_like(given.sink)
+        return like(given.q), like(given.k), like(given.v), dsink
 
     return Operator(
         outputs, gradients, of=("q", "k", "v", "sink"), saves=_saves, num_differentiable=2, absent_as_none=True
     )
+
+
+def _like_batch_first(x: Tensor) -> Tensor:
+    """Memory in the shape [S, B, heads, D] of ``x``, laid out as [B, S, heads, D]."""
+    S, B, heads, D = x.shape
+    return x.new_empty_strided((S, B, heads, D), (heads * D, S * heads * D, D, 1))
 
 
 def _saves(outputs: tuple[Tensor, ...], *inputs: object) -> tuple[object, ...]:

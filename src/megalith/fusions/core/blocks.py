@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from megalith.fusions.core.rows import fresh_like
+
 __all__ = ["LARGEST_WHOLE", "Results", "blocks", "by_blocks", "extent", "widened_by_blocks"]
 
 # a tensor that is no larger takes the reference by default: there is nothing to cut
@@ -66,7 +68,7 @@ def widened_by_blocks(
         if x is None or x.dtype == acc or not x.is_floating_point():
             return x
         if index not in memory:
-            memory[index] = x.new_empty(x.shape, dtype=acc)  # the first block is the longest
+            memory[index] = fresh_like(x, acc)  # the first block is the longest
         return memory[index][: len(x)].copy_(x)
 
     with torch.no_grad():

@@ -20,26 +20,18 @@ def on_the_device_of_its_tensors(function: Callable[..., Y]) -> Callable[..., Y]
 
     @functools.wraps(function)  # torch's search for kernels unwraps it
     def on_device(*inputs: object) -> Y:
-        device = _another_device(inputs)
-        if device is None:
-            return function(*inputs)
-        with torch.cuda.device(device):
-            return function(*inputs)
+        for x in inputs:
+            first = x[0] if isinstance(x, list) and x else x
+            if isinstance(first, Tensor):
+                if first.is_cuda and _is_another(first):
+                    with torch.cuda.device(first.device):
+                        return function(*inputs)
+                break
+        return function(*inputs)
 
     return on_device
 
 
-def _another_device(inputs: tuple[object, ...]) -> torch.device | None:
-    """The GPU of the first tensor of ``inputs``, which may stand in a list, unless it is the current one."""
-    for x in inputs:
-        first = x[0] if isinstance(x, list) and x else x
-        if isinstance(first, Tensor):
-            # before CUDA is initialized there are fake tensors on GPUs only, of which nothing is launched
-            if (
-                not first.is_cuda
-                or not torch.cuda.is_initialized()
-                or first.get_device() == torch.cuda.current_device()
-            ):
-                return None
-            return first.device
-    return None
+def _is_another(x: Tensor) -> bool:
+    """Whether the GPU of ``x`` is not the current one; before CUDA is initialized there are fake tensors only."""
+    return torch.cuda.is_initialized() and x.get_device() != torch.cuda.current_device()

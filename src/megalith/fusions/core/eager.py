@@ -11,16 +11,18 @@ from types import NoneType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
+from torch.nn import Parameter
 
 from megalith.torch_compat import any_requires_grad, below_autograd, is_intercepted
 
-__all__ = ["call_in_backward", "eager_or_operator", "recorded"]
+__all__ = ["OPTIONS", "call_in_backward", "eager_or_operator", "recorded"]
 
 Y = TypeVar("Y")
-_PLAIN = (Tensor, nn.Parameter)  # tensors without a behaviour of their own
-_OPTIONS = frozenset((NoneType, bool, int, float, str, list, tuple))  # most operands that are no tensors
+OPTIONS = frozenset(
+    (NoneType, bool, int, float, str, list, tuple)
+)  # most operands that are no tensors: isinstance(x, Tensor) is slow for these
 
 
 def eager_or_operator(
@@ -40,10 +42,12 @@ def eager_or_operator(
             return operator(*inputs)
         for x in inputs:
             kind = type(x)
-            if kind in _PLAIN:
+            if kind in OPTIONS:
+                continue
+            if kind is Tensor or kind is Parameter:
                 if x.is_meta:
                     return operator(*inputs)
-            elif kind not in _OPTIONS and isinstance(x, Tensor):
+            elif isinstance(x, Tensor):  # with a behaviour of its own
                 return operator(*inputs)
         if torch.is_grad_enabled() and any_requires_grad(*inputs):
             return with_gradient(*inputs)

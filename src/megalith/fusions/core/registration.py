@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megalith.fusions.core.devices import on_the_device_of_its_tensors
-from megalith.fusions.core.eager import call_in_backward, eager_or_operator, recorded
+from megalith.fusions.core.eager import OPTIONS, call_in_backward, eager_or_operator, recorded
 from megalith.fusions.core.records import flat_signature
-from megalith.fusions.core.rows import as_rows
+from megalith.fusions.core.rows import as_rows, fresh_like
 from megalith.optional import triton_interprets
 from megalith.torch_compat import launching_directly
 
@@ -30,7 +30,7 @@ G_co = TypeVar("G_co", covariant=True, bound=tuple[Tensor, ...])
 Saves = Callable[..., tuple[object, ...]]
 Passes = Callable[..., Sequence[str]]
 Shares = Callable[..., Mapping[str, str]]
-_NONE: Sequence[Any] = ()
+_SAVED = object()  # among what backward keeps: the next of the saved tensors
 
 
 class Computes(Protocol[Y_co]):
@@ -121,45 +121,51 @@ class Operator(Generic[Y, G]):
         input_names = list(flat_signature(self.outputs).parameters)
         positions = [input_names.index(of) for of in self.of]
         takes_needs = "needs" in flat_signature(self.gradients).parameters
+        saves, passes, shares = self.saves, self.passes, self.shares
+        num_differentiable, absent_as_none = self.num_differentiable, self.absent_as_none
 
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             outputs = output if isinstance(output, tuple) else (output,)
-            without_gradient = outputs[self.num_differentiable :]
-            if without_gradient:
-                ctx.mark_non_differentiable(*without_gradient)
-            if self.absent_as_none or without_gradient:  # torch would fill zeros for these too
+            has_statistics = len(outputs) > num_differentiable
+            if has_statistics:
+                ctx.mark_non_differentiable(*outputs[num_differentiable:])
+            if has_statistics or absent_as_none:  # torch would fill zeros for statistics too
                 ctx.set_materialize_grads(False)
-            if without_gradient and not self.absent_as_none:
-                ctx.results = [(y.shape, y.dtype, y.device) for y in outputs[: self.num_differentiable]]
-            kept = inputs if self.saves is None else self.saves(outputs, *inputs)
-            ctx.save_for_backward(*[x for x in kept if isinstance(x, Tensor)])
-            passed = [input_names.index(name) for name in self.passes(*inputs)] if self.passes else _NONE
-            shared = self.shares(*inputs) if self.shares else {}
-            ctx.kept = (
-                [None if isinstance(x, Tensor) else (x,) for x in kept],  # None: the next of the saved tensors
-                passed,
-                {input_names.index(name): input_names.index(of) for name, of in shared.items()},
-            )
+            fills = has_statistics and not absent_as_none
+            ctx.zeros_like = [(y.shape, y.dtype, y.device) for y in outputs[:num_differentiable]] if fills else None
+            kept = list(inputs if saves is None else saves(outputs, *inputs))
+            tensors = []
+            for place, x in enumerate(kept):
+                if type(x) not in OPTIONS and isinstance(x, Tensor):
+                    tensors.append(x)
+                    kept[place] = _SAVED
+            ctx.save_for_backward(*tensors)
+            ctx.kept = kept
+            ctx.passed = [input_names.index(name) for name in passes(*inputs)] if passes else None
+            shared = shares(*inputs) if shares else None
+            ctx.shared = shared and {input_names.index(name): input_names.index(of) for name, of in shared.items()}
 
         def gradients(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
-            needed, (kept, passed, shared) = ctx.needs_input_grad, ctx.kept
-            wanted = [needed[position] for position in positions]
+            needed, passed, shared = ctx.needs_input_grad, ctx.passed or (), ctx.shared or {}
+            wanted: list[bool] | None = None  # where nobody asks: some are, or torch would not call
             if passed or shared:
                 asked = {shared.get(position, position) for position in positions if needed[position]}
                 wanted = [position in asked and position not in passed for position in positions]
+            elif takes_needs:
+                wanted = [needed[position] for position in positions]
             found: list[Tensor | None] = [None] * len(needed)
-            if True in wanted:
+            if wanted is None or True in wanted:
+                upstream = dy[:num_differentiable]
+                if ctx.zeros_like:
+                    upstream = tuple(map(_zeros_for_none, upstream, ctx.zeros_like))
                 tensors = iter(ctx.saved_tensors)
-                upstream = dy[: self.num_differentiable]
-                if not self.absent_as_none and any(g is None for g in upstream):
-                    upstream = tuple(map(_zeros_for_none, upstream, ctx.results))
-                operands = [*upstream, *[next(tensors) if x is None else x[0] for x in kept]]
+                operands = [*upstream, *[next(tensors) if x is _SAVED else x for x in ctx.kept]]
                 if takes_needs:
                     operands.append(wanted)
                 results = call_in_backward(gradient, dy, operands)
-                for position, result in zip(positions, results, strict=True):
+                for place, position in enumerate(positions):
                     if needed[position]:
-                        found[position] = result
+                        found[position] = results[place]
             for position in passed:
                 found[position] = dy[0] if needed[position] else None
             for position, of in shared.items():
@@ -193,9 +199,9 @@ def _zeros_for_none(dy: Tensor | None, like: tuple[torch.Size, torch.dtype, torc
 
 
 def gradients_like(*inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Fresh memory for the gradient of each of ``inputs``, contiguous, in its dtype; empty for None."""
-    given = next(x for x in inputs if x is not None)
-    return tuple(given.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+    """Fresh memory for the gradient of each of ``inputs``, contiguous, in its dtype; one empty tensor for each None."""
+    nothing = next(x for x in inputs if x is not None).new_empty(0)
+    return tuple([nothing if x is None else fresh_like(x) for x in inputs])
 
 
 def wrap_triton(kernel: Any) -> Any:
@@ -222,9 +228,12 @@ class _Rows(NamedTuple):
 
         @functools.wraps(function)  # torch's search for kernels unwraps it
         def flattened(*inputs: Any) -> Any:
-            leading = next(x for position in positions if (x := inputs[position]) is not None).shape[:-1]
-            if len(leading) == 1:
+            for position in positions:
+                if (given := inputs[position]) is not None:
+                    break
+            if given.dim() == 2:
                 return function(*inputs)
+            leading = given.shape[:-1]
             operands = list(inputs)
             for position in positions:
                 if inputs[position] is not None:
@@ -263,6 +272,7 @@ def _define(
     if of_rows is not None:
         function, allocate = (of_rows.of_any_shape(one, flat_signature(outputs)) for one in (function, outputs))
     implementation = function
+    function, allocate = _each_its_own(function), _each_its_own(allocate)
     if define is torch.library.custom_op:
         options["schema"] = torch.library.infer_schema(_declared_as(outputs, outputs), **options)
     else:
@@ -270,6 +280,19 @@ def _define(
     operator: Callable[..., Y] = define(f"megalith::{name}", function, **options)
     torch.library.register_fake(f"megalith::{name}", allocate)
     return operator, implementation
+
+
+def _each_its_own(function: Callable[..., Y]) -> Callable[..., Y]:
+    """``function``, whose results are all apart, as an operator's must be: absent gradients may be one empty tensor."""
+
+    @functools.wraps(function)  # torch's search for kernels unwraps it
+    def apart(*inputs: Any) -> Any:
+        found: Any = function(*inputs)
+        if isinstance(found, tuple):
+            found = tuple(y.new_empty(0) if any(y is x for x in found[:place]) else y for place, y in enumerate(found))
+        return found
+
+    return apart
 
 
 def _launching(function: Callable[..., Y]) -> Callable[..., Y]:

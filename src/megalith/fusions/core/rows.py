@@ -6,7 +6,16 @@ from typing import Any, TypeVarTuple
 import torch
 from torch import Tensor
 
-__all__ = ["as_rows", "contiguous_columns", "in_shape", "not_a_view", "rows_per_sum", "rows_together", "wide"]
+__all__ = [
+    "as_rows",
+    "contiguous_columns",
+    "fresh_like",
+    "in_shape",
+    "not_a_view",
+    "rows_per_sum",
+    "rows_together",
+    "wide",
+]
 
 Operands = TypeVarTuple("Operands")
 _PROGRAMS = 2048  # untuned: enough for every multiprocessor of today's GPUs to hold several
@@ -15,6 +24,14 @@ _PROGRAMS = 2048  # untuned: enough for every multiprocessor of today's GPUs to 
 def as_rows(x: Tensor) -> Tensor:
     """``x`` [..., F] as [T, F], also for F = 0, where reshape(-1, 0) could not know T; a view if it can be one."""
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def fresh_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory in the shape of ``x``, contiguous whatever ``x`` is, in its dtype or another.
+
+    ``x.new_empty(x.shape)`` takes twice as long: what a small call costs is such calls.
+    """
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def rows_together(*operands: *Operands) -> tuple[*Operands]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megalith.fusions.core.registration import Operator
-from megalith.fusions.core.rows import wide
+from megalith.fusions.core.rows import fresh_like, wide
 from megalith.fusions.cross_entropy.options import Part, PartAndSum, PartAndTerms, Terms, part_and_terms
 from megalith.fusions.cross_entropy.steps import Steps
 
@@ -152,7 +152,7 @@ def gradients(
     *options: Unpack[PartAndTerms],
 ) -> tuple[Tensor]:
     """Memory for the gradient of the logits."""
-    return (logits.new_empty(logits.shape),)
+    return (fresh_like(logits),)
 
 
 def kept_for_gradient(outputs: tuple[Tensor, ...], *inputs: object) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megalith.fusions.core.blocks import blocks, by_blocks
 from megalith.fusions.core.registration import Operator
-from megalith.fusions.core.rows import wide
+from megalith.fusions.core.rows import fresh_like, wide
 
 __all__ = [
     "PERMUTE_OPERATOR",
@@ -82,7 +82,7 @@ def _unpermute_gradients(
     dy: Tensor, permuted: Tensor | None, probs: Tensor | None, row_of: Tensor, token_of: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Memory for dpermuted [R, H] and dprobs [T, S]."""
-    dprobs = dy.new_empty(0) if probs is None else probs.new_empty(probs.shape)
+    dprobs = dy.new_empty(0) if probs is None else fresh_like(probs)
     return dy.new_empty(len(token_of), dy.shape[1]), dprobs
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megalith.fusions.core.activations import check_activation
 from megalith.fusions.core.registration import Operator, gradients_like
 from megalith.fusions.core.row_wise import Runner, register_row_wise
-from megalith.fusions.core.rows import wide
+from megalith.fusions.core.rows import fresh_like, wide
 from megalith.fusions.gated.formulas import Gating, gradients_of, split, value_of
 
 __all__ = ["OPERATOR", "Operands", "blocked", "compiled", "dequantized", "quantized"]
@@ -59,7 +59,7 @@ def _outputs(
     """Memory for y [T, F], the stored input [T, 2F] and its scales [T, 1]."""
     check_activation(Gating(*options).activation)
     T = x.shape[0]
-    stored = x.new_empty(x.shape, dtype=torch.uint8)  # bytes: few of torch's tools can take an operator's float8
+    stored = fresh_like(x, torch.uint8)  # bytes: few of torch's tools can take an operator's float8
     return x.new_empty(T, x.shape[1] // 2), stored, x.new_empty(T, 1, dtype=torch.float32)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalith.fusions.core.dropout_mask import Mask, rows_of_mask
 from megalith.fusions.core.row_wise import Runner, register_row_wise
-from megalith.fusions.core.rows import wide
+from megalith.fusions.core.rows import fresh_like, wide
 from megalith.fusions.norm.formulas import (
     OPERATOR,
     OPERATOR_OF_SUM,
@@ -70,7 +70,7 @@ def _sum(run: Runner, x: Tensor, residual: Tensor, input_bias: Tensor | None, ma
     """h of rows, in the dtype of ``residual``."""
     if mask.key is None and input_bias is None:
         return (x + residual).to(residual.dtype)
-    h = residual.new_empty(residual.shape)
+    h = fresh_like(residual)
     mask, *mask_rows = rows_of_mask(mask, x)
 
     def formula(x: Tensor, residual: Tensor, tokens: Tensor | None, sites: Tensor | None) -> tuple[Tensor]:
@@ -134,7 +134,7 @@ def _layer_norm_backward(
         rows = _for_torch(dy, h.dtype, gain.dtype), _for_torch(h, h.dtype, gain.dtype)
         dx = _layer_norm_back(*rows, gain, mean, rstd, [True, False, False])[0].to(h.dtype)
     else:
-        dx = h.new_empty(h.shape)
+        dx = fresh_like(h)
 
     def formula(
         dy: Tensor, h: Tensor, mean: Tensor, rstd: Tensor, dh: Tensor | None, out: list[Tensor | None]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalith.fusions.core.dropout_mask import Mask, keep
 from megalith.fusions.core.registration import Operator
-from megalith.fusions.core.rows import wide
+from megalith.fusions.core.rows import fresh_like, wide
 from megalith.torch_compat import forward_mode_is_on
 
 __all__ = [
@@ -225,8 +225,8 @@ def outputs(
     h_dtype = x.dtype if residual is None else residual.dtype
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=wide(torch.promote_types(x.dtype, h_dtype)))
     mean = torch.empty_like(rstd) if normalization == "LayerNorm" else rstd.new_empty(0)
-    h = x.new_empty(0 if residual is None else x.shape, dtype=h_dtype)
-    return x.new_empty(x.shape), h, mean, rstd
+    h = x.new_empty(0, dtype=h_dtype) if residual is None else fresh_like(x, h_dtype)
+    return fresh_like(x), h, mean, rstd
 
 
 def gradients(
@@ -238,17 +238,13 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Fresh memory for dx, dresidual, dw, db and dinput_bias, empty what ``needs`` does not ask for."""
     kept = OptionsOfBack(*options)
-    needs = kept.needs
-
-    def rows(needed: bool, dtype: torch.dtype) -> Tensor:
-        return h.new_empty(h.shape if needed else 0, dtype=dtype)
-
-    def vector(needed: bool, dtype: torch.dtype | None) -> Tensor:
-        return h.new_empty(h.shape[-1] if needed else 0, dtype=dtype)
-
-    dx, dresidual = rows(needs[0], kept.x_dtype), rows(needs[1], h.dtype)
-    dw = vector(needs[2], None if weight is None else weight.dtype)
-    return dx, dresidual, dw, vector(needs[3], kept.bias_dtype), vector(needs[4], kept.input_bias_dtype)
+    needs, H, nothing = kept.needs, h.shape[-1], h.new_empty(0)
+    dx = fresh_like(h, kept.x_dtype) if needs[0] else nothing
+    dresidual = fresh_like(h) if needs[1] else nothing
+    dw = nothing if weight is None or not needs[2] else weight.new_empty(H)
+    db = h.new_empty(H, dtype=kept.bias_dtype) if needs[3] else nothing
+    dinput_bias = h.new_empty(H, dtype=kept.input_bias_dtype) if needs[4] else nothing
+    return dx, dresidual, dw, db, dinput_bias
 
 
 def _saves(

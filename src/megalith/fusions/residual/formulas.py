@@ -10,7 +10,7 @@ from torch import Tensor
 from megalith.fusions.core.dropout_mask import Mask, keep, rows_of_mask
 from megalith.fusions.core.registration import Operator
 from megalith.fusions.core.row_wise import Runner, register_row_wise
-from megalith.fusions.core.rows import wide
+from megalith.fusions.core.rows import fresh_like, wide
 
 __all__ = ["OPERATOR", "Kept", "blocked", "compiled", "gradients", "outputs", "reference"]
 
@@ -70,13 +70,13 @@ def outputs(
     feature_offset: int,
 ) -> Tensor:
     """Memory for y [T, H]."""
-    return residual.new_empty(residual.shape)
+    return fresh_like(residual)
 
 
 def gradients(dy: Tensor, *options: Unpack[Kept]) -> tuple[Tensor, Tensor]:
     """Memory for dx and dbias, empty what ``needs`` does not ask for."""
     kept = Kept(*options)
-    dx = dy.new_empty(dy.shape if kept.needs[0] else 0, dtype=kept.x_dtype)
+    dx = fresh_like(dy, kept.x_dtype) if kept.needs[0] else dy.new_empty(0, dtype=kept.x_dtype)
     return dx, dy.new_empty(dy.shape[1] if kept.needs[1] else 0, dtype=kept.bias_dtype or kept.x_dtype)
 
 

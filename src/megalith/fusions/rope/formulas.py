@@ -12,7 +12,7 @@ from torch import Tensor
 from megalith.fusions.core.blocks import by_blocks, widened_by_blocks
 from megalith.fusions.core.compiled_blocks import compiled_whole
 from megalith.fusions.core.registration import Operator, gradients_like
-from megalith.fusions.core.rows import wide
+from megalith.fusions.core.rows import fresh_like, wide
 from megalith.fusions.rope.rotation import (
     Rotation,
     Tables,
@@ -142,8 +142,8 @@ def outputs(*operands: Unpack[Operands]) -> tuple[Tensor, Tensor, Tensor, Tensor
             return q.new_empty(0)
         return x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
 
-    y_k = q.new_empty(0) if k is None else k.new_empty(k.shape)
-    return q.new_empty(q.shape), y_k, statistics(q, given.q_norm_weight), statistics(k, given.k_norm_weight)
+    y_k = q.new_empty(0) if k is None else fresh_like(k)
+    return fresh_like(q), y_k, statistics(q, given.q_norm_weight), statistics(k, given.k_norm_weight)
 
 
 def gradients(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

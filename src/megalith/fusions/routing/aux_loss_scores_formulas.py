@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megalith.fusions.core.registration import Operator
 from megalith.fusions.core.row_wise import Runner, register_row_wise
-from megalith.fusions.core.rows import wide
+from megalith.fusions.core.rows import fresh_like, wide
 from megalith.fusions.routing.scores import EPSILON, largest, score_of, slope_of
 
 __all__ = ["OPERATOR", "blocked", "compiled", "gradients", "outputs", "reference"]
@@ -36,13 +36,13 @@ def _gradient_of(dscores: Tensor, logits: Tensor, score: str) -> Tensor:
 
 def outputs(logits: Tensor, topk: int, score: str) -> tuple[Tensor, Tensor]:
     """Memory for scores [T, E] and routing_map [T, E]."""
-    scores = logits.new_empty(logits.shape, dtype=wide(logits.dtype))
+    scores = fresh_like(logits, wide(logits.dtype))
     return scores, torch.empty_like(scores, dtype=torch.bool)
 
 
 def gradients(dscores: Tensor, logits: Tensor, score: str) -> tuple[Tensor]:
     """Memory for dlogits [T, E]."""
-    return (logits.new_empty(logits.shape),)
+    return (fresh_like(logits),)
 
 
 def _saves(_: tuple[Tensor, ...], logits: Tensor, topk: int, score: str) -> tuple[object, ...]:

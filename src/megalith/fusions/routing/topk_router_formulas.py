@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megalith.fusions.core.registration import Operator
 from megalith.fusions.core.row_wise import Runner, register_row_wise
-from megalith.fusions.core.rows import wide
+from megalith.fusions.core.rows import fresh_like, wide
 from megalith.fusions.routing.scores import EPSILON, score_of, select, slope_of, softmax_of_best, weigh
 
 __all__ = ["OPERATOR", "Choice", "blocked", "compiled", "gradients", "outputs", "reference"]
@@ -70,7 +70,7 @@ def outputs(
 
 def gradients(dprobs: Tensor, logits: Tensor, indices: Tensor, score: str, scale: float) -> tuple[Tensor]:
     """Memory for dlogits [T, E]."""
-    return (logits.new_empty(logits.shape),)
+    return (fresh_like(logits),)
 
 
 def _saves(

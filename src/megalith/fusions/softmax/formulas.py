@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalith.fusions.core.blocks import blocks
 from megalith.fusions.core.registration import Operator
-from megalith.fusions.core.rows import as_rows, in_shape, wide
+from megalith.fusions.core.rows import as_rows, fresh_like, in_shape, wide
 
 __all__ = [
     "OPERATOR",
@@ -190,7 +190,7 @@ def outputs(
     *_: Unpack[Settings],
 ) -> tuple[Tensor, Tensor]:
     """Memory for p [T, Sk] and the sink's share [T], which is empty without one."""
-    return x.new_empty(x.shape), x.new_empty(0 if sink is None else x.shape[0], dtype=wide(x.dtype))
+    return fresh_like(x), x.new_empty(0 if sink is None else x.shape[0], dtype=wide(x.dtype))
 
 
 def gradients(
@@ -202,7 +202,7 @@ def gradients(
     """Memory for dx [T, Sk] and do [A], which is empty without a sink."""
     settings = BackSettings(*options)
     dtype, num_heads = settings.sink_dtype, settings.num_heads
-    return p.new_empty(p.shape), p.new_empty(0 if dtype is None else num_heads, dtype=dtype or p.dtype)
+    return fresh_like(p), p.new_empty(0 if dtype is None else num_heads, dtype=dtype or p.dtype)
 
 
 def _saves(
