@@ -151,7 +151,7 @@ def _without_a_model(passages: str, folder: Path) -> WithoutAModel:
     tokenizer = Tokenizer.load(folder / "text-tokenizer.json")
     learned, valid = (LabelledTexts(prefix, tokenizer, _TOKENS + 2) for prefix in (passages, f"{passages}-valid"))
     by_words = [_words(folder / f"{name}.csv") for name in ("train", "valid")]
-    by_tokens = [[Counter(texts[place].tokens.tolist()) for place in range(len(texts))] for texts in (train, valid)]
+    by_tokens = [[Counter(texts[place].tokens.tolist()) for place in range(len(texts))] for texts in (learned, valid)]
     found = [_regression(*each, learned.labels, valid.labels) for each in (by_words, by_tokens)]
     return WithoutAModel(float(np.mean(valid.labels == np.bincount(learned.labels).argmax())), *found)
 
