@@ -82,7 +82,7 @@ R = TypeVar("R")
 below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
 any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
 _num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_torch_func_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 symmetric_memory = _symmetric_memory
 # raised where tensors without values, of ``fake_tensors``, would have to have some
 DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -215,7 +215,7 @@ def is_intercepted() -> bool:
 
     Fake tensors, torch.export and selective checkpointing are dispatch modes.
     """
-    return torch.compiler.is_compiling() or _num_dispatch_modes() > 0 or _torch_func_is_active()
+    return torch.compiler.is_compiling() or _num_dispatch_modes() > 0 or _functorch_is_active()
 
 
 def launching_directly() -> AbstractContextManager[None]:

@@ -196,3 +196,22 @@ def test_results_without_a_gradient_get_no_zeros_in_backward_and_absent_gradient
         assert torch.equal(dx, torch.full_like(X, want))
         zeros = [event for event in events.events() if event.name == "aten::zeros"]
         assert len(zeros) == 1  # of the other result that has a gradient
+
+
+def test_backward_does_not_run_for_an_input_that_has_no_gradient():
+    calls = []
+
+    def outputs(x: Tensor, threshold: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    def gradients(dy: Tensor, x: Tensor, threshold: Tensor) -> tuple[Tensor]:
+        calls.append(dy)
+        return (torch.empty_like(x),)
+
+    compute = Operator(outputs, gradients, of=("x",)).register(
+        "above_a_threshold", lambda x, threshold: x * (x > threshold), gradients, opaque=True
+    )
+    x, threshold = torch.ones(3), torch.zeros((), requires_grad=True)
+    for function in (compute, torch.ops.megalith.above_a_threshold):
+        assert torch.autograd.grad(function(x, threshold).sum(), threshold, allow_unused=True) == (None,)
+    assert calls == []

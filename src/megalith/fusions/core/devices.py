@@ -23,7 +23,7 @@ def on_the_device_of_its_tensors(function: Callable[..., Y]) -> Callable[..., Y]
         for x in inputs:
             first = x[0] if isinstance(x, list) and x else x
             if isinstance(first, Tensor):
-                if first.is_cuda and _is_another(first):
+                if first.is_cuda and _is_on_another_gpu(first):
                     with torch.cuda.device(first.device):
                         return function(*inputs)
                 break
@@ -32,6 +32,6 @@ def on_the_device_of_its_tensors(function: Callable[..., Y]) -> Callable[..., Y]
     return on_device
 
 
-def _is_another(x: Tensor) -> bool:
-    """Whether the GPU of ``x`` is not the current one; before CUDA is initialized there are fake tensors only."""
+def _is_on_another_gpu(x: Tensor) -> bool:
+    """Whether the GPU of ``x`` is not the current one; before CUDA is initialized, tensors on GPUs are fake."""
     return torch.cuda.is_initialized() and x.get_device() != torch.cuda.current_device()

@@ -17,12 +17,11 @@ from torch.nn import Parameter
 
 from megalith.torch_compat import any_requires_grad, below_autograd, is_intercepted
 
-__all__ = ["OPTIONS", "call_in_backward", "eager_or_operator", "recorded"]
+__all__ = ["NON_TENSOR_TYPES", "call_in_backward", "eager_or_operator", "recorded"]
 
 Y = TypeVar("Y")
-OPTIONS = frozenset(
-    (NoneType, bool, int, float, str, list, tuple)
-)  # most operands that are no tensors: isinstance(x, Tensor) is slow for these
+# of most operands that are no tensors; isinstance(x, Tensor) takes several times as long to say no
+NON_TENSOR_TYPES = frozenset((NoneType, bool, int, float, str, list, tuple))
 
 
 def eager_or_operator(
@@ -42,7 +41,7 @@ def eager_or_operator(
             return operator(*inputs)
         for x in inputs:
             kind = type(x)
-            if kind in OPTIONS:
+            if kind in NON_TENSOR_TYPES:
                 continue
             if kind is Tensor or kind is Parameter:
                 if x.is_meta:

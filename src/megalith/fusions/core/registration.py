@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalith.fusions.core.devices import on_the_device_of_its_tensors
-from megalith.fusions.core.eager import OPTIONS, call_in_backward, eager_or_operator, recorded
+from megalith.fusions.core.eager import NON_TENSOR_TYPES, call_in_backward, eager_or_operator, recorded
 from megalith.fusions.core.records import flat_signature
 from megalith.fusions.core.rows import as_rows, fresh_like
 from megalith.optional import triton_interprets
@@ -67,7 +67,7 @@ class Operator(Generic[Y, G]):
         gradients: what ``outputs`` is to forward, it is to backward. Backward gets the gradients of the first
             ``num_differentiable`` outputs, then what ``saves`` gave, and, if ``gradients`` has an argument ``needs``, a
             list of bool: which of ``of`` are wanted. It returns a tensor for each of them, empty where none is wanted
-            or the input was None.
+            or the input was None; one empty tensor may stand for several, so that nobody may write into it.
         of: names of the inputs that have gradients, in the order that backward returns them.
         saves: picks what backward needs, from the tuple of outputs and the inputs; by default all inputs.
         passes: names, from the inputs, those whose gradient is that of the first output, as it is; backward, if it is
@@ -136,25 +136,23 @@ class Operator(Generic[Y, G]):
             kept = list(inputs if saves is None else saves(outputs, *inputs))
             tensors = []
             for place, x in enumerate(kept):
-                if type(x) not in OPTIONS and isinstance(x, Tensor):
+                if type(x) not in NON_TENSOR_TYPES and isinstance(x, Tensor):
                     tensors.append(x)
                     kept[place] = _SAVED
             ctx.save_for_backward(*tensors)
             ctx.kept = kept
-            ctx.passed = [input_names.index(name) for name in passes(*inputs)] if passes else None
-            shared = shares(*inputs) if shares else None
-            ctx.shared = shared and {input_names.index(name): input_names.index(of) for name, of in shared.items()}
+            ctx.passed = [input_names.index(name) for name in passes(*inputs)] if passes else []
+            of_name = shares(*inputs) if shares else None
+            ctx.shared = {input_names.index(name): input_names.index(of) for name, of in (of_name or {}).items()}
 
         def gradients(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
-            needed, passed, shared = ctx.needs_input_grad, ctx.passed or (), ctx.shared or {}
-            wanted: list[bool] | None = None  # where nobody asks: some are, or torch would not call
+            needed, passed, shared = ctx.needs_input_grad, ctx.passed, ctx.shared
+            wanted = [needed[position] for position in positions]
             if passed or shared:
                 asked = {shared.get(position, position) for position in positions if needed[position]}
                 wanted = [position in asked and position not in passed for position in positions]
-            elif takes_needs:
-                wanted = [needed[position] for position in positions]
             found: list[Tensor | None] = [None] * len(needed)
-            if wanted is None or True in wanted:
+            if True in wanted:  # an input without a gradient may require one
                 upstream = dy[:num_differentiable]
                 if ctx.zeros_like:
                     upstream = tuple(map(_zeros_for_none, upstream, ctx.zeros_like))
@@ -163,9 +161,9 @@ class Operator(Generic[Y, G]):
                 if takes_needs:
                     operands.append(wanted)
                 results = call_in_backward(gradient, dy, operands)
-                for place, position in enumerate(positions):
+                for position, result in zip(positions, results, strict=True):
                     if needed[position]:
-                        found[position] = results[place]
+                        found[position] = result
             for position in passed:
                 found[position] = dy[0] if needed[position] else None
             for position, of in shared.items():
@@ -199,7 +197,7 @@ def _zeros_for_none(dy: Tensor | None, like: tuple[torch.Size, torch.dtype, torc
 
 
 def gradients_like(*inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Fresh memory for the gradient of each of ``inputs``, contiguous, in its dtype; one empty tensor for each None."""
+    """Fresh memory for the gradient of each of ``inputs``, contiguous, in its dtype; one empty tensor for all Nones."""
     nothing = next(x for x in inputs if x is not None).new_empty(0)
     return tuple([nothing if x is None else fresh_like(x) for x in inputs])
 
@@ -228,12 +226,10 @@ class _Rows(NamedTuple):
 
         @functools.wraps(function)  # torch's search for kernels unwraps it
         def flattened(*inputs: Any) -> Any:
-            for position in positions:
-                if (given := inputs[position]) is not None:
-                    break
-            if given.dim() == 2:
+            first = next(x for position in positions if (x := inputs[position]) is not None)
+            if first.dim() == 2:
                 return function(*inputs)
-            leading = given.shape[:-1]
+            leading = first.shape[:-1]
             operands = list(inputs)
             for position in positions:
                 if inputs[position] is not None:
@@ -241,11 +237,11 @@ class _Rows(NamedTuple):
             found: Any = function(*operands)
             if isinstance(found, Tensor):
                 return _in_shape(found, leading)
-            given = list(found)
+            results = list(found)
             for index in self.results:
-                if given[index].dim() == 2:  # an absent gradient is empty, and a number for each row is no row
-                    given[index] = _in_shape(given[index], leading)
-            return tuple(given)
+                if results[index].dim() == 2:  # an absent gradient is empty, and a number for each row is no row
+                    results[index] = _in_shape(results[index], leading)
+            return tuple(results)
 
         return flattened
 
@@ -272,7 +268,7 @@ def _define(
     if of_rows is not None:
         function, allocate = (of_rows.of_any_shape(one, flat_signature(outputs)) for one in (function, outputs))
     implementation = function
-    function, allocate = _each_its_own(function), _each_its_own(allocate)
+    function, allocate = _without_aliases(function), _without_aliases(allocate)
     if define is torch.library.custom_op:
         options["schema"] = torch.library.infer_schema(_declared_as(outputs, outputs), **options)
     else:
@@ -282,17 +278,17 @@ def _define(
     return operator, implementation
 
 
-def _each_its_own(function: Callable[..., Y]) -> Callable[..., Y]:
-    """``function``, whose results are all apart, as an operator's must be: absent gradients may be one empty tensor."""
+def _without_aliases(function: Callable[..., Y]) -> Callable[..., Y]:
+    """``function``, with an empty tensor of its own for each absent gradient: an operator may not return one twice."""
 
     @functools.wraps(function)  # torch's search for kernels unwraps it
-    def apart(*inputs: Any) -> Any:
+    def with_copies(*inputs: Any) -> Any:
         found: Any = function(*inputs)
         if isinstance(found, tuple):
             found = tuple(y.new_empty(0) if any(y is x for x in found[:place]) else y for place, y in enumerate(found))
         return found
 
-    return apart
+    return with_copies
 
 
 def _launching(function: Callable[..., Y]) -> Callable[..., Y]:

@@ -27,9 +27,9 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def fresh_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory in the shape of ``x``, contiguous whatever ``x`` is, in its dtype or another.
+    """Uninitialized memory in the shape of ``x``, contiguous whatever ``x`` is, in its dtype or another.
 
-    ``x.new_empty(x.shape)`` takes twice as long: what a small call costs is such calls.
+    ``x.new_empty(x.shape)`` does the same and takes longer, which small operations feel: it parses the shape.
     """
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 

@@ -77,7 +77,8 @@ def gradients(dy: Tensor, *options: Unpack[Kept]) -> tuple[Tensor, Tensor]:
     """Memory for dx and dbias, empty what ``needs`` does not ask for."""
     kept = Kept(*options)
     dx = fresh_like(dy, kept.x_dtype) if kept.needs[0] else dy.new_empty(0, dtype=kept.x_dtype)
-    return dx, dy.new_empty(dy.shape[1] if kept.needs[1] else 0, dtype=kept.bias_dtype or kept.x_dtype)
+    dbias = dy.new_empty(dy.shape[1] if kept.needs[1] else 0, dtype=kept.bias_dtype or kept.x_dtype)
+    return dx, dbias
 
 
 def _saves(
