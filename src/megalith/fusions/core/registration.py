@@ -226,7 +226,9 @@ class _Rows(NamedTuple):
 
         @functools.wraps(function)  # torch's search for kernels unwraps it
         def flattened(*inputs: Any) -> Any:
-            first = next(x for position in positions if (x := inputs[position]) is not None)
+            first = inputs[positions[0]]
+            if first is None:
+                first = next(x for position in positions if (x := inputs[position]) is not None)
             if first.dim() == 2:
                 return function(*inputs)
             leading = first.shape[:-1]
