@@ -26,7 +26,7 @@ from megalith.models.hf import LLAMA, parameter_shapes
 from megalith.models.sampling import Sampling
 from megalith.optional import need
 from megalith.parallel.build_options import BuildOptions
-from megalith.parallel.few_rows import linear_of_few_rows
+from megalith.parallel.inference_linear import inference_linear
 from megalith.topology.process_groups_config import ProcessGroupCollection
 from megalith.training.tasks.gpt_size import flops_per_token
 
@@ -74,7 +74,7 @@ class Generation:
 
 def _ours(size: Size, folder: Path, *, dtype: torch.dtype) -> Generation:
     """``generate`` on a ``GPTModel`` that is built as ``megalith generate`` builds it."""
-    options = BuildOptions(ProcessGroupCollection.single(), dtype, matrix_product=linear_of_few_rows)
+    options = BuildOptions(ProcessGroupCollection.single(), dtype, matrix_product=inference_linear)
     model = GPTModel(size.config, options)
     model.load_state_dict(load_file(folder / "weights.safetensors"))
     prompts = _prompts(size)

@@ -9,6 +9,7 @@ torch._inductor.config.cpp, .cpu_vec_isa    private; which vector instructions a
 forward_ad._current_level                   private; whether derivatives are carried forward
 torch._C._AutoDispatchBelowAutograd         private; where torch runs the implementation of an operator
 torch._C._any_requires_grad                 private; asks many operands at once
+torch.ops.mkldnn._is_mkldnn_bf16_supported  private; whether a CPU multiplies numbers of 16 bits natively
 torch._library.triton                       private; whether wrapped kernels are launched as they are
 distributed_c10d._process_group_name        private; names a new process group
 FSDPModule._get_fsdp_state()                private; ends a backward by hand
@@ -67,6 +68,7 @@ __all__ = [
     "is_intercepted",
     "keeping_what_is_saved",
     "launching_directly",
+    "multiplies_natively",
     "new_group",
     "reduce_scatter_into",
     "symmetric_memory",
@@ -216,6 +218,15 @@ def is_intercepted() -> bool:
     Fake tensors, torch.export and selective checkpointing are dispatch modes.
     """
     return torch.compiler.is_compiling() or _num_dispatch_modes() > 0 or _functorch_is_active()
+
+
+def multiplies_natively(dtype: torch.dtype) -> bool:
+    """Whether torch's products of ``dtype``, one of 16 bits, use instructions that this CPU has for them."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    library = torch.ops.mkldnn
+    is_supported = library._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else library._is_mkldnn_fp16_supported
+    return bool(is_supported())
 
 
 def launching_directly() -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.fusions.core.preference import without_compiling
 from megalith.observe.units import perplexity
 from megalith.parallel.build_options import BuildOptions
-from megalith.parallel.few_rows import linear_of_few_rows
+from megalith.parallel.inference_linear import inference_linear
 from megalith.parallel.parameters import refill_buffers_, state_tensors
 from megalith.parallel.pipeline.pipeline import Pipeline
 from megalith.storage import Store
@@ -102,7 +102,7 @@ def load_model(
     options = BuildOptions(
         ProcessGroupCollection.single(),
         dtype or DTYPES[config.precision.dtype],
-        matrix_product=linear if fused_loss else linear_of_few_rows,
+        matrix_product=linear if fused_loss else inference_linear,
         fused_linear_cross_entropy=fused_loss,
     )
     task = task_of(config) if task is None else task

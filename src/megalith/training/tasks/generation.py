@@ -21,7 +21,7 @@ from megalith.models.kinds import MODELS
 from megalith.models.sampling import Sampling
 from megalith.models.t5_model import T5Model
 from megalith.parallel.build_options import BuildOptions
-from megalith.parallel.few_rows import linear_of_few_rows
+from megalith.parallel.inference_linear import inference_linear
 from megalith.parallel.parameters import refill_buffers_, state_tensors
 from megalith.storage import Store, open_store
 from megalith.topology.process_groups_config import ProcessGroupCollection
@@ -356,7 +356,7 @@ def _foreign_weights(folder: ForeignModel) -> Writer:
     dtype = getattr(torch, folder.weights.dtype)
     with torch.device("meta"):
         model = MODELS[folder.config.kind](
-            folder.config, BuildOptions(ProcessGroupCollection.single(), dtype, matrix_product=linear_of_few_rows)
+            folder.config, BuildOptions(ProcessGroupCollection.single(), dtype, matrix_product=inference_linear)
         )
     assert isinstance(model, GPTModel | T5Model), "TextSource has refused an encoder"
     model.to_empty(device=choose_device())
