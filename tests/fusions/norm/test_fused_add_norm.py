@@ -231,3 +231,19 @@ def test_a_residual_of_another_width_beside_float64(normalization, dtypes, path)
     for leaf, got, gradient in zip(leaves, found, expected, strict=True):
         assert got.dtype == leaf.dtype
         torch.testing.assert_close(got.double(), gradient, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 1, 64), (2, 3, 65), (7,)])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_in_plain_torch_it_is_the_same_bit_for_bit_where_no_gradient_is_recorded(dtype, shape, has_weight):
+    for scale in (1.0, 1e-4, 300.0):
+        x, residual = (torch.randn(shape).mul(scale).to(dtype) for _ in range(2))
+        weight = torch.randn(shape[-1]).to(dtype) if has_weight else None
+        options = {"normalization": "RMSNorm", "eps": 1e-6, "backend": "aten"}
+        recorded = fused_add_norm(x.clone().requires_grad_(), residual, weight, **options)
+        for context in (torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
+            with context:
+                for got, want in zip(fused_add_norm(x, residual, weight, **options), recorded, strict=True):
+                    assert got.dtype == want.dtype
+                    assert torch.equal(got, want)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.core.dispatch import Backend, Fusion
-from megalith.fusions.core.dropout_mask import mask_operands
+from megalith.fusions.core.dropout_mask import Mask, mask_operands
 from megalith.fusions.core.registry import registered
 from megalith.fusions.norm.formulas import (
     Normalization,
@@ -29,6 +29,7 @@ from megalith.fusions.norm.formulas import (
 )
 from megalith.fusions.norm.paths import PATHS_OF_SUM, check
 from megalith.numerics.dropout import Dropout
+from megalith.torch_compat import any_requires_grad, forward_mode_is_on
 
 __all__ = ["FUSION", "fused_add_norm"]
 
@@ -90,7 +91,7 @@ def fused_add_norm(
 
 def _as_one_matrix(x: Tensor) -> Tensor:
     """``x`` [..., H] in memory where torch computes of it what it computes of rows [T, H]."""
-    return x if x.dim() == 2 else x.contiguous()
+    return x if x.dim() == 2 or x.is_contiguous() else x.contiguous()
 
 
 def _torch_add_norm(
@@ -103,6 +104,9 @@ def _torch_add_norm(
 ) -> tuple[Tensor, Tensor]:
     """The sum, and torch's operator on it as it is stored, in float32 or wider."""
     mask, eps, normalization, zero_centered = Norming.of(*options)
+    if _is_one_rounding(x, residual, weight, input_bias, mask) and normalization == "RMSNorm" and not zero_centered:
+        h = x + residual
+        return nn.functional.rms_norm(h, h.shape[-1:], weight, eps), h
     total = summed(x, residual, input_bias, mask)
     h, H = as_stored(total, residual.dtype), total.shape[-1:]
     gain = None if weight is None else float_gain(h, weight, zero_centered)
@@ -111,6 +115,21 @@ def _torch_add_norm(
     else:
         y = nn.functional.layer_norm(h, H, gain, None if bias is None else bias.to(h.dtype), eps)
     return y.to(x.dtype), total.to(residual.dtype)
+
+
+def _is_one_rounding(x: Tensor, residual: Tensor, weight: Tensor | None, input_bias: Tensor | None, mask: Mask) -> bool:
+    """Whether torch's sum of ``x`` and ``residual``, and its norm of that, each round once to the dtype of all.
+
+    Where a gradient is recorded they would round it between them too.
+    """
+    return (
+        x.dtype == residual.dtype
+        and (weight is None or weight.dtype == x.dtype)
+        and input_bias is None
+        and mask.key is None
+        and not (torch.is_grad_enabled() and any_requires_grad(x, residual, weight))
+        and not forward_mode_is_on()
+    )
 
 
 _OF_ANY_SHAPE = (_torch_add_norm, reference)  # in plain torch

@@ -26,7 +26,6 @@ from megalith.fusions.core.checks import check_floating, check_one_device, check
 from megalith.fusions.core.dispatch import Backend, Fusion
 from megalith.fusions.core.dropout_mask import Mask, mask_operands
 from megalith.fusions.core.registry import registered
-from megalith.fusions.core.rows import as_rows, in_shape
 from megalith.fusions.residual.formulas import blocked, compiled, reference
 from megalith.numerics.dropout import DropoutKey
 
@@ -75,8 +74,7 @@ def bias_dropout_add_fused_train(
     _check(x, bias, residual, prob, feature_offset)
     compute = FUSION.path(x if x.dtype == torch.float64 else residual, backend)
     words, tokens, site = mask_operands(key, x) if prob else (None, None, 0)
-    y = compute(as_rows(x), bias, as_rows(residual), words, tokens, site, float(prob), feature_offset)
-    return in_shape(y, residual.shape)
+    return compute(x, bias, residual, words, tokens, site, float(prob), feature_offset)
 
 
 def bias_dropout_add_fused_inference(

@@ -10,17 +10,18 @@ from torch import Tensor
 from megalith.fusions.core.dropout_mask import Mask, keep, rows_of_mask
 from megalith.fusions.core.registration import Operator
 from megalith.fusions.core.row_wise import Runner, register_row_wise
-from megalith.fusions.core.rows import fresh_like, wide
+from megalith.fusions.core.rows import as_rows, fresh_like, in_shape, wide
 
 __all__ = ["OPERATOR", "Kept", "blocked", "compiled", "gradients", "outputs", "reference"]
 
 
 def reference(x: Tensor, bias: Tensor | None, residual: Tensor, *mask: Unpack[Mask]) -> Tensor:
-    """y [T, H] of ``x`` and ``residual`` [T, H], and the operands of a ``Mask``."""
+    """y [..., H] of ``x`` and ``residual`` [..., H], and the operands of a ``Mask``."""
     if _is_plain_sum(x, bias, residual, *mask):
         return x + residual
-    acc = wide(torch.promote_types(x.dtype, residual.dtype))
-    return _add_(x.to(acc, copy=True), bias, residual, Mask(*mask)).to(residual.dtype)
+    acc, rows = wide(torch.promote_types(x.dtype, residual.dtype)), as_rows(x)
+    y = _add_(rows.to(acc, copy=True), bias, as_rows(residual), Mask(*mask)).to(residual.dtype)
+    return in_shape(y, residual.shape)
 
 
 def _is_plain_sum(x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None, *_: object) -> bool:
@@ -91,7 +92,7 @@ def _passes(x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None
     return ("residual", "x") if key is None and x.dtype == residual.dtype else ("residual",)
 
 
-OPERATOR = Operator(outputs, gradients, of=("x", "bias"), saves=_saves, passes=_passes)
+OPERATOR = Operator(outputs, gradients, of=("x", "bias"), saves=_saves, passes=_passes, rows=("x", "residual", "dy"))
 
 
 def _forward(run: Runner, x: Tensor, bias: Tensor | None, residual: Tensor, *options: Unpack[Mask]) -> Tensor:
