@@ -75,7 +75,7 @@ class Generation:
 def _ours(size: Size, folder: Path, *, dtype: torch.dtype) -> Generation:
     """``generate`` on a ``GPTModel`` that is built as ``megalith generate`` builds it."""
     options = BuildOptions(ProcessGroupCollection.single(), dtype, matrix_product=inference_linear)
-    model = GPTModel(size.config, options)
+    model = GPTModel(size.config, options).eval()
     model.load_state_dict(load_file(folder / "weights.safetensors"))
     prompts = _prompts(size)
     return Generation(lambda: generate(model, prompts, size.new, sampling=Sampling(0.0)), folder)
