@@ -11,9 +11,9 @@ or count on, a context entered inside, a number generator seeded there, memory e
 ``torch.utils.swap_tensors``.
 """
 
+import functools
 from collections.abc import Callable, MutableMapping, MutableSequence, MutableSet, Sequence
 from contextvars import ContextVar
-from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -53,7 +53,7 @@ def called_whole(function: Callable[P, R]) -> Callable[P, R]:
     It returns tensors of its own, or tuples of them, and leaves those that it is given in their shape.
     """
 
-    @wraps(function)
+    @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         recording = _current.get()
         if recording is None or recording.is_in_whole_call:
@@ -156,6 +156,11 @@ class _Recording(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         if self.is_in_whole_call:
             return function(*args, **kwargs)
+        if name in _METADATA:  # four calls of five, of which only such as ``x.T`` give a tensor
+            result = function(*args, **kwargs)
+            if _is_of_tensors(result):
+                self.calls.append(Call(function, self._template(tuple(args)), {}, self._number(result)))
+            return result
         given, named = self._template(tuple(args)), {name: self._template(x) for name, x in kwargs.items()}
         with _ReadValues() as read:
             result = function(*args, **kwargs)
@@ -164,10 +169,10 @@ class _Recording(TorchFunctionMode):
         self.has_to_run = self.has_to_run or _has_container((*args, *kwargs.values()), MutableMapping)
         if name in _MAY_RETURN_THEIR_INPUT and args and result is args[0]:
             return result
-        if _is_of_tensors(result) or (result is None and name not in _METADATA):
+        if _is_of_tensors(result) or result is None:
             self.calls.append(Call(function, given, named, self._number(result)))
             self._note_reshaping((given, named))
-        elif name not in _METADATA and _has_tensor((*args, *kwargs.values())):
+        elif _has_tensor((*args, *kwargs.values())):
             self.has_to_run = True
         return result
 
@@ -234,9 +239,14 @@ class _ReadValues(TorchDispatchMode):
     ) -> Any:
         if operator is torch.ops.aten.index.Tensor:  # whose tag says so for places, too
             self.any = self.any or any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
-        elif {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(operator.tags):
+        elif _depends_on_values(operator):
             self.any = True
         return operator(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _depends_on_values(operator: torch._ops.OpOverload) -> bool:
+    return not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(operator.tags)
 
 
 _current: ContextVar[_Recording | None] = ContextVar("current recording", default=None)
