@@ -31,6 +31,7 @@ GLOBAL_STATE = {
     "src/megalith/fusions/core/dispatch.py:_tell": "which lines the log has already",
     "src/megalith/fusions/core/compiled_blocks.py:_compiled": "cache: a compiler for each formula's code",
     "src/megalith/fusions/core/compiled_blocks.py:build": "cache: the compiled function",
+    "src/megalith/acceleration/replay.py:_depends_on_values": "cache: what torch says of an operator",
     "src/megalith/fusions/core/compiler.py:why_not_compile": "cache: whether torch.compile can build here",
     "src/megalith/fusions/core/compiled_reference.py:build": "compiles a path once, when it is first taken",
     "src/megalith/parallel/pipeline/links.py:deliveries_to": "cache: what follows from a schedule",
