@@ -101,3 +101,26 @@ def test_a_processor_multiplies_16_bits_natively_as_torch_says():
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         says = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
         assert multiplies_natively(dtype) == (torch.backends.mkldnn.is_available() and says)
+
+
+@pytest.mark.usefixtures("capability")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_torch_takes_or_refuses_is_taken_or_refused(dtype):
+    for given, out in ((0, 128), (128, 0)):
+        y = inference_linear(torch.randn(8, given).to(dtype), torch.randn(out, given).to(dtype), None)
+        assert y.shape == (8, out)
+        assert not y.any()
+    x, weight = torch.randn(8, 1024).to(dtype), torch.randn(2048, 1024).to(dtype)
+    with pytest.raises(RuntimeError):
+        inference_linear(x, weight, torch.randn(2048, dtype=torch.float64))
+    with pytest.raises(RuntimeError):
+        inference_linear(x, weight, torch.randn(2548).to(dtype))
+    one = torch.ones(1).to(dtype)  # that torch adds to every output
+    assert torch.equal(inference_linear(x, weight, one), torch.nn.functional.linear(x, weight, one))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_compiler_sees_the_product_of_torch(dtype):
+    x, weight = torch.randn(8, 512).to(dtype), torch.randn(640, 512).to(dtype)
+    compiled = torch.compile(inference_linear, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x, weight, None), torch.nn.functional.linear(x, weight))

@@ -36,16 +36,17 @@ _MOST_ROWS = 32
 _BLOCK = 128
 _SMALLEST_WEIGHT = 2**18  # with fewer numbers the calls take longer than the product
 _FEWEST_WIDENED = 8  # rows; the weight is widened for each product anew
-_MOST_WIDENED = 2**20  # numbers of a weight that are in float32 at once: 4 MiB, which allocators keep
+_MOST_WIDENED = 2**20  # numbers of a weight in float32 at once, or one block: 4 MiB, which allocators keep
 
 
 def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[..., in] times the transpose of ``weight`` [out, in], plus ``bias`` [out] -> [..., out], contiguous."""
-    num_rows = x.shape[:-1].numel()
-    if num_rows >= _FEWEST_WIDENED and _widening_pays(x, weight):
-        return _in_float32(x, weight, bias)
-    if 0 < num_rows <= _MOST_ROWS and _blocks_pay(x, weight, num_rows):
-        return _in_blocks(x, weight, bias, num_rows)
+    if not torch.compiler.is_compiling() and _is_on_plain_avx2(x, weight, bias):
+        num_rows = x.shape[:-1].numel()
+        if num_rows >= _FEWEST_WIDENED and _widening_pays(x):
+            return _in_float32(x, weight, bias)
+        if 0 < num_rows <= _MOST_ROWS and _blocks_pay(x, weight, num_rows):
+            return _in_blocks(x, weight, bias, num_rows)
     return nn.functional.linear(x, weight, bias)
 
 
@@ -68,13 +69,8 @@ def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, num_rows: int) ->
     return y.transpose(0, 1).reshape(*x.shape[:-1], -1)
 
 
-def _widening_pays(x: Tensor, weight: Tensor) -> bool:
-    return (
-        x.dtype in (torch.bfloat16, torch.float16)
-        and weight.dtype == x.dtype
-        and _is_on_plain_avx2(x, weight)
-        and not multiplies_natively(x.dtype)
-    )
+def _widening_pays(x: Tensor) -> bool:
+    return x.dtype in (torch.bfloat16, torch.float16) and not multiplies_natively(x.dtype)
 
 
 def _blocks_pay(x: Tensor, weight: Tensor, num_rows: int) -> bool:
@@ -83,15 +79,18 @@ def _blocks_pay(x: Tensor, weight: Tensor, num_rows: int) -> bool:
         and weight.numel() >= _SMALLEST_WEIGHT
         and x.dtype == torch.float32
         and (num_rows > 1 or torch.get_num_threads() > 1)
-        and _is_on_plain_avx2(x, weight)
         and torch.backends.mkl.is_available()
     )
 
 
-def _is_on_plain_avx2(x: Tensor, weight: Tensor) -> bool:
+def _is_on_plain_avx2(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the processor has AVX2 alone, and the operands are such that torch takes them without casts."""
     return (
         x.device.type == "cpu"
         and weight.layout == torch.strided
+        and weight.numel() > 0
+        and weight.dtype == x.dtype
+        and (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1]))
         and torch.backends.cpu.get_cpu_capability() == "AVX2"
         and not torch.is_autocast_enabled("cpu")  # which casts to bfloat16, and keeps casts of whole weights alone
     )

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megalith.errors import ConfigError, ShapeError
 from megalith.fusions import bias_dropout_add_fused_train, fused_add_norm
 from megalith.fusions.fused_layer_norm import fused_layer_norm, fused_rms_norm
+from megalith.fusions.norm.add_norm import _torch_add_norm
 from megalith.numerics.dropout import Dropout, DropoutKey, keep_mask
 from tests.accuracy import assert_accurate
 from tests.fusions.norm.cases_of_norms import CASES
@@ -247,3 +249,22 @@ def test_in_plain_torch_it_is_the_same_bit_for_bit_where_no_gradient_is_recorded
                 for got, want in zip(fused_add_norm(x, residual, weight, **options), recorded, strict=True):
                     assert got.dtype == want.dtype
                     assert torch.equal(got, want)
+
+
+def test_in_plain_torch_it_compiles_whole_and_keeps_its_dtype_under_autocast_on_a_gpu(monkeypatch):
+    def norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return fused_add_norm(x, x, weight, normalization="RMSNorm", eps=1e-6, backend="aten")
+
+    x, weight = torch.randn(2, 3, 64), torch.randn(64)
+    for got, want in zip(torch.compile(norm, fullgraph=True, backend="eager")(x, weight), norm(x, weight), strict=True):
+        torch.testing.assert_close(got, want)
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    with FakeTensorMode(), torch.autocast("cuda", torch.bfloat16), torch.no_grad():
+        x, residual, weight = (
+            torch.empty(*size, dtype=torch.bfloat16, device="cuda") for size in ((3, 64), (3, 64), (64,))
+        )
+        assert nn.functional.rms_norm(x, (64,)).dtype == torch.float32
+        options = None, None, None, None, 0, 0.0, 1e-6, "RMSNorm", False
+        y, h = _torch_add_norm(x, residual, weight, *options)
+    assert (y.dtype, h.dtype) == (torch.bfloat16, torch.bfloat16)

@@ -240,3 +240,14 @@ ONES = torch.ones(2, 3, 8)
 def test_what_does_not_fit_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_plain_sum_is_contiguous_as_the_compiler_is_told():
+    x, residual = (torch.randn(8, 2, 3).permute(1, 2, 0) for _ in range(2))
+
+    def add(x: Tensor, residual: Tensor) -> Tensor:
+        return bias_dropout_add_fused_train((x, None), residual, 0.0, backend="blocked")
+
+    assert add(x, residual).is_contiguous()
+    assert torch.equal(add(x, residual), x + residual)
+    torch.library.opcheck(torch.ops.megalith.bias_dropout_add_blocked, (x, None, residual, None, None, 0, 0.0, 0))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megalith.fusions.core.checks import check_floating, check_one_device, check_shape
 from megalith.fusions.core.dispatch import Backend, Fusion
-from megalith.fusions.core.dropout_mask import Mask, mask_operands
+from megalith.fusions.core.dropout_mask import mask_operands
 from megalith.fusions.core.registry import registered
 from megalith.fusions.norm.formulas import (
     Normalization,
@@ -104,9 +104,10 @@ def _torch_add_norm(
 ) -> tuple[Tensor, Tensor]:
     """The sum, and torch's operator on it as it is stored, in float32 or wider."""
     mask, eps, normalization, zero_centered = Norming.of(*options)
-    if _is_one_rounding(x, residual, weight, input_bias, mask) and normalization == "RMSNorm" and not zero_centered:
+    plain = input_bias is None and mask.key is None and normalization == "RMSNorm" and not zero_centered
+    if plain and _rounds_alike(x, residual, weight):
         h = x + residual
-        return nn.functional.rms_norm(h, h.shape[-1:], weight, eps), h
+        return nn.functional.rms_norm(h, h.shape[-1:], weight, eps).to(x.dtype), h  # autocast on GPUs gives float32
     total = summed(x, residual, input_bias, mask)
     h, H = as_stored(total, residual.dtype), total.shape[-1:]
     gain = None if weight is None else float_gain(h, weight, zero_centered)
@@ -117,16 +118,15 @@ def _torch_add_norm(
     return y.to(x.dtype), total.to(residual.dtype)
 
 
-def _is_one_rounding(x: Tensor, residual: Tensor, weight: Tensor | None, input_bias: Tensor | None, mask: Mask) -> bool:
-    """Whether torch's sum of ``x`` and ``residual``, and its norm of that, each round once to the dtype of all.
+def _rounds_alike(x: Tensor, residual: Tensor, weight: Tensor | None) -> bool:
+    """Whether torch's sum of ``x`` and ``residual``, and its norm of that, round once each, to the dtype of all.
 
-    Where a gradient is recorded they would round it between them too.
+    Where a gradient is recorded, it would be rounded between the two as well.
     """
     return (
         x.dtype == residual.dtype
         and (weight is None or weight.dtype == x.dtype)
-        and input_bias is None
-        and mask.key is None
+        and not torch.compiler.is_compiling()
         and not (torch.is_grad_enabled() and any_requires_grad(x, residual, weight))
         and not forward_mode_is_on()
     )

@@ -96,9 +96,9 @@ OPERATOR = Operator(outputs, gradients, of=("x", "bias"), saves=_saves, passes=_
 
 
 def _forward(run: Runner, x: Tensor, bias: Tensor | None, residual: Tensor, *options: Unpack[Mask]) -> Tensor:
-    if _is_plain_sum(x, bias, residual, *options):
-        return x + residual
     y = OPERATOR.outputs(x, bias, residual, *options)
+    if _is_plain_sum(x, bias, residual, *options):
+        return torch.add(x, residual, out=y)
     acc = wide(torch.promote_types(x.dtype, y.dtype))
     mask, *mask_rows = rows_of_mask(Mask(*options), x)
 
