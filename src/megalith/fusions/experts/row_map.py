@@ -35,6 +35,11 @@ class RowMap(NamedTuple):
     token_of: Tensor
     rows_per_expert: Tensor
 
+    def up_to(self, num_rows: int) -> "RowMap":
+        """Without the rows from ``num_rows`` on, which are gaps."""
+        # torch.compile before 2.13 loses the fields of what _replace gives, where it stops tracing
+        return RowMap(self.row_of, self.token_of[:num_rows], self.rows_per_expert)
+
 
 def row_map(
     routing_map: Tensor,

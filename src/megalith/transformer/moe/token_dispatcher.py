@@ -176,7 +176,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher[_OnTheirWay, _WayBack]):
             found = fixed_row_map(routing.indices, self.num_experts, capacity)
         counts = self._counts(found, capacity)
         if (num_rows := sum(counts.sent)) < len(found.token_of):  # some were dropped
-            found = found._replace(token_of=found.token_of[:num_rows])
+            found = found.up_to(num_rows)
         rows, weights = permute_by(tokens, found, routing.weights)
         assert weights is not None, "weights were given"
         return _OnTheirWay(
@@ -328,7 +328,7 @@ class MoESymmetricTokenDispatcher(MoETokenDispatcher[_Departed, _Return]):
             return sent.rows, _Return(sent.sorted_here, None)
         assert self.a2a is not None, "rows have left through it"
         rows, weights, way = torch.compiler.disable(end_symmetric_dispatch)(self.a2a, sent.rows)
-        found = sent.sorted_here._replace(token_of=sent.sorted_here.token_of[: way.num_sent])  # some may be dropped
+        found = sent.sorted_here.up_to(way.num_sent)  # some may be dropped
         return ExpertRows(rows, weights, way.rows_per_expert), _Return(found, way)
 
     def combine(self, rows: Tensor, plan: _Return) -> Tensor:
