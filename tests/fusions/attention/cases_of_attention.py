@@ -74,19 +74,18 @@ def formula(
 def terms(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> dict[str, int]:
     (Sq, B, A, D), Sk = q.shape, k.shape[0]
     keys, queries = max(1, Sk), max(1, Sq) * A
-    # a score's gradient is dout v less dout out, two sums over the columns of v, of whose terms out is rounded
-    of_score = 2 * v.shape[-1] + 1
+    of_score = 2  # dout v less dout out, which may cancel
     return {
         "0": keys, "1": D * keys, "dq": of_score * keys, "dk": of_score * queries, "dv": queries,
         "dsink": max(1, B * Sq),
     }  # fmt: skip
 
 
-def as_stored(got: Results, exact: Results, dy: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What a backward finds that reads ``out`` as it is stored: a score's gradient is P (dout v - dout out + dlse).
+def upstream_of_stored(got: Results, exact: Results, dy: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Upstream gradients (dout, dlse) whose exact gradients are those of a backward that reads the rounded ``out``.
 
-    Where a row sees one key beside a sink, out is P v: for P = 0.92 the difference is a twelfth of its terms, and less
-    where those of dout v cancel. Nothing that keeps ``out`` alone knows more; in bfloat16 it was 8 % of dq.
+    A score's gradient is P (dout v - dout out + dlse), so an error of ``out`` acts as -dout (out_stored - out) added to
+    dlse. It shows where one key takes nearly all of the softmax, as dout v and dout out then cancel.
     """
     dout, dlse = (g.double() for g in dy)
     error = (dout * (got["0"].double() - exact["0"])).sum(dim=-1)  # [S, B, A]
@@ -111,7 +110,7 @@ def case(
         partial(compute, documents=documents, **settings),
         partial(formula, documents=documents, **settings),
         terms=terms,
-        as_stored=as_stored,
+        upstream_of_stored=upstream_of_stored,
         cost=partial(cost.attention, documents=documents),
         widths=WIDTHS,
     )

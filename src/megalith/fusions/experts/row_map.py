@@ -36,8 +36,8 @@ class RowMap(NamedTuple):
     rows_per_expert: Tensor
 
     def up_to(self, num_rows: int) -> "RowMap":
-        """Without the rows from ``num_rows`` on, which are gaps."""
-        # torch.compile before 2.13 loses the fields of what _replace gives, where it stops tracing
+        """The map of the first ``num_rows`` rows; those past them must be gaps."""
+        # not _replace: where torch.compile before 2.13 breaks the graph, the fields of its result are lost
         return RowMap(self.row_of, self.token_of[:num_rows], self.rows_per_expert)
 
 
