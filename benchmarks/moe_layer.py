@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.environment import describe
 from benchmarks.experts import TOLERANCE, LayerStep, Size, flops, ours, prepare, theirs
-from benchmarks.fusions.clock import Clock, memory_of
+from benchmarks.fusions.clock import Clock, memory_of, product_rate
 
 __all__ = ["Row", "main", "rows_of"]
 
@@ -36,7 +36,6 @@ _FULL = (Size(T=8192, H=4096, F=3584, E=8, K=2), Size(T=8192, H=2048, F=1024, E=
 _QUICK = (Size(T=32, H=16, F=32, E=8, K=2),)
 _ROUNDS, _WARM = 15, 3
 _BASE = "Hugging Face, grouped_mm"
-_LARGE = {"cuda": 8192, "cpu": 256}  # side of the product whose rate is the yardstick
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,11 @@ def rows_of(size: Size, device: str, rounds: int) -> dict[str, Row]:
             if not isinstance(captured, str):
                 runs[graph] = captured
         seconds = {contender: list[float]() for contender in runs}
-        rates = [_matmul_rate(clock, device)]
+        rates = [product_rate(clock, device)]
         for _ in range(rounds):
             for contender, run in runs.items():
                 seconds[contender].append(clock.seconds(run))
-        rates.append(_matmul_rate(clock, device))
+        rates.append(product_rate(clock, device))
     rate = statistics.fmean(rates)
     return {
         contender: _timed(
@@ -178,15 +177,6 @@ def _captured(run: Callable[[], object]) -> Callable[[], object] | str:
     except RuntimeError as error:
         return f"cannot be captured: {error}".splitlines()[0]
     return graph.replay
-
-
-def _matmul_rate(clock: Clock, device: str) -> float:
-    """FLOP/s of a large product in bfloat16."""
-    N = _LARGE[device]
-    left, right = torch.randn(2, N, N, dtype=torch.bfloat16, device=device)
-    out = torch.empty_like(left)
-    torch.mm(left, right, out=out)
-    return 2 * N**3 / clock.seconds(lambda: torch.mm(left, right, out=out), 9)
 
 
 def _as_tree(found: Mapping[str, Mapping[str, Row]]) -> dict[str, dict[str, dict[str, object]]]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Item", "Line", "lines_of"]
+__all__ = ["Item", "Job", "Line", "lines_of"]
 
 Line = dict[str, Any]
 Job = Callable[..., Line]

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Clock", "Memory", "copy_bandwidth", "memory_of"]
+__all__ = ["Clock", "Memory", "copy_bandwidth", "memory_of", "product_rate"]
 
+_LARGE = {"cuda": 8192, "cpu": 256}  # side of the product whose rate is the yardstick
 _L2 = 256 << 20  # bytes that push everything else out of a GPU's second-level cache
 _PROBE = 1 << 20  # cycles of the sleep that tells how long a cycle is
 _AHEAD = 2.0  # the device sleeps so many times as long as the host needed to launch the call before
@@ -83,6 +84,14 @@ def copy_bandwidth(clock: Clock, device: str, num_bytes: int) -> float:
     target = torch.empty_like(source)
     target.copy_(source)
     return 2 * num_bytes / min(clock.seconds(lambda: target.copy_(source), 3) for _ in range(3))
+
+
+def product_rate(clock: Clock, device: str) -> float:
+    """FLOP/s of a large product in bfloat16, of random numbers: zeros take less power, and so run faster."""
+    size = _LARGE[device]
+    left, right = torch.randn(2, size, size, device=device).to(torch.bfloat16)
+    out = torch.empty_like(left)
+    return 2 * size**3 / clock.seconds(lambda: torch.mm(left, right, out=out), 9)
 
 
 def memory_of(call: Callable[[], Any], device: str) -> Memory:

@@ -3,7 +3,8 @@
 All contenders start from the same weights, see the same random batch, and update with torch's fused AdamW. Off means
 ``fusions.use("reference")``: the same model through plain torch. Hugging Face's model and the plain one are there as
 they are and with ``megalith.fusions`` put in, which is what a user of the fusions alone gains. The loss of the first
-step must be that of Hugging Face's model to 1e-2, which is what bfloat16 leaves of it.
+step must be that of Hugging Face's model to 1e-2, which is what bfloat16 leaves of it. Behind the rounds our own
+step is profiled, kernel by kernel.
 """
 
 import contextlib
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.fusions.clock import Clock, Memory, memory_of
+from benchmarks.fusions import waterfall
+from benchmarks.fusions.clock import Clock, Memory, memory_of, product_rate
 from benchmarks.fusions.plain_llama import FUSED, PLAIN, Parts, PlainLlama
 from benchmarks.fusions.swapped import llama_of_its_own, use_fusions
 from benchmarks.rounds import Spread
@@ -27,12 +29,13 @@ from megalith.models.hf import LLAMA
 from megalith.optional import need
 from megalith.parallel.build_options import BuildOptions
 from megalith.topology.process_groups_config import ProcessGroupCollection
+from megalith.training.tasks.gpt_size import flops_per_token
 
-__all__ = ["BASE", "SHAPES", "Shape", "StepFigures", "as_markdown", "measure_steps"]
+__all__ = ["BASE", "OURS", "SHAPES", "Shape", "StepFigures", "as_markdown", "measure_steps"]
 
 log = logging.getLogger(__name__)
 
-BASE = "Hugging Face"
+BASE, OURS = "Hugging Face", "Megalith, fusions on"
 _TOLERANCE = 1e-2  # nats
 MIB = 1 << 20
 
@@ -52,6 +55,11 @@ class Shape:
         """As settings call it."""
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def flops(self) -> int:
+        """Of the model in a step, causal attention halved."""
+        return self.S * self.B * flops_per_token(self.config, self.config.vocab_size or 0, self.S)
+
 
 def _shape(title: str, L: int, H: int, A: int, G: int, F: int, V: int, S: int, B: int) -> Shape:
     config = TransformerConfig(
@@ -69,11 +77,16 @@ SHAPES = {
 
 @dataclass
 class StepFigures:
-    """Seconds of each round, the peak of a step's memory beyond parameters and moments, the first loss."""
+    """Seconds of each round, the peak of a step's memory beyond parameters and moments, the first loss.
+
+    ``rate`` is the FLOP/s of a large product in bfloat16, and ``parts`` where the time goes, where that was asked.
+    """
 
     seconds: list[float] = field(default_factory=list)
     memory: Memory | None = None
     loss: float = float("nan")
+    rate: float | None = None
+    parts: list[waterfall.Part] = field(default_factory=list)
     failure: str | None = None
 
 
@@ -90,7 +103,7 @@ def measure_steps(shape: Shape, device: str, rounds: int) -> dict[str, StepFigur
         "Hugging Face + megalith.fusions": lambda: _with_fusions(shape, device, weights, tokens, labels),
         "Plain torch": lambda: _plain_loss(shape, device, weights, tokens, labels, PLAIN),
         "Plain torch + megalith.fusions": lambda: _plain_loss(shape, device, weights, tokens, labels, FUSED),
-        "Megalith, fusions on": lambda: _our_loss(shape, device, weights, tokens, labels, contextlib.nullcontext),
+        OURS: lambda: _our_loss(shape, device, weights, tokens, labels, contextlib.nullcontext),
         "Megalith, fusions off": lambda: _our_loss(
             shape, device, weights, tokens, labels, lambda: fusions.use("reference")
         ),
@@ -105,6 +118,11 @@ def measure_steps(shape: Shape, device: str, rounds: int) -> dict[str, StepFigur
     for _ in range(rounds):
         for name, step in running.items():
             figures[name].seconds.append(clock.seconds(step))
+    if OURS in running:
+        figures[OURS].parts = waterfall.parts_of(running[OURS], device)
+    rate = product_rate(clock, device) if device == "cuda" and shape.dtype is torch.bfloat16 else None
+    for one in figures.values():
+        one.rate = rate
     return figures
 
 
@@ -112,18 +130,26 @@ def as_markdown(figures: dict[str, StepFigures], shape: Shape) -> str:
     """A row for each contender: times as fast as Hugging Face's eager model, and memory."""
     lines = [f"### Training step, {shape.title}, {shape.B} x {shape.S} tokens, {shape.dtype_name}", ""]
     lines += [
-        "| contender | ms | times as fast as base [quartiles] | peak MiB of a step | first loss |",
-        "|---" * 5 + "|",
+        "| contender | ms | times as fast as base [quartiles] | tokens/s | of matmul rate "
+        "| peak MiB of a step | first loss |",
+        "|---" * 7 + "|",
     ]
     base = figures[BASE]
     for name, one in figures.items():
         if one.failure:
-            lines.append(f"| {name} | {one.failure.replace('|', '/')} | | | |")
+            lines.append(f"| {name} | {one.failure.replace('|', '/')} | | | | | |")
             continue
         ratio = Spread.of([theirs / ours for theirs, ours in zip(base.seconds, one.seconds, strict=True)])
         peak = "" if one.memory is None else f"{one.memory.peak / MIB:.0f}"
         spread = f"{ratio.median:.2f} [{ratio.low:.2f}..{ratio.high:.2f}]"
-        lines.append(f"| {name} | {1e3 * statistics.median(one.seconds):.0f} | {spread} | {peak} | {one.loss:.4f} |")
+        seconds = statistics.median(one.seconds)
+        share = "" if one.rate is None else f"{100 * shape.flops / seconds / one.rate:.0f}%"
+        speed = f"{shape.B * shape.S / seconds:.0f} | {share}"
+        lines.append(f"| {name} | {1e3 * seconds:.0f} | {spread} | {speed} | {peak} | {one.loss:.4f} |")
+    ours = figures[OURS]
+    if ours.parts:
+        lines += ["", f"{OURS}, by kernel or operator:", ""]
+        lines.append(waterfall.as_markdown(ours.parts, statistics.median(ours.seconds)))
     return "\n".join(lines) + "\n"
 
 

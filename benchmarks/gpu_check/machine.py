@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from benchmarks.environment import describe
-from benchmarks.fusions.clock import Clock, copy_bandwidth
+from benchmarks.fusions.clock import Clock, copy_bandwidth, product_rate
 from benchmarks.restartable import Item, Line
 
 __all__ = ["commit", "copies", "items", "launches", "products", "versions"]
@@ -25,7 +25,7 @@ def items(tiny: bool) -> dict[str, list[Item]]:
     return {
         "versions": [Item("versions", ())],
         "copies": [Item("copy", (1 << 20 if tiny else 4 << 30, device))],
-        "products": [Item("product", (64 if tiny else 8192, device))],
+        "products": [Item("product", (device,))],
         "launches": [Item("empty launch", (device,))],
     }
 
@@ -45,11 +45,8 @@ def copies(num_bytes: int, device: str) -> Line:
     return {"bytes_per_second": copy_bandwidth(Clock(device), device, num_bytes)}
 
 
-def products(size: int, device: str) -> Line:
-    """FLOP/s of a product of ``size``^3 in bfloat16, of random numbers: zeros take less power, and so run faster."""
-    left, right = torch.randn(2, size, size, device=device).to(torch.bfloat16)
-    seconds = Clock(device).seconds(lambda: left @ right, 10)
-    return {"flops_per_second": 2 * size**3 / seconds}
+def products(device: str) -> Line:
+    return {"flops_per_second": product_rate(Clock(device), device)}
 
 
 @triton.jit

@@ -17,12 +17,12 @@ from benchmarks.gpu_check import correct, host, machine, sweeps
 from benchmarks.gpu_check.attention import attention
 from benchmarks.gpu_check.attention import items as attention_items
 from benchmarks.gpu_check.record import Record
-from benchmarks.restartable import Item, lines_of
+from benchmarks.restartable import Item, Job, Line, lines_of
 
 __all__ = ["PARTS", "Part", "run_parts"]
 
 _ROOT = Path(__file__).parents[2]
-_AT_ONCE = 12  # processes that check, where nothing is timed
+_AT_ONCE = 16  # processes that check or compile, where nothing is timed
 _LIMIT = 90.0  # seconds of one item
 _ROUNDS = 5
 _SIZES = (64 << 20, 1 << 30)
@@ -75,15 +75,27 @@ def _machine(record: Record, deadline: float, tiny: bool) -> None:
 
 
 def _correct(record: Record, deadline: float, tiny: bool) -> None:
-    """A process for each fusion, several at a time."""
+    items = [item for of_fusion in correct.items(tiny).values() for item in of_fusion]
+    _at_once(correct.case_is_right, items, deadline, tiny, lambda line: record.add("correct", line))
 
-    def check(items: list[Item]) -> None:
-        for line in lines_of(correct.case_is_right, items, _LIMIT, deadline):
-            record.add("correct", line)
 
-    with ThreadPoolExecutor(1 if tiny else _AT_ONCE) as pool:
-        for done in [pool.submit(check, items) for items in correct.items(tiny).values()]:
+def _at_once(job: Job, items: list[Item], deadline: float, tiny: bool, keep: Callable[[Line], None]) -> None:
+    """``lines_of`` by several processes, each with its share of the items: for what is not timed."""
+
+    def work(share: list[Item]) -> None:
+        for line in lines_of(job, share, _LIMIT, deadline):
+            keep(line)
+
+    num_processes = 1 if tiny else min(_AT_ONCE, len(items))
+    with ThreadPoolExecutor(num_processes) as pool:
+        for done in [pool.submit(work, items[first::num_processes]) for first in range(num_processes)]:
             done.result()
+
+
+def _compile_ahead(job: Job, items: list[Item], deadline: float, tiny: bool) -> None:
+    """Many processes compile what one alone will time: else the device waits half of the time for the compiler."""
+    if not tiny:
+        _at_once(job, items, deadline, tiny, lambda line: None)
 
 
 def _failures(record: Record, deadline: float, tiny: bool) -> None:
@@ -109,17 +121,24 @@ def _timing(record: Record, deadline: float, tiny: bool) -> None:
     device, sizes = ("cpu", (1 << 12,)) if tiny else ("cuda", _SIZES)
     names = ["rms norm", "swiglu, bias"] if tiny else list(OPERATIONS)
     items = [Item(f"{name}, {size >> 20} MiB", (name, size, device, _ROUNDS)) for size in sizes for name in names]
+    ahead = [Item(name, (name, sizes[0], device, 0)) for name in names]
+    _compile_ahead(sweeps.kernels_timed, ahead, deadline, tiny)
     for line in lines_of(sweeps.kernels_timed, items, _LIMIT, deadline):
         record.add("timing", line)
 
 
 def _attention(record: Record, deadline: float, tiny: bool) -> None:
-    for line in lines_of(attention, attention_items(tiny), _LIMIT, deadline):
+    items = attention_items(tiny)
+    _compile_ahead(attention, [item for item in items if item.arguments[0] == "Megalith"], deadline, tiny)
+    for line in lines_of(attention, items, _LIMIT, deadline):
         record.add("attention", line)
 
 
 def _sweeps(record: Record, deadline: float, tiny: bool) -> None:
-    for line in lines_of(sweeps.swept, sweeps.items(tiny), _LIMIT, deadline):
+    items = sweeps.items(tiny)
+    ahead = [item._replace(arguments=(*item.arguments[:2], _SIZES[0], "cuda", 0)) for item in items]
+    _compile_ahead(sweeps.swept, ahead, deadline, tiny)
+    for line in lines_of(sweeps.swept, items, _LIMIT, deadline):
         record.add("sweeps", line)
 
 
@@ -150,7 +169,7 @@ def _experts(record: Record, deadline: float, tiny: bool) -> None:
 
 
 def _step(record: Record, deadline: float, tiny: bool) -> None:
-    command = [sys.executable, "-m", "benchmarks.fusions", "--only", "--step", *_where(record, tiny)]
+    command = [sys.executable, "-m", "benchmarks.fusions", "--only", "--step", "--rounds", "7", *_where(record, tiny)]
     _command(record, "step", "benchmarks.fusions --step", command, deadline)
 
 

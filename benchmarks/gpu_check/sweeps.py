@@ -98,14 +98,16 @@ def items(tiny: bool) -> list[Item]:
     """Arguments of ``swept``; tiny: the last setting of each sweep."""
     num_bytes, device = (1 << 12, "cpu") if tiny else (256 << 20, "cuda")
     return [
-        Item(f"{operation}: {_words(settings)}", (operation, [list(one) for one in settings], num_bytes, device))
+        Item(
+            f"{operation}: {_words(settings)}", (operation, [list(one) for one in settings], num_bytes, device, _ROUNDS)
+        )
         for sweep in SWEEPS.values()
         for settings in (sweep.settings[-1:] if tiny else sweep.settings)
         for operation in (sweep.operations[:1] if tiny else sweep.operations)
     ]
 
 
-def swept(operation: str, settings: list[Any], num_bytes: int, device: str) -> Line:
+def swept(operation: str, settings: list[Any], num_bytes: int, device: str, rounds: int) -> Line:
     """The times of ``operation`` under ``settings``, which are put back."""
     applied = [Setting(*one) for one in settings]
     before = [getattr(importlib.import_module(one.module), one.name) for one in applied]
@@ -115,7 +117,7 @@ def swept(operation: str, settings: list[Any], num_bytes: int, device: str) -> L
         if operation == "attention":
             heads = TINY if device == "cpu" else SWEPT
             return attention("Megalith", tuple(heads), device)
-        return kernels_timed(operation, num_bytes, device, _ROUNDS)
+        return kernels_timed(operation, num_bytes, device, rounds)
     finally:
         for one, value in zip(applied, before, strict=True):
             setattr(importlib.import_module(one.module), one.name, value)

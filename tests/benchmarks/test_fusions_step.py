@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from benchmarks.fusions import step
+from benchmarks.fusions import step, waterfall
 from benchmarks.fusions.plain_llama import FUSED, PLAIN, PlainLlama
 from benchmarks.fusions.step import BASE, SHAPES, as_markdown, measure_steps
+from benchmarks.fusions.waterfall import parts_of
 
 QUICK = replace(SHAPES["quick"], dtype=torch.float32)
 SLOW_TO_BUILD = ("Hugging Face, compiled", "Hugging Face + Liger")
@@ -49,3 +50,16 @@ def test_gradients_of_the_plain_llama_are_the_same_with_fusions():
         model(tokens, labels).backward()
     for (name, want), found in zip(plain.named_parameters(), fused.parameters(), strict=True):
         assert (found.grad - want.grad).norm() <= 1e-5 * want.grad.norm(), name
+
+
+def test_a_waterfall_has_every_operator_once_and_what_is_left_of_the_step():
+    x = torch.ones(64, 64)
+    parts = parts_of(lambda: (x @ x).relu(), "cpu")
+    by_name = {part.name: part for part in parts}
+    assert len(by_name) == len(parts)
+    assert (by_name["aten::mm"].launches, by_name["aten::relu"].launches) == (1, 1)
+    seconds = sum(part.seconds for part in parts)
+    lines = waterfall.as_markdown(parts, 2 * seconds, rows=1).splitlines()
+    names = [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]]
+    assert names == [parts[0].name, "all others", "nothing"]
+    assert " | 50.0 | 0 |" in lines[-1]

@@ -122,7 +122,7 @@ def test_every_setting_of_a_sweep_is_a_constant_of_its_module_and_is_put_back(mo
     for name, sweep in sweeps.SWEEPS.items():
         for settings in sweep.settings:
             before = values()
-            sweeps.swept(sweep.operations[0], json.loads(json.dumps(settings)), 1 << 12, "cpu")
+            sweeps.swept(sweep.operations[0], json.loads(json.dumps(settings)), 1 << 12, "cpu", 1)
             assert values() == before, name
             for one in settings:
                 now = seen[-1][one.module, one.name]
