@@ -23,6 +23,7 @@ Line = dict[str, Any]
 Job = Callable[..., Line]
 _IMPORTED = [
     "torch",
+    "torch._dynamo",  # eight seconds, which the first item of every process would wait for
     "benchmarks.fusions.registry",
     "tests.fusions.harness",
 ]  # before a process is forked, once for all

@@ -13,11 +13,11 @@ from benchmarks.fusions.clock import Clock
 from benchmarks.restartable import Item, Line
 from megalith import fusions
 
-__all__ = ["SWEPT", "TINY", "Heads", "attention", "items"]
+__all__ = ["SHAPES", "TINY", "Heads", "attention", "items"]
 
 _REPEATS = 10
 _PEERS = {
-    "cuda": {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION},
+    "cuda": {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION},
     "cpu": {"math": SDPBackend.MATH},
 }
 
@@ -38,7 +38,7 @@ class Heads(NamedTuple):
         return self.S * self.S * self.B * self.A * (self.D + self.DV)
 
 
-_SHAPES = {
+SHAPES = {
     "D 128": Heads(4096, 2, 32, 32, 128, 128),
     "D 64": Heads(4096, 2, 32, 32, 64, 64),
     "MLA, D 192 and 128": Heads(4096, 2, 16, 16, 192, 128),
@@ -46,16 +46,15 @@ _SHAPES = {
     "D 256": Heads(4096, 1, 16, 16, 256, 256),
 }
 TINY = Heads(32, 1, 2, 1, 16, 16)
-SWEPT = _SHAPES["D 128"]
 
 
 def items(tiny: bool) -> list[Item]:
     """Arguments of ``attention``: one contender at one shape, as each may end its process."""
-    shapes, device = ({"D 16": TINY}, "cpu") if tiny else (_SHAPES, "cuda")
+    shapes, device = ({"D 16": TINY}, "cpu") if tiny else (SHAPES, "cuda")
     return [
         Item(f"{name}, {contender}", (contender, tuple(heads), device))
+        for contender in ("Megalith", *_PEERS[device])  # cuDNN last: it takes long to load, and may fail
         for name, heads in shapes.items()
-        for contender in ("Megalith", *_PEERS[device])
     ]
 
 

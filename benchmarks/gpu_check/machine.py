@@ -65,7 +65,9 @@ def launches(device: str) -> Line:
 
 
 def commit() -> str:
-    """The commit that is checked out, and whether files differ from it; ``MEGALITH_COMMIT`` where there is no git."""
+    """``MEGALITH_COMMIT`` where that is set: git may be absent, or older than the files; else what is checked out."""
+    if named := os.environ.get("MEGALITH_COMMIT"):
+        return named
     folder = Path(__file__).parent
     asked = [["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"]]
     try:
@@ -74,5 +76,5 @@ def commit() -> str:
             for command in asked
         )
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("MEGALITH_COMMIT", "unknown")
+        return "unknown"
     return f"{name}, with changes" if changed else name

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.fusions.operation import BASE
 from benchmarks.fusions.timing import timed
-from benchmarks.gpu_check.attention import SWEPT, TINY, attention
+from benchmarks.gpu_check.attention import SHAPES, TINY, attention
 from benchmarks.restartable import Item, Line
 from megalith import fusions
 
@@ -48,13 +48,44 @@ _CE = "cross_entropy.kernels.cross_entropy"
 _TILES = ("core.kernels.activations", "_WIDEST_TILE")
 SWEEPS = {
     "attention": Sweep(
-        ("attention",),
+        ("D 128",),
         _alone(
             _each(
-                _ATTENTION, "_BLOCKS", ((128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2)), (2, 128)
+                _ATTENTION,
+                "_BLOCKS",
+                ((128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3)),
+                (2, 128),
             ),
-            _each(_ATTENTION_BACK, "_KEYS_BLOCKS", ((32, 128, 8, 2),), (2, 128)),
-            _each(_ATTENTION_BACK, "_QUERIES_BLOCKS", ((128, 64, 8, 2), (128, 32, 8, 3)), (2, 128)),
+            _each(_ATTENTION_BACK, "_KEYS_BLOCKS", ((32, 64, 8, 2), (32, 128, 8, 1), (32, 128, 8, 2)), (2, 128)),
+            _each(
+                _ATTENTION_BACK,
+                "_QUERIES_BLOCKS",
+                ((64, 64, 4, 2), (128, 64, 8, 1), (128, 64, 8, 2), (128, 32, 8, 3)),
+                (2, 128),
+            ),
+        ),
+    ),
+    "attention of narrow heads": Sweep(
+        ("D 64",),
+        _alone(
+            _each(
+                _ATTENTION,
+                "_BLOCKS",
+                ((128, 64, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3)),
+                (2, 64),
+            ),
+            _each(
+                _ATTENTION_BACK,
+                "_KEYS_BLOCKS",
+                ((32, 64, 4, 2), (64, 64, 4, 1), (64, 64, 8, 2), (32, 128, 8, 2), (64, 128, 8, 1), (64, 128, 8, 2)),
+                (2, 64),
+            ),
+            _each(
+                _ATTENTION_BACK,
+                "_QUERIES_BLOCKS",
+                ((64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 3), (128, 64, 4, 2)),
+                (2, 64),
+            ),
         ),
     ),
     "norm": Sweep(
@@ -70,7 +101,7 @@ SWEEPS = {
     ),
     "rows loaded ahead": Sweep(("swiglu, bias",), _alone(_each("gated.kernels.glu", "_STAGES", (2, 3)))),
     "sums over rows": Sweep(
-        ("swiglu, bias", "bias gelu"),
+        ("swiglu, bias", "bias gelu", "bias + residual, no dropout"),
         _pairs(_each("core.rows", "_PROGRAMS", (792, 1584, 2112)), _each(*_TILES, (512, 1024, 2048))),
     ),
     "cross entropy": Sweep(
@@ -78,6 +109,13 @@ SWEEPS = {
         _pairs(_each(_CE, "_BLOCK_V", (2048, 4096, 8192)), _each(_CE, "_WARPS", (4, 8)))
         + _pairs(_each(_CE, "_TILE_V", (2048, 4096, 8192)), _each(_CE, "_TILE_WARPS", (4, 8)))
         + _alone(_each(_CE, "_PROGRAMS", (1320,))),
+    ),
+    "softmax": Sweep(
+        ("scale + causal + softmax",),
+        _pairs(
+            _each("softmax.formulas", "_ELEMENTS", (2048, 4096, 8192)),
+            _each("softmax.kernels.softmax", "_OF_WARP", (256, 512, 1024)),
+        ),
     ),
     "routing": Sweep(
         ("row map", "pad routing map"),
@@ -114,8 +152,8 @@ def swept(operation: str, settings: list[Any], num_bytes: int, device: str, roun
     try:
         for one in applied:
             _apply(one)
-        if operation == "attention":
-            heads = TINY if device == "cpu" else SWEPT
+        if operation in SHAPES:
+            heads = TINY if device == "cpu" else SHAPES[operation]
             return attention("Megalith", tuple(heads), device)
         return kernels_timed(operation, num_bytes, device, rounds)
     finally:

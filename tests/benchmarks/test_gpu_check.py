@@ -130,7 +130,11 @@ def test_every_setting_of_a_sweep_is_a_constant_of_its_module_and_is_put_back(mo
 
 
 def test_what_is_imported_before_a_process_is_forked_asks_nothing_of_a_gpu():
-    asking = "import importlib, torch\ntorch._C._cuda_getDeviceCount = torch.cuda.is_available = lambda: 1 / 0\n"
+    asking = (
+        "import importlib, torch\n"
+        "torch.cuda.is_available = torch.cuda.device_count = lambda: 1 / 0\n"
+        "if hasattr(torch._C, '_cuda_getDeviceCount'):\n    torch._C._cuda_getDeviceCount = lambda: 1 / 0\n"
+    )
     imports = "".join(f"importlib.import_module({name!r})\n" for name in [*_IMPORTED, "benchmarks.gpu_check.parts"])
     subprocess.run([sys.executable, "-c", asking + imports], check=True, cwd=parts._ROOT)
 

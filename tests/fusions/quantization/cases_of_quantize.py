@@ -65,12 +65,14 @@ def scales(amax: Tensor, kind: str, dtype: torch.dtype, amax_of_all: Tensor) -> 
 
 
 def formula(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> tuple[Tensor, ...]:
-    x = x.detach().float().cpu()
+    device, x = x.device, x.detach().float().cpu()
     amax = x.abs().max() if x.numel() else torch.zeros(())
     parts = by_rows(x, kind, dtype, amax)
     if transpose:
         parts += by_rows(x.t().contiguous(), kind, dtype, amax)
-    return (*parts, ((amax / 2688).clamp_min(2.0**-117)).view(torch.int32)) if kind == "nvfp4" else parts
+    if kind == "nvfp4":
+        parts += (((amax / 2688).clamp_min(2.0**-117)).view(torch.int32),)
+    return tuple(part.to(device) for part in parts)
 
 
 def compute(x: Tensor, backend: Any, kind: Any, dtype: torch.dtype, transpose: bool) -> tuple[Tensor, ...]:

@@ -34,6 +34,7 @@ __all__ = [
 
 _INF = math.inf
 _LOG2_E = 1.0 / math.log(2.0)
+_ELEMENTS = 2048  # untuned: of short rows that a program of the kernels holds together
 _LARGEST_BLOCK = 16384  # untuned: 32 numbers of each tensor in the registers of a thread
 
 
@@ -47,7 +48,7 @@ def limits(causal: bool, window: tuple[int, int] | None, num_queries: int, num_k
 def tile(num_keys: int) -> tuple[int, int]:
     """Rows and columns that a program of the kernels holds at a time; wider rows it goes through in steps."""
     columns = max(16, 1 << (num_keys - 1).bit_length())
-    return (1, 4096) if columns > _LARGEST_BLOCK else (max(1, 2048 // columns), columns)  # untuned
+    return (1, 4096) if columns > _LARGEST_BLOCK else (max(1, _ELEMENTS // columns), columns)
 
 
 class Rows(NamedTuple):

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalith.fusions.core.kernels.activations import log1p, tanh_and_slope
+from megalith.fusions.core.kernels.activations import exp, log1p, tanh_and_slope
 from megalith.fusions.core.registration import register_without_gradient, wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
 from megalith.fusions.cross_entropy.formulas import OPERATOR, SUM_SCALE, num_true_columns, statistics_outputs
@@ -99,7 +99,7 @@ def _statistics_kernel(
         x = tl.where(col == column, float("-inf"), x)
         top = tl.maximum(m, tl.max(x, axis=1))  # drops NaN, which passes through the sum
         shift = tl.where(top == float("-inf"), 0.0, top)
-        d = d * tl.exp(m - shift) + tl.sum(tl.exp(x - shift[:, None]), axis=1)
+        d = d * tl.exp(m - shift) + tl.sum(exp(x - shift[:, None]), axis=1)
         m = top
     top = tl.max(m, axis=0)
     shift = tl.where(top == float("-inf"), 0.0, top)
