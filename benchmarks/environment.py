@@ -2,10 +2,11 @@
 
 import os
 import platform
+import subprocess
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["describe", "surroundings"]
+__all__ = ["commit", "describe", "surroundings"]
 
 _PACKAGES = ("megalith", "torch", "transformers", "megatron-core", "numpy")
 
@@ -39,6 +40,22 @@ def describe() -> dict[str, str]:
             versions[package] = "absent"
     threads = os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0)))  # bound, a thread sees its own CPU
     return {"cpu": _cpu_model(), "threads": threads, "kernel": platform.release(), **versions}
+
+
+def commit() -> str:
+    """``MEGALITH_COMMIT`` where that is set: git may be absent, or older than the files; else what is checked out."""
+    if named := os.environ.get("MEGALITH_COMMIT"):
+        return named
+    folder = Path(__file__).parent
+    asked = [["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"]]
+    try:
+        name, changed = (
+            subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+            for command in asked
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{name}, with changes" if changed else name
 
 
 def _cpu_model() -> str:

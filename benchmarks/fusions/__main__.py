@@ -7,19 +7,19 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.environment import describe, surroundings
+from benchmarks.environment import commit, describe, surroundings
 from benchmarks.fusions.calls import as_markdown as calls_as_markdown
 from benchmarks.fusions.calls import measure_calls
 from benchmarks.fusions.registry import OPERATIONS
 from benchmarks.fusions.report import Run, as_json, as_markdown
-from benchmarks.fusions.step import SHAPES, measure_steps
+from benchmarks.fusions.step import SHAPES, StepFigures, measure_steps
 from benchmarks.fusions.step import as_markdown as steps_as_markdown
 from benchmarks.fusions.timing import timings
 
@@ -47,29 +47,40 @@ def main() -> None:
     parser.add_argument("--calls", action="store_true", help="also what a call costs on tiny tensors")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results (default: %(default)s)")
     options = parser.parse_args()
-    if _SURROUNDED not in os.environ:
+    if options.device == "cpu" and _SURROUNDED not in os.environ:  # a GPU's host must not be pinned to one core
         sys.exit(_again_in_surroundings())
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     names = list(OPERATIONS) if options.only is None else options.only
     if unknown := set(names) - OPERATIONS.keys():
         parser.error(f"--only takes {', '.join(OPERATIONS)}; got {', '.join(unknown)}")
     sizes, rounds = ([1 << 16], 1) if options.quick else (SIZES[options.device], options.rounds)
-    machine = {"device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU", **describe()}
+    machine = {
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
+        **describe(),
+        "commit": commit(),
+    }
     runs: list[Run] = []
     now = datetime.now()
+    tables = [f"{now:%Y-%m-%d %H:%M}, " + ", ".join(f"{name} {value}" for name, value in machine.items()) + "\n"]
+    numbers = as_json(runs, machine, now.isoformat())
     file = None if options.quick else options.out / f"fusions-{options.device}-{now:%Y%m%d-%H%M}"
-    table = ""
     for _ in range(options.runs if names else 0):
         runs.append(_run(names, options.device, sizes, rounds))
-        table = as_markdown(runs, machine, f"{now:%Y-%m-%d %H:%M}")
-        _keep(file, table, as_json(runs, machine, now.isoformat()))  # what was measured outlives an interrupted run
+        tables = [as_markdown(runs, machine, f"{now:%Y-%m-%d %H:%M}")]
+        numbers = as_json(runs, machine, now.isoformat())
+        _keep(file, tables[0], numbers)  # what was measured outlives an interrupted run
     if options.step:
         shape = replace(SHAPES["quick" if options.quick else options.device], dtype=getattr(torch, options.dtype))
-        table += "\n" + steps_as_markdown(measure_steps(shape, options.device, rounds), shape)
+
+        def keep(figures: dict[str, StepFigures]) -> None:
+            numbers["steps"] = {name: asdict(one) for name, one in figures.items()}
+            _keep(file, "\n".join([*tables, steps_as_markdown(figures, shape)]), numbers)
+
+        tables.append(steps_as_markdown(measure_steps(shape, options.device, rounds, keep), shape))
     if options.calls:
-        table += "\n" + calls_as_markdown(measure_calls(options.device, rounds))
-    _keep(file, table, as_json(runs, machine, now.isoformat()))
-    print(table)
+        tables.append(calls_as_markdown(measure_calls(options.device, rounds)))
+    _keep(file, "\n".join(tables), numbers)
+    print("\n".join(tables))
 
 
 def _keep(file: Path | None, table: str, numbers: dict[str, Any]) -> None:

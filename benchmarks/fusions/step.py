@@ -1,6 +1,7 @@
 """A whole training step of a Llama, fusions on and off, beside Hugging Face's and one in plain torch.
 
-All contenders start from the same weights, see the same random batch, and update with torch's fused AdamW. Off means
+All contenders start from the same weights, see the same random batch, and update with torch's fused AdamW. On a CPU,
+which other work slows, they take turns; on a GPU each is alone in memory, which does not hold them all. Off means
 ``fusions.use("reference")``: the same model through plain torch. Hugging Face's model and the plain one are there as
 they are and with ``megalith.fusions`` put in, which is what a user of the fusions alone gains. The loss of the first
 step must be that of Hugging Face's model to 1e-2, which is what bfloat16 leaves of it. Behind the rounds our own
@@ -8,6 +9,7 @@ step is profiled, kernel by kernel.
 """
 
 import contextlib
+import gc
 import logging
 import statistics
 from collections.abc import Callable
@@ -38,6 +40,8 @@ log = logging.getLogger(__name__)
 BASE, OURS = "Hugging Face", "Megalith, fusions on"
 _TOLERANCE = 1e-2  # nats
 MIB = 1 << 20
+Loss = Callable[[], tuple[nn.Module, Tensor]]
+Builder = Callable[[], Loss]
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ SHAPES = {
 class StepFigures:
     """Seconds of each round, the peak of a step's memory beyond parameters and moments, the first loss.
 
-    ``rate`` is the FLOP/s of a large product in bfloat16, and ``parts`` where the time goes, where that was asked.
+    ``rate`` is the FLOP/s of a large product in bfloat16 right behind them, on a GPU; ``parts`` says where time goes.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -90,40 +94,53 @@ class StepFigures:
     failure: str | None = None
 
 
-def measure_steps(shape: Shape, device: str, rounds: int) -> dict[str, StepFigures]:
-    """Interleaved steps of all contenders that can run here."""
+def measure_steps(
+    shape: Shape, device: str, rounds: int, keep: Callable[[dict[str, StepFigures]], None] = lambda _: None
+) -> dict[str, StepFigures]:
+    """Steps of all contenders that can run here; ``keep`` gets what is known whenever more of it is."""
     torch.manual_seed(0)
-    base = _hugging_face(shape, device)
-    weights = {name: parameter.detach().clone() for name, parameter in base.named_parameters()}
+    weights = {name: x.detach().clone() for name, x in _hugging_face(shape, device).named_parameters()}
     tokens, labels = torch.randint(shape.config.vocab_size or 0, (2, shape.B, shape.S), device=device)
-    builders: dict[str, Callable[[], Callable[[], tuple[nn.Module, Tensor]]]] = {
-        BASE: lambda: _their_loss(base, tokens, labels),
-        "Hugging Face, compiled": lambda: _their_loss(_compiled(_hugging_face(shape, device), weights), tokens, labels),
+    builders: dict[str, Builder] = {
+        BASE: lambda: _their_loss(_with_weights(_hugging_face(shape, device), weights), tokens, labels),
+        OURS: lambda: _our_loss(shape, device, weights, tokens, labels, contextlib.nullcontext),
         "Hugging Face + Liger": lambda: _their_loss(_with_liger(shape, device, weights), tokens, labels),
         "Hugging Face + megalith.fusions": lambda: _with_fusions(shape, device, weights, tokens, labels),
         "Plain torch": lambda: _plain_loss(shape, device, weights, tokens, labels, PLAIN),
         "Plain torch + megalith.fusions": lambda: _plain_loss(shape, device, weights, tokens, labels, FUSED),
-        OURS: lambda: _our_loss(shape, device, weights, tokens, labels, contextlib.nullcontext),
         "Megalith, fusions off": lambda: _our_loss(
             shape, device, weights, tokens, labels, lambda: fusions.use("reference")
         ),
+        "Hugging Face, compiled": lambda: _their_loss(_compiled(_hugging_face(shape, device), weights), tokens, labels),
     }
-    clock, figures, running = Clock(device), {name: StepFigures() for name in builders}, {}
+    clock, figures = Clock(device), dict[str, StepFigures]()
+    for names in [list(builders)] if device == "cpu" else [[name] for name in builders]:
+        _take_turns({name: builders[name] for name in names}, figures, clock, device, rounds)
+        if device == "cuda" and shape.dtype is torch.bfloat16:
+            gc.collect()
+            torch.cuda.empty_cache()
+            figures[names[0]].rate = product_rate(clock, device)
+        keep(figures)
+    return figures
+
+
+def _take_turns(
+    builders: dict[str, Builder], figures: dict[str, StepFigures], clock: Clock, device: str, rounds: int
+) -> None:
+    """Adds to ``figures`` those of ``builders``, whose steps are interleaved."""
+    running = {}
     for name, build in builders.items():
+        one = figures[name] = StepFigures()
         try:
-            running[name] = _first_step(build(), figures[name], device, figures[BASE].loss)
+            running[name] = _first_step(build(), one, device, figures[BASE].loss)
         except Exception as error:  # a peer may fail in any way; the table says how
-            figures[name].failure = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-            log.warning("%s: %s", name, figures[name].failure)
+            one.failure = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+            log.warning("%s: %s", name, one.failure)
     for _ in range(rounds):
         for name, step in running.items():
             figures[name].seconds.append(clock.seconds(step))
     if OURS in running:
         figures[OURS].parts = waterfall.parts_of(running[OURS], device)
-    rate = product_rate(clock, device) if device == "cuda" and shape.dtype is torch.bfloat16 else None
-    for one in figures.values():
-        one.rate = rate
-    return figures
 
 
 def as_markdown(figures: dict[str, StepFigures], shape: Shape) -> str:
@@ -146,16 +163,14 @@ def as_markdown(figures: dict[str, StepFigures], shape: Shape) -> str:
         share = "" if one.rate is None else f"{100 * shape.flops / seconds / one.rate:.0f}%"
         speed = f"{shape.B * shape.S / seconds:.0f} | {share}"
         lines.append(f"| {name} | {1e3 * seconds:.0f} | {spread} | {speed} | {peak} | {one.loss:.4f} |")
-    ours = figures[OURS]
+    ours = figures.get(OURS, StepFigures())
     if ours.parts:
         lines += ["", f"{OURS}, by kernel or operator:", ""]
         lines.append(waterfall.as_markdown(ours.parts, statistics.median(ours.seconds)))
     return "\n".join(lines) + "\n"
 
 
-def _first_step(
-    loss: Callable[[], tuple[nn.Module, Tensor]], figures: StepFigures, device: str, want: float
-) -> Callable[[], None]:
+def _first_step(loss: Loss, figures: StepFigures, device: str, want: float) -> Callable[[], None]:
     """Judges the first loss, measures memory, and gives the step to be timed."""
     model, value = loss()
     figures.loss = value.item()
@@ -178,7 +193,7 @@ def _first_step(
 
 def _our_loss(
     shape: Shape, device: str, weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, context: Callable[[], Any]
-) -> Callable[[], tuple[nn.Module, Tensor]]:
+) -> Loss:
     with torch.device(device):
         model = GPTModel(shape.config, BuildOptions(ProcessGroupCollection.single(), shape.dtype))
     model.load_state_dict(weights)
@@ -190,7 +205,7 @@ def _our_loss(
     return loss
 
 
-def _their_loss(model: Any, tokens: Tensor, labels: Tensor) -> Callable[[], tuple[nn.Module, Tensor]]:
+def _their_loss(model: Any, tokens: Tensor, labels: Tensor) -> Loss:
     # as shift_labels, so that they are not shifted once more
     return lambda: (model, model(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss)
 
@@ -207,9 +222,7 @@ def _of_class(model_class: Any, config_class: Any, shape: Shape, device: str) ->
         return model_class(config_class(**fields)).to(shape.dtype).train()
 
 
-def _with_fusions(
-    shape: Shape, device: str, weights: dict[str, Tensor], tokens: Tensor, labels: Tensor
-) -> Callable[[], tuple[nn.Module, Tensor]]:
+def _with_fusions(shape: Shape, device: str, weights: dict[str, Tensor], tokens: Tensor, labels: Tensor) -> Loss:
     llama = llama_of_its_own()
     model = _of_class(llama.LlamaForCausalLM, llama.LlamaConfig, shape, device)
     model.load_state_dict(weights)
@@ -220,23 +233,26 @@ def _with_fusions(
 
 def _plain_loss(
     shape: Shape, device: str, weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, parts: Parts
-) -> Callable[[], tuple[nn.Module, Tensor]]:
+) -> Loss:
     with torch.device(device):
         model = PlainLlama(shape.config, parts).to(shape.dtype)
     model.load_state_dict(weights)
     return lambda: (model, model(tokens, labels))
 
 
-def _compiled(model: Any, weights: dict[str, Tensor]) -> Any:
+def _with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
     model.load_state_dict(weights)
-    model.compile()
+    return model
+
+
+def _compiled(model: Any, weights: dict[str, Tensor]) -> Any:
+    _with_weights(model, weights).compile()
     return model
 
 
 def _with_liger(shape: Shape, device: str, weights: dict[str, Tensor]) -> Any:
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-    model = _hugging_face(shape, device)
-    model.load_state_dict(weights)
+    model = _with_weights(_hugging_face(shape, device), weights)
     apply_liger_kernel_to_llama(model=model)
     return model

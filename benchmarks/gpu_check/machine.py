@@ -1,10 +1,7 @@
 """What the machine is and can do: versions, bytes a second of a copy, the rate of a product, the price of a launch."""
 
 import importlib.util
-import os
-import subprocess
 import time
-from pathlib import Path
 
 import torch
 import triton
@@ -14,7 +11,7 @@ from benchmarks.environment import describe
 from benchmarks.fusions.clock import Clock, copy_bandwidth, product_rate
 from benchmarks.restartable import Item, Line
 
-__all__ = ["commit", "copies", "items", "launches", "products", "versions"]
+__all__ = ["copies", "items", "launches", "products", "versions"]
 
 _NUM_LAUNCHES = 100
 
@@ -62,19 +59,3 @@ def launches(device: str) -> Line:
     for _ in range(_NUM_LAUNCHES):
         _nothing[(1,)](x, N=1)
     return {"host_seconds": (time.perf_counter() - start) / _NUM_LAUNCHES}
-
-
-def commit() -> str:
-    """``MEGALITH_COMMIT`` where that is set: git may be absent, or older than the files; else what is checked out."""
-    if named := os.environ.get("MEGALITH_COMMIT"):
-        return named
-    folder = Path(__file__).parent
-    asked = [["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"]]
-    try:
-        name, changed = (
-            subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-            for command in asked
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return f"{name}, with changes" if changed else name

@@ -8,8 +8,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import commit
 from benchmarks.fusions.report import Run, contest_from, table
-from benchmarks.gpu_check.machine import commit
 from benchmarks.restartable import Line
 
 __all__ = ["Record"]

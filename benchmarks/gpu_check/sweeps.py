@@ -47,19 +47,32 @@ _ATTENTION, _ATTENTION_BACK = "attention.kernels.attention", "attention.kernels.
 _CE = "cross_entropy.kernels.cross_entropy"
 _TILES = ("core.kernels.activations", "_WIDEST_TILE")
 SWEEPS = {
+    "cross entropy": Sweep(
+        ("cross entropy",),
+        _pairs(_each(_CE, "_BLOCK_V", (2048, 4096, 8192)), _each(_CE, "_WARPS", (4, 8)))
+        + _pairs(_each(_CE, "_TILE_V", (2048, 4096, 8192)), _each(_CE, "_TILE_WARPS", (4, 8)))
+        + _alone(_each(_CE, "_PROGRAMS", (1320,))),
+    ),
+    "softmax": Sweep(
+        ("scale + causal + softmax",),
+        _pairs(
+            _each("softmax.formulas", "_ELEMENTS", (2048, 4096, 8192)),
+            _each("softmax.kernels.softmax", "_OF_WARP", (256, 512, 1024)),
+        ),
+    ),
     "attention": Sweep(
         ("D 128",),
         _alone(
             _each(
                 _ATTENTION,
-                "_BLOCKS",
+                "_LARGE_BLOCKS",
                 ((128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3)),
                 (2, 128),
             ),
-            _each(_ATTENTION_BACK, "_KEYS_BLOCKS", ((32, 64, 8, 2), (32, 128, 8, 1), (32, 128, 8, 2)), (2, 128)),
+            _each(_ATTENTION_BACK, "_LARGE_KEYS_BLOCKS", ((32, 64, 8, 2), (32, 128, 8, 1), (32, 128, 8, 2)), (2, 128)),
             _each(
                 _ATTENTION_BACK,
-                "_QUERIES_BLOCKS",
+                "_LARGE_QUERIES_BLOCKS",
                 ((64, 64, 4, 2), (128, 64, 8, 1), (128, 64, 8, 2), (128, 32, 8, 3)),
                 (2, 128),
             ),
@@ -70,19 +83,19 @@ SWEEPS = {
         _alone(
             _each(
                 _ATTENTION,
-                "_BLOCKS",
+                "_LARGE_BLOCKS",
                 ((128, 64, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3)),
                 (2, 64),
             ),
             _each(
                 _ATTENTION_BACK,
-                "_KEYS_BLOCKS",
+                "_LARGE_KEYS_BLOCKS",
                 ((32, 64, 4, 2), (64, 64, 4, 1), (64, 64, 8, 2), (32, 128, 8, 2), (64, 128, 8, 1), (64, 128, 8, 2)),
                 (2, 64),
             ),
             _each(
                 _ATTENTION_BACK,
-                "_QUERIES_BLOCKS",
+                "_LARGE_QUERIES_BLOCKS",
                 ((64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 3), (128, 64, 4, 2)),
                 (2, 64),
             ),
@@ -96,26 +109,13 @@ SWEEPS = {
         )
         + _pairs(
             _each("norm.formulas", "_PROGRAMS", (264,)),
-            _each("norm.kernels.add_norm", "_STAGES", (2, 3)),
+            _each("norm.kernels.add_norm", "_LARGE_STAGES", (1, 2)),
         ),
     ),
     "rows loaded ahead": Sweep(("swiglu, bias",), _alone(_each("gated.kernels.glu", "_STAGES", (2, 3)))),
     "sums over rows": Sweep(
         ("swiglu, bias", "bias gelu", "bias + residual, no dropout"),
         _pairs(_each("core.rows", "_PROGRAMS", (792, 1584, 2112)), _each(*_TILES, (512, 1024, 2048))),
-    ),
-    "cross entropy": Sweep(
-        ("cross entropy",),
-        _pairs(_each(_CE, "_BLOCK_V", (2048, 4096, 8192)), _each(_CE, "_WARPS", (4, 8)))
-        + _pairs(_each(_CE, "_TILE_V", (2048, 4096, 8192)), _each(_CE, "_TILE_WARPS", (4, 8)))
-        + _alone(_each(_CE, "_PROGRAMS", (1320,))),
-    ),
-    "softmax": Sweep(
-        ("scale + causal + softmax",),
-        _pairs(
-            _each("softmax.formulas", "_ELEMENTS", (2048, 4096, 8192)),
-            _each("softmax.kernels.softmax", "_OF_WARP", (256, 512, 1024)),
-        ),
     ),
     "routing": Sweep(
         ("row map", "pad routing map"),
@@ -175,7 +175,8 @@ def _apply(setting: Setting) -> None:
     value = getattr(module, setting.name)
     if setting.key is not None:
         key = tuple(setting.key)
-        value = value | {key: type(value[key])(*setting.value)}
+        (kind, *_) = map(type, value.values())
+        value = value | {key: kind(*setting.value)}
     else:
         value = setting.value
     setattr(module, setting.name, value)

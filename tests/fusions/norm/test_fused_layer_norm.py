@@ -107,10 +107,10 @@ def test_a_program_adds_up_many_rows(width, monkeypatch, device):
         CASE[name].assert_accurate(CASE[name].make(7, width, torch.float32, device), "triton")
 
 
-def test_rows_are_shared_out_among_at_least_512_programs():
-    assert [rows_per_program(num_rows, 1, 1) for num_rows in (1, 1023, 8192)] == [1, 1, 16]
-    assert rows_per_program(2**18, 16, 1) == 512
-    assert rows_per_program(8192, 1, 8) == 128
+def test_rows_are_shared_out_among_at_least_264_programs():
+    assert [rows_per_program(num_rows, 1, 1) for num_rows in (1, 527, 528, 8192)] == [1, 1, 2, 31]
+    assert rows_per_program(264 * 1024, 16, 1) == 1024
+    assert rows_per_program(264 * 32, 1, 8) == 256
 
 
 S, B, G, D = 3, 2, 4, 8

@@ -1,15 +1,16 @@
-"""Makes the GPU of a function's tensors the current one: Triton launches on the current GPU, whatever it is given."""
+"""What launchers ask of GPUs: that of their tensors be the current one, where Triton launches, and what it has."""
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["on_the_device_of_its_tensors"]
+__all__ = ["has_large_memory", "on_the_device_of_its_tensors"]
 
 Y = TypeVar("Y")
+_LARGE_MEMORY = 227 << 10  # bytes
 
 
 def on_the_device_of_its_tensors(function: Callable[..., Y]) -> Callable[..., Y]:
@@ -35,3 +36,11 @@ def on_the_device_of_its_tensors(function: Callable[..., Y]) -> Callable[..., Y]
 def _is_on_another_gpu(x: Tensor) -> bool:
     """Whether the GPU of ``x`` is not the current one; before CUDA is initialized, tensors on GPUs are fake."""
     return torch.cuda.is_initialized() and x.get_device() != torch.cuda.current_device()
+
+
+def has_large_memory(x: Tensor) -> bool:
+    """Whether a program on the GPU of ``x`` may take the 227 KiB of shared memory of an H100."""
+    if not x.is_cuda or torch.version.hip is not None or not torch.cuda.is_initialized():
+        return False
+    properties: Any = torch.cuda.get_device_properties(x.device)  # torch's stubs leave out some of them
+    return bool(properties.shared_memory_per_block_optin >= _LARGE_MEMORY)

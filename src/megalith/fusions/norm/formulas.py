@@ -43,7 +43,7 @@ Normalization = Literal["LayerNorm", "RMSNorm"]
 # the widest row that a kernel holds in the registers of 512 threads, where twice as many would spill; a wider one is
 # read in tiles, a second time from a cache
 WIDEST_WHOLE_ROW = 2**14
-_PROGRAMS = 512  # untuned: of the backward kernel, some for every multiprocessor of today's GPUs
+_PROGRAMS = 264  # of the backward kernel: two for each multiprocessor of an H100
 
 
 class Options(NamedTuple):

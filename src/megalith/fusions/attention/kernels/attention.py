@@ -20,6 +20,7 @@ from megalith.fusions.attention.kernels.attention_backward import LOG2_E, backwa
 from megalith.fusions.attention.kernels.attention_tiles import (
     Blocks,
     block_columns,
+    blocks_of,
     cap_of,
     capped,
     interval,
@@ -43,6 +44,7 @@ _BLOCKS = {
     (4, 128): Blocks(32, 16, 4, 1),
     (4, 256): Blocks(32, 16, 8, 1),
 }
+_LARGE_BLOCKS = {(2, 128): Blocks(128, 128, 8, 3)}  # by a sweep on an H100, where it is a third faster
 
 
 @triton.jit
@@ -105,7 +107,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *seen: Unpack
         return out, lse
     q, k, v = (contiguous_columns(x) for x in (q, k, v))
     columns = max(64, block_columns(q), block_columns(v))
-    blocks = _BLOCKS[q.element_size(), columns]
+    blocks = blocks_of(q, columns, _BLOCKS, _LARGE_BLOCKS)
     num_blocks = triton.cdiv(Sq, blocks.BLOCK_M)
     wrap_triton(_forward_kernel)[(num_blocks * B * A,)](
         q, k, v, None if sink is None else sink.contiguous(), None if bounds is None else bounds.contiguous(), out, lse,

@@ -18,6 +18,7 @@ from megalith.fusions.attention.formulas import OPERATOR, GivenToBackward
 from megalith.fusions.attention.kernels.attention_tiles import (
     Blocks,
     block_columns,
+    blocks_of,
     cap_of,
     capped_and_slope,
     interval,
@@ -50,6 +51,9 @@ _QUERIES_BLOCKS = {
     (4, 128): Blocks(32, 16, 8, 1),
     (4, 256): Blocks(16, 16, 8, 1),
 }
+# by a sweep on an H100
+_LARGE_KEYS_BLOCKS = {(2, 64): Blocks(32, 64, 4, 2)}
+_LARGE_QUERIES_BLOCKS = {(2, 64): Blocks(128, 32, 8, 3)}
 
 
 @triton.jit
@@ -186,13 +190,13 @@ def backward(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor, 
     tensors, cap = (q, k, v, dout, lse, delta, bounds), cap_of(scale, softcap)
     columns = max(64, block_columns(q), block_columns(v))
     sizes = {"D": D, "DV": DV, "BLOCK_D": block_columns(q), "BLOCK_DV": block_columns(v)}
-    blocks = _KEYS_BLOCKS[q.element_size(), columns]
+    blocks = blocks_of(q, columns, _KEYS_BLOCKS, _LARGE_KEYS_BLOCKS)
     num_blocks = triton.cdiv(Sk, blocks.BLOCK_N)
     wrap_triton(_keys_kernel)[(num_blocks * B * G,)](
         *tensors, dk, dv, *strides(q, k, v, dout), Sq, Sk, G, B * G, num_blocks, left, right,
         SCALE=scale, CAP=cap, GROUP=A // G, **sizes, **blocks._asdict(),
     )  # fmt: skip
-    blocks = _QUERIES_BLOCKS[q.element_size(), columns]
+    blocks = blocks_of(q, columns, _QUERIES_BLOCKS, _LARGE_QUERIES_BLOCKS)
     num_blocks = triton.cdiv(Sq, blocks.BLOCK_M)
     wrap_triton(_queries_kernel)[(num_blocks * B * A,)](
         *tensors, dq, *strides(q, k, v, dout), Sq, Sk, A, B * A, num_blocks, left, right,

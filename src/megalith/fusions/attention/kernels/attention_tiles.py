@@ -5,18 +5,21 @@ from the highest begin to the lowest end are seen by all of it, and need no mask
 and the highest end, are seen by some; all others by none, and are not read. Seen from the keys it is the same.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.fusions.core.devices import has_large_memory
 from megalith.fusions.core.kernels.activations import tanh_and_slope
 from megalith.optional import triton_interprets
 
 __all__ = [
     "Blocks",
     "block_columns",
+    "blocks_of",
     "cap_of",
     "capped",
     "capped_and_slope",
@@ -36,9 +39,18 @@ class Blocks(NamedTuple):
     num_stages: int
 
 
+Table = Mapping[tuple[int, int], Blocks]  # by bytes of an element, and columns up to
+
+
 def block_columns(x: Tensor) -> int:
     """The columns of a block that holds rows of ``x``: a power of two, 16 at least, for matrix units."""
     return max(16, int(triton.next_power_of_2(x.shape[-1])))
+
+
+def blocks_of(q: Tensor, columns: int, general: Table, large: Table) -> Blocks:
+    """Those for heads of ``columns``: of ``large``, where it has some and the GPU has the shared memory of an H100."""
+    key = q.element_size(), columns
+    return large[key] if key in large and has_large_memory(q) else general[key]
 
 
 def strides(*tensors: Tensor) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ __all__ = [
     "tile_of",
 ]
 
-_WIDEST_TILE = 1024  # untuned
+_WIDEST_TILE = 512
 _COLUMNS_OF_WARP = 256  # eight a thread: in 16 bits, one load of 16 bytes
 
 _LOG2_E = tl.constexpr(math.log2(math.e))

@@ -23,7 +23,7 @@ from megalith.fusions.gated.formulas import OPERATOR, Gating
 
 __all__ = ["op", "op_float8"]
 
-_STAGES = 1  # untuned: rows that a program of backward loads ahead, and one; more of them cost it registers
+_STAGES = 1  # rows that a program of backward loads ahead, and one; more of them cost it registers
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)  # its inverse is still a number of float32
 _INVERSE_LARGEST = tl.constexpr(1.0 / 448.0)
 

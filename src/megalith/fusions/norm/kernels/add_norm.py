@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from megalith.fusions.core.devices import has_large_memory
 from megalith.fusions.core.registration import wrap_triton
 from megalith.fusions.core.rows import contiguous_columns
 from megalith.fusions.norm.formulas import (
@@ -28,11 +29,11 @@ from megalith.numerics.dropout import threshold
 
 __all__ = ["op", "op_of_sum"]
 
-# all untuned
-_ELEMENTS = 2048  # that a program holds at least, in several rows if they are short
+_ELEMENTS = 2048  # untuned: that a program holds at least, in several rows if they are short
 _OF_THREAD, _MOST_WARPS = 16, 16  # elements that a thread holds, up to so many warps
-_STAGES = 1  # of rows that a program of backward loads ahead, and one; more of them cost it registers
-_WIDE_BLOCK = 4096
+_STAGES = 1  # of rows that a program of backward loads ahead, and one
+_LARGE_STAGES = 3  # where there is the shared memory of an H100: a tenth faster there
+_WIDE_BLOCK = 4096  # untuned, as is what follows
 _WIDEST_SUMMED_ROW = 8192  # that a program holds twice, beside the sums of dw and db
 
 
@@ -94,7 +95,8 @@ def _backward(
     wrap_triton(backward_kernel)[(groups, num_tiles)](
         *rows, dh, mask.key, _dense(mask.tokens), along, across, _given(dx), _given(dresidual), *sums,
         *strides, 0 if dh is None else dh.stride(0), mask.site, T, h.shape[1], H, num_rows,
-        ZERO_CENTERED=zero_centered, **_dropout(mask.p), STAGES=_STAGES, **tile,
+        ZERO_CENTERED=zero_centered, **_dropout(mask.p), **tile,
+        STAGES=_LARGE_STAGES if has_large_memory(h) else _STAGES,
     )  # fmt: skip
     # of float32 a sum is the gradient: copied into what was allocated for it, each vector would cost a launch more
     dw, db, dinput_bias = (
