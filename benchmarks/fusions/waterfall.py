@@ -37,9 +37,13 @@ def parts_of(step: Callable[[], Any], device: str) -> list[Part]:
             event.count / _STEPS,
         )
         for event in profiler.key_averages()
-        if event.device_type == kind
+        if event.device_type == kind and not _is_of_the_optimizer(event.key)  # a span around kernels, not one of them
     ]
     return sorted(parts, key=lambda part: part.seconds, reverse=True)
+
+
+def _is_of_the_optimizer(name: str) -> bool:
+    return name.startswith("Optimizer.")
 
 
 def as_markdown(parts: list[Part], seconds: float, rows: int = 25) -> str:

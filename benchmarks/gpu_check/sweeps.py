@@ -101,6 +101,14 @@ SWEEPS = {
             ),
         ),
     ),
+    "attention of wide heads": Sweep(
+        ("MLA, D 192 and 128", "D 256"),
+        _alone(
+            _each(_ATTENTION, "_LARGE_BLOCKS", ((128, 64, 8, 2), (64, 64, 8, 2), (128, 32, 8, 2)), (2, 256)),
+            _each(_ATTENTION_BACK, "_LARGE_KEYS_BLOCKS", ((32, 64, 8, 1), (16, 64, 8, 1)), (2, 256)),
+            _each(_ATTENTION_BACK, "_LARGE_QUERIES_BLOCKS", ((64, 32, 8, 1), (64, 64, 8, 1), (64, 32, 4, 2)), (2, 256)),
+        ),
+    ),
     "norm": Sweep(
         ("rms norm", "residual + rms norm"),
         _pairs(

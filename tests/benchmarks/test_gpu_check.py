@@ -7,12 +7,14 @@ import sys
 import time
 
 import pytest
+import torch
 
-from benchmarks.gpu_check import parts, sweeps
+from benchmarks.gpu_check import correct, parts, sweeps
 from benchmarks.gpu_check.__main__ import main
 from benchmarks.gpu_check.parts import PARTS, Part, run_parts
 from benchmarks.gpu_check.record import Record
 from benchmarks.restartable import _IMPORTED
+from tests.fusions.harness import Case, first_of_each_operation
 from tests.kernel_reports import in_interpreter
 
 COMMANDS = {"tests", "train", "step", "experts", "peers"}  # parts that start a program each, which takes seconds
@@ -23,7 +25,8 @@ def test_the_check_runs_at_tiny_sizes_and_keeps_every_line(monkeypatch, tmp_path
     monkeypatch.setattr(
         parts, "_command", lambda record, part, name, command, *_, **__: record.add(part, {"item": name})
     )
-    monkeypatch.setattr("sys.argv", ["gpu_check", "--tiny", "--out", str(tmp_path)])
+    # time enough on any machine
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--tiny", "--budget", "60000", "--out", str(tmp_path)])
     main()
     (file,) = tmp_path.glob("*.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -146,3 +149,20 @@ def test_without_a_gpu_only_the_tiny_form_runs(monkeypatch, tmp_path, capsys):
         main()
     assert "there is no GPU; --tiny runs everything on a CPU" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("kernels", "torchs", "as_far"), [(1e-7, 1e-5, 0), (1e-5, 8e-6, 2), (1e-5, 1e-6, None)])
+def test_a_kernel_beyond_what_is_allowed_may_be_as_far_off_as_plain_torch(kernels, torchs, as_far, monkeypatch):
+    """A result and a gradient that are off by so much of themselves, in float32."""
+    off = {"triton": kernels, "reference": torchs}
+    (fusion, *_) = (case.fusion for case in first_of_each_operation())
+    case = Case(
+        "off", fusion, lambda *_: {"x": torch.ones(3, 7)}, lambda x, backend: x * (1 + off[backend]), lambda x: x
+    )
+    monkeypatch.setattr(correct, "_cases", lambda: {"off": case})
+    if as_far is None:
+        with pytest.raises(AssertionError, match=r"off: 0: error of an entry is .* times that of plain torch"):
+            correct.case_is_right("off", (3,), 7, "cpu")
+    else:
+        line = correct.case_is_right("off", (3,), 7, "cpu")
+        assert line == {"checked": 1} | ({"as_far_as_torch": as_far} if as_far else {})

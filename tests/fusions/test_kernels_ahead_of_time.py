@@ -31,6 +31,32 @@ def test_all_kernels_compile_for_every_target_and_take_what_the_page_says():
     assert page(report, triton.__version__) == table
 
 
+OF_LARGE_MEMORY = [
+    "attention",
+    "attention, documents",
+    "rms norm",
+    "layer norm",
+    "add and layer norm, float32 residual",
+]
+LARGE = 227 << 10  # bytes
+
+
+def compile_for_large_memory(targets: tuple[str, ...]) -> Report:
+    """As for a GPU with the shared memory of an H100; runs where kernels are born compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("attention.kernels.attention_tiles", "norm.kernels.add_norm"):
+            patch.setattr(f"megalith.fusions.{module}.has_large_memory", lambda _: True)
+        return compile_kernels(OF_LARGE_MEMORY, targets)
+
+
+def test_what_is_taken_where_there_is_much_shared_memory_fits_and_spills_nothing():
+    report = without_interpreter(compile_for_large_memory, ("sm_90", "sm_100"))
+    assert over_budget(report) == {}
+    assert max(used.shared for used in report.values()) <= LARGE
+    for kernel in ("attention._forward_kernel", "norm.backward_kernel"):  # more than an A100 or less has
+        assert report[kernel, "bfloat16", "sm_90"].shared > 100 << 10
+
+
 CASTS = {"quantize, row, float8_e4m3fn", "swiglu, float8"}
 EXPONENTIALS = {"bias gelu", "softmax, scaled"}
 MEMORY_BOUND = {"_forward_kernel", "_backward_kernel", "_statistics_kernel"}

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megalith.fusions.core.devices import has_large_memory
 from megalith.fusions.core.registration import Operator, register_without_gradient
 
 
@@ -96,3 +98,16 @@ def test_tensors_of_a_trace_initialize_no_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: asked.append("current device") or 0)
     DIFFERENTIABLE.back.implementation(on("cuda:1"), on("cuda:1"))
     assert asked == ["current device"]  # by the launcher itself
+
+
+@pytest.mark.parametrize(
+    ("kibibytes", "hip", "initialized", "is_large"),
+    [(227, None, True, True), (163, None, True, False), (227, "6.4", True, False), (227, None, False, False)],
+)
+def test_large_memory_is_that_of_an_h100_and_a_trace_has_none(kibibytes, hip, initialized, is_large, monkeypatch):
+    properties = SimpleNamespace(shared_memory_per_block_optin=kibibytes << 10)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert has_large_memory(on("cuda:0")) is is_large
+    assert has_large_memory(on("cpu")) is False

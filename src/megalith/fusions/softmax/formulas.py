@@ -34,7 +34,7 @@ __all__ = [
 
 _INF = math.inf
 _LOG2_E = 1.0 / math.log(2.0)
-_ELEMENTS = 2048  # untuned: of short rows that a program of the kernels holds together
+_ELEMENTS = 2048  # of short rows that a program of the kernels holds together
 _LARGEST_BLOCK = 16384  # untuned: 32 numbers of each tensor in the registers of a thread
 
 

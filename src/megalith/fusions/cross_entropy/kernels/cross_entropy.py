@@ -24,10 +24,9 @@ from megalith.fusions.cross_entropy.steps import steps_of_operators
 
 __all__ = ["STEPS", "gradient_into", "loss", "statistics"]
 
-# untuned
-_BLOCK_V, _WARPS = 2048, 4  # columns of a step of the statistics
+_BLOCK_V, _WARPS = 2048, 8  # columns of a step of the statistics
 _TILE_V, _TILE_WARPS = 4096, 8  # columns of a program of the gradient
-_BLOCK_T = 128  # rows of a program of the loss
+_BLOCK_T = 128  # untuned: rows of a program of the loss
 _PROGRAMS = 528  # fewer rows are cut into so many programs: four for each multiprocessor of an H100
 _WORD_BYTES = 16  # what one thread loads at once
 

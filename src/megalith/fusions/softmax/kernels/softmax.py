@@ -21,7 +21,7 @@ from megalith.fusions.softmax.formulas import OPERATOR, BackSettings, Settings, 
 
 __all__ = ["op"]
 
-_OF_WARP = 512  # untuned: 16 numbers a thread
+_OF_WARP = 512  # 16 numbers a thread
 _SECTOR = tl.constexpr(16)  # columns of 16 bits that a GPU reads together: 32 bytes
 
 
