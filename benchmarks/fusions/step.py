@@ -12,6 +12,7 @@ import contextlib
 import gc
 import logging
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 BASE, OURS = "Hugging Face", "Megalith, fusions on"
 _TOLERANCE = 1e-2  # nats
+_STEPS = 3  # back to back
 MIB = 1 << 20
 Loss = Callable[[], tuple[nn.Module, Tensor]]
 Builder = Callable[[], Loss]
@@ -83,12 +85,15 @@ SHAPES = {
 class StepFigures:
     """Seconds of each round, the peak of a step's memory beyond parameters and moments, the first loss.
 
+    On a GPU these are the device's seconds, with all launches hidden; ``wall`` is the host's, of steps back to back.
+
     ``rate`` is the FLOP/s of a large product in bfloat16 right behind them, on a GPU; ``parts`` says where time goes.
     """
 
     seconds: list[float] = field(default_factory=list)
     memory: Memory | None = None
     loss: float = float("nan")
+    wall: float = float("nan")
     rate: float | None = None
     parts: list[waterfall.Part] = field(default_factory=list)
     failure: str | None = None
@@ -111,16 +116,17 @@ def measure_steps(
             shape, device, weights, tokens, labels, lambda: fusions.use("reference")
         ),
         "Hugging Face, compiled": lambda: _their_loss(_compiled(_hugging_face(shape, device), weights), tokens, labels),
-        # last, as it changes functions of Hugging Face's module, which the contenders before it have too
-        "Hugging Face + Liger": lambda: _their_loss(_with_liger(shape, device, weights), tokens, labels),
     }
+    if device == "cuda":  # last, as it changes functions of Hugging Face's module, which the contenders before it share
+        builders["Hugging Face + Liger"] = lambda: _their_loss(_with_liger(shape, device, weights), tokens, labels)
     clock, figures = Clock(device), dict[str, StepFigures]()
     for names in [list(builders)] if device == "cpu" else [[name] for name in builders]:
         _take_turns({name: builders[name] for name in names}, figures, clock, device, rounds)
-        if device == "cuda" and shape.dtype is torch.bfloat16:
+        if device == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
-            figures[names[0]].rate = product_rate(clock, device)
+            if shape.dtype is torch.bfloat16:
+                figures[names[0]].rate = product_rate(clock, device)
         keep(figures)
     return figures
 
@@ -140,30 +146,48 @@ def _take_turns(
     for _ in range(rounds):
         for name, step in running.items():
             figures[name].seconds.append(clock.seconds(step))
+    for name, step in running.items():
+        figures[name].wall = _back_to_back(step, device)
     if OURS in running:
         figures[OURS].parts = waterfall.parts_of(running[OURS], device)
+
+
+def _back_to_back(step: Callable[[], None], device: str) -> float:
+    """Seconds a step by the host's clock, a few of them without a wait in between."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(_STEPS):
+        step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / _STEPS
 
 
 def as_markdown(figures: dict[str, StepFigures], shape: Shape) -> str:
     """A row for each contender: times as fast as Hugging Face's eager model, and memory."""
     lines = [f"### Training step, {shape.title}, {shape.B} x {shape.S} tokens, {shape.dtype_name}", ""]
     lines += [
-        "| contender | ms | times as fast as base [quartiles] | tokens/s | of matmul rate "
-        "| peak MiB of a step | first loss |",
-        "|---" * 7 + "|",
+        "| contender | ms | times as fast as base [quartiles] | ms back to back | tokens/s | of matmul rate "
+        "| peak MiB beyond weights | first loss |",
+        "|---" * 8 + "|",
     ]
     base = figures[BASE]
     for name, one in figures.items():
         if one.failure:
-            lines.append(f"| {name} | {one.failure.replace('|', '/')} | | | | | |")
+            lines.append(f"| {name} | {one.failure.replace('|', '/')} | | | | | | |")
             continue
-        ratio = Spread.of([theirs / ours for theirs, ours in zip(base.seconds, one.seconds, strict=True)])
+        spread = ""
+        if base.seconds:
+            ratio = Spread.of([theirs / ours for theirs, ours in zip(base.seconds, one.seconds, strict=True)])
+            spread = f"{ratio.median:.2f} [{ratio.low:.2f}..{ratio.high:.2f}]"
         peak = "" if one.memory is None else f"{one.memory.peak / MIB:.0f}"
-        spread = f"{ratio.median:.2f} [{ratio.low:.2f}..{ratio.high:.2f}]"
         seconds = statistics.median(one.seconds)
         share = "" if one.rate is None else f"{100 * shape.flops / seconds / one.rate:.0f}%"
         speed = f"{shape.B * shape.S / seconds:.0f} | {share}"
-        lines.append(f"| {name} | {1e3 * seconds:.0f} | {spread} | {speed} | {peak} | {one.loss:.4f} |")
+        lines.append(
+            f"| {name} | {1e3 * seconds:.0f} | {spread} | {1e3 * one.wall:.0f} | {speed} | {peak} | {one.loss:.4f} |"
+        )
     ours = figures.get(OURS, StepFigures())
     if ours.parts:
         lines += ["", f"{OURS}, by kernel or operator:", ""]

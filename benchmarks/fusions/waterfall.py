@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by kernel on a GPU and by operator on a CPU, and how long the device waits."""
+"""Where the time of a step goes, by kernel on a GPU and by operator on a CPU, and what is left of it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -3,11 +3,14 @@
 import importlib
 from typing import Any, NamedTuple
 
+import torch
+
 from benchmarks.fusions.operation import BASE
 from benchmarks.fusions.timing import timed
 from benchmarks.gpu_check.attention import SHAPES, TINY, attention
 from benchmarks.restartable import Item, Line
 from megalith import fusions
+from megalith.fusions.core.devices import has_large_memory
 
 __all__ = ["SWEEPS", "Setting", "Sweep", "items", "kernels_timed", "swept"]
 
@@ -112,11 +115,11 @@ SWEEPS = {
     "norm": Sweep(
         ("rms norm", "residual + rms norm"),
         _pairs(
-            _each("norm.formulas", "_PROGRAMS", (132, 264, 396, 512)),
+            _each("norm.kernels.add_norm", "_LARGE_PROGRAMS", (132, 264, 396, 512)),
             _each("norm.kernels.add_norm", "_OF_THREAD", (8, 16)),
         )
         + _pairs(
-            _each("norm.formulas", "_PROGRAMS", (264,)),
+            _each("norm.kernels.add_norm", "_LARGE_PROGRAMS", (264,)),
             _each("norm.kernels.add_norm", "_LARGE_STAGES", (1, 2)),
         ),
     ),
@@ -156,6 +159,9 @@ def items(tiny: bool) -> list[Item]:
 def swept(operation: str, settings: list[Any], num_bytes: int, device: str, rounds: int) -> Line:
     """The times of ``operation`` under ``settings``, which are put back."""
     applied = [Setting(*one) for one in settings]
+    idle = [one.name for one in applied if one.name.startswith("_LARGE")]
+    if idle and device == "cuda" and not has_large_memory(torch.zeros(1, device=device)):
+        return {"skipped": f"this GPU does not take {', '.join(idle)}"}
     before = [getattr(importlib.import_module(one.module), one.name) for one in applied]
     try:
         for one in applied:

@@ -1,5 +1,8 @@
 """Every kernel, compiled with no GPU for each target as its operation would launch it: registers, spills, memory."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 import triton
@@ -8,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 
 from tests.fusions.harness import all_cases, first_of_each_operation
 from tests.fusions.kernel_table import PAGE, SPILL_BUDGET, Report, compile_kernels, launches_of, page, parts_of
-from tests.kernel_reports import TARGETS, Launch, ptx, without_interpreter
+from tests.kernel_reports import TARGETS, Launch, launches, ptx, without_interpreter
 
 
 def over_budget(report: Report) -> Report:
@@ -41,12 +44,35 @@ OF_LARGE_MEMORY = [
 LARGE = 227 << 10  # bytes
 
 
-def compile_for_large_memory(targets: tuple[str, ...]) -> Report:
-    """As for a GPU with the shared memory of an H100; runs where kernels are born compiled."""
+@contextmanager
+def large_memory() -> Iterator[None]:
+    """As on a GPU with the shared memory of an H100."""
     with pytest.MonkeyPatch.context() as patch:
         for module in ("attention.kernels.attention_tiles", "norm.kernels.add_norm"):
             patch.setattr(f"megalith.fusions.{module}.has_large_memory", lambda _: True)
+        yield
+
+
+def compile_for_large_memory(targets: tuple[str, ...]) -> Report:
+    """Runs where kernels are born compiled."""
+    with large_memory():
         return compile_kernels(OF_LARGE_MEMORY, targets)
+
+
+def launched_for_large_memory() -> dict[str, list[int]]:
+    """By kernel the sizes that matter, at 64 columns of attention, and at 4,096 and 8,192 of a norm."""
+    case = {one.name: one for one in all_cases()}
+    found: dict[str, list[int]] = {}
+    with large_memory():
+        for one in launches_of(case["attention"], torch.bfloat16):
+            if "BLOCK_N" in one.arguments:
+                found[one.kernel.__name__] = [one.arguments[key] for key in ("BLOCK_M", "BLOCK_N", "num_stages")]
+        norm = case["add and layer norm, float32 residual"]
+        for width in (4096, 8192):
+            inputs = norm.make(64, width, torch.bfloat16, "cpu")
+            run = launches(lambda inputs=inputs: norm.run(inputs, "triton", norm.upstream(inputs, "triton")))
+            found[f"norm of {width}"] = [one.arguments["STAGES"] for one in run if "STAGES" in one.arguments]
+    return found
 
 
 def test_what_is_taken_where_there_is_much_shared_memory_fits_and_spills_nothing():
@@ -55,6 +81,16 @@ def test_what_is_taken_where_there_is_much_shared_memory_fits_and_spills_nothing
     assert max(used.shared for used in report.values()) <= LARGE
     for kernel in ("attention._forward_kernel", "norm.backward_kernel"):  # more than an A100 or less has
         assert report[kernel, "bfloat16", "sm_90"].shared > 100 << 10
+
+
+def test_wide_rows_of_a_norm_are_not_loaded_ahead_as_three_of_them_would_not_fit():
+    assert without_interpreter(launched_for_large_memory) == {
+        "_forward_kernel": [128, 64, 3],
+        "_keys_kernel": [32, 64, 2],
+        "_queries_kernel": [128, 32, 3],
+        "norm of 4096": [3],
+        "norm of 8192": [1],
+    }
 
 
 CASTS = {"quantize, row, float8_e4m3fn", "swiglu, float8"}

@@ -102,15 +102,16 @@ def test_rows_wider_than_registers_are_read_in_tiles(width, name, dtype, device)
 
 @pytest.mark.parametrize("width", [1536, pytest.param(9001, marks=pytest.mark.slow)])
 def test_a_program_adds_up_many_rows(width, monkeypatch, device):
-    monkeypatch.setattr("megalith.fusions.norm.kernels.add_norm.rows_per_program", lambda _, at_once, __: 3 * at_once)
+    monkeypatch.setattr("megalith.fusions.norm.kernels.add_norm.rows_per_program", lambda _, at_once, *__: 3 * at_once)
     for name in ("layer norm", "rms norm"):
         CASE[name].assert_accurate(CASE[name].make(7, width, torch.float32, device), "triton")
 
 
-def test_rows_are_shared_out_among_at_least_264_programs():
-    assert [rows_per_program(num_rows, 1, 1) for num_rows in (1, 527, 528, 8192)] == [1, 1, 2, 31]
-    assert rows_per_program(264 * 1024, 16, 1) == 1024
-    assert rows_per_program(264 * 32, 1, 8) == 256
+def test_rows_are_shared_out_among_at_least_so_many_programs():
+    assert [rows_per_program(num_rows, 1, 1, 512) for num_rows in (1, 1023, 8192)] == [1, 1, 16]
+    assert rows_per_program(2**18, 16, 1, 512) == 512
+    assert rows_per_program(8192, 1, 8, 512) == 128
+    assert rows_per_program(8192, 1, 1, 264) == 31
 
 
 S, B, G, D = 3, 2, 4, 8

@@ -61,7 +61,7 @@ class Fusion(Generic[Path]):
     a tensor of one block takes where the table ranks loops over blocks first; it takes every operand. ``defaults`` is
     the table: by device, the paths that are taken by default, the first that can run; a device that is not listed takes
     the reference. For a CPU it says what ``python -m benchmarks.fusions`` found fastest, with a C++ compiler and
-    without one (the end of each page of docs/fusions holds the last table); for a GPU, untuned, our kernels. ``backs``
+    without one (the end of each page of docs/fusions holds the last table); for a GPU, our kernels. ``backs``
     has the gradient of each path by itself, for a ``torch.autograd.Function`` of the field's: it is called as the
     backward of the operator (``core.registration``), and records no gradient.
     """

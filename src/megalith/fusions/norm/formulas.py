@@ -43,7 +43,6 @@ Normalization = Literal["LayerNorm", "RMSNorm"]
 # the widest row that a kernel holds in the registers of 512 threads, where twice as many would spill; a wider one is
 # read in tiles, a second time from a cache
 WIDEST_WHOLE_ROW = 2**14
-_PROGRAMS = 264  # of the backward kernel: two for each multiprocessor of an H100
 
 
 class Options(NamedTuple):
@@ -204,12 +203,12 @@ def nested_rows(x: Tensor) -> Tensor:
     return x.view(num_outer, T // num_outer, H)
 
 
-def rows_per_program(num_rows: int, at_once: int, num_tiles: int) -> int:
+def rows_per_program(num_rows: int, at_once: int, num_tiles: int, num_programs: int) -> int:
     """How many of ``num_rows`` rows a program of the backward kernel adds up, ``at_once`` of them in each step.
 
-    At least ``_PROGRAMS`` programs; each more writes and reads another part of dw.
+    At least ``num_programs`` programs; each more writes and reads another part of dw.
     """
-    return at_once * max(1, num_rows * num_tiles // (_PROGRAMS * at_once))
+    return at_once * max(1, num_rows * num_tiles // (num_programs * at_once))
 
 
 def outputs(

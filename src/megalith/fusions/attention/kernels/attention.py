@@ -35,7 +35,7 @@ __all__ = ["op"]
 
 LN_2 = tl.constexpr(math.log(2.0))
 
-# untuned; (bytes of an element, columns up to)
+# untuned, but for 2 bytes of up to 128 columns; (bytes of an element, columns up to)
 _BLOCKS = {
     (2, 64): Blocks(128, 64, 8, 3),
     (2, 128): Blocks(128, 64, 8, 2),

@@ -34,7 +34,8 @@ __all__ = ["LOG2_E", "backward"]
 LOG2_E = tl.constexpr(math.log2(math.e))
 _DELTA_ROWS = 32  # untuned
 
-# untuned; (bytes of an element, columns up to). One stage where two would spill: programs share a multiprocessor
+# untuned, but for 2 bytes of up to 128 columns; (bytes of an element, columns up to). One stage where two would spill:
+# programs share a multiprocessor
 _KEYS_BLOCKS = {
     (2, 64): Blocks(32, 64, 4, 1),
     (2, 128): Blocks(32, 64, 4, 1),
