@@ -20,6 +20,7 @@ from megalith.torch_compat import forward_mode_is_on
 __all__ = [
     "OPERATOR",
     "OPERATOR_OF_SUM",
+    "PROGRAMS",
     "WIDEST_WHOLE_ROW",
     "Kept",
     "Normalization",
@@ -43,6 +44,7 @@ Normalization = Literal["LayerNorm", "RMSNorm"]
 # the widest row that a kernel holds in the registers of 512 threads, where twice as many would spill; a wider one is
 # read in tiles, a second time from a cache
 WIDEST_WHOLE_ROW = 2**14
+PROGRAMS = 512  # of the backward kernel, untuned: some for every multiprocessor of today's GPUs
 
 
 class Options(NamedTuple):
@@ -203,7 +205,7 @@ def nested_rows(x: Tensor) -> Tensor:
     return x.view(num_outer, T // num_outer, H)
 
 
-def rows_per_program(num_rows: int, at_once: int, num_tiles: int, num_programs: int) -> int:
+def rows_per_program(num_rows: int, at_once: int, num_tiles: int, num_programs: int = PROGRAMS) -> int:
     """How many of ``num_rows`` rows a program of the backward kernel adds up, ``at_once`` of them in each step.
 
     At least ``num_programs`` programs; each more writes and reads another part of dw.

@@ -17,6 +17,7 @@ from megalith.fusions.core.rows import contiguous_columns
 from megalith.fusions.norm.formulas import (
     OPERATOR,
     OPERATOR_OF_SUM,
+    PROGRAMS,
     WIDEST_WHOLE_ROW,
     Kept,
     Norming,
@@ -31,8 +32,7 @@ __all__ = ["op", "op_of_sum"]
 
 _ELEMENTS = 2048  # untuned: that a program holds at least, in several rows if they are short
 _OF_THREAD, _MOST_WARPS = 16, 16  # elements that a thread holds, up to so many warps
-# backward: programs, and the rows that one loads ahead, and one; more of them cost registers and shared memory
-_PROGRAMS, _STAGES = 512, 1
+_STAGES = 1  # of rows that a program of backward loads ahead, and one; more cost registers and shared memory
 # by a sweep on an H100, two for each of its multiprocessors: 12 % faster, 1 % beside a residual's gradient
 _LARGE_PROGRAMS, _LARGE_STAGES, _LARGE_TILE = 264, 3, 4096  # of tiles up to so many elements: more would not fit
 _WIDE_BLOCK = 4096  # untuned, as is what follows
@@ -92,7 +92,7 @@ def _backward(
     tile = _tile(H if whole else _ELEMENTS, mask.key)
     num_tiles = triton.cdiv(H, tile["BLOCK"])
     is_large = tile["ROWS"] * tile["BLOCK"] <= _LARGE_TILE and has_large_memory(h)
-    num_programs, stages = (_LARGE_PROGRAMS, _LARGE_STAGES) if is_large else (_PROGRAMS, _STAGES)
+    num_programs, stages = (_LARGE_PROGRAMS, _LARGE_STAGES) if is_large else (PROGRAMS, _STAGES)
     num_rows = rows_per_program(T, tile["ROWS"], num_tiles, num_programs)
     groups = triton.cdiv(T, num_rows)
     sums = [h.new_empty(groups, H, dtype=torch.float32) if needed else None for needed in kept.needs[2:]]
