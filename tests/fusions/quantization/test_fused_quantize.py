@@ -3,12 +3,9 @@
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megalith.errors import BackendError, ConfigError, ShapeError
 from megalith.fusions import Quantized, dequantize, quantize
-from megalith.fusions.quantization import quantize as door
-from megalith.fusions.quantization.kernels import quantize as kernels
 from tests.fusions.quantization.cases_of_quantize import nearest
 from tests.kernel_reports import in_interpreter
 
@@ -228,13 +225,3 @@ def test_what_does_not_fit_is_refused(x, settings, error, message):
 def test_dequantising_to_few_bits_is_refused():
     with pytest.raises(ConfigError, match=r"dtype must be float16, .*got torch.float8_e4m3fn"):
         dequantize(quantize(torch.ones(2, 4), "row"), E4M3)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_transposes_that_were_wrong_on_a_gpu_are_not_made_by_the_kernel_there(kind, monkeypatch):
-    monkeypatch.setattr(door, "blocked", lambda *_: "blocked")
-    monkeypatch.setattr(kernels, "op", lambda *_: "kernel")
-    with FakeTensorMode():
-        on_gpu, on_cpu = (torch.empty(1, 256, 256, device=device) for device in ("cuda", "cpu"))
-    taken = [door._triton(x, kind, E4M3, transpose) for x in (on_gpu, on_cpu) for transpose in (True, False)]
-    assert taken == ["blocked" if kind in ("tensor", "block128x128", "nvfp4") else "kernel", *3 * ["kernel"]]

@@ -80,13 +80,7 @@ def quantize(
     return record(values, scale, x.shape[:-1], record(values_t, scale_t, columns))
 
 
-# kinds whose transposes had wrong codes on an H100 (Triton 3.6) and right ones in the interpreter: why is not known
-_WRONG_ON_A_GPU = frozenset({"tensor", "block128x128", "nvfp4"})
-
-
 def _triton(x: Tensor, kind: str, dtype: torch.dtype, transpose: bool) -> Outputs:
-    if transpose and kind in _WRONG_ON_A_GPU and x.is_cuda:
-        return blocked(x, kind, dtype, transpose)
     from megalith.fusions.quantization.kernels.quantize import op
 
     return op(x, kind, dtype, transpose)

@@ -170,11 +170,18 @@ def _quantize_kernel(
     KIND: tl.constexpr, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one matrix, and of its transpose, if there are pointers for that."""
+    """One tile of one matrix, and of its transpose, if there are pointers for that.
+
+    Where codes are needed twice, as they are and transposed or decoded, they are not made by the instruction, which
+    gives them in pairs: ptxas 12.8, which Triton 3.6 has, merges two pairs into one register there, and then reads
+    single codes from one that none was ever written to. On an H100 the transposes of these kinds were wrong.
+    """
+    TWICE: tl.constexpr = values_t_ptr is not None and (scale_t_ptr is None or KIND == "nvfp4")
+    NATIVELY: tl.constexpr = NATIVE and not TWICE
     tile_row, tile_col = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     matrix = tl.program_id(2).to(tl.int64)
     x = _load_tile(x_ptr + matrix * matrix_stride, tile_row, tile_col, stride, R, H, BLOCK_R, BLOCK_H, WIDE)
-    codes, scale = _quantize(x, tile_row, R, amax_ptr, KIND, FORMAT, COLUMNS, LARGEST, NATIVE)
+    codes, scale = _quantize(x, tile_row, R, amax_ptr, KIND, FORMAT, COLUMNS, LARGEST, NATIVELY)
     _store_codes(codes, tile_row, tile_col, R, H, values_ptr + matrix * R * H, KIND, WIDE)
     scale_ptr += matrix * tl.num_programs(0) * num_scales  # only block128x128 has more matrices than one
     _store_scale(scale, tile_row, tile_col, R, num_scales, scale_ptr, KIND, COLUMNS)
@@ -185,7 +192,7 @@ def _quantize_kernel(
         if scale_t_ptr is None:
             codes = tl.trans(codes)
         else:
-            codes, scale = _quantize(tl.trans(x), tile_col, H, amax_t_ptr, KIND, FORMAT, COLUMNS, LARGEST, NATIVE)
+            codes, scale = _quantize(tl.trans(x), tile_col, H, amax_t_ptr, KIND, FORMAT, COLUMNS, LARGEST, NATIVELY)
             _store_scale(scale, tile_col, tile_row, H, num_scales_t, scale_t_ptr, KIND, COLUMNS)
         _store_codes(codes, tile_col, tile_row, H, R, values_t_ptr + matrix * R * H, KIND, WIDE)
 
