@@ -13,7 +13,7 @@ import gc
 import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +86,6 @@ class StepFigures:
     """Seconds of each round, the peak of a step's memory beyond parameters and moments, the first loss.
 
     On a GPU these are the device's seconds, with all launches hidden; ``wall`` is the host's, of steps back to back.
-
     ``rate`` is the FLOP/s of a large product in bfloat16 right behind them, on a GPU; ``parts`` says where time goes.
     """
 
@@ -138,18 +137,30 @@ def _take_turns(
     running = {}
     for name, build in builders.items():
         one = figures[name] = StepFigures()
-        try:
+        with _failing_alone(name, one):
             running[name] = _first_step(build(), one, device, figures[BASE].loss)
-        except Exception as error:  # a peer may fail in any way; the table says how
-            one.failure = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-            log.warning("%s: %s", name, one.failure)
     for _ in range(rounds):
         for name, step in running.items():
-            figures[name].seconds.append(clock.seconds(step))
+            if not figures[name].failure:
+                with _failing_alone(name, figures[name]):
+                    figures[name].seconds.append(clock.seconds(step))
     for name, step in running.items():
-        figures[name].wall = _back_to_back(step, device)
-    if OURS in running:
+        if not figures[name].failure:
+            with _failing_alone(name, figures[name]):
+                figures[name].wall = _back_to_back(step, device)
+    if OURS in running and not figures[OURS].failure:
         figures[OURS].parts = waterfall.parts_of(running[OURS], device)
+
+
+@contextlib.contextmanager
+def _failing_alone(name: str, figures: StepFigures) -> Iterator[None]:
+    """A contender may fail in any way, and at any time: it has the reason instead of numbers, and the others go on."""
+    try:
+        yield
+    except Exception as error:
+        figures.failure = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        figures.seconds.clear()
+        log.warning("%s: %s", name, figures.failure)
 
 
 def _back_to_back(step: Callable[[], None], device: str) -> float:

@@ -1,5 +1,6 @@
 """benchmarks/fusions/step at its tiny size: whoever has fusions put in computes what it computed before."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from benchmarks.fusions import step, waterfall
+from benchmarks.fusions.clock import Clock
 from benchmarks.fusions.plain_llama import FUSED, PLAIN, PlainLlama
-from benchmarks.fusions.step import BASE, SHAPES, as_markdown, measure_steps
+from benchmarks.fusions.step import BASE, OURS, SHAPES, as_markdown, measure_steps
 from benchmarks.fusions.waterfall import parts_of
 
 QUICK = replace(SHAPES["quick"], dtype=torch.float32)
@@ -70,3 +72,27 @@ def test_a_waterfall_has_every_operator_once_and_what_is_left_of_the_step():
     names = [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]]
     assert names == [parts[0].name, "all others", "nothing"]
     assert " | 50.0 | 0 |" in lines[-1]
+
+
+@pytest.mark.parametrize("failing", [BASE, OURS])
+def test_a_contender_that_fails_in_a_round_has_the_reason_and_the_others_their_figures(failing, monkeypatch):
+    def builder(name: str) -> step.Builder:
+        return lambda: name
+
+    def first_step(name: str, figures: step.StepFigures, *_: object) -> Callable[[], None]:
+        figures.loss = 1.0
+
+        def run() -> None:
+            if name == failing and next(calls):
+                raise RuntimeError("no memory")
+
+        return run
+
+    calls = iter([False, True])
+    monkeypatch.setattr(step, "_first_step", first_step)
+    figures: dict[str, step.StepFigures] = {}
+    names = (BASE, OURS, "other")
+    step._take_turns({name: builder(name) for name in names}, figures, Clock("cpu"), "cpu", 3)
+    assert {name: one.failure for name, one in figures.items() if one.failure} == {failing: "RuntimeError: no memory"}
+    assert [len(figures[name].seconds) for name in names] == [0 if name == failing else 3 for name in names]
+    assert "RuntimeError: no memory" in as_markdown(figures, QUICK)
