@@ -46,21 +46,26 @@ def built(settings: TransformerConfig, **arguments: Any) -> BertModel:
     return BertModel(settings, BuildOptions(ProcessGroupCollection.single(), torch.float64), **arguments)
 
 
-def sentences() -> list[dict[str, Tensor]]:
+def sentences(with_types: bool = True) -> list[dict[str, Tensor]]:
     """Sentences of LENGTHS tokens: their types, and labels of every third token."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for length in LENGTHS:
         tokens, labels = torch.randint(VOCAB, (2, 1, length), generator=generator)
         labels = torch.where(torch.arange(length) % 3 == 1, labels, -1)
-        found.append({"tokens": tokens, "labels": labels, "token_types": (torch.arange(length) > 2).long()[None]})
+        types = {"token_types": (torch.arange(length) > 2).long()[None]} if with_types else {}
+        found.append({"tokens": tokens, "labels": labels, **types})
     return found
+
+
+def sentences_for(model: BertModel) -> list[dict[str, Tensor]]:
+    return sentences(with_types=model.model.embed_token_types is not None)
 
 
 def one_by_one(model: BertModel) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
     """Losses and binary logits of each sentence, and the gradients of the sum of all."""
     losses, binary = [], []
-    for sentence in sentences():
+    for sentence in sentences_for(model):
         output = model(sentence.pop("tokens"), **sentence)
         losses.append(output.tokens[0])
         binary.append(output.binary)
@@ -83,9 +88,9 @@ def test_padded_rows_are_the_sentences_one_by_one(fields):
     losses, binary, want = one_by_one(model)
     S = max(LENGTHS) + 2
     rows = {"tokens": 7, "labels": 5, "token_types": 1}  # of padding nothing counts, even where it has labels
-    batch = {name: torch.full((len(LENGTHS), S), value) for name, value in rows.items()}
+    batch = {name: torch.full((len(LENGTHS), S), rows[name]) for name in sentences_for(model)[0]}
     mask = torch.arange(S) < torch.tensor(LENGTHS)[:, None]
-    for row, sentence in enumerate(sentences()):
+    for row, sentence in enumerate(sentences_for(model)):
         for name, values in sentence.items():
             batch[name][row, : LENGTHS[row]] = values
     output = model(batch.pop("tokens"), attention_mask=mask, **batch)
@@ -96,12 +101,27 @@ def test_padded_rows_are_the_sentences_one_by_one(fields):
     assert_close(got, want)
 
 
+def test_rows_padded_on_the_left_are_the_texts_one_by_one():
+    """Their classes are read from the first token, wherever it is."""
+    model = built(config(bert={"num_token_types": 2, "head": "classification", "num_classes": 3})).eval()
+    texts = [sentence["tokens"] for sentence in sentences()]
+    S = max(LENGTHS) + 2
+    starts = S - torch.tensor(LENGTHS)[:, None]
+    tokens = torch.full((len(LENGTHS), S), 7)
+    for row, text in enumerate(texts):
+        tokens[row, starts[row] :] = text
+    columns = torch.arange(S)
+    found = model(tokens, attention_mask=columns >= starts, position_ids=(columns - starts).clamp(min=0))
+    assert_close(found, torch.cat([model(text) for text in texts]))
+
+
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 def test_packed_rows_are_the_sentences_one_by_one(fields):
     model = built(config(**fields)).eval()
     losses, binary, want = one_by_one(model)
     packed = PackedSeqParams.from_lengths([LENGTHS])
-    batch = {name: torch.cat([each[name] for each in sentences()], dim=1) for name in sentences()[0]}
+    texts = sentences_for(model)
+    batch = {name: torch.cat([each[name] for each in texts], dim=1) for name in texts[0]}
     output = model(
         batch.pop("tokens"),
         packed_seq_params=packed,
@@ -118,11 +138,11 @@ def test_packed_rows_are_the_sentences_one_by_one(fields):
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 def test_losses_are_those_of_the_logits(fields):
     model = built(config(**fields)).eval()
-    for sentence in sentences():
-        tokens, labels, types = sentence["tokens"], sentence["labels"], sentence["token_types"]
-        logits = model(tokens, token_types=types).tokens
+    for sentence in sentences_for(model):
+        labels = sentence.pop("labels")
+        logits = model(**sentence).tokens
         want = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-1, reduction="none")
-        assert_close(model(tokens, labels=labels, token_types=types).tokens, want)
+        assert_close(model(**sentence, labels=labels).tokens, want)
 
 
 def test_the_fused_loss_has_the_bias_of_the_vocabulary():
@@ -258,11 +278,37 @@ def test_the_order_of_tokens_is_seen_both_ways():
         ({"hidden": torch.zeros(4, 1, 32)}, "takes no hidden states"),
         ({"labels": torch.zeros(1, 3).long()}, r"labels must be one for each token, \[1, 4\]; got \[1, 3\]"),
         ({"tokens": torch.zeros(1, 2, 4).long()}, r"must be \[B, S\]; got \[1, 2, 4\]; only bert.head=multiple_choice"),
+        ({"attention_mask": torch.ones(1, 5).bool()}, r"attention_mask must be bool, .*, \[1, 4\].*got .* \[1, 5\]"),
+        ({"attention_mask": torch.ones(1, 4).long()}, r"got torch.int64 \[1, 4\]; attention_mask.bool\(\) makes one"),
+        (
+            {"output": "embeddings", "packed_seq_params": PackedSeqParams.from_lengths([[2, 2]])},
+            "packed rows have several; pass attention_mask",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(arguments, message):
     with pytest.raises(ShapeError, match=message):
         built(config())(**{"tokens": torch.arange(4).view(1, 4)} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("bert", "arguments", "message"),
+    [
+        (
+            {"num_token_types": 0},
+            {"token_types": torch.zeros(1, 4).long()},
+            "no token types, as model.bert.num_token_t",
+        ),
+        (
+            {"num_token_types": 2, "head": "classification", "num_classes": 3},
+            {"labels": torch.zeros(1, 4).long()},
+            "labels are for bert.head=pretraining; bert.head=classification gives logits",
+        ),
+    ],
+)
+def test_what_the_model_has_no_use_for_is_refused(bert, arguments, message):
+    with pytest.raises(ShapeError, match=message):
+        built(config(bert=bert))(torch.arange(4).view(1, 4), **arguments)
 
 
 def test_rows_longer_than_the_table_of_positions_are_refused():

@@ -305,7 +305,13 @@ PACKED = PairedDocuments.from_packed(*(PackedSeqParams.from_lengths([[size]]) fo
         ({"hidden": torch.zeros(4, 1, 32)}, "takes no hidden states"),
         ({"labels": torch.zeros(1, 4).long()}, r"labels must be one for each token, \[1, 3\]; got \[1, 4\]"),
         ({"decoder_tokens": torch.zeros(2, 3).long()}, "must have the encoder's 1 rows; got 2"),
-        ({"decoder_attention_mask": torch.ones(2, 3).bool()}, "as many rows; got 1 and 2"),
+        ({"attention_mask": torch.ones(1, 5).bool()}, r"^attention_mask must be bool, .*, \[1, 4\].*got .* \[1, 5\]"),
+        (
+            {"decoder_attention_mask": torch.ones(2, 3).bool()},
+            r"^decoder_attention_mask must be .*, \[1, 3\].*\[2, 3\]",
+        ),
+        ({"decoder_tokens": torch.zeros(1, 0).long()}, "must have a token at least"),
+        ({"decoder_tokens": None, "labels": torch.zeros(1, 4).long()}, "are of decoder_tokens; pass these"),
         (
             {"dropout_key": DropoutKey(1, 2, torch.arange(4).view(1, 4))},
             r"ids of the encoder's and the decoder's rows, \[1, 7\]; got \[1, 4\]",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megalith.config import BertConfig, TransformerConfig
 from megalith.errors import ShapeError
 from megalith.models.heads import ClassificationHead, MaskedLMTransform, Pooler, mean_embeddings, on_whole_rows
-from megalith.models.language_model import LanguageModel, Trunk, check_labels
+from megalith.models.language_model import LanguageModel, Trunk, check_labels, check_mask
 from megalith.numerics.dropout import DropoutKey
 from megalith.packed_seq_params import PackedSeqParams
 from megalith.parallel.build_options import BuildOptions
@@ -126,13 +126,13 @@ class BertModel(LanguageModel):
         Args:
             tokens: int64 [B, S]; for multiple_choice also [B, choices, S], as then ``token_types``, ``attention_mask``.
             labels: int64 [B, S], for pretraining: the token that is masked at each position; below 0 where none is to
-                be predicted. Of one that is no token of the vocabulary the loss is NaN.
-            token_types: int64 [B, S], below ``num_token_types``; by default all 0.
+                be predicted. The loss of a label outside the vocabulary is NaN.
+            token_types: int64 [B, S], below ``num_token_types``, for a model that has them; by default all 0.
             attention_mask: bool [B, S], False for padding; tokens of a row are together. By default all are tokens.
             position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ...
             packed_seq_params: in place of ``attention_mask``, where documents begin, in whole rows.
-            pooled_tokens: int64 [N], the tokens b * S + s that the pooler reads; by default the first of each row, also
-                where it is padding. Under context parallelism those that this rank has, by default none but on rank 0.
+            pooled_tokens: int64 [N], the tokens b * S + s that the pooler reads; by default the first of each row that
+                is not padding. Under context parallelism those that this rank has, by default none but on rank 0.
             dropout_key: as in ``GPTModel``; the token ids of [B, choices, S] are [B * choices, S].
             hidden: [S, B, H], [S/tp, B, H] under sequence parallelism: what the stage before gave.
             output: what is wanted: what the head predicts, the hidden states, or ``mean_embeddings`` of each row.
@@ -144,17 +144,20 @@ class BertModel(LanguageModel):
             [B, S, H]; embeddings [B, H]; or [S, B, H] from a stage without the head.
 
         Raises:
-            ShapeError: as ``GPTModel``; labels of other tokens; padding between tokens; ``attention_mask`` beside
-                documents, or of rows that are split; embeddings of such rows; choices for another head.
+            ShapeError: as ``GPTModel``; labels or masks of other tokens; padding between tokens; ``attention_mask``
+                beside documents, or of rows that are split; embeddings of such rows; labels, choices or token types for
+                a model without them.
             ConfigError: as ``GPTModel``.
         """
         num_choices = self._num_choices(tokens)
         tokens = tokens.flatten(0, -2)
         token_types, attention_mask = (x if x is None else x.flatten(0, -2) for x in (token_types, attention_mask))
         self._check_shape(tokens, hidden)
-        check_labels(labels, tokens)
+        self._check_given(tokens, labels, token_types)
         self._check_documents(tokens, None, packed_seq_params)
-        documents = self._documents(attention_mask, packed_seq_params)
+        documents = self._documents(tokens, attention_mask, packed_seq_params)
+        if output == "embeddings":
+            self._check_rows_are_texts(packed_seq_params)
         cp_size = self._check_split(is_split=position_ids is not None)
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)
@@ -165,8 +168,14 @@ class BertModel(LanguageModel):
             return x
         x = self._whole(x)
         if output == "predictions":
-            return self._predictions(x, tokens, labels, pooled_tokens, context, num_choices)
-        return x.transpose(0, 1) if output == "hidden" else self._embeddings(x, attention_mask)
+            if pooled_tokens is None:
+                pooled_tokens = self._first_tokens(tokens, attention_mask)
+            return self._predictions(x, labels, pooled_tokens, context, num_choices)
+        if output == "hidden":
+            return x.transpose(0, 1)
+        return mean_embeddings(
+            x, torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask
+        )
 
     def _num_choices(self, tokens: Tensor) -> int | None:
         """Of tokens [B, choices, S]; None of [B, S]."""
@@ -176,18 +185,35 @@ class BertModel(LanguageModel):
             )
         return tokens.shape[1] if tokens.dim() == 3 else None
 
+    def _check_given(self, tokens: Tensor, labels: Tensor | None, token_types: Tensor | None) -> None:
+        if labels is not None and self.head != "pretraining":
+            raise ShapeError(
+                f"labels are for bert.head=pretraining; bert.head={self.head} gives logits: leave labels out, and take "
+                "torch.nn.functional.cross_entropy of the logits and the classes"
+            )
+        check_labels(labels, tokens)
+        bert = self.config.bert
+        if token_types is not None and bert is not None and bert.num_token_types == 0:
+            raise ShapeError("this model has no token types, as model.bert.num_token_types=0 says; leave them out")
+
+    def _check_rows_are_texts(self, documents: PackedSeqParams | None) -> None:
+        if self.options.pg_collection.size("cp") > 1:
+            raise ShapeError("the mean of a row that is split over cp is on no rank; set parallel.context=1")
+        if documents is not None:
+            raise ShapeError(
+                "an embedding is of a row that is one text, and packed rows have several; pass attention_mask in place "
+                'of packed_seq_params, or take output="hidden" and the mean of each text'
+            )
+
     def _predictions(
         self,
         x: Tensor,
-        tokens: Tensor,
         labels: Tensor | None,
-        pooled_tokens: Tensor | None,
+        pooled_tokens: Tensor,
         context: LayerContext,
         num_choices: int | None,
     ) -> BertOutput | Tensor:
         """What the head makes of hidden states [S, B, H]; as ``forward``."""
-        if pooled_tokens is None:
-            pooled_tokens = self._first_tokens(tokens)
         if self.lm_head is not None:
             found, hits = self._of_tokens(self.lm_head, x, labels)
             return BertOutput(found, self._of_texts(x, pooled_tokens, context), hits)
@@ -245,20 +271,16 @@ class BertModel(LanguageModel):
         scores: Tensor = head(pooled, None if key is None else replace(key, tokens=key.tokens[row, place]))
         return scores
 
-    def _first_tokens(self, tokens: Tensor) -> Tensor:
+    def _first_tokens(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
         """int64 [B]: the first of each row; none on the ranks of cp that do not hold them."""
         B, S = tokens.shape
         num_here = B if self.options.pg_collection.rank("cp") == 0 else 0
-        return torch.arange(num_here, device=tokens.device) * S
+        starts = torch.arange(num_here, device=tokens.device) * S
+        return starts if attention_mask is None else starts + attention_mask.long().argmax(dim=1)
 
-    def _embeddings(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
-        if self.options.pg_collection.size("cp") > 1:
-            raise ShapeError("the mean of a row that is split over cp is on no rank; set parallel.context=1")
-        S, B, _ = x.shape
-        is_token = torch.ones(B, S, dtype=torch.bool, device=x.device) if attention_mask is None else attention_mask
-        return mean_embeddings(x, is_token)
-
-    def _documents(self, attention_mask: Tensor | None, documents: PackedSeqParams | None) -> PackedSeqParams | None:
+    def _documents(
+        self, tokens: Tensor, attention_mask: Tensor | None, documents: PackedSeqParams | None
+    ) -> PackedSeqParams | None:
         if attention_mask is None:
             return documents
         if documents is not None or self.options.pg_collection.size("cp") > 1:
@@ -266,4 +288,5 @@ class BertModel(LanguageModel):
                 "attention_mask is of whole rows, and stands for packed_seq_params; beside these, or where cp splits "
                 "rows, pass packed_seq_params alone: PackedSeqParams.from_padding(attention_mask)"
             )
+        check_mask("attention_mask", attention_mask, tokens)
         return PackedSeqParams.from_padding(attention_mask.cpu()).to(attention_mask.device)

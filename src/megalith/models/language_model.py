@@ -37,7 +37,7 @@ from megalith.transformer.stack import LayerStack
 from megalith.transformer.stage import Stage
 from megalith.transformer.step_record import MicroBatchRecord
 
-__all__ = ["LanguageModel", "TokenEmbedder", "Trunk", "check_labels", "hidden_dtype", "hidden_shape"]
+__all__ = ["LanguageModel", "TokenEmbedder", "Trunk", "check_labels", "check_mask", "hidden_dtype", "hidden_shape"]
 
 
 class TokenEmbedder(nn.Module, ABC):
@@ -297,6 +297,15 @@ def check_labels(labels: Tensor | None, tokens: Tensor) -> None:
     """Raises ShapeError for labels [B, S] that are of other tokens."""
     if labels is not None and labels.shape != tokens.shape:
         raise ShapeError(f"labels must be one for each token, {list(tokens.shape)}; got {list(labels.shape)}")
+
+
+def check_mask(name: str, mask: Tensor | None, tokens: Tensor) -> None:
+    """Raises ShapeError for a ``mask`` of padding that does not say of each of ``tokens`` [B, S] whether it is one."""
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape):
+        raise ShapeError(
+            f"{name} must be bool, one for each token, {list(tokens.shape)}, and False for padding; got {mask.dtype} "
+            f"{list(mask.shape)}{'' if mask.dtype == torch.bool else f'; {name}.bool() makes one of ones and zeros'}"
+        )
 
 
 def hidden_dtype(config: TransformerConfig, dtype: torch.dtype) -> torch.dtype:

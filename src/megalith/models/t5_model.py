@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megalith.config import TransformerConfig
 from megalith.errors import ShapeError
-from megalith.models.language_model import LanguageModel, TokenEmbedder, check_labels
+from megalith.models.language_model import LanguageModel, TokenEmbedder, check_labels, check_mask
 from megalith.numerics.dropout import DropoutKey, dropout
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.tensor.layers import ColumnParallelLinear
@@ -253,10 +253,12 @@ class T5Model(LanguageModel):
 
         Raises:
             ShapeError: lengths that sequence parallelism cannot split, masks with documents, caches or split rows;
-                documents, labels, token ids or ``hidden`` that do not fit; under cp no ``decoder_position_ids``.
+                documents, masks, labels, token ids or ``hidden`` that do not fit; under cp no ``decoder_position_ids``.
             ConfigError: training with dropout under tensor or context parallelism without a ``dropout_key``.
         """
         self._check_rows(tokens, decoder_tokens, hidden)
+        if decoder_tokens is None and not (labels is None and decoder_attention_mask is None):
+            raise ShapeError("labels and decoder_attention_mask are of decoder_tokens; pass these, or leave them out")
         check_labels(labels, tokens if decoder_tokens is None else decoder_tokens)
         self._check_split(is_split=decoder_position_ids is not None)
         documents = self._documents(tokens, decoder_tokens, (attention_mask, decoder_attention_mask), documents, caches)
@@ -280,6 +282,8 @@ class T5Model(LanguageModel):
             self._check_shape(decoder_tokens, hidden)
             if len(decoder_tokens) != len(tokens):
                 raise ShapeError(f"the decoder must have the encoder's {len(tokens)} rows; got {len(decoder_tokens)}")
+            if decoder_tokens.shape[1] == 0:
+                raise ShapeError("decoder_tokens must have a token at least: a T5's decoder begins with padding")
         elif not (self.stage.has_embedding and self.stage.has_head):
             raise ShapeError("the encoder's output is asked of a whole model, and this is a stage; pass decoder_tokens")
 
@@ -304,6 +308,8 @@ class T5Model(LanguageModel):
             )
         rows = tokens if decoder_tokens is None else decoder_tokens
         of_rows = zip(masks, (tokens, rows), strict=True)
+        for name, mask, row in zip(("attention_mask", "decoder_attention_mask"), masks, (tokens, rows), strict=True):
+            check_mask(name, mask, row)
         is_token = [torch.ones_like(row, dtype=torch.bool) if mask is None else mask for mask, row in of_rows]
         return PairedDocuments.from_padding(*(mask.cpu() for mask in is_token)).to(tokens.device)
 

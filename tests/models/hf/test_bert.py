@@ -31,7 +31,7 @@ from transformers import (
 
 from megalith.config import TransformerConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.bert_model import BertModel, BertOutput
+from megalith.models.bert_model import BertModel
 from megalith.models.hf import Family, detect, fitting, open_folder
 from megalith.models.hf.bert import BERT_CLASSIFICATION, BERT_MASKED_LM, BERT_MULTIPLE_CHOICE, BERT_PRETRAINING
 from megalith.models.hf.megatron_bert import (
@@ -142,9 +142,11 @@ def losses_of(case: Case, theirs: PreTrainedModel, ours: BertModel) -> tuple[Ten
         choices = {name: value[None] for name, value in given.items()}
         scores = ours(tokens[None], token_types=types[None], attention_mask=mask[None])
         return theirs(tokens[None], labels=classes[:1], **choices).loss, entropy(scores, classes[:1])
+    if ours.head == "classification":
+        scores, output = ours(tokens, token_types=types, attention_mask=mask), theirs(tokens, labels=classes, **given)
+        torch.testing.assert_close(scores, output.logits, rtol=0, atol=1e-5)
+        return output.loss, entropy(scores, classes)
     found = ours(tokens, labels=labels, token_types=types, attention_mask=mask)
-    if not isinstance(found, BertOutput):
-        return theirs(tokens, labels=classes, **given).loss, entropy(found, classes)
     loss, masked = found.tokens.sum() / (labels >= 0).sum(), labels.where(labels >= 0, -100)
     if found.binary is None:
         return theirs(tokens, labels=masked, **given).loss, loss

@@ -34,7 +34,8 @@ class BertInputs:
     """A micro-batch as ``BertModel.forward`` takes it, and what its rows are to tell.
 
     Attributes:
-        tokens, labels: int64 [B, S/cp]; labels are -1 where no token is to be predicted.
+        tokens: int64 [B, S/cp].
+        labels: int64 [B, S/cp], -1 where no token is to be predicted; None for a classifier.
         token_types: int64 [B, S/cp]; None where the model tells no types apart.
         position_ids: int64 [S/cp].
         packed_seq_params: tokens and padding of whole rows.
@@ -43,7 +44,7 @@ class BertInputs:
     """
 
     tokens: Tensor
-    labels: Tensor
+    labels: Tensor | None
     token_types: Tensor | None
     position_ids: Tensor
     packed_seq_params: PackedSeqParams
@@ -113,7 +114,7 @@ class BertTask(MaskedTask[Sample, BertBatch, BertInputs]):
         rows = torch.from_numpy(batch.row_ids).unsqueeze(1)  # [B, 1]
         return BertInputs(
             to_device(batch.tokens, device),
-            to_device(batch.labels, device),
+            to_device(batch.labels, device) if self.bert.head == "pretraining" else None,
             to_device(batch.token_types, device) if self.bert.num_token_types > 1 else None,
             to_device(columns, device),
             PackedSeqParams.from_padding(is_token).to(device),
