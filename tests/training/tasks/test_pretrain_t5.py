@@ -44,7 +44,7 @@ T5: dict[str, Any] = {
 
 def t5_settings(folder: Any, **groups: Any) -> dict[str, Any]:
     tree = masked_settings(folder, **groups)
-    tree["model"] = {**T5, "vocab_size": tree["model"]["vocab_size"]}
+    tree["model"] = {**T5, "vocab_size": tree["model"]["vocab_size"], **groups.get("model", {})}
     return tree
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from megalith.config import TransformerConfig, load_run
 from megalith.data.tokenizer import Tokenizer
+from megalith.errors import ConfigError
 from megalith.models.hf import open_folder
 from megalith.training.inference import load_model
 from megalith.training.pretrain import pretrain
@@ -42,13 +43,19 @@ def rotary(binary_head: bool = True, **groups: Any) -> dict[str, Any]:
     return {"model": {**ROTARY, "bert": {"num_token_types": 2, "binary_head": binary_head}}, **groups}
 
 
+OF_ROBERTA: dict[str, Any] = {"num_token_types": 1, "binary_head": False, "position_offset": 2}
 SETTINGS = {
     "pretraining": masked_settings,
     "pre-norm": partial(masked_settings, model={"residual": {}}),
     "rotary": partial(masked_settings, **rotary(binary_head=False)),
+    "roberta": partial(masked_settings, model={"bert": OF_ROBERTA, "init_method_std": 0.3}),
     "classification": labelled_settings,
     "rotary, classification": rotary_classifier,
     "t5": t5_settings,
+    "t5, plain, scaled logits": partial(
+        t5_settings, model={"activation": "relu", "multipliers": {"logits": 32**-0.5}, "init_method_std": 0.1}
+    ),
+    "t5, a head of its own": partial(t5_settings, model={"activation": "geglu_tanh", "tie_word_embeddings": False}),
 }
 HEADS_OF_TEXTS = ("pooler.dense", "binary_head.linear")
 SPECIAL = {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]", "pad_token": "[PAD]"}
@@ -63,18 +70,59 @@ def train(tree: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_a_run_comes_back_from_hugging_face_bit_for_bit(kind, tmp_path):
+def test_a_run_comes_back_from_hugging_face_bit_for_bit_and_loads_there_without_a_warning(
+    kind, tmp_path, caplog, monkeypatch
+):
     tree = SETTINGS[kind](tmp_path / "text", train={"steps": 1}, precision={"dtype": "float32"})
     tree["run"] = str(tmp_path / "run")
     ranks(1, train, tree)
     exported = export_model(tmp_path / "run", tmp_path / "hf")
     assert isinstance(exported.proof, LogitProof)
     assert exported.proof.max_abs_difference < 1e-5
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    there = getattr(transformers, exported.family.architecture)
+    _, told = there.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(told.values()), told
+    # its configs tie every T5, and it says so of each that has a head of its own, as the published FLAN-T5s have
+    known = "The tied weights mapping and config for this model" if kind == "t5, a head of its own" else None
+    told = {record.getMessage() for record in caplog.records if record.name.startswith("transformers")}
+    assert not {message for message in told if known is None or not message.startswith(known)}
     imported = import_model(tmp_path / "hf", tmp_path / "back")
     assert isinstance(imported.proof, LogitProof)
     before, after = (dict(load_model(tmp_path / name).model.named_parameters()) for name in ("run", "back"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_roberta_of_theirs_is_proven_whatever_token_it_pads_with(tmp_path):
+    torch.manual_seed(0)
+    for padding in (0, 1, 5):
+        config = transformers.RobertaConfig(
+            vocab_size=67,  # random tokens are paddings now and then
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=48,
+            max_position_embeddings=70,
+            initializer_range=0.3,
+            pad_token_id=padding,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path / f"hf-{padding}")
+        found = import_model(tmp_path / f"hf-{padding}", tmp_path / f"run-{padding}")
+        assert isinstance(found.proof, LogitProof)
+        exported = export_model(tmp_path / f"run-{padding}", tmp_path / f"back-{padding}")
+        assert isinstance(exported.proof, LogitProof)
+
+
+def test_positions_that_theirs_would_count_otherwise_are_refused(tmp_path):
+    bert = OF_ROBERTA | {"position_offset": 4}
+    tree = masked_settings(tmp_path / "text", train={"steps": 1}, model={"bert": bert})
+    ranks(1, train, {**tree, "run": str(tmp_path / "run")})
+    with pytest.raises(ConfigError, match=r"pads with token 1, where .*=4 needs 3; train with .*position_offset=2"):
+        export_model(tmp_path / "run", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,8 @@ def export_model(
         progress: told the bytes of tensors written so far, and all of them.
 
     Raises:
-        ConfigError: no family can represent the model, with the reasons of each; or there is no such dtype.
+        ConfigError: no family can represent the model, with the reasons of each; it counts positions by another padding
+            token than the run's; or there is no such dtype.
         CheckpointError: there is no complete checkpoint, it is damaged, or the logits differ.
         StorageError: ``out`` exists, or cannot be written.
     """
@@ -98,6 +99,7 @@ def export_model(
     else:
         special = _special(tokenizer, model)
         ids = _token_ids(tokenizer, model, special)
+        _check_padding(model, family, ids.get("pad_token_id"))
         hf_config |= ids
         longest = model.max_position_embeddings or num_positions
         written = written_companions(companions, tokenizer, longest, special, {} if model.kind == "bert" else ids)
@@ -115,6 +117,17 @@ def export_model(
         write_tokenizer(made, tokenizer, written)
         proof = stored_proof(checkpoint, made, made) if with_proof else None
     return Exported(checkpoint, family, dtype, tokenizer, _left_out(config.model, family), proof)
+
+
+def _check_padding(model: TransformerConfig, family: Family, padding: int | None) -> None:
+    """Raises ConfigError where transformers would count positions from another row of their table than the run did."""
+    offset = model.position_offset
+    if offset and padding is not None and padding != offset - 1:
+        raise ConfigError(
+            f"{family.architecture} counts positions from the row after that of its padding token, and the run's "
+            f"tokenizer pads with token {padding}, where model.bert.position_offset={offset} needs {offset - 1}; train "
+            f"with model.bert.position_offset={padding + 1}"
+        )
 
 
 def _left_out(model: TransformerConfig, family: Family) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ def prove(run: str | Path | Store, folder: str | Path | Store) -> LogitProof:
     written = described.family.written(without_modules(config.model))
     if state_shapes(written) != state_shapes(without_modules(described.config)):
         raise CheckpointError(f"{run} and {folder} are not the same model: their tensors have other names or shapes")
-    inputs = _inputs(described.config, torch.randint(V, (_ROWS, S), generator=torch.Generator().manual_seed(0)))
+    inputs = _inputs(described.config, _random_tokens(described.config, V, S))
     with torch.no_grad():
         ours = _our_logits(run, getattr(torch, described.weights.dtype), inputs)
         theirs = _their_logits(described, transformers, inputs)
@@ -93,6 +93,15 @@ def prove(run: str | Path | Store, folder: str | Path | Store) -> LogitProof:
     if not difference <= _TOLERANCE * largest:  # NaN is no proof
         raise CheckpointError(f"{run} and {folder} are not the same model: {proof}")
     return proof
+
+
+def _random_tokens(config: TransformerConfig, V: int, S: int) -> Tensor:
+    """int64 [rows, S]; none is the padding by which a RoBERTa of theirs counts positions, and ours does not."""
+    generator = torch.Generator().manual_seed(0)
+    if config.position_offset == 0:
+        return torch.randint(V, (_ROWS, S), generator=generator)
+    tokens = torch.randint(V - 1, (_ROWS, S), generator=generator)
+    return tokens + (tokens >= config.position_offset - 1)
 
 
 def _inputs(config: TransformerConfig, tokens: Tensor) -> dict[str, Tensor]:
