@@ -188,6 +188,6 @@ CASES: dict[str, Case] = {
             "full": Size(L=4, H=512, A=8, F=1024, V=8192, S=128, T=48, B=16),
             "quick": Size(L=2, H=64, A=4, F=128, V=256, S=64, T=16, B=2),
         },
-        ("eager",),
+        ("eager", "sdpa"),
     ),
 }

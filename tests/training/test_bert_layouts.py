@@ -57,7 +57,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard 2 x tensor 2": (4, {"shard": 2, "tensor": 2}),
     "replicate 2 x context 2": (4, {"replicate": 2, "context": 2}),
 }
-# `make test` takes each layout of two ranks once, by turns of the options
+# `make test` takes each layout of two ranks once, with one option after another
 FAST = {
     ("post-norm, padded", "tensor 2, sequence"),
     ("post-norm, padded", "pipeline 2, uneven"),

@@ -26,8 +26,7 @@ class BertConfig(SettingsGroup):
     )
     binary_head: bool = Field(
         default=True,
-        description="and whether two sentences are in their order (ALBERT) or follow each other (BERT), by the "
-        "pooled first token",
+        description="also predict, by the pooled first token, whether two segments are in their order (ALBERT)",
     )
     num_classes: int | None = Field(default=None, ge=2, le=LARGEST_SIZE, description="[classes] of texts; required")
     classifier_dropout: float | None = Field(

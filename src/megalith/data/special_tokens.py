@@ -134,6 +134,6 @@ def spelled(tokenizer: Tokenizer, kind: ModelKind) -> dict[str, str]:
 def _missing(tokenizer: Tokenizer, purpose: str, what: str, kind: str) -> DataError:
     return DataError(
         f"{purpose} needs a tokenizer with {what}; {tokenizer.name} has none; prepare the data with a tokenizer.json "
-        f"that has, or train one with: megalith data prepare FILES... --out PREFIX --vocab-size N --special-tokens "
-        f"{kind}"
+        f"that has them, or train one with: megalith data prepare FILES... --out PREFIX --vocab-size N "
+        f"--special-tokens {kind}"
     )

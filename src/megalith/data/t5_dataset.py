@@ -9,6 +9,7 @@ Spans are Megatron's: runs of whole words, by default geometric(0.2) of them and
 
 import logging
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,7 +166,7 @@ class T5Dataset(MaskedDataset[T5Sample]):
         lengths = ngram_distribution(word_masking.max_ngram, word_masking.geometric)
         words = float(lengths @ np.arange(1, len(lengths) + 1))  # of a run, each a token or more
         num_spans = math.ceil((self.seq_length - 1) * word_masking.probability / words)
-        if self._limits.spans < num_spans:
+        if self._limits.spans < num_spans and os.environ.get("RANK", "0") == "0":
             log.warning(
                 "%s has %d sentinels, and a sample of %d tokens may have some %d masked spans; what is over is not "
                 "masked: use a tokenizer with more sentinels, or longer spans (data.masking.max_ngram)",

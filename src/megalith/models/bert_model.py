@@ -154,10 +154,9 @@ class BertModel(LanguageModel):
         token_types, attention_mask = (x if x is None else x.flatten(0, -2) for x in (token_types, attention_mask))
         self._check_shape(tokens, hidden)
         self._check_given(tokens, labels, token_types)
-        self._check_documents(tokens, None, packed_seq_params)
-        documents = self._documents(tokens, attention_mask, packed_seq_params)
         if output == "embeddings":
             self._check_rows_are_texts(packed_seq_params)
+        documents = self._documents(tokens, attention_mask, packed_seq_params)
         cp_size = self._check_split(is_split=position_ids is not None)
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)
@@ -168,9 +167,8 @@ class BertModel(LanguageModel):
             return x
         x = self._whole(x)
         if output == "predictions":
-            if pooled_tokens is None:
-                pooled_tokens = self._first_tokens(tokens, attention_mask)
-            return self._predictions(x, labels, pooled_tokens, context, num_choices)
+            pooled = self._first_tokens(tokens, attention_mask) if pooled_tokens is None else pooled_tokens
+            return self._predictions(x, labels, pooled, context, num_choices)
         if output == "hidden":
             return x.transpose(0, 1)
         return mean_embeddings(
@@ -281,6 +279,7 @@ class BertModel(LanguageModel):
     def _documents(
         self, tokens: Tensor, attention_mask: Tensor | None, documents: PackedSeqParams | None
     ) -> PackedSeqParams | None:
+        self._check_documents(tokens, None, documents)
         if attention_mask is None:
             return documents
         if documents is not None or self.options.pg_collection.size("cp") > 1:

@@ -75,7 +75,7 @@ FIELDS = {
         "an MLP in layer 1": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
     },
     "gpt_oss": {
-        "windows by turns": {},
+        "windows in every other layer": {},
         "a window by layer_types, untied, no biases": {"layer_types": [WHOLE, LOCAL], "attention_bias": False},
         "no window, tied, usual positions": {
             "layer_types": [WHOLE, WHOLE],

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megalith.checkpoint.load import open_tensors, read_state
+from megalith.checkpoint.stored_tensors import StoredTensors
 from megalith.checkpoint.verify import verify_checkpoint
 from megalith.config import TransformerConfig
 from megalith.data.companions import (
@@ -103,10 +104,7 @@ def export_model(
         hf_config |= ids
         longest = model.max_position_embeddings or num_positions
         written = written_companions(companions, tokenizer, longest, special, {} if model.kind == "bert" else ids)
-    verify_checkpoint(checkpoint)
-    weights = open_tensors(checkpoint, is_weight)
-    shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
-    check_shapes(shapes, state_shapes(config.model), str(checkpoint))
+    weights = _checked_weights(checkpoint, config.model)
     with new_folder(out) as made:
         packed, buffers = family.packed(model), buffer_shapes(model)
         dtypes = {
@@ -117,6 +115,14 @@ def export_model(
         write_tokenizer(made, tokenizer, written)
         proof = stored_proof(checkpoint, made, made) if with_proof else None
     return Exported(checkpoint, family, dtype, tokenizer, _left_out(config.model, family), proof)
+
+
+def _checked_weights(checkpoint: Store, model: TransformerConfig) -> StoredTensors:
+    verify_checkpoint(checkpoint)
+    weights = open_tensors(checkpoint, is_weight)
+    shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
+    check_shapes(shapes, state_shapes(model), str(checkpoint))
+    return weights
 
 
 def _check_padding(model: TransformerConfig, family: Family, padding: int | None) -> None:
