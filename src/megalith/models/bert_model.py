@@ -157,10 +157,7 @@ class BertModel(LanguageModel):
         if output == "embeddings":
             self._check_rows_are_texts(packed_seq_params)
         documents = self._documents(tokens, attention_mask, packed_seq_params)
-        cp_size = self._check_split(is_split=position_ids is not None)
-        if position_ids is None:
-            position_ids = torch.arange(tokens.shape[1], device=tokens.device)
-        self._check_positions(position_ids, tokens.shape[1] * cp_size)
+        position_ids = self._positions(tokens, position_ids)
         context = self._context(tokens, position_ids, documents, dropout_key, mask=BIDIRECTIONAL)
         x: Tensor = self.model(tokens, position_ids, context, None, hidden, token_types)
         if not self.stage.has_head:
@@ -169,11 +166,7 @@ class BertModel(LanguageModel):
         if output == "predictions":
             pooled = self._first_tokens(tokens, attention_mask) if pooled_tokens is None else pooled_tokens
             return self._predictions(x, labels, pooled, context, num_choices)
-        if output == "hidden":
-            return x.transpose(0, 1)
-        return mean_embeddings(
-            x, torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask
-        )
+        return x.transpose(0, 1) if output == "hidden" else self._embeddings(x, attention_mask)
 
     def _num_choices(self, tokens: Tensor) -> int | None:
         """Of tokens [B, choices, S]; None of [B, S]."""
@@ -182,6 +175,13 @@ class BertModel(LanguageModel):
                 f"tokens must be [B, S]; got {list(tokens.shape)}; only bert.head=multiple_choice has [B, choices, S]"
             )
         return tokens.shape[1] if tokens.dim() == 3 else None
+
+    def _positions(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
+        cp_size = self._check_split(is_split=position_ids is not None)
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)
+        self._check_positions(position_ids, tokens.shape[1] * cp_size)
+        return position_ids
 
     def _check_given(self, tokens: Tensor, labels: Tensor | None, token_types: Tensor | None) -> None:
         if labels is not None and self.head != "pretraining":
@@ -275,6 +275,11 @@ class BertModel(LanguageModel):
         num_here = B if self.options.pg_collection.rank("cp") == 0 else 0
         starts = torch.arange(num_here, device=tokens.device) * S
         return starts if attention_mask is None else starts + attention_mask.long().argmax(dim=1)
+
+    def _embeddings(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        S, B, _ = x.shape
+        is_token = torch.ones(B, S, dtype=torch.bool, device=x.device) if attention_mask is None else attention_mask
+        return mean_embeddings(x, is_token)
 
     def _documents(
         self, tokens: Tensor, attention_mask: Tensor | None, documents: PackedSeqParams | None

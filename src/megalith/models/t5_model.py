@@ -257,9 +257,7 @@ class T5Model(LanguageModel):
             ConfigError: training with dropout under tensor or context parallelism without a ``dropout_key``.
         """
         self._check_rows(tokens, decoder_tokens, hidden)
-        if decoder_tokens is None and not (labels is None and decoder_attention_mask is None):
-            raise ShapeError("labels and decoder_attention_mask are of decoder_tokens; pass these, or leave them out")
-        check_labels(labels, tokens if decoder_tokens is None else decoder_tokens)
+        _check_of_decoder(labels, decoder_attention_mask, decoder_tokens)
         self._check_split(is_split=decoder_position_ids is not None)
         documents = self._documents(tokens, decoder_tokens, (attention_mask, decoder_attention_mask), documents, caches)
         seen = None
@@ -354,3 +352,10 @@ def _num_cached(caches: Mapping[int, KVCache] | None) -> int:
 def _positions(tokens: Tensor, caches: Mapping[int, KVCache] | None = None, given: Tensor | None = None) -> Tensor:
     """int64 [S] of tokens [B, S], which follow those in ``caches``, unless they are ``given``."""
     return _num_cached(caches) + torch.arange(tokens.shape[1], device=tokens.device) if given is None else given
+
+
+def _check_of_decoder(labels: Tensor | None, decoder_mask: Tensor | None, decoder_tokens: Tensor | None) -> None:
+    if decoder_tokens is not None:
+        check_labels(labels, decoder_tokens)
+    elif labels is not None or decoder_mask is not None:
+        raise ShapeError("labels and decoder_attention_mask are of decoder_tokens; pass these, or leave them out")
