@@ -80,7 +80,7 @@ def _ours(size: Size, folder: Path, *, dtype: torch.dtype) -> Step:
             return losses.mean()
         found = model(batch["tokens"], labels=batch["labels"])
         assert isinstance(found, BertOutput), "of a model with the head of pretraining"
-        return found.tokens.sum() / (batch["labels"] >= 0).sum()
+        return found.predictions.sum() / (batch["labels"] >= 0).sum()
 
     return _Step(model.train(), loss, folder, dict(model.named_parameters())[_EMBEDDING])
 

@@ -67,8 +67,8 @@ def one_by_one(model: BertModel) -> tuple[list[Tensor], list[Tensor], dict[str, 
     losses, binary = [], []
     for sentence in sentences_for(model):
         output = model(sentence.pop("tokens"), **sentence)
-        losses.append(output.tokens[0])
-        binary.append(output.binary)
+        losses.append(output.predictions[0])
+        binary.append(output.binary_logits)
     return losses, binary, gradients(model, losses, binary)
 
 
@@ -94,10 +94,10 @@ def test_padded_rows_are_the_sentences_one_by_one(fields):
         for name, values in sentence.items():
             batch[name][row, : LENGTHS[row]] = values
     output = model(batch.pop("tokens"), attention_mask=mask, **batch)
-    found = [output.tokens[row, :length] for row, length in enumerate(LENGTHS)]
+    found = [output.predictions[row, :length] for row, length in enumerate(LENGTHS)]
     assert_close(found, losses)
-    assert_close(output.binary, torch.cat(binary) if binary[0] is not None else None)
-    got = gradients(model, found, [output.binary])
+    assert_close(output.binary_logits, torch.cat(binary) if binary[0] is not None else None)
+    got = gradients(model, found, [output.binary_logits])
     assert_close(got, want)
 
 
@@ -129,10 +129,10 @@ def test_packed_rows_are_the_sentences_one_by_one(fields):
         pooled_tokens=packed.cu_seqlens_q[:-1].long(),
         **batch,
     )
-    found = list(output.tokens[0].split(LENGTHS))
+    found = list(output.predictions[0].split(LENGTHS))
     assert_close(found, losses)
-    assert_close(output.binary, torch.cat(binary) if binary[0] is not None else None)
-    assert_close(gradients(model, found, [output.binary]), want)
+    assert_close(output.binary_logits, torch.cat(binary) if binary[0] is not None else None)
+    assert_close(gradients(model, found, [output.binary_logits]), want)
 
 
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
@@ -140,9 +140,9 @@ def test_losses_are_those_of_the_logits(fields):
     model = built(config(**fields)).eval()
     for sentence in sentences_for(model):
         labels = sentence.pop("labels")
-        logits = model(**sentence).tokens
+        logits = model(**sentence).predictions
         want = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-1, reduction="none")
-        assert_close(model(**sentence, labels=labels).tokens, want)
+        assert_close(model(**sentence, labels=labels).predictions, want)
 
 
 def test_the_fused_loss_has_the_bias_of_the_vocabulary():
@@ -154,14 +154,14 @@ def test_the_fused_loss_has_the_bias_of_the_vocabulary():
     fused.load_state_dict(want.state_dict())
     for sentence in sentences():
         tokens = sentence.pop("tokens")
-        assert_close(fused(tokens, **sentence).tokens, want(tokens, **sentence).tokens)
+        assert_close(fused(tokens, **sentence).predictions, want(tokens, **sentence).predictions)
 
 
 def test_a_row_without_masked_tokens_has_no_loss_and_no_gradient():
     model = built(config())
     output = model.eval()(torch.arange(8).view(1, 8), labels=torch.full((1, 8), -1))
-    assert torch.equal(output.tokens, torch.zeros(1, 8, dtype=torch.float64))
-    output.tokens.sum().backward()
+    assert torch.equal(output.predictions, torch.zeros(1, 8, dtype=torch.float64))
+    output.predictions.sum().backward()
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
@@ -253,8 +253,8 @@ def test_stages_compute_what_the_whole_model_does(fields):
     batch = {"dropout_key": DropoutKey(1, 2, tokens), "token_types": tokens % 2 if fields.get("bert") is None else None}
     want = whole(tokens, labels=tokens, **batch)
     found = last(tokens, labels=tokens, hidden=first(tokens, **batch), **batch)
-    assert torch.equal(found.tokens, want.tokens)
-    assert want.binary is None or torch.equal(found.binary, want.binary)
+    assert torch.equal(found.predictions, want.predictions)
+    assert want.binary_logits is None or torch.equal(found.binary_logits, want.binary_logits)
     assert len(first.shared_weights()) == len(last.copied_weights()) == settings.tie_word_embeddings
 
 
@@ -263,7 +263,7 @@ def test_the_order_of_tokens_is_seen_both_ways():
     tokens = torch.arange(8).view(1, 8)
     other = tokens.clone()
     other[0, 7] = 60
-    assert not torch.allclose(model(tokens).tokens[0, 0], model(other).tokens[0, 0])
+    assert not torch.allclose(model(tokens).predictions[0, 0], model(other).predictions[0, 0])
 
 
 @pytest.mark.parametrize(

@@ -100,5 +100,5 @@ class PredictMasked(PretrainGPT):
         )
 
     def sums(self, output: BertOutput, inputs: MaskedInputs) -> Mapping[str, Tensor]:
-        texts = nn.functional.cross_entropy(output.binary, inputs.classes, reduction="sum")
-        return {"lm": output.tokens.sum(), "text": texts}
+        texts = nn.functional.cross_entropy(output.binary_logits, inputs.classes, reduction="sum")
+        return {"lm": output.predictions.sum(), "text": texts}

@@ -35,13 +35,13 @@ __all__ = ["BertModel", "BertOutput"]
 class BertOutput(NamedTuple):
     """What a model with the head of pretraining gives.
 
-    ``tokens``: the loss of each label, [B, S] in float32 or wider, 0 where there is none; logits [B, S, V] without
-    labels. ``binary``: logits [N, 2] of the texts that were pooled; None without a binary head. ``hits``, in evaluation
-    with labels: whether a label is the likeliest token, bool [B, S], False where there is none.
+    ``predictions``: the loss of each label, [B, S] in float32 or wider, 0 where there is none; logits [B, S, V] without
+    labels. ``binary_logits``: [N, 2], of the texts that were pooled; None without a binary head. ``hits``, in
+    evaluation with labels: whether a label is the likeliest token, bool [B, S], False where there is none.
     """
 
-    tokens: Tensor
-    binary: Tensor | None
+    predictions: Tensor
+    binary_logits: Tensor | None
     hits: Tensor | None = None
 
 

@@ -147,11 +147,11 @@ def losses_of(case: Case, theirs: PreTrainedModel, ours: BertModel) -> tuple[Ten
         torch.testing.assert_close(scores, output.logits, rtol=0, atol=1e-5)
         return output.loss, entropy(scores, classes)
     found = ours(tokens, labels=labels, token_types=types, attention_mask=mask)
-    loss, masked = found.tokens.sum() / (labels >= 0).sum(), labels.where(labels >= 0, -100)
-    if found.binary is None:
+    loss, masked = found.predictions.sum() / (labels >= 0).sum(), labels.where(labels >= 0, -100)
+    if found.binary_logits is None:
         return theirs(tokens, labels=masked, **given).loss, loss
     both = theirs(tokens, labels=masked, next_sentence_label=classes, **given).loss
-    return both, loss + entropy(found.binary, classes)
+    return both, loss + entropy(found.binary_logits, classes)
 
 
 @of_cases
@@ -175,10 +175,10 @@ def test_hidden_states_logits_and_gradients_are_theirs(case):
         torch.testing.assert_close(hidden[mask], want[mask], rtol=0, atol=1e-5)
         if case.family.head is not None:
             logits, output = ours(tokens, token_types=types, attention_mask=mask), theirs(tokens, **given)
-            of_tokens = output.prediction_logits if logits.binary is not None else output.logits
-            torch.testing.assert_close(logits.tokens[mask], of_tokens[mask], rtol=0, atol=1e-5)
-            if logits.binary is not None:
-                torch.testing.assert_close(logits.binary, output.seq_relationship_logits, rtol=0, atol=1e-5)
+            of_tokens = output.prediction_logits if logits.binary_logits is not None else output.logits
+            torch.testing.assert_close(logits.predictions[mask], of_tokens[mask], rtol=0, atol=1e-5)
+            if logits.binary_logits is not None:
+                torch.testing.assert_close(logits.binary_logits, output.seq_relationship_logits, rtol=0, atol=1e-5)
     loss_there, loss = losses_of(case, theirs, ours)
     torch.testing.assert_close(loss, loss_there, rtol=1e-6, atol=0)
     loss_there.backward()

@@ -53,12 +53,12 @@ def test_losses_and_accuracies_are_those_of_the_models_logits(binary_head, tmp_p
         output = model(tokens, token_types=types)
         at = torch.from_numpy(sample.loss_mask[:N])
         labels = torch.from_numpy(sample.labels[:N])[at]
-        wrong += cross_entropy(output.tokens[0][at], labels, reduction="sum").item()
-        right += (output.tokens[0][at].argmax(-1) == labels).sum().item()
+        wrong += cross_entropy(output.predictions[0][at], labels, reduction="sum").item()
+        right += (output.predictions[0][at].argmax(-1) == labels).sum().item()
         masked += len(labels)
         if binary_head:
-            in_order += int(output.binary.argmax(-1)) == int(sample.is_swapped)
-            orders += cross_entropy(output.binary, torch.tensor([int(sample.is_swapped)])).item()
+            in_order += int(output.binary_logits.argmax(-1)) == int(sample.is_swapped)
+            orders += cross_entropy(output.binary_logits, torch.tensor([int(sample.is_swapped)])).item()
     assert counts["mlm"] == counts["mlm_accuracy"] == masked
     assert found["mlm"].item() == pytest.approx(wrong, rel=1e-9)
     assert found["mlm_accuracy"].item() == right

@@ -61,13 +61,13 @@ class PretrainBert(BertTask[BertSample]):
 
     def sums(self, output: BertOutput, inputs: BertInputs) -> Mapping[str, Tensor]:
         """The losses of masked tokens and of rows; in evaluation too how many are predicted right."""
-        found = {"mlm": output.tokens.sum()}
+        found = {"mlm": output.predictions.sum()}
         if output.hits is not None:
             found["mlm_accuracy"] = output.hits.sum().float()
-        if output.binary is not None:
-            wide = output.binary.to(torch.promote_types(output.binary.dtype, torch.float32))
+        if output.binary_logits is not None:
+            wide = output.binary_logits.to(torch.promote_types(output.binary_logits.dtype, torch.float32))
             found["sop"] = cross_entropy(wide, inputs.classes, reduction="sum")
-            found["sop_accuracy"] = (output.binary.argmax(-1) == inputs.classes).sum().float()
+            found["sop_accuracy"] = (output.binary_logits.argmax(-1) == inputs.classes).sum().float()
         return found
 
     def sample_as_text(self, sample: BertSample) -> list[str]:

@@ -122,7 +122,7 @@ def _our_logits(run: str | Path | Store, rounded_to: torch.dtype, inputs: Mappin
     for parameter in model.parameters():
         parameter.copy_(parameter.to(rounded_to))
     output = model(**inputs)
-    logits: Tensor = output.tokens if isinstance(output, BertOutput) else output  # [B, S, V], or [B, classes]
+    logits: Tensor = output.predictions if isinstance(output, BertOutput) else output  # [B, S, V], or [B, classes]
     return logits
 
 
