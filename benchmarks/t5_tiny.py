@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from benchmarks.recipe_runs import VOCABULARY, prepare_sources, run_main, train
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.special_tokens import T5Tokens, t5_tokens
-from megalith.data.t5_dataset import T5Sample
+from megalith.data.t5_dataset import T5Sample, fill_spans
 from megalith.data.tokenizer import Tokenizer
 from megalith.insight.masked_baselines import MaskedBaselines, masked_baselines
 from megalith.storage import write_json_atomic
@@ -83,19 +83,8 @@ def _guessing(run: Path, prefix: Path) -> MaskedBaselines:
 
 
 def _filled(sample: T5Sample, special: T5Tokens) -> _Filled:
-    sentinels = set(special.sentinels.tolist())
-    spans: dict[int, list[int]] = {}
-    for token in sample.labels[: sample.num_decoder_tokens - 1].tolist():  # without the end
-        if token in sentinels:
-            spans[token] = span = []
-        else:
-            span.append(token)
-    labels, is_missing = [special.end], [False]  # before the text is the end of another
-    for token in sample.tokens[: sample.num_tokens - 1].tolist():
-        found = spans.get(token, [token])
-        labels += found
-        is_missing += [token in spans] * len(found)
-    return _Filled(np.array(labels), np.array(is_missing))
+    text, is_missing = fill_spans(sample, special)
+    return _Filled(np.roll(text, 1), np.roll(is_missing, 1))  # before the text is the end of another
 
 
 if __name__ == "__main__":

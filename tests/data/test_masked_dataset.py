@@ -12,8 +12,8 @@ from megalith.config.masking_config import MaskingConfig
 from megalith.data.bert_dataset import BertDataset, stack_bert_samples
 from megalith.data.indexed_dataset import IndexedDatasetBuilder
 from megalith.data.masked_dataset import HeldOutSamples
-from megalith.data.special_tokens import SPECIAL_TOKENS, bert_tokens, t5_tokens
-from megalith.data.t5_dataset import T5Dataset, decoder_length
+from megalith.data.special_tokens import SPECIAL_TOKENS, T5Tokens, bert_tokens, t5_tokens
+from megalith.data.t5_dataset import T5Dataset, T5Sample, decoder_length, fill_spans
 from megalith.data.tokenizer import train_byte_level_bpe
 from megalith.errors import ConfigError, DataError
 from megalith.numerics.draws import uniform_rows
@@ -138,15 +138,19 @@ def test_t5_samples_give_the_text_back(prefix, tokenizer):
         assert encoder[-1] == labels[-1] == special.end
         used = [token for token in encoder if token in sentinels]
         assert used == [token for token in labels if token in sentinels] == sentinels[: len(used)]
-        spans = {}
-        for token in labels[:-1]:
-            if token in sentinels:
-                current = spans.setdefault(token, [])
-            else:
-                current.append(token)
-        filled = [token for each in encoder for token in spans.get(each, [each])]
-        assert filled == text.tokens[: text.num_tokens].tolist()
+        filled, is_missing = fill_spans(sample, special)
+        assert filled.tolist() == text.tokens[: text.num_tokens].tolist()
+        assert is_missing.sum() == len(labels) - len(used) - 1
         assert text.num_decoder_tokens == 1
+
+
+def test_a_sample_is_filled_with_what_its_decoder_learns():
+    special = T5Tokens(0, 1, np.array([90, 91, 92]))
+    tokens = np.array([5, 90, 6, 7, 91, 1, 0, 0])  # of 5 10 11 6 7 12, the end, padding
+    labels = np.array([90, 10, 11, 91, 12, 1, 0])
+    text, is_missing = fill_spans(T5Sample(tokens, np.roll(labels, 1), labels, labels > 0, 6, 6, False), special)
+    assert text.tolist() == [5, 10, 11, 6, 7, 12, 1]
+    assert is_missing.tolist() == [False, True, True, False, False, True, False]
 
 
 def t5_samples(prefix, tokenizer, num_sentinels, T, monkeypatch):

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from megalith.config.masking_config import MaskingConfig
 from megalith.data.indexed_dataset import IndexedDataset
 from megalith.data.masked_dataset import MaskedDataset
-from megalith.data.special_tokens import t5_tokens
+from megalith.data.special_tokens import T5Tokens, t5_tokens
 from megalith.data.tokenizer import Tokenizer
 from megalith.data.word_masks import SpanLimits, WordMasking, ngram_distribution
 from megalith.errors import ConfigError
 from megalith.numerics.draws import Draws
 
-__all__ = ["T5Batch", "T5Dataset", "T5Sample", "decoder_length", "stack_t5_samples"]
+__all__ = ["T5Batch", "T5Dataset", "T5Sample", "decoder_length", "fill_spans", "stack_t5_samples"]
 
 log = logging.getLogger(__name__)
 Tokens = NDArray[np.int64]
@@ -99,6 +99,22 @@ def stack_t5_samples(samples: Sequence[T5Sample], row_ids: Sequence[int]) -> T5B
         np.arange(len(samples[0].tokens)),
         np.arange(len(samples[0].decoder_tokens)),
     )
+
+
+def fill_spans(sample: T5Sample, special: T5Tokens) -> tuple[Tokens, NDArray[np.bool_]]:
+    """The encoder's row before padding, with the span that the labels say in place of each sentinel.
+
+    A sentinel that the labels do not have stays.
+
+    Returns:
+        int64 [N], the text and the end; bool [N], which tokens are of spans.
+    """
+    learned = sample.labels[: sample.num_decoder_tokens - 1]  # without the end
+    begins = np.flatnonzero(np.isin(learned, special.sentinels))
+    spans = {int(span[0]): span[1:] for span in np.split(learned, begins)[1:]}
+    read = sample.tokens[: sample.num_tokens].tolist()
+    pieces = [spans.get(token, np.array([token])) for token in read]
+    return np.concatenate(pieces), np.repeat([token in spans for token in read], list(map(len, pieces)))
 
 
 def decoder_length(seq_length: int, probability: float) -> int:

@@ -14,7 +14,7 @@ from megalith.config.draft import round_up
 from megalith.config.layout import Layout
 from megalith.data.masked_dataset import HeldOutSamples
 from megalith.data.special_tokens import t5_tokens
-from megalith.data.t5_dataset import T5Batch, T5Dataset, T5Sample, decoder_length, stack_t5_samples
+from megalith.data.t5_dataset import T5Batch, T5Dataset, T5Sample, decoder_length, fill_spans, stack_t5_samples
 from megalith.errors import ConfigError
 from megalith.models.language_model import hidden_shape
 from megalith.models.t5_model import T5Model
@@ -168,19 +168,8 @@ class PretrainT5(MaskedTask[T5Sample, T5Batch, T5Inputs]):
 
     def sample_as_text(self, sample: T5Sample) -> list[str]:
         """The text decoded, with the missing spans in brackets where they stood."""
-        special, ids, in_brackets = t5_tokens(self.tokenizer), list[int](), list[bool]()
-        spans, span = dict[int, list[int]](), list[int]()
-        sentinels = set(special.sentinels.tolist())
-        for token in sample.labels[: sample.num_decoder_tokens - 1].tolist():
-            if token in sentinels:
-                span = spans.setdefault(token, [])
-            else:
-                span.append(token)
-        for token in sample.tokens[: sample.num_tokens].tolist():
-            found = spans.get(token, [token])
-            ids += found
-            in_brackets += [token in spans] * len(found)
-        return bracketed(ids, in_brackets, self.tokenizer)
+        text, is_missing = fill_spans(sample, t5_tokens(self.tokenizer))
+        return bracketed(text.tolist(), is_missing.tolist(), self.tokenizer)
 
     def text_writer(self) -> T5TextWriter:
         """Fills the gaps in the prompts of ``train.generation``."""
