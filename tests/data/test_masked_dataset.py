@@ -1,6 +1,7 @@
 """BERT's and T5's samples, packed by a rule written out, and masked by distribution, by formula of the index."""
 
 from dataclasses import replace
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import megalith.data.sentence_packing as packing
 import megalith.data.t5_dataset as t5_dataset
 from megalith.config.masking_config import MaskingConfig
 from megalith.data.bert_dataset import BertDataset, stack_bert_samples
-from megalith.data.indexed_dataset import IndexedDatasetBuilder
+from megalith.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megalith.data.masked_dataset import HeldOutSamples
 from megalith.data.special_tokens import SPECIAL_TOKENS, T5Tokens, bert_tokens, t5_tokens
 from megalith.data.t5_dataset import T5Dataset, T5Sample, decoder_length, fill_spans
@@ -79,6 +80,77 @@ def test_samples_are_packed_as_sentence_by_sentence(monkeypatch):
         )
         rows = list(zip(found.firsts.tolist(), found.ends.tolist(), found.targets.tolist(), strict=True))
         assert rows == packed_one_by_one(lengths, starts, room, least, 0.3, seed)
+
+
+def written(prefix, room):
+    """The text of each document, a character a token, and where its sentences begin and end, cut at ``room``."""
+    data = IndexedDataset(prefix)
+    bounds = data.sequence_starts().tolist()
+    for first, end in zip(data.document_indices[:-1], data.document_indices[1:], strict=True):
+        start, last = bounds[first], bounds[end] - 1  # of a document that is not empty the last token is eod
+        breaks = {*bounds[first:end], last}
+        for one, other in pairwise(sorted(breaks)):
+            breaks.update(range(one, other, room))
+        yield as_text(data.tokens[start:last]), {place - start for place in breaks}
+
+
+def as_text(tokens):
+    return "".join(map(chr, tokens))
+
+
+def places(text, piece):
+    return [place for place in range(len(text)) if text.startswith(piece, place)]
+
+
+def follow(text, breaks, first, second, are_whole):
+    """Whether ``second`` comes after ``first`` in other sentences; of whole ones, right after it."""
+    for start, after in product(places(text, first), places(text, second)):
+        end = start + len(first)
+        if are_whole and end == after and {start, end, after + len(second)} <= breaks:
+            return True
+        if not are_whole and breaks & {*range(end, after + 1)}:
+            return True
+    return False
+
+
+# rows that every sentence fits in, and rows for which long ones are cut
+ROWS = pytest.mark.parametrize(("S", "long_sentences"), [(S, "refuse"), (12, "cut")])
+
+
+@ROWS
+def test_the_segments_of_a_bert_sample_stand_in_a_document_in_the_order_it_tells(prefix, tokenizer, S, long_sentences):
+    dataset = BertDataset(prefix, tokenizer, S, 3, MaskingConfig(long_sentences=long_sentences))
+    documents = list(written(prefix, S - 3))
+    separator = as_text([bert_tokens(tokenizer).separator])
+    seen = set()
+    for index in range(400):
+        sample = dataset[index]
+        row = np.where(sample.loss_mask, sample.labels, sample.tokens)[1 : sample.num_tokens]
+        *segments, nothing = as_text(row).split(separator)
+        assert nothing == ""  # behind the last separator
+        first, second = segments[::-1] if sample.is_swapped else segments
+        assert any(follow(*document, first, second, not sample.is_truncated) for document in documents), f"of {index}"
+        seen.add((sample.is_swapped, sample.is_truncated))
+    assert len(seen) == 4
+
+
+@ROWS
+def test_the_filled_text_of_a_t5_sample_stands_in_a_document(prefix, tokenizer, S, long_sentences):
+    masking = MaskingConfig(long_sentences=long_sentences)
+    dataset = T5Dataset(prefix, tokenizer, S, decoder_length(S, masking.probability), 3, masking)
+    documents = list(written(prefix, S - 1))
+    seen = set()
+    for index in range(200):
+        sample = dataset[index]
+        filled, _ = fill_spans(sample, t5_tokens(tokenizer))
+        found = as_text(filled[:-1])
+        assert any(
+            place in breaks and (sample.is_truncated or place + len(found) in breaks)
+            for text, breaks in documents
+            for place in places(text, found)
+        ), f"of {index}"
+        seen.add(sample.is_truncated)
+    assert len(seen) == 2
 
 
 def test_bert_samples_are_two_segments_with_masked_words_in_between(prefix, tokenizer):
