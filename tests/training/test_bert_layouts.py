@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megalith.models import bert_model
+from megalith.models import language_model
 from megalith.models.bert_model import BertModel
 from megalith.parallel import parameters
 from megalith.topology import collectives
@@ -117,7 +117,7 @@ def sum_the_gradients_of_a_head_that_is_whole_on_every_rank() -> Any:
     def summed(x: Any, group: Any, tensor_parallel_output_grad: bool = True) -> Any:
         return gather(x, group, True)
 
-    return patch.object(bert_model, "gather_from_sequence_parallel_region", summed)
+    return patch.object(language_model, "gather_from_sequence_parallel_region", summed)
 
 
 def take_a_ranks_part_of_token_types_for_the_whole() -> Any:
