@@ -1,13 +1,16 @@
 """A BERT's pretraining: losses and accuracies worked out from its logits, in every layout, and what is refused."""
 
 import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from megalith.config import load_run
+from megalith.data.prepare import prepare
 from megalith.errors import ConfigError, DataError
 from megalith.parallel.build_options import BuildOptions
 from megalith.parallel.pipeline.pipeline import Pipeline
@@ -127,6 +130,35 @@ def test_a_run_tells_its_accuracies_and_eval_measures_them_again(tmp_path):
     assert told is not None, line
     [found] = evaluate_checkpoint(tmp_path / "run", None, None)
     assert [found.loss, *list(found.means.values())[1:]] == pytest.approx([float(x) for x in told.groups()], abs=1e-3)
+
+
+def write_stories(folder: Path) -> str:
+    """A dataset of documents whose sentences have words of their own: the first, the second, and so on to the fourth.
+
+    A quarter of them is held out. Returns its prefix.
+    """
+    random, words = np.random.default_rng(0), [("one", "two"), ("red", "green"), ("runs", "sees"), ("house", "tree")]
+    folder.mkdir()
+    for number in range(200):
+        lines = (" ".join(random.choice(pair, random.integers(2, 5))) for pair in words)
+        (folder / f"{number}.txt").write_text("\n".join(lines) + "\n")
+    prepare([folder], folder / "text", vocab_size=397, split_sentences=True, special_tokens=["bert"], valid=0.25)
+    return str(folder / "text")
+
+
+def test_the_order_of_segments_is_learned(tmp_path):
+    prefix = write_stories(tmp_path / "stories")
+    tree = masked_settings(
+        tmp_path / "stories",
+        model={"num_layers": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.2},
+        data={"valid": f"{prefix}-valid"},
+        train={"steps": 40, "global_batch_size": 16, "micro_batch_size": 16},
+        optim={"lr": 6e-3},
+        precision={"dtype": "float32"},
+    )
+    ranks(1, trained, tree)
+    [found] = evaluate_checkpoint(tree["run"], None, None)
+    assert found.means["sop_accuracy"] > 0.9  # by chance a half
 
 
 def test_what_is_held_out_is_masked_alike_whatever_the_seed(tmp_path):
