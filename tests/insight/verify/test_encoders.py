@@ -1,19 +1,23 @@
-"""Proofs of encoders: the data that their tasks read are made small too, and mistakes of theirs are found."""
+"""Proofs of encoders, alone and with decoders: what their tasks read is made small, and their mistakes are found."""
 
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from megalith.insight.verify.cover import AXES
 from megalith.insight.verify.proof import Case
 from tests.insight.verify.proofs import Fault, begin, found_with
+from tests.training import test_t5_layouts as t5
 from tests.training.test_bert_layouts import (
     BERT,
     count_positions_from_each_ranks_first_token,
     draw_masks_by_the_rank,
     let_tokens_attend_to_padding,
+    sum_the_gradients_of_a_head_that_is_whole_on_every_rank,
     take_a_ranks_part_of_token_types_for_the_whole,
 )
+from tests.training.test_faults import keep_the_gradients_of_tied_embeddings_apart
 
 PRETRAINING: dict[str, Any] = {
     "model": {**BERT, "num_attention_heads": 8, "num_layers": 4, "max_position_embeddings": 64},
@@ -28,6 +32,9 @@ CLASSIFICATION = {
     "model": {**PRETRAINING["model"], "bert": CLASSES},
     "data": {"train": "nowhere", "seq_length": 64},
 }
+SPANS = {**PRETRAINING, "model": {**t5.T5, "num_attention_heads": 8, "num_query_groups": 8, "num_layers": 4}}
+# of whose weights stages share the table of a stack that is cut, and nothing else
+UNTIED = {**SPANS, "model": {**SPANS["model"], "tie_word_embeddings": False, "multipliers": {}}}
 SEQUENCE = {"tensor": 2, "sequence": True}
 # settings, the layout, and a mistake that is found in it
 PROOFS: dict[str, tuple[dict[str, Any], dict[str, Any], Fault]] = {
@@ -35,10 +42,18 @@ PROOFS: dict[str, tuple[dict[str, Any], dict[str, Any], Fault]] = {
     "pretraining, masks": (PRETRAINING, SEQUENCE, draw_masks_by_the_rank),
     "pretraining, token types": (PRETRAINING, SEQUENCE, take_a_ranks_part_of_token_types_for_the_whole),
     "pretraining, positions": (PRETRAINING, {"context": 2}, count_positions_from_each_ranks_first_token),
+    "pretraining, tied embedding": (PRETRAINING, {"pipeline": 2}, keep_the_gradients_of_tied_embeddings_apart),
+    "pretraining, head": (PRETRAINING, SEQUENCE, sum_the_gradients_of_a_head_that_is_whole_on_every_rank),
     "classification, positions": (CLASSIFICATION, {"context": 2}, count_positions_from_each_ranks_first_token),
     "classification, masks": (CLASSIFICATION, SEQUENCE, draw_masks_by_the_rank),
+    "T5, tables": (UNTIED, {"pipeline": 2, "stage_layers": [2, 5]}, t5.forget_to_sum_the_tables_of_stages),
+    "T5, padding": (SPANS, {"shard": 2}, t5.let_the_decoder_attend_to_padding),
+    "T5, masks": (SPANS, SEQUENCE, t5.draw_masks_by_the_rank),
+    "T5, inner features": (SPANS, {"tensor": 2}, t5.count_inner_features_from_each_ranks_first),
+    "T5, distances": (SPANS, {"context": 2}, t5.take_distances_within_a_block),
+    "T5, gathered keys": (SPANS, {"context": 2}, t5.keep_a_ranks_gradient_of_gathered_keys),
 }
-FAST = {"pretraining, token types", "classification, positions"}
+FAST = {"pretraining, token types", "classification, positions", "T5, gathered keys"}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +61,7 @@ FAST = {"pretraining, token types", "classification, positions"}
 )
 def test_an_encoder_is_proven_and_its_mistake_is_found(name, tmp_path):
     settings, layout, fault = PROOFS[name]
-    degrees = {axis: size for axis, size in layout.items() if axis != "sequence"}
+    degrees = {axis: size for axis, size in layout.items() if axis in AXES}
     world_size = 2
     prepared = begin({**settings, "parallel": {"shard": 1, **layout}}, world_size, tmp_path)
     case = Case(degrees, "float64", "reference")
