@@ -64,6 +64,8 @@ def test_an_encoder_is_proven_and_its_mistake_is_found(name, tmp_path):
     degrees = {axis: size for axis, size in layout.items() if axis in AXES}
     world_size = 2
     prepared = begin({**settings, "parallel": {"shard": 1, **layout}}, world_size, tmp_path)
+    stacks = ("encoder.", "decoder.") if "t5" in settings["model"] else ("",)
+    assert {f"the output of model.{stack}layers.0" for stack in stacks} <= {key.name for key in prepared.keys}
     case = Case(degrees, "float64", "reference")
     assert found_with(ExitStack, prepared, case)[0].same
     wrong, _ = found_with(fault, prepared, case)

@@ -7,7 +7,7 @@ modules are rows of the residual stream, known by the global index of their toke
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -101,7 +101,8 @@ class _ModuleRecorder:
         self._run = run
         self._order: dict[str, int] = {}  # modules by when they were first called
         self._forwards: dict[tuple[int, nn.Module], int] = defaultdict(int)
-        self._tokens: Tensor | None = None  # [S/cp, B], of the micro-batch that is in a forward
+        # of the micro-batch that is in a forward, the tokens [S/cp, B] of each row of its samples
+        self._rows: tuple[Tensor, ...] | None = None
         self._recorded: set[str] = set()  # in that forward
         self._found: dict[str, list[Entry]] = defaultdict(list)
         for chunk in run.chunks:
@@ -135,18 +136,23 @@ class _ModuleRecorder:
     def _begin(self, chunk: nn.Module, _: Any) -> None:
         run, consumed = self._run, self._run.state.consumed_samples
         sizes = run.microbatches.global_batch_size(consumed), run.config.train.micro_batch_size
-        groups, S = run.pg_collection, run.task.tokens_per_sample
+        groups, lengths = run.pg_collection, run.task.row_lengths
         shares = microbatch_sample_ids(consumed, *sizes, groups.rank("dp"), groups.size("dp"))
         samples = torch.tensor(shares[self._forwards[consumed, chunk]])
         self._forwards[consumed, chunk] += 1
         cp = groups.size("cp")
-        positions = torch.arange(S) if cp == 1 else zigzag_positions(S, cp, groups.rank("cp"))
-        self._tokens = samples * S + positions.unsqueeze(1)
+        positions = (torch.arange(S) if cp == 1 else zigzag_positions(S, cp, groups.rank("cp")) for S in lengths)
+        starts = accumulate(lengths[:-1], initial=0)
+        self._rows = tuple(
+            samples * sum(lengths) + start + of_row.unsqueeze(1)
+            for start, of_row in zip(starts, positions, strict=True)
+        )
         self._recorded.clear()
 
     def _end(self, chunk: nn.Module, _: Any, output: Tensor | tuple[Tensor, ...]) -> None:
-        tokens, self._tokens = self._tokens, None
-        assert tokens is not None, "a forward that has begun"
+        rows, self._rows = self._rows, None
+        assert rows is not None, "a forward that has begun"
+        tokens = rows[-1]  # those with a loss
         losses = output[0] if isinstance(output, tuple) else output  # of a model with several outputs the first
         of_tokens = losses.shape[-2:] == tokens.t().shape  # a classifier has none
         if of_tokens and self._run.pipeline.holds_output(chunk):
@@ -154,26 +160,27 @@ class _ModuleRecorder:
             self._found["the loss of each token"].append(Entry(losses.flatten(0, 1), tokens.flatten()))
 
     def _goes_in(self, name: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if self._tokens is not None:
+        if self._rows is not None:
             self._order.setdefault(name, len(self._order))
             self._add(f"the input of {name}", inputs[0] if inputs else None)
 
     def _comes_out(self, name: str, _: nn.Module, inputs: Any, output: Any) -> None:
-        if self._tokens is not None:
+        if self._rows is not None:
             self._add(f"the output of {name}", output)
 
     def _add(self, what: str, x: object) -> None:
         """Records hidden states [S/cp, B, H], [S/cp/tp, B, H] under sequence parallelism; nothing else."""
-        run, tokens = self._run, self._tokens
-        assert tokens is not None, "in a forward"
-        if run.options.sequence_parallel:
-            groups = run.pg_collection
-            tokens = tokens.chunk(groups.size("tp"))[groups.rank("tp")]
-        if what in self._recorded:
+        run, groups, rows = self._run, self._run.pg_collection, self._rows
+        assert rows is not None, "in a forward"
+        if what in self._recorded or not isinstance(x, Tensor):
             return
-        if isinstance(x, Tensor) and x.shape == (*tokens.shape, run.config.model.hidden_size):
-            self._recorded.add(what)
-            self._found[what].append(Entry(x.detach().clone().flatten(0, 1), tokens.flatten()))
+        for tokens in rows:
+            if run.options.sequence_parallel:
+                tokens = tokens.chunk(groups.size("tp"))[groups.rank("tp")]
+            if x.shape == (*tokens.shape, run.config.model.hidden_size):
+                self._recorded.add(what)
+                self._found[what].append(Entry(x.detach().clone().flatten(0, 1), tokens.flatten()))
+                return
 
 
 def _joined(entries: list[Entry]) -> Entry:

@@ -83,6 +83,11 @@ class PretrainT5(MaskedTask[T5Sample, T5Batch, T5Inputs]):
         """The model that ``model`` of the settings describes, or a stage of it."""
         return T5Model(self.config.model, options, stage=stage)
 
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """The encoder's and the decoder's."""
+        return self.config.data.seq_length, self.decoder_seq_length
+
     def traffic(self, layout: Layout, stage: Stage | None = None) -> StageTraffic:
         """Counted in closed form."""
         stage = stage or Stage.whole(self.config.model.total_num_layers)

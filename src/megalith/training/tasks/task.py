@@ -95,6 +95,11 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
     routed_layers: Mapping[int, MoEConfig] = MappingProxyType({})
     usual_labels: int | None = None
 
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """How many tokens each row has that a model reads of a sample; by default there is one row."""
+        return (self.tokens_per_sample,)
+
     @abstractmethod
     def build_model(self, options: BuildOptions, stage: Stage | None = None) -> ModelModule:
         """The model, on torch's current default device; ``stage`` of it where ``costs`` lets it be cut into stages."""
