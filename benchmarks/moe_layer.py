@@ -44,7 +44,7 @@ class Row:
 
     Attributes:
         milliseconds: a run, median over the rounds.
-        speed: how many times as fast as ``Hugging Face, grouped_mm``, median of the ratios in a round.
+        speed: the speed-up over ``Hugging Face, grouped_mm``, median of the ratios in a round.
         share: of the matmul rate; None without a GPU.
         peak_mib: the most memory beyond what was held before.
         host_waits: how often a run made the host wait for the device; None without a GPU, or of a graph.

@@ -58,7 +58,7 @@ def seconds(rounds: Sequence[Round], name: str) -> Spread | None:
 
 
 def ratios(rounds: Sequence[Round], name: str, base: str) -> Spread | None:
-    """How many times as fast as ``base`` is ``name``, of the rounds in which both ran; None if there is none."""
+    """The speed-up of ``name`` over ``base`` in each round in which both ran; None if there is none."""
     values = [one.seconds[base] / one.seconds[name] for one in rounds if {name, base} <= one.seconds.keys()]
     return Spread.of(values) if values else None
 

@@ -47,7 +47,7 @@ class Contest:
     figures: dict[str, Figures]
 
     def ratio(self, name: str, both: bool) -> Spread | None:
-        """How many times as fast as torch eager is ``name``, within each round."""
+        """The speed-up of ``name`` over torch eager, within each round."""
         if self.figures[name].failure or self.figures[BASE].failure:
             return None
         mine, base = (figures.both if both else figures.forward for figures in (self.figures[name], self.figures[BASE]))

@@ -249,10 +249,10 @@ def rope(
     shared = _bytes((cos, sin, positions, q_norm_weight, k_norm_weight))
     normed = [x for x, w in ((q, q_norm_weight), (k, k_norm_weight)) if x is not None and w is not None]
     rstd = 4 * sum(x.shape[:-1].numel() for x in normed)
-    turned, sums = 2 * _bytes((q, k)), sum(partial_sums(x.shape[0] * x.shape[1], x.shape[-1]) for x in normed)
+    rotated, sums = 2 * _bytes((q, k)), sum(partial_sums(x.shape[0] * x.shape[1], x.shape[-1]) for x in normed)
     return Cost(
-        forward=turned + shared + rstd,
-        backward=turned + _bytes(normed) + shared + rstd + sums,
+        forward=rotated + shared + rstd,
+        backward=rotated + _bytes(normed) + shared + rstd + sums,
         saved=_bytes(normed) + shared + rstd,
     )
 

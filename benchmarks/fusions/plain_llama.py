@@ -45,8 +45,8 @@ class _Fused(Parts):
 
     def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         tables = (table[:, None].expand(-1, len(q), -1) for table in (cos, sin))
-        turned = fusions.fused_rope(q.transpose(0, 1), k.transpose(0, 1), *tables)  # heads are [S, B, A, D] there
-        return turned[0].transpose(0, 1), turned[1].transpose(0, 1)
+        rotated = fusions.fused_rope(q.transpose(0, 1), k.transpose(0, 1), *tables)  # heads are [S, B, A, D] there
+        return rotated[0].transpose(0, 1), rotated[1].transpose(0, 1)
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         return fusions.glu(gate, up, activation="silu")

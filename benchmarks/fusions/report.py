@@ -41,7 +41,7 @@ def from_json(kept: Mapping[str, Any]) -> list[Run]:
 
 
 def as_markdown(runs: Sequence[Run], machine: Mapping[str, str], date: str) -> str:
-    """A row for each operation and size: how many times as fast as torch eager, forward and with backward; memory."""
+    """A row for each operation and size: speed-up over torch eager, forward and with backward; memory."""
     device = machine["device"]
     names = list(dict.fromkeys(name for run in runs for one in run.contests for name in one.figures if name != BASE))
     lines = [f"## Fused operations on {device}, {date}", ""]

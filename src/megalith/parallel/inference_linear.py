@@ -4,8 +4,8 @@
 
 Few float32 rows on a CPU with AVX2 and no AVX-512: MKL computes the product of one row on one thread, and of 2 to 32
 rows several times slower than it reads the weight. As a batch of products of 128 outputs each, all threads take part
-and a block's weights stay in their cache. Over torch's, with two threads and torch 2.13, times as fast with 1, 4 and
-32 rows:
+and a block's weights stay in their cache. The speed-up over torch's product, with two threads and torch 2.13, for 1, 4
+and 32 rows:
 
     weight [out, in]      1     4    32
     [2816, 512]         1.2   2.7   1.7

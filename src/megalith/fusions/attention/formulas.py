@@ -230,7 +230,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
 
 def sink_correction(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """``out`` and ``lse`` of attention without a sink, turned into those of attention with ``sink`` [A].
+    """Corrects ``out`` and ``lse`` of attention without a sink to those of attention with ``sink`` [A].
 
     Zero is "off by one": a softmax with 1 added to its sum. Merge all parts of the keys first: a sink counts once.
 

@@ -26,7 +26,7 @@ def to_multihot_reference(indices: Tensor, probs_indices: Tensor, num_experts: i
     probs = weights.new_zeros(T, num_experts).scatter_add_(1, column, weights)
     # how often an expert is named; no row has 2^16 slots
     count = torch.zeros_like(probs, dtype=torch.int16).scatter_add_(1, column, local.to(torch.int16))
-    return probs.to(probs_indices.dtype), count.to(torch.bool)  # four times as fast as a comparison with 0
+    return probs.to(probs_indices.dtype), count.to(torch.bool)  # takes a quarter of the time of count != 0
 
 
 def to_indices_reference(multihot: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,7 @@ def largest(values: Tensor, k: int, among: Tensor | None = None) -> Tensor:
         key = key.masked_fill_(~among, -(2**63))
     if values.device.type != "cpu" or type(key) is not Tensor or is_intercepted():  # there numpy could not read it
         return key.topk(k, dim=-1).indices
-    key.numpy().sort(axis=-1)  # up to 256 experts faster than a partition, and five times as fast as torch.topk
+    key.numpy().sort(axis=-1)  # up to 256 experts faster than a partition, and five times faster than torch.topk
     return key[:, E - k :].flip(-1).bitwise_and_(2**32 - 1).neg_().add_(E - 1)
 
 
