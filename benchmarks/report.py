@@ -17,7 +17,7 @@ _COLUMNS = (
     "contender",
     "ms a run",
     "tokens/s",
-    "times as fast as base [quartiles]",
+    "speed-up over base [quartiles]",
     "of GEMM rate",
     "peak RSS, MiB",
     "first run, s",

@@ -176,10 +176,10 @@ def _back_to_back(step: Callable[[], None], device: str) -> float:
 
 
 def as_markdown(figures: dict[str, StepFigures], shape: Shape) -> str:
-    """A row for each contender: times as fast as Hugging Face's eager model, and memory."""
+    """A row for each contender: speed-up over Hugging Face's eager model, and memory."""
     lines = [f"### Training step, {shape.title}, {shape.B} x {shape.S} tokens, {shape.dtype_name}", ""]
     lines += [
-        "| contender | ms | times as fast as base [quartiles] | ms back to back | tokens/s | of matmul rate "
+        "| contender | ms | speed-up over base [quartiles] | ms back to back | tokens/s | of matmul rate "
         "| peak MiB beyond weights | first loss |",
         "|---" * 8 + "|",
     ]
