@@ -57,7 +57,7 @@ def section(page: str, result: Path) -> str:
     command = f"python -m benchmarks.fusions --runs {len(runs)} --rounds {rounds}"
     return f"""{HEADING}
 
-Times as fast as torch eager, forward / forward and backward [quartiles of the latter]: the best of {len(runs)} runs,
+Speed-up over torch eager, forward / forward and backward [quartiles of the latter]: the best of {len(runs)} runs,
 each the median of {rounds} interleaved rounds, on a CPU with {kept["machine"]["threads"]} threads, {kept["date"][:10]},
 by `{command}`
 ([the whole table](../../benchmarks/results/{result.stem}.md)). On a GPU: [some figures](../benchmarks.md#on-a-gpu).

@@ -45,7 +45,7 @@ def as_markdown(runs: Sequence[Run], machine: Mapping[str, str], date: str) -> s
     device = machine["device"]
     names = list(dict.fromkeys(name for run in runs for one in run.contests for name in one.figures if name != BASE))
     lines = [f"## Fused operations on {device}, {date}", ""]
-    lines += [f"Times as fast as {BASE}: forward / forward and backward [quartiles of the latter]."]
+    lines += [f"Speed-up over {BASE}: forward / forward and backward [quartiles of the latter]."]
     best = f"the best of {len(runs)} runs" if len(runs) > 1 else "one run"
     rounds = max(len(one.figures[BASE].both) for one in runs[0].contests)
     lines += [f"Of {best}, each the median of {rounds} interleaved rounds.", ""]
