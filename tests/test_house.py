@@ -1,4 +1,4 @@
-"""The house: rules that hold for every file, by reading the tree. import-linter holds the floors, ruff the rest."""
+"""Rules that hold for every file, checked by reading the tree; import-linter checks the levels, ruff the rest."""
 
 import ast
 import functools

@@ -31,7 +31,7 @@ def test_floors_are_those_of_import_linter():
     levels = [re.findall(r"\w+", level) for level in reversed(contract["layers"]) if level != "__main__"]
     want = {room: floor for floor, level in enumerate(levels) for room in level}
     found = {}
-    for floor, room, _ in rows("The house"):
+    for floor, room, _ in rows("The packages"):
         found |= {re.sub(r"/|\.py", "", path): int(floor) for path in PATH.findall(room)}
     assert found == want
 
