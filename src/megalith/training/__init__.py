@@ -1,1 +1,1 @@
-"""The run: from settings to ranks that step, evaluate, save and stop."""
+"""The training run: from settings to ranks that step, evaluate, save and stop."""

@@ -1,4 +1,4 @@
-"""``RUN/about.json``: what the run is, for people and for its report."""
+"""``RUN/about.json``: describes the run, for people and for its report."""
 
 import json
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ _NAME = "about.json"
 
 
 def write_about(run: Run, origin: Mapping[str, str]) -> None:
-    """Size, preset, dtype, when it first started, ``origin`` (recipe and command), versions and the machine.
+    """Writes size, preset, dtype, time of the first start, ``origin`` (recipe and command), versions and the machine.
 
     Raises:
-        StorageError: the folder does not take the file.
+        StorageError: the file cannot be written.
     """
     first_start = recorded(run.folder, "started") if run.state.step else None
     about: dict[str, object] = {
@@ -31,7 +31,7 @@ def write_about(run: Run, origin: Mapping[str, str]) -> None:
 
 
 def recorded(run_folder: Path, name: str) -> object:
-    """What an earlier start has left under ``name``; None if that can no longer be read."""
+    """Returns what an earlier start recorded under ``name``; None if that can no longer be read."""
     try:
         return json.loads((run_folder / _NAME).read_text(encoding="utf-8")).get(name)
     except (OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""Batches on their way from samples to the device."""
+"""Prepares batches: collates samples and moves them to the device."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["collate_for", "inputs_for", "to_device"]
 
 
 def collate_for(task: AnyTask, pg_collection: ProcessGroupCollection) -> Callable[..., Any]:
-    """``task.collate``, and of rows that are split over cp this rank's part."""
+    """Returns ``task.collate``, followed by taking this rank's part of the rows if they are split over cp."""
     rank, size = pg_collection.rank("cp"), pg_collection.size("cp")
     if size == 1:
         return task.collate
@@ -28,7 +28,7 @@ def collate_for(task: AnyTask, pg_collection: ProcessGroupCollection) -> Callabl
 def inputs_for(
     task: AnyTask, micro_batches: Sequence[Any], step: int, device: torch.device, last: nn.Module
 ) -> Callable[[nn.Module, int], Any]:
-    """``task.inputs`` of a chunk's micro-batch, made once for all chunks of a rank and dropped with the ``last``."""
+    """Returns a cached ``task.inputs``: made once for all chunks of a rank, and dropped after the ``last`` chunk."""
     kept: dict[int, Any] = {}
 
     def inputs(chunk: nn.Module, index: int) -> Any:
@@ -41,7 +41,7 @@ def inputs_for(
 
 
 def to_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """``values`` on ``device``; to a GPU through pinned memory, so that the copy runs while the host goes on."""
+    """Copies ``values`` to ``device``; to a GPU through pinned memory, so that the copy is asynchronous."""
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     if device.type != "cuda":
         return tensor.to(device)

@@ -1,4 +1,4 @@
-"""From a task to this rank's part of its model: cut into stages, recomputed, compiled, sharded, and drawn."""
+"""Builds this rank's part of a task's model: split into stages, recomputed, compiled, sharded and initialized."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ from megalith.transformer.stage import Stage
 
 __all__ = ["DTYPES", "build_pipeline", "param_dtype", "placement_of_run", "recompute_", "stages_of"]
 
-# precision.dtype -> the dtype of the computation
+# precision.dtype -> compute dtype
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -38,20 +38,20 @@ DTYPES = {
 
 
 def param_dtype(config: RunConfig) -> torch.dtype:
-    """What parameters, gradients and the optimizer's state are kept in: float32, or wider for a wider computation."""
+    """Returns the dtype of parameters, gradients and optimizer state: float32, or the compute dtype if wider."""
     return torch.promote_types(DTYPES[config.precision.dtype], torch.float32)
 
 
 def build_pipeline(
     config: RunConfig, task: AnyTask, options: BuildOptions, state: ParallelState, device: torch.device
 ) -> Pipeline[ModelModule]:
-    """This rank's chunks of the model, with its links to the ranks of the other stages; all ranks call it.
+    """Builds this rank's chunks of the model, with links to the ranks of the other stages. Called on all ranks.
 
     Raises:
-        ConfigError: the model of ``task`` cannot be cut into the stages that are wanted.
+        ConfigError: the model of ``task`` cannot be split into the requested stages.
     """
     placement, rank = placement_of_run(config), state.rank("pp")
-    with agreed():  # the links are opened by all ranks or none
+    with agreed():  # either all ranks open the links or none does
         stages = [None] if placement.num_stages == 1 else stages_of(config, task)
         held = [placement.stage(rank, chunk) for chunk in range(placement.num_chunks)]
         chunks = [_on_meta(task, options, stages[number]) for number in held]
@@ -71,12 +71,12 @@ def build_pipeline(
 
 
 def placement_of_run(config: RunConfig) -> Placement:
-    """Where the stages of the run's pipeline lie."""
+    """Returns which rank holds which stage of the run's pipeline."""
     return placement_of(config.parallel.schedule, config.parallel.pipeline, config.parallel.virtual)
 
 
 def recompute_(model: ModelModule, config: RunConfig) -> None:
-    """Makes the backward of ``model`` compute again what the run says."""
+    """Applies the run's activation recomputation settings to ``model``."""
     if config.train.recompute == "full":
         recompute_modules_(model.layers())
     elif config.train.recompute == "selective":
@@ -84,7 +84,7 @@ def recompute_(model: ModelModule, config: RunConfig) -> None:
 
 
 def stages_of(config: RunConfig, task: AnyTask) -> list[Stage]:
-    """Which layers each stage of the run's pipeline has. Raises ConfigError for a model that has no stages."""
+    """Returns the layers of each stage of the run's pipeline. Raises ConfigError if the model cannot be split."""
     parallel, costs = config.parallel, task.costs()
     if type(task).hidden_shape is Task.hidden_shape:
         raise ConfigError(
@@ -100,7 +100,7 @@ def stages_of(config: RunConfig, task: AnyTask) -> list[Stage]:
 
 
 def _on_meta(task: AnyTask, options: BuildOptions, stage: Stage | None) -> ModelModule:
-    """A stage of the model, None: all of it, that takes no memory yet."""
+    """Builds a stage of the model, or all of it if None, on the meta device."""
     with torch.device("meta"):
         return task.build_model(options) if stage is None else task.build_model(options, stage)
 
@@ -108,9 +108,9 @@ def _on_meta(task: AnyTask, options: BuildOptions, stage: Stage | None) -> Model
 def _make_real_(
     model: ModelModule, config: RunConfig, options: BuildOptions, device: torch.device, *, whole: bool
 ) -> None:
-    """Recomputation, compilation and sharding applied to a model on meta; and then its memory and weights.
+    """Applies recomputation, compilation and sharding to a model on meta, then allocates and initializes it.
 
-    ``whole``: it has all stages.
+    ``whole``: the model is not split into stages.
     """
     recompute_(model, config)
     if config.train.compile:
@@ -122,16 +122,16 @@ def _make_real_(
         options.pg_collection,
         compute_dtype=DTYPES[config.precision.dtype],
         param_dtype=options.dtype,
-        # a stage's weights are needed again soon, for the next micro-batch
+        # a pipeline stage needs its weights again soon, for the next micro-batch
         reshard_after_forward=whole and options.pg_collection.data_mesh("dense").size(-1) > 1,
     )
     model.materialize(device, config.train.seed)
 
 
 def _require_names_of_their_own(chunks: Sequence[ModelModule], stages: Sequence[int], options: BuildOptions) -> None:
-    """Raises ConfigError for a parameter that two of all stages have, unless one has it as a declared copy.
+    """Raises ConfigError if two stages have the same parameter, unless one of them declares it as a copy.
 
-    ``stages``: which of them this rank's chunks are. All ranks call it; names travel over pp.
+    ``stages``: the stage numbers of this rank's chunks. Called on all ranks; gathers names over pp.
     """
     names_of: dict[int, list[str]] = {}
     for stage, chunk in zip(stages, chunks, strict=True):
@@ -153,9 +153,9 @@ def _require_names_of_their_own(chunks: Sequence[ModelModule], stages: Sequence[
 def _shared_weights(
     chunks: Sequence[ModelModule], ranks: Sequence[int], options: BuildOptions
 ) -> tuple[list[tuple[nn.Parameter, ProcessGroup]], list[tuple[nn.Parameter, nn.Parameter]]]:
-    """The ``shared`` and ``copies`` of a ``Pipeline`` of ``chunks``, found by their names. All ranks call it.
+    """Returns the ``shared`` and ``copies`` arguments of a ``Pipeline`` of ``chunks``, matched by name.
 
-    ``ranks``: those of the pipeline, in its order.
+    Called on all ranks. ``ranks``: those of the pipeline, in its order.
     """
     originals: dict[str, nn.Parameter] = {}
     copies: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -169,7 +169,7 @@ def _shared_weights(
     gathered = all_gather(list(originals), options.pg_collection.pp)
     groups: dict[tuple[int, ...], ProcessGroup] = {}
     shared: list[tuple[nn.Parameter, ProcessGroup]] = []
-    for name in sorted(originals):  # in one order on all ranks, whose collectives meet in it
+    for name in sorted(originals):  # the same order on all ranks, so that their collectives match
         holding = tuple(rank for rank, names in zip(ranks, gathered, strict=True) if name in names)
         if len(holding) > 1:
             if holding not in groups:
@@ -179,9 +179,9 @@ def _shared_weights(
 
 
 def _require_recomputed_modules(config: RunConfig, chunks: Sequence[ModelModule], options: BuildOptions) -> None:
-    """Raises ConfigError for a name of ``train.recompute_modules`` that no stage of the model has.
+    """Raises ConfigError for a name in ``train.recompute_modules`` that no stage of the model has.
 
-    All ranks call it; names travel over pp, because a stage may lack what another has, such as layers with experts.
+    Called on all ranks; gathers names over pp, because a stage may lack modules that another has, such as experts.
     """
     if config.train.recompute != "selective":
         return
@@ -198,7 +198,7 @@ def _require_recomputed_modules(config: RunConfig, chunks: Sequence[ModelModule]
 
 
 def _recompute_named_(model: ModelModule, names: Sequence[str]) -> None:
-    """Makes backward compute the operations ``names`` of every layer that has them again."""
+    """Makes the backward recompute the operations ``names`` in every layer that has them."""
     named = model.recomputable()
     modules = {module for name in names for module in named.get(name, ())}
     recompute_modules_(module for module in modules if not isinstance(module, DiscardableOutput))

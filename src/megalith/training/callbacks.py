@@ -1,4 +1,4 @@
-"""What happens around the steps of a run: metrics, evaluation, checkpoints. Each reads its own settings, once."""
+"""Callbacks around the steps of a run: metrics, evaluation, checkpoints. Each reads its own settings once."""
 
 import logging
 import math
@@ -32,13 +32,13 @@ __all__ = ["Checkpoints", "HeldOutLoss", "Metrics", "TextSamples"]
 
 log = logging.getLogger(__name__)
 
-_SHOWN_LINES = 8  # of a sample, on the screen; metrics.jsonl has all of it
+_SHOWN_LINES = 8  # lines of a sample on the screen; metrics.jsonl has the whole sample
 
 
 class Metrics(Callback):
     """Writes a record of every step to metrics.jsonl and to the dashboards of ``tracking``; rank 0 only.
 
-    It shows a line after the first step that it sees, and every ``train.log_every`` steps. ``show`` takes a line that
+    Shows a line after the first step of this start, and every ``train.log_every`` steps. ``show`` takes a line that
     stays, ``show_progress`` one that the next may replace.
     """
 
@@ -57,14 +57,14 @@ class Metrics(Callback):
         self.peak_flops = peak_flops(run.device, run.config.precision.dtype)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Adds one record, on rank 0."""
+        """Writes one record, on rank 0."""
         if self.writer is not None:
             self.writer.write(record)
             self.trackers.write(record)
 
     @contextmanager
     def timed(self, run: Run, name: str, every: int | None) -> Iterator[dict[str, float]]:
-        """Times what comes after every so many steps; at the end of the block it has given {span: seconds}."""
+        """Times work that recurs every ``every`` steps; the yielded dict has {span: seconds} once the block ends."""
         started, before = perf_counter(), run.timers.totals().get(COMPILE, 0.0)
         spans: dict[str, float] = {}
         with run.timers(name):
@@ -76,7 +76,7 @@ class Metrics(Callback):
         self.left.add(name, every, spans[name])
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:
-        with attempt() as writing:  # of rank 0 alone: the others hear of an error with the next step's totals
+        with attempt() as writing:  # only rank 0 writes; the next step's totals pass an error on to the other ranks
             self._write_step(run, finished)
         if writing.failed:
             run.pending = writing
@@ -126,7 +126,7 @@ class Metrics(Callback):
 
 
 class HeldOutLoss(Callback):
-    """Evaluates on each set of ``data.valid`` every ``train.evaluation.every`` steps, and after the last."""
+    """Evaluates on each set of ``data.valid`` every ``train.evaluation.every`` steps, and after the last step."""
 
     def __init__(self, run: Run, metrics: Metrics) -> None:
         self.metrics = metrics
@@ -165,9 +165,9 @@ class HeldOutLoss(Callback):
 
 
 class TextSamples(Callback):
-    """Writes what the model adds to the prompts of ``train.generation``, every so many steps and after the last.
+    """Writes the model's completions of the prompts in ``train.generation``, every so many steps and after the last.
 
-    Raises, when built, what ``Task.text_writer`` does.
+    The constructor raises what ``Task.text_writer`` raises.
     """
 
     def __init__(self, run: Run, metrics: Metrics) -> None:
@@ -189,10 +189,10 @@ class TextSamples(Callback):
 
 
 class Checkpoints(Callback):
-    """Saves every ``checkpoint.every`` steps and wherever the run ends, once a step.
+    """Saves every ``checkpoint.every`` steps and when the run ends, at most once per step.
 
-    With ``checkpoint.keep_best`` the one with the lowest held-out loss stays besides the newest; of several validation
-    sets the first decides.
+    With ``checkpoint.keep_best``, also keeps the checkpoint with the lowest held-out loss besides the newest ones. With
+    several validation sets, the first one decides.
     """
 
     def __init__(self, run: Run, metrics: Metrics) -> None:
@@ -201,7 +201,7 @@ class Checkpoints(Callback):
         self.saved_step = run.state.step
         config = run.config.checkpoint
         self.keep_best = config.keep_best
-        # (loss, step); rank 0 alone knows those of an earlier start, and it alone removes checkpoints
+        # (loss, step); only rank 0 knows the losses of earlier starts, and only rank 0 removes checkpoints
         self.best = _best_so_far(run) if self.keep_best and dist.get_rank() == 0 else None
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:
@@ -226,7 +226,7 @@ class Checkpoints(Callback):
 
 
 def _numbers(found: Mapping[str, Evaluation]) -> dict[str, Any]:
-    """What metrics.jsonl (observe/metrics.py) has of the evaluations ``found``, of those that measured a loss."""
+    """Returns the fields of metrics.jsonl (observe/metrics.py) for the evaluations in ``found`` that have a loss."""
     numbers: dict[str, Any] = {}
     first, *_ = found.values()
     if first.num_tokens:
@@ -246,7 +246,7 @@ def _numbers_of_set(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _told(name: str, evaluation: Evaluation) -> str:
-    """The line of an evaluation, for a person."""
+    """Returns the line that shows an evaluation to the user."""
     loss, of_which = evaluation.loss, f" of {name}" if name else ""
     if not evaluation.num_tokens:
         return f"held-out loss{of_which} not measured: no token of {valid_setting(name)} that was read has one"
@@ -256,20 +256,20 @@ def _told(name: str, evaluation: Evaluation) -> str:
 
 
 def _others(evaluation: Evaluation) -> str:
-    """What was measured beside the loss, but for parts of a table: "; sop 0.69, mlm_accuracy 0.25"."""
+    """Formats the other measures besides the loss, without entries of tables: "; sop 0.69, mlm_accuracy 0.25"."""
     found = ", ".join(f"{name} {mean:.4g}" for name, mean in list(evaluation.means.items())[1:] if "/" not in name)
     return f"; {found}" if found else ""
 
 
 def _shown(text: str) -> list[str]:
-    """The first lines of ``text``, with escapes for what a terminal would obey."""
+    """Returns the first lines of ``text``, with characters that a terminal would interpret escaped."""
     lines = text.splitlines() or [""]
     kept = ["  | " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines[:_SHOWN_LINES]]
     return kept if len(lines) <= _SHOWN_LINES else [*kept, "  | ..."]
 
 
 def _best_so_far(run: Run) -> tuple[float, int] | None:
-    """The lowest held-out loss of a checkpoint that the run has, and its step; None if none was evaluated."""
+    """Returns the lowest held-out loss of the run's saved checkpoints and its step; None if none was evaluated."""
     saved = set(complete_steps(run.checkpoints))
     deciding = next(iter(run.config.data.valid_sets))
     losses = [(held_out_loss(record, deciding), record["step"]) for record in read_metrics(run.folder)]

@@ -1,16 +1,16 @@
-"""Whether a run on a CPU compiles its fused operations: where it is long enough to repay the wait.
+"""Decides whether a run on a CPU compiles its fused operations: only if it is long enough to make up for the wait.
 
     saved [s] = steps x elements of a step x seconds saved on each / ranks
 
-Elements are those that fused operations read: of a layer about four hidden states and the inner ones of its MLP, of the
-head the logits. In float32, where nothing is dropped, a step takes nearly as long without the compiler: loops over
-blocks stay in a core's cache. In 16 bits a block is widened and rounded by passes of its own, which a compiled loop
-does in registers; a dropped element costs ten rounds of integer products (Philox), one pass each.
+Elements are those that fused operations read: about four hidden states and the inner ones of the MLP per layer, and the
+logits of the head. In float32 without dropout, a step takes nearly as long without the compiler: loops over blocks stay
+in a core's cache. In 16 bits, uncompiled code widens and rounds each block in separate passes, which a compiled loop
+does in registers; dropout costs ten rounds of integer products (Philox) per element, one pass each.
 
 Llama of 4 million parameters, 4,096 tokens a step, two cores, torch 2.13: bfloat16 0.56 to 0.69 s a step compiled,
-0.71 to 0.75 s not, after 22.9 s in the first step; float32 1.00 s both, after 26.7 s. On another two cores, 2,048
-tokens a step in float32, three runs each: 0.41 s compiled, 0.42 to 0.45 s not, after 20.9 s. Dropout and residual of
-16 MiB in float32, forward and backward, against torch's own: a speed-up of 1.13 compiled, of 0.22 not.
+0.71 to 0.75 s not compiled, after 22.9 s in the first step; float32 1.00 s both, after 26.7 s. On another two cores,
+2,048 tokens a step in float32, three runs each: 0.41 s compiled, 0.42 to 0.45 s not compiled, after 20.9 s. Dropout and
+residual of 16 MiB in float32, forward and backward: speed-up over eager PyTorch 1.13 compiled, 0.22 not compiled.
 """
 
 import os
@@ -24,17 +24,17 @@ from megalith.training.process_group import choose_device
 
 __all__ = ["compiling_pays", "missing_compiler", "with_compiling_decided"]
 
-# of one core
+# on one core
 _SAVED = {"float32": 1e-9, "bfloat16": 4e-9, "float16": 4e-9, "float64": 0.0}  # [s] an element
 _SAVED_ON_DROPPED = 40e-9  # [s] an element that may be dropped, in any of these dtypes but float64
-_WORTH_IT = 100.0  # [s]; building takes about a quarter of it, and a rank may have more cores than one
+_WORTH_IT = 100.0  # [s]; compiling takes about a quarter of it, and a rank may have more than one core
 
 
 def with_compiling_decided(config: RunConfig, world_size: int) -> RunConfig:
-    """``config`` whose ``train.compile_fusions`` is decided where a CPU computes: as given, as begun, or as it pays.
+    """Returns ``config`` with ``train.compile_fusions`` decided on CPUs: as set, as the run began, or if it pays off.
 
-    A run that goes on in another length keeps the code that it began with, and so its numbers. Where nothing can be
-    compiled, nothing is.
+    A run that resumes with another length keeps the code path that it began with, and so its numerical results. If
+    nothing can be compiled, the setting becomes False.
     """
     if config.train.compile_fusions is not None or choose_device().type != "cpu":
         return config
@@ -45,7 +45,7 @@ def with_compiling_decided(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def compiling_pays(config: RunConfig, world_size: int) -> bool:
-    """Whether what compiled operations save in the whole run is well above the wait for them."""
+    """Returns whether compiled operations save well more time in the whole run than compiling takes."""
     dtype = config.precision.dtype
     tokens = config.train.steps * config.train.global_batch_size * config.data.seq_length
     elements, dropped = _elements(config.model)
@@ -54,13 +54,13 @@ def compiling_pays(config: RunConfig, world_size: int) -> bool:
 
 
 def missing_compiler() -> str | None:
-    """The C++ compiler that torch.compile would call, where it is not here."""
+    """Returns the C++ compiler that torch.compile would call if it is not installed, else None."""
     compiler = os.environ.get("CXX", "g++")
     return None if shutil.which(compiler) else compiler
 
 
 def _elements(model: TransformerConfig) -> tuple[int, int]:
-    """How many elements of a token fused operations read, and how many of them may be dropped."""
+    """Returns how many elements per token fused operations read, and to how many of them dropout applies."""
     H, F = model.hidden_size, model.ffn_hidden_size
     if model.moe is not None:
         F = model.moe.top_k * model.expert_ffn_hidden_size + (model.moe.shared_ffn_hidden_size or 0)
@@ -71,12 +71,12 @@ def _elements(model: TransformerConfig) -> tuple[int, int]:
 
 
 def _as_begun(config: RunConfig) -> bool | None:
-    """What the run in ``config.run`` has decided, in the same dtype; None where there is none, or it does not say."""
+    """Returns what the run in ``config.run`` decided in the same dtype; None if there is no such run or decision."""
     path = Path(config.run) / "config.yaml"
     try:
         with path.open("rb") as file:
             settings = read_yaml(file.read(MOST_BYTES + 1), str(path))
-    except (OSError, ConfigError):  # what resumes from it says what is wrong
+    except (OSError, ConfigError):  # reported when the run resumes
         return None
     match settings:
         case {"train": {"compile_fusions": bool(begun)}, "precision": {"dtype": dtype}}:

@@ -1,8 +1,8 @@
-"""Whether a run may go on from a checkpoint: what has changed since, and what of it would repeat or skip text.
+"""Checks whether a run may continue from a checkpoint: what has changed, and whether that would repeat or skip text.
 
-A run's position in its data is one number, the samples consumed. It means the same text as long as the data, the tokens
-of a sample and the seed are the same: these are compared, and a run does not go on with others. Every other setting,
-batch size and layout among them, may change between two starts, and one line tells which did.
+A run's position in its data is one number, the samples consumed. It refers to the same text as long as the data, the
+tokens per sample and the seed are the same, so a run does not continue if one of these has changed. Every other
+setting, including batch size and layout, may change between two starts, and one line reports the changes.
 """
 
 import hashlib
@@ -28,16 +28,16 @@ __all__ = [
     "with_absolute_paths",
 ]
 
-_OF_ONE_START = ("run", "load", "resume")  # where a run lies and begins, which is not what it does
-_PATHS = ("train", "valid", "tokenizer")  # of the group data
+_OF_ONE_START = ("run", "load", "resume")  # where a run is and what it starts from, not what it computes
+_PATHS = ("train", "valid", "tokenizer")  # settings of the group data
 _ABSENT = object()
 
 
 def data_identity(task: AnyTask, dataset: Samples[Any]) -> dict[str, Any]:
-    """``Task.data_identity`` of the training data, which is the same on all ranks; each of them calls this.
+    """Returns ``Task.data_identity`` of the training data, which must be the same on all ranks. Collective.
 
     Raises:
-        DataError: on every rank; ranks read different data, or the identity has values that JSON would change.
+        DataError: on every rank, if ranks read different data, or the identity has values that JSON would change.
     """
     with agreed("the training data cannot be read"):
         identity = dict(task.data_identity(dataset))
@@ -60,13 +60,13 @@ def data_identity(task: AnyTask, dataset: Samples[Any]) -> dict[str, Any]:
 
 
 def check_ranks_have_one_recipe(config: RunConfig) -> None:
-    """Compares the settings of all ranks, each of which calls this; paths of files may differ, as what they hold is
-    compared when it is read.
+    """Checks that all ranks have the same settings. Collective.
 
-    Ranks of other settings would wait for each other in other collectives.
+    Ranks with different settings would wait for each other in different collectives. Paths of files may differ, because
+    their contents are compared when they are read.
 
     Raises:
-        ConfigError: on every rank; it names what differs.
+        ConfigError: on every rank; lists the differences.
     """
     tree = as_tree(config)
     data = {**tree["data"], **dict.fromkeys(_PATHS)}
@@ -86,27 +86,27 @@ def check_ranks_have_one_recipe(config: RunConfig) -> None:
 
 
 def kept_settings(config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint keeps of the settings: the whole tree, but for where the run lies; every path is absolute."""
+    """Returns the settings that a checkpoint keeps: all but the run's location and start; paths are absolute."""
     tree = as_tree(with_absolute_paths(config))
     return {name: value for name, value in tree.items() if name not in _OF_ONE_START}
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """``config`` as it reads from any working folder."""
+    """Returns ``config`` with absolute paths, so that it is valid in any working directory."""
     data = {name: _absolute(getattr(config.data, name)) for name in _PATHS}
     update = {"data": config.data.model_copy(update=data), "load": _absolute(config.load), "run": _absolute(config.run)}
     return config.model_copy(update=update)
 
 
 def comparable_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``before``, of a checkpoint, in the words of this version, to be compared with the kept settings ``now``.
+    """Converts a checkpoint's settings ``before`` to this version's names, to compare them with kept settings ``now``.
 
-    A setting that the version of the checkpoint did not have is at its default. That version kept paths as they were
-    given: one that leads to the path of ``now`` from today's working folder is the same.
+    Settings that the checkpoint's version did not have get their defaults. That version stored paths as given: a path
+    that resolves to that of ``now`` from the current working directory counts as the same.
     """
     try:
         tree = as_tree(load_run(before))
-    except ConfigError:  # something in it is no setting any more: all that differs is told
+    except ConfigError:  # a setting no longer exists: report all differences
         return before
     data, data_now = tree["data"], now["data"]
     same = {name: data_now[name] for name in _PATHS if _absolute(data.get(name)) == data_now.get(name)}
@@ -114,12 +114,12 @@ def comparable_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> Ma
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """``name before -> now`` of every value that differs, of nested ones by dotted names."""
+    """Returns ``name before -> now`` for every value that differs, with dotted names for nested values."""
     return [f"{name} {_said(old)} -> {_said(new)}" for name, old, new in _pairs(before, now) if old != new]
 
 
 def compared(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The names that have a value in both, which is not null: where one is silent there is nothing to compare."""
+    """Returns the names that are not None in both; if either is missing, there is nothing to compare."""
     return [name for name, value in before.items() if value is not None and now.get(name) is not None]
 
 
@@ -137,7 +137,7 @@ def _said(value: Any) -> str:
 
 
 def _absolute(location: Any) -> Any:
-    """A path, a URL or None, or a mapping to them."""
+    """Makes a path absolute; accepts a path, a URL, None, or a mapping to these."""
     if isinstance(location, Mapping):
         return {name: _absolute(each) for name, each in location.items()}
     return location if location is None or "://" in location else os.path.abspath(location)

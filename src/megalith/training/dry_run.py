@@ -1,4 +1,4 @@
-"""What a run would do, without doing it: settings, size, memory, and its first batch as text."""
+"""Describes a run without running it: settings, size, memory, and its first batch as text."""
 
 from collections import Counter
 from math import prod
@@ -19,11 +19,11 @@ from megalith.training.traffic import busiest_rank
 
 __all__ = ["describe"]
 
-_ALWAYS = ("tensor", "replicate", "shard")  # axes that are named though they have one rank
+_ALWAYS = ("tensor", "replicate", "shard")  # axes that are shown even if they have one rank
 
 
 def describe(config: RunConfig, world_size: int) -> str:
-    """Several lines for a person: the resolved settings, then what they mean."""
+    """Returns several lines for the user: the resolved settings, then what they imply."""
     task = task_of(config)
     flops = task.flops_per_sample / task.tokens_per_sample
     layout = config.parallel.layout(world_size)
@@ -54,7 +54,7 @@ def describe(config: RunConfig, world_size: int) -> str:
 
 
 def _active(task: AnyTask) -> str:
-    """How many parameters a token uses, where it does not use all."""
+    """Formats how many parameters are active per token, if not all of them are."""
     if not task.num_expert_parameters:
         return ""
     moe = next(iter(task.routed_layers.values()))
@@ -63,7 +63,7 @@ def _active(task: AnyTask) -> str:
 
 
 def _experts(task: AnyTask, layout: Layout) -> list[str]:
-    """The ranks of experts, which are those of a stage, cut in another way."""
+    """Formats the grid of expert ranks, which are the ranks of a stage arranged differently."""
     if not task.num_expert_parameters:
         return []
     degrees = {
@@ -79,7 +79,7 @@ def _experts(task: AnyTask, layout: Layout) -> list[str]:
 
 
 def _buffers(config: RunConfig) -> list[str]:
-    """What each rank has for the exchange of tokens, besides its state, as far as it is known."""
+    """Formats the size of each rank's token exchange buffers, which are not part of its state, if it is known."""
     if (sizes := symmetric_sizes(config)) is not None:
         return [f"exchange buffers      {quantity(sizes.num_bytes)}B on each rank, in symmetric memory"]
     if config.parallel.dispatch.method == "flex":
@@ -88,7 +88,7 @@ def _buffers(config: RunConfig) -> list[str]:
 
 
 def _memory(config: RunConfig, task: AnyTask, world_size: int) -> str:
-    """What the rank needs that needs most, beside what the libraries take."""
+    """Formats the memory of the rank that needs the most, without the libraries' own."""
     try:
         return f"about {planned_memory(config, task, world_size)}; and what torch itself takes"
     except ConfigError as error:
@@ -96,7 +96,7 @@ def _memory(config: RunConfig, task: AnyTask, world_size: int) -> str:
 
 
 def _stages(config: RunConfig, task: AnyTask, layout: Layout) -> list[str]:
-    """The layers of each stage, and how long ranks wait in the last batch's steps, as far as FLOPs tell."""
+    """Formats the layers of each stage, and the pipeline bubble at the last batch size, estimated from FLOPs."""
     parallel, parts = config.parallel, task.costs() if layout.pipeline > 1 else None
     if parts is None:
         return []
@@ -116,7 +116,7 @@ def _stages(config: RunConfig, task: AnyTask, layout: Layout) -> list[str]:
 
 
 def _exchanged(config: RunConfig, task: AnyTask, world_size: int) -> list[str]:
-    """A line for each axis: how many collectives of each kind, and their bytes together."""
+    """Formats a line per axis: the number of collectives of each kind, and their total bytes."""
     try:
         rank, traffic = busiest_rank(config, task, world_size)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What is measured on held-out samples: every sample counts once, in any layout with the same result."""
+"""Evaluates on held-out samples: every sample counts once, and the result is the same in any layout."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from megalith.training.tasks.task import AnyTask
 
 __all__ = ["Evaluation", "evaluate"]
 
-_AT_ONCE = 4  # micro-batches for each rank of a pipeline, so that most of them are busy most of the time
+_AT_ONCE = 4  # micro-batches per pipeline rank, so that most ranks are busy most of the time
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Evaluation:
     """Means over the held-out samples.
 
     Attributes:
-        loss: the mean of the first loss term, what the run is about.
+        loss: the mean of the first loss term, which the run trains for.
         means, counts: of each loss term and measure, by name.
-        num_tokens: its count; if it is 0, the loss means nothing.
-        counted: what that counts, in the plural.
-        classes: the names of the classes that measures number; none where there are no classes.
+        num_tokens: the count of the first loss term; if it is 0, the loss is meaningless.
+        counted: what ``num_tokens`` counts, in the plural.
+        classes: the names of the classes that measures refer to by number; empty if there are no classes.
     """
 
     loss: float
@@ -54,37 +54,37 @@ def evaluate(
     max_samples: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """The means over ``max_samples`` samples spread evenly over ``dataset`` (None: all of them).
+    """Computes means over ``max_samples`` samples spread evenly over ``dataset`` (None: all of them).
 
-    ``progress`` is told the samples done, over all ranks, and how many there are, first and after every few
-    micro-batches. ``options`` are those that the model was built with.
+    ``progress`` is called with the number of samples done, over all ranks, and the total: at the start, and after every
+    few micro-batches. ``options`` are those that the model was built with.
 
-    The same samples each time, dealt over the data-parallel ranks; all ranks call it together and get the same answer.
-    Nothing of the training is touched: mode, data position and randomness stay as they are.
+    The samples are the same each time and are distributed over the data-parallel ranks. All ranks call this together
+    and get the same result. Training state is not affected: mode, data position and randomness stay as they are.
 
     Raises:
-        DataError: on every rank; the samples cannot be read.
+        DataError: on every rank, if the samples cannot be read.
     """
     if not len(dataset):
         raise everywhere(DataError("there is nothing to evaluate on: the held-out dataset has no samples"))
     groups = options.pg_collection
     num_samples = len(dataset) if max_samples is None else min(max_samples, len(dataset))
     B, dp_rank, dp_size = micro_batch_size, groups.rank("dp"), groups.size("dp")
-    # every rank runs the same number of micro-batches, because a sharded forward is a collective; the last of them may
+    # every rank runs the same number of micro-batches, because a sharded forward is a collective; the last ones may
     # hold padding rows that do not count
     num_micro_batches = -(-num_samples // (B * dp_size))
     collate = collate_for(task, groups)
     found = _Sums(task, pipeline, device)
     progress(0, num_samples)
     with pipeline.evaluating():
-        # a few at a time: ranks agree on what they have read before they wait for each other in the pipeline
+        # a few at a time: ranks check that all could read their batches before they wait for each other in the pipeline
         at_once = 1 if pipeline.placement.num_stages == 1 else _AT_ONCE * pipeline.placement.num_ranks
         for first in range(0, num_micro_batches, at_once):
             numbers = range(first, min(first + at_once, num_micro_batches))
             starts = [(number * dp_size + dp_rank) * B for number in numbers]
             with attempt() as reading:
                 batches = [_batch(collate, dataset, range(start, start + B), num_samples) for start in starts]
-            # a model of one process is its own matter, whatever runs beside it
+            # a model on a single process needs no agreement, even if other ranks exist
             if any_rank(reading.failed, device) if groups.mesh is not None else reading.failed:
                 reading.settle("the held-out data cannot be read")
             found.add(batches, options)
@@ -94,7 +94,7 @@ def evaluate(
 
 
 class _Sums:
-    """What this rank has summed and counted: sums in the last stage only."""
+    """The sums and counts of this rank; only the last stage has sums."""
 
     def __init__(self, task: AnyTask, pipeline: Pipeline[Any], device: torch.device) -> None:
         self.task, self.pipeline, self.device = task, pipeline, device
@@ -102,7 +102,7 @@ class _Sums:
         self.counts: dict[str, int] = {}
 
     def add(self, batches: Sequence[Any], options: BuildOptions) -> None:
-        """Takes the micro-batches through the model."""
+        """Runs the micro-batches through the model."""
         task = self.task
         inputs_of = inputs_for(task, batches, 0, self.device, self.pipeline.chunks[-1])
 
@@ -111,7 +111,7 @@ class _Sums:
             output: Tensor = task.forward(model, inputs, hidden)
             if self.pipeline.holds_output(model):
                 for name, value in task.sums(output, inputs).items():
-                    # on the device: nobody waits for it here
+                    # stays on the device, to avoid a synchronization
                     self.sums[name] = value.double() + self.sums.get(name, 0.0)
             return output
 
@@ -128,7 +128,7 @@ def _evaluation(
     pg_collection: ProcessGroupCollection,
     device: torch.device,
 ) -> Evaluation:
-    """The means that this rank's ``sums`` and ``counts`` make with those of the others."""
+    """Reduces this rank's ``sums`` and ``counts`` over all ranks and returns the means."""
     names = list(counts)
     values = [float(sums.get(name, 0.0)) for name in names] + [float(counts[name]) for name in names]
     totals = _summed(values, pg_collection, device)
@@ -139,7 +139,7 @@ def _evaluation(
 
 
 def _summed(values: Sequence[float], pg_collection: ProcessGroupCollection, device: torch.device) -> list[float]:
-    """The sums of ``values`` over the ranks that speak for their tokens."""
+    """Sums ``values`` over the ranks that speak for their tokens."""
     if pg_collection.mesh is None:
         return list(values)
     reduced = torch.tensor(values, dtype=torch.float64, device=device)
@@ -151,6 +151,9 @@ def _summed(values: Sequence[float], pg_collection: ProcessGroupCollection, devi
 
 
 def _batch(collate: Callable[..., Any], dataset: SizedSamples[Any], numbers: range, num_samples: int) -> Any:
-    """The ``numbers`` of ``num_samples`` samples in even steps; past the end the last one, which does not count."""
+    """Collates samples ``numbers`` out of ``num_samples`` evenly spaced ones; those past the end are padding.
+
+    Padding repeats the last sample and does not count.
+    """
     rows = [min(number, num_samples - 1) * len(dataset) // num_samples for number in numbers]
     return collate([dataset[row] for row in rows], rows, [number < num_samples for number in numbers])

@@ -1,4 +1,4 @@
-"""How large the exchanges of a run's experts are, before anything of it is built."""
+"""The sizes of a run's expert exchanges, before the model is built."""
 
 from megalith.config import RunConfig
 from megalith.parallel.expert.symmetric_a2a import ExchangeSizes
@@ -8,7 +8,7 @@ __all__ = ["symmetric_sizes", "travelling_size"]
 
 
 def symmetric_sizes(config: RunConfig) -> ExchangeSizes | None:
-    """Those of the buffers that every rank has under dispatch.method=symmetric, for a micro-batch; None without it."""
+    """Returns the buffer sizes of a micro-batch for dispatch.method=symmetric; None for other methods."""
     moe, parallel = config.model.moe, config.parallel
     if moe is None or parallel.dispatch.method != "symmetric" or parallel.expert == 1:
         return None
@@ -23,6 +23,6 @@ def symmetric_sizes(config: RunConfig) -> ExchangeSizes | None:
 
 
 def travelling_size(config: RunConfig) -> int:
-    """The features of a token on its way to experts."""
+    """Returns the number of features per token that are sent to experts."""
     moe = config.model.moe
     return config.model.hidden_size if moe is None or moe.latent_size is None else moe.latent_size

@@ -1,17 +1,17 @@
-"""How even the loads of experts are: the numbers of a step's record, and an alarm where routing collapses.
+"""How even the loads of experts are: the numbers of a step's record, and an alarm if routing collapses.
 
-Routing has collapsed where nearly all tokens go to the same experts. The others get no gradient then, and do not come
-back by themselves. Of T tokens a share f_e chooses expert e, with K experts each: 0 <= f_e <= 1, their sum is K.
+Routing has collapsed if nearly all tokens go to the same experts. The other experts then get no gradient and do not
+recover by themselves. A share f_e of T tokens chooses expert e, with K experts each: 0 <= f_e <= 1, and they sum to K.
 
     collapsed   exp(H) < K + (E - K) / 8, where H = - sum of (f_e / K) log(f_e / K)
-                m experts that share the tokens evenly have exp(H) = m, so exp(H) is how many are as good as in use: K
-                at least, where the same K have all tokens, and E where even. Or more than half have no token at all
-    hot         f_max is within a tenth of 1, from K / E on: the max violation, f_max E / K - 1, within a tenth of its
-                greatest, E / K - 1
+                exp(H) is the effective number of experts: m if m experts share the tokens evenly, so at least K, when
+                the same K get all tokens, and E for even loads. Also: more than half of the experts get no token
+    hot         f_max is in the top tenth of its range from K / E to 1, that is, the max violation, f_max E / K - 1, is
+                at least 0.9 times its maximum, E / K - 1
 
-Max violation is no sign of a collapse: f_max is 1 where one expert is in the choice of every token, however even the
-other K - 1 choices are. For K = 2 of E = 8 that leaves exp(H) = 5.3. Such an expert costs time, because the ranks of
-expert parallelism wait for it, and hides nothing from the others; it has a warning of its own.
+A large max violation is not a sign of collapse: f_max is 1 if every token chooses one expert, however even the other
+K - 1 choices are. For K = 2 of E = 8 that leaves exp(H) = 5.3. Such an expert costs time, because the ranks of expert
+parallelism wait for it, but does not starve the others; it has a warning of its own.
 """
 
 import logging
@@ -35,17 +35,17 @@ __all__ = ["CollapseAlarm", "Sign", "experts_record", "sign_of_imbalance"]
 
 log = logging.getLogger(__name__)
 
-_MOST_LOADS = 64  # numbers of a layer in a record
-_PATIENCE = 5  # steps in a row: a rare batch is no collapse, and gradients of few steps can be made up for
-_NEAR = 0.9  # of the greatest max violation
-_EFFECTIVE_SHARE = 0.125  # of the experts besides the K that a token needs
-_FEWEST_CHOICES = 8  # for each expert: fewer leave some experts without a token by chance
-# of f = K / E in T tokens the standard deviation is that of a binomial: so many of them lie between it and 1
+_MOST_LOADS = 64  # numbers per layer in a record
+_PATIENCE = 5  # consecutive steps: one unusual batch is not a collapse, and experts recover from a few steps
+_NEAR = 0.9  # share of the maximum of max violation
+_EFFECTIVE_SHARE = 0.125  # share of the experts other than the K that a token needs
+_FEWEST_CHOICES = 8  # per expert: with fewer, some experts get no token by chance
+# the standard deviation of f = K / E over T tokens is binomial; at least this many of them must fit between f and 1
 _FEWEST_DEVIATIONS = 6
 
 
 def experts_record(totals: RoutingTotals) -> dict[str, Any]:
-    """The field ``experts`` of a step's record, as ``observe.metrics`` describes it; there must be a layer."""
+    """Returns the ``experts`` field of a step's record (see ``observe.metrics``); requires at least one layer."""
     layers = [_of_layer(layer, load, totals) for layer, load in totals.loads.items()]
     widths = totals.bias_ranges.values()
     names = next(iter(totals.losses.values()), {})
@@ -60,14 +60,14 @@ def experts_record(totals: RoutingTotals) -> dict[str, Any]:
 
 
 class Sign(NamedTuple):
-    """What shows, in numbers, that routing has collapsed, or that one expert is hot."""
+    """Evidence that routing has collapsed or that one expert is hot, with its numbers as text."""
 
     kind: Literal["collapsed", "hot"]
     numbers: str
 
 
 class CollapseAlarm(Callback):
-    """Warns, once for each layer and kind, where loads have shown the same sign for five steps in a row; on rank 0."""
+    """Warns on rank 0, once per layer and kind, if loads have shown the same sign for five consecutive steps."""
 
     def __init__(self) -> None:
         self.steps_in_a_row: Counter[tuple[int, str]] = Counter()
@@ -92,7 +92,7 @@ class CollapseAlarm(Callback):
 
 
 def sign_of_imbalance(load: Tensor, moe: MoEConfig) -> Sign | None:
-    """What the ``load`` [E] of a layer shows, by the rules above; None if nothing, or if there are too few tokens."""
+    """Applies the rules above to the ``load`` [E] of a layer; None if it is fine, or if there are too few tokens."""
     E, K, num_choices = moe.num_experts, moe.top_k, int(load.sum())
     if num_choices < _FEWEST_CHOICES * E or num_choices * (E - K) < (_FEWEST_DEVIATIONS * K) ** 2:
         return None
@@ -133,7 +133,7 @@ def _of_layer(layer: int, load: Tensor, totals: RoutingTotals) -> dict[str, Any]
         "max_violation": metrics.max_violation,
         "entropy": metrics.entropy,
         "dead_experts": metrics.dead_experts,
-        # a record's own fields may be NaN, those of lists may not
+        # top-level fields of a record may be NaN, fields inside lists may not
         "losses": {name: value if math.isfinite(value) else None for name, value in losses.items()},
         "bias_range": totals.bias_ranges.get(layer),
         **_relative(load.tolist()),
@@ -141,7 +141,7 @@ def _of_layer(layer: int, load: Tensor, totals: RoutingTotals) -> dict[str, Any]
 
 
 def _relative(load: Sequence[int]) -> dict[str, list[float]]:
-    """``load`` divided by its mean; of more than 64 experts, of 64 ranges of neighbours the mean and the ``least``."""
+    """Divides ``load`` by its mean; for more than 64 experts, returns the mean and ``least`` of 64 ranges of them."""
     E, mean = len(load), max(sum(load), 1) / len(load)
     num_ranges = min(E, _MOST_LOADS)
     borders = [E * number // num_ranges for number in range(num_ranges + 1)]

@@ -1,8 +1,8 @@
-"""Gives freed memory back to the system, on a CPU.
+"""Returns freed memory to the operating system, on a CPU.
 
-glibc keeps what is freed for the next allocation, but tensors of many sizes, of which some live on, leave it in pieces
-that none fits into: a run over sharded weights grows by megabytes a step, and never shrinks. Giving back the whole free
-pages costs some tenths of a second, and the next step the time to get them again, so it is done when there are many.
+glibc keeps freed memory for later allocations, but tensors of many sizes with different lifetimes fragment it: a run
+with sharded weights grows by megabytes per step, and never shrinks. Returning the free pages takes some tenths of a
+second, and the next step takes longer to get them again, so it is done only when there are many.
 """
 
 import ctypes
@@ -15,22 +15,22 @@ from megalith.training.run import Run
 
 __all__ = ["FreedMemory"]
 
-_GROWTH = 1.25  # of what is held after a step, before free pages are given back
+_GROWTH = 1.25  # growth of the memory held after a step that triggers a return of free pages
 _HELD = Path("/proc/self/statm")
 
 
 class FreedMemory(Callback):
-    """Gives free pages back once the process holds a quarter more than it usually does after a step; nothing on a GPU.
+    """Returns free pages once the process holds 25 % more than usual after a step; does nothing on a GPU.
 
-    What is usual is the most that it held after its first step, or after the step that followed a return: a run whose
-    steps came to need more gives pages back once, and not after each of them.
+    The usual amount is the most that the process held after its first step, or after the step that followed a return.
+    So a run whose steps come to need more memory returns pages once, and not after every step.
     """
 
     def __init__(self, run: Run) -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
         self.trim = trim if run.device.type == "cpu" else None
         self.usual = 0  # bytes
-        self.is_first = True  # of the steps since pages were given back
+        self.is_first = True  # whether the next step is the first since pages were returned
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:
         if self.trim is None:
@@ -44,5 +44,5 @@ class FreedMemory(Callback):
 
 
 def _held() -> int:
-    """Bytes of this process that are in memory."""
+    """Returns the resident memory of this process in bytes."""
     return int(_HELD.read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

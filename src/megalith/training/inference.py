@@ -1,4 +1,4 @@
-"""A trained model from a run's folder: loaded whole into one process, whatever layout wrote it."""
+"""Loads a trained model from a run's folder into one process, regardless of the layout that wrote it."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model in evaluation mode, the settings that it was trained with, and the step it is of."""
+    """A model in evaluation mode, its training settings, and the step of its checkpoint."""
 
     model: ModelModule
     task: AnyTask
@@ -60,10 +60,10 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class CheckpointLoss:
-    """loss: nats, the mean over ``num_tokens`` tokens of ``dataset``, or what ``counted`` says in the plural.
+    """The loss of a checkpoint in nats, a mean over ``num_tokens`` tokens of ``dataset``.
 
-    ``name``: that of the validation set; "" of one without a name. ``means``: of every loss term and measure, by name.
-    ``classes``: as in ``Evaluation``.
+    ``name``: the name of the validation set; "" if it has none. ``means``: of every loss term and measure, by name.
+    ``counted``: what ``num_tokens`` counts, in the plural, if not tokens. ``classes``: see ``Evaluation``.
     """
 
     name: str
@@ -77,7 +77,7 @@ class CheckpointLoss:
 
     @property
     def perplexity(self) -> float:
-        """As ``observe.units.perplexity`` of the loss."""
+        """``observe.units.perplexity`` of the loss."""
         return perplexity(self.loss)
 
 
@@ -88,17 +88,17 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> TrainedModel:
-    """The model of a run's newest checkpoint, or of the checkpoint that ``source`` is.
+    """Loads the model of a run's newest checkpoint, or of a checkpoint if ``source`` is one.
 
-    Weights are verified, and cast to ``dtype``, by default the one that the run computed in. ``task`` is that of a run
-    with a user's own.
+    Weights are verified, and cast to ``dtype``, by default the run's compute dtype. Pass ``task`` for a run that was
+    trained with a custom task.
 
     Raises:
-        CheckpointError: there is no checkpoint, no config.yaml beside it, or it is damaged.
+        CheckpointError: there is no checkpoint, config.yaml is missing, or the checkpoint is damaged.
     """
     checkpoint, _, config = open_run(source)
     device = device or choose_device()
-    fused_loss = config.train.fused_linear_cross_entropy  # it computes the head's product itself
+    fused_loss = config.train.fused_linear_cross_entropy  # includes the output projection
     options = BuildOptions(
         ProcessGroupCollection.single(),
         dtype or DTYPES[config.precision.dtype],
@@ -113,9 +113,9 @@ def load_model(
 
 
 def load_into_(model: ModelModule, checkpoint: Store, device: torch.device) -> None:
-    """Puts ``model``, built whole on meta, on ``device``, with the weights of ``checkpoint``, in evaluation mode.
+    """Moves ``model``, built whole on meta, to ``device``, loads ``checkpoint`` into it, and sets evaluation mode.
 
-    Raises CheckpointError as ``load_weights``.
+    Raises CheckpointError as ``load_weights`` does.
     """
     model.to_empty(device=device)
     refill_buffers_(model)
@@ -130,11 +130,11 @@ def evaluate_checkpoint(
     task: AnyTask | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[CheckpointLoss]:
-    """The loss of ``source`` on ``dataset``, by default on each set of the run's own ``data.valid``.
+    """Evaluates ``source`` on ``dataset``, by default on each set of the run's own ``data.valid``.
 
     Args:
         task: as in ``load_model``.
-        progress: told the samples done and how many there are, of all datasets together.
+        progress: called with the number of samples done and the total, over all datasets.
 
     Raises:
         ConfigError: ``max_samples`` is below 1.
@@ -152,7 +152,7 @@ def evaluate_checkpoint(
     for name, prefix in prefixes.items():
         try:
             held_out[name] = (task or task_of(config)).evaluation_dataset(prefix)
-            if task is None:  # what a user's own task reads is its own matter
+            if task is None:  # a custom task may read other data
                 _check_fits(IndexedDataset(prefix), folder, config)
         except DataError as error:
             if dataset is not None:
@@ -164,7 +164,7 @@ def evaluate_checkpoint(
     sizes = [len(each) if max_samples is None else min(max_samples, len(each)) for each in held_out.values()]
     losses = []
     for number, (name, prefix) in enumerate(prefixes.items()):
-        with without_compiling():  # a pass over held-out text does not repay it
+        with without_compiling():  # compiling takes longer than it would save in one pass
             found = evaluate(
                 trained.task,
                 Pipeline([trained.model]),
@@ -186,7 +186,7 @@ def evaluate_checkpoint(
 
 
 def say_what_experts_drop(model: TransformerConfig, together: str) -> None:
-    """Logs a line where experts have a capacity, which evaluation keeps; ``together``: what goes through at a time."""
+    """Logs that experts drop tokens if they have a capacity; ``together`` names what is processed at a time."""
     if model.moe is not None and model.moe.capacity is not None:
         log.info(
             "experts drop tokens past their capacity here as in training (model.moe.capacity.factor=%s): the result "
@@ -201,7 +201,7 @@ def _progress_of_part(progress: Callable[[int, int], None], before: int, total: 
 
 
 def _check_fits(dataset: IndexedDataset, folder: Store, config: RunConfig) -> None:
-    """Raises DataError unless ``dataset`` is of the tokenizer and the vocabulary of the run in ``folder``."""
+    """Raises DataError unless ``dataset`` matches the tokenizer and the vocabulary of the run in ``folder``."""
     assert config.model.vocab_size is not None, "a run keeps its resolved settings"
     made_with = None if dataset.sidecar is None else dataset.sidecar.tokenizer_sha256
     trained_with = _tokenizer_sha256(folder, config)
@@ -222,7 +222,7 @@ def _check_fits(dataset: IndexedDataset, folder: Store, config: RunConfig) -> No
 
 
 def _tokenizer_sha256(folder: Store, config: RunConfig) -> str | None:
-    """The digest of the run's tokenizer; None where nothing is left that tells. Raises DataError if it is damaged."""
+    """Returns the digest of the run's tokenizer, or None if it is unknown. Raises DataError if it is damaged."""
     if (kept := kept_tokenizer(folder)) is not None:
         return kept.sha256
     if config.data.train is None:  # imported, without a tokenizer

@@ -1,4 +1,4 @@
-"""What a run has left in its folder, found from the folder or from one of its checkpoints."""
+"""Finds what a run has kept in its folder, from the folder or from one of its checkpoints."""
 
 import json
 from collections.abc import Mapping
@@ -29,20 +29,20 @@ _COMPANIONS = "huggingface"
 
 
 class Marks(NamedTuple):
-    """What a tokenizer.json does not say: ids of the tokens that end a document, begin a text, and end a text."""
+    """What tokenizer.json does not specify: ids of the tokens that end a document, begin a text, and end a text."""
 
     eod: int | str | None = None
     begin: tuple[int, ...] | None = None
     ends: tuple[int, ...] = ()
 
     def load(self, path: str | Path) -> Tokenizer:
-        """The tokenizer in the file ``path``, with these. Raises DataError."""
+        """Loads the tokenizer in the file ``path`` with these marks. Raises DataError."""
         tokenizer = Tokenizer.load(path, self.eod, ends=self.ends)
         return tokenizer if self.begin is None else tokenizer.framed(begin=self.begin)
 
 
 def newest_checkpoint(source: Store) -> Store:
-    """``source``, if it is a checkpoint, or the newest complete one of the run in it. Raises CheckpointError."""
+    """Returns ``source`` if it is a checkpoint, else the newest complete one of the run. Raises CheckpointError."""
     if MANIFEST in source.names():
         return source
     found = find_checkpoint(source / "checkpoints")
@@ -54,7 +54,7 @@ def newest_checkpoint(source: Store) -> Store:
 
 
 def run_of(checkpoint: Store) -> Store:
-    """The folder of the run that wrote ``checkpoint`` to RUN/checkpoints/step-..., wherever a link to the latter is."""
+    """Returns the folder of the run that wrote ``checkpoint`` (RUN/checkpoints/step-...), also through a symlink."""
     run = checkpoint.split()[0].split()[0]
     if "config.yaml" not in run.names() and isinstance(checkpoint, LocalStore):
         resolved = checkpoint.path.resolve()
@@ -63,7 +63,7 @@ def run_of(checkpoint: Store) -> Store:
 
 
 def kept_tokenizer(folder: Store) -> Tokenizer | None:
-    """The tokenizer that the run in ``folder`` keeps; None if it keeps none. Raises DataError if it is damaged."""
+    """Returns the tokenizer kept in ``folder``, or None if there is none. Raises DataError if it is damaged."""
     try:
         content = folder.read(KEPT_TOKENIZER)
     except MissingFileError:
@@ -73,12 +73,12 @@ def kept_tokenizer(folder: Store) -> Tokenizer | None:
 
 
 def kept_marks(folder: Store) -> Marks:
-    """Those that the run in ``folder`` keeps; of a run without a tokenizer, the ends that it keeps of its model.
+    """Returns the marks kept in ``folder``; for a run without a tokenizer, the end tokens kept from its model.
 
-    Raises DataError if they are damaged, or as ``read_companions``.
+    Raises DataError if they are damaged, or as ``read_companions`` does.
 
-    Earlier versions kept ``id`` alone. They trained on documents that no token begins; a model that was imported and
-    not trained on begins a text as its tokenizer does.
+    Earlier versions kept only ``id``. They trained on documents without a begin token. A model that was imported and
+    not trained further begins a text as its tokenizer does.
     """
     try:
         kept = json.loads(folder.read(EOD_FILE))
@@ -98,14 +98,14 @@ def kept_marks(folder: Store) -> Marks:
 
 
 def kept_companions(folder: Store) -> dict[str, bytes]:
-    """What the run keeps of the folder of Hugging Face that it began from. Raises as ``read_companions``."""
+    """Returns the files kept from the Hugging Face folder that the run began from. Raises as ``read_companions``."""
     return read_companions(folder / _COMPANIONS)
 
 
 def keep(folder: Path, tokenizer: Tokenizer | None, companions: Mapping[str, bytes]) -> None:
-    """Writes ``tokenizer``, its marks and what stood beside it into the run's ``folder``.
+    """Writes ``tokenizer``, its marks and its companion files into the run's ``folder``.
 
-    What is there of an earlier run, which was never saved, is removed. Raises StorageError.
+    Removes files left by an earlier run that was never saved. Raises StorageError.
     """
     if tokenizer is not None:
         marks = {"id": tokenizer.eod, "begin": tokenizer.begin, "ends": tokenizer.ends}

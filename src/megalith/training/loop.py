@@ -1,4 +1,4 @@
-"""The loop: batches in, steps, and what happens around them as callbacks."""
+"""The training loop: reads batches, runs steps, and calls callbacks around them."""
 
 import time
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ __all__ = ["Callback", "FinishedStep", "Outcome", "train"]
 
 
 class Outcome(Enum):
-    """How a run ended: every step done, now or by an earlier start; or stopped on request with its state saved."""
+    """How a run ended: all steps done, now or by an earlier start, or stopped on request with its state saved."""
 
     DONE = "done"
     WAS_DONE = "was done"
@@ -26,7 +26,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """What a step did, how long it took, waiting for data and for a compiler included, and where that time went."""
+    """The result of a step, its duration including waits for data and the compiler, and how that time was spent."""
 
     result: StepResult
     seconds: float
@@ -34,26 +34,26 @@ class FinishedStep:
 
     @property
     def work_seconds(self) -> float:
-        """``seconds`` without those spent waiting for a compiler, which no later step will wait for again."""
+        """``seconds`` without the time spent waiting for a compiler, which later steps do not repeat."""
         return self.seconds - self.spans.get(COMPILE, 0.0)
 
 
 class Callback:
-    """What may happen around steps. Every rank calls every callback, so one may hold a collective."""
+    """Hooks that run around steps. Every rank calls every callback, so a callback may use collectives."""
 
     def on_step(self, run: Run, finished: FinishedStep) -> None:
-        """After each step; ``run.state`` counts it already."""
+        """Called after each step; ``run.state`` already counts that step."""
 
     def on_end(self, run: Run, outcome: Outcome) -> None:
-        """Once, after the last step or at the boundary where the run was asked to stop."""
+        """Called once, after the last step or when the run stops on request."""
 
 
 def train(run: Run, callbacks: Sequence[Callback], stop: StopRequest) -> Outcome:
     """Trains until ``train.steps``, or until any rank is asked to stop.
 
     Raises:
-        DataError: a rank could not read its batch; raised on every rank, as ``agreement.agreed`` does.
-        NonFiniteError: as ``train_step``.
+        DataError: on every rank, if any rank could not read its batch.
+        NonFiniteError: see ``train_step``.
     """
     outcome = Outcome.DONE
     while run.state.step < run.config.train.steps:

@@ -1,4 +1,4 @@
-"""Whether this machine has what a run needs before it can take a step: a GPU for each rank, memory for the state."""
+"""Checks that this machine can run the first step: a GPU for each rank, and memory for the state."""
 
 from collections import Counter
 from dataclasses import astuple, dataclass
@@ -22,12 +22,12 @@ from megalith.transformer.module import ModelModule
 
 __all__ = ["StateBytes", "check_machine", "rank_state_bytes", "state_bytes"]
 
-_MOMENTS = {"adamw": 2, "sgd": 1}  # of each parameter
+_MOMENTS = {"adamw": 2, "sgd": 1}  # per parameter
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of what lives from step to step; activations come on top."""
+    """Bytes that persist from step to step; activations are not included."""
 
     weights: int
     gradients: int
@@ -35,21 +35,21 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """All of them together."""
+        """The sum of all parts."""
         return self.weights + self.gradients + self.moments
 
 
 def state_bytes(config: RunConfig, num_parameters: int, num_copied: int = 0) -> StateBytes:
-    """Of so many parameters, and of copies, which have no moments."""
+    """Returns the state of ``num_parameters`` parameters and ``num_copied`` copies, which have no moments."""
     itemsize = param_dtype(config).itemsize
     weights = (num_parameters + num_copied) * itemsize
     return StateBytes(weights, weights, _MOMENTS[config.optim.name] * num_parameters * itemsize)
 
 
 def rank_state_bytes(config: RunConfig, task: AnyTask, world_size: int) -> list[StateBytes]:
-    """``state_bytes`` of what a rank holds, by its place along the pipeline; ranks of one stage hold equal parts.
+    """Returns ``state_bytes`` per rank, by its position along the pipeline; ranks of a stage hold equal parts.
 
-    Experts are split over other ranks than the rest, and may have more copies or fewer.
+    Experts are split over a different rank grid than other weights, and may be replicated more or less often.
     """
     layout = config.parallel.layout(world_size)
     ranks = world_size // layout.pipeline
@@ -64,18 +64,18 @@ def rank_state_bytes(config: RunConfig, task: AnyTask, world_size: int) -> list[
 
 
 def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> None:
-    """Refuses a run that surely cannot be: more ranks here than GPUs, or state and buffers larger than the memory.
+    """Rejects a run that cannot fit: more ranks than GPUs here, or state and buffers larger than the memory.
 
-    ``local_ranks`` are those of this machine. A run that passes may still be too large: activations, and what libraries
-    take, are not counted.
+    ``local_ranks`` are those of this machine. A run that passes may still be too large, because activations and the
+    libraries' own memory are not counted.
 
     Raises:
-        ConfigError: with what is needed and what there is.
+        ConfigError: says what is needed and what there is.
     """
     task, layout = task_of(config), config.parallel.layout(world_size)
     along_pipeline, grid = rank_state_bytes(config, task, world_size), RankGrid(layout)
     sizes = symmetric_sizes(config)
-    buffers = 0 if sizes is None else sizes.num_bytes  # on every rank, of stages without experts too
+    buffers = 0 if sizes is None else sizes.num_bytes  # on every rank, even for stages without experts
     held = [along_pipeline[grid.position("pp", rank)].total + buffers for rank in local_ranks]
     device, num_local_ranks = choose_device(), len(local_ranks)
     if device.type == "cuda":
@@ -100,7 +100,7 @@ def check_machine(config: RunConfig, world_size: int, local_ranks: range) -> Non
 
 @dataclass(frozen=True)
 class _Held:
-    """Numbers of parameters: of experts, all others, and copies of others."""
+    """Parameter counts: of experts, of all other weights, and of copies of the latter."""
 
     expert: int
     dense: int
@@ -108,7 +108,7 @@ class _Held:
 
 
 def _pipeline_parameters(config: RunConfig, task: AnyTask) -> list[_Held]:
-    """What the stages of each rank along the pipeline have."""
+    """Returns the parameter counts of the stages of each rank along the pipeline."""
     placement = placement_of_run(config)
     if placement.num_stages == 1:
         num_expert = task.num_expert_parameters

@@ -1,14 +1,14 @@
-"""What a rank's memory is for: counted before a run, without taking any of it, and looked at after its first step.
+"""The memory of a rank: estimated before a run without allocating it, and measured after its first step.
 
 weights      parameters, in float32 or wider
 gradients    as many bytes
-moments      what the optimizer keeps
-gathered     weights in the dtype of the computation, whole units of FSDP at a time, and their gradients on the way back
-activations  all else that lives when most does: what forward keeps for backward, of every micro-batch in flight, and
-             what either makes in between
+moments      the optimizer's state
+gathered     weights in the compute dtype, whole FSDP units at a time, and their gradients in the backward
+activations  everything else at the peak: what the forward keeps for the backward, of every micro-batch in flight, and
+             intermediate tensors of both
 
-Activations are counted by running a micro-batch, forward and backward, on tensors that have shapes and no memory. What
-the libraries themselves take is not counted.
+Activations are counted by running the forward and backward of a micro-batch on fake tensors, which have shapes and no
+memory. What the libraries themselves take is not counted.
 """
 
 from collections.abc import Iterable
@@ -44,7 +44,7 @@ __all__ = ["Memory", "memory_so_far", "planned_memory"]
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at its peak, by what they are for."""
+    """Bytes of one rank at its peak, by purpose."""
 
     weights: int
     gradients: int
@@ -54,7 +54,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of them together."""
+        """The sum of all parts."""
         return sum(astuple(self))
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Counted:
-    """Of a stage and one micro-batch, in bytes: kept until backward, at the peak, and gathered weights."""
+    """Bytes of a stage and one micro-batch: kept until the backward, at the peak, and gathered weights."""
 
     kept: int
     peak: int
@@ -72,13 +72,13 @@ class _Counted:
 
 
 def planned_memory(config: RunConfig, task: AnyTask, world_size: int) -> Memory:
-    """The memory of the rank that needs most, of those that hold the first part of each split.
+    """Estimates the memory of the rank that needs the most, among those that hold the first part of each split.
 
     Reads the first micro-batch.
 
     Raises:
-        ConfigError: it cannot be counted, because something depends on values: rows of experts follow the router, and
-            those of a masked-LM head the masks.
+        ConfigError: the memory depends on tensor values: the rows of experts on the router, and those of a masked-LM
+            head on the masks; or torch.distributed is already initialized.
     """
     if task.routed_layers:
         raise ConfigError("how many rows an expert gets follows from the router")
@@ -105,15 +105,15 @@ def planned_memory(config: RunConfig, task: AnyTask, world_size: int) -> Memory:
     found = []
     for rank, state in enumerate(states):
         mine = [counted[placement.stage(rank, chunk)] for chunk in range(placement.num_chunks)]
-        between = max(each.peak - each.kept for each in mine)  # of the one that is at work
+        between = max(each.peak - each.kept for each in mine)  # only one chunk computes at a time
         found.append(_memory(state, sum(each.gathered for each in mine), int(in_flight[rank]) + between))
     return max(found, key=lambda memory: memory.total)
 
 
 def memory_so_far(run: Run) -> str:
-    """What this rank of ``run`` has taken at its peak, in the words of ``planned_memory``.
+    """Formats the peak memory of this rank of ``run``, broken down as in ``planned_memory``.
 
-    On a CPU it is all that the process holds, the libraries with it.
+    On a CPU it is the memory of the whole process, including the libraries.
     """
     peak, weights = peak_memory(run.device), _bytes(run.parameters())
     moments = _bytes(run.optimizer.tensors().values())
@@ -159,20 +159,20 @@ def _counted_stages(config: RunConfig, task: AnyTask, world_size: int) -> list[_
 
 
 def _run(model: ModelModule, task: AnyTask, inputs: object, hidden: Tensor | None, *, ends: bool) -> tuple[int, int]:
-    """The bytes that are kept after forward, and those at the peak of both passes; one that ``ends`` has the loss."""
+    """Returns the bytes kept after the forward, and the peak of both passes; ``ends``: the stage computes the loss."""
     with bytes_of_tensors(model) as counted:
         output = task.forward(model, inputs, hidden)
         if ends:
             output = torch.stack(list(task.sums(output, inputs).values())).sum()
         kept = counted("current")
         output.backward(torch.ones_like(output))
-        return kept, max(kept, counted("peak"))  # which may be when gradients are many and activations few
+        return kept, max(kept, counted("peak"))  # the peak may come late, when gradients outweigh activations
 
 
 def _hidden(
     task: AnyTask, batch: object, options: BuildOptions, stage: Stage | None, device: torch.device
 ) -> Tensor | None:
-    """What the stage before sends."""
+    """Returns a tensor like the hidden states from the previous stage."""
     if stage is None or stage.has_embedding:
         return None
     shape, dtype = task.hidden_shape(batch, options), task.hidden_dtype(options.dtype)
@@ -180,9 +180,9 @@ def _hidden(
 
 
 def _gathered_bytes(model: ModelModule, *, everything: bool) -> int:
-    """Copies of the weights for forward and backward: of ``everything``, else of two units, one ahead of the other.
+    """Returns the bytes of gathered weights: of all units if ``everything``, else of two, one of them prefetched.
 
-    The gradients of two units, one on its way, are beside them.
+    Includes the gradients of two units, one of them being reduced.
     """
     inside: set[int] = set()
     units = []
@@ -195,6 +195,6 @@ def _gathered_bytes(model: ModelModule, *, everything: bool) -> int:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of what this rank holds of ``tensors``."""
+    """Returns the bytes of this rank's parts of ``tensors``."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in local)

@@ -1,7 +1,7 @@
-"""How many micro-batches a step takes: the global batch size over micro_batch_size x data-parallel ranks.
+"""The number of micro-batches per step: the global batch size over micro_batch_size x data-parallel ranks.
 
-The global batch size is a list of stages over the samples consumed so far, so a run that resumes knows its place from
-that one integer. Every stage is checked when the calculator is made, not when it is reached.
+The global batch size is a list of stages over the samples consumed so far, so that one integer tells a resumed run its
+place. Every stage is checked when the calculator is constructed, not when it is reached.
 """
 
 from bisect import bisect_right
@@ -15,10 +15,10 @@ __all__ = ["NumMicroBatchesCalculator", "build_num_microbatches_calculator", "ra
 
 
 class NumMicroBatchesCalculator:
-    """The batch of a step, from the number of samples that all ranks consumed before it.
+    """Computes the batch of a step from the number of samples that all ranks consumed before it.
 
     Args:
-        stages: global batch sizes from their first sample on, the first from 0.
+        stages: global batch sizes with the sample from which each applies; the first starts at 0.
         micro_batch_size: samples in one forward pass of one rank.
         data_parallel_size: ranks that read different samples.
 
@@ -48,29 +48,30 @@ class NumMicroBatchesCalculator:
         self._first_samples = first
 
     def global_batch_size(self, consumed_samples: int) -> int:
-        """Samples in the step that begins after ``consumed_samples``, over all ranks."""
+        """Returns the number of samples in the step that begins after ``consumed_samples``, over all ranks."""
         if consumed_samples < 0:
             raise ConfigError(f"consumed_samples must be at least 0; got {consumed_samples}")
         return self.stages[bisect_right(self._first_samples, consumed_samples) - 1].global_batch_size
 
     def num_microbatches(self, consumed_samples: int) -> int:
-        """Forward passes of each rank in the step that begins after ``consumed_samples``."""
+        """Returns the number of forward passes per rank in the step that begins after ``consumed_samples``."""
         return self.global_batch_size(consumed_samples) // (self.micro_batch_size * self.data_parallel_size)
 
 
 def build_num_microbatches_calculator(config: RunConfig, data_parallel_size: int) -> NumMicroBatchesCalculator:
-    """The calculator of a run."""
+    """Builds the calculator of a run."""
     stages = batch_size_stages(config.train, config.data.seq_length)
     return NumMicroBatchesCalculator(stages, config.train.micro_batch_size, data_parallel_size)
 
 
 def rampup_stages(start: int, increment: int, ramp_samples: int, global_batch_size: int) -> tuple[BatchSizeStage, ...]:
-    """Stages that grow from ``start`` to ``global_batch_size`` by ``increment``, evenly over ``ramp_samples`` samples.
+    """Returns stages that grow from ``start`` to ``global_batch_size`` by ``increment``, evenly over ``ramp_samples``.
 
-    A ramp of no samples, or from a size to itself, is a constant. Megatron's ``--rampup-batch-size``, in whole numbers.
+    If ``ramp_samples`` is 0 or both sizes are equal, the batch size is constant. Equivalent to Megatron's
+    ``--rampup-batch-size``, in integer arithmetic.
 
     Raises:
-        ConfigError: sizes that are not positive or out of order, or a difference that increments do not fill.
+        ConfigError: sizes are not positive or out of order, or their difference is not a multiple of ``increment``.
     """
     if start < 1 or increment < 1 or ramp_samples < 0:
         raise ConfigError(
@@ -85,6 +86,6 @@ def rampup_stages(start: int, increment: int, ramp_samples: int, global_batch_si
     steps = difference // increment
     if steps == 0 or ramp_samples == 0:
         return (BatchSizeStage(0, global_batch_size),)
-    # the first whole sample at or after i shares of the ramp; where shares are under a sample, the last one stands
+    # size i starts at the first whole sample at or after i / steps of the ramp; of several at a sample, the last counts
     sizes = {-(-i * ramp_samples // steps): start + i * increment for i in range(steps + 1)}
     return tuple(BatchSizeStage(first, size) for first, size in sizes.items())

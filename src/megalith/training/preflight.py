@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a run, found before a rank starts or torch is loaded, and told at once."""
+"""Finds everything that can be wrong with a run before its process group starts, and reports it all at once."""
 
 import logging
 import os
@@ -34,18 +34,18 @@ log = logging.getLogger(__name__)
 
 
 def resolve_run_folder(source: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
-    """A run's folder as a source of settings: its config.yaml, and the folder itself as the run to go on with.
+    """Resolves a run's folder to its config.yaml plus an override that continues the run in that folder.
 
-    A config.yaml that a run has written stands for the run in the folder where it lies now, too. What is neither comes
-    back as it is.
+    A config.yaml written by a run also refers to the run in the folder where that file is now. Any other source is
+    returned unchanged.
 
     Raises:
-        ConfigError: the source is a folder, but holds no run.
+        ConfigError: the source is a folder without a run.
     """
     settings = Path(source)
     if source in recipe_names():
         return source, list(overrides)
-    if os.path.isdir(source):  # False for what no file system takes, where Path raises
+    if os.path.isdir(source):  # False for names that no file system accepts, where Path raises
         settings = settings / "config.yaml"
         if not settings.is_file():
             raise ConfigError(
@@ -53,16 +53,16 @@ def resolve_run_folder(source: str, overrides: Sequence[str]) -> tuple[str, list
                 f"folder, a YAML file, or one of the recipes {', '.join(recipe_names())}"
             )
     if settings.name == "config.yaml" and (settings.parent / "about.json").is_file():
-        # in front, so that run=... still names another folder
+        # first, so that the user's run=... can still override it
         return str(settings), [write_override("run", os.path.abspath(settings.parent)), *overrides]
     return str(settings) if os.path.isdir(source) else source, list(overrides)
 
 
 def preflight(source: str | Mapping[str, Any], overrides: Sequence[str], world_size: int) -> RunConfig:
-    """The resolved settings of a run that can start: every rule holds, and what it reads is there.
+    """Returns the resolved settings of a run that can start: every rule holds, and all its inputs are there.
 
     Raises:
-        ConfigError: with every violation, each naming a way out.
+        ConfigError: with every violation and how to fix each.
     """
     config = load_run(source, overrides, world_size=world_size)
     checks = (
@@ -76,7 +76,7 @@ def preflight(source: str | Mapping[str, Any], overrides: Sequence[str], world_s
         _check_prompts,
         partial(_check_schedule, world_size=world_size),
     )
-    # two checks may trip over one file
+    # two checks may report the same file
     problems = list(dict.fromkeys(problem for check in checks for problem in _problems(check, config)))
     if problems:
         raise ConfigError(problems[0] if len(problems) == 1 else "this run cannot start:\n  " + "\n  ".join(problems))
@@ -84,14 +84,14 @@ def preflight(source: str | Mapping[str, Any], overrides: Sequence[str], world_s
 
 
 def load_tokenizer(config: RunConfig) -> Tokenizer:
-    """The tokenizer of a run: ``data.tokenizer``, or the one named beside its training data.
+    """Returns the tokenizer of a run: ``data.tokenizer``, or the one named beside its training data.
 
-    Where the latter cannot be read any more, the run's own copy of it is taken. Its texts begin as the documents of the
-    training data do: with the tokens that the tokenizer puts in front of a text, or without. They end as those of the
-    model do that the run begins from, where that has the same tokenizer.
+    If the latter can no longer be read, the run's own copy is used. Texts begin as the documents of the training data
+    do: with or without the tokens that the tokenizer puts in front of a text. They end as in the model that the run
+    starts from, if that model has the same tokenizer.
 
     Raises:
-        DataError: neither names one, or it cannot be read.
+        DataError: neither names a tokenizer, or it cannot be read.
     """
     if config.data.train is None:
         raise DataError("the run names no data that would name its tokenizer")
@@ -102,7 +102,7 @@ def load_tokenizer(config: RunConfig) -> Tokenizer:
 
 
 def _tokenizer_of(config: RunConfig, train: IndexedDataset) -> Tokenizer:
-    """``load_tokenizer`` whatever the documents begin with."""
+    """``load_tokenizer`` without adapting how texts begin and end."""
     sidecar = train.sidecar
     eod = None if sidecar is None else sidecar.eod  # a tokenizer may end documents with an unusual token
     kept = Path(config.run) / KEPT_TOKENIZER
@@ -135,7 +135,7 @@ def _problems(check: Callable[[RunConfig], Iterator[str]], config: RunConfig) ->
 
 
 def _check_datasets(config: RunConfig) -> Iterator[str]:
-    """The files are there, whole, and of one tokenizer."""
+    """Checks that the files exist, are complete, and were made with the same tokenizer."""
     if config.data.train is None:
         yield (
             "data.train is not set; make a dataset with: megalith data prepare FILES... --out PREFIX, "
@@ -162,7 +162,7 @@ def _check_datasets(config: RunConfig) -> Iterator[str]:
 
 
 def _check_vocabulary(config: RunConfig) -> Iterator[str]:
-    """The tokenizer is the one that made the data, and every token has a row in the embedding."""
+    """Checks that the tokenizer is the one that made the data, and that the embedding has a row for every token."""
     train = _dataset(config)
     if train is None:
         return
@@ -185,17 +185,17 @@ def _check_vocabulary(config: RunConfig) -> Iterator[str]:
 
 
 def _check_token_ids(config: RunConfig) -> Iterator[str]:
-    """Every token id has a row in the embedding, as far as can be told before samples are read."""
+    """Checks that the embedding has a row for every token id, as far as this is known before samples are read."""
     train = _dataset(config)
     if train is None:
         return
     needed, given = _rows_needed(config, train), config.model.vocab_size
     vocab_size = needed if given is None else given
     if vocab_size is None or (needed is not None and vocab_size < needed):
-        return  # told by _check_vocabulary
+        return  # _check_vocabulary reports it
     for name, prefix in _datasets(config).items():
         dataset = _opened(prefix)
-        if dataset is None or dataset.dtype.kind == "f":  # told by _check_datasets
+        if dataset is None or dataset.dtype.kind == "f":  # _check_datasets reports it
             continue
         found = check_dataset(dataset, vocab_size)
         if found.problem is not None:
@@ -205,9 +205,9 @@ def _check_token_ids(config: RunConfig) -> Iterator[str]:
 
 
 def _check_folders(config: RunConfig) -> Iterator[str]:
-    """What is to be loaded is there, and a run that is there already is not mixed with a new one."""
+    """Checks that the run's folder is not a file, and that resume=never does not mix a new run with an existing one."""
     folder = Path(config.run)
-    with explained("read", folder):  # a name that is too long, a link to itself
+    with explained("read", folder):  # such as a name that is too long, or a link to itself
         is_file = folder.exists() and not folder.is_dir()
     if is_file:
         yield f"run ({folder}) is a file; choose another folder with run=..."
@@ -216,11 +216,11 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
 
 
 def _check_load(config: RunConfig) -> Iterator[str]:
-    """What is to be loaded is there, and of the tokenizer that made the training data."""
+    """Checks that what the run loads exists and has the tokenizer that made the training data."""
     folder = Path(config.run)
-    with explained("read", folder):  # a name that is too long
+    with explained("read", folder):  # such as a name that is too long
         goes_on = config.resume == "auto" and any(folder.glob("checkpoints/step-*"))
-    if goes_on:  # and loads nothing; but a run that was imported begins with what it holds
+    if goes_on:  # nothing is loaded, but an imported run starts from the checkpoint that it holds
         imported = find_checkpoint(folder / "checkpoints")
         if imported is not None and imported.name == step_name(0):
             yield from _check_origin_tokenizer(config, open_store(folder))
@@ -244,7 +244,7 @@ def _check_load(config: RunConfig) -> Iterator[str]:
 
 
 def _check_origin_tokenizer(config: RunConfig, keeper: Store) -> Iterator[str]:
-    """The training data were made with the tokenizer of the model that a run begins from, where ``keeper`` has it."""
+    """Checks that the training data were made with the tokenizer of the model to start from, if ``keeper`` has one."""
     dataset = _dataset(config)
     if dataset is None or KEPT_TOKENIZER not in keeper.names():
         return
@@ -264,7 +264,7 @@ def _check_origin_tokenizer(config: RunConfig, keeper: Store) -> Iterator[str]:
 
 
 def _tell_of_beginnings(config: RunConfig, dataset: IndexedDataset, keeper: Store) -> None:
-    """A line where a model whose texts begin with a token goes on with documents that do not."""
+    """Warns if the model was trained with a token at the start of every text and the new documents lack it."""
     own, tokenizer = kept_marks(keeper).begin, _tokenizer_of(config, dataset)
     begin = tokenizer.begin if own is None else own
     if dataset.tokens[: len(begin)].tolist() != list(begin):
@@ -280,7 +280,7 @@ def _say(line: str) -> None:
 
 
 def _check_compiler(config: RunConfig) -> Iterator[str]:
-    """On CPUs torch.compile writes C++."""
+    """Checks for a C++ compiler, which torch.compile needs on CPUs."""
     if choose_device().type != "cpu" or (compiler := missing_compiler()) is None:
         return
     wanted = {"train.compile": config.train.compile, "train.compile_fusions": config.train.compile_fusions}
@@ -289,18 +289,18 @@ def _check_compiler(config: RunConfig) -> Iterator[str]:
 
 
 def _datasets(config: RunConfig) -> dict[str, str]:
-    """The prefix of each dataset of the run, by the setting that names it; training data first."""
+    """Maps the setting that names each dataset of the run to the dataset's prefix; training data first."""
     held_out = {valid_setting(name): prefix for name, prefix in config.data.valid_sets.items()}
     return held_out if config.data.train is None else {"data.train": config.data.train, **held_out}
 
 
 def _dataset(config: RunConfig) -> IndexedDataset | None:
-    """The training data, or None where another check has told what is wrong with them."""
+    """Returns the training data, or None if another check reports what is wrong with them."""
     return _opened(config.data.train)
 
 
 def _opened(prefix: str | None) -> IndexedDataset | None:
-    """The dataset, or None where another check has told what is wrong with it."""
+    """Returns the dataset, or None if another check reports what is wrong with it."""
     if prefix is None:
         return None
     try:
@@ -310,25 +310,29 @@ def _opened(prefix: str | None) -> IndexedDataset | None:
 
 
 def _vocabulary(config: RunConfig, train: IndexedDataset) -> int | None:
-    """How many entries the run's tokenizer has, if anything says so."""
+    """Returns the size of the tokenizer's vocabulary, or None if it is not recorded."""
     if config.data.tokenizer is not None:
         return load_tokenizer(config).vocab_size
     return None if train.sidecar is None else train.sidecar.vocab_size
 
 
 def _rows_needed(config: RunConfig, train: IndexedDataset) -> int | None:
-    """How many rows the embedding must have: all entries', or those of ``Tokenizer.num_rows`` where it has fewer."""
+    """Returns how many rows the embedding needs, or None if that is unknown.
+
+    It is the vocabulary size; if ``model.vocab_size`` is smaller, only ``Tokenizer.num_rows``, those that texts can
+    use.
+    """
     needed, given = _vocabulary(config, train), config.model.vocab_size
     if needed is None or given is None or needed <= given:
         return needed
     try:
         return load_tokenizer(config).num_rows
-    except DataError:  # only the number of entries is known
+    except DataError:  # only the vocabulary size is known
         return needed
 
 
 def _check_trackers(config: RunConfig) -> Iterator[str]:
-    """What writes the dashboards that were asked for is installed."""
+    """Checks that the packages of the requested dashboards are installed."""
     for package in packages(config.tracking):
         if not optional.has(package):
             try:
@@ -338,7 +342,7 @@ def _check_trackers(config: RunConfig) -> Iterator[str]:
 
 
 def _check_prompts(config: RunConfig) -> Iterator[str]:
-    """A tokenizer is there for the prompts of train.generation, and the model has room for them."""
+    """Checks that there is a tokenizer for the prompts of train.generation, and that they fit into the model."""
     if config.train.generation is None or _dataset(config) is None:
         return
     try:
@@ -348,7 +352,7 @@ def _check_prompts(config: RunConfig) -> Iterator[str]:
 
 
 def _check_schedule(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Every rank of a pipeline gets what it waits for, with every batch size of the run."""
+    """Checks, for every batch size of the run, that each pipeline rank receives what it waits for."""
     parallel, train = config.parallel, config.train
     if parallel.pipeline > 1:
         unit = train.micro_batch_size * parallel.layout(world_size).data_parallel
@@ -359,7 +363,7 @@ def _check_schedule(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _with_vocabulary(config: RunConfig) -> RunConfig:
-    """``config`` whose model knows the size of its vocabulary."""
+    """Returns ``config`` with ``model.vocab_size`` filled in."""
     if config.model.vocab_size is not None:
         return config
     train = _dataset(config)

@@ -1,4 +1,4 @@
-"""The main job: a resolved config in, a trained run folder out."""
+"""Trains a run: takes a resolved config and writes a trained run folder."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -37,18 +37,18 @@ def pretrain(
     origin: Mapping[str, str] = MappingProxyType({}),
     stop: StopRequest | None = None,
 ) -> Outcome:
-    """Trains as ``config``, which preflight has resolved, says; every rank calls it.
+    """Trains according to ``config``, which preflight has resolved. Called on every rank.
 
-    Writes into the folder ``config.run``: config.yaml, about.json, tokenizer.json, metrics.jsonl, logs/, checkpoints/.
-    On rank 0 ``show`` is given lines for a person to read, and ``show_progress`` lines of which the next may replace
-    the last. ``parts`` of a user's own replace the house's. ``origin`` is what about.json says of where the run comes
-    from: its recipe, and the command that started it. ``stop`` is entered already; without it signals are heard from
-    here on.
+    Writes config.yaml, about.json, tokenizer.json, metrics.jsonl, logs/ and checkpoints/ into the folder
+    ``config.run``. On rank 0, ``show`` receives lines for the user, and ``show_progress`` lines that may each replace
+    the previous one. ``parts`` replaces built-in parts with the user's own. ``origin`` is recorded in about.json: the
+    recipe and the command that started the run. ``stop``, if given, must already be entered; otherwise signals are
+    handled from here on.
 
-    A run whose steps are all done writes nothing.
+    A run that has already done all its steps writes nothing.
 
     Raises:
-        MegalithError: on every rank; nothing that was there before is lost.
+        MegalithError: on every rank; no existing data is lost.
     """
     device = choose_device()
     with ExitStack() as stack:
@@ -89,7 +89,10 @@ def pretrain(
 
 
 def _where_it_stopped(run: Run, first_step: int, reason: str | None) -> str:
-    """What is saved, and why if that is the time limit: who sent a signal has been answered already."""
+    """Returns a line that says what was saved, and why if the time limit ended the run.
+
+    If a signal ended it, the user was already told on arrival of the signal.
+    """
     step, why = run.state.step, ""
     if reason == TIME_LIMIT:
         why = f"train.time_limit ({run.config.train.time_limit:g} minutes) has passed"
@@ -103,7 +106,7 @@ def _where_it_stopped(run: Run, first_step: int, reason: str | None) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """The run's folder is this run's alone; rank 0 holds the lock, all ranks hear of a refusal."""
+    """Locks the run's folder. Rank 0 holds the lock; if it cannot be taken, all ranks raise."""
     with ExitStack() as held:
         with agreed():
             if dist.get_rank() == 0:
@@ -112,4 +115,4 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _say_nothing(line: str) -> None:
-    """What ranks other than 0 say."""
+    """Discards the line; used on ranks other than 0."""

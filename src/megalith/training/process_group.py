@@ -16,13 +16,13 @@ __all__ = ["choose_device", "process_group", "world_size_from_environment"]
 
 
 def world_size_from_environment() -> int:
-    """The number of ranks that a launcher has started; 1 without one. Raises ConfigError if it says half of it."""
+    """Returns the number of ranks a launcher started; 1 without one. Raises ConfigError for incomplete variables."""
     launched = launched_rank()
     return 1 if launched is None else launched.world_size
 
 
 def choose_device() -> torch.device:
-    """This rank's GPU, or the CPU where there is none. Raises ConfigError for a rank more than there are GPUs."""
+    """Returns this rank's GPU, or the CPU if there is none. Raises ConfigError if there are more ranks than GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -36,9 +36,9 @@ def choose_device() -> torch.device:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """The default process group: of torchrun's ranks, of ``launch``'s, or of this process alone.
+    """Initializes the default process group: of torchrun's ranks, of ``launch``'s, or of this process alone.
 
-    One that exists already is left as it is. An error inside ends it at once, whatever other ranks do.
+    An existing group is left as it is. An error inside the block tears the group down at once, whatever other ranks do.
     """
     if dist.is_initialized():
         yield
@@ -51,12 +51,12 @@ def process_group(device: torch.device) -> Iterator[None]:
             check_rendezvous()
         dist.init_process_group(backend, place, rank=launched.rank, world_size=launched.world_size)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # torch exports it unsaid
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # torch re-exports it implicitly
     try:
         yield
     except BaseException:
         if backend == "nccl":
-            # destroyed, it would wait for collectives in flight, which ranks without the error may never join
+            # destroying it would wait for collectives in flight, which ranks without the error may never join
             abort_process_groups()
         raise
     finally:

@@ -1,4 +1,4 @@
-"""Where a run begins: at its own newest checkpoint, at the weights of another, or at nothing."""
+"""Decides where a run begins: at its own newest checkpoint, at the weights of another, or from scratch."""
 
 import logging
 from dataclasses import dataclass
@@ -24,27 +24,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Beginning:
-    """What ``resume_or_load`` did, in ``lines`` for a person; ``is_done``: no step is left, and nothing was loaded."""
+    """What ``resume_or_load`` did, in ``lines`` for the user; ``is_done``: no step is left, and nothing was loaded."""
 
     lines: list[str]
     is_done: bool = False
 
 
 def save(run: Run, keep_last: int, best: int | None = None) -> Store:
-    """Writes a checkpoint of this step and keeps the newest ``keep_last``, and that of step ``best``; collective."""
+    """Saves a checkpoint of this step; keeps the newest ``keep_last`` and that of step ``best``. Collective."""
     with agreed(f"step {run.state.step} is not saved"):
         tensors, state = run.tensors(), run.state_dict()
     path = save_checkpoint(run.checkpoints, run.state.step, tensors, state, keep_last=keep_last, best=best)
     if rank() == 0:
         try:
             note_save(run.folder, run.state.step, path)
-        except StorageError as error:  # the checkpoint stands, and is found without it
+        except StorageError as error:  # the checkpoint is complete, and is found without the note
             log.warning("%s is saved, but %s", path, error)
     return path
 
 
 def where_it_goes_on(checkpoints: Location) -> str:
-    """What starting the same command again would do, for a person whose run has just ended too early."""
+    """Returns a line that says what rerunning the command would do, for a run that has ended too early."""
     newest = find_checkpoint(checkpoints)
     if newest is None:
         return "no checkpoint was saved: the same command starts again from step 0"
@@ -52,14 +52,14 @@ def where_it_goes_on(checkpoints: Location) -> str:
 
 
 def resume_or_load(run: Run) -> Beginning:
-    """Brings ``run`` to where it begins.
+    """Loads the state that ``run`` begins from.
 
-    ``resume=auto`` continues from the newest sound checkpoint in the run's folder; damaged ones that are newer are
-    renamed. Where the folder shows that the run had saved and none is sound, it is an error: a run never begins again
-    over an earlier one. In a new folder the first weights come from ``load``, or from the seed.
+    ``resume=auto`` continues from the newest sound checkpoint in the run's folder; newer damaged ones are renamed. If
+    the folder shows that the run had saved, but no checkpoint is sound, this is an error: a run never starts over on
+    top of an earlier one. In a new folder the initial weights come from ``load``, or from the seed.
 
     Raises:
-        CheckpointError: on every rank, with nothing changed; what was found is damaged, or belongs to another model,
+        CheckpointError: on every rank, with nothing changed, if the checkpoint is damaged, or belongs to another model,
             other data or another seed.
     """
     load, layout = run.config.load, run.layout
@@ -82,7 +82,7 @@ def resume_or_load(run: Run) -> Beginning:
 
 
 def _begin(run: Run, weights: str | Store) -> Beginning:
-    """Step 0 with the weights that are there: those of ``load``, or of a folder that was imported."""
+    """Starts at step 0 with existing weights: those of ``load``, or of an imported folder."""
     heads = load_weights(weights, run.weights(), run.chunks[0].head_names)
     told = [f"{what}: {', '.join(names)}" for what, names in heads.items() if names]
     lines = [f"another head than that of {weights}, with weights of its own from the seed ({'; '.join(told)})"]
@@ -90,7 +90,7 @@ def _begin(run: Run, weights: str | Store) -> Beginning:
 
 
 def _refuse_to_forget(imported: Store, damaged: dict[str, CheckpointError]) -> None:
-    """Raises CheckpointError, on every rank, if the run has gone on from ``imported`` and what it saved is damaged."""
+    """Raises CheckpointError, on every rank, if the run continued from ``imported`` but all its saves are damaged."""
     if damaged:
         told = "\n".join(map(str, damaged.values()))
         raise everywhere(
@@ -102,7 +102,7 @@ def _refuse_to_forget(imported: Store, damaged: dict[str, CheckpointError]) -> N
 
 
 def _refuse_to_begin_again(run: Run, damaged: dict[str, CheckpointError]) -> None:
-    """As ``refuse_if_saved``, on every rank: rank 0 looks, at what all of them share."""
+    """Calls ``refuse_if_saved`` on rank 0, since all ranks share the folder, and raises its error on every rank."""
     refusal = None
     with agreed():
         if rank() == 0:
@@ -116,7 +116,7 @@ def _refuse_to_begin_again(run: Run, damaged: dict[str, CheckpointError]) -> Non
 
 
 def _resume(run: Run, path: Store, damaged: dict[str, CheckpointError]) -> Beginning:
-    """Continues from the verified checkpoint ``path``, and sets aside the ``damaged`` ones, which are newer."""
+    """Continues from the verified checkpoint ``path``, and sets aside the newer ``damaged`` ones."""
     saved = read_saved_state(path)
     with agreed(f"{path} cannot be resumed"):
         if step_name(saved.train.step) != path.split()[1]:
@@ -142,7 +142,7 @@ def _resume(run: Run, path: Store, damaged: dict[str, CheckpointError]) -> Begin
 
 
 def _refuse_a_break(run: Run, saved: SavedState, path: Store) -> None:
-    """Raises CheckpointError where going on would repeat or skip text."""
+    """Raises CheckpointError if continuing would repeat or skip text."""
     problems, way_out = [], "set back what has changed"
     before, now = saved.data or {}, _identity(run)
     if broken := changed(*({name: each[name] for name in compared(before, now)} for each in (before, now))):
@@ -159,12 +159,12 @@ def _refuse_a_break(run: Run, saved: SavedState, path: Store) -> None:
 
 
 def _identity(run: Run) -> dict[str, Any]:
-    """What ``SavedState.data`` of this run would be."""
+    """Returns what ``SavedState.data`` would be for this run."""
     return {"tokens_per_sample": run.task.tokens_per_sample, **run.data_identity}
 
 
 def _told_changes(run: Run, saved: SavedState) -> list[str]:
-    """A line on the settings that differ from those of the checkpoint, and one on what cannot be compared."""
+    """Returns a line about settings that differ from the checkpoint's, and one about what cannot be compared."""
     if saved.settings is None or saved.data is None:
         return ["the checkpoint is of an earlier version, which did not store its data and settings: none are compared"]
     now = kept_settings(run.config)

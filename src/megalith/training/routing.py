@@ -1,8 +1,8 @@
-"""What the routers of a step did, over all ranks: how often each expert was chosen, and the balance losses.
+"""Router statistics of a step over all ranks: how often each expert was chosen, and the balance losses.
 
-It travels with the sums of the loss terms, in the one all-reduce after the step: for each layer with experts its load
-[E], the mean of each balance loss that it has, the estimates of offsets [E+1] where it chooses by quantiles, and the
-range of its expert bias. So a rank that holds other layers knows them too.
+They travel with the sums of the loss terms, in the one all-reduce after the step. Each layer with experts contributes
+its load [E], the mean of each of its balance losses, the offset estimates [E+1] if it selects by quantiles, and the
+range of its expert bias. Thus every rank also knows the statistics of layers that it does not hold.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,13 +22,13 @@ _LOAD, _OFFSETS, _BIAS = "load", "quantile_offsets", "expert_bias"
 
 @dataclass(frozen=True)
 class RoutingTotals:
-    """Of a step, by layer.
+    """Router statistics of a step, by layer.
 
     Attributes:
         loads: int64 [E], how often tokens of the global batch chose each expert, before any were dropped.
-        losses: of each balance loss by name, without its weight, the mean of all micro-batches.
-        offsets: float64 [E+1], the sum of what micro-batches estimate, and how many did.
-        bias_ranges: the greatest expert bias less the least, those that this step chose by.
+        losses: the mean over all micro-batches of each balance loss, by name, without its weight.
+        offsets: float64 [E+1], the sum of the micro-batches' estimates [E], and the number of estimates.
+        bias_ranges: maximum minus minimum of the expert bias that this step used.
     """
 
     loads: Mapping[int, Tensor] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class RoutingTotals:
 def routing_sums(
     layers: Mapping[int, MoEConfig], chunks: Sequence[ModelModule], record: StepRecord, device: torch.device
 ) -> Tensor:
-    """What this rank adds for ``layers``, float64 [n]; zeros for those of other stages."""
+    """Returns this rank's contribution for ``layers``, float64 [n]; zeros for layers of other stages."""
     biases = {layer: router.e_score_correction_bias for chunk in chunks for layer, router in chunk.routers().items()}
     parts = [torch.zeros(0, dtype=torch.float64, device=device)]
     for layer, moe in layers.items():
@@ -57,12 +57,12 @@ def routing_sums(
 
 
 def num_routing_sums(layers: Mapping[int, MoEConfig]) -> int:
-    """How many numbers ``routing_sums`` gives."""
+    """Returns the length of the result of ``routing_sums``."""
     return sum(width for moe in layers.values() for _, width in _parts(moe))
 
 
 def routing_totals(layers: Mapping[int, MoEConfig], sums: Sequence[float], num_micro_batches: int) -> RoutingTotals:
-    """The totals, from what ``routing_sums`` gave on all ranks, added up, for so many micro-batches of all ranks."""
+    """Computes the totals from ``routing_sums`` summed over all ranks; ``num_micro_batches`` is that of all ranks."""
     left = iter(sums)
     found: dict[int, dict[str, list[float]]] = {
         layer: {name: [next(left) for _ in range(width)] for name, width in _parts(moe)}
@@ -89,7 +89,7 @@ def routing_totals(layers: Mapping[int, MoEConfig], sums: Sequence[float], num_m
 
 
 def update_routers_(chunks: Sequence[ModelModule], totals: RoutingTotals) -> None:
-    """Moves what choices are made by, after a step that was applied."""
+    """Updates the expert biases and quantile offsets of the routers, after a step that was applied."""
     for chunk in chunks:
         for layer, router in chunk.routers().items():
             offsets = totals.offsets.get(layer)
@@ -98,7 +98,7 @@ def update_routers_(chunks: Sequence[ModelModule], totals: RoutingTotals) -> Non
 
 
 def _parts(moe: MoEConfig) -> Iterator[tuple[str, int]]:
-    """What is summed for a layer, and how many numbers each is."""
+    """Yields the name and width of each quantity that is summed for a layer."""
     E, router = moe.num_experts, moe.router
     yield _LOAD, E
     yield from ((name, 1) for name in BALANCE_LOSSES if getattr(router, name))
@@ -109,7 +109,7 @@ def _parts(moe: MoEConfig) -> Iterator[tuple[str, int]]:
 
 
 def _range_and_one(bias: Tensor | None, like: Tensor) -> Tensor:
-    """[2]: the range of ``bias`` and 1, so that the sum over its ranks has their number; zeros without one."""
+    """Returns [2]: the range of ``bias`` and 1, so that sums also count the ranks; zeros if ``bias`` is None."""
     if bias is None:
         return like.new_zeros(2)
     return torch.stack([bias.max() - bias.min(), bias.new_ones(())]).to(like)

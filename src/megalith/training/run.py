@@ -1,4 +1,4 @@
-"""A run in progress: what its steps, evaluations and checkpoints work on."""
+"""A run in progress: the state that steps, evaluations and checkpoints work on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,20 +28,20 @@ from megalith.transformer.module import ModelModule
 
 __all__ = ["Run"]
 
-_SPLITTING: tuple[Axis, ...] = ("cp", "pp")  # named in a layout where they do
+_SPLITTING: tuple[Axis, ...] = ("cp", "pp")  # shown in a layout if their size is above 1
 _OF_EXPERTS: tuple[Axis, ...] = ("ep", "etp")
 
 
 @dataclass
 class Run:
-    """Built by ``training.setup.build_run``; ``config`` is resolved.
+    """A run in progress, built by ``training.setup.build_run``; ``config`` is resolved.
 
     Attributes:
-        options: what the model was built with, this rank's groups among it.
-        pipeline: this rank's chunks of the model, sharded: one, the whole of it, without a pipeline.
+        options: the build options of the model, including this rank's process groups.
+        pipeline: this rank's sharded chunks of the model; without pipeline parallelism one chunk, the whole model.
         checkpoints: the folder of its checkpoints.
-        data_identity: what the task tells of the training data, for ``state_dict``.
-        pending: an error of this rank alone, outside of any collective, that the next step's totals tell all ranks.
+        data_identity: the task's description of the training data, for ``state_dict``.
+        pending: an error of this rank alone, outside of any collective; the next step's totals pass it on to all ranks.
     """
 
     config: RunConfig
@@ -62,22 +62,22 @@ class Run:
 
     @property
     def pg_collection(self) -> ProcessGroupCollection:
-        """This rank's groups."""
+        """This rank's process groups."""
         return self.options.pg_collection
 
     @property
     def chunks(self) -> Sequence[ModelModule]:
-        """This rank's parts of the model."""
+        """This rank's chunks of the model."""
         return self.pipeline.chunks
 
     @property
     def folder(self) -> Path:
-        """Where everything that this run writes goes, its checkpoints by default among it."""
+        """The folder for everything that this run writes, by default including its checkpoints."""
         return Path(self.config.run)
 
     @property
     def layout(self) -> str:
-        """The layout in a few letters: ``tp2 sp dp4``; ``tp2 cp2 pp4 ep2 dp4`` with rows, layers and experts split."""
+        """A short form of the layout: ``tp2 sp dp4``; ``tp2 cp2 pp4 ep2 dp4`` if rows, layers and experts are split."""
         groups = self.pg_collection
         axes = _SPLITTING + (_OF_EXPERTS if self.task.routed_layers else ())
         split = [f"{axis}{groups.size(axis)}" for axis in axes if groups.size(axis) > 1]
@@ -86,28 +86,28 @@ class Run:
 
     @property
     def consumed_tokens(self) -> int:
-        """Tokens trained on so far, with a loss or without."""
+        """The number of tokens trained on so far, with or without a loss."""
         return self.state.consumed_samples * self.task.tokens_per_sample
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Every parameter of this rank's chunks."""
+        """Returns every parameter of this rank's chunks."""
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
     def counted_parameters(self) -> list[torch.nn.Parameter]:
-        """``parameters`` without copies of weights that count in another stage."""
+        """Returns ``parameters`` without copies of weights that count in another stage."""
         copies = {id(weight) for chunk in self.chunks for weight in chunk.copied_weights()}
         return [parameter for parameter in self.parameters() if id(parameter) not in copies]
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter by its canonical name, tied ones once, and the buffers that training changes."""
+        """Returns every parameter by its canonical name, tied ones once, and the buffers that training changes."""
         return state_tensors(*self.chunks)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors of a checkpoint: weights and the optimizer's state."""
+        """Returns all tensors of a checkpoint: weights and the optimizer's state."""
         return self.weights() | self.optimizer.tensors()
 
     def state_dict(self) -> dict[str, Any]:
-        """All of a checkpoint that is no tensor: counters, schedule, loss scale, seed, data, settings."""
+        """Returns the non-tensor part of a checkpoint: counters, schedule, loss scale, seed, data, settings."""
         return {
             "version": STATE_VERSION,
             "train": self.state.state_dict(),
@@ -124,10 +124,10 @@ class Run:
         }
 
     def load_state(self, saved: SavedState) -> None:
-        """Continues from the ``state_dict()`` that ``read_saved_state`` has checked."""
+        """Restores a ``state_dict()`` that ``read_saved_state`` has checked."""
         self.state = replace(saved.train)
         self.scheduler.load_state_dict(saved.scheduler)
         self.optimizer.set_num_updates_(self.state.step - self.state.skipped_steps)
-        # a run may go on in another dtype; float16 then starts with a fresh scale
+        # a run may resume in another dtype; float16 then starts with a fresh scale
         if self.loss_scale is not None and saved.loss_scale is not None:
             self.loss_scale.load_state_dict(saved.loss_scale)

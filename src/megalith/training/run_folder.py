@@ -1,9 +1,9 @@
-"""What a run keeps in its folder so that the folder can be used from elsewhere, whatever became of the training data.
+"""What a run keeps in its folder so that the folder can be used from elsewhere, even without the training data.
 
 config.yaml        the resolved settings, every path absolute
 tokenizer.json     the tokenizer of the training data, byte for byte, if it is known
-huggingface/       what stood beside the tokenizer in the folder of Hugging Face that the model comes from; without a
-                   tokenizer generation_config.json alone, which names the tokens that end a text
+huggingface/       the files next to the tokenizer in the Hugging Face folder that the model comes from; without a
+                   tokenizer only generation_config.json, which names the tokens that end a text
 eod.json           {"id", "begin", "ends"}: tokens that end a document, begin a text, and end a text
 """
 
@@ -32,20 +32,20 @@ __all__ = ["find_tokenizer", "keep_settings", "keep_tokenizer", "open_run", "rea
 
 
 def keep_settings(run: Run) -> None:
-    """Writes config.yaml, on one rank. Raises StorageError."""
+    """Writes config.yaml. Called on one rank. Raises StorageError."""
     write_text_atomic(run.folder / "config.yaml", dump_yaml(with_absolute_paths(run.config)))
 
 
 def keep_tokenizer(run: Run) -> None:
-    """Writes the tokenizer of ``run``, which is new or has been resumed, on one rank. Raises StorageError."""
+    """Writes the tokenizer of ``run``, whether new or resumed. Called on one rank. Raises StorageError."""
     tokenizer = _training_tokenizer(run)
     keep(run.folder, tokenizer, companions_of_origin(run.config, tokenizer))
 
 
 def open_run(source: str | Path | Store) -> tuple[Store, Store, RunConfig]:
-    """The checkpoint, the folder and the settings of a run, or of the run whose checkpoint ``source`` is.
+    """Returns the checkpoint, the folder and the settings of a run; ``source`` is a run or one of its checkpoints.
 
-    Raises CheckpointError if there is no complete checkpoint, or as ``read_config``.
+    Raises CheckpointError if there is no complete checkpoint, or as ``read_config`` does.
     """
     checkpoint = newest_checkpoint(open_store(source))
     folder = run_of(checkpoint)
@@ -53,7 +53,7 @@ def open_run(source: str | Path | Store) -> tuple[Store, Store, RunConfig]:
 
 
 def read_config(folder: Store) -> RunConfig:
-    """The settings of the run in ``folder``. Raises CheckpointError if they are not there, or damaged."""
+    """Returns the settings of the run in ``folder``. Raises CheckpointError if they are missing or damaged."""
     path = folder / "config.yaml"
     if "config.yaml" not in folder.names():
         raise CheckpointError(f"{path} is missing, which says what model its checkpoints hold; keep it with them")
@@ -74,14 +74,14 @@ def read_config(folder: Store) -> RunConfig:
 def find_tokenizer(
     folder: Store, config: RunConfig, given: str | Path | None = None, eod: str | int | None = None
 ) -> Tokenizer:
-    """The tokenizer of the run in ``folder``: ``given``, the one that it keeps, or the one that its data name.
+    """Returns the tokenizer of the run in ``folder``: ``given``, the one it keeps, or the one its data name.
 
     Args:
         given: path of a tokenizer.json.
         eod: the token of ``given`` that ends a document, as in ``Tokenizer``.
 
     Raises:
-        DataError: none of them can be read, or ``given`` is another tokenizer than the one that is kept.
+        DataError: none of them can be read, or ``given`` differs from the tokenizer that the run keeps.
     """
     kept = kept_tokenizer(folder)
     if given is not None:
@@ -102,11 +102,11 @@ def find_tokenizer(
 
 
 def _training_tokenizer(run: Run) -> Tokenizer | None:
-    """The tokenizer of the training data; None where nothing tells which it is."""
+    """Returns the tokenizer of the training data, or None if it is unknown."""
     if run.config.data.train is None:
         return None
     try:
         return load_tokenizer(run.config)
     except DataError:
-        # data without their tokenizer, in a run that goes on: what it kept at its start is still right
+        # data without their tokenizer, in a resumed run: what it kept at its start is still right
         return kept_tokenizer(LocalStore(run.folder)) if goes_on(run.config) else None

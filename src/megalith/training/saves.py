@@ -1,9 +1,9 @@
-"""What shows that a run has saved, when its checkpoints are gone: it must not begin again over what it has done.
+"""Detects that a run has saved although its checkpoints are gone, so that it does not start over on top of its results.
 
-``RUN/saved.json`` says which step was saved last, and where. Without it, as in the folder of an earlier version or of a
-run that was killed at the end of its first save, metrics that go past the first ``checkpoint.every`` of ``config.yaml``
-or to its ``train.steps`` show the same, and where there is no such file to read it is assumed. A run that was killed
-before its first save has neither, and begins again at step 0.
+``RUN/saved.json`` records which step was saved last, and where. If it is missing, as in the folder of an earlier
+version or of a run that was killed at the end of its first save, metrics that go past the first ``checkpoint.every`` of
+``config.yaml``, or to its ``train.steps``, show the same; if that file cannot be read, a save is assumed. A run that
+was killed before its first save has neither, and starts again at step 0.
 """
 
 from collections.abc import Mapping
@@ -29,9 +29,10 @@ def note_save(run_folder: Path, step: int, checkpoint: Store) -> None:
 
 
 def refuse_if_saved(run_folder: Path, checkpoints: Store, damaged: Mapping[str, CheckpointError]) -> None:
-    """Raises CheckpointError if the run in ``run_folder`` has saved, none of whose checkpoints is sound.
+    """Raises CheckpointError if the run in ``run_folder`` has saved, but none of its checkpoints is sound.
 
-    Otherwise removes a note that an earlier run has left. ``damaged``: why those are not sound whose manifest is.
+    Otherwise removes a note left by an earlier run. ``damaged``: the errors of checkpoints that have a manifest but are
+    not sound.
     """
     traces = traces_of_saves(checkpoints)
     metrics = run_folder / "metrics.jsonl"
@@ -40,7 +41,7 @@ def refuse_if_saved(run_folder: Path, checkpoints: Store, damaged: Mapping[str, 
     lost = last_step > 0 and (noted or known_at is None or last_step >= known_at)
     if not (traces or lost):
         with explained("remove", run_folder / _NOTE):
-            # it is of a run whose metrics were moved away, and would say of this one that it had saved
+            # it belongs to a run whose metrics were moved away, and would wrongly show that this run had saved
             (run_folder / _NOTE).unlink(missing_ok=True)
         return
     steps = [name for name in traces if name != LATEST] or traces
@@ -59,9 +60,10 @@ def refuse_if_saved(run_folder: Path, checkpoints: Store, damaged: Mapping[str, 
 
 
 def _known_to_save_at(run_folder: Path) -> int | None:
-    """The step whose record shows that the run has saved; None if the settings of its last start are not there to tell.
+    """Returns the step whose record proves that the run has saved; None if its settings cannot be read.
 
-    It saves at its last step. At another it may have been killed between record and save, so the next one shows it.
+    A run saves at its last step. At an earlier one it may have been killed between record and save, so the next record
+    is the proof.
     """
     path = run_folder / "config.yaml"
     try:
@@ -75,7 +77,7 @@ def _known_to_save_at(run_folder: Path) -> int | None:
 
 
 def _why(checkpoints: Store, name: str) -> str:
-    """Why the trace ``name`` of a save is no checkpoint to go on from."""
+    """Says why the trace ``name`` of a save is not a checkpoint to resume from."""
     folder = checkpoints / name
     if name == LATEST:
         return f"{folder} names a checkpoint"

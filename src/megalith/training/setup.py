@@ -1,4 +1,4 @@
-"""From a resolved config to a run that can take its first step."""
+"""Builds a run that is ready for its first step from a resolved config."""
 
 import os
 from dataclasses import dataclass
@@ -52,14 +52,14 @@ __all__ = ["RunParts", "build_run", "set_determinism"]
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a run is made of besides its settings; each may be a user's own.
+    """The parts of a run that are not settings; users can replace any of them.
 
     Attributes:
-        task: what is learned; None: what the settings ask for.
-        optimizer_of: builds the optimizer; by default that of ``optim.name``.
-        matrix_product: of every linear layer; schedules that split backwards have their own.
+        task: what the model learns; None: the task that the settings select.
+        optimizer_of: builds the optimizer; by default the one named by ``optim.name``.
+        matrix_product: used by every linear layer; schedules that split the backward bring their own.
         checkpoints: the folder for checkpoints; None: ``checkpoints`` in the run's folder.
-        callbacks: called around steps after those of the run itself, on every rank.
+        callbacks: called around steps, after the run's own callbacks, on every rank.
     """
 
     task: AnyTask | None = None
@@ -70,16 +70,16 @@ class RunParts:
 
 
 def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = None) -> Run:
-    """Everything of a run, at step 0, with freshly drawn weights. Needs the default process group.
+    """Builds a run at step 0 with freshly initialized weights. Requires the default process group.
 
     Raises:
-        ConfigError: on every rank; ranks have other settings, a matrix product of the user's own under a schedule that
-            splits backwards, or what the task, the model or the optimizer refuses.
+        ConfigError: on every rank, if settings differ between ranks, if a custom matrix product is combined with a
+            schedule that splits the backward, or if the task, the model or the optimizer rejects the settings.
     """
     parts = parts or RunParts()
     check_ranks_have_one_recipe(config)
     product = _matrix_product(config, parts)
-    # torch fills fresh memory in its deterministic mode only
+    # torch fills uninitialized memory only in deterministic mode
     set_determinism(config.train.deterministic or config.train.poison_buffers)
     poison_buffers(config.train.poison_buffers)
     task = task_of(config) if parts.task is None else parts.task
@@ -124,22 +124,22 @@ def build_run(config: RunConfig, device: torch.device, parts: RunParts | None = 
 
 
 def set_determinism(deterministic: bool) -> None:
-    """Makes torch refuse operations whose result may change from run to run, or lets it choose the fastest again."""
+    """Makes torch reject nondeterministic operations, or lets it choose the fastest ones again."""
     if deterministic:
-        # read by cuBLAS when its first handle is made, and needed by torch's own check
+        # cuBLAS reads it when it creates its first handle, and torch checks that it is set
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(deterministic)
 
 
 def _fused_a2a(config: RunConfig, pg_collection: ProcessGroupCollection) -> FusedA2A | None:
-    """The exchange of DeepEP, where the run asks for it. Raises MissingDependencyError, on every rank, without it."""
+    """Returns DeepEP's all-to-all if the run uses it. Raises MissingDependencyError on every rank if it is missing."""
     if config.parallel.dispatch.method != "flex" or pg_collection.ep is None:
         return None
     require("deep_ep", config)
     with agreed():
         need("deep_ep")
-    # the ranks of ep connect to each other here
+    # this connects the ranks of ep to each other
     num_bytes = travelling_size(config) * torch.bfloat16.itemsize
     return FusedA2A(pg_collection.ep, deep_ep_buffer(pg_collection.ep, num_bytes))
 
@@ -147,9 +147,9 @@ def _fused_a2a(config: RunConfig, pg_collection: ProcessGroupCollection) -> Fuse
 def _symmetric_a2a(
     config: RunConfig, pg_collection: ProcessGroupCollection, device: torch.device
 ) -> SymmetricA2A | None:
-    """The exchange through symmetric memory, where the run asks for it, with room for a micro-batch.
+    """Returns the all-to-all through symmetric memory, sized for one micro-batch, if the run uses it.
 
-    Raises ConfigError or MissingDependencyError, on every rank, where there is no such memory, or not enough.
+    Raises ConfigError or MissingDependencyError, on every rank, if such memory is unavailable or too small.
     """
     sizes = symmetric_sizes(config)
     if sizes is None or pg_collection.ep is None:
@@ -179,9 +179,9 @@ def _parallel_state(config: RunConfig, device: torch.device) -> ParallelState:
 
 
 def _optimizer(config: RunConfig, build: BuildOptimizer, pipeline: Pipeline[ModelModule]) -> Optimizer:
-    """The optimizer of this rank's parameters, with those overrides that match some of them.
+    """Builds the optimizer for this rank's parameters, with the overrides that match some of them.
 
-    Raises ConfigError, on every rank, for overrides that match no parameter of any stage, or disagree.
+    Raises ConfigError, on every rank, for overrides that match no parameter of any stage or that contradict each other.
     """
     named = [(name, parameter) for name, parameter, _ in declared_parameters(*pipeline.chunks)]
     with agreed():

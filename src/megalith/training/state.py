@@ -1,7 +1,7 @@
-"""What a checkpoint holds besides tensors (``state.json``): how far a run has come, on which data, in which settings.
+"""The non-tensor part of a checkpoint (``state.json``): progress, data identity and settings.
 
-A state that an earlier version wrote is brought up step by step by the table of upgrades: a field that is added, or
-taken away, is an entry there, and old checkpoints stay readable.
+A state written by an earlier version is upgraded step by step with the table of upgrades: adding or removing a field
+means adding an entry there, so that old checkpoints stay readable.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,19 +31,19 @@ State = dict[str, Any]
 
 
 def _without_consumed_tokens(state: State) -> State:
-    """Tokens follow from the samples; the counter had left out those without a loss."""
+    """Drops a counter that left out tokens without a loss; the number of tokens follows from the samples."""
     train = state.get("train")
     if not isinstance(train, Mapping):
-        return state  # the check of the fields says so
+        return state  # reported when the fields are checked
     return {**state, "train": {name: value for name, value in train.items() if name != "consumed_tokens"}}
 
 
 def _with_nothing_known_of_data(state: State) -> State:
-    """Neither data nor settings were stored: null, which nothing is compared with."""
+    """Adds null for data and settings, which were not stored; null is not compared with anything."""
     return {**state, "data": None, "settings": None, "layout": None}
 
 
-# from version n to n + 1; the first version wrote no number
+# from version n to n + 1; the first version wrote no version number
 _UPGRADES: Mapping[int, Callable[[State], State]] = MappingProxyType(
     {1: _without_consumed_tokens, 2: _with_nothing_known_of_data}
 )
@@ -52,7 +52,7 @@ STATE_VERSION = max(_UPGRADES) + 1
 
 @dataclass
 class TrainState:
-    """Counters that only grow. ``consumed_samples`` is the position in the data: the next sample's number."""
+    """Counters that only grow. ``consumed_samples`` is the position in the data: the index of the next sample."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -64,9 +64,9 @@ class TrainState:
 
     @classmethod
     def read(cls, fields: JsonFields) -> "TrainState":
-        """The counters of ``state_dict()``. Raises CheckpointError if there are others, or they contradict each other.
+        """Reads the counters of ``state_dict()``. Raises CheckpointError for other counters, or contradictory ones.
 
-        A step consumes a sample at least, and is skipped at most once.
+        A step consumes at least one sample, and is skipped at most once.
         """
         fields.only("step", "consumed_samples", "skipped_steps")
         step = fields.count("step")
@@ -79,15 +79,15 @@ class TrainState:
 
 @dataclass(frozen=True)
 class SavedState:
-    """A state whose every field has been checked.
+    """A state whose fields have all been checked.
 
     Attributes:
         train: the counters.
-        scheduler, loss_scale: what theirs load; ``loss_scale`` is None for a run without.
+        scheduler, loss_scale: arguments for their ``load_state_dict``; ``loss_scale`` is None for a run without one.
         seed: of weights, data order and dropout.
-        data: what ``Task.data_identity`` said; None: an earlier version wrote the state, and did not say.
+        data: the result of ``Task.data_identity``; None if an earlier version wrote the state without it.
         settings: the tree of all settings; None likewise.
-        layout: as ``tp2 dp1``; None likewise.
+        layout: such as ``tp2 dp1``; None likewise.
     """
 
     train: TrainState
@@ -100,11 +100,11 @@ class SavedState:
 
 
 def read_saved_state(checkpoint: Store) -> SavedState:
-    """The state of ``checkpoint``, of this or an earlier version, with every field checked; all ranks call it.
+    """Reads the state of ``checkpoint``, written by this or an earlier version, and checks every field. Collective.
 
     Raises:
-        CheckpointError: on every rank; it names the file, the field, what is wanted and what is there, or says that a
-            later version wrote it.
+        CheckpointError: on every rank; names the file, the field, the expected and the actual value, or says that a
+            later version wrote the state.
     """
     content = read_state(checkpoint)
     with agreed(f"{checkpoint / STATE}"):
@@ -112,14 +112,14 @@ def read_saved_state(checkpoint: Store) -> SavedState:
 
 
 def read_train_state(checkpoint: Store) -> TrainState:
-    """The counters of ``checkpoint`` alone, for who wants no more of its state. As ``read_saved_state``."""
+    """Reads only the counters of ``checkpoint``. Otherwise like ``read_saved_state``."""
     content = read_state(checkpoint)
     with agreed(f"{checkpoint / STATE}"):
         return TrainState.read(JsonFields(upgraded(content)).object("train"))
 
 
 def checked_state(state: State) -> SavedState:
-    """``read_saved_state`` of what the file holds. Raises CheckpointError."""
+    """Implements ``read_saved_state`` for the file's content. Raises CheckpointError."""
     fields = JsonFields(upgraded(state))
     train = TrainState.read(fields.object("train"))
     scheduler, rng = fields.object("scheduler"), fields.object("rng")
@@ -139,7 +139,7 @@ def checked_state(state: State) -> SavedState:
 def upgraded(
     state: State, *, upgrades: Mapping[int, Callable[[State], State]] = _UPGRADES, wanted: int = STATE_VERSION
 ) -> State:
-    """``state`` as this version writes it.
+    """Returns ``state`` as this version writes it.
 
     Raises:
         CheckpointError: a later version wrote it.
@@ -156,13 +156,13 @@ def upgraded(
 
 
 def _loss_scale(fields: JsonFields, steps: int) -> Mapping[str, Any]:
-    """The loss scale's state after so many ``steps``: past its window, a count of clean ones would never be reset."""
+    """Reads the loss scale's state after ``steps`` steps. More clean steps than that would never be reset."""
     fields.count("clean_steps", at_most=steps)
     return checked_loss_scale_state(fields)
 
 
 def _identity(fields: JsonFields, consumed_samples: int) -> Mapping[str, Any]:
-    """The identity of the data in ``fields``, whose position in tokens must be that of the samples."""
+    """Returns the identity of the data in ``fields``, whose position in tokens must match that in samples."""
     tokens_per_sample = fields.count("tokens_per_sample", at_least=1)
     tokens = fields.count("tokens", at_most=MOST_COUNTED * tokens_per_sample)
     if tokens != consumed_samples * tokens_per_sample:

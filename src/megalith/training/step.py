@@ -1,9 +1,9 @@
-"""One optimizer step: agree, forward and backward over micro-batches, reduce, decide, update.
+"""One optimizer step: sum counts, forward and backward over micro-batches, reduce, check, update.
 
-The loss of the step is the sum over the task's terms of  weight * (sum of the term) / (count of the term), sums and
-counts over all ranks and micro-batches.  Counts are summed before the first backward and enter as its seed; nothing
-else divides, so that a gradient does not depend on how the batch was cut. Two small all-reduces a step carry all that
-ranks must agree on:
+The loss of the step is the sum over the task's terms of  weight * (sum of the term) / (count of the term), with sums
+and counts taken over all ranks and micro-batches.  Counts are summed before the first backward and enter its seed.
+There is no other division, so the gradient does not depend on how the batch is split. Two small all-reduces per step
+carry everything that the ranks must agree on:
 
     before  [count of each term, ranks that were asked to stop, ranks with an error]
     after   [sum of each term, squared gradient norm, loads and balance losses of layers with experts]
@@ -35,8 +35,8 @@ __all__ = ["StepResult", "StepTotals", "local_counts", "sum_totals", "train_step
 class StepTotals:
     """What all ranks know before a step begins.
 
-    ``counts``: of each loss term, over the global batch; ``stop``: a rank was asked to stop; ``failed``: a rank has an
-    error of its own, with its batch or since the last step.
+    ``counts``: the count of each loss term over the global batch; ``stop``: some rank was asked to stop; ``failed``:
+    some rank has an error, from reading its batch or since the last step.
     """
 
     counts: Mapping[str, int]
@@ -46,14 +46,14 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did.
+    """The result of a step.
 
     Attributes:
-        loss: of the step, in the unit of its terms (nats); ``terms``: the mean of each, without its weight.
+        loss: weighted sum of the terms, in their unit (nats); ``terms``: the unweighted mean of each term.
         grad_norm: before clipping.
         num_samples: in the global batch.
-        skipped: the weights did not move.
-        routing: what routers did, where there are any.
+        skipped: the weights were not updated.
+        routing: what the routers did, if the model has any.
     """
 
     loss: float
@@ -66,13 +66,13 @@ class StepResult:
 
 
 def local_counts(run: Run, micro_batches: Sequence[Any]) -> dict[str, int]:
-    """What this rank adds to the count of each loss term; nothing, where another rank speaks for its tokens."""
+    """Returns this rank's contribution to the count of each loss term; 0 if another rank speaks for its tokens."""
     found = [run.task.counts(micro) for micro in micro_batches] if run.pg_collection.speaks_for_tokens else []
     return {name: sum(counts[name] for counts in found) for name in run.task.terms}
 
 
 def sum_totals(run: Run, counts: Mapping[str, int], stop: bool, failed: bool = False) -> StepTotals:
-    """Sums this step's ``counts`` over all ranks; one rank's wish to stop, or its failure, reaches all."""
+    """Sums this step's ``counts`` over all ranks, and combines ``stop`` and ``failed`` over them with a logical OR."""
     here = [counts.get(name, 0) for name in run.task.terms]
     reduced = torch.tensor([*here, int(stop), int(failed)], dtype=torch.int64, device=run.device)
     dist.all_reduce(reduced)
@@ -84,7 +84,7 @@ def train_step(run: Run, micro_batches: Sequence[Any], counts: Mapping[str, int]
     """Runs one step and advances ``run``'s weights, optimizer, schedule and counters.
 
     Raises:
-        NonFiniteError: on every rank, when the loss or the gradient is not finite and the run is not told to skip.
+        NonFiniteError: on every rank, if the loss or the gradient is not finite and the run does not skip such steps.
     """
     scale = 1.0 if run.loss_scale is None else run.loss_scale.scale
     coefficients = {name: weight * scale / max(1, counts[name]) for name, weight in run.task.terms.items()}
@@ -122,7 +122,7 @@ def train_step(run: Run, micro_batches: Sequence[Any], counts: Mapping[str, int]
 
 
 def weighted_mean(weights: Mapping[str, float], means: Mapping[str, float]) -> float:
-    """The loss that the terms' ``means`` make, each with its weight."""
+    """Returns the loss: the sum of the terms' ``means``, each times its weight."""
     return math.fsum(weight * means[name] for name, weight in weights.items())
 
 
@@ -131,7 +131,7 @@ def _forward_backward(
 ) -> Tensor:
     """Accumulates the gradient of the sums times ``coefficients``; returns this rank's sums [terms] in float64.
 
-    They are zero on ranks without the last stage.
+    The sums are zero on ranks without the last stage.
     """
     total = torch.zeros(len(coefficients), dtype=torch.float64, device=run.device)
     inputs_of = inputs_for(run.task, micro_batches, run.state.step, run.device, run.chunks[-1])
@@ -156,7 +156,7 @@ def _forward_backward(
 def _reduce(
     run: Run, sums: Tensor, squared_norm: Tensor, routing: Tensor
 ) -> tuple[dict[str, float], float, list[float]]:
-    """The terms' sums over the global batch, the norm of its gradient, and the sums of ``routing`` over all ranks."""
+    """Returns the terms' sums over the global batch, its gradient norm, and the sums of ``routing`` over all ranks."""
     mine = sums if run.pg_collection.speaks_for_tokens else torch.zeros_like(sums)
     reduced = torch.cat((mine, squared_norm, routing))
     dist.all_reduce(reduced)
@@ -169,7 +169,7 @@ def _refuse(run: Run, loss: float, grad_norm: float) -> None:
     """Raises, on every rank, unless the run may skip this step."""
     scale = run.loss_scale
     if scale is not None and scale.scale > scale.smallest:
-        return  # an overflow that a smaller scale may cure
+        return  # an overflow that a smaller scale may fix
     if run.config.train.nonfinite == "skip":
         return
     found = all_gather(_nonfinite_names(run.chunks))

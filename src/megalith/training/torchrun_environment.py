@@ -1,6 +1,6 @@
-"""What torchrun says to the ranks that it starts, checked: another launcher may say half of it.
+"""Reads and checks torchrun's environment variables; another launcher may set only some of them.
 
-Needs no torch, so that a wrong number of ranks is refused at once.
+Does not need torch, so that a wrong number of ranks is reported immediately.
 """
 
 import os
@@ -16,12 +16,12 @@ __all__ = ["LaunchedRank", "check_rendezvous", "launched_rank", "num_ranks"]
 _WAY_OUT = "start ranks with torchrun or --nproc, or unset RANK to train in this process alone"
 _LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 _LARGEST = 2**31 - 1
-_RANK_BYTES = 100 << 20  # that a rank takes by itself once torch is loaded; measured: 150 MiB and more
+_RANK_BYTES = 100 << 20  # lower bound of a rank's memory once torch is loaded; measured: 150 MiB and more
 
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """This process among those that a launcher has started; ``local_world_size`` of them are on this machine."""
+    """This process as a rank started by a launcher; ``local_world_size`` ranks run on this machine."""
 
     rank: int
     world_size: int
@@ -29,16 +29,16 @@ class LaunchedRank:
 
     @property
     def local_ranks(self) -> range:
-        """The ranks of this machine, which launchers number one after the other."""
+        """The ranks on this machine, which launchers number consecutively."""
         first = self.rank - self.rank % self.local_world_size
         return range(first, min(first + self.local_world_size, self.world_size))
 
 
 def launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
-    """This process as a launcher's rank; None where RANK is not set, which is without a launcher.
+    """Returns this process's rank; None without a launcher, that is, if RANK is not set.
 
     Raises:
-        ConfigError: the variables are incomplete, no numbers, or contradict each other; it names all of them at once.
+        ConfigError: variables are missing, not numbers, or contradict each other; the message lists all problems.
     """
     if "RANK" not in environment:
         return None
@@ -60,10 +60,11 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank |
 
 
 def num_ranks(nproc: int, launched: LaunchedRank | None) -> int:
-    """The number of ranks of a run.
+    """Returns the number of ranks of a run.
 
     Raises:
-        ConfigError: ``nproc`` is none, has no effect beside a launcher, or is more than this machine has memory for.
+        ConfigError: ``nproc`` is below 1, is given although a launcher has started the ranks, or needs more memory than
+            this machine has.
     """
     if launched is not None:
         if nproc != 1:
@@ -84,7 +85,7 @@ def num_ranks(nproc: int, launched: LaunchedRank | None) -> int:
 
 
 def check_rendezvous(environment: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError if the place where ranks meet, MASTER_ADDR and MASTER_PORT, is not given."""
+    """Raises ConfigError if MASTER_ADDR or MASTER_PORT, where the ranks meet, is missing or invalid."""
     port = environment.get("MASTER_PORT", "")
     wrong = [] if environment.get("MASTER_ADDR") else ["MASTER_ADDR is not set"]
     if not (port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 2**16):

@@ -1,13 +1,13 @@
-"""What a rank exchanges in one training step, counted from the settings; evaluation and checkpoints are left out.
+"""Counts what a rank exchanges in one training step, from the settings; excludes evaluation and checkpoints.
 
     task        forwards and backwards of micro-batches, over tensor and context; tokens to experts and back, over
-                expert and expert_tensor, as of even loads
-    FSDP2       weights and gradients, over shard x context and replicate; gradients that are partial, over tensor;
-                those of experts over the ranks that hold the same ones
-    pipeline    hidden states to the next stage, their gradients to the one before; the sum of tied weights' gradients
+                expert and expert_tensor, assuming even loads
+    FSDP2       weights and gradients, over shard x context and replicate; partial gradients, over tensor; gradients of
+                experts, over the ranks that hold the same ones
+    pipeline    hidden states to the next stage, their gradients to the previous one; the sum of tied weights' gradients
     step        its two small all-reduces, over all ranks
 
-Recomputation is counted as plain torch does it, without train.compile, which may keep other tensors for backward.
+Recomputation is counted as in eager PyTorch; train.compile may keep other tensors for the backward.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ __all__ = ["busiest_rank", "step_traffic"]
 def step_traffic(
     config: RunConfig, task: AnyTask, world_size: int, rank: int, labels: Sequence[int] | None = None
 ) -> Traffic:
-    """What ``rank`` exchanges in a step of the run's last batch size.
+    """Counts what ``rank`` exchanges in a step at the run's last batch size.
 
     Args:
-        labels: how many tokens the rank predicts of each micro-batch, where that depends on the text, as of masked
+        labels: how many tokens the rank predicts in each micro-batch, if that depends on the text, as for masked
             tokens; by default the ``usual_labels`` of ``task``.
 
     Raises:
-        ConfigError: ``task`` does not count what its model exchanges, or its model cannot be cut into stages.
+        ConfigError: ``task`` does not count what its model exchanges, or its model cannot be split into stages.
     """
     layout = config.parallel.layout(world_size)
     grid = RankGrid(layout)
@@ -42,7 +42,7 @@ def step_traffic(
     placement, pp_rank = placement_of_run(config), grid.position("pp", rank)
     stages = stages_of(config, task) if placement.num_stages > 1 else [None]
     num_terms = len(task.terms)
-    # int64 counts, stops, failures; float64 sums, squared norm, what routers did: training/step.py
+    # int64 counts, stops, failures; float64 sums, squared norm, router statistics: training/step.py
     found = collective("world", "all_reduce", (num_terms + 2) * 8, world_size)
     num_sums = num_terms + 1 + num_routing_sums(task.routed_layers)
     found += collective("world", "all_reduce", num_sums * 8, world_size)
@@ -59,7 +59,7 @@ def step_traffic(
         found += _fsdp(stage, sharding, num_microbatches, in_pipeline=placement.num_stages > 1)
     held = [counted[placement.stage(pp_rank, chunk)].shared for chunk in range(placement.num_chunks)]
     for name, weight in {name: weight for shared in held for name, weight in shared.items()}.items():
-        # stages on one rank, as the first and the last of a V, share the weight there
+        # stages on the same rank, such as the first and the last of a V schedule, share the weight locally
         holding = {placement.place(number)[0] for number, stage in enumerate(counted) if name in stage.shared}
         shard = sharding.shard_bytes(weight, grid.position("dp_shard-cp", rank))
         found += collective("pipeline", "all_reduce", shard, len(holding))
@@ -67,15 +67,18 @@ def step_traffic(
 
 
 def busiest_rank(config: RunConfig, task: AnyTask, world_size: int) -> tuple[int, Traffic]:
-    """The rank whose collectives and messages have the most bytes, the first of them, and its ``step_traffic``."""
-    # what differs is the stage; of its ranks the first has the largest part of what is split unevenly
+    """Returns the first of the ranks that exchange the most bytes, and its ``step_traffic``."""
+    # traffic differs by stage; within a stage, the first rank has the largest part of what is split unevenly
     firsts = RankGrid(config.parallel.layout(world_size)).group_of("pp", 0)
     found = {rank: step_traffic(config, task, world_size, rank) for rank in firsts}
     return max(found.items(), key=lambda item: sum(each.num_bytes * times for each, times in item[1].items()))
 
 
 def _fsdp(stage: StageTraffic, sharding: Sharding, num_microbatches: int, *, in_pipeline: bool) -> Traffic:
-    """A stage of a pipeline is gathered once a step; a whole model in each micro-batch, units but the last twice."""
+    """Counts the FSDP2 traffic of a stage.
+
+    A pipeline stage is gathered once per step; a whole model once per micro-batch, all units but the last twice.
+    """
     gathers = 1 if in_pipeline else num_microbatches
     found = sharding.unit_traffic(stage.rest, gathers)
     for number, unit in enumerate(stage.units):

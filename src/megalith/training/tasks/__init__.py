@@ -1,1 +1,1 @@
-"""What can be learned: each task gives its data, its model, its loss terms, and what they cost."""
+"""What a run trains: each task defines its data, its model, its loss terms, and their cost."""

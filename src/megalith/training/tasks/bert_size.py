@@ -1,7 +1,7 @@
-"""What a row costs a BERT to train, in closed form from its settings.
+"""The training cost of a BERT row, in closed form from the settings.
 
-Layers are those of ``gpt_size``, with attention to all S positions. Of a row of S tokens of which P are predicted, the
-head costs 3 x 2 P (H H + V H), and what reads the pooled token 3 x 2 (H H + C H), for V words and C classes.
+Layers cost as in ``gpt_size``, with attention to all S positions. For a row of S tokens of which P are predicted, the
+head costs 3 x 2 P (H H + V H), and the pooled token's head 3 x 2 (H H + C H), for V words and C classes.
 """
 
 from megalith.config import TransformerConfig
@@ -12,13 +12,13 @@ __all__ = ["bert_costs", "bert_flops_per_row"]
 
 
 def bert_flops_per_row(config: TransformerConfig, vocab_size: int, seq_length: int, num_predicted: float) -> int:
-    """Model FLOPs of training on a row of ``seq_length`` tokens, ``num_predicted`` of which are masked on average."""
+    """Returns model FLOPs of training on a row of ``seq_length`` tokens, with ``num_predicted`` masked on average."""
     costs = bert_costs(config, vocab_size, seq_length, num_predicted)
     return sum(costs.layers) + costs.embedding + costs.head
 
 
 def bert_costs(config: TransformerConfig, vocab_size: int, seq_length: int, num_predicted: float) -> ModelCosts:
-    """``bert_flops_per_row``, part by part: an embedding only looks up."""
+    """Returns ``bert_flops_per_row`` by part; an embedding costs 0."""
     assert config.bert is not None, "the settings of a BERT"
     H, bert = config.hidden_size, config.bert
     layers = [seq_length * layer_flops(config, index, seq_length, causal=False) for index in range(config.num_layers)]

@@ -1,4 +1,4 @@
-"""What every task of a BERT shares: the model, and rows of padded tokens on their way into it."""
+"""What all BERT tasks share: the model, and the conversion of padded rows to its inputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,15 +31,15 @@ Sample = TypeVar("Sample")
 
 @dataclass(frozen=True)
 class BertInputs:
-    """A micro-batch as ``BertModel.forward`` takes it, and what its rows are to tell.
+    """A micro-batch as ``BertModel.forward`` takes it, and the classes of its rows.
 
     Attributes:
         tokens: int64 [B, S/cp].
         labels: int64 [B, S/cp], -1 where no token is to be predicted; None for a classifier.
-        token_types: int64 [B, S/cp]; None where the model tells no types apart.
+        token_types: int64 [B, S/cp]; None if the model has no token types.
         position_ids: int64 [S/cp].
         packed_seq_params: tokens and padding of whole rows.
-        pooled_tokens: int64 [N], the first token of each row with a class that this rank has.
+        pooled_tokens: int64 [N], the index of the first token of each row with a class on this rank.
         classes: int64 [N].
     """
 
@@ -57,10 +57,10 @@ class BertTask(MaskedTask[Sample, BertBatch, BertInputs]):
     """A task of the model that ``model.bert`` describes.
 
     Args:
-        predicted: the share of a row's tokens that are predicted, on average.
+        predicted: the average share of a row's tokens that are predicted.
 
     Raises:
-        ConfigError: as ``MaskedTask``; ``data.decoder_seq_length``.
+        ConfigError: as ``MaskedTask``; or ``data.decoder_seq_length`` is set.
     """
 
     def __init__(self, config: RunConfig, predicted: float) -> None:
@@ -75,11 +75,11 @@ class BertTask(MaskedTask[Sample, BertBatch, BertInputs]):
             self.usual_labels = round(predicted * S * config.train.micro_batch_size / config.parallel.context)
 
     def build_model(self, options: BuildOptions, stage: Stage | None = None) -> BertModel:
-        """The model that ``model`` of the settings describes, or a stage of it."""
+        """Builds the model that the ``model`` settings describe, or a stage of it."""
         return BertModel(self.config.model, options, stage=stage)
 
     def traffic(self, layout: Layout, stage: Stage | None = None) -> StageTraffic:
-        """Counted in closed form."""
+        """Counts traffic in closed form."""
         return bert_traffic(self.config, layout, stage or Stage.whole(self.config.model.num_layers))
 
     def hidden_shape(self, batch: BertBatch, options: BuildOptions) -> tuple[int, ...]:
@@ -90,20 +90,20 @@ class BertTask(MaskedTask[Sample, BertBatch, BertInputs]):
     def collate(
         self, samples: Sequence[Sample], rows: Sequence[int], counted: Sequence[bool] | None = None
     ) -> BertBatch:
-        """The samples, one a row."""
+        """Stacks the samples, one per row."""
         batch = self.stack(samples, rows)
         return batch if counted is None else batch.counting(counted)
 
     def stack(self, samples: Sequence[Sample], rows: Sequence[int]) -> BertBatch:
-        """As ``collate``, of rows that all count."""
+        """``collate`` for rows that all count."""
         raise NotImplementedError
 
     def context_part(self, batch: BertBatch, rank: int, size: int) -> BertBatch:
-        """The columns that ``rank`` holds; where tokens end and padding begins stays known of whole rows."""
+        """Returns the columns that ``rank`` holds; token counts still describe whole rows."""
         return batch.columns(zigzag_positions(batch.tokens.shape[1], size, rank).numpy())
 
     def inputs(self, batch: BertBatch, step: int, device: torch.device) -> BertInputs:
-        """``batch`` on ``device``.
+        """Moves ``batch`` to ``device``.
 
         A token's dropout depends on its row in the global batch and its position in the row.
         """
@@ -124,7 +124,7 @@ class BertTask(MaskedTask[Sample, BertBatch, BertInputs]):
         )
 
     def forward(self, model: nn.Module, inputs: BertInputs, hidden: Tensor | None) -> Any:
-        """``BertOutput``, or logits [N, classes]; of a stage without the head hidden states, [S, B, H]."""
+        """Returns ``BertOutput``, or logits [N, classes]; without the head, hidden states [S, B, H]."""
         return model(
             inputs.tokens,
             labels=inputs.labels,

@@ -1,11 +1,11 @@
-"""What a stage of a BERT exchanges for a micro-batch, in closed form, and its weights; X is [S/cp, B, H] in bytes.
+"""Counts in closed form what a BERT stage exchanges per micro-batch, and lists its weights; X is [S/cp, B, H] in bytes.
 
     embedding   leaves tensor parallelism                                                 1 X
-    layer       as ``layer_traffic`` has it                                               4 X
-    head        under sequence parallelism whole rows are gathered, once for all heads    1 X in forward
+    layer       see ``layer_traffic``                                                     4 X
+    head        under sequence parallelism, whole rows are gathered once for all heads    1 X in forward
                 the loss of a masked token gathers three numbers, and sums a gradient [H]
 
-How many tokens are masked is a matter of the text: what they exchange is told for one of them.
+The number of masked tokens depends on the text, so their traffic is given per token.
 """
 
 from megalith.config import BertConfig, RunConfig, TransformerConfig
@@ -28,7 +28,7 @@ __all__ = ["bert_traffic"]
 
 
 def bert_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffic:
-    """The traffic of ``stage`` on each rank of ``layout`` that holds it."""
+    """Counts the traffic of ``stage`` on each rank of ``layout`` that holds it."""
     model, sequence, parts = config.model, config.parallel.sequence, LayerTraffic(config, layout)
     assert model.bert is not None, "the settings of a BERT"
     S, reads_out = config.data.seq_length // layout.context, _reads_out(model)
@@ -37,7 +37,7 @@ def bert_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffi
         embedding = parts.leave(S)
         micro_batch += embedding.forward + embedding.backward
     if stage.has_head:
-        micro_batch += parts.enter(S).forward  # what reads it is the same on all ranks of tp
+        micro_batch += parts.enter(S).forward  # all tp ranks compute the same from it: no exchange in backward
     for _ in stage.layers:
         micro_batch += parts.layer({"self_attn": parts.self_attention(S), "mlp": parts.feed_forward(S)})
     per_label = Traffic()
@@ -57,7 +57,7 @@ def bert_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffi
 
 
 def _other_weights(model: TransformerConfig, bert: BertConfig, stage: Stage, sequence: bool) -> list[Weight]:
-    """Those of the stage that are in no layer; each rank of tp has whole rows in the head, and computes the same."""
+    """Lists the weights of the stage outside its layers; in the head, each tp rank computes the same on whole rows."""
     H, is_post = model.hidden_size, model.residual.norm_placement == "post"
     found: list[Weight] = []
     if stage.has_embedding or (stage.has_head and _reads_out(model)):
@@ -79,5 +79,5 @@ def _other_weights(model: TransformerConfig, bert: BertConfig, stage: Stage, seq
 
 
 def _reads_out(model: TransformerConfig) -> bool:
-    """Whether the output projection is the embedding."""
+    """Returns whether the output projection is the embedding."""
     return model.bert is not None and model.bert.head == "pretraining" and model.tie_word_embeddings

@@ -1,4 +1,4 @@
-"""Which task a run's settings ask for."""
+"""Chooses the task for a run's settings."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from megalith.training.tasks.task import AnyTask
 
 __all__ = ["task_of"]
 
-# by the kind of model, and the head of an encoder
+# keyed by the kind of model and the head of an encoder
 _TASKS: Mapping[tuple[ModelKind, str | None], Callable[[RunConfig], AnyTask]] = MappingProxyType(
     {
         ("gpt", None): PretrainGPT,
@@ -25,9 +25,9 @@ _TASKS: Mapping[tuple[ModelKind, str | None], Callable[[RunConfig], AnyTask]] = 
 
 
 def task_of(config: RunConfig) -> AnyTask:
-    """The task of a run whose settings preflight has resolved: what its model is for.
+    """Returns the task for a run whose settings preflight has resolved, by the kind of its model.
 
-    Raises ConfigError for a kind of model that no task of ours trains.
+    Raises ConfigError for a kind of model that no built-in task trains.
     """
     kind, head = config.model.kind, None if config.model.bert is None else config.model.bert.head
     if (kind, head) not in _TASKS:

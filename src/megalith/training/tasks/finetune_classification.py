@@ -1,4 +1,4 @@
-"""The class of a text, from its pooled first token: what a pretrained encoder is fine-tuned for."""
+"""Fine-tunes a pretrained encoder to classify texts, from the pooled first token."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -21,17 +21,17 @@ from megalith.training.tasks.shown_text import bracketed
 
 __all__ = ["FinetuneClassification"]
 
-_MOST_IN_A_TABLE = 50  # classes; a measure for each pair of 1,000 would take seconds a micro-batch, for nobody to read
+_MOST_IN_A_TABLE = 50  # classes; a measure for each pair of 1,000 would take seconds per micro-batch
 
 
 class FinetuneClassification(BertTask[LabelledText]):
-    """The term ``classification`` is the negative log-likelihood of a text's class in nats, over the texts.
+    """Text classification: the term ``classification`` is the mean negative log-likelihood in nats of a text's class.
 
-    Evaluation measures ``accuracy`` too, and of the texts of each class the share that is taken for each other class:
-    ``confusion/TRUE/TAKEN``, by the numbers of the classes, where there are 50 of them at most.
+    Evaluation also measures ``accuracy``, and the share of the texts of each class that are predicted as each class:
+    ``confusion/TRUE/TAKEN``, by class numbers, if there are at most 50 classes.
 
     Raises:
-        ConfigError: as ``BertTask``; ``data.masking``, which nothing here reads.
+        ConfigError: as ``BertTask``; or ``data.masking`` is set, which classification does not use.
     """
 
     terms = MappingProxyType({"classification": 1.0})
@@ -48,15 +48,15 @@ class FinetuneClassification(BertTask[LabelledText]):
         self._confusion = [f"confusion/{label}/{taken}" for label in both for taken in both]
 
     def train_dataset(self) -> LabelledDataset:
-        """``data.train``, in the order of ``train.seed``."""
+        """Returns ``data.train`` in the order of ``train.seed``."""
         assert self.config.data.train is not None, "preflight refuses a run without data"
         return LabelledDataset(self.evaluation_dataset(self.config.data.train), self.config.train.seed)
 
     def evaluation_dataset(self, prefix: str) -> LabelledTexts:
-        """The texts of ``prefix``, each once.
+        """Returns the texts of ``prefix``, each once.
 
-        Raises ConfigError where they are of other classes than the model's, or than those of the training data, as far
-        as these are still there.
+        Raises ConfigError if their classes differ from the model's, or from those of the training data if these are
+        still available.
         """
         S, vocab_size = self.config.data.seq_length, self.config.model.vocab_size
         found = LabelledTexts(prefix, self.tokenizer, S, vocab_size=vocab_size)
@@ -75,24 +75,24 @@ class FinetuneClassification(BertTask[LabelledText]):
         return found
 
     def class_names(self, dataset: SizedSamples[LabelledText]) -> Sequence[str]:
-        """As they were labelled."""
+        """Returns the class names of the labels."""
         assert isinstance(dataset, LabelledTexts), "what evaluation_dataset gives"
         return dataset.classes
 
     def stack(self, samples: Sequence[LabelledText], rows: Sequence[int]) -> BertBatch:
-        """The samples, one a row."""
+        """Stacks the samples, one per row."""
         padding = bert_tokens(self.tokenizer).padding
         return stack_labelled_texts(samples, rows, self.config.data.seq_length, padding)
 
     def counts(self, batch: BertBatch) -> Mapping[str, int]:
-        """The texts, in all and of each class."""
+        """Returns the number of texts, in total and per class."""
         num_texts = int((batch.classes >= 0).sum())
         of_class = np.bincount(batch.classes[batch.classes >= 0], minlength=self.num_classes).tolist()
         confusion = {name: of_class[pair // self.num_classes] for pair, name in enumerate(self._confusion)}
         return {"classification": num_texts, "accuracy": num_texts, **confusion}
 
     def sums(self, output: Tensor, inputs: BertInputs) -> Mapping[str, Tensor]:
-        """The losses of texts; in evaluation too how many are taken for which class."""
+        """Sums the losses of texts; in evaluation also counts hits and the confusion table."""
         wide = output.to(torch.promote_types(output.dtype, torch.float32))
         found = {"classification": cross_entropy(wide, inputs.classes, reduction="sum")}
         if output.requires_grad:
@@ -105,14 +105,14 @@ class FinetuneClassification(BertTask[LabelledText]):
         return found
 
     def sample_as_text(self, sample: LabelledText) -> list[str]:
-        """Its text decoded."""
+        """Decodes the text and adds its class."""
         tokens = sample.tokens.tolist()
         is_special = [place in (0, len(tokens) - 1) for place in range(len(tokens))]
         return [*bracketed(tokens, is_special, self.tokenizer), f"  of class {sample.label}"]
 
 
 def _learned_classes(config: RunConfig) -> tuple[str, ...] | None:
-    """The names of the classes of a run's training data; None where these are not there any more."""
+    """Returns the class names of a run's training data, or None if the data are no longer available."""
     train = config.data.train
     try:
         return None if train is None else Labels.read(train, IndexedDataset(train).num_documents).classes

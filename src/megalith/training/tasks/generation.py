@@ -1,4 +1,4 @@
-"""Text from a model on disk, a run's, a checkpoint's or another system's: its tokenizer, and prompts to go on from."""
+"""Generates text with a model on disk (a run, a checkpoint or a foreign model) and its tokenizer, from prompts."""
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -41,11 +41,11 @@ _LONGEST_PROMPT = 1 << 20  # bytes
 
 @dataclass(frozen=True)
 class TextSource:
-    """A model on disk that writes text: all but its weights, which take long to load.
+    """A text-generating model on disk, without its weights, which take long to load.
 
     Attributes:
-        load_model: reads them.
-        longest: [tokens] the length that it was trained on; of a T5, that of what its encoder reads.
+        load_model: loads the weights.
+        longest: [tokens] the length that it was trained on; for a T5, the length of the encoder's input.
     """
 
     config: TransformerConfig
@@ -55,21 +55,21 @@ class TextSource:
 
     @property
     def answers(self) -> bool:
-        """Whether it answers a prompt, as a T5 does, rather than go on with it."""
+        """Whether the model answers a prompt, as a T5 does, instead of continuing it."""
         return self.config.kind == "t5"
 
     @classmethod
     def open(
         cls, source: str | Path, tokenizer: str | Path | None = None, eod: str | int | None = None
     ) -> "TextSource":
-        """That of ``source``, a run, a checkpoint, or a ``foreign_model``.
+        """Opens ``source``: a run, a checkpoint, or a ``foreign_model``.
 
         Args:
             tokenizer: path of a tokenizer.json, for a source that has none; ``eod`` is its token that ends a document,
                 as in ``Tokenizer``.
 
-        Raises as ``open_run``, ``foreign_model`` and ``find_tokenizer`` do, ConfigError for an encoder, and DataError
-        for a tokenizer that gives ids for which the model has no row, or, beside a T5, lacks its special tokens.
+        Raises as ``open_run``, ``foreign_model`` and ``find_tokenizer`` do; ConfigError for an encoder; and DataError
+        if the tokenizer produces ids for which the model has no row, or lacks the special tokens of a T5.
         """
         store = open_store(source)
         folder = foreign_model(store)
@@ -83,7 +83,7 @@ class TextSource:
 
     @staticmethod
     def _check_writes(source: str | Path, config: TransformerConfig) -> None:
-        """Raises ConfigError for a model that writes no text."""
+        """Raises ConfigError for a model that cannot generate text."""
         if config.kind == "bert":
             raise ConfigError(
                 f"{source} must be a GPT or a T5 to write text; it is a model.bert: megalith eval measures what it "
@@ -91,9 +91,10 @@ class TextSource:
             )
 
     def encode(self, prompts: Sequence[str], *, special_tokens: bool = False) -> list[list[int]]:
-        """The ids of each prompt, as ``Tokenizer.encode_prompts`` gives them; those of a T5 end as its texts do.
+        """Encodes each prompt with ``Tokenizer.encode_prompts``; for a T5, appends the token that ends its texts.
 
-        Raises ConfigError as ``check_prompt``, and for one that has no tokens of its own, or leaves no room for more.
+        Raises ConfigError as ``check_prompt`` does, and for a prompt that has no tokens of its own or leaves no room
+        for new ones.
         """
         for prompt in prompts:
             check_prompt(prompt)
@@ -106,7 +107,7 @@ class TextSource:
             )
         learned = self.config.position_embedding_type == "learned_absolute"
         for ids in encoded:
-            num_tokens = len(ids) if len(ids) > len(self.tokenizer.begin) else 0  # of the text itself
+            num_tokens = len(ids) if len(ids) > len(self.tokenizer.begin) else 0  # 0 if the text itself has no tokens
             generation.check_prompt_length(num_tokens, self.config.max_position_embeddings if learned else None)
         if not self.answers:
             return encoded
@@ -117,7 +118,7 @@ class TextSource:
 
 @dataclass(frozen=True)
 class TextGenerator:
-    """A model that goes on with texts, or answers them, and where it is from."""
+    """A model that continues texts or answers them, and its source."""
 
     model: Writer
     source: TextSource
@@ -126,7 +127,7 @@ class TextGenerator:
     def load(
         cls, source: str | Path, tokenizer: str | Path | None = None, eod: str | int | None = None
     ) -> "TextGenerator":
-        """That of ``source``. Raises as ``TextSource.open`` and ``TextSource.load_model`` do."""
+        """Loads ``source``. Raises as ``TextSource.open`` and ``TextSource.load_model`` do."""
         opened = TextSource.open(source, tokenizer, eod)
         return cls(opened.load_model(), opened)
 
@@ -140,7 +141,7 @@ class TextGenerator:
         stop: Sequence[str] = (),
         special_tokens: bool = False,
     ) -> list[str]:
-        """What the model adds to each of ``prompts``, or answers; args and errors are those of ``stream``."""
+        """Returns the continuation of each of ``prompts``, or the answer; args and errors are those of ``stream``."""
         texts = [""] * len(prompts)
         drawn = self.stream(
             prompts, max_new_tokens, sampling=sampling, seeds=seeds, stop=stop, special_tokens=special_tokens
@@ -159,17 +160,17 @@ class TextGenerator:
         stop: Sequence[str] = (),
         special_tokens: bool = False,
     ) -> Generator[list[str | None], None, None]:
-        """What the model adds to each of ``prompts``, or answers, in whole characters, as soon as they are drawn.
+        """Yields the continuation of each of ``prompts``, or the answer, in whole characters, as soon as it is drawn.
 
         Each list has a piece for each prompt, empty if none is ready, and None after the end of its text.
 
         Args:
-            seeds: one a prompt; a text is the same alone and with others, up to rounding.
+            seeds: one per prompt; up to rounding, a text does not depend on the other prompts.
             stop: a text ends before the first of these strings.
-            special_tokens: read those that a prompt spells, as ``TextSource.encode``.
+            special_tokens: parse special tokens in the prompts, as in ``TextSource.encode``.
 
-        Raises ConfigError, at the call, as ``models.generation.stream`` and ``TextSource.encode``, and for an empty
-        stop string. A text that may grow longer than the rows that the model was trained on is told in the log.
+        Raises ConfigError, when called, as ``models.generation.stream`` and ``TextSource.encode`` do, and for an empty
+        stop string. Logs a warning if a text may grow longer than the rows that the model was trained on.
         """
         encoded = self.source.encode(prompts, special_tokens=special_tokens)
         self._tell_of_length(max(map(len, encoded), default=0), max_new_tokens)
@@ -184,7 +185,7 @@ class TextGenerator:
         )
 
     def _tell_of_length(self, prompt: int, max_new_tokens: int) -> None:
-        """A line of the log where rotary positions go on past those of training, where learned ones would end."""
+        """Warns if positions may exceed those of training; learned positions end there and need no warning."""
         longest, learned = self.source.longest, self.source.config.position_embedding_type == "learned_absolute"
         if self.source.answers:
             if prompt > longest:
@@ -218,7 +219,7 @@ def stream_text(
     stop: Sequence[str] = (),
 ) -> Generator[list[str | None], None, None]:
     """``TextGenerator.stream`` for prompts of token ids."""
-    # an answer is a text of its own
+    # an answer is a separate text, not a continuation of the prompt
     texts = [_Text(tokenizer, () if isinstance(model, T5Model) else ids, stop) for ids in prompts]
     how: dict[str, Any] = {"sampling": sampling, "seeds": seeds, "end_tokens": tokenizer.ends}
     how["stop"] = lambda row, _: texts[row].stopped
@@ -229,9 +230,9 @@ def stream_text(
 
 
 def in_order(openings: Sequence[str], pieces: Iterator[Sequence[str | None]]) -> Iterator[str]:
-    """Texts of ``TextGenerator.stream`` one after the other, for a terminal: what is known of them, as soon as it is.
+    """Yields texts of ``TextGenerator.stream`` one after the other, for a terminal, each piece as soon as possible.
 
-    The first that has not ended grows as it is drawn; those behind it wait. Each begins with its one of ``openings``
+    The first unfinished text is shown as it grows, and later ones wait. Each text begins with its entry of ``openings``
     and ends with a line feed.
     """
     waiting, ended = [""] * len(openings), [False] * len(openings)
@@ -254,7 +255,7 @@ def in_order(openings: Sequence[str], pieces: Iterator[Sequence[str | None]]) ->
 
 
 def check_prompt(prompt: str) -> None:
-    """Raises ConfigError unless ``prompt`` is text, and some."""
+    """Raises ConfigError if ``prompt`` is empty or not valid text."""
     if not prompt:
         raise ConfigError("the prompt is empty; give some text to go on from")
     try:
@@ -267,9 +268,9 @@ def check_prompt(prompt: str) -> None:
 
 
 def read_prompts(path: str, standard_input: BinaryIO) -> list[str]:
-    """The prompts in the file ``path``, one a line, or in ``standard_input`` for ``-``.
+    """Reads prompts, one per line, from the file ``path``, or from ``standard_input`` for ``-``.
 
-    Raises ConfigError as ``read_prompt``, and for a line that is empty, or none.
+    Raises ConfigError as ``read_prompt`` does, and for an empty line or file.
     """
     lines = [line.removesuffix("\r") for line in read_prompt(path, standard_input).removesuffix("\n").split("\n")]
     for number, line in enumerate(lines, 1):
@@ -279,7 +280,7 @@ def read_prompts(path: str, standard_input: BinaryIO) -> list[str]:
 
 
 def read_prompt(path: str, standard_input: BinaryIO) -> str:
-    """The text in the file ``path``, or in ``standard_input`` for ``-``, as it stands.
+    """Reads the text in the file ``path``, or in ``standard_input`` for ``-``, unchanged.
 
     Raises ConfigError if it cannot be read, is not UTF-8, or is longer than 1 MiB.
     """
@@ -300,7 +301,7 @@ def read_prompt(path: str, standard_input: BinaryIO) -> str:
 
 
 class _Text:
-    """Tokens on their way to pieces of text."""
+    """Converts a stream of tokens to pieces of text."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._characters, self._until = TextStream(tokenizer, prompt), StopStrings(stop)
@@ -308,11 +309,11 @@ class _Text:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has come."""
+        """Whether a stop string has occurred."""
         return self._until.found
 
     def piece(self, token: int | None) -> str | None:
-        """The text that is ready with ``token``; with None, at the end of the text, what is left, and then None."""
+        """Returns the text that ``token`` completes; for None, at the end of the text, first the rest, then None."""
         if token is not None:
             return self._until.add(self._characters.add(token))
         if self._ended:
@@ -352,7 +353,7 @@ def _open_foreign(folder: ForeignModel, tokenizer: str | Path | None, eod: str |
 
 
 def _foreign_weights(folder: ForeignModel) -> Writer:
-    """The model of ``folder`` in evaluation mode, in the dtype of its files."""
+    """Loads the model of ``folder`` in evaluation mode, in the dtype of its files."""
     dtype = getattr(torch, folder.weights.dtype)
     with torch.device("meta"):
         model = MODELS[folder.config.kind](

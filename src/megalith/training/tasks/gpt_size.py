@@ -1,27 +1,27 @@
-"""How large a GPT is and what a token costs to train, in closed form from its settings.
+"""The size of a GPT and its training cost per token, in closed form from the settings.
 
 Parameters are those of ``models.hf.parameter_shapes``, name by name.
 
-Model FLOPs of a token: a multiply and an add for every weight that a matmul uses, and the two matmuls of attention
-over the S/2 positions that a causal mask leaves to a token on average; the backward costs twice the forward:
+Model FLOPs per token: a multiply and an add for every weight that a matmul uses, and the two matmuls of attention over
+the S/2 positions that a token sees on average under a causal mask; the backward costs twice the forward:
 
     3 (2 W + 2 A D S L),    W = L (H (A + 2G) D + A D H + m H F) + V H
 
 for L layers, H hidden, A heads, G kv groups, D head size, F ffn, V vocabulary, and an MLP of m matrices, 3 with a gate,
 else 2; an output gate of attention adds A D H to a layer.
 
-In latent attention, of ranks Zq and Z, with N features of a head that are not rotated, R that are, and Dv of
-a value, a layer has Zq (H + A (N + R)) + H (Z + R) + Z A (N + Dv) + A Dv H in place of q, k, v and o, and A (D + Dv) is
-in place of 2 A D.
+In latent attention of ranks Zq and Z, with N unrotated and R rotated features per head and Dv features of a value, a
+layer has Zq (H + A (N + R)) + H (Z + R) + Z A (N + Dv) + A Dv H instead of q, k, v and o, and A (D + Dv) replaces
+2 A D.
 
-In a layer with a window of w < S tokens a query sees w (2S - w) / 2S of them on average, in place of S/2.
+In a layer with a window of w < S tokens, a query sees w (2S - w) / 2S of them on average, instead of S/2.
 A module of multi-token prediction has the weights and the attention of a layer, 2 H^2, and V H of the head once more.
-In a layer with experts, in place of m H F: E H of the router and K m H F of the K experts that a token is sent to, with
+A layer with experts has, instead of m H F: E H of the router and K m H F of the K experts that a token is sent to, with
 latents K m D F + 2 H D; and those of the shared experts, m H F, and H of their gate.
 
 This is the count of Chowdhery et al. 2022 ("PaLM", arXiv:2204.02311, appendix B: 6 N + 12 L H Q T) with attention
-halved for the causal mask, and without the parameters that only add or look up (embeddings, norms, biases). What
-recomputation repeats is not counted: it is work of the machine, not of the model.
+halved for the causal mask, and without the parameters that only add or look up (embeddings, norms, biases).
+Recomputation is not counted: these are model FLOPs, not hardware FLOPs.
 """
 
 from math import prod
@@ -34,23 +34,23 @@ __all__ = ["expert_parameters", "flops_per_token", "layer_flops", "parameters", 
 
 
 def parameters(config: TransformerConfig, vocab_size: int) -> int:
-    """How many parameters a model of this shape has, of any kind: exactly those of the built one."""
+    """Returns the number of parameters of a model of any kind: exactly that of the built model."""
     return sum(map(prod, _shapes(config, vocab_size).values()))
 
 
 def expert_parameters(config: TransformerConfig, vocab_size: int) -> int:
-    """How many of them are of the experts that tokens are routed to: neither routers nor shared experts."""
+    """Returns how many of them belong to routed experts, not counting routers and shared experts."""
     return sum(prod(shape) for name, shape in _shapes(config, vocab_size).items() if ".mlp.experts." in name)
 
 
 def flops_per_token(config: TransformerConfig, vocab_size: int, seq_length: int) -> int:
-    """Model FLOPs of training on one token of a row of ``seq_length``: forward, backward, causal attention halved."""
+    """Returns model FLOPs of training per token of a row of ``seq_length``: forward and backward, attention halved."""
     costs = stage_costs(config, vocab_size, seq_length)
     return sum(costs.layers) + costs.embedding + costs.head
 
 
 def stage_costs(config: TransformerConfig, vocab_size: int, seq_length: int) -> ModelCosts:
-    """``flops_per_token``, part by part: an embedding only looks up."""
+    """Returns ``flops_per_token`` by part; an embedding costs 0."""
     H, L, M = config.hidden_size, config.num_layers, _num_modules(config)
     layers = [layer_flops(config, layer, seq_length) for layer in range(L + M)]
     head, joining = 3 * 2 * vocab_size * H, 3 * 2 * 2 * H * H
@@ -59,7 +59,7 @@ def stage_costs(config: TransformerConfig, vocab_size: int, seq_length: int) -> 
 
 
 def layer_flops(config: TransformerConfig, layer: int, seq_length: int, *, causal: bool = True) -> int:
-    """Of a token of a row of ``seq_length``, forward and backward; twice the keys are seen where it is not causal."""
+    """Returns FLOPs per token of a row of ``seq_length``, forward and backward; non-causal attention costs twice."""
     attention = _attention_flops(config, layer, seq_length) * (1 if causal else 2)
     return 3 * (2 * (_attention_weights(config) + _mlp_weights(config, layer)) + attention)
 
@@ -69,19 +69,19 @@ def _shapes(config: TransformerConfig, vocab_size: int) -> dict[str, tuple[int, 
 
 
 def _num_modules(config: TransformerConfig) -> int:
-    """Those of multi-token prediction."""
+    """Returns the number of multi-token prediction modules."""
     return 0 if config.mtp is None else config.mtp.num_modules
 
 
 def _attention_flops(config: TransformerConfig, layer: int, seq_length: int) -> int:
-    """Of a token's forward, in the two matmuls of attention."""
+    """Returns forward FLOPs per token of the two matmuls of attention."""
     seen = min(config.attention.window_of(layer) or seq_length, seq_length)
     queries, values = _widths(config)[0], _value_width(config)
     return (queries + values) * seen * (2 * seq_length - seen) // seq_length
 
 
 def _attention_weights(config: TransformerConfig) -> int:
-    """The weights of a layer's attention that matmuls use."""
+    """Returns how many weights of a layer's attention matmuls use."""
     if config.mla is not None:
         return _latent_weights(config, config.mla)
     queries, keys = _widths(config)
@@ -90,7 +90,7 @@ def _attention_weights(config: TransformerConfig) -> int:
 
 
 def _mlp_weights(config: TransformerConfig, layer: int) -> int:
-    """The weights of a layer's feed-forward part that matmuls use for a token."""
+    """Returns how many weights of a layer's feed-forward part matmuls use per token."""
     H, m, moe = config.hidden_size, 2 if config.gate_activation is None else 3, config.moe
     if moe is None or not moe.has_experts(layer):
         return m * H * config.ffn_hidden_size
@@ -101,7 +101,7 @@ def _mlp_weights(config: TransformerConfig, layer: int) -> int:
 
 
 def _latent_weights(config: TransformerConfig, mla: MLAConfig) -> int:
-    """The weights of latent attention in a layer that matmuls use."""
+    """Returns how many weights of a layer's latent attention matmuls use."""
     H, A, (queries, _) = config.hidden_size, config.num_attention_heads, _widths(config)
     rank = mla.q_lora_rank
     to_queries = H * queries if rank is None else rank * (H + queries)
@@ -111,10 +111,10 @@ def _latent_weights(config: TransformerConfig, mla: MLAConfig) -> int:
 
 
 def _widths(config: TransformerConfig) -> tuple[int, int]:
-    """A D and G D."""
+    """Returns A D and G D."""
     return config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
 
 
 def _value_width(config: TransformerConfig) -> int:
-    """A Dv, the width of what the output projection reads."""
+    """Returns A Dv, the input width of the output projection."""
     return config.num_attention_heads * (config.kv_channels if config.mla is None else config.mla.v_head_dim)

@@ -1,11 +1,11 @@
-"""What a stage of a GPT exchanges for a micro-batch, in closed form, and its weights; X is [S/cp, B, H] in bytes.
+"""Counts in closed form what a GPT stage exchanges per micro-batch, and lists its weights; X is [S/cp, B, H] in bytes.
 
 embedding   leaves tensor parallelism                                            1 X
 layer       attention and feed-forward each enter and leave tensor parallelism   4 X
-            latent attention enters with its latents in place of X, or with X and one of them
-            see layer_traffic; of experts, transformer.moe.traffic
+            latent attention enters with its latents instead of X, or with X and one of them
+            see layer_traffic; for experts, transformer.moe.traffic
 head        enters tensor parallelism                                            1 X
-            the loss gathers three numbers of each token
+            the loss gathers three numbers per token
 module      of multi-token prediction: an embedding, a layer and a head each     6 X
 """
 
@@ -30,10 +30,10 @@ __all__ = ["gpt_traffic"]
 
 
 def gpt_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffic:
-    """The traffic of ``stage`` on each rank of ``layout`` that holds it; of experts as of even loads.
+    """Counts the traffic of ``stage`` on each rank of ``layout`` that holds it, assuming even expert loads.
 
     Raises:
-        ConfigError: what experts exchange is not counted, where they are computed again or travel through DeepEP.
+        ConfigError: experts are recomputed or use DeepEP, for which traffic is not counted.
     """
     if config.model.moe is not None and config.train.recompute != "none":
         raise ConfigError("what layers with experts exchange is not counted with train.recompute")
@@ -73,7 +73,7 @@ def gpt_traffic(config: RunConfig, layout: Layout, stage: Stage) -> StageTraffic
 
 
 def _layer(parts: LayerTraffic, S: int, index: int, *, in_module: bool = False) -> Traffic:
-    """What the layer ``index`` exchanges, forward, backward, and to compute again; as ``LayerTraffic.layer``."""
+    """Counts the traffic of layer ``index``: forward, backward and recomputation; see ``LayerTraffic.layer``."""
     config, layout, attention = parts.config, parts.layout, parts.self_attention(S)
     if _has_experts(config.model, index):
         B = config.train.micro_batch_size
@@ -84,13 +84,13 @@ def _layer(parts: LayerTraffic, S: int, index: int, *, in_module: bool = False) 
 
 
 def _layer_weights(model: TransformerConfig, tp_size: int, sequence: bool, index: int) -> list[Weight]:
-    """Those of the layer ``index`` but for its experts."""
+    """Lists the weights of layer ``index`` except its experts."""
     feed_forward = moe_weights(model) if _has_experts(model, index) else None
     return layer_weights(model, tp_size, sequence, feed_forward=feed_forward)
 
 
 def _module_weights(model: TransformerConfig, tp_size: int, sequence: bool, index: int) -> list[Weight]:
-    """Those of a module of multi-token prediction; its projection is whole on every rank of tp."""
+    """Lists the weights of a multi-token prediction module; every tp rank has its whole projection."""
     H = model.hidden_size
     num_norms = 2 if model.residual.norm_placement == "post" else 3
     joining = [*norm_weights(model, sequence) * num_norms, Weight((H, 2 * H), partial=sequence)]
@@ -98,7 +98,7 @@ def _module_weights(model: TransformerConfig, tp_size: int, sequence: bool, inde
 
 
 def _other_weights(model: TransformerConfig, stage: Stage, sequence: bool) -> list[Weight]:
-    """Those of the stage that are in no layer."""
+    """Lists the weights of the stage outside its layers."""
     ends_in_norm = stage.has_head and model.residual.norm_placement != "post"
     found = norm_weights(model, sequence) if ends_in_norm else []
     if stage.has_embedding or (stage.has_head and _last_stage_embeds(model)):
@@ -109,7 +109,7 @@ def _other_weights(model: TransformerConfig, stage: Stage, sequence: bool) -> li
 
 
 def _last_stage_embeds(model: TransformerConfig) -> bool:
-    """Whether the stage of the head has the embedding: as its weight, or for multi-token prediction."""
+    """Returns whether the stage of the head has the embedding, as tied weights or for multi-token prediction."""
     return model.tie_word_embeddings or model.mtp is not None
 
 

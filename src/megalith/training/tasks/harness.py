@@ -1,9 +1,9 @@
-"""Our models as the ``LM`` of lm-eval (EleutherAI's lm-evaluation-harness), the live one in this process.
+"""Our models as an ``LM`` of lm-eval (EleutherAI's lm-evaluation-harness), running in this process.
 
     from lm_eval import simple_evaluate
     results = simple_evaluate(model=harness_model(TextScorer.load("runs/mine")), tasks=["hellaswag"])
 
-Each method takes the harness's requests, of which ``args`` is read, and gives a result for each.
+Each method takes the harness's requests, reads their ``args``, and returns one result per request.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,35 +19,35 @@ from megalith.training.tasks.text_scores import TextScorer
 __all__ = ["harness_model"]
 
 _OPTIONS_OF_SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty")
-# what a task may say of generation
+# the generation options that a task may set
 _GENERATION = frozenset(["until", "max_gen_toks", "do_sample", "temperature", *_OPTIONS_OF_SAMPLING])
-_MAX_GEN_TOKS = 256  # where a task says nothing, as in the harness's own models
+_MAX_GEN_TOKS = 256  # default, as in the harness's own models
 
 
 def harness_model(scorer: TextScorer) -> Any:
-    """An ``lm_eval.api.model.LM`` over ``scorer``. Raises MissingDependencyError without lm-eval."""
+    """Wraps ``scorer`` as an ``lm_eval.api.model.LM``. Raises MissingDependencyError without lm-eval."""
     base = optional.need("lm_eval.api.model").LM
     return type("MegalithLM", (_Methods, base), {})(scorer)
 
 
 class _Methods:
-    """What the harness asks of an ``LM``, which this comes before in the bases of a class."""
+    """Implements the methods of the harness's ``LM``; a mixin to put before it in a class's bases."""
 
-    cache_hook: Any  # of LM: remembers results
+    cache_hook: Any  # set by LM; caches results
 
     def __init__(self, scorer: TextScorer) -> None:
         super().__init__()
         self.scorer = scorer
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(log-likelihood, is greedy) of the continuation of each (context, continuation)."""
+        """Returns (log-likelihood, is greedy) of the continuation of each (context, continuation)."""
         scores = self.scorer.score([request.args for request in requests])
         found = [(each.log_likelihood, each.is_greedy) for each in scores]
         self._remember("loglikelihood", requests, found)
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each (text,), every token once, with as much before it as the windows allow."""
+        """Returns the log-likelihood of each (text,): each token once, with as much context as the windows allow."""
         windows = [list(self._windows(*request.args)) for request in requests]
         scores = iter(
             score(self.scorer.model, [pair for each in windows for pair in each], longest=self.scorer.longest)
@@ -57,9 +57,9 @@ class _Methods:
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model adds to each context of (context, gen_kwargs), up to the first string of ``until``.
+        """Returns the completion of each context of (context, gen_kwargs), up to the first string of ``until``.
 
-        Raises ConfigError, before anything is drawn, for options of a task that are not known here.
+        Raises ConfigError for unknown options of a task, before anything is generated.
         """
         asked = [(context, self._options(gen_kwargs)) for context, gen_kwargs in (request.args for request in requests)]
         found = [self._generated(context, *options) for context, options in asked]
@@ -71,7 +71,7 @@ class _Methods:
             self.cache_hook.add_partial(method, request.args, result)
 
     def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
-        """The text in windows of ``longest`` tokens, after what begins a document; the last is filled up."""
+        """Yields windows of ``longest`` tokens, after the start of a document; the last gets context to fill it up."""
         beginning, longest = self.scorer.beginning, self.scorer.longest
         tokens = [*beginning, *self.scorer.tokenizer.encode(text)]
         for start in range(len(beginning), len(tokens), longest):
@@ -79,7 +79,7 @@ class _Methods:
             yield tokens[max(0, stop - 1 - longest) : start], tokens[start:stop]
 
     def _options(self, gen_kwargs: Mapping[str, Any]) -> tuple[list[str], int, Sampling]:
-        """The strings to stop at, how many tokens to draw, and how."""
+        """Returns the stop strings, the number of tokens to generate, and the sampling parameters."""
         if unknown := gen_kwargs.keys() - _GENERATION:
             raise ConfigError(
                 f"a task asks for {', '.join(sorted(unknown))}, which is not known here; it may set "
@@ -109,7 +109,7 @@ class _Methods:
 
 
 def _sampling(gen_kwargs: Mapping[str, Any]) -> Sampling:
-    """Greedy, unless the task samples."""
+    """Returns greedy sampling, unless the task samples."""
     if not gen_kwargs.get("do_sample"):
         return Sampling(0.0, repetition_penalty=gen_kwargs.get("repetition_penalty"))
     return Sampling(gen_kwargs.get("temperature", 1.0), **{name: gen_kwargs.get(name) for name in _OPTIONS_OF_SAMPLING})

@@ -1,13 +1,13 @@
-"""What the layers of any model exchange for a micro-batch, and their weights; X is [S/cp, B, H] in bytes.
+"""Counts what a model's layers exchange per micro-batch, and lists their weights; X is [S/cp, B, H] in bytes.
 
     embedding         leaves tensor parallelism                                                    1 X
     self-attention    enters and leaves tensor parallelism; between q, k, v and o, attention over context    2 X
-    cross attention   enters, as do what the encoder gives, and leaves; keys and values are gathered over context
+    cross attention   enters, as does the encoder output, and leaves; keys and values are gathered over context
     feed-forward      enters and leaves                                                            2 X
 
-With sequence parallelism each X is exchanged forward and backward: an all-gather one way, a reduce-scatter the other.
-Without, it is one all-reduce: of what leaves in forward, of what enters in backward. Recomputation repeats the forward
-of layers, or of the parts that a run names, as far as backward needs it.
+With sequence parallelism, each X is exchanged in forward and backward: an all-gather in one, a reduce-scatter in the
+other. Without it, there is one all-reduce: in forward for what leaves, in backward for what enters. Recomputation
+repeats the forward of layers, or of the modules that a run names, as far as the backward needs it.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ __all__ = ["Block", "LayerTraffic", "embedding_weight", "layer_weights", "norm_w
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a layer; ``enter`` is what may be computed again with the norm before it."""
+    """A part of a layer; ``enter`` may be recomputed together with the norm before it."""
 
     enter: Passes
     core: Passes
@@ -43,36 +43,36 @@ class Block:
 
 @dataclass(frozen=True)
 class LayerTraffic:
-    """Counts the layers of a run under ``layout``; S stands for S/cp: the tokens that a rank has of a row."""
+    """Counts the traffic of a run's layers under ``layout``; S stands for S/cp, the tokens that a rank has of a row."""
 
     config: RunConfig
     layout: Layout
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the computation."""
+        """The compute dtype."""
         return DTYPES[self.config.precision.dtype]
 
     def num_tokens(self, S: int) -> int:
-        """Of a micro-batch."""
+        """Returns the tokens of a micro-batch."""
         return S * self.config.train.micro_batch_size
 
     def enter(self, S: int, width: int | None = None) -> Passes:
-        """Where [S, B, H] enter tensor parallelism, or features of another ``width``."""
+        """Counts the entry of [S, B, H], or of ``width`` features, into tensor parallelism."""
         return enter_traffic(self._bytes(S, width), self.layout.tensor, self.config.parallel.sequence)
 
     def leave(self, S: int) -> Passes:
-        """Where [S, B, H] leave it."""
+        """Counts the exit of [S, B, H] from tensor parallelism."""
         return leave_traffic(self._bytes(S, None), self.layout.tensor, self.config.parallel.sequence)
 
     def hidden_bytes(self, S: int) -> int:
-        """Of the states of S tokens that stages send each other."""
+        """Returns the bytes of the hidden states of S tokens that stages send each other."""
         model = self.config.model
         num_bytes = self.num_tokens(S) * model.hidden_size * hidden_dtype(model, self.dtype).itemsize
         return num_bytes // self.layout.tensor if self.config.parallel.sequence else num_bytes
 
     def self_attention(self, S: int) -> Block:
-        """Of S tokens."""
+        """Counts self-attention over S tokens."""
         model, parallel = self.config.model, self.config.parallel
         B, D, enter = self.config.train.micro_batch_size, model.kv_channels, self.enter(S)
         if model.mla is not None:  # queries, then keys and values
@@ -90,7 +90,7 @@ class LayerTraffic:
         return Block(enter, core, self.leave(S))
 
     def cross_attention(self, S: int, Se: int) -> Block:
-        """Of S tokens of a decoder over Se of an encoder."""
+        """Counts cross attention of S decoder tokens over Se encoder tokens."""
         model, cp = self.config.model, self.layout.context
         heads = model.num_attention_heads // self.layout.tensor * model.kv_channels
         whole_rows = cp * self.num_tokens(Se) * heads * self.dtype.itemsize
@@ -101,19 +101,19 @@ class LayerTraffic:
         return Block(self.enter(S), self.enter(Se) + keys_and_values, self.leave(S))
 
     def feed_forward(self, S: int) -> Block:
-        """Of S tokens."""
+        """Counts a feed-forward block over S tokens."""
         return Block(self.enter(S), Passes(), self.leave(S))
 
     def layer(self, blocks: Mapping[str, Block], *, in_module: bool = False) -> Traffic:
-        """Of a layer without experts: forward, backward, and what backward computes again.
+        """Counts a layer without experts: forward, backward, and recomputation.
 
-        ``blocks``: its parts in their order, by their names in ``train.recompute_modules``; ``in_module``: of
-        multi-token prediction, which goes on after it.
+        ``blocks``: its parts in order, by their names in ``train.recompute_modules``; ``in_module``: it belongs to a
+        multi-token prediction module, which continues after it.
         """
         whole = sum((block.whole for block in blocks.values()), start=Passes())
         found, train, model = whole.forward + whole.backward, self.config.train, self.config.model
         if train.recompute == "full":
-            # dropout at the layer's end saves its mask, and a norm there or after it what it reads
+            # dropout at the layer's end saves its mask, and a norm there or after it saves its input
             norm_follows = in_module or model.residual.norm_placement != "pre"
             saves_last = model.hidden_dropout > 0.0 or norm_follows
             return found + (whole.forward if saves_last else whole.recomputed)
@@ -124,7 +124,7 @@ class LayerTraffic:
             if name in names:
                 found += block.whole.recomputed
             elif "layernorm" in names:
-                found += block.enter.forward  # the norm's output is kept before it is gathered, or not at all
+                found += block.enter.forward  # the norm's output is kept before the all-gather, or not at all
         return found
 
     def _bytes(self, S: int, width: int | None) -> int:
@@ -132,19 +132,19 @@ class LayerTraffic:
 
 
 def norm_weights(model: TransformerConfig, partial: bool, size: int | None = None) -> list[Weight]:
-    """Of a norm of ``size`` features, by default of hidden states."""
+    """Lists the weights of a norm of ``size`` features, by default the hidden size."""
     weight = Weight((model.hidden_size if size is None else size,), partial=partial)
     return [weight] * (2 if model.normalization == "LayerNorm" else 1)
 
 
 def embedding_weight(model: TransformerConfig) -> Weight:
-    """The table of words, and an output projection of the same shape."""
+    """Returns the word embedding table; an output projection has the same shape."""
     assert model.vocab_size is not None, "preflight has settled it"
     return Weight((model.vocab_size, model.hidden_size), split=0)
 
 
 def position_weights(model: TransformerConfig, sequence: bool) -> list[Weight]:
-    """The table of learned positions, where a model has one."""
+    """Lists the table of learned positions, if the model has one."""
     if model.position_embedding_type != "learned_absolute":
         return []
     assert model.max_position_embeddings is not None, "a run that is loaded has it with learned positions"
@@ -159,9 +159,9 @@ def layer_weights(
     feed_forward: list[Weight] | None = None,
     has_cross_attention: bool = False,
 ) -> list[Weight]:
-    """Those of a layer; ``feed_forward``: of one that is no plain MLP.
+    """Lists the weights of a layer; ``feed_forward``: those of its feed-forward part if that is not a plain MLP.
 
-    What ranks of tp use on their own tokens, or for heads of their own, has partial gradients.
+    Weights that tp ranks apply to their own tokens, or to their own heads, have partial gradients.
     """
     mlp = _mlp_weights(model, sequence) if feed_forward is None else feed_forward
     attention = _attention_weights(model, tp_size) if model.mla is None else _latent_weights(model, model.mla, sequence)
@@ -183,7 +183,7 @@ def _mlp_weights(model: TransformerConfig, sequence: bool) -> list[Weight]:
 
 
 def _attention_weights(model: TransformerConfig, tp_size: int) -> list[Weight]:
-    """Those of attention in a layer, but for the bias of its output."""
+    """Lists the attention weights of a layer, except the output bias."""
     H, A, G, D = model.hidden_size, model.num_attention_heads, model.num_query_groups, model.kv_channels
     heads_are_shared = G % tp_size != 0
     key = Weight((G * D, H), split=None if heads_are_shared else 0, partial=heads_are_shared)
@@ -194,14 +194,14 @@ def _attention_weights(model: TransformerConfig, tp_size: int) -> list[Weight]:
 
 
 def _cross_attention_weights(model: TransformerConfig) -> list[Weight]:
-    """As ``_attention_weights``: every head has keys of its own."""
+    """Like ``_attention_weights``, with separate keys for every head."""
     width, H = model.num_attention_heads * model.kv_channels, model.hidden_size
     biases = [Weight((width,), split=0)] * 3 if model.qkv_bias else []
     return [*[Weight((width, H), split=0)] * 3, Weight((H, width), split=1), *biases]
 
 
 def _latent_weights(model: TransformerConfig, mla: MLAConfig, sequence: bool) -> list[Weight]:
-    """``_attention_weights`` of latent attention: what comes before the heads is whole on every rank of tp."""
+    """``_attention_weights`` of latent attention: every tp rank has the whole down-projections."""
     H, A, D = model.hidden_size, model.num_attention_heads, model.kv_channels
     heads = [
         Weight((A * D, mla.q_lora_rank or H), split=0),
@@ -220,7 +220,7 @@ def _latent_weights(model: TransformerConfig, mla: MLAConfig, sequence: bool) ->
 
 
 def _of_heads(model: TransformerConfig) -> list[Weight]:
-    """Norms of queries and keys, which ranks of tp use for heads of their own, and learned sinks."""
+    """Lists norms of queries and keys, which tp ranks apply to their own heads, and learned sinks."""
     norms = [Weight((model.kv_channels,), partial=True)] * (2 * len(model.attention.norm_parameters))
     sinks = [Weight((model.num_attention_heads,), split=0)] if model.attention.softmax == "learnable" else []
     return [*norms, *sinks]

@@ -1,4 +1,4 @@
-"""What the tasks of models that are not a GPT share: their tokenizer, their size, and the settings that they refuse."""
+"""What the tasks of models other than GPT share: their tokenizer, their size, and the settings that they reject."""
 
 from typing import TypeVar
 
@@ -21,10 +21,10 @@ Inputs = TypeVar("Inputs")
 
 
 class MaskedTask(Task[Sample, Batch, Inputs]):
-    """A task whose rows hold one text each, and its padding.
+    """A task whose rows each hold one text and its padding.
 
     Args:
-        costs: of a row, by parts of the model.
+        costs: of a row, by part of the model.
         tokens_per_sample: as in ``Task``.
 
     Raises:
@@ -53,7 +53,7 @@ class MaskedTask(Task[Sample, Batch, Inputs]):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The run's, read once.
+        """The run's tokenizer, loaded once.
 
         Raises:
             DataError: as ``load_tokenizer``.
@@ -72,9 +72,9 @@ class MaskedTask(Task[Sample, Batch, Inputs]):
         return tokenizer
 
     def costs(self) -> ModelCosts:
-        """FLOPs of a row."""
+        """Returns the FLOPs per row."""
         return self._costs
 
     def hidden_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
-        """float32 or wider where ``model.residual.fp32`` asks for it."""
+        """Returns float32 or wider if ``model.residual.fp32`` is set."""
         return hidden_dtype(self.config.model, compute_dtype)

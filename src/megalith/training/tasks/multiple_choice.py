@@ -1,4 +1,4 @@
-"""How often a model finds the right one of several continuations the likeliest."""
+"""Measures how often a model assigns the highest likelihood to the right one of several continuations."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,14 +14,14 @@ __all__ = ["ChoiceAccuracy", "answer_questions"]
 
 @dataclass(frozen=True)
 class ChoiceAccuracy:
-    """Shares of ``num_questions`` questions whose right choice is the first of those with the highest likelihood.
+    """The shares of ``num_questions`` questions whose right choice is the first with the highest likelihood.
 
     Attributes:
         accuracy: by the log-likelihood of the whole choice.
-        per_byte, per_token: by the log-likelihood over the choice's bytes in UTF-8, or over its tokens, which does not
-            favour short choices.
-        chance: of guessing.
-        num_cut: questions whose context does not fit, and lost its beginning.
+        per_byte, per_token: by the log-likelihood divided by the choice's UTF-8 bytes, or by its tokens, which does not
+            favor short choices.
+        chance: the accuracy of guessing.
+        num_cut: questions whose context was truncated at its beginning to fit.
     """
 
     accuracy: float
@@ -37,11 +37,11 @@ def answer_questions(
     questions: Sequence[Question],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ChoiceAccuracy:
-    """The accuracy of ``scorer``'s model; ``progress`` is told the choices done and how many there are.
+    """Measures the accuracy of ``scorer``'s model; calls ``progress`` with the number of choices done and the total.
 
     Raises:
-        DataError: a choice adds no token to its context, or has more than the model reads at once.
-        CheckpointError: the model gives NaN.
+        DataError: a choice adds no token to its context, or more than the model reads at once.
+        CheckpointError: the model returns NaN.
     """
     encoded = [[scorer.encode(question.context, choice) for choice in question.choices] for question in questions]
     for number, (question, pairs) in enumerate(zip(questions, encoded, strict=True), 1):
@@ -65,7 +65,7 @@ def answer_questions(
 
 
 def _chosen(scores: Sequence[Score], sizes: Sequence[int]) -> int:
-    """The first of the likeliest, per unit of ``sizes``."""
+    """Returns the index of the first choice with the highest log-likelihood per unit of ``sizes``."""
     relative = [each.log_likelihood / size for each, size in zip(scores, sizes, strict=True)]
     return relative.index(max(relative))
 

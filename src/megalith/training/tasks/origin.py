@@ -1,4 +1,4 @@
-"""Settings of a run that starts from a trained model: its shape, and where its weights are."""
+"""Settings of a run that starts from a trained model: its architecture, and where its weights are."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,17 +12,17 @@ from megalith.training.run_folder import open_run
 
 __all__ = ["settings_from", "usual_settings"]
 
-# of model.bert
+# settings of model.bert that describe the head
 _OF_HEADS = ("head", "binary_head", "num_classes", "classifier_dropout", "classifier_activation")
 
 
 def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
-    """A tree of settings for ``load_run``: those of ``source``, with the model at ``location``, whose weights it loads.
+    """Returns settings for ``load_run``: those of ``source``, with the model at ``location``, whose weights it loads.
 
-    Where ``source`` names the head of an encoder (``model.bert.head``), that one takes the place of the model's own.
+    If ``source`` names the head of an encoder (``model.bert.head``), it replaces the model's own.
 
     Args:
-        location: a model folder of Hugging Face, a run's folder, or a checkpoint, of ours or of Megatron-Core.
+        location: a Hugging Face model folder, a run's folder, or a checkpoint of Megalith or Megatron-Core.
         source: as in ``load_run``; None for the ``usual_settings``.
 
     Raises:
@@ -44,19 +44,19 @@ def settings_from(location: str, source: str | Path | None) -> dict[str, Any]:
 
 
 def _with_head(model: TransformerConfig, wanted: Any) -> TransformerConfig | dict[str, Any]:
-    """``model`` with the head that ``wanted``, settings of another model, asks for; as it is if they ask for none."""
+    """Returns ``model`` with the head that the model settings ``wanted`` name; unchanged if they name none."""
     group = wanted.get("bert") if isinstance(wanted, Mapping) else None
     if model.bert is None or not isinstance(group, Mapping) or group.get("head") is None:
         return model
     trunk = {name: value for name, value in given_fields(model.bert).items() if name not in _OF_HEADS}
     head = {name: value for name, value in group.items() if name in _OF_HEADS}
-    if "pretraining" not in (model.bert.head, head["head"]):  # a classifier goes on with what it has learned with
+    if "pretraining" not in (model.bert.head, head["head"]):  # a classifier keeps the activation it was trained with
         head.setdefault("classifier_activation", model.bert.classifier_activation)
     return {**given_fields(model), "bert": {**trunk, **head}}
 
 
 def usual_settings(model: TransformerConfig, seq_length: int, dtype: str) -> dict[str, Any]:
-    """A tree of settings to go on training ``model`` with, all of which may be overridden; it names no data."""
+    """Returns default settings to continue training ``model``; all may be overridden, and data are not set."""
     return {
         "model": model,
         "data": {"seq_length": seq_length},

@@ -1,4 +1,4 @@
-"""What a BERT is pretrained on: masked tokens, and whether two segments are in their order.
+"""BERT pretraining: masked tokens, and whether two segments are in order.
 
 Devlin et al. 2019 (arXiv:1810.04805), with the sentence order of Lan et al. 2019 (arXiv:1909.11942).
 """
@@ -19,17 +19,17 @@ from megalith.training.tasks.shown_text import bracketed
 
 __all__ = ["PretrainBert"]
 
-_HELD_OUT_SEED = 0  # of lengths and masks, whatever the run's seed is: losses of all runs can be compared
+_HELD_OUT_SEED = 0  # for lengths and masks, independent of the run's seed, so that losses of runs are comparable
 
 
 class PretrainBert(BertTask[BertSample]):
-    """The term ``mlm`` is the negative log-likelihood of a masked token in nats, over the masked tokens.
+    """BERT pretraining: the term ``mlm`` is the mean negative log-likelihood in nats of the masked tokens.
 
-    With ``bert.binary_head`` the term ``sop`` is that of the order of a row's two segments, over the rows. Evaluation
-    measures the accuracy of both too: ``mlm_accuracy``, ``sop_accuracy``.
+    With ``bert.binary_head``, the term ``sop`` is that of the order of a row's two segments, over the rows. Evaluation
+    also measures the accuracy of both: ``mlm_accuracy``, ``sop_accuracy``.
 
     Raises:
-        ConfigError: as ``BertTask``.
+        ConfigError: see ``BertTask``.
     """
 
     in_brackets = "what is to be predicted"
@@ -41,26 +41,26 @@ class PretrainBert(BertTask[BertSample]):
         self.terms = MappingProxyType({"mlm": 1.0, "sop": 1.0} if self.bert.binary_head else {"mlm": 1.0})
 
     def train_dataset(self) -> BertDataset:
-        """``data.train``, in the order of ``train.seed``."""
+        """Returns ``data.train`` in the order of ``train.seed``."""
         assert self.config.data.train is not None, "preflight refuses a run without data"
         return self._dataset(self.config.data.train, self.config.train.seed)
 
     def evaluation_dataset(self, prefix: str) -> HeldOutSamples[BertSample]:
-        """The samples of an epoch of ``prefix``, each masked in one way."""
+        """Returns the samples of one epoch of ``prefix``, with fixed masks."""
         return HeldOutSamples(self._dataset(prefix, _HELD_OUT_SEED))
 
     def stack(self, samples: Sequence[BertSample], rows: Sequence[int]) -> BertBatch:
-        """The samples, one a row."""
+        """Stacks the samples, one per row."""
         return stack_bert_samples(samples, rows)
 
     def counts(self, batch: BertBatch) -> Mapping[str, int]:
-        """The masked tokens, and the rows whose order counts."""
+        """Returns the number of masked tokens, and of rows whose order counts."""
         masked, rows = int((batch.labels >= 0).sum()), int((batch.classes >= 0).sum())
         of_tokens = {"mlm": masked, "mlm_accuracy": masked}
         return {**of_tokens, "sop": rows, "sop_accuracy": rows} if "sop" in self.terms else of_tokens
 
     def sums(self, output: BertOutput, inputs: BertInputs) -> Mapping[str, Tensor]:
-        """The losses of masked tokens and of rows; in evaluation too how many are predicted right."""
+        """Sums the losses of masked tokens and of rows; in evaluation also the numbers of correct predictions."""
         found = {"mlm": output.predictions.sum()}
         if output.hits is not None:
             found["mlm_accuracy"] = output.hits.sum().float()
@@ -71,7 +71,7 @@ class PretrainBert(BertTask[BertSample]):
         return found
 
     def sample_as_text(self, sample: BertSample) -> list[str]:
-        """Its text decoded, with what is to be predicted in brackets."""
+        """Decodes the text, with the tokens to predict in brackets."""
         N = sample.num_tokens
         return bracketed(sample.labels[:N].tolist(), sample.loss_mask[:N].tolist(), self.tokenizer)
 

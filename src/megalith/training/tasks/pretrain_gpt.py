@@ -1,4 +1,4 @@
-"""Next-token prediction: a causal language model learns each token from those before it."""
+"""Next-token prediction: a causal language model learns each token from the preceding ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,9 +45,9 @@ __all__ = ["GPTInputs", "PretrainGPT"]
 
 @dataclass(frozen=True)
 class GPTInputs:
-    """tokens and labels int64 [B, S/cp]; loss_mask bool [B, S/cp]; position_ids int64 [S/cp] or [B, S/cp].
+    """Tokens and labels int64 [B, S/cp]; loss_mask bool [B, S/cp]; position_ids int64 [S/cp] or [B, S/cp].
 
-    With multi-token prediction labels and loss_mask are [1+M, B, S/cp].
+    With multi-token prediction, labels and loss_mask are [1+M, B, S/cp].
     """
 
     tokens: Tensor
@@ -60,10 +60,10 @@ class GPTInputs:
 
 
 class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
-    """The term ``lm`` is the negative log-likelihood of a token in nats, over the tokens that the mask keeps.
+    """GPT pretraining: the term ``lm`` is the mean negative log-likelihood in nats of the tokens that the mask keeps.
 
-    With multi-token prediction ``mtp_1`` ... ``mtp_M`` are those of the tokens 1 ... M further ahead, each over the
-    tokens of its own that count, with the weight ``loss_weight`` / M (arXiv:2412.19437, equation 25).
+    With multi-token prediction, ``mtp_1`` ... ``mtp_M`` are the terms of the tokens 1 ... M further ahead, each a mean
+    over its own unmasked tokens, with the weight ``loss_weight`` / M (arXiv:2412.19437, equation 25).
 
     Raises:
         ConfigError: settings of ``data`` that are for another kind of model.
@@ -84,7 +84,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         self.num_parameters = parameters(config.model, vocab_size)
         self.num_expert_parameters = expert_parameters(config.model, vocab_size)
         mtp = config.model.mtp
-        # the term of each depth of labels
+        # the loss term of each depth of labels
         self._depths = ["lm"] if mtp is None else ["lm", *(f"mtp_{depth + 1}" for depth in range(mtp.num_modules))]
         if mtp is not None:
             weights = dict.fromkeys(self._depths[1:], mtp.loss_weight / mtp.num_modules)
@@ -97,16 +97,16 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         self._resets_positions = config.data.reset_position_ids
 
     def build_model(self, options: BuildOptions, stage: Stage | None = None) -> GPTModel:
-        """The model that ``model`` of the settings describes, or a stage of it."""
+        """Builds the model that the ``model`` settings describe, or a stage of it."""
         return GPTModel(self.config.model, options, stage=stage)
 
     def costs(self) -> ModelCosts:
-        """FLOPs of a token."""
+        """Returns the FLOPs per token."""
         assert self.config.model.vocab_size is not None, "preflight has settled it"
         return stage_costs(self.config.model, self.config.model.vocab_size, self.config.data.seq_length)
 
     def traffic(self, layout: Layout, stage: Stage | None = None) -> StageTraffic:
-        """Counted in closed form."""
+        """Counts traffic in closed form."""
         return gpt_traffic(self.config, layout, stage or Stage.whole(self.config.model.num_layers))
 
     def hidden_shape(self, batch: GPTBatch, options: BuildOptions) -> tuple[int, ...]:
@@ -115,14 +115,14 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         return hidden_shape(self.config.model, options, B, S)
 
     def hidden_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
-        """float32 or wider where ``model.residual.fp32`` asks for it."""
+        """Returns float32 or wider if ``model.residual.fp32`` is set."""
         return hidden_dtype(self.config.model, compute_dtype)
 
     def train_dataset(self) -> GPTDataset:
-        """``data.train``, in the order of ``train.seed``, with documents reordered as ``data.fill_in_the_middle`` says.
+        """Returns ``data.train`` in the order of ``train.seed``, with ``data.fill_in_the_middle`` applied to documents.
 
         Raises:
-            DataError: the tokenizer cannot be read, or is none for fill-in-the-middle.
+            DataError: the tokenizer cannot be read, or does not support fill-in-the-middle.
             ConfigError: the model has no row for one of the three tokens of fill-in-the-middle.
         """
         data = self.config.data
@@ -137,7 +137,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         )
 
     def data_identity(self, dataset: Samples[GPTSample]) -> Mapping[str, Any]:
-        """As the dataset says; where its files do not name their tokenizer, ``data.tokenizer`` does."""
+        """Returns the dataset's identity; if its files do not name their tokenizer, ``data.tokenizer`` is used."""
         identity, path = super().data_identity(dataset), self.config.data.tokenizer
         if path is None or identity.get("tokenizer") is not None:
             return identity
@@ -145,7 +145,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         return {**identity, "tokenizer": record_of(folder.parts(name)).sha256}
 
     def evaluation_dataset(self, prefix: str) -> EvaluationDataset:
-        """Every token of ``prefix`` but the first as a label, once."""
+        """Returns samples with every token of ``prefix`` except the first as a label, once."""
         data = self.config.data
         return EvaluationDataset(
             prefix, data.seq_length, mask_eod=data.eod_mask_loss, vocab_size=self.config.model.vocab_size
@@ -154,7 +154,7 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
     def collate(
         self, samples: Sequence[GPTSample], rows: Sequence[int], counted: Sequence[bool] | None = None
     ) -> GPTBatch:
-        """The samples, one a row."""
+        """Stacks the samples, one per row."""
         batch = stack_samples(samples, rows)
         if counted is not None:
             batch.loss_mask[~np.array(counted)] = False
@@ -162,22 +162,22 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         return batch if mtp is None else with_labels_ahead(batch, mtp.num_modules)
 
     def context_part(self, batch: GPTBatch, rank: int, size: int) -> GPTBatch:
-        """The columns that ``rank`` holds; documents stay whole."""
+        """Returns the columns that ``rank`` holds; document boundaries still describe whole rows."""
         columns = zigzag_positions(batch.tokens.shape[1], size, rank).numpy()
         own = {name: getattr(batch, name)[..., columns] for name in ("tokens", "labels", "loss_mask")}
         return replace(batch, positions=columns, **own)
 
     def counts(self, batch: GPTBatch) -> Mapping[str, int]:
-        """The tokens that have a loss, in each term."""
+        """Returns the number of tokens with a loss, for each term."""
         B, S = batch.tokens.shape
         masks = batch.loss_mask.reshape(-1, B, S)  # [1+M, B, S]
         return {term: int(mask.sum()) for term, mask in zip(self._depths, masks, strict=True)}
 
     def inputs(self, batch: GPTBatch, step: int, device: torch.device) -> GPTInputs:
-        """``batch`` on ``device``.
+        """Moves ``batch`` to ``device``.
 
-        A token's dropout depends on its row in the global batch and its position in the row, so that cutting the batch
-        in another way changes nothing.
+        A token's dropout depends on its row in the global batch and its position in the row, not on how the batch is
+        split.
         """
         S, columns = batch.documents.shape[1], torch.from_numpy(batch.positions)  # [S/cp]
         packed = None
@@ -198,11 +198,11 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         )
 
     def with_record(self, inputs: GPTInputs, record: MicroBatchRecord) -> GPTInputs:
-        """``inputs`` with ``record``."""
+        """Returns ``inputs`` with ``record``."""
         return replace(inputs, record=record)
 
     def forward(self, model: nn.Module, inputs: GPTInputs, hidden: Tensor | None) -> Tensor:
-        """The loss of each label, [B, S] or [1+M, B, S]; of a stage without the head hidden states, [S, B, H]."""
+        """Returns the loss of each label, [B, S] or [1+M, B, S]; without the head, hidden states [S, B, H]."""
         output: Tensor = model(
             inputs.tokens,
             labels=inputs.labels,
@@ -215,13 +215,13 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         return output
 
     def sums(self, output: Tensor, inputs: GPTInputs) -> Mapping[str, Tensor]:
-        """The sum of the losses of tokens that the mask keeps, in each term."""
-        # where, not a product: a loss that is infinite under the mask must not become NaN
+        """Sums the losses of the tokens that the mask keeps, for each term."""
+        # torch.where and not a product, because inf * 0 at a masked token would be NaN
         kept = torch.where(inputs.loss_mask, output, 0.0).reshape(-1, *inputs.tokens.shape)  # [1+M, B, S]
         return {term: losses.sum() for term, losses in zip(self._depths, kept, strict=True)}
 
     def sample_as_text(self, sample: GPTSample) -> list[str]:
-        """Its labels decoded, with those that have no loss in brackets; their numbers, where no tokenizer is known."""
+        """Decodes the labels, with those without a loss in brackets; shows token ids if the tokenizer is unknown."""
         try:
             tokenizer = load_tokenizer(self.config)
         except DataError:
@@ -243,5 +243,5 @@ class PretrainGPT(Task[GPTSample, GPTBatch, GPTInputs]):
         return found
 
     def text_writer(self) -> GPTTextWriter:
-        """Goes on from the prompts of ``train.generation``, by the run's tokenizer."""
+        """Returns a writer that continues the prompts of ``train.generation`` with the run's tokenizer."""
         return GPTTextWriter(self.config, load_tokenizer(self.config))

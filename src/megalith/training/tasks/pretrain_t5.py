@@ -1,4 +1,4 @@
-"""What a T5 is pretrained on: the spans that are missing in a text (Raffel et al. 2019, arXiv:1910.10683)."""
+"""T5 pretraining: predicts the missing spans of a text (Raffel et al. 2019, arXiv:1910.10683)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ from megalith.transformer.stage import Stage
 
 __all__ = ["PretrainT5", "T5Inputs"]
 
-_HELD_OUT_SEED = 0  # of lengths and spans, whatever the run's seed is: losses of all runs can be compared
-_MULTIPLE = 16  # of which the decoder's length is one by default, so that the usual degrees divide it
+_HELD_OUT_SEED = 0  # for lengths and spans, independent of the run's seed, so that losses of runs are comparable
+_MULTIPLE = 16  # the decoder's default length is a multiple of it, so that the usual degrees divide the length
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class T5Inputs:
 
     Attributes:
         tokens: int64 [B, Se/cp].
-        decoder_tokens, labels: int64 [B, Sd/cp]; labels are -1 where the decoder's row has ended.
-        is_text: bool [B, Sd/cp], the labels that are of the text: neither sentinels nor the end.
+        decoder_tokens, labels: int64 [B, Sd/cp]; labels are -1 after the end of the decoder's row.
+        is_text: bool [B, Sd/cp], True for labels that belong to the text: neither sentinels nor the end token.
         decoder_position_ids: int64 [Sd/cp].
         documents: tokens and padding of whole rows.
     """
@@ -59,12 +59,13 @@ class T5Inputs:
 
 
 class PretrainT5(MaskedTask[T5Sample, T5Batch, T5Inputs]):
-    """The term ``lm`` is the negative log-likelihood of what the decoder writes in nats per token, over its tokens.
+    """T5 pretraining: the term ``lm`` is the mean negative log-likelihood in nats of the decoder's tokens.
 
-    Evaluation measures ``span_accuracy`` too: how many tokens of the missing spans are likeliest where they stand.
+    Evaluation also measures ``span_accuracy``: the share of tokens in missing spans for which the model's most likely
+    token is correct.
 
     Raises:
-        ConfigError: as ``MaskedTask``; a decoder's length that the ranks of a row cannot share.
+        ConfigError: as ``MaskedTask``; or the decoder's length cannot be split over the ranks of a row.
     """
 
     terms = MappingProxyType({"lm": 1.0})
@@ -80,16 +81,16 @@ class PretrainT5(MaskedTask[T5Sample, T5Batch, T5Inputs]):
         super().__init__(config, costs, S + self.decoder_seq_length)
 
     def build_model(self, options: BuildOptions, stage: Stage | None = None) -> T5Model:
-        """The model that ``model`` of the settings describes, or a stage of it."""
+        """Builds the model that the ``model`` settings describe, or a stage of it."""
         return T5Model(self.config.model, options, stage=stage)
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
-        """The encoder's and the decoder's."""
+        """The lengths of the encoder's and the decoder's row."""
         return self.config.data.seq_length, self.decoder_seq_length
 
     def traffic(self, layout: Layout, stage: Stage | None = None) -> StageTraffic:
-        """Counted in closed form."""
+        """Counts traffic in closed form."""
         stage = stage or Stage.whole(self.config.model.total_num_layers)
         return t5_traffic(self.config, layout, stage, self.decoder_seq_length)
 
@@ -99,34 +100,34 @@ class PretrainT5(MaskedTask[T5Sample, T5Batch, T5Inputs]):
         return hidden_shape(self.config.model, options, B, Se + batch.decoder_tokens.shape[1])
 
     def train_dataset(self) -> T5Dataset:
-        """``data.train``, in the order of ``train.seed``."""
+        """Returns ``data.train`` in the order of ``train.seed``."""
         assert self.config.data.train is not None, "preflight refuses a run without data"
         return self._dataset(self.config.data.train, self.config.train.seed)
 
     def evaluation_dataset(self, prefix: str) -> HeldOutSamples[T5Sample]:
-        """The samples of an epoch of ``prefix``, each with its spans missing in one way."""
+        """Returns the samples of one epoch of ``prefix``, with fixed missing spans."""
         return HeldOutSamples(self._dataset(prefix, _HELD_OUT_SEED))
 
     def collate(
         self, samples: Sequence[T5Sample], rows: Sequence[int], counted: Sequence[bool] | None = None
     ) -> T5Batch:
-        """The samples, one a row."""
+        """Stacks the samples, one per row."""
         batch = stack_t5_samples(samples, rows)
         if counted is not None:
             batch.loss_mask[~np.array(counted)] = False
         return batch
 
     def context_part(self, batch: T5Batch, rank: int, size: int) -> T5Batch:
-        """The columns that ``rank`` holds of both rows; where tokens end stays known of whole rows."""
+        """Returns the columns that ``rank`` holds of both rows; token counts still describe whole rows."""
         Se, Sd = batch.tokens.shape[1], batch.decoder_tokens.shape[1]
         return batch.columns(*(zigzag_positions(S, size, rank).numpy() for S in (Se, Sd)))
 
     def counts(self, batch: T5Batch) -> Mapping[str, int]:
-        """The tokens that the decoder learns, and those of them that are of the text."""
+        """Returns the number of tokens that the decoder learns, and how many of them belong to the text."""
         return {"lm": int(batch.loss_mask.sum()), "span_accuracy": int(self._is_text(batch).sum())}
 
     def inputs(self, batch: T5Batch, step: int, device: torch.device) -> T5Inputs:
-        """``batch`` on ``device``.
+        """Moves ``batch`` to ``device``.
 
         A token's dropout depends on its row in the global batch and its position in the encoder's or the decoder's row.
         """
@@ -149,7 +150,7 @@ class PretrainT5(MaskedTask[T5Sample, T5Batch, T5Inputs]):
         )
 
     def forward(self, model: nn.Module, inputs: T5Inputs, hidden: Tensor | None) -> Tensor:
-        """The loss of each label, [B, Sd]; in evaluation logits [B, Sd, V]; hidden states without a head."""
+        """Returns the loss of each label, [B, Sd]; in evaluation logits [B, Sd, V]; without the head, hidden states."""
         output: Tensor = model(
             inputs.tokens,
             inputs.decoder_tokens,
@@ -162,7 +163,7 @@ class PretrainT5(MaskedTask[T5Sample, T5Batch, T5Inputs]):
         return output
 
     def sums(self, output: Tensor, inputs: T5Inputs) -> Mapping[str, Tensor]:
-        """The losses of what the decoder learns; in evaluation too how many tokens of the text are predicted right."""
+        """Sums the decoder's losses; in evaluation also the number of text tokens that are predicted correctly."""
         learned = inputs.labels >= 0
         if output.dim() == learned.dim():
             return {"lm": torch.where(learned, output, 0.0).sum()}
@@ -172,16 +173,16 @@ class PretrainT5(MaskedTask[T5Sample, T5Batch, T5Inputs]):
         return {"lm": cross_entropy(wide, labels, reduction="sum"), "span_accuracy": hits.sum().float()}
 
     def sample_as_text(self, sample: T5Sample) -> list[str]:
-        """The text decoded, with the missing spans in brackets where they stood."""
+        """Decodes the text, with the missing spans restored in brackets."""
         text, is_missing = fill_spans(sample, t5_tokens(self.tokenizer))
         return bracketed(text.tolist(), is_missing.tolist(), self.tokenizer)
 
     def text_writer(self) -> T5TextWriter:
-        """Fills the gaps in the prompts of ``train.generation``."""
+        """Returns a writer that fills the gaps in the prompts of ``train.generation``."""
         return T5TextWriter(self.config, self.tokenizer)
 
     def _is_text(self, batch: T5Batch) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        """bool [B, Sd]: the labels that are of the text."""
+        """Returns bool [B, Sd]: True for labels that belong to the text."""
         special = t5_tokens(self.tokenizer)
         not_text = np.append(special.sentinels, special.end)
         return batch.loss_mask & ~np.isin(batch.labels, not_text)

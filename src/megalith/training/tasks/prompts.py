@@ -12,10 +12,10 @@ __all__ = ["encode_prompts"]
 
 
 def encode_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[list[int]]:
-    """The token ids of each prompt; those of a T5 spell its sentinels, and end as its texts do.
+    """Returns the token ids of each prompt; for a T5, sentinels are parsed and its end token is appended.
 
-    Raises ConfigError for a prompt that has no tokens, or as many as the model has positions, and for prompts that all
-    together are more than dispatch.method=symmetric has room for; DataError for a tokenizer that lacks a T5's tokens.
+    Raises ConfigError for a prompt that has no tokens, or as many as the model has positions, and if all prompts
+    together exceed the room of dispatch.method=symmetric; DataError for a tokenizer that lacks a T5's special tokens.
     """
     generation, positions = config.train.generation, config.model.max_position_embeddings
     is_t5 = config.model.kind == "t5"
@@ -35,7 +35,7 @@ def encode_prompts(config: RunConfig, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _check_room(config: RunConfig, lengths: list[int]) -> None:
-    """All prompts go through the model at once, padded, and where ranks share a row with all that was written."""
+    """Checks that all prompts fit at once, padded; if rows are split over ranks, also with all generated tokens."""
     generation, sizes, parallel = config.train.generation, symmetric_sizes(config), config.parallel
     if generation is None or sizes is None:
         return
@@ -43,7 +43,7 @@ def _check_room(config: RunConfig, lengths: list[int]) -> None:
     if split > 1:
         positions = config.model.max_position_embeddings
         columns += generation.max_new_tokens
-        if positions is not None:  # a text ends there, beside a prompt that is padded to the longest
+        if positions is not None:  # a text ends at the last position, while its prompt is padded to the longest
             columns = min(columns, max(lengths) + positions - min(lengths))
         multiple = lcm(2 * parallel.context if parallel.context > 1 else 1, split)
         columns = ceil(columns / multiple) * multiple

@@ -1,8 +1,8 @@
-"""What a row costs a T5 to train, in closed form from its settings.
+"""The training cost of a T5 row, in closed form from the settings.
 
-Layers are those of ``gpt_size``, over Se tokens of the encoder with attention to all of them, and over Sd of the
-decoder, causal. Cross attention of a layer costs 3 x (2 (Sd 2 H A D + Se 2 H G D) + 4 A D Se Sd) besides, for A heads
-and G groups of keys of size D, and the head 3 x 2 Sd V H for V words.
+Layers cost as in ``gpt_size``: over Se encoder tokens with attention to all of them, and over Sd decoder tokens,
+causal. Cross attention of a layer adds 3 x (2 (Sd 2 H A D + Se 2 H G D) + 4 A D Se Sd), for A heads and G key groups of
+size D, and the head adds 3 x 2 Sd V H for V words.
 """
 
 from megalith.config import TransformerConfig
@@ -13,7 +13,7 @@ __all__ = ["t5_costs"]
 
 
 def t5_costs(config: TransformerConfig, vocab_size: int, seq_length: int, decoder_seq_length: int) -> ModelCosts:
-    """Model FLOPs of training on a row of these lengths, forward and backward, by parts: an embedding only looks up."""
+    """Returns model FLOPs of training on such a row, forward and backward, by part; an embedding costs 0."""
     assert config.t5 is not None, "the settings of a T5"
     Se, Sd, H = seq_length, decoder_seq_length, config.hidden_size
     queries, keys = (heads * config.kv_channels for heads in (config.num_attention_heads, config.num_query_groups))

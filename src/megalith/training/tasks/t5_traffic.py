@@ -1,11 +1,11 @@
-"""What a stage of a T5 exchanges for a micro-batch, in closed form, and its weights.
+"""Counts in closed form what a T5 stage exchanges per micro-batch, and lists its weights.
 
-With X of the encoder's rows, [Se/cp, B, H] in bytes, and Y of the decoder's:
+With X for the encoder's rows, [Se/cp, B, H] in bytes, and Y for the decoder's:
 
     embedding          both leave tensor parallelism                                          1 X + 1 Y
-    encoder's layer    as ``layer_traffic`` has it                                            4 X
-    decoder's layer    with cross attention, which what the encoder gives enters in each      1 X + 6 Y
-    head               enters tensor parallelism; the loss gathers three numbers of a token   1 Y
+    encoder layer      see ``layer_traffic``                                                  4 X
+    decoder layer      with cross attention, for which the encoder output enters each time    1 X + 6 Y
+    head               enters tensor parallelism; the loss gathers three numbers per token    1 Y
 """
 
 from megalith.config import RunConfig, TransformerConfig
@@ -21,7 +21,7 @@ __all__ = ["t5_traffic"]
 
 
 def t5_traffic(config: RunConfig, layout: Layout, stage: Stage, decoder_seq_length: int) -> StageTraffic:
-    """The traffic of ``stage`` on each rank of ``layout`` that holds it."""
+    """Counts the traffic of ``stage`` on each rank of ``layout`` that holds it."""
     model, sequence, parts = config.model, config.parallel.sequence, LayerTraffic(config, layout)
     Se, Sd = (S // layout.context for S in (config.data.seq_length, decoder_seq_length))
     whole = Passes()
@@ -51,14 +51,14 @@ def t5_traffic(config: RunConfig, layout: Layout, stage: Stage, decoder_seq_leng
 
 
 def _stacks(model: TransformerConfig) -> dict[str, range]:
-    """The layers of each stack, as stages count them."""
+    """Returns the layers of each stack, in the numbering of stages."""
     assert model.t5 is not None, "the settings of a T5"
     Le, Ld = model.num_layers, model.t5.num_decoder_layers
     return {"encoder": range(Le), "decoder": range(Le, Le + Ld)}
 
 
 def _other_weights(model: TransformerConfig, stage: Stage, sequence: bool) -> list[Weight]:
-    """Those of the stage that are in no layer."""
+    """Lists the weights of the stage outside its layers."""
     found: list[Weight] = []
     if stage.has_embedding or (stage.has_head and model.tie_word_embeddings):
         found.append(embedding_weight(model))
@@ -73,7 +73,7 @@ def _other_weights(model: TransformerConfig, stage: Stage, sequence: bool) -> li
 
 
 def _shared_weights(model: TransformerConfig, stage: Stage) -> dict[str, Weight]:
-    """The embedding, where another stage reads out by it, and the table of a stack that is cut."""
+    """Returns the embedding, if another stage ties its output to it, and the position table of a split stack."""
     shared: dict[str, Weight] = {}
     if model.tie_word_embeddings and stage.has_embedding != stage.has_head:
         shared["embedding"] = embedding_weight(model)

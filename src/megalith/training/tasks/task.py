@@ -1,4 +1,4 @@
-"""A task: what a run learns. The rest of ``training/`` knows no model, only this."""
+"""The interface of a task: what a run trains. The rest of ``training/`` depends on no model, only on this."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -31,16 +31,16 @@ Inputs = TypeVar("Inputs")
 
 @dataclass(frozen=True)
 class StageTraffic:
-    """What a stage of a model gives its ranks to exchange; a model that is not cut is one stage.
+    """What a stage of a model makes its ranks exchange; a model that is not split is one stage.
 
     Attributes:
         micro_batch: forward and backward of a micro-batch, over tensor and context, and over ranks that share experts.
-        per_label: what comes to that with each token that is predicted, where only some are: so many collectives, whose
-            bytes are those of one token.
+        per_label: what each predicted token adds, if only some tokens are predicted: a number of collectives, with the
+            bytes of one token.
         units: the weights of each of the model's ``fsdp_units``, and ``rest``: those in none.
-        expert_units: which of the units are experts, by number.
-        shared: those of which other stages have copies, by a name that all of these give it.
-        hidden_bytes: of the hidden states that stages send each other.
+        expert_units: the indices of the units that are experts.
+        shared: the weights of which other stages have copies, by a name that all these stages use.
+        hidden_bytes: size of the hidden states that stages send each other.
     """
 
     micro_batch: Traffic
@@ -54,14 +54,14 @@ class StageTraffic:
 
 @dataclass(frozen=True)
 class TextSample:
-    """What a model has added to a prompt."""
+    """A prompt and the model's completion."""
 
     prompt: str
     text: str
 
 
 class TextWriter(Protocol):
-    """Draws a text for each prompt of a run. All ranks call it together, and get the same texts."""
+    """Generates a text for each prompt of a run. Collective; all ranks get the same texts."""
 
     def __call__(self, pipeline: Pipeline[Any]) -> list[TextSample]: ...
 
@@ -69,19 +69,20 @@ class TextWriter(Protocol):
 class Task(ABC, Generic[Sample, Batch, Inputs]):
     """The data, the model and the loss of a run.
 
-    The loss of a step is the sum over ``terms`` of weight * (sum of the term) / (count of the term), sums and counts
-    over the global batch. Counts are known before the first forward, so that gradients do not depend on how the batch
-    was cut. What ``sums`` and ``counts`` have beside ``terms`` is measured in evaluation only: an accuracy, say.
+    The loss of a step is the sum over ``terms`` of weight * (sum of the term) / (count of the term), with sums and
+    counts over the global batch. Counts are known before the first forward, so that gradients do not depend on how the
+    batch is split. Entries of ``sums`` and ``counts`` that are not in ``terms``, such as an accuracy, are only measured
+    in evaluation.
 
     Attributes:
-        terms: the weight of each loss term, by name; the first is what a run is about.
-        tokens_per_sample: how many tokens a model reads of a sample, with a loss or without.
-        flops_per_sample: model FLOPs of training on a sample, forward and backward, without what recomputation repeats.
+        terms: the weight of each loss term, by name; the first is the run's main loss.
+        tokens_per_sample: how many tokens of a sample the model reads, with or without a loss.
+        flops_per_sample: model FLOPs of training on a sample, forward and backward, without recomputation.
         num_parameters: of the whole model.
-        num_expert_parameters: of these, those of the experts that tokens are routed to.
+        num_expert_parameters: of these, the parameters of the routed experts.
         routed_layers: the layers with experts, in all stages, by their index.
-        usual_labels: how many tokens a rank predicts of a micro-batch on average, where that depends on the text.
-        in_brackets: what ``sample_as_text`` has in brackets.
+        usual_labels: how many tokens of a micro-batch a rank predicts on average, if that depends on the text.
+        in_brackets: what ``sample_as_text`` puts in brackets.
         counted: what the first term is a mean over, in the plural.
     """
 
@@ -97,72 +98,72 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
-        """How many tokens each row has that a model reads of a sample; by default there is one row."""
+        """The number of tokens in each row that the model reads of a sample; by default there is one row."""
         return (self.tokens_per_sample,)
 
     @abstractmethod
     def build_model(self, options: BuildOptions, stage: Stage | None = None) -> ModelModule:
-        """The model, on torch's current default device; ``stage`` of it where ``costs`` lets it be cut into stages."""
+        """Builds the model on torch's current default device, or a ``stage`` of it if ``costs`` allows splitting it."""
 
     def costs(self) -> ModelCosts:
-        """What each part of the model costs, by which layers are dealt out to the stages of a pipeline.
+        """Returns the cost of each part of the model, by which layers are assigned to pipeline stages.
 
-        By default a ConfigError: not every model can be cut into stages.
+        Raises ConfigError by default, because not every model can be split into stages.
         """
         raise ConfigError(f"the model of {type(self).__name__} cannot be cut into stages; use parallel.pipeline=1")
 
     def traffic(self, layout: Layout, stage: Stage | None = None) -> StageTraffic:
-        """What ``stage``, by default the whole model, gives its ranks to exchange in training under ``layout``.
+        """Counts what ``stage``, by default the whole model, makes its ranks exchange in training under ``layout``.
 
-        By default a ConfigError: not every task counts it.
+        Raises ConfigError by default, because not every task counts it.
         """
         raise ConfigError(f"{type(self).__name__} does not count what its model exchanges; give it a traffic()")
 
     def hidden_shape(self, batch: Batch, options: BuildOptions) -> tuple[int, ...]:
-        """The shape on this rank of what a stage gives the next for ``batch``; a task with ``costs`` needs it too."""
+        """Returns this rank's shape of what a stage sends to the next for ``batch``; a task with ``costs`` needs it."""
         raise NotImplementedError
 
     def hidden_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
-        """The dtype of what a stage gives the next, where the model computes in ``compute_dtype``; by default that."""
+        """Returns the dtype of what a stage sends to the next; by default ``compute_dtype``."""
         return compute_dtype
 
     @abstractmethod
     def train_dataset(self) -> Samples[Sample]:
-        """The samples to train on. Raises DataError if they cannot be read."""
+        """Returns the samples to train on. Raises DataError if they cannot be read."""
 
     def data_identity(self, dataset: Samples[Sample]) -> Mapping[str, Any]:
-        """What decides which sample a number of ``dataset``, the training data, stands for: plain values by name.
+        """Returns plain values, by name, that determine which sample each index of the training ``dataset`` refers to.
 
-        Kept in checkpoints: a run does not go on where a value differs; null is not compared. By default what the
-        dataset itself says (``data.samples.Identified``), or nothing: then a change of data is not noticed, and
-        resuming says so. ``train.seed`` and ``tokens_per_sample`` are compared anyway.
+        Checkpoints store them, and a run does not continue if one differs; None is not compared. By default they come
+        from the dataset (``data.samples.Identified``), or there are none: then changed data go unnoticed, and resuming
+        says so. ``train.seed`` and ``tokens_per_sample`` are always compared.
         """
         return dataset.identity() if isinstance(dataset, Identified) else {}
 
     @abstractmethod
     def evaluation_dataset(self, prefix: str) -> SizedSamples[Sample]:
-        """The samples of the held-out dataset ``prefix``, each once. Raises DataError if they cannot be read."""
+        """Returns the samples of the held-out dataset ``prefix``, each once. Raises DataError if it cannot be read."""
 
     def class_names(self, dataset: SizedSamples[Sample]) -> Sequence[str]:
-        """What the classes that measures call by a number (``confusion/0/2``) are called, of an ``evaluation_dataset``.
+        """Returns the names of the classes that measures on ``dataset`` refer to by number (``confusion/0/2``).
 
-        By default nothing: a task may measure no classes.
+        Empty by default: a task may measure no classes.
         """
         return ()
 
     @abstractmethod
     def collate(self, samples: Sequence[Sample], rows: Sequence[int], counted: Sequence[bool] | None = None) -> Batch:
-        """The micro-batch of these samples, as arrays of the host.
+        """Returns the micro-batch of these samples, as arrays on the host.
 
         Args:
-            rows: where each stands in the step's global batch: what its dropout depends on.
-            counted: False for rows that only fill up the batch and count nothing; None: all count.
+            rows: the index of each sample in the step's global batch, which determines its dropout.
+            counted: False for padding rows, which count nothing; None: all rows count.
         """
 
     def context_part(self, batch: Batch, rank: int, size: int) -> Batch:
-        """What ``rank`` of ``size`` keeps of ``batch``, whose rows are split over them zig-zag.
+        """Returns the part of ``batch`` for ``rank`` of ``size``, over which its rows are split zig-zag.
 
-        Every token that counts must count on one rank. Raises ConfigError: by default rows cannot be split.
+        Every token that counts must count on one rank. Raises ConfigError by default: rows cannot be split.
         """
         raise ConfigError(
             f"{type(self).__name__} does not split rows over ranks, and parallel.context is {size}; "
@@ -171,38 +172,39 @@ class Task(ABC, Generic[Sample, Batch, Inputs]):
 
     @abstractmethod
     def counts(self, batch: Batch) -> Mapping[str, int]:
-        """The denominator of each entry of ``sums`` in this micro-batch."""
+        """Returns the denominator of each entry of ``sums`` in this micro-batch."""
 
     @abstractmethod
     def inputs(self, batch: Batch, step: int, device: torch.device) -> Inputs:
-        """``batch`` as the model takes it, on ``device``, for training step ``step``."""
+        """Returns ``batch`` as inputs of the model, on ``device``, for training step ``step``."""
 
     def with_record(self, inputs: Inputs, record: MicroBatchRecord) -> Inputs:
-        """``inputs`` of a training step whose forward hands ``record`` to the model; a task with ``routed_layers``
-        needs it. By default as they are.
+        """Returns ``inputs`` that make ``forward`` pass ``record`` to the model; by default unchanged.
+
+        Required of a task with ``routed_layers``. Called in training only.
         """
         return inputs
 
     @abstractmethod
     def forward(self, model: nn.Module, inputs: Inputs, hidden: Tensor | None) -> Any:
-        """The output of ``model``, which ``sums`` reads: for GPT the loss of each token, [B, S].
+        """Returns the output of ``model``, which ``sums`` reads: for GPT the loss of each token, [B, S].
 
-        In a pipeline ``hidden`` is what the stage before gave, None in the first, and but for the last stage the output
-        is what the next one is given, a tensor.
+        In a pipeline, ``hidden`` is the output of the previous stage, None in the first. All stages but the last return
+        a tensor for the next stage.
         """
 
     @abstractmethod
     def sums(self, output: Any, inputs: Inputs) -> Mapping[str, Tensor]:
-        """The sum of each loss term over the micro-batch, and of what else is measured: scalars, float32 or wider."""
+        """Returns the sum over the micro-batch of each loss term and other measure: scalars, float32 or wider."""
 
     @abstractmethod
     def sample_as_text(self, sample: Sample) -> list[str]:
-        """``sample`` for a person, in lines: its text, with ``in_brackets`` in brackets."""
+        """Formats ``sample`` for the user, in lines: its text, with ``in_brackets`` in brackets."""
 
     def text_writer(self) -> TextWriter:
-        """What ``train.generation`` asks for.
+        """Returns the writer for the prompts of ``train.generation``.
 
-        By default a ConfigError: not every model writes text.
+        Raises ConfigError by default, because not every model writes text.
         """
         raise ConfigError(f"{type(self).__name__} writes no text; leave train.generation out")
 

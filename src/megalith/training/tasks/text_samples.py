@@ -1,6 +1,6 @@
-"""Text from a GPT or a T5 in training: what it adds to the prompts of ``train.generation``, or answers.
+"""Generates text from a GPT or a T5 during training: completions of the prompts of ``train.generation``, or answers.
 
-Up to rounding a text is the one that ``megalith generate`` draws from a checkpoint of the same step, with its default
+Up to rounding, a text is the one that ``megalith generate`` draws from a checkpoint of the same step, with its default
 seed, and for a T5 with --special-tokens.
 """
 
@@ -26,7 +26,7 @@ class _RunTextWriter(ABC):
     """A ``TextWriter`` for the prompts of a run's settings.
 
     Attributes:
-        answers: whether what the model writes is a text of its own, and does not go on with the prompt.
+        answers: whether the model writes a separate text instead of continuing the prompt.
 
     Raises:
         ConfigError, DataError: as ``encode_prompts``.
@@ -41,7 +41,7 @@ class _RunTextWriter(ABC):
         self.tokenizer = tokenizer
 
     def __call__(self, pipeline: Pipeline[Any]) -> list[TextSample]:
-        """One sample a prompt; modes and gathered weights are afterwards what they were."""
+        """Returns one sample per prompt; restores the model's modes and gathered weights afterwards."""
         sampling, seeds = Sampling(self.settings.temperature), [_SEED] * len(self.prompts)
         texts = self._tokens(pipeline, self.settings.max_new_tokens, sampling, seeds)
         return [
@@ -53,7 +53,7 @@ class _RunTextWriter(ABC):
     def _tokens(
         self, pipeline: Pipeline[Any], max_new_tokens: int, sampling: Sampling, seeds: Sequence[int]
     ) -> list[list[int]]:
-        """What the model adds to each prompt."""
+        """Generates the tokens that follow each prompt."""
 
     def _decoded(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
         text = TextStream(self.tokenizer, () if self.answers else prompt)
@@ -61,7 +61,7 @@ class _RunTextWriter(ABC):
 
 
 class GPTTextWriter(_RunTextWriter):
-    """For next-token models, which go on with a prompt."""
+    """Continues prompts with a next-token model."""
 
     answers = False
 
@@ -75,7 +75,7 @@ class GPTTextWriter(_RunTextWriter):
 
 
 class T5TextWriter(_RunTextWriter):
-    """For an encoder and a decoder, which fill the gaps that sentinels in a prompt stand for."""
+    """Fills the gaps marked by sentinels in a prompt, with an encoder-decoder model."""
 
     answers = True
 

@@ -1,4 +1,4 @@
-"""Log-likelihoods of text: a model, the tokenizer that it was trained with, and pairs of texts."""
+"""Computes log-likelihoods of text: a model, its tokenizer, and pairs of texts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ __all__ = ["TextScorer"]
 
 @dataclass(frozen=True)
 class TextScorer:
-    """Scores text with ``model``; ``longest``: tokens that it reads at once."""
+    """Scores text with ``model``; ``longest``: the number of tokens that it reads at once."""
 
     model: GPTModel
     tokenizer: Tokenizer
@@ -25,7 +25,7 @@ class TextScorer:
     def load(
         cls, source: str | Path, tokenizer: str | Path | None = None, eod: str | int | None = None
     ) -> "TextScorer":
-        """That of ``source``, as ``TextSource.open`` reads it, with its arguments and errors, ConfigError of a T5, too.
+        """Loads ``source``; arguments and errors are those of ``TextSource.open``, plus ConfigError for a T5.
 
         A run's model reads as many tokens at once as it was trained on, ``data.seq_length``.
         """
@@ -37,12 +37,11 @@ class TextScorer:
         return cls(model, opened.tokenizer, opened.longest)
 
     def encode(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The ids of both, split as lm-eval splits them.
+        """Returns the token ids of both, split as in lm-eval.
 
-        Spaces that end the context count to the continuation, where most tokenizers have them. Both are encoded
-        together, and what goes beyond the ids of the context alone is the continuation. The context begins as a
-        document does: with the tokenizer's ``begin``. One that is empty is that, or the token that ends the document
-        before.
+        Trailing spaces of the context count as part of the continuation, where most tokenizers have them. Both are
+        encoded together, and the ids beyond those of the context alone are the continuation. The context begins as a
+        document does: with the tokenizer's ``begin``. An empty context becomes ``beginning``.
         """
         kept = context.rstrip()
         if not kept:
@@ -52,7 +51,7 @@ class TextScorer:
 
     @property
     def beginning(self) -> list[int]:
-        """What stands in front of a document's first token: never nothing, which no likelihood could follow."""
+        """The tokens before a document's first token; never empty, because a likelihood needs a preceding token."""
         return list(self.tokenizer.begin or [self.tokenizer.eod])
 
     def score(
@@ -60,6 +59,6 @@ class TextScorer:
         pairs: Sequence[tuple[str, str]],
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Score]:
-        """The score of each (context, continuation). Raises ConfigError as ``models.scoring.score``."""
+        """Scores each (context, continuation). Raises ConfigError as ``models.scoring.score`` does."""
         encoded = [self.encode(context, continuation) for context, continuation in pairs]
         return score(self.model, encoded, longest=self.longest, progress=progress)

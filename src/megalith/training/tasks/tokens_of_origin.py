@@ -1,4 +1,4 @@
-"""What a run's tokenizer takes over from the model that the run begins from, where both have the same one."""
+"""What a run's tokenizer takes over from the model that the run starts from, if both have the same tokenizer."""
 
 from pathlib import Path
 
@@ -13,9 +13,9 @@ __all__ = ["companions_of_origin", "ends_of_origin", "goes_on"]
 
 
 def ends_of_origin(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids of the tokens that end a text of the model that the run begins from, or goes on with.
+    """Returns ids of the tokens that end a text in the model that the run starts from or continues.
 
-    () where that has another tokenizer. Every rank finds the same.
+    Empty if that model has another tokenizer. The same on every rank.
 
     Raises DataError or CheckpointError for damaged files.
     """
@@ -26,10 +26,10 @@ def ends_of_origin(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def companions_of_origin(config: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """Files that stand beside the tokenizer of that model, by name.
+    """Returns the files next to the tokenizer of that model, by name.
 
-    Where the run does not know its tokenizer, the ids of the model are taken to be its own: what is kept without one.
-    Raises as ``read_companions``.
+    If the run's tokenizer is unknown, it is assumed to use the model's ids, and only the files that make sense without
+    a tokenizer are returned. Raises as ``read_companions`` does.
     """
     origin = _origin(config, tokenizer)
     if origin is None:
@@ -44,14 +44,14 @@ def companions_of_origin(config: RunConfig, tokenizer: Tokenizer | None) -> dict
 
 
 def goes_on(config: RunConfig) -> bool:
-    """Whether the run begins from a checkpoint of its own: it was saved before, or made of a model."""
-    # by its name alone: find_checkpoint speaks to all ranks, and rank 0 comes here by itself, too
+    """Returns whether the run starts from its own checkpoint, because it was saved before or converted from a model."""
+    # checks only names: find_checkpoint is a collective, and rank 0 also calls this alone
     names = (LocalStore(Path(config.run)) / "checkpoints").names()
     return config.resume == "auto" and any(name.startswith("step-") for name in names)
 
 
 def _origin(config: RunConfig, tokenizer: Tokenizer | None) -> Store | None:
-    """The folder that keeps them: the run's own if it goes on, or that of ``load``; None of another tokenizer."""
+    """Returns the run's own folder if it continues, or that of ``load``; None if its tokenizer differs."""
     found: Store = LocalStore(Path(config.run))
     if not goes_on(config):
         if config.load is None:

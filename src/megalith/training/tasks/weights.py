@@ -1,4 +1,4 @@
-"""The weights of a model, from whatever holds them: a checkpoint of ours, or the model of another system."""
+"""Loads the weights of a model from a Megalith checkpoint or from the model of another system."""
 
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -16,12 +16,12 @@ __all__ = ["described_at", "is_weight", "load_weights"]
 
 
 def is_weight(name: str) -> bool:
-    """Whether the tensor ``name`` of a checkpoint is of the model, and not of its optimizer."""
+    """Returns whether the tensor ``name`` of a checkpoint belongs to the model and not to its optimizer."""
     return not name.startswith("optimizer.")
 
 
 def described_at(location: str | Path | Store) -> TransformerConfig | None:
-    """What the model of another system at ``location`` is; None if there is none.
+    """Returns the config of the foreign model at ``location``; None if there is none.
 
     Raises CheckpointError if it is damaged, ConfigError if our model cannot represent it.
     """
@@ -32,19 +32,19 @@ def described_at(location: str | Path | Store) -> TransformerConfig | None:
 def load_weights(
     location: str | Path | Store, into: Mapping[str, Tensor], heads: Set[str] = frozenset()
 ) -> dict[str, list[str]]:
-    """Fills the weights ``into`` by name, in any layout and of any floating dtype; all ranks call it.
+    """Fills the weights ``into`` by name, in any layout and any floating-point dtype. Collective.
 
-    Each rank reads no more than its own parts.
+    Each rank reads only its own parts.
 
     Args:
-        heads: modules of which a model for another purpose has others: one that ``location`` does not have stays as it
-            is in ``into``, and one that the model does not have is not read.
+        heads: modules that may differ between models for different purposes: one that is missing at ``location`` stays
+            as it is in ``into``, and one that the model does not have is not read.
 
     Returns:
-        Those of both sorts, sorted, as "missing" and "left out".
+        The names of both kinds of heads, sorted, as "missing" and "left out".
 
     Raises:
-        CheckpointError: what is at ``location`` is damaged, or does not fit; on every rank, with nothing changed.
+        CheckpointError: on every rank, with nothing changed, if the weights at ``location`` are damaged or do not fit.
         ConfigError: our model cannot represent the one there.
     """
     store = open_store(location)
@@ -65,5 +65,5 @@ def load_weights(
 
 
 def _module(name: str) -> str:
-    """The part of a model that its tensor ``name`` is in."""
+    """Returns the top-level module that the tensor ``name`` belongs to."""
     return name.split(".", 1)[0]

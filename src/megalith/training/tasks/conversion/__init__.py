@@ -1,4 +1,4 @@
-"""Models of Hugging Face made into runs of ours, runs into models of Hugging Face, and dense models into experts."""
+"""Converts Hugging Face models to runs, runs to Hugging Face models, and dense models to mixtures of experts."""
 
 from megalith.training.tasks.conversion.export_model import Exported, export_model
 from megalith.training.tasks.conversion.import_model import Imported, import_model

@@ -1,4 +1,4 @@
-"""``megalith convert export``: a model folder of Hugging Face, made of a run or one of its checkpoints."""
+"""``megalith convert export``: converts a run or one of its checkpoints to a Hugging Face model folder."""
 
 import json
 import logging
@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """The result of an export.
 
-    ``left_out``: parts of the model that were not, in words. ``proof``: that of the logits, or why there is none; None
-    if none was asked for.
+    ``left_out``: descriptions of parts of the model that were not exported. ``proof``: the comparison of logits, or why
+    there is none; None if it was not requested.
     """
 
     checkpoint: Store
@@ -64,20 +64,20 @@ def export_model(
     with_proof: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:
-    """Makes the folder ``out``, which transformers loads, of the run or checkpoint ``source``, in any layout.
+    """Exports the run or checkpoint ``source``, in any layout, to the folder ``out``, which transformers can load.
 
-    One tensor is in memory at a time. ``out`` appears when all of it is there. Modules of multi-token prediction are
-    left out: no family has them, and the model is the same without (arXiv:2412.19437, section 2.2). So is the binary
-    head of an encoder whose family has none.
+    One tensor is in memory at a time. ``out`` appears only once it is complete. Multi-token prediction modules are left
+    out: no family has them, and the model is the same without them (arXiv:2412.19437, section 2.2). So is the binary
+    head of an encoder if the family has none.
 
     Args:
-        dtype: of the parameters; by default the one that the run computed in. Buffers have float32 in every model.
-        with_proof: compare logits, and store the proof in ``out``, if that can be done here.
-        progress: told the bytes of tensors written so far, and all of them.
+        dtype: of the parameters; by default the run's compute dtype. Buffers are always float32.
+        with_proof: compare logits, and store the proof in ``out``, if that is possible here.
+        progress: called with the bytes of tensors written so far and the total.
 
     Raises:
-        ConfigError: no family can represent the model, with the reasons of each; it counts positions by another padding
-            token than the run's; or there is no such dtype.
+        ConfigError: no family can represent the model, with the reasons for each; position offsets imply a different
+            padding token than the run's; or the dtype is unknown.
         CheckpointError: there is no complete checkpoint, it is damaged, or the logits differ.
         StorageError: ``out`` exists, or cannot be written.
     """
@@ -126,7 +126,7 @@ def _checked_weights(checkpoint: Store, model: TransformerConfig) -> StoredTenso
 
 
 def _check_padding(model: TransformerConfig, family: Family, padding: int | None) -> None:
-    """Raises ConfigError where transformers would count positions from another row of their table than the run did."""
+    """Raises ConfigError if transformers would start positions at another row of their table than the run did."""
     offset = model.position_offset
     if offset and padding is not None and padding != offset - 1:
         raise ConfigError(
@@ -137,7 +137,7 @@ def _check_padding(model: TransformerConfig, family: Family, padding: int | None
 
 
 def _left_out(model: TransformerConfig, family: Family) -> tuple[str, ...]:
-    """What ``family`` does not write of ``model``."""
+    """Describes the parts of ``model`` that ``family`` does not write."""
     found = []
     if model.mtp is not None:
         found.append(f"the modules of multi-token prediction ({model.mtp.num_modules}), which logits do not depend on")
@@ -150,11 +150,11 @@ def _left_out(model: TransformerConfig, family: Family) -> tuple[str, ...]:
 
 
 def _named_classes(checkpoint: Store, model: TransformerConfig) -> dict[str, Any]:
-    """The names of a classifier's classes as config.json has them, where the checkpoint has them of its data."""
+    """Returns a classifier's class names in the format of config.json, if the checkpoint has them."""
     if model.bert is None or model.bert.num_classes is None:
         return {}
     identity = (read_state(checkpoint).get("data") or {}).get("identity", {})
-    names = json.loads(identity.get("classes", "[]"))  # as ``LabelledTexts.identity`` has them
+    names = json.loads(identity.get("classes", "[]"))  # the format of ``LabelledTexts.identity``
     if len(names) != model.bert.num_classes:
         log.info("%s has no names of classes; the exported config.json calls them LABEL_0 and so on", checkpoint)
         return {}
@@ -162,7 +162,7 @@ def _named_classes(checkpoint: Store, model: TransformerConfig) -> dict[str, Any
 
 
 def _kept(folder: Store) -> tuple[Tokenizer | None, dict[str, bytes]]:
-    """The run's tokenizer and its companions, which begin a text as the run's documents began."""
+    """Returns the run's tokenizer and companion files, adapted to begin a text as the run's documents did."""
     tokenizer, companions = kept_tokenizer(folder), kept_companions(folder)
     if tokenizer is None or tokenizer.begin:
         return tokenizer, companions
@@ -178,7 +178,7 @@ def _kept(folder: Store) -> tuple[Tokenizer | None, dict[str, bytes]]:
 
 
 def _without_tokenizer(companions: Mapping[str, bytes], model: TransformerConfig) -> dict[str, bytes]:
-    """What is written where the run keeps no tokenizer: settings of generation, for a model that writes text."""
+    """Returns the files to write if the run keeps no tokenizer: generation settings, if the model writes text."""
     if model.kind == "bert":
         return {}
     if "eos_token_id" not in token_ids(companions):
@@ -190,13 +190,13 @@ def _without_tokenizer(companions: Mapping[str, bytes], model: TransformerConfig
 
 
 def _special(tokenizer: Tokenizer, model: TransformerConfig) -> dict[str, str]:
-    """How the special tokens of ``model`` are spelled, by transformers' names."""
+    """Returns the text of the special tokens of ``model``, by transformers' names."""
     begin = {"bos_token": tokenizer.decode(tokenizer.begin)} if len(tokenizer.begin) == 1 else {}
     return spelled(tokenizer, model.kind) | begin
 
 
 def _token_ids(tokenizer: Tokenizer, model: TransformerConfig, special: Mapping[str, str]) -> dict[str, Any]:
-    """What config.json and generation_config.json say of tokens; a T5's decoder begins with the padding token."""
+    """Returns token ids for config.json and generation_config.json; a T5's decoder starts with the padding token."""
     ids: dict[str, Any] = {"eos_token_id": end_field(tokenizer.ends)}
     if "bos_token" in special:
         ids["bos_token_id"] = tokenizer.begin[0]

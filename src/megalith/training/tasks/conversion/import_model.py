@@ -1,4 +1,4 @@
-"""``megalith convert import``: a run's folder at step 0, made of a model that another system wrote."""
+"""``megalith convert import``: converts a model of another system to a run's folder at step 0."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ __all__ = ["Imported", "import_model"]
 
 @dataclass(frozen=True)
 class Imported:
-    """What was read. ``proof``: that of the logits, or why there is none; None if none was asked for."""
+    """The result of an import. ``proof``: the comparison of logits, or why there is none; None if not requested."""
 
     folder: ForeignModel
     num_parameters: int
@@ -34,20 +34,21 @@ def import_model(
     with_proof: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Imported:
-    """Makes the folder ``out``, a run at step 0 with the model of the folder ``source``.
+    """Creates the folder ``out``, a run at step 0 with the model of the folder ``source``.
 
-    Weights keep their dtype and every bit; one tensor is in memory at a time. ``out`` appears when all of it is there.
+    Weights keep their dtype and are bitwise identical; one tensor is in memory at a time. ``out`` appears only once it
+    is complete.
 
     Args:
         eod: the token of its tokenizer that ends a document; by default the one that config.json names.
-        with_proof: compare logits, and store the proof in ``out``, if that can be done here.
-        progress: told the bytes of tensors read so far, and all of them.
+        with_proof: compare logits, and store the proof in ``out``, if that is possible here.
+        progress: called with the bytes of tensors read so far and the total.
 
     Raises:
-        CheckpointError: ``source`` is no sound model folder, or the logits differ.
+        CheckpointError: ``source`` is not a sound model folder, or the logits differ.
         ConfigError: our model cannot represent it.
-        DataError: its tokenizer.json cannot be read, has no token that ends a document, or gives ids
-            for which the model has no row.
+        DataError: its tokenizer.json cannot be read, has no token that ends a document, or produces ids for which the
+            model has no row.
         StorageError: ``out`` exists, or cannot be written.
     """
     folder = foreign_model(source) or open_folder(source)

@@ -1,6 +1,6 @@
-"""Whether a model and its conversion are the same function: logits of random tokens, ours beside those of transformers.
+"""Checks that a model and its conversion are equivalent, by comparing our logits of random tokens to transformers'.
 
-Both are computed in float32, one model after the other, on the CPU, where one of them has to fit.
+Both are computed in float32, one model after the other, on the CPU, so memory must suffice for one of them.
 """
 
 from collections.abc import Mapping
@@ -32,18 +32,18 @@ __all__ = ["LogitProof", "prove", "stored_proof"]
 
 _PROOF = "proof.json"
 _THEIR_NAMES = MappingProxyType({"tokens": "input_ids", "decoder_tokens": "decoder_input_ids"})
-_ROWS, _LONGEST = 2, 64  # of random tokens
-_BYTES_OF_A_PARAMETER = 5  # 4 of float32, and what a layer of it computes
-# of the largest logit; rounding of float32 is some thirty times smaller, and GELU by tanh in place of exact GELU, or an
-# epsilon of 1e-6 in place of 1e-5, five times larger
+_ROWS, _LONGEST = 2, 64  # the shape of the random tokens
+_BYTES_OF_A_PARAMETER = 5  # 4 for float32, the rest for intermediate results of a layer
+# relative to the largest logit; float32 rounding is about thirty times smaller, and tanh GELU instead of exact GELU, or
+# an epsilon of 1e-6 instead of 1e-5, five times larger
 _TOLERANCE = 3e-5
 
 
 @dataclass(frozen=True)
 class LogitProof:
-    """The largest difference between two models' logits, beside the largest logit, over ``num_tokens`` random tokens.
+    """The largest difference between two models' logits, and the largest logit, over ``num_tokens`` random tokens.
 
-    ``dtype``: that of the weights in the Hugging Face folder, to which ours were rounded too.
+    ``dtype``: of the weights in the Hugging Face folder, to which ours were rounded too.
     """
 
     max_abs_difference: float
@@ -60,7 +60,10 @@ class LogitProof:
 
 
 def stored_proof(run: str | Path | Store, folder: str | Path | Store, out: Path) -> LogitProof | str:
-    """``prove``, stored as ``out/proof.json``; or why that cannot be done here, and how it can. Raises as ``prove``."""
+    """Runs ``prove`` and stores ``out/proof.json``; or returns why it cannot run here and how it can.
+
+    Raises as ``prove`` does.
+    """
     if (reason := _why_not(folder)) is not None:
         return f"{reason}; then: megalith convert prove RUN HF_FOLDER"
     proof = prove(run, folder)
@@ -69,11 +72,11 @@ def stored_proof(run: str | Path | Store, folder: str | Path | Store, out: Path)
 
 
 def prove(run: str | Path | Store, folder: str | Path | Store) -> LogitProof:
-    """The proof that the run or checkpoint ``run`` and the model folder ``folder`` are the same model.
+    """Checks that the run or checkpoint ``run`` and the model folder ``folder`` are the same model; returns the proof.
 
     Raises:
-        CheckpointError: their logits differ by more than rounding, their tensors are others, one of them is damaged, or
-            transformers cannot load the folder.
+        CheckpointError: their logits differ by more than rounding, their tensors differ in names or shapes, one of them
+            is damaged, or transformers cannot load the folder.
         MissingDependencyError: transformers is not installed.
     """
     transformers: Any = optional.need("transformers")
@@ -90,13 +93,13 @@ def prove(run: str | Path | Store, folder: str | Path | Store) -> LogitProof:
         theirs = _their_logits(described, transformers, inputs)
     difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
     proof = LogitProof(difference, largest, _ROWS * S, described.weights.dtype, transformers.__version__)
-    if not difference <= _TOLERANCE * largest:  # NaN is no proof
+    if not difference <= _TOLERANCE * largest:  # also true for NaN
         raise CheckpointError(f"{run} and {folder} are not the same model: {proof}")
     return proof
 
 
 def _random_tokens(config: TransformerConfig, V: int, S: int) -> Tensor:
-    """int64 [rows, S]; none is the padding by which a RoBERTa of theirs counts positions, and ours does not."""
+    """Returns int64 [rows, S] without the padding token, by which RoBERTa in transformers counts positions."""
     generator = torch.Generator().manual_seed(0)
     if config.position_offset == 0:
         return torch.randint(V, (_ROWS, S), generator=generator)
@@ -105,7 +108,7 @@ def _random_tokens(config: TransformerConfig, V: int, S: int) -> Tensor:
 
 
 def _inputs(config: TransformerConfig, tokens: Tensor) -> dict[str, Tensor]:
-    """Random ``tokens`` [B, S] as a model of this kind takes them, by the names that both sides have."""
+    """Returns ``tokens`` [B, S] as inputs of a model of this kind, by our argument names."""
     if config.t5 is not None:
         return {"tokens": tokens, "decoder_tokens": tokens.flip(1)}
     if config.bert is not None and config.bert.head == "multiple_choice":
@@ -114,7 +117,7 @@ def _inputs(config: TransformerConfig, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def _our_logits(run: str | Path | Store, rounded_to: torch.dtype, inputs: Mapping[str, Tensor]) -> Tensor:
-    # by its kind: a model that no task of ours trains is proven too
+    # by model kind and not by task, because not every model has a task that trains it
     checkpoint, _, config = open_run(run)
     with torch.device("meta"):
         model = MODELS[config.model.kind](config.model, BuildOptions(ProcessGroupCollection.single(), torch.float32))
@@ -130,17 +133,17 @@ def _their_logits(folder: ModelFolder, transformers: Any, inputs: Mapping[str, T
     showed = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
-        # the class of the table, and never code that a folder brings along
+        # the class that our family table names; code in the folder is never run
         model = getattr(transformers, folder.architecture).from_pretrained(
             str(folder.store), dtype=torch.float32, local_files_only=True, trust_remote_code=False
         )
-        for key in folder.family.tables:  # rounded in a folder of half precision, and no weights
+        for key in folder.family.tables:  # not weights, but rounded in a half-precision folder: compute them again
             theirs = model.get_parameter(key)
             theirs.copy_(folder.family.tables_of(folder.config, len(theirs))[key])
         output = model.eval()(**{_THEIR_NAMES[name]: tokens for name, tokens in inputs.items()})
-        # BertForPreTraining has two kinds of them
+        # BertForPreTraining has two kinds of logits
         logits: Tensor = output.prediction_logits if "prediction_logits" in output else output.logits
-    except Exception as error:  # whatever it makes of fields that the network does not need
+    except Exception as error:  # transformers may raise anything, even for fields that the network does not need
         raise CheckpointError(
             f"transformers cannot run {folder.store}: {error}; --no-proof leaves the proof out, which needs it"
         ) from error
@@ -151,7 +154,7 @@ def _their_logits(folder: ModelFolder, transformers: Any, inputs: Mapping[str, T
 
 
 def _why_not(folder: str | Path | Store) -> str | None:
-    """Why no proof for the model folder ``folder`` can be made here, and what it takes; None if it can."""
+    """Returns why the model folder ``folder`` cannot be checked here, and what that needs; None if it can."""
     try:
         optional.need("transformers")
     except MissingDependencyError as error:

@@ -1,4 +1,4 @@
-"""What every conversion to a run writes: a folder at step 0 that training, evaluation and generation begin from."""
+"""Writes the result of every conversion to a run: a folder at step 0 for training, evaluation and generation."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,13 +34,13 @@ def write_new_run(
 
     Args:
         described: the weights by name, on meta.
-        read: gives one of them, as described, when it is written; one is in memory at a time.
-        companions: files that stand beside the tokenizer in a folder of Hugging Face, by name.
-        about: what about.json says besides the machine.
-        state: what the checkpoint's state says besides that no step was made.
-        progress: told the bytes of weights read so far, and all of them.
+        read: returns one of them, as described, when it is written; one is in memory at a time.
+        companions: files next to the tokenizer in a Hugging Face folder, by name.
+        about: the content of about.json besides the machine.
+        state: the content of the checkpoint's state besides that no step was made.
+        progress: called with the bytes of weights read so far and the total.
 
-    Raises as ``save_checkpoint``.
+    Raises as ``save_checkpoint`` does.
     """
     done, num_bytes = 0, sum(tensor.nbytes for tensor in described.values())
 

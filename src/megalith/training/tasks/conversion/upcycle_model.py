@@ -1,4 +1,4 @@
-"""``megalith convert upcycle``: a run's folder at step 0, a mixture of experts made of a trained dense model."""
+"""``megalith convert upcycle``: converts a trained dense model to a mixture of experts, as a run at step 0."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,14 +33,14 @@ __all__ = ["Upcycled", "upcycle_model"]
 
 @dataclass(frozen=True)
 class Upcycled:
-    """What was made.
+    """The result of upcycling.
 
     Attributes:
         source: the dense model.
-        dense, config: that model, and the mixture of experts.
+        dense, config: the configs of that model and of the mixture of experts.
         num_parameters: of the latter.
         dtype: of weights that the dense model does not have.
-        inexact_for: why it is not the dense function at first; nothing where it is.
+        inexact_for: why the result does not compute the dense model's function initially; empty if it does.
     """
 
     source: Store
@@ -61,20 +61,20 @@ def upcycle_model(
     noise: float = 0.0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Upcycled:
-    """Makes the folder ``out``, a run at step 0 with the mixture of experts that the dense model ``source`` becomes.
+    """Creates the folder ``out``, a run at step 0 with a mixture of experts made from the dense model ``source``.
 
-    Tensors that stay keep their dtype and every bit; one tensor is in memory at a time. What is drawn follows from
-    ``train.seed``. ``out`` appears when all of it is there.
+    Tensors that are kept stay bitwise identical, in the same dtype; one tensor is in memory at a time. Random values
+    depend on ``train.seed``. ``out`` appears only once it is complete.
 
     Args:
-        source: a run or checkpoint of ours in any layout, a model folder of Hugging Face, or a checkpoint of Megatron.
-        overrides: the settings of ``model.moe``, ``name=value`` each, and any that are not of the model.
+        source: a Megalith run or checkpoint in any layout, a Hugging Face model folder, or a Megatron checkpoint.
+        overrides: the settings of ``model.moe``, ``name=value`` each, and any settings outside ``model``.
         scaling, noise: as in ``Upcycling``.
-        progress: told the bytes of tensors written so far, and all of them.
+        progress: called with the bytes of tensors written so far and the total.
 
     Raises:
-        ConfigError: the model has experts already, or its MLPs cannot be cut into those that ``overrides`` describe.
-        CheckpointError: ``source`` is no sound model.
+        ConfigError: the model already has experts, or its MLPs cannot be split into those that ``overrides`` describe.
+        CheckpointError: ``source`` is not a sound model.
         StorageError: ``out`` exists, or cannot be written.
     """
     found = _open(source)
@@ -111,7 +111,7 @@ def upcycle_model(
 
 @dataclass(frozen=True)
 class _Dense:
-    """The model to start from. ``settings``: a tree to go on training it with, on its own data if it names any."""
+    """The dense model. ``settings``: a tree for further training, on the model's own data if it names any."""
 
     store: Store
     config: TransformerConfig
@@ -143,7 +143,7 @@ def _on_meta(config: RunConfig, dtype: torch.dtype) -> ModelModule:
 def _tensors(
     model: ModelModule, weights: StoredTensors, config: TransformerConfig, how: Upcycling
 ) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
-    """The tensors of ``model`` on meta, those of ``weights`` as they are there, and what gives the values of each."""
+    """Returns the tensors of ``model`` on meta, kept ones as in ``weights``, and a function that reads each."""
     specs = {name: spec for name, _, spec in declared_parameters(model)}
     buffers = {name: spec.make for name, _, spec in declared_buffers(model) if spec.saved}
     new: dict[str, Any] = {name: parameter.detach() for name, parameter, _ in declared_parameters(model)}
