@@ -1,1 +1,1 @@
-"""Who sits where: ranks and axes, process groups made when first needed, and the collectives that autograd knows."""
+"""Where each rank sits: the rank grid, lazily created process groups, and differentiable collectives."""

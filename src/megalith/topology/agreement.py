@@ -1,12 +1,13 @@
-"""All ranks leave with one verdict: an error on one of them ends every rank, and never leaves the others waiting.
+"""Agreement among ranks: an error on one rank ends all of them and leaves none waiting in a collective.
 
-Two kinds of error. A foreseen one, any MegalithError, is raised on every rank with its own class and one message, which
-names the ranks that have it unless all do. Any other exception is unforeseen: the rank that has it raises it as it is,
-with its traceback, and every other rank raises RankFailedError, which names the rank and the exception. That includes
-KeyboardInterrupt and SystemExit: a rank that is about to leave says so first, or the others would wait for it.
+There are two kinds of error. An expected one, any MegalithError, is raised on every rank with the same class and
+message. The message names the ranks that failed, unless all did. Any other exception is unexpected: the rank that hit
+it re-raises it with its traceback, and every other rank raises RankFailedError, which names that rank and the
+exception. KeyboardInterrupt and SystemExit are treated the same way, because other ranks would wait for a rank that
+exits silently.
 
-Each function is called by every rank of the default group, unless it is given another; without an initialised group the
-process is alone.
+Collective functions must be called by every rank of the default group, or of the group passed. Without an initialized
+process group, this process is the only rank.
 """
 
 from collections.abc import Iterator
@@ -38,24 +39,24 @@ E = TypeVar("E", bound=MegalithError)
 
 
 def rank() -> int:
-    """This process's rank in the default group, or 0."""
+    """Returns this process's rank in the default group, or 0 without one."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """The number of ranks of the default group, or 1."""
+    """Returns the number of ranks of the default group, or 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 @contextmanager
 def agreed(action: str = "") -> Iterator[None]:
-    """Runs rank-local work, without collectives; at the end of the block all ranks continue, or all raise.
+    """Runs rank-local work without collectives; at the end of the block either all ranks continue or all raise.
 
     Raises:
-        MegalithError: it was raised on a rank. Every rank gets that class and ``{action}:``, which ranks, and why.
-            Among several classes a StorageError goes first, because it says nothing against what was read, then the
-            first rank's.
-        RankFailedError: another rank has an unforeseen error; on that rank, the error itself.
+        MegalithError: a rank raised it. Every rank raises that class with the message ``{action}: <ranks>: <reason>``.
+            If ranks raised different classes, StorageError takes precedence, because it says nothing about what was
+            read; otherwise the first failing rank decides.
+        RankFailedError: another rank has an unexpected error; that rank re-raises the error itself.
     """
     with attempt() as work:
         yield
@@ -64,7 +65,7 @@ def agreed(action: str = "") -> Iterator[None]:
 
 @contextmanager
 def attempt() -> Iterator["Attempt"]:
-    """``agreed`` in two halves: an error in the block is kept in what this gives, until ``settle`` is called.
+    """``agreed`` in two halves: an error in the block is kept in the yielded Attempt until ``settle`` is called.
 
     For a loop that already has a collective per iteration: send ``failed`` with it, and call ``settle`` only if a rank
     failed, so that an iteration without a failure costs nothing.
@@ -72,22 +73,22 @@ def attempt() -> Iterator["Attempt"]:
     work = Attempt()
     try:
         yield work
-    except BaseException as error:  # the other ranks wait in settle, whatever it is
+    except BaseException as error:  # any exception: the other ranks wait in settle
         work.error = error
 
 
 class Attempt:
-    """What became of a block of work on this rank."""
+    """The outcome of a block of work on this rank."""
 
     error: BaseException | None = None
 
     @property
     def failed(self) -> bool:
-        """Whether this rank has an error."""
+        """Whether the block raised on this rank."""
         return self.error is not None
 
     def settle(self, action: str = "") -> None:
-        """Collective: returns if no rank has failed, else raises on every rank as ``agreed`` does."""
+        """Collective: returns if no rank failed, otherwise raises on every rank as ``agreed`` does."""
         failures = all_gather(None if self.error is None else _Failure.of(self.error))
         if self.error is not None and not isinstance(self.error, MegalithError):
             raise self.error
@@ -100,13 +101,13 @@ class Attempt:
 
 
 def everywhere(error: E) -> E:
-    """``error``, marked as one that every rank raises here with the same message, so that it is reported once."""
+    """Marks ``error`` as raised on every rank with the same message, so that it is reported once, and returns it."""
     error.on_every_rank = True
     return error
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether ``flag`` is set on any rank: one small all-reduce over ``device``."""
+    """Returns whether ``flag`` is set on any rank, using one small all-reduce on ``device``."""
     if world_size() == 1:
         return flag
     reduced = torch.tensor(int(flag), device=device)
@@ -115,7 +116,7 @@ def any_rank(flag: bool, device: torch.device) -> bool:
 
 
 def all_gather(item: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The ``item`` of every rank of ``group`` (None: of all), in their order, on every rank of it."""
+    """Returns the ``item`` of every rank of ``group`` (None: the default group) in rank order, on each of them."""
     size = world_size() if group is None else group.size()
     if size == 1:
         return [item]
@@ -125,7 +126,7 @@ def all_gather(item: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def gather(item: T) -> list[T]:
-    """The ``item`` of every rank, in their order, on rank 0; an empty list elsewhere."""
+    """Returns the ``item`` of every rank, in rank order, on rank 0, and an empty list on the other ranks."""
     if world_size() == 1:
         return [item]
     items: list[Any] = [None] * world_size() if rank() == 0 else []
@@ -134,7 +135,7 @@ def gather(item: T) -> list[T]:
 
 
 def scatter(items: list[T]) -> T:
-    """To each rank its item of rank 0's ``items``; those of other ranks do not count."""
+    """Returns this rank's item of rank 0's ``items``; ``items`` is ignored on other ranks."""
     if world_size() == 1:
         return items[0]
     received: list[Any] = [None]
@@ -144,7 +145,7 @@ def scatter(items: list[T]) -> T:
 
 
 def broadcast(item: T) -> T:
-    """Rank 0's ``item``."""
+    """Returns rank 0's ``item``."""
     if world_size() == 1:
         return item
     items = [item]
@@ -154,21 +155,21 @@ def broadcast(item: T) -> T:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a rank tells of its error. ``kind`` is the class of a foreseen one, None for any other."""
+    """A rank's error as sent to the others. ``kind`` is its class if it is a MegalithError, otherwise None."""
 
     kind: type[MegalithError] | None
     text: str
 
     @classmethod
     def of(cls, error: BaseException) -> "_Failure":
-        # an unforeseen error is told by name: its class may not exist on another rank, nor be made from a message
+        # an unexpected error is sent by name: its class may not exist on another rank, or need more than a message
         if isinstance(error, MegalithError):
             return cls(type(error), str(error))
         return cls(None, f"{type(error).__name__}: {error}")
 
 
 def _verdict(failures: list[_Failure | None], action: str) -> MegalithError | None:
-    """The one error for the foreseen ``failures`` of all ranks, or None if there are none."""
+    """Returns the single error that stands for the ``failures`` of all ranks, or None if there are none."""
     kinds = [failure.kind for failure in failures if failure is not None and failure.kind is not None]
     if not kinds:
         return None

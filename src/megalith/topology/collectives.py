@@ -1,4 +1,4 @@
-"""Collectives that autograd knows: what goes one way forward comes back by the adjoint, over the same group.
+"""Differentiable collectives: the backward of each is the adjoint of its forward, over the same group.
 
     region                          forward                    backward
     copy_to_tensor_model_parallel   identity                   all-reduce
@@ -6,16 +6,17 @@
     scatter_to_... (last dim)       own slice                  all-gather
     gather_from_... (last dim)      all-gather                 own slice
     scatter_to_sequence_parallel    own slice of dim 0         all-gather
-    gather_from_sequence_parallel   all-gather along dim 0     reduce-scatter, or own slice for a consumer whose
+    gather_from_sequence_parallel   all-gather along dim 0     reduce-scatter, or own slice if the consumer's
                                                                gradient is the same on all ranks
     reduce_scatter_to_sequence_...  reduce-scatter of dim 0    all-gather
     all_gather_last_dim_...         all-gather                 reduce-scatter
     reduce_scatter_last_dim_...     reduce-scatter             all-gather
     all_to_all (dim 0)              all-to-all                 all-to-all back
-    begin_all_to_all, end_...       the same, while something else is computed in between, forward and backward
+    begin_all_to_all, end_...       the same, overlapped with other computation in forward and backward
 
-A group that is None or of one rank makes each the identity. Inputs may be strided and are never written to; outputs are
-contiguous. Sums are formed in the dtype given. Every rank of the group must make the same calls in the same order.
+W is the size of the group. With a group of None or of one rank, each of these is the identity. Inputs may be strided
+and are never written to; outputs are contiguous. Sums are accumulated in the dtype of the input. Every rank of the
+group must make the same calls in the same order.
 
 Narayanan et al. 2021, arXiv:2104.04473; Korthikanti et al. 2022, arXiv:2205.05198 for sequence parallelism.
 """
@@ -54,12 +55,12 @@ _Move = Callable[[Tensor, ProcessGroup], Tensor]
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """``x``, the same on all ranks, for use by each in its own way: their gradients are summed."""
+    """Returns ``x``, the same on all ranks, for consumers that differ per rank: gradients are summed over the ranks."""
     return _moved(x, group, _identity, _all_reduce)
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum of ``x`` over ``group``, on all its ranks."""
+    """Returns the sum of ``x`` over ``group``, on all its ranks."""
     return _moved(x, group, _all_reduce, _identity)
 
 
@@ -69,7 +70,7 @@ def scatter_to_tensor_model_parallel_region(x: Tensor, group: ProcessGroup | Non
 
 
 def gather_from_tensor_model_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """[..., n] -> [..., W n], for a consumer that is the same on all ranks."""
+    """[..., n] -> [..., W n], for a consumer that computes the same on all ranks."""
     return _moved(x, group, partial(_all_gather, dim=-1), partial(_slice, dim=-1))
 
 
@@ -83,8 +84,8 @@ def gather_from_sequence_parallel_region(
 ) -> Tensor:
     """[S/W, ...] -> [S, ...].
 
-    ``tensor_parallel_output_grad`` says that each rank uses the result in its own way, so that gradients are summed;
-    without it they are the same on all ranks, and each takes its slice.
+    With ``tensor_parallel_output_grad``, each rank uses the result differently, so gradients are summed over the ranks.
+    Otherwise gradients are the same on all ranks, and each takes its slice.
     """
     back = _reduce_scatter if tensor_parallel_output_grad else _slice
     return _moved(x, group, partial(_all_gather, dim=0), partial(back, dim=0))
@@ -96,7 +97,7 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | 
 
 
 def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """[..., n] -> [..., W n], for use by each rank in its own way: their gradients are summed."""
+    """[..., n] -> [..., W n], for consumers that differ per rank: gradients are summed over the ranks."""
     return _moved(x, group, partial(_all_gather, dim=-1), partial(_reduce_scatter, dim=-1))
 
 
@@ -111,16 +112,16 @@ def all_to_all(
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Sends part i of ``x`` [T, ...] to rank i, and returns what each rank sent here, in the order of ranks.
+    """Sends part i of ``x`` [T, ...] to rank i, and returns what each rank sent here, in rank order.
 
     Args:
         x: rows to send.
         group: the ranks.
-        output_split_sizes: rows to receive from each rank; None: the same number from each.
+        output_split_sizes: rows to receive from each rank; None: T/W from each.
         input_split_sizes: rows to send to each rank; None: T/W to each.
 
     Raises:
-        ShapeError: T is not divisible by W, or a list has not W counts, or those to send do not sum to T.
+        ShapeError: T is not divisible by W, a list does not have W counts, or the input sizes do not sum to T.
     """
     if group is None or group.size() == 1:
         return x
@@ -131,11 +132,11 @@ def all_to_all(
 
 @dataclass(eq=False)
 class Travelling:
-    """Rows on their way, from ``begin_all_to_all`` to ``end_all_to_all``.
+    """Handle of an asynchronous all-to-all, from ``begin_all_to_all`` to ``end_all_to_all``.
 
     Attributes:
-        left: what was sent, which stands for it in autograd's graph: the gradient of one rank's rows is of their shape.
-        arriving: memory for what is received, which is there after the wait.
+        left: the rows sent; stands for the exchange in autograd's graph, because the gradient sent back has this shape.
+        arriving: receive buffer; valid after the wait.
     """
 
     left: Tensor
@@ -146,7 +147,7 @@ class Travelling:
     work: dist.Work | None = None
 
     def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Begins to send ``x``, and returns memory that will hold what is received."""
+        """Starts sending ``x`` and returns the receive buffer."""
         y = x.new_empty(sum(received), *x.shape[1:])
         self.work = dist.all_to_all_single(
             y, x.contiguous(), list(received), list(sent), group=self.group, async_op=True
@@ -154,7 +155,7 @@ class Travelling:
         return y
 
     def wait(self) -> None:
-        """Waits for what ``start`` has begun."""
+        """Waits for the exchange that ``start`` began."""
         assert self.work is not None, "it has begun"
         self.work.wait()
         self.work = None
@@ -166,9 +167,9 @@ def begin_all_to_all(
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Travelling:
-    """``all_to_all`` that does not wait: what is called before ``end_all_to_all`` runs meanwhile.
+    """Starts an ``all_to_all`` without waiting: work issued before ``end_all_to_all`` overlaps with it.
 
-    In backward the rows travel back while the gradients of what was called in between are computed.
+    In backward, the gradients of that work are computed while the rows travel back.
     """
     if group is None or group.size() == 1:
         return Travelling(x)
@@ -179,7 +180,7 @@ def begin_all_to_all(
 
 
 def end_all_to_all(travelling: Travelling) -> Tensor:
-    """The rows that have arrived, in the order of ranks."""
+    """Waits for the exchange and returns the received rows, in rank order."""
     if travelling.group is None:
         return travelling.left
     rows: Tensor = _Arrival.apply(travelling.left, travelling)
@@ -189,7 +190,7 @@ def end_all_to_all(travelling: Travelling) -> Tensor:
 def _split_sizes(
     x: Tensor, W: int, output_split_sizes: Sequence[int] | None, input_split_sizes: Sequence[int] | None
 ) -> tuple[list[int], list[int]]:
-    """Rows to and from each of ``W`` ranks. Raises ShapeError for those that do not fit ``x``."""
+    """Returns the rows to and from each of ``W`` ranks. Raises ShapeError if they do not fit ``x``."""
     sent = [_part(x, W, 0)] * W if input_split_sizes is None else list(input_split_sizes)
     received = [_part(x, W, 0)] * W if output_split_sizes is None else list(output_split_sizes)
     if len(sent) != W or len(received) != W or min(sent + received) < 0 or sum(sent) != x.shape[0]:
@@ -201,7 +202,7 @@ def _split_sizes(
 
 
 class _Departure(torch.autograd.Function):
-    """Starts an all-to-all forward, and waits in backward for the one that ``_Arrival`` has started there."""
+    """Starts an all-to-all in forward; in backward waits for the one that ``_Arrival`` started."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, travelling: Travelling) -> Tensor:
@@ -217,7 +218,7 @@ class _Departure(torch.autograd.Function):
 
 
 class _Arrival(torch.autograd.Function):
-    """Waits forward; in backward starts the way back of the gradient, which has nothing else to be added to."""
+    """Waits in forward; in backward sends the gradient, to which no other term has to be added."""
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, travelling: Travelling) -> Tensor:
@@ -235,7 +236,7 @@ class _Arrival(torch.autograd.Function):
 
 
 class _Movement(torch.autograd.Function):
-    """One move over ``group`` forward, its adjoint backward."""
+    """Applies ``move`` over ``group`` in forward and its adjoint ``back`` in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, move: _Move, back: _Move) -> Tensor:
@@ -293,7 +294,7 @@ def _all_to_all(x: Tensor, group: ProcessGroup, sent: list[int], received: list[
 
 
 def _part(x: Tensor, W: int, dim: int) -> int:
-    """The size of one of ``W`` equal parts of ``dim``."""
+    """Returns the size of one of ``W`` equal parts of ``dim``."""
     _check_dims(x)
     if x.shape[dim] % W:
         raise ShapeError(

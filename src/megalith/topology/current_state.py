@@ -1,4 +1,4 @@
-"""The parallel state that users' scripts mean when they name none: one named context, and two ways to set it.
+"""The parallel state used by Megatron-style accessors: one named context, and two ways to set it.
 
 initialize_model_parallel(tensor_model_parallel_size=2)
 ...
@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass
 class _Current:
-    """What accessors speak of, for the whole process: threads that autograd starts see it as well."""
+    """What the accessors read. Process-wide, so that autograd's threads see it as well."""
 
     state: ParallelState | None = None
     vp_stage: int | None = None
@@ -46,7 +46,7 @@ _current = _Current()
 
 @contextmanager
 def use(state: ParallelState, vp_stage: int | None = None) -> Iterator[ParallelState]:
-    """``state`` is current inside; ``vp_stage``: and this part of the model, of those that a stage holds."""
+    """Makes ``state`` current inside the block, and ``vp_stage``, the model chunk of this stage, if given."""
     outer = _current.state, _current.vp_stage
     if vp_stage is not None:
         state.script.checked_vp_stage(vp_stage)
@@ -58,7 +58,7 @@ def use(state: ParallelState, vp_stage: int | None = None) -> Iterator[ParallelS
 
 
 def current_parallel_state() -> ParallelState:
-    """The state of the innermost ``use``, else of ``initialize_model_parallel``. Raises TopologyError without any."""
+    """Returns the state of the innermost ``use`` or of ``initialize_model_parallel``. Raises TopologyError if none."""
     if _current.state is None:
         raise TopologyError(
             "no parallel state is current; wanted: initialize_model_parallel(tensor_model_parallel_size=...), or "
@@ -85,24 +85,24 @@ def initialize_model_parallel(
     rank_offset: int = 0,
     local_world_size: int | None = None,
 ) -> ParallelState:
-    """Makes a parallel state current until ``destroy_model_parallel``; to be called on every rank of it.
+    """Makes a parallel state current until ``destroy_model_parallel``. Call it on every rank of the layout.
 
-    Needs torch.distributed, and makes no group yet. The state returned has a ``collection()`` to build layers with.
+    Requires torch.distributed. Creates no group yet; ``collection()`` of the result returns the groups for layers.
 
     Args:
-        ..._parallel_size: of the axes; data parallelism takes what is left. expert_tensor's None is that of tensor.
-        virtual_pipeline_model_parallel_size: parts of the model that each stage holds.
-        hierarchical_context_parallel_sizes: cut the context-parallel groups into levels, the first of neighbours.
-        num_distributed_optimizer_instances: weights and optimizer state are sharded within each.
-        order: which axis varies fastest, from left to right.
-        distributed_timeout_minutes: of collectives over all groups.
+        ..._parallel_size: size of each axis; data parallelism takes the rest. expert_tensor: None means that of tensor.
+        virtual_pipeline_model_parallel_size: model chunks per stage.
+        hierarchical_context_parallel_sizes: levels of the context-parallel groups; the first consists of neighbours.
+        num_distributed_optimizer_instances: weights and optimizer state are sharded within each instance.
+        order: the axes, fastest-varying first.
+        distributed_timeout_minutes: timeout of collectives over all groups.
         get_embedding_ranks: ranks of a pipeline -> those that share the embedding table; None: the first and last.
-        get_position_embedding_ranks: those that share the table of positions; None: the first.
-        group_options: backend, timeout and NCCL's options of single groups, as for ``ParallelState``.
-        rank_offset, local_world_size: the ranks to lay out, for jobs that share a world; None: all from the first on.
+        get_position_embedding_ranks: the same for the position embeddings; None: the first.
+        group_options: backend, timeout and NCCL options of individual groups, as for ``ParallelState``.
+        rank_offset, local_world_size: the ranks to use if several jobs share a world; default: all from rank 0 on.
 
     Raises:
-        TopologyError: a state is current already, torch.distributed is not initialised, or sizes do not fit.
+        TopologyError: a state is already current, torch.distributed is not initialized, or sizes do not fit.
     """
     _check_ready()
     degrees = Degrees(
@@ -130,19 +130,19 @@ def initialize_model_parallel(
 
 
 def destroy_model_parallel() -> None:
-    """Destroys the groups of the current state, which is none afterwards; without one there is nothing to do."""
+    """Destroys the groups of the current state and clears it; does nothing if there is none."""
     if _current.state is not None:
         _current.state.destroy()
     _current.state = _current.vp_stage = None
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether a state is current."""
+    """Returns whether a state is current."""
     return _current.state is not None
 
 
 def current_vp_stage() -> int | None:
-    """The part of the model that ``use`` was told; None outside of one, or where it was told none."""
+    """Returns the model chunk set by ``use``; None outside of it, or if none was set."""
     return _current.vp_stage
 
 
@@ -154,7 +154,7 @@ def _check_ready() -> None:
 
 
 def _grid(world: int, degrees: Degrees, num_instances: int, order: str) -> RankGrid:
-    """The grid whose replicas are the instances of the distributed optimizer."""
+    """Returns the grid whose replicas are the instances of the distributed optimizer."""
     layout = Layout.resolve(world, **degrees)
     dp, edp = layout.data_parallel, layout.edp_replicate * layout.edp_shard
     fitting = [number for number in divisors(dp) if edp % number == 0]

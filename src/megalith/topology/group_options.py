@@ -1,4 +1,4 @@
-"""How process groups are made: backend, timeout and NCCL's own options, each given explicitly for an axis."""
+"""Options for creating process groups: backend, timeout and NCCL options, set explicitly per axis."""
 
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -13,16 +13,16 @@ __all__ = ["GroupOptions", "NCCLOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class NCCLOptions:
-    """What NCCL is told when a communicator is made; None leaves the choice to NCCL.
+    """Options of an NCCL communicator; None leaves the choice to NCCL.
 
     Attributes:
         cga_cluster_size: thread blocks in a cluster, 0 to 8.
-        min_ctas, max_ctas: bounds of the thread blocks that a collective uses, at least 1.
+        min_ctas, max_ctas: bounds on the thread blocks that a collective uses, at least 1.
         net_name: the network: "IB" or "Socket".
-        high_priority_stream: collectives run on a stream of high priority.
+        high_priority_stream: run collectives on a high-priority stream.
 
     Raises:
-        TopologyError: a number out of range, or bounds the wrong way round.
+        TopologyError: a number is out of range, or min_ctas exceeds max_ctas.
     """
 
     cga_cluster_size: int | None = None
@@ -42,7 +42,7 @@ class NCCLOptions:
             raise TopologyError(f"net_name must be 'IB' or 'Socket'; got {self.net_name!r}")
 
     def for_torch(self) -> object:
-        """``ProcessGroupNCCL.Options`` that say the same."""
+        """Returns the equivalent ``ProcessGroupNCCL.Options``."""
         settings = asdict(self)
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=settings.pop("high_priority_stream"))
         for name, value in settings.items():
@@ -53,17 +53,17 @@ class NCCLOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
-    """How a process group is made.
+    """Options of a process group.
 
     Attributes:
-        backend: as for ``torch.distributed.new_group``: "nccl", "gloo", "cpu:gloo,cuda:nccl"; None: as the default
-            group.
+        backend: as for ``torch.distributed.new_group``: "nccl", "gloo", "cpu:gloo,cuda:nccl"; None: the default
+            group's.
         timeout: of its collectives; None: that of all groups.
-        nccl: for groups of NCCL only.
+        nccl: only for groups with the NCCL backend.
 
     Raises:
-        TopologyError: a backend that this torch does not have, a timeout that is not positive, NCCL's options for
-            another backend.
+        TopologyError: the backend is not available in this torch, the timeout is not positive, or NCCL options are
+            given for another backend.
     """
 
     backend: str | None = None

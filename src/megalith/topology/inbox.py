@@ -1,8 +1,8 @@
-"""Memory that a message of another rank is received into, which cannot be read by luck before it was waited for.
+"""Receive buffers for messages from other ranks, with a mode that exposes reads before the wait.
 
-A receive ends at any time between its start and its wait, so that code that forgets to wait mostly reads the right
-numbers. In a run that poisons buffers (``poison_buffers``) a message arrives in memory of its own, and is copied when
-it has been waited for: until then its reader finds NaN, every time.
+A receive may complete at any time between its start and its wait, so code that forgets to wait usually reads correct
+values. With poisoned buffers (``poison_buffers``), a message arrives in separate memory and is copied out after the
+wait: until then its reader always finds NaN.
 """
 
 from dataclasses import dataclass
@@ -14,28 +14,29 @@ __all__ = ["Inbox", "poison_buffers", "poisons_buffers"]
 
 
 def poison_buffers(on: bool) -> None:
-    """Makes torch fill fresh memory with NaN, integers with the largest, while it is in deterministic mode.
+    """Makes torch fill new memory with NaN (integers: the maximum) while deterministic mode is on.
 
-    Process-wide, on every device: each torch.empty, whether ours, of a fused operation or of FSDP2. Out of reach are
-    memory that is used again (FSDP2's gathered weights, whose collective arrives in fresh memory, though), what an
-    all-reduce finds in place, results of torch's own operators, and what code from torch.compile allocates for itself.
+    Process-wide, on every device: every torch.empty, whether called here, by a fused operation or by FSDP2. Not
+    covered: memory that is reused (FSDP2's gathered weights, although their collective arrives in new memory), the
+    input of an in-place all-reduce, results of torch's own operators, and memory that compiled code allocates for
+    itself.
     """
     torch.utils.deterministic.fill_uninitialized_memory = on  # type: ignore[attr-defined]
 
 
 def poisons_buffers() -> bool:
-    """Whether fresh memory is filled now."""
+    """Returns whether new memory is being filled."""
     fills: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     return fills and torch.are_deterministic_algorithms_enabled()
 
 
 @dataclass(frozen=True)
 class Inbox:
-    """One message under way.
+    """Receive buffer of one message.
 
     Attributes:
-        landing: what a receive writes into.
-        message: what its reader gets; the same memory, unless buffers are poisoned.
+        landing: the buffer that the receive writes into.
+        message: what the reader gets; the same memory, unless buffers are poisoned.
     """
 
     landing: Tensor
@@ -43,16 +44,16 @@ class Inbox:
 
     @classmethod
     def like(cls, x: Tensor) -> "Inbox":
-        """For a message of the shape, dtype and device of ``x``."""
+        """Returns an inbox for a message of the shape, dtype and device of ``x``."""
         return cls.of(torch.empty_like(x))
 
     @classmethod
     def of(cls, memory: Tensor) -> "Inbox":
-        """For a message that arrives in ``memory``, fresh."""
+        """Returns an inbox for a message that arrives in ``memory``, which must be newly allocated."""
         return cls(memory, torch.empty_like(memory) if poisons_buffers() else memory)
 
     def opened(self) -> Tensor:
-        """The message, once its receive was waited for."""
+        """Returns the message; call it after the receive has been waited for."""
         if self.message is not self.landing:
             self.message.copy_(self.landing)
         return self.message

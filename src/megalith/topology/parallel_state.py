@@ -1,7 +1,7 @@
-"""The accessors that the field knows, for users' scripts: each speaks of the parallel state that is current.
+"""Megatron's accessors, for users' scripts: each reads the current parallel state.
 
-Nothing inside this package calls them: groups are handed to constructors as a ``ProcessGroupCollection``. A group
-is made when it is first asked for, by its members, and one of a single rank is None.
+Nothing inside this package calls them: groups are passed to constructors as a ``ProcessGroupCollection``. A group is
+created by its members on first use; a group of a single rank is None.
 """
 
 from torch.distributed import ProcessGroup
@@ -204,7 +204,7 @@ def get_context_parallel_global_ranks() -> list[int]:
 
 
 def get_hierarchical_context_parallel_groups() -> list[ProcessGroup | None]:
-    """One for each of ``hierarchical_context_parallel_sizes``. Raises TopologyError if there are none."""
+    """One group per entry of ``hierarchical_context_parallel_sizes``. Raises TopologyError if that is not set."""
     state = current_parallel_state()
     if (sizes := state.script.hierarchical_context_parallel_sizes) is None:
         raise TopologyError(
@@ -219,7 +219,7 @@ def get_intra_distributed_optimizer_instance_group() -> ProcessGroup | None:
 
 
 def get_inter_distributed_optimizer_instance_group() -> ProcessGroup | None:
-    """The ranks that hold what this one holds, one of each instance, for dense and expert weights alike."""
+    """The ranks that hold the same shards as this one, one per instance, for dense and expert weights alike."""
     return current_parallel_state().group("dp_replicate")
 
 
@@ -232,19 +232,19 @@ def get_amax_reduction_group(
 
 
 def get_embedding_group() -> ProcessGroup | None:
-    """Raises TopologyError on a rank that is not in it; ask ``is_rank_in_embedding_group`` first."""
+    """Raises TopologyError on a rank outside the group; check ``is_rank_in_embedding_group`` first."""
     return current_parallel_state().embedding_group()
 
 
 def get_position_embedding_group() -> ProcessGroup | None:
-    """Raises TopologyError on a rank that is not in it; ask ``is_rank_in_position_embedding_group`` first."""
+    """Raises TopologyError on a rank outside the group; check ``is_rank_in_position_embedding_group`` first."""
     return current_parallel_state().position_embedding_group()
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank shares the embedding table; without ``ignore_virtual``, whether this part of its model does.
+    """Whether this rank shares the embedding table; without ``ignore_virtual``, whether this model chunk does.
 
-    Of the first rank that is its first part, and of the last its last.
+    On the first rank that is its first chunk, on the last rank its last chunk.
     """
     state = current_parallel_state()
     ranks, rank = state.embedding_ranks, state.global_rank
@@ -261,28 +261,28 @@ def is_rank_in_position_embedding_group() -> bool:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this is the first stage; without ``ignore_virtual``, and this part of the model its first.
+    """Whether this is the first stage and, without ``ignore_virtual``, the model chunk is the stage's first.
 
-    ``vp_stage``: the part, where stages hold several; None: that of ``use``. Raises TopologyError if neither is given.
+    ``vp_stage``: the chunk, if stages hold several; None: that of ``use``. Raises TopologyError if neither is given.
     """
     virtual = 0 if ignore_virtual else _virtual_rank(vp_stage)
     return get_pipeline_model_parallel_rank() == 0 and virtual == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this is the last stage; without ``ignore_virtual``, and this part of the model its last; as above."""
+    """Whether this is the last stage and, without ``ignore_virtual``, the model chunk is the stage's last; as above."""
     last = (get_virtual_pipeline_model_parallel_world_size() or 1) - 1
     virtual = last if ignore_virtual else _virtual_rank(vp_stage)
     return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1 and virtual == last
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """The part of the model that ``use(state, vp_stage)`` has made current; None outside of it."""
+    """The model chunk that ``use(state, vp_stage)`` made current; None outside of it."""
     return current_vp_stage()
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """How many parts of the model each stage holds; None where there is one, without a number."""
+    """The number of model chunks per stage; None without virtual pipeline stages."""
     return current_parallel_state().script.virtual_pipeline_model_parallel_size
 
 
@@ -295,17 +295,17 @@ def get_pipeline_model_parallel_last_rank() -> int:
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """The rank of the next stage; of the last stage, that of the first."""
+    """The rank of the next stage; wraps around to the first."""
     return _rank_of_stage(1)
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """The rank of the stage before; of the first stage, that of the last."""
+    """The rank of the previous stage; wraps around to the last."""
     return _rank_of_stage(-1)
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The first rank of this rank's group, to broadcast from."""
+    """The first rank of this rank's group, the source of broadcasts."""
     return current_parallel_state().ranks("tp")[0]
 
 
@@ -332,7 +332,7 @@ def _rank_of_stage(step: int) -> int:
 
 
 def _virtual_rank(vp_stage: int | None) -> int:
-    """The part of the model that is meant, 0 where there is one."""
+    """Returns the model chunk in question, 0 if the stage holds only one."""
     script = current_parallel_state().script
     vp_stage = current_vp_stage() if vp_stage is None else vp_stage
     if vp_stage is None and script.virtual_pipeline_model_parallel_size is None:

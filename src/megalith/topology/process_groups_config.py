@@ -1,4 +1,4 @@
-"""The process groups that a layer, an optimizer or a loss is built with; one that is None has one rank, this one."""
+"""The process groups passed to layers, optimizers and losses; None stands for a group of this rank alone."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,25 +15,25 @@ __all__ = ["WEIGHT_AXES", "Axis", "Family", "ProcessGroupCollection"]
 Axis = Literal["tp", "cp", "pp", "dp", "dp_cp", "ep", "etp", "edp"]
 Family = Literal["dense", "expert"]
 
-# the axes that may split a weight, outermost first; the data-parallel axes of its mesh replicate and shard it
+# the axes that may split a weight, outermost first; the mesh's data-parallel axes replicate and shard it
 WEIGHT_AXES: dict[Family, tuple[Axis, ...]] = {"dense": ("tp",), "expert": ("ep", "etp")}
 
 
 @dataclass(frozen=True, repr=False)
 class ProcessGroupCollection:
-    """This rank's groups, by the field's names, each None where its size is 1; handed to constructors.
+    """This rank's groups, by their usual names, passed to constructors; a group of size 1 is None.
 
-    torch.distributed reads None as the whole world: whoever calls it asks ``size`` first, or takes a function of
-    ``topology.collectives``, which reads None as this rank alone.
+    torch.distributed reads None as the whole world: check ``size`` before calling it, or use the functions of
+    ``topology.collectives``, which read None as this rank alone.
 
     Attributes:
         tp: splits each layer's weights; ``cp``: the sequence; ``pp``: the layers.
-        dp: ranks that read different samples; ``dp_cp``: that hold the same dense weights and different tokens.
-        ep: splits the experts, ``etp`` each expert's weights; ``edp``: ranks with the same experts, different tokens.
+        dp: ranks that read different samples; ``dp_cp``: ranks with the same dense weights and different tokens.
+        ep: splits the experts; ``etp``: each expert's weights; ``edp``: ranks with the same experts, different tokens.
         mesh: this stage's ranks for the DTensors and FSDP2 of dense weights, with the dimensions dp_replicate, dp_shard
-            and tp, those of size 1 too; None without torch.distributed.
+            and tp, including those of size 1; None without torch.distributed.
         expert_mesh: the same ranks for expert weights: edp_replicate, edp_shard, ep and etp.
-        output_rank: the rank of pp that has the last stage; None: the last one.
+        output_rank: the pp rank that holds the last stage; None: the last one.
     """
 
     tp: ProcessGroup | None = None
@@ -50,41 +50,42 @@ class ProcessGroupCollection:
 
     @classmethod
     def single(cls) -> "ProcessGroupCollection":
-        """One process that is alone; torch.distributed need not be there."""
+        """Returns the collection of a single process; does not need torch.distributed."""
         return cls()
 
     def size(self, axis: Axis) -> int:
-        """How many ranks this rank's group along ``axis`` has."""
+        """Returns the number of ranks in this rank's group along ``axis``."""
         group: ProcessGroup | None = getattr(self, axis)
         return 1 if group is None else group.size()
 
     def rank(self, axis: Axis) -> int:
-        """The index of this rank in its group along ``axis``."""
+        """Returns the index of this rank in its group along ``axis``."""
         group: ProcessGroup | None = getattr(self, axis)
         return 0 if group is None else group.rank()
 
     @property
     def speaks_for_tokens(self) -> bool:
-        """Whether this rank counts its tokens and their loss in sums over the world.
+        """Whether this rank contributes its tokens and their loss to sums over the world.
 
-        Of the ranks that see the same tokens one speaks: the first of tp, with the last stage, which has the loss.
+        Among the ranks that see the same tokens, exactly one does: the first tp rank of the last stage, which has the
+        loss.
         """
         output_rank = self.size("pp") - 1 if self.output_rank is None else self.output_rank
         return self.rank("tp") == 0 and self.rank("pp") == output_rank
 
     def sum_over_model_(self, x: Tensor) -> None:
-        """Sums ``x`` in place over the ranks of the model, which are not the world where several jobs share that."""
+        """Sums ``x`` in place over the ranks of this model, which are not the whole world if several jobs share it."""
         for group in (self.tp, self.pp, self.dp_cp):
             if group is not None:
                 dist.all_reduce(x, group=group)
 
     def weight_mesh(self, family: Family) -> DeviceMesh:
-        """The mesh of the DTensors of a family, with the dimensions ``WEIGHT_AXES[family]``."""
+        """Returns the mesh of a family's DTensors, with the dimensions ``WEIGHT_AXES[family]``."""
         mesh = self._root_mesh(family)
         return mesh["tp"] if family == "dense" else mesh["ep", "etp"]
 
     def data_mesh(self, family: Family) -> DeviceMesh:
-        """The mesh that FSDP2 shards a family over, under a dimension that replicates where there is one."""
+        """Returns the mesh that FSDP2 shards a family over, preceded by a replicate dimension if its size exceeds 1."""
         mesh = self._root_mesh(family)
         replicate, shard = ("dp_replicate", "dp_shard") if family == "dense" else ("edp_replicate", "edp_shard")
         return mesh[shard] if mesh[replicate].size() == 1 else mesh[replicate, shard]

@@ -1,12 +1,12 @@
-"""Which rank sits where: one world factorised along named axes, in two ways, in pure Python.
+"""The layout of ranks: one world factorized along named axes in two ways, in pure Python.
 
-    dense    tp, cp, dp = dp_replicate x dp_shard, pp       weights that every token passes
-    expert   etp, ep, edp = edp_replicate x edp_shard, pp   experts: the same ranks, cut another way
+    dense    tp, cp, dp = dp_replicate x dp_shard, pp       weights applied to every token
+    expert   etp, ep, edp = edp_replicate x edp_shard, pp   experts: the same ranks, divided another way
 
 The leftmost axis of the order varies fastest: rank = sum of coordinate * stride, where the stride of an axis is the
-product of the sizes to its left. In the order string tp stands for etp too, and dp for dp_shard (faster), dp_replicate,
-edp_shard (faster) and edp_replicate; the dense factorisation passes over ep, and the expert one over cp. The convention
-is Megatron's. The sizes are those of ``config.layout``.
+product of the sizes to its left. In the order string, tp also stands for etp, and dp for dp_shard (faster),
+dp_replicate, edp_shard (faster) and edp_replicate. The dense factorization skips ep, and the expert one skips cp. The
+convention is Megatron's. The sizes are those of ``config.layout``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,26 +22,26 @@ __all__ = ["RankGrid"]
 # what each token of the order stands for, fastest axis first
 _DENSE = {"tp": ("tp",), "cp": ("cp",), "ep": (), "dp": ("dp_shard", "dp_replicate"), "pp": ("pp",)}
 _EXPERT = {"tp": ("etp",), "cp": (), "ep": ("ep",), "dp": ("edp_shard", "edp_replicate"), "pp": ("pp",)}
-# an axis by the name of both its parts together
+# joint names for an axis of two parts
 _JOINED = {"dp": _DENSE["dp"], "edp": _EXPERT["dp"]}
 
 
 class RankGrid:
     """The coordinates of every rank of a world, and the groups of ranks along any axes.
 
-    Axes are named alone or joined by hyphens, in any sequence: "tp", "dp-cp", "etp-ep". They are those of one
-    factorisation: tp, cp, dp (or its parts dp_replicate and dp_shard) and pp, or etp, ep, edp (or its parts
+    Axes are given alone or joined by hyphens, in any order: "tp", "dp-cp", "etp-ep". All must belong to one
+    factorization: tp, cp, dp (or its parts dp_replicate and dp_shard) and pp, or etp, ep, edp (or its parts
     edp_replicate and edp_shard) and pp.
 
     Args:
-        world: number of ranks, or their layout, which needs no degrees.
+        world: number of ranks, or a resolved layout, which needs no degrees.
         degrees: tensor, context, pipeline, replicate, shard and expert are the sizes of tp, cp, pp, dp_replicate,
-            dp_shard and ep; ``shard=-1`` takes what is left of the world, and so does edp always. ``expert_tensor`` is
-            the size of etp; None: that of tp.
-        order: which axis varies fastest, from left to right; axes of size 1 may be left out.
+            dp_shard and ep; ``shard=-1`` takes the rest of the world, as edp always does. ``expert_tensor`` is the size
+            of etp; None: that of tp.
+        order: the axes, fastest-varying first; axes of size 1 may be left out.
 
     Raises:
-        TopologyError: sizes that are not positive integers, or whose product is not the world; a wrong ``order``.
+        TopologyError: sizes are not positive integers, or their product is not the world; or ``order`` is invalid.
     """
 
     def __init__(self, world: int | Layout, *, order: str = "tp-cp-ep-dp-pp", **degrees: Unpack[Degrees]) -> None:
@@ -59,33 +59,34 @@ class RankGrid:
             )
 
     def size(self, axes: str) -> int:
-        """How many ranks a group along ``axes`` has."""
+        """Returns the number of ranks in a group along ``axes``."""
         _, names = self._resolve(axes)
         return prod(self._sizes[name] for name in names)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where ``rank`` sits on every axis of both factorisations; dp and edp count over both their parts."""
+        """Returns the position of ``rank`` on every axis of both factorizations; dp and edp combine their two parts."""
         single = [name for strides in self._factorisations for name in strides]
         return {name: self.position(name, rank) for name in (*_JOINED, *single)}
 
     def groups(self, axes: str) -> list[list[int]]:
-        """The groups of ranks that differ along ``axes`` only: each ascending, together all ranks, by first rank."""
+        """Returns the groups of ranks that differ only along ``axes``, by first rank; each is ascending."""
         strides, names = self._resolve(axes)
         others = [name for name in strides if name not in names]
         return [self._span(first, strides, names) for first in self._span(0, strides, others)]
 
     def group_of(self, axes: str, rank: int) -> list[int]:
-        """The group of ``groups(axes)`` that ``rank`` is in, in time that does not grow with the world."""
+        """Returns the group of ``groups(axes)`` that contains ``rank``, in time independent of the world size."""
         strides, names = self._resolve(axes)
         self._check_rank(rank)
         first = rank - sum(self._coordinate(name, strides, rank) * strides[name] for name in names)
         return self._span(first, strides, names)
 
     def hierarchical_groups_of(self, axes: str, sizes: Sequence[int], rank: int) -> list[list[int]]:
-        """For each of ``sizes`` a group of ``rank``, of members of its group along ``axes``.
+        """Returns a group containing ``rank`` for each of ``sizes``, a subset of its group along ``axes``.
 
-        Members are numbered in mixed radix with those sizes, digit 0 the fastest; the group of level k has those whose
-        numbers differ in digit k only. Raises TopologyError unless the sizes multiply to the size of ``axes``.
+        Members are numbered in mixed radix with those sizes, digit 0 fastest; the group of level k consists of those
+        whose numbers differ only in digit k. Raises TopologyError unless the product of the sizes is the size of
+        ``axes``.
         """
         if any(type(size) is not int or size < 1 for size in sizes) or prod(sizes) != self.size(axes):
             raise TopologyError(
@@ -95,17 +96,17 @@ class RankGrid:
         members, index = self.group_of(axes, rank), self.position(axes, rank)
         levels, stride = [], 1
         for size in sizes:
-            first = index - index // stride % size * stride  # with 0 for its digit
+            first = index - index // stride % size * stride  # its digit set to 0
             levels.append([members[first + digit * stride] for digit in range(size)])
             stride *= size
         return levels
 
     def single_axes(self, axes: str) -> frozenset[str]:
-        """The axes that ``axes`` names, each by itself: the same for any sequence, and for a name of both its parts."""
+        """Returns the individual axes of ``axes``, independent of their order and with joint names split up."""
         return frozenset(self._resolve(axes)[1])
 
     def position(self, axes: str, rank: int) -> int:
-        """The index of ``rank`` in ``group_of(axes, rank)``."""
+        """Returns the index of ``rank`` in ``group_of(axes, rank)``."""
         strides, names = self._resolve(axes)
         self._check_rank(rank)
         index = 0
@@ -118,7 +119,7 @@ class RankGrid:
         return f"RankGrid(world_size={self.world_size}{', ' if sizes else ''}{sizes})"
 
     def _resolve(self, axes: str) -> tuple[Mapping[str, int], list[str]]:
-        """The strides of the factorisation that has ``axes``, and the single axes meant, fastest first."""
+        """Returns the strides of the factorization that contains ``axes``, and the individual axes, fastest first."""
         wanted = {name for axis in axes.split("-") for name in _JOINED.get(axis, (axis,))}
         for strides in self._factorisations:
             if wanted <= strides.keys():
@@ -132,7 +133,7 @@ class RankGrid:
         return rank // strides[name] % self._sizes[name]
 
     def _span(self, first: int, strides: Mapping[str, int], names: list[str]) -> list[int]:
-        """The ranks reached from ``first`` by steps along ``names``, ascending."""
+        """Returns the ranks reached from ``first`` by steps along ``names``, ascending."""
         steps = [range(0, self._sizes[name] * strides[name], strides[name]) for name in reversed(names)]
         return [first + sum(step) for step in product(*steps)]
 
@@ -142,7 +143,7 @@ class RankGrid:
 
 
 def _sizes(layout: Layout) -> dict[str, int]:
-    """The size of every single axis."""
+    """Returns the size of every individual axis."""
     return {
         "tp": layout.tensor,
         "cp": layout.context,
@@ -157,7 +158,7 @@ def _sizes(layout: Layout) -> dict[str, int]:
 
 
 def _parse_order(order: str, sizes: Mapping[str, int]) -> list[str]:
-    """The tokens of ``order``, and at the end those left out because all their axes have size 1."""
+    """Returns the tokens of ``order``, followed by those left out because all their axes have size 1."""
     tokens = order.split("-")
     if unknown := [token for token in tokens if token not in _DENSE]:
         raise TopologyError(f"order must be of {', '.join(_DENSE)}, joined by hyphens; got {unknown[0]!r} in {order!r}")
@@ -175,7 +176,7 @@ def _parse_order(order: str, sizes: Mapping[str, int]) -> list[str]:
 
 
 def _strides(table: Mapping[str, tuple[str, ...]], tokens: list[str], sizes: Mapping[str, int]) -> dict[str, int]:
-    """The stride of each axis of one factorisation, fastest first."""
+    """Returns the stride of each axis of one factorization, fastest first."""
     strides, stride = {}, 1
     for name in (name for token in tokens for name in table[token]):
         strides[name] = stride

@@ -1,4 +1,4 @@
-"""This process' place in a layout: its groups, made when first needed, and the device meshes of FSDP2 and DTensor."""
+"""This process's place in a layout: its lazily created groups, and the device meshes of FSDP2 and DTensor."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,34 +18,34 @@ from megalith.torch_compat import new_group
 
 __all__ = ["ParallelState"]
 
-# of each family's mesh, its dimensions from the slowest on, and the axes of the grid that each spans
+# family -> dimensions of its mesh, slowest first -> the axes of the grid that each spans
 _MESH_AXES: dict[Family, dict[str, str]] = {
     "dense": {"dp_replicate": "dp_replicate", "dp_shard": "dp_shard-cp", "tp": "tp"},
     "expert": {"edp_replicate": "edp_replicate", "edp_shard": "edp_shard", "ep": "ep", "etp": "etp"},
 }
-# groups that are no axes, by the names that their options have
+# groups that do not correspond to axes, by their names in group_options
 _EMBEDDING, _POSITION_EMBEDDING = "embd", "pos_embd"
 
 
 class ParallelState:
     """The groups of one rank of a grid.
 
-    Sizes and ranks need no torch.distributed. Groups and meshes do, and making one is a collective of its members:
-    all of them must ask for the same groups in the same order. Ranks are numbered as in the default group.
+    Sizes and ranks need no torch.distributed. Groups and meshes do, and creating one is a collective over its members:
+    all of them must request the same groups in the same order. Ranks are numbered as in the default group.
 
     Args:
         grid: the layout.
-        rank: this process' rank; None: its rank in the default process group, or 0 without one.
+        rank: this process's rank; None: its rank in the default process group, or 0 without one.
         device_type: of the mesh, "cpu" or "cuda".
-        rank_offset: the first rank of the grid, in a world that several jobs share; None: the grid is the whole world.
-        timeout: of collectives over all groups made here; None: torch's.
-        group_options: how to make the groups that are asked for by these axes ("dp-cp", in any sequence; "dp_shard-cp"
-            is the one that FSDP2 shards over), and those named "embd" and "pos_embd"; default: as the default group.
-        script: what only the accessors of ``parallel_state`` read.
+        rank_offset: the first rank of the grid, if several jobs share a world; None: the grid is the whole world.
+        timeout: of collectives over all groups created here; None: torch's default.
+        group_options: options by axes ("dp-cp", in any order; FSDP2 shards over "dp_shard-cp"), or by the names "embd"
+            and "pos_embd"; groups not listed use those of the default group.
+        script: options that only the accessors of ``parallel_state`` read.
 
     Raises:
-        TopologyError: the default group has another number of ranks than the grid, or too few, ``rank`` is not in the
-            grid, options are of axes that it has not, or ``script`` does not fit it.
+        TopologyError: the default group has more ranks than the grid (without ``rank_offset``) or too few, ``rank`` is
+            not in the grid, ``group_options`` names unknown axes, or ``script`` does not fit the grid.
     """
 
     def __init__(
@@ -82,39 +82,39 @@ class ParallelState:
         self._meshes: dict[Family, DeviceMesh] = {}
 
     def size(self, axes: str) -> int:
-        """How many ranks this rank's group along ``axes`` has; axes are named as for ``RankGrid``."""
+        """Returns the number of ranks in this rank's group along ``axes``, which are named as for ``RankGrid``."""
         return self.grid.size(axes)
 
     def rank(self, axes: str) -> int:
-        """The index of this rank in its group along ``axes``."""
+        """Returns the index of this rank in its group along ``axes``."""
         return self.grid.position(axes, self._place)
 
     def ranks(self, axes: str) -> list[int]:
-        """This rank's group along ``axes``, as ranks of the default group, ascending."""
+        """Returns this rank's group along ``axes``, as ranks of the default group, ascending."""
         return self._of_world(self.grid.group_of(axes, self._place))
 
     def group(self, axes: str) -> ProcessGroup | None:
-        """This rank's group along ``axes``, made at the first call; None if this rank is alone in it."""
+        """Returns this rank's group along ``axes``, created on first use; None if it consists of this rank alone."""
         return self._made_unless_alone(self.ranks(axes), self.grid.single_axes(axes))
 
     def hierarchical_groups(self, axes: str, sizes: Sequence[int]) -> list[ProcessGroup | None]:
-        """This rank's groups along ``axes`` cut into levels of ``sizes``, as ``RankGrid.hierarchical_groups_of``."""
+        """Returns this rank's groups along ``axes`` by levels of ``sizes``; see ``RankGrid.hierarchical_groups_of``."""
         levels = self.grid.hierarchical_groups_of(axes, sizes, self._place)
         return [self._made_unless_alone(self._of_world(level), self.grid.single_axes(axes)) for level in levels]
 
     def embedding_group(self) -> ProcessGroup | None:
-        """The ranks of this pipeline that share the embedding table. Raises TopologyError on any other rank."""
+        """Returns this pipeline's group with the embedding table. Raises TopologyError on a rank outside of it."""
         return self._group_of_some(self.embedding_ranks, _EMBEDDING)
 
     def position_embedding_group(self) -> ProcessGroup | None:
-        """The ranks of this pipeline that share the table of positions. Raises TopologyError on any other rank."""
+        """Returns this pipeline's group with the position embeddings. Raises TopologyError on a rank outside of it."""
         return self._group_of_some(self.position_embedding_ranks, _POSITION_EMBEDDING)
 
     def mesh(self, family: Family) -> DeviceMesh:
-        """This pipeline stage's ranks as the mesh of a family of weights, of the groups above, made at the first call.
+        """Returns the mesh of a family of weights over this pipeline stage's ranks, created on first use.
 
-        Dense: (dp_replicate, dp_shard, tp), where dp_shard spans cp as well, for weights are the same on every rank of
-        it. Expert: (edp_replicate, edp_shard, ep, etp). A dimension of size 1 has a group too: DTensor asks for it.
+        Dense: (dp_replicate, dp_shard, tp), where dp_shard also spans cp, because weights are the same on all cp ranks.
+        Expert: (edp_replicate, edp_shard, ep, etp). Dimensions of size 1 have a group too, because DTensor asks for it.
         """
         if family not in self._meshes:
             axes = _MESH_AXES[family]
@@ -127,9 +127,9 @@ class ParallelState:
         return self._meshes[family]
 
     def collection(self, output_rank: int | None = None) -> ProcessGroupCollection:
-        """The groups that layers are built with; one process without torch.distributed gives ``single()``.
+        """Returns the groups that layers are built with; ``single()`` for one process without torch.distributed.
 
-        ``output_rank``: the rank of pp that has the last stage; None: the last one.
+        ``output_rank``: the pp rank that holds the last stage; None: the last one.
         """
         if not dist.is_initialized() and self.grid.world_size == 1:
             return ProcessGroupCollection.single()
@@ -148,15 +148,15 @@ class ParallelState:
         )
 
     def destroy(self) -> None:
-        """Destroys every group made here; meshes and whatever was built with them are of no use afterwards.
+        """Destroys every group created here; meshes and anything built with them cannot be used afterwards.
 
-        What is asked for later is made anew. No rank waits for another.
+        Groups requested later are created anew. No rank waits for another.
         """
         self._meshes.clear()
         while self._groups:
             _, group = self._groups.popitem()
             if dist.is_initialized():
-                with suppress(ValueError):  # it has ended already, with the default group
+                with suppress(ValueError):  # already destroyed with the default group
                     dist.destroy_process_group(group)
 
     def _of_world(self, places: Sequence[int]) -> list[int]:
@@ -173,7 +173,7 @@ class ParallelState:
         return None if len(ranks) == 1 else self._made(ranks, axes)
 
     def _made(self, ranks: list[int], axes: frozenset[str]) -> ProcessGroup:
-        """The group of ``ranks`` with the options of ``axes``: one for all that mean the same ranks and options."""
+        """Returns the group of ``ranks`` with the options of ``axes``; equal ranks and options share one group."""
         if not dist.is_initialized() or dist.get_rank() != self.global_rank:
             here = f"rank {dist.get_rank()}" if dist.is_initialized() else "outside torch.distributed"
             raise TopologyError(
@@ -189,7 +189,7 @@ class ParallelState:
 
 
 def _check_world(grid: RankGrid, rank_offset: int | None) -> None:
-    """Refuses a grid that the default group does not have room for, or room to spare if it is the whole world."""
+    """Raises TopologyError if the grid does not fit into the default group, or must fill it and does not."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     room = world - grid.world_size
     if room < 0 or (room > 0 and rank_offset is None):
@@ -205,7 +205,7 @@ def _check_world(grid: RankGrid, rank_offset: int | None) -> None:
 
 
 def _by_axes(grid: RankGrid, group_options: Mapping[str, GroupOptions]) -> dict[frozenset[str], GroupOptions]:
-    """``group_options`` under one key for all sequences of the same axes."""
+    """Returns ``group_options`` keyed by the set of axes, so that their order does not matter."""
     found: dict[frozenset[str], GroupOptions] = {}
     for axes, options in group_options.items():
         key = frozenset({axes}) if axes in (_EMBEDDING, _POSITION_EMBEDDING) else grid.single_axes(axes)

@@ -1,4 +1,4 @@
-"""What users' scripts ask a parallel state for besides the axes of its grid; nothing else in this package reads it."""
+"""Options of ``initialize_model_parallel`` other than axes; only the accessors for users' scripts read them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,29 +8,29 @@ from megalith.topology.rank_grid import RankGrid
 
 __all__ = ["RanksOfPipeline", "ScriptOptions", "first_and_last_rank", "first_rank"]
 
-# the ranks of a pipeline, in the order of its stages -> those of them that hold something
+# the ranks of a pipeline, in stage order -> the subset that holds something
 RanksOfPipeline = Callable[[list[int]], Sequence[int]]
 
 
 def first_and_last_rank(pp_ranks: list[int]) -> list[int]:
-    """The ranks with the embedding table: of the first stage, and of the last, whose head is tied to it."""
+    """Returns the ranks with the embedding table: the first stage's, and the last stage's, whose head is tied to it."""
     return sorted({pp_ranks[0], pp_ranks[-1]})
 
 
 def first_rank(pp_ranks: list[int]) -> list[int]:
-    """The rank with the learned positions."""
+    """Returns the rank with the learned position embeddings."""
     return pp_ranks[:1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptOptions:
-    """Arguments of ``initialize_model_parallel`` that say nothing about the axes.
+    """Arguments of ``initialize_model_parallel`` that do not concern the axes.
 
     Attributes:
-        virtual_pipeline_model_parallel_size: parts of the model that each stage holds; None: one, without a number.
-        hierarchical_context_parallel_sizes: of the levels that the context-parallel groups are cut into.
+        virtual_pipeline_model_parallel_size: model chunks per stage; None: no virtual stages.
+        hierarchical_context_parallel_sizes: sizes of the levels of the context-parallel groups.
         get_embedding_ranks, get_position_embedding_ranks: which ranks of a pipeline share the embedding table, and
-            which the table of positions.
+            which the position embeddings.
     """
 
     virtual_pipeline_model_parallel_size: int | None = None
@@ -39,7 +39,7 @@ class ScriptOptions:
     get_position_embedding_ranks: RanksOfPipeline = first_rank
 
     def check(self, grid: RankGrid) -> None:
-        """Raises TopologyError for what ``grid`` cannot have."""
+        """Raises TopologyError for options that do not fit ``grid``."""
         virtual, stages = self.virtual_pipeline_model_parallel_size, grid.size("pp")
         if virtual is not None and (type(virtual) is not int or virtual < 1 or stages == 1):
             raise TopologyError(
@@ -50,7 +50,7 @@ class ScriptOptions:
             grid.hierarchical_groups_of("cp", sizes, rank=0)
 
     def checked_vp_stage(self, vp_stage: int | None) -> int:
-        """``vp_stage``. Raises TopologyError unless it is one of the parts of the model that a stage holds."""
+        """Returns ``vp_stage``. Raises TopologyError unless it is one of the model chunks of a stage."""
         parts = self.virtual_pipeline_model_parallel_size or 1
         if vp_stage is None or not 0 <= vp_stage < parts:
             raise TopologyError(
@@ -59,11 +59,11 @@ class ScriptOptions:
         return vp_stage
 
     def embedding_ranks(self, pp_ranks: list[int]) -> list[int]:
-        """What ``get_embedding_ranks`` says of a pipeline. Raises TopologyError unless these are ranks of it."""
+        """Returns ``get_embedding_ranks`` of a pipeline. Raises TopologyError unless these are ranks of it."""
         return _some_of(pp_ranks, self.get_embedding_ranks(list(pp_ranks)), "get_embedding_ranks")
 
     def position_embedding_ranks(self, pp_ranks: list[int]) -> list[int]:
-        """What ``get_position_embedding_ranks`` says of a pipeline, as above."""
+        """Returns ``get_position_embedding_ranks`` of a pipeline; raises as above."""
         return _some_of(pp_ranks, self.get_position_embedding_ranks(list(pp_ranks)), "get_position_embedding_ranks")
 
 
