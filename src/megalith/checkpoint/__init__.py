@@ -1,4 +1,4 @@
-"""Saves and loads tensors of any layout, and the JSON state beside them. The format: docs/checkpoints.md."""
+"""Saves and loads tensors in any layout, together with JSON state. The format: docs/checkpoints.md."""
 
 from megalith.checkpoint.folders import find_checkpoint, set_aside_damaged
 from megalith.checkpoint.load import load_tensors, read_state

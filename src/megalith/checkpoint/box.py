@@ -1,4 +1,4 @@
-"""The part of a global tensor that a rank holds: a box, one half-open range of indices per dimension."""
+"""The part of a global tensor that a rank holds: a box, one half-open index range per dimension."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from megalith.parallel.local_ranges import local_ranges
 
 __all__ = ["Box", "first_miscount", "local_part"]
 
-_MOST_CUT_DIMENSIONS = 8  # a device mesh of the house has five axes, and each cuts one dimension
+_MOST_CUT_DIMENSIONS = 8  # above the axes of any device mesh (at most four), each of which splits one dimension
 
 
 @dataclass(frozen=True, order=True)
@@ -25,50 +25,50 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Box":
-        """All of a tensor of ``shape``."""
+        """Returns the box of an entire tensor of ``shape``."""
         return cls(tuple((0, size) for size in shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The sizes of this part."""
+        """The size of each dimension."""
         return tuple(stop - start for start, stop in self.ranges)
 
     @property
     def num_elements(self) -> int:
-        """How many elements it has; 0 for an empty box."""
+        """The number of elements; 0 for an empty box."""
         return prod(self.shape)
 
     def overlap(self, other: "Box") -> "Box | None":
-        """What both boxes hold, or None."""
+        """Returns the intersection of both boxes, or None if it is empty."""
         pairs = zip(self.ranges, other.ranges, strict=True)
         both = Box(tuple((max(mine[0], its[0]), min(mine[1], its[1])) for mine, its in pairs))
         return both if all(start < stop for start, stop in both.ranges) else None
 
     def permuted(self, dims: Sequence[int]) -> "Box":
-        """The same part of the tensor whose dimensions are in the order ``dims``, as ``Tensor.permute`` has it."""
+        """Returns the same box after ``Tensor.permute(dims)`` of the global tensor."""
         return Box(tuple(self.ranges[d] for d in dims))
 
     def slices_in(self, outer: "Box") -> tuple[slice, ...]:
-        """Where this box lies in a tensor that holds ``outer``."""
+        """Returns the slices that select this box from a tensor that holds ``outer``."""
         pairs = zip(self.ranges, outer.ranges, strict=True)
         return tuple(slice(start - origin, stop - origin) for (start, stop), (origin, _) in pairs)
 
 
 def first_miscount(whole: Box, boxes: Iterable[Box]) -> tuple[tuple[int, ...], int] | None:
-    """The first element that is not in exactly one of ``boxes``, and in how many it is; None if they tile ``whole``.
+    """Returns the first element not in exactly one of ``boxes`` and its count; None if they tile ``whole``.
 
     A box is an indicator function, and its mixed derivative is +1 or -1 at each of its corners. Boxes tile ``whole`` if
-    and only if their corners add up to its corners, so the time is linear in the number of boxes and no pair of them is
-    compared. Where corners remain, the lexicographically first one is where the count first differs from 1.
+    and only if their corners sum to its corners, so the time is linear in the number of boxes and no two of them are
+    compared. If corners remain, the lexicographically first one is where the count first differs from 1.
 
     Raises:
-        CheckpointError: ``whole`` is cut along more dimensions than any layout cuts.
+        CheckpointError: ``whole`` is split along more dimensions than any layout splits.
     """
     pieces = list(boxes)
     if pieces == [whole] or (whole.num_elements == 0 and not pieces):
         return None
     cut = [d for d, ends in enumerate(whole.ranges) if any(piece.ranges[d] != ends for piece in pieces)]
-    # a box has 2 ** dimensions corners, and an index may have been written by anyone
+    # a box has 2 ** dimensions corners, and the index is untrusted
     if len(cut) > _MOST_CUT_DIMENSIONS:
         raise CheckpointError(f"a tensor may be cut along at most {_MOST_CUT_DIMENSIONS} dimensions; got {len(cut)}")
     corners: Counter[tuple[int, ...]] = Counter()
@@ -86,12 +86,12 @@ def first_miscount(whole: Box, boxes: Iterable[Box]) -> tuple[tuple[int, ...], i
 
 
 def local_part(name: str, tensor: Tensor) -> tuple[Box, Tensor]:
-    """The box of ``tensor`` that this rank holds, and the local tensor with those elements (no copy, no gradient).
+    """Returns this rank's box of ``tensor`` and the local tensor with its elements (no copy, no gradient).
 
-    A plain tensor is whole on each rank that has it. The box of a rank outside a DTensor's mesh is empty.
+    A plain tensor is whole on every rank that has it. On a rank outside a DTensor's mesh, the box is empty.
 
     Raises:
-        CheckpointError: a placement that no box describes; the message says why.
+        CheckpointError: the placement cannot be described by a box; the message says why.
     """
     try:
         box = Box(local_ranges(tensor))

@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: names of steps, which are complete, which may go.
+"""The folder of a run's checkpoints: step names, which checkpoints are complete, and which may be removed.
 
-``step-00000100`` is a published checkpoint, and ``step-00000100.damaged`` one that was set aside. What is being written
-or removed the store hides. ``latest`` names the newest, and ``best`` one that is kept for its loss, both for people and
-scripts: nothing here reads what they say.
+``step-00000100`` is a published checkpoint, and ``step-00000100.damaged`` one that was set aside. The store hides
+folders that are being written or removed. ``latest`` names the newest checkpoint and ``best`` the one kept for its
+loss; both are for people and scripts, and nothing here reads them.
 """
 
 import logging
@@ -34,24 +34,24 @@ _TRACE = re.compile(rf"{_STEP.pattern}(\.damaged.*)?$")
 
 
 def step_name(step: int) -> str:
-    """The folder in which the checkpoint of ``step`` is published."""
+    """Returns the name of the folder in which the checkpoint of ``step`` is published."""
     return f"step-{step:08}"
 
 
 def find_checkpoint(folder: Location, *, but_not: Collection[str] = ()) -> Location | None:
-    """The newest complete checkpoint in ``folder``, or None; rank 0 looks, and every rank gets its answer.
+    """Returns the newest complete checkpoint in ``folder``, or None; rank 0 searches, and every rank gets the result.
 
-    Complete is one with a sound manifest and all its files in their sizes; what is in them ``verify_checkpoint`` tells.
-    A newer one that is not complete is passed over with a warning, and so are the names in ``but_not``, without one.
+    A checkpoint is complete if its manifest is valid and all its files have the listed sizes; ``verify_checkpoint``
+    checks their contents. Newer incomplete ones are skipped with a warning, and the names in ``but_not`` without one.
 
     Raises:
-        CheckpointError: a newer one is of a format that this version does not read.
-        StorageError: ``folder`` or what is in it cannot be read.
+        CheckpointError: a newer checkpoint has a format that this version does not read.
+        StorageError: ``folder`` or its contents cannot be read.
     """
     newest = None
     with agreed(f"looking for a checkpoint in {folder}"):
         if rank() == 0:
-            # those above are told already, by the call that found them
+            # the call that found those in but_not has already warned about newer ones
             steps = complete_steps(open_store(folder), tell_below=min(map(_number_of, but_not), default=math.inf))
             newest = next((name for name in steps if name not in but_not), None)
     newest = broadcast(newest)
@@ -59,18 +59,18 @@ def find_checkpoint(folder: Location, *, but_not: Collection[str] = ()) -> Locat
 
 
 def traces_of_saves(store: Store) -> list[str]:
-    """Names in ``store`` that a finished save has left, of checkpoints that may be damaged or set aside since.
+    """Returns the names in ``store`` left by finished saves, including checkpoints since damaged or set aside.
 
-    A folder that a killed save has left half written is none of them.
+    Folders that a killed save left half written are excluded.
     """
     unfinished = set(store.leftovers())
     return [name for name in store.names() if name == LATEST or (_TRACE.match(name) and name not in unfinished)]
 
 
 def complete_steps(store: Store, *, tell_below: float = 0) -> Iterator[str]:
-    """The names of the complete checkpoints in ``store``, newest first. Raises as ``find_checkpoint``.
+    """Yields the names of the complete checkpoints in ``store``, newest first. Raises as ``find_checkpoint``.
 
-    Of steps below ``tell_below``, those that are not complete are warned about.
+    Warns about incomplete ones among the steps below ``tell_below``.
     """
     for name in sorted(filter(_STEP.fullmatch, store.names()), key=_number_of, reverse=True):
         if has_all_files(store / name):
@@ -80,7 +80,7 @@ def complete_steps(store: Store, *, tell_below: float = 0) -> Iterator[str]:
 
 
 def set_aside_damaged(path: Location) -> Location:
-    """Renames the checkpoint ``path`` so that ``find_checkpoint`` no longer sees it; its new place, on every rank.
+    """Renames the checkpoint ``path`` so that ``find_checkpoint`` skips it; returns the new location, on every rank.
 
     Raises:
         StorageError: it cannot be renamed.
@@ -94,7 +94,7 @@ def set_aside_damaged(path: Location) -> Location:
 
 
 def rename_damaged(store: Store, name: str) -> str:
-    """``set_aside_damaged`` for one process; the new name of the folder ``name``. Raises StorageError."""
+    """``set_aside_damaged`` for one process; returns the new name of the folder ``name``. Raises StorageError."""
     aside = _free_name(f"{name}.damaged", store.names())
     store.rename(name, aside)
     log.warning("%s is damaged: it is kept as %s and used no more", store / name, aside)
@@ -102,7 +102,7 @@ def rename_damaged(store: Store, name: str) -> str:
 
 
 def remove_old(store: Store, keep_last: int, but_not: Collection[str]) -> None:
-    """Removes complete checkpoints but ``but_not`` and the ``keep_last`` newest; what cannot be removed is logged."""
+    """Removes complete checkpoints except ``but_not`` and the ``keep_last`` newest; logs a failure to remove one."""
     try:
         for name in list(complete_steps(store))[keep_last:]:
             if name not in but_not:
@@ -112,7 +112,7 @@ def remove_old(store: Store, keep_last: int, but_not: Collection[str]) -> None:
 
 
 def discard(store: Store, name: str) -> None:
-    """Drops what is staged of the folder ``name``; if that fails, it is logged, and left for the next save."""
+    """Removes what is staged of the folder ``name``; a failure is logged and left to the next save."""
     try:
         store.abandon(name)
     except StorageError as error:

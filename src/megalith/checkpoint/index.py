@@ -1,4 +1,4 @@
-"""``index.json``: every tensor's global shape and dtype, and which box of it lies in which file under which key."""
+"""``index.json``: every tensor's global shape and dtype, and the file and key of each of its boxes."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Piece:
-    """One box of a tensor, in ``file`` of the checkpoint's folder, under ``key``.
+    """One box of a tensor, stored in ``file`` of the checkpoint's folder under ``key``.
 
-    A checkpoint of our own stores each box as it is. Files of others may store its dimensions in another order, which
-    is ``dims`` of ``Tensor.permute``, or several tensors packed into one: ``box`` then is all that is stored, and
-    reaches beyond the tensor's own bounds.
+    Megalith's checkpoints store each box as it is. Files in other formats may store its dimensions permuted (``dims``,
+    as for ``Tensor.permute``), or several tensors packed into one: ``box`` is then everything stored, and extends
+    beyond the bounds of the tensor.
     """
 
     file: str
@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of global ``shape`` and ``dtype`` (torch's name, as "float32"), cut into ``pieces``."""
+    """A tensor of global ``shape`` and ``dtype`` (torch's name, e.g. "float32"), divided into ``pieces``."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -43,14 +43,14 @@ class StoredTensor:
 
 
 def key_of(name: str, shape: Sequence[int], box: Box) -> str:
-    """The key of a box in its file: the tensor's name, and the ranges unless it is the whole tensor."""
+    """Returns the key of a box in its file: the tensor's name, followed by the ranges unless it is the whole tensor."""
     if box == Box.whole(shape):
         return name
     return f"{name}@{','.join(f'{start}:{stop}' for start, stop in box.ranges)}"
 
 
 def index_of(tensors: Mapping[str, StoredTensor]) -> bytes:
-    """The index of ``tensors``, one line each."""
+    """Returns the index file of ``tensors``, one line each."""
     lines = []
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -62,7 +62,7 @@ def index_of(tensors: Mapping[str, StoredTensor]) -> bytes:
 
 
 def parse_index(content: bytes) -> dict[str, StoredTensor]:
-    """The tensors of an index by name, sound in themselves. Raises CheckpointError."""
+    """Returns the tensors of an index by name, each checked on its own. Raises CheckpointError."""
     try:
         return {name: _stored_tensor(entry) for name, entry in json.loads(content)["tensors"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -86,7 +86,7 @@ def _stored_tensor(entry: Any) -> StoredTensor:
 
 
 def _exactly(kind: type[T], value: Any) -> T:
-    """``value``, which must be of ``kind`` itself: JSON's ``true`` is an int too, and int() takes "2" and 2.5."""
+    """Returns ``value`` if its type is exactly ``kind``: JSON's ``true`` is an int, and int() accepts "2" and 2.5."""
     if type(value) is not kind:
         raise TypeError(f"{shown(value)} should be of type {kind.__name__}")
     return value

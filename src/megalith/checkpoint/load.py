@@ -1,4 +1,4 @@
-"""Loads tensors into whatever layout they have now: each rank reads the overlaps of its boxes with the saved ones."""
+"""Loads tensors into any layout: each rank reads the overlaps of its boxes with the saved ones."""
 
 import difflib
 import json
@@ -21,7 +21,7 @@ from megalith.topology.agreement import agreed, all_gather, everywhere
 
 __all__ = ["load_stored", "load_tensors", "open_tensors", "read_state"]
 
-_NEAREST_FOR = 8  # difflib compares with every name: a few dozen milliseconds each in a large model
+_NEAREST_FOR = 8  # difflib compares with every name: tens of milliseconds each in a large model
 
 
 def load_tensors(
@@ -34,16 +34,17 @@ def load_tensors(
 ) -> None:
     """Fills the tensors ``into`` in place from the checkpoint ``location``; all ranks of the default group call it.
 
-    Strict: the names on all ranks together are those stored, and shapes and dtypes agree; else nothing is changed.
+    Strict: the union of names over all ranks must equal the stored names, and shapes and dtypes must match; otherwise
+    nothing is changed.
 
     Args:
         into: by name; DTensors of any layout (Shard and Replicate), or plain tensors, which are filled whole.
-        only: which stored names count; ``lambda name: name.startswith("model.")`` leaves the optimizer's out.
-        cast: also fill floating tensors from stored ones of another floating dtype, rounding to nearest.
-        verify: False for a caller that has just called ``verify_checkpoint`` itself.
+        only: which stored names to consider; ``lambda name: name.startswith("model.")`` skips the optimizer's.
+        cast: allow filling floating-point tensors from stored ones of another floating dtype, rounding to nearest.
+        verify: False if the caller has just called ``verify_checkpoint``.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or does not fit; one error with every name, on every rank.
+        CheckpointError: the checkpoint is damaged or does not match; one error listing every name, on every rank.
     """
     store = open_store(location)
     if verify:
@@ -54,17 +55,17 @@ def load_tensors(
 
 
 def open_tensors(store: Store, only: Callable[[str], bool] | None = None) -> StoredTensors:
-    """The tensors of the checkpoint ``store``, to be read box by box, those of which ``only`` holds; on this rank.
+    """Returns the tensors of the checkpoint ``store`` accepted by ``only``, to be read box by box; not collective.
 
     Raises:
-        CheckpointError: its index is damaged.
+        CheckpointError: the index is damaged.
     """
     index = parse_index(read_verified(store, INDEX))
     return StoredTensors(store, {name: tensor for name, tensor in index.items() if only is None or only(name)})
 
 
 def load_stored(stored: StoredTensors, into: Mapping[str, Tensor], *, cast: bool = False) -> None:
-    """``load_tensors`` of ``stored``, whatever folder they lie in."""
+    """``load_tensors`` for already opened tensors, whatever folder they are in."""
     with agreed(f"{stored.store} cannot be loaded"):
         parts = {name: local_part(name, tensor) for name, tensor in into.items()}
         misfit = _misfit(stored.tensors, into, cast)
@@ -74,10 +75,10 @@ def load_stored(stored: StoredTensors, into: Mapping[str, Tensor], *, cast: bool
 
 
 def read_state(location: str | Path | Store) -> dict[str, Any]:
-    """The state that was saved with the checkpoint ``location``; all ranks call it.
+    """Returns the state saved with the checkpoint ``location``; all ranks call it.
 
     Raises:
-        CheckpointError: the file is damaged or missing, too large, or no JSON object, on any rank.
+        CheckpointError: on any rank, the file is damaged, missing, too large, or not a JSON object.
     """
     store = open_store(location)
     with agreed():
@@ -87,7 +88,7 @@ def read_state(location: str | Path | Store) -> dict[str, Any]:
             raise CheckpointError(f"{path} may have {MOST_STATE_BYTES} bytes at most; it has {record.bytes}; {WAY_OUT}")
         content = read_verified(store, STATE)
         try:
-            state = json.loads(content.decode("utf-8"))  # of bytes, json would take UTF-16 too
+            state = json.loads(content.decode("utf-8"))  # given bytes, json would accept UTF-16 too
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} must be JSON in UTF-8, and is not: {error}; {WAY_OUT}") from error
         if not isinstance(state, dict):
@@ -97,7 +98,7 @@ def read_state(location: str | Path | Store) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Misfit:
-    """Names wanted and not stored, stored and not wanted, and what is wrong with those that are both."""
+    """Names requested but not stored, names stored but not requested, and problems with those in both."""
 
     missing: set[str]
     unexpected: set[str]
@@ -118,9 +119,9 @@ def _misfit(stored: Mapping[str, StoredTensor], into: Mapping[str, Tensor], cast
 
 
 def _refuse(store: Store, misfits: list[_Misfit], stored: Iterable[str]) -> None:
-    """Raises CheckpointError with every misfit of every rank, if there is one."""
+    """Raises one CheckpointError that lists every mismatch of every rank, if there is any."""
     missing = set[str]().union(*(misfit.missing for misfit in misfits))
-    # a stored tensor is wanted if any rank wants it
+    # a stored tensor is unexpected only if no rank requests it
     unexpected = set.intersection(*(misfit.unexpected for misfit in misfits))
     wrong = {name: text for misfit in misfits for name, text in misfit.wrong.items()}
     if not (missing or unexpected or wrong):

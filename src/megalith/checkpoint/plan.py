@@ -1,4 +1,4 @@
-"""Which rank writes what: every element exactly once, replicas dealt out so that the files come out even in size."""
+"""Decides which rank writes what: every element once, with replicas assigned so that file sizes come out even."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["Offer", "SavePlan", "plan_of"]
 
 @dataclass(frozen=True)
 class Offer:
-    """A rank's part ``box``, which may be empty, of a tensor of global ``shape`` and ``dtype`` (torch's name)."""
+    """A rank's part ``box``, possibly empty, of a tensor of global ``shape`` and ``dtype`` (torch's name)."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The index of the checkpoint to be, the names of which each rank writes its box, and all elements' bytes."""
+    """The index of the checkpoint to write, the names whose boxes each rank writes, and the size of all elements."""
 
     tensors: dict[str, StoredTensor]
     names_by_rank: list[list[str]]
@@ -34,11 +34,11 @@ class SavePlan:
 
 
 def plan_of(offers_by_rank: list[list[Offer]]) -> SavePlan:
-    """The plan for what all ranks offer; equal boxes of one tensor are taken to hold equal values.
+    """Returns the plan for what all ranks offer; equal boxes of one tensor are assumed to hold equal values.
 
     Raises:
         CheckpointError: a name or dtype that the format cannot hold, ranks that disagree about a tensor, or boxes that
-            do not make up the whole of it.
+            do not tile it.
     """
     tensors: dict[str, Offer] = {}
     holders: dict[tuple[str, Box], list[int]] = defaultdict(list)

@@ -1,8 +1,8 @@
-"""Saves a checkpoint: staged by all ranks, committed once, so that no instant leaves half of one.
+"""Saves a checkpoint: all ranks stage it, and one commit publishes it, so that a partial one is never visible.
 
-All files are written aside, the manifest last, and the store publishes them (on a file system, by renaming the folder
-``.step-X.tmp`` to ``step-X``); ``latest`` is replaced; only then may old checkpoints go. The format is described in
-docs/checkpoints.md.
+All files are staged, the manifest last, and the store publishes them (on a file system, by renaming the folder
+``.step-X.tmp`` to ``step-X``). Then ``latest`` is replaced, and only after that are old checkpoints removed. The format
+is described in docs/checkpoints.md.
 """
 
 import json
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 BEST = "best"
 STATE = "state.json"
-MOST_STATE_BYTES = 16 << 20  # it is held in memory whole, several times as large when it is parsed
+MOST_STATE_BYTES = 16 << 20  # held in memory as a whole, and several times larger once parsed
 
 
 def save_checkpoint(
@@ -51,24 +51,24 @@ def save_checkpoint(
     best: int | None = None,
     read: Callable[[str], Tensor] | None = None,
 ) -> Location:
-    """Where the checkpoint of ``step`` is, complete and durable; all ranks of the default group call it.
+    """Saves the checkpoint of ``step``; returns its location once durable. All ranks of the default group call it.
 
-    A step that is there already is never overwritten: if it holds the same bytes nothing changes, else it is an error.
+    An existing step is never overwritten: if it holds the same bytes nothing changes, otherwise it is an error.
 
     Args:
-        folder: RUN/checkpoints, in a store that all ranks share; made if absent.
+        folder: RUN/checkpoints, in a store that all ranks share; created if absent.
         tensors: by name; DTensors (Shard and Replicate), or plain tensors, equal on all ranks that have them.
-        state: anything JSON, up to 16 MiB of it; rank 0's is stored.
-        keep_last: how many of the newest complete checkpoints stay, at least 1.
-        best: a step whose checkpoint stays however old it is, and that the file ``best`` names; None: no file ``best``
-            stays; rank 0's counts.
-        read: gives each of ``tensors``, which are whole and may be on meta, by name when it is written: one is in
-            memory at a time.
+        state: any JSON value up to 16 MiB; rank 0's is stored.
+        keep_last: how many of the newest complete checkpoints to keep, at least 1.
+        best: a step whose checkpoint is always kept, and which the file ``best`` names; None: the file ``best`` is
+            removed. Rank 0's value is used.
+        read: returns one of ``tensors`` by name when it is written, so that only one is in memory at a time;
+            ``tensors`` must then be whole and may be on meta.
 
     Raises:
         StorageError: the store of a rank failed or is full.
-        CheckpointError: tensors or state that the format cannot hold, or another checkpoint of this step.
-            Both on every rank; earlier checkpoints and ``latest`` are as they were.
+        CheckpointError: tensors or state that the format cannot hold, or a different checkpoint of this step. Both are
+            raised on every rank; earlier checkpoints and ``latest`` are unchanged.
     """
     store, name = open_store(folder), step_name(step)
     task = f"step {step} is not saved, earlier checkpoints are as they were"
@@ -124,7 +124,7 @@ def _json_of(state: Mapping[str, Any]) -> bytes:
 
 
 def _prepare(store: Store, name: str, num_bytes: int) -> bool:
-    """Whether the step is there, complete; if not, makes ready to write it. Removes what killed saves have left."""
+    """Returns whether the step exists and is complete; otherwise stages it. Removes what killed saves left behind."""
     for leftover in store.leftovers():
         log.info("removing %s, which a killed process left behind", store / leftover)
         discard(store, leftover)
@@ -139,7 +139,7 @@ def _prepare(store: Store, name: str, num_bytes: int) -> bool:
 def _write(
     staged: Store | None, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None
 ) -> dict[str, FileRecord]:
-    """Writes this rank's file, and returns its record by its name; without ``staged``, only says what it would be."""
+    """Writes this rank's file and returns its record by name; without ``staged``, only computes the record."""
     file = f"shard-{rank():05}-of-{world_size():05}.safetensors"
     if not tensors:
         return {}
@@ -151,7 +151,7 @@ def _write(
 def _publish(
     store: Store, name: str, shards: dict[str, FileRecord], plan: SavePlan, state: Mapping[str, Any], is_there: bool
 ) -> None:
-    """Adds to the ``shards`` what rank 0 writes, and commits; if the step is there, only compares."""
+    """Adds rank 0's files to ``shards`` and commits; if the step already exists, only compares."""
     small = {INDEX: index_of(plan.tensors), STATE: _json_of(state)}
     files = shards | {file: record_of([content]) for file, content in small.items()}
     if is_there:
@@ -171,7 +171,7 @@ def _publish(
 
 
 def _point_to_best(store: Store, best: str | None, saved: str) -> None:
-    """Lets the file ``best`` name that checkpoint; without one it goes, since what it names may be removed now."""
+    """Updates the file ``best``, or removes it without a best step, since its checkpoint may be removed now."""
     with _warned(store / saved):
         if best is None:
             store.remove(BEST)
@@ -181,7 +181,7 @@ def _point_to_best(store: Store, best: str | None, saved: str) -> None:
 
 @contextmanager
 def _warned(saved: Store) -> Iterator[None]:
-    """A pointer that cannot be changed is a warning: the checkpoint ``saved`` stands, and is found without it."""
+    """Turns a failure to update a pointer into a warning: the checkpoint ``saved`` is valid, and found without it."""
     try:
         yield
     except StorageError as error:
@@ -189,7 +189,7 @@ def _warned(saved: Store) -> Iterator[None]:
 
 
 def _check_sizes(staged: Store, files: Mapping[str, FileRecord]) -> None:
-    """Raises StorageError unless this process sees what every rank says it wrote."""
+    """Raises StorageError unless this process sees every file in the size that its rank reported."""
     seen = {file: staged.size(file) for file in staged.names()}
     for file, record in files.items():
         if seen.get(file) != record.bytes:

@@ -1,6 +1,7 @@
-"""One ``.safetensors`` file: written in one pass that holds one tensor at a time, read part by part.
+"""One ``.safetensors`` file: written in one pass with one tensor in memory at a time, read in parts.
 
-The safetensors library wants all tensors on the CPU to write them, and a path in a file system to read them.
+The safetensors library is not used because it needs all tensors on the CPU for writing, and a file system path for
+reading.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,15 +18,15 @@ from megalith.storage import Buffer, FileRecord, Recorder, Store
 
 __all__ = ["ShardFile", "shard_parts", "write_shard"]
 
-_BLOCK = 8 << 20  # bytes of one read, unless a row of the innermost dimension is longer
+_BLOCK = 8 << 20  # bytes per read, unless a row of the innermost dimension is longer
 
 
 def write_shard(
     store: Store, name: str, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
 ) -> FileRecord:
-    """Writes ``tensors`` (any device, any strides) by their keys as the file ``name``, durably. Raises StorageError.
+    """Writes ``tensors`` (any device, any strides) by key to the file ``name``, durably. Raises StorageError.
 
-    With ``read``, ``tensors`` may be on meta: each is read by its key when its turn comes, and let go before the next.
+    With ``read``, ``tensors`` may be on meta: each is read by key when it is written, and released before the next.
     """
     recorder = Recorder(shard_parts(tensors, read))
     store.write(name, recorder)
@@ -33,13 +34,13 @@ def write_shard(
 
 
 def shard_parts(tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None) -> Iterator[Buffer]:
-    """The content of the file that holds ``tensors``: its header, then one tensor after the other."""
-    # wide elements first, so that each tensor begins at a multiple of its element size
+    """Yields the content of the file that holds ``tensors``: its header, then one tensor after another."""
+    # wide elements first, so that each tensor is aligned to its element size
     keys = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
     yield header_of({key: tensors[key] for key in keys})
     read = read or tensors.__getitem__
     for key in keys:
-        # released, or whoever still holds this part would keep the tensor while the next one is read
+        # release the view: a consumer that still holds it would keep this tensor alive while the next one is read
         with _bytes_of(read(key).detach().cpu().contiguous()) as content:
             yield content
 
@@ -47,11 +48,11 @@ def shard_parts(tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | N
 class ShardFile:
     """The file ``name`` of the checkpoint ``store``, with its header read and checked.
 
-    ``entries``: where its tensors lie, by key, in a file of another format; by default what the header says.
+    ``entries``: where its tensors are, by key, if the file has another format; by default read from the header.
 
     Raises:
-        CheckpointError: here and in every method, the file is not what it should be.
-        StorageError: likewise, it cannot be read.
+        CheckpointError: here and in every method, the file is not as expected.
+        StorageError: here and in every method, the file cannot be read.
     """
 
     def __init__(self, store: Store, name: str, entries: Mapping[str, ShardEntry] | None = None) -> None:
@@ -64,7 +65,7 @@ class ShardFile:
     ) -> None:
         """Copies ``part`` of the stored ``box`` under ``key`` to ``into``, of any dtype, device and strides.
 
-        Besides ``into``, a block of some megabytes is held at a time. ``dims``: what is stored is permuted by them.
+        Besides ``into``, it holds one block of a few megabytes at a time. ``dims``: permutation of the stored tensor.
 
         Raises:
             CheckpointError: what is stored is not a ``box`` of ``dtype`` (torch's name).
@@ -86,8 +87,8 @@ class ShardFile:
     ) -> None:
         """Copies ``slices`` of the array of ``dtype`` and ``shape`` that begins at byte ``begin`` of the file.
 
-        Straight to where it goes if it lies there as it does in the file, else many rows of the first dimension at a
-        time; where rows are long, each of them in this way.
+        Reads directly into ``into`` if the memory layouts match, otherwise in blocks of rows of the first dimension;
+        recurses into rows longer than a block.
         """
         if not shape:
             self._copy(dtype, begin, (1,), (slice(0, 1),), into.view(1))
@@ -109,8 +110,8 @@ class ShardFile:
     def _rows(
         self, dtype: torch.dtype, begin: int, shape: tuple[int, ...], slices: tuple[slice, ...], whole_rows: bool
     ) -> Tensor:
-        """``slices`` of each row of the array of ``shape`` at byte ``begin``; of parts of rows a map reads no more."""
-        # mapped anew for each block: pages that were touched count as memory of the process until the map is gone
+        """Returns ``slices`` of each row of the array of ``shape`` at byte ``begin``; a map reads no other columns."""
+        # mapped anew for each block: touched pages count as memory of the process until they are unmapped
         if not whole_rows and (content := self._store.map(self._name)) is not None:
             array = np.frombuffer(content, f"i{dtype.itemsize}", prod(shape), begin).reshape(shape)
             return torch.from_numpy(array[:, *slices].copy()).view(dtype)
@@ -120,6 +121,6 @@ class ShardFile:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Returns the memory of a contiguous CPU tensor."""
     content: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
     return content

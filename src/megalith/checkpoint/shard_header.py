@@ -1,8 +1,8 @@
-"""The header of a ``.safetensors`` file: which tensor, of which dtype and shape, lies in which bytes.
+"""The header of a ``.safetensors`` file: dtype, shape and byte range of each tensor.
 
-Format (huggingface.co/docs/safetensors, "Format"): 8 bytes N, unsigned little-endian; N bytes of JSON, which begins
-with "{" and may end in spaces, {key: {"dtype", "shape", "data_offsets": [begin, end) after the header}}; then the
-elements, row-major, little-endian, without holes.
+Format (huggingface.co/docs/safetensors, "Format"): 8 bytes N, unsigned little-endian; N bytes of JSON that begin with
+"{" and may be padded with spaces, {key: {"dtype", "shape", "data_offsets": [begin, end) after the header}}; then the
+elements, row-major, little-endian, without gaps.
 """
 
 import json
@@ -36,16 +36,16 @@ DTYPES = {
 }
 _ITEMSIZES = {name: getattr(torch, dtype).itemsize for dtype, name in DTYPES.items()}
 _METADATA = "__metadata__"
-# bytes of header: a quarter of a million tensors. The format allows 100 MB, whose entries would take more memory than
-# a conversion is given
+# bytes of header, enough for 250,000 tensors. The format allows 100 MB, whose entries would exceed the memory budget
+# of a conversion
 _LONGEST = 1 << 25
-_LONGEST_ENTRY = 1 << 10  # bytes of what is said of one tensor
+_LONGEST_ENTRY = 1 << 10  # bytes of the entry of one tensor
 _SPACES = re.compile(rb"[ \t\n\r]*")
 
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """A tensor of a file: ``dtype`` is the format's name, ``begin`` and ``end`` are bytes of the file."""
+    """A tensor in a file: ``dtype`` is the format's name, ``begin`` and ``end`` are byte offsets in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,8 +54,8 @@ class ShardEntry:
 
 
 def header_of(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """The length field and the JSON for ``tensors`` in this order, padded to a multiple of 8 bytes."""
-    # transformers refuses files that do not say which framework wrote them
+    """Returns the length field and the JSON for ``tensors`` in this order, padded to a multiple of 8 bytes."""
+    # transformers rejects files without the framework's name
     entries: dict[str, Any] = {_METADATA: {"format": "pt"}}
     begin = 0
     for key, tensor in tensors.items():
@@ -69,10 +69,10 @@ def header_of(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def read_header(store: Store, name: str) -> dict[str, ShardEntry]:
-    """The tensors of the file ``name``, by key: each byte after the header belongs to exactly one of them.
+    """Returns the tensors of the file ``name``, by key: each byte after the header belongs to exactly one of them.
 
     Raises:
-        CheckpointError: it is not a safetensors file, or holds something that a checkpoint does not.
+        CheckpointError: it is not a safetensors file, or holds something that checkpoints do not.
         StorageError: it cannot be read.
     """
     num_bytes = store.size(name)
@@ -91,7 +91,7 @@ def read_header(store: Store, name: str) -> dict[str, ShardEntry]:
 
 
 def _parse(text: bytes, first: int, last: int) -> dict[str, ShardEntry]:
-    """The entries of a header whose elements take the bytes ``first`` to ``last``. Raises ValueError and its kin."""
+    """Returns the entries of a header whose elements span bytes ``first`` to ``last``. Raises ValueError or similar."""
     if not text.startswith(b"{"):
         raise ValueError(f"it begins with {text[:1]!r}, not with '{{'")
     header, entries = _Header(text), dict[str, ShardEntry]()
@@ -117,17 +117,17 @@ def _parse(text: bytes, first: int, last: int) -> dict[str, ShardEntry]:
 
 
 class _Header:
-    """JSON that is read one member at a time: parsed as a whole, a hostile one takes 30 times its size in memory.
+    """An incremental JSON reader: parsing a malicious header as a whole could take 30 times its size in memory.
 
-    Every method raises ValueError where something else stands.
+    Every method raises ValueError on unexpected input.
     """
 
     def __init__(self, text: bytes) -> None:
         self._text = text
-        self._at = 0  # what comes next
+        self._at = 0  # read position
 
     def members(self) -> Iterator[str]:
-        """The keys of the object that comes next; the caller takes the value of each."""
+        """Yields the keys of the next object; the caller reads each value."""
         self._take(b"{")
         if self._next() == b"}":
             self._take(b"}")
@@ -140,7 +140,7 @@ class _Header:
                 return
 
     def key(self) -> str:
-        """The string that comes next."""
+        """Returns the next string."""
         self._next()
         start = self._at
         self.skip_text()
@@ -150,7 +150,7 @@ class _Header:
         return found
 
     def skip_text(self) -> None:
-        """Goes past the string that comes next, which is a value of the metadata or a name."""
+        """Skips the next string, a metadata value or a name."""
         if self._next() != b'"':
             raise ValueError(f"a name, or a value of {_METADATA}, must be text; byte {self._at} begins something else")
         start = end = self._at
@@ -166,7 +166,7 @@ class _Header:
         self._at = end + 1
 
     def flat_object(self) -> dict[str, Any]:
-        """The object that comes next, in which there is no other."""
+        """Returns the next object, which must not be nested."""
         self._next()
         end = self._text.find(b"}", self._at, self._at + _LONGEST_ENTRY) + 1
         if end == 0:
@@ -176,12 +176,12 @@ class _Header:
         return fields
 
     def end(self) -> None:
-        """Only spaces follow."""
+        """Checks that only whitespace follows."""
         if self._next():
             raise ValueError(f"something follows the object, at byte {self._at}")
 
     def _next(self) -> bytes:
-        """What comes next but spaces; nothing at the end."""
+        """Skips whitespace and returns the next byte, empty at the end."""
         spaces = _SPACES.match(self._text, self._at)
         assert spaces is not None, "it matches the empty text"
         self._at = spaces.end()

@@ -1,4 +1,4 @@
-"""Tensors that lie in the files of a folder, read box by box."""
+"""Tensors stored in the files of a folder, read box by box."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Set
@@ -18,11 +18,12 @@ __all__ = ["StoredTensors"]
 
 
 class StoredTensors:
-    """The ``tensors`` of an index, in files of the folder ``store``. Nothing is read until it is asked for.
+    """The ``tensors`` of an index, in files of the folder ``store``. Nothing is read until requested.
 
-    ``entries``: by file, where each key of a piece lies in it, for files that are not safetensors, or whose tensors are
-    read with other keys and shapes than their headers have.
-    ``buffers``: those of ``tensors`` that are no parameters, and have a dtype of their own.
+    Args:
+        entries: per file, the location of each key, for files that are not safetensors, or whose tensors are read under
+            other keys and shapes than in their headers.
+        buffers: the names in ``tensors`` that are not parameters, and have a dtype of their own.
     """
 
     def __init__(
@@ -39,38 +40,38 @@ class StoredTensors:
         self._files: dict[str, ShardFile] = {}
 
     def only(self, wanted: Callable[[str], bool]) -> "StoredTensors":
-        """Those whose names are ``wanted``."""
+        """Returns the tensors whose names satisfy ``wanted``."""
         kept = {name: tensor for name, tensor in self.tensors.items() if wanted(name)}
         return StoredTensors(self.store, kept, self._entries, self.buffers & kept.keys())
 
     @property
     def dtype(self) -> str:
-        """That of all parameters, by torch's name; float32 if they have several."""
+        """The dtype of all parameters, by torch's name; float32 if there are several."""
         dtypes = {tensor.dtype for name, tensor in self.tensors.items() if name not in self.buffers}
         return dtypes.pop() if len(dtypes) == 1 else "float32"
 
     @property
     def num_parameters(self) -> int:
-        """How many elements all parameters have."""
+        """The number of elements of all parameters."""
         return sum(prod(tensor.shape) for name, tensor in self.tensors.items() if name not in self.buffers)
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """The size of all tensors."""
         return sum(prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize for tensor in self.tensors.values())
 
     def described(self) -> dict[str, Tensor]:
-        """All tensors on meta, by name."""
+        """Returns all tensors on meta, by name."""
         return {
             name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
             for name, tensor in self.tensors.items()
         }
 
     def fill(self, parts: Mapping[str, tuple[Box, Tensor]]) -> None:
-        """Copies the box of each named tensor into the tensor beside it, file by file.
+        """Copies the box of each named tensor into the tensor paired with it, file by file.
 
         Raises:
-            CheckpointError: a file is not what the index says, or the index does not give each element once.
+            CheckpointError: a file does not match the index, or the index does not cover each element exactly once.
             StorageError: a file cannot be read.
         """
         jobs: dict[str, list[tuple[str, Piece, Box]]] = defaultdict(list)
@@ -88,14 +89,14 @@ class StoredTensors:
                 raise CheckpointError(f"{file}: {error}") from error
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor ``name``, on the CPU. Raises as ``fill``."""
+        """Returns the whole tensor ``name``, on the CPU. Raises as ``fill``."""
         stored = self.tensors[name]
         tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
         self.fill({name: (Box.whole(stored.shape), tensor)})
         return tensor
 
     def _pieces(self, name: str, wanted: Box) -> list[tuple[Piece, Box]]:
-        """The pieces that hold elements of the box ``wanted``, and which."""
+        """Returns the pieces that overlap the box ``wanted``, each with its overlap."""
         overlaps = [(piece, both) for piece in self.tensors[name].pieces if (both := piece.box.overlap(wanted))]
         found = sum(both.num_elements for _, both in overlaps)
         if found != wanted.num_elements:
@@ -106,7 +107,7 @@ class StoredTensors:
         return overlaps
 
     def _opened(self, file: str) -> ShardFile:
-        """The file with its header checked, once."""
+        """Returns the file, whose header is read and checked only once."""
         if file not in self._files:
             self._files[file] = ShardFile(self.store, file, self._entries.get(file))
         return self._files[file]

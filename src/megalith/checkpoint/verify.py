@@ -1,8 +1,8 @@
-"""Whether a checkpoint is what was saved: every byte that its manifest lists, before any of it is interpreted.
+"""Verifies that a checkpoint is what was saved: every listed byte is checked before any of it is interpreted.
 
-Only ``.safetensors`` and ``.json`` files that the manifest lists are ever opened; a manifest that lists any other file,
-which could hold a pickle (.pt, .bin, .distcp, .metadata, .pkl), is refused. What it does not list is no part of the
-checkpoint, whatever its name: it is warned about and never opened. Nothing is unpickled anywhere.
+Only ``.safetensors`` and ``.json`` files that the manifest lists are ever opened. A manifest that lists any other file,
+which could hold a pickle (.pt, .bin, .distcp, .metadata, .pkl), is rejected. Files that it does not list are not part
+of the checkpoint, whatever their names: they cause a warning and are never opened. Nothing is unpickled anywhere.
 """
 
 import logging
@@ -19,7 +19,7 @@ __all__ = ["read_verified", "verify_checkpoint"]
 log = logging.getLogger(__name__)
 
 _SUFFIXES = {".json", ".safetensors"}
-_SHOWN = 8  # names in a warning
+_SHOWN = 8  # number of names in a warning
 
 
 def verify_checkpoint(location: str | Path | Store) -> None:
@@ -28,8 +28,8 @@ def verify_checkpoint(location: str | Path | Store) -> None:
     Files and folders that the manifest does not list are ignored, with one warning.
 
     Raises:
-        CheckpointError: on every rank alike; it names each file that is damaged, missing or of a refused kind.
-        StorageError: the disk of a rank does not let a file be read, which says nothing about the checkpoint.
+        CheckpointError: the same on every rank; it names each file that is damaged, missing or of a forbidden type.
+        StorageError: a rank cannot read a file, which says nothing about the checkpoint.
     """
     store = open_store(location)
     with agreed(f"{store} cannot be verified"):
@@ -52,14 +52,14 @@ def verify_checkpoint(location: str | Path | Store) -> None:
 
 
 def read_verified(store: Store, name: str) -> bytes:
-    """The content of the file ``name`` of the checkpoint ``store``, which is what the manifest lists.
+    """Returns the content of the file ``name`` of the checkpoint ``store``, checked against the manifest.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: the content does not match.
         StorageError: it cannot be read.
     """
     wanted = read_manifest(store).get(name)
-    # the size first, so that a file is not read that has grown past what memory holds
+    # the size first, so that a file that has grown past the available memory is not read
     if wanted is not None and store.size(name) == wanted.bytes:
         content = store.read(name)
         if wanted == record_of([content]):
@@ -69,7 +69,7 @@ def read_verified(store: Store, name: str) -> bytes:
 
 @dataclass(frozen=True)
 class _Findings:
-    """What a rank has seen of a checkpoint: ``manifest`` is the digest of the table that it read."""
+    """What a rank found in a checkpoint: ``manifest`` is the digest of the manifest's table as read by that rank."""
 
     manifest: str | None
     problems: list[str]
@@ -77,7 +77,7 @@ class _Findings:
 
 
 def _inspect(store: Store) -> _Findings:
-    """What is wrong with the manifest, and with the files that fall to this rank, one line each."""
+    """Returns the problems with the manifest, and with the files assigned to this rank, one line each."""
     try:
         records = read_manifest(store)
     except CheckpointError as error:
@@ -87,7 +87,7 @@ def _inspect(store: Store) -> _Findings:
         for name in records
         if Path(name).suffix not in _SUFFIXES
     ]
-    # the largest first, so that the ranks' shares are even
+    # largest first, so that the ranks' shares are even
     by_size = sorted(records, key=lambda name: (-records[name].bytes, name))
     for name in by_size[rank() :: world_size()]:
         if problem := _damage(store, name, records[name]):
@@ -97,7 +97,7 @@ def _inspect(store: Store) -> _Findings:
 
 
 def _disagreement(found: list[_Findings]) -> set[str]:
-    """Why the ranks cannot load one checkpoint: each has read a sound manifest, of different files."""
+    """Returns a problem if every rank has read a valid manifest, but not the same one."""
     manifests = {each.manifest for each in found}
     if None in manifests or len(manifests) == 1:
         return set()
@@ -109,7 +109,7 @@ def _digest(records: Mapping[str, FileRecord]) -> str:
 
 
 def _damage(store: Store, name: str, wanted: FileRecord) -> str | None:
-    """What is wrong with the file ``name``, in one line; None if it is as ``wanted``."""
+    """Returns what is wrong with the file ``name``, in one line; None if it matches ``wanted``."""
     try:
         num_bytes = store.size(name)
         if num_bytes != wanted.bytes:
@@ -121,7 +121,7 @@ def _damage(store: Store, name: str, wanted: FileRecord) -> str | None:
 
 
 def _steps_nearby(store: Store) -> str:
-    """Where a checkpoint is, if ``store`` is the run's folder or that of its checkpoints."""
+    """Suggests the path of a checkpoint if ``store`` is the run's folder or its checkpoints folder."""
     try:
         found = [folder / name for folder in (store, store / "checkpoints") for name in folder.names()]
     except MissingFileError:  # it is a file
