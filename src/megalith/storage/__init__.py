@@ -1,4 +1,4 @@
-"""Where data lie: stores, files and folders that appear whole or not at all, manifests, one run per folder."""
+"""Storage: stores, atomically published files and folders, manifests, and the lock that allows one run per folder."""
 
 from megalith.storage.atomic import fsync_folder, publish_file, publish_folder, write_json_atomic, write_text_atomic
 from megalith.storage.failures import explained

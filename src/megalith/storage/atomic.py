@@ -1,7 +1,7 @@
-"""Files and folders that appear whole or not at all, whatever instant the process or the machine dies at.
+"""Atomic files and folders: they appear completely or not at all, even if the process or the machine crashes.
 
-Write beside the target under a hidden name, fsync, rename, fsync the folder that holds the name: rename is atomic, and
-without the second fsync a power cut may forget it.
+Write under a hidden name beside the target, fsync, rename, and fsync the parent folder: rename is atomic, but without
+the second fsync it may be lost in a power failure.
 """
 
 import json
@@ -19,12 +19,12 @@ __all__ = ["fsync_folder", "publish_file", "publish_folder", "write_json_atomic"
 
 @contextmanager
 def publish_file(path: Path) -> Iterator[Path]:
-    """A temporary path to write; at the end it replaces ``path``, or, after an error, vanishes and ``path`` stays.
+    """Yields a temporary path to write to; it replaces ``path`` at the end, and after an error ``path`` is unchanged.
 
     Raises:
         StorageError: the finished file cannot be moved into place.
     """
-    # a name of its own: two processes that publish one path must not write into one file
+    # a unique name: two processes that publish the same path must not write to the same file
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         yield temporary
@@ -37,10 +37,10 @@ def publish_file(path: Path) -> Iterator[Path]:
 
 
 def publish_folder(temporary: Path, path: Path) -> None:
-    """Moves the folder ``temporary``, whose files are fsynced already, to ``path``, which must not exist.
+    """Moves the folder ``temporary``, whose files are already fsynced, to ``path``, which must not exist.
 
     Raises:
-        StorageError: it cannot be moved; ``temporary`` stays where it is.
+        StorageError: it cannot be moved; ``temporary`` stays in place.
     """
     with explained("write", path):
         fsync_folder(temporary)
@@ -49,18 +49,18 @@ def publish_folder(temporary: Path, path: Path) -> None:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Replaces ``path`` by ``text`` in UTF-8. Raises StorageError, and leaves what was there."""
+    """Replaces ``path`` by ``text`` in UTF-8. Raises StorageError, and then leaves ``path`` unchanged."""
     with explained("write", path), publish_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Replaces ``path`` by ``value`` as indented JSON. Raises StorageError, and leaves what was there."""
+    """Replaces ``path`` by ``value`` as indented JSON. Raises StorageError, and then leaves ``path`` unchanged."""
     write_text_atomic(path, json.dumps(value, indent=1) + "\n")
 
 
 def fsync_folder(path: Path) -> None:
-    """Makes the names in the folder ``path`` outlive a power cut."""
+    """Makes the entries of the folder ``path`` survive a power failure."""
     _fsync(path)
 
 

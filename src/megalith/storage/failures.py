@@ -1,4 +1,4 @@
-"""Turns what the operating system says about a file into StorageError, with the way out."""
+"""Turns an OSError about a file into a StorageError that suggests a fix."""
 
 import errno
 from collections.abc import Iterator
@@ -30,9 +30,9 @@ _WAYS_OUT = {
 
 @contextmanager
 def explained(action: str, path: Path) -> Iterator[None]:
-    """Any OSError inside leaves as StorageError: ``cannot {action} {path}``, the reason, and the way out.
+    """Converts any OSError in the block into StorageError: ``cannot {action} {path}``, the reason and how to fix it.
 
-    It is a MissingFileError where the file or folder is not there.
+    The error is a MissingFileError if the file or folder does not exist.
     """
     if "\0" in str(path):
         raise StorageError(f"cannot {action} {str(path)!r}: no path has a NUL character; check the path")

@@ -1,4 +1,4 @@
-"""Room on a disk, asked before it is needed."""
+"""Checks free disk space before it is needed."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ __all__ = ["free_bytes", "require_free_bytes"]
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that this user may still write below ``folder``, which need not exist yet."""
+    """Returns the bytes that this user may still write below ``folder``, which need not exist yet."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent

@@ -1,4 +1,4 @@
-"""The store on a file system: a staged folder is hidden, and one rename publishes it."""
+"""The store on a file system: staged folders are hidden, and a single rename publishes them."""
 
 import mmap
 import os
@@ -16,7 +16,7 @@ from megalith.storage.store import MANIFEST, Buffer, Store, hidden
 
 __all__ = ["LocalStore"]
 
-_PART = 1 << 18  # bytes; what is hashed stays in a core's cache
+_PART = 1 << 18  # bytes; small enough to stay in a core's cache while it is hashed
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class LocalStore(Store):
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         path = self.path / name
         with explained("read", path):
-            regular_file_size(path)  # or raises, where opening would wait
+            regular_file_size(path)  # raises for a FIFO, which open would block on
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 done = 0
@@ -105,7 +105,7 @@ class LocalStore(Store):
             fsync_folder(self.path)
 
     def remove_folder(self, name: str) -> None:
-        # renamed first: killed half way, it is a leftover and not half a folder
+        # renamed first: if killed half way, it is a leftover and not a partial folder
         doomed = self.path / hidden(name)
         with explained("remove", self.path / name):
             os.rename(self.path / name, doomed)

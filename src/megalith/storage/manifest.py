@@ -1,6 +1,6 @@
-"""``manifest.json``: name, size and SHA-256 of every file of a folder, written last; without it nothing is complete.
+"""``manifest.json``: name, size and SHA-256 of every file of a folder, written last; required for completeness.
 
-The manifest also holds the digest of its own table, so that damage to it is told from damage to a file it lists.
+The manifest also holds the digest of its own table, which distinguishes damage to it from damage to a listed file.
 """
 
 import hashlib
@@ -15,19 +15,19 @@ __all__ = ["FileRecord", "Recorder", "has_all_files", "manifest_of", "read_manif
 
 _FORMAT = "megalith checkpoint"
 _VERSION = 1
-_MOST_BYTES = 1 << 26  # a file takes about 150
+_MOST_BYTES = 1 << 26  # about 150 per listed file
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must be: its size in bytes and the SHA-256 of its content in hexadecimal."""
+    """The expected size of a file in bytes, and the SHA-256 of its content in hexadecimal."""
 
     bytes: int
     sha256: str
 
 
 class Recorder:
-    """Iterates over ``parts``, hashing them; ``record()`` gives size and SHA-256 of what was consumed."""
+    """Iterates over ``parts`` and hashes them; ``record()`` returns size and SHA-256 of what was consumed."""
 
     def __init__(self, parts: Iterable[Buffer]) -> None:
         self._parts = parts
@@ -41,12 +41,12 @@ class Recorder:
             yield part
 
     def record(self) -> FileRecord:
-        """Size and SHA-256 of all parts taken so far."""
+        """Returns size and SHA-256 of all parts consumed so far."""
         return FileRecord(self._num_bytes, self._sha256.hexdigest())
 
 
 def record_of(parts: Iterable[Buffer]) -> FileRecord:
-    """The record of a file whose content is ``parts`` end to end."""
+    """Returns the record of a file whose content is the concatenation of ``parts``."""
     recorder = Recorder(parts)
     for _ in recorder:
         pass
@@ -54,18 +54,18 @@ def record_of(parts: Iterable[Buffer]) -> FileRecord:
 
 
 def manifest_of(files: Mapping[str, FileRecord]) -> bytes:
-    """The manifest of a folder of ``files``."""
+    """Returns the manifest of a folder of ``files``."""
     table = {name: asdict(files[name]) for name in sorted(files)}
     content = {"format": _FORMAT, "version": _VERSION, "sha256": _digest(table), "files": table}
     return (json.dumps(content, indent=1) + "\n").encode()
 
 
 def read_manifest(store: Store) -> dict[str, FileRecord]:
-    """The records that the manifest of the folder ``store`` holds, by file name.
+    """Returns the records in the manifest of the folder ``store``, by file name.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it is of a format that this version does not read.
-        StorageError: the store does not let it be read.
+        CheckpointError: there is no manifest, it is damaged, or it has a format that this version does not read.
+        StorageError: the store cannot read it.
     """
     path = store / MANIFEST
     try:
@@ -91,11 +91,11 @@ def read_manifest(store: Store) -> dict[str, FileRecord]:
 
 
 def has_all_files(store: Store) -> bool:
-    """Whether the folder has a sound manifest and every file that it lists, in the listed size. Reads no other file.
+    """Returns whether the folder has a valid manifest and every listed file in the listed size. Reads no other file.
 
     Raises:
-        CheckpointError: the manifest is of a format that this version does not read.
-        StorageError: the store does not tell. In both cases it may be whole, and must not be passed over.
+        CheckpointError: the manifest has a format that this version does not read.
+        StorageError: the store cannot tell. In both cases the folder may be complete, and must not be skipped.
     """
     try:
         return all(store.size(name) == record.bytes for name, record in read_manifest(store).items())
@@ -106,7 +106,7 @@ def has_all_files(store: Store) -> bool:
 
 
 class _OtherFormatError(CheckpointError):
-    """Written by another version, and not therefore damaged."""
+    """Written by another version, which does not mean that it is damaged."""
 
 
 def _record(name: str, bytes: int, sha256: str) -> FileRecord:

@@ -1,4 +1,4 @@
-"""A folder of any files that is made whole or not at all."""
+"""A folder of arbitrary files that is created completely or not at all."""
 
 import os
 import shutil
@@ -19,12 +19,12 @@ _LOCK = ".lock"
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A hidden folder beside ``path``, to be filled with durable files; it becomes ``path`` at the end of the block.
+    """Yields a hidden folder beside ``path``, to be filled with durable files; it becomes ``path`` at the end.
 
-    After an error it is removed. What a killed process has left is removed by the next one that makes ``path``.
+    After an error it is removed. What a killed process left behind is removed by the next one that creates ``path``.
 
     Raises:
-        StorageError: ``path`` exists, another process is making it, or it cannot be written.
+        StorageError: ``path`` exists, another process is creating it, or it cannot be written.
     """
     path = Path(os.path.abspath(path))
     with explained("write", path):
@@ -44,12 +44,12 @@ def new_folder(path: Path) -> Iterator[Path]:
             yield temporary
             publish_folder(temporary, path)
             with explained("write", path):
-                (path / _LOCK).unlink()  # not before: another process would take the folder for a leftover
+                (path / _LOCK).unlink()  # not earlier: another process would take the folder for a leftover
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
 
 def _is_left_over(folder: Path) -> bool:
-    """Whether a process that made ``folder`` was killed: its lock is there, or nothing yet."""
+    """Returns whether the process that created ``folder`` was killed: the folder is empty or has its lock file."""
     return (folder / _LOCK).is_file() or not any(folder.iterdir())

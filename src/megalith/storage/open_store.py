@@ -1,4 +1,4 @@
-"""From a path or URL to the store that it is in."""
+"""Opens the store for a path or URL."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,15 +14,15 @@ Location = TypeVar("Location", str, Path, Store)
 """What names a folder: a path, a URL, or an open store. A function that is given one gives back another of its kind."""
 
 _SEPARATOR = "://"
-# scheme of a URL -> what opens the rest of it
+# URL scheme -> function that opens the rest of the URL
 _STORES: dict[str, Callable[[str], Store]] = {"file": lambda path: LocalStore(Path(path))}
 
 
 def open_store(location: str | Path | Store) -> Store:
-    """The folder ``location``: a path, a URL such as ``file:///data``, or a store, which is given back.
+    """Returns the folder ``location``: a path, a URL such as ``file:///data``, or a store, which is returned as is.
 
     Raises:
-        ConfigError: a URL of a scheme that has no store.
+        ConfigError: the URL has a scheme without a store.
     """
     if isinstance(location, Store):
         return location
@@ -35,14 +35,14 @@ def open_store(location: str | Path | Store) -> Store:
 
 
 def child(location: Location, name: str) -> Location:
-    """The folder ``name`` inside ``location``."""
+    """Returns the folder ``name`` inside ``location``."""
     if isinstance(location, str):
         return f"{location.rstrip('/')}/{name}"
     return location / name
 
 
 def sibling(location: Location, name: str) -> Location:
-    """The folder ``name`` beside ``location``."""
+    """Returns the folder ``name`` beside ``location``."""
     if isinstance(location, str):
         folder, slash, _ = location.rstrip("/").rpartition("/")
         return f"{folder}{slash}{name}"

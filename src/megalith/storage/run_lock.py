@@ -1,4 +1,4 @@
-"""One run per folder: a second one would mix its checkpoints and metrics with the first one's."""
+"""Allows one run per folder: a second one would mix its checkpoints and metrics with those of the first."""
 
 import errno
 import fcntl
@@ -16,15 +16,15 @@ __all__ = ["RunLock"]
 
 log = logging.getLogger(__name__)
 
-# what file systems answer that are mounted without locks (Lustre without -o flock, some NFS)
+# errors of file systems mounted without locks (Lustre without -o flock, some NFS)
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 class RunLock:
-    """Holds ``run_folder`` (made if absent) for this process, from construction until ``release`` or the process's end.
+    """Holds ``run_folder`` (created if absent) for this process, from construction until ``release`` or process exit.
 
-    The kernel drops the lock with the process, kill -9 included, so there is never a stale one to remove. A child
-    forked while it is held shares it and keeps it for as long as the child lives.
+    The kernel drops the lock when the process ends, even by kill -9, so there are no stale locks. A child forked while
+    it is held shares the lock and keeps it for as long as the child lives.
 
     Raises:
         StorageError: another process holds the folder (the message names it), or the folder cannot be written.
@@ -34,7 +34,7 @@ class RunLock:
         path = run_folder / ".lock"
         with explained("lock", path):
             run_folder.mkdir(parents=True, exist_ok=True)
-            # a bare descriptor: the lock must not end with the last reference to an object
+            # a raw descriptor: the lock must not be dropped when an object is garbage-collected
             self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             self._lock(run_folder, self._descriptor)
@@ -43,7 +43,7 @@ class RunLock:
             raise
 
     def release(self) -> None:
-        """Lets the folder go; a second call does nothing."""
+        """Releases the folder; a second call does nothing."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

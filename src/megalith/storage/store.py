@@ -1,12 +1,13 @@
-"""Where checkpoints and datasets lie: files by name, and folders that appear with all their files or not at all.
+"""The store interface: files by name, and folders that appear with all their files or not at all.
 
 A folder is published in three steps. One process calls ``stage``; every process writes its files into ``staged``; one
-calls ``commit``, which puts the manifest last. Until then ``abandon`` drops all of it; ``leftovers`` are the folders
-that killed processes have neither committed nor abandoned.
+process calls ``commit``, which writes the manifest last. Until then ``abandon`` discards everything. ``leftovers``
+lists the folders that killed processes neither committed nor abandoned.
 
-A new kind of store implements the abstract methods, and gets a line in the table of ``open_store.py``. The rest is
-written here for stores that cannot rename: files go where they will stay, a hidden mark beside the folder says that it
-is not committed, and a folder without a manifest counts for nothing. A store that can do better overrides it.
+A new kind of store implements the abstract methods, and gets a line in the table of ``open_store.py``. The other
+methods have defaults for stores that cannot rename: files are written to their final place, a hidden marker beside the
+folder says that it is not committed, and a folder without a manifest does not count. Stores that can do better override
+them.
 """
 
 import mmap
@@ -22,15 +23,15 @@ Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 MANIFEST = "manifest.json"
 _HIDDEN = re.compile(r"\.(.+)\.tmp")
-_PART = 8 << 20  # bytes in memory at once
+_PART = 8 << 20  # bytes in memory at a time
 
 
 class Store(ABC):
-    """A folder. ``store / name`` is the folder, or names the file, inside; ``str(store)`` is its path or URL.
+    """A folder. ``store / name`` is a folder or the name of a file inside it; ``str(store)`` is its path or URL.
 
     A store holds no open files, so it may be copied, pickled and used by several threads.
 
-    Every method raises StorageError if the store does not answer or refuses, MissingFileError if there is no such file.
+    Every method raises StorageError if the store fails or refuses, and MissingFileError if there is no such file.
     """
 
     @abstractmethod
@@ -41,44 +42,44 @@ class Store(ABC):
 
     @abstractmethod
     def split(self) -> tuple["Store", str]:
-        """The folder that holds this one, and its name there."""
+        """Returns the parent folder, and this folder's name in it."""
 
     @abstractmethod
     def names(self) -> list[str]:
-        """The files and folders directly inside; none if this folder does not exist."""
+        """Returns the names of files and folders directly inside; empty if this folder does not exist."""
 
     @abstractmethod
     def size(self, name: str) -> int:
-        """Bytes of the file ``name``."""
+        """Returns the size of the file ``name`` in bytes."""
 
     @abstractmethod
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fills ``buffer``, of bytes, with the content of the file ``name`` from byte ``start`` on."""
+        """Fills the byte ``buffer`` with the content of the file ``name`` from byte ``start`` on."""
 
     @abstractmethod
     def write(self, name: str, parts: Iterable[Buffer]) -> None:
-        """Makes the file ``name`` of ``parts`` end to end, each taken once, when the one before is written; durable on
-        return.
+        """Writes the concatenation of ``parts`` to the file ``name``, durable on return.
 
-        A process killed during the call may leave a partial file.
+        Consumes each part once, after the previous one is written. A process killed during the call may leave a partial
+        file.
         """
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Removes the file ``name``; it is no error if there is none."""
+        """Removes the file ``name``, if it exists."""
 
     def put(self, name: str, content: bytes) -> None:
-        """Makes or replaces the file ``name``: whoever reads it gets the old content or all of the new one."""
+        """Creates or replaces the file ``name`` atomically: readers see either the old content or all of the new."""
         self.write(name, [content])
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes ``start`` to ``stop`` (None: the end) of the file ``name``."""
+        """Returns bytes ``start`` to ``stop`` (None: the end) of the file ``name``."""
         content = bytearray((self.size(name) if stop is None else stop) - start)
         self.read_into(name, start, memoryview(content))
         return bytes(content)
 
     def parts(self, name: str) -> Iterator[memoryview]:
-        """The content of the file ``name`` in parts, from its first byte to its last; the next overwrites each."""
+        """Yields the content of the file ``name`` in parts, first to last; each part overwrites the previous one."""
         num_bytes = self.size(name)
         buffer = memoryview(bytearray(min(num_bytes, _PART)))
         for start in range(0, num_bytes, _PART):
@@ -87,11 +88,11 @@ class Store(ABC):
             yield part
 
     def map(self, name: str) -> Buffer | None:
-        """The file ``name`` as memory that is read when it is touched; None where only ``read_into`` can read."""
+        """Returns the file ``name`` as memory that is read on access; None if only ``read_into`` is supported."""
         return None
 
     def rename(self, name: str, to: str) -> None:
-        """Moves the folder ``name`` to ``to``, which is free; killed half way, one of the two is complete."""
+        """Renames the folder ``name`` to ``to``, which must not exist; if interrupted, one of the two is complete."""
         source, target = self / name, self / to
         names = source.names()
         if not names:
@@ -103,7 +104,7 @@ class Store(ABC):
         self.remove_folder(name)
 
     def remove_folder(self, name: str) -> None:
-        """Removes the folder ``name``. If interrupted, the rest counts as incomplete and ``leftovers`` lists it."""
+        """Removes the folder ``name``. If interrupted, the rest counts as incomplete, and ``leftovers`` lists it."""
         folder = self / name
         self.put(hidden(name), b"")
         for file in sorted(folder.names(), key=lambda file: file != MANIFEST):
@@ -111,20 +112,20 @@ class Store(ABC):
         self.remove(hidden(name))
 
     def stage(self, name: str, num_bytes: int) -> None:
-        """Makes ready for the files of the folder ``name``, which does not exist; ``num_bytes`` or more will come."""
+        """Prepares the folder ``name``, which must not exist, for at least ``num_bytes`` of files."""
         self.put(hidden(name), b"")
 
     def staged(self, name: str) -> "Store":
-        """The folder that the files of ``name`` are written into, between ``stage`` and ``commit``."""
+        """Returns the folder to write the files of ``name`` into, between ``stage`` and ``commit``."""
         return self / name
 
     def commit(self, name: str, manifest: bytes) -> None:
-        """Publishes the folder ``name``: all that is staged, and ``manifest`` last."""
+        """Publishes the folder ``name``: everything staged, and ``manifest`` last."""
         (self / name).put(MANIFEST, manifest)
         self.remove(hidden(name))
 
     def abandon(self, name: str) -> None:
-        """Drops what is staged of ``name``; after ``commit`` there is nothing to drop."""
+        """Discards what is staged of ``name``; does nothing after ``commit``."""
         if hidden(name) in self.names():
             if MANIFEST in (self / name).names():
                 self.remove(hidden(name))
@@ -132,10 +133,10 @@ class Store(ABC):
                 self.remove_folder(name)
 
     def leftovers(self) -> list[str]:
-        """Names of folders that killed processes left staged; ``abandon`` removes them."""
+        """Returns the names of folders that killed processes left staged; ``abandon`` removes them."""
         return [match[1] for file in self.names() if (match := _HIDDEN.fullmatch(file))]
 
 
 def hidden(name: str) -> str:
-    """The name beside the folder ``name`` that says it is staged or on its way out."""
+    """Returns the name beside the folder ``name`` that marks it as staged or being removed."""
     return f".{name}.tmp"
