@@ -1,1 +1,1 @@
-"""What keeps a run alive or ends it in order: ranks and their supervisor, requests to stop."""
+"""Starts and supervises ranks, handles requests to stop, and reports failures."""

@@ -1,4 +1,4 @@
-"""Calls a function on several ranks of this machine, which start for it and end with it."""
+"""Calls a function on several ranks of this machine, which are started for the call and end with it."""
 
 import faulthandler
 import os
@@ -19,18 +19,19 @@ __all__ = ["call_ranks"]
 
 T = TypeVar("T")
 
-_NUM_LAST_LINES = 40  # of what a rank has printed: a stack in Python, or the frames of a C++ error
+_NUM_LAST_LINES = 40  # of a rank's output: enough for a Python traceback or the frames of a C++ error
 
 
 def call_ranks(num_ranks: int, function: Callable[..., T], *arguments: Any, stall_seconds: float = 300.0) -> list[T]:
-    """What ``function(*arguments)`` returns on each of ``num_ranks`` ranks, in their order.
+    """Returns what ``function(*arguments)`` returns on each of ``num_ranks`` ranks, in rank order.
 
-    The function stands at the top level of a module; what it is given and returns travels by pickle. It finds the
-    environment of a launcher's rank, and starts torch.distributed itself. What ranks print is dropped, unless they die.
+    The function must be at the top level of a module; its arguments and result are pickled. It finds the environment
+    variables of a launched rank, and initializes torch.distributed itself. Output of the ranks is dropped, unless they
+    die.
 
     Raises:
-        RankFailedError: a rank raised or died, or none has taken a step for ``stall_seconds``: which, where and why,
-            and what a rank that died has printed last. No process is left.
+        RankFailedError: a rank raised or died, or none has taken a step for ``stall_seconds``. The message says which,
+            where and why, with the last output of a rank that died. No process is left.
     """
     ranks: list[Rank] = []
     with tempfile.TemporaryDirectory(prefix="megalith-") as place, ended_with_the_block(ranks):
@@ -47,8 +48,8 @@ def call_ranks(num_ranks: int, function: Callable[..., T], *arguments: Any, stal
 
 
 def _answer(path: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """A rank: writes what the function returns to ``path``, or tells what it has raised."""
-    os.dup2(2, 1)  # what rank 0 prints would come in the middle of what the program does
+    """Runs on a rank: writes the function's result to ``path``, or reports what it raised."""
+    os.dup2(2, 1)  # else rank 0's output would mix with the program's
     faulthandler.enable(2)  # a fatal signal leaves a stack in the log
     try:
         path.write_bytes(pickle.dumps(function(*arguments)))
@@ -62,14 +63,14 @@ def _answer(path: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
 
 
 def _last_words(ended: Sequence[Ended], logs: Sequence[Path]) -> Iterator[str]:
-    """What ranks that ended without a word about why have printed last."""
+    """Yields the last output of ranks that ended without reporting why."""
     for one in ended:
         log = logs[one.rank]
-        # a rank that dies while it starts has none
+        # a rank that dies while starting has no log
         if one.code and one.failure is None and log.exists():
             printed = log.read_text(errors="replace").splitlines()[-_NUM_LAST_LINES:]
             yield from ([f"rank {one.rank} printed last:", *printed] if printed else [])
 
 
 def _drop(line: str) -> None:
-    """What a watch has to say besides its verdict."""
+    """Ignores what a watch reports besides its verdict."""

@@ -1,7 +1,7 @@
-"""Starts the ranks of a run on this machine and watches over them: what ``--nproc`` stands for.
+"""Starts the ranks of a run on this machine and supervises them; implements ``--nproc``.
 
-A first signal to this process, or to any rank, is passed on to all ranks, which save at the step boundary; a second one
-ends them. Ctrl-Z suspends them too. Where a rank fails, the others are ended and the first cause is told. The standard
+A first signal to this process, or to any rank, is forwarded to all ranks, which save at the step boundary; a second one
+ends them. Ctrl-Z suspends them too. If a rank fails, the others are ended and the root cause is reported. The standard
 error of all ranks, and the output of all but rank 0, goes to files.
 """
 
@@ -33,12 +33,12 @@ def launch(
 ) -> int:
     """Runs ``megalith ARGUMENTS`` on ``num_ranks`` ranks; returns the exit code of the run.
 
-    ``logs`` is the folder for what ranks print (``rank-1.log``; one that is there is appended to). ``say`` is given
-    lines for a person, the cause of a failure last, and after a failure that loses work what ``goes_on()`` says of the
-    way on. After ``stall_seconds`` without a step it is told which rank the others wait for.
+    ``logs`` is the folder for the ranks' output (``rank-1.log``; existing files are appended to). ``say`` is called
+    with lines for the user: last the cause of a failure and, after a failure that loses work, the text of ``goes_on()``
+    on how to continue. After ``stall_seconds`` without a step it reports which rank the others wait for.
 
-    0: every rank has ended well. 1: a rank died, or failed with an error that was not foreseen. 128 + number: quit by
-    a second signal. Else the exit code of the rank that failed first.
+    Exit codes: 0 if every rank ended well, 75 if the run was asked to stop and has saved; 1 if a rank died or failed
+    with an unexpected error; 128 + signal number after a second signal; otherwise that of the rank that failed first.
 
     Raises:
         StorageError: before any rank is started; ``logs`` cannot be written.
@@ -74,6 +74,6 @@ def launch(
 
 
 def _run_program(arguments: tuple[str, ...]) -> None:
-    """``python -m megalith ARGUMENTS``."""
+    """Runs ``python -m megalith ARGUMENTS`` in this process."""
     sys.argv = ["megalith", *arguments]
     runpy.run_module("megalith", run_name="__main__")

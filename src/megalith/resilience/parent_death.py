@@ -1,4 +1,4 @@
-"""A process that ends with its parent even where it runs no Python: stopped, or in a call that never returns."""
+"""Ends a process with its parent even if it runs no Python: when stopped, or in a call that never returns."""
 
 import ctypes
 import os
@@ -11,12 +11,12 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when ``parent``, the process that forked it, has ended; on Linux only.
+    """Has the kernel kill this process when ``parent``, the process that forked it, ends; on Linux only.
 
-    To the kernel the parent is the thread that forked, so that must be one that stays.
+    The kernel considers the thread that forked to be the parent, so that thread must stay alive.
     """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # it has already ended
         os._exit(1)

@@ -1,11 +1,11 @@
-"""What a rank and the process that supervises it tell each other, over a socket that the environment names.
+"""Messages between a rank and its supervisor, over a socket named by an environment variable.
 
-A message is a line of JSON with one key: what happened. A rank that nobody supervises (torchrun's, or the only process)
-tells nobody, and no code around the step needs to know.
+A message is a line of JSON with one key, the event. On a rank without a supervisor (started by torchrun, or the only
+process), sending does nothing, so callers need not check.
 
 To the supervisor: ``{"listening": true}`` the rank can be asked to stop · ``{"step": 3}`` it has finished step 3 ·
-``{"asked": "SIGTERM: ..."}`` somebody sent it a signal · ``{"failed": {...}}`` a ``Failure`` · ``{"where": {...}}`` a
-``Place``. To a rank: ``{"where": null}``, to be answered.
+``{"asked": "SIGTERM: ..."}`` it received a signal · ``{"failed": {...}}`` a ``Failure`` · ``{"where": {...}}`` a
+``Place``. To a rank: ``{"where": null}``, a request for its ``Place``.
 """
 
 import json
@@ -30,10 +30,10 @@ class Failure:
     """The error that ends a rank.
 
     Attributes:
-        text: a foreseen error's message, another one's traceback.
-        code: the exit code that the rank ends with.
-        foreseen: whether it is a MegalithError.
-        on_every_rank: whether every rank tells the same.
+        text: the message of an expected error, the traceback of any other.
+        code: the exit code of the rank.
+        foreseen: whether the error is expected, that is, a MegalithError.
+        on_every_rank: whether every rank reports the same.
         second_hand: whether it only says that another rank has failed.
     """
 
@@ -46,44 +46,44 @@ class Failure:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the main thread of a rank is: the innermost line of ours, and whether it waits in torch.distributed."""
+    """Where the main thread of a rank is: the innermost line of Megalith, and whether it waits in torch.distributed."""
 
     line: str
     waits: bool
 
 
 def is_supervised() -> bool:
-    """Whether this very process is a rank that ``launch`` started; its children are not."""
+    """Returns whether this process is a rank that ``launch`` started; false in its child processes."""
     return _link() is not None
 
 
 def tell(**message: Any) -> None:
-    """Sends ``message`` to the supervisor, if there is one. Never waits: a supervisor that stands still misses some."""
+    """Sends ``message`` to the supervisor, if any. Never blocks: a supervisor that does not read misses messages."""
     _send(message, socket.MSG_DONTWAIT)
 
 
 def tell_failure(failure: Failure) -> None:
-    """Tells the supervisor what ends this rank."""
-    _send({"failed": asdict(failure)}, 0)  # waits: a traceback may be longer than the socket's buffer
+    """Reports to the supervisor the error that ends this rank."""
+    _send({"failed": asdict(failure)}, 0)  # blocks: a traceback may be longer than the socket's buffer
 
 
 def answer_supervisor(link: socket.socket) -> None:
-    """Makes this process a rank that is supervised through ``link``, and ends it when the supervisor has died."""
+    """Makes this process a rank supervised through ``link``; it exits when the supervisor has died."""
     os.environ[_LINK] = f"{os.getpid()}:{link.fileno()}"
     threading.Thread(target=_answer, args=(link,), name="supervisor", daemon=True).start()
 
 
 class Lines:
-    """Messages out of the bytes of a stream, which may end within one."""
+    """Splits a byte stream into messages; chunks may end within a message."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, received: bytes) -> Iterator[dict[str, Any]]:
-        """The messages that ``received`` completes."""
+        """Yields the messages completed by ``received``."""
         *lines, self._rest = (self._rest + received).split(b"\n")
         for line in lines:
-            with suppress(ValueError):  # a full socket has cut it off
+            with suppress(ValueError):  # truncated because the socket was full
                 yield json.loads(line)
 
 
@@ -97,7 +97,7 @@ def _send(message: dict[str, Any], flags: int) -> None:
         return
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=descriptor)
     try:
-        with suppress(OSError):  # full, or its other end has died, which _answer sees
+        with suppress(OSError):  # full, or the other end has died, which _answer detects
             link.sendall(json.dumps(message).encode() + b"\n", flags)
     finally:
         link.detach()
@@ -109,11 +109,11 @@ def _answer(link: socket.socket) -> None:
         while received := link.recv(4096):
             for _ in lines.feed(received):
                 tell(where=asdict(_place()))
-    os._exit(1)  # a rank without its supervisor would train on unseen, and hold the run's lock
+    os._exit(1)  # a rank without its supervisor would keep training unnoticed, and hold the run's lock
 
 
 def _place() -> Place:
-    """Where this rank is; the whole stack goes to its log."""
+    """Returns where this rank is, and writes the whole stack to its log."""
     stack = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
     with suppress(OSError):
         os.write(2, f"asked where it is, this rank is at:\n{''.join(traceback.format_list(stack))}".encode())

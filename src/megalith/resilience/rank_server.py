@@ -1,12 +1,12 @@
-"""The process that ranks are forked from, as ``multiprocessing`` starts it: imports once, and forks on request.
+"""The server that ranks are forked from, started by ``multiprocessing``: imports once, and forks on request.
 
-It is not addressed by anybody, yet a signal to a whole process group (a scheduler's, ``timeout``'s, that of a terminal
-which closes) would end it, and the ranks would be lost with it. So it leaves the group for a session of its own, and
-what asks a program to end stays blocked in it, though not in what it forks. It ends with the program, whatever becomes
-of the ranks.
+Nobody addresses it directly, yet a signal to a whole process group (from a scheduler, ``timeout``, or a closing
+terminal) would end it, and the ranks would be lost. It therefore moves to a session of its own, and blocks the signals
+that ask a program to end, though not in the processes it forks. It ends with the program, whatever happens to the
+ranks.
 
-Importing this module in the server does that, because modules to import are all that ``multiprocessing`` lets its
-server be given; anywhere else it does nothing.
+Importing this module in the server sets that up, because ``multiprocessing`` lets a caller configure its server only by
+modules to import; anywhere else the import does nothing.
 """
 
 import os
@@ -20,28 +20,28 @@ from megalith.resilience.stop_signals import REQUESTS
 
 __all__ = ["end_with_server", "ensure_running"]
 
-_PROGRAM = "MEGALITH_PROGRAM"  # in the server's environment: the process that it serves
+_PROGRAM = "MEGALITH_PROGRAM"  # environment variable of the server: pid of the process that it serves
 _SERVER = os.getpid()
 
 
 def ensure_running(modules: list[str]) -> None:
-    """Starts the server of this process, which imports ``modules``, unless it runs."""
+    """Starts this process's server, which imports ``modules``, unless it is already running."""
     forkserver.set_forkserver_preload([__name__, *modules])
     os.environ[_PROGRAM] = str(os.getpid())
     try:
-        # a child inherits what is blocked, so there is no instant at which a signal would end the server; the tracker
-        # of resources comes first because starting it unblocks some of them again
+        # a child inherits blocked signals, so at no time can a signal end the server; the resource tracker comes
+        # first, because starting it unblocks some of them again
         with _blocked():
             resource_tracker.ensure_running()
         with _blocked():
             forkserver.ensure_running()
     finally:
-        del os.environ[_PROGRAM]  # other children are no servers
+        del os.environ[_PROGRAM]  # other children are not servers
 
 
 def end_with_server() -> None:
-    """Has a rank end where the server does."""
-    if os.getpid() != _SERVER:  # it was forked, and not started anew as on macOS
+    """Makes a rank end when the server does."""
+    if os.getpid() != _SERVER:  # forked, not spawned as on macOS
         end_with_parent(_SERVER)
 
 

@@ -1,8 +1,7 @@
-"""The ranks that a program has started on this machine, and the watch over them until they have ended.
+"""Starts ranks on this machine, and supervises them until they have ended.
 
-Ranks are forked from a server that has imported torch once (``rank_server``), each in a session of its own, so that a
-Ctrl-C of the terminal reaches this process alone. Where this process dies, the ranks end (``rank_link``,
-``parent_death``).
+Ranks are forked from a server that has imported torch once (``rank_server``), each in its own session, so that the
+terminal's Ctrl-C reaches only this process. If this process dies, the ranks end (``rank_link``, ``parent_death``).
 """
 
 import multiprocessing
@@ -28,17 +27,17 @@ from megalith.resilience.verdict import SAVED, SERVER_DIED, Ended, Verdict, judg
 
 __all__ = ["RENDEZVOUS", "Rank", "Watch", "ended_with_the_block", "open_log", "start_rank"]
 
-# names the init_method of torch.distributed: a file, because a port that is free now may be taken later
+# holds the init_method of torch.distributed: a file, because a port that is free now may be taken later
 RENDEZVOUS = "MEGALITH_RENDEZVOUS"
-# what every rank imports before its first step, once for all of them
+# imported once, for all ranks, before they are forked
 _PRELOAD = ["megalith.training.pretrain", "torch._dynamo"]
 _TICK = 0.1  # seconds
-_GRACE = 1.0  # seconds in which ranks that failed together tell why
+_GRACE = 1.0  # seconds for ranks that failed together to report why
 
 
 @dataclass
 class Rank:
-    """A rank as its supervisor sees it."""
+    """A rank, as seen by its supervisor."""
 
     number: int
     process: BaseProcess
@@ -50,13 +49,13 @@ class Rank:
     place: Place | None = None
 
     def signal(self, number: int) -> None:
-        """Sends it a signal, if it lives."""
+        """Sends a signal to the rank, if it is alive."""
         if self.process.is_alive() and self.process.pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have come from it."""
+        """Returns the messages received from the rank."""
         received = []
         with suppress(BlockingIOError, ConnectionError):
             while part := self.link.recv(1 << 16, socket.MSG_DONTWAIT):
@@ -64,7 +63,7 @@ class Rank:
         return list(self.lines.feed(b"".join(received)))
 
     def ask_where(self) -> None:
-        """Asks it where it is; the answer comes as ``place``, if it can."""
+        """Asks the rank where it is; the answer, if any, is stored in ``place``."""
         self.place = None
         with suppress(OSError):
             self.link.send(b'{"where": null}\n', socket.MSG_DONTWAIT)
@@ -73,12 +72,12 @@ class Rank:
 def start_rank(number: int, num_ranks: int, store: Path, log: Path, main: Callable[..., None], *arguments: Any) -> Rank:
     """Starts ``main(*arguments)`` as rank ``number``, with torchrun's variables in its environment.
 
-    ``store`` is the file through which ranks meet. Standard error, and the output of all ranks but 0, goes to ``log``.
+    ``store`` is the file used for rendezvous. Standard error, and the output of all ranks but 0, goes to ``log``.
 
     Raises:
         RankFailedError: the process that ranks are forked from has died.
     """
-    # a fork of this process would share the locks of its threads; on macOS the system's libraries survive no fork
+    # forking this process would copy locks held by its threads; on macOS the system libraries are not fork-safe
     darwin = sys.platform == "darwin"
     context = multiprocessing.get_context("spawn") if darwin else multiprocessing.get_context("forkserver")
     if not darwin:
@@ -95,7 +94,7 @@ def start_rank(number: int, num_ranks: int, store: Path, log: Path, main: Callab
         process = context.Process(target=_rank_main, args=(environment, theirs, log, main, arguments))
         try:
             process.start()
-        except (EOFError, ConnectionError) as error:  # the server was to answer with the number of its fork
+        except (EOFError, ConnectionError) as error:  # the server should have answered with the pid of its fork
             ours.close()
             raise RankFailedError(SERVER_DIED.message) from error
     return Rank(number, process, ours)
@@ -103,7 +102,7 @@ def start_rank(number: int, num_ranks: int, store: Path, log: Path, main: Callab
 
 @contextmanager
 def ended_with_the_block(ranks: list[Rank]) -> Iterator[None]:
-    """Kills what is left of ``ranks`` when the ``with`` block ends, however it does."""
+    """Kills the remaining ``ranks`` when the ``with`` block ends, however it ends."""
     try:
         yield
     finally:
@@ -115,7 +114,7 @@ def ended_with_the_block(ranks: list[Rank]) -> Iterator[None]:
 
 
 def open_log(path: Path) -> int:
-    """A descriptor that appends to ``path``."""
+    """Returns a file descriptor that appends to ``path``."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 
@@ -135,10 +134,10 @@ def _rank_main(
 
 
 class Watch:
-    """Follows the ranks until all have ended, or one has failed and the others were ended for it.
+    """Supervises the ranks until all have ended, or one has failed and the others were ended because of it.
 
-    After ``stall_seconds`` without a step ``say`` is told which rank the others wait for; with ``gives_up`` that is
-    the end.
+    After ``stall_seconds`` without a step, it reports through ``say`` which rank the others wait for; with ``gives_up``
+    the run ends then.
     """
 
     def __init__(
@@ -146,8 +145,8 @@ class Watch:
     ) -> None:
         self.ranks = ranks
         self.say = say
-        self.requests = Requests()  # filled by a handler of signals, which does nothing else
-        self.suspensions: list[signal.Signals] = []  # the same: each a Ctrl-Z
+        self.requests = Requests()  # filled by a signal handler, which does nothing else
+        self.suspensions: list[signal.Signals] = []  # likewise; one entry per Ctrl-Z
         self.ended: list[Ended] = []
         self.stopping = False
         self.patience = self.stall_seconds = stall_seconds
@@ -179,13 +178,13 @@ class Watch:
         return [rank for rank in self.ranks if rank.number not in ended]
 
     def _look_until(self, enough: Callable[[], bool]) -> None:
-        """Takes in what happens until ``enough``, or for a moment."""
+        """Processes events until ``enough()`` is true, or for ``_GRACE`` seconds."""
         deadline = time.monotonic() + _GRACE
         while not enough() and time.monotonic() < deadline:
             self._look(_TICK)
 
     def _look(self, seconds: float) -> None:
-        """Takes in what has happened to the ranks, waiting for it for up to ``seconds``."""
+        """Processes events of the ranks, waiting up to ``seconds`` for the first."""
         living = self._living()
         ready = wait([*(rank.link for rank in living), *(rank.process.sentinel for rank in living)], seconds)
         for rank in living:
@@ -219,11 +218,11 @@ class Watch:
         self.stopping = True
         self.say(line)
         for rank in self._living():
-            if rank.listening:  # else when it says that it is
+            if rank.listening:  # otherwise once it reports that it is
                 rank.signal(FORWARDED)
 
     def _suspend(self) -> None:
-        """Stops the ranks and then this process, which the terminal reaches alone, until somebody continues it."""
+        """Stops the ranks, then this process (Ctrl-Z reaches only this one), until it is continued."""
         for rank in self._living():
             rank.signal(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -233,7 +232,7 @@ class Watch:
         self.progress = time.monotonic()
 
     def _stall(self) -> str:
-        """Which rank the others wait for; to be told again after twice the time."""
+        """Returns which rank the others wait for; the next report comes after twice the time."""
         silence, self.patience = self.patience, 2 * self.patience
         for rank in self._living():
             rank.ask_where()

@@ -1,7 +1,7 @@
-"""Requests to stop a run at the next step boundary: a signal, or the end of its time.
+"""Requests to stop a run at the next step boundary: by a signal, or by a time limit.
 
-The first signal asks, the second ends the process at once. A scheduler asks one process, perhaps; the ranks agree
-through the step's own reduction, so that all stop together.
+The first signal requests a stop, the second ends the process at once. A scheduler may signal only one process; the
+ranks agree through the step's own reduction, so that all stop together.
 """
 
 import os
@@ -20,10 +20,10 @@ TIME_LIMIT = "the time limit"
 
 
 class StopRequest:
-    """Inside the ``with`` block the first signal sets ``reason`` instead of ending the process; a second one ends it.
+    """Inside the ``with`` block, the first signal sets ``reason`` instead of ending the process; a second one ends it.
 
-    The exit code is then 128 + the signal's number. ``announce`` is given a line at each of the two, in a thread of its
-    own. A signal that a supervisor forwards sets ``reason`` only: the supervisor counts and announces.
+    The exit code is then 128 + the signal's number. ``announce`` is called with a line at each of the two, from a
+    separate thread. A signal forwarded by a supervisor only sets ``reason``: the supervisor counts and announces.
     """
 
     def __init__(self, announce: Callable[[str], None]) -> None:
@@ -42,7 +42,7 @@ class StopRequest:
         return self._signal
 
     def limit_time(self, minutes: float | None) -> None:
-        """Asks to stop ``minutes`` after this object was made; None: never."""
+        """Requests a stop ``minutes`` after this object was created; None: never."""
         self._deadline = None if minutes is None else self._started + 60.0 * minutes
 
     def __enter__(self) -> "StopRequest":

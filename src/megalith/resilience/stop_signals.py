@@ -1,4 +1,4 @@
-"""The signals that ask a program to end, with handlers that are taken back afterwards."""
+"""The signals that ask a program to end, with handlers that are restored afterwards."""
 
 import signal
 import socket
@@ -12,16 +12,16 @@ __all__ = ["FORWARDED", "REQUESTS", "Requests", "ended_by_exception", "handled",
 
 Handler = Callable[[signal.Signals], None]
 
-# Ctrl-C, a scheduler's end, a closed terminal, a scheduler's warning
+# Ctrl-C, the end of a scheduler's allocation, a closed terminal, a scheduler's warning
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-# a request that somebody else counts: what a supervisor sends to its ranks
+# sent by a supervisor to its ranks; the supervisor counts the requests
 FORWARDED = signal.SIGUSR2
-# programs such as timeout and uv pass on what the terminal or they themselves send to the whole process group as well
+# timeout, uv and similar programs forward signals that were also sent to the whole process group
 _SAME_REQUEST = 1.0  # seconds
 
 
 class Requests:
-    """Counts how often somebody asked, where one request may arrive as several signals within a second."""
+    """Counts requests to stop; several signals within a second count as one request."""
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
@@ -38,10 +38,10 @@ class Requests:
 
 @contextmanager
 def handled(numbers: tuple[signal.Signals, ...], handler: Handler) -> Iterator[bool]:
-    """Inside the ``with`` block ``handler`` is called with each of these signals that arrives, in the main thread.
+    """Inside the ``with`` block, ``handler`` is called in the main thread with each of these signals that arrives.
 
-    A signal that is ignored when the block begins (nohup) stays ignored. Only the main thread may set handlers: in any
-    other the block changes nothing. The value of the block tells whether it did.
+    A signal that is ignored when the block begins (nohup) stays ignored. Only the main thread may set handlers; in any
+    other thread the block does nothing. Yields whether any handler was installed.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -62,10 +62,10 @@ def handled(numbers: tuple[signal.Signals, ...], handler: Handler) -> Iterator[b
 
 @contextmanager
 def ended_by_exception() -> Iterator[None]:
-    """Inside the ``with`` block the first request to end raises SystemExit, with 128 + the signal's number.
+    """Inside the ``with`` block, the first request to end raises SystemExit, with 128 + the signal's number.
 
-    The default action of most of these signals ends a process without its ``finally`` clauses. Those that come while
-    the first one is unwinding are ignored.
+    The default action of most of these signals ends a process without running its ``finally`` clauses. Signals that
+    arrive while the first one unwinds the stack are ignored.
     """
     requests = Requests()
 
@@ -80,10 +80,10 @@ def ended_by_exception() -> Iterator[None]:
 
 @contextmanager
 def heard_at_once(handler: Handler) -> Iterator[None]:
-    """Inside the ``with`` block a thread calls ``handler`` with each signal that has a handler in Python.
+    """Inside the ``with`` block, a thread calls ``handler`` with each signal that has a Python handler.
 
-    Python runs a handler between two bytecodes of the main thread, which may sit in a collective or a compiler for
-    minutes; the thread hears meanwhile. Only the main thread may enter the block.
+    Python runs handlers between two bytecodes of the main thread, which may be in a collective or a compiler for
+    minutes; the thread gets the signal meanwhile. Only the main thread may enter the block.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -100,6 +100,6 @@ def heard_at_once(handler: Handler) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        writer.close()  # the end of what the thread reads
+        writer.close()  # end of file for the thread
         thread.join()
         reader.close()

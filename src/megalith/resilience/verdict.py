@@ -1,7 +1,7 @@
-"""What ended a run of several ranks: one exit code and one message, out of what became of each rank.
+"""Combines what happened to each rank of a run into one exit code and one message.
 
-Where one rank fails, the others fail after it, because a connection broke. The first cause is looked for: a rank that a
-signal killed, then a rank with an error that was foreseen, then the first with any other error.
+If one rank fails, the others fail after it, because connections break. The root cause is searched for in this order: a
+rank killed by a signal, a rank with an expected error (a MegalithError), the first rank with any other error.
 """
 
 import signal
@@ -13,17 +13,17 @@ from megalith.resilience.stop_signals import REQUESTS
 
 __all__ = ["SAVED", "SERVER_DIED", "Ended", "Verdict", "judge"]
 
-SAVED = 75  # a run that was asked to stop, and has saved; EX_TEMPFAIL of sysexits.h
-_LOST = 255  # what multiprocessing says of a process whose server has died, so that nobody knows what became of it
+SAVED = 75  # exit code of a run that was asked to stop, and has saved; EX_TEMPFAIL of sysexits.h
+_LOST = 255  # multiprocessing's exit code for a process whose server has died, so that its real one is unknown
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of a rank, in the order in which they ended.
+    """How a rank ended.
 
     Attributes:
-        code: its exit code; below 0 the signal that killed it.
-        failure: the error that it told of.
+        code: its exit code; negative: the signal that killed it.
+        failure: the error that it reported.
     """
 
     rank: int
@@ -33,7 +33,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the run ends. ``goes_on``: whether the same command would go on from the last checkpoint."""
+    """How the run ended. ``goes_on``: whether the same command would continue from the last checkpoint."""
 
     code: int
     message: str = ""
@@ -44,7 +44,7 @@ SERVER_DIED = Verdict(1, "the process that the ranks were forked from has died (
 
 
 def judge(ended: Sequence[Ended]) -> Verdict:
-    """The verdict over the ranks that ended by themselves, first to last; there is one at least."""
+    """Returns the verdict over the ranks that ended by themselves, in the order they ended; there is at least one."""
     if killed := [one for one in ended if one.code < 0]:
         return Verdict(1, "; ".join(f"rank {one.rank} was killed by {_signal(-one.code)}" for one in killed), True)
     if quitting := [one.code for one in ended if one.code - 128 in REQUESTS]:
