@@ -1,1 +1,1 @@
-"""How parameters move: the optimizer's parameter groups, norms and clipping, and the schedules of its rates."""
+"""Optimizers, their parameter groups, gradient norm and clipping, and learning rate and weight decay schedules."""

@@ -1,4 +1,4 @@
-"""AdamW: Loshchilov and Hutter 2017, arXiv:1711.05101. torch's own, over DTensors."""
+"""AdamW: Loshchilov and Hutter 2017, arXiv:1711.05101. Uses torch's implementation, over DTensors."""
 
 import torch
 
@@ -10,7 +10,7 @@ __all__ = ["build_adamw"]
 
 
 def build_adamw(parameters: NamedParameters, config: OptimConfig) -> Optimizer:
-    """AdamW in groups that a scheduler drives; state ``exp_avg`` and ``exp_avg_sq``. Raises as parameter_groups."""
+    """Returns AdamW in scheduler-driven groups; state ``exp_avg`` and ``exp_avg_sq``. Raises as parameter_groups."""
     named = dict(parameters)
     groups = decaying_groups(named.items(), config)
     settings = config.adamw

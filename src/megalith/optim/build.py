@@ -1,4 +1,4 @@
-"""The optimizers that ``optim.name`` may name."""
+"""The optimizers that ``optim.name`` can select."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -14,5 +14,5 @@ _OPTIMIZERS: Mapping[str, BuildOptimizer] = MappingProxyType({"adamw": build_ada
 
 
 def build_optimizer(parameters: NamedParameters, config: OptimConfig) -> Optimizer:
-    """The optimizer that ``config`` names. Raises ConfigError for overrides that match nothing or disagree."""
+    """Returns the optimizer that ``config`` selects. Raises ConfigError if overrides match nothing or disagree."""
     return _OPTIMIZERS[config.name](parameters, config)

@@ -1,9 +1,9 @@
-"""The global norm of the gradient, and clipping by it, equal in every layout.
+"""The global norm of the gradient, and clipping by it; the result is the same in every layout.
 
     norm = sqrt(sum over all elements of g^2),   g *= min(1, clip / (norm + 1e-6))
 
-Each rank sums its own shards; an element that several ranks hold is counted by the one that comes first.
-Pascanu et al. 2013, arXiv:1211.5063; the 1e-6 is torch.nn.utils.clip_grad_norm_'s.
+Each rank sums its own shards; an element held by several ranks is counted by the first of them. Pascanu et al. 2013,
+arXiv:1211.5063; the 1e-6 is that of torch.nn.utils.clip_grad_norm_.
 """
 
 from collections.abc import Iterable
@@ -18,10 +18,10 @@ __all__ = ["clip_coefficient", "local_squared_norm", "scale_gradients_"]
 
 
 def local_squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The sum of squares that this rank owes to the global norm: a float64 scalar. Their SUM over ranks is norm^2.
+    """Returns this rank's contribution to the squared global norm, a float64 scalar; the SUM over ranks is norm^2.
 
     Raises:
-        ShapeError: a gradient is a term of a sum over ranks that nobody has formed yet.
+        ShapeError: a gradient is partial: it has not been summed over ranks yet.
     """
     parameters = list(parameters)
     owned = [_local(p.grad) for p in parameters if p.grad is not None and _counts_here(p.grad)]
@@ -33,8 +33,8 @@ def local_squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def clip_coefficient(norm: float, clip_norm: float) -> float:
-    """What to multiply gradients by so that their norm is at most ``clip_norm``; 0 stands for no clipping."""
-    return min(clip_norm / (norm + 1e-6), 1.0) if clip_norm else 1.0  # in this order a NaN norm stays NaN
+    """Returns the factor that scales gradients to a norm of at most ``clip_norm``; 0 disables clipping."""
+    return min(clip_norm / (norm + 1e-6), 1.0) if clip_norm else 1.0  # in this order min keeps a NaN norm
 
 
 def scale_gradients_(parameters: Iterable[nn.Parameter], coefficient: float) -> None:

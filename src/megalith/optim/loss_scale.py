@@ -1,7 +1,7 @@
-"""The scale that keeps float16 gradients away from zero: it halves on overflow and doubles after a clean stretch.
+"""Dynamic loss scaling for float16 gradients: halves on overflow, doubles after a window without overflow.
 
-Micikevicius et al. 2017, "Mixed Precision Training", arXiv:1710.03740. Hysteresis is Megatron's: the first overflows
-of a stretch are borne, and the count is refilled when the scale grows.
+Micikevicius et al. 2017, "Mixed Precision Training", arXiv:1710.03740. Hysteresis is Megatron's: the scale is halved
+only at the ``hysteresis``-th overflow and those after it, and the count is reset when the scale grows.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ __all__ = ["DynamicLossScale", "checked_loss_scale_state"]
 
 @dataclass
 class DynamicLossScale:
-    """The scale now, and how near it is to its next change.
+    """The current scale and the counters that decide its next change.
 
     Args:
-        scale: multiplies the loss; gradients are divided by it again.
+        scale: multiplies the loss; gradients are divided by it.
         window: steps without overflow after which the scale doubles.
         hysteresis: overflows that are needed before the scale halves.
-        smallest: the scale never goes below it.
+        smallest: lower bound of the scale.
     """
 
     scale: float
@@ -32,7 +32,7 @@ class DynamicLossScale:
     borne: int = 0
 
     def update(self, overflowed: bool) -> None:
-        """Takes in what became of a step."""
+        """Updates the scale after a step."""
         if overflowed:
             self.clean_steps = 0
             self.borne += 1
@@ -45,17 +45,17 @@ class DynamicLossScale:
             self.scale *= 2.0
 
     def state_dict(self) -> dict[str, float]:
-        """What changes from step to step."""
+        """Returns what changes from step to step."""
         return {"scale": self.scale, "clean_steps": self.clean_steps, "borne": self.borne}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from ``state_dict()``. Raises CheckpointError for anything else."""
+        """Restores ``state_dict()``. Raises CheckpointError for anything else."""
         checked = checked_loss_scale_state(JsonFields(state, "loss_scale"))
         self.scale, self.clean_steps, self.borne = checked["scale"], checked["clean_steps"], checked["borne"]
 
 
 def checked_loss_scale_state(state: JsonFields) -> dict[str, Any]:
-    """``state``, with every field of its type and no other. Raises CheckpointError naming the first that is not."""
+    """Returns ``state`` with all fields type-checked and no others. Raises CheckpointError naming the first bad one."""
     state.only("scale", "clean_steps", "borne")
     scale = state.number("scale")
     if scale == 0.0:

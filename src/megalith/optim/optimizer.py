@@ -1,6 +1,7 @@
-"""What a run asks of an optimizer, and which parameters it treats alike.
+"""The optimizer protocol of a run, and how parameters are grouped.
 
-A new optimizer is a file beside ``adamw.py`` and a line in ``build.py``: a function of named parameters and settings.
+To add an optimizer, add a file beside ``adamw.py`` with a function of named parameters and settings, and a line in
+``build.py``.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,54 +21,54 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
 class Optimizer(Protocol):
-    """Updates parameters, DTensors among them, from their gradients, each rank its own shards.
+    """Updates parameters, including DTensors, from their gradients; each rank updates its own shards.
 
-    ``param_groups`` are dicts as torch's optimizers have them, whose ``lr`` and ``weight_decay`` an
-    OptimizerParamScheduler writes before each step.
+    ``param_groups`` are dicts as in torch's optimizers, whose ``lr`` and ``weight_decay`` an OptimizerParamScheduler
+    writes before each step.
     """
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
 
     def step(self) -> object:
-        """One update of every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
 
     def zero_grad(self) -> None:
         """Drops all gradients."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its state as checkpoints hold it, ``optimizer.<what>.<parameter>``; allocated from the start."""
+        """Returns the state under its checkpoint names, ``optimizer.<what>.<parameter>``; allocated from the start."""
 
     def set_num_updates_(self, num_updates: int) -> None:
-        """Says how many updates the state has seen, after it was read from a checkpoint."""
+        """Sets the number of updates that the state has seen, after loading it from a checkpoint."""
 
 
 BuildOptimizer = Callable[[NamedParameters, OptimConfig], Optimizer]
 
 
 def decaying_groups(parameters: NamedParameters, config: OptimConfig) -> list[dict[str, Any]]:
-    """``parameter_groups``, each with the weight decay that it begins with. Raises as that does."""
+    """Returns ``parameter_groups`` with the initial weight decay of each group. Raises as ``parameter_groups``."""
     groups = parameter_groups(parameters, config.overrides)
     return [{**group, "weight_decay": config.weight_decay * group.get("wd_mult", 1.0)} for group in groups]
 
 
 def matches(override: ParamGroupOverride, parameters: NamedParameters) -> bool:
-    """Whether ``override`` is for any of ``parameters``."""
+    """Returns whether ``override`` matches any of ``parameters``."""
     return any(fnmatchcase(name, override.match) for name, _ in parameters)
 
 
 def parameter_groups(parameters: NamedParameters, overrides: Sequence[ParamGroupOverride]) -> list[dict[str, Any]]:
-    """Named parameters by what they share: ``wd_mult`` (0 for vectors and all biases; else 1) and overrides.
+    """Groups named parameters by ``wd_mult`` (0 for vectors and all biases, otherwise 1) and overrides.
 
     An override's ``match`` is a shell pattern over the whole name: ``*.bias``, ``model.embed_tokens.*``.
 
     Raises:
-        ConfigError: an override matches nothing, or two that match one parameter disagree.
+        ConfigError: an override matches nothing, or two overrides of one parameter disagree.
     """
     groups: dict[tuple[tuple[str, float], ...], list[nn.Parameter]] = {}
     unused = {override.match for override in overrides}
     for name, parameter in parameters:
-        is_bias = name.endswith("bias")  # those of experts are packed, and no vectors
+        is_bias = name.endswith("bias")  # the biases of experts are packed, and not vectors
         settings = {"wd_mult": 0.0 if parameter.dim() == 1 or is_bias else 1.0}
         said: dict[str, str] = {}
         for override in (override for override in overrides if fnmatchcase(name, override.match)):

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as functions of n, the steps taken so far, and their writing into an optimizer.
+"""Learning rate and weight decay as functions of n, the steps taken so far, and a scheduler that applies them.
 
 With warm-up W, decay end D, peak M, minimum m, start I, and x = (n - W) / (D - W):
 
@@ -9,11 +9,11 @@ With warm-up W, decay end D, peak M, minimum m, start I, and x = (n - W) / (D - 
     cosine               m + (M - m) (1 + cos(pi x)) / 2            Loshchilov and Hutter 2016, arXiv:1608.03983
     inverse-square-root  max(m, M sqrt(max(W, 1) / max(n, 1)))      Vaswani et al. 2017, arXiv:1706.03762
     WSD, n <= D - A      M                                          Hu et al. 2024, arXiv:2404.06395
-    WSD, after it        m + (M - m) k(y), y = (n - (D - A)) / A, with k(y) one of 1 - y (linear),
-                         (1 + cos(pi y)) / 2 (cosine), 2 * 0.5^y - 1 (exponential), 1 - sqrt(y) (minus_sqrt)
+    WSD, after that      m + (M - m) k(y), y = (n - (D - A)) / A, where k(y) is 1 - y (linear),
+                         (1 + cos(pi y)) / 2 (cosine), 2 * 0.5^y - 1 (exponential) or 1 - sqrt(y) (minus_sqrt)
 
-Weight decay goes from s to e over S steps with u = n / S: s + u (e - s) (linear), s + (e - s) (1 - cos(pi u)) / 2
-(cosine), then e. Names, formulas and state are Megatron's; everything is checked when it is made.
+Weight decay goes from s to e over S steps with u = n / S: s + u (e - s) (linear) or s + (e - s) (1 - cos(pi u)) / 2
+(cosine), and stays at e. Names, formulas and state are Megatron's; all values are checked at construction.
 """
 
 import logging
@@ -49,13 +49,13 @@ _WSD_DECAYS: Mapping[str, Callable[[float], float]] = MappingProxyType(
 _LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 _WD_STYLES = ("constant", "linear", "cosine")
 
-# the fields of a state but its position, by kind, and those that may be null
+# the fields of a state except its position, by type, and those that may be null
 _RATES = ("init_lr", "max_lr", "min_lr", "start_wd", "end_wd")
-_LENGTHS = ("lr_warmup_steps", "lr_decay_steps", "wsd_decay_steps", "wd_incr_steps")  # Megatron's may be fractions
+_LENGTHS = ("lr_warmup_steps", "lr_decay_steps", "wsd_decay_steps", "wd_incr_steps")  # may be fractions in Megatron's
 _TEXTS = ("unit", "lr_decay_style", "lr_wsd_decay_style", "wd_incr_style")
 _NULLABLE = ("lr_decay_steps", "wsd_decay_steps", "lr_wsd_decay_style")
 
-# what older Megatron checkpoints call the entries of the state
+# names of state entries in older Megatron checkpoints
 _ALIASES: Mapping[str, str] = MappingProxyType(
     {
         "start_lr": "max_lr",
@@ -71,10 +71,10 @@ _ALIASES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """The constants of a learning rate. Raises ConfigError, with all that is wrong, when it is made.
+    """The constants of a learning rate schedule. Raises ConfigError at construction, listing everything that is wrong.
 
-    ``decay_steps`` may be None for constant and inverse-square-root, which then never end. An inverse-square-root that
-    does end jumps down to ``min_lr`` after ``decay_steps``, as Megatron's does.
+    ``decay_steps`` may be None for constant and inverse-square-root, which then never end. With ``decay_steps``, an
+    inverse-square-root schedule drops to ``min_lr`` after them, as Megatron's does.
     """
 
     max_lr: float
@@ -116,7 +116,7 @@ class LearningRateSchedule:
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """The constants of a weight decay, which may rise or fall. Raises ConfigError when it is made."""
+    """The constants of a weight decay schedule, which may rise or fall. Raises ConfigError at construction."""
 
     start_wd: float
     end_wd: float
@@ -140,7 +140,7 @@ class WeightDecaySchedule:
 
 
 def lr(n: int, schedule: LearningRateSchedule) -> float:
-    """The learning rate after ``n`` steps."""
+    """Returns the learning rate after ``n`` steps."""
     warmup, end, highest, lowest = schedule.warmup_steps, schedule.decay_steps, schedule.max_lr, schedule.min_lr
     if warmup > 0 and n <= warmup:
         return schedule.init_lr + (highest - schedule.init_lr) * n / warmup
@@ -162,7 +162,7 @@ def lr(n: int, schedule: LearningRateSchedule) -> float:
 
 
 def weight_decay(n: int, schedule: WeightDecaySchedule) -> float:
-    """The weight decay after ``n`` steps."""
+    """Returns the weight decay after ``n`` steps."""
     if schedule.style == "constant" or n > schedule.steps:
         return schedule.end_wd
     u = n / schedule.steps
@@ -171,30 +171,30 @@ def weight_decay(n: int, schedule: WeightDecaySchedule) -> float:
 
 
 class HasParamGroups(Protocol):
-    """What a scheduler needs of an optimizer."""
+    """What a scheduler needs from an optimizer."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
 
 
 class OptimizerParamScheduler:
-    """Writes ``lr`` and ``weight_decay`` into every parameter group of ``optimizer``, now and at each step.
+    """Writes ``lr`` and ``weight_decay`` into every parameter group of ``optimizer``, at construction and at each step.
 
-    A group may carry its own ``max_lr``, ``min_lr``, ``start_wd``, ``end_wd`` and ``wd_mult`` (a factor, 1 by default).
-    ``init_lr`` is scaled with a group's ``max_lr``, so that warm-up never falls. A rate that is a tensor is filled in
-    place.
+    A group may have its own ``max_lr``, ``min_lr``, ``start_wd``, ``end_wd`` and ``wd_mult`` (a factor, 1 by default).
+    ``init_lr`` is scaled with the group's ``max_lr``, so that the rate never falls during warm-up. A learning rate that
+    is a tensor is filled in place.
 
     Args:
         optimizer: anything with ``param_groups``, a list of dicts.
-        wd_incr_steps: length of the weight decay's way from ``start_wd`` to ``end_wd``.
+        wd_incr_steps: number of steps over which weight decay goes from ``start_wd`` to ``end_wd``.
         use_checkpoint_opt_param_scheduler: a loaded state replaces the constants given here.
-        override_opt_param_scheduler: the constants given here stand, and only the position is loaded. With neither, a
-            loaded state must have the same constants.
+        override_opt_param_scheduler: the constants given here are kept, and only the position is loaded. With neither
+            option, a loaded state must have the same constants.
         wsd_decay_steps: length of WSD's decay, which ends at ``lr_decay_steps``.
-        unit: what all lengths here and the increments of ``step`` count; a state that counts something else is refused.
+        unit: what all lengths here and the increments of ``step`` count; loading a state with another unit is an error.
 
     Raises:
-        ConfigError: constants that do not fit together, also those of a single group, or both policies at once.
+        ConfigError: the constants are inconsistent, including those of a single group, or both options are set.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class OptimizerParamScheduler:
 
     @classmethod
     def from_config(cls, optimizer: HasParamGroups, config: OptimConfig, steps: int) -> Self:
-        """The scheduler of a run of ``steps`` steps; on resuming, the run's settings stand."""
+        """Returns the scheduler for a run of ``steps`` steps; on resuming, the run's settings take precedence."""
         ramp, wsd = config.weight_decay_ramp, config.wsd
         return cls(
             optimizer,
@@ -263,32 +263,32 @@ class OptimizerParamScheduler:
 
     @property
     def lr(self) -> float:
-        """The learning rate of groups without one of their own, also where this rank has no such group."""
+        """The learning rate of groups without their own, defined even if this rank has no such group."""
         return lr(self.num_steps, self.lr_schedule)
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
-        """The learning rate of ``param_group`` now."""
+        """Returns the current learning rate of ``param_group``."""
         highest = _own(param_group, "max_lr", self.lr_schedule.max_lr)
         lowest = _own(param_group, "min_lr", self.lr_schedule.min_lr)
         first = self.lr_schedule.init_lr and self.lr_schedule.init_lr * (highest / self.lr_schedule.max_lr)
         return lr(self.num_steps, replace(self.lr_schedule, max_lr=highest, min_lr=lowest, init_lr=first))
 
     def get_wd(self, param_group: Mapping[str, Any]) -> float:
-        """The weight decay of ``param_group`` now."""
+        """Returns the current weight decay of ``param_group``."""
         start = _own(param_group, "start_wd", self.wd_schedule.start_wd)
         end = _own(param_group, "end_wd", self.wd_schedule.end_wd)
         factor = _own(param_group, "wd_mult", 1.0)
         return weight_decay(self.num_steps, replace(self.wd_schedule, start_wd=start, end_wd=end)) * factor
 
     def step(self, increment: int) -> None:
-        """Goes on by ``increment`` units and writes the rates that hold from there."""
+        """Advances by ``increment`` units and writes the new rates."""
         if increment < 0:
             raise ConfigError(f"increment must be at least 0; got {increment}")
         self.num_steps += increment
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and all constants, as plain values."""
+        """Returns the position and all constants, as plain values."""
         rate, decay = self.lr_schedule, self.wd_schedule
         return {
             "num_steps": self.num_steps,
@@ -308,13 +308,13 @@ class OptimizerParamScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the position of ``state``, and its constants by the policy given at construction; writes both rates.
+        """Loads the position of ``state``, and its constants by the policy set at construction; writes both rates.
 
-        Entries that ``state`` lacks stay as they are; Megatron's states, old and new, are read.
+        Entries missing from ``state`` keep their values; Megatron's states, old and new, can be loaded.
 
         Raises:
             CheckpointError: the state has no position, a field of another type, or counts in another unit.
-            ConfigError: the constants differ and no policy says which to take, or do not fit together.
+            ConfigError: the constants differ and no policy decides between them, or they are inconsistent.
         """
         ours = self.state_dict()
         loaded = checked_scheduler_state(JsonFields(state, "scheduler"))
@@ -329,7 +329,7 @@ class OptimizerParamScheduler:
                 "or use_checkpoint_opt_param_scheduler or override_opt_param_scheduler"
             )
         if changed and self._override:
-            # a run tells its changed settings itself, by their own names
+            # debug only: the run reports changed settings itself, by their own names
             log.debug("the schedule goes on with changed constants: %s", listed)
         if self._use_checkpoint:
             self._set_constants(ours | {name: loaded[name] for name in changed})
@@ -354,7 +354,7 @@ class OptimizerParamScheduler:
 
     def _write(self) -> None:
         groups = self.optimizer.param_groups
-        rates = [(self.get_lr(group), self.get_wd(group)) for group in groups]  # all, before the first is written
+        rates = [(self.get_lr(group), self.get_wd(group)) for group in groups]  # compute all before writing the first
         for group, (rate, decay) in zip(groups, rates, strict=True):
             if hasattr(group.get("lr"), "fill_"):  # a tensor that a CUDA graph has captured
                 group["lr"].fill_(rate)
@@ -364,7 +364,7 @@ class OptimizerParamScheduler:
 
 
 def checked_scheduler_state(state: JsonFields) -> dict[str, Any]:
-    """``state`` by today's names, each value of its type. Raises CheckpointError naming the first that is not."""
+    """Returns ``state`` under current names, type-checked. Raises CheckpointError naming the first bad field."""
     given = JsonFields({_ALIASES.get(name, name): value for name, value in state.values.items()}, state.name)
     given.count("num_steps")
     for names, check in ((_RATES + _LENGTHS, given.number), (_TEXTS, given.text)):

@@ -1,4 +1,4 @@
-"""Learning rates that are a factor of the others' for some parameters, whatever optimizer updates them."""
+"""Per-parameter factors on learning rate and epsilon, independent of the optimizer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ __all__ = ["RateFactors", "multiply_rates_"]
 
 @dataclass(frozen=True)
 class RateFactors:
-    """``lr``: on the learning rate, while its product with the weight decay stays; ``eps``: on that of AdamW."""
+    """``lr``: factor on the learning rate, keeping its product with weight decay; ``eps``: factor on AdamW's eps."""
 
     lr: float = 1.0
     eps: float = 1.0
 
 
 def multiply_rates_(optimizer: Optimizer, factors: Mapping[nn.Parameter, RateFactors], config: OptimConfig) -> None:
-    """Splits the groups of ``optimizer`` into those of equal factors, and multiplies what a scheduler reads there."""
+    """Splits the groups of ``optimizer`` by factor, and applies the factors to the values that a scheduler reads."""
     groups = []
     for group in optimizer.param_groups:
         members: dict[RateFactors, list[nn.Parameter]] = {}

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent with momentum: Sutskever et al. 2013, in the form of torch, whose optimizer it is.
+"""Stochastic gradient descent with momentum: Sutskever et al. 2013, in torch's formulation and implementation.
 
 b = momentum b + g,    w -= lr (g + momentum b) with nesterov, lr b without;    g includes weight_decay w
 """
@@ -13,7 +13,7 @@ __all__ = ["build_sgd"]
 
 
 def build_sgd(parameters: NamedParameters, config: OptimConfig) -> Optimizer:
-    """SGD in groups that a scheduler drives; state ``momentum_buffer``, none without momentum.
+    """Returns SGD in scheduler-driven groups; state ``momentum_buffer``, none without momentum.
 
     Raises as parameter_groups.
     """

@@ -1,4 +1,4 @@
-"""One of torch's optimizers behind the house's protocol, with its state allocated from the start."""
+"""Adapts torch's optimizers to the Optimizer protocol, with state allocated at construction."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,13 +10,13 @@ __all__ = ["TorchOptimizer"]
 
 
 class TorchOptimizer:
-    """``optimizer``, whose state has one tensor a parameter under each of the names ``moments``.
+    """Wraps ``optimizer``, whose state has one tensor per parameter under each of the names ``moments``.
 
     Args:
         optimizer: over exactly ``parameters``.
         parameters: by canonical name.
-        moments: torch's names of the state tensors, of the shape and placement of their parameter.
-        counts_updates: whether its state has a ``step`` too.
+        moments: torch's names of the state tensors, which have the shape and placement of their parameter.
+        counts_updates: whether the state also has a ``step``.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class TorchOptimizer:
         self._parameters = dict(parameters)
         self._moments = tuple(moments)
         for parameter in self._parameters.values():
-            # made now rather than at the first step, so that a checkpoint has somewhere to be read into
+            # allocated now rather than at the first step, so that a checkpoint can be loaded into it
             state: dict[str, Tensor] = {moment: torch.zeros_like(parameter) for moment in moments}
             if counts_updates:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -43,7 +43,7 @@ class TorchOptimizer:
         return self.torch_optimizer.param_groups
 
     def step(self) -> None:
-        """One update of every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
         self.torch_optimizer.step()
 
     def zero_grad(self) -> None:
@@ -51,7 +51,7 @@ class TorchOptimizer:
         self.torch_optimizer.zero_grad()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The moments of every parameter, as ``optimizer.exp_avg.<name>``."""
+        """Returns the moments of every parameter, as ``optimizer.exp_avg.<name>``."""
         return {
             f"optimizer.{moment}.{name}": self.torch_optimizer.state[parameter][moment]
             for name, parameter in self._parameters.items()
@@ -59,7 +59,7 @@ class TorchOptimizer:
         }
 
     def set_num_updates_(self, num_updates: int) -> None:
-        """Sets how many updates every moment has seen, which is what AdamW corrects its bias by."""
+        """Sets the number of updates that the moments have seen, which AdamW's bias correction uses."""
         for state in self.torch_optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(num_updates)
