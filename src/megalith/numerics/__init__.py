@@ -1,1 +1,1 @@
-"""Randomness as a function of global indices, and the tolerance by which two layouts are held equal."""
+"""Randomness as a function of global indices, and the tolerances for comparing two layouts."""

@@ -1,15 +1,16 @@
-"""Dropout whose mask is a function of where an element stands in the whole batch, computed again rather than stored.
+"""Dropout whose mask is a function of an element's global position, recomputed rather than stored.
 
-Any layout drops the same elements, recomputation does too, and backward keeps nothing of the mask. An element's fate is
-one Philox word under the key BLAKE2b(seed, step), kept where word >= p * 2^32. Each dropout site has its own seed: the
-run's seed XOR a hash of the site's canonical name (``model.layers.3.self_attn_dropout``). The counter's four words are
+Any layout drops the same elements, as does recomputation, and nothing of the mask is saved for backward. Each element
+is decided by one Philox word under the key BLAKE2b(seed, step), and kept if word >= p * 2^32. Each dropout site has its
+own seed: the run's seed XOR a hash of the site's canonical name (``model.layers.3.self_attn_dropout``). The four
+counter words are
 
     c0, c1  global token id, low and high word
-    c2      feature // 4; the feature's word is feature % 4
+    c2      feature // 4; the feature uses word feature % 4
     c3      site + 2^16 * head: which dropout of which layer, and which attention head
 
-A feature is the hidden index for activations and the position of the key for attention probabilities, whose token is
-the query's. Activations have no heads, and use head 0: no name and site may serve both kinds.
+A feature is the hidden index for activations, and the key position for attention probabilities, whose token is that of
+the query. Activations have no heads and use head 0, so a name and site must not be shared between the two kinds.
 """
 
 from collections.abc import Callable
@@ -44,9 +45,9 @@ _SITES = 2**16
 
 @dataclass(frozen=True, eq=False)
 class DropoutKey:
-    """What decides a dropout mask, besides the feature: seed, step, site, and the global id of each token.
+    """Everything that decides a dropout mask, except the feature: seed, step, site, and global token ids.
 
-    Token ids are int64, of the shape of the activations without their last dimension: sample * S + position, say.
+    Token ids are int64, shaped like the activations without their last dimension: for example sample * S + position.
     """
 
     seed: int
@@ -61,11 +62,11 @@ class DropoutKey:
             raise ConfigError(f"site must be in [0, {_SITES}), the low half of a counter word; got {self.site}")
 
     def at(self, site: int) -> "DropoutKey":
-        """The key for another place under the same name: no two dropouts of a step may share both."""
+        """Returns the key for another site under the same name: no two dropouts of a step may share both."""
         return replace(self, site=site)
 
     def named(self, number: int) -> "DropoutKey":
-        """The key of one of a model's dropouts, whose ``number`` is ``name_number`` of its canonical name."""
+        """Returns the key of one of a model's dropouts, whose ``number`` is ``name_number`` of its canonical name."""
         return replace(self, seed=self.seed ^ number)
 
 
@@ -73,8 +74,8 @@ class DropoutKey:
 class Dropout:
     """Zeroes a fraction ``p`` of the elements, chosen by ``key``. Where a Dropout is optional, None means no dropout.
 
-    Without a key one is drawn from torch's generator: torch.manual_seed repeats it, but another layout of ranks has
-    another mask. Raises ConfigError for a ``p`` outside [0, 1).
+    Without a key, one is drawn from torch's generator: reproducible with torch.manual_seed, but dependent on the layout
+    of ranks. Raises ConfigError for a ``p`` outside [0, 1).
     """
 
     p: float
@@ -86,18 +87,17 @@ class Dropout:
 
 
 def name_number(name: str) -> int:
-    """A 63-bit hash of the canonical name of a dropout site.
+    """Returns a 63-bit hash of the canonical name of a dropout site.
 
-    Hashed, not numbered in order: a stage or a second stack that counted from 0 would reuse another's masks.
+    A hash rather than a counter: a pipeline stage or second stack that counted from 0 would reuse the masks of another.
     """
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def keep_mask(key: DropoutKey, p: float, num_features: int, feature_offset: int = 0) -> Tensor:
-    """Which elements stay: bool [*tokens.shape, num_features], each True with probability 1 - ``p``.
+    """Returns which elements to keep: bool [*tokens.shape, num_features], each True with probability 1 - ``p``.
 
-    ``feature_offset`` is where this rank's features begin among all of them.
-    Raises ConfigError for a ``p`` outside [0, 1].
+    ``feature_offset`` is the global index of this rank's first feature. Raises ConfigError for a ``p`` outside [0, 1].
     """
     sites = torch.full_like(key.tokens, key.site)
     return keep_mask_of(philox_key(key.seed, key.step), key.tokens, sites, p, num_features, feature_offset)
@@ -106,10 +106,10 @@ def keep_mask(key: DropoutKey, p: float, num_features: int, feature_offset: int 
 def attention_keep_mask(
     key: DropoutKey, p: float, num_heads: int, num_keys: int, head_offset: int = 0, key_offset: int = 0
 ) -> Tensor:
-    """Which attention probabilities stay: bool [B, num_heads, Q, num_keys] for ``key.tokens`` [B, Q] of the queries.
+    """Returns which attention probabilities to keep: bool [B, num_heads, Q, num_keys].
 
-    ``head_offset`` is this rank's first head among all of them, ``key_offset`` the first key's position in its row.
-    Raises ConfigError for a ``p`` outside [0, 1], or heads past 2^16.
+    ``key.tokens`` is [B, Q], the queries. ``head_offset`` is the global index of this rank's first head, ``key_offset``
+    the first key's position in its row. Raises ConfigError for a ``p`` outside [0, 1], or heads above 2^16.
     """
     if not 0 <= head_offset <= head_offset + num_heads <= _SITES:
         raise ConfigError(f"heads must be in [0, {_SITES}); got {num_heads} from {head_offset} on")
@@ -128,31 +128,31 @@ def keep_mask_of(
     num_features: int,
     feature_offset: int = 0,
 ) -> Tensor:
-    """``keep_mask`` of a Philox key given by its two ``words``, for ``tokens`` and ``sites``, int64 of one shape."""
+    """``keep_mask`` for a Philox key given as two ``words``; ``tokens`` and ``sites`` are int64 of one shape."""
     _check_probability(p)
     least = threshold(p)
     return _of_words(lambda drawn: drawn >= least, torch.bool, words, tokens, sites, num_features, feature_offset)
 
 
 def uniform(key: DropoutKey, num_features: int) -> Tensor:
-    """A number in [0, 1) for each feature of each token: float32 [*tokens.shape, num_features].
+    """Returns a number in [0, 1) for each feature of each token: float32 [*tokens.shape, num_features].
 
-    It reads the words that a dropout under the same ``key`` would read: give each a name or site of its own.
+    It reads the same words as a dropout under the same ``key``: give each its own name or site.
     """
     sites, words = torch.full_like(key.tokens, key.site), philox_key(key.seed, key.step)
-    # a float32 holds 24 bits
+    # float32 has 24 significant bits
     return _of_words(
         lambda drawn: (drawn >> 8).float() * 2.0**-24, torch.float32, words, key.tokens, sites, num_features
     )
 
 
 def philox_key(seed: int, step: int) -> tuple[int, int]:
-    """The two words of the Philox key of a seed's dropout masks of a step: 63 bits of the hash.
+    """Returns the two Philox key words for a seed's dropout masks at a step: 63 bits of the hash.
 
-    Packed in an int64 they are never negative: of a negative key, what Inductor compiles for a CPU (torch 2.13) draws
-    other words than torch does.
+    Packed into an int64 they are never negative: with a negative key, Inductor's CPU code (torch 2.13) draws other
+    words than eager torch.
 
-    Raises ConfigError while a CUDA graph is captured: each replay would drop what the step of the capture drops.
+    Raises ConfigError during CUDA graph capture: each replay would drop the elements of the captured step.
     """
     if is_capturing():
         raise ConfigError(
@@ -164,12 +164,12 @@ def philox_key(seed: int, step: int) -> tuple[int, int]:
 
 
 def threshold(p: float) -> int:
-    """The smallest word that keeps its element, where ``p`` of all are dropped."""
+    """Returns the smallest word that keeps its element when a fraction ``p`` is dropped."""
     return int(p * 2**32)
 
 
 def dropout(x: Tensor, p: float, key: DropoutKey, feature_offset: int = 0) -> Tensor:
-    """``x`` [*tokens.shape, features] with elements zeroed by ``keep_mask`` and the others scaled by 1 / (1 - p).
+    """Returns ``x`` [*tokens.shape, features], elements dropped by ``keep_mask`` and the rest scaled by 1 / (1 - p).
 
     Raises ShapeError if the shapes do not fit, ConfigError for a ``p`` outside [0, 1].
     """
@@ -183,7 +183,7 @@ def dropout(x: Tensor, p: float, key: DropoutKey, feature_offset: int = 0) -> Te
 
 
 def attention_dropout(probs: Tensor, p: float, key: DropoutKey, head_offset: int = 0) -> Tensor:
-    """``probs`` [B, A, Q, K] with elements zeroed by ``attention_keep_mask`` and the others scaled by 1 / (1 - p).
+    """Returns ``probs`` [B, A, Q, K], elements dropped by ``attention_keep_mask`` and the rest scaled by 1 / (1 - p).
 
     Raises ShapeError if ``key.tokens`` is not [B, Q], ConfigError as the mask does.
     """
@@ -208,7 +208,7 @@ def _of_words(
     num_features: int,
     feature_offset: int = 0,
 ) -> Tensor:
-    """``of`` the Philox words of ``tokens`` and ``sites``: [*tokens.shape, num_features] of ``dtype``."""
+    """Applies ``of`` to the Philox words of ``tokens`` and ``sites``: [*tokens.shape, num_features] of ``dtype``."""
     skipped = feature_offset % 4
     quads = torch.arange(feature_offset // 4, -(-(feature_offset + num_features) // 4), device=tokens.device)
 
@@ -218,7 +218,7 @@ def _of_words(
 
     shape, tokens, sites = (*tokens.shape, num_features), tokens.reshape(-1), sites.reshape(-1)
     if torch.compiler.is_compiling():
-        return of_rows(tokens, sites).reshape(shape)  # its compiler makes the blocks
+        return of_rows(tokens, sites).reshape(shape)  # the compiler does the blocking
     result = torch.empty(len(tokens), num_features, dtype=dtype, device=tokens.device)
     num_rows = max(1, counters_per_chunk(tokens.device) // max(1, len(quads)))
     for start in range(0, len(result), num_rows):
@@ -233,7 +233,7 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, keep: Callable[[], Tensor]) -> Tensor:
         ctx.p, ctx.keep = p, keep
-        # a product, so that NaN and inf pass as they do through torch's dropout
+        # a product rather than a select, so that NaN and inf propagate as in torch's dropout
         return x * keep() * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""log, cos and sin with the same bits on every processor and every device.
+"""log, cos and sin that are bitwise reproducible on every processor and device.
 
-A math library may return another last bit than the next one does, and torch calls a different one for each kind of
-processor. IEEE 754 leaves nothing open for sums, products, quotients, roots and conversions, so these functions are
-made of nothing else, in float64, one operation at a time: a fused multiply-add would round differently. They are
-accurate to about 1e-10, far finer than the float32 that their results are rounded to.
+Math libraries may differ in the last bit, and torch calls a different one per kind of processor. IEEE 754 fully
+specifies sums, products, quotients, roots and conversions, so these functions use nothing else, in float64, one
+operation at a time: a fused multiply-add would round differently. They are accurate to about 1e-10, far finer than the
+float32 that their results are rounded to.
 
 Source: the series of artanh, cos and sin (Abramowitz and Stegun 1964, 4.6.33, 4.3.66, 4.3.65).
 """
@@ -18,13 +18,13 @@ __all__ = ["cos_sin_of_turn", "log"]
 
 _LOG_2 = 0.6931471805599453
 _ROOT_HALF = 0.7071067811865476
-_ARTANH = [2.0 / (2 * k + 1) for k in range(9)]  # of 2 artanh(z) / z, by powers of z^2
+_ARTANH = [2.0 / (2 * k + 1) for k in range(9)]  # series of 2 artanh(z) / z in powers of z^2
 _COS = [(-1.0) ** k / math.factorial(2 * k) for k in range(8)]
-_SIN = [(-1.0) ** k / math.factorial(2 * k + 1) for k in range(8)]  # of sin(x) / x, by powers of x^2
+_SIN = [(-1.0) ** k / math.factorial(2 * k + 1) for k in range(8)]  # series of sin(x) / x in powers of x^2
 
 
 def log(x: Tensor) -> Tensor:
-    """The natural logarithm of positive, normal ``x``, float64 of any shape."""
+    """Returns the natural logarithm of positive, normal ``x``, float64 of any shape."""
     mantissa, exponent = torch.frexp(x)  # in [1/2, 1)
     # log(m / c) = 2 artanh(z) for z = (m - c) / (m + c); c in the middle keeps |z| below 0.172
     z = (mantissa - _ROOT_HALF) / (mantissa + _ROOT_HALF)
@@ -32,7 +32,7 @@ def log(x: Tensor) -> Tensor:
 
 
 def cos_sin_of_turn(numerator: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of 2 pi ``numerator`` / 2^``bits``, float64, for int64 numerators in [0, 2^bits) of any shape."""
+    """Returns cos and sin of 2 pi ``numerator`` / 2^``bits``, float64, for int64 numerators in [0, 2^bits)."""
     half = 1 << (bits - 1)
     x = (numerator - half).to(torch.float64) * (math.pi / (2 * half))  # in [-pi / 2, pi / 2): the angle is 2 x + pi
     square = x * x
@@ -41,7 +41,7 @@ def cos_sin_of_turn(numerator: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _polynomial(coefficients: Sequence[float], x: Tensor) -> Tensor:
-    """The polynomial with these coefficients, that of x^0 first, by Horner's scheme."""
+    """Evaluates the polynomial with these coefficients, lowest power first, by Horner's scheme."""
     *lower, highest = coefficients
     value = torch.full_like(x, highest)
     for coefficient in reversed(lower):

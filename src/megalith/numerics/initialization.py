@@ -1,11 +1,11 @@
-"""Initial weights that do not depend on the layout: element i of a tensor is a function of (seed, name, i).
+"""Layout-independent initial weights: element i of a tensor is a function of (seed, name, i).
 
-A rank asks for its own slice of a tensor, of any size at any offset, and gets the bits that one process would have
+A rank requests its own slice of a tensor, of any size and offset, and gets the bits that one process would have
 computed for the whole. Element (row r, column c) of a tensor of R rows and C columns is word c % 4 of the Philox
 counter r * ceil(C / 4) + c // 4; leading dimensions are flattened into rows. Box-Muller in float64 turns 24 bits of
 each of two words into two normal numbers, which are rounded to float32. Other dtypes are casts of these float32 values.
-Every operation on the way has one correct result (``numerics.elementary``), so that the bits are the same on every
-processor and every device.
+Every operation involved has a unique correct result (``numerics.elementary``), so the bits are the same on every
+processor and device.
 
 Source: Box and Muller 1958, "A note on the generation of random normal deviates".
 """
@@ -35,17 +35,17 @@ def normal_shard(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """The slice [offset, offset + size) of the normal tensor ``name`` of mean 0 and deviation ``std``.
+    """Returns the slice [offset, offset + size) of the normal tensor ``name`` of mean 0 and standard deviation ``std``.
 
     Args:
-        seed: of the run; with ``name`` it makes the Philox key.
+        seed: of the run; forms the Philox key together with ``name``.
         name: of the whole tensor, the same in every layout.
-        shape: of the whole tensor, of one dimension or more.
-        offset: where the slice begins, one number a dimension.
-        size: of the slice, one number a dimension; a 0 gives an empty tensor.
+        shape: of the whole tensor, with at least one dimension.
+        offset: start of the slice, one number per dimension.
+        size: of the slice, one number per dimension; a 0 results in an empty tensor.
         std: standard deviation.
         dtype: of the result, floating; the numbers are computed in float32 and cast.
-        device: where they are computed, and stay.
+        device: of the computation and the result.
 
     Raises:
         ShapeError: ``shape`` has no dimensions, or the slice does not lie inside it.
@@ -84,9 +84,10 @@ def _check(name: str, shape: Sequence[int], offset: Sequence[int], size: Sequenc
 
 
 def _chunks(num_rows: int, left: int, width: int, num_counters: int) -> Iterator[tuple[int, int, int, int]]:
-    """Blocks (first row, last row, left column, right column) of about ``num_counters`` counters that tile the slice.
+    """Yields blocks (first row, last row, left column, right column) that tile the slice.
 
-    Rows count within the slice and columns within the whole tensor, where blocks begin at multiples of 4.
+    Each has about ``num_counters`` counters. Rows are relative to the slice and columns to the whole tensor, where
+    blocks begin at multiples of 4.
     """
     right = left + width
     columns = min(4 * num_counters, 4 * (-(-right // 4) - left // 4))
@@ -99,9 +100,9 @@ def _chunks(num_rows: int, left: int, width: int, num_counters: int) -> Iterator
 def _row_ids(
     first: int, last: int, shape: Sequence[int], offset: Sequence[int], size: Sequence[int], device: torch.device
 ) -> Tensor:
-    """The rows ``first`` to ``last`` of the slice, counted in the whole tensor."""
+    """Returns the rows ``first`` to ``last`` of the slice as row indices of the whole tensor."""
     ids = torch.arange(first, last, device=device)
-    found, rows = torch.zeros_like(ids), 1  # of the whole tensor, below the dimension
+    found, rows = torch.zeros_like(ids), 1  # rows of the whole tensor spanned by one step of ``dim``
     for dim in reversed(range(len(shape) - 1)):
         found += (ids % size[dim] + offset[dim]) * rows
         ids, rows = ids // size[dim], rows * shape[dim]
@@ -109,10 +110,10 @@ def _row_ids(
 
 
 def _box_muller(w0: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    """Four standard normal numbers from four words: [..., 4], float32."""
+    """Returns four standard normal numbers from four words: [..., 4], float32."""
     radius = torch.stack([w0, w2], dim=-1)
     angle = torch.stack([w1, w3], dim=-1)
-    # the radius takes (0, 1], since log(0) is infinite; log(1) may come out as a little above 0
+    # map to (0, 1], since log(0) is infinite; log(1) may be slightly above 0
     radius = (-2.0 * log(((radius >> 8) + 1).double() * 2.0**-_BITS)).clamp_(min=0.0).sqrt_()
     cos, sin = cos_sin_of_turn(angle >> 8, _BITS)
     return torch.stack([radius * cos, radius * sin], dim=-1).flatten(-2).float()

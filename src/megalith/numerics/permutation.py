@@ -1,11 +1,11 @@
-"""A shuffle that stores nothing: a keyed bijection of [0, n), evaluated at any point.
+"""A shuffle without storage: a keyed bijection of [0, n), evaluated at any point.
 
-An alternating Feistel network over the smallest power of two that holds n: each round adds to one half of the bits a
-keyed hash of the other half, which can be undone, so the network is a bijection whatever the hash is (Luby and Rackoff
-1988). An image outside [0, n) is fed in again until it falls inside (cycle walking; Black and Rogaway 2002): under
-two passes on average, more only below n = 32.
+An alternating Feistel network over the smallest power of two that holds n, and at least 2^6: each round XORs one half
+of the bits with a keyed hash of the other half, which can be undone, so the network is a bijection whatever the hash is
+(Luby and Rackoff 1988). A result outside [0, n) is fed back in until it falls inside (cycle walking; Black and Rogaway
+2002): under two passes on average, more only below n = 32.
 
-The order of a training run's data follows from these numbers: changing any of them changes every run's order.
+The data order of a training run follows from these numbers: changing any of them changes the order of every run.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 __all__ = ["KeyedPermutation"]
 
 _NUM_ROUNDS = 8  # one 64-byte digest gives eight keys of 64 bits
-# a smaller network is unfair: over seeds, the orders of 5 elements have chi-square 5.1 a degree of freedom with 3 bits,
-# and 0.8 with 6
+# a smaller network is biased: over seeds, the orders of 5 elements have chi-square 5.1 per degree of freedom with
+# 3 bits, and 0.8 with 6
 _LEAST_BITS = 6
 
 
 class KeyedPermutation:
-    """The permutation of [0, n) that belongs to (seed, name); another seed or name gives an unrelated one.
+    """The permutation of [0, n) for (seed, name); another seed or name gives an unrelated one.
 
     Args:
         n: 1 to 2**62.
@@ -50,7 +50,7 @@ class KeyedPermutation:
     @overload
     def __call__(self, index: NDArray[np.int64]) -> NDArray[np.int64]: ...
     def __call__(self, index: int | NDArray[np.int64]) -> int | NDArray[np.int64]:
-        """The images of ``index``, of the same shape. Raises IndexError for an index outside [0, n)."""
+        """Returns the images of ``index``, of the same shape. Raises IndexError for an index outside [0, n)."""
         given = np.asarray(index, dtype=np.int64)
         if given.size and not (given.min() >= 0 and given.max() < self.n):
             raise IndexError(f"indices must be in [0, {self.n}); got {given.min()} to {given.max()}")
@@ -72,7 +72,7 @@ class KeyedPermutation:
 
 
 def _hash(x: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014), on x + key; products wrap at 2**64."""
+    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014), applied to x + key; products wrap at 2**64."""
     x = x + key
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
