@@ -1,1 +1,1 @@
-"""Memory for time, and time for memory: recomputation of activations."""
+"""Activation recomputation, and replay of recorded torch calls."""

@@ -1,12 +1,12 @@
-"""Activation recomputation, applied to modules from outside: what is not kept is computed again in backward.
+"""Activation recomputation, applied to modules from outside: what is not saved is recomputed in backward.
 
-    recompute_modules_   keeps the inputs of a module and nothing inside it, for modules that keep much inside
-    discard_outputs_     keeps no output of an operation, for those that keep nothing else: a norm, an activation; it is
-                         made again from their inputs, which their own gradients need anyway
+    recompute_modules_   saves the inputs of a module and nothing inside it, for modules that save much inside
+    discard_outputs_     does not save the output of an operation that saves nothing else (a norm, an activation); it
+                         is recomputed from the inputs, which the operation's own gradient needs anyway
 
-Dropout masks here are functions of global indices, so there is no generator state to save and restore.
-Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; Korthikanti et al. 2022, "Reducing
-Activation Recomputation in Large Transformer Models", arXiv:2205.05198.
+Dropout masks are functions of global indices, so there is no generator state to save and restore. Chen et al. 2016,
+"Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models", arXiv:2205.05198.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -24,35 +24,35 @@ __all__ = ["DiscardableOutput", "discard_outputs_", "recompute", "recompute_modu
 
 
 def recompute(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """``function(*args)``, whose activations are dropped and computed again when its gradient is asked for."""
+    """Returns ``function(*args)``; its activations are dropped and recomputed in backward."""
     if not torch.is_grad_enabled():
         return function(*args)
-    if not torch.compiler.is_compiling():  # which makes one graph of both, and cannot trace `use`
+    if not torch.compiler.is_compiling():  # it traces forward and recomputation into one graph, and cannot trace `use`
         function = partial(_preferring, chosen_by_use(), function)
     out: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     return out
 
 
 def _preferring(backend: Backend | None, function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """``function(*args)`` on the paths of the forward, as backward may run in another thread, or outside of ``use``."""
+    """Runs ``function(*args)`` on the forward's paths, as backward may run in another thread or outside ``use``."""
     with use(backend):
         return function(*args)
 
 
 def recompute_modules_(modules: Iterable[nn.Module]) -> None:
-    """Makes each of ``modules`` run under ``recompute``; names, state and hooks stay as they are."""
+    """Makes each of ``modules`` run under ``recompute``; names, state and hooks are unchanged."""
     for module in modules:
-        # the instance's forward shadows that of its class; hooks (FSDP2's gathers) stay around it
+        # the instance's forward shadows that of its class; hooks (FSDP2's all-gathers) still run around it
         module.forward = partial(recompute, module.forward)
 
 
 class DiscardableOutput(nn.Module):
-    """A place in a layer whose output can be discarded after its last use in forward; it has no tensors.
+    """A point in a layer whose output can be discarded after its last use in forward; it has no tensors.
 
-    It only calls what it is given, until ``discard_outputs_`` is called with the layer and this place.
+    It just calls the given function, unless ``discard_outputs_`` has been called with the layer and this module.
 
     Args:
-        operation: the name by which a user asks for it.
+        operation: the name by which users select it.
     """
 
     def __init__(self, operation: str) -> None:
@@ -61,11 +61,11 @@ class DiscardableOutput(nn.Module):
         self.layer_run: _LayerRun | None = None
 
     def forward(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """``function(*inputs)``, which must give the same bits each time, in fresh memory or as a view of an input."""
+        """Returns ``function(*inputs)``, which must be bitwise reproducible, in new memory or as a view of an input."""
         return self.computed(function(*inputs), function, *inputs)
 
     def computed(self, output: Tensor, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """``output``, which something else has computed and ``function(*inputs)`` can compute again."""
+        """Returns ``output``, already computed elsewhere, which ``function(*inputs)`` can recompute."""
         if self.layer_run is not None:
             self.layer_run.add(output, function, inputs)
         return output
@@ -75,9 +75,9 @@ class DiscardableOutput(nn.Module):
 
 
 def discard_outputs_(layer: nn.Module, outputs: Collection[DiscardableOutput]) -> None:
-    """Makes ``layer`` keep none of ``outputs``, places inside it, for backward, whoever reads them there.
+    """Makes ``layer`` not save any of ``outputs``, modules inside it, for backward, whichever operations use them.
 
-    A function that is to be computed again in backward may talk to other ranks, which must discard the same outputs.
+    If a function to be recomputed in backward communicates with other ranks, these must discard the same outputs.
     """
     run = _LayerRun()
     for output in outputs:
@@ -86,7 +86,7 @@ def discard_outputs_(layer: nn.Module, outputs: Collection[DiscardableOutput]) -
 
 
 class _Recipe:
-    """Computes an output again: once for all that saved it, however many backwards there are."""
+    """Recomputes an output, once per backward pass for all operations that saved it."""
 
     def __init__(self, function: Callable[..., Tensor], inputs: tuple[Any, ...]) -> None:
         self._function, self._inputs = partial(_preferring, chosen_by_use(), function), inputs
@@ -107,7 +107,7 @@ class _Recipe:
 
 
 class _Discarded(NamedTuple):
-    """What is saved in place of an output, or a view of it."""
+    """What is saved in place of an output, or of a view of it."""
 
     recipe: _Recipe
     size: torch.Size
@@ -116,10 +116,10 @@ class _Discarded(NamedTuple):
 
 
 class _LayerRun:
-    """Runs a layer's forward, and replaces what is saved in it of outputs that have a recipe."""
+    """Runs a layer's forward, and replaces saved outputs that have a recipe."""
 
     def __init__(self) -> None:
-        # by storage; the output is held so that no other tensor gets its memory before the layer ends
+        # by storage; holds the output so that no other tensor can reuse its memory before the layer ends
         self._recipes: dict[int, tuple[Tensor, _Recipe]] | None = None
 
     def __call__(self, forward: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -133,7 +133,7 @@ class _LayerRun:
             self._recipes = None
 
     def add(self, output: Tensor, function: Callable[..., Tensor], inputs: tuple[Any, ...]) -> None:
-        if self._recipes is None:  # evaluation, or a part of the layer that runs again in backward
+        if self._recipes is None:  # evaluation, or a part of the layer that is recomputed in backward
             return
         packed = tuple(self._pack(x) if isinstance(x, Tensor) else x for x in inputs)
         self._recipes[_memory(output)] = output, _Recipe(function, packed)
@@ -142,7 +142,7 @@ class _LayerRun:
         assert self._recipes is not None, "the layer runs"
         output, recipe = self._recipes.get(_memory(x), (None, None))
         if recipe is None or output is None or x.dtype != output.dtype:
-            return x.detach()  # x itself could hold the node that saves it, in a cycle that is never freed
+            return x.detach()  # x could reference the node that saves it, a cycle that is never freed
         recipe.num_saved += 1
         return _Discarded(recipe, x.size(), x.stride(), int(x.storage_offset()))
 

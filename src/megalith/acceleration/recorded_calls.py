@@ -1,7 +1,8 @@
-"""The calls of torch of a recording: when two are the same, and a Python function that makes them again.
+"""Recorded torch calls: comparing two recordings, and compiling one into a Python function that replays it.
 
-In a call's arguments and result ``Made`` stands for each tensor that the recording has seen made: ``x + 1.0`` of the
-first input is ``Call(add, (Made(0), 1.0), {}, Made(1))``. What has no number, a weight for instance, stands for itself.
+In the arguments and result of a call, ``Made`` stands for each tensor created during the recording: ``x + 1.0`` of the
+first input is ``Call(add, (Made(0), 1.0), {}, Made(1))``. Tensors without a number, such as weights, stand for
+themselves.
 """
 
 from collections import defaultdict
@@ -16,7 +17,7 @@ __all__ = ["Call", "Made", "Places", "numbers_in", "places_in_memory", "program_
 
 Places = tuple[object, ...]
 
-# nothing but the same numbers again, where the result is in the same places
+# functions whose result, if it occupies the same memory, has the same values
 _VIEWS = frozenset(
     {"__getitem__", "chunk", "expand", "narrow", "permute", "select", "t", "transpose", "unbind", "unsqueeze", "view"}
 )
@@ -24,7 +25,7 @@ _FRESH = frozenset({"empty", "new_empty"})
 
 
 class Made(NamedTuple):
-    """The tensor that has this number: the inputs come first, then results in their order."""
+    """The tensor with this number: the inputs come first, then results in order."""
 
     number: int
 
@@ -33,8 +34,8 @@ class Call(NamedTuple):
     """A call of ``function``.
 
     Attributes:
-        args, kwargs, result: with ``Made`` in place of every tensor except those from outside.
-        is_whole: whether the function may do anything, and change with each call.
+        args, kwargs, result: with ``Made`` in place of every tensor except external ones.
+        is_whole: whether the function is opaque: it may do anything, and behave differently in each call.
     """
 
     function: Callable[..., Any]
@@ -45,22 +46,22 @@ class Call(NamedTuple):
 
 
 def places_in_memory(x: Tensor) -> Places:
-    """Where the numbers of ``x`` are: two tensors that are alive at once, in the same places, hold the same numbers."""
+    """Returns the memory that ``x`` occupies: two live tensors with the same places hold the same values."""
     if x.layout != torch.strided or x.is_nested:
         return (id(x),)
     return x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.stride(), x.dtype
 
 
 def same_calls(calls: list[Call], others: list[Call]) -> bool:
-    """Whether making ``calls`` again is making ``others`` again."""
+    """Returns whether replaying ``calls`` is equivalent to replaying ``others``."""
     return len(calls) == len(others) and all(map(_are_the_same, calls, others))
 
 
 def program_of(calls: list[Call], num_inputs: int, places: Sequence[Places | None]) -> Callable[..., Tensor]:
-    """``calls`` as one function of the inputs, which returns the first argument of the last call.
+    """Compiles ``calls`` into one function of the inputs, which returns the first argument of the last call.
 
     Args:
-        places: of each tensor that has a number, by its number; None where they have changed in the recording.
+        places: of each numbered tensor, by number; None if they changed during the recording.
     """
     names: dict[str, Any] = {}
     lines = [f"def replay({', '.join(f'v{number}' for number in range(num_inputs))}):"]
@@ -77,13 +78,13 @@ def program_of(calls: list[Call], num_inputs: int, places: Sequence[Places | Non
         lines.append(f"    {_target(call.result)} = f{place}({', '.join(given)})")
     lines.append(f"    return {_source(calls[-1].args[0], names)}")
     exec(compile("\n".join(lines), "<replay>", "exec"), names)
-    # its globals are ``names``: in them it would be a reference cycle, freed only when the garbage collector runs
+    # its globals are ``names``: keeping it there would be a reference cycle, freed only by the garbage collector
     function: Callable[..., Tensor] = names.pop("replay")
     return function
 
 
 def numbers_in(template: Any) -> Iterator[int]:
-    """Of the tensors in ``template`` that have one."""
+    """Yields the numbers of the tensors in ``template``."""
     if isinstance(template, Made):
         yield template.number
     elif isinstance(template, (tuple, list, dict)):
@@ -92,7 +93,7 @@ def numbers_in(template: Any) -> Iterator[int]:
 
 
 def _has_number(template: Any) -> bool:
-    """Whether ``template`` is of a tensor that the recording has seen made."""
+    """Returns whether ``template`` contains a tensor created during the recording."""
     return next(numbers_in(template), None) is not None
 
 
@@ -103,10 +104,10 @@ def _are_the_same(a: Call, b: Call) -> bool:
 
 
 def _without_repeated_views(calls: list[Call], places: Sequence[Places | None]) -> list[Call]:
-    """``calls``, in which a view of the same numbers of the same tensor is taken once: each layer takes its own."""
+    """Returns ``calls`` with each distinct view of a tensor taken only once: otherwise every layer takes its own."""
     kept: list[Call] = []
     first_names: dict[int, int] = {}
-    views = defaultdict[tuple[Any, int], list[Call]](list)  # by the function and the tensor
+    views = defaultdict[tuple[Any, int], list[Call]](list)  # by function and tensor
     for call in calls:
         args, kwargs = _renamed(call.args, first_names), _renamed(call.kwargs, first_names)
         call = call._replace(args=args, kwargs=kwargs)
@@ -122,14 +123,14 @@ def _without_repeated_views(calls: list[Call], places: Sequence[Places | None]) 
 
 
 def _is_the_same_view(a: Call, b: Call, places: Sequence[Places | None]) -> bool:
-    # a copy is elsewhere, and so is a view of a tensor that has been reshaped in between; with other arguments it may
-    # be elsewhere in the next call, where a cache has grown
+    # a copy has other memory, as has a view of a tensor that was reshaped in between; with other arguments, the memory
+    # may differ in the next call, for example because a cache has grown
     places_of_a, places_of_b = ([places[number] for number in numbers_in(x.result)] for x in (a, b))
     return None not in places_of_a and places_of_a == places_of_b and _same((a.args, a.kwargs), (b.args, b.kwargs))
 
 
 def _those_that_are_read(calls: list[Call]) -> list[Call]:
-    """``calls`` without views and fresh memory that no later one names."""
+    """Returns ``calls`` without views and new memory that no later call uses."""
     kept: list[Call] = []
     read: set[int] = set()
     for call in reversed(calls):
@@ -141,12 +142,12 @@ def _those_that_are_read(calls: list[Call]) -> list[Call]:
 
 
 def _name(call: Call) -> str:
-    """Of torch's function; none of one that is called whole, and does what it likes."""
+    """Returns the name of torch's function; empty for an opaque call."""
     return "" if call.is_whole else getattr(call.function, "__name__", "")
 
 
 def _renamed(template: Any, names: dict[int, int]) -> Any:
-    """``template`` with ``names`` for the numbers that have another one."""
+    """Returns ``template`` with the numbers in ``names`` replaced."""
     if isinstance(template, Made):
         return Made(names.get(template.number, template.number))
     if not _has_number(template):
@@ -158,7 +159,7 @@ def _renamed(template: Any, names: dict[int, int]) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two templates are the same tensor, object or number."""
+    """Returns whether two templates are the same tensor, object or number."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -169,12 +170,12 @@ def _same(a: Any, b: Any) -> bool:
         a, b = (a.start, a.stop, a.step), (b.start, b.stop, b.step)
     if type(a) in (tuple, list, torch.Size, Made):
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    # as text -0.0 is not 0.0
+    # repr distinguishes -0.0 from 0.0
     return isinstance(a, (int, float, complex, str, torch.device)) and repr(a) == repr(b)
 
 
 def _source(template: Any, names: dict[str, Any]) -> str:
-    """An expression for ``template``; what has no number is put into ``names``."""
+    """Returns an expression for ``template``; parts without a number are added to ``names``."""
     if isinstance(template, Made):
         return f"v{template.number}"
     if _has_number(template):
@@ -186,7 +187,7 @@ def _source(template: Any, names: dict[str, Any]) -> str:
 
 
 def _target(result: Any) -> str:
-    """What a result is assigned to: the tensors that later calls name."""
+    """Returns the assignment target for a result: the tensors that later calls refer to."""
     if isinstance(result, Made):
         return f"v{result.number}"
     if isinstance(result, (tuple, list)):
