@@ -1,3 +1,3 @@
-"""Megalith trains transformer models that do not fit one device, on a laptop CPU and on a GPU cluster alike."""
+"""Megalith trains transformer models too large for one device, on anything from a laptop CPU to a GPU cluster."""
 
 __version__ = "0.1.0"

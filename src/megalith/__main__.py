@@ -1,4 +1,4 @@
-"""``python -m megalith`` is the command ``megalith``: the form that torchrun starts."""
+"""``python -m megalith`` runs the command ``megalith``; torchrun starts it in this form."""
 
 import sys
 from typing import NoReturn
@@ -7,7 +7,7 @@ __all__ = ["main"]
 
 
 def main() -> NoReturn:
-    """Runs the command line and exits; Ctrl-C ends it without a traceback while its modules are imported, too."""
+    """Runs the command line and exits; Ctrl-C produces no traceback even while modules are being imported."""
     try:
         from megalith.cli.main import main as run_and_exit
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The errors that are foreseen: wrong input, or a state of the world that a message can explain.
+"""Errors that Megalith raises deliberately: invalid input, or a condition that a message can explain.
 
 MegalithError
 ├── ConfigError (ValueError)
@@ -15,13 +15,13 @@ MegalithError
 ├── NonFiniteError (FloatingPointError)
 └── RankFailedError (RuntimeError)
 
-Each also is the built-in in brackets, so that an ``except`` clause that knows no Megalith catches it. Messages say what
-was wanted, what was given, and the way out. The command line prints the message alone and ends with exit code 2, or
-with 1 for the last two, which are no fault of the input.
+Each is also a subclass of the built-in in parentheses, so that ``except`` clauses that know nothing of Megalith catch
+it. Messages say what was expected, what was given, and how to fix it. The command line prints only the message and
+exits with code 2, or with 1 for the last two, which are not caused by the input.
 
-Plain built-ins are raised for slips of the caller (an index out of range, a write to frozen settings), in validators
-from which pydantic collects them, and by libraries. One that reaches the command line was not foreseen: it keeps its
-traceback, and the exit code is 1.
+Plain built-ins are raised for programming errors of the caller (an index out of range, a write to frozen settings), in
+validators from which pydantic collects them, and by libraries. One that reaches the command line is unexpected: it
+keeps its traceback, and the exit code is 1.
 """
 
 __all__ = [
@@ -42,58 +42,58 @@ __all__ = [
 
 
 class MegalithError(Exception):
-    """Base of all foreseen errors; a subclass can be made from its message alone, so that it can travel between ranks.
+    """Base class of all expected errors; subclasses can be built from a message alone, to be sent between ranks.
 
-    ``on_every_rank``: every rank raises this error with the same message, so that one of them reports it for all.
-    ``megalith.topology.agreement`` sets it.
+    ``on_every_rank``: every rank raises this error with the same message, so that only one reports it. Set by
+    ``megalith.topology.agreement``.
     """
 
     on_every_rank: bool = False
 
 
 class ConfigError(MegalithError, ValueError):
-    """Settings that are unknown, contradict each other, or have no effect."""
+    """Settings are unknown, contradict each other, or have no effect."""
 
 
 class ExperimentalError(ConfigError):
-    """An experimental feature is used without its name in the switch."""
+    """An experimental feature is used without being enabled by name."""
 
 
 class ShapeError(MegalithError, ValueError):
-    """A tensor whose shape, dtype or device does not fit."""
+    """The shape, dtype or device of a tensor does not fit."""
 
 
 class BackendError(MegalithError, ValueError):
-    """A path of a fused operation that cannot run on these tensors, or here."""
+    """A path of a fused operation cannot run on these tensors or on this machine."""
 
 
 class TopologyError(MegalithError, ValueError):
-    """Axes of a layout that do not fit the number of ranks, or a group that does not exist."""
+    """The axes of a layout do not fit the number of ranks, or a group does not exist."""
 
 
 class DataError(MegalithError, ValueError):
-    """A dataset or tokenizer that is missing, damaged, or of another making."""
+    """A dataset or tokenizer is missing, damaged, or not the expected one."""
 
 
 class CheckpointError(MegalithError, ValueError):
-    """A checkpoint that is incomplete, damaged, or of another model."""
+    """A checkpoint is incomplete, damaged, or of a different model."""
 
 
 class StorageError(MegalithError, OSError):
-    """A folder or disk that cannot be read, or cannot take what must be written."""
+    """A folder or disk cannot be read or written."""
 
 
 class MissingFileError(StorageError, FileNotFoundError):
-    """A file or folder that is not there."""
+    """A file or folder does not exist."""
 
 
 class MissingDependencyError(MegalithError, ImportError):
-    """An optional package is needed for what was asked."""
+    """An optional package is required but not installed."""
 
 
 class NonFiniteError(MegalithError, FloatingPointError):
-    """A loss or gradient is NaN or infinite, and the run was told to stop at that."""
+    """A loss or gradient is NaN or infinite, and the run is configured to stop in that case."""
 
 
 class RankFailedError(MegalithError, RuntimeError):
-    """Another rank has an error that was not foreseen; its traceback is on that rank's output."""
+    """Another rank had an unexpected error; its traceback is on that rank's output."""

@@ -1,6 +1,7 @@
-"""Files that somebody else named, looked at before they are opened.
+"""Checks user-supplied files before opening them.
 
-Opening a FIFO waits for its writer, /dev/zero never ends, and a wrong path may lead to a file larger than the memory.
+Opening a FIFO blocks until there is a writer, /dev/zero never ends, and a wrong path may lead to a file larger than
+memory.
 """
 
 import errno
@@ -14,10 +15,10 @@ _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a dev
 
 
 def regular_file_size(path: str | Path) -> int:
-    """Bytes of the regular file ``path``, links followed. Does not open it.
+    """Returns the size in bytes of the regular file ``path``, following links, without opening it.
 
     Raises:
-        OSError: there is none, it is something else, such as a folder or a FIFO, or no file can have such a name.
+        OSError: it does not exist, is something else such as a folder or a FIFO, or no file can have such a name.
     """
     try:
         status = Path(path).stat()
@@ -32,7 +33,7 @@ def regular_file_size(path: str | Path) -> int:
 
 
 def read_regular_file(path: str | Path, most_bytes: int) -> bytes:
-    """The content of the regular file ``path``. Raises OSError as ``regular_file_size``, or if it is larger."""
+    """Returns the content of the regular file ``path``. Raises OSError as ``regular_file_size``, or if too large."""
     size = regular_file_size(path)
     if size > most_bytes:
         raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most_bytes:,} are read")

@@ -1,4 +1,4 @@
-"""The one place that knows optional packages: which are there, and how to get one that is not."""
+"""The only place that knows optional packages: which are installed, and how to install the others."""
 
 import importlib
 import importlib.metadata
@@ -10,7 +10,7 @@ from megalith.errors import MissingDependencyError
 
 __all__ = ["has", "has_triton", "need", "triton_interprets", "why_not_interpret"]
 
-# package: (what needs it, the extra of megalith that installs it, or None where pip has it not)
+# package: (what needs it, the extra of megalith that installs it, or None if pip cannot install it)
 _EXTRAS: dict[str, tuple[str, str | None]] = {
     "pyarrow.parquet": ("reading .parquet files", "parquet"),
     "matplotlib": ("drawing report.html", "report"),
@@ -25,20 +25,20 @@ _EXTRAS: dict[str, tuple[str, str | None]] = {
     "lm_eval.api.model": ("evaluating with lm-eval", "lm-eval"),
 }
 
-# Read once: a kernel is born compiled or interpreted, and torch.compile can trace a constant but not a look-up.
+# Read once: a kernel is compiled or interpreted from its definition on, and torch.compile can trace only a constant.
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _TRITON_INTERPRETS = _HAS_TRITON and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def has(package: str) -> bool:
-    """Whether ``package`` (one of this module's table) is installed; does not import it."""
-    # torch carries the writer, and the writer needs the package
+    """Returns whether ``package``, one of this module's table, is installed; does not import it."""
+    # torch includes the writer, which needs the package
     root = "tensorboard" if package == "torch.utils.tensorboard" else package.partition(".")[0]
     return package in _EXTRAS and importlib.util.find_spec(root) is not None
 
 
 def need(package: str) -> ModuleType:
-    """The module ``package``, imported. Raises MissingDependencyError, with the command that installs it."""
+    """Imports and returns the module ``package``. Raises MissingDependencyError with the command that installs it."""
     purpose, extra = _EXTRAS[package]
     how = f"run: pip install 'megalith[{extra}]'" if extra else "build it as its own page says: it has no wheels"
     try:
@@ -48,17 +48,17 @@ def need(package: str) -> ModuleType:
 
 
 def has_triton() -> bool:
-    """Whether ``triton`` is installed; does not import it."""
+    """Returns whether ``triton`` is installed; does not import it."""
     return _HAS_TRITON
 
 
 def triton_interprets() -> bool:
-    """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` when megalith was imported), also on CPU."""
+    """Returns whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` at import), even on CPU."""
     return _TRITON_INTERPRETS
 
 
 def why_not_interpret() -> str | None:
-    """Why Triton's interpreter cannot run kernels here, in one clause; None if it can, once it is switched on."""
+    """Returns why Triton's interpreter cannot run kernels here, in one clause; None if it could when enabled."""
     if not _HAS_TRITON:
         return "triton is not installed (pip install 'megalith[triton]')"
     major, minor, *_ = importlib.metadata.version("numpy").split(".")

@@ -1,7 +1,7 @@
-"""Where each document begins in packed rows: the record of a batch without padding ("thd"), checked when it is made.
+"""Document boundaries in packed rows: describes a batch without padding ("thd"), validated at construction.
 
-The tokens of a batch [B, S] count as b * S + s, row after row. Documents tile them: document i holds the tokens from
-``cu_seqlens[i]`` up to ``cu_seqlens[i + 1]``, and none crosses the border of a row. The names are those of the
+The tokens of a batch [B, S] are numbered b * S + s, row by row. Documents tile them: document i holds the tokens from
+``cu_seqlens[i]`` up to ``cu_seqlens[i + 1]``, and none crosses a row boundary. The names are those of the
 variable-length attention kernels (FlashAttention, Transformer Engine).
 """
 
@@ -21,19 +21,19 @@ __all__ = ["PackedSeqParams"]
 
 @dataclass(frozen=True, eq=False)
 class PackedSeqParams:
-    """The documents of a batch of packed rows, for self-attention: queries and keys are of the same documents.
+    """The documents of a batch of packed rows, for self-attention: queries and keys are from the same documents.
 
     Attributes:
-        cu_seqlens_q, cu_seqlens_kv: int32 [N+1], the border of each document in b * S + s; equal.
+        cu_seqlens_q, cu_seqlens_kv: int32 [N+1], document boundaries as b * S + s; equal.
         max_seqlen_q, max_seqlen_kv: tokens in the longest document.
         batch_size: B, rows.
-        seq_length: S, tokens in a row.
+        seq_length: S, tokens per row.
         qkv_format: always "thd".
-        document_bounds: int32 [B, S, 2], for each token the first token of its document and the one after the last,
-            as positions in the row: what an attention kernel reads.
+        document_bounds: int32 [B, S, 2], for each token the start (inclusive) and end (exclusive) of its document as
+            positions in the row, in the form that attention kernels read.
 
     Raises:
-        ShapeError: borders that are no int32 vector, do not tile the rows, or cross one; a wrong maximum.
+        ShapeError: the boundaries are not an int32 vector, do not tile the rows, or cross one; or a maximum is wrong.
     """
 
     cu_seqlens_q: Tensor
@@ -64,7 +64,7 @@ class PackedSeqParams:
             row, first = divmod(start, self.seq_length)
             rows[row].append((first, first + end - start))
         object.__setattr__(self, "_rows", rows)
-        # once a batch: made from the borders in every layer, it would be a dozen small kernels in each
+        # once per batch: computed in every layer, it would cost a dozen small kernels in each
         bounds = self._of_each_token(torch.stack((self.cu_seqlens_q[:-1], self.cu_seqlens_q[1:]), dim=-1))  # [B*S, 2]
         row_starts = torch.arange(0, borders[-1], self.seq_length, dtype=torch.int32, device=bounds.device)  # [B]
         bounds = bounds.view(self.batch_size, self.seq_length, 2) - row_starts.view(-1, 1, 1)
@@ -72,7 +72,7 @@ class PackedSeqParams:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[Sequence[int]]) -> "PackedSeqParams":
-        """From the tokens of each document, one list a row; every list must have the same sum, S."""
+        """Builds from document lengths in tokens, one list per row; every list must have the same sum, S."""
         sums = {sum(row) for row in lengths}
         if len(sums) != 1:
             raise ShapeError(f"the lengths of each row must have one and the same sum; got sums {sorted(sums)}")
@@ -81,23 +81,23 @@ class PackedSeqParams:
 
     @classmethod
     def from_documents(cls, documents: Tensor) -> "PackedSeqParams":
-        """From the ordinal of the document that each token is in: int32 or int64 [B, S], never falling along a row."""
+        """Builds from each token's document number: int32 or int64 [B, S], non-decreasing along a row."""
         if documents.dtype not in (torch.int32, torch.int64) or documents.dim() != 2 or documents.numel() == 0:
             raise ShapeError(f"documents must be int32 or int64 [B, S]; got {documents.dtype} {list(documents.shape)}")
         steps = documents[:, 1:] - documents[:, :-1]
         if (steps < 0).any():
             raise ShapeError("documents must not fall along a row: a document's tokens are together; got one that does")
-        begins = torch.ones_like(documents, dtype=torch.bool)  # each row begins a document
+        begins = torch.ones_like(documents, dtype=torch.bool)  # each row starts a new document
         begins[:, 1:] = steps > 0
         borders = [*begins.flatten().nonzero().flatten().tolist(), documents.numel()]
         return cls._from_borders(borders, *documents.shape)
 
     @classmethod
     def from_padding(cls, is_token: Tensor) -> "PackedSeqParams":
-        """From which places of padded rows hold tokens, bool [B, S]: a row's tokens are one document.
+        """Builds from a mask of the tokens in padded rows, bool [B, S]: the tokens of a row are one document.
 
-        What pads it before and after are others, so that no token sees padding, and none of a row's tokens is lost.
-        Raises ShapeError for tokens with padding between them.
+        Padding before and after it forms separate documents, so that no token attends to padding, and none of a row's
+        tokens is lost. Raises ShapeError for tokens with padding between them.
         """
         if is_token.dtype != torch.bool or is_token.dim() != 2 or is_token.numel() == 0:
             raise ShapeError(f"is_token must be bool [B, S]; got {is_token.dtype} {list(is_token.shape)}")
@@ -116,22 +116,22 @@ class PackedSeqParams:
         return cls(cu_seqlens, cu_seqlens, longest, longest, batch_size, seq_length)
 
     def rows(self) -> list[list[tuple[int, int]]]:
-        """For each row its documents as (start, end) within the row, known without asking the device."""
+        """Returns the documents of each row as (start, end) within the row, without a device synchronization."""
         return self._rows
 
     def position_ids(self) -> Tensor:
-        """int64 [B, S]: the position of each token in its document."""
+        """Returns int64 [B, S]: the position of each token in its document."""
         starts = self._of_each_token(self.cu_seqlens_q[:-1])
         return (torch.arange(len(starts), device=starts.device) - starts).view(self.batch_size, self.seq_length)
 
     def document_ids(self) -> Tensor:
-        """int64 [B, S]: the ordinal of each token's document in its row, from 0."""
+        """Returns int64 [B, S]: the index of each token's document in its row, from 0."""
         ordinals = self._of_each_token(torch.arange(len(self.cu_seqlens_q) - 1, device=self.cu_seqlens_q.device))
         ids = ordinals.view(self.batch_size, self.seq_length)
         return ids - ids[:, :1]
 
     def within(self, start: int, stop: int) -> "PackedSeqParams":
-        """The documents in columns [start, stop) of every row, cut off there; made once for all layers that ask."""
+        """Returns the documents in columns [start, stop) of every row, truncated there; cached for all layers."""
         if (start, stop) == (0, self.seq_length):
             return self
         if (start, stop) not in self._parts:
@@ -143,7 +143,7 @@ class PackedSeqParams:
         return self._parts[start, stop]
 
     def to(self, device: torch.device | str) -> "PackedSeqParams":
-        """The same documents with the borders on ``device``; nothing is checked or counted again."""
+        """Returns the same documents with the boundaries on ``device``; nothing is validated or computed again."""
         moved = copy(self)
         for name in ("cu_seqlens_q", "cu_seqlens_kv", "document_bounds"):
             object.__setattr__(moved, name, getattr(self, name).to(device, non_blocking=True))
@@ -151,7 +151,7 @@ class PackedSeqParams:
         return moved
 
     def _of_each_token(self, values: Tensor) -> Tensor:
-        """One of ``values`` [N, ...] for each token: [B*S, ...]; the size is given, so that the device is not asked."""
+        """Expands ``values`` [N, ...] to one per token, [B*S, ...]; output_size avoids a device synchronization."""
         return values.repeat_interleave(self.cu_seqlens_q.diff(), dim=0, output_size=self.batch_size * self.seq_length)
 
 

@@ -1,6 +1,6 @@
-"""The recipes (whole runs) and presets (model shapes) that come with the package, as files: nothing is parsed here.
+"""The recipes (whole runs) and presets (model shapes) shipped with the package, as unparsed files.
 
-Apart from ``config``, because whoever asks for their names, such as a shell that completes one, should not wait for it.
+Separate from ``config``, because listing their names, for example in shell completion, should not have to import it.
 """
 
 import functools
@@ -15,18 +15,18 @@ __all__ = ["preset_names", "preset_text", "recipe_names", "recipe_purpose", "rec
 
 @functools.cache
 def recipe_names() -> tuple[str, ...]:
-    """Names that ``megalith train NAME`` takes."""
+    """Returns the names that ``megalith train NAME`` accepts."""
     return _names(_folder())
 
 
 @functools.cache
 def preset_names() -> tuple[str, ...]:
-    """Names that ``model.preset`` takes."""
+    """Returns the names that ``model.preset`` accepts."""
     return _names(_folder() / "presets")
 
 
 def recipe_text(name: str) -> str:
-    """The YAML of the recipe ``name``. Raises ConfigError with the names that there are."""
+    """Returns the YAML of the recipe ``name``. Raises ConfigError, listing the available names."""
     if name not in recipe_names():
         near = get_close_matches(name, recipe_names(), 1)
         meant = f"did you mean {near[0]}? " if near else ""
@@ -35,7 +35,7 @@ def recipe_text(name: str) -> str:
 
 
 def recipe_purpose(name: str) -> str:
-    """What the recipe ``name`` is for, in a line: the comment that it begins with."""
+    """Returns what the recipe ``name`` is for, in one line: its leading comment."""
     lines: list[str] = []
     for line in recipe_text(name).splitlines():
         if not line.startswith("#"):
@@ -45,12 +45,12 @@ def recipe_purpose(name: str) -> str:
 
 
 def preset_text(name: str) -> str:
-    """The YAML of the preset ``name``, one of ``preset_names()``."""
+    """Returns the YAML of the preset ``name``, one of ``preset_names()``."""
     return _folder().joinpath("presets", f"{name}.yaml").read_text("utf-8")
 
 
 def require_source(source: str | None) -> str:
-    """``source``, the recipe or file that a command was given. Raises ConfigError naming the recipes if it was none."""
+    """Returns ``source``, a command's recipe or file. Raises ConfigError listing the recipes if it was not given."""
     if source is None or "=" in source:
         error = ConfigError(
             f"name a recipe or a YAML file first: {', '.join(recipe_names())}; "

@@ -1,26 +1,26 @@
-"""The one place that knows which torch is installed: names that differ between torch 2.11 and 2.13, or are private.
+"""The only place that knows torch versions: names that are private, or differ between torch 2.11 and 2.13.
 
-all_gather_single, reduce_scatter_single    new in 2.13, which warns of all_gather_into_tensor, reduce_scatter_tensor
-torch.nn.functional.grouped_mm              torch._grouped_mm in older ones
+all_gather_single, reduce_scatter_single    new in 2.13, which deprecates all_gather_into_tensor, reduce_scatter_tensor
+torch.nn.functional.grouped_mm              torch._grouped_mm in older versions
 torch.compile(isolate_recompiles=...)       new in 2.13, with recompile_limit=...
-torch.compile of a Function                 before 2.13 loses gradients where its first output has none
-torch._functorch.config.donated_buffer      private; whether a compiled backward may overwrite what was saved
-torch._inductor.config.cpp, .cpu_vec_isa    private; which vector instructions a C++ compiler is taken to know
-forward_ad._current_level                   private; whether derivatives are carried forward
-torch._C._AutoDispatchBelowAutograd         private; where torch runs the implementation of an operator
-torch._C._any_requires_grad                 private; asks many operands at once
-torch.ops.mkldnn._is_mkldnn_bf16_supported  private; whether a CPU multiplies numbers of 16 bits natively
-torch._library.triton                       private; whether wrapped kernels are launched as they are
+torch.compile of a Function                 before 2.13 loses gradients if its first output has none
+torch._functorch.config.donated_buffer      private; whether a compiled backward may overwrite saved tensors
+torch._inductor.config.cpp, .cpu_vec_isa    private; which vector instructions the C++ compiler is assumed to support
+forward_ad._current_level                   private; whether forward-mode AD is active
+torch._C._AutoDispatchBelowAutograd         private; the dispatch state in which an operator's implementation runs
+torch._C._any_requires_grad                 private; checks many operands at once
+torch.ops.mkldnn._is_mkldnn_bf16_supported  private; whether a CPU multiplies 16-bit numbers natively
+torch._library.triton                       private; whether wrapped kernels are launched directly
 distributed_c10d._process_group_name        private; names a new process group
-FSDPModule._get_fsdp_state()                private; ends a backward by hand
+FSDPModule._get_fsdp_state()                private; ends a backward manually
 Module._compiled_call_impl                  private; what a compiled module calls
-Module._forward_hooks, _forward_pre_hooks   private; what calls of a module also call
-Module._modules, _parameters, _buffers      private; what a module consists of, as dicts
+Module._forward_hooks, _forward_pre_hooks   private; hooks that run when a module is called
+Module._modules, _parameters, _buffers      private; the contents of a module, as dicts
 distributed_c10d._abort_process_group       private; ends process groups that NCCL would wait for
-torch.distributed._symmetric_memory         private; memory that other GPUs read
-torch.distributed._tools.mem_tracker        private; bytes of live tensors by category, also of fake ones
+torch.distributed._symmetric_memory         private; memory that other GPUs can read
+torch.distributed._tools.mem_tracker        private; bytes of live tensors by category, including fake ones
 torch.testing._internal...fake_pg           private; registers the process group whose collectives do nothing
-torch.cuda.is_current_stream_capturing      raises where torch was built without CUDA
+torch.cuda.is_current_stream_capturing      raises if torch was built without CUDA
 """
 
 import hashlib
@@ -80,53 +80,54 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# the state of torch in which the implementation of an operator runs: nothing is recorded
+# the dispatch state in which an operator's implementation runs: autograd records nothing
 below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
 any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
 _num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 symmetric_memory = _symmetric_memory
-# raised where tensors without values, of ``fake_tensors``, would have to have some
+# raised when the values of ``fake_tensors``, which have none, are needed
 DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _grouped_mm = torch.nn.functional.grouped_mm if hasattr(torch.nn.functional, "grouped_mm") else torch._grouped_mm
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
-# else a number that is rounded to be stored and widened to be used would be used as it was before
+# without this, a value rounded for storage and widened again would be used unrounded
 _ROUNDS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
 _isolates = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _apart: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 256} if _isolates else {}
 
 
 def abort_process_groups() -> None:
-    """Ends every process group of NCCL without waiting for collectives in flight."""
+    """Aborts all NCCL process groups without waiting for collectives in flight."""
     distributed_c10d._abort_process_group()
 
 
 def break_graph_before_gradients_are_lost() -> None:
-    """Called in the forward of a ``torch.autograd.Function`` whose first output has no gradient: run it uncompiled.
+    """Breaks the graph in the forward of a ``torch.autograd.Function`` whose first output has no gradient.
 
-    Before 2.13 ``torch.compile`` gives the inputs of such a Function zero as their gradient, without a word. With
-    ``fullgraph=True`` torch raises there instead.
+    Before 2.13, ``torch.compile`` silently gives the inputs of such a Function zero gradients, so it must run
+    uncompiled. With ``fullgraph=True``, torch raises at the graph break instead.
     """
     if torch.compiler.is_compiling() and not _isolates:
         torch._dynamo.graph_break("torch before 2.13 loses the gradients of a Function whose first output has none")
 
 
 def compile_apart(function: Callable[P, R]) -> Callable[P, R]:
-    """``torch.compile(function)`` for static shapes, whose code nothing else that compiles ``function`` looks through.
+    """Returns ``torch.compile(function)`` for static shapes, with a cache not shared with other compilations of it.
 
-    Before 2.13 they share it, and its eight variants; a ninth runs in plain torch.
+    Before 2.13 they share one cache, and its limit of eight variants; a ninth runs in eager mode.
     """
     return torch.compile(function, dynamic=False, options=_ROUNDS, **_apart)
 
 
 def compile_layers_(layers: Sequence[nn.Module]) -> None:
-    """``layer.compile()`` of each of ``layers``, in place; layers alike share their code.
+    """Calls ``layer.compile()`` on each of ``layers``, in place; identical layers share their code.
 
-    Layers that drop elements are not alike, because each has a name of its own, so the limit of variants follows their
-    number: torch gives up at eight. Before 2.13 that limit is torch's own, and later layers run in plain torch.
+    Layers with dropout are not identical, because each has its own name, so the recompile limit grows with the number
+    of layers: torch's default is eight. Before 2.13 that default cannot be changed here, and later layers run in eager
+    mode.
     """
     limit: dict[str, Any] = {"recompile_limit": 8 + len(layers)} if _isolates else {}
     for layer in layers:
@@ -135,10 +136,10 @@ def compile_layers_(layers: Sequence[nn.Module]) -> None:
 
 @contextmanager
 def trusting_vector_instructions() -> Iterator[None]:
-    """Takes it that the C++ compiler knows the vector instructions of this CPU; from then on, unless the block raises.
+    """Assumes that the C++ compiler supports this CPU's vector instructions; stays in effect unless the block raises.
 
-    Else torch finds out at the first build of a process, which on an empty cache is a build of 3 s for each kind of
-    them. What a user has set (``TORCHINDUCTOR_VEC_ISA_OK``) stays.
+    Otherwise torch checks at the first build of a process, which with an empty cache takes a 3 s build per instruction
+    set. A user's own setting (``TORCHINDUCTOR_VEC_ISA_OK``) is kept.
     """
     cpp = torch._inductor.config.cpp
     given = cpp.vec_isa_ok
@@ -147,15 +148,15 @@ def trusting_vector_instructions() -> Iterator[None]:
         yield
     except BaseException:
         cpp.vec_isa_ok = given
-        torch._inductor.cpu_vec_isa.valid_vec_isa_list.cache_clear()  # what it took for granted
+        torch._inductor.cpu_vec_isa.valid_vec_isa_list.cache_clear()  # cached under the assumption
         raise
 
 
 @contextmanager
 def uncompiled(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """While it lasts, ``layers`` that ``compile_layers_`` has compiled run in plain torch.
+    """Inside the block, ``layers`` compiled by ``compile_layers_`` run in eager mode.
 
-    Where the shapes change in every call they would be compiled again and again, up to the limit of variants.
+    For shapes that change in every call, which would recompile the layers up to the limit of variants.
     """
     calls = [layer._compiled_call_impl for layer in layers]
     for layer in layers:
@@ -168,28 +169,28 @@ def uncompiled(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def has_forward_hooks(model: nn.Module) -> bool:
-    """Whether a forward of ``model`` also calls hooks, of one of its modules or of all modules there are."""
+    """Returns whether a forward of ``model`` also calls hooks, either of one of its modules or global ones."""
     if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
         return True
     return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 class ForwardParts:
-    """What a forward through ``modules`` uses: them, their weights, buffers and hooks, as they are when this is made.
+    """A snapshot of what a forward through ``modules`` uses: submodules, parameters, buffers and hooks.
 
-    Held, so that none can be freed and another one get its identity.
+    It holds references, so that no part can be freed and its id reused.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        # dicts that torch changes in place, looked up once: this is asked for every token
+        # torch changes these dicts in place; they are looked up once because the check runs for every token
         self._parts = [parts for x in modules for parts in (x._modules, x._parameters, x._buffers)]
         self._hooks = [hooks for x in modules for hooks in (x._forward_hooks, x._forward_pre_hooks)]
         self._hooks += [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
-        self._own = [vars(x) for x in modules]  # where one may hide the method of its class
+        self._own = [vars(x) for x in modules]  # an instance attribute may shadow the class's method
         self._held = self._found()
 
     def are_in_place(self) -> bool:
-        """Whether they are still the same ones."""
+        """Returns whether all parts are still the same objects."""
         found = self._found()
         return len(found) == len(self._held) and all(map(operator.is_, found, self._held))
 
@@ -202,18 +203,18 @@ class ForwardParts:
 
 
 def keeping_what_is_saved() -> AbstractContextManager[None]:
-    """While it lasts, torch.compile builds and runs backwards that do not reuse the memory of what was saved."""
+    """Inside the block, torch.compile builds and runs backwards that do not reuse the memory of saved tensors."""
     keeping: AbstractContextManager[None] = functorch_config.patch(donated_buffer=False)
     return keeping
 
 
 def is_capturing() -> bool:
-    """Whether what is launched here goes into a CUDA graph, whose replays repeat every number that the host gives."""
+    """Returns whether a CUDA graph is being captured, whose replays reuse every host value passed during capture."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def is_intercepted() -> bool:
-    """Whether something looks at the operators that are called here: torch.compile, a dispatch mode, torch.func.
+    """Returns whether operator calls are intercepted: by torch.compile, a dispatch mode or torch.func.
 
     Fake tensors, torch.export and selective checkpointing are dispatch modes.
     """
@@ -221,7 +222,7 @@ def is_intercepted() -> bool:
 
 
 def multiplies_natively(dtype: torch.dtype) -> bool:
-    """Whether torch's products of ``dtype``, one of 16 bits, use instructions that this CPU has for them."""
+    """Returns whether torch's matrix products of a 16-bit ``dtype`` use native instructions of this CPU."""
     if not torch.backends.mkldnn.is_available():
         return False
     library = torch.ops.mkldnn
@@ -230,22 +231,22 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
 
 
 def launching_directly() -> AbstractContextManager[None]:
-    """While it lasts, ``torch.library.wrap_triton(kernel)`` launches the kernel, as nothing traces it."""
+    """Inside the block, ``torch.library.wrap_triton(kernel)`` launches the kernel directly, since nothing traces it."""
     direct: AbstractContextManager[None] = set_wrap_triton_enabled(False)
     return direct
 
 
 def forward_mode_is_on() -> bool:
-    """Whether torch.func.jvp, or a level of torch.autograd.forward_ad, carries derivatives forward here."""
+    """Returns whether forward-mode AD (torch.func.jvp or a torch.autograd.forward_ad level) is active."""
     return forward_ad._current_level >= 0
 
 
 @contextmanager
 def watch_compiler(started: Callable[[], None], ended: Callable[[], None]) -> Iterator[None]:
-    """Calls ``started`` and ``ended`` around each build of torch.compile in this process, in the thread that builds.
+    """Calls ``started`` and ``ended`` around each torch.compile build in this process, in the building thread.
 
-    Whoever asked for the build, a fused operation, a layer, or a function of the user's own, waits for it. What a build
-    makes it build is part of it. Neither function may compile.
+    The build may be requested by a fused operation, a layer or the user's own function; the caller waits for it. Nested
+    builds count as part of it. Neither callback may compile.
     """
     handler = torch._dynamo.callback.callback_handler
 
@@ -260,19 +261,19 @@ def watch_compiler(started: Callable[[], None], ended: Callable[[], None]) -> It
     try:
         yield
     finally:
-        with suppress(ValueError):  # torch._dynamo.reset() has removed them
+        with suppress(ValueError):  # already removed by torch._dynamo.reset()
             handler.remove_start_callback(begin)
             handler.remove_end_callback(end)
 
 
 def compiler_is_watched() -> bool:
-    """Whether ``watch_compiler``, or a callback of a user's own, hears of each build of torch.compile."""
+    """Returns whether ``watch_compiler``, or a user's own callback, is notified of torch.compile builds."""
     return bool(torch._dynamo.callback.callback_handler.start_callbacks)
 
 
 @contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
-    """This process is rank 0 of ``world_size``, of which the others are not there: collectives return at once."""
+    """Makes this process rank 0 of ``world_size``; the other ranks do not exist, and collectives return at once."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
 
     dist.init_process_group("fake", rank=0, world_size=world_size, store=HashStore())
@@ -283,15 +284,15 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 
 
 def fake_tensors() -> AbstractContextManager[object]:
-    """Tensors made inside have shapes and no memory; those from outside are taken for such."""
+    """Inside the block, tensors have shapes but no memory; tensors from outside are treated as such."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextmanager
 def bytes_of_tensors(model: nn.Module) -> Iterator[Callable[[str], int]]:
-    """Counts tensors that live inside, but for the parameters and buffers of ``model`` and their gradients.
+    """Counts tensors that are alive inside the block, except ``model``'s parameters, buffers and gradients.
 
-    Gives a function of "current" and "peak": bytes now, and when all tensors together were largest.
+    Yields a function of "current" (bytes now) or "peak" (bytes when the total of all tensors was largest).
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -312,7 +313,7 @@ def bytes_of_tensors(model: nn.Module) -> Iterator[Callable[[str], int]]:
 
 
 def all_gather_into(out: Tensor, x: Tensor, group: ProcessGroup | None) -> None:
-    """Fills ``out`` [W n, ...] with the ``x`` [n, ...] of each rank of ``group``, in its order; all contiguous.
+    """Fills ``out`` [W n, ...] with the ``x`` [n, ...] of each rank of ``group``, in rank order; all contiguous.
 
     As everywhere in torch.distributed, None is the default group.
     """
@@ -320,7 +321,7 @@ def all_gather_into(out: Tensor, x: Tensor, group: ProcessGroup | None) -> None:
 
 
 def reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup | None) -> None:
-    """Fills ``out`` [n, ...] with this rank's part of the sum over ``group`` of ``x`` [W n, ...]; all contiguous.
+    """Fills ``out`` [n, ...] with this rank's part of the sum of ``x`` [W n, ...] over ``group``; all contiguous.
 
     As everywhere in torch.distributed, None is the default group.
     """
@@ -328,7 +329,7 @@ def reduce_scatter_into(out: Tensor, x: Tensor, group: ProcessGroup | None) -> N
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Products of groups of rows or columns, each up to one of ``ends`` int32 [E], in the dtype of ``a``.
+    """Returns products of groups of rows or columns, each ending at one of ``ends`` int32 [E], in the dtype of ``a``.
 
     [R, n] with [E, n, m] -> [R, m], whose rows after the last group are not written; [m, R] with [R, n] -> [E, m, n].
     """
@@ -337,9 +338,10 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def end_backward(root: FSDPModule) -> None:
-    """What FSDP2 does when a backward through ``root`` has ended, for gradients that were computed outside of one.
+    """Runs FSDP2's end-of-backward work on ``root``, for gradients computed outside of a backward through it.
 
-    torch calls it at the end of each backward. It takes care of every unit whose turn has not come, here all of them.
+    torch calls this at the end of each backward. It handles every unit that has not been processed yet, here all of
+    them.
     """
     root._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -347,15 +349,15 @@ def end_backward(root: FSDPModule) -> None:
 def new_group(
     ranks: Sequence[int], backend: str | None, timeout: timedelta | None, pg_options: object | None
 ) -> ProcessGroup:
-    """A process group of ``ranks``, of the default group, made by these ranks alone.
+    """Returns a process group of ``ranks``, of the default group, created by these ranks alone.
 
-    torch would name it by its ranks and the number of groups that this process has, and its members find each other
-    under that name in the store of the default group. Where they have different numbers of other groups they would
-    wait for each other in vain; where a group of the same ranks was destroyed they would find what it left behind, and
-    fail to connect. Here the name is the ranks and how many groups these ranks have made, counted in that store.
+    torch names a group by its ranks and the number of groups that this process has, and its members find each other
+    under that name in the default group's store. If they have different numbers of other groups, they would wait for
+    each other forever; if a group of the same ranks was destroyed, they would find its stale entries and fail to
+    connect. Here the name consists of the ranks and how many groups these ranks have created, counted in that store.
 
-    gloo's connections are made here, and a rank that has all of its own would be free to destroy them while two others
-    still connect, which then fail; so all wait in the store for the last. NCCL connects at the first collective.
+    gloo connects here. A rank that has all its connections could destroy them while two others are still connecting,
+    which would then fail; so all wait in the store for the last one. NCCL connects at the first collective.
     """
     text = hashlib.sha1(repr(list(ranks)).encode(), usedforsecurity=False).hexdigest()
     store = distributed_c10d._get_default_store()
