@@ -11,7 +11,7 @@ from megalith.storage.store import Store
 __all__ = ["Location", "child", "open_store", "sibling"]
 
 Location = TypeVar("Location", str, Path, Store)
-"""What names a folder: a path, a URL, or an open store. A function that is given one gives back another of its kind."""
+"""A folder, given as a path, a URL or an open store. Functions return the type that they were given."""
 
 _SEPARATOR = "://"
 # URL scheme -> function that opens the rest of the URL
