@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers: their config.json and tensors read as ours, and ours written as theirs."""
+"""Reads and writes models of Hugging Face transformers: converts config.json and tensors in both directions."""
 
 from megalith.models.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megalith.models.hf.families import FAMILIES, detect, fitting

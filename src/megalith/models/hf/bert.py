@@ -1,5 +1,6 @@
-"""Hugging Face's BERT by its head: ``BertForPreTraining``, ``BertForMaskedLM``, ``BertForSequenceClassification`` and
-``BertForMultipleChoice``.
+"""Hugging Face's BERT, one family for each head.
+
+``BertForPreTraining``, ``BertForMaskedLM``, ``BertForSequenceClassification`` and ``BertForMultipleChoice``.
 """
 
 import re
@@ -31,7 +32,7 @@ __all__ = [
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
 _ONE_OF_CLASSES = "single_label_classification"
-# our module -> theirs, after the name of the model without its head
+# our module -> theirs, without the prefix of the base model
 _OUTSIDE = {
     "model.embed_tokens": "embeddings.word_embeddings",
     "model.embed_positions": "embeddings.position_embeddings",
@@ -47,7 +48,7 @@ _OF_LAYERS = {
     "mlp.up_proj": "intermediate.dense",
     "mlp.down_proj": "output.dense",
 }
-# after each part of a layer
+# the norms after each part of a layer
 _NORMS = {"post_attention_layernorm": "attention.output.LayerNorm", "post_mlp_layernorm": "output.LayerNorm"}
 BERT_HEADS: Mapping[str, str] = MappingProxyType(
     {
@@ -83,7 +84,7 @@ _FIELDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
 def read_encoder(
     fields: Fields, head: Mapping[str, Any], *, position_offset: int = 0, norm_placement: str = "post"
 ) -> dict[str, Any]:
-    """The settings of an encoder that follow from more than one field; ``head`` are those of ``model.bert`` for it."""
+    """Returns the settings that are not in the tables of fields; ``head`` are those of ``model.bert`` for the head."""
     activation = fields.get("hidden_act", "gelu")
     if activation not in _ACTIVATIONS:
         fields.refuse(f"hidden_act must be one of {', '.join(_ACTIVATIONS)}; got {activation!r}")
@@ -111,7 +112,7 @@ def read_encoder(
 
 
 def write_encoder(config: TransformerConfig, max_position_embeddings: int) -> dict[str, Any]:
-    """The fields that ``read_encoder`` reads. The number of learned positions is the model's own."""
+    """Returns the fields that ``read_encoder`` reads; learned positions keep the model's own number."""
     bert, learned = config.bert, config.max_position_embeddings
     assert bert is not None, "allowed_of_encoder asks for it"
     written: dict[str, Any] = {
@@ -131,7 +132,7 @@ def write_encoder(config: TransformerConfig, max_position_embeddings: int) -> di
 def allowed_of_encoder(
     config: TransformerConfig, head: Mapping[str, Any], norm_placement: str = "post"
 ) -> dict[str, tuple[Any, ...]]:
-    """The values of our settings that such an encoder has; ``head`` are those of ``model.bert`` for its head."""
+    """Returns the values of our settings that such an encoder supports; ``head`` are those of ``model.bert``."""
     num_types = 1 if config.bert is None else max(config.bert.num_token_types, 1)
     return {
         "normalization": ("LayerNorm",),
@@ -145,7 +146,7 @@ def allowed_of_encoder(
         "kv_channels": (config.hidden_size / config.num_attention_heads,),
         "residual.norm_placement": (norm_placement,),
         "residual.embedding_dropout": (None, config.hidden_dropout),
-        # untied, theirs has two biases of the vocabulary
+        # an untied model of theirs has two vocabulary biases
         **({"tie_word_embeddings": (True,)} if head["head"] == "pretraining" else {}),
         **left_open(config, "attention.qkv_bias", "attention.output_bias"),
         **left_open(config, "bert.num_classes", "bert.classifier_dropout"),
@@ -164,12 +165,12 @@ def encoder_family(
     norms: Mapping[str, str] = _NORMS,
     prefix: str = "bert.",
 ) -> Family:
-    """BERT's table, for other names of modules; an encoder that differs in more replaces the rest.
+    """Returns BERT's table with other module names; an encoder with more differences replaces further entries.
 
     Args:
-        head: what ``model.bert`` must be for this architecture's head.
-        heads, norms: our modules of the head, and our norms of a layer -> theirs.
-        prefix: of the part of their model without the head.
+        head: the ``model.bert`` settings of this architecture's head.
+        heads, norms: our head modules and layer norms -> theirs.
+        prefix: key prefix of their base model, which has no head.
     """
     read: Callable[[Fields], Mapping[str, Any]] = partial(read_encoder, head=head)
     of_tokens = heads["lm_head"] if head["head"] == "pretraining" else None
@@ -190,7 +191,7 @@ def encoder_family(
 
 
 def _place(name: str, prefix: str, heads: Mapping[str, str], norms: Mapping[str, str]) -> Place:
-    """Where our tensor ``name`` lies; the others as ``encoder_family``."""
+    """Returns the place of our tensor ``name``; other arguments as in ``encoder_family``."""
     module, part = name.rsplit(".", 1)
     if module in heads:
         return Place(f"{heads[module]}.{part}")
@@ -202,7 +203,7 @@ def _place(name: str, prefix: str, heads: Mapping[str, str], norms: Mapping[str,
 
 
 def _family(architecture: str, **head: Any) -> Family:
-    # names in files of Google, the original ones among them
+    # names in Google's files, including the original release
     renamed = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
     return replace(encoder_family("bert", architecture, head), renamed=MappingProxyType(renamed))
 

@@ -1,10 +1,10 @@
-"""Hugging Face's ``DeepseekV3ForCausalLM`` and ``DeepseekV2ForCausalLM``: latent attention, then experts.
+"""Hugging Face's ``DeepseekV3ForCausalLM`` and ``DeepseekV2ForCausalLM``: latent attention and experts.
 
-The first layers have an MLP, the others experts with shared ones beside them. V3 chooses by sigmoid and a bias that
-evens the loads, V2 by softmax over all experts.
+The first layers have an MLP, the others routed and shared experts. V3 routes by sigmoid with a load-balancing bias, V2
+by softmax over all experts.
 
-V3's own files hold modules of multi-token prediction as further layers, which transformers' class leaves out; their
-config.json is no sign of them, as transformers writes ``num_nextn_predict_layers`` into those without modules too.
+V3's published files store multi-token prediction modules as additional layers, which transformers' class ignores.
+config.json does not show whether files have them: transformers also writes ``num_nextn_predict_layers`` without any.
 
 DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434; "DeepSeek-V3", arXiv:2412.19437.
 """
@@ -27,14 +27,14 @@ from megalith.models.hf.parameters import left_open, num_layers_in_all
 __all__ = ["DEEPSEEK_V2", "DEEPSEEK_V3"]
 
 _EPSILON = 1e-6  # in the norms of latents, whatever rms_norm_eps is
-# what the network does not read: about losses and machines of training, and sizes of heads that follow from others
+# fields that do not affect the network: training losses, parallelism, and head sizes that follow from other fields
 _UNUSED: Mapping[str, type] = MappingProxyType(
     {"aux_loss_alpha": float, "ep_size": int, "head_dim": int, "qk_head_dim": int, "seq_aux": bool}
 )
 _SIZES: Mapping[str, int] = MappingProxyType(
     {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 )
-# fields of experts, with the defaults of their classes; of those that these do not know, the only value that is read
+# expert fields, with the defaults of their classes; for fields that a class lacks, the only value that is supported
 _EXPERTS_V3: Mapping[str, Any] = MappingProxyType(
     {
         "first_k_dense_replace": 3,
@@ -55,7 +55,7 @@ _EXPERTS_V2: Mapping[str, Any] = MappingProxyType(
     {
         "first_k_dense_replace": 0,
         "n_routed_experts": 64,
-        "num_experts_per_tok": 0,  # null, and they cannot do without
+        "num_experts_per_tok": 0,  # null in the class, which cannot run without it
         "moe_intermediate_size": 1407,
         "n_shared_experts": 2,
         "n_group": 1,
@@ -78,13 +78,13 @@ def _read_v3(fields: Fields) -> Mapping[str, Any]:
     moe = _read_experts(fields, given, num_modules)
     if moe is not None:
         _only(fields, given, "scoring_func", "topk_method", of=_EXPERTS_V3)
-        # ours divides the weights of several experts by their sum, and leaves that of one as it is
+        # our router divides the weights of several experts by their sum, but leaves a single weight as it is
         if given["norm_topk_prob"] != (given["num_experts_per_tok"] > 1):
             fields.refuse(
                 "norm_topk_prob must be true with num_experts_per_tok above 1, and false with 1; got "
                 f"{given['norm_topk_prob']} with {given['num_experts_per_tok']}"
             )
-        # a bias that evens no loads until a run says by how much
+        # the bias stays constant unless a run sets an update rate
         moe["router"] |= {"score_function": "sigmoid", "expert_bias_update_rate": 0.0}
         if given["n_group"] > 1:
             moe["router"] |= _groups(given, group_score_topk=2)
@@ -107,7 +107,7 @@ def _read_v2(fields: Fields) -> Mapping[str, Any]:
 
 
 def _groups(given: Mapping[str, Any], *, group_score_topk: int) -> dict[str, int]:
-    """The settings of groups; none of such as limit no choice, which a run would refuse."""
+    """Returns the settings of expert groups; empty if they limit no choice, which a run would reject."""
     num_groups, kept = given["n_group"], given["topk_group"]
     if 0 < kept <= num_groups and not groups_limit_choices(
         given["num_experts_per_tok"], num_groups, kept, group_score_topk
@@ -134,7 +134,7 @@ def _read_latents(fields: Fields, *, interleaved: bool) -> dict[str, Any]:
 
 
 def _with_mscale(rope: dict[str, Any], fields: Fields) -> dict[str, Any]:
-    """``rope``; refuses an mscale_all_dim that is not in it, which their attention reads all the same."""
+    """Returns ``rope``; rejects an mscale_all_dim that was dropped from it but that their attention still applies."""
     given = [fields.optional(name, dict) or {} for name in ("rope_scaling", "rope_parameters")]
     if any(one.get("mscale_all_dim") for one in given) and "mscale_all_dim" not in (rope["scaling"] or {}):
         fields.refuse("mscale_all_dim of rope_scaling must come with mscale, and without attention_factor")
@@ -142,7 +142,7 @@ def _with_mscale(rope: dict[str, Any], fields: Fields) -> dict[str, Any]:
 
 
 def _read_experts(fields: Fields, given: Mapping[str, Any], num_modules: int) -> dict[str, Any] | None:
-    """Settings of ``model.moe`` but for how experts are chosen; None if all layers have an MLP."""
+    """Returns the settings of ``model.moe`` except for routing; None if all layers have an MLP."""
     first, num_layers = given["first_k_dense_replace"], fields["num_hidden_layers"] + num_modules
     if first < 0:
         fields.refuse(f"first_k_dense_replace must be 0 or more; got {first}")
@@ -163,7 +163,7 @@ def _read_experts(fields: Fields, given: Mapping[str, Any], num_modules: int) ->
 
 
 def _num_modules(fields: Fields) -> int:
-    """How many modules of multi-token prediction there are: those that config.json names, if the files hold any."""
+    """Returns the number of multi-token prediction modules: that of config.json if the files hold any, else 0."""
     named = fields.get("num_nextn_predict_layers", 1)
     first = f"model.layers.{fields['num_hidden_layers']}."
     return named if any(key.startswith(first) for key in fields.keys) else 0
@@ -222,7 +222,7 @@ def _write_experts(config: TransformerConfig, moe: MoEConfig) -> dict[str, Any]:
 
 
 def _num_dense(config: TransformerConfig) -> int:
-    """How many layers at the beginning have an MLP."""
+    """Returns how many of the first layers have an MLP."""
     num_layers = num_layers_in_all(config)
     if config.moe is None:
         return num_layers
@@ -248,7 +248,7 @@ def _allowed_v2(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
     allowed = {
         **_allowed_of_latents(config),
         "rope.interleaved": (True,),
-        # DeepseekV2Config refuses others, whatever the size of a head
+        # DeepseekV2Config requires a multiple of the number of heads, whatever the head size
         "hidden_size": (round_up(config.hidden_size, config.num_attention_heads),),
     }
     if config.moe is None:
@@ -274,7 +274,7 @@ def _allowed_of_latents(config: TransformerConfig) -> dict[str, tuple[Any, ...]]
 def _allowed_of_experts(
     config: TransformerConfig, moe: MoEConfig, *, group_score_topk: int
 ) -> dict[str, tuple[Any, ...]]:
-    """``group_score_topk``: how many experts of a group their class sums up."""
+    """``group_score_topk``: how many experts of a group their class sums to score it."""
     num_dense, width = _num_dense(config), config.expert_ffn_hidden_size
     layers = tuple(index >= num_dense for index in range(num_layers_in_all(config)))
     begins_dense = all(moe.has_experts(index) == one for index, one in enumerate(layers))

@@ -1,7 +1,7 @@
-"""Fields of config.json and settings of a mixture of experts that several families share.
+"""Mixture-of-experts fields of config.json, and our settings for them, that several families share.
 
-``router_aux_loss_coef`` and ``output_router_logits`` are not read: they are about a loss of training, for which
-transformers counts loads over all layers at once, and ``model.moe.router`` in each.
+``router_aux_loss_coef`` and ``output_router_logits`` are not read: they concern a training loss that transformers
+computes from the load over all layers together, and ``model.moe.router`` from that of each layer.
 """
 
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ from megalith.models.hf.parameters import left_open
 
 __all__ = ["allowed_of_experts", "read_expert_layers", "write_expert_layers"]
 
-# in training alone, and so none of a model's own
+# only used in training, so not a property of the model
 _OF_TRAINING = ("jitter", "sequence_balance", "micro_batch_balance", "global_balance", "z_loss")
 _NONE: Mapping[str, tuple[Any, ...]] = MappingProxyType({"moe": ("a mixture of experts",)})
 
 
 def allowed_of_experts(config: TransformerConfig, *names: str) -> dict[str, tuple[Any, ...]]:
-    """For ``require``: experts there must be; their sizes, training and the settings ``names`` may be anything."""
+    """For ``require``: requires experts, and allows any sizes, training settings and values of ``names``."""
     if config.moe is None:
         return dict(_NONE)
     sizes = ("moe.num_experts", "moe.top_k", "moe.ffn_hidden_size")
@@ -30,7 +30,7 @@ def allowed_of_experts(config: TransformerConfig, *names: str) -> dict[str, tupl
 
 
 def read_expert_layers(fields: Fields) -> tuple[bool, ...] | None:
-    """The setting ``model.moe.layers`` of ``decoder_sparse_step`` and ``mlp_only_layers``."""
+    """Returns ``model.moe.layers`` for ``decoder_sparse_step`` and ``mlp_only_layers``."""
     step, dense = fields.get("decoder_sparse_step", 1), fields.optional("mlp_only_layers", list) or []
     if step < 1 or any(type(index) is not int for index in dense):
         fields.refuse(

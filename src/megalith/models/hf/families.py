@@ -1,4 +1,4 @@
-"""Every family that we read and write, and which one a config.json or a model is of."""
+"""All model families that can be read and written, and the choice of the family for a config.json or a model."""
 
 import re
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ FAMILIES = (
     *MEGATRON_BERT_FAMILIES,
     *T5_FAMILIES,
 )
-_PART = re.compile(r"; got \w+Config\(")  # the value of a group of settings that must not be there
+_PART = re.compile(r"; got \w+Config\(")  # the value of a settings group that must be absent
 _WAYS_OUT: Mapping[str, str] = MappingProxyType(
     {
         "moe.router.scaling_factor must be ": "without latent attention (model.mla) no family has such a factor: train "
@@ -59,10 +59,10 @@ _WAYS_OUT: Mapping[str, str] = MappingProxyType(
 
 
 def detect(hf_config: Mapping[str, Any]) -> Family:
-    """The family that a config.json names: by ``model_type``, ``architectures`` where several have that, and then by
-    what else tells them apart.
+    """Returns the family of a config.json.
 
-    Raises ConfigError for any other.
+    It is determined by ``model_type``, then by ``architectures`` if families share it, and then by other fields. Raises
+    ConfigError if there is no such family.
     """
     model_type = hf_config.get("model_type")
     found = [family for family in FAMILIES if family.model_type == model_type]
@@ -83,9 +83,9 @@ def detect(hf_config: Mapping[str, Any]) -> Family:
 
 
 def fitting(config: TransformerConfig) -> Family:
-    """The first of ``FAMILIES`` that can represent ``config``, or what it writes of that.
+    """Returns the first of ``FAMILIES`` that can represent ``config``, or the part of the model that it writes.
 
-    Raises ConfigError with the reasons of each, the nearest first, and what can be done about that.
+    Raises ConfigError with the reasons of each family, the closest first, and how to fix them.
     """
     refusals: list[str] = []
     for family in FAMILIES:
@@ -102,5 +102,5 @@ def fitting(config: TransformerConfig) -> Family:
 
 
 def _distance(refusal: str) -> tuple[int, int]:
-    """How many parts of the model a family does not have, such as experts, and how many settings it has otherwise."""
+    """Returns how many parts of the model a family lacks, such as experts, and how many settings do not fit."""
     return len(_PART.findall(refusal)), refusal.count("\n- ")

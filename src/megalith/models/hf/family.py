@@ -1,7 +1,7 @@
-"""A family of models of Hugging Face as a table: its config.json and its tensors, both ways.
+"""A Hugging Face model family as a table: converts its config.json and its tensors in both directions.
 
-A new family is one more ``Family`` in ``families.py``. What is said of tensors is where each of ours lies in theirs
-(``places.py``); whole state dicts, folders and exports all follow from that.
+To add a family, add a ``Family`` to ``families.py``. For tensors it only says where each of ours is stored in theirs
+(``places.py``); the conversion of state dicts, folders and exports follows from that.
 """
 
 import re
@@ -22,7 +22,7 @@ __all__ = ["HEAD", "Family"]
 
 HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
-_TABLE_ROUNDING = 1e-3  # angles in float32, which other programs take, are that far off some thousand tokens on
+_TABLE_ROUNDING = 1e-3  # error of float32 angles, which other programs use, after some thousand tokens
 
 
 @dataclass(frozen=True)
@@ -30,26 +30,26 @@ class Family:
     """One architecture of transformers.
 
     Attributes:
-        model_type, architecture: what config.json calls it, and the class.
-        sizes: fields of config.json that are whole numbers and must be there -> our setting.
-        fields: other fields that one of our settings has the value of -> that setting, and the default of their class
-            or, where ours does, the type.
-        read_rest: our settings that follow from other fields; it notes what our model cannot represent.
-        write_rest: those other fields, for a model that was trained on rows of so many tokens.
-        allowed: values of our settings that the architecture has, for those that it does not leave open.
-        place: where a tensor of ours, by name, lies in theirs.
-        buffers: keys in old files that are no parameters.
-        prefix: what keys in files of the model without its head lack.
-        head: the key of the output projection in their model; None of one without.
-        aliases: keys of tensors that their model has a second time, by another name -> that name.
-        renamed: how names of old files end -> how they end today.
-        separate_experts: in files each expert has tensors of its own, and ``place`` is asked for them one by one, under
-            their usual names, as ``model.layers.0.mlp.experts.7.gate_proj.weight``.
-        has_config: whether a config.json of this architecture is of this family, where another one has it, too.
-        written: what a folder has of a model: all of it, or it without a head that theirs lacks and that its logits do
-            not depend on.
-        tables: the keys of tensors of theirs that no training changes -> the rows of one at some positions [P], in
-            float64. Files have them in float32, whatever dtype the parameters have.
+        model_type, architecture: ``model_type`` of config.json, and the name of the transformers class.
+        sizes: required integer fields of config.json -> our setting.
+        fields: other fields that correspond to one of our settings -> that setting, and the default of their class, or
+            the field's type if an absent field means our default.
+        read_rest: returns our settings that follow from other fields; records what our model cannot represent.
+        write_rest: returns those other fields, for a model trained on rows of the given number of tokens.
+        allowed: returns the values of our settings that the architecture supports, as ``require`` takes them.
+        place: maps the name of one of our tensors to its place in theirs.
+        buffers: keys in old files that are not parameters.
+        prefix: key prefix that is missing in files saved from the model without its head.
+        head: the key of the output projection in their model; None if it has none.
+        aliases: keys under which their model has a tensor a second time -> the tensor's main key.
+        renamed: endings of names in old files -> today's endings.
+        separate_experts: whether files have separate tensors for each expert; ``place`` is then called for each, under
+            its usual name, such as ``model.layers.0.mlp.experts.7.gate_proj.weight``.
+        has_config: whether a config.json of this architecture belongs to this family, if families share it.
+        written: maps a config to the part of the model that a folder stores: all of it, or all but a head that their
+            model lacks and that the logits do not depend on.
+        tables: keys of their constant tensors -> a function that computes the rows at positions [P], in float64. Files
+            store them in float32, whatever the dtype of the parameters.
     """
 
     model_type: str
@@ -71,12 +71,12 @@ class Family:
     tables: Mapping[str, Callable[[TransformerConfig, Tensor], Tensor]] = field(default_factory=dict)
 
     def config_from_hf(self, hf_config: Mapping[str, Any], keys: Collection[str] = ()) -> TransformerConfig:
-        """The model that ``hf_config`` describes; absent fields have the defaults of transformers.
+        """Returns the config of the model that ``hf_config`` describes; absent fields have transformers' defaults.
 
-        ``keys`` are those of its tensors. Modules of multi-token prediction, which a config.json may name and the files
-        lack, are those that ``keys`` have.
+        ``keys`` are those of its tensors. They decide whether the model has multi-token prediction modules, which
+        config.json may name even if the files lack them.
 
-        Raises ConfigError naming every field that our model cannot represent, and every field that it does not know.
+        Raises ConfigError naming every field that our model cannot represent, and every unknown field.
         """
         fields = Fields(hf_config, self.model_type, tuple(self.sizes), keys)
         settings: dict[str, Any] = {ours: fields[theirs] for theirs, ours in self.sizes.items()}
@@ -88,12 +88,12 @@ class Family:
     def config_to_hf(
         self, config: TransformerConfig, *, max_position_embeddings: int, dtype: str, eos_token_id: int | None
     ) -> dict[str, Any]:
-        """The config.json of ``config``, as transformers 4 and 5 read it.
+        """Returns the config.json for ``config``, which transformers 4 and 5 can read.
 
         Args:
-            max_position_embeddings: the length in tokens that the model was trained on; positions that are learned
-                have their own.
-            dtype: that of the tensors beside it, as ``"bfloat16"``.
+            max_position_embeddings: the length in tokens that the model was trained on; learned positions use their own
+                number instead.
+            dtype: the dtype of the tensors, such as ``"bfloat16"``.
             eos_token_id: the token that ends a document.
 
         Raises:
@@ -106,18 +106,18 @@ class Family:
             **{theirs: getattr(config, ours) for theirs, ours in self.sizes.items()},
             **{theirs: getattr(config, ours) for theirs, (ours, _) in self.fields.items()},
             **self.write_rest(config, max_position_embeddings),
-            # the defaults of their classes are tokens of somebody else's vocabulary
+            # their class defaults are ids in another vocabulary
             "bos_token_id": None,
             "eos_token_id": eos_token_id,
             "torch_dtype": dtype,
         }
 
     def require(self, config: TransformerConfig) -> None:
-        """Raises ConfigError naming every setting of ``config`` that the architecture does not have."""
+        """Raises ConfigError naming every setting of ``config`` that the architecture does not support."""
         require(self.architecture, config, **self.allowed(config))
 
     def packed(self, config: TransformerConfig) -> dict[str, Packed]:
-        """Every tensor of theirs by key; one of ``copies`` is no tensor of its own."""
+        """Returns every tensor of their model by key, without the duplicates in ``copies``."""
         found: dict[Place, list[Part]] = {}
         for name, shape in state_shapes(config).items():
             for part in parts_of(name, shape, self.separate_experts):
@@ -125,10 +125,10 @@ class Family:
         return {place.key: Packed(tuple(parts), place.dims) for place, parts in found.items()}
 
     def copies(self, config: TransformerConfig) -> dict[str, str]:
-        """The keys of tensors that files may hold a second time -> the key of what they must equal.
+        """Returns the keys of duplicates that files may contain -> the key of the tensor that each must equal.
 
-        A tied head is one; the embedding and the head that modules of multi-token prediction share with the model are
-        others.
+        These are ``aliases``, a tied head, and the embedding and head that multi-token prediction modules share with
+        the model.
         """
         tied = config.tie_word_embeddings
         found = self._aliases_of(config)
@@ -138,10 +138,10 @@ class Family:
         return found
 
     def tensors_of(self, keys: Mapping[str, Shape], config: TransformerConfig) -> dict[str, str]:
-        """The full key of each tensor of the model among ``keys`` of files, with their shapes -> the key there.
+        """Returns the full key of each of the model's tensors -> its key in files that have ``keys`` with these shapes.
 
-        Raises CheckpointError listing every tensor that is missing, unknown or of another shape. ``copies`` may be
-        there or not; whether they are equal is for the caller to see.
+        Raises CheckpointError listing tensors that are missing, unknown or of another shape. ``copies`` are optional;
+        the caller must check that they are equal.
         """
         self.require(config)
         self._require_as_many_tensors(len(keys), config)
@@ -154,7 +154,7 @@ class Family:
         return found
 
     def _require_as_many_tensors(self, num_tensors: int, config: TransformerConfig) -> None:
-        """Raises CheckpointError before a number that somebody wrote into config.json becomes as many names."""
+        """Raises CheckpointError before an implausible number in config.json is expanded into that many names."""
         least = {"layers": config.num_layers}
         if config.moe is not None and self.separate_experts:
             with_experts = sum(map(config.moe.has_experts, range(config.num_layers)))
@@ -167,24 +167,24 @@ class Family:
                 )
 
     def check_table(self, key: str, rows: Tensor, first: int, config: TransformerConfig) -> None:
-        """Raises CheckpointError unless ``rows`` of one of ``tables``, those from ``first`` on, are what they must be.
+        """Raises CheckpointError unless ``rows`` of one of ``tables``, from position ``first`` on, are correct.
 
         They may be rounded to their dtype.
         """
         want = self.tables[key](config, torch.arange(first, first + len(rows)))
         rounding = max(torch.finfo(rows.dtype).eps, _TABLE_ROUNDING)
-        if rows.shape != want.shape or not ((rows - want).abs() <= rounding).all():  # NaN is none of them
+        if rows.shape != want.shape or not ((rows - want).abs() <= rounding).all():  # false for NaN
             raise CheckpointError(
                 f"{key} differs from what {self.architecture} computes for rows of width {want.shape[-1]} from "
                 f"position {first} on; our model computes it, and cannot have another"
             )
 
     def tables_of(self, config: TransformerConfig, num_positions: int) -> dict[str, Tensor]:
-        """``tables`` by key, for so many positions, as files have them."""
+        """Computes ``tables`` by key for ``num_positions`` positions, in the float32 of files."""
         return {key: rows(config, torch.arange(num_positions)).float() for key, rows in self.tables.items()}
 
     def _aliases_of(self, config: TransformerConfig) -> dict[str, str]:
-        """The keys of tensors that their model has twice -> the key of the other: a tied head, above all."""
+        """Returns the keys of tensors that their model has twice, such as a tied head -> the main key."""
         if self.head is None or not config.tie_word_embeddings:
             return dict(self.aliases)
         return {self.head: self.tied_to, **self.aliases}
@@ -195,11 +195,11 @@ class Family:
 
     @property
     def tied_to(self) -> str:
-        """The key of the embedding, which is the head where they are tied."""
+        """The key of the embedding, which a tied head shares."""
         return self.place(_EMBEDDING).key
 
     def not_a_copy(self, copy: str, original: str) -> CheckpointError:
-        """The error for one of ``copies`` that is not equal."""
+        """Returns the error for one of ``copies`` that differs from its original."""
         if copy in self.aliases:
             return CheckpointError(f"{copy} must equal {original}, which it is another name of, and differs")
         if copy == self.head:
@@ -213,11 +213,11 @@ class Family:
         )
 
     def from_hf(self, state: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
-        """Our state dict of theirs: the same tensors, copied where they lie there otherwise than as they are.
+        """Converts their state dict to ours; tensors are copied only where the layout differs.
 
-        Theirs has the keys of files, as ``save_pretrained`` writes them. Raises CheckpointError listing every tensor
-        that is missing, unknown or of another shape, or if one of ``copies`` is not bitwise equal, or one of ``tables``
-        has other values.
+        ``state`` has the keys of files, as ``save_pretrained`` writes them. Raises CheckpointError listing tensors that
+        are missing, unknown or of another shape, or if one of ``copies`` is not bitwise equal, or one of ``tables`` has
+        other values.
         """
         keys = self.tensors_of({key: tuple(tensor.shape) for key, tensor in state.items()}, config)
         for copy, original in self.copies(config).items():
@@ -232,18 +232,18 @@ class Family:
                 views.setdefault(part.parameter, []).append(view)
                 if packed.is_parameter:
                     as_they_are.add(part.parameter)
-        # others are copied, so that no two share memory
+        # all others are copied, so that no two share memory
         return {
             name: views[name][0] if name in as_they_are else torch.stack(views[name]).view(shape)
             for name, shape in state_shapes(config).items()
         }
 
     def to_hf(self, state: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
-        """Their state dict of ours: the same tensors, copied where they lie there otherwise than as they are.
+        """Converts our state dict to theirs; tensors are copied only where the layout differs.
 
-        A tied head is the embedding a second time, as ``load_state_dict`` wants it and a safetensors file does not.
-        Without ``tables_of``, which follow from the number of positions.
-        Raises CheckpointError listing every tensor that is missing, unknown or of another shape.
+        A tied head is included as a second reference to the embedding, which ``load_state_dict`` needs and safetensors
+        files do not allow. ``tables_of`` are not included, because they depend on the number of positions.
+        Raises CheckpointError listing tensors that are missing, unknown or of another shape.
         """
         self.require(config)
         check({name: tuple(tensor.shape) for name, tensor in state.items()}, state_shapes(config), "the model")

@@ -1,7 +1,7 @@
-"""Reads Hugging Face's config.json field by field, and collects what our model cannot represent.
+"""Reads Hugging Face's config.json field by field, and collects everything that our model cannot represent.
 
-A field that nobody reads and that is not known to leave the network alone is refused: it may change what is computed
-without changing a single name or shape, and then only the loss would tell.
+A field that no code reads and that is not known to be irrelevant to the network is rejected: it may change what is
+computed without changing any name or shape, and then only the loss would reveal it.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,9 +20,9 @@ T = TypeVar("T")
 _SPELLED: Mapping[type, str] = MappingProxyType(
     {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "an object", list: "a list"}
 )
-_LARGEST = 2**63  # of a whole number where a number is wanted
+_LARGEST = 2**63  # limit for an integer in a float field
 
-# what the library or a tokenizer needs to know, and the network does not
+# fields for the library or the tokenizer, which do not affect the network
 _INERT = frozenset(
     [
         "_attn_implementation_autoset",
@@ -39,17 +39,17 @@ _INERT = frozenset(
         "finetuning_task",
         "gradient_checkpointing",
         "id2label",
-        "is_llama_config",  # of SmolLM2, and in no class
+        "is_llama_config",  # in SmolLM2's files, not in any class
         "label2id",
         "model_type",
         "n_ctx",
-        "n_special",  # of GPT-2's first files, and in no class
+        "n_special",  # in GPT-2's first files, not in any class
         "output_attentions",
         "output_hidden_states",
         "output_past",
         "output_router_logits",
         "pad_token_id",
-        "pooler_fc_size",  # of BERT in files of Google, and in no class
+        "pooler_fc_size",  # in Google's BERT files, not in any class
         "pooler_num_attention_heads",
         "pooler_num_fc_layers",
         "pooler_size_per_head",
@@ -78,10 +78,10 @@ _INERT = frozenset(
 
 
 class Fields:
-    """The fields of ``hf_config``; null counts as absent, as in most classes of transformers.
+    """The fields of ``hf_config``; null counts as absent, as in most transformers classes.
 
-    ``keys`` are those of the tensors beside it, as far as they are known.
-    Raises ConfigError if ``model_type`` is another one, or if any of ``required`` is absent.
+    ``keys`` are the keys of the model's tensors, if known.
+    Raises ConfigError if ``model_type`` differs, or if any of ``required`` is absent.
     """
 
     def __init__(
@@ -98,23 +98,23 @@ class Fields:
             raise ConfigError(f"config.json of a {model_type} model must have {', '.join(missing)}; it does not")
 
     def __getitem__(self, name: str) -> int:
-        """A required field, all of which are sizes."""
+        """Returns a required field; all required fields are sizes."""
         return self.get(name, 1)
 
     def get(self, name: str, default: T) -> T:
-        """The field, or ``default``, which is the one of transformers' own class for it.
+        """Returns the field, or ``default``, which should be that of the transformers class.
 
-        A value of another type is noted as a violation, and counts as absent.
+        A value of another type is recorded as a violation, and counts as absent.
         """
         found = self.optional(name, type(default))
         return default if found is None else found
 
     def get_or_null(self, name: str, default: T) -> T | None:
-        """As ``get``, but None where the field is null and their class does not take that for its default."""
+        """Like ``get``, but returns None for a null field, for classes in which null does not mean the default."""
         return None if name in self._nulls else self.get(name, default)
 
     def optional(self, name: str, kind: type[T]) -> T | None:
-        """The field, or None; a value that is no ``kind`` is noted as a violation, and counts as absent."""
+        """Returns the field, or None; a value of another type is recorded as a violation, and counts as absent."""
         self._read.add(name)
         value = self._fields.get(name)
         if kind is float and type(value) is int and abs(value) < _LARGEST:
@@ -125,19 +125,19 @@ class Fields:
         return None
 
     def expect(self, name: str, only: bool) -> None:
-        """Notes a violation unless the field is absent or equals ``only``."""
+        """Records a violation unless the field is absent or equals ``only``."""
         if self.get(name, only) != only:
             self.refuse(f"{name} must be {only!r}, the only value our model has; got {not only!r}")
 
     def refuse(self, violation: str) -> None:
-        """Notes a violation, for ``build`` to raise together with all others."""
+        """Records a violation, which ``build`` raises together with all others."""
         self._violations.append(violation)
 
     def build(self, **settings: Any) -> TransformerConfig:
-        """The config with ``settings``, made of what was read.
+        """Builds the config from ``settings``.
 
-        Raises ConfigError with every violation, every field that was not read and is not known to be inert, or what
-        is malformed.
+        Raises ConfigError with every violation and every field that was neither read nor is known to be irrelevant, or
+        with the settings that are invalid.
         """
         if "is_encoder_decoder" not in self._read:
             self.expect("is_encoder_decoder", False)

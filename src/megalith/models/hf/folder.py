@@ -1,11 +1,11 @@
-"""A Hugging Face model folder: config.json, and safetensors files, one or several with an index.
+"""A Hugging Face model folder: config.json, and one safetensors file, or several with an index.
 
-Of generation_config.json, where there is one, the tokens that end a text are read; its settings of sampling travel on
-to an exported folder (``data/companions.py``).
+From generation_config.json, if present, the tokens that end a text are read; its sampling settings are passed on to an
+exported folder (``data/companions.py``).
 
-Only safetensors is read: a ``.bin`` is a pickle, and a pickle runs what its author wrote into it. Opening a folder
-reads the headers of its files and checks all of them against the config; tensors are read when they are asked for, and
-of each no more than the wanted box.
+Only safetensors files are read: a ``.bin`` file is a pickle, which can run arbitrary code. Opening a folder reads the
+headers of its files and checks all of them against the config; tensor data is read on demand, and only the requested
+box of each tensor.
 """
 
 import json
@@ -46,24 +46,24 @@ CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# of a .json file, which takes up to 26 times as much when it is parsed; the index of the largest models has about 10 MB
+# limit for a .json file, which takes up to 26 times its size when parsed; the largest models' index is about 10 MB
 _MOST_BYTES = 1 << 24
-_BLOCK = 8 << 20  # bytes of a tensor that are compared at once
-_ROWS = 4096  # of a table, likewise
+_BLOCK = 8 << 20  # bytes of a tensor compared at a time
+_ROWS = 4096  # rows of a table compared at a time
 _USUAL_POSITIONS = 2048  # LlamaConfig's default
 _WEIGHTS = {name: torch_name for torch_name, name in DTYPES.items() if name in ("F64", "F32", "BF16", "F16")}
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder whose config.json our model can represent, and whose tensors are those of that model.
+    """A folder whose config.json our model can represent and whose tensors match it.
 
     Attributes:
         store: the folder.
-        hf_config: what config.json holds.
-        end_tokens: ids of the tokens that end a text: ``eos_token_id`` of config.json, and then those that
-            generation_config.json, from which transformers takes them, has besides. A chat model has several.
-        weights: our parameters and buffers by name, to be read box by box.
+        hf_config: the contents of config.json.
+        end_tokens: ids of the tokens that end a text: ``eos_token_id`` of config.json, then any others of
+            generation_config.json, which is what transformers uses. Chat models have several.
+        weights: our parameters and buffers by name, which can be read box by box.
     """
 
     store: Store
@@ -75,7 +75,7 @@ class ModelFolder:
 
     @property
     def architecture(self) -> str:
-        """The class of transformers."""
+        """The name of the transformers class."""
         return self.family.architecture
 
     @property
@@ -85,39 +85,39 @@ class ModelFolder:
         return given if type(given) is int and given > 0 else _USUAL_POSITIONS
 
     def tokenizer(self, eod: str | int | None = None) -> Tokenizer | None:
-        """Its tokenizer.json, if it has one. ``eod``: as in ``Tokenizer``; by default the first of ``end_tokens``.
+        """Loads tokenizer.json, if present. ``eod``: as in ``Tokenizer``; by default the first of ``end_tokens``.
 
         Raises DataError if it cannot be read, or has no such token.
         """
         if TOKENIZER not in self.store.names():
             return None
-        first = next(iter(self.end_tokens), None)  # the others end turns of a conversation
+        first = next(iter(self.end_tokens), None)  # the others end the turns of a conversation
         end_of_document = eod if eod is not None else first
         return Tokenizer.beside(self.store / CONFIG, TOKENIZER, end_of_document, ends=self.end_tokens)
 
     def companions(self) -> dict[str, bytes]:
-        """What stands beside its tokenizer.json, by name, or ``companions_alone``. Raises as ``read_companions``."""
+        """Returns the files that accompany tokenizer.json, or ``companions_alone``. Raises as ``read_companions``."""
         if TOKENIZER in self.store.names():
             return read_companions(self.store)
         return companions_alone(self.store, self.config.vocab_size or 0)
 
 
 def is_model_folder(store: Store) -> bool:
-    """Whether ``store`` looks like a model of Hugging Face, and not like a checkpoint of ours."""
+    """Whether ``store`` looks like a Hugging Face model rather than a Megalith checkpoint."""
     names = store.names()
     return CONFIG in names and MANIFEST not in names
 
 
 def open_folder(location: str | Path | Store) -> ModelFolder:
-    """The model in the folder ``location``, with everything checked but the values of its tensors.
+    """Opens the model in the folder ``location``, checking everything but the values of its tensors.
 
-    Raises CheckpointError if a file is missing, damaged or a pickle, or if tensors and config do not fit;
+    Raises CheckpointError if a file is missing, damaged or a pickle, or if tensors and config do not match;
     ConfigError if our model cannot represent the config.
     """
     store = open_store(location)
     hf_config = _read_json(store, CONFIG)
     family = detect(hf_config)
-    family.config_from_hf(hf_config)  # refuses what no tensor can mend before all headers are read
+    family.config_from_hf(hf_config)  # rejects an unsupported config before reading all headers
     files = _headers(store)
     file_of = {key: file for file, entries in files.items() for key in entries}
     entries = {key: entry for file in files.values() for key, entry in file.items()}
@@ -139,18 +139,18 @@ def open_folder(location: str | Path | Store) -> ModelFolder:
 
 
 def read_folder(location: str | Path | Store) -> tuple[TransformerConfig, dict[str, Tensor]]:
-    """The config and our whole state dict, on the CPU in the files' dtype. Raises as ``open_folder``."""
+    """Reads the config and our full state dict, on the CPU in the dtype of the files. Raises as ``open_folder``."""
     folder = open_folder(location)
     return folder.config, {name: folder.weights.read(name) for name in folder.weights.tensors}
 
 
 def end_tokens(store: Store, vocab_size: int) -> tuple[int, ...]:
-    """``ModelFolder.end_tokens`` of a folder that is not opened. Raises CheckpointError for damaged files."""
+    """Returns ``ModelFolder.end_tokens`` without opening the folder. Raises CheckpointError for damaged files."""
     return _end_tokens(store, _read_json(store, CONFIG), vocab_size)
 
 
 def companions_alone(store: Store, vocab_size: int) -> dict[str, bytes]:
-    """What a run without a tokenizer keeps of a folder: its settings of generation, and the ids that end a text.
+    """Returns what a run without a tokenizer keeps of a folder: generation settings, and the ids that end a text.
 
     Raises as ``read_companions``, or CheckpointError if config.json is damaged.
     """
@@ -160,7 +160,7 @@ def companions_alone(store: Store, vocab_size: int) -> dict[str, bytes]:
 
 
 def _end_tokens(store: Store, hf_config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """What is no whole number is left out, and after the first one, what a vocabulary of ``vocab_size`` lacks."""
+    """Returns the ids that are integers and, after the first one, within a vocabulary of ``vocab_size``."""
     found: list[Any] = []
     for fields in (hf_config, _read_json(store, GENERATION) if GENERATION in store.names() else {}):
         given = fields.get("eos_token_id")
@@ -170,7 +170,7 @@ def _end_tokens(store: Store, hf_config: Mapping[str, Any], vocab_size: int) -> 
 
 
 def _read_json(store: Store, name: str) -> dict[str, Any]:
-    """The JSON object in the file ``name``. Raises CheckpointError."""
+    """Reads the JSON object in the file ``name``. Raises CheckpointError."""
     path = store / name
     try:
         size = store.size(name)
@@ -191,7 +191,7 @@ def _read_json(store: Store, name: str) -> dict[str, Any]:
 def _weights(
     store: Store, family: Family, config: TransformerConfig, places: Mapping[str, tuple[str, ShardEntry]]
 ) -> StoredTensors:
-    """Our tensors in pieces of the tensors at ``places``, (file, entry) by their full keys."""
+    """Maps our tensors to pieces of the files' tensors; ``places`` are (file, entry) by full key."""
     pieces: dict[str, list[Piece]] = {}
     dtypes: dict[str, set[str]] = {}
     entries: dict[str, dict[str, ShardEntry]] = {}
@@ -200,7 +200,7 @@ def _weights(
         for part, box in packed.boxes():
             num_leading = len(part.index)
             dims = (*range(num_leading), *(num_leading + d for d in packed.order))
-            # the same bytes, with every dimension of ours as one of theirs
+            # the same bytes, described with a separate dimension for each of ours
             entries.setdefault(file, {})[part.name] = replace(entry, shape=box.permuted(dims).shape)
             pieces.setdefault(part.parameter, []).append(Piece(file, part.name, box, dims))
             dtypes.setdefault(part.parameter, set()).add(entry.dtype)
@@ -214,7 +214,7 @@ def _weights(
 
 
 def _headers(store: Store) -> dict[str, dict[str, ShardEntry]]:
-    """The tensors of each file of the model, no two of one name."""
+    """Reads the tensor entries of each file of the model; no name occurs twice."""
     names = store.names()
     if WHOLE in names:
         return {WHOLE: _header(store, WHOLE)}
@@ -230,7 +230,7 @@ def _headers(store: Store) -> dict[str, dict[str, ShardEntry]]:
 
 
 def _shard_headers(store: Store, shard_of: Any) -> dict[str, dict[str, ShardEntry]]:
-    """Those of all shards; ``shard_of`` is the index's map from a tensor's name to the file that holds it."""
+    """Reads the headers of all shards; ``shard_of`` is the index's map from tensor names to files."""
     if not isinstance(shard_of, dict) or not all(isinstance(file, str) for file in shard_of.values()):
         raise CheckpointError(f"{store / INDEX} must have a weight_map from names to files; it has none")
     listed: dict[str, set[str]] = {}
@@ -238,7 +238,7 @@ def _shard_headers(store: Store, shard_of: Any) -> dict[str, dict[str, ShardEntr
         listed.setdefault(file, set()).add(name)
     headers: dict[str, dict[str, ShardEntry]] = {}
     for shard in sorted(listed):
-        # an index that somebody else wrote must not reach outside of its folder
+        # an untrusted index must not reach outside its folder
         if Path(shard).name != shard:
             raise CheckpointError(f"{store / INDEX} must name files of its own folder; it names {shard!r}")
         headers[shard] = _header(store, shard)
@@ -261,7 +261,7 @@ def _header(store: Store, file: str) -> dict[str, ShardEntry]:
 def _check_table(
     store: Store, family: Family, config: TransformerConfig, key: str, file: str, entry: ShardEntry
 ) -> None:
-    """Raises CheckpointError unless the tensor ``key`` of ``family.tables`` has the values that it must have."""
+    """Raises CheckpointError unless the tensor ``key`` of ``family.tables`` has the expected values."""
     if entry.dtype not in _WEIGHTS or len(entry.shape) != 2 or entry.shape[1] != config.kv_channels:
         raise CheckpointError(
             f"{key} must be [positions, {config.kv_channels}] in one of {', '.join(_WEIGHTS)}; it is "
@@ -276,7 +276,7 @@ def _check_table(
 
 
 def _equal(store: Store, one: tuple[str, ShardEntry], other: tuple[str, ShardEntry]) -> bool:
-    """Whether two tensors of one shape, (file, entry), have the same dtype and bytes."""
+    """Whether two tensors of the same shape, given as (file, entry), have the same dtype and bytes."""
     (file, entry), (other_file, other_entry) = one, other
     if entry.dtype != other_entry.dtype:
         return False

@@ -2,8 +2,8 @@
 
 Gemma Team 2024, "Gemma 2", arXiv:2408.00118; Gemma Team 2025, "Gemma 3", arXiv:2503.19786.
 
-transformers rounds the factor sqrt(H) on embeddings to the dtype of the weights, and we do not: in bfloat16 the two
-differ by up to 0.4 %, and not at all where bfloat16 holds sqrt(H). H hidden.
+transformers rounds the embedding multiplier sqrt(H) to the dtype of the weights, and Megalith does not: in bfloat16 the
+two differ by up to 0.4 %, and not at all if bfloat16 represents sqrt(H) exactly. H hidden.
 """
 
 import math
@@ -26,7 +26,7 @@ __all__ = ["GEMMA2", "GEMMA3"]
 
 _ACTIVATION = "gelu_pytorch_tanh"
 _WINDOW = 4096  # [tokens] the default of both classes
-# our norm of a layer -> theirs: their post norms are those of outputs
+# our layer norms -> theirs; their post norms apply to outputs
 _NORMS: Mapping[str, str] = MappingProxyType(
     {
         "self_attn_output_layernorm": "post_attention_layernorm",
@@ -39,11 +39,11 @@ _NORMS: Mapping[str, str] = MappingProxyType(
 def _read_rest(
     fields: Fields, rope: dict[str, Any], attention: dict[str, Any], logit_softcap: float | None
 ) -> dict[str, Any]:
-    """Settings of both, with those of ``model.attention`` in which they differ."""
+    """Returns the settings that both models share, and those in the arguments, which differ."""
     if (activation := fields.get("hidden_activation", _ACTIVATION)) != _ACTIVATION:
         fields.refuse(f"hidden_activation must be {_ACTIVATION!r}, half of our geglu_tanh; got {activation!r}")
-    fields.optional("hidden_act", str)  # in old files beside hidden_activation, and not used
-    fields.optional("cache_implementation", str)  # of generation
+    fields.optional("hidden_act", str)  # in old files along with hidden_activation, unused
+    fields.optional("cache_implementation", str)  # only for generation
     fields.expect("use_bidirectional_attention", False)
     bias = fields.get("attention_bias", False)
     return {
@@ -63,7 +63,7 @@ def _read_rest(
 
 
 def _root(fields: Fields, name: str, default: int) -> float:
-    """The square root of a size."""
+    """Returns the square root of the size field ``name``."""
     size = fields.get(name, default)
     if 1 <= size <= LARGEST_SIZE:
         return math.sqrt(size)
@@ -73,7 +73,7 @@ def _root(fields: Fields, name: str, default: int) -> float:
 
 def _read_gemma2(fields: Fields) -> Mapping[str, Any]:
     window = fields.get_or_null("sliding_window", _WINDOW)
-    if (other := fields.optional("sliding_window_size", int)) not in (None, window):  # the 9B's, beside sliding_window
+    if (other := fields.optional("sliding_window_size", int)) not in (None, window):  # in the 9B's file as well
         fields.refuse(f"sliding_window_size must be sliding_window ({window}), which transformers reads; got {other}")
     attention = {
         **read_layer_types(fields, window, lambda index: index % 2 == 0),
@@ -83,7 +83,7 @@ def _read_gemma2(fields: Fields) -> Mapping[str, Any]:
 
 
 def _read_gemma3(fields: Fields) -> Mapping[str, Any]:
-    fields.optional("_sliding_window_pattern", int)  # transformers 5 writes it beside layer_types, and reads it nowhere
+    fields.optional("_sliding_window_pattern", int)  # transformers 5 writes it, but never reads it
     if (pattern := fields.get("sliding_window_pattern", 6)) < 1:
         fields.refuse(f"sliding_window_pattern must be at least 1; got {pattern!r:.80}")
         pattern = 1
@@ -103,12 +103,12 @@ def _write_rest(config: TransformerConfig) -> dict[str, Any]:
         "hidden_activation": _ACTIVATION,
         "attention_bias": config.qkv_bias,
         "query_pre_attn_scalar": _query_pre_attn_scalar(config),
-        # transformers makes the mask of a window even if no layer has one
+        # transformers builds the sliding-window mask even if no layer has a window
         "sliding_window": config.attention.window or _WINDOW,
         "layer_types": write_layer_types(config),
         "final_logit_softcapping": config.multipliers.logit_softcap,
         "attn_logit_softcapping": config.attention.logit_softcap,
-        # by default token 0, whose embedding transformers then does not train
+        # the default is token 0, whose embedding transformers would then not train
         "pad_token_id": None,
     }
 
@@ -124,7 +124,7 @@ def _write_gemma3(config: TransformerConfig, max_position_embeddings: int) -> Ma
 
 
 def _query_pre_attn_scalar(config: TransformerConfig) -> int:
-    """The whole number whose root divides the scores, or the nearest one."""
+    """Returns the integer whose square root divides the attention scores, or the nearest one."""
     scale = config.attention.scale
     return config.kv_channels if scale is None else max(round(min(1.0 / scale / scale, LARGEST_SIZE)), 1)
 
@@ -139,7 +139,7 @@ def _allowed(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
         "add_bias_linear": (False,),
         "mlp_bias": (False,),
         "output_bias": (config.qkv_bias,),
-        # their classes refuse others, whatever the size of a head
+        # their classes require a multiple of the number of heads, whatever the head size
         "hidden_size": (round_up(config.hidden_size, config.num_attention_heads),),
         "residual.norm_placement": ("sandwich",),
         "residual.zero_centered_norm": (True,),
@@ -165,7 +165,7 @@ def _allowed_of_gemma2(config: TransformerConfig) -> Mapping[str, tuple[Any, ...
 
 def _allowed_of_gemma3(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
     has_own_base = config.attention.window is None or (config.rope is not None and config.rope.local_base is not None)
-    # layers with a window are never scaled
+    # rotary scaling never applies to layers with a window
     opened = ("rope.local_base", "rope.scaling") if has_own_base else ("rope.local_base",)
     return {**_allowed(config), **left_open(config, *opened), "attention.qk_norm": ("RMSNorm",)}
 

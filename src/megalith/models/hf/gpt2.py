@@ -108,5 +108,5 @@ GPT2 = Family(
     place=_place,
     # the causal mask and its fill value, in files of transformers before 4.30
     buffers=re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"),
-    prefix="transformer.",  # GPT-2's own files were written from the model without its head
+    prefix="transformer.",  # GPT-2's published files were saved from the base model
 )

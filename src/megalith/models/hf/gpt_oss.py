@@ -1,7 +1,7 @@
 """Hugging Face's ``GptOssForCausalLM``: experts with biases and a clamped gate, and attention with sinks.
 
-Agarwal et al. 2025, "gpt-oss-120b & gpt-oss-20b", arXiv:2508.10925. Its own files hold experts in four bits, which are
-not read; what transformers saves after ``Mxfp4Config(dequantize=True)`` is.
+Agarwal et al. 2025, "gpt-oss-120b & gpt-oss-20b", arXiv:2508.10925. The published files hold experts in four bits and
+cannot be read; files that transformers saves after loading with ``Mxfp4Config(dequantize=True)`` can.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ _DIMS: Mapping[str, Dims] = MappingProxyType(
 def _read_rest(fields: Fields) -> Mapping[str, Any]:
     if (alpha := fields.get("swiglu_alpha", _ALPHA)) != _ALPHA:
         fields.refuse(f"swiglu_alpha must be {_ALPHA}, that of quick_geglu; got {alpha}")
-    # in the models' own files beside num_experts_per_tok and rope_scaling, and not used
+    # in the published files along with num_experts_per_tok and rope_scaling, unused
     fields.optional("experts_per_token", int)
     fields.optional("initial_context_length", int)
     settings, bias = read_llamas(fields, rope_base=150_000.0), fields.get("attention_bias", True)
@@ -65,7 +65,7 @@ def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> Mapp
         "swiglu_alpha": _ALPHA,
         "swiglu_limit": config.glu.clamp,
         "attention_bias": config.qkv_bias,
-        # transformers makes the mask of a window even if no layer has one
+        # transformers builds the sliding-window mask even if no layer has a window
         "sliding_window": config.attention.window or _WINDOW,
         "layer_types": write_layer_types(config),
     }

@@ -1,7 +1,7 @@
-"""The fields ``layer_types`` and ``sliding_window`` of config.json: which layers have a window, both ways.
+"""Reads and writes ``layer_types`` and ``sliding_window`` of config.json: which layers have a window.
 
-transformers masks keys that are ``sliding_window`` or more tokens before the query, so that a query sees that many
-tokens with its own, which is what ``model.attention.window`` says.
+transformers masks keys that are ``sliding_window`` or more tokens before the query, so a query sees that many tokens
+including its own. ``model.attention.window`` has the same meaning.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from megalith.models.hf.fields import Fields
 __all__ = ["MOST_LAYERS", "read_layer_types", "write_layer_types"]
 
 _WINDOW, _WHOLE = "sliding_attention", "full_attention"
-MOST_LAYERS = 10_000  # a deeper model is refused anyway, whatever its layers are
+MOST_LAYERS = 10_000  # deeper models are rejected elsewhere
 
 
 def read_layer_types(fields: Fields, window: int | None, usual: Callable[[int], bool]) -> dict[str, Any]:
-    """The settings ``window`` and ``window_layers`` of ``model.attention``.
+    """Returns the settings ``window`` and ``window_layers`` of ``model.attention``.
 
     Args:
-        window: [tokens] that layers of type ``sliding_attention`` see; None if the model has no such layers.
-        usual: whether the layer with an index has the window, for a config without ``layer_types``.
+        window: [tokens] the window of ``sliding_attention`` layers; None if the model has no such layers.
+        usual: returns whether the layer with a given index has the window, for a config without ``layer_types``.
     """
     kinds, num_layers = fields.optional("layer_types", list), fields["num_hidden_layers"]
     if kinds is None:
@@ -41,6 +41,6 @@ def read_layer_types(fields: Fields, window: int | None, usual: Callable[[int], 
 
 
 def write_layer_types(config: TransformerConfig) -> list[str]:
-    """The type of every layer of ``config``."""
+    """Returns the type of every layer of ``config``."""
     attention = config.attention
     return [_WHOLE if attention.window_of(index) is None else _WINDOW for index in range(config.num_layers)]

@@ -1,4 +1,4 @@
-"""Hugging Face's ``LlamaForCausalLM``, whose names of parameters are ours."""
+"""Hugging Face's ``LlamaForCausalLM``, whose parameter names Megalith uses."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ __all__ = ["LLAMA", "allowed_of_llamas", "read_llamas", "write_llamas"]
 
 
 def read_llamas(fields: Fields, rope_base: float = 10000.0) -> dict[str, Any]:
-    """Settings of Llama and of those that its successors left as they are, some with another default of the base."""
+    """Returns the settings that Llama and its successors share; some have another default ``rope_base``."""
     activation = fields.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         fields.refuse(f"hidden_act must be 'silu', half of our swiglu; got {activation!r}")
@@ -35,7 +35,7 @@ def write_llamas(config: TransformerConfig, max_position_embeddings: int) -> dic
 
 
 def allowed_of_llamas(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
-    """What ``write_llamas`` and the tables of fields can say."""
+    """Returns the values that ``write_llamas`` and the tables of fields can represent."""
     opened = ("rope.base", "rope.scaling", "attention.qkv_bias", "attention.output_bias")
     return {
         "normalization": ("RMSNorm",),
@@ -48,7 +48,7 @@ def allowed_of_llamas(config: TransformerConfig) -> dict[str, tuple[Any, ...]]:
 
 
 def _read_rest(fields: Fields) -> Mapping[str, Any]:
-    fields.expect("rope_interleaved", False)  # of SmolLM2, and in no class
+    fields.expect("rope_interleaved", False)  # in SmolLM2's files, not in any class
     return {
         **read_llamas(fields),
         "add_bias_linear": fields.get("attention_bias", False),
@@ -66,7 +66,7 @@ def _allowed(config: TransformerConfig) -> Mapping[str, tuple[Any, ...]]:
         **allowed_of_llamas(config),
         "qkv_bias": (config.add_bias_linear,),
         "output_bias": (config.add_bias_linear,),
-        # LlamaConfig refuses others, whatever the size of a head
+        # LlamaConfig requires a multiple of the number of heads, whatever the head size
         "hidden_size": (round_up(config.hidden_size, config.num_attention_heads),),
     }
 
@@ -93,6 +93,6 @@ LLAMA = Family(
     write_rest=_write_rest,
     allowed=_allowed,
     place=Place,
-    # files of transformers before 4.32 carry it; it is a function of rope_theta
+    # in files of transformers before 4.32; follows from rope_theta
     buffers=re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
 )

@@ -1,7 +1,7 @@
-"""Hugging Face's MegatronBERT by its head: an encoder with its norms before each part, and one at its end.
+"""Hugging Face's MegatronBERT, one family for each head: an encoder with pre-norm layers and a final norm.
 
-Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 5.3: in this order deep encoders train stably. Heads are
-those of BERT, with the names of BERT.
+Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 5.3: with this order deep encoders train stably. The heads
+and their names are those of BERT.
 """
 
 from collections.abc import Callable, Mapping

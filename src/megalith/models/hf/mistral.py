@@ -14,7 +14,7 @@ from megalith.models.hf.parameters import left_open
 
 __all__ = ["MISTRAL"]
 
-_GROUPS, _WINDOW = 8, 4096  # the defaults of MistralConfig, which a null is not: no groups, and no window
+_GROUPS, _WINDOW = 8, 4096  # defaults of MistralConfig; null means no groups and no window
 
 
 def _read_rest(fields: Fields) -> Mapping[str, Any]:

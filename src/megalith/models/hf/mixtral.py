@@ -1,4 +1,4 @@
-"""Hugging Face's ``MixtralForCausalLM``: a Mistral with experts in every layer, by softmax over the chosen.
+"""Hugging Face's ``MixtralForCausalLM``: a Mistral with experts in every layer, weighted by softmax over the chosen.
 
 Jiang et al. 2024, "Mixtral of Experts", arXiv:2401.04088.
 """

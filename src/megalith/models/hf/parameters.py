@@ -1,4 +1,4 @@
-"""The tensors that a model has: their names, which are those of Hugging Face's Llama, and their whole shapes.
+"""Names and unsharded shapes of all tensors of a model; the names are those of Hugging Face's Llama.
 
 Alphabet: H hidden, A heads, G kv groups, D head size, F ffn hidden, V vocabulary, P positions. Weights are [out, in].
 """
@@ -40,13 +40,13 @@ _NORMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-_MOST_TOLD = 50  # tensors that do not fit; a wrong number of layers makes thousands
+_MOST_TOLD = 50  # mismatched tensors listed in an error; a wrong number of layers causes thousands
 
 
 def parameter_shapes(config: TransformerConfig) -> dict[str, Shape]:
-    """Name -> shape of every parameter of the model that ``config`` describes, of any kind, unsharded.
+    """Returns name -> unsharded shape of every parameter of the model that ``config`` describes, of any kind.
 
-    Raises ConfigError if ``vocab_size`` is not known yet.
+    Raises ConfigError if ``vocab_size`` is not set yet.
     """
     if config.vocab_size is None:
         raise ConfigError("model.vocab_size must be set to name the parameters; it is None until a tokenizer is known")
@@ -68,7 +68,7 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, Shape]:
 
 
 def buffer_shapes(config: TransformerConfig) -> dict[str, Shape]:
-    """Name -> shape of every buffer of that model that training changes, all of them in float32."""
+    """Returns name -> shape of every buffer of the model that training changes; all are float32."""
     if config.moe is None:
         return {}
     router = config.moe.router
@@ -83,17 +83,17 @@ def buffer_shapes(config: TransformerConfig) -> dict[str, Shape]:
 
 
 def state_shapes(config: TransformerConfig) -> dict[str, Shape]:
-    """``parameter_shapes`` and ``buffer_shapes``: all that a checkpoint holds of the model. Raises as the former."""
+    """Returns parameter and buffer shapes, all that a checkpoint stores of the model. Raises as the former does."""
     return parameter_shapes(config) | buffer_shapes(config)
 
 
 def num_layers_in_all(config: TransformerConfig) -> int:
-    """The layers of the model, and those of its modules of multi-token prediction."""
+    """Returns the number of layers, including those of multi-token prediction modules."""
     return config.num_layers + (0 if config.mtp is None else config.mtp.num_modules)
 
 
 def check(found: Mapping[str, Shape], wanted: Mapping[str, Shape], source: str) -> None:
-    """Raises CheckpointError listing every name of ``found`` that is missing, unexpected or of another shape."""
+    """Raises CheckpointError listing up to 50 tensors that are missing, unexpected or of another shape."""
     wrong = [f"missing: {name}" for name in wanted if name not in found]
     wrong += [f"unexpected: {name} {list(shape)}" for name, shape in found.items() if name not in wanted]
     wrong += [
@@ -110,8 +110,8 @@ def check(found: Mapping[str, Shape], wanted: Mapping[str, Shape], source: str) 
 def require(architecture: str, config: TransformerConfig, **allowed: tuple[Any, ...]) -> None:
     """Raises ConfigError naming every field of ``config`` that has none of its ``allowed`` values.
 
-    Fields of nested groups go by their dotted names; those that are not in ``allowed`` must have their defaults, and a
-    group that a model need not have, and of which nothing is in ``allowed``, must not be there.
+    Fields of nested groups have dotted names. Those that are not in ``allowed`` must have their defaults, and an
+    optional group without any field in ``allowed`` must be absent.
     """
     wrong = [
         f"{name} must be {' or '.join(map(repr, values))}; got {value!r}"
@@ -123,19 +123,19 @@ def require(architecture: str, config: TransformerConfig, **allowed: tuple[Any, 
 
 
 def left_open(config: TransformerConfig, *names: str) -> dict[str, tuple[Any, ...]]:
-    """For ``require``: settings of nested groups that may be anything."""
+    """For ``require``: allows any value of the settings ``names``."""
     return {name: (_setting(config, name),) for name in names}
 
 
 def _setting(config: TransformerConfig, name: str) -> Any:
-    """The value of the setting with the dotted ``name``; None in a group that is not there."""
+    """Returns the value of the setting with the dotted ``name``; None if its group is absent."""
     return reduce(lambda owner, field: None if owner is None else getattr(owner, field), name.split("."), config)
 
 
 def _nested_defaults(
     group: SettingsGroup, opened: Container[str], prefix: str = ""
 ) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """The default of every field of the groups nested in ``group``; of an optional one that is not opened, None."""
+    """Yields the default of every field in groups nested in ``group``; None for optional groups not in ``opened``."""
     for field, nested in group.nested_groups.items():
         name, value = f"{prefix}{field}", getattr(group, field)
         if group.is_optional(field) and group.name_of(field) not in CONDITIONS and name not in opened:
@@ -147,7 +147,7 @@ def _nested_defaults(
 
 
 def _stack_shapes(config: TransformerConfig, stack: str, num_layers: int) -> dict[str, Shape]:
-    """The layers of one of a T5's stacks, the table of its relative positions, and its last norm."""
+    """Shapes of one stack of a T5: its layers, relative position table and final norm."""
     relative, crosses, shapes = config.relative_position, stack == "decoder", dict[str, Shape]()
     assert relative is not None, "validated together with model.t5"
     shapes[f"model.{stack}.position_bias.weight"] = (relative.num_buckets, config.num_attention_heads)
@@ -158,7 +158,7 @@ def _stack_shapes(config: TransformerConfig, stack: str, num_layers: int) -> dic
 
 
 def _cross_attention_shapes(config: TransformerConfig) -> dict[str, Shape]:
-    """Those of self-attention in a model whose attention is plain, and the norms around it."""
+    """Shapes of cross attention, the same as of plain self-attention, and of the norms around it."""
     shapes = {name.replace("self_attn.", "cross_attn."): shape for name, shape in _attention_shapes(config).items()}
     sandwiched = config.residual.norm_placement == "sandwich"
     for norm in ("cross_attn_layernorm", *(["cross_attn_output_layernorm"] if sandwiched else [])):
@@ -171,7 +171,7 @@ def _lm_head_shapes(config: TransformerConfig) -> dict[str, Shape]:
 
 
 def _bert_shapes(config: TransformerConfig) -> dict[str, Shape]:
-    """The embedding of token types, its norm, and the heads."""
+    """Shapes of the token type embedding, the embedding's norm, and the heads."""
     H, V, bert = config.hidden_size, _vocab_size(config), config.bert
     assert bert is not None, "its kind says so"
     shapes: dict[str, Shape] = {}
@@ -190,7 +190,7 @@ def _bert_shapes(config: TransformerConfig) -> dict[str, Shape]:
     return shapes
 
 
-# what a kind of model has besides its trunk
+# what each kind of model has in addition to its trunk
 _OF_KINDS: Mapping[ModelKind, Callable[[TransformerConfig], dict[str, Shape]]] = MappingProxyType(
     {"gpt": _lm_head_shapes, "bert": _bert_shapes, "t5": _lm_head_shapes}
 )
@@ -265,7 +265,7 @@ def _attention_shapes(config: TransformerConfig) -> dict[str, Shape]:
 
 
 def _joining_shapes(config: TransformerConfig) -> dict[str, Shape]:
-    """What a module of multi-token prediction has besides its layer, under the names of DeepSeek-V3's weights."""
+    """Shapes that a multi-token prediction module adds to its layer, with the names of DeepSeek-V3's weights."""
     H = config.hidden_size
     norms = ("enorm", "hnorm") if config.residual.norm_placement == "post" else ("enorm", "hnorm", "shared_head.norm")
     shapes: dict[str, Shape] = {"eh_proj.weight": (H, 2 * H)}

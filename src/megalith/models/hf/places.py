@@ -1,7 +1,7 @@
-"""Where a tensor of ours lies in those of another system: which part of it in which of theirs, in which order.
+"""Where our tensors are stored in those of another system: in which tensor, which part of it, and in which order.
 
-Theirs may be ours with its dimensions in another order, several of ours end to end, or a matrix of one expert, which
-ours has packed with those of the others.
+Their tensor may be ours with permuted dimensions, several of ours concatenated, or the matrix of a single expert, which
+ours packs together with those of the other experts.
 """
 
 from collections.abc import Iterator
@@ -18,17 +18,16 @@ __all__ = ["Dims", "Packed", "Part", "Place", "parts_of"]
 Dims = tuple[int | tuple[int, ...], ...]
 
 _EXPERTS = ".mlp.experts."
-# what is packed into one parameter of all experts, along its second dimension
+# projections packed along the second dimension of one parameter for all experts
 _PACKED = {"gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True)
 class Place:
-    """The tensor of theirs, by its key, that holds one of ours, with our dimensions in the order ``dims``.
+    """The key of their tensor that holds one of ours, and the order ``dims`` of our dimensions in it.
 
-    Dimensions of ours in a tuple are one of theirs, in which the last of them varies fastest. () is our own order.
-    Tensors of ours with the same key lie in it end to end along their first dimension, in the order of
-    ``parameter_shapes``.
+    Several of our dimensions in a tuple form one of theirs, with the last varying fastest. () is our own order. Tensors
+    of ours with the same key are concatenated along their first dimension, in the order of ``parameter_shapes``.
     """
 
     key: str
@@ -37,9 +36,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Part:
-    """What has a place: our ``parameter``, or what is packed in it at the leading ``index``, under its own ``name``.
+    """A tensor that has a place: our ``parameter``, or the slice of it at the leading ``index``, with its own ``name``.
 
-    ``shape`` is without the dimensions of ``index``.
+    ``shape`` does not include the dimensions of ``index``.
     """
 
     name: str
@@ -49,26 +48,26 @@ class Part:
 
     @property
     def box(self) -> Box:
-        """Where it lies in the parameter."""
+        """Its box in the parameter."""
         return Box((*((i, i + 1) for i in self.index), *Box.whole(self.shape).ranges))
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A tensor of theirs: ``parts`` of ours end to end along their first dimension, then as ``Place.dims`` says."""
+    """A tensor of theirs: our ``parts`` concatenated along their first dimension, then permuted by ``Place.dims``."""
 
     parts: tuple[Part, ...]
     dims: Dims
 
     @property
     def whole(self) -> Shape:
-        """The shape of the parts together, with the dimensions of ours."""
+        """The shape of the concatenated parts, in our order of dimensions."""
         first, *rest = [part.shape for part in self.parts]
         return (first[0] + sum(shape[0] for shape in rest), *first[1:])
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Our dimensions in the order of theirs."""
+        """Our dimensions in their order."""
         return tuple(d for group in self._groups for d in group)
 
     @property
@@ -78,11 +77,11 @@ class Packed:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is one parameter of ours as it is."""
+        """Whether it is one parameter of ours, unchanged."""
         return len(self.parts) == 1 and not self.parts[0].index and not self.dims
 
     def views(self, tensor: Tensor) -> Iterator[tuple[Part, Tensor]]:
-        """Our parts as views of their tensor."""
+        """Yields our parts as views of their tensor."""
         unmerged = tensor.view([self.whole[d] for d in self.order])
         whole = unmerged.permute([self.order.index(d) for d in range(len(self.order))])
         start = 0
@@ -91,7 +90,7 @@ class Packed:
             start += part.shape[0]
 
     def boxes(self) -> Iterator[tuple[Part, Box]]:
-        """All of their tensor in the indices of each parameter: it reaches beyond a part that is not alone in it."""
+        """Yields their whole tensor as a box in each parameter's indices; it exceeds a part that is not alone in it."""
         start = 0
         for part in self.parts:
             first, *rest = Box.whole(self.whole).ranges
@@ -101,15 +100,15 @@ class Packed:
 
     @property
     def _groups(self) -> list[tuple[int, ...]]:
-        """Our dimensions by theirs."""
+        """Our dimensions, grouped by theirs."""
         dims = self.dims or range(len(self.parts[0].shape))
         return [group if isinstance(group, tuple) else (group,) for group in dims]
 
 
 def parts_of(parameter: str, shape: Shape, separate_experts: bool) -> Iterator[Part]:
-    """The whole of ``parameter``, or with ``separate_experts`` the matrices and biases that are packed in it.
+    """Yields the whole of ``parameter``, or with ``separate_experts`` the matrices and biases packed in it.
 
-    Those have the names that Hugging Face gives to the layers of an expert, with its index after ``experts``.
+    Those have Hugging Face's names for the layers of an expert, with the expert's index after ``experts``.
     """
     layer, of_experts, packed = parameter.partition(_EXPERTS)
     if not (of_experts and separate_experts):

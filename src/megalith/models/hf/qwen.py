@@ -1,4 +1,4 @@
-"""Hugging Face's ``Qwen2ForCausalLM`` and ``Qwen3ForCausalLM``: Llamas with biases, or with norms, of queries and keys.
+"""Hugging Face's ``Qwen2ForCausalLM`` and ``Qwen3ForCausalLM``: Llamas with QKV biases, or with QK norms.
 
 Yang et al. 2024, "Qwen2", arXiv:2407.10671; Yang et al. 2025, "Qwen3", arXiv:2505.09388, section 2.
 """
@@ -19,7 +19,7 @@ _WINDOW = 4096  # [tokens] the default of both classes
 
 
 def _read_windows(fields: Fields) -> dict[str, Any]:
-    fields.expect("use_mrope", False)  # of their models that read images
+    fields.expect("use_mrope", False)  # for their vision models
     window = fields.get_or_null("sliding_window", _WINDOW)
     first = fields.get("max_window_layers", 28)
     if not fields.get("use_sliding_window", False):
@@ -33,7 +33,7 @@ def _write_windows(config: TransformerConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        # all that transformers before 4.53 reads
+        # transformers before 4.53 reads this instead of layer_types
         "max_window_layers": min(windowed, default=config.num_layers),
         "layer_types": write_layer_types(config),
     }

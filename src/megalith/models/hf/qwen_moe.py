@@ -1,7 +1,7 @@
-"""Hugging Face's ``Qwen2MoeForCausalLM`` and ``Qwen3MoeForCausalLM``: experts in some layers or all of them.
+"""Hugging Face's ``Qwen2MoeForCausalLM`` and ``Qwen3MoeForCausalLM``: experts in some or all layers.
 
-Yang et al. 2024, "Qwen2", arXiv:2407.10671, whose experts have a shared one beside them, with a gate; Yang et al. 2025,
-"Qwen3", arXiv:2505.09388, section 2.
+Yang et al. 2024, "Qwen2", arXiv:2407.10671, which adds a gated shared expert; Yang et al. 2025, "Qwen3",
+arXiv:2505.09388, section 2.
 """
 
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ def _read_window(fields: Fields) -> int | None:
 
 
 def _read_experts(fields: Fields, num_experts: int, top_k: int, ffn_hidden_size: int) -> dict[str, Any]:
-    """Settings of ``model.moe``; the sizes are the defaults of their class."""
-    # the number's name in transformers 4, and in what transformers 5 saves of a Qwen3
+    """Returns the settings of ``model.moe``; the sizes are the defaults of their class."""
+    # the name in transformers 4, and the one in Qwen3 files saved by transformers 5
     names = ("num_experts", "num_local_experts")
     given = {name: number for name in names if (number := fields.optional(name, int)) is not None}
     if len(set(given.values())) > 1:
@@ -39,13 +39,13 @@ def _read_experts(fields: Fields, num_experts: int, top_k: int, ffn_hidden_size:
         "top_k": fields.get("num_experts_per_tok", top_k),
         "ffn_hidden_size": fields.get("moe_intermediate_size", ffn_hidden_size),
         "layers": read_expert_layers(fields),
-        # softmax over all that is divided by the sum of the chosen is softmax over the chosen
+        # softmax over all experts, normalized over the chosen ones, is softmax over the chosen ones
         "router": {"pre_softmax": not fields.get("norm_topk_prob", False)},
     }
 
 
 def _write_experts(config: TransformerConfig, max_position_embeddings: int) -> dict[str, Any]:
-    """The inverse, and what both families have besides."""
+    """The inverse of ``_read_experts``, with the other fields that both families share."""
     assert config.moe is not None, "the family has experts"
     return {
         **write_llamas(config, max_position_embeddings),
@@ -75,7 +75,7 @@ def _read_qwen2(fields: Fields) -> Mapping[str, Any]:
 
 def _read_qwen3(fields: Fields) -> Mapping[str, Any]:
     bias = fields.get("attention_bias", False)
-    fields.optional("max_window_layers", int)  # in files of the models, and not used: all layers have the window
+    fields.optional("max_window_layers", int)  # in published files but unused: all layers have the window
     return {
         **read_llamas(fields),
         "attention": {"window": _read_window(fields), "qk_norm": "RMSNorm", "qkv_bias": bias, "output_bias": bias},

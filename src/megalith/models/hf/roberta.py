@@ -1,7 +1,7 @@
-"""Hugging Face's RoBERTa by its head: ``RobertaForMaskedLM`` and ``RobertaForSequenceClassification``.
+"""Hugging Face's RoBERTa, one family for each head: ``RobertaForMaskedLM``, ``RobertaForSequenceClassification``.
 
-It is BERT with heads of other names. The position of a token is counted from the row after that of padding: the table
-of positions has pad_token_id + 1 rows before that of position 0.
+It is BERT with other names for the heads. Positions start after the row for padding: the position table has
+pad_token_id + 1 rows before that of position 0.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _HEADS = {
     "lm_transform.dense": "lm_head.dense",
     "lm_transform.norm": "lm_head.layer_norm",
     "lm_head": "lm_head",
-    # its classifier reads a token that it pools by itself
+    # its classifier contains its own pooler
     "pooler.dense": "classifier.dense",
     "classifier.linear": "classifier.out_proj",
 }

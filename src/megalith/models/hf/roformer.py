@@ -1,8 +1,8 @@
-"""Hugging Face's RoFormer by its head: ``RoFormerForMaskedLM`` and ``RoFormerForSequenceClassification``.
+"""Hugging Face's RoFormer, one family for each head: ``RoFormerForMaskedLM``, ``RoFormerForSequenceClassification``.
 
-It is BERT with rotary positions, of pairs 2i and 2i + 1, in place of learned ones (Su et al. 2021, "RoFormer",
-arXiv:2104.09864). Their model has sin and cos as a tensor, which no training changes; it has no binary head, and its
-classifier pools a token by the activation of the layers.
+It is BERT with rotary positions, in interleaved pairs (2i, 2i + 1), in place of learned ones (Su et al. 2021,
+"RoFormer", arXiv:2104.09864). Their model stores sin and cos as a constant tensor; it has no binary head, and its
+classifier's pooler uses the activation of the layers.
 """
 
 from collections.abc import Callable, Mapping
@@ -61,14 +61,14 @@ def _allowed(config: TransformerConfig, head: Mapping[str, Any]) -> Mapping[str,
 
 
 def _without_binary_head(config: TransformerConfig) -> TransformerConfig:
-    """The same model: its tokens have the same logits."""
+    """Returns the config without a binary head; token logits are the same."""
     if config.bert is None or config.bert.head != "pretraining":
         return config
     return config.model_copy(update={"bert": config.bert.model_copy(update={"binary_head": False})})
 
 
 def _sin_cos(config: TransformerConfig, positions: Tensor) -> Tensor:
-    """sin of each pair, then cos of each, [P, D] in float64."""
+    """Returns the sin of all pairs, then the cos of all pairs, [P, D] in float64."""
     cos, sin = rope_cos_sin(positions, rope_frequencies(config.kv_channels, dtype=torch.float64))
     return torch.cat((sin, cos), dim=-1)
 

@@ -1,8 +1,8 @@
-"""The fields of rotary positions in config.json: those of transformers 4 and of transformers 5, both ways.
+"""Reads and writes the rotary position fields of config.json, for transformers 4 and transformers 5.
 
 transformers 4 has ``rope_theta`` and ``rope_scaling``; transformers 5 has both in ``rope_parameters``, and still reads
-the old ones. Where layers with a window have a base of their own (Gemma 3), transformers 4 calls it
-``rope_local_base_freq``, and transformers 5 has one object in ``rope_parameters`` for each type of layer.
+the old fields. If sliding-window layers have a base of their own (Gemma 3), transformers 4 calls it
+``rope_local_base_freq``, and transformers 5 has one object in ``rope_parameters`` for each layer type.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from megalith.models.hf.fields import Fields
 __all__ = ["read_rope", "read_rope_by_layer", "write_rope", "write_rope_by_layer"]
 
 _LENGTH = "original_max_position_embeddings"
-_WHOLE, _LOCAL = "full_attention", "sliding_attention"  # types of layers: without a window, and with one
+_WHOLE, _LOCAL = "full_attention", "sliding_attention"  # layer types: without a window, and with one
 
 
 class _Keys(NamedTuple):
-    """The keys of one ``rope_type`` beside its name, which are fields of our scaling too."""
+    """The keys of one ``rope_type`` in addition to its name; our scaling config has the same fields."""
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
@@ -39,16 +39,16 @@ _TYPES: Mapping[str, _Keys] = MappingProxyType(
 
 
 def read_rope(fields: Fields, base: float = 10000.0) -> dict[str, Any]:
-    """The settings of ``model.rope``. Fields that disagree, and what our rotary positions lack, are refused.
+    """Returns the settings of ``model.rope``; records a violation for contradictory fields and unsupported variants.
 
-    ``base`` is the default of their class.
+    ``base`` is the default of the transformers class.
     """
     given = {name: fields.optional(name, dict) or {} for name in ("rope_scaling", "rope_parameters")}
     return _read(fields, "rope_theta", given, base)
 
 
 def read_rope_by_layer(fields: Fields, base: float, local_base: float) -> dict[str, Any]:
-    """As ``read_rope``, of rotary positions by type of layer; the bases are the defaults of their class."""
+    """Like ``read_rope``, for rotary positions by layer type; the bases are the defaults of the transformers class."""
     by_layer = fields.optional("rope_parameters", dict) or {}
     if by_layer.keys() - {_WHOLE, _LOCAL} or not all(isinstance(one, dict | None) for one in by_layer.values()):
         fields.refuse(f"rope_parameters must have an object for {_WHOLE} and one for {_LOCAL}; got {by_layer!r:.80}")
@@ -65,13 +65,13 @@ def read_rope_by_layer(fields: Fields, base: float, local_base: float) -> dict[s
 
 
 def write_rope(rope: RopeConfig, max_position_embeddings: int) -> dict[str, Any]:
-    """The fields of ``rope``, for a model that was trained on rows of so many tokens."""
+    """Returns the fields for ``rope``, for a model trained on rows of ``max_position_embeddings`` tokens."""
     fields: dict[str, Any] = {"max_position_embeddings": max_position_embeddings, "rope_theta": rope.base}
     if rope.scaling is None:
         return {**fields, "rope_parameters": {"rope_type": "default", "rope_theta": rope.base}}
     scaling = _write_scaling(rope.scaling)
     if (length := rope.scaling.original_max_position_embeddings) is not None:
-        # transformers warns of yarn over another ratio than its factor, and of llama3 over no longer rows than before
+        # transformers warns if yarn's length ratio is not its factor, or if llama3's length is not above the original
         reached = round(rope.scaling.factor * length)
         longest = reached if rope.scaling.type == "yarn" else max(reached, max_position_embeddings)
         fields["max_position_embeddings"] = longest
@@ -79,7 +79,7 @@ def write_rope(rope: RopeConfig, max_position_embeddings: int) -> dict[str, Any]
 
 
 def write_rope_by_layer(rope: RopeConfig, max_position_embeddings: int) -> dict[str, Any]:
-    """As ``write_rope``, by type of layer."""
+    """Like ``write_rope``, by layer type."""
     whole = write_rope(rope, max_position_embeddings)
     local = rope.base if rope.local_base is None else rope.local_base
     of_local = {"rope_type": "default", "rope_theta": local}
@@ -88,12 +88,12 @@ def write_rope_by_layer(rope: RopeConfig, max_position_embeddings: int) -> dict[
 
 
 def _read(fields: Fields, base_field: str, given: Mapping[str, dict[str, Any]], default: float) -> dict[str, Any]:
-    """``base`` and ``scaling``, of a field of its own and of ``given`` objects by name, which say the same thing."""
+    """Returns ``base`` and ``scaling`` from ``base_field`` and the ``given`` objects by name, which must agree."""
     bases: dict[str, float] = {}
     scalings: dict[str, dict[str, Any]] = {}
     if (base := fields.optional(base_field, float)) is not None:
         bases[base_field] = base
-    longest = fields.optional("max_position_embeddings", int)  # rotary positions have no table, so no bound
+    longest = fields.optional("max_position_embeddings", int)  # not a limit: rotary positions have no table
     for name, one in given.items():
         rope = {key: value for key, value in one.items() if value is not None}
         base = rope.pop("rope_theta", None)
@@ -116,7 +116,7 @@ def _read(fields: Fields, base_field: str, given: Mapping[str, dict[str, Any]], 
 
 
 def _read_scaling(fields: Fields, name: str, rope: dict[str, Any], longest: int | None) -> dict[str, Any]:
-    """The settings of ``model.rope.scaling``, none for a ``rope_type`` of "default"."""
+    """Returns the settings of ``model.rope.scaling``; empty for a ``rope_type`` of "default"."""
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     keys = _TYPES.get(kind) if isinstance(kind, str) else None
     if keys is None:
@@ -133,7 +133,7 @@ def _read_scaling(fields: Fields, name: str, rope: dict[str, Any], longest: int 
     if missing or unknown or kind == "default":
         return {}
     if "attention_factor" in rope or not (rope.get("mscale") and rope.get("mscale_all_dim")):
-        # transformers reads the two together, and beside an attention_factor not at all
+        # transformers uses the two only together, and not at all if there is an attention_factor
         rope = {key: value for key, value in rope.items() if key not in ("mscale", "mscale_all_dim")}
     return {"type": kind, **rope}
 

@@ -1,10 +1,10 @@
-"""Hugging Face's ``T5ForConditionalGeneration``: T5 with a plain MLP, and with a gated one T5 v1.1 and FLAN-T5.
+"""Hugging Face's ``T5ForConditionalGeneration``: T5 with a plain MLP, T5 v1.1 and FLAN-T5 with a gated MLP.
 
-Their configs say by ``tie_word_embeddings`` whether the states that the head reads are scaled by 1 / sqrt(H): those of
-v1.1, with a head of its own, are not. Since version 5, transformers keeps that in ``scale_decoder_outputs``, and ties a
-head that files do not have whatever the field says.
+In their configs, ``tie_word_embeddings`` also says whether the head's input is scaled by 1 / sqrt(H); in v1.1, which
+has a separate head, it is not. Since version 5, transformers stores that in ``scale_decoder_outputs``, and ties a head
+that is missing from the files, whatever the field says.
 
-The tables of relative positions lie in the first layer of each stack. Attention has no factor on its scores.
+The relative position tables are stored in the first layer of each stack. Attention scores are not scaled.
 """
 
 import re
@@ -23,7 +23,7 @@ from megalith.models.hf.places import Place
 __all__ = ["FLAN_T5", "T5", "T5_FAMILIES"]
 
 _PLAIN: Mapping[str, Activation] = MappingProxyType({"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh"})
-# of gelu they take the form by tanh here
+# their "gated-gelu" is the tanh approximation
 _GATED: Mapping[str, Activation] = MappingProxyType(
     {"gated-gelu": "geglu_tanh", "gated-gelu_new": "geglu_tanh", "gated-silu": "swiglu"}
 )
@@ -41,7 +41,7 @@ _SIZES: Mapping[str, str] = MappingProxyType(
 _FIELDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
     {"layer_norm_epsilon": ("layernorm_epsilon", 1e-6), "dropout_rate": ("hidden_dropout", 0.1)}
 )
-# of the first weights, of other heads, and of old files: nothing that the network computes
+# initialization, other heads and old files: no effect on the network
 _UNUSED: Mapping[str, type] = MappingProxyType(
     {"initializer_factor": float, "classifier_dropout": float, "n_positions": int, "output_past": bool}
 )
@@ -57,7 +57,7 @@ _OUTSIDE = {
     },
 }
 _PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}
-# of every layer, without the number of the MLP's part
+# modules of every layer; the MLP's sublayer number depends on the stack
 _OF_LAYERS = {
     "input_layernorm": "layer.0.layer_norm",
     **{f"self_attn.{ours}": f"layer.0.SelfAttention.{theirs}" for ours, theirs in _PROJECTIONS.items()},
@@ -96,7 +96,7 @@ def _read_rest(fields: Fields, activations: Mapping[str, Activation]) -> dict[st
 
 
 def _check_activation(fields: Fields, named: str) -> None:
-    """Notes a violation where the fields that their class works out of ``feed_forward_proj`` say something else."""
+    """Records a violation if fields that their class derives from ``feed_forward_proj`` contradict it."""
     gate, _, function = named.rpartition("-")
     worked_out = "gelu_new" if named == "gated-gelu" else function
     if (given := fields.get("dense_act_fn", worked_out)) != worked_out:
@@ -107,7 +107,7 @@ def _check_activation(fields: Fields, named: str) -> None:
 
 
 def _write_rest(config: TransformerConfig, max_position_embeddings: int) -> dict[str, Any]:
-    """The fields that ``_read_rest`` reads. Relative positions have no end, and a length is not written."""
+    """Returns the fields that ``_read_rest`` reads. Relative positions have no limit, so no length is written."""
     assert config.t5 is not None, "_allowed asks for it"
     assert config.relative_position is not None, "validated together with model.t5"
     activations = {ours: theirs for theirs, ours in reversed([*_PLAIN.items(), *_GATED.items()])}
@@ -141,7 +141,7 @@ def _allowed(config: TransformerConfig, activations: Mapping[str, Activation]) -
 
 
 def _is_scaled(config: TransformerConfig) -> bool:
-    """Whether the states that the head reads are multiplied by 1 / sqrt(H)."""
+    """Whether the head's input is multiplied by 1 / sqrt(H)."""
     return config.multipliers.logits != 1.0
 
 
@@ -170,7 +170,7 @@ def _family(activations: Mapping[str, Activation], up_proj: str) -> Family:
         write_rest=_write_rest,
         allowed=partial(_allowed, activations=activations),
         place=partial(_place, up_proj=up_proj),
-        # a table in old files that no layer reads
+        # a table in old files that no layer uses
         buffers=re.compile(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"),
         aliases=MappingProxyType({f"{stack}.embed_tokens.weight": "shared.weight" for stack in ("encoder", "decoder")}),
         has_config=lambda hf_config: (

@@ -1,4 +1,4 @@
-"""Writes a model as a folder that transformers loads: config.json, its tensors one at a time, its tokenizer."""
+"""Writes a model as a folder that transformers can load: config.json, tensors one at a time, and the tokenizer."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from megalith.storage import LocalStore, Store, explained
 
 __all__ = ["write_tensors", "write_tokenizer"]
 
-_MOST_BYTES = 5 * 10**9  # of tensors in a file, unless one alone is larger; transformers cut there for years
+_MOST_BYTES = 5 * 10**9  # of tensors per file, unless a single one is larger; long the default of transformers
 
 
 def write_tensors(
@@ -29,14 +29,14 @@ def write_tensors(
     tables: Mapping[str, Tensor],
     progress: Callable[[int, int], None],
 ) -> None:
-    """Writes config.json and the tensors ``packed`` by key, made of our ``weights``, whatever pieces these lie in.
+    """Writes config.json and the tensors ``packed`` by key, assembled from our ``weights`` however these are sharded.
 
-    ``dtypes`` are those of the tensors, by the same keys. One tensor is in memory at a time, besides ``tables``, which
-    are written as they are. ``progress`` is told the bytes written so far, and all of them.
+    ``dtypes`` are the dtypes of the tensors, by the same keys. Only one tensor is in memory at a time, in addition to
+    ``tables``, which are written unchanged. ``progress`` is called with (bytes written so far, total bytes).
 
     Raises:
-        StorageError: ``store`` does not take them.
-        CheckpointError: ``weights`` are not what their index says.
+        StorageError: writing to ``store`` fails.
+        CheckpointError: ``weights`` do not match their index.
     """
     described = {key: torch.empty(tensor.shape, dtype=dtypes[key], device="meta") for key, tensor in packed.items()}
     described |= tables
@@ -65,7 +65,7 @@ def write_tensors(
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer | None, companions: Mapping[str, bytes]) -> None:
-    """Writes what ``AutoTokenizer`` needs into ``folder``: ``companions`` are the files beside it, by name.
+    """Writes the files that ``AutoTokenizer`` needs to ``folder``; ``companions`` are its other files, by name.
 
     Raises StorageError.
     """
@@ -78,7 +78,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer | None, companions: Mappi
 
 
 def _groups(described: Mapping[str, Tensor]) -> list[list[str]]:
-    """The keys of each file."""
+    """Returns the tensor keys of each file."""
     groups: list[list[str]] = [[]]
     size = 0
     for key, tensor in described.items():
