@@ -1,9 +1,9 @@
-"""A GPT checkpoint of Megatron-Core in its ``torch_dist`` format, ``iter_0001000``, as a source of our parameters.
+"""A Megatron-Core GPT checkpoint in ``torch_dist`` format, such as ``iter_0001000``, as a source of our parameters.
 
-    .metadata      which part of each tensor lies where        __0_0.distcp ...   the tensors
-    common.pt      the arguments of the training, and more     metadata.json      the name of the format
+    .metadata      where each part of a tensor is stored       __0_0.distcp ...   the tensors
+    common.pt      the training arguments, and more            metadata.json      the name of the format
 
-Every pickle among them is read as data. A checkpoint of any layout of Megatron is read box by box.
+All pickles are read as data. A checkpoint from any of Megatron's parallel layouts is read box by box.
 """
 
 import json
@@ -35,12 +35,12 @@ _USUAL_POSITIONS = 2048
 
 @dataclass(frozen=True)
 class MegatronFolder:
-    """A checkpoint whose model ours can represent, and whose tensors are those of that model.
+    """A checkpoint whose model ours can represent and whose tensors match it.
 
     Attributes:
         store: the folder.
-        arguments: Megatron's, as they were pickled; classes among them are inert.
-        weights: our parameters by name, to be read box by box.
+        arguments: Megatron's training arguments, as pickled; classes among them are inert.
+        weights: our parameters by name, which can be read box by box.
     """
 
     store: Store
@@ -49,7 +49,7 @@ class MegatronFolder:
     weights: StoredTensors
 
     architecture: ClassVar[str] = "GPT of Megatron-Core"
-    end_tokens: ClassVar[tuple[int, ...]] = ()  # the tokenizer alone knows them
+    end_tokens: ClassVar[tuple[int, ...]] = ()  # only the tokenizer knows them
 
     @property
     def num_positions(self) -> int:
@@ -58,24 +58,24 @@ class MegatronFolder:
         return given if type(given) is int and given > 0 else _USUAL_POSITIONS
 
     def tokenizer(self, eod: str | int | None = None) -> None:
-        """There is none: Megatron keeps its tokenizer apart."""
+        """Returns None: Megatron stores its tokenizer elsewhere."""
 
     def companions(self) -> dict[str, bytes]:
-        """None either."""
+        """Returns no files, as there is no tokenizer."""
         return {}
 
 
 def is_megatron_folder(store: Store) -> bool:
-    """Whether ``store`` looks like a ``torch_dist`` checkpoint of Megatron, or the folder of several."""
+    """Whether ``store`` looks like a ``torch_dist`` checkpoint of Megatron, or a folder of several."""
     names = store.names()
     return {METADATA, _COMMON} <= set(names) or _NEWEST in names
 
 
 def open_megatron_folder(location: str | Path | Store) -> MegatronFolder:
-    """The checkpoint ``location``, or the newest in that folder, with everything checked but the values of its tensors.
+    """Opens the checkpoint ``location``, or the newest in that folder, checking everything but its tensors' values.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or tensors and arguments do not fit.
+        CheckpointError: a file is missing or damaged, or tensors and arguments do not match.
         ConfigError: our model cannot represent the one that the arguments describe.
     """
     store = open_store(location)
@@ -103,7 +103,7 @@ def open_megatron_folder(location: str | Path | Store) -> MegatronFolder:
 
 
 class _Collected:
-    """What is taken of the tensors ``theirs``; ``rows_read``: of each by key, how many rows in all layers."""
+    """Tracks what is read from the tensors ``theirs``; ``rows_read``: the rows read in all layers, by key."""
 
     def __init__(self, store: Store, theirs: Mapping[str, ChunkedTensor], config: TransformerConfig) -> None:
         self.store, self.theirs, self.config = store, theirs, config
@@ -111,7 +111,7 @@ class _Collected:
         self._elements: dict[tuple[Chunk, str], ShardEntry] = {}
 
     def tensor(self, name: str, shape: Shape, entries: dict[str, dict[str, ShardEntry]]) -> StoredTensor:
-        """Our parameter ``name`` in pieces of theirs, whose bytes are noted in ``entries`` by file and key."""
+        """Returns our parameter ``name`` in pieces of theirs, and adds their bytes to ``entries``, by file and key."""
         key, layer, all_rows = source_of(name, self.config)
         full, stacked = self._found(key, layer)
         tensor, all_rows = self.theirs[full], all_rows or (Rows(0, shape[0], 0),)
@@ -141,7 +141,7 @@ class _Collected:
         return StoredTensor(shape, tensor.dtype, tuple(pieces))
 
     def require_all_rows(self) -> None:
-        """Raises CheckpointError for a tensor of which no parameter takes some rows."""
+        """Raises CheckpointError for a tensor with rows that no parameter reads."""
         for key, num_rows in self.rows_read.items():
             shape = self.theirs[key].shape
             whole = prod(shape[:2]) if self._is_stack(key) else shape[0]
@@ -151,7 +151,7 @@ class _Collected:
                 )
 
     def _found(self, key: str, layer: int | None) -> tuple[str, bool]:
-        """The full key of their tensor, and whether it is the stack of all layers."""
+        """Returns the full key of their tensor, and whether it is a stack of all layers."""
         keys = [key] if layer is None else [key_in_layer(key), key_in_layer(key, layer)]
         for full in keys:
             if full in self.theirs:
@@ -174,14 +174,14 @@ class _Collected:
 
 @dataclass(frozen=True)
 class _Slab:
-    """The part of a chunk that is of one layer: a box without the dimension of layers, and its bytes."""
+    """The part of a chunk that belongs to one layer: its box, without the layer dimension, and its bytes."""
 
     box: Box
     entry: ShardEntry
 
     @classmethod
     def of(cls, chunk: Chunk, layer: int | None, entry: ShardEntry) -> "_Slab | None":
-        """None if the chunk has nothing of the ``layer``; with ``layer`` None there is no dimension of layers."""
+        """Returns None if the chunk has no part of ``layer``; with ``layer`` None, there is no layer dimension."""
         offsets, sizes, begin, end = chunk.offsets, chunk.sizes, entry.begin, entry.end
         if layer is not None:
             if not offsets[0] <= layer < offsets[0] + sizes[0]:
@@ -193,7 +193,7 @@ class _Slab:
         return cls(box, ShardEntry(entry.dtype, sizes, begin, end))
 
     def rows(self, rows: Rows) -> tuple[Box, ShardEntry] | None:
-        """The part that is of ``rows``: its box in our tensor, and its bytes, which are whole rows of the slab."""
+        """Returns the part in ``rows``: its box in our tensor, and its bytes, which are whole rows of the slab."""
         first, last = self.box.ranges[0]
         start, stop = max(first, rows.source), min(last, rows.source + rows.last - rows.first)
         if start >= stop:
@@ -207,7 +207,7 @@ class _Slab:
 
 
 def _newest(store: Store) -> str:
-    """The folder of the newest iteration."""
+    """Returns the folder name of the newest iteration."""
     told = store.read(_NEWEST, 0, min(store.size(_NEWEST), 64)).strip()
     if not told.isdigit():
         raise CheckpointError(
@@ -218,7 +218,7 @@ def _newest(store: Store) -> str:
 
 
 def _check_format(store: Store) -> None:
-    """Raises CheckpointError for another format of Megatron's."""
+    """Raises CheckpointError for Megatron's other formats."""
     if _FORMAT not in store.names():
         return
     try:
@@ -231,7 +231,7 @@ def _check_format(store: Store) -> None:
 
 
 def _arguments(store: Store) -> dict[str, Any]:
-    """Those that Megatron trained with, which it keeps in common.pt."""
+    """Reads Megatron's training arguments from common.pt."""
     common = read_saved(store, _COMMON)
     arguments = common.get("args") if isinstance(common, dict) else None
     if not isinstance(arguments, Inert) or origin_of(arguments) != "argparse.Namespace":

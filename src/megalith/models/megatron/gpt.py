@@ -1,10 +1,10 @@
-"""GPT of Megatron-Core: its arguments as our settings, and where each of our parameters lies in its tensors.
+"""GPT of Megatron-Core: converts its arguments to our settings, and locates our parameters in its tensors.
 
     ours                                   theirs
     model.embed_tokens                     embedding.word_embeddings
     model.embed_positions                  embedding.position_embeddings
     layers.i.input_layernorm               decoder.layers.self_attention.linear_qkv.layer_norm_...
-    layers.i.self_attn.{q,k,v}_proj        decoder.layers.self_attention.linear_qkv, by groups: A/G heads of q, k, v
+    layers.i.self_attn.{q,k,v}_proj        decoder.layers.self_attention.linear_qkv, per group: A/G heads of q, k, v
     layers.i.self_attn.{q,k}_norm          decoder.layers.self_attention.{q,k}_layernorm
     layers.i.self_attn.o_proj              decoder.layers.self_attention.linear_proj
     layers.i.post_attention_layernorm      decoder.layers.mlp.linear_fc1.layer_norm_...
@@ -13,8 +13,8 @@
     model.norm                             decoder.final_layernorm
     lm_head                                output_layer
 
-Layers of one kind are one tensor, stacked along a new first dimension; where they are not, a key names its layer:
-``decoder.layers.3.mlp...``.
+Layers of the same kind are stored as one tensor, stacked along a new first dimension; otherwise a key contains the
+index of its layer: ``decoder.layers.3.mlp...``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -54,8 +54,8 @@ _IN_LAYER = {
     "mlp.down_proj.weight": "mlp.linear_fc2.weight",
     "mlp.down_proj.bias": "mlp.linear_fc2.bias",
 }
-_ZERO_CENTERED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")  # the argument, and its name inside
-# arguments that change the network -> the values with which it is one of ours; absent ones do not ask for anything
+_ZERO_CENTERED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")  # the argument, and its config field
+# arguments that change the network -> the values that our model supports; absent arguments are accepted
 _ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "num_experts": (None,),
@@ -84,7 +84,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows ``first`` to ``last`` of one of our tensors, which are the rows from ``source`` on of theirs."""
+    """Rows [first, last) of one of our tensors, which are the rows from ``source`` on in theirs."""
 
     first: int
     last: int
@@ -92,9 +92,9 @@ class Rows:
 
 
 def config_of(arguments: Mapping[str, Any], vocab_size: int) -> TransformerConfig:
-    """The model that Megatron's ``arguments`` describe, with the vocabulary that the embedding has, padding included.
+    """Returns the config for Megatron's ``arguments``; ``vocab_size`` is that of the embedding, padding included.
 
-    Raises ConfigError naming all that our model cannot represent.
+    Raises ConfigError naming everything that our model cannot represent.
     """
     wrong = [
         f"{name} must be {only[0]!r}; it is {shown(arguments[name])}"
@@ -133,14 +133,14 @@ def config_of(arguments: Mapping[str, Any], vocab_size: int) -> TransformerConfi
     try:
         return TransformerConfig(**{name: value for name, value in settings.items() if value is not None})
     except ValidationError as error:
-        # settings that follow from a wrong one are not wrong themselves
+        # omit settings whose defaults depend on an invalid one
         found = [each for each in error.errors() if each["type"] != "default_factory_not_called"]
         told = "\n- ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found)
         raise ConfigError(f"our model does not take Megatron's arguments:\n- {told}") from error
 
 
 def source_of(name: str, config: TransformerConfig) -> tuple[str, int | None, tuple[Rows, ...]]:
-    """Where our parameter ``name`` lies: their key without a layer's number, that number, and which rows are which."""
+    """Returns where our parameter ``name`` is stored: their key without the layer, the layer, and the map of rows."""
     if name in _OUTSIDE:
         return _OUTSIDE[name], None, ()
     _, _, layer, inside = name.split(".", 3)
@@ -152,12 +152,12 @@ def source_of(name: str, config: TransformerConfig) -> tuple[str, int | None, tu
 
 
 def key_in_layer(key: str, layer: int | None = None) -> str:
-    """The full key of a tensor of a layer: of all layers, or of one."""
+    """Returns the full key of a layer's tensor: of all layers stacked, or of one."""
     return f"decoder.layers.{key}" if layer is None else f"decoder.layers.{layer}.{key}"
 
 
 def _heads_of(which: str) -> Callable[[TransformerConfig], Iterator[Rows]]:
-    """The rows of q, k or v, which alternate group by group: A/G heads of q, one of k, one of v."""
+    """Rows of q, k or v, which are interleaved by group: A/G heads of q, one of k, one of v."""
 
     def rows(config: TransformerConfig) -> Iterator[Rows]:
         G, D = config.num_query_groups, config.kv_channels
@@ -190,12 +190,12 @@ _SPLIT: Mapping[str, tuple[str, Callable[[TransformerConfig], Iterator[Rows]]]] 
 
 
 def _query_groups(arguments: Mapping[str, Any]) -> Any:
-    """Megatron reads num_query_groups, whose default is 1, only together with group_query_attention."""
+    """Megatron uses num_query_groups, whose default is 1, only if group_query_attention is set."""
     return arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
 
 
 def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of ``model.rope``. Megatron's scaling is that of Llama 3.1, of which its arguments have the factor."""
+    """Settings of ``model.rope``. Megatron's scaling is that of Llama 3.1; only its factor is an argument."""
     base, percent = arguments.get("rotary_base", 10000), arguments.get("rotary_percent")
     if not isinstance(base, int | float) or not 1 < base < 2**63:
         raise ConfigError(f"Megatron's rotary_base must be a number above 1; it is {shown(base)}")
@@ -211,13 +211,13 @@ def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attention(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of ``model.attention``; norms of queries and keys are of the kind of all others."""
+    """Settings of ``model.attention``; QK norms are of the same kind as all others."""
     norm = arguments.get("normalization", "LayerNorm") if arguments.get("qk_layernorm") else None
     return {"qk_norm": norm, "qkv_bias": True if arguments.get("add_qkv_bias") else None, **_windows(arguments)}
 
 
 def _windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """``window`` and ``window_layers``. Megatron counts the tokens before a query, and its layers from 1."""
+    """``window`` and ``window_layers``. Megatron's window does not count the query, and its layers count from 1."""
     size, skip = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
     if size is None:
         return {}
@@ -244,7 +244,7 @@ def _windows(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _activation(arguments: Mapping[str, Any]) -> str:
-    """Megatron's fusion of bias and GELU computes it by tanh, and so does its openai_gelu."""
+    """Megatron's bias-GELU fusion uses the tanh approximation, and so does its openai_gelu."""
     for name in ("swiglu", "squared_relu"):
         if arguments.get(name):
             return name

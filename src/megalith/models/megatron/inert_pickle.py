@@ -1,7 +1,7 @@
 """Reads a pickle as data: no class or function that it names is looked up, imported or called.
 
-A pickle is a program that builds objects by calling whatever it names. Here every name stands for an ``Inert``, which
-records what it was given and does nothing, so that the program can only build a tree of records, lists and dicts.
+A pickle is a program that builds objects by calling whatever it names. Here every name resolves to an ``Inert`` class,
+which only records its arguments, so that the program can only build a tree of records, lists and dicts.
 """
 
 import io
@@ -15,19 +15,19 @@ from megalith.errors import CheckpointError
 __all__ = ["Inert", "origin_of", "read_pickle", "shown"]
 
 _BYTEARRAY8 = pickle.BYTEARRAY8[0]
-# objects and containers, of some 100 bytes each; a tensor's description has one in 20 bytes
+# limits on objects and containers, which take some 100 bytes each; a tensor's description has one per 20 bytes
 _FREE_OBJECTS, _BYTES_OF_AN_OBJECT = 1000, 8
 _MOST_CLASSES = 1000
 
 
 class Inert:
-    """What a pickle calls an object of the class ``origin``: ``args`` of its construction, ``state`` set later on."""
+    """Stands in for an object of the class ``origin``: the ``args`` of its constructor, and the ``state`` set later."""
 
     __slots__ = ("args", "items", "state")
     origin = ""
     args: tuple[Any, ...]
     state: Any
-    items: list[Any] | None  # of a subclass of dict: (key, value); of one of list: elements
+    items: list[Any] | None  # (key, value) of a dict subclass, elements of a list subclass
 
     def __new__(cls, *args: Any, **options: Any) -> "Inert":
         made = super().__new__(cls)
@@ -37,7 +37,7 @@ class Inert:
         return made
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """All is done in ``__new__``, which some pickles call alone."""
+        """Does nothing; ``__new__`` does all the work, as some pickles only call that."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -54,7 +54,7 @@ class Inert:
         self.items += items  # in place: a copy for each element would be quadratic
 
     def fields(self) -> dict[str, Any]:
-        """The attributes of an object of an ordinary class; empty if it has none by name."""
+        """Returns the attributes of an object of an ordinary class; empty if it has no named ones."""
         return dict(self.state) if isinstance(self.state, dict) else {}
 
 
@@ -70,7 +70,7 @@ def _elements(reader: "_Reader") -> list[Any]:
     return reader.stack
 
 
-# what is hashed; Python's hash of nested tuples recurses without a bound, and ends the process
+# what each opcode hashes; Python's hash of nested tuples recurses without limit, and crashes the process
 _HASHED: Mapping[bytes, Callable[["_Reader"], list[Any]]] = MappingProxyType(
     {
         pickle.SETITEM: _key_on_top,
@@ -90,7 +90,7 @@ _MAKES = frozenset(
 
 
 def _guarded(code: int) -> Callable[["_Reader"], None]:
-    """pickle's own step for the opcode ``code``, with what it hashes and makes held within bounds."""
+    """Returns pickle's own handler of the opcode ``code``, with limits on what it hashes and creates."""
     step, opcode = pickle._Unpickler.dispatch[code], bytes([code])
     hashed, makes = _HASHED.get(opcode), opcode in _MAKES
 
@@ -106,13 +106,13 @@ def _guarded(code: int) -> Callable[["_Reader"], None]:
     return guarded if hashed is not None or makes else cast(Callable[["_Reader"], None], step)
 
 
-# pickle's reader in Python: the one in C allocates whatever size a hostile program names
+# pickle's reader in Python: the one in C allocates whatever size a malicious pickle claims
 class _Reader(pickle._Unpickler):
     # a bytearray is allocated before it is read, whatever size it claims; torch writes none
     dispatch: ClassVar[dict[int, Any]] = {
         code: _guarded(code) for code in pickle._Unpickler.dispatch if code != _BYTEARRAY8
     }
-    stack: list[Any]  # of pickle's own: what lies above the last mark
+    stack: list[Any]  # pickle's own: what is above the last mark
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
@@ -135,25 +135,25 @@ class _Reader(pickle._Unpickler):
 
 
 def read_pickle(content: bytes, source: str) -> Any:
-    """What ``content`` describes, with ``Inert`` objects for all but numbers, text, bytes and containers.
+    """Returns what ``content`` describes, with ``Inert`` objects for all but numbers, text, bytes and containers.
 
-    Raises CheckpointError, naming ``source``, for anything that is not a sound pickle.
+    Raises CheckpointError, naming ``source``, for an invalid pickle.
     """
     try:
         return _Reader(content).load()
-    except Exception as error:  # a program that somebody else wrote ends in whatever way it likes
+    except Exception as error:  # an untrusted pickle may raise anything
         told = str(error) if isinstance(error, pickle.UnpicklingError) else type(error).__name__
         raise CheckpointError(f"{source} is not a pickle that can be read as data: {told:.200}") from error
 
 
 def origin_of(value: Any) -> str:
-    """The full name of the class or function that ``value`` stands for, or of the class that it is an object of."""
+    """Returns the full name of the class or function that ``value`` stands for, or of the class of ``value``."""
     is_class = isinstance(value, type) and issubclass(value, Inert)
     return value.origin if is_class or isinstance(value, Inert) else type(value).__name__
 
 
 def shown(value: Any) -> str:
-    """``value`` in a few words, whatever somebody else has put into it: a repr of nested lists has no bound."""
+    """Formats an untrusted ``value`` briefly; the repr of nested lists has unbounded length."""
     if isinstance(value, str):
         return repr(value[:80])
     if isinstance(value, int) and value.bit_length() > 256:

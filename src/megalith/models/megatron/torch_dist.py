@@ -1,8 +1,8 @@
-"""A checkpoint of ``torch.distributed.checkpoint``: which part of each tensor lies in which bytes of which file.
+"""A checkpoint of ``torch.distributed.checkpoint``: which part of each tensor is in which bytes of which file.
 
 ``.metadata`` is a pickle, read as data (``inert_pickle``): shapes, dtypes, and for each part of a tensor a file and a
-range of bytes. That range holds what ``torch.save`` wrote, an uncompressed zip of a small pickle, which says how the
-elements lie, and the elements.
+range of bytes. That range holds the output of ``torch.save``: an uncompressed zip of the elements and of a small pickle
+that describes their layout.
 """
 
 import io
@@ -22,16 +22,16 @@ __all__ = ["METADATA", "Chunk", "ChunkedTensor", "read_saved", "read_tensors", "
 
 METADATA = ".metadata"
 
-_MOST_METADATA = 1 << 26  # bytes: some 300,000 parts of tensors; reading takes up to 15 times as much
+_MOST_METADATA = 1 << 26  # bytes: some 300,000 parts of tensors; reading takes up to 15 times as much memory
 _MOST_COMMON = 1 << 24  # bytes of arguments and the like
-_MOST_PICKLE = 1 << 20  # bytes that say how one tensor lies
+_MOST_PICKLE = 1 << 20  # bytes that describe the layout of one tensor
 _LOCAL_HEADER = 30  # bytes of a zip's header before an entry's name
 _MOST_DIMENSIONS = 8
 
 _Part = tuple[str, tuple[int, ...] | None]  # a tensor's key, and the offsets of one of its chunks
 _Bytes = tuple[str, int, int]  # a file, the first byte, the byte after the last
 
-# torch's classes of storages -> the dtype
+# torch's storage classes -> dtype
 _STORAGES = {
     "torch.DoubleStorage": "float64",
     "torch.FloatStorage": "float32",
@@ -42,7 +42,7 @@ _STORAGES = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor: the box that begins at ``offsets``, in bytes ``start`` to ``stop`` of ``file``."""
+    """A part of a tensor: the box that begins at ``offsets``, stored in bytes [start, stop) of ``file``."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -53,7 +53,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkedTensor:
-    """A tensor of a floating ``dtype`` (torch's name) and of global ``shape``."""
+    """A tensor with a floating-point ``dtype`` (torch's name) and a global ``shape``."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,11 +61,11 @@ class ChunkedTensor:
 
 
 def read_tensors(store: Store) -> dict[str, ChunkedTensor]:
-    """The floating tensors of the checkpoint ``store`` by key.
+    """Returns the floating-point tensors of the checkpoint ``store`` by key.
 
     Raises:
-        CheckpointError: its metadata cannot be read, or names files outside of it.
-        StorageError: it has none.
+        CheckpointError: the metadata cannot be read, or names files outside the folder.
+        StorageError: there is no metadata.
     """
     size = store.size(METADATA)
     if size > _MOST_METADATA:
@@ -89,7 +89,7 @@ def read_tensors(store: Store) -> dict[str, ChunkedTensor]:
 
 
 def rows_of(store: Store, tensor: ChunkedTensor, chunk: Chunk) -> ShardEntry:
-    """Where the elements of ``chunk`` lie, row-major, in its file. Raises CheckpointError where they do not."""
+    """Locates the elements of ``chunk`` in its file. Raises CheckpointError if they are not stored row-major."""
     name = f"{store / chunk.file}, bytes {chunk.start} to {chunk.stop}"
     with _readable(name):
         with zipfile.ZipFile(_Window(store, chunk.file, chunk.start, chunk.stop)) as archive:
@@ -110,7 +110,7 @@ def rows_of(store: Store, tensor: ChunkedTensor, chunk: Chunk) -> ShardEntry:
 
 
 def read_saved(store: Store, name: str) -> Any:
-    """What ``torch.save`` wrote as the file ``name``, as data, tensors without their elements.
+    """Reads what ``torch.save`` wrote to the file ``name``, as data; tensors come without their elements.
 
     Raises CheckpointError, or StorageError if there is no such file.
     """
@@ -122,7 +122,7 @@ def read_saved(store: Store, name: str) -> Any:
 
 @contextmanager
 def _readable(name: str) -> Iterator[None]:
-    """Raises CheckpointError in place of whatever reading a file ``name`` of somebody else's ends in."""
+    """Raises CheckpointError in place of any other error from reading the untrusted file ``name``."""
     try:
         yield
     except (CheckpointError, StorageError):
@@ -133,7 +133,7 @@ def _readable(name: str) -> Iterator[None]:
 
 
 def _entries(archive: zipfile.ZipFile, most: Mapping[str, int]) -> dict[str, zipfile.ZipInfo]:
-    """Those of a file of torch.save, by name without the folder. Raises ValueError for one that it would not write."""
+    """Returns the entries of a torch.save file, by name without the folder. Raises ValueError for unexpected ones."""
     entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
         raise ValueError("it is compressed")
@@ -143,7 +143,7 @@ def _entries(archive: zipfile.ZipFile, most: Mapping[str, int]) -> dict[str, zip
 
 
 class _Window(io.RawIOBase):
-    """Bytes ``start`` to ``stop`` of a stored file, to be read and sought as a file of their own."""
+    """Bytes [start, stop) of a stored file, as a seekable file of their own."""
 
     def __init__(self, store: Store, name: str, start: int, stop: int) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class _Window(io.RawIOBase):
 
 
 def _places(storage_data: Mapping[Any, Any]) -> Iterator[tuple[_Part, _Bytes]]:
-    """(key, offsets of a chunk) -> (file, first byte, the byte after the last)."""
+    """Yields (key, offsets of a chunk) and (file, first byte, the byte after the last)."""
     for index, info in storage_data.items():
         at, place = index.fields(), info.fields()
         file, start, length = place["relative_path"], place["offset"], place["length"]
@@ -193,7 +193,7 @@ def _places(storage_data: Mapping[Any, Any]) -> Iterator[tuple[_Part, _Bytes]]:
 
 
 def _tensor(key: str, fields: Mapping[str, Any], places: Mapping[_Part, _Bytes]) -> ChunkedTensor | None:
-    """The tensor that metadata describe; None if it is not floating."""
+    """Returns the tensor that the metadata describe; None if it is not floating-point."""
     dtype = _dtype(fields["properties"])
     if dtype is None:
         return None
@@ -210,7 +210,7 @@ def _tensor(key: str, fields: Mapping[str, Any], places: Mapping[_Part, _Bytes])
 
 
 def _dtype(properties: Inert) -> str | None:
-    """Torch's name of the floating dtype in ``TensorProperties``, whose state begins with it."""
+    """Returns torch's name of the dtype in ``TensorProperties``, whose state begins with it; None if not floating."""
     state = properties.state
     value = state["dtype"] if isinstance(state, dict) else state[0]
     name = origin_of(value).removeprefix("torch.")
@@ -218,7 +218,7 @@ def _dtype(properties: Inert) -> str | None:
 
 
 def _sizes(size: Any) -> tuple[int, ...]:
-    """Of a ``torch.Size``, which is pickled as a call with a tuple."""
+    """Returns the sizes of a ``torch.Size``, which is pickled as a call with a tuple."""
     found = size.args[0] if isinstance(size, Inert) else size
     if not isinstance(found, tuple | list) or len(found) > _MOST_DIMENSIONS:
         raise TypeError(f"a shape must be a tuple; got {shown(found)}")
@@ -228,7 +228,7 @@ def _sizes(size: Any) -> tuple[int, ...]:
 
 
 def _description(saved: Any) -> tuple[str, str, tuple[int, ...]]:
-    """(key of the elements, dtype, shape) of a tensor whose elements lie row-major from the first on."""
+    """Returns (key of the elements, dtype, shape) of a tensor stored row-major from the first element on."""
     if origin_of(saved) != "torch._utils._rebuild_tensor_v2":
         raise ValueError(f"it is {origin_of(saved):.80}, and no plain tensor")
     storage, first, shape, strides = saved.args[:4]
