@@ -1,1 +1,1 @@
-"""Whole models."""
+"""Complete models: GPT, BERT and T5."""

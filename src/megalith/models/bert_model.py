@@ -1,10 +1,10 @@
-"""BERT: an encoder whose tokens see each other both ways, and what it predicts of masked tokens and of whole texts.
+"""BERT: a bidirectional encoder, with heads that predict masked tokens or classify whole texts.
 
-    x = norm(word + position + type), then layers with norms after each sum (post); or no norm there, layers with norms
-    before (pre), and a norm at the end
+    post-norm   norm(word + position + type), then layers with a norm after each residual sum
+    pre-norm    word + position + type, then layers with norms before each part, and a final norm
 
-Devlin et al. 2019, arXiv:1810.04805; Liu et al. 2019, "RoBERTa", arXiv:1907.11692. Padding is a document of its own in
-each row (``PackedSeqParams.from_padding``), so that no token sees it.
+Devlin et al. 2019, arXiv:1810.04805; Liu et al. 2019, "RoBERTa", arXiv:1907.11692. The padding of each row is a
+document of its own (``PackedSeqParams.from_padding``), so that no token attends to it.
 """
 
 from dataclasses import replace
@@ -33,11 +33,11 @@ __all__ = ["BertModel", "BertOutput"]
 
 
 class BertOutput(NamedTuple):
-    """What a model with the head of pretraining gives.
+    """The output of a model with the pretraining head.
 
-    ``predictions``: the loss of each label, [B, S] in float32 or wider, 0 where there is none; logits [B, S, V] without
-    labels. ``binary_logits``: [N, 2], of the texts that were pooled; None without a binary head. ``hits``, in
-    evaluation with labels: whether a label is the likeliest token, bool [B, S], False where there is none.
+    ``predictions``: the loss of each label, [B, S] in float32 or wider, 0 where there is no label; logits [B, S, V] if
+    no labels are given. ``binary_logits``: [N, 2], one row per pooled token; None without a binary head. ``hits``, in
+    evaluation with labels: whether the label is the most likely token, bool [B, S], False where there is no label.
     """
 
     predictions: Tensor
@@ -46,7 +46,7 @@ class BertOutput(NamedTuple):
 
 
 class BertEncoder(Trunk):
-    """The trunk of a BERT: vectors of token types, and a norm of the embedding where layers have theirs after sums."""
+    """The trunk of a BERT: adds token type embeddings and, with post-norm layers, a norm after the embedding."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class BertEncoder(Trunk):
         self.embed_norm = Normalization(config, options) if has_norm else None
 
     def embed_input(self, tokens: Tensor, position_ids: Tensor, token_types: Tensor | None) -> Tensor:
-        """As ``Trunk``; without ``token_types`` every token is of type 0."""
+        """As in ``Trunk``; without ``token_types`` every token has type 0."""
         x = super().embed_input(tokens, position_ids, None)
         if self.embed_token_types is not None:
             x = x + self.embed_token_types(torch.zeros_like(tokens) if token_types is None else token_types)
@@ -72,7 +72,7 @@ class BertEncoder(Trunk):
 
 
 class BertModel(LanguageModel):
-    """An encoder with the head that ``config.bert.head`` names; arguments and errors as ``GPTModel``."""
+    """An encoder with the head named by ``config.bert.head``; arguments and errors as in ``GPTModel``."""
 
     kind = "bert"
     head_names = frozenset({"lm_transform", "lm_head", "pooler", "binary_head", "classifier"})
@@ -101,7 +101,7 @@ class BertModel(LanguageModel):
         self.finish(seed)
 
     def shared_weights(self) -> list[nn.Parameter]:
-        """The embedding, where another stage has it as its output projection."""
+        """Returns the embedding, if one stage embeds tokens and another uses it as tied output projection."""
         embedding = self.model.embed_tokens
         reads_out = self.tied and self.head == "pretraining"
         shared = reads_out and self.stage.has_embedding != self.stage.has_head
@@ -121,33 +121,33 @@ class BertModel(LanguageModel):
         hidden: Tensor | None = None,
         output: Literal["predictions", "hidden", "embeddings"] = "predictions",
     ) -> BertOutput | Tensor:
-        """What the head predicts; hidden states from a stage without the head.
+        """Returns the head's predictions; a stage without the head returns hidden states.
 
         Args:
-            tokens: int64 [B, S]; for multiple_choice also [B, choices, S], as then ``token_types``, ``attention_mask``.
-            labels: int64 [B, S], for pretraining: the token that is masked at each position; below 0 where none is to
-                be predicted. The loss of a label outside the vocabulary is NaN.
+            tokens: int64 [B, S]; for multiple_choice also [B, choices, S], like ``token_types`` and ``attention_mask``.
+            labels: int64 [B, S], for pretraining: the original token at each masked position, below 0 at all others.
+                Labels of V or more have a loss of NaN.
             token_types: int64 [B, S], below ``num_token_types``, for a model that has them; by default all 0.
-            attention_mask: bool [B, S], False for padding; tokens of a row are together. By default all are tokens.
+            attention_mask: bool [B, S], False for padding, which may not lie between tokens. By default no padding.
             position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ...
-            packed_seq_params: in place of ``attention_mask``, where documents begin, in whole rows.
-            pooled_tokens: int64 [N], the tokens b * S + s that the pooler reads; by default the first of each row that
-                is not padding. Under context parallelism those that this rank has, by default none but on rank 0.
-            dropout_key: as in ``GPTModel``; the token ids of [B, choices, S] are [B * choices, S].
-            hidden: [S, B, H], [S/tp, B, H] under sequence parallelism: what the stage before gave.
-            output: what is wanted: what the head predicts, the hidden states, or ``mean_embeddings`` of each row.
+            packed_seq_params: document boundaries in whole rows, in place of ``attention_mask``.
+            pooled_tokens: int64 [N], flat indices b * S + s of the tokens to pool; by default each row's first one that
+                is not padding. Under context parallelism, those on this rank, by default none except on rank 0.
+            dropout_key: as in ``GPTModel``; for tokens [B, choices, S] its token ids are [B * choices, S].
+            hidden: [S, B, H], [S/tp, B, H] under sequence parallelism: the previous stage's output.
+            output: what to return: the head's predictions, the hidden states, or ``mean_embeddings`` of each row.
 
         Under context parallelism S stands for S/cp: this rank's tokens, those at ``zigzag_positions``.
 
         Returns:
-            ``BertOutput``; logits [N, num_classes] of a classification; [B, choices] of choices; hidden states
+            ``BertOutput``; logits [N, num_classes] for classification; [B, choices] for multiple choice; hidden states
             [B, S, H]; embeddings [B, H]; or [S, B, H] from a stage without the head.
 
         Raises:
-            ShapeError: as ``GPTModel``; labels or masks of other tokens; padding between tokens; ``attention_mask``
-                beside documents, or of rows that are split; embeddings of such rows; labels, choices or token types for
-                a model without them.
-            ConfigError: as ``GPTModel``.
+            ShapeError: as in ``GPTModel``; labels or masks of another shape; padding between tokens; ``attention_mask``
+                together with documents, or for split rows; embeddings of packed or split rows; labels, choices or token
+                types for a model without them.
+            ConfigError: as in ``GPTModel``.
         """
         num_choices = self._num_choices(tokens)
         tokens = tokens.flatten(0, -2)
@@ -169,7 +169,7 @@ class BertModel(LanguageModel):
         return x.transpose(0, 1) if output == "hidden" else self._embeddings(x, attention_mask)
 
     def _num_choices(self, tokens: Tensor) -> int | None:
-        """Of tokens [B, choices, S]; None of [B, S]."""
+        """Returns the number of choices for tokens [B, choices, S]; None for [B, S]."""
         if tokens.dim() == 3 and self.head != "multiple_choice":
             raise ShapeError(
                 f"tokens must be [B, S]; got {list(tokens.shape)}; only bert.head=multiple_choice has [B, choices, S]"
@@ -211,7 +211,7 @@ class BertModel(LanguageModel):
         context: LayerContext,
         num_choices: int | None,
     ) -> BertOutput | Tensor:
-        """What the head makes of hidden states [S, B, H]; as ``forward``."""
+        """Applies the head to hidden states [S, B, H]; returns predictions as ``forward`` does."""
         if self.lm_head is not None:
             found, hits = self._of_tokens(self.lm_head, x, labels)
             return BertOutput(found, self._of_texts(x, pooled_tokens, context), hits)
@@ -243,7 +243,7 @@ class BertModel(LanguageModel):
             self.binary_head = ClassificationHead(config, self.options, 2, 0.0)
 
     def _of_tokens(self, head: ColumnParallelLinear, x: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Losses and hits [B, S], or logits [B, S, V] and None, of [S, B, H]."""
+        """Losses and hits [B, S], or logits [B, S, V] and None, from hidden states [S, B, H]."""
         assert self.lm_transform is not None, "built with the output projection"
         if labels is None:
             return self._gather(self._logits(head, self.lm_transform(x))).transpose(0, 1), None  # [B, S, V]
@@ -258,7 +258,7 @@ class BertModel(LanguageModel):
         return losses, None if self.training else at_their_places(self._are_likeliest(head, rows, labels))
 
     def _of_texts(self, x: Tensor, pooled_tokens: Tensor, context: LayerContext) -> Tensor | None:
-        """[N, classes] of [S, B, H]; None without a head that reads pooled tokens."""
+        """Scores [N, classes] from hidden states [S, B, H]; None without a head for pooled tokens."""
         head = self.classifier if self.binary_head is None else self.binary_head
         if head is None or self.pooler is None:
             return None
@@ -270,7 +270,7 @@ class BertModel(LanguageModel):
         return scores
 
     def _first_tokens(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """int64 [B]: the first of each row; none on the ranks of cp that do not hold them."""
+        """Flat indices of each row's first token, int64 [B]; empty on ranks of cp that do not hold them."""
         B, S = tokens.shape
         num_here = B if self.options.pg_collection.rank("cp") == 0 else 0
         starts = torch.arange(num_here, device=tokens.device) * S

@@ -1,4 +1,4 @@
-"""Models that another system wrote: a folder of Hugging Face, or a checkpoint of Megatron-Core."""
+"""Models saved by other systems: a Hugging Face folder or a Megatron-Core checkpoint."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ ForeignModel = ModelFolder | MegatronFolder
 
 
 def foreign_model(location: str | Path | Store) -> ForeignModel | None:
-    """The model at ``location`` with everything checked but the values of its tensors; None if it is none of these.
+    """Opens the model at ``location``, checking all but its tensors' values; returns None for any other format.
 
     Raises:
-        CheckpointError: it is damaged.
-        ConfigError: our model cannot represent it.
+        CheckpointError: the model is damaged.
+        ConfigError: Megalith cannot represent the model.
     """
     store = open_store(location)
     if is_megatron_folder(store):

@@ -1,11 +1,12 @@
-"""Text from a causal language model, token by token, for a batch of prompts of any lengths, in any layout.
+"""Autoregressive generation with a causal language model, for a batch of prompts of any lengths, in any layout.
 
-Prompts stand left-padded in rows whose newest tokens are in one column: a row is two documents, its padding and its
-text, and positions count from where the text begins. So a text is up to rounding the same alone and in any batch. Keys
-and values are kept, unless sequence or context parallelism splits the rows: one new token cannot be split, and then
-every token is a forward over the whole text so far.
+Prompts are left-padded, so that the newest tokens of all rows are in one column. Each row consists of two documents,
+its padding and its text, and positions count from the start of the text. A text is therefore the same, up to rounding,
+alone and in any batch. Keys and values are cached unless sequence or context parallelism splits the rows: a single new
+token cannot be split, so each token then takes a forward over the whole text so far.
 
-One rank draws, and the others take its tokens, or rounding would let ranks disagree on where a text ends.
+One rank samples the tokens and sends them to the others; otherwise rounding could make ranks disagree on where a text
+ends.
 """
 
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -33,21 +34,21 @@ from megalith.transformer.layer_context import KVCache
 
 __all__ = ["Stop", "check_length", "check_prompt_length", "generate", "stream"]
 
-# tokens of a row that memory is taken for beside the prompt; then twice as many whenever it is full
+# tokens per row that memory is first allocated for, beyond the prompt; it doubles whenever it is full
 _FIRST_ROOM = 1024
 
-# (row, the token that it has just got) -> whether its text ends with that
+# (row, its newest token) -> whether the text ends with that token
 Stop = Callable[[int, int], bool]
 
 
 def check_length(max_new_tokens: int) -> None:
-    """Raises ConfigError for a number of tokens below 0."""
+    """Raises ConfigError if the number of new tokens is negative."""
     if max_new_tokens < 0:
         raise ConfigError(f"the number of new tokens must be 0 or more; got {max_new_tokens}; use 128")
 
 
 def check_prompt_length(num_tokens: int, num_positions: int | None) -> None:
-    """Raises ConfigError for a prompt of no tokens, or of as many as there are learned positions; None: no end."""
+    """Raises ConfigError if a prompt is empty or fills all ``num_positions``; None means that there is no limit."""
     if not num_tokens:
         raise ConfigError("the prompt has no tokens; give some text to go on from")
     if num_positions is not None and num_tokens >= num_positions:
@@ -66,19 +67,19 @@ def generate(
     end_tokens: Collection[int] = (),
     stop: Stop | None = None,
 ) -> list[list[int]]:
-    """The tokens that follow each of ``prompts``: at most ``max_new_tokens``, ending before one of ``end_tokens``.
+    """Returns up to ``max_new_tokens`` tokens after each of ``prompts``, stopping before one of ``end_tokens``.
 
-    A text ends where learned positions end. The same seed gives the same text on one device type, alone and in any
-    batch, up to rounding of the logits. All ranks of the model call this together, with the same arguments.
+    A text also ends when learned positions run out. The same seed gives the same text on one device type, alone and in
+    any batch, up to rounding of the logits. All ranks of the model must call this together, with the same arguments.
 
     Args:
-        seeds: of the random numbers of each text; by default 0, 1, 2 ...
-        stop: asked after each token of a row; the text ends with that token where it says so. Every rank asks.
+        seeds: one random seed per text; by default 0, 1, 2 ...
+        stop: called on every rank after each token of a row; if it returns True, the text ends with that token.
 
     Raises:
-        ConfigError: there is no prompt, or one is empty or as long as the model's positions; not a seed for each; a
-            number of tokens or a seed that means nothing.
-        NonFiniteError: no token can be drawn, because logits are NaN.
+        ConfigError: there are no prompts, or one is empty or fills all learned positions; the number of seeds differs;
+            the number of tokens or a seed is out of range.
+        NonFiniteError: no token can be sampled, because logits are NaN. Not detected at temperature 0.
     """
     texts: list[list[int]] = [[] for _ in prompts]
     for tokens in stream(
@@ -100,12 +101,12 @@ def stream(
     end_tokens: Collection[int] = (),
     stop: Stop | None = None,
 ) -> Generator[list[int | None], None, None]:
-    """The tokens of ``generate``, one for each text as soon as they are drawn; None for a text that has ended.
+    """Yields the tokens of ``generate`` as they are sampled, one per text; None for a text that has ended.
 
-    Raises as that does, ConfigError at the call itself. The model is in evaluation mode while a token is drawn, and in
-    its own mode between tokens. Then its weights, hooks and modules may be changed, which counts from the next token
-    on; but not how many layers there are, nor weights that FSDP shards or that stages of a pipeline share. Plain
-    numbers and methods that a module has by the first tokens may stay in force.
+    Raises the same errors; ConfigError is raised by the call itself. The model is in evaluation mode while a token is
+    sampled, and in its own mode between tokens. Between tokens, weights, hooks and modules may be replaced, with effect
+    from the next token on, but not the number of layers, weights sharded by FSDP, or weights shared by pipeline stages.
+    Changes to a module's plain attributes or methods after the first tokens may be ignored.
     """
     check_length(max_new_tokens)
     seeds = range(len(prompts)) if seeds is None else seeds
@@ -143,7 +144,7 @@ def _drawn(
             if not alive:
                 return
             rows.look_at_modules()
-            # for one token at a time: meanwhile the model is the caller's, who may draw another text by it
+            # entered anew for each token: between tokens the caller may use the model, even to generate another text
             with evaluation_mode(rows.modules), uncompiled(rows.layers):  # each token adds keys
                 logits = rows.logits()
             drawn = rows.agreed(None if logits is None else draw(logits, sampling, seen, rows.uniform()))
@@ -159,10 +160,10 @@ def _drawn(
 
 
 class _Rows:
-    """The texts in left-padded rows, and the model's way over them.
+    """The texts as left-padded rows, and the forwards of the model over them.
 
-    Columns [start, end) have not been through the model; what follows them has not been drawn. Memory is taken for
-    ``room`` columns, fewer than the texts may come to, and for twice as many when these are full.
+    Columns [start, end) have not been through the model yet; later columns have not been sampled. Memory is allocated
+    for ``room`` columns, which may be fewer than the texts will need, and doubles when these are full.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class _Rows:
         self._make_room(min(self.end + _FIRST_ROOM, self.most))
 
     def _make_room(self, columns: int) -> None:
-        """Takes memory for at least so many ``columns``."""
+        """Allocates memory for at least ``columns`` columns."""
         B, groups, drawn = len(self.prompts), self.groups, self.tokens[:, : self.end]
         cp, tp = groups.size("cp"), groups.size("tp")
         multiple = lcm(2 * cp if cp > 1 else 1, cp * tp if self.options.sequence_parallel else 1)
@@ -203,34 +204,34 @@ class _Rows:
         longest = _num_positions(self.pipeline.chunks[0])
         self.positions = positions.clamp(0, S if longest is None else longest - 1).to(self.device)  # [B, S]
         self.mine = (torch.arange(S) if cp == 1 else zigzag_positions(S, cp, groups.rank("cp"))).to(self.device)
-        # of the tokens that columns [end, S) will get; a column's position in its text is one more than the one before
+        # for the tokens of columns [end, S); each column's position in its text is one more than the previous column's
         self.numbers = uniform_numbers(self.seeds, self.positions[:, self.end - 1 : -1] + 1)  # [B, S - end]
         self.first_number = self.end
-        # of one new token in each row; documents, which it holds, are others in other memory
+        # for one new token per row; made again here because it holds the documents, which were replaced
         self.of_one = {chunk: Replayed(self._cached_forward(chunk)) for chunk in self.pipeline.chunks}
         for cache in (cache for caches in (self.caches or {}).values() for cache in caches.values()):
             cache.grow(S)
 
     def look_at_modules(self) -> None:
-        """Before each token: another module, weight or hook, that has been put in since the last one, counts."""
+        """Picks up modules, weights and hooks that were replaced since the last token; called before each token."""
         are_in_place = self.parts.are_in_place()
         if not are_in_place or not self.are_parts_in_place:
             self.modules, self.layers = _modules_and_layers(self.pipeline)
         self.are_parts_in_place = are_in_place
 
     def uniform(self) -> Tensor:
-        """float64 [B]: the numbers that draw the next token of each row."""
+        """Returns the random numbers that sample the next token of each row, float64 [B]."""
         return self.numbers[:, self.end - self.first_number]
 
     def seen(self) -> Tensor:
-        """bool [B, V]: the tokens of each prompt."""
+        """Returns which tokens occur in each prompt, bool [B, V]."""
         seen = torch.zeros(len(self.prompts), self.vocab_size, dtype=torch.bool, device=self.device)
         for row, prompt in zip(seen, self.prompts, strict=True):
             row[list(prompt)] = True
         return seen
 
     def logits(self) -> Tensor | None:
-        """Those of the next token of each row, [B, V]; None where this rank does not draw."""
+        """Returns the logits of each row's next token, [B, V]; None if this rank does not sample."""
         found: list[Tensor] = []
 
         def forward(model: nn.Module, micro_batch: int, hidden: Tensor | None) -> Tensor:
@@ -249,38 +250,38 @@ class _Rows:
         return last if self.draws else None
 
     def agreed(self, drawn: Tensor | None) -> Tensor:
-        """int64 [B]: what the one rank that draws has ``drawn``, on all ranks."""
+        """Returns the sampling rank's ``drawn`` tokens on all ranks, int64 [B]."""
         if drawn is None:
             drawn = torch.zeros(len(self.prompts), dtype=torch.int64, device=self.device)
-        self.groups.sum_over_model_(drawn)  # of zeros, but for the rank that draws
+        self.groups.sum_over_model_(drawn)  # zeros on all ranks but the one that samples
         return drawn
 
     def append(self, drawn: Tensor) -> None:
-        """Adds a token [B] to each row."""
+        """Appends one token to each row; ``drawn`` is [B]."""
         self.tokens[:, self.end] = drawn
         self.start, self.end = self.end, self.end + 1
         if self.end == self.room < self.most:
             self._make_room(min(2 * self.room, self.most))
 
     def _newest(self, model: GPTModel, hidden: Tensor | None) -> Tensor:
-        """What ``model`` gives for the newest tokens: logits of the last one, [B, 1, V], or [S, B, H]."""
+        """Runs ``model`` on the newest tokens; returns the last one's logits, [B, 1, V], or hidden states [S, B, H]."""
         new = slice(self.start, self.end)
         given = self.tokens[:, new], self.positions[:, new]
         if self.end - self.start == 1:
             if self.may_replay and self.are_parts_in_place and chosen_by_use() is None:
                 return self.of_one[model](*given)
             return self._cached_forward(model)(*given, hidden=hidden)
-        # a prompt is read once, which repays no compiler
+        # a prompt is processed only once, which does not repay compilation
         with use(chosen_by_use() or ("blocked" if self.device.type == "cpu" else None)):
             return self._cached_forward(model)(*given, hidden=hidden)
 
     def _cached_forward(self, model: GPTModel) -> Callable[..., Tensor]:
-        # it does not hold these rows, which hold it: a reference cycle is freed only when the garbage collector runs
+        # must not reference self, which holds it: reference cycles are freed only when the garbage collector runs
         caches = None if self.caches is None else self.caches[model]
         return partial(_cached_forward, model, self.documents, caches)
 
     def _whole(self, model: GPTModel, hidden: Tensor | None) -> Tensor:
-        """What ``model`` gives for this rank's part of the rows: logits [B, S/cp, V], or [S/cp, B, H]."""
+        """Runs ``model`` on this rank's part of the rows; returns logits [B, S/cp, V] or hidden states [S/cp, B, H]."""
         output: Tensor = model(
             self.tokens[:, self.mine],
             position_ids=self.positions[:, self.mine],
@@ -290,7 +291,7 @@ class _Rows:
         return output
 
     def _newest_of(self, logits: Tensor) -> Tensor:
-        """[B, S/cp, V] -> [B, V] after the newest token, which one rank of cp has."""
+        """[B, S/cp, V] -> [B, V] at the newest token, which is on one rank of cp."""
         return reduce_from_tensor_model_parallel_region(logits[:, self.mine == self.end - 1].sum(dim=1), self.groups.cp)
 
 
@@ -303,7 +304,7 @@ def _cached_forward(
     *,
     hidden: Tensor | None = None,
 ) -> Tensor:
-    """What ``model`` gives for the newest tokens, and keeps in ``caches``."""
+    """Runs ``model`` on the newest tokens, and adds their keys and values to ``caches``."""
     output: Tensor = model(
         tokens,
         position_ids=positions,
@@ -316,10 +317,10 @@ def _cached_forward(
 
 
 def _may_replay(pipeline: Pipeline[GPTModel], num_rows: int) -> bool:
-    """Whether a forward of one token a row calls nothing but torch, on one CPU.
+    """Whether a forward of one token per row only calls torch functions, on one CPU, so that it can be replayed.
 
-    It may do more, or not the same at every length: in modules that are neither Megalith's nor torch's, in a matrix
-    product of the user's, in MLA, which computes differently with the number of keys, and in hooks.
+    Excluded is what may do more, or depend on the length: modules from outside Megalith and torch, a custom matrix
+    product, MLA (its computation depends on the number of keys), and hooks.
     """
     model, config = pipeline.chunks[0], pipeline.chunks[0].config
     return (
@@ -341,7 +342,7 @@ def _modules_and_layers(pipeline: Pipeline[GPTModel]) -> tuple[list[nn.Module], 
 
 
 def _widest(config: TransformerConfig) -> int:
-    """How many numbers a token has at most between two operations of a layer."""
+    """Returns the largest number of values per token between two operations of a layer."""
     gated = [2 * config.ffn_hidden_size]
     if config.moe is not None:
         gated += [2 * config.moe.top_k * config.expert_ffn_hidden_size, 2 * (config.moe.shared_ffn_hidden_size or 0)]
@@ -349,6 +350,6 @@ def _widest(config: TransformerConfig) -> int:
 
 
 def _num_positions(model: GPTModel) -> int | None:
-    """How many tokens a text can have; None: rotary positions do not end."""
+    """Returns the maximum number of tokens in a text; None without learned positions, where there is no limit."""
     learned = model.config.position_embedding_type == "learned_absolute"
     return model.config.max_position_embeddings if learned else None

@@ -1,4 +1,4 @@
-"""GPT: a causal decoder of Llama shape, GPT-2 shape, or any mix of their parts; the whole of it, or one stage."""
+"""GPT: a causal decoder with the architecture of Llama, GPT-2, or any mix of their parts; all of it or one stage."""
 
 from collections.abc import Iterator, Mapping
 
@@ -23,7 +23,7 @@ __all__ = ["GPTModel"]
 
 
 class GPTDecoder(Trunk):
-    """The trunk of a GPT, with the modules of multi-token prediction among its layers."""
+    """The trunk of a GPT; its layers include the multi-token prediction modules."""
 
     def __init__(
         self, config: TransformerConfig, options: BuildOptions, stage: Stage, spec_of: LayerSpecs | None
@@ -37,10 +37,10 @@ class GPTDecoder(Trunk):
             self.layers[name] = MultiTokenPrediction(config, options, spec_of(int(name)))
 
     def predict_ahead(self, x: Tensor, tokens: Tensor, context: LayerContext) -> Iterator[Tensor]:
-        """``x``, what the head reads, then what it reads at each depth of multi-token prediction; [S, B, H] each.
+        """Yields ``x``, the head's input, then the head's input at each multi-token prediction depth; [S, B, H] each.
 
         ``tokens`` are int64 [M, B, S], those 1, 2 ... M ahead of each position. They are embedded without positions
-        and without dropout, which are in ``x``.
+        and dropout, which ``x`` already contains.
         """
         yield x
         for name, ahead in zip(self.ahead, tokens, strict=True):
@@ -52,15 +52,15 @@ class GPTModel(LanguageModel):
     """A causal language model.
 
     Args:
-        config: the shape; ``vocab_size`` must be set.
-        options: groups, dtype, strategies; by default one process, with no torch.distributed.
-        stage: which part of the model to build; by default all of it.
-        spec_of: what each layer is built from, by its index; by default what ``config`` asks for.
-        seed: of the first weights; built under ``torch.device("meta")`` none are drawn, see ``materialize``.
+        config: the architecture; ``vocab_size`` must be set.
+        options: process groups, dtype, strategies; by default a single process without torch.distributed.
+        stage: the part of the model to build; by default all of it.
+        spec_of: returns the spec of the layer with a given index; by default the one that ``config`` describes.
+        seed: of the initial weights; under ``torch.device("meta")`` none are drawn, see ``materialize``.
 
     Raises:
-        ConfigError: as ``LanguageModel``.
-        ShapeError: sizes that tp cannot split.
+        ConfigError: as in ``LanguageModel``.
+        ShapeError: sizes that cannot be split over tp.
     """
 
     kind = "gpt"
@@ -91,13 +91,13 @@ class GPTModel(LanguageModel):
         self.finish(seed)
 
     def shared_weights(self) -> list[nn.Parameter]:
-        """The embedding, where another stage has it as its output projection or for multi-token prediction."""
+        """Returns the embedding, if one stage embeds tokens and another uses it as tied head or to predict ahead."""
         embedding = self.model.embed_tokens
         shared = self.stage.has_embedding != self.stage.has_head and (self.tied or self.config.mtp is not None)
         return [embedding.weight] if shared and embedding is not None else []
 
     def new_caches(self, capacity: int) -> dict[int, KVCache]:
-        """An empty cache of keys and values for each layer, with room for ``capacity`` tokens of each row."""
+        """Returns an empty key-value cache for each layer of this stage, with room for ``capacity`` tokens per row."""
         return {index: KVCache(capacity) for index in self.stage.layers}
 
     def forward(
@@ -113,33 +113,33 @@ class GPTModel(LanguageModel):
         logits_to_keep: int | None = None,
         record: MicroBatchRecord | None = None,
     ) -> Tensor:
-        """Losses when ``labels`` are given, else logits; hidden states from a stage without the head.
+        """Returns losses if ``labels`` are given, else logits; a stage without the head returns hidden states.
 
         Args:
             tokens: int64 [B, S].
-            labels: int64 [B, S], the token after each; or those 1, 2 ... 1+M ahead, [1+M, B, S], any past a row's end.
-            position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ..., or what follows the caches. With
-                ``rope.sections`` also [3, B, S], of time, height and width.
-            packed_seq_params: where documents begin, in whole rows; tokens see their own document only. With caches
-                the rows have their capacity.
-            dropout_key: of the step, with the global id of each token, int64 [B, S]; in training on one process it
-                may be left out, and is drawn from torch's generator.
-            caches: one for each layer, by its index; ``tokens`` then follow those in the caches.
-            hidden: [S, B, H], [S/tp, B, H] under sequence parallelism: what the stage before gave.
-            logits_to_keep: how many of the last positions logits are wanted of; by default of all.
-            record: what routers are told of a training step and write to.
+            labels: int64 [B, S], the next tokens; or [1+M, B, S], those 1, 2 ... 1+M ahead, any ids past a row's end.
+            position_ids: int64 [S] or [B, S]; by default 0, 1, 2 ..., continuing after cached tokens. With
+                ``rope.sections`` also [3, B, S]: time, height and width.
+            packed_seq_params: document boundaries, in whole rows; tokens attend only to their own document. With
+                caches, rows are as long as the caches' capacity.
+            dropout_key: the key of the step, with the global id of each token, int64 [B, S]. Without tensor or context
+                parallelism it may be omitted, and is then drawn from torch's generator.
+            caches: one per layer, by its index; ``tokens`` then continue the cached ones.
+            hidden: [S, B, H], [S/tp, B, H] under sequence parallelism: the previous stage's output.
+            logits_to_keep: compute logits for this many last positions only; by default for all.
+            record: the training step's record, which routers read and write.
 
         Under context parallelism S stands for S/cp: this rank's tokens, those at ``zigzag_positions``.
 
         Returns:
-            The loss of each label, [B, S] or [1+M, B, S] in float32 or wider; or logits [B, S, V], whole on every rank;
-            or [S, B, H].
+            The loss of each label, [B, S] or [1+M, B, S] in float32 or wider; or logits [B, S, V], complete on every
+            rank; or hidden states [S, B, H].
 
         Raises:
-            ShapeError: more positions than ``max_position_embeddings``, unless ``position_ids`` are of each row, three
-                streams of them without ``rope.sections``, an S that sequence parallelism cannot split, documents of
-                other rows, labels of other depths, ``hidden`` that does not fit the stage, more tokens than caches have
-                room for; under cp no ``position_ids``, or caches; ``logits_to_keep`` of rows that are split.
+            ShapeError: more positions than ``max_position_embeddings``, unless ``position_ids`` are given per row;
+                [3, B, S] without ``rope.sections``; an S that sequence parallelism cannot split; documents of other
+                rows; labels for other depths; ``hidden`` that does not fit the stage; more tokens than the caches have
+                room for; under cp, missing ``position_ids``, or caches; ``logits_to_keep`` for split rows.
             ConfigError: training with dropout under tensor or context parallelism without a ``dropout_key``.
         """
         cache = next(iter(caches.values())) if caches else None
@@ -158,18 +158,18 @@ class GPTModel(LanguageModel):
         if labels is None:
             x = self._last(x, logits_to_keep)
             return self._gather(self._logits(self.lm_head, x)).transpose(0, 1)  # [B, S, V]
-        # FSDP2 hooks what a forward returns, and warns of a view
+        # FSDP2 hooks the outputs of forward, and warns if one is a view
         return self._losses_ahead(self.lm_head, x, labels, context).clone()
 
     def _losses_ahead(self, head: ColumnParallelLinear, x: Tensor, labels: Tensor, context: LayerContext) -> Tensor:
-        """[B, S] or [1+M, B, S], as ``labels`` are."""
+        """Losses, [B, S] or [1+M, B, S] like ``labels``."""
         if labels.dim() == 2:
             return self._losses(head, x, labels.t()).t()
         states = self.model.predict_ahead(x, labels[:-1], context)
         return torch.stack([self._losses(head, read, each.t()).t() for read, each in zip(states, labels, strict=True)])
 
     def _last(self, x: Tensor, num_positions: int | None) -> Tensor:
-        """[S, B, H] -> [num_positions, B, H], by default all. Raises ShapeError for rows that ranks hold parts of."""
+        """[S, B, H] -> [num_positions, B, H], by default all. Raises ShapeError if rows are split over ranks."""
         if num_positions is None:
             return x
         if self.options.sequence_parallel or self.options.pg_collection.size("cp") > 1:

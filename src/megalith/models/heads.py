@@ -1,11 +1,11 @@
-"""What reads the hidden states of an encoder: predictions of masked tokens, of one pooled token, and sentence vectors.
+"""Heads of an encoder: masked token prediction, classification of a pooled token, and sentence embeddings.
 
     masked token   norm(act(W x + b)), then the output projection over the vocabulary
     pooled         tanh(W x + b) of the first token, or another activation for a classifier
     classes        W dropout(pooled) + b
 
-Devlin et al. 2019, "BERT", arXiv:1810.04805. Every rank of tp has whole hidden states here, [S, B, H] or some rows of
-them, and computes the same: under sequence parallelism they are gathered once, before all heads.
+Devlin et al. 2019, "BERT", arXiv:1810.04805. Every rank of tp has complete hidden states here, [S, B, H] or some rows
+of them, and computes the same result: under sequence parallelism they are gathered once, before all heads.
 """
 
 from dataclasses import replace
@@ -26,12 +26,12 @@ __all__ = ["ClassificationHead", "MaskedLMTransform", "Pooler", "mean_embeddings
 
 
 def on_whole_rows(options: BuildOptions) -> BuildOptions:
-    """``options`` of modules after the gather of sequence parallelism, all of whose ranks have all tokens."""
+    """Returns ``options`` for modules after the gather of sequence parallelism, where every rank has all tokens."""
     return replace(options, sequence_parallel=False)
 
 
 class MaskedLMTransform(nn.Module):
-    """What the output projection reads of a hidden state; gelu where the model's activation has a gate."""
+    """Transforms hidden states for the output projection; uses gelu if the model's activation is gated."""
 
     def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class MaskedLMTransform(nn.Module):
 
 
 class Pooler(nn.Module):
-    """One vector for a text, of its first token."""
+    """Computes one vector per text, from its first token."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class Pooler(nn.Module):
 
 
 class ClassificationHead(nn.Module):
-    """Scores of ``num_classes`` classes of a pooled token; one class scores how well a choice fits.
+    """Scores ``num_classes`` classes from a pooled token; for multiple choice, one class scores each choice.
 
-    ``dropout``: the share of the pooled token's features that is dropped.
+    ``dropout``: the dropout probability of the pooled token's features.
     """
 
     def __init__(self, config: TransformerConfig, options: BuildOptions, num_classes: int, dropout: float) -> None:
@@ -79,7 +79,7 @@ class ClassificationHead(nn.Module):
         )
 
     def forward(self, pooled: Tensor, key: DropoutKey | None) -> Tensor:
-        """[N, H] -> [N, num_classes]; ``key`` has the token ids [N] of what was pooled, None drops nothing."""
+        """[N, H] -> [N, num_classes]; ``key`` has the token ids [N] of the pooled tokens, None disables dropout."""
         drops = self.dropout.of(key)
         if drops is not None and drops.key is not None:
             pooled = dropout(pooled, drops.p, drops.key)
@@ -88,18 +88,18 @@ class ClassificationHead(nn.Module):
 
 
 def mean_embeddings(hidden: Tensor, is_token: Tensor) -> Tensor:
-    """The mean hidden state of each row's tokens but the first and the last, which stand for no word.
+    """Averages the hidden states of each row's tokens, without the first and the last, which are special tokens.
 
     Args:
         hidden: [S, B, H].
         is_token: bool [B, S], False for padding.
 
     Returns:
-        [B, H] in float32, or wider for wider states; zeros of a row that has no other tokens.
+        [B, H] in float32, or wider for wider states; zeros for a row without other tokens.
     """
     order = is_token.cumsum(dim=1)
     inner = is_token & (order > 1) & (order < order[:, -1:])  # [B, S]
     wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-    # where, not a product: what is infinite in padding must not become NaN
+    # where, not a product with the mask: inf * 0 in padding would be NaN
     total = torch.where(inner.t().unsqueeze(-1), wide, 0.0).sum(dim=0)  # [B, H]
     return total / inner.sum(dim=1).clamp(min=1).unsqueeze(-1)

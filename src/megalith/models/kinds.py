@@ -1,4 +1,4 @@
-"""The class of each kind of model."""
+"""The model class of each kind."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

@@ -1,7 +1,7 @@
-"""What language models share: embeddings, layers and final norm of a stage, and the output over the vocabulary.
+"""What all language models share: a stage's embeddings, layers and final norm, and the output projection.
 
-Parameter names are those of Hugging Face's Llama in every kind of model (``model.layers.0.self_attn.q_proj.weight``);
-``models/hf`` renames them for architectures that call them otherwise.
+Every kind of model uses the parameter names of Hugging Face's Llama (``model.layers.0.self_attn.q_proj.weight``);
+``models/hf`` renames them for architectures with other names.
 """
 
 from abc import ABC, abstractmethod
@@ -41,7 +41,7 @@ __all__ = ["LanguageModel", "TokenEmbedder", "Trunk", "check_labels", "check_mas
 
 
 class TokenEmbedder(nn.Module, ABC):
-    """A trunk's table of token embeddings, in a stage that has it: its input, its output projection, or both."""
+    """Base class of trunks; holds the token embedding table in stages that embed tokens, project to logits, or both."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -50,18 +50,19 @@ class TokenEmbedder(nn.Module, ABC):
         self.embed_positions: LearnedPositions | None = None
 
     def add_table_(self, options: BuildOptions) -> None:
-        """Called by the constructor of a trunk that has the table, where it stands among the parameters."""
+        """Creates the table; a constructor calls this where the table belongs in the order of parameters."""
         V, H, std = self.config.vocab_size, self.config.hidden_size, self.config.init_method_std
         assert V is not None, "LanguageModel has checked it"
         self.embed_tokens = VocabParallelEmbedding(V, H, options, std=std)
 
     @abstractmethod
     def all_layers(self) -> list[nn.Module]:
-        """The layers of this stage, in their order."""
+        """Returns the layers of this stage, in order."""
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """int64 [B, S] -> [S, B, H] in the dtype of the residual stream, times their factor; [S/tp, B, H] under
-        sequence parallelism.
+        """Embeds tokens and applies the embedding multiplier.
+
+        int64 [B, S] -> [S, B, H] in the dtype of the residual stream; [S/tp, B, H] under sequence parallelism.
         """
         assert self.embed_tokens is not None, "built in this stage"
         x: Tensor = self.embed_tokens(tokens)  # [S, B, H]
@@ -70,10 +71,10 @@ class TokenEmbedder(nn.Module, ABC):
 
 
 class Trunk(TokenEmbedder):
-    """Embeddings, layers, final norm: tokens to hidden states, or the part of that way that a stage has.
+    """Embeddings, layers and final norm: maps tokens to hidden states, or computes one stage's part of that.
 
     Args:
-        has_table: whether this stage holds the embedding of tokens, as its input, its output projection, or both.
+        has_table: whether this stage holds the token embedding table, as its input, its output projection, or both.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Trunk(TokenEmbedder):
         learned = config.position_embedding_type == "learned_absolute"
         self.stage = stage
         self.layers = LayerStack(config, options, stage.layers, spec_of)
-        # the last layer of post-norm ends in a norm of its own
+        # with post-norm, the last layer already ends in a norm
         has_norm = stage.has_head and config.residual.norm_placement != "post"
         self.norm = Normalization(config, options) if has_norm else None
         if has_table:
@@ -99,7 +100,7 @@ class Trunk(TokenEmbedder):
         self.embedding_dropout = DropoutSite(config.embedding_dropout)
 
     def all_layers(self) -> list[nn.Module]:
-        """The transformer layers, and the modules of multi-token prediction."""
+        """Returns the transformer layers and the multi-token prediction modules."""
         return list(self.layers.values())
 
     def forward(
@@ -113,8 +114,8 @@ class Trunk(TokenEmbedder):
     ) -> Tensor:
         """int64 tokens [B, S], position_ids [S] or [B, S] -> [S, B, H]; [S/tp, B, H] under sequence parallelism.
 
-        ``hidden`` has that shape too: what the stage before gave, for a stage without the embedding. ``token_types``,
-        int64 [B, S], are of models that have such.
+        ``hidden`` has the output's shape: it is the previous stage's output, for a stage without the embedding.
+        ``token_types``, int64 [B, S], are for models that have token types.
         """
         if self.stage.has_embedding:
             hidden = self.embed_input(tokens, position_ids, token_types)
@@ -125,17 +126,17 @@ class Trunk(TokenEmbedder):
         return x if self.norm is None else self.norm(x)
 
     def embed_input(self, tokens: Tensor, position_ids: Tensor, token_types: Tensor | None) -> Tensor:
-        """What the first layer is given, before dropout; arguments and shapes as ``forward``."""
+        """Returns the input of the first layer, before dropout; arguments and shapes as in ``forward``."""
         x = self.embed(tokens)
         return x if self.embed_positions is None else x + self.embed_positions(position_ids)
 
 
 class LanguageModel(ModelModule):
-    """A trunk, and an output projection over a vocabulary that ranks of tp share; base of every kind of model.
+    """Base class of all models: a trunk, and an output projection over a vocabulary that is split over tp.
 
     Raises:
-        ConfigError: the settings are those of another kind, the vocabulary's size is not known, or the stage is not one
-            of this model.
+        ConfigError: the settings describe another kind of model, the vocabulary size is not known, or the model has no
+            such stage.
     """
 
     kind: ClassVar[ModelKind]
@@ -155,15 +156,15 @@ class LanguageModel(ModelModule):
         self.config = config
 
     def layers(self) -> list[nn.Module]:
-        """The transformer layers of this stage, and the modules of multi-token prediction."""
+        """Returns the transformer layers of this stage and its multi-token prediction modules."""
         return self.model.all_layers()
 
     def copied_weights(self) -> list[nn.Parameter]:
-        """The embedding, where it embeds no input of the model."""
+        """Returns the shared embedding in a stage that does not embed the model's input."""
         return [] if self.stage.has_embedding else self.shared_weights()
 
     def _losses(self, head: ColumnParallelLinear, x: Tensor, labels: Tensor) -> Tensor:
-        """float32 or wider [...], as ``labels`` are, of hidden states [..., H]; [S/tp, B, H] where ``head`` gathers."""
+        """Losses of ``labels`` [...] in float32 or wider; ``x`` is [..., H], or [S/tp, B, H] if ``head`` gathers."""
         V, tp_group, weight = self.config.vocab_size, self.options.pg_collection.tp, self._tied_weight()
         assert V is not None
         x, softcap = self._before_head(x), self.config.multipliers.logit_softcap
@@ -183,7 +184,7 @@ class LanguageModel(ModelModule):
         )
 
     def _logits(self, head: ColumnParallelLinear, x: Tensor) -> Tensor:
-        """[S, B, V/tp] of hidden states as ``_losses`` takes them."""
+        """Logits [S, B, V/tp] of hidden states, which have the shapes that ``_losses`` takes."""
         logits: Tensor = head(self._before_head(x), self._tied_weight())
         softcap = self.config.multipliers.logit_softcap
         if softcap is None:
@@ -192,16 +193,16 @@ class LanguageModel(ModelModule):
         return (softcap * torch.tanh(wide / softcap)).to(logits.dtype)
 
     def _are_likeliest(self, head: ColumnParallelLinear, x: Tensor, labels: Tensor) -> Tensor:
-        """bool [...], as ``labels`` are: whether no token has a larger logit."""
+        """bool [...] like ``labels``: whether each label is the argmax of its logits."""
         return self._gather(self._logits(head, x)).argmax(-1) == labels
 
     def _before_head(self, x: Tensor) -> Tensor:
-        """``x`` times the factor of the logits, which are many more."""
+        """Applies the logits multiplier to ``x``, which has far fewer elements than the logits."""
         multiplier = self.config.logits_multiplier
         return x if multiplier == 1.0 else x * multiplier
 
     def _tied_weight(self) -> nn.Parameter | None:
-        """The embedding, where it is the output projection."""
+        """The embedding, if it is tied to the output projection."""
         embedding = self.model.embed_tokens
         return embedding.weight if self.tied and embedding is not None else None
 
@@ -225,7 +226,7 @@ class LanguageModel(ModelModule):
         )
 
     def _gather(self, logits: Tensor) -> Tensor:
-        """[S, B, V/tp] -> [S, B, V]; the last ranks' parts may be short, and travel padded."""
+        """[S, B, V/tp] -> [S, B, V]; the last ranks' parts may be shorter, and are padded for the all-gather."""
         V, groups = self.config.vocab_size, self.options.pg_collection
         assert V is not None
         longest = chunk_range(V, groups.size("tp"), 0)[1]
@@ -256,7 +257,7 @@ class LanguageModel(ModelModule):
             )
 
     def _check_split(self, *, is_split: bool) -> int:
-        """The ranks of cp. Raises ShapeError where rows are not split over them, and there are several."""
+        """Returns the size of cp. Raises ShapeError if it is above 1 and rows are not split."""
         cp_size = self.options.pg_collection.size("cp")
         if cp_size > 1 and not is_split:
             raise _not_split(cp_size)
@@ -268,7 +269,7 @@ class LanguageModel(ModelModule):
             raise ShapeError(
                 f"position_ids must be [S] or [B, S] without model.rope.sections; got {list(position_ids.shape)}"
             )
-        if position_ids.dim() > 1:  # a row's own may be fewer than its columns
+        if position_ids.dim() > 1:  # positions given per row may end before its columns do
             return
         if self.model.embed_positions is not None and longest is not None and longest < num_positions:
             raise ShapeError(
@@ -276,7 +277,7 @@ class LanguageModel(ModelModule):
             )
 
     def _whole(self, x: Tensor) -> Tensor:
-        """Hidden states [S, B, H] of what sequence parallelism splits, for readers that are the same on all ranks."""
+        """Gathers hidden states split by sequence parallelism to [S, B, H], for heads that run alike on all ranks."""
         sequence_group = self.options.pg_collection.tp if self.options.sequence_parallel else None
         return gather_from_sequence_parallel_region(x, sequence_group, tensor_parallel_output_grad=False)
 
@@ -294,13 +295,13 @@ class LanguageModel(ModelModule):
 
 
 def check_labels(labels: Tensor | None, tokens: Tensor) -> None:
-    """Raises ShapeError for labels [B, S] that are of other tokens."""
+    """Raises ShapeError unless ``labels`` have the shape [B, S] of ``tokens``."""
     if labels is not None and labels.shape != tokens.shape:
         raise ShapeError(f"labels must be one for each token, {list(tokens.shape)}; got {list(labels.shape)}")
 
 
 def check_mask(name: str, mask: Tensor | None, tokens: Tensor) -> None:
-    """Raises ShapeError for a ``mask`` of padding that does not say of each of ``tokens`` [B, S] whether it is one."""
+    """Raises ShapeError unless the padding ``mask`` is bool and has the shape [B, S] of ``tokens``."""
     if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape):
         raise ShapeError(
             f"{name} must be bool, one for each token, {list(tokens.shape)}, and False for padding; got {mask.dtype} "
@@ -309,17 +310,17 @@ def check_mask(name: str, mask: Tensor | None, tokens: Tensor) -> None:
 
 
 def hidden_dtype(config: TransformerConfig, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a stage's hidden states, of a model that computes in ``dtype``."""
+    """Returns the dtype of a stage's hidden states, for a model that computes in ``dtype``."""
     return torch.promote_types(dtype, torch.float32) if config.residual.fp32 else dtype
 
 
 def hidden_shape(config: TransformerConfig, options: BuildOptions, B: int, S: int) -> tuple[int, int, int]:
-    """The shape of a stage's hidden states on this rank, for B rows of S tokens."""
+    """Returns the shape of a stage's hidden states on this rank, for B rows of S tokens."""
     return S // (options.pg_collection.size("tp") if options.sequence_parallel else 1), B, config.hidden_size
 
 
 def _not_split(cp_size: int) -> ShapeError:
-    """The error for a call of a model whose rows are split over cp that does not say how they are."""
+    """Returns the error for calling a context-parallel model without saying how rows are split."""
     return ShapeError(
         f"each of the {cp_size} ranks of context parallelism holds chunks of every row, without caches, and must be "
         "told which: pass tokens[:, positions] and position_ids=positions, where positions = zigzag_positions(S, "

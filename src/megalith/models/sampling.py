@@ -1,13 +1,13 @@
-"""How the next token is drawn from logits [B, V]: Hugging Face's processors, in their order.
+"""Samples the next token from logits [B, V] with Hugging Face's logits processors, in their order.
 
-    repetition penalty r   l = l / r where l > 0, l * r elsewhere, for tokens that the text has     arXiv:1909.05858
-    temperature t          l = l / t; 0 takes the largest, and leaves out what follows
+    repetition penalty r   l = l / r where l > 0, l * r elsewhere, for tokens already in the text   arXiv:1909.05858
+    temperature t          l = l / t; 0 is greedy and skips the steps below
     top-k                  keeps the k largest
-    top-p                  keeps the fewest tokens whose probabilities add up to p                  arXiv:1904.09751
-    min-p                  keeps tokens at least p times as likely as the likeliest                 arXiv:2407.01082
+    top-p                  keeps the smallest set of tokens with a total probability of p or more   arXiv:1904.09751
+    min-p                  keeps tokens at least p times as likely as the most likely one           arXiv:2407.01082
 
-The number that draws a token is a function of (seed, position in the text) alone, so that a text is the same alone and
-in any batch.
+The random number that samples a token depends only on (seed, position in the text), so that a text is the same alone
+and in any batch.
 """
 
 import math
@@ -27,11 +27,11 @@ _NONE_LEFT = float("-inf")
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; None leaves an option out.
+    """Settings for sampling the next token; None disables an option.
 
     Raises:
-        ConfigError: a temperature below 0 or not finite, a top_k below 1, a top_p outside (0, 1], a min_p outside
-            [0, 1], or a repetition_penalty that is not positive and finite.
+        ConfigError: a temperature that is negative or not finite, a top_k below 1, a top_p outside (0, 1], a min_p
+            outside [0, 1], or a repetition_penalty that is not positive and finite.
     """
 
     temperature: float = 0.8
@@ -59,37 +59,39 @@ class Sampling:
 
 
 def check_seed(seed: int) -> None:
-    """Raises ConfigError for a seed that is not in [0, 2^63)."""
+    """Raises ConfigError unless ``seed`` is in [0, 2^63)."""
     if not 0 <= seed < 2**63:
         raise ConfigError(f"the seed must be 0 or more and below 2^63; got {seed}; use 0")
 
 
 def uniform_numbers(seeds: Sequence[int], positions: Tensor) -> Tensor:
-    """Numbers in [0, 1), float64 of the shape of ``positions``: int64 [B, n], with a seed for each row."""
+    """Returns float64 random numbers in [0, 1) for ``positions``, int64 [B, n], with one seed per row."""
     keys = torch.tensor([key_of(seed, "generation") for seed in seeds], device=positions.device)  # [B, 2]
     low, high = low_and_high(positions)
     zero = torch.zeros_like(positions)
     upper, lower, _, _ = philox4x32(low, high, zero, zero, keys[:, :1], keys[:, 1:])
-    return ((upper >> 5) * 2**26 + (lower >> 6)).double() * 2.0**-53  # 27 and 26 bits: all that float64 holds
+    return ((upper >> 5) * 2**26 + (lower >> 6)).double() * 2.0**-53  # 27 + 26 bits: the precision of float64
 
 
 def draw(logits: Tensor, sampling: Sampling, seen: Tensor | None, uniform: Tensor) -> Tensor:
-    """A token for each row of ``logits`` [B, V]: int64 [B]. V for a row whose logits are NaN.
+    """Samples a token for each row of ``logits`` [B, V]: int64 [B].
+
+    Above temperature 0, a row whose logits are NaN gets V, which is no token.
 
     Args:
-        seen: bool [B, V], the tokens that each text has; read under a repetition penalty only.
-        uniform: float64 [B], the numbers that draw; not read at temperature 0.
+        seen: bool [B, V], the tokens already in each text; only used by the repetition penalty.
+        uniform: float64 [B], the random numbers; unused at temperature 0.
     """
     kept = processed(logits, sampling, seen)
     if sampling.temperature == 0.0:
         return kept.argmax(dim=-1)
-    # the distribution is cut at the number: one number a token, however large the vocabulary
+    # inverse transform sampling: one random number per token, whatever the size of the vocabulary
     cumulative = torch.softmax(kept, dim=-1, dtype=torch.float64).cumsum(dim=-1)  # [B, V]
     return torch.searchsorted(cumulative, uniform.unsqueeze(-1) * cumulative[:, -1:], right=True).squeeze(-1)
 
 
 def processed(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """``logits`` [B, V] after all that ``sampling`` says, in float32 or wider; -inf where a token is not kept."""
+    """Returns ``logits`` [B, V] after all processors, in float32 or wider; -inf for tokens that are not kept."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.repetition_penalty is not None:
         assert seen is not None, "the tokens of each text"
@@ -97,7 +99,7 @@ def processed(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) ->
         logits = torch.where(seen, torch.where(logits < 0, logits * factor, logits / factor), logits)
     if sampling.temperature == 0.0:
         return logits
-    # at most 0, so that no temperature makes it overflow; a divisor that rounds to 0 would make it NaN
+    # shifted to at most 0, so that no temperature overflows; a divisor that rounds to 0 would give NaN
     largest = logits.amax(dim=-1, keepdim=True)
     logits = (logits - largest) / max(sampling.temperature, torch.finfo(logits.dtype).tiny)
     if sampling.top_k is not None:
@@ -106,7 +108,7 @@ def processed(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) ->
     if sampling.top_p is not None:
         ordered, order = logits.sort(dim=-1)
         beyond = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - sampling.top_p
-        beyond[:, -1] = False  # the likeliest is always kept
+        beyond[:, -1] = False  # the most likely token is always kept
         logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), _NONE_LEFT)
     if sampling.min_p is not None:
         probabilities = logits.softmax(dim=-1)

@@ -1,7 +1,7 @@
-"""The log-likelihood that a language model gives to continuations of contexts, in batches.
+"""Computes the log-likelihood of continuations of contexts under a language model, in batches.
 
 log p(y | x) = sum over i of log softmax(logits at the token before y_i)[y_i], in nats. Rows are padded on the right,
-where a causal model does not look.
+which a causal model does not see.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,19 +15,19 @@ from megalith.models.gpt_model import GPTModel
 
 __all__ = ["Score", "score"]
 
-# of a batch, padding included, unless one row alone has more: tokens that the layers see, and logits, of which 2^26 in
-# float32 are 256 MiB
+# limits of a batch, padding included, which a single row may exceed: tokens that the layers process, and logits
+# (2^26 in float32 are 256 MiB)
 _TOKENS_AT_ONCE, _LOGITS_AT_ONCE = 4096, 1 << 26
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a model makes of a continuation.
+    """The score of a continuation under a model.
 
     Attributes:
         log_likelihood: nats, summed over its ``num_tokens`` tokens.
-        is_greedy: each of its tokens is the likeliest one after those before it.
-        num_cut: tokens at the beginning of the context that were left out, because not all fit.
+        is_greedy: whether each of its tokens is the most likely one given those before it.
+        num_cut: tokens dropped from the beginning of the context because not all fit.
     """
 
     log_likelihood: float
@@ -44,14 +44,14 @@ def score(
     longest: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Score]:
-    """The score of each (context, continuation) of token ids; the model's mode is afterwards what it was.
+    """Returns the score of each (context, continuation) pair of token ids; the model's training mode is restored.
 
     Args:
-        longest: tokens that the model reads at once; of a longer context the end is kept.
-        progress: told the pairs done and how many there are, first and after every batch.
+        longest: maximum number of tokens per forward; of a longer context the end is kept.
+        progress: called with (pairs done, number of pairs), at the start and after every batch.
 
     Raises:
-        ConfigError: a context or a continuation has no tokens, or a continuation has more than ``longest``.
+        ConfigError: a context or a continuation is empty, or a continuation has more than ``longest`` tokens.
     """
     V = model.config.vocab_size
     assert V is not None, "a model has one"
@@ -78,16 +78,16 @@ def score(
 def _batches(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]], longest: int, positions_at_once: int
 ) -> Iterator[list[int]]:
-    """Numbers of pairs, those of like length together and the longest first: memory that runs out does so at once.
+    """Yields batches of pair indices, by length and longest first, so that running out of memory shows at once.
 
-    ``positions_at_once``: how many a batch of more than one row may have logits of.
+    ``positions_at_once``: for how many positions a batch of more than one row may compute logits.
     """
     lengths = [min(len(context) + len(continuation) - 1, longest) for context, continuation in pairs]
     in_order = sorted(range(len(pairs)), key=lambda number: -lengths[number])
     while in_order:
         S, size, kept = lengths[in_order[0]], 0, 0
         for number in in_order[: max(1, _TOKENS_AT_ONCE // S)]:
-            kept = max(kept, S - lengths[number] + len(pairs[number][1]))  # from the first that is predicted on
+            kept = max(kept, S - lengths[number] + len(pairs[number][1]))  # from the first prediction on
             if size and (size + 1) * kept > positions_at_once:
                 break
             size += 1
@@ -96,7 +96,7 @@ def _batches(
 
 
 def _scores(model: GPTModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], longest: int) -> Iterator[Score]:
-    """One batch; the last token of a pair is predicted, and not read."""
+    """Scores one batch; the last token of a pair is predicted but not part of the input."""
     rows = [[*context, *continuation][:-1][-longest:] for context, continuation in pairs]
     S = max(map(len, rows))
     device = next(model.parameters()).device

@@ -1,12 +1,12 @@
-"""What a T5 answers to a batch of prompts of any lengths: greedy, sampled, or by beam search.
+"""Generates text with a T5 for a batch of prompts of any lengths: greedy, sampled, or by beam search.
 
-What cross attention takes of the encoder's output, and the keys and values of the decoder's tokens so far, are kept.
-Prompts are padded, and padding is never seen, so that an answer is up to rounding the same alone and in any batch. One
-rank chooses tokens, and the others take its choice, or rounding would let ranks disagree.
+The keys and values of cross attention and of the decoder's tokens are cached. Prompts are padded and padding is masked,
+so that an answer is the same, up to rounding, alone and in any batch. One rank chooses the tokens and sends them to the
+others; otherwise rounding could make ranks disagree.
 
-Beam search is that of transformers (Wu et al. 2016, arXiv:1609.08144, with a plain length penalty): of all that may
-follow a prompt's beams the best go on, and those that end keep their score divided by length ** length_penalty. The
-encoder reads a prompt once, whatever the number of its beams.
+Beam search is that of transformers (Wu et al. 2016, arXiv:1609.08144, with a plain length penalty): of all
+continuations of a prompt's beams the best are kept, and finished ones are ranked by their score divided by
+length ** length_penalty. The encoder processes a prompt once, whatever the number of beams.
 """
 
 from collections.abc import Collection, Generator, Sequence
@@ -37,18 +37,18 @@ def generate(
     seeds: Sequence[int] | None = None,
     end_tokens: Collection[int] = (),
 ) -> list[list[int]]:
-    """The decoder's tokens after ``start_token`` for each of ``prompts``, ending before one of ``end_tokens``.
+    """Returns the decoder's tokens after ``start_token`` for each prompt, stopping before one of ``end_tokens``.
 
-    All ranks of the model call this together, with the same arguments.
+    All ranks of the model must call this together, with the same arguments.
 
     Args:
-        start_token: what the decoder reads first; the token of padding in the field's models.
-        seeds: of the random numbers of each answer; by default 0, 1, 2 ...
+        start_token: the decoder's first input token; published T5 models use the padding token.
+        seeds: one random seed per answer; by default 0, 1, 2 ...
 
     Raises:
-        ConfigError: there is no prompt, or an empty one; not a seed for each; a number of tokens or a seed that means
-            nothing; a model that splits rows.
-        NonFiniteError: no token can be drawn, because logits are NaN.
+        ConfigError: there are no prompts, or one is empty; the number of seeds differs; the number of tokens or a seed
+            is out of range; sequence or context parallelism splits rows.
+        NonFiniteError: no token can be sampled, because logits are NaN. Not detected at temperature 0.
     """
     answers: list[list[int]] = [[] for _ in prompts]
     for tokens in stream(
@@ -77,11 +77,11 @@ def stream(
     end_tokens: Collection[int] = (),
     stop: Stop | None = None,
 ) -> Generator[list[int | None], None, None]:
-    """The tokens of ``generate``, one for each answer as soon as they are drawn; None for one that has ended.
+    """Yields the tokens of ``generate`` as they are sampled, one per answer; None for an answer that has ended.
 
-    ``stop`` is asked after each token of a row; its answer ends with that token where it says so. Raises as
-    ``generate``, ConfigError at the call itself. The model is in evaluation mode while a token is drawn, and in its own
-    mode between tokens.
+    ``stop`` is called after each token of a row; if it returns True, the answer ends with that token. Raises the errors
+    of ``generate``; ConfigError is raised by the call itself. The model is in evaluation mode while a token is sampled,
+    and in its own mode between tokens.
     """
     seeds = range(len(prompts)) if seeds is None else seeds
     if len(seeds) != len(prompts):
@@ -97,14 +97,14 @@ def stream(
 def _drawn(
     rows: "_DecoderRows", numbers: Tensor, sampling: Sampling, end_tokens: Collection[int], stop: Stop | None
 ) -> Generator[list[int | None], None, None]:
-    """``stream``, by the random ``numbers`` [B, steps]."""
+    """Implements ``stream`` with the random ``numbers`` [B, steps]."""
     num_rows, num_steps = numbers.shape
     seen = torch.zeros(num_rows, rows.vocab_size, dtype=torch.bool, device=rows.device)
     seen.scatter_(1, rows.newest, True)
     alive, modules = set(range(num_rows)), rows.pipeline.modules()
     with rows.pipeline.holding_weights():
         for step in range(num_steps):
-            # for one token at a time: meanwhile the model is the caller's, who may draw another text by it
+            # entered anew for each token: between tokens the caller may use the model, even to generate another text
             with evaluation_mode(modules), uncompiled(rows.layers):
                 logits = rows.logits()
             drawn = rows.agreed(None if logits is None else draw(logits, sampling, seen, numbers[:, step]))
@@ -131,25 +131,25 @@ def beam_search(
     end_tokens: Collection[int] = (),
     length_penalty: float = 1.0,
 ) -> list[list[int]]:
-    """The best answer to each of ``prompts`` that a search with ``num_beams`` beams finds; arguments as ``generate``.
+    """Returns the best answer to each prompt that a search with ``num_beams`` finds; arguments as in ``generate``.
 
     Args:
-        num_beams: how many unfinished answers to a prompt go on at a time, and how many finished ones are kept.
-        length_penalty: above 0 prefers long answers, below short ones.
+        num_beams: how many unfinished answers to a prompt are extended per step, and how many finished ones are kept.
+        length_penalty: positive values favor long answers, negative ones short answers.
 
-    Raises as ``generate``, and ConfigError for fewer than 1 beam.
+    Raises the errors of ``generate``, and ConfigError for fewer than 1 beam.
     """
     if num_beams < 1:
         raise ConfigError(f"num_beams must be 1 or more; got {num_beams}; use 4")
     rows = _DecoderRows(model, prompts, max_new_tokens, start_token)
     searches = [_Search(num_beams, max_new_tokens, frozenset(end_tokens), length_penalty) for _ in prompts]
     scores = torch.full((len(prompts), num_beams), _UNLIKELY, dtype=torch.float64, device=rows.device)
-    scores[:, 0] = 0.0  # all beams are equal at first, and one speaks for them
-    num_kept = max(2, 1 + len(end_tokens)) * num_beams  # as many go on if each beam ends in every way
+    scores[:, 0] = 0.0  # all beams are equal at first, so only one counts
+    num_kept = max(2, 1 + len(end_tokens)) * num_beams  # leaves num_beams even if each beam ends in every possible way
     with rows.pipeline.evaluating(), uncompiled(rows.layers):
         for step in range(max_new_tokens):
             logits = rows.logits()
-            if step == 0:  # until here one row stood for all beams of a prompt
+            if step == 0:  # so far, one row stood for all beams of a prompt
                 rows.repeat(num_beams)
                 logits = None if logits is None else logits.repeat_interleave(num_beams, dim=0)
             best = None if logits is None else _continuations(logits, scores, num_kept)
@@ -167,21 +167,21 @@ def beam_search(
     return [search.best() for search in searches]
 
 
-_UNLIKELY = -1e9  # log-probability of a beam that is not there
+_UNLIKELY = -1e9  # log-probability of an unused beam
 
 
 def _continuations(logits: Tensor, scores: Tensor, number: int) -> Tensor:
-    """float64 [3, prompts, number]: scores, beams and tokens of the best, of ``logits`` [prompts * beams, V]."""
+    """Scores, beams and tokens of the best continuations, float64 [3, prompts, number]; logits [prompts * beams, V]."""
     V = logits.shape[-1]
     log_probs = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
     total = (log_probs.view(*scores.shape, V) + scores.unsqueeze(-1)).flatten(1)  # [prompts, beams * V]
     best, index = total.topk(min(number, total.shape[1]), dim=-1)
-    return torch.stack((best, index // V, index % V))  # of float64, which holds every index
+    return torch.stack((best, index // V, index % V))  # float64 represents every index exactly
 
 
 @dataclass(frozen=True)
 class _Beam:
-    """The sum of log-probabilities of ``tokens``, and which beam they go on from."""
+    """The ``tokens`` of a beam, the sum of their log-probabilities, and the index of the beam that they extend."""
 
     score: float
     parent: int
@@ -193,9 +193,9 @@ class _Search:
     """The beams of one prompt.
 
     Attributes:
-        running: those that go on, best first.
-        finished: score and tokens of those that have ended, best first, ``num_beams`` at most.
-        can_improve: whether a running one may become better than a finished one, as far as its score so far says.
+        running: unfinished beams, best first.
+        finished: score and tokens of finished beams, best first, at most ``num_beams``.
+        can_improve: whether a running beam may still beat a finished one, judging by its score so far.
     """
 
     num_beams: int
@@ -210,7 +210,7 @@ class _Search:
         self.running = [_Beam(0.0, beam, []) for beam in range(self.num_beams)]
 
     def go_on(self, scores: list[float], parents: list[float], tokens: list[float]) -> list[_Beam]:
-        """The beams after one more token, of the best continuations, best first."""
+        """Extends the beams by one token, given the best continuations, and returns them, best first."""
         texts = [[*self.running[int(parent)].tokens, int(token)] for parent, token in zip(parents, tokens, strict=True)]
         found = [_Beam(score, int(parent), text) for score, parent, text in zip(scores, parents, texts, strict=True)]
         length = len(found[0].tokens)
@@ -223,7 +223,7 @@ class _Search:
                 if ends(beam):
                     self.finished.append((beam.score / length**self.length_penalty, beam.tokens))
             self.finished = sorted(self.finished, key=lambda each: -each[0])[: self.num_beams]
-        # where too few go on, those that have ended stand in with no score: nothing comes of them
+        # if too few continue, finished beams fill up the rest with a score that cannot win
         going = [beam for beam in found if not ends(beam)]
         ended = [_Beam(_UNLIKELY, beam.parent, beam.tokens) for beam in found if ends(beam)]
         self.running = [*going, *ended][: self.num_beams]
@@ -233,7 +233,7 @@ class _Search:
         return self.running
 
     def best(self) -> list[int]:
-        """The tokens of the best answer, without the one that ends it."""
+        """Returns the tokens of the best answer, without the end token."""
         if not self.finished:
             return []
         tokens = self.finished[0][1]
@@ -241,7 +241,7 @@ class _Search:
 
 
 class _DecoderRows:
-    """The decoder's rows so far, all equally long, and the model's way over their newest tokens."""
+    """The decoder's rows so far, all of the same length, and the forwards of the model over their newest tokens."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class _DecoderRows:
         self.draws = groups.speaks_for_tokens and groups.rank("dp_cp") == 0
         B, Se = len(prompts), max(map(len, prompts))
         padded = [[*prompt, *[0] * (Se - len(prompt))] for prompt in prompts]
-        self.unread = torch.tensor(padded, device=self.device)  # [B, Se], and [B, 0] once the encoder has read it
+        self.unread = torch.tensor(padded, device=self.device)  # [B, Se], then [B, 0] once the encoder has read it
         self.newest = torch.full((B, 1), start_token, device=self.device)
         self.is_token = torch.arange(Se) < torch.tensor([[len(prompt)] for prompt in prompts])  # [B, Se]
         self.capacity = max(max_new_tokens, 1)
@@ -277,7 +277,7 @@ class _DecoderRows:
         self.caches = {chunk: chunk.new_caches(self.capacity) for chunk in self.pipeline.chunks}
 
     def logits(self) -> Tensor | None:
-        """Those of the next token of each row, [B, V]; None where this rank does not choose."""
+        """Returns the logits of each row's next token, [B, V]; None if this rank does not choose tokens."""
         found: list[Tensor] = []
 
         def forward(model: nn.Module, micro_batch: int, hidden: Tensor | None) -> Tensor:
@@ -295,21 +295,21 @@ class _DecoderRows:
         return found[-1] if found and self.draws else None
 
     def agreed(self, chosen: Tensor | None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """What the one rank that chooses has ``chosen``, on all ranks: int64 [B], or float64 of ``shape``."""
+        """Returns the choosing rank's ``chosen`` on all ranks: int64 [B], or float64 of ``shape``."""
         if chosen is None:
             kind = torch.int64 if shape is None else torch.float64
             chosen = torch.zeros(shape or (len(self.unread),), dtype=kind, device=self.device)
-        self.groups.sum_over_model_(chosen)  # of zeros, but for the rank that chooses
+        self.groups.sum_over_model_(chosen)  # zeros on all ranks but the one that chooses
         return chosen
 
     def take(self, parents: Tensor) -> None:
-        """Row i goes on from row ``parents[i]``, int64 [B], of the same prompt."""
+        """Replaces row i by row ``parents[i]`` of the same prompt; ``parents`` is int64 [B]."""
         for caches in self.caches.values():
             for cache in caches.values():
                 cache.take_rows_(parents)
 
     def repeat(self, times: int) -> None:
-        """Makes ``times`` rows of each, which have read the same."""
+        """Repeats each row ``times`` times, with its cached keys and values."""
         for caches in self.caches.values():
             for cache in caches.values():
                 cache.repeat_rows_(times)
@@ -317,11 +317,11 @@ class _DecoderRows:
         self.documents = self._documents()
 
     def append(self, drawn: Tensor) -> None:
-        """Adds a token [B] to each row."""
+        """Appends one token to each row; ``drawn`` is [B]."""
         self.newest, self.unread = drawn.unsqueeze(1), drawn.new_empty(len(drawn), 0)
 
     def _documents(self) -> PairedDocuments | None:
-        """What of the padded prompts is text; None where none is padded."""
+        """Returns documents that exclude the padding of prompts; None if no prompt is padded."""
         if self.is_token.all():
             return None
         everywhere = torch.ones(len(self.is_token), self.capacity, dtype=torch.bool)

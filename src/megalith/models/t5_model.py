@@ -1,13 +1,14 @@
-"""T5: an encoder that reads both ways, and a decoder that reads its output through cross attention.
+"""T5: a bidirectional encoder, and a decoder with cross attention to its output.
 
     e = norm(encoder layers(embed(tokens)));   logits = W norm(decoder layers(embed(decoder tokens), e))
 
-Positions are a bias of the scores of self-attention, one table for all layers of a stack; both stacks share one table
-of embeddings. Dropout besides that of every model: of the MLP's inner features, and after the last norm of each stack.
+Positions enter as a bias on self-attention scores, from one table per stack that all its layers share; both stacks
+share one embedding table. In addition to the usual dropout, T5 drops the MLP's inner features and the output of each
+stack's final norm.
 
-Raffel et al. 2019, arXiv:1910.10683. Between the stages of a pipeline both stacks' hidden states travel as one tensor
-[(Se + Sd)/cp/tp, B, H]: layers of the encoder leave the decoder's embedding as it is, and layers of the decoder the
-encoder's output, so that every stage gives and takes one shape.
+Raffel et al. 2019, arXiv:1910.10683. Pipeline stages exchange the hidden states of both stacks as one tensor
+[(Se + Sd)/cp/tp, B, H]: encoder layers pass the decoder's embeddings through unchanged, and decoder layers the
+encoder's output, so that every stage receives and sends the same shape.
 """
 
 from collections.abc import Mapping
@@ -42,11 +43,11 @@ __all__ = ["T5Model"]
 
 
 class T5Stack(nn.Module):
-    """The layers of the encoder or the decoder that a stage holds, counted from the first of that stack.
+    """The encoder or decoder layers that a stage holds; indices count from the first layer of that stack.
 
     Args:
-        num_layers: of the whole stack; the stage with the last one holds the norm after it.
-        is_decoder: whether it is causal, with cross attention.
+        num_layers: number of layers in the whole stack; the stage with the last one also has the final norm.
+        is_decoder: whether attention is causal and layers have cross attention.
     """
 
     def __init__(
@@ -75,21 +76,21 @@ class T5Stack(nn.Module):
             bool(layers) and layers.start == 0,
             bool(layers) and layers.stop == num_layers,
         )
-        # the last layer of post-norm ends in a norm of its own
+        # with post-norm, the last layer already ends in a norm
         has_norm = self.ends_here and config.residual.norm_placement != "post"
         self.norm = Normalization(config, options) if has_norm else None
         self.norm_dropout = DropoutSite(config.hidden_dropout)
 
     def enter(self, x: Tensor, context: LayerContext) -> Tensor:
-        """What the first layer is given for embeddings ``x`` [S, B, H]; [S/tp, B, H] under sequence parallelism."""
+        """Returns the first layer's input for embeddings ``x`` [S, B, H]; [S/tp, B, H] under sequence parallelism."""
         return _dropped(x, self.embedding_dropout, context)
 
     def forward(
         self, x: Tensor, context: LayerContext, num_tokens: int, caches: Mapping[int, KVCache] | None = None
     ) -> Tensor:
-        """``x`` after the layers of this stage, and after the last norm where they are the last: shapes as ``enter``.
+        """Applies this stage's layers to ``x``, then the final norm after the last layer; shapes as in ``enter``.
 
-        ``num_tokens``: those of a row that this rank has, S/cp; with ``caches``, by layer, they follow what is there.
+        ``num_tokens``: tokens per row on this rank, S/cp; with ``caches``, by layer, they continue the cached tokens.
         """
         if self.position_bias is None:
             return x
@@ -101,7 +102,7 @@ class T5Stack(nn.Module):
 
 
 class T5Trunk(TokenEmbedder):
-    """Both stacks and the table of embeddings: tokens to hidden states, or the part of that way that a stage has."""
+    """Both stacks and the embedding table: maps tokens to hidden states, or computes one stage's part of that."""
 
     def __init__(self, config: TransformerConfig, options: BuildOptions, stage: Stage) -> None:
         super().__init__(config)
@@ -116,7 +117,7 @@ class T5Trunk(TokenEmbedder):
             self.add_table_(options)
 
     def all_layers(self) -> list[nn.Module]:
-        """Those of the encoder, and then those of the decoder."""
+        """Returns the encoder's layers, then the decoder's."""
         return [*self.encoder.layers.values(), *self.decoder.layers.values()]
 
     def forward(
@@ -128,14 +129,16 @@ class T5Trunk(TokenEmbedder):
         hidden: Tensor | None,
         caches: Mapping[int, KVCache] | None,
     ) -> Tensor:
-        """int64 tokens [B, Se], decoder_tokens [B, Sd] -> what the head reads, [Sd, B, H]; without ``decoder_tokens``
-        the encoder's output [Se, B, H]; of a stage without the head the states of both stacks, [Se + Sd, B, H].
+        """int64 tokens [B, Se], decoder_tokens [B, Sd] -> the head's input, [Sd, B, H].
+
+        Without ``decoder_tokens``, returns the encoder's output [Se, B, H]. A stage without the head returns the hidden
+        states of both stacks, [Se + Sd, B, H].
 
         Args:
-            contexts: of the encoder's layers and of the decoder's.
+            contexts: for the encoder's layers and for the decoder's.
             seen: as in ``EncoderOutput``.
-            hidden: [Se + Sd, B, H], what the stage before gave, for a stage without the embedding.
-            caches: of the decoder's layers in this stage. Where they have the encoder's output already, Se is 0.
+            hidden: [Se + Sd, B, H], the previous stage's output, for a stage without the embedding.
+            caches: of this stage's decoder layers. Once they hold the encoder's output, Se is 0.
 
         Under sequence parallelism each S is S/tp.
         """
@@ -158,7 +161,7 @@ class T5Trunk(TokenEmbedder):
 class T5Model(LanguageModel):
     """An encoder of ``config.num_layers`` and a decoder of ``config.t5.num_decoder_layers`` with an output projection.
 
-    Arguments and errors as ``GPTModel``; layers count through both stacks, the encoder's first.
+    Arguments and errors as in ``GPTModel``; layer indices run through both stacks, the encoder first.
     """
 
     kind = "t5"
@@ -188,7 +191,7 @@ class T5Model(LanguageModel):
         self.finish(seed)
 
     def shared_weights(self) -> list[nn.Parameter]:
-        """The embedding, where another stage reads out by it, and the table of positions of a stack that is cut."""
+        """Returns the embedding, if input and tied head are in different stages, and the tables of split stacks."""
         embedding, shared = self.model.embed_tokens, list[nn.Parameter]()
         if embedding is not None and self.tied and self.stage.has_embedding != self.stage.has_head:
             shared.append(embedding.weight)
@@ -198,7 +201,10 @@ class T5Model(LanguageModel):
         return shared
 
     def copied_weights(self) -> list[nn.Parameter]:
-        """Those that an earlier stage has: the first one the embedding, and that of a stack's first layer its table."""
+        """Returns the shared weights that an earlier stage owns.
+
+        The first stage owns the embedding; the stage with a stack's first layer owns that stack's position table.
+        """
         embedding = self.model.embed_tokens
         counted = [] if embedding is None or not self.stage.has_embedding else [embedding.weight]
         for stack in (self.model.encoder, self.model.decoder):
@@ -207,9 +213,9 @@ class T5Model(LanguageModel):
         return [weight for weight in self.shared_weights() if all(weight is not each for each in counted)]
 
     def new_caches(self, capacity: int) -> dict[int, KVCache]:
-        """An empty cache for each of the decoder's layers of this stage, by its index in the decoder.
+        """Returns an empty cache for each of this stage's decoder layers, by its index in the decoder.
 
-        It has room for the keys and values of ``capacity`` tokens of each of the decoder's rows.
+        Each has room for the keys and values of ``capacity`` tokens per decoder row.
         """
         return {int(name): KVCache(capacity) for name in self.model.decoder.layers.names}
 
@@ -228,31 +234,31 @@ class T5Model(LanguageModel):
         hidden: Tensor | None = None,
         output: Literal["predictions", "hidden"] = "predictions",
     ) -> Tensor:
-        """Losses when ``labels`` are given, else logits; hidden states of both stacks from a stage without the head.
+        """Returns losses if ``labels`` are given, else logits; a stage without the head returns both hidden states.
 
         Args:
-            tokens: int64 [B, Se], what the encoder reads.
-            decoder_tokens: int64 [B, Sd], what the decoder reads; None: the encoder's output is wanted, on one stage.
-            labels: int64 [B, Sd], the token after each of the decoder's. Of what is no token of the vocabulary, as -1
-                or -100, the loss is NaN: label padding with any token, and leave its losses out.
-            attention_mask, decoder_attention_mask: bool [B, Se] and [B, Sd], False for padding; tokens of a row are
-                together. By default all are tokens.
-            documents: in place of the masks, which documents of both rows belong together, in whole rows; those of a
-                decoder with caches have their capacity.
+            tokens: int64 [B, Se], the encoder's input.
+            decoder_tokens: int64 [B, Sd], the decoder's input; None returns the encoder's output, without a pipeline.
+            labels: int64 [B, Sd], the next token for each of the decoder's. A label outside the vocabulary, such as -1
+                or -100, has a loss of NaN: label padding with any token, and exclude its losses.
+            attention_mask, decoder_attention_mask: bool [B, Se] and [B, Sd], False for padding, which may not lie
+                between tokens. By default no padding.
+            documents: in place of the masks, which encoder and decoder documents belong together, in whole rows; with
+                caches, decoder rows are as long as the caches' capacity.
             decoder_position_ids: int64 [Sd]; by default 0, 1, 2 ...
-            dropout_key: as in ``GPTModel``; token ids are int64 [B, Se + Sd], the encoder's and then the decoder's.
-            caches: ``new_caches``; what the decoder reads follows them, and after the first call ``tokens`` are [B, 0].
-            hidden: [Se + Sd, B, H], each S an S/tp under sequence parallelism: what the stage before gave.
-            output: what is wanted of the decoder: what the head predicts, or the hidden states that it reads.
+            dropout_key: as in ``GPTModel``; token ids are int64 [B, Se + Sd], the encoder's followed by the decoder's.
+            caches: ``new_caches``; ``decoder_tokens`` continue the cached ones, with ``tokens`` [B, 0] after one call.
+            hidden: [Se + Sd, B, H], each S an S/tp under sequence parallelism: the previous stage's output.
+            output: what to return for the decoder: the head's predictions, or the hidden states that the head reads.
 
         Under context parallelism S stands for S/cp: this rank's tokens, those at ``zigzag_positions``.
 
         Returns:
-            The loss of each label, [B, Sd] in float32 or wider; or logits [B, Sd, V], whole on every rank; or hidden
-            states, [B, Sd, H] of the decoder and [B, Se, H] of the encoder, or [Se + Sd, B, H] from a stage.
+            The loss of each label, [B, Sd] in float32 or wider; or logits [B, Sd, V], complete on every rank; or hidden
+            states: [B, Sd, H] of the decoder, [B, Se, H] of the encoder, or [Se + Sd, B, H] from a stage.
 
         Raises:
-            ShapeError: lengths that sequence parallelism cannot split, masks with documents, caches or split rows;
+            ShapeError: lengths that sequence parallelism cannot split; masks with documents, caches or split rows;
                 documents, masks, labels, token ids or ``hidden`` that do not fit; under cp no ``decoder_position_ids``.
             ConfigError: training with dropout under tensor or context parallelism without a ``dropout_key``.
         """
@@ -271,7 +277,7 @@ class T5Model(LanguageModel):
             return self._whole(x).transpose(0, 1)
         if labels is None:
             return self._gather(self._logits(self.lm_head, x)).transpose(0, 1)  # [B, Sd, V]
-        # FSDP2 hooks what a forward returns, and warns of a view
+        # FSDP2 hooks the outputs of forward, and warns if one is a view
         return self._losses(self.lm_head, x, labels.t()).t().clone()
 
     def _check_rows(self, tokens: Tensor, decoder_tokens: Tensor | None, hidden: Tensor | None) -> None:
@@ -318,7 +324,7 @@ class T5Model(LanguageModel):
         documents: PairedDocuments | None,
         dropout_key: DropoutKey | None,
     ) -> tuple[LayerContext, LayerContext]:
-        """Of the encoder's layers and of the decoder's."""
+        """Returns the contexts of the encoder's layers and of the decoder's."""
         rows = [tokens] if decoder_tokens is None else [tokens, decoder_tokens]
         both = torch.cat(rows, dim=1)  # [B, Se + Sd]
         key = self._dropout_key(both, dropout_key) if self.training else None
@@ -331,7 +337,7 @@ class T5Model(LanguageModel):
         of_encoder = None if key is None else replace(key, tokens=key.tokens[:, :Se])
         of_decoder = None if key is None else replace(key, tokens=key.tokens[:, Se:])
         encoder_rows, decoder_rows = (None, None) if documents is None else (documents.encoder, documents.decoder)
-        positions = _positions(tokens)  # read by rotary tables, which a T5 has not
+        positions = _positions(tokens)  # only used by rotary tables, which T5 does not have
         return (
             self._context(tokens, positions, encoder_rows, of_encoder, mask=BIDIRECTIONAL),
             self._context(tokens, positions, decoder_rows, of_decoder),
@@ -339,18 +345,18 @@ class T5Model(LanguageModel):
 
 
 def _dropped(x: Tensor, site: DropoutSite, context: LayerContext) -> Tensor:
-    """``x`` [S, B, H] after the dropout of ``site``."""
+    """Applies the dropout of ``site`` to ``x`` [S, B, H]."""
     drops = site.of(context.hidden_dropout_key)
     return x if drops is None or drops.key is None else dropout(x, drops.p, drops.key)
 
 
 def _num_cached(caches: Mapping[int, KVCache] | None) -> int:
-    """The tokens of the decoder that ``caches`` have; 0 in a stage without its layers, where nobody reads it."""
+    """Returns the number of decoder tokens in ``caches``; 0 in a stage without decoder layers, where it is unused."""
     return next((cache.num_tokens for cache in caches.values()), 0) if caches else 0
 
 
 def _positions(tokens: Tensor, caches: Mapping[int, KVCache] | None = None, given: Tensor | None = None) -> Tensor:
-    """int64 [S] of tokens [B, S], which follow those in ``caches``, unless they are ``given``."""
+    """Returns the positions of tokens [B, S], int64 [S]: ``given``, or by default those after the cached tokens."""
     return _num_cached(caches) + torch.arange(tokens.shape[1], device=tokens.device) if given is None else given
 
 
