@@ -93,8 +93,12 @@ def test_a_number_draws_the_token_whose_part_of_the_distribution_it_falls_in():
     assert draw(logits, Sampling(1.0), None, numbers).tolist() == [0, 0, 1, 1, 3, 3]
 
 
-def test_logits_that_are_nan_give_a_token_that_there_is_not():
-    assert draw(torch.full((1, 4), float("nan")), Sampling(1.0), None, torch.zeros(1).double()).tolist() == [4]
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_nan_give_a_token_that_there_is_not(temperature):
+    logits = torch.tensor([[1.0, 2.0, float("nan"), 3.0], [1.0, 4.0, 2.0, 3.0], [float("nan")] * 4])
+    found = draw(logits, Sampling(temperature), None, torch.full((3,), 0.5).double())
+    assert [found[0].item(), found[2].item()] == [4, 4]
+    assert found[1].item() < 4
 
 
 def test_numbers_are_a_function_of_seed_and_position_alone():

@@ -169,12 +169,13 @@ def test_the_encoder_reads_each_prompt_once(num_beams):
     assert model.training
 
 
-def test_logits_that_are_nan_are_an_error():
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_nan_are_an_error(temperature):
     model = built(config())
     with torch.no_grad():
         model.model.decoder.norm.weight.fill_(float("nan"))
     with pytest.raises(NonFiniteError, match="NaN"):
-        generate(model, PROMPTS, 3, start_token=START, sampling=Sampling())
+        generate(model, PROMPTS, 3, start_token=START, sampling=Sampling(temperature))
     with pytest.raises(NonFiniteError, match="NaN"):
         beam_search(model, PROMPTS, 3, start_token=START, num_beams=2)
 

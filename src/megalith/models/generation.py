@@ -79,7 +79,7 @@ def generate(
     Raises:
         ConfigError: there are no prompts, or one is empty or fills all learned positions; the number of seeds differs;
             the number of tokens or a seed is out of range.
-        NonFiniteError: no token can be sampled, because logits are NaN. Not detected at temperature 0.
+        NonFiniteError: no token can be sampled, because logits are NaN.
     """
     texts: list[list[int]] = [[] for _ in prompts]
     for tokens in stream(

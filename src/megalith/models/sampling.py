@@ -76,7 +76,7 @@ def uniform_numbers(seeds: Sequence[int], positions: Tensor) -> Tensor:
 def draw(logits: Tensor, sampling: Sampling, seen: Tensor | None, uniform: Tensor) -> Tensor:
     """Samples a token for each row of ``logits`` [B, V]: int64 [B].
 
-    Above temperature 0, a row whose logits are NaN gets V, which is no token.
+    A row with a NaN among its logits gets V, which is no token.
 
     Args:
         seen: bool [B, V], the tokens already in each text; only used by the repetition penalty.
@@ -84,7 +84,8 @@ def draw(logits: Tensor, sampling: Sampling, seen: Tensor | None, uniform: Tenso
     """
     kept = processed(logits, sampling, seen)
     if sampling.temperature == 0.0:
-        return kept.argmax(dim=-1)
+        best, token = kept.max(dim=-1)  # NaN if one of them is
+        return token.masked_fill(best.isnan(), kept.shape[-1])
     # inverse transform sampling: one random number per token, whatever the size of the vocabulary
     cumulative = torch.softmax(kept, dim=-1, dtype=torch.float64).cumsum(dim=-1)  # [B, V]
     return torch.searchsorted(cumulative, uniform.unsqueeze(-1) * cumulative[:, -1:], right=True).squeeze(-1)

@@ -48,7 +48,7 @@ def generate(
     Raises:
         ConfigError: there are no prompts, or one is empty; the number of seeds differs; the number of tokens or a seed
             is out of range; sequence or context parallelism splits rows.
-        NonFiniteError: no token can be sampled, because logits are NaN. Not detected at temperature 0.
+        NonFiniteError: no token can be sampled, because logits are NaN.
     """
     answers: list[list[int]] = [[] for _ in prompts]
     for tokens in stream(
