@@ -1,1 +1,1 @@
-"""Text on its way to the model: indexed files, tokenizers, samples by formula; knows a rank and a world size."""
+"""Data: indexed files, tokenizers, samples computed from their index. Depends on a rank and a world size only."""

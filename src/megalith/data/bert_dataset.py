@@ -1,10 +1,11 @@
-"""Samples of BERT (Devlin et al. 2018, arXiv:1810.04805): masked words, and two segments in their order or swapped.
+"""BERT samples (Devlin et al. 2018, arXiv:1810.04805): masked words and sentence-order prediction.
 
     [CLS] A [SEP] B [SEP]
 
-A and B are the sentences of a sample, cut in two at a random one, and swapped with probability 1/2: the order is what
-the binary head learns (sentence order, Lan et al. 2019, arXiv:1909.11942). Too many tokens are cut off, one after the
-other, of the longer segment at a random end. Of the tokens to predict, 80 % are [MASK], 10 % a random token, 10 % stay.
+The sentences of a sample are split into A and B between two random sentences, and swapped with probability 1/2. The
+binary head predicts the order (sentence order, Lan et al. 2019, arXiv:1909.11942). Excess tokens are removed one by one
+from the longer segment, at a random end. Of the tokens to predict, 80 % are replaced by [MASK] and 10 % by a random
+token, and 10 % are kept.
 """
 
 from collections.abc import Sequence
@@ -27,21 +28,21 @@ __all__ = ["BertBatch", "BertDataset", "BertSample", "stack_bert_samples"]
 Tokens = NDArray[np.int64]
 
 _MAX_NGRAM = 3
-_MASKED, _RANDOM = 0.8, 0.9  # of the tokens to predict: [MASK] below the first, random below the second
+_MASKED, _RANDOM = 0.8, 0.9  # thresholds of a uniform draw: below the first [MASK], below the second random
 
 
 @dataclass(frozen=True)
 class BertSample:
-    """A row of S, padded at its end.
+    """A row of S tokens, padded at the end.
 
     Attributes:
-        tokens: int64 [S], as the model reads them.
-        labels: int64 [S], the tokens as the text has them.
-        loss_mask: bool [S], the tokens to predict.
+        tokens: int64 [S], the input of the model.
+        labels: int64 [S], the original tokens.
+        loss_mask: bool [S], True for the tokens to predict.
         token_types: int64 [S], 0 in [CLS] A [SEP] and in padding, 1 in B [SEP].
-        num_tokens: before padding.
-        is_swapped: the segment that comes first in the text is B.
-        is_truncated: tokens of the sentences were cut off.
+        num_tokens: number of tokens before padding.
+        is_swapped: whether B comes before A in the text.
+        is_truncated: whether tokens of the sentences were cut off.
     """
 
     tokens: Tokens
@@ -55,15 +56,16 @@ class BertSample:
 
 @dataclass(frozen=True)
 class BertBatch:
-    """B rows that an encoder reads, whole or this rank's columns of them.
+    """B rows for an encoder: whole rows, or this rank's columns of them.
 
     Attributes:
         tokens, token_types: int64 [B, S].
-        labels: int64 [B, S], the token to predict at each position, -1 where there is none.
-        num_tokens: int64 [B], of whole rows, before padding.
-        classes: int64 [B], what the row's first token is to tell; -1 where there is nothing, or on another rank.
-        row_ids: int64 [B], where each row stands in the step's global batch.
-        positions: int64 [S], where each column stands in its row.
+        labels: int64 [B, S], the token to predict at each position, or -1.
+        num_tokens: int64 [B], lengths of whole rows before padding.
+        classes: int64 [B], the class to predict from the row's first token; -1 if there is none, or if the first token
+            is on another rank.
+        row_ids: int64 [B], index of each row in the step's global batch.
+        positions: int64 [S], index of each column in its row.
     """
 
     tokens: Tokens
@@ -75,19 +77,19 @@ class BertBatch:
     positions: Tokens
 
     def columns(self, positions: Tokens) -> "BertBatch":
-        """The columns that are at ``positions`` of whole rows; of a row's first token only they have its class."""
+        """Selects the columns at ``positions`` of whole rows; without position 0, the classes are -1."""
         own = {name: getattr(self, name)[:, positions] for name in ("tokens", "labels", "token_types")}
         classes = self.classes if 0 in positions else np.full_like(self.classes, -1)
         return replace(self, positions=positions, classes=classes, **own)
 
     def counting(self, counted: Sequence[bool]) -> "BertBatch":
-        """The same rows; those that are not ``counted`` have nothing to predict."""
+        """The same rows, without anything to predict in those that are not ``counted``."""
         kept = np.array(counted)
         return replace(self, labels=np.where(kept[:, None], self.labels, -1), classes=np.where(kept, self.classes, -1))
 
 
 def stack_bert_samples(samples: Sequence[BertSample], row_ids: Sequence[int]) -> BertBatch:
-    """The batch of these samples, one a row; the class of a row is 1 where its segments are swapped, else 0."""
+    """Stacks samples into a batch, one per row; the class of a row is 1 if its segments are swapped, else 0."""
     return BertBatch(
         tokens=np.stack([sample.tokens for sample in samples]),
         labels=np.stack([np.where(sample.loss_mask, sample.labels, -1) for sample in samples]),
@@ -100,14 +102,14 @@ def stack_bert_samples(samples: Sequence[BertSample], row_ids: Sequence[int]) ->
 
 
 class BertDataset(MaskedDataset[BertSample]):
-    """See ``MaskedDataset`` for arguments and errors.
+    """BERT samples of a dataset; see ``MaskedDataset`` for the other arguments and errors.
 
     Args:
-        seq_length: S, special tokens included.
-        sentence_order: samples have two segments; without, one: [CLS] A [SEP].
+        seq_length: S, including special tokens.
+        sentence_order: samples have two segments; if False, one: [CLS] A [SEP].
 
     Raises:
-        DataError: too, the tokenizer lacks one of BERT's special tokens.
+        DataError: also if the tokenizer lacks one of BERT's special tokens.
     """
 
     def __init__(
@@ -162,7 +164,7 @@ class BertDataset(MaskedDataset[BertSample]):
             np.pad(tokens, (0, missing), constant_values=special.padding),
             np.pad(labels, (0, missing), constant_values=special.padding),
             np.pad(loss_mask, (0, missing)),
-            np.pad(types, (1, missing)),  # [CLS] is of type 0, as padding is
+            np.pad(types, (1, missing)),  # [CLS] and padding have type 0
             len(labels),
             is_swapped,
             is_truncated,
@@ -178,14 +180,14 @@ class BertDataset(MaskedDataset[BertSample]):
         return (segments[::-1] if is_swapped else segments), is_swapped
 
     def _replaced(self, labels: Tokens, draws: Draws) -> Tokens:
-        """What the model reads in place of ``labels`` [T], each by itself."""
+        """The tokens that replace ``labels`` [T], drawn independently."""
         kind, place = draws.uniform(len(labels)), draws.uniform(len(labels))
         random = (place * self.tokenizer.vocab_size).astype(np.int64)
         return np.where(kind < _MASKED, self._special.mask, np.where(kind < _RANDOM, random, labels))
 
 
 def _truncated(lengths: Sequence[int], target: int, draws: Draws) -> list[tuple[int, int]]:
-    """Which tokens [first, end) of each segment of ``lengths`` are kept, ``target`` in all."""
+    """The range [first, end) of each segment to keep, at most ``target`` tokens in total."""
     kept = [(0, length) for length in lengths]
     for from_front in (draws.uniform(max(0, sum(lengths) - target)) < 0.5).tolist():
         sizes = [end - first for first, end in kept]

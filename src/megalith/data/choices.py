@@ -1,7 +1,7 @@
 """Multiple-choice questions: a JSONL file of {"context": text, "choices": [text, text, ...], "answer": index}.
 
-A choice stands as it follows the context, its space included: {"context": "The sky is", "choices": [" blue", " loud"],
-"answer": 0}. Answers count from 0, other fields are passed over, and so are empty lines.
+A choice is appended to the context as it is, so it includes the space: {"context": "The sky is", "choices": [" blue",
+" loud"], "answer": 0}. Answers count from 0; other fields and empty lines are ignored.
 """
 
 import json
@@ -16,12 +16,12 @@ from megalith.input_file import read_regular_file
 __all__ = ["Question", "read_questions"]
 
 _MOST_BYTES = 1 << 28
-_MOST_TOLD = 10  # lines; who has more wants to see the first ones
+_MOST_TOLD = 10  # lines listed in an error message
 
 
 @dataclass(frozen=True)
 class Question:
-    """``answer``: the index of the right one of ``choices``."""
+    """``answer``: index in ``choices`` of the correct one."""
 
     context: str
     choices: tuple[str, ...]
@@ -29,9 +29,9 @@ class Question:
 
 
 def read_questions(path: str | Path) -> list[Question]:
-    """The questions of the file ``path``, one a line.
+    """Reads the questions of the file ``path``, one per line.
 
-    Raises DataError if it cannot be read, holds none, or has malformed lines, the first of which it lists by number.
+    Raises DataError if it cannot be read, holds no question, or has malformed lines; the first ones are listed.
     """
     try:
         lines = read_regular_file(path, _MOST_BYTES).split(b"\n")
@@ -65,7 +65,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _problems(record: Any) -> Iterator[str]:
-    """What keeps ``record`` from being a question."""
+    """Describes why ``record`` is not a valid question."""
     if not isinstance(record, dict):
         yield "it is no JSON object in UTF-8"
         return
@@ -79,5 +79,5 @@ def _problems(record: Any) -> Iterator[str]:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether ``value`` is text that UTF-8 can hold: JSON may spell half of a surrogate pair."""
+    """Whether ``value`` is text that UTF-8 can encode: JSON may contain half of a surrogate pair."""
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)

@@ -1,8 +1,8 @@
-"""What stands beside the tokenizer.json of a model folder of Hugging Face, of its tokenizer and of generation.
+"""The tokenizer and generation files beside the tokenizer.json of a Hugging Face model folder.
 
-These files go through a run as they are, from the folder that it begins from to the one that is exported of it, so that
-a chat model keeps its templates and its settings of sampling. A model whose tokenizer is not known has
-generation_config.json alone, which names the ids of its tokens.
+A run carries these files unchanged from the folder that it starts from to the one that is exported, so that a chat
+model keeps its templates and sampling settings. A model whose tokenizer is not known has only generation_config.json,
+which contains the ids of its special tokens.
 """
 
 import json
@@ -29,23 +29,23 @@ log = logging.getLogger(__name__)
 GENERATION = "generation_config.json"
 _TOKENIZER = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
-_TEMPLATES = "additional_chat_templates"  # a folder: NAME.jinja for each template besides the usual one
+_TEMPLATES = "additional_chat_templates"  # a folder: NAME.jinja for each template besides the default
 _JSON = (_TOKENIZER, "special_tokens_map.json", GENERATION)
 _END = "eos_token_id"
 _IDS = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
 _MOST_IDS = 1 << 31
-_MOST_BYTES = 1 << 24  # of a file; the added tokens of a large tokenizer_config.json have about 1 MB
-_MOST_TEMPLATES = 64  # with names; published models have up to five, of a few kB
-_OF_CODE = "auto_map"  # names files of Python, which do not travel
+_MOST_BYTES = 1 << 24  # per file; the added tokens in a large tokenizer_config.json take about 1 MB
+_MOST_TEMPLATES = 64  # named templates; published models have up to five, of a few kB
+_OF_CODE = "auto_map"  # refers to Python files, which are not copied
 
 
 def read_companions(store: Store) -> dict[str, bytes]:
-    """The content of each of these files that the folder has, by name: ``additional_chat_templates/rag.jinja``.
+    """Reads those of these files that exist, by name, such as ``additional_chat_templates/rag.jinja``.
 
     Raises:
-        CheckpointError: one is too large, no UTF-8 text, no JSON object where it must be one, or a link to a file
-            elsewhere, whose content nobody meant to hand on; or there are too many templates.
-        StorageError: one is no regular file.
+        CheckpointError: a file is too large, not UTF-8, not a JSON object although it should be, or a link to a file
+            outside the folder, which could leak unrelated content; or there are too many templates.
+        StorageError: one is not a regular file.
     """
     present = store.names()
     found = {name: _text(store, store, name) for name in (*_JSON, _TEMPLATE) if name in present}
@@ -60,9 +60,10 @@ def read_companions(store: Store) -> dict[str, bytes]:
 
 
 def companions_without_beginning(kept: Mapping[str, bytes]) -> dict[str, bytes]:
-    """``kept``, for a tokenizer that puts nothing in front of a text.
+    """``kept`` for a tokenizer that prepends nothing to a text.
 
-    Llama's and Gemma's classes in transformers put a token there, whatever tokenizer.json says, unless they are told.
+    The Llama and Gemma tokenizer classes of transformers prepend BOS, whatever tokenizer.json says, unless
+    ``add_bos_token`` is False.
     """
     tree = _tree(kept, _TOKENIZER)
     return {**kept, _TOKENIZER: _json({**tree, "add_bos_token": False})} if tree else {**kept}
@@ -75,16 +76,16 @@ def written_companions(
     special: Mapping[str, str],
     ids: Mapping[str, Any],
 ) -> dict[str, bytes]:
-    """What stands beside tokenizer.json in a folder that transformers loads, by name.
+    """The files to write beside tokenizer.json in a folder that transformers loads, by name.
 
-    ``model_max_length`` of a tokenizer_config.json that is kept stays what its author set, often not the number of
-    positions: 10^30, or what a service takes. Where it is less than ``num_positions``, a line says what follows.
+    An existing tokenizer_config.json keeps the ``model_max_length`` that its author set, which is often not the number
+    of positions: 10^30, or the limit of a service. If it is less than ``num_positions``, the consequence is logged.
 
     Args:
-        kept: ``read_companions`` of the folder that the model comes from; what they say is kept.
-        num_positions: the length that the model was trained on.
-        special: how the model's special tokens are spelled, by transformers' names.
-        ids: what generation_config.json says of tokens; {} for a model that writes no text.
+        kept: ``read_companions`` of the folder that the model comes from; their content is kept.
+        num_positions: the sequence length that the model was trained on.
+        special: text of the model's special tokens, by transformers' names.
+        ids: token ids for generation_config.json; {} for a model that does not generate text.
     """
     usual = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -112,19 +113,19 @@ def written_companions(
 def companions_without_tokenizer(
     kept: Mapping[str, bytes], fields: Mapping[str, Any], ends: Sequence[int], vocab_size: int
 ) -> dict[str, bytes]:
-    """What is kept where the tokenizer is not known: generation_config.json, with the ids of tokens that a model has.
+    """The files to write if the tokenizer is not known: generation_config.json, with the model's special token ids.
 
     Args:
         kept: ``read_companions`` of the folder that the model comes from.
-        fields: of its config.json, whose ids count where generation_config.json has none.
+        fields: the fields of its config.json, used for ids that generation_config.json does not have.
         ends: ids of the tokens that end a text.
-        vocab_size: ids from it on are left out, and so is what is no id.
+        vocab_size: ids that are invalid or not below it are dropped.
     """
     generation = _tree(kept, GENERATION)
     ids: dict[str, Any] = {
         name: id
         for name in _IDS
-        for id in (fields.get(name), generation.get(name))  # the latter counts
+        for id in (fields.get(name), generation.get(name))  # the latter takes precedence
         if type(id) is int and 0 <= id < vocab_size
     }
     if inside := [id for id in ends if 0 <= id < vocab_size]:
@@ -134,7 +135,7 @@ def companions_without_tokenizer(
 
 
 def token_ids(kept: Mapping[str, bytes]) -> dict[str, Any]:
-    """The ids of tokens that generation_config.json of ``kept`` names, as it has them; without what is no id."""
+    """The token id fields of the generation_config.json in ``kept``, unchanged, without invalid ones."""
     tree = _tree(kept, GENERATION)
     ends = tree.get(_END)
     found = {name: tree[name] for name in _IDS if _are_ids([tree.get(name)])}
@@ -142,7 +143,7 @@ def token_ids(kept: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def end_field(ends: Sequence[int]) -> int | list[int]:
-    """``ends`` as the field ``eos_token_id`` has them."""
+    """``ends`` in the format of the field ``eos_token_id``: a number, or a list of several."""
     return ends[0] if len(ends) == 1 else list(ends)
 
 
@@ -165,7 +166,7 @@ def _named_templates(store: Store) -> dict[str, bytes]:
 
 
 def _text(root: Store, folder: Store, name: str) -> bytes:
-    """The file ``name`` of ``folder``, which is in ``root`` or is it. Raises as ``read_companions``."""
+    """Reads the file ``name`` in ``folder``, which is ``root`` or inside it. Raises as ``read_companions``."""
     path = folder / name
     if (size := folder.size(name)) > _MOST_BYTES:
         raise CheckpointError(f"{path} has {size:,} bytes, and at most {_MOST_BYTES:,} are read")

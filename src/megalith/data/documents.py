@@ -1,7 +1,7 @@
-"""The text of a source, document by document, in pieces that fit in memory; every piece depends on its file alone.
+"""Reads the documents of a source in pieces that fit in memory; a piece depends on its file only.
 
-Long text is cut at line ends: a file of plain text at the first one after every 64 KiB, so that a range of blocks can
-be read without what precedes it.
+Long text is cut at line ends: a plain text file at the first one after every 64 KiB, so that a range of blocks can be
+read without the text before it.
 """
 
 import json
@@ -16,31 +16,32 @@ from megalith.errors import DataError
 
 __all__ = ["BLOCK_BYTES", "Piece", "read_pieces", "row_group_bytes"]
 
-BLOCK_BYTES = 1 << 16  # encoding takes about 250 bytes of memory for each
-_LONGEST_LINE = 1 << 27  # bytes of a document in .jsonl; parsing takes a few times as many
-_ROWS = 64  # of a parquet file in memory at once
+BLOCK_BYTES = 1 << 16  # encoding takes about 250 bytes of memory per byte
+_LONGEST_LINE = 1 << 27  # bytes of a document in .jsonl; parsing needs a few times as much memory
+_ROWS = 64  # rows of a parquet file in memory at once
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of one document, the next after the piece before.
+    """A piece of one document; pieces of a document follow each other.
 
-    ``document`` is where the document begins in its source: a byte (of the decompressed text) or a row.
+    ``document`` is the position of the document in its source: a byte offset (in the decompressed text) or a row.
     """
 
     document: int
     text: str
     num_bytes: int  # of the text in UTF-8
-    is_last: bool  # of its document
+    is_last: bool  # the last piece of its document
 
 
 def read_pieces(source: Source, key: str, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
-    """The pieces between ``start`` and ``stop`` (None: the end), in blocks of text, bytes of .jsonl, or row groups.
+    """Yields the pieces from ``start`` to ``stop`` (None: the end), in blocks of text, bytes of .jsonl, or row groups.
 
-    A line of .jsonl belongs to the range in which it begins. ``key`` names the text in .jsonl and .parquet.
+    A line of .jsonl belongs to the range in which it begins. ``key`` is the field or column that holds the text.
 
     Raises:
-        DataError: the file is not UTF-8, not what its name says, or a document has no text; names the place.
+        DataError: the file is not UTF-8, does not have the format of its suffix, or a document has no text; the message
+            includes the position.
     """
     try:
         if source.format == "parquet":
@@ -56,7 +57,7 @@ def read_pieces(source: Source, key: str, start: int = 0, stop: int | None = Non
 
 
 def row_group_bytes(source: Source) -> list[int]:
-    """Bytes of each row group of a parquet file, uncompressed."""
+    """The uncompressed size in bytes of each row group of a parquet file."""
     with _open_parquet(source) as file:
         groups = range(file.metadata.num_row_groups)
         return [file.metadata.row_group(group).total_byte_size for group in groups]
@@ -75,9 +76,9 @@ def _read_text(source: Source, file: BinaryIO, start: int, stop: int | None) -> 
 
 
 def _blocks(file: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes, bool]]:
-    """Blocks ``start`` to ``stop``: where each begins, its bytes, whether it is the last of the file.
+    """Blocks ``start`` to ``stop``: the offset of each, its bytes, and whether it is the last of the file.
 
-    Block k goes from the first line that begins at or after byte k * BLOCK_BYTES to the one where block k + 1 begins.
+    Block k starts at the first line that begins at or after byte k * BLOCK_BYTES, and ends where block k + 1 starts.
     """
     file.seek(max(0, start * BLOCK_BYTES - 1))
     before = file.read(1) if start else b"\n"
@@ -94,7 +95,7 @@ def _blocks(file: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int,
 
 
 def _line_start(before: bytes, raw: bytes) -> int:
-    """Where in ``raw``, which follows the byte ``before``, a line begins; where none does, a character."""
+    """The offset of the first line that begins in ``raw``, or else of the first character; ``before`` precedes it."""
     if before == b"\n":
         return 0
     if (newline := raw.find(b"\n")) >= 0:
@@ -141,7 +142,7 @@ def _text_of(source: Source, line: bytes, offset: int, key: str) -> str:
 
 
 def _place(source: Source, offset: int) -> str:
-    """``path, line n`` of the line that begins at byte ``offset``."""
+    """``path, line n,`` for the line that begins at byte ``offset``."""
     number = 1
     with source.open() as file:
         while offset > 0 and (block := file.read(min(offset, BLOCK_BYTES))):
@@ -175,7 +176,7 @@ def _open_parquet(source: Source) -> Any:
 
 
 def _cut(document: int, text: str) -> Iterator[Piece]:
-    """``text`` in pieces of at most BLOCK_BYTES characters, cut at line ends where there are any."""
+    """``text`` in pieces of at most BLOCK_BYTES characters, cut at line ends if possible."""
     start = 0
     while True:
         stop = len(text)

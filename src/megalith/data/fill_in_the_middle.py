@@ -1,11 +1,11 @@
-"""Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255): documents cut in three, with the middle at the end.
+"""Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255): documents split in three, with the middle moved last.
 
     PSM    <prefix> prefix <suffix> suffix <middle> middle
     SPM    <prefix> <suffix> suffix <middle> prefix middle         (the paper's variant 2, appendix D)
 
-What is cut is the text that a document has in a sample ("context-level" in the paper), at two random characters; the
-three parts are tokenized anew, so that a model learns to go on from any character. Three tokens are added to each such
-document, and the sample becomes longer.
+The part of a document that is in a sample is split at two random characters ("context-level" in the paper). The three
+parts are tokenized again, so that a model learns to continue from any character. This adds three tokens to each such
+document, so the sample becomes longer.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ _PARTS = ("one", " two", "three\n")
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """See the module; rates as in the settings, and ids of the tokens that say which part follows."""
+    """Reorders documents; rates as in the settings, and the ids of the tokens before each part."""
 
     tokenizer: Tokenizer
     rate: float
@@ -40,15 +40,15 @@ class FillInTheMiddle:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: FillInTheMiddleConfig) -> "FillInTheMiddle":
-        """What ``config`` asks for.
+        """Builds the transform for ``config``.
 
         Raises:
-            DataError: ``tokenizer`` lacks one of the three tokens, or loses what is between two parts of a text.
+            DataError: ``tokenizer`` lacks one of the three tokens, or does not reproduce a text encoded in parts.
         """
         given = config.prefix_token, config.middle_token, config.suffix_token
         tokens = fill_in_the_middle_tokens(tokenizer, given)
         again = tokenizer.decode([id for part in tokenizer.encode_batch(_PARTS) for id in part])
-        if again != "".join(_PARTS):  # one that begins every text with a space, say
+        if again != "".join(_PARTS):  # such as a tokenizer that prepends a space to every text
             raise DataError(
                 f"data.fill_in_the_middle needs a tokenizer that gives back a text which it is given in parts; "
                 f"{tokenizer.name} makes {again!r} of the parts {', '.join(map(repr, _PARTS))}; use a byte-level one, "
@@ -57,10 +57,10 @@ class FillInTheMiddle:
         return cls(tokenizer, config.rate, config.spm_rate, *tokens)
 
     def __call__(self, tokens: Tokens, documents: Tokens, draws: Draws) -> tuple[Tokens, Tokens]:
-        """``tokens`` [T] with some of their ``documents`` [T] reordered, and the document of each; both [U].
+        """Returns ``tokens`` [T] with some of their ``documents`` [T] reordered, and the document of each; both [U].
 
-        Tokens that begin a document stay in front, and one that ends it at its end. A document keeps its order if its
-        text begins or ends inside a character here, or has one of the three tokens already.
+        Tokens that begin or end a document keep their places. A document is not reordered if its text begins or ends
+        inside a character, or contains one of the three tokens already.
         """
         begins = np.diff(documents, prepend=documents[0] - 1) != 0
         begins[1:] |= tokens[:-1] == self.tokenizer.eod

@@ -1,12 +1,12 @@
-"""A short name for the content of a dataset: what a checkpoint keeps to recognise the data that it was trained on.
+"""Fingerprint of a dataset's content, stored in a checkpoint to recognize the data that it was trained on.
 
-    sha256(tokens | number of tokens | where documents begin | how many of those), its first 128 bits, and the counts
+    first 128 bits of sha256(tokens | number of tokens | document starts | number of those), and the counts
 
-Values are hashed, not files: another path, another type on disk or another sidecar is still the same data. Up to 2^20
-tokens, and as many documents, all of them are hashed; of more, 16 blocks of 4,096: the first, the last, and 14 at even
-distances. So a terabyte costs a few dozen reads, milliseconds on a local disk. Other text, another tokenizer, documents
-that were added, taken away or put in another order are noticed. Tokens of a large dataset that are changed in place,
-between the blocks and with every length kept, are not. The hash tells accidents apart, it does not stop a forger.
+Values are hashed, not files: another path, dtype on disk or sidecar is still the same data. Up to 2^20 tokens, or
+document starts, are all hashed; of more, 16 blocks of 4,096: the first, the last, and 14 evenly spaced ones. A terabyte
+therefore costs a few dozen reads, milliseconds on a local disk. The fingerprint detects different text, another
+tokenizer, and documents that were added, removed or reordered. It does not detect tokens of a large dataset that were
+changed in place, between the blocks and with unchanged lengths. It guards against accidents, not against forgery.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from megalith.data.indexed_dataset import Tokens
 
 __all__ = ["fingerprint"]
 
-_ALL = 1 << 20  # values that are read whole
+_ALL = 1 << 20  # up to this many values are all hashed
 _BLOCKS, _BLOCK = 16, 1 << 12
 
 
 def fingerprint(tokens: Tokens, document_starts: NDArray[np.int64]) -> str:
-    """The name of data whose document d is ``tokens[document_starts[d]:document_starts[d + 1]]``.
+    """Fingerprint of data whose document d is ``tokens[document_starts[d]:document_starts[d + 1]]``.
 
     Raises:
         DataError: the tokens cannot be read.
@@ -38,7 +38,7 @@ def fingerprint(tokens: Tokens, document_starts: NDArray[np.int64]) -> str:
 
 
 def _read(values: Tokens) -> Iterator[NDArray[np.int64]]:
-    """What is hashed of ``values``, in parts."""
+    """Yields the parts of ``values`` to hash."""
     if len(values) <= _ALL:
         yield values[0 : len(values)]
         return

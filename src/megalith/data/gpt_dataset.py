@@ -1,15 +1,16 @@
-"""Samples of a language model: fixed windows of an endless stream of tokens, in an order that is a formula.
+"""Samples for causal language models: fixed-size windows of an endless token stream, computed from the sample index.
 
-The stream is epoch after epoch; within epoch e the documents come in an order keyed by (seed, e). Windows begin at the
-multiples of S of that stream, and sample i is one of them: those that begin in one epoch are visited in an order keyed
-by (seed, e) too. A window holds S tokens and the one after them, which the next window begins with, so that no token is
-ever left out or predicted twice in an epoch, also across the border of two.
+The stream concatenates epochs; in epoch e the documents are permuted with the key (seed, e). Windows begin at multiples
+of S in that stream, and each sample is one window. The windows that begin in epoch e are visited in an order that is
+keyed by (seed, e) as well. A window holds S tokens and the token after them, with which the next window begins, so that
+no token is skipped or predicted twice in an epoch, not even at the boundary between two epochs.
 
-Documents of a sample may be reordered (``fill_in_the_middle.py``), which makes it longer: it loses its end then, which
-is not read in that epoch. In the rare case that it becomes shorter, zeros follow that the loss mask leaves out.
+Documents of a sample may be reordered (``fill_in_the_middle.py``), which makes the sample longer: it is truncated, and
+the rest is not read in that epoch. In the rare case that it becomes shorter, it is padded with zeros that the loss mask
+excludes.
 
-Sample i depends on (data, seed, S, i) alone, and on how documents are reordered. Batch size, number of ranks and length
-of the run do not move it, and a run's position in its data is one integer.
+Sample i depends only on (data, seed, S, i) and the fill-in-the-middle settings, not on batch size, number of ranks or
+length of the run. The position of a run in its data is therefore a single integer.
 """
 
 from collections.abc import Sequence
@@ -33,9 +34,13 @@ __all__ = ["EvaluationDataset", "GPTBatch", "GPTDataset", "GPTSample", "stack_sa
 
 @dataclass(frozen=True)
 class GPTSample:
-    """One window: tokens int64 [S], labels int64 [S] (the token after each), and of each token
+    """One window of S tokens.
 
-    loss_mask: bool [S], whether its label counts; documents: int32 [S], which document it is in, from 0.
+    Attributes:
+        tokens: int64 [S].
+        labels: int64 [S], the next token at each position.
+        loss_mask: bool [S], whether the label counts in the loss.
+        documents: int32 [S], ordinal of the token's document within the sample, from 0.
     """
 
     tokens: NDArray[np.int64]
@@ -46,12 +51,15 @@ class GPTSample:
 
 @dataclass(frozen=True)
 class GPTBatch:
-    """B samples: tokens and labels int64 [B, S], loss_mask bool [B, S], documents int32 [B, S].
+    """B samples.
 
-    labels, loss_mask: [1+M, B, S] where the tokens further ahead are labels too.
-    row_ids: int64 [B], where each row stands in the step's global batch.
-    positions: int64 [S], where each column stands in its row. Of rows that are split over ranks, tokens, labels,
-        loss_mask and positions hold this rank's columns; documents are of whole rows.
+    Attributes:
+        tokens: int64 [B, S].
+        labels, loss_mask: int64 and bool [B, S]; [1+M, B, S] with multi-token prediction.
+        documents: int32 [B, S].
+        row_ids: int64 [B], index of each row in the step's global batch.
+        positions: int64 [S], index of each column in its row. If rows are split over ranks, tokens, labels, loss_mask
+            and positions hold this rank's columns; documents hold whole rows.
     """
 
     tokens: NDArray[np.int64]
@@ -63,7 +71,7 @@ class GPTBatch:
 
 
 def stack_samples(samples: Sequence[GPTSample], row_ids: Sequence[int]) -> GPTBatch:
-    """The batch of these samples, one a row."""
+    """Stacks samples into a batch, one per row."""
     return GPTBatch(
         np.stack([sample.tokens for sample in samples]),
         np.stack([sample.labels for sample in samples]),
@@ -77,8 +85,8 @@ def stack_samples(samples: Sequence[GPTSample], row_ids: Sequence[int]) -> GPTBa
 def with_labels_ahead(batch: GPTBatch, num_ahead: int) -> GPTBatch:
     """``batch`` with labels and loss_mask [1+M, B, S]: those of each token, then those of the tokens 1, 2 ... M ahead.
 
-    M is ``num_ahead``. What is ahead counts where it counts there, and where that token is in the same document of the
-    same row; labels beyond the row are 0.
+    M is ``num_ahead``. A label ahead counts if it counts at its own position, and if that position is in the same
+    document of the same row; labels beyond the row are 0.
     """
     labels, masks = [batch.labels], [batch.loss_mask]
     for depth in range(1, num_ahead + 1):
@@ -88,22 +96,22 @@ def with_labels_ahead(batch: GPTBatch, num_ahead: int) -> GPTBatch:
 
 
 class GPTDataset:
-    """The samples of a dataset, without end: any index from 0 on is one. Not for several threads at once.
+    """Samples of an indexed dataset without end: every index from 0 on is valid. Not thread-safe.
 
-    A document ends where the dataset says so, and after every eod token inside one, if the sidecar names that.
+    A document ends where the dataset says so, and after every eod token inside it if the sidecar names that token.
 
     Args:
-        dataset: or its prefix.
+        dataset: the dataset or its prefix.
         seq_length: S.
-        seed: of the orders of documents and windows.
-        mask_eod: no loss where the token is the last of its document: what follows it is unrelated.
-        vocab_size: of the model that reads the samples; None: unknown.
-        fill_in_the_middle: which documents of a sample are reordered, drawn from (seed, index); None: none.
+        seed: seed of the permutations of documents and windows.
+        mask_eod: exclude the last token of each document from the loss, because the token after it is unrelated.
+        vocab_size: vocabulary size of the model that reads the samples; None: unknown.
+        fill_in_the_middle: reorders documents of a sample, drawn from (seed, index); None: no reordering.
 
     Raises:
         ConfigError: ``seq_length`` is below 1.
-        DataError: the files cannot be read, hold no token ids, or fewer than two; when a sample is read, it has
-            a token id that is not below ``vocab_size``.
+        DataError: the files cannot be read, do not hold token ids, or hold fewer than two; or, when a sample is read,
+            it has a token id that is not below ``vocab_size``.
     """
 
     def __init__(
@@ -128,11 +136,11 @@ class GPTDataset:
 
     @property
     def tokens_per_epoch(self) -> int:
-        """How many tokens the data have."""
+        """Number of tokens in the dataset."""
         return self._data.num_tokens
 
     def identity(self) -> dict[str, Any]:
-        """The text, by its fingerprint; the tokenizer, by the SHA-256 of its file, where the sidecar tells it."""
+        """The fingerprint of the text, and the SHA-256 of the tokenizer file if the sidecar records it."""
         sidecar = self._data.sidecar
         return {
             "text": fingerprint(self._data.tokens, self._starts),
@@ -154,7 +162,7 @@ class GPTDataset:
         return _filled_up(_sample(stretch[kept], documents[kept], self._eod, self.mask_eod), self.seq_length)
 
     def _window(self, index: int) -> int:
-        """Which window of the stream sample ``index`` is."""
+        """Index in the stream of the window that is sample ``index``."""
         S, N = self.seq_length, self.tokens_per_epoch
         epoch = index * S // N  # windows are visited in the order of their epochs, so sample and window share it
         first = -(-epoch * N // S)
@@ -163,16 +171,16 @@ class GPTDataset:
         return first + visit(index - first)
 
     def _read(self, position: int, length: int, sample: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """``length`` tokens of the stream from ``position``, and the number of the document that each belongs to.
+        """Reads ``length`` tokens of the stream from ``position``, and the document number of each.
 
-        ``sample``: which one they are for.
+        ``sample`` is the sample index for error messages.
         """
         tokens: list[NDArray[np.int64]] = []
         documents: list[NDArray[np.int64]] = []
         while length > 0:
             epoch, offset = divmod(position, self.tokens_per_epoch)
             order = self._epoch(epoch)
-            slot = int(np.searchsorted(order.ends, offset, side="right"))  # never an empty document
+            slot = int(np.searchsorted(order.ends, offset, side="right"))  # "right" skips empty documents
             end = int(self._starts[order.documents[slot] + 1])
             begin = end - (int(order.ends[slot]) - offset)
             piece = self._data.tokens[begin : min(end, begin + length)]
@@ -184,7 +192,7 @@ class GPTDataset:
         return np.concatenate(tokens), np.concatenate(documents)
 
     def _epoch(self, epoch: int) -> "_Epoch":
-        """The order of one epoch; the last two asked for are kept, because a window may touch both."""
+        """The document order of one epoch; two epochs are cached, because a window may span both."""
         if epoch not in self._epochs:
             while len(self._epochs) > 1:
                 del self._epochs[min(self._epochs)]
@@ -193,9 +201,9 @@ class GPTDataset:
 
 
 class EvaluationDataset:
-    """The samples of a dataset in the order of the file, once: every token but the first is a label exactly once.
+    """The samples of a dataset once, in file order: every token but the first is a label exactly once.
 
-    The last window is filled up with zeros that the loss mask leaves out. Arguments and errors as in GPTDataset.
+    The last window is padded with zeros that the loss mask excludes. Arguments and errors as in GPTDataset.
     """
 
     def __init__(
@@ -229,7 +237,7 @@ class EvaluationDataset:
 
 @dataclass(frozen=True)
 class _Epoch:
-    """documents [N] in the order of the epoch, and where each ends in the epoch's tokens."""
+    """The documents [N] in the order of the epoch, and where each ends in the epoch's token stream."""
 
     documents: NDArray[np.int64]
     ends: NDArray[np.int64]
@@ -263,7 +271,7 @@ def _ahead(values: NDArray[Any], distance: int) -> NDArray[Any]:
 
 
 def _sample(stretch: NDArray[np.int64], documents: NDArray[np.int64], eod: int | None, mask_eod: bool) -> GPTSample:
-    """The sample of S + 1 tokens in a row, whose ``documents`` rise by any amount where a new one begins."""
+    """The sample of S + 1 consecutive tokens; ``documents`` changes where a new document begins."""
     is_last = np.diff(documents) != 0  # [S]: the next token is in another document
     if eod is not None:
         is_last |= stretch[:-1] == eod
@@ -273,7 +281,7 @@ def _sample(stretch: NDArray[np.int64], documents: NDArray[np.int64], eod: int |
 
 
 def _filled_up(sample: GPTSample, length: int) -> GPTSample:
-    """``sample`` with ``length`` tokens: zeros that the loss mask leaves out follow, in its last document."""
+    """Pads ``sample`` to ``length`` tokens with zeros that the loss mask excludes and that join its last document."""
     missing = length - len(sample.tokens)
     if not missing:
         return sample

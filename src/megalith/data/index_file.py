@@ -1,11 +1,11 @@
-"""``PREFIX.idx``: the header, and the checks that find a damaged file before a token is read through it.
+"""Reads and writes ``PREFIX.idx``, with checks that detect a damaged file before any token is read.
 
     little endian, packed:  "MMIDIDX\\0\\0" | uint64 version = 1 | uint8 dtype code | uint64 S | uint64 N + 1
                             int32 length of each sequence in tokens        [S]
                             int64 byte offset of each sequence in .bin     [S]
                             int64 first sequence of each document, then S  [N + 1]
 
-S sequences in N documents; a document has zero or more sequences (one, for GPT). The format is Megatron's.
+S sequences in N documents; a document has zero or more sequences (one for GPT). The format is Megatron's.
 """
 
 import os
@@ -45,7 +45,7 @@ _WAY_OUT = "copy the files again, or make them again with: megalith data prepare
 
 @dataclass(frozen=True)
 class Index:
-    """What an .idx file holds; the arrays are views of its content. S sequences, N documents."""
+    """The content of an .idx file, as views. S sequences, N documents."""
 
     dtype: np.dtype[Any]
     lengths: NDArray[np.int32]  # [S], tokens
@@ -55,13 +55,13 @@ class Index:
 
 
 def companion(prefix: Path, suffix: str) -> Path:
-    """``prefix`` with ``suffix`` after it; a prefix may hold dots, so Path.with_suffix would cut it."""
+    """Appends ``suffix`` to ``prefix``; Path.with_suffix would truncate a prefix that contains dots."""
     return prefix.with_name(prefix.name + suffix)
 
 
 @contextmanager
 def readable(store: Store, name: str) -> Iterator[None]:
-    """A .bin or .idx file that the store does not give, inside, leaves as DataError with the way out."""
+    """Context in which a StorageError for a .bin or .idx file becomes a DataError that says how to fix it."""
     try:
         yield
     except StorageError as error:
@@ -76,7 +76,7 @@ def readable(store: Store, name: str) -> Iterator[None]:
 
 
 def read_index(store: Store, name: str) -> Index:
-    """The checked content of the file ``name``. Raises DataError if it is missing, damaged, or of another format."""
+    """Reads and checks the file ``name``. Raises DataError if it is missing, damaged, or in another format."""
     path = str(store / name)
     with readable(store, name):
         content = store.map(name)
@@ -97,7 +97,7 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: Path, document_ends: 
 
     Args:
         lengths: int32 ``[S]``, tokens of each sequence.
-        document_ends: int64 ``[N]``, the sequence after the last one of each document.
+        document_ends: int64 ``[N]``, index after the last sequence of each document.
     """
     code = next(code for code, known in DTYPES.items() if known == dtype)
     num_sequences, num_documents = lengths.stat().st_size // 4, document_ends.stat().st_size // 8
@@ -142,7 +142,7 @@ def _parse_header(path: str, content: Buffer) -> tuple[np.dtype[Any], int, int]:
 
 
 def _check_sequences(path: str, lengths: NDArray[np.int32], offsets: NDArray[np.int64], itemsize: int) -> int:
-    """Bytes that all sequences take; each must begin where the one before ends."""
+    """Checks that each sequence begins where the previous one ends; returns the bytes of all sequences."""
     end = 0
     for start in range(0, len(lengths), _CHUNK):
         part = lengths[start : start + _CHUNK].astype(np.int64)

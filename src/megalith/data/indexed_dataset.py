@@ -1,7 +1,7 @@
-"""Tokens on disk in Megatron's two files: ``PREFIX.bin`` holds them end to end, ``PREFIX.idx`` says where each begins.
+"""Megatron's indexed datasets: ``PREFIX.bin`` holds all tokens, ``PREFIX.idx`` where each sequence begins.
 
-Reads files that Megatron has written, and writes files that Megatron reads; the layout is in ``index_file.py``.
-``PREFIX.json`` beside them (``sidecar.py``) is ours.
+Reads and writes files that are compatible with Megatron; ``index_file.py`` describes the layout. ``PREFIX.json``
+(``sidecar.py``) is specific to Megalith.
 """
 
 import contextlib
@@ -29,23 +29,23 @@ _MAX_SEQUENCE_LENGTH = 2**31 - 1  # tokens; lengths are int32 on disk
 
 
 def best_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type that Megatron, too, chooses for tokens below ``vocab_size``: uint16 if they fit, else int32."""
+    """The dtype for token ids below ``vocab_size``, as Megatron chooses it: uint16 if they fit, else int32."""
     return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
 
 
 def files_of(prefix: Path) -> list[Path]:
-    """The files of a dataset in the order in which they appear: where there is the last, there are all."""
+    """The files of a dataset in the order in which they are published: if the last one exists, all do."""
     return [companion(prefix, suffix) for suffix in (".bin", ".json", ".idx")]
 
 
 def remove_dataset(prefix: Path) -> None:
-    """Deletes what there is of a dataset, the .idx first, so that no reader takes the rest for whole."""
+    """Deletes the files of a dataset that exist, the .idx first, so that no reader takes the rest for complete."""
     for path in reversed(files_of(prefix)):
         path.unlink(missing_ok=True)
 
 
 class Tokens(Protocol):
-    """All tokens of a dataset in the order of the file, ``[num_tokens]``; a slice is an array that is not writable."""
+    """All tokens of a dataset in file order, ``[num_tokens]``; slicing returns a read-only array."""
 
     def __len__(self) -> int: ...
 
@@ -53,20 +53,20 @@ class Tokens(Protocol):
 
 
 class IndexedDataset:
-    """The sequences of ``prefix.bin``, which is not read until they are asked for. Pickles as its prefix.
+    """The sequences of ``prefix.bin``, read on access. Pickles as its prefix.
 
     Args:
-        prefix: path, URL, or place in a store (``store / "corpus"``) of the two files without ``.bin`` and ``.idx``.
+        prefix: path, URL, or store location (``store / "corpus"``) of the two files, without ``.bin`` and ``.idx``.
 
     Attributes:
-        dtype: of the tokens on disk.
-        tokens: all of them; a view of the file mapped into memory, or what reads each slice from the store.
+        dtype: dtype of the tokens on disk.
+        tokens: all tokens: a view of the memory-mapped file, or an object that reads each slice from the store.
         sequence_lengths: int32 ``[S]``, in tokens.
         document_indices: int64 ``[N + 1]``; document d is sequences ``document_indices[d]`` to ``[d + 1]``.
-        sidecar: what the files were made from; None for files made elsewhere.
+        sidecar: what the files were made from; None for files that were not made by Megalith.
 
     Raises:
-        DataError: a file is missing, damaged, of another format, or of another making than the ones beside it.
+        DataError: a file is missing, damaged, in another format, or does not belong to the other files.
     """
 
     def __init__(self, prefix: str | Path | Store) -> None:
@@ -108,7 +108,7 @@ class IndexedDataset:
         return len(self.document_indices) - 1
 
     def require_token_ids(self) -> None:
-        """Raises DataError if the numbers are floating: features of something, and not the ids of tokens."""
+        """Raises DataError if the dtype is floating point: such data are features, not token ids."""
         if self.dtype.kind == "f":
             raise DataError(
                 f"{self.prefix} should hold token ids, which are whole numbers; its .idx says {self.dtype.name}; give "
@@ -124,9 +124,9 @@ class IndexedDataset:
         return np.append(self._offsets // self.dtype.itemsize, self.num_tokens)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """``length`` tokens (None: all that follow) of sequence ``index`` from ``offset``; a view, not writable.
+        """Returns ``length`` tokens of sequence ``index`` from ``offset`` on (None: to its end), as a read-only view.
 
-        Raises IndexError when the sequence has no such tokens.
+        Raises IndexError if the range is outside the sequence.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"{self.prefix} has sequences 0 to {len(self) - 1}; asked for {index}")
@@ -152,7 +152,7 @@ class IndexedDataset:
 
 @dataclass(frozen=True)
 class _StoredTokens:
-    """Tokens of a store without a map: each slice is one read."""
+    """Tokens in a store that cannot be memory-mapped: each slice is one read."""
 
     store: Store
     name: str
@@ -175,8 +175,8 @@ class _StoredTokens:
 class IndexedDatasetBuilder:
     """Writes ``prefix.bin``, ``.json`` and ``.idx`` in constant memory.
 
-    Everything goes to a scratch folder, and ``finalize`` moves the files into place, the ``.idx`` last: where there is
-    an ``.idx``, the other two are whole. Without ``finalize`` nothing appears.
+    Everything is written to a scratch folder, and ``finalize`` moves the files into place, the ``.idx`` last: if the
+    ``.idx`` exists, the other two are complete. Without ``finalize`` no file appears.
 
         with IndexedDatasetBuilder(prefix, best_dtype(vocab_size)) as builder:
             for tokens in documents:
@@ -184,13 +184,13 @@ class IndexedDatasetBuilder:
             builder.finalize()
 
     Args:
-        prefix: path of the files without their suffixes; its folder is made if absent.
-        dtype: of the tokens on disk, one of Megatron's eight.
-        scratch: a folder on the same disk for unfinished files; by default that of ``prefix``.
+        prefix: path of the files without their suffixes; its folder is created if it does not exist.
+        dtype: dtype of the tokens on disk, one of the eight that Megatron supports.
+        scratch: a folder on the same disk for unfinished files; by default the folder of ``prefix``.
 
     Raises:
-        DataError: one of the files is there already, or the type cannot be stored.
-        StorageError: here and in every method, the disk is full or may not be written.
+        DataError: one of the files exists already, or the dtype is not supported.
+        StorageError: here and in every method, the disk is full or not writable.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike, *, scratch: Path | None = None) -> None:
@@ -209,18 +209,18 @@ class IndexedDatasetBuilder:
             self._bin, self._lengths, self._document_ends = (
                 (self._scratch / name).open("wb") for name in ("bin", "lengths", "document_ends")
             )
-        self._open_tokens = 0  # in the sequence that is being written
+        self._open_tokens = 0  # in the current sequence
         self._document_tokens = 0
         self.num_tokens = 0
         self.num_sequences = 0
         self.num_documents = 0
         self.num_empty_documents = 0
-        self._token_ids: tuple[int, int] | None = None  # the smallest and the largest so far
+        self._token_ids: tuple[int, int] | None = None  # smallest and largest so far
 
     def write(self, tokens: ArrayLike) -> None:
-        """Appends ``tokens`` [T] to the open sequence; cuts it where it would grow too long for the format.
+        """Appends ``tokens`` [T] to the current sequence, and starts a new one where it exceeds the format's maximum.
 
-        Raises DataError for a token that the type on disk cannot hold.
+        Raises DataError for a token that does not fit in the dtype on disk.
         """
         given = np.asarray(tokens)
         stored = given.astype(self.dtype)
@@ -240,7 +240,7 @@ class IndexedDatasetBuilder:
                 self.end_sequence()
 
     def end_sequence(self) -> None:
-        """Closes the open sequence, which may have no tokens."""
+        """Ends the current sequence, which may be empty."""
         with explained("write", companion(self.prefix, ".idx")):
             self._lengths.write(self._open_tokens.to_bytes(4, "little"))
         self.num_sequences += 1
@@ -249,7 +249,7 @@ class IndexedDatasetBuilder:
         self._open_tokens = 0
 
     def end_document(self) -> None:
-        """Closes the document, and its open sequence if that has tokens."""
+        """Ends the document, and its current sequence unless that is empty."""
         if self._open_tokens:
             self.end_sequence()
         with explained("write", companion(self.prefix, ".idx")):
@@ -259,7 +259,7 @@ class IndexedDatasetBuilder:
         self._document_tokens = 0
 
     def add_document(self, tokens: ArrayLike, sequence_lengths: Sequence[int] | None = None) -> None:
-        """One document of ``tokens`` [T], in sequences of the lengths given; by default in one (in none if T = 0)."""
+        """Appends ``tokens`` [T] as one document of sequences of these lengths; by default one (none if T = 0)."""
         given = np.asarray(tokens)
         if sequence_lengths is None:
             self.write(given)
@@ -274,7 +274,7 @@ class IndexedDatasetBuilder:
         self.end_document()
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
-        """Appends the documents of ``dataset``, which has the same dtype. Raises DataError if it has another."""
+        """Appends the documents of ``dataset``. Raises DataError if its dtype differs."""
         starts, num_before = dataset.document_starts(), self.num_sequences
         self.add_sequences(dataset)
         with explained("write", self.prefix):
@@ -284,7 +284,7 @@ class IndexedDatasetBuilder:
         self.num_empty_documents += int(np.count_nonzero(np.diff(starts) == 0))
 
     def add_sequences(self, dataset: IndexedDataset) -> None:
-        """Appends all sequences of ``dataset`` to the open document. Raises DataError if it has another dtype."""
+        """Appends all sequences of ``dataset`` to the current document. Raises DataError if its dtype differs."""
         assert not self._open_tokens, "end the open sequence first"
         if dataset.dtype != self.dtype:
             raise DataError(
@@ -301,7 +301,7 @@ class IndexedDatasetBuilder:
         self.num_sequences += len(dataset)
 
     def finalize(self, **origin: Any) -> Sidecar:
-        """Publishes the files and returns what ``prefix.json`` says; ``origin`` are fields of ``Sidecar``."""
+        """Publishes the files and returns the content of ``prefix.json``; ``origin`` are fields of ``Sidecar``."""
         assert not self._open_tokens, "end the open document first"
         smallest, largest = self._token_ids or (None, None)
         sidecar = Sidecar(
@@ -328,9 +328,9 @@ class IndexedDatasetBuilder:
         return sidecar
 
     def abandon(self) -> None:
-        """Removes what is not published."""
+        """Removes files that were not published."""
         for file in (self._bin, self._lengths, self._document_ends):
-            with contextlib.suppress(OSError):  # a full disk refuses the last buffer once more
+            with contextlib.suppress(OSError):  # closing flushes the buffer, which fails again on a full disk
                 file.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""What is in a dataset: counts, the first documents as text, and which tokens occur how often."""
+"""Inspects a dataset: counts, the first documents as text, and token frequencies."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,9 +23,9 @@ class ShownDocument:
     """The beginning of a document.
 
     Attributes:
-        num_tokens: in all of it.
-        text: its first 200 tokens, or their ids where the tokenizer is not known.
-        is_cut: it goes on.
+        num_tokens: length of the whole document.
+        text: its first 200 tokens as text, or their ids if the tokenizer is not known.
+        is_cut: whether the document is longer than ``text``.
     """
 
     number: int
@@ -36,13 +36,13 @@ class ShownDocument:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What ``inspect_dataset`` found.
+    """The result of ``inspect_dataset``.
 
     Attributes:
         tokenizer: None if it is not known; ``why_no_tokenizer`` says why.
         document_lengths: [N], in tokens.
-        token_ids, counts: the ids that occur, the most frequent first, and how often each does.
-        num_counted: tokens that were counted: all, or of a large file 67 million, evenly spread.
+        token_ids, counts: the ids that occur, the most frequent first, and the count of each.
+        num_counted: number of tokens counted: all, or for a large file 67 million, evenly spread.
     """
 
     dataset: IndexedDataset
@@ -59,18 +59,18 @@ class Inspection:
 
     @property
     def median_length(self) -> int:
-        """Of the documents, in tokens; there must be some."""
+        """Median document length in tokens; requires at least one document."""
         return int(np.median(self.document_lengths))
 
     @property
     def vocab_size(self) -> int | None:
-        """That of the tokenizer, if anything tells."""
+        """Vocabulary size of the tokenizer, or the one recorded in the sidecar; None if neither is known."""
         if self.tokenizer is not None:
             return self.tokenizer.vocab_size
         return None if self.dataset.sidecar is None else self.dataset.sidecar.vocab_size
 
     def token_text(self, token_id: int) -> str | None:
-        """The text of a token; None where the tokenizer is not known or has no such token."""
+        """The text of a token; None if the tokenizer is not known or does not have that token."""
         if self.tokenizer is None or not 0 <= token_id < self.tokenizer.vocab_size:
             return None
         return self.tokenizer.decode([token_id])
@@ -80,11 +80,11 @@ def inspect_dataset(prefix: str | Path, tokenizer: str | Path | None = None, num
     """Reads the dataset ``prefix`` and shows its first ``num_documents``.
 
     Args:
-        tokenizer: path of a tokenizer.json; by default the one that the dataset names, if that is there.
+        tokenizer: path of a tokenizer.json; by default the one that the dataset names, if it exists.
 
     Raises:
         ConfigError: ``num_documents`` is below 0.
-        DataError: the dataset or the given tokenizer cannot be read, or it is not the one that made the dataset.
+        DataError: the dataset or the given tokenizer cannot be read, or the tokenizer is not that of the dataset.
     """
     if num_documents < 0:
         raise ConfigError(f"the number of documents to show must be 0 or more; got {num_documents}; use 3")
@@ -134,7 +134,7 @@ def _first_documents(dataset: IndexedDataset, tokenizer: Tokenizer | None, numbe
 
 
 def _count(dataset: IndexedDataset) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Ids that occur and how often, the most frequent first, of equals the smaller id."""
+    """Ids that occur and their counts, the most frequent first; ties by id."""
     ids, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
     for _, chunk in spread_chunks(dataset):
         chunk_ids, chunk_counts = np.unique(chunk, return_counts=True)

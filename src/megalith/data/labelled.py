@@ -1,10 +1,10 @@
-"""Texts with a class each: from files of two columns to a dataset, with the class of every document beside it.
+"""Labelled texts for classification: converts two-column files to a dataset with a file of labels.
 
-    PREFIX.bin, .idx, .json   the texts, a document each
-    PREFIX-classes.json       {"classes": [name, ...], "labels": [the class of document 0, of document 1, ...]}
+    PREFIX.bin, .idx, .json   the texts, one document each
+    PREFIX-classes.json       {"classes": [name, ...], "labels": [class of document 0, class of document 1, ...]}
 
-A file is .csv or .tsv (no quotes there, as in GLUE), in UTF-8, with a header that names the columns ``text`` and
-``label`` in any order. Classes are the labels of the training file, sorted.
+Input files are .csv or .tsv (without quoting, as in GLUE), in UTF-8, with a header that names the columns ``text`` and
+``label`` in any order. The classes are the sorted labels of the training file.
 """
 
 import csv
@@ -29,21 +29,21 @@ __all__ = ["CLASSES_SUFFIX", "LabelledSummary", "LabelledTable", "Labels", "prep
 _COLUMNS = {"text", "label"}
 CLASSES_SUFFIX = "-classes.json"
 _AT_ONCE = 1024  # texts that are encoded together
-_MOST_TOLD = 10  # lines; who has more wants to see the first ones
-_LONGEST_TEXT = 2**31 - 1  # characters; by default the csv module has 131,072 of them
+_MOST_TOLD = 10  # lines listed in an error message
+_LONGEST_TEXT = 2**31 - 1  # characters; the default of the csv module is 131,072
 _READERS: dict[str, dict[str, Any]] = {".csv": {}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The names of classes, and the class of every document, int64 [N]."""
+    """The class names, and the class of each document, int64 [N]."""
 
     classes: tuple[str, ...]
     labels: NDArray[np.int64]
 
     @classmethod
     def read(cls, prefix: str | Path, num_documents: int) -> "Labels":
-        """Those beside the dataset ``prefix``. Raises DataError where there are none, or they do not fit it."""
+        """Reads the labels of the dataset ``prefix``. Raises DataError if there are none, or they do not match it."""
         folder, name = open_store(prefix).split()
         path = f"{folder / name}{CLASSES_SUFFIX}"
         way_out = "make the dataset with: megalith data label FILE.csv --out PREFIX --tokenizer PATH"
@@ -74,7 +74,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class LabelledTable:
-    """Texts and the name of the class of each; ``classes`` are all names."""
+    """Texts and the class name of each; ``classes`` lists all names."""
 
     texts: list[str]
     labels: list[str]
@@ -83,7 +83,7 @@ class LabelledTable:
 
 @dataclass(frozen=True)
 class LabelledSummary:
-    """What was written. ``num_cut``: texts that lost their end."""
+    """What was written. ``num_cut``: number of truncated texts."""
 
     prefix: Path
     classes: tuple[str, ...]
@@ -101,19 +101,20 @@ def prepare_labelled(
     max_tokens: int | None = None,
     eod: str | None = None,
 ) -> LabelledSummary:
-    """Tokenizes the two columns of ``file`` into the dataset ``out``, which appears when all of it is there.
+    """Tokenizes the two columns of ``file`` into the dataset ``out``, which appears once it is complete.
 
     Args:
-        tokenizer: a tokenizer.json, that of the model which is to learn.
-        classes: names of classes that must hold all labels, those of a training file; by default the file's own.
-        max_tokens: texts are cut after so many tokens; by default none is.
+        tokenizer: the tokenizer.json of the model to train.
+        classes: class names, which must include all labels, such as those of the training file; by default the labels
+            of this file.
+        max_tokens: maximum tokens per text; longer texts are truncated. By default none is.
         eod: as in ``Tokenizer``.
 
     Raises:
         ConfigError: ``max_tokens`` is below 1.
-        DataError: the file is not what the module says, has an empty text or label, or one that is in no class; there
-            are fewer than two classes; ``out`` is taken.
-        StorageError: the disk is full, or may not be written.
+        DataError: the file does not have the format described above, has an empty text or label, or a label that is not
+            in ``classes``; there are fewer than two classes; ``out`` exists already.
+        StorageError: the disk is full or not writable.
     """
     if max_tokens is not None and max_tokens < 1:
         raise ConfigError(f"--max-tokens must be 1 or more; got {max_tokens}; leave it out to cut nothing")
@@ -138,7 +139,7 @@ def prepare_labelled(
 
 
 def read_labelled(file: str | Path, *, classes: Sequence[str] | None = None) -> LabelledTable:
-    """The two columns of ``file``, whose labels must be of ``classes``; by default the file's own.
+    """Reads the two columns of ``file``, whose labels must be in ``classes``; by default the labels of the file.
 
     Raises DataError as ``prepare_labelled``.
     """
@@ -155,7 +156,7 @@ def read_labelled(file: str | Path, *, classes: Sequence[str] | None = None) -> 
 
 
 def _read(path: Path) -> tuple[list[str], list[str]]:
-    """The texts and labels of a file. Raises DataError with the first of its wrong lines."""
+    """The texts and labels of a file. Raises DataError that lists the first invalid lines."""
     if path.suffix.lower() not in _READERS:
         raise DataError(f"labelled texts are in a .csv or .tsv file; got {path}; save it as one")
     texts, labels, wrong = list[str](), list[str](), list[str]()

@@ -1,6 +1,6 @@
-"""Samples of a classifier: a text between BERT's special tokens, [CLS] text [SEP], and its class.
+"""Classification samples: a text between BERT's special tokens, [CLS] text [SEP], and its class.
 
-Epoch e visits the texts in an order keyed by (seed, e), so that sample i depends on (data, tokenizer, seed, i) alone.
+Epoch e visits the texts in an order keyed by (seed, e), so sample i depends only on (data, tokenizer, seed, i).
 """
 
 import json
@@ -27,7 +27,7 @@ __all__ = ["LabelledDataset", "LabelledText", "LabelledTexts", "stack_labelled_t
 
 @dataclass(frozen=True)
 class LabelledText:
-    """``tokens``: int64 [N], special tokens included; ``label``: its class, a number."""
+    """``tokens``: int64 [N], including special tokens; ``label``: index of its class."""
 
     tokens: NDArray[np.int64]
     label: int
@@ -36,7 +36,7 @@ class LabelledText:
 def stack_labelled_texts(
     samples: Sequence[LabelledText], row_ids: Sequence[int], seq_length: int, padding: int
 ) -> BertBatch:
-    """The batch of these samples, one a row, padded to ``seq_length`` with the token ``padding``."""
+    """Stacks samples into a batch, one per row, padded to ``seq_length`` with the token ``padding``."""
     tokens = np.full((len(samples), seq_length), padding, np.int64)
     for row, sample in zip(tokens, samples, strict=True):
         row[: len(sample.tokens)] = sample.tokens
@@ -52,21 +52,21 @@ def stack_labelled_texts(
 
 
 class LabelledTexts:
-    """The texts of a dataset in the order of the file, once.
+    """The texts of a dataset once, in file order.
 
     Args:
-        dataset: its prefix, as ``data.labelled`` writes it.
-        tokenizer: that made it.
-        seq_length: the tokens that a sample has at most, special tokens included.
-        vocab_size: of the model that reads the samples; None: unknown.
+        dataset: prefix of a dataset written by ``data.labelled``.
+        tokenizer: the tokenizer that encoded the dataset.
+        seq_length: maximum number of tokens in a sample, including special tokens.
+        vocab_size: vocabulary size of the model that reads the samples; None: unknown.
 
     Attributes:
-        classes: their names.
+        classes: names of the classes.
 
     Raises:
-        ConfigError: a sample has no room for a token of text.
-        DataError: the files cannot be read, have no classes, or a text that is longer than a sample; the tokenizer
-            lacks one of BERT's special tokens.
+        ConfigError: a sample has no room for text.
+        DataError: the files cannot be read, have no classes, or a text is longer than a sample; or the tokenizer lacks
+            one of BERT's special tokens.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class LabelledTexts:
         return LabelledText(tokens, int(self.labels[index]))
 
     def identity(self) -> dict[str, Any]:
-        """Texts and labels by a fingerprint, the tokenizer by the SHA-256 of its file, names of classes as JSON."""
+        """Fingerprints of texts and labels, the SHA-256 of the tokenizer file, and the class names as JSON."""
         return {
             "text": fingerprint(self._data.tokens, self._starts),
             "labels": fingerprint(self.labels, np.arange(len(self.labels) + 1)),
@@ -115,7 +115,7 @@ class LabelledTexts:
 
 
 class LabelledDataset:
-    """``texts`` without end: any index from 0 on is a sample.
+    """``texts`` repeated without end: every index from 0 on is valid.
 
     Raises:
         DataError: a class has no text.
@@ -138,5 +138,5 @@ class LabelledDataset:
         return self.texts[KeyedPermutation(len(self.texts), self._seed, f"texts-{epoch}")(place)]
 
     def identity(self) -> dict[str, Any]:
-        """That of the texts."""
+        """The identity of the texts."""
         return self.texts.identity()

@@ -1,4 +1,4 @@
-"""The micro-batches of one rank for one optimizer step, with the next step's read ahead in a thread."""
+"""Loads the micro-batches of one rank for each optimizer step, and prefetches those of the next in a thread."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,9 +15,9 @@ _Step = tuple[int, int, int]  # consumed samples, global batch, micro-batch
 
 
 class StepLoader(Generic[Sample, Batch]):
-    """Reads what rank ``dp_rank`` of ``dp_size`` needs for a step; ranks that share a dp_rank read the same.
+    """Loads the samples of data-parallel rank ``dp_rank`` of ``dp_size``; ranks with the same dp_rank load the same.
 
-    ``collate`` makes a micro-batch of samples and the row of each in the step's global batch.
+    ``collate`` builds a micro-batch from samples and the row of each in the step's global batch.
     """
 
     def __init__(
@@ -31,18 +31,18 @@ class StepLoader(Generic[Sample, Batch]):
         self.collate = collate
         self.dp_rank = dp_rank
         self.dp_size = dp_size
-        self._reader = ThreadPoolExecutor(1, "data")  # one thread: a dataset keeps the order of its last epochs
+        self._reader = ThreadPoolExecutor(1, "data")  # one thread: datasets cache their last epochs, not thread-safe
         self._ahead: tuple[_Step, Future[list[Batch]]] | None = None
 
     def batch(self, consumed: int, global_batch: int, micro_batch: int) -> list[Batch]:
-        """This rank's micro-batches of the step that begins at sample ``consumed``; raises what the thread raised."""
+        """This rank's micro-batches of the step that begins at sample ``consumed``; re-raises errors of the thread."""
         step = (consumed, global_batch, micro_batch)
         if self._ahead is not None and self._ahead[0] == step:
             return self._ahead[1].result()
         return self._reader.submit(self._read, step).result()
 
     def prefetch(self, consumed: int, global_batch: int, micro_batch: int) -> None:
-        """Begins to read a step that will be asked for next."""
+        """Begins to read the next step in the background."""
         step = (consumed, global_batch, micro_batch)
         self._ahead = (step, self._reader.submit(self._read, step))
 

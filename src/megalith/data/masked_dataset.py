@@ -1,8 +1,8 @@
-"""What the samples of BERT and T5 share: packed sentences in an order that is a formula, and masks drawn by index.
+"""Base of the BERT and T5 datasets: packed sentences, with order and masks computed from the sample index.
 
-Every epoch has the same samples (``sentence_packing.py``); epoch e visits them in an order keyed by (seed, e), and what
-is masked in sample i is drawn from (seed, i), so that it differs from epoch to epoch. Sample i depends on
-(data, tokenizer, settings, seed, i) alone: batch size, number of ranks and length of the run do not move it.
+Every epoch has the same samples (``sentence_packing.py``). Epoch e visits them in an order keyed by (seed, e), and the
+masks of sample i are drawn from (seed, i), so they differ between epochs. Sample i depends only on (data, tokenizer,
+settings, seed, i), not on batch size, number of ranks or length of the run.
 """
 
 import logging
@@ -35,25 +35,25 @@ Tokens = NDArray[np.int64]
 
 
 class MaskedDataset(ABC, Generic[Sample]):
-    """Samples without end: any index from 0 on is one.
+    """Masked samples without end: every index from 0 on is valid.
 
     Args:
-        dataset: or its prefix; its sequences are sentences.
-        tokenizer: that made it.
-        room: the tokens of text that a sample has at most.
-        min_sentences: that a sample has.
+        dataset: the dataset or its prefix; its sequences are sentences.
+        tokenizer: the tokenizer that encoded the dataset.
+        room: maximum number of text tokens in a sample.
+        min_sentences: minimum number of sentences in a sample.
         masking: the settings.
-        word_masking: what they come to for this kind of model.
-        seed: of target lengths, order and masks.
-        vocab_size: of the model that reads the samples; None: unknown.
+        word_masking: the word masking that they imply for this kind of model.
+        seed: seed of target lengths, order and masks.
+        vocab_size: vocabulary size of the model that reads the samples; None: unknown.
 
     Attributes:
-        num_samples: of an epoch.
+        num_samples: number of samples per epoch.
 
     Raises:
-        ConfigError: samples are too short to hold anything.
-        DataError: the files cannot be read, hold no token ids, are not split into sentences, have sentences longer
-            than a sample, or none long enough for one.
+        ConfigError: samples are too short to hold text.
+        DataError: the files cannot be read, do not hold token ids, are not split into sentences, have sentences longer
+            than a sample, or have no document with enough sentences for a sample.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class MaskedDataset(ABC, Generic[Sample]):
         return self.sample(visited, Draws(self.seed, "masks", index), index)
 
     def sample(self, packed: int, draws: Draws, index: int) -> Sample:
-        """The sample of the ``packed``-th sentences in the order of the text; it is sample ``index`` in messages."""
+        """The sample of pack number ``packed`` in text order; error messages call it sample ``index``."""
         sentences: list[Tokens] = []
         for sentence in range(int(self._packed.firsts[packed]), int(self._packed.ends[packed])):
             start = int(self._starts[sentence])
@@ -121,7 +121,7 @@ class MaskedDataset(ABC, Generic[Sample]):
         return self._sample(sentences, int(self._packed.targets[packed]), draws)
 
     def identity(self) -> dict[str, Any]:
-        """The text, by its fingerprint; the tokenizer, by the SHA-256 of its file; how it is packed and masked."""
+        """The fingerprint of the text, the SHA-256 of the tokenizer file, and the packing and masking settings."""
         return {
             "text": fingerprint(self._data.tokens, self._data.sequence_starts()),
             "tokenizer": self.tokenizer.sha256,
@@ -130,10 +130,10 @@ class MaskedDataset(ABC, Generic[Sample]):
 
     @abstractmethod
     def _sample(self, sentences: Sequence[Tokens], target: int, draws: Draws) -> Sample:
-        """The sample of ``sentences``, with at most ``target`` tokens of them."""
+        """Builds the sample of ``sentences``, with at most ``target`` text tokens."""
 
     def _handle_long_sentences(self, lengths: Tokens, documents: Tokens, what: str) -> None:
-        """Raises DataError, or says how much is left out."""
+        """Raises DataError for sentences that are too long, or logs how much text is skipped because of them."""
         is_long = lengths > self._room
         if not is_long.any():
             return
@@ -157,9 +157,9 @@ class MaskedDataset(ABC, Generic[Sample]):
 
 
 class HeldOutSamples(Generic[Sample]):
-    """Every sample of an epoch of ``dataset`` once, in the order of the text.
+    """Every sample of an epoch of ``dataset`` once, in text order.
 
-    What is masked is the same whatever the run's seed is, if ``dataset`` was packed with one and the same seed.
+    The masks depend on the seed of ``dataset`` only, so with a fixed seed there they are the same in every run.
     """
 
     def __init__(self, dataset: MaskedDataset[Sample]) -> None:
@@ -176,7 +176,7 @@ class HeldOutSamples(Generic[Sample]):
 
 
 def _sentences(dataset: IndexedDataset) -> tuple[Tokens, Tokens, Tokens]:
-    """Where each sentence with text begins and ends in the tokens, and which sentence each document begins with."""
+    """Start and end of each non-empty sentence in the tokens, and the index of each document's first sentence."""
     bounds = dataset.sequence_starts()
     if len(dataset) <= np.count_nonzero(np.diff(dataset.document_indices)):
         raise DataError(
@@ -186,7 +186,7 @@ def _sentences(dataset: IndexedDataset) -> tuple[Tokens, Tokens, Tokens]:
         )
     starts, ends = bounds[:-1], bounds[1:].copy()
     if dataset.sidecar is not None and dataset.sidecar.eod is not None:
-        # the last token of a document is its end, which no sample has
+        # the last token of a document is eod, which samples do not contain
         documents = dataset.document_indices
         ends[documents[1:][np.diff(documents) > 0] - 1] -= 1
     has_text = ends > starts
@@ -195,7 +195,7 @@ def _sentences(dataset: IndexedDataset) -> tuple[Tokens, Tokens, Tokens]:
 
 
 def _cut(starts: Tokens, ends: Tokens, documents: Tokens, room: int) -> tuple[Tokens, Tokens, Tokens]:
-    """As ``_sentences``, with those of over ``room`` tokens in pieces, of which the last may be shorter."""
+    """The result of ``_sentences`` with sentences longer than ``room`` tokens split; the last piece may be shorter."""
     num_pieces = -(-(ends - starts) // room)
     first_piece = np.concatenate(([0], np.cumsum(num_pieces)))
     of_sentence = np.repeat(np.arange(len(starts)), num_pieces)

@@ -1,7 +1,7 @@
-"""A job cut into parts that processes encode independently, and the encoding of one part.
+"""Splits a job into parts that processes encode independently, and encodes one part.
 
-The cut depends on the sources alone, never on the number of processes, and where a long text is cut depends on its file
-alone (``documents.py``). So the same bytes come out however the work is dealt.
+The split depends only on the sources, not on the number of processes, and where a long text is cut depends only on its
+file (``documents.py``). The output is therefore identical however the parts are distributed.
 """
 
 import contextlib
@@ -37,12 +37,12 @@ Split = Literal["train", "valid"]
 _NUM_PARTS = 256
 _LEAST_BYTES, _MOST_BYTES = 16 * BLOCK_BYTES, 1024 * BLOCK_BYTES
 _MOST_FILES = 4096
-_TRAINING_BYTES = 1 << 30  # more text hardly changes the merges, and the memory that training takes grows with it
+_TRAINING_BYTES = 1 << 30  # more text hardly changes the merges, but needs more memory
 
 
 @dataclass(frozen=True)
 class Range:
-    """Some of a source, in the units of ``read_pieces``."""
+    """A range of a source, in the units of ``read_pieces``."""
 
     source: Source
     start: int = 0
@@ -51,29 +51,29 @@ class Range:
 
 @dataclass(frozen=True)
 class Part:
-    """What one process encodes at a time: whole documents, or a stretch of one long document."""
+    """The unit of work of one process: whole documents, or a range of one long document."""
 
     ranges: tuple[Range, ...]
     num_bytes: int  # on disk
-    begins_inside: bool = False  # its document began in the part before
-    ends_inside: bool = False  # its document goes on in the next part
+    begins_inside: bool = False  # its document began in the previous part
+    ends_inside: bool = False  # its document continues in the next part
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """What is the same for all parts. ``folder`` holds ``tokenizer.json`` and takes the encoded parts."""
+    """Settings shared by all parts. ``folder`` holds ``tokenizer.json`` and receives the encoded parts."""
 
     folder: Path
     eod: int
-    begin: tuple[int, ...]  # of every document
+    begin: tuple[int, ...]  # ids prepended to every document
     key: str
     valid_fraction: float
-    splits: tuple[Split, ...]  # "train" last: its .idx says that the part is complete
-    split_sentences: bool = False  # a sequence for every sentence
+    splits: tuple[Split, ...]  # "train" last: its .idx marks the part as complete
+    split_sentences: bool = False  # one sequence per sentence
 
 
 def plan_parts(sources: Sequence[Source]) -> list[Part]:
-    """The parts of a job in the order of its documents. Raises DataError for a parquet file that is none."""
+    """Returns the parts of a job in document order. Raises DataError for an invalid parquet file."""
     target = sum(source.size for source in sources) // _NUM_PARTS
     target = min(max(target - target % BLOCK_BYTES, _LEAST_BYTES), _MOST_BYTES)
     parts: list[Part] = []
@@ -93,7 +93,7 @@ def plan_parts(sources: Sequence[Source]) -> list[Part]:
 
 
 def training_texts(parts: Sequence[Part], key: str, valid_fraction: float) -> Iterator[tuple[str, int]]:
-    """Text to train a tokenizer on, with the bytes read so far: what is not held out, thinned to about 1 GiB."""
+    """Yields text for tokenizer training and the bytes read so far: a sample of about 1 GiB, without held-out text."""
     share = _TRAINING_BYTES / max(1, sum(part.num_bytes for part in parts))
     done = 0
     for part in parts:
@@ -105,11 +105,11 @@ def training_texts(parts: Sequence[Part], key: str, valid_fraction: float) -> It
 
 
 def settled_fraction(parts: Sequence[Part], key: str, fraction: float) -> float:
-    """``fraction``, or the nearest share that leaves a document with text in both sets.
+    """Returns ``fraction``, or the nearest value that leaves a document with text in both sets.
 
-    Few documents may all fall on one side of ``fraction``: at 0.02, forty of them do so in 45 % of cases. It reads
-    until it has seen one of either set, which are 1 / ``fraction`` documents on average. With fewer than two documents
-    it is ``fraction``.
+    A small number of documents may all fall on one side of ``fraction``: with 0.02, forty documents do so in 45 % of
+    cases. Reads documents until one of each set has been seen, 1 / ``fraction`` on average. With fewer than two
+    documents the result is ``fraction``.
     """
     if fraction == 0.0:
         return fraction
@@ -127,22 +127,22 @@ def settled_fraction(parts: Sequence[Part], key: str, fraction: float) -> float:
 
 
 def encode_part(encoding: Encoding, number: int, part: Part) -> int:
-    """Writes part ``number`` as one indexed dataset for each split; returns ``number``.
+    """Writes part ``number`` as one indexed dataset per split; returns ``number``.
 
-    Every document begins with ``begin`` and ends with ``eod``, but for empty ones, which have no token at all. ``eod``
-    is the last token of the last sentence, where sentences are split; a sentence also ends where a long text was cut
-    into pieces.
+    Every document begins with ``begin`` and ends with ``eod``, except empty ones, which have no tokens. If sentences
+    are split, ``eod`` is the last token of the last sentence, and a sentence also ends where a long text was cut into
+    pieces.
 
     Raises:
-        DataError: a source is not what it should be.
-        StorageError: the disk is full, or may not be written.
+        DataError: a source is invalid.
+        StorageError: the disk is full or not writable.
     """
     tokenizer = _tokenizer(encoding.folder / "tokenizer.json", encoding.eod)
     with contextlib.ExitStack() as stack:
         builders: dict[Split, IndexedDatasetBuilder] = {}
         for split in encoding.splits:
             prefix = _prefix(encoding.folder, number, split)
-            remove_dataset(prefix)  # of a process that was killed between two splits
+            remove_dataset(prefix)  # left by a process that was killed between two splits
             builders[split] = stack.enter_context(IndexedDatasetBuilder(prefix, best_dtype(tokenizer.vocab_size)))
         text_bytes = _encode(encoding, part, tokenizer, builders)
         for split, builder in builders.items():
@@ -156,7 +156,7 @@ def is_encoded(folder: Path, number: int) -> bool:
 
 
 def append_part(builder: IndexedDatasetBuilder, encoding: Encoding, number: int, part: Part, split: Split) -> int:
-    """Appends what part ``number`` holds of ``split``, joining a document that was cut; returns its bytes of text."""
+    """Appends the ``split`` of part ``number``, joining a document that was cut; returns its bytes of text."""
     dataset = IndexedDataset(_prefix(encoding.folder, number, split))
     if not (part.begins_inside or part.ends_inside):
         builder.add_dataset(dataset)
@@ -174,10 +174,10 @@ def append_part(builder: IndexedDatasetBuilder, encoding: Encoding, number: int,
 def _encode(
     encoding: Encoding, part: Part, tokenizer: Tokenizer, builders: dict[Split, IndexedDatasetBuilder]
 ) -> dict[Split, int]:
-    """Bytes of text of each split."""
+    """Encodes the pieces of ``part`` into ``builders``; returns the bytes of text of each split."""
     text_bytes = dict.fromkeys(builders, 0)
     has_tokens = part.begins_inside
-    is_open = False  # a sequence
+    is_open = False  # the current sequence has tokens
     for source, piece in _pieces(part, encoding.key):
         split: Split = "valid" if _is_held_out(source, piece.document, encoding.valid_fraction) else "train"
         for ids in tokenizer.encode_batch(split_sentences(piece.text) if encoding.split_sentences else [piece.text]):
@@ -206,7 +206,7 @@ def _pieces(part: Part, key: str) -> Iterator[tuple[Source, Piece]]:
 
 
 def _parts_of(source: Source, target: int) -> Iterator[Part]:
-    """One large file in parts of about ``target`` bytes."""
+    """Splits a large file into parts of about ``target`` bytes."""
     if source.format == "parquet":
         first, size = 0, 0
         sizes = row_group_bytes(source)
@@ -234,7 +234,7 @@ def _is_held_out(source: Source, document: int, fraction: float) -> bool:
 
 
 def _draw(purpose: str, source: Source, *numbers: int) -> float:
-    """A number in [0, 1) that belongs to this document, wherever its folder is and whoever reads it."""
+    """A hash of the document in [0, 1), independent of the location of its folder and of the process that reads it."""
     name = "\0".join([source.key, *map(str, numbers)]).encode(errors="surrogateescape")  # names may be any bytes
     digest = hashlib.blake2b(name, digest_size=6, key=purpose.encode()).digest()
     return int.from_bytes(digest, "little") / 2**48
@@ -246,5 +246,5 @@ def _prefix(folder: Path, number: int, split: Split) -> Path:
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(path: Path, eod: int) -> Tokenizer:
-    """Kept between the parts of a process; a folder of parts has one tokenizer for ever."""
+    """Cached between the parts of a process; the tokenizer in a folder of parts never changes."""
     return Tokenizer.load(path, eod)

@@ -1,6 +1,6 @@
-"""The post-processor of a tokenizer.json: which tokens it puts in front of a text.
+"""The post-processor of a tokenizer.json: which tokens it prepends to a text.
 
-It is read as its file has it, and not run: on a damaged one the library panics.
+The JSON is parsed and the post-processor is not run, because the library panics on a damaged one.
 """
 
 import json
@@ -11,12 +11,12 @@ __all__ = ["put_in_front", "without_beginning"]
 
 
 def put_in_front(processor: dict[str, Any]) -> list[Any]:
-    """The ids that ``processor`` puts in front of one text; none if it also puts some behind it, as BERT's does."""
+    """The ids that ``processor`` prepends to a text; empty if it also appends some, as BERT's does."""
     return [id for template in _templates(processor) for id in _ids_in_front(template)]
 
 
 def without_beginning(content: bytes) -> bytes:
-    """The tokenizer.json ``content`` with a post-processor that puts nothing in front of a text."""
+    """The tokenizer.json ``content`` with a post-processor that prepends nothing to a text."""
     tree = json.loads(content)
     for template in _templates(tree["post_processor"] or {}):
         names = set(_names_in_front(template))
@@ -28,11 +28,11 @@ def without_beginning(content: bytes) -> bytes:
 
 
 def _templates(processor: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The templates in ``processor``, the one whose tokens come first in a text first."""
+    """The templates in ``processor``, in the order of their tokens in a text."""
     if processor.get("type") == "Sequence":
-        for inner in reversed(processor["processors"]):  # each works on what the one before has made
+        for inner in reversed(processor["processors"]):  # each processes the output of the previous one
             yield from _templates(inner)
-    if processor.get("type") == "TemplateProcessing":  # others have bytes' offsets, or BERT's and RoBERTa's frames
+    if processor.get("type") == "TemplateProcessing":  # other types: byte offsets, or BERT's and RoBERTa's tokens
         yield processor
 
 

@@ -1,8 +1,8 @@
-"""Text files to an indexed dataset, by several processes, in constant memory.
+"""Converts text files to an indexed dataset, in several processes and in constant memory.
 
-The job is cut into parts (``parts.py``); processes encode them into ``PREFIX.parts/``; one pass joins them; the files
-move into place; the folder goes. A job that was killed finds its finished parts there, under the fingerprint of its
-inputs and settings, and ends with the same bytes as one that was not.
+The job is split into parts (``parts.py``), which the processes encode into ``PREFIX.parts/``. One pass joins them,
+moves the files into place, and removes the folder. A job that was killed resumes from its finished parts there, which
+are stored under the fingerprint of its inputs and settings; the result is identical to that of an uninterrupted job.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ from megalith.storage import LocalStore, RunLock, explained, fsync_folder
 
 __all__ = ["PrepareSummary", "Progress", "prepare"]
 
-Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
+Progress = Callable[[str, int, int], None]  # phase, bytes done, total bytes
 
-_FORMAT_VERSION = 3  # of what the bytes depend on beside inputs and settings; raise it with any change to them
-_PUBLISHING = "publishing"  # this file says that the job has begun to move its files into place
+_FORMAT_VERSION = 3  # increase it whenever the output changes for the same inputs and settings
+_PUBLISHING = "publishing"  # marker file: the job has begun to move its files into place
 
 
 @dataclass(frozen=True)
 class PrepareSummary:
-    """What there is now. ``train`` and ``valid`` say how much; ``was_done`` that an earlier command had made it."""
+    """The dataset that exists now. ``was_done``: an earlier identical job had already finished it."""
 
     prefix: Path
     valid_prefix: Path | None
@@ -47,12 +47,12 @@ class PrepareSummary:
 
     @property
     def num_documents(self) -> int:
-        """Of the training set."""
+        """Number of documents in the training set."""
         return self.train.num_documents
 
     @property
     def num_tokens(self) -> int:
-        """Of the training set."""
+        """Number of tokens in the training set."""
         return self.train.num_tokens
 
     @property
@@ -64,7 +64,7 @@ class PrepareSummary:
 
 @dataclass(frozen=True)
 class _Job:
-    """The command, resolved. ``tokenizer`` is the one given, None if one is to be trained."""
+    """The resolved command. ``tokenizer``: None if one is to be trained."""
 
     sources: Sources
     out: Path
@@ -75,7 +75,7 @@ class _Job:
     key: str
     split_sentences: bool
     bos: bool
-    special_tokens: tuple[str, ...]  # of the tokenizer that is to be trained
+    special_tokens: tuple[str, ...]  # for the tokenizer to be trained
 
     @property
     def valid_out(self) -> Path:
@@ -91,26 +91,26 @@ class _Job:
 
     @property
     def fingerprint(self) -> str:
-        """Of all that the bytes depend on."""
+        """Hash of everything that the output depends on."""
         files = [
             (os.fsencode(s.key).hex(), s.size, s.modified, s.format, s.is_compressed, s.held_out)
             for s in self.sources.files
         ]
         tokenizer = self.vocab_size if self.tokenizer is None else (self.tokenizer.sha256, self.tokenizer.eod)
         content = [_FORMAT_VERSION, BLOCK_BYTES, files, self.key, self.valid_fraction, tokenizer]
-        if self.split_sentences or self.special_tokens:  # without them the fingerprint is that of earlier versions
+        if self.split_sentences or self.special_tokens:  # added conditionally, to keep earlier fingerprints valid
             content += [self.split_sentences, self.special_tokens]
-        if self.begin:  # as above
+        if self.begin:  # same
             content += [self.begin]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @property
     def begin(self) -> tuple[int, ...]:
-        """What every document begins with; a tokenizer that is trained here puts nothing there."""
+        """Token ids prepended to every document; a tokenizer that is trained here prepends none."""
         return self.tokenizer.begin if self.tokenizer is not None and self.bos and not self.split_sentences else ()
 
     def targets(self) -> list[Path]:
-        """The files that will be there at the end."""
+        """The files that the job creates."""
         files = [path for split in self.splits for path in files_of(self.prefix(split))]
         return files + ([self.tokenizer_path] if self.tokenizer is None else [])
 
@@ -134,27 +134,28 @@ def prepare(
 
     Args:
         tokenizer: a tokenizer.json; or
-        vocab_size: entries of a byte-level BPE tokenizer to train on the training documents, kept beside the data as
+        vocab_size: size of a byte-level BPE tokenizer to train on the training documents, saved as
             ``out-tokenizer.json``.
-        valid: held out into ``out-valid``: this share of the documents, by a hash of their names, and of two or more
-            documents at least one; or these files.
-        key: of the text in .jsonl and .parquet.
-        eod: the token that ends a document, where the tokenizer has none of the usual names.
-        split_sentences: a sequence for every sentence (``sentences.py``), as BERT and T5 need, not for every document.
-        bos: begin documents with ``Tokenizer.begin``; sentences, which BERT's and T5's datasets frame, never do.
-        special_tokens: what else a tokenizer that is trained has special tokens for: "bert", "t5", "fim".
-        processes: how many encode. With more than one, a script must call this under ``if __name__ == "__main__"``.
-        progress: is told now and then how far it is.
+        valid: what to hold out into ``out-valid``: a share of the documents, chosen by a hash of their names (at least
+            one of two or more documents), or these files.
+        key: the field of .jsonl and column of .parquet that holds the text.
+        eod: the end-of-document token, for tokenizers without one of the usual names.
+        split_sentences: write one sequence per sentence (``sentences.py``), as BERT and T5 need, not per document.
+        bos: prepend ``Tokenizer.begin`` to documents; never with ``split_sentences``: BERT's and T5's datasets add
+            their own special tokens.
+        special_tokens: add special tokens to the trained tokenizer, for "bert", "t5" or "fim".
+        processes: encoding processes. With more than one, a script must call this under ``if __name__ == "__main__"``.
+        progress: called now and then with the phase, the bytes done and the total.
 
     Raises:
         ConfigError: the settings contradict each other.
-        DataError: an input is not what it should be, or ``out`` holds other data; nothing is overwritten.
-        StorageError: the disk is full, or another process is at work on ``out``.
+        DataError: an input is invalid, or ``out`` holds other data; nothing is overwritten.
+        StorageError: the disk is full, or another process is working on ``out``.
     """
     _check_tokenizer_choice(tokenizer, vocab_size, eod, special_tokens)
     sources, fraction = _find(inputs, Path(out), valid)
     out = Path(os.path.abspath(out))
-    # a name may be that of two kinds of model
+    # two kinds of model may share a token
     special = dict.fromkeys(token for kind in special_tokens for token in SPECIAL_TOKENS[kind])
     given = None if tokenizer is None else Tokenizer.load(tokenizer, eod)
     _check_begins(given, bos=bos, split_sentences=split_sentences)
@@ -166,7 +167,7 @@ def prepare(
             summary = _finished(job, folder) or _run(job, folder / job.fingerprint[:16], processes, progress)
             shutil.rmtree(folder, ignore_errors=True)
         except (ConfigError, DataError):
-            # another input will have another fingerprint; parts of other jobs stay
+            # a corrected input has another fingerprint, so these parts are useless; parts of other jobs are kept
             shutil.rmtree(folder / job.fingerprint[:16], ignore_errors=True)
             raise
         except StorageError as error:
@@ -200,7 +201,7 @@ def _check_begins(tokenizer: Tokenizer | None, *, bos: bool, split_sentences: bo
 
 
 def _find(inputs: Sequence[str | Path], out: Path, valid: float | Sequence[str | Path]) -> tuple[Sources, float]:
-    """The files to read, and which share of their documents to hold out."""
+    """The files to read, and the share of their documents to hold out."""
     with explained("write", out):
         is_folder = not out.name or out.is_dir()
     if is_folder:
@@ -216,12 +217,12 @@ def _find(inputs: Sequence[str | Path], out: Path, valid: float | Sequence[str |
 
 
 def _trained(out: Path) -> Path:
-    """Where a tokenizer goes that is trained."""
+    """The path of a trained tokenizer."""
     return companion(out, "-tokenizer.json")
 
 
 def _finished(job: _Job, folder: Path) -> PrepareSummary | None:
-    """What an identical job has left, if one has ended. Raises DataError if ``job`` would overwrite anything."""
+    """The result of an identical job that has finished, if any. Raises DataError if ``job`` would overwrite a file."""
     present = [path for path in job.targets() if path.exists()]
     if len(present) == len(job.targets()):
         sidecars = {
@@ -251,7 +252,7 @@ def _run(job: _Job, folder: Path, processes: int, progress: Progress) -> Prepare
 
 
 def _settle_tokenizer(job: _Job, parts: Sequence[Part], fraction: float, path: Path, progress: Progress) -> Tokenizer:
-    """The job's tokenizer, in ``path``, where every process reads it and a second run finds it."""
+    """Saves the job's tokenizer in ``path``, where all processes and a resumed job read it, and returns it."""
     if job.tokenizer is not None:
         job.tokenizer.save(path)
         return job.tokenizer
@@ -280,7 +281,7 @@ def _publish(
     with explained("write", folder):
         (folder / _PUBLISHING).touch()
         fsync_folder(folder)
-        for split in job.splits:  # of this very job, killed here before: whoever else's would have been refused
+        for split in job.splits:  # left by this job if it was killed here; other files have raised an error before
             remove_dataset(job.prefix(split))
     total = sum(part.num_bytes for part in parts)
     with contextlib.ExitStack() as stack:
@@ -336,7 +337,7 @@ def _summary(job: _Job, train: Sidecar, valid: Sidecar | None, *, was_done: bool
 
 @contextlib.contextmanager
 def _lock(folder: Path, out: Path) -> Iterator[None]:
-    """One job at a time on ``out``."""
+    """Holds a lock, so that only one job at a time writes ``out``."""
     try:
         lock = RunLock(folder)
     except StorageError as error:

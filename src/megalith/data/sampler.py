@@ -1,8 +1,9 @@
-"""Which samples a data-parallel rank reads: a formula of the position, the batch and the layout.
+"""Computes which samples a data-parallel rank reads from the position, the batch sizes and the layout.
 
     micro-batch m of rank r:  consumed + (m * dp_size + r) * b + [0, b)
 
-The samples of a global batch do not depend on the number of ranks or on b; Megatron's sequential sampler deals alike.
+The samples of a global batch do not depend on the number of ranks or on b. Megatron's sequential sampler distributes
+them in the same way.
 """
 
 from megalith.errors import ConfigError

@@ -1,4 +1,4 @@
-"""What a dataset is to the rest of the house: samples by number."""
+"""Protocols of datasets: samples by index."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -9,24 +9,24 @@ Sample = TypeVar("Sample", covariant=True)
 
 
 class Samples(Protocol[Sample]):
-    """Samples without end, numbered from 0; a sample depends on its number alone."""
+    """Samples without end, indexed from 0; a sample depends only on its index."""
 
     def __getitem__(self, index: int) -> Sample: ...
 
 
 class SizedSamples(Samples[Sample], Protocol[Sample]):
-    """A given number of samples."""
+    """A finite number of samples."""
 
     def __len__(self) -> int: ...
 
 
 @runtime_checkable
 class Identified(Protocol):
-    """Samples that tell what they are, so that a run does not go on with others."""
+    """Samples with an identity, so that a run does not resume with different data."""
 
     def identity(self) -> Mapping[str, Any]:
-        """What decides which sample a number stands for, besides ``train.seed``: plain values, each under a name.
+        """Everything besides ``train.seed`` that determines the sample of an index, as named plain values.
 
-        Equal identities mean equal samples. It does not depend on where the files lie, nor on batch size or layout.
+        Equal identities mean equal samples. Independent of the location of the files, batch size and layout.
         """
         ...

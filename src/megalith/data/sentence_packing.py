@@ -1,13 +1,13 @@
-"""Samples of whole sentences: those of a document one after the other, packed greedily up to a target length.
+"""Packs consecutive sentences of a document greedily into samples, up to a target length.
 
-A sample takes sentences until their tokens reach its target length; what is left of a document and has too few
-sentences for a sample joins the one before. Target lengths are the full length, or with the probability of short
-sequences any from 2 to the full length: so the masked-language-model samples of BERT (Devlin et al. 2018,
-arXiv:1810.04805, appendix A.2) and of Megatron. The target length of a sample depends on (seed, its first sentence), so
-that samples are the same in every epoch and no matter how many are asked for.
+A sample takes sentences until their tokens reach its target length. A remainder of the document with too few sentences
+for a sample joins the previous one. The target length is the full length or, with the probability of short sequences,
+uniform from 2 to the full length, as in the masked-language-model samples of BERT (Devlin et al. 2018,
+arXiv:1810.04805, appendix A.2) and Megatron. It depends on (seed, first sentence), so the samples are the same in every
+epoch, however many are requested.
 
-Which sentence is the first of the next sample is one binary search for every sentence at once. The samples are then the
-sentences reached from the first of each document, found by doubling the number of samples that are stepped over.
+For every sentence at once, a binary search finds the first sentence of the sample after the one that begins there. The
+samples are then the sentences reachable from the first one of each document, found by pointer doubling.
 """
 
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from megalith.numerics.draws import uniform_rows
 
 __all__ = ["PackedSamples", "pack_sentences"]
 
-_BLOCK = 1 << 22  # sentences in memory at once, beyond a few numbers each
+_BLOCK = 1 << 22  # sentences processed at once
 
 Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """[N] each, in the order of the text: sample n is sentences ``firsts[n]`` to ``ends[n]``, the latter excluded.
+    """N samples in text order, arrays [N]: sample n is the sentences ``firsts[n]`` to ``ends[n]`` (exclusive).
 
-    ``targets``: the tokens that it is to have at most.
+    ``targets``: maximum number of tokens of each sample.
     """
 
     firsts: Numbers
@@ -48,9 +48,9 @@ def pack_sentences(
     short_sequence_probability: float,
     seed: int,
 ) -> PackedSamples:
-    """The samples of sentences of ``lengths`` [S] tokens.
+    """Packs sentences of ``lengths`` [S] tokens into samples.
 
-    Documents with fewer than ``min_sentences`` sentences, or with one of more than ``room`` tokens, have no samples.
+    Documents with fewer than ``min_sentences`` sentences, or with one of more than ``room`` tokens, yield no samples.
 
     Args:
         document_starts: [D + 1]; document d is sentences ``document_starts[d]`` to ``[d + 1]``.
@@ -73,7 +73,7 @@ def pack_sentences(
 
 
 def _targets(seed: int, first: int, number: int, room: int, short_probability: float) -> Numbers:
-    """The target length of a sample that begins with each of ``number`` sentences from ``first`` on."""
+    """The target lengths of samples that would begin at each of ``number`` sentences from ``first`` on."""
     drawn = uniform_rows(seed, "target lengths", first, number)
     short = 2 + (drawn[:, 1] * (room - 1)).astype(np.int64)
     return np.where(drawn[:, 0] < short_probability, short, room)
@@ -82,7 +82,7 @@ def _targets(seed: int, first: int, number: int, room: int, short_probability: f
 def _pack(
     lengths: Numbers, starts: Numbers, targets: Numbers, room: int, min_sentences: int
 ) -> tuple[Numbers, Numbers]:
-    """First and last sentence (excluded) of each sample of the documents that begin at ``starts``."""
+    """First and last sentence (exclusive) of each sample of the documents that begin at ``starts``."""
     N = len(lengths)
     ends = np.cumsum(lengths)
     counts = np.diff(starts)
@@ -93,7 +93,7 @@ def _pack(
     following = np.where(document_ends - following < min_sentences, document_ends, following)
     too_long = np.concatenate(([0], np.cumsum(lengths > room)))
     is_used = (counts >= min_sentences) & (too_long[starts[1:]] == too_long[starts[:-1]])
-    reached = np.zeros(N + 1, np.bool_)  # N: beyond the last sample of a document
+    reached = np.zeros(N + 1, np.bool_)  # index N: past the last sample of a document
     reached[starts[:-1][is_used]] = True
     jump = np.append(np.where(following < document_ends, following, N), N)
     while (jump < N).any():

@@ -1,13 +1,13 @@
-"""Where a sentence ends, by a plain rule that needs no model of a language.
+"""Splits text into sentences by a simple rule that needs no language model.
 
 A sentence ends
 
-    at the end of a line, blank lines after it included
-    after . ! ? with any closing quotes and brackets, before white space that no lower-case letter follows
-    after the full stop, exclamation and question marks of Chinese and Japanese, with any closing quotes
+    at the end of a line, including blank lines after it
+    after . ! ? with any closing quotes and brackets, before white space that is not followed by a lower-case letter
+    after Chinese and Japanese full stops, exclamation and question marks, with any closing quotes
 
-In source code every line is thus a sentence, and an abbreviation before a name ends one. White space belongs to the
-sentence after it, and a line's end to the line, so that the sentences put together are the text again.
+So in source code every line is a sentence, and an abbreviation before a name ends one. White space belongs to the
+sentence after it, and a line break to the line before it, so that concatenating the sentences restores the text.
 """
 
 import re
@@ -22,14 +22,14 @@ _END = re.compile(
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of ``text`` in order; none of them is white space alone, unless the text is."""
+    """The sentences of ``text`` in order; none consists only of white space, unless the whole text does."""
     sentences: list[str] = []
     start = 0
     for match in _END.finditer(text):
         follows = match.group(1)
         if follows is not None and follows.islower():
             continue
-        if text[start : match.end()].isspace():  # blank lines at the beginning belong to what follows
+        if text[start : match.end()].isspace():  # blank lines at the beginning belong to the next sentence
             continue
         sentences.append(text[start : match.end()])
         start = match.end()

@@ -1,4 +1,4 @@
-"""``PREFIX.json``: what a pair of ``.bin`` and ``.idx`` was made from, and how much of it there is."""
+"""``PREFIX.json``: what a pair of ``.bin`` and ``.idx`` files was made from, and their counts."""
 
 import json
 import os
@@ -16,7 +16,7 @@ _MOST_BYTES = 1 << 26  # each source takes about 100
 
 
 class SourceRecord(BaseModel):
-    """One input that the data were made from: its name, its files, their bytes on disk."""
+    """One input that the data were made from: its name, number of files, and bytes on disk."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -26,11 +26,11 @@ class SourceRecord(BaseModel):
 
 
 class Sidecar(BaseModel):
-    """The content of ``PREFIX.json``. Fields of later versions are ignored; files made elsewhere have no sidecar.
+    """The content of ``PREFIX.json``. Unknown fields are ignored; datasets made by other tools have no sidecar.
 
-    ``tokenizer`` is the path of a tokenizer.json from the folder of the sidecar, ``tokenizer_sha256`` the digest of its
-    bytes. ``text_bytes`` counts the text in UTF-8. ``job`` is the fingerprint of the command that made the files.
-    ``min_token_id`` and ``max_token_id`` are those of the tokens in ``.bin``; None if there are none, or if an earlier
+    ``tokenizer`` is the path of a tokenizer.json relative to the sidecar's folder, ``tokenizer_sha256`` the digest of
+    its bytes. ``text_bytes`` counts the text in UTF-8. ``job`` is the fingerprint of the command that made the files.
+    ``min_token_id`` and ``max_token_id`` describe the tokens in ``.bin``; None if there are no tokens, or if an earlier
     version wrote the file.
     """
 
@@ -54,14 +54,14 @@ class Sidecar(BaseModel):
 
     @property
     def token_id_range(self) -> tuple[int, int] | None:
-        """The smallest and the largest token id, where they are recorded."""
+        """The smallest and largest token id; None if they are not recorded."""
         if self.min_token_id is None or self.max_token_id is None:
             return None
         return self.min_token_id, self.max_token_id
 
     @classmethod
     def read(cls, store: Store, name: str) -> "Sidecar | None":
-        """The sidecar in the file ``name``; None if there is no such file. Raises DataError if it is damaged."""
+        """Reads the file ``name``; None if it does not exist. Raises DataError if it is damaged."""
         try:
             if (size := store.size(name)) > _MOST_BYTES:
                 raise StorageError(f"it has {size:,} bytes, and at most {_MOST_BYTES:,} are read")
@@ -75,7 +75,7 @@ class Sidecar(BaseModel):
             ) from error
 
     def write(self, path: Path) -> None:
-        """Writes ``path``, fsynced, not atomically: the caller publishes it."""
+        """Writes and fsyncs ``path``, not atomically: the caller publishes it."""
         with path.open("w", encoding="utf-8") as file:
             file.write(json.dumps(self.model_dump(), indent=1) + "\n")
             file.flush()
@@ -83,7 +83,7 @@ class Sidecar(BaseModel):
 
 
 def _reason(error: StorageError | ValidationError) -> str:
-    """What is wrong, in one line: of pydantic's errors the first."""
+    """The error in one line: the first of pydantic's errors."""
     if isinstance(error, StorageError):
         return str(error)
     first = error.errors(include_url=False, include_input=False)[0]

@@ -1,9 +1,9 @@
-"""Which files hold the text, and what counts as a document in each.
+"""Finds the input files, and defines what a document is in each format.
 
 .jsonl (.ndjson, .json), also .gz     every line is a document: the text under one key
 .parquet                              every row is a document: the text in one column
-any other file, also .gz              is one document
-a folder                              every UTF-8 file below it is one document, but for hidden and binary ones
+any other file, also .gz              the file is one document
+a folder                              every UTF-8 file below it is one document, except hidden and binary ones
 """
 
 import codecs
@@ -29,10 +29,10 @@ _UNREADABLE = {".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z"}
 
 @dataclass(frozen=True)
 class Source:
-    """A file of text.
+    """An input file.
 
-    ``name`` is its path from the folder that its input lies in: it names the documents, wherever that folder is. Of
-    several files with one name, ``occurrence`` counts which it is, in the order given, from 0.
+    ``name`` is the path relative to the parent folder of its input; it identifies the documents independently of where
+    that folder is. ``occurrence`` numbers files of the same name from 0, in input order.
     """
 
     path: Path
@@ -42,21 +42,21 @@ class Source:
     size: int  # bytes on disk
     modified: int  # nanoseconds
     is_compressed: bool
-    held_out: bool  # all of it belongs to the validation set
+    held_out: bool  # the whole file belongs to the validation set
     occurrence: int = 0
 
     @property
     def key(self) -> str:
-        """What no other source of the job has: its name, and after the first of that name its occurrence."""
+        """Unique key in the job: the name, followed by the occurrence unless that is 0."""
         return f"{self.name}\0{self.occurrence}" if self.occurrence else self.name
 
     def open(self) -> BinaryIO:
-        """The file's bytes, decompressed. Raises DataError if it is not the file that was found."""
+        """Opens the file for reading, decompressed. Raises DataError if it has changed since it was found."""
         self.check_unchanged()
         return cast(BinaryIO, gzip.open(self.path)) if self.is_compressed else self.path.open("rb")
 
     def check_unchanged(self) -> None:
-        """Raises DataError if it is not the file that was found."""
+        """Raises DataError if the file has changed since it was found."""
         try:
             status = self.path.stat()
         except OSError as error:
@@ -67,13 +67,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Sources:
-    """The files of a job, in order, and how many binary files in folders were left out."""
+    """The files of a job, in order, and the number of binary files in folders that were skipped."""
 
     files: tuple[Source, ...]
     num_skipped: int
 
     def records(self, *, held_out: bool) -> tuple[SourceRecord, ...]:
-        """One for each input that the set is made from: those held out as a whole, or else all others."""
+        """One record per input of the validation set (``held_out``) or of the training set.
+
+        If no file belongs to that set as a whole, every input contributes documents to it.
+        """
         totals: dict[str, tuple[int, int]] = {}
         for source in [source for source in self.files if source.held_out == held_out] or self.files:
             count, size = totals.get(source.input_name, (0, 0))
@@ -87,19 +90,19 @@ class Sources:
 def find_sources(
     inputs: Sequence[str | Path], held_out: Sequence[str | Path] = (), leave_out: Sequence[Path] = ()
 ) -> Sources:
-    """The files of ``inputs`` and then of ``held_out`` (files and folders), those of a folder sorted by path.
+    """Finds the files of ``inputs`` and then of ``held_out`` (files and folders); those of a folder sorted by path.
 
     Args:
-        leave_out: absolute paths that are no input though they lie in a folder that is one.
+        leave_out: absolute paths to exclude although they are inside an input folder.
 
     Raises:
-        DataError: an input is missing, cannot be read, is given twice, or is of a format that cannot be read.
+        DataError: an input is missing, unreadable, given twice, or in an unsupported format.
     """
     found: list[Source] = []
     num_skipped = 0
     for given, is_held_out in [*((path, False) for path in inputs), *((path, True) for path in held_out)]:
         path = Path(os.path.abspath(given))
-        if not os.path.isdir(path):  # which, unlike Path.is_dir, answers for any name
+        if not os.path.isdir(path):  # unlike Path.is_dir, never raises
             found.append(_source(path, path.parent, path, is_held_out))
             continue
         candidates = [_source(file, path.parent, path, is_held_out) for file in _walk(path, leave_out)]
@@ -121,7 +124,7 @@ def find_sources(
 
 
 def _walk(folder: Path, leave_out: Sequence[Path]) -> list[Path]:
-    """The files below ``folder``, sorted; none that is hidden, and none in a hidden folder."""
+    """The files in ``folder``, recursively and sorted, without hidden files and folders."""
     files: list[Path] = []
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and Path(root, name) not in leave_out]
@@ -136,7 +139,7 @@ def _walk(folder: Path, leave_out: Sequence[Path]) -> list[Path]:
 
 
 def _source(path: Path, root: Path, given: Path, held_out: bool) -> Source:
-    """The source ``path``, which is the input ``given`` or lies in it; ``root`` is the folder of that."""
+    """The source for ``path``, which is the input ``given`` or inside it; ``root`` is the parent of ``given``."""
     try:
         status = path.stat()
     except OSError as error:
@@ -172,7 +175,7 @@ def _format(path: Path) -> Format:
 
 
 def _is_text(path: Path) -> bool:
-    """Whether the file is UTF-8 without NUL bytes, which mark binary files and UTF-16."""
+    """Whether the file is UTF-8 without NUL bytes, which indicate binary files and UTF-16."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Special tokens that tasks need of a tokenizer, found by the names that published tokenizers give them."""
+"""Finds the special tokens that a task needs, by the names that published tokenizers use."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ __all__ = [
 
 _NUM_SENTINELS = 100
 
-# what a tokenizer that is trained here gets for each kind of model, and for fill-in-the-middle
+# special tokens of a trained tokenizer, for each kind of model and for fill-in-the-middle
 SPECIAL_TOKENS = MappingProxyType(
     {
         "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
@@ -32,7 +32,7 @@ SPECIAL_TOKENS = MappingProxyType(
     }
 )
 
-# BERT's name of each, and RoBERTa's
+# BERT's and RoBERTa's names
 _BERT_NAMES = {
     "classifier": ("[CLS]", "<s>"),
     "separator": ("[SEP]", "</s>"),
@@ -40,7 +40,7 @@ _BERT_NAMES = {
     "padding": ("[PAD]", "<pad>"),
 }
 
-# what prefix, middle and suffix follow: StarCoder's names, SantaCoder's, Qwen's and CodeGemma's, DeepSeek's
+# tokens before prefix, middle and suffix: StarCoder; SantaCoder; Qwen and CodeGemma; DeepSeek
 _FIM_NAMES = (
     SPECIAL_TOKENS["fim"],
     ("<fim-prefix>", "<fim-middle>", "<fim-suffix>"),
@@ -61,7 +61,7 @@ class BertTokens:
 
 @dataclass(frozen=True)
 class T5Tokens:
-    """Ids of T5's special tokens; sentinels int64 [N], in the order in which spans take them."""
+    """Ids of T5's special tokens; ``sentinels`` int64 [N], in the order in which spans use them."""
 
     padding: int
     end: int
@@ -69,7 +69,7 @@ class T5Tokens:
 
 
 def bert_tokens(tokenizer: Tokenizer) -> BertTokens:
-    """BERT's special tokens. Raises DataError that names those missing."""
+    """Returns BERT's special tokens. Raises DataError that lists missing ones."""
     found: dict[str, int] = {}
     missing: list[str] = []
     for role, names in _BERT_NAMES.items():
@@ -84,9 +84,9 @@ def bert_tokens(tokenizer: Tokenizer) -> BertTokens:
 
 
 def t5_tokens(tokenizer: Tokenizer) -> T5Tokens:
-    """T5's special tokens: padding, sentinels, and the end, which is the token that ends documents.
+    """Returns T5's special tokens: padding, sentinels, and the end token, which is the tokenizer's eod.
 
-    Raises DataError without a padding token or sentinels.
+    Raises DataError if there is no padding token or no sentinel.
     """
     padding = tokenizer.token_id("<pad>")
     sentinels: list[int] = []
@@ -102,9 +102,9 @@ def t5_tokens(tokenizer: Tokenizer) -> T5Tokens:
 def fill_in_the_middle_tokens(
     tokenizer: Tokenizer, given: tuple[str | None, str | None, str | None]
 ) -> tuple[int, int, int]:
-    """Ids of the tokens that prefix, middle and suffix follow: as ``given``, or by their published names.
+    """Returns the ids of the tokens before prefix, middle and suffix: those ``given``, or by their published names.
 
-    Raises DataError that names those missing.
+    Raises DataError that lists missing ones.
     """
     for published in _FIM_NAMES:
         names = [own or name for own, name in zip(given, published, strict=True)]
@@ -117,7 +117,7 @@ def fill_in_the_middle_tokens(
 
 
 def spelled(tokenizer: Tokenizer, kind: ModelKind) -> dict[str, str]:
-    """The special tokens that a model of ``kind`` reads, of those that ``tokenizer`` has, by transformers' names."""
+    """The special tokens of ``tokenizer`` that a model of ``kind`` uses, by their names in transformers."""
     bert = dict(zip(("cls_token", "sep_token", "mask_token", "pad_token"), _BERT_NAMES.values(), strict=True))
     roles: Mapping[ModelKind, Mapping[str, tuple[str, ...]]] = {
         "gpt": {},

@@ -1,4 +1,4 @@
-"""Text that ends where one of a few strings begins."""
+"""Stop strings: ends a generated text where one of them begins."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,18 @@ __all__ = ["StopStrings", "check_stop_strings"]
 
 
 def check_stop_strings(stops: Sequence[str]) -> None:
-    """Raises ConfigError for an empty string, at which every text would end."""
+    """Raises ConfigError for an empty string, which would end every text at once."""
     if not all(stops):
         raise ConfigError("a stop string must have characters; got an empty one; leave it out")
 
 
 class StopStrings:
-    """Passes a text on, piece by piece, up to where the first of ``stops`` begins.
+    """Filters a text piece by piece, up to where the first of ``stops`` begins.
 
-    What may be the beginning of one is held back until that is known.
+    Text that may be the beginning of a stop string is held back until that is decided.
 
     Attributes:
-        found: whether there was one; nothing is passed on any more.
+        found: whether a stop string was found; no text is returned after that.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -29,7 +29,7 @@ class StopStrings:
         self._held = ""
 
     def add(self, text: str) -> str:
-        """What of the text so far is certain and was not passed on before."""
+        """Adds a piece; returns the text that is certain now and was not returned before."""
         if self.found:
             return ""
         text = self._held + text
@@ -40,11 +40,11 @@ class StopStrings:
         return text[:certain]
 
     def end(self) -> str:
-        """What is held back, now that no more text comes."""
+        """Returns the text held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
     def _open(self, text: str) -> int:
-        """How many characters at the end of ``text`` may be the beginning of a stop string."""
+        """Number of characters at the end of ``text`` that may be the beginning of a stop string."""
         lengths = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
         return max(lengths, default=0)

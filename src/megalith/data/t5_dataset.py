@@ -1,10 +1,10 @@
-"""Samples of T5: spans taken out of a text, and what they were (Raffel et al. 2019, arXiv:1910.10683, section 3.1.4).
+"""T5 samples: the span-corruption objective (Raffel et al. 2019, arXiv:1910.10683, section 3.1.4).
 
     encoder   Thank you <extra_id_0> me to your <extra_id_1> week. </s>
     decoder   <pad> <extra_id_0> for inviting <extra_id_1> party last
     labels    <extra_id_0> for inviting <extra_id_1> party last </s>
 
-Spans are Megatron's: runs of whole words, by default geometric(0.2) of them and at most 10. Two of them may touch.
+Spans follow Megatron: runs of whole words, by default geometric(0.2) in number and at most 10. Spans may be adjacent.
 """
 
 import logging
@@ -36,14 +36,14 @@ _MAX_NGRAM = 10
 
 @dataclass(frozen=True)
 class T5Sample:
-    """A row of S for the encoder and one of T for the decoder, both padded at their end.
+    """A row of S tokens for the encoder and one of T for the decoder, both padded at the end.
 
     Attributes:
         tokens: int64 [S].
-        decoder_tokens, labels: int64 [T]; labels are what follows each decoder token.
+        decoder_tokens, labels: int64 [T]; labels are the next token after each decoder token.
         loss_mask: bool [T], False in padding.
-        num_tokens, num_decoder_tokens: before padding.
-        is_truncated: tokens of the sentences were cut off.
+        num_tokens, num_decoder_tokens: row lengths before padding.
+        is_truncated: whether tokens of the sentences were cut off.
     """
 
     tokens: Tokens
@@ -57,14 +57,14 @@ class T5Sample:
 
 @dataclass(frozen=True)
 class T5Batch:
-    """B rows of the encoder and of the decoder, whole or this rank's columns of them.
+    """B rows for the encoder and decoder: whole rows, or this rank's columns of them.
 
     Attributes:
         tokens: int64 [B, S].
         decoder_tokens, labels: int64 [B, T]; loss_mask: bool [B, T].
-        num_tokens, num_decoder_tokens: int64 [B], of whole rows, before padding.
-        row_ids: int64 [B], where each row stands in the step's global batch.
-        positions, decoder_positions: int64 [S] and [T], where each column stands in its row.
+        num_tokens, num_decoder_tokens: int64 [B], lengths of whole rows before padding.
+        row_ids: int64 [B], index of each row in the step's global batch.
+        positions, decoder_positions: int64 [S] and [T], index of each column in its row.
     """
 
     tokens: Tokens
@@ -78,7 +78,7 @@ class T5Batch:
     decoder_positions: Tokens
 
     def columns(self, positions: Tokens, decoder_positions: Tokens) -> "T5Batch":
-        """The columns that are at these positions of whole rows."""
+        """Selects the columns at these positions of whole rows."""
         of_decoder = {
             name: getattr(self, name)[:, decoder_positions] for name in ("decoder_tokens", "labels", "loss_mask")
         }
@@ -87,7 +87,7 @@ class T5Batch:
 
 
 def stack_t5_samples(samples: Sequence[T5Sample], row_ids: Sequence[int]) -> T5Batch:
-    """The batch of these samples, one a row."""
+    """Stacks samples into a batch, one per row."""
     return T5Batch(
         np.stack([sample.tokens for sample in samples]),
         np.stack([sample.decoder_tokens for sample in samples]),
@@ -102,14 +102,14 @@ def stack_t5_samples(samples: Sequence[T5Sample], row_ids: Sequence[int]) -> T5B
 
 
 def fill_spans(sample: T5Sample, special: T5Tokens) -> tuple[Tokens, NDArray[np.bool_]]:
-    """The encoder's row before padding, with the span that the labels say in place of each sentinel.
+    """Reconstructs the text: the encoder's row before padding, with each sentinel replaced by its span in the labels.
 
-    A sentinel that the labels do not have stays.
+    A sentinel that is not in the labels is kept.
 
     Returns:
-        int64 [N], the text and the end; bool [N], which tokens are of spans.
+        int64 [N], the text and the end token; bool [N], which tokens belong to spans.
     """
-    learned = sample.labels[: sample.num_decoder_tokens - 1]  # without the end
+    learned = sample.labels[: sample.num_decoder_tokens - 1]  # without the end token
     begins = np.flatnonzero(np.isin(learned, special.sentinels))
     spans = {int(span[0]): span[1:] for span in np.split(learned, begins)[1:]}
     read = sample.tokens[: sample.num_tokens].tolist()
@@ -118,23 +118,23 @@ def fill_spans(sample: T5Sample, special: T5Tokens) -> tuple[Tokens, NDArray[np.
 
 
 def decoder_length(seq_length: int, probability: float) -> int:
-    """The most tokens that the decoder can need: every masked token a span of its own, and the end."""
+    """The maximum length of the decoder's row: every masked token is a span of its own, plus the end token."""
     return 2 * max(1, round((seq_length - 1) * probability)) + 1
 
 
 class T5Dataset(MaskedDataset[T5Sample]):
-    """See ``MaskedDataset`` for arguments and errors.
+    """T5 samples of a dataset; see ``MaskedDataset`` for the other arguments and errors.
 
-    A sample that would have more spans than there are sentinels, or than the decoder has room for, has fewer masked; a
-    warning tells where that will be common.
+    If a sample would have more spans than there are sentinels, or than the decoder has room for, fewer are masked. A
+    warning is logged if that is likely to be common.
 
     Args:
-        seq_length: S, of the encoder.
+        seq_length: S, the length of the encoder's rows.
         decoder_seq_length: T; ``decoder_length`` is always enough.
 
     Raises:
-        ConfigError: too, the decoder is shorter than what it learns is on average.
-        DataError: too, the tokenizer lacks one of T5's special tokens.
+        ConfigError: also if the decoder has no room for the masked tokens of a full sample, a sentinel and the end.
+        DataError: also if the tokenizer lacks one of T5's special tokens.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class T5Dataset(MaskedDataset[T5Sample]):
             True if geometric is None else geometric,
             masking.whole_words,
         )
-        self._limits = SpanLimits(len(self._special.sentinels), decoder_seq_length - 1)  # beside the end
+        self._limits = SpanLimits(len(self._special.sentinels), decoder_seq_length - 1)  # without the end token
         self._warn_of_few_sentinels(tokenizer, word_masking)
         super().__init__(
             dataset,
@@ -180,7 +180,7 @@ class T5Dataset(MaskedDataset[T5Sample]):
 
     def _warn_of_few_sentinels(self, tokenizer: Tokenizer, word_masking: WordMasking) -> None:
         lengths = ngram_distribution(word_masking.max_ngram, word_masking.geometric)
-        words = float(lengths @ np.arange(1, len(lengths) + 1))  # of a run, each a token or more
+        words = float(lengths @ np.arange(1, len(lengths) + 1))  # mean words per run; each is at least one token
         num_spans = math.ceil((self.seq_length - 1) * word_masking.probability / words)
         if self._limits.spans < num_spans and os.environ.get("RANK", "0") == "0":
             log.warning(
@@ -202,7 +202,7 @@ class T5Dataset(MaskedDataset[T5Sample]):
         encoder: list[Tokens] = []
         learned: list[Tokens] = []
         start = 0
-        for sentinel, (first, end) in zip(special.sentinels, spans, strict=False):  # one each
+        for sentinel, (first, end) in zip(special.sentinels, spans, strict=False):  # spans <= sentinels
             encoder += [text[start:first], sentinel[None]]
             learned += [sentinel[None], text[first:end]]
             start = end

@@ -1,7 +1,7 @@
-"""Whether every token id of a dataset has a row in the model's embedding, told before an embedding raises IndexError.
+"""Checks that every token id of a dataset has a row in the model's embedding, before a lookup raises IndexError.
 
-A dataset that was prepared here records its smallest and largest id in the sidecar. Of any other, ``check_dataset``
-reads an evenly spread part; ids that this does not see are found when a sample is read (``check_sample``).
+Datasets prepared by Megalith record their smallest and largest id in the sidecar. In other datasets ``check_dataset``
+reads evenly spread chunks; ids that this misses are found when a sample is read (``check_sample``).
 """
 
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ _NUM_CHUNKS = 64  # 67 million tokens: 0.1 s from memory, a second from a disk t
 
 @dataclass(frozen=True)
 class TokenCheck:
-    """What ``check_dataset`` found.
+    """The result of ``check_dataset``.
 
     Attributes:
-        problem: names the dataset, a token id that does not fit and where it stands; None if every id seen fits.
-        scanned: how much was read to find out, and how long that took; None if nothing had to be read.
+        problem: describes the dataset, an invalid token id and its position; None if every id that was seen is valid.
+        scanned: how much was read, and how long that took; None if nothing had to be read.
     """
 
     problem: str | None = None
@@ -37,8 +37,8 @@ class TokenCheck:
 def check_dataset(dataset: IndexedDataset, vocab_size: int) -> TokenCheck:
     """Compares the token ids of ``dataset`` with ``vocab_size``.
 
-    Reads nothing where the sidecar or the type on disk shows that all fit; else at most 67 million tokens, in 64 evenly
-    spread chunks, up to the first id that does not fit. Raises DataError if the tokens cannot be read.
+    Reads nothing if the sidecar or the dtype on disk shows that all ids are valid; otherwise at most 67 million tokens,
+    in 64 evenly spread chunks, up to the first invalid id. Raises DataError if the tokens cannot be read.
     """
     if dataset.dtype.kind == "f":
         return TokenCheck(f"{dataset.prefix} holds {dataset.dtype.name}; token ids are whole numbers, as in int32")
@@ -65,9 +65,9 @@ def check_dataset(dataset: IndexedDataset, vocab_size: int) -> TokenCheck:
 def check_sample(
     dataset: IndexedDataset, sample: int, position: int, tokens: NDArray[Any], vocab_size: int | None
 ) -> None:
-    """Raises DataError unless ``tokens`` [T], which stand at ``position`` of the file, are all below ``vocab_size``.
+    """Raises DataError unless all ``tokens`` [T], which begin at ``position`` in the file, are below ``vocab_size``.
 
-    ``sample`` is the number of the sample that reads them. Without a ``vocab_size`` nothing is checked.
+    ``sample`` is the index of the sample that reads them. Without ``vocab_size`` nothing is checked.
     """
     if vocab_size is not None and (wrong := _first_outside(tokens, vocab_size)) is not None:
         found = _at(dataset, position + wrong, int(tokens[wrong]), vocab_size)
@@ -75,11 +75,11 @@ def check_sample(
 
 
 def spread_chunks(dataset: IndexedDataset) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Chunks of the tokens and where each begins: all of them in order, or 64 that are evenly spread over the file."""
+    """Yields chunks of tokens and the position of each: all in order, or 64 that are evenly spread over the file."""
     num_chunks = -(-dataset.num_tokens // _CHUNK)
     num_read = min(num_chunks, _NUM_CHUNKS)
     for number in range(num_read):
-        # the first chunk and the last are always among them
+        # always includes the first and the last chunk
         start = _CHUNK * (number * (num_chunks - 1) // max(1, num_read - 1))
         yield start, dataset.tokens[start : start + _CHUNK]
 
@@ -89,7 +89,7 @@ def _fits(ids: tuple[int, int] | None, vocab_size: int) -> bool:
 
 
 def _first_outside(tokens: NDArray[Any], vocab_size: int) -> int | None:
-    """Where in ``tokens`` the first one stands that is no id of the vocabulary."""
+    """Index in ``tokens`` of the first one outside the vocabulary; None if there is none."""
     if not tokens.size or (tokens.min() >= 0 and tokens.max() < vocab_size):
         return None
     return int(np.argmax((tokens < 0) | (tokens >= vocab_size)))

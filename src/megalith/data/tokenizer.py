@@ -1,7 +1,7 @@
-"""Text to token ids and back, by any ``tokenizer.json``, or by one trained here: byte-level BPE.
+"""Encodes and decodes text with any ``tokenizer.json``, and trains byte-level BPE tokenizers.
 
-Sennrich et al. 2016 (arXiv:1508.07909); bytes as the alphabet: GPT-2 (Radford et al. 2019), so that every text can be
-encoded and decoding gives back the same bytes.
+BPE: Sennrich et al. 2016 (arXiv:1508.07909). Bytes as the alphabet: GPT-2 (Radford et al. 2019), so that every text can
+be encoded, and decoding is lossless.
 """
 
 import functools
@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 EOD = "<|endoftext|>"
 _REPLACEMENT = "\ufffd"
-_MOST_BEGINNING = 8  # tokens in front of a text; published tokenizers have one
-_MOST_BYTES_OPEN = 3  # of a character in UTF-8, before its last
-_CONTEXT = 16  # ids: more than a character, or the rule of a decoder for spaces, reaches over
+_MOST_BEGINNING = 8  # tokens prepended to a text; published tokenizers prepend one
+_MOST_BYTES_OPEN = 3  # bytes of an incomplete UTF-8 character
+_CONTEXT = 16  # ids; more than a character, or a decoder's rule for spaces, spans
 _MOST_BYTES = 1 << 28  # of a tokenizer.json; the largest published ones have about 40 MB
 _MOST_ENTRIES = 1 << 24  # of a trained vocabulary; the largest published ones have a million
 _LONGER_THAN_WORDS = 512  # characters
@@ -41,31 +41,31 @@ _EOD_NAMES = (EOD, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜
 class Tokenizer:
     """One tokenizer.json. Pickles as its bytes.
 
-    Encoding adds no special token, cuts nothing off and pads nothing, whatever the file's settings say; and text that
-    spells a special token is encoded as the text that it is, so that no document can forge the end of one. What begins
-    a document and a prompt is in ``begin``.
+    Encoding adds no special tokens and neither truncates nor pads, whatever the file's settings say. Text that spells a
+    special token is encoded as ordinary text, so that no document can forge an end-of-document token. The tokens to
+    prepend to a document or prompt are in ``begin``.
 
     Args:
         content: the bytes of a tokenizer.json.
-        eod: the token that ends a document, by its text or its id; by default the one of the usual names.
-        name: what error messages call it.
+        eod: the end-of-document token, as text or id; by default the first of the usual names that exists.
+        name: name of the tokenizer in error messages.
         begin: ids of the tokens that begin a text; by default those that the file's post-processor adds.
-        ends: ids of tokens that end a text besides ``eod``: those that end turns of a conversation.
+        ends: ids of tokens that end a text in addition to ``eod``, such as end-of-turn tokens.
 
     Attributes:
-        vocab_size: ids are below it.
-        num_rows: ids that text, or the beginning or end of a document, can give are below it, so that a model must have
-            as many rows. Other special tokens may have ids beyond, since no text is encoded as one: Gemma 3's tokenizer
-            has one for images, after the last row of the model that reads none.
-        eod: id of the token that ends a document.
-        eod_text: how the tokenizer spells it.
-        begin: ids of the tokens that a text begins with: the BOS token of Llama and Gemma, none of GPT-2. What frames a
-            text on both sides, as BERT's [CLS] and [SEP] do, is not among them.
+        vocab_size: all ids are below it.
+        num_rows: all ids that encoding can produce, ``begin`` and ``eod`` included, are below it; a model needs at
+            least this many embedding rows. Other special tokens may have larger ids, because no text is encoded as
+            one: Gemma 3's tokenizer has an image token beyond the last row of the text-only model.
+        eod: id of the end-of-document token.
+        eod_text: the text of that token.
+        begin: ids of the tokens that a text begins with: the BOS token for Llama and Gemma, none for GPT-2. Tokens that
+            enclose a text on both sides, such as BERT's [CLS] and [SEP], are not included.
         ends: ids of the tokens that end a text, ``eod`` first.
         sha256: digest of the file's bytes.
 
     Raises:
-        DataError: the content is no tokenizer, or it has no such token.
+        DataError: the content is not a tokenizer, or it has no end-of-document token.
     """
 
     def __init__(
@@ -82,24 +82,24 @@ class Tokenizer:
         self.sha256 = hashlib.sha256(content).hexdigest()
         with _told(f"{name} must be a tokenizer.json of Hugging Face tokenizers; it cannot be read as one"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        self._tokenizer.no_truncation()  # many published files cut at 512 tokens without a word
+        self._tokenizer.no_truncation()  # many published files silently truncate to 512 tokens
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        # ids may have gaps, so the number of entries would not do
+        # ids may have gaps, so this can exceed the number of entries
         entries = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(entries.values(), default=-1) + 1
         self.eod = self._find_eod(eod)
         special = {id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         self.num_rows = max((id for id in entries.values() if id not in special), default=-1) + 1
         self.begin = tuple(self._post_processed() if begin is None else begin)
-        self._tokenizer.post_processor = None  # one that leaves the text out would do so unasked
+        self._tokenizer.post_processor = None  # it runs even without special tokens, and may drop the text
         self.num_rows = max(self.num_rows, *(id + 1 for id in (self.eod, *self.begin)))
         self.eod_text = self._tokenizer.id_to_token(self.eod)
         self.ends = tuple(dict.fromkeys([self.eod, *ends]))
 
     @classmethod
     def load(cls, path: str | Path, eod: str | int | None = None, *, ends: Sequence[int] = ()) -> "Tokenizer":
-        """The tokenizer in the file ``path``. Raises DataError, as the constructor does, or if it cannot be read."""
+        """Loads the file ``path``. Raises DataError as the constructor does, or if the file cannot be read."""
         try:
             content = read_regular_file(path, _MOST_BYTES)
         except OSError as error:
@@ -113,7 +113,7 @@ class Tokenizer:
     def beside(
         cls, prefix: str | Path | Store, name: str, eod: str | int | None = None, *, ends: Sequence[int] = ()
     ) -> "Tokenizer":
-        """The tokenizer that a dataset names: ``name`` is a path from the folder of ``prefix``. Raises as ``load``."""
+        """Loads the tokenizer of a dataset; ``name`` is relative to the folder of ``prefix``. Raises as ``load``."""
         folder = open_store(prefix).split()[0]
         if isinstance(folder, LocalStore):
             return cls.load(folder.path / name, eod, ends=ends)
@@ -128,11 +128,11 @@ class Tokenizer:
             temporary.write_bytes(self._content)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of ``text``, by one thread."""
+        """Returns the ids of ``text``, using one thread."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, by as many threads as TOKENIZERS_PARALLELISM grants (by default all cores).
+        """Returns the ids of each text, using all cores unless TOKENIZERS_PARALLELISM says otherwise.
 
         Raises DataError for a text that the tokenizer cannot encode.
         """
@@ -144,11 +144,11 @@ class Tokenizer:
             return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_prompts(self, texts: Sequence[str], *, special_tokens: bool = False) -> list[list[int]]:
-        """The ids of each text as a model is to go on from it: ``begin``, and then those of the text.
+        """Returns the ids of each text as a prompt: ``begin``, followed by the ids of the text.
 
         Args:
-            special_tokens: read what spells a special token as that token, as the templates of chat models need. A text
-                that spells ``begin`` itself gets it once.
+            special_tokens: encode text that spells a special token as that token, as chat templates need. ``begin`` is
+                not repeated for a text that starts with it.
 
         Raises DataError as ``encode_batch``.
         """
@@ -161,21 +161,21 @@ class Tokenizer:
         return [ids if special_tokens and ids[: len(begin)] == begin else begin + ids for ids in encoded]
 
     def begins(self, document: Sequence[int]) -> bool:
-        """Whether the ids ``document`` have ``begin`` in front."""
+        """Whether the ids ``document`` start with ``begin``."""
         return tuple(document[: len(self.begin)]) == self.begin
 
     def framed(self, *, begin: Sequence[int], ends: Sequence[int] = ()) -> "Tokenizer":
-        """The same tokenizer for texts that begin with the tokens ``begin``, and that ``ends`` end, too."""
+        """The same tokenizer for texts that begin with ``begin``, and that any of ``ends`` ends as well."""
         if tuple(begin) == self.begin and set(ends) <= set(self.ends):
             return self
         return Tokenizer(self._content, self.eod, self.name, begin=begin, ends=(*self.ends, *ends))
 
     def without_beginning(self) -> "Tokenizer":
-        """The same tokenizer with a file that puts nothing in front of a text."""
+        """The same tokenizer, with a tokenizer.json that prepends nothing to a text."""
         return Tokenizer(without_beginning(self._content), self.eod, self.name, ends=self.ends)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, special tokens spelled out. Raises DataError if a damaged file has no text for them."""
+        """Returns the text of ``ids``, with special tokens. Raises DataError if a damaged file has no text for them."""
         with _told(f"{self.name} cannot decode these tokens"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
@@ -185,12 +185,12 @@ class Tokenizer:
         return id
 
     def word_starts(self) -> WordStarts:
-        """Tables that tell which of a row of ids begin a word."""
+        """Lookup tables for which ids of a sequence begin a word."""
         entries = self._tokenizer.get_vocab(with_added_tokens=True)
         return WordStarts.of(json.loads(self._content), entries, self.vocab_size)
 
     def check_fits(self, model: str, num_rows: int) -> None:
-        """Raises DataError if ``model`` has ``num_rows`` rows, and the tokenizer's ``num_rows`` are more."""
+        """Raises DataError if the tokenizer needs more rows than ``num_rows``, the rows of ``model``."""
         if self.num_rows > num_rows:
             raise DataError(
                 f"{self.name} must have ids below {num_rows}, the vocabulary of the model in {model}; text gives ids "
@@ -203,7 +203,7 @@ class Tokenizer:
         return build, (self._content, self.eod, self.name)
 
     def _post_processed(self) -> list[int]:
-        """What the post-processor puts in front of a text, if it puts nothing behind it. Raises DataError."""
+        """The ids that the post-processor prepends to a text, if it appends none. Raises DataError."""
         processor = self._tokenizer.post_processor
         begin = [] if processor is None else put_in_front(json.loads(processor.__getstate__()))
         if any(type(id) is not int or not 0 <= id < self.vocab_size for id in begin) or len(begin) > _MOST_BEGINNING:
@@ -228,9 +228,9 @@ class Tokenizer:
 
 @contextmanager
 def _told(problem: str, way_out: str = "use another tokenizer.json") -> Iterator[None]:
-    """Raises DataError for whatever the library raises in the ``with`` block, its panics among it.
+    """Raises DataError for whatever the library raises in the ``with`` block, including Rust panics.
 
-    A panic, which a damaged file can cause anywhere, is no Exception, and its class cannot be imported.
+    A damaged file can cause a panic anywhere. It does not derive from Exception, and its class cannot be imported.
     """
     try:
         yield
@@ -241,28 +241,28 @@ def _told(problem: str, way_out: str = "use another tokenizer.json") -> Iterator
 
 
 class TextStream:
-    """Text from ids that come one at a time: each character once, when all of its bytes are there.
+    """Incremental decoding: ids come one at a time, and each character is returned once all of its bytes are known.
 
-    What ``add`` and ``end`` give, end to end, is the text that the ids add to that of ``before``: to decode them alone
-    would lose the space that some tokenizers leave out at the beginning of a text.
+    The concatenated results of ``add`` and ``end`` are the text that the ids add to the text of ``before``. Decoding
+    them alone would lose the space that some tokenizers omit at the beginning of a text.
 
     Args:
-        before: the ids in front of them; the last few count.
+        before: the preceding ids, of which only the last few are used.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._num_open = 0  # ids since the text last ended with a whole character
-        self._given = 0  # characters of the text of _ids that have been given
+        self._given = 0  # characters of the text of _ids that have been returned
         self._restart(before)
 
     def add(self, id: int) -> str:
-        """The text that is complete with ``id``; may be empty."""
+        """Returns the text that ``id`` completes; may be empty."""
         self._ids.append(id)
         text = self._tokenizer.decode(self._ids)
         complete = text.rstrip(_REPLACEMENT)
         self._num_open = self._num_open + 1 if len(complete) < len(text) else 0
-        if self._num_open > _MOST_BYTES_OPEN:  # no character has so many: but for the last ones, these bytes make none
+        if self._num_open > _MOST_BYTES_OPEN:  # too long for a character: all but the last bytes are invalid
             complete = text[: max(len(complete), len(text) - _MOST_BYTES_OPEN)]
         new, self._given = complete[self._given :], max(self._given, len(complete))
         if not self._num_open and len(self._ids) > 2 * _CONTEXT:
@@ -270,13 +270,13 @@ class TextStream:
         return new
 
     def end(self) -> str:
-        """What is left: bytes that make no character, as replacement characters."""
+        """Returns the rest: bytes of an incomplete character, as replacement characters."""
         text = self._tokenizer.decode(self._ids)
         new, self._given = text[self._given :], len(text)
         return new
 
     def _restart(self, ids: Sequence[int]) -> None:
-        """Keeps the last few of ``ids``, whose text has been given, from where a character begins."""
+        """Keeps the last few of ``ids``, whose text has been returned, starting at a character boundary."""
         first = max(0, len(ids) - _CONTEXT)
         starts = range(first, max(-1, first - _MOST_BYTES_OPEN - 1), -1)
         texts = {start: self._tokenizer.decode(ids[start:]) for start in starts}
@@ -286,16 +286,16 @@ class TextStream:
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Tokenizer:
-    """A byte-level BPE tokenizer of at most ``vocab_size`` entries.
+    """Trains a byte-level BPE tokenizer of at most ``vocab_size`` entries.
 
-    ``<|endoftext|>`` (id 0), then ``special_tokens``, 256 bytes, and merges.
+    The vocabulary is ``<|endoftext|>`` (id 0), then ``special_tokens``, 256 bytes, and merges.
 
-    The same texts in the same order give the same bytes. Few texts may not support as many entries as asked. Training
-    takes time in the square of a word's length, so it sees endless ones (DNA, a line of dashes) in parts.
+    The same texts in the same order produce an identical file. A small amount of text may yield fewer entries than
+    requested. Training time is quadratic in the length of a word, so very long ones (DNA, a line of dashes) are split.
 
-    Raises ConfigError if ``vocab_size`` has no room for the bytes, or is larger than any vocabulary.
+    Raises ConfigError if ``vocab_size`` is too small for the bytes, or unreasonably large.
     """
-    if vocab_size > _MOST_ENTRIES:  # the trainer sets memory aside for all of them, and dies if there is none
+    if vocab_size > _MOST_ENTRIES:  # the trainer allocates memory for all of them, and crashes if there is not enough
         raise ConfigError(f"a vocabulary has at most {_MOST_ENTRIES:,} entries; got {vocab_size}; use 32000")
     special = [EOD, *special_tokens]
     if vocab_size < (least := 256 + len(special)):
@@ -317,7 +317,7 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, special_tokens: 
 
 
 def _without_endless_words(texts: Iterable[str]) -> Iterator[str]:
-    """``texts``, cut where they go on without a word's end; merges are counted within words, so that little is lost."""
+    """``texts``, with very long words split; merges are counted within words, so this has little effect."""
     for text in texts:
         start = 0
         for stop in range(_LONGER_THAN_WORDS, len(text), _LONGER_THAN_WORDS):

@@ -1,10 +1,10 @@
-"""Which tokens of a sample are masked: runs of whole words, in random places, up to a share of the sample.
+"""Chooses the tokens of a sample to mask: runs of whole words at random positions, up to a share of the sample.
 
-Words are taken in a random order; each begins a run of n words, where P(n) is proportional to 1 / n for n <= max_ngram
-(Megatron's BERT), or geometric with p = 0.2, all that is longer being max_ngram (Megatron's T5; SpanBERT,
-arXiv:1907.10529, section 3.1, draws again what is longer). A run that would mask more than the sample's share loses
-words at its end; one that meets a masked word is dropped. The share is min(probability * target, max(1,
-round(probability * tokens))), so that nothing is masked of a sample that was packed for fewer than 1 / probability.
+Words are visited in random order; each begins a run of n words, where P(n) is proportional to 1 / n for n <= max_ngram
+(Megatron's BERT), or geometric with p = 0.2 and clipped to max_ngram (Megatron's T5; SpanBERT, arXiv:1907.10529,
+section 3.1, redraws longer runs instead). A run that would exceed the sample's share is shortened; one that overlaps a
+masked word is dropped. The share is min(probability * target, max(1, round(probability * tokens))), so nothing is
+masked in a sample whose target length is less than 1 / probability tokens.
 """
 
 import math
@@ -22,16 +22,16 @@ _GEOMETRIC = 0.2
 
 
 def ngram_distribution(max_ngram: int, geometric: bool) -> NDArray[np.float64]:
-    """P(n) of a run of n = 1 ... ``max_ngram`` words, float64 [max_ngram]."""
+    """Probabilities of runs of n = 1 ... ``max_ngram`` words, float64 [max_ngram]."""
     n = np.arange(1, max_ngram + 1)
     weights = np.asarray(_GEOMETRIC * (1 - _GEOMETRIC) ** (n - 1.0) if geometric else 1 / n, dtype=np.float64)
     if geometric:
-        weights[-1] = (1 - _GEOMETRIC) ** (max_ngram - 1.0)  # all that is cut off
+        weights[-1] = (1 - _GEOMETRIC) ** (max_ngram - 1.0)  # the tail P(n >= max_ngram)
     return np.asarray(weights / weights.sum(), dtype=np.float64)
 
 
 class SpanLimits(NamedTuple):
-    """What else ends masking, beside the share: so many ``spans``, or spans and their tokens ``together``."""
+    """Limits in addition to the share: the number of ``spans``, and that of spans plus masked tokens ``together``."""
 
     spans: float = math.inf
     together: float = math.inf
@@ -42,7 +42,7 @@ _NO_LIMITS = SpanLimits()
 
 @dataclass(frozen=True)
 class WordMasking:
-    """See the module. ``whole_words`` False: every token is a word."""
+    """Chooses tokens to mask, as the module docstring says. If ``whole_words`` is False, every token is a word."""
 
     probability: float
     max_ngram: int
@@ -57,12 +57,12 @@ class WordMasking:
         draws: Draws,
         limits: SpanLimits = _NO_LIMITS,
     ) -> list[tuple[int, int]]:
-        """Runs [first, end) of tokens to mask, in the order of the text; they do not overlap.
+        """Returns non-overlapping runs [first, end) of tokens to mask, in text order.
 
         Args:
             word_starts: [T], whether a token begins a word.
-            can_mask: [T]; what stands between tokens that cannot be masked, as separators, is in different runs.
-            target: the length that the sample was packed for, in tokens.
+            can_mask: [T]; runs do not extend over tokens that cannot be masked, such as separators.
+            target: target length of the sample, in tokens.
         """
         begins = (word_starts if self.whole_words else np.ones_like(word_starts)) & can_mask
         begins[1:] |= can_mask[1:] & ~can_mask[:-1]
@@ -77,7 +77,7 @@ class WordMasking:
         return _chosen(starts, ends, segment_ends, sizes[order], order, limit, limits)
 
     def run_lengths(self, number: int, draws: Draws) -> NDArray[np.int64]:
-        """How many words each of ``number`` runs has before it meets others, [number]."""
+        """Draws the lengths in words of ``number`` runs, before any is shortened: [number]."""
         cumulative = np.cumsum(ngram_distribution(self.max_ngram, self.geometric))
         return np.searchsorted(cumulative[:-1], draws.uniform(number), side="right") + 1
 
@@ -91,7 +91,7 @@ def _chosen(
     limit: float,
     limits: SpanLimits,
 ) -> list[tuple[int, int]]:
-    """Takes words in ``order`` until ``limit`` tokens are masked, or as many as ``limits`` allow."""
+    """Visits words in ``order`` until ``limit`` tokens are masked, or as many as ``limits`` allow."""
     is_masked = np.zeros(len(starts), np.bool_)
     spans: list[tuple[int, int]] = []
     num_masked = 0

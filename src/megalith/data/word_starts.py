@@ -1,9 +1,9 @@
-"""Where words begin in a row of token ids: what masking of whole words goes by.
+"""Finds where words begin in a sequence of token ids, for whole-word masking.
 
-WordPiece        a token that begins with its prefix for continuations (##) goes on with the word before
-SentencePiece    a token that begins with U+2581 begins a word, any other goes on with one
-byte-level BPE   a token begins a word if it begins with white space, or where letters, digits and other signs meet,
-                 which is where GPT-2's pre-tokenizer (Radford et al. 2019) cuts text
+WordPiece        a token with the continuation prefix (##) continues the previous word
+SentencePiece    a token that begins with U+2581 begins a word; any other continues one
+byte-level BPE   a token begins a word if it begins with white space, or at a boundary between letters, digits and other
+                 symbols, which is where GPT-2's pre-tokenizer (Radford et al. 2019) splits text
 any other        every token is a word
 """
 
@@ -22,11 +22,11 @@ _LETTER, _DIGIT, _SIGN, _SPACE = range(1, 5)
 
 @dataclass(frozen=True)
 class WordStarts:
-    """Tables over the vocabulary, [V] each.
+    """Lookup tables over the vocabulary, [V] each.
 
     Attributes:
-        always: whether the token begins a word wherever it stands.
-        first, last: the kind of its first and last character; a word begins where two that meet differ.
+        always: whether the token begins a word in any context.
+        first, last: kind of its first and last character; a word begins where adjacent kinds differ.
     """
 
     always: NDArray[np.bool_]
@@ -35,7 +35,7 @@ class WordStarts:
 
     @classmethod
     def of(cls, tokenizer: Mapping[str, Any], vocabulary: Mapping[str, int], num_ids: int) -> "WordStarts":
-        """Of the content of a tokenizer.json, whose entries ``vocabulary`` have ids below ``num_ids``."""
+        """Builds the tables from the content of a tokenizer.json and its ``vocabulary`` of ids below ``num_ids``."""
         always = np.ones(num_ids, np.bool_)
         first, last = np.zeros(num_ids, np.int8), np.zeros(num_ids, np.int8)
         model = tokenizer["model"]
@@ -58,7 +58,7 @@ class WordStarts:
         return cls(always, first, last)
 
     def __call__(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """bool [T]: which of ``ids`` [T], in a row, begin a word; the first does."""
+        """bool [T]: which of the consecutive ``ids`` [T] begin a word; the first always does."""
         starts = self.always[ids]
         starts[1:] |= self.first[ids[1:]] != self.last[ids[:-1]]
         starts[:1] = True
@@ -66,7 +66,7 @@ class WordStarts:
 
 
 def _types(part: Any) -> set[str]:
-    """The types of a pre-tokenizer or decoder and of those that it is a sequence of."""
+    """The types of a pre-tokenizer or decoder and, for a Sequence, of its elements."""
     if not isinstance(part, Mapping):
         return set()
     inner = [*part.get("pretokenizers", ()), *part.get("decoders", ())]
@@ -74,9 +74,9 @@ def _types(part: Any) -> set[str]:
 
 
 def _kinds_of_bytes() -> dict[str, int]:
-    """The kind of each byte, by the character that stands for it in a byte-level vocabulary.
+    """The kind of each byte, by the character that represents it in a byte-level vocabulary.
 
-    Bytes that print stand for themselves, the others for the characters from U+0100 on in their order (GPT-2).
+    Printable bytes represent themselves; the others are mapped in order to the characters from U+0100 on (GPT-2).
     """
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printed]
@@ -86,7 +86,7 @@ def _kinds_of_bytes() -> dict[str, int]:
 
 def _kind_of_byte(byte: int) -> int:
     character = chr(byte)
-    if byte >= 0x80 or character.isalpha():  # most of what is beyond ASCII is letters
+    if byte >= 0x80 or character.isalpha():  # most non-ASCII bytes belong to letters
         return _LETTER
     if character.isdigit():
         return _DIGIT

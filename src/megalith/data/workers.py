@@ -1,4 +1,4 @@
-"""Processes that encode the parts of a job; they end with the process that started them, however it ends."""
+"""Worker processes that encode the parts of a job; they exit when their parent does, even if it is killed."""
 
 import multiprocessing
 import os
@@ -18,11 +18,11 @@ __all__ = ["encode_parts"]
 def encode_parts(
     encoding: Encoding, parts: Sequence[Part], processes: int, progress: Callable[[int, int], None]
 ) -> None:
-    """Encodes the parts that are not encoded yet; ``progress`` is told the bytes done, and in all, after each.
+    """Encodes the parts that are not encoded yet; calls ``progress`` with bytes done and total bytes after each.
 
     Raises:
-        DataError: a source is not what it should be.
-        StorageError: the disk is full, or may not be written.
+        DataError: a source is invalid.
+        StorageError: the disk is full or not writable.
         MegalithError: a process was killed.
     """
     pending = [number for number in range(len(parts)) if not is_encoded(encoding.folder, number)]
@@ -42,7 +42,7 @@ def encode_parts(
 def _encode_in_processes(
     encoding: Encoding, parts: Sequence[Part], pending: Sequence[int], processes: int
 ) -> Iterator[int]:
-    """The numbers of parts as they are finished."""
+    """Yields the number of each part when it is finished."""
     # not fork: a copy of this process could inherit a lock that a thread of tokenizers holds
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=_begin) as executor:
@@ -61,14 +61,14 @@ def _encode_in_processes(
 
 
 def _begin() -> None:
-    """Runs first in every process."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every core already
+    """Initializes a worker process."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already use all cores
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback; parts are written atomically
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """A pool whose parent is killed would wait for work for ever."""
+    """Exits when the parent dies; otherwise the workers would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in a child"
     connection.wait([parent.sentinel])
