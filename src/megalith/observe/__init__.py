@@ -1,1 +1,1 @@
-"""What a run tells about itself: records, timers, counted parameters and FLOPs. Knows no model, needs no torch."""
+"""What a run reports about itself: metrics and dashboards, timers, progress, the machine. Independent of any model."""

@@ -1,4 +1,4 @@
-"""What waiting for torch.compile costs: announced when it begins, its progress shown, its time a span of its own."""
+"""Measures the time spent waiting for torch.compile in a separate span, announces it, and shows its progress."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,13 +13,13 @@ from megalith.torch_compat import watch_compiler
 __all__ = ["CompilerWait"]
 
 _BETWEEN_LINES = 5.0  # seconds
-_TICK = 1.0  # seconds between looks at a build that goes on
+_TICK = 1.0  # seconds between checks of a running build
 
 
 class CompilerWait:
-    """Counts the builds of this process as ``COMPILE`` of ``timers``, apart from the spans that they interrupt.
+    """Records this process's compilations as ``COMPILE`` in ``timers``, excluded from the spans that they interrupt.
 
-    ``show`` takes the announcement, once; ``show_progress`` lines of which the next may replace the last.
+    ``show`` receives one announcement; ``show_progress`` receives lines, each of which may replace the previous one.
     """
 
     def __init__(self, timers: Timers, show: Callable[[str], None], show_progress: Callable[[str], None]) -> None:
@@ -31,7 +31,7 @@ class CompilerWait:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """What is built inside is counted."""
+        """Counts the compilations inside the ``with`` block."""
         over = threading.Event()
         thread = threading.Thread(target=self._tick, args=(over,), name="compiler wait", daemon=True)
         thread.start()
@@ -43,7 +43,7 @@ class CompilerWait:
             thread.join()
 
     def _tick(self, over: threading.Event) -> None:
-        """Shows now and then that a long build still goes on, because the thread that builds says nothing meanwhile."""
+        """Shows periodically that a long build is still running, because the building thread cannot report it."""
         while not over.wait(_TICK):
             now = perf_counter()
             if self._building and now - self._last_line >= _BETWEEN_LINES:

@@ -1,4 +1,4 @@
-"""What a run ran on: versions and the machine, for the record."""
+"""Describes the machine and the software versions of a run."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def describe_machine() -> dict[str, str]:
-    """Versions of what computes, the system, the processor, the cores and the memory; those of it that are known."""
+    """Package versions, operating system, processor, cores and memory, as far as they are known."""
     facts = {"python": platform.python_version()}
     for package in ("megalith", "torch", "numpy"):
         try:
@@ -29,7 +29,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def memory_bytes() -> int | None:
-    """Bytes of memory that processes of this machine, container or job have together; None if nothing says."""
+    """Total bytes of memory available to this machine, container or job; None if unknown."""
     if not (hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names):
         return None
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -37,7 +37,7 @@ def memory_bytes() -> int | None:
 
 
 def free_memory_bytes() -> int | None:
-    """Bytes of memory that a process may still take here, caches of files included; None if nothing says."""
+    """Bytes of memory that a process can still allocate, counting reclaimable file caches; None if unknown."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return memory_bytes()
@@ -46,7 +46,7 @@ def free_memory_bytes() -> int | None:
 
 
 def _memory_limits() -> Iterator[int]:
-    """Those of the control groups that this process is in, and of the groups around them (cgroups 2 and 1)."""
+    """The memory limits of this process's control groups and their parents (cgroups v2 and v1)."""
     lines = _OWN_CGROUPS.read_text().splitlines() if _OWN_CGROUPS.exists() else ["0::/"]
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -57,7 +57,7 @@ def _memory_limits() -> Iterator[int]:
         else:
             continue
         own = top / path.strip("/")
-        # a container may see the path that its group has outside of it; only what leads there is visible then
+        # a container may see its group's path on the host, of which only the parents exist inside
         for folder in (own, *(above for above in own.parents if above.is_relative_to(top))):
             limit = (folder / file).read_text().strip() if (folder / file).exists() else ""
             if limit.isdigit():
@@ -65,12 +65,12 @@ def _memory_limits() -> Iterator[int]:
 
 
 def _cores() -> int:
-    # a container or a batch system may leave a process fewer cores than the machine has
+    # containers and batch systems may restrict a process to some of the cores
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")  # where platform.processor() is empty, as on most Linux systems
+    cpuinfo = Path("/proc/cpuinfo")  # platform.processor() is empty on most Linux systems
     if cpuinfo.exists():
         for line in cpuinfo.read_text(errors="replace").splitlines():
             if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""The most memory that this process has held at once."""
+"""Peak memory of this process."""
 
 import resource
 import sys
@@ -9,7 +9,7 @@ __all__ = ["peak_memory"]
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes, the most so far: of tensors on a GPU, as its allocator counts them, else of all that the process holds."""
+    """Peak bytes so far: allocated tensors on a GPU, as its allocator counts them, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

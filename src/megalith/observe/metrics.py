@@ -1,27 +1,28 @@
-"""The numbers of a run, one JSON object per line in ``RUN/metrics.jsonl``.
+"""The metrics of a run: one JSON object per line in ``RUN/metrics.jsonl``.
 
-Each step is a record: step, loss (nats per token), grad_norm (before clipping), lr, tokens and consumed_samples (read
-so far, tokens without a loss included), step_seconds (this step's, waiting for data and for a compiler included),
-tokens_per_second and mfu or null (both without waiting for a compiler), layout ("tp2 dp1"), skipped (the weights did
-not move), peak_memory (bytes, of rank 0, so far), time ({span: seconds in this step}, ``compile`` among them where
-torch.compile was waited for), and after a checkpoint ``between`` ({span: seconds between the last step and this one}).
-In float16 there is loss_scale too, and for a loss of several terms ``terms`` ({term: mean}). An evaluation is a record
-of its own: step, valid_loss, valid_tokens, time, and ``valid`` ({term or measure: mean}) where there are several; of a
-classifier ``classes`` too, their names, by whose places ``valid`` has confusion/TRUE/TAKEN. With named validation sets
-these are the numbers of the first, and ``valid_sets`` has those of each: {name: {"loss", "perplexity", "tokens"}}, and
-``means`` like ``valid``. The texts of ``train.generation`` are a record too: step, time,
-samples ([{"prompt", "text"}, ...]).
+Each step is a record with: step, loss (nats per token), grad_norm (before clipping), lr, tokens and consumed_samples
+(read so far, including tokens without a loss), step_seconds (of this step, including waits for data and the compiler),
+tokens_per_second and mfu or null (both without compile time), layout ("tp2 dp1"), skipped (the weights were not
+updated), peak_memory (bytes, of rank 0, so far), time ({span: seconds in this step}, with ``compile`` if there was a
+wait for torch.compile), and after a checkpoint ``between`` ({span: seconds between the last step and this one}). In
+float16 there is also loss_scale, and for a loss with several terms ``terms`` ({term: mean}).
 
-With experts, the record of every ``train.log_every``-th step, of the first and of the last has ``experts``:
-max_violation (the greatest load of an expert divided by the mean, less 1), entropy (of the choices, nats) and
-dead_experts (chosen by no token), each of the layer where it is worst, each balance loss by name (without its weight,
-the mean over layers), bias_range (the widest), and ``layers``, which has the same of each layer: [{"layer",
-"max_violation", "entropy", "dead_experts", "losses": {name: value or null}, "bias_range" or null, "load"}, ...].
-``load`` is of each expert relative to the mean. Where there are more than 64 experts, it is the mean of each of 64
-ranges of neighbours, and ``least`` is the least load in each range, 0 where an expert is dead.
+An evaluation is a separate record: step, valid_loss, valid_tokens, time, and ``valid`` ({term or measure: mean}) if
+there are several. For a classifier it also has ``classes``, the class names; ``valid`` refers to them by index, as
+confusion/TRUE/TAKEN. With named validation sets these are the numbers of the first set, and ``valid_sets`` has those of
+each: {name: {"loss", "perplexity", "tokens"}}, and ``means`` in the format of ``valid``. The texts of
+``train.generation`` are a record as well: step, time, samples ([{"prompt", "text"}, ...]).
 
-JSON has no NaN. A number that is not finite stands as null, and ``nonfinite`` beside it says what it was:
-``{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}``. ``read_metrics`` puts the numbers back.
+With experts, the records of every ``train.log_every``-th step and of the first and last step have ``experts``:
+max_violation (maximum expert load divided by the mean, minus 1), entropy (of the choices, nats) and dead_experts
+(chosen by no token), each of the layer with the worst value; each balance loss by name (unweighted, mean over layers);
+bias_range (the widest); and ``layers``, with the same for each layer: [{"layer", "max_violation", "entropy",
+"dead_experts", "losses": {name: value or null}, "bias_range" or null, "load"}, ...]. ``load`` is the load of each
+expert relative to the mean. With more than 64 experts it is the mean of each of 64 ranges of adjacent experts, and
+``least`` is the smallest load in each range, 0 if it has a dead expert.
+
+JSON has no NaN. A number that is not finite is stored as null, and ``nonfinite`` in the same object has its value:
+``{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}``. ``read_metrics`` restores these numbers.
 """
 
 import json
@@ -39,7 +40,7 @@ from megalith.storage.json_fields import float_sized
 
 __all__ = ["COMPILE", "MetricsWriter", "held_out_loss", "read_metrics"]
 
-COMPILE = "compile"  # the span of waiting for torch.compile, which is part of no other span
+COMPILE = "compile"  # the span of waiting for torch.compile, not included in any other span
 
 _NAME = "metrics.jsonl"
 _NONFINITE = "nonfinite"
@@ -48,14 +49,14 @@ _LONGEST_LINE = 1 << 24  # bytes; texts of train.generation are the longest that
 
 
 class MetricsWriter:
-    """Appends records to ``RUN/metrics.jsonl``; on one rank.
+    """Appends records to ``RUN/metrics.jsonl``; used on one rank.
 
-    A run that resumes at ``resumed_step`` will do the later steps again, so records of those are dropped, as is a last
-    line that a crash has torn. Of any instant at which the process is killed, all earlier records remain.
+    A run that resumes at ``resumed_step`` repeats the later steps, so their records are dropped, and so is a last line
+    that a crash truncated. If the process is killed, no earlier record is lost.
 
     Raises:
-        DataError: a line other than the last is no record.
-        StorageError: the folder does not take the file.
+        DataError: a line other than the last is not a record.
+        StorageError: the file cannot be written.
     """
 
     def __init__(self, run_folder: Path, *, resumed_step: int) -> None:
@@ -66,11 +67,11 @@ class MetricsWriter:
             self._file = self._path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append ``record``, which has a ``step``; it is with the operating system when this returns."""
+        """Append ``record``, which has a ``step``; the operating system has it when this returns."""
         assert isinstance(record.get("step"), int), f"a record has an integer step; got {record.get('step')!r}"
         line = (json.dumps(_finite(record), allow_nan=False) + "\n").encode()
         with explained("write", self._path):
-            while line:  # a disk that fills up takes a part first, and refuses the rest
+            while line:  # when the disk fills up, a write may be partial before the next one fails
                 line = line[self._file.write(line) :]
 
     def close(self) -> None:
@@ -87,9 +88,9 @@ class MetricsWriter:
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
-    """All records of a run, in the order written; a last line that is torn is passed over.
+    """Returns all records of a run, in the order written; ignores a truncated last line.
 
-    Raises DataError when there is no metrics.jsonl, or when a line other than the last is no record.
+    Raises DataError if there is no metrics.jsonl, or if a line other than the last is not a record.
     """
     path = Path(run_folder) / _NAME
     if not path.is_file():
@@ -100,16 +101,16 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
 
 
 def held_out_loss(record: Mapping[str, Any], set_name: str) -> float | None:
-    """The loss that ``record`` has of a validation set, "" for one without a name; None if it has none."""
+    """The loss of a validation set in ``record``, or None; ``set_name`` is "" for an unnamed set."""
     sets = record.get(_SETS)
     if not set_name:
-        return record.get("valid_loss") if sets is None else None  # else it is that of the first of several
+        return record.get("valid_loss") if sets is None else None  # with named sets it belongs to the first of them
     loss: float | None = (sets or {}).get(set_name, {}).get("loss")
     return loss
 
 
 def _drop_after(path: Path, last_step: int) -> None:
-    """Leave in ``path`` the whole records of steps up to ``last_step``."""
+    """Keep only complete records of steps up to ``last_step`` in ``path``."""
     if not path.exists():
         return
     kept = b"".join(line + b"\n" for line, record in _records(path) if record["step"] <= last_step)
@@ -124,11 +125,11 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE), b""), start=1):
             try:
                 record = json.loads(line, parse_int=float_sized)
-            except (ValueError, RecursionError):  # the decoding of bytes included
+            except (ValueError, RecursionError):  # including UnicodeDecodeError
                 record = None
             if _is_record(record):
                 yield line.removesuffix(b"\n"), record
-            elif line.endswith(b"\n") or len(line) == _LONGEST_LINE:  # else a crash has torn the last line
+            elif line.endswith(b"\n") or len(line) == _LONGEST_LINE:  # otherwise a crash truncated the last line
                 raise DataError(
                     f"every line of {path} must be a JSON object with a step, its numbers as training writes them; "
                     f"line {number} is {line[:60]!r}; remove that line, or move the file away"
@@ -136,7 +137,7 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def _is_record(value: object) -> TypeGuard[dict[str, Any]]:
-    """Whether ``value`` is an object with a step, in which whatever is read unasked is of the kind that was written."""
+    """Whether ``value`` is an object with a step, and fields that are read without further checks have valid types."""
     if not isinstance(value, dict) or type(value.get("step")) is not int:
         return False
     sets = value.get(_SETS, {})
@@ -157,7 +158,7 @@ def _is_restorable(record: dict[str, Any]) -> bool:
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    """``record`` as JSON can hold it."""
+    """``record`` in the form that JSON can represent."""
     result: dict[str, Any] = {}
     nonfinite: dict[str, str] = {}
     for name, value in record.items():

@@ -1,10 +1,10 @@
-"""What a device could do at most, for the share of it that a run uses (MFU)."""
+"""Peak FLOP/s of devices, for the model FLOPs utilization (MFU)."""
 
 import torch
 
 __all__ = ["peak_flops"]
 
-# dense matmuls in bfloat16 and float16, FLOP/s, from the vendors' data sheets; of two names that fit, the first counts
+# dense matmuls in bfloat16 and float16, FLOP/s, from the vendors' data sheets; the first matching name counts
 _HALF_PRECISION = (
     ("GB200", 2500e12),
     ("B200", 2250e12),
@@ -25,9 +25,9 @@ _HALF_PRECISION = (
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """FLOP/s of one ``device`` in matmuls of ``dtype``; None where no data sheet says, as on a CPU or in float32.
+    """Peak FLOP/s of ``device`` in matmuls of ``dtype``; None if unknown, as on a CPU or in float32.
 
-    float32 has no one figure: it depends on whether TF32 is allowed.
+    float32 has no single figure, because it depends on whether TF32 is allowed.
     """
     if device.type != "cuda" or dtype not in ("bfloat16", "float16"):
         return None

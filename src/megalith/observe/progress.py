@@ -1,4 +1,4 @@
-"""The line that a run shows while it trains."""
+"""The progress line of a training run."""
 
 import math
 import re
@@ -10,17 +10,17 @@ from megalith.observe.units import duration, gibibytes, quantity
 
 __all__ = ["progress_line", "shortened"]
 
-# columns that a narrow terminal does without, the first first
+# columns to drop in a narrow terminal, in this order
 _LEAST_WANTED = (r"  max violation +\S+", r"  grad norm +\S+", r"  lr +\S+", r"  +\d+%", r"  +\S+ tokens/s")
 
 
 def progress_line(record: Mapping[str, Any], steps: int, seconds_left: float) -> str:
-    """A step's ``record`` (metrics.py) in fixed columns, so that the lines of a log file stand under each other.
+    """Formats a step's ``record`` (metrics.py) in fixed columns, so that the lines of a log file are aligned.
 
     ``step 120/1,200  10%  loss  3.4121  grad norm  0.92  lr 3.00e-04  12.3k tokens/s  3.21 GiB  4 min 10 s left``
 
-    A loss of any sign is shown, and one that is no number as ``nan`` or ``inf``. ``seconds_left`` that is not finite
-    (nothing measured yet) leaves its column out; a compiler that was waited for adds one, and so do experts.
+    A loss that is not finite is shown as ``nan`` or ``inf``. The time left is omitted if ``seconds_left`` is not finite
+    (nothing measured yet). Compile time and experts add columns.
     """
     step, total = record["step"], f"{steps:,}"
     columns = [
@@ -42,7 +42,7 @@ def progress_line(record: Mapping[str, Any], steps: int, seconds_left: float) ->
 
 
 def shortened(line: str, width: int) -> str:
-    """A progress line of at most ``width`` characters, as far as leaving out columns gets there."""
+    """Shortens a progress line to ``width`` characters by dropping columns, as far as that is possible."""
     for column in _LEAST_WANTED:
         if len(line) > width:
             line = re.sub(column, "", line, count=1)

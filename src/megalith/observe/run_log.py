@@ -1,4 +1,4 @@
-"""What a run says to a person, kept in ``RUN/logs/run.log``: every line with its time, and what Megalith logs."""
+"""``RUN/logs/run.log``: every line that a run shows, with its time, and Megalith's log records."""
 
 import logging
 from collections.abc import Callable
@@ -15,12 +15,12 @@ _FORMAT = logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
 
 
 class RunLog:
-    """Inside the ``with`` block, what ``kept`` functions show and what Megalith logs is appended to the file as well.
+    """Inside the ``with`` block, lines of ``kept`` functions and Megalith's log records are also appended to the file.
 
-    A disk that fills up later ends the log and not the run.
+    If the disk fills up later, logging ends, but the run continues.
 
     Raises:
-        StorageError: the file cannot be made.
+        StorageError: the file cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,7 +30,7 @@ class RunLog:
         self._handler.setFormatter(_FORMAT)
 
     def kept(self, show: Callable[[str], None]) -> Callable[[str], None]:
-        """``show``, which keeps each line too."""
+        """Wraps ``show`` so that each line is also written to the file."""
 
         def show_and_keep(line: str) -> None:
             self._handler.handle(log.makeRecord(log.name, logging.INFO, "", 0, line.strip("\n"), (), None))
@@ -52,4 +52,4 @@ class RunLog:
 
 class _Quiet(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name that logging calls
-        """Says nothing: the line was shown."""
+        """Ignores the error: the line was already shown."""

@@ -1,4 +1,4 @@
-"""How long a run will still take: the median of its recent steps, and what happens between steps at its own rate."""
+"""Estimates the time left of a run from the median of recent steps and the recurring work between steps."""
 
 import math
 from collections import deque
@@ -7,26 +7,26 @@ from statistics import median
 
 __all__ = ["TimeLeft"]
 
-_RECENT = 50  # steps: enough to outvote a slow one, few enough to follow a machine that has changed its speed
+_RECENT = 50  # steps: enough to ignore outliers, few enough to follow a change in speed
 
 
 @dataclass
 class _Recurring:
-    """An evaluation, say: how often it comes (None: at the end only), and how long it took."""
+    """Recurring work, such as evaluation: its interval in steps (None: only at the end), and how long it took."""
 
     every: int | None
     seconds: float = 0.0
     count: int = 0
 
     def still_due(self, step: int, last_step: int) -> int:
-        """How often it comes from ``step``, not done there yet, to ``last_step``, where it always does."""
+        """How many times it is due from ``step`` (not yet done there) to ``last_step``, where it always is."""
         if self.every is None:
             return 1
         return last_step // self.every - (step - 1) // self.every + (last_step % self.every != 0)
 
 
 class TimeLeft:
-    """An estimate for a run of ``last_step`` steps. It is given seconds of work: no waiting for a compiler."""
+    """The time left of a run of ``last_step`` steps. The times that are added must not include compile time."""
 
     def __init__(self, last_step: int) -> None:
         self._last_step = last_step
@@ -34,17 +34,17 @@ class TimeLeft:
         self._recurring: dict[str, _Recurring] = {}
 
     def add_step(self, seconds: float) -> None:
-        """A step took ``seconds``."""
+        """Adds the time of a step."""
         self._steps.append(seconds)
 
     def add(self, name: str, every: int | None, seconds: float) -> None:
-        """What comes after every so many steps, and after the last, took ``seconds`` this time."""
+        """Adds the time of work that recurs after ``every`` steps, and after the last step."""
         recurring = self._recurring.setdefault(name, _Recurring(every))
         recurring.seconds += seconds
         recurring.count += 1
 
     def after(self, step: int) -> float:
-        """Seconds left when ``step`` is done, and nothing yet of what comes after it; NaN before any step is known."""
+        """Seconds left after ``step``, before the recurring work that follows it; NaN before any step was added."""
         if not self._steps:
             return math.nan
         between = (

@@ -1,4 +1,4 @@
-"""Where the time of a run goes, by named spans that nest, without making a device wait."""
+"""Measures where a run spends its time, by named and nested spans, without synchronizing the device."""
 
 from collections.abc import Iterator
 from time import perf_counter
@@ -9,20 +9,20 @@ __all__ = ["Clock", "HostClock", "Span", "Timers"]
 
 
 class Clock(Protocol):
-    """Marks instants, and says how far apart two of them are."""
+    """Records marks, and measures the time between two of them."""
 
     def mark(self) -> Any:
-        """This instant, in what runs on the device now."""
+        """Marks the current point in the device's work."""
 
     def seconds(self, start: Any, end: Any) -> float | None:
-        """The time between two marks; None as long as the device has not come to the second."""
+        """The time between two marks; None until the device has reached the second."""
 
 
 class HostClock:
-    """The time of this process, for a CPU."""
+    """Host time, for runs on the CPU."""
 
     def mark(self) -> float:
-        """Seconds of a clock that never goes back."""
+        """Seconds of a monotonic clock."""
         return perf_counter()
 
     def seconds(self, start: float, end: float) -> float:
@@ -31,7 +31,7 @@ class HostClock:
 
 
 class Span:
-    """One named stretch of code, entered with ``with``; made by ``Timers``."""
+    """A named section of code, entered with ``with``; created by ``Timers``."""
 
     __slots__ = ("_interruptions", "_open", "_parent", "_started", "_timers", "children", "count", "path", "seconds")
 
@@ -39,8 +39,8 @@ class Span:
         self._timers = timers
         self._parent = parent
         self._started: Any = None
-        self._open: list[tuple[Any, Any]] = []  # pairs of marks that the device has not passed yet
-        self._interruptions: list[tuple[Any, Any]] = []  # the same, of time that is counted elsewhere
+        self._open: list[tuple[Any, Any]] = []  # pairs of marks that the device has not reached yet
+        self._interruptions: list[tuple[Any, Any]] = []  # the same, for time that counts elsewhere
         self.path = path
         self.seconds = 0.0
         self.count = 0
@@ -60,17 +60,17 @@ class Span:
         self._timers.innermost = self._parent
 
     def settle(self) -> None:
-        """Adds up what the device has passed by now."""
+        """Adds the time of marks that the device has reached."""
         passed, self._open = self._passed(self._open)
         interrupted, self._interruptions = self._passed(self._interruptions)
         self.seconds += passed - interrupted
 
     def reset(self) -> None:
-        """Begins at zero again; marks that the device has not passed are forgotten."""
+        """Resets to zero; discards marks that the device has not reached."""
         self._open, self._interruptions, self.seconds, self.count = [], [], 0.0, 0
 
     def _passed(self, pairs: list[tuple[Any, Any]]) -> tuple[float, list[tuple[Any, Any]]]:
-        """The seconds between the marks of ``pairs``, and the pairs that the device has not passed yet."""
+        """The seconds between the marks of ``pairs``, and the pairs that the device has not reached yet."""
         total, waiting = 0.0, []
         for marks in pairs:
             seconds = self._timers.clock.seconds(*marks)
@@ -82,7 +82,7 @@ class Span:
 
 
 class _Interruption(Span):
-    """A span at the top that interrupts the spans that are open: its seconds are not part of theirs."""
+    """A top-level span that interrupts the open spans: its seconds are excluded from theirs."""
 
     __slots__ = ("_interrupted",)
 
@@ -103,11 +103,11 @@ class _Interruption(Span):
 class Timers:
     """Seconds by span: ``with timers("forward-backward"):``.
 
-    A span opened inside another has a path (``optimizer/clip``), and its seconds are part of those of the one around
-    it. An entry costs about half a microsecond on a CPU. One object serves one thread.
+    A span opened inside another has a path (``optimizer/clip``), and its seconds are included in the outer span.
+    Entering a span costs about half a microsecond on a CPU. Not thread-safe.
 
-    On a GPU a span is what its stream did between two events, and it is counted once the stream has passed the second:
-    of a step that is still running the last spans are counted with the next.
+    On a GPU a span is the time between two events in the stream, and it is counted once the stream has reached the
+    second. The last spans of a step that is still running are therefore counted with the next step.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -116,13 +116,13 @@ class Timers:
         self.innermost = self._root  # the span that is open now
 
     def __call__(self, name: str) -> Span:
-        """The span ``name`` within the one that is open now; enter it at once."""
+        """The span ``name`` inside the current span; enter it immediately."""
         children = self.innermost.children
         span = children.get(name)
         return span if span is not None else self._new_span(name)
 
     def interrupt(self, name: str) -> Span:
-        """The span ``name`` at the top, whose seconds are not counted in the spans that are open now."""
+        """The top-level span ``name``, whose seconds are excluded from the spans that are open when it is entered."""
         span = self._root.children.get(name)
         if span is None:
             span = self._root.children[name] = _Interruption(self, self._root, name)
@@ -130,13 +130,13 @@ class Timers:
         return span
 
     def totals(self) -> dict[str, float]:
-        """Seconds by path since the last reset, spans before their parts; those never left have none."""
+        """Seconds by path since the last reset, outer spans first; spans that never ended are omitted."""
         for span in _within(self._root):
             span.settle()
         return {span.path: span.seconds for span in _within(self._root) if span.count}
 
     def reset(self) -> None:
-        """Begin the totals again at zero. A span that is open keeps its start."""
+        """Reset the totals to zero. An open span keeps its start."""
         for span in _within(self._root):
             span.reset()
 

@@ -1,4 +1,4 @@
-"""Dashboards that a run's numbers go to besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
+"""Dashboards that receive a run's metrics in addition to metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
 
 All of them write into the run's folder and open no connection:
 
@@ -6,7 +6,7 @@ tensorboard  RUN/tensorboard  tensorboard --logdir RUN
 wandb        RUN/wandb        wandb sync RUN/wandb/offline-run-*
 mlflow       RUN/mlflow.db    mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db
 
-They are side products: one that fails is given up with a warning, and the run goes on.
+They are optional: if one fails, it is disabled with a warning, and the run continues.
 """
 
 import logging
@@ -35,18 +35,18 @@ class _Tracker(Protocol):
 
 @runtime_checkable
 class _DrawsHistograms(Protocol):
-    """MLflow has none."""
+    """Trackers that support histograms: all but MLflow."""
 
     def log_histograms(self, step: int, histograms: Mapping[str, Sequence[float]]) -> None:
-        """Each by name: how much is in bin 0, 1, ..., which are 1 wide."""
+        """Logs histograms by name: the counts in bins 0, 1, ... of width 1."""
 
 
 class Trackers:
-    """The dashboards ``names`` of one run, on one rank; None: TensorBoard where it is installed.
+    """The dashboards ``names`` of one run, on one rank; None: TensorBoard if it is installed.
 
     Args:
-        resumed_step: steps after it replace what an earlier attempt has drawn, where the dashboard can do that.
-        settings: of the run, for those that show them.
+        resumed_step: later steps replace those of an earlier attempt, if the dashboard supports that.
+        settings: settings of the run, for dashboards that show them.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Trackers:
                 self._open[name] = TRACKERS[name](run_folder, resumed_step, settings)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """The numbers of ``record``, those of nested fields as ``time/forward-backward``, and its samples of text.
+        """Logs the numbers and text samples of ``record``; nested numbers have names like ``time/forward-backward``.
 
-        Layers of experts are nested by their numbers, ``experts/layer-3/max_violation``. ``experts/layer-3/load`` is a
-        histogram, where the dashboard has any: of the experts that tokens chose.
+        Layers with experts are nested by index, ``experts/layer-3/max_violation``. ``experts/layer-3/load`` is a
+        histogram of the chosen experts, if the dashboard supports histograms.
         """
         named = dict(_flat(_by_layer(record), "/"))
         scalars, histograms = dict(_scalars(named)), dict(_histograms(named))
@@ -76,17 +76,17 @@ class Trackers:
                     tracker.log_texts(record["step"], texts)
 
     def close(self) -> None:
-        """Writes what is left to write."""
+        """Flushes and closes the dashboards."""
         for name, tracker in list(self._open.items()):
             with self._side_product(name):
                 tracker.close()
 
     @contextmanager
     def _side_product(self, name: str) -> Iterator[None]:
-        """An error inside costs the dashboard ``name``, and not the run."""
+        """Disables the dashboard ``name`` after an error inside, so that the run continues."""
         try:
             yield
-        except Exception as error:  # whatever a package raises
+        except Exception as error:  # the packages may raise anything
             self._open.pop(name, None)
             log.warning("%s gets no more of this run, which goes on: %s: %s", name, type(error).__name__, error)
 
@@ -109,7 +109,7 @@ class _TensorBoard:
     def log_texts(self, step: int, texts: Sequence[Mapping[str, str]]) -> None:
         for number, sample in enumerate(texts):
             lines = (sample["prompt"] + sample["text"]).splitlines()
-            # Markdown takes indented lines as they stand
+            # Markdown shows indented lines verbatim
             self._writer.add_text(f"samples/{number}", "\n".join("    " + line for line in lines), step)
 
     def log_histograms(self, step: int, histograms: Mapping[str, Sequence[float]]) -> None:
@@ -131,7 +131,7 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    """Each start of a run is an offline run of its own, and all of them a group."""
+    """Each start or resume of a run is a separate offline run; all of them form a group."""
 
     def __init__(self, run_folder: Path, resumed_step: int, settings: Mapping[str, Any]) -> None:
         wandb = optional.need("wandb")
@@ -145,7 +145,7 @@ class _WeightsAndBiases:
             group=name,
             name=f"{name} from step {resumed_step}" if resumed_step else name,
             config=dict(settings),
-            # metrics are all that it is for: no capture of the screen, no code, no signals
+            # metrics only: no console capture, no code, no system statistics
             settings=wandb.Settings(
                 console="off", silent=True, x_disable_stats=True, disable_git=True, save_code=False
             ),
@@ -170,13 +170,13 @@ class _WeightsAndBiases:
 
 
 class _MLflow:
-    """Through a client of its own: MLflow's process-wide settings are the user's."""
+    """Uses a separate client, because MLflow's process-wide settings belong to the user."""
 
     def __init__(self, run_folder: Path, resumed_step: int, settings: Mapping[str, Any]) -> None:
         self._mlflow = optional.need("mlflow")
         self._client = self._mlflow.MlflowClient(tracking_uri=f"sqlite:///{(run_folder / 'mlflow.db').resolve()}")
         if (experiment := self._client.get_experiment_by_name("megalith")) is None:
-            artifacts = (run_folder / "mlartifacts").resolve().as_uri()  # by default in the current folder
+            artifacts = (run_folder / "mlartifacts").resolve().as_uri()  # the default is the current folder
             experiment_id = self._client.create_experiment("megalith", artifact_location=artifacts)
         else:
             experiment_id = experiment.experiment_id
@@ -208,21 +208,21 @@ TRACKERS: Mapping[str, Callable[[Path, int, Mapping[str, Any]], _Tracker]] = Map
 
 
 def _scalars(named: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a record, by their full names, but its step."""
+    """The numbers of a record by their full names, except its step."""
     for name, value in named.items():
         if isinstance(value, (int, float)) and name != "step":
             yield name, value
 
 
 def _histograms(named: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[float]]]:
-    """The lists of numbers of a record, by their full names, that are loads of a layer's experts."""
+    """The expert loads of each layer in a record, by their full names."""
     for name, value in named.items():
         if name.startswith("experts/") and name.endswith("/load"):
             yield name, value
 
 
 def _by_layer(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``record``, in which the list of a mixture of experts' layers is a mapping by their numbers."""
+    """``record`` with the list of MoE layers converted to a mapping by layer index."""
     if "experts" not in record:
         return record
     experts = {name: value for name, value in record["experts"].items() if name != "layers"}

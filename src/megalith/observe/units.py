@@ -1,4 +1,4 @@
-"""Numbers as people read them: ``12.3k``, ``4.01M``, ``4 min 10 s``, a perplexity."""
+"""Formats numbers for people: ``12.3k``, ``4.01M``, ``4 min 10 s``; and computes perplexity."""
 
 import math
 
@@ -10,7 +10,7 @@ _SUFFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 def quantity(value: float) -> str:
     """``value`` to three significant digits with a decimal suffix: 999 -> "999", 12345 -> "12.3k", 4e6 -> "4.00M"."""
     for size, suffix in _SUFFIXES:
-        # 999,600 rounds to a thousand thousands, which is a million
+        # 999,600 rounds to 1.00M, not to 1000k
         if math.isfinite(value) and abs(value) >= 0.9995 * size:
             return f"{value / size:#.3g}".rstrip(".") + suffix
     return f"{value:.3g}"
@@ -23,7 +23,7 @@ def gibibytes(num_bytes: float) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """exp(``loss``), for nats per token; infinite where that is too large for a number, NaN of NaN."""
+    """exp(``loss``), with ``loss`` in nats per token; inf on overflow, NaN for NaN."""
     return math.inf if loss >= 700.0 else math.exp(loss)
 
 
