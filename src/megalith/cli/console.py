@@ -1,4 +1,4 @@
-"""Lines for a person: messages that stay, progress lines that renew themselves in a terminal, what takes long."""
+"""Terminal output: messages, progress lines that are overwritten in a terminal, announcements of slow operations."""
 
 import logging
 import os
@@ -21,12 +21,12 @@ _IN_TERMINAL, _IN_FILE = 0.2, 10.0  # seconds between progress lines
 
 
 def say(line: str) -> None:
-    """Writes ``line`` to standard error, at once because ranks share the screen."""
+    """Writes ``line`` to standard error and flushes it, because ranks share the terminal."""
     _print(sys.stderr, line)
 
 
 def say_over(line: str) -> None:
-    """``say``, over the progress line that another process may have left open in the same terminal."""
+    """Like ``say``, but overwrites a progress line that another process may have left in the same terminal."""
     if sys.stderr.isatty():
         first, *rest = line.split("\n")
         line = "\n".join(["\r" + first.ljust(_width()), *rest])
@@ -34,11 +34,11 @@ def say_over(line: str) -> None:
 
 
 def show_text(text: str, end: str = "\n") -> None:
-    """Writes a command's result, or a part of it, to standard output. Raises StorageError where that takes no more."""
+    """Writes a command's result, or a part of it, to standard output. Raises StorageError if writing fails."""
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:
-        raise  # the reader has seen enough: typer ends the command without a word
+        raise  # the reader closed the pipe: typer ends the command silently
     except OSError as error:
         _drop_what_follows(sys.stdout)
         raise StorageError(
@@ -47,10 +47,9 @@ def show_text(text: str, end: str = "\n") -> None:
 
 
 class Console:
-    """Writes to ``stream``, by default standard output; in a file or pipe every progress line stays too.
+    """Writes lines to ``stream``, by default standard output; in a file or pipe all progress lines are kept.
 
-    Where nobody reads any more (a closed terminal, a pipe whose reader has ended) lines are dropped, and the run
-    goes on.
+    If the stream has no reader any more (a closed terminal or pipe), lines are dropped and the run continues.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -60,16 +59,16 @@ class Console:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether a progress line replaces the one before."""
+        """Whether a progress line replaces the previous one."""
         return self._terminal
 
     def show(self, line: str) -> None:
-        """A line that stays."""
+        """Shows a permanent line."""
         self.close()
         _print(self._stream, line)
 
     def show_progress(self, line: str) -> None:
-        """A line that the next one may replace."""
+        """Shows a line that the next one may replace."""
         if not self._terminal:
             _print(self._stream, line)
             return
@@ -78,36 +77,36 @@ class Console:
         self._open = True
 
     def close(self) -> None:
-        """Leaves the progress line standing and begins a new one."""
+        """Keeps the current progress line and begins a new line."""
         if self._open:
             _print(self._stream, "")
             self._open = False
 
 
 class ConsoleHandler(logging.Handler):
-    """Shows what is logged as lines that stay."""
+    """Shows log records as permanent lines."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One record, as ``logging`` calls it."""
+        """Shows one record."""
         self._console.show(self.format(record))
 
 
 class Progress:
-    """How much is done and how long the rest takes, as a progress line now and then.
+    """Shows periodically how much is done and how long the rest will take, as a progress line.
 
-    ``spelled`` says in words how much of how much is done. The first call is where the clock starts: what came before
-    held the time that compiling took.
+    ``spelled`` formats the amounts done and total. The clock starts at the first call, because the time before it
+    includes compilation.
     """
 
     def __init__(self, console: Console, spelled: Callable[[int, int], str]) -> None:
         self._console = console
         self._spelled = spelled
         self._interval = _IN_TERMINAL if console.is_terminal else _IN_FILE
-        self._first: tuple[float, int] | None = None  # when, and how many were done
+        self._first: tuple[float, int] | None = None  # time and amount done at the first call
         self._shown = perf_counter()
 
     def __call__(self, done: int, total: int) -> None:
@@ -125,23 +124,23 @@ class Progress:
 
 
 class Announcer:
-    """Says on standard error what goes on, once that has taken two seconds; what is faster goes without a word.
+    """Announces an operation on standard error if it takes longer than two seconds.
 
-    Used as a context, it falls silent at the end of the block.
+    As a context manager, it cancels a pending announcement at the end of the block.
     """
 
     def __init__(self) -> None:
         self._timer: threading.Timer | None = None
 
     def begin(self, what: str) -> None:
-        """``what`` begins, and what was going on before has ended."""
+        """Starts the operation ``what``, and ends the previous one."""
         self.end()
         self._timer = threading.Timer(_ANNOUNCED_AFTER, lambda: say(f"{what} ..."))
         self._timer.daemon = True
         self._timer.start()
 
     def end(self) -> None:
-        """What was going on has ended."""
+        """Ends the current operation."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -156,7 +155,7 @@ class Announcer:
 
 
 def _width() -> int:
-    """Characters of a line; the last column stays free, or some terminals would begin a new line."""
+    """Characters per line; the last column is kept free, because some terminals would wrap the line."""
     return shutil.get_terminal_size().columns - 1
 
 
@@ -168,5 +167,5 @@ def _print(stream: TextIO, text: str, end: str = "\n") -> None:
 
 
 def _drop_what_follows(stream: TextIO) -> None:
-    """Leads ``stream`` nowhere: what is left in its buffer would fail again when Python ends, and change the code."""
+    """Redirects ``stream`` to /dev/null; flushing its buffer at exit would fail again and change the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

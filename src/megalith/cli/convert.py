@@ -1,4 +1,4 @@
-"""``megalith convert``: models of Hugging Face in and out, the proof that both are the same, and upcycling."""
+"""``megalith convert``: imports and exports Hugging Face models, proves that logits match, and upcycles models."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -136,7 +136,7 @@ def prove_command(
 
 @contextmanager
 def _progress(reading: str, then: str = _COMPARING) -> Iterator[Callable[[int, int], None]]:
-    """What goes on, on standard error, once it has taken long; ``then``: after all has been read."""
+    """Shows progress on standard error for operations that take long; ``then`` is announced once all is read."""
     from megalith.observe.units import quantity
 
     console = Console(sys.stderr)

@@ -1,4 +1,4 @@
-"""``megalith data``: ``prepare``, from text files to the two files that training reads; ``inspect`` is beside it."""
+"""``megalith data``: ``prepare`` converts text files to a dataset; ``inspect`` and ``label`` are in other files."""
 
 import os
 from collections.abc import Iterator
@@ -92,7 +92,7 @@ def prepare(
 
 @contextmanager
 def _progress_bar() -> Iterator["Progress"]:
-    """A bar for each thing done, on standard error, while that is a terminal."""
+    """Shows a progress bar for each phase on standard error, if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -110,12 +110,12 @@ def _progress_bar() -> Iterator["Progress"]:
 
 
 def _num_cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _describe(summary: "PrepareSummary", out: Path) -> str:
-    """What there is, and the command that comes next."""
+    """Describes the dataset, and the command to run next."""
     lines = ["nothing to do: this command has run before, and its files are here" if summary.was_done else "done"]
     for name, part in (("training", summary.train), ("held out", summary.valid)):
         if part is not None:
@@ -133,5 +133,5 @@ def _describe(summary: "PrepareSummary", out: Path) -> str:
 
 
 def _short(path: Path) -> str:
-    """The path from here, if that does not lead upwards."""
+    """The path relative to the working folder, if it is inside that."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -1,4 +1,4 @@
-"""``megalith demo``: the main job on text that every machine has."""
+"""``megalith demo``: trains a small model on text that every machine has."""
 
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +26,7 @@ def demo(
 
 
 def _free_folder(wanted: Path) -> Path:
-    """``wanted``, or with the first number that is not taken."""
+    """``wanted``, with the first free number appended if it exists."""
     number, folder = 1, wanted
     while folder.exists():
         number += 1

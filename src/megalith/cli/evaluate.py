@@ -1,4 +1,4 @@
-"""``megalith eval``: the loss of a trained run, or of one checkpoint, on a dataset, or its answers to questions."""
+"""``megalith eval``: the loss of a trained run or checkpoint on a dataset, or its accuracy on questions."""
 
 import logging
 import sys
@@ -101,9 +101,9 @@ def _losses(source: str, data: str | None, samples: int | None, progress: Callab
 
 
 def _confusion(means: Mapping[str, float], names: Sequence[str]) -> list[str]:
-    """A line for each class: the share of its samples that is taken for each class; none where none was measured.
+    """Lines of the confusion matrix: for each class, the shares predicted as each class; empty if not measured.
 
-    Columns have the numbers of classes, so that they are narrow, and lines their ``names`` too.
+    Columns are headed by class numbers, to keep them narrow, and rows by numbers and ``names``.
     """
     shares = {tuple(name.split("/")[1:]): mean for name, mean in means.items() if name.startswith("confusion/")}
     classes = dict.fromkeys(label for label, _ in shares)
@@ -124,7 +124,7 @@ def _answers(
     from megalith.training.tasks.multiple_choice import answer_questions
     from megalith.training.tasks.text_scores import TextScorer
 
-    questions = read_questions(choices)  # before the model, which takes long to load
+    questions = read_questions(choices)  # before the model, which is slow to load
     scorer = TextScorer.load(source, tokenizer, eod)
     say_what_experts_drop(scorer.model.config, "the choices that are scored in one batch")
     found = answer_questions(scorer, questions, progress)

@@ -1,4 +1,4 @@
-"""``megalith generate``: text from a trained run, or from a folder of Hugging Face or Megatron."""
+"""``megalith generate``: samples text from a trained run, or from a Hugging Face or Megatron folder."""
 
 import itertools
 import sys
@@ -67,7 +67,7 @@ def generate(
         from megalith.models.sampling import Sampling
         from megalith.training.tasks.generation import TextSource
 
-        # all that can be told without the model, which takes long to load
+        # check everything that does not need the model, which is slow to load
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         _check(max_new_tokens, stop or [], samples, seed)
         prompts = _prompts(prompt, prompt_file, prompts_file, announcer, then=f"loading {source}")
@@ -79,7 +79,7 @@ def generate(
 
 
 class _Row(NamedTuple):
-    """A text to draw: the sample of that number from the prompt of that number."""
+    """A text to sample: ``number`` is the index of its prompt, ``sample`` its index among the prompt's samples."""
 
     prompt: str
     number: int
@@ -88,7 +88,7 @@ class _Row(NamedTuple):
 
 
 class _Drawing(NamedTuple):
-    """How all of the texts are drawn, as ``TextGenerator.stream`` takes it."""
+    """Sampling options shared by all texts: keyword arguments of ``TextGenerator.stream``."""
 
     max_new_tokens: int
     sampling: "Sampling"
@@ -97,7 +97,7 @@ class _Drawing(NamedTuple):
 
 
 def _texts(source: "TextSource", rows: Sequence[_Row], drawing: _Drawing, announcer: Announcer) -> Iterator[str]:
-    """What the screen shows, as soon as it is drawn."""
+    """Yields the output as soon as it is sampled."""
     from megalith.training.tasks.generation import TextGenerator, in_order
 
     generator = TextGenerator(source.load_model(), source)
@@ -107,13 +107,13 @@ def _texts(source: "TextSource", rows: Sequence[_Row], drawing: _Drawing, announ
     first = next(pieces)
     announcer.end()
     last = rows[-1]
-    behind = "\n" if source.answers else ""  # an answer begins on a line of its own
+    behind = "\n" if source.answers else ""  # an answer begins on a new line
     openings = [_heading(row, last.number + 1, last.sample + 1) + row.prompt + behind for row in rows]
     return in_order(openings, itertools.chain([first], pieces))
 
 
 def _heading(row: _Row, num_prompts: int, num_samples: int) -> str:
-    """What stands over a text; nothing over the only one."""
+    """The heading of a text; empty if there is only one."""
     places = [f"prompt {row.number + 1} of {num_prompts}"] if num_prompts > 1 else []
     places += [f"sample {row.sample + 1} of {num_samples}"] if num_samples > 1 else []
     return f"=== {', '.join(places)}, seed {row.seed}\n" if places else ""
@@ -143,7 +143,7 @@ def _check(max_new_tokens: int, stop: Sequence[str], samples: int, seed: int) ->
 def _prompts(
     prompt: str | None, prompt_file: str | None, prompts_file: str | None, announcer: Announcer, then: str
 ) -> list[str]:
-    """The prompts that one of the options gives; for a file this may wait: in a FIFO, or at a terminal."""
+    """The prompts given by one of the options; reading them may block on a FIFO or a terminal."""
     from megalith.errors import ConfigError
     from megalith.training.tasks.generation import read_prompt, read_prompts
 

@@ -1,4 +1,4 @@
-"""``megalith data inspect``: what is in a dataset."""
+"""``megalith data inspect``: shows what is in a dataset."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["inspect"]
 
-_BAR = 30  # characters of the most frequent token
+_BAR = 30  # characters in the bar of the most frequent token
 
 
 def inspect(
@@ -92,5 +92,5 @@ def _on_one_line(text: str | None) -> str:
 
 
 def _printable(text: str) -> str:
-    """``text`` without what would move the cursor or colour a terminal."""
+    """``text`` with unprintable characters escaped, which could move the cursor or change the terminal's colours."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

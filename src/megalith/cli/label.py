@@ -1,4 +1,4 @@
-"""``megalith data label``: from a file of texts and their classes to a dataset that a classifier learns from."""
+"""``megalith data label``: converts a file of texts and their classes to a dataset for classification."""
 
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +30,7 @@ def label(
     """Tokenize texts with a class each."""
     from megalith.data.labelled import prepare_labelled, read_labelled
 
-    if valid is not None:  # what is wrong in it is told before anything is written
+    if valid is not None:  # check it before anything is written
         read_labelled(valid, classes=read_labelled(file).classes)
     found = prepare_labelled(file, out, tokenizer, max_tokens=max_tokens, eod=eod)
     parts = [("training", found)]

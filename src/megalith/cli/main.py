@@ -1,8 +1,8 @@
-"""The program ``megalith``: its commands, and what an error becomes.
+"""The program ``megalith``: its commands, error messages and exit codes.
 
-Exit codes: 0 done, 2 bad input, 75 saved on a signal or time limit (start it again), 128 + number quit by a signal, 1
-anything else, such as an error that was not foreseen or the death of a rank. Commands import what they need when they
-run, so that ``megalith --help`` does not wait for torch.
+Exit codes: 0 success, 2 invalid input, 75 saved on a signal or time limit (start it again), 128 + number terminated by
+a signal, 1 anything else, such as an unexpected error or the death of a rank. Commands import what they need when they
+run, so that ``megalith --help`` does not import torch.
 """
 
 import os
@@ -59,7 +59,7 @@ def main() -> NoReturn:
     _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            # a path or a text may hold what the terminal's encoding has not, which must not end a command
+            # paths and texts may have characters that the terminal's encoding lacks, which must not raise an error
             stream.reconfigure(errors="backslashreplace")
     sys.exit(run())
 
@@ -67,9 +67,9 @@ def main() -> NoReturn:
 def run() -> int:
     """Runs the command line, prints the error that ends it, and returns the exit code.
 
-    A foreseen error is one message: of rank 0 if every rank has it, else of the rank that has it, by its number. Any
-    other error is printed with its traceback by every rank that has it. Ranks that ``launch`` has started tell it of
-    their errors too, and it says what is to be said.
+    An expected error (``MegalithError``) is printed as one message: by rank 0 if every rank has it, otherwise by the
+    rank that has it, with its number. Any other error is printed with its traceback by every rank that has it. Ranks
+    that ``launch`` has started also report their errors to it, and it prints the summary.
     """
     try:
         _require_working_folder()
@@ -88,7 +88,7 @@ def run() -> int:
 
 
 def _open_missing_streams() -> None:
-    """Standard streams that the shell has closed (``>&-``) lead nowhere; a file opened later would take their place."""
+    """Opens /dev/null for streams that the shell has closed (``>&-``); files opened later would get their numbers."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -119,6 +119,6 @@ def _fail(failure: Failure) -> int:
 
 
 def _let_rank_0_end_first(code: int) -> None:
-    """torchrun ends all ranks with the first: let that be rank 0, which has the message."""
+    """Delays other ranks, because torchrun ends all ranks with the first, and rank 0 prints the message."""
     if code and os.environ.get("RANK", "0") != "0" and not is_supervised():
         time.sleep(5.0)

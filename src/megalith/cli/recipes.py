@@ -1,4 +1,4 @@
-"""``megalith recipes``: the runs that come with the package, to read and to change."""
+"""``megalith recipes``: lists, shows and copies the recipes that come with the package."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +14,7 @@ app = typer.Typer(no_args_is_help=True)
 
 
 def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
-    """The recipes whose names begin so, each with what it is for, for a shell."""
+    """Shell completion: the recipes whose names begin with ``incomplete``, each with its purpose."""
     return [(name, recipe_purpose(name)) for name in recipe_names() if name.startswith(incomplete)]
 
 

@@ -1,4 +1,4 @@
-"""``megalith report``: the page of a run, drawn again at any time."""
+"""``megalith report``: writes the report of a run."""
 
 from pathlib import Path
 from typing import Annotated

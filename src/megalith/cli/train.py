@@ -1,4 +1,4 @@
-"""``megalith train``: from a recipe or YAML file and dotted overrides to a trained run folder."""
+"""``megalith train``: trains a recipe or YAML file with dotted overrides."""
 
 import logging
 import os
@@ -29,14 +29,14 @@ __all__ = ["train"]
 
 
 def _complete_source(incomplete: str) -> list[tuple[str, str]]:
-    """Recipes, and files of settings, for a shell."""
+    """Shell completion: recipes and YAML files."""
     folder = Path(incomplete).parent
     files = sorted(str(path) for path in folder.glob("*.yaml") if str(path).startswith(incomplete))
     return [*complete_recipe(incomplete), *((file, "") for file in files)]
 
 
 def _complete_override(incomplete: str) -> list[tuple[str, str]]:
-    """Settings, each with what it means, for a shell."""
+    """Shell completion: settings, each with its description."""
     from megalith.config.settings_tree import FIELDS
 
     return [(f"{name}=", field.description or "") for name, field in FIELDS.items() if name.startswith(incomplete)]
@@ -82,7 +82,7 @@ def train(
         overrides = [source, *(overrides or [])]
         source = None
     if origin is None:
-        source = require_source(source)  # answered before torch is loaded
+        source = require_source(source)  # before torch is imported
     wanted = _Wanted(source, overrides or [], origin)
     from megalith.training.torchrun_environment import launched_rank, num_ranks
 
@@ -98,14 +98,14 @@ def train(
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The arguments that say which run: a recipe, file or folder, settings over it, and a model to start from."""
+    """The arguments that define the run: a recipe, file or folder, overrides, and a model to start from."""
 
     source: str | None
     overrides: list[str]
     origin: str | None
 
     def settings(self) -> "tuple[str | Mapping[str, Any], list[str]]":
-        """What ``preflight`` takes. Raises as ``resolve_run_folder`` and ``settings_from``."""
+        """The arguments of ``preflight``. Raises as ``resolve_run_folder`` and ``settings_from``."""
         from megalith.training.preflight import resolve_run_folder
         from megalith.training.tasks.origin import settings_from
 
@@ -115,13 +115,13 @@ class _Wanted:
         return resolve_run_folder(self.source, self.overrides)
 
     def arguments(self) -> list[str]:
-        """The command line that says it again."""
+        """The command line arguments that define the same run."""
         source = [] if self.source is None else [self.source]
         return ["train", *source, *self.overrides, *([] if self.origin is None else ["--from", self.origin])]
 
 
 def _train_on_ranks(num_ranks: int, wanted: _Wanted, *, dry_run: bool) -> int:
-    """Checks the run in this process and trains on ranks of their own; returns the exit code."""
+    """Checks the run in this process and trains in one process per rank; returns the exit code."""
     with _nothing_to_save():
         from megalith.resilience.launch import launch
         from megalith.storage import RunLock
@@ -135,7 +135,7 @@ def _train_on_ranks(num_ranks: int, wanted: _Wanted, *, dry_run: bool) -> int:
             return 0
         check_machine(config, num_ranks, range(num_ranks))
         with RunLock(Path(config.run)):
-            pass  # it is free: else the ranks would be refused, and say so in the logs of the run that has it
+            pass  # raises here if another run holds the lock; otherwise the ranks would write errors into its logs
     return launch(
         num_ranks,
         wanted.arguments(),
@@ -147,11 +147,11 @@ def _train_on_ranks(num_ranks: int, wanted: _Wanted, *, dry_run: bool) -> int:
 
 @contextmanager
 def _nothing_to_save() -> Iterator[None]:
-    """Inside the ``with`` block a signal ends the program at once, and the exit code says to start it again."""
+    """Inside the ``with`` block a signal ends the program at once, with the exit code that asks for a restart."""
 
     def stop(number: signal.Signals) -> None:
         say(f"{number.name}: stopped before the ranks were started; the same command starts again")
-        raise SystemExit(SAVED)  # which no handler of errors takes for one
+        raise SystemExit(SAVED)  # not an Exception, so no error handler catches it
 
     with handled(REQUESTS, stop):
         yield
@@ -173,7 +173,7 @@ def _train_here(
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[ConsoleHandler(console)])
     world_size, local_ranks = (1, range(1)) if launched is None else (launched.world_size, launched.local_ranks)
-    # one rank may see other files than the rest, so that ranks judge their input together
+    # ranks may see different files, so they agree on whether their input is valid
     with process_group(choose_device()) if launched else nullcontext():
         with agreed():
             settings, overrides = wanted.settings()
@@ -195,9 +195,9 @@ def _describe(config: "RunConfig", world_size: int) -> None:
 
 
 def _described(wanted: _Wanted, run_folder: Path | None, world_size: int) -> dict[str, str]:
-    """What the run's folder says of where it comes from: ``--nproc`` stands for torchrun too.
+    """The command and recipe to record in the run's folder; the command has ``--nproc`` even under torchrun.
 
-    The recipe of settings from ``run_folder`` is the one that the run there was begun with.
+    For settings from ``run_folder``, the recipe is the one that its run was started with.
     """
     from megalith.training.about import recorded
 
@@ -222,9 +222,9 @@ def _train(config: "RunConfig", stop: StopRequest, console: Console, origin: dic
 
 
 def _announce(console: Console, line: str) -> None:
-    """Says that this process was asked to stop: through its supervisor, or rank 0 for all."""
+    """Announces a stop request: through the supervisor if there is one, otherwise on rank 0."""
     if is_supervised():
         tell(asked=line)
     elif os.environ.get("RANK", "0") == "0":
-        console.close()  # the line of progress that is open
+        console.close()  # end the current progress line
         say(line)

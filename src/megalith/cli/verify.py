@@ -1,4 +1,4 @@
-"""``megalith verify``: a proof, on this machine, that a recipe computes what one process does."""
+"""``megalith verify``: proves on this machine that a recipe computes the same numbers as one process."""
 
 import logging
 import sys
@@ -23,7 +23,7 @@ def verify(
     The recipe is made small and run on local CPU ranks in as many layouts as show every pair of its axes. Exit code 1:
     some numbers differ, and the first module that does is named.
     """
-    source = require_source(source)  # answered before torch is loaded
+    source = require_source(source)  # before torch is imported
     from megalith.errors import ConfigError
 
     if world is not None and world < 1:
