@@ -1,1 +1,1 @@
-"""What a run will cost, whether it is right, and how it went. Import the modules; nothing is gathered here."""
+"""Dtype probe, verification of layouts, baselines, the demo, and reports of runs. Import the modules directly."""

@@ -1,15 +1,15 @@
-"""What a held-out loss is worth: that of a unigram and of an interpolated bigram, from the same tokens.
+"""Baselines for a held-out loss: a unigram and an interpolated bigram model of the same tokens.
 
     p(w)   = (c(w) + 1) / (N + V)
-    p(w|v) = weight c(v,w) / c(v) + (1 - weight) p(w),   and p(w) where v was never seen
+    p(w|v) = weight c(v,w) / c(v) + (1 - weight) p(w),   and p(w) if v was never seen
 
 Jelinek and Mercer 1980; Chen and Goodman 1998 ("An empirical study of smoothing techniques for language modeling",
-section 2.3). V is the vocabulary, N the number of tokens counted. The weight is fitted by expectation maximisation on
-one block of tokens in twenty while the counts hold the other nineteen; then the counts take that one in too. Adding
-one keeps every probability above zero.
+section 2.3). V is the vocabulary size, N the number of tokens counted. The weight is fitted by expectation maximization
+on one of every twenty blocks of tokens, with counts from the other nineteen; then the counts are updated with that
+block. Adding one keeps every probability above zero.
 
-Documents are one stream, as the model reads them: the first token of a document is predicted from the last of the one
-before, and only the very first token is not predicted.
+Documents form one stream, as for the model: the first token of a document is predicted from the last token of the
+previous one, and only the very first token is not predicted.
 """
 
 from collections.abc import Iterator
@@ -34,13 +34,13 @@ Tokens = NDArray[np.int64]
 Probabilities = NDArray[np.float64]
 
 _CHUNK = 1 << 20  # tokens in memory at once
-_BLOCK = 1 << 14  # tokens in a row that the fit sees; long, so that it meets text unlike what was counted
+_BLOCK = 1 << 14  # consecutive tokens to fit on; long, so that they differ from the text that was counted
 _ONE_IN = 20  # blocks
-_MOST_FITTED = 1 << 20  # tokens, whatever the size of the data
+_MOST_FITTED = 1 << 20  # tokens, regardless of the size of the data
 
 
 class TokenSequences(Protocol):
-    """Part of what an ``IndexedDataset`` offers."""
+    """The part of the ``IndexedDataset`` interface that is used here."""
 
     @property
     def sequence_lengths(self) -> NDArray[Any]: ...
@@ -50,7 +50,7 @@ class TokenSequences(Protocol):
 
 @dataclass(frozen=True)
 class BaselineLosses:
-    """Losses in nats per token, over every held-out token but the first."""
+    """Losses in nats per token, over all held-out tokens except the first."""
 
     unigram: float
     bigram: float
@@ -60,12 +60,12 @@ class BaselineLosses:
 
 @dataclass(frozen=True)
 class PairCounts:
-    """How often tokens stood one after the other; its memory grows with the number of different pairs only."""
+    """Counts of consecutive token pairs; memory grows only with the number of distinct pairs."""
 
     vocab_size: int
-    counts: NDArray[np.int64]  # [V], tokens that something precedes
-    preceding: NDArray[np.int64]  # [V], tokens that something follows
-    pairs: NDArray[np.int64]  # different pairs (v, w) as v V + w, sorted
+    counts: NDArray[np.int64]  # [V], as the second token of a pair
+    preceding: NDArray[np.int64]  # [V], as the first token of a pair
+    pairs: NDArray[np.int64]  # distinct pairs (v, w) as v V + w, sorted
     pair_counts: NDArray[np.int64]
 
     @classmethod
@@ -83,15 +83,15 @@ class PairCounts:
         return PairCounts(self.vocab_size, counts, preceding, pairs, pair_counts)
 
     def __getitem__(self, keys: Tokens) -> NDArray[np.int64]:
-        """The count of each of ``keys`` v V + w [T], zero where the pair was never seen."""
+        """The count of each of ``keys`` v V + w [T]; zero if the pair was never seen."""
         found = np.searchsorted(self.pairs, keys)
-        # past the last pair stands a key that is none, with the count of none
+        # a sentinel after the last pair, for keys larger than all pairs
         return np.where(np.append(self.pairs, -1)[found] == keys, np.append(self.pair_counts, 0)[found], 0)
 
 
 @dataclass(frozen=True)
 class InterpolatedBigram:
-    """The probabilities of the module's formulas."""
+    """Computes the probabilities in the module docstring."""
 
     counts: PairCounts
     weight: float = 0.5
@@ -107,12 +107,12 @@ class InterpolatedBigram:
         return np.where(known, self.weight * together + (1 - self.weight) * unigram, unigram)
 
     def fitted(self, previous: Tokens, tokens: Tokens) -> "InterpolatedBigram":
-        """This model with the weight that makes these pairs [T], which it must not have counted, likeliest."""
+        """This model with the maximum-likelihood weight for these pairs [T], which must not be in its counts."""
         unigram, together, known = self._parts(previous, tokens)
         unigram, together = unigram[known], together[known]
         weight = self.weight
         for _ in range(200 if known.any() else 0):
-            # how likely the bigram, rather than the unigram, brought each token forth; the mean is the new weight
+            # posterior probability that the bigram generated each token; the mean is the new weight
             share = float(np.mean(weight * together / (weight * together + (1 - weight) * unigram)))
             change, weight = abs(share - weight), share
             if change < 1e-7:
@@ -127,9 +127,9 @@ class InterpolatedBigram:
 
 
 def baseline_losses(train: TokenSequences, held_out: TokenSequences, vocab_size: int) -> BaselineLosses:
-    """What both baselines, counted on ``train``, lose on ``held_out``.
+    """The losses on ``held_out`` of both baselines, counted on ``train``.
 
-    Reads each once, a million tokens at a time. Raises DataError for too few tokens or one beyond the vocabulary.
+    Reads each once, a million tokens at a time. Raises DataError for too few tokens, or one outside the vocabulary.
     """
     model = fitted_bigram(train, vocab_size)
     unigram = bigram = 0.0
@@ -146,7 +146,7 @@ def baseline_losses(train: TokenSequences, held_out: TokenSequences, vocab_size:
 
 
 def fitted_bigram(train: TokenSequences, vocab_size: int) -> InterpolatedBigram:
-    """Counted on ``train``, with the weight fitted on parts of it. Raises DataError as ``baseline_losses``."""
+    """The bigram model of ``train``, with the weight fitted on parts of it. Raises DataError as ``baseline_losses``."""
     num_tokens = int(np.sum(train.sequence_lengths))
     period = max(_ONE_IN, -(-num_tokens // _MOST_FITTED))
     block = min(_BLOCK, (num_tokens - 1) // period)
@@ -168,7 +168,7 @@ def fitted_bigram(train: TokenSequences, vocab_size: int) -> InterpolatedBigram:
 
 
 def _pairs(source: TokenSequences, vocab_size: int) -> Iterator[tuple[Tokens, Tokens]]:
-    """Every token of the stream but the first with the one before it, in stretches of about a million."""
+    """Yields (previous tokens, tokens) of the whole stream, in chunks of about a million pairs."""
     waiting: list[NDArray[Any]] = []
     size = 0
     for index, length in enumerate(source.sequence_lengths.tolist()):

@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source of the running Python's own standard library."""
+"""Real text that every machine has: the source code of the running Python's standard library."""
 
 import hashlib
 import os
@@ -10,15 +10,15 @@ from megalith.errors import ConfigError, DataError
 
 __all__ = ["labelled_passages", "split_by_file", "standard_library_sources"]
 
-_SMALLEST = 2_000_000  # bytes; whole libraries have about 12 MB, Debian's python3-minimal under 1 MB
-# tests, what others have installed, and what the build of this very machine has left
+_SMALLEST = 2_000_000  # bytes; full libraries have about 12 MB, Debian's python3-minimal under 1 MB
+# tests, installed packages, and build artifacts
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 def standard_library_sources() -> list[Path]:
-    """The ``.py`` files of the standard library that are UTF-8, without its tests; sorted by path.
+    """The UTF-8 ``.py`` files of the standard library, without its tests, sorted by path.
 
-    Raises DataError when there are under 2 MB of them, as with a Python that was installed in its smallest form.
+    Raises DataError if they have less than 2 MB, as in a minimal Python installation.
     """
     root = Path(sysconfig.get_path("stdlib"))
     sources = []
@@ -40,10 +40,10 @@ def standard_library_sources() -> list[Path]:
 
 
 def split_by_file(files: Sequence[Path], fraction: float, seed: int) -> tuple[list[Path], list[Path]]:
-    """``files`` in two, (train, held out), each in the order given; ``fraction`` of the files is held out.
+    """Splits ``files`` into (train, held out), each in input order; ``fraction`` of the files is held out.
 
-    A keyed hash of a file's path below the folder that all share decides, so the split is the same wherever that
-    folder lies. Whole files, because the halves of one file are too much alike.
+    The choice depends on a keyed hash of the path relative to the common folder, so it does not depend on the location
+    of that folder. Files are not split, because the halves of one file are too similar.
     """
     if not 0 < fraction < 1:
         raise ConfigError(f"the fraction of files to hold out must be between 0 and 1; got {fraction}; use 0.05")
@@ -63,10 +63,10 @@ def split_by_file(files: Sequence[Path], fraction: float, seed: int) -> tuple[li
 
 
 def labelled_passages(files: Sequence[Path], num_packages: int, num_lines: int) -> list[tuple[str, str]]:
-    """(passage, package) of the packages with the most passages of ``num_lines`` lines that are not empty, in order.
+    """(passage, package) for the packages with the most passages of ``num_lines`` non-empty lines, sorted by package.
 
-    The package is the folder below the one that all ``files`` share; files outside of any have none. A passage is a
-    real thing to classify: nothing but its words tells where it is from.
+    The package is the top-level folder below the common folder of ``files``; files outside of a package are skipped.
+    This is a realistic classification task: only the text of a passage indicates its package.
     """
     root = os.path.commonpath([path.parent for path in files])
     passages: dict[str, list[str]] = {}

@@ -1,11 +1,11 @@
-"""The main job, start to end, on text that every machine has: gather, train, change the layout, measure, show.
+"""The demo: a complete training run on text that every machine has, with a change of layout.
 
-1  the source text of this Python's standard library, some files held out
-2  a byte-level BPE tokenizer of 2,048 entries, and .bin/.idx of both parts
-3  a probe of which dtype is fastest here
-4  1.5 million tokens through a Llama of four million parameters on two ranks: 80 % data parallel, the rest resumed
-   in tensor parallel
-5  held-out loss against n-gram models of the same data, samples, report.html
+1  collects the source of this Python's standard library, and holds out some files
+2  trains a byte-level BPE tokenizer of 2,048 entries, and prepares .bin/.idx of both parts
+3  probes which dtype is fastest on this machine
+4  trains a Llama of four million parameters on 1.5 million tokens on two ranks: 80 % data parallel, then resumed with
+   tensor parallelism
+5  compares the held-out loss with n-gram models of the same data, generates samples, writes report.html
 """
 
 import os
@@ -43,12 +43,12 @@ _PROMPTS = ("def ", "class Queue:\n", "import os\n\n", '    """Return ')
 
 
 class DemoError(MegalithError, RuntimeError):
-    """A command that the demo started has failed; its own message came before."""
+    """A command that the demo started has failed, after printing its own message."""
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Where everything is, and the three losses on held-out text, in nats per token."""
+    """The paths of the results, and the three losses on held-out text, in nats per token."""
 
     folder: Path
     report: Path
@@ -58,12 +58,12 @@ class DemoResult:
 
 
 def run_demo(folder: Path, show: Callable[[str], None]) -> DemoResult:
-    """Runs the demo in ``folder``, which must be new; ``show`` takes its lines.
+    """Runs the demo in ``folder``, which must not exist yet; ``show`` receives its output.
 
     Raises:
         DataError: the standard library's sources are not on this machine.
-        StorageError: the disk is full, or may not be written.
-        DemoError: training failed, and said why.
+        StorageError: the disk is full or not writable.
+        DemoError: training failed, after printing the reason.
     """
     train, valid = _prepare(folder / "data", show)
     overrides = _overrides(folder, train, valid, show)
@@ -89,7 +89,7 @@ def run_demo(folder: Path, show: Callable[[str], None]) -> DemoResult:
 
 
 def _prepare(folder: Path, show: Callable[[str], None]) -> tuple[str, str]:
-    """The prefixes of the training and the held-out dataset."""
+    """Prepares the training and the held-out dataset; returns their prefixes."""
     files = standard_library_sources()
     kept, held_out = split_by_file(files, _HELD_OUT, seed=0)
     size = sum(file.stat().st_size for file in files) / 1e6

@@ -1,9 +1,9 @@
-"""What the accuracy on masked tokens is worth: that of guessing from counts, on the very same tokens.
+"""Baselines for the accuracy on masked tokens: predictions from counts, on the same tokens.
 
     unigram   the most frequent token
-    bigram    the token that follows the one before most often; that one as the text has it, masked or not
+    bigram    the token that most often follows the previous one, which is taken from the original text, masked or not
 
-Counted on the training data. Losses are those of ``baselines``: of the unigram, and of the interpolated bigram.
+Counts are those of the training data. Losses are those of the unigram and the interpolated bigram of ``baselines``.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ __all__ = ["MaskedBaselines", "MaskedText", "masked_baselines"]
 
 
 class MaskedText(Protocol):
-    """``labels``: the tokens of a text, int64 [N]; ``loss_mask``: bool [N], those to guess; the first one is not."""
+    """``labels``: tokens of a text, int64 [N]; ``loss_mask``: bool [N], tokens to predict, never the first one."""
 
     @property
     def labels(self) -> NDArray[np.int64]: ...
@@ -40,7 +40,7 @@ class MaskedBaselines:
 
 
 def masked_baselines(train: TokenSequences, samples: Iterable[MaskedText], vocab_size: int) -> MaskedBaselines:
-    """Of the masked tokens of ``samples``. Raises DataError as ``baseline_losses``, or if none is masked."""
+    """Baselines for the masked tokens of ``samples``. Raises DataError as ``baseline_losses``, or if none is masked."""
     model = fitted_bigram(train, vocab_size)
     places = [(sample.labels, np.flatnonzero(sample.loss_mask)) for sample in samples]
     previous = np.concatenate([np.zeros(0, np.int64), *(labels[masked - 1] for labels, masked in places)])
@@ -61,7 +61,7 @@ def masked_baselines(train: TokenSequences, samples: Iterable[MaskedText], vocab
 
 
 def _likeliest_pairs(counts: PairCounts) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Every token that another follows, and the one that follows it most often."""
+    """Every token that has a successor, and its most frequent successor."""
     before, after = np.divmod(counts.pairs, counts.vocab_size)
     order = np.lexsort((after, -counts.pair_counts, before))
     first = np.unique(before[order], return_index=True)[1]

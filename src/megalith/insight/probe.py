@@ -1,8 +1,8 @@
-"""Which dtype trains a model fastest on this machine, found by timing it.
+"""Measures which dtype trains a model fastest on this machine.
 
-Timed is what repeats in a step: forward and backward of one layer (matmuls, causal attention, the gate) and of the
-output head with its loss, with float32 master weights that are cast for use and gradients that are cast back. The
-layer counts L times. Rounds take the dtypes in turn, so that a machine that slows down slows all of them.
+Times the repeated parts of a step: forward and backward of one layer (matmuls, causal attention, the gate) and of the
+output head with its loss, with float32 master weights that are cast for use and gradients that are cast back. The time
+of the layer is multiplied by L. Rounds alternate between the dtypes, so that a slow-down of the machine affects all.
 """
 
 import math
@@ -21,19 +21,19 @@ __all__ = ["DtypeProbe", "fastest", "probe_dtype"]
 Step = Callable[[], object]
 
 _ROUNDS = 7
-_WORTH_IT = 1.05  # a dtype of fewer digits must be so much faster than float32 to be taken
+_WORTH_IT = 1.05  # minimum speed-up over float32 for a dtype of lower precision
 
 
 @dataclass(frozen=True)
 class DtypeProbe:
-    """The dtype to train in, and what was measured: seconds of a micro-batch's forward and backward by dtype."""
+    """The dtype to train in, and the measured seconds of a micro-batch's forward and backward by dtype."""
 
     dtype: str
     seconds: Mapping[str, float]
 
     @property
     def line(self) -> str:
-        """Which dtype, why, and by how much, in one line."""
+        """One line that explains the choice, with timings."""
         taken = self.seconds[self.dtype]
         others = [
             f"{duration(seconds)} in {dtype} ({seconds / taken:.2f} times as long)"
@@ -54,9 +54,9 @@ def probe_dtype(
     device: torch.device | str = "cpu",
     num_threads: int | None = None,
 ) -> DtypeProbe:
-    """Time float32 and bfloat16, and on an accelerator float16, on micro-batches of this shape.
+    """Times float32 and bfloat16, and on an accelerator also float16, on micro-batches of this shape.
 
-    ``num_threads`` is what one rank will have, where several ranks share the machine's cores.
+    ``num_threads`` is the number of threads of one rank, if several ranks share the machine's cores.
     """
     device = torch.device(device)
     dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if device.type != "cpu" else [])
@@ -76,13 +76,13 @@ def probe_dtype(
 
 
 def fastest(seconds: Mapping[str, float]) -> str:
-    """The dtype of least ``seconds``; float32, which has most digits, unless that is at least 5 % faster."""
+    """The dtype with the least ``seconds``; float32, the most precise, unless that one is at least 5 % faster."""
     best = min(seconds, key=lambda dtype: seconds[dtype])
     return best if seconds["float32"] >= _WORTH_IT * seconds[best] else "float32"
 
 
 def _interleaved(steps: Mapping[torch.dtype, Step], device: torch.device) -> dict[torch.dtype, float]:
-    """The seconds of each step in the best of rounds that take them in turn: what else a machine does only adds."""
+    """The minimum seconds of each step over alternating rounds; other load on the machine only adds time."""
     best = dict.fromkeys(steps, math.inf)
     for _ in range(_ROUNDS):
         for dtype, step in steps.items():

@@ -1,4 +1,4 @@
-"""``RUN/report.html``: how a run went, as one page that needs no network, no script and no other file."""
+"""``RUN/report.html``: the report of a run, as one page that needs no network, no script and no other file."""
 
 import logging
 from html import escape
@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 
 
 def write_report(run_folder: Path, page: Path | None = None) -> Path:
-    """Write ``page``, by default ``report.html`` in ``run_folder``, from what lies there; return its path.
+    """Writes ``page``, by default ``report.html`` in ``run_folder``, from the files in that folder; returns its path.
 
-    Only metrics.jsonl must be there; a part without its file is left out. The run may still be training.
+    Only metrics.jsonl is required; parts without a file are omitted. The run may still be training.
 
     Raises:
         DataError: there is no record of a training step, or a file is damaged.
@@ -28,14 +28,14 @@ def write_report(run_folder: Path, page: Path | None = None) -> Path:
     """
     page = run_folder / "report.html" if page is None else page
     text = _page(read_run(run_folder))
-    write_text_atomic(page, text.encode(errors="replace").decode())  # JSON may spell half of a surrogate pair
+    write_text_atomic(page, text.encode(errors="replace").decode())  # JSON may contain half of a surrogate pair
     return page
 
 
 def write_report_if_possible(run_folder: Path | str) -> str | None:
-    """One line that says where the report is, or why there is none; a run that has trained does not fail for a page.
+    """Writes the report; returns a line with its path or with the error, so that a finished run does not fail here.
 
-    None before the first step, of which there is nothing to draw.
+    Returns None if no step has been recorded.
     """
     try:
         if not any("loss" in record for record in read_metrics(Path(run_folder))):
@@ -43,7 +43,7 @@ def write_report_if_possible(run_folder: Path | str) -> str | None:
         return f"report: {write_report(Path(run_folder))}"
     except MegalithError as error:
         return f"no report: {error}"
-    except Exception as error:  # of matplotlib, say
+    except Exception as error:  # such as an error in matplotlib
         log.warning("report.html cannot be drawn", exc_info=True)
         return f"no report: {type(error).__name__}: {error}; the run is complete, try: megalith report {run_folder}"
 

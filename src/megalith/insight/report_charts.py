@@ -1,7 +1,7 @@
-"""Line charts of a report as SVG that lives inside a page: its text in the page's font, its colours the page's own.
+"""Line charts of a report as inline SVG that uses the font and colours of the page.
 
-matplotlib draws with colours that stand for the page's CSS variables, so that one drawing serves light and dark. Only
-``Figure`` is used, never pyplot, whose figures are the caller's.
+matplotlib draws with placeholder colours that are replaced by the page's CSS variables, so that one drawing works in
+light and dark mode. Only ``Figure`` is used, not pyplot, whose global state belongs to the caller.
 """
 
 import html
@@ -19,7 +19,7 @@ from megalith import optional
 
 __all__ = ["Chart", "Level", "Line", "Mark", "is_spread_out", "smoothed", "smoothing_window", "svg"]
 
-# drawn colour: the page's variable that replaces it
+# placeholder colour: CSS variable that replaces it
 _VARIABLES = {
     "#000001": "--ink",
     "#000002": "--muted",
@@ -34,7 +34,7 @@ _LABEL_ROOM = 130  # pixels between the labels of two marks
 
 @dataclass(frozen=True)
 class Line:
-    """Values over steps; a NaN is a gap."""
+    """Values over steps; NaN leaves a gap."""
 
     steps: Sequence[int]
     values: Sequence[float]
@@ -46,7 +46,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Level:
-    """A value that holds for all steps, with its name."""
+    """A labelled horizontal line."""
 
     label: str
     value: float
@@ -54,7 +54,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened after a step, with its name or ""."""
+    """A vertical line at an event after a step; ``label`` may be ""."""
 
     step: float
     label: str
@@ -62,9 +62,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """What to draw; ``name`` is unique on its page, ``describe`` says it to who cannot see it.
+    """A chart to draw; ``name`` is unique on its page, ``describe`` is the text for screen readers.
 
-    ``limits``: of the values shown; what lies beyond is cut off. ``from_step``: where the axis of steps begins.
+    ``limits``: range of the value axis; values outside are clipped. ``from_step``: first step of the step axis.
     """
 
     name: str
@@ -80,17 +80,17 @@ class Chart:
 
 
 def smoothing_window(num_values: int) -> int:
-    """How many values ``smoothed`` takes the mean of: a thirtieth of them, an odd number."""
+    """Window size of ``smoothed``: an odd number, about a thirtieth of the values."""
     return 2 * (num_values // 60) + 1
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean around each of ``values``, over ``smoothing_window`` of them, nothing shifted; skips NaN and inf."""
+    """Centred moving average of ``values`` over ``smoothing_window`` of them; skips NaN and inf."""
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
     places = np.arange(len(values))
-    # at the beginning the window narrows: a lopsided one would bend the curve where it is steepest
+    # the window narrows at the beginning: an asymmetric one would distort the curve where it is steepest
     reach = np.minimum(places, smoothing_window(len(values)) // 2)
     first, after = places - reach, places + np.minimum(reach, places[::-1]) + 1
     with np.errstate(invalid="ignore"):
@@ -99,15 +99,15 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def is_spread_out(values: Sequence[float]) -> bool:
-    """Whether ``values`` are positive and a few tower so high over the rest that only a logarithm shows both."""
+    """Whether ``values`` are positive, with outliers so large that a logarithmic axis is needed."""
     finite = [value for value in values if math.isfinite(value)]
     return bool(finite) and min(finite) > 0 and max(finite) > 20 * float(np.median(finite))
 
 
 def svg(chart: Chart, width: int, height: int) -> str:
-    """``chart`` as an ``<svg>`` element that is legible from about ``width`` pixels up; "" when it has no finite value.
+    """``chart`` as an ``<svg>`` element that is legible from about ``width`` pixels up; "" if it has no finite value.
 
-    Raises MissingDependencyError without matplotlib.
+    Raises MissingDependencyError if matplotlib is not installed.
     """
     if not any(math.isfinite(value) for line in chart.lines for value in line.values):
         return ""
@@ -119,17 +119,17 @@ def svg(chart: Chart, width: int, height: int) -> str:
 
 @contextmanager
 def _own_settings(name: str) -> Iterator[None]:
-    """matplotlib as it comes, whatever the user has set; at the end it is set as before."""
+    """Uses matplotlib's defaults instead of the user's settings, which are restored at the end."""
     matplotlib = _matplotlib()
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        # text as text: it stays sharp, can be searched, and takes the page's font
+        # text as <text>, not as paths: it can be searched, and uses the page's font
         matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": name})
         yield
 
 
 def _matplotlib() -> Any:
-    optional.need("matplotlib.figure")  # brings in ticker too; the package alone loads neither
+    optional.need("matplotlib.figure")  # also imports ticker; importing the package alone imports neither
     return optional.need("matplotlib")
 
 
@@ -159,7 +159,7 @@ def _figure(chart: Chart, width: int, height: int) -> Any:
 
 
 def _thinned(line: Line, most: int) -> tuple[list[float], list[float]]:
-    """Steps and values of at most ``most`` points: of neighbours that share a pixel the least and the greatest."""
+    """Reduces the line to at most ``most`` points: the minimum and maximum of each group of adjacent values."""
     steps, values = np.asarray(line.steps, float), np.asarray(line.values, float)
     if len(values) > most:
         kept: list[int] = []
@@ -209,7 +209,7 @@ def _annotate(axes: Any, chart: Chart, last_step: int, width: int) -> None:
 def _write(
     axes: Any, text: str, place: tuple[float, float], units: tuple[str, str], above: int, side: str, colour: str
 ) -> None:
-    """``text`` ``above`` pixels over ``place``, as it stands: a dollar sign begins no formula."""
+    """Writes ``text`` ``above`` pixels over ``place``, literally: a dollar sign does not begin a formula."""
     axes.annotate(
         text,
         place,
@@ -225,12 +225,12 @@ def _write(
 
 
 def _side(pixel: float, width: int) -> str:
-    """How text at ``pixel`` is aligned to stay inside."""
+    """Horizontal alignment of text at ``pixel`` that keeps it inside the chart."""
     return "left" if pixel < _LABEL_ROOM / 2 else "right" if pixel > width - _LABEL_ROOM / 2 else "center"
 
 
 def _for_page(drawn: str, chart: Chart) -> str:
-    """The drawing as an element of an HTML page: no prologue, no rule for the whole page, no name used twice."""
+    """Converts the drawing to an element of an HTML page: no prologue, no global styles, unique ids."""
     text = drawn[drawn.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>", "", text, flags=re.DOTALL)
     text = re.sub(r" font-family: [^;\"]*;?", "", text)

@@ -1,4 +1,4 @@
-"""Curves over steps: the loss, whole and enlarged, and below it the rate, the gradient norm and the throughput."""
+"""Curves over steps: the loss, in full and enlarged, the learning rate, the gradient norm and the throughput."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,17 +14,17 @@ from megalith.observe.units import quantity
 
 __all__ = ["loss_curves", "small_curves"]
 
-# pixels, by width of the window
+# width and height in pixels, by window width
 _WHOLE = {"wide": (1020, 330), "medium": (640, 300), "narrow": (350, 270)}
 _ENLARGED = {"wide": (1020, 250), "medium": (640, 240), "narrow": (350, 220)}
 _SMALL = (310, 170)
-_FEW = 20  # records: too few to smooth, or to leave out the first of them
-_WORTH_ENLARGING = 0.6  # of the whole axis: what takes more of it can be seen there
-_LEAST_SPREAD = 0.2  # of the median: a throughput that hardly changes is drawn as a line that hardly changes
+_FEW = 20  # fewer records are neither smoothed nor enlarged
+_WORTH_ENLARGING = 0.6  # of the full axis; a curve that uses more of it is not enlarged
+_LEAST_SPREAD = 0.2  # minimum axis range relative to the median, so that small variations look small
 
 
 def loss_curves(run: RunHistory) -> str:
-    """Training and held-out loss over all steps, and the later ones again on an axis of their own."""
+    """Training and held-out loss over all steps, and again over the later steps on a separate axis."""
     steps, losses = run.column("loss")
     if not any(map(math.isfinite, losses)):
         return ""
@@ -61,7 +61,7 @@ def small_curves(run: RunHistory) -> str:
 
 
 def _enlarged(lines: Sequence[Line], levels: Sequence[Level], marks: Sequence[Mark]) -> str:
-    """The steps after the first fifth on an axis that fits them; "" where that shows no more than the whole does."""
+    """The steps after the first fifth, on an axis that fits them; "" if the full chart shows them as well."""
     steps = lines[0].steps
     if len(steps) < _FEW:
         return ""
@@ -95,7 +95,7 @@ def _small(run: RunHistory, field: str, title: str, note: str, form: Callable[[f
 
 
 def _throughput(run: RunHistory) -> str:
-    """On an axis of the usual values: the first steps of a start are slow, and would leave the others a flat line."""
+    """Throughput on an axis of typical values: slow steps after a start would flatten the rest of the curve."""
     steps, values = run.column("tokens_per_second")
     if not steps:
         return ""
@@ -114,7 +114,7 @@ def _throughput(run: RunHistory) -> str:
 
 
 def _settled(steps: Sequence[int], values: Sequence[float], phase: Phase) -> list[float]:
-    """The values in ``phase`` without those of its first tenth, and without the rarest on each side."""
+    """The values in ``phase`` without its first tenth, and without the 5 % lowest and highest of the rest."""
     inside = [
         value
         for step, value in zip(steps, values, strict=True)
@@ -128,9 +128,9 @@ def _settled(steps: Sequence[int], values: Sequence[float], phase: Phase) -> lis
 
 
 def _usual(values: Sequence[float], room: float = 0.1, least: float = 0.0) -> tuple[float, float] | None:
-    """An axis for nearly all of ``values`` and some ``room`` on both sides, relative to their range; None for none.
+    """Axis limits for 99 % of ``values``, with a margin of ``room`` times their range on both sides.
 
-    It is at least ``least`` of their median long.
+    The range is at least ``least`` times the median. None if there are no finite values, or if the range is zero.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
@@ -146,7 +146,7 @@ def _since(line: Line, first: int) -> Line:
 
 
 def _in_windows(chart: Chart, sizes: Mapping[str, tuple[int, int]]) -> str:
-    """``chart`` once for each width of the window, of which the page shows one."""
+    """``chart`` once for each window width, of which the page shows one."""
     return "".join(
         f'<div class="{window}">{svg(replace(chart, name=f"{chart.name}-{window}"), *size)}</div>'
         for window, size in sizes.items()

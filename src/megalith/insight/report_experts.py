@@ -1,7 +1,7 @@
-"""Heat maps of the loads of experts: every layer at the last record, and the layer of the worst balance over time.
+"""Heat maps of expert loads: all layers at the last record, and the layer with the worst balance over time.
 
-Where a cell is of several neighbours it has the shade of their mean, and along its lower edge that of the least loaded
-of them, so that a dead expert is seen beside busy ones.
+A cell for several adjacent experts has the shade of their mean, and along its lower edge that of the least loaded one,
+so that a dead expert is visible among busy ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from megalith.insight.run_history import LayerLoads, RunHistory
 
 __all__ = ["expert_loads"]
 
-# the class of a load relative to the mean, by what it is less than, and its name in the legend
+# (upper limit of the load relative to the mean, CSS class, name in the legend)
 _SHADES = (
     (0.0005, "load-none", "no token"),
     (0.5, "load-low", "under half of the mean"),
@@ -22,16 +22,16 @@ _SHADES = (
     (4.0, "load-high", "over twice the mean"),
     (float("inf"), "load-most", "over 4 times"),
 )
-_WINDOWS = {"wide": 1020, "medium": 640, "narrow": 350}  # pixels, by width of the window
-_ROW, _LEFT, _BELOW = 16, 56, 22  # pixels: the height of a row, and the room for labels
-_EDGE = 5  # pixels: the height of the least loaded expert's shade in a cell of several
+_WINDOWS = {"wide": 1020, "medium": 640, "narrow": 350}  # pixels, by window width
+_ROW, _LEFT, _BELOW = 16, 56, 22  # pixels: the height of a row, and the space for labels
+_EDGE = 5  # pixels: the height of the least loaded expert's shade in a cell of several experts
 _MOST_STEPS = 64  # columns over time
 
-Cell = tuple[float, float | None]  # the mean, and the least of several experts
+Cell = tuple[float, float | None]  # mean load, and minimum load if the cell is for several experts
 
 
 def expert_loads(run: RunHistory) -> str:
-    """The card of a run with experts; "" of others."""
+    """The card with expert loads; "" for a run without experts."""
     if not run.expert_loads:
         return ""
     step, last = run.expert_loads[-1]
@@ -69,14 +69,14 @@ def _cells(loads: LayerLoads) -> list[Cell]:
 
 
 def _in_windows(describe: str, rows: Mapping[str, Sequence[Cell]], columns: Sequence[str]) -> str:
-    """The heat map once for each width of the window, of which the page shows one."""
+    """The heat map once for each window width, of which the page shows one."""
     return "".join(
         f'<div class="{window}">{_svg(describe, rows, columns, width)}</div>' for window, width in _WINDOWS.items()
     )
 
 
 def _svg(describe: str, rows: Mapping[str, Sequence[Cell]], columns: Sequence[str], width: int) -> str:
-    """``rows`` by name, the first on top; ``columns``: what they are, then their names. One path for each shade."""
+    """Draws ``rows`` by name, the first on top; ``columns``: title of the axis, then names. One path per shade."""
     axis, *names = columns
     cell = (width - _LEFT) / len(names)
     paths: dict[str, list[str]] = {}
@@ -111,6 +111,6 @@ def _svg(describe: str, rows: Mapping[str, Sequence[Cell]], columns: Sequence[st
 
 
 def _thinned(records: list[tuple[int, list[Cell]]]) -> list[tuple[int, list[Cell]]]:
-    """At most 64 of ``records``, evenly spread, the last among them."""
+    """At most 64 of ``records``, evenly spread, including the last."""
     count = min(len(records), _MOST_STEPS)
     return [records[(number + 1) * len(records) // count - 1] for number in range(count)]

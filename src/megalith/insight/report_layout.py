@@ -1,4 +1,4 @@
-"""A layout drawn: one box a rank, ranks of one tensor parallel group side by side."""
+"""Draws a layout: one box per rank, with the ranks of a tensor-parallel group side by side."""
 
 import re
 
@@ -8,15 +8,15 @@ __all__ = ["layout_svg"]
 
 _WIDTH, _HEIGHT, _GAP = 58, 66, 6  # of a box, in pixels
 _MOST_COLUMNS, _MOST_ROWS = 8, 4
-_SHADES = 6  # of the page
+_SHADES = 6  # defined by the page's CSS
 
 
 def layout_svg(layout: str) -> str:
-    """The ranks of ``layout`` ("tp2 cp2 dp4") as an ``<svg>`` element; "" where it does not name tp and dp.
+    """The ranks of ``layout`` ("tp2 cp2 dp4") as an ``<svg>`` element; "" if it does not name tp and dp.
 
-    A column, and a shade, is a tensor parallel coordinate: its ranks hold the same slice of every weight. A row is a
-    data parallel coordinate, and with cp a part of its sequences. Of a large world the first rows and columns are
-    drawn, and the rest is counted.
+    A column, and a shade, is a tensor-parallel coordinate: its ranks hold the same slice of every weight. A row is a
+    data-parallel coordinate, and with cp a part of its sequences. For a large world, the first rows and columns are
+    drawn, and the others are counted.
     """
     sizes = {axis: int(size) for axis, size in re.findall(r"\b(tp|cp|dp)([1-9]\d*)\b", layout)}
     if not {"tp", "dp"} <= sizes.keys():

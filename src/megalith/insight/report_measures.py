@@ -1,4 +1,4 @@
-"""What was measured on held-out samples beside the loss: accuracies over steps, and a table of confusion."""
+"""Held-out measures other than the loss: accuracies over steps, and the confusion matrix."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ _ACCURACY, _CONFUSION = "accuracy", "confusion"
 
 
 def held_out_measures(run: RunHistory) -> str:
-    """The cards of a run that measured any; "" of others."""
+    """The cards with held-out measures; "" if the run has none."""
     names = dict.fromkeys(name for _, means in run.measures for name in means)
     curves = "".join(_curve(run, name) for name in names if name.endswith(_ACCURACY))
     columns = f'<div class="columns">{curves}</div>' if curves else ""
@@ -23,7 +23,7 @@ def held_out_measures(run: RunHistory) -> str:
 
 
 def _curve(run: RunHistory, name: str) -> str:
-    """The share of ``name`` that is right, over steps."""
+    """The accuracy ``name`` over steps."""
     steps, values = zip(*((step, means[name]) for step, means in run.measures if name in means), strict=True)
     describe = f"{name} over {num_steps(steps[-1])}; at the end {values[-1]:.1%}"
     lines = [Line(steps, values, width=1.6, colour="--held-out", dots=True)]
@@ -33,9 +33,9 @@ def _curve(run: RunHistory, name: str) -> str:
 
 
 def _confusion(step: int, means: Mapping[str, float], names: Sequence[str]) -> str:
-    """Of the samples of each class the shares that are taken for each class; "" where that was not measured.
+    """The confusion matrix, with shares of each true class; "" if it was not measured.
 
-    Classes have their ``names``, or their numbers where a run that was recorded earlier does not tell them.
+    Classes are shown by ``names``, or by their numbers if an older run did not record names.
     """
     shares = {tuple(name.split("/")[1:]): mean for name, mean in means.items() if name.startswith(f"{_CONFUSION}/")}
     classes = list(dict.fromkeys(label for label, _ in shares))

@@ -1,4 +1,4 @@
-"""What the sections of a report share: cards, legends, stacked bars with their tables, numbers as text."""
+"""Shared elements of report sections: cards, legends, stacked bars with tables, formatted numbers."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,12 +10,12 @@ from megalith.observe.units import duration
 
 __all__ = ["Part", "breakdown", "card", "is_finite", "legend", "num_steps"]
 
-_NEARLY_ALL = 0.9  # of a bar: a part that takes more leaves the others too small to be told apart
+_NEARLY_ALL = 0.9  # of a bar; if a part takes more, the others are too small to be distinguished
 
 
 @dataclass(frozen=True)
 class Part:
-    """Seconds that were spent on one thing, and the class of its colour."""
+    """Seconds spent on one kind of work, and the CSS class of its colour."""
 
     name: str
     seconds: float
@@ -23,22 +23,22 @@ class Part:
 
 
 def card(title: str, note: str, content: str) -> str:
-    """A section of the page; ``content`` is HTML, the rest text."""
+    """A section of the page; ``content`` is HTML, ``title`` and ``note`` are text."""
     small = f" <small>{escape(note)}</small>" if note else ""
     return f'<section class="card"><h2>{escape(title)}{small}</h2>{content}</section>'
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """(class of the sample, its name) for each entry."""
+    """A legend of ``entries`` (CSS class, name)."""
     return (
         f'<p class="legend">{"".join(f"<span><i class={kind}></i>{escape(name)}</span>" for kind, name in entries)}</p>'
     )
 
 
 def breakdown(parts: Sequence[Part], width: float = 100.0) -> str:
-    """A bar of ``width`` percent of its place, cut into ``parts``, over a table of them.
+    """A stacked bar of ``parts``, ``width`` percent of the available width, above a table of them.
 
-    Where one part takes nearly all of it, a second bar enlarges the others, so that each can be seen.
+    If one part takes nearly all of the bar, a second bar enlarges the others.
     """
     total = math.fsum(part.seconds for part in parts)
     bars = f'<div class="stack" style="width: {width:.1f}%">{_pieces(parts)}</div>'
@@ -57,12 +57,12 @@ def breakdown(parts: Sequence[Part], width: float = 100.0) -> str:
 
 
 def num_steps(count: int) -> str:
-    """``count`` steps, in words."""
+    """Formats a number of steps, such as "1 step"."""
     return f"{count:,} step{'s' * (count != 1)}"
 
 
 def is_finite(value: object) -> TypeGuard[float]:
-    """Whether ``value`` is a number that can be shown."""
+    """Whether ``value`` is a finite number."""
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 

@@ -1,4 +1,4 @@
-"""The parts of a report's page, each as HTML, or "" when the run has nothing to show there. All text is escaped."""
+"""The parts of a report page, each as HTML, or "" if the run has no data for it. All text is escaped."""
 
 import math
 import shlex
@@ -17,17 +17,17 @@ from megalith.observe.units import duration, gibibytes, perplexity, quantity
 
 __all__ = ["origin", "sections", "summary", "tiles", "title"]
 
-_IN_THE_HEAD = ("parameters", "recipe", "model", "started", "command")  # facts that need no repetition further down
+_IN_THE_HEAD = ("parameters", "recipe", "model", "started", "command")  # facts in the header, not repeated below
 
 
 def title(run: RunHistory) -> str:
-    """The run's name and its recipe's, as text for a tab."""
+    """The names of the run and its recipe, as the page title."""
     recipe = run.about.get("recipe")
     return escape(f"{run.name} · {recipe}" if recipe and recipe != run.name else run.name)
 
 
 def origin(run: RunHistory) -> str:
-    """What was trained, when, and the command that does it again."""
+    """What was trained, when, and the command to repeat it."""
     facts = [f"{name} {run.about[name]}" for name in ("recipe", "model") if run.about.get(name)]
     if isinstance(parameters := run.about.get("parameters"), int):
         facts.append(f"{parameters:,} parameters")
@@ -99,7 +99,7 @@ def sections(run: RunHistory) -> str:
 
 
 def _valid_sets(run: RunHistory) -> str:
-    """The loss of each validation set that has a name: the last one, and the lowest."""
+    """The last and the lowest loss of each named validation set."""
     rows = []
     for name, losses in run.valid_sets.items():
         last = losses[-1][1]

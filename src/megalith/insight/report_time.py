@@ -1,4 +1,4 @@
-"""Where the time went: of the whole run, and of a median step in each layout, with its ranks drawn."""
+"""Where the time went: in the whole run, and in a median step of each layout, with a drawing of its ranks."""
 
 import math
 from html import escape
@@ -11,8 +11,8 @@ from megalith.observe.units import duration
 
 __all__ = ["phases", "time_of_the_run"]
 
-_COLOURS = 6  # of spans
-# span of the whole run: its name on the page, the class of its colour; others are as they are
+_COLOURS = 6  # colours for spans
+# span of the whole run: (name on the page, CSS class); other spans keep their names
 _NAMES = {
     "training": ("training steps", "training"),
     COMPILE: ("waiting for the compiler", "compile"),
@@ -22,7 +22,7 @@ _NAMES = {
 
 
 def time_of_the_run(run: RunHistory) -> str:
-    """What the run spent its time on besides steps; "" where nothing else was recorded."""
+    """The breakdown of the run's time; "" if only steps were recorded."""
     if len(run.time) < 2:
         return ""
     in_order = [name for name in _NAMES if name in run.time]
@@ -34,10 +34,10 @@ def time_of_the_run(run: RunHistory) -> str:
 
 
 def phases(run: RunHistory) -> str:
-    """Every layout: its ranks, and where the time of a median step goes."""
+    """Each layout with its ranks, and the breakdown of a median step."""
     longest = {name: seconds for phase in run.phases for name, seconds in phase.time.items()}
     shown = sorted(longest, key=lambda name: longest[name], reverse=True)[:_COLOURS]
-    spans = [name for name in longest if name in shown]  # what has no colour of its own counts as other
+    spans = [name for name in longest if name in shown]  # spans without a colour count as other
     slowest = max((phase.step_seconds for phase in run.phases if phase.step_seconds > 0), default=math.nan)
     parts = [_phase(phase, spans, slowest) for phase in run.phases]
     if not any(parts):

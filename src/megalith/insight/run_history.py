@@ -1,10 +1,10 @@
-"""What a run has left in its folder, read and summed up.
+"""Reads and summarizes the files in a run's folder.
 
-metrics.jsonl      training records and evaluations (observe/metrics.py); the one part that must be there
+metrics.jsonl      training records and evaluations (observe/metrics.py); the only required file
 evaluation.json    {"valid_loss", "unigram_loss", "bigram_loss"}, nats per token of held-out text
-samples.json       [{"prompt", "text"}, ...]; without it, the newest texts that training has recorded
-about.json         {"parameters": count, "recipe", "model", "started", "command", and whatever is worth knowing besides:
-                   versions, the machine, the dtype}
+samples.json       [{"prompt", "text"}, ...]; without it, the latest texts that training has recorded
+about.json         {"parameters": count, "recipe", "model", "started", "command", and other facts such as versions, the
+                   machine, the dtype}
 config.yaml        the resolved settings
 """
 
@@ -24,71 +24,71 @@ from megalith.storage.json_fields import float_sized
 
 __all__ = ["LayerLoads", "Phase", "RunHistory", "read_run"]
 
-_MOST_BYTES = 1 << 26  # of a file beside the metrics
+_MOST_BYTES = 1 << 26  # of each file other than the metrics
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps in a row under one layout."""
+    """Consecutive steps in one layout."""
 
     layout: str
     first_step: int
     last_step: int
-    step_seconds: float  # median, without waiting for a compiler; NaN where it was not recorded
-    time: Mapping[str, float]  # median seconds per step by span, outermost spans only, without the compiler's
+    step_seconds: float  # median, without compile time; NaN if it was not recorded
+    time: Mapping[str, float]  # median seconds per step by outermost span, without compile time
 
 
 @dataclass(frozen=True)
 class LayerLoads:
-    """Loads of a layer's experts relative to their mean, or of ranges of neighbouring experts."""
+    """Loads of a layer's experts, or of ranges of adjacent experts, relative to the mean."""
 
     means: list[float]  # of each expert or range
-    least: list[float] | None  # of each range; None where each is one expert
+    least: list[float] | None  # of each range; None if there are no ranges
     greatest: float  # of any expert
 
 
 @dataclass(frozen=True)
 class RunHistory:
-    """A run's records, in order of steps, and the files beside them; what is missing is empty."""
+    """A run's records, in order of steps, and its other files; missing ones are empty."""
 
     name: str
     folder: Path
     training: list[dict[str, Any]]
     evaluations: list[tuple[int, float]]  # (step, held-out loss)
-    valid_sets: Mapping[str, list[tuple[int, float]]]  # the same of each set, of those with names
+    valid_sets: Mapping[str, list[tuple[int, float]]]  # the same for each named validation set
     measures: list[tuple[int, Mapping[str, float]]]  # (step, {term or measure: mean}) of evaluations with several
-    classes: Sequence[str]  # names of those that measures number, as the last evaluation has them
+    classes: Sequence[str]  # class names, by the indices in measures, from the last evaluation
     expert_loads: list[tuple[int, dict[int, LayerLoads]]]  # (step, {layer: loads})
     phases: list[Phase]
-    time: Mapping[str, float]  # seconds of the whole run: "training" steps, "compile", what came between the steps
+    time: Mapping[str, float]  # seconds of the whole run: "training" steps, "compile", and work between the steps
     evaluation: Mapping[str, Any]
     samples: list[Mapping[str, Any]]
     about: Mapping[str, Any]
     settings: str
 
     def column(self, field: str) -> tuple[list[int], list[float]]:
-        """Steps and values of the training records that hold a number under ``field``."""
+        """Steps and values of the training records with a number in ``field``."""
         found = [(record["step"], float(record[field])) for record in self.training if _is_number(record.get(field))]
         return [step for step, _ in found], [value for _, value in found]
 
     def last(self, field: str) -> float | None:
-        """The newest number under ``field``, or None."""
+        """The last number in ``field``, or None."""
         values = self.column(field)[1]
         return values[-1] if values else None
 
     @property
     def seconds(self) -> float:
-        """All time that was recorded; work that a crash undid is not in it. NaN where no step was timed."""
+        """Total recorded time, without work lost in crashes; NaN if no step was timed."""
         return math.fsum(self.time.values()) if "training" in self.time else math.nan
 
     @property
     def step_seconds(self) -> float:
-        """The median step, without waiting for a compiler; NaN where no step was timed."""
+        """Median step time without compile time; NaN if no step was timed."""
         return _median([seconds for record in self.training if (seconds := _work_seconds(record)) > 0])
 
     @property
     def valid_loss(self) -> float | None:
-        """The final held-out loss: of evaluation.json, or else of the last evaluation during training."""
+        """The final held-out loss, from evaluation.json or else from the last evaluation during training."""
         loss = self.evaluation.get("valid_loss")
         if _is_number(loss):
             return float(loss)
@@ -96,7 +96,7 @@ class RunHistory:
 
 
 def read_run(folder: Path) -> RunHistory:
-    """Read ``folder``. Raises DataError without a training record, or when a file beside the metrics is damaged."""
+    """Reads ``folder``. Raises DataError if there is no training record, or if a file is damaged."""
     records = read_metrics(folder)
     training = sorted((record for record in records if "loss" in record), key=lambda record: record["step"])
     if not training:
@@ -130,7 +130,7 @@ def _losses_of_set(records: list[dict[str, Any]], name: str) -> list[tuple[int, 
 
 
 def _measures(records: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
-    """What is no number is left out, and so is a step where nothing is left."""
+    """Measures by step; omits values that are not numbers, and steps without any."""
     found: dict[int, dict[str, float]] = {}
     for record in records:
         given = record.get("valid")
@@ -145,7 +145,7 @@ def _is_dict(value: object) -> TypeGuard[dict[str, Any]]:
 
 
 def _expert_loads(record: Mapping[str, Any]) -> dict[int, LayerLoads]:
-    """The loads of each layer in ``record``; of layers that are no list of numbers, none."""
+    """The expert loads of each layer in ``record``, without layers whose load is not a list of numbers."""
     experts = record.get("experts")
     layers = experts.get("layers") if isinstance(experts, dict) else None
     found = [layer for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
@@ -200,13 +200,13 @@ def _phases(training: list[dict[str, Any]]) -> list[Phase]:
 
 
 def _time(records: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds of the whole run, by what they were spent on."""
+    """Seconds of the whole run, by kind of work."""
     steps = sorted((record for record in records if "loss" in record), key=lambda record: record["step"])
     trained = [num_steps * _work_seconds(record) for num_steps, record in _with_num_steps(steps)]
     found = {"training": math.fsum(seconds for seconds in trained if seconds > 0)}
     for record in records:
         own, between = _spans(record, "time"), _spans(record, "between")
-        if "loss" in record:  # its other spans are parts of the step
+        if "loss" in record:  # its other spans are included in the step
             own = {COMPILE: own[COMPILE]} if COMPILE in own else {}
         for name, seconds in [*own.items(), *between.items()]:
             found[name] = found.get(name, 0.0) + seconds
@@ -214,12 +214,12 @@ def _time(records: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _with_num_steps(training: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
-    """Each record with how many steps it stands for: those since the record before it."""
+    """Each record with the number of steps that it represents: those since the previous record."""
     return [(after["step"] - before["step"], after) for before, after in pairwise([{"step": 0}, *training])]
 
 
 def _work_seconds(record: Mapping[str, Any]) -> float:
-    """What the step took without waiting for a compiler; NaN where it was not recorded."""
+    """Step time without compile time; NaN if it was not recorded."""
     seconds = record.get("step_seconds")
     return float(seconds) - _spans(record, "time").get(COMPILE, 0.0) if _is_number(seconds) else math.nan
 
@@ -240,7 +240,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _json(path: Path, kind: type) -> Any:
-    """The content of ``path``, of type ``kind``; an empty one where there is no file."""
+    """The content of ``path``, of type ``kind``; empty if there is no file."""
     if not path.is_file():
         return kind()
     try:

@@ -1,1 +1,1 @@
-"""``megalith verify``: a user's own recipe, made small, in many layouts of local ranks against one process."""
+"""``megalith verify``: compares a reduced version of a recipe in many layouts of local ranks with one process."""

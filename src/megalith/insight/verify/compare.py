@@ -1,4 +1,4 @@
-"""How far the record of a rank is from the record of one process, entry by entry, in the metric of the promise."""
+"""Compares the record of a rank with the record of one process, entry by entry, with ``numerics.tolerance``."""
 
 import math
 from collections import defaultdict
@@ -17,7 +17,7 @@ Errors = Mapping[Key, float]
 
 
 class Bound(NamedTuple):
-    """The error below which two runs count as equal, and the share of all gradients' norm that counts as rounding."""
+    """The error below which runs count as equal, and the share of the norm of all gradients that counts as rounding."""
 
     error: float
     noise: float
@@ -27,9 +27,9 @@ BOUNDS = {"float64": Bound(LAYOUT_FLOAT64, NOISE_FLOAT64), "float32": Bound(LAYO
 
 
 def errors(found: Record, want: Record, dtype: str) -> dict[Key, float]:
-    """The error of each entry of ``found`` that ``want``, in float64, has too; infinite for NaN and for other shapes.
+    """The error of each entry of ``found`` that is also in ``want``, which is float64; inf for NaN and other shapes.
 
-    An entry of ``found`` that is no module's and that ``want`` lacks has an infinite error.
+    An entry of ``found`` that is not in ``want`` has an infinite error, unless it is a module's, which is ignored.
     """
     squares: dict[object, float] = defaultdict(float)
     for key, entry in want.items():
@@ -53,10 +53,11 @@ def merged(of_ranks: Iterable[Errors]) -> dict[Key, float]:
 
 
 def expected(keys: Iterable[Key], dtype: str) -> list[Key]:
-    """What of the record of one process must be on some rank: all but modules, which ranks may split otherwise.
+    """The entries of the record of one process that some rank must have: all except modules, which may be split.
 
-    In float32 the last weights are left out: AdamW divides a gradient that is zero but for its rounding by its own
-    size, and moves its weight by a whole step. The gradients of the second step tell of the weights after the first.
+    In float32 the final weights are excluded: AdamW divides a gradient that is zero except for rounding errors by its
+    own magnitude, and moves the weight by a full step. The gradients of the second step depend on the weights after the
+    first.
     """
     keys = [key for key in keys if key.kind != "module"]
     last = max(key.step for key in keys)
@@ -69,7 +70,7 @@ def first_beyond(found: Errors, keys: Iterable[Key], bound: float) -> Key | None
 
 
 def _together(key: Key) -> object:
-    """Entries of one kind share the norm that keeps zeros from noise; each module has its own."""
+    """Entries of one kind share the norm that separates zeros from noise; each module has its own."""
     return key if key.kind == "module" else key[:2]
 
 
@@ -80,6 +81,6 @@ def _error(found: Entry, want: Entry, norm: float, noise: float) -> float:
         values = values[torch.searchsorted(want.tokens, found.tokens)]
     if found.values.shape != values.shape:
         return math.inf
-    # of nothing but zeros, such as biases at first, there is no share
+    # if the reference is all zeros, such as initial biases, use the absolute error
     error = gradient_error(found.values, values, norm, noise) if norm else float(found.values.double().norm())
     return math.inf if math.isnan(error) else error

@@ -1,8 +1,8 @@
-"""Small layouts in which every two axes that a run splits over are split together, on at most eight ranks.
+"""Chooses layouts of at most eight ranks that together cover every pair of axes that a run splits over.
 
-An axis is shown with two ranks, and where two are too few to show what it does, with four: a ring of two has one way
-round, and a pipeline of two has no stage in the middle. The axes of experts take no ranks of their own: they are
-folded over those of tensor, context, replicate and shard.
+An axis is shown with two ranks, or with four if two cannot show what it does: a ring of two has only one direction, and
+a pipeline of two has no intermediate stage. The expert axes add no ranks: they are folded over tensor, context,
+replicate and shard.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,22 +30,22 @@ MOST_RANKS = 8
 FOLDED = ("expert", "expert_tensor")
 AXES = ("tensor", "context", "pipeline", "replicate", "shard", *FOLDED)
 
-# the axes of a layout that are above 1, in the order of AXES
+# the degrees of a layout that are above 1, in the order of AXES
 Degrees = Mapping[str, int]
 
 
 def axes_of(config: RunConfig, layout: Layout) -> dict[str, int]:
-    """The degrees of ``layout`` that are above 1; those of experts in models that have experts."""
+    """The degrees of ``layout`` that are above 1; expert axes only for models with experts."""
     axes = AXES if config.model.moe is not None else [axis for axis in AXES if axis not in FOLDED]
     return {axis: getattr(layout, axis) for axis in axes if getattr(layout, axis) > 1}
 
 
 def degrees_to_show(config: RunConfig, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """For each axis that ``layout`` splits over, the degrees in which it must be seen."""
+    """For each axis that ``layout`` splits over, the degrees that must be covered."""
     parallel, groups = config.parallel, config.model.num_query_groups
     shown: dict[str, tuple[int, ...]] = dict.fromkeys(axes_of(config, layout), (2,))
     if 1 < groups < layout.tensor:
-        shown["tensor"] = (4,)  # of two ranks that share the groups none has another group than its neighbour
+        shown["tensor"] = (4,)  # two ranks cannot show several groups that are each shared
     if layout.context > 1 and parallel.context_method == "two_level":
         shown["context"] = (4,)
     elif layout.context > 2 and parallel.context_method == "ring":
@@ -53,16 +53,17 @@ def degrees_to_show(config: RunConfig, layout: Layout) -> dict[str, tuple[int, .
     if layout.pipeline > 2 and parallel.virtual == 1:
         shown["pipeline"] = (2, 4)
     if shown.get("tensor") == shown.get("context") == (4,):
-        shown["tensor"] = (2, 4)  # beside four ranks of context there is room for two
+        shown["tensor"] = (2, 4)  # with context 4 only tensor 2 fits
     beneath = [axis for axis in shown if axis not in ("pipeline", *FOLDED)]
     if shown.keys() >= set(FOLDED) and len(beneath) == 1:
-        shown[beneath[0]] = (4,)  # room for both
+        shown[beneath[0]] = (4,)  # enough ranks for both expert axes
     return shown
 
 
 def cover(shown: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
-    """The fewest layouts that greed finds, at most ``MOST_RANKS`` ranks each, in which every degree of ``shown`` is
-    seen, and every two axes together wherever that fits.
+    """Greedily chooses few layouts of at most ``MOST_RANKS`` ranks that cover ``shown``.
+
+    They contain every degree of ``shown``, and every pair of axes that fits.
     """
     choices = [(1, *shown.get(axis, ())) for axis in AXES]
     candidates = [
@@ -72,7 +73,7 @@ def cover(shown: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
     missing = set().union(*map(_shows, candidates))
     found: list[dict[str, int]] = []
     while missing:
-        # of equals the one of fewest ranks
+        # ties: fewest ranks
         best = max(candidates, key=lambda row: (len(_shows(row) & missing), -num_ranks(row)))
         found.append(best)
         missing -= _shows(best)
@@ -80,25 +81,25 @@ def cover(shown: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
 
 
 def missing_pairs(shown: Mapping[str, Sequence[int]], rows: Sequence[Degrees]) -> list[tuple[str, str]]:
-    """The pairs of axes that are above 1 together in none of ``rows``."""
+    """The pairs of axes that no layout of ``rows`` combines."""
     axes = [axis for axis in AXES if axis in shown]
     return [pair for pair in combinations(axes, 2) if not any(set(pair) <= row.keys() for row in rows)]
 
 
 def num_ranks(degrees: Degrees) -> int:
-    """The ranks of a layout."""
+    """The number of ranks of a layout."""
     return prod(degree for axis, degree in degrees.items() if axis not in FOLDED)
 
 
 def is_layout(degrees: Degrees) -> bool:
-    """Whether ``MOST_RANKS`` are enough, and those of a pipeline stage can share the experts."""
+    """Whether the layout fits on ``MOST_RANKS``, and the ranks of a pipeline stage can share the experts."""
     size = num_ranks(degrees)
     experts = prod(degrees.get(axis, 1) for axis in FOLDED)
     return size <= MOST_RANKS and size // degrees.get("pipeline", 1) % experts == 0
 
 
 def name_of(degrees: Degrees) -> str:
-    """For instance "tensor 2 x pipeline 2"."""
+    """The layout in words, such as "tensor 2 x pipeline 2"."""
     return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()) or "one rank"
 
 

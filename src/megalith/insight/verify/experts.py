@@ -1,8 +1,8 @@
-"""A mixture of experts made small, and how a layout must cut batches so that one process has the same numbers.
+"""Reduces a mixture of experts, and determines how batches must be split so that one process has the same numbers.
 
-A switch loss over a micro-batch, choices by Sinkhorn or by quantiles, and what a capacity drops depend on which samples
-are in a micro-batch. A global switch loss depends on the micro-batches that all data-parallel ranks have at a time,
-which together are one micro-batch of one process.
+A switch loss over a micro-batch, Sinkhorn or quantile selection, and the tokens that a capacity drops depend on which
+samples are in a micro-batch. A global switch loss depends on the concurrent micro-batches of all data-parallel ranks,
+which together correspond to one micro-batch of one process.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,10 @@ _ROUTER = "model.moe.router"
 
 
 def comparable_at(moe: MoEConfig | None) -> Literal["any", "equal micro-batches", "equal numbers of them"]:
-    """Which cuts of a batch have the same numbers: any; those into the same micro-batches; or into as many of them.
+    """Which splits of a batch produce the same numbers as one process.
 
-    The last are so many on each data-parallel rank as one process has.
+    "any"; "equal micro-batches": only splits into the same micro-batches; "equal numbers of them": each data-parallel
+    rank must have as many micro-batches as one process.
     """
     if moe is None:
         return "any"
@@ -29,10 +30,7 @@ def comparable_at(moe: MoEConfig | None) -> Literal["any", "equal micro-batches"
 
 
 def small_experts(moe: MoEConfig, hidden_size: int, rows: Sequence[Degrees]) -> dict[str, Any]:
-    """The settings of ``model.moe`` for a model of ``hidden_size``, which the layouts ``rows`` can split.
-
-    ``model.moe.layers`` is not among them.
-    """
+    """The settings of ``model.moe``, except ``layers``, for a model of ``hidden_size`` that ``rows`` can split."""
     router, groups, kept = moe.router, moe.router.num_groups, moe.router.group_topk
     if groups is None or kept is None:
         num_experts = 4 if moe.num_experts > 2 else moe.num_experts
@@ -40,7 +38,7 @@ def small_experts(moe: MoEConfig, hidden_size: int, rows: Sequence[Degrees]) -> 
     else:
         num_experts = 16
         several = moe.top_k > kept
-        groups, kept = (2, 1) if kept == 1 else (4, 2)  # fewer than all, which config refuses
+        groups, kept = (2, 1) if kept == 1 else (4, 2)  # config rejects keeping all groups
         top_k = 2 * kept if several else min(moe.top_k, kept)
     changes: dict[str, Any] = {
         "model.moe.num_experts": num_experts,
@@ -55,7 +53,7 @@ def small_experts(moe: MoEConfig, hidden_size: int, rows: Sequence[Degrees]) -> 
     if _of_micro_batches(moe):
         changes[f"{_ROUTER}.global_balance"] = None
     if moe.capacity is not None:
-        # a hair less than the factor that config refuses, as it never drops: rounded up it is room for all of the few
+        # slightly below the factor that config rejects because it never drops; rounded up, it has room for all tokens
         nothing_dropped = 0.999 * num_experts / top_k
         split = _tokens_are_split(rows)
         changes["model.moe.capacity.factor"] = nothing_dropped if split else min(moe.capacity.factor, 1.0)
@@ -63,7 +61,7 @@ def small_experts(moe: MoEConfig, hidden_size: int, rows: Sequence[Degrees]) -> 
 
 
 def experts_not_shown(config: RunConfig, rows: Sequence[Degrees]) -> Iterator[str]:
-    """What no pair of one of the layouts ``rows`` and one process can show, a line each."""
+    """Lines about what a comparison of the layouts ``rows`` with one process cannot show."""
     if (moe := config.model.moe) is None:
         return
     beside = _of_micro_batches(moe)
@@ -83,7 +81,7 @@ def experts_not_shown(config: RunConfig, rows: Sequence[Degrees]) -> Iterator[st
 
 
 def _of_micro_batches(moe: MoEConfig) -> list[str]:
-    """Settings whose effect depends on what is in a micro-batch."""
+    """Settings whose effect depends on the samples in a micro-batch."""
     found = []
     if moe.router.micro_batch_balance:
         found.append(f"{_ROUTER}.micro_batch_balance")

@@ -25,14 +25,14 @@ from megalith.training.process_group import process_group
 
 __all__ = ["Case", "Paths", "Proof", "Result", "narrowed"]
 
-# what fused operations take: plain torch, the paths of a run on this machine, or one path wherever they have it
+# paths of fused operations: plain torch, those of a run on this machine, or one path for all operations that have it
 Paths = Literal["reference", "own", "blocked", "triton"]
 _PREFERRED: dict[Paths, tuple[Backend, ...]] = {"own": (), "blocked": ("blocked",), "triton": ("triton",)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run to be compared: its layout, and how it computes."""
+    """A run to compare with one process: its layout, dtype and paths."""
 
     degrees: Degrees
     dtype: Literal["float64", "float32"]
@@ -41,13 +41,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a case.
+    """The result of a case.
 
     Attributes:
-        worst: of what the promise is about, the entry that is furthest off, and ``error`` how far; where only modules
-            are off, the first of them; none if the run failed.
-        first: the first entry, in causal order, that is further off than allowed, modules among them, and how far.
-        failure: why the run did not come to its end.
+        worst: the entry with the largest error, modules excluded, and ``error`` its error; if only modules exceed the
+            bound, the first of them; None if the run failed.
+        first: the first entry, in causal order and including modules, whose error exceeds the bound, and that error.
+        failure: why the run did not finish.
         taken: the paths that operations have taken.
     """
 
@@ -61,18 +61,19 @@ class Result:
 
     @property
     def same(self) -> bool:
-        """Whether the numbers are those of one process."""
+        """Whether the numbers equal those of one process."""
         return self.first is None and self.failure is None
 
 
 @dataclass(frozen=True)
 class Proof:
-    """A small recipe, its data, and what one process makes of it.
+    """A small recipe, its data, and the record of one process.
 
     Attributes:
-        config: the user's recipe, which says what goes with each axis.
-        small: the small one.
-        reference: the file of the record of one process; ``keys`` are its entries, in causal order.
+        config: the user's recipe, which has the settings for each axis.
+        small: the small recipe.
+        reference: file with the record of one process.
+        keys: the entries of that record, in causal order.
     """
 
     config: RunConfig
@@ -82,7 +83,7 @@ class Proof:
 
     @classmethod
     def begin(cls, config: RunConfig, small: Tree, folder: Path) -> "Proof":
-        """Writes a dataset into ``folder``, trains in one process, and keeps its record there.
+        """Writes a dataset into ``folder``, trains in one process, and stores its record there.
 
         Raises:
             RankFailedError: that process fails.
@@ -95,7 +96,7 @@ class Proof:
         return cls(config, small, reference, keys)
 
     def run(self, case: Case) -> Result:
-        """Runs ``case`` on ranks of its own."""
+        """Runs ``case`` on newly started ranks."""
         started = time.monotonic()
         size = num_ranks(case.degrees)
         config = load_run(on_layout(self.small, self.config, case.degrees, case.dtype), world_size=size)
@@ -111,20 +112,20 @@ class Proof:
         bound = BOUNDS[case.dtype].error
         wanted = expected(self.keys, case.dtype)
         left_out = {key for key in self.keys if key.kind != "module"} - set(wanted)
-        # what no rank has is as wrong as can be
+        # an entry that no rank has counts as an infinite error
         found = {**dict.fromkeys(wanted, float("inf")), **found}
         promised = {key: error for key, error in found.items() if key.kind != "module" and key not in left_out}
         worst = max(promised, key=lambda key: promised[key])
         first = first_beyond(found, [key for key in self.keys if key not in left_out], bound)
         if first is None and not promised[worst] < bound:
-            first = worst  # an entry that one process does not have
+            first = worst  # an entry that the record of one process does not have
         elif first is not None and promised[worst] < bound:
             worst = first  # a module
         return Result(case, seconds, worst, found[worst], None if first is None else (first, found[first]), taken=taken)
 
 
 def narrowed(proof: Proof, result: Result) -> Result:
-    """The result of the first layout of fewest axes of ``result``'s that is wrong too; else its own."""
+    """Returns the first wrong result of layouts with fewer of the axes of ``result``, fewest first, or ``result``."""
     case = result.case
     for size in range(len(case.degrees)):
         fewer_axes = ({axis: case.degrees[axis] for axis in axes} for axes in combinations(case.degrees, size))
@@ -136,7 +137,7 @@ def narrowed(proof: Proof, result: Result) -> Result:
 
 
 def _record(config: RunConfig, file: Path) -> list[Key]:
-    """One process: writes its record to ``file``; returns what is in it."""
+    """Runs in one process: writes its record to ``file``; returns the keys of its entries."""
     with process_group(torch.device("cpu")):
         record = record_steps(config)
     file.write_bytes(pickle.dumps(record))
@@ -144,7 +145,7 @@ def _record(config: RunConfig, file: Path) -> list[Key]:
 
 
 def _compare(config: RunConfig, case: Case, reference: Path) -> tuple[Errors, set[tuple[str, Backend]]]:
-    """A rank: the errors of its record, and which operation took which path."""
+    """Runs on each rank: returns the errors of its record, and which operation took which path."""
     choice = nullcontext(set[tuple[str, Backend]]()) if case.paths == "reference" else prefer(*_PREFERRED[case.paths])
     with process_group(torch.device("cpu")), choice as taken:
         found = record_steps(config)

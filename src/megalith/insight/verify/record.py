@@ -1,7 +1,7 @@
-"""What the first steps of a run compute on one rank: weights, what modules give, losses, gradients, norms.
+"""Records what the first steps of a run compute on one rank: weights, module outputs, losses, gradients, norms.
 
-A record is in causal order: of several entries that differ between two runs, the first is where to look. Entries of
-modules are rows of the residual stream, known by the global index of their token, so that ranks may hold any of them.
+A record is in causal order: if several entries differ between two runs, the first one is closest to the cause. Module
+entries are rows of the residual stream with the global index of their token, so that a rank may hold any of them.
 """
 
 from collections import defaultdict
@@ -28,7 +28,7 @@ __all__ = ["Entry", "Key", "Record", "record_steps"]
 
 
 class Key(NamedTuple):
-    """What an entry is: of step ``step``, from 1; weights are those after so many steps."""
+    """Identifies an entry. ``step`` counts from 1; weights are those after that step."""
 
     step: int
     kind: Literal["weight", "module", "loss", "gradient", "norm"]
@@ -36,7 +36,7 @@ class Key(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A whole tensor; or the rows [T, ...] that this rank has of one, with the ids of their ``tokens``, in order."""
+    """A whole tensor; or the rows [T, ...] of it that this rank holds, with the sorted ids of their ``tokens``."""
 
     values: Tensor
     tokens: Tensor | None = None
@@ -46,7 +46,7 @@ Record = Mapping[Key, Entry]
 
 
 def record_steps(config: RunConfig) -> Record:
-    """Trains as ``config`` says, on CPUs, and records every step; all ranks of the default process group call it."""
+    """Trains with ``config`` on CPUs and records every step; called by all ranks of the default process group."""
     run = build_run(config, torch.device("cpu"))
     recorder = _Recorder(run)
     train(run, [recorder], StopRequest(_say_nothing))
@@ -76,7 +76,7 @@ class _Recorder(Callback):
         for name, entry in self._modules.taken().items():
             self.record[Key(step, "module", name)] = entry
         self.record[Key(step, "loss", "the loss")] = Entry(torch.tensor(result.loss, dtype=torch.float64))
-        # gradients as they were before clipping, whose factor follows from the norm
+        # undo clipping, whose factor follows from the norm
         clipped = clip_coefficient(result.grad_norm, run.config.optim.clip_norm)
         for name in self._modules.in_backward_order(self._gradients):
             self.record[Key(step, "gradient", name)] = Entry(self._gradients[name] / clipped)
@@ -91,25 +91,25 @@ class _Recorder(Callback):
 
 
 class _ModuleRecorder:
-    """Hooks on every module of ``run``: what goes in and comes out on the residual stream, and the loss of each token.
+    """Records inputs and outputs of modules on the residual stream, and the loss of each token, with forward hooks.
 
-    Hooks fire in forwards of whole chunks only, so that nothing is recorded again when it is recomputed. Of a module
-    that is called several times in a forward the first call is recorded.
+    Hooks only record during the forward of a whole chunk, so that nothing is recorded again in recomputation. If a
+    module is called several times in a forward, the first call is recorded.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._order: dict[str, int] = {}  # modules by when they were first called
+        self._order: dict[str, int] = {}  # modules in the order of their first calls
         self._forwards: dict[tuple[int, nn.Module], int] = defaultdict(int)
-        # of the micro-batch that is in a forward, the tokens [S/cp, B] of each row of its samples
+        # token ids [S/cp, B] of the micro-batch in the current forward, one for each row of a sample
         self._rows: tuple[Tensor, ...] | None = None
-        self._recorded: set[str] = set()  # in that forward
+        self._recorded: set[str] = set()  # in the current forward
         self._found: dict[str, list[Entry]] = defaultdict(list)
         for chunk in run.chunks:
-            # what holds layers has another input and output in each stage
+            # modules that contain layers have different inputs and outputs in each stage
             layers = set(chunk.layers())
             holding = {module for module in chunk.modules() if layers & set(module.modules()) - {module}}
-            # a copy has the name of a module of another stage, which is called with other tokens
+            # a copied weight has the name of a module in another stage, which is called with other tokens
             copies = {id(weight) for weight in chunk.copied_weights()}
             for name, module in chunk.named_modules():
                 if module not in holding and copies.isdisjoint(map(id, module.parameters(recurse=False))):
@@ -119,16 +119,16 @@ class _ModuleRecorder:
             chunk.register_forward_hook(self._end)
 
     def taken(self) -> dict[str, Entry]:
-        """What was recorded since the last call, tokens in order."""
+        """Returns what was recorded since the last call, sorted by token."""
         found, self._found = self._found, defaultdict(list)
         return {name: _joined(entries) for name, entries in found.items()}
 
     def in_backward_order(self, names: Mapping[str, Any]) -> list[str]:
-        """Names of parameters, those first whose gradients are complete first."""
+        """Sorts parameter names by when their gradients are complete in the backward."""
         places: dict[str, tuple[int, int]] = {}
         at = -1
         for index, (path, _) in enumerate(chain(*(chunk.named_modules() for chunk in self._run.chunks))):
-            # a module that is used without a call comes after the one before it
+            # a module that is used without being called follows the previous one
             at = self._order.get(path, at)
             places[path] = at, index
         return sorted(names, key=lambda name: places[name.rpartition(".")[0]], reverse=True)
@@ -153,7 +153,7 @@ class _ModuleRecorder:
         rows, self._rows = self._rows, None
         assert rows is not None, "a forward that has begun"
         tokens = rows[-1]  # those with a loss
-        losses = output[0] if isinstance(output, tuple) else output  # of a model with several outputs the first
+        losses = output[0] if isinstance(output, tuple) else output  # the first of several outputs
         of_tokens = losses.shape[-2:] == tokens.t().shape  # a classifier has none
         if of_tokens and self._run.pipeline.holds_output(chunk):
             losses = losses.detach().clone().reshape(-1, *tokens.t().shape).permute(2, 1, 0)  # [S/cp, B, terms]
@@ -169,7 +169,7 @@ class _ModuleRecorder:
             self._add(f"the output of {name}", output)
 
     def _add(self, what: str, x: object) -> None:
-        """Records hidden states [S/cp, B, H], [S/cp/tp, B, H] under sequence parallelism; nothing else."""
+        """Records hidden states [S/cp, B, H], or [S/cp/tp, B, H] with sequence parallelism; ignores other tensors."""
         run, groups, rows = self._run, self._run.pg_collection, self._rows
         assert rows is not None, "in a forward"
         if what in self._recorded or not isinstance(x, Tensor):
@@ -194,4 +194,4 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _say_nothing(line: str) -> None:
-    """What a run that nobody stops has to say of that."""
+    """Ignores messages about stop requests."""

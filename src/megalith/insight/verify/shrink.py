@@ -1,9 +1,9 @@
-"""A recipe made small: the same features, fewer and smaller layers, in samples of a few tokens.
+"""Reduces a recipe for verification: the same features, with fewer and smaller layers and samples of a few tokens.
 
-What splits evenly stays even and what does not stays uneven: layers over stages, groups of heads over ranks, the
-vocabulary. Two stacks lie on stages as the large ones do, where there are stages enough (``stacks``). First weights are
-wider by the root of what the hidden size has lost, so that activations keep their size and no attention becomes an
-average of all that it sees.
+What divides evenly still does and what does not still does not: layers over stages, query groups over ranks, the
+vocabulary. An encoder and a decoder are placed on stages as in the full recipe, if there are enough stages
+(``stacks``). The initial standard deviation is scaled by the square root of the reduction in hidden size, so that
+activations keep their scale and attention does not degenerate to an average.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,19 +23,19 @@ __all__ = ["EOD", "SEQ_LENGTH", "on_layout", "on_one_process", "small_recipe"]
 
 Tree = dict[str, Any]
 
-SEQ_LENGTH = 16  # four ranks of context have two chunks of two tokens each
+SEQ_LENGTH = 16  # four context-parallel ranks have two chunks of two tokens each
 EOD = 0
 _DECODER = "model.t5.num_decoder_layers"
 _HEAD_SIZE = 8
-_LATENTS = {"q_lora_rank": 24, "kv_lora_rank": 16}  # which ranks of shard and context divide
-_WINDOW = 5  # ends within the chunks of a rank of context
+_LATENTS = {"q_lora_rank": 24, "kv_lora_rank": 16}  # divisible by the shard and context degrees
+_WINDOW = 5  # ends inside the chunks of a context-parallel rank
 _PRIME, _EVEN = 61, 64  # vocabularies
-_MOST_CLASSES = 3  # fewer than a rank of context has tokens of a row, so that no record takes one for the other
+_MOST_CLASSES = 3  # fewer than a context-parallel rank's tokens of a row, so that records cannot confuse the two
 _WIDEST_STD = 0.1
 _SMALLEST_EPS = 1e-6
-_FEW_ROWS = 0.7  # of even loads: even they take several turns
+_FEW_ROWS = 0.7  # less than balanced loads, so that even those need several passes
 
-# what is the user's to read and write, what two steps do not come to, and what each small run says anew
+# settings for the user's files, settings without effect in two steps, and settings that each small run sets itself
 _LEFT_OUT = (
     "load",
     "resume",
@@ -59,10 +59,10 @@ _LEFT_OUT = (
 def small_recipe(
     config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]], rows: Sequence[Degrees]
 ) -> Tree:
-    """The settings of ``config``, which runs in ``layout``, made small.
+    """Returns reduced settings of ``config``, which runs in ``layout``.
 
-    They fit all of the layouts ``rows``, which are of the degrees ``shown``: every run of them has the same model and
-    the same batches. ``data.train`` and ``run`` are still to be set.
+    They are valid in all of the layouts ``rows``, whose degrees are ``shown``: all runs have the same model and the
+    same batches. ``data.train`` and ``run`` are not set yet.
     """
     left_out = dict.fromkeys(_LEFT_OUT)
     changes = {**left_out, **_model(config, layout, shown), **_course(config, rows)}
@@ -76,15 +76,15 @@ def small_recipe(
 
 
 def on_one_process(small: Tree) -> Tree:
-    """``small`` for one process that computes nothing again.
+    """``small`` for one process, without activation recomputation.
 
-    It takes each batch whole, or in the micro-batches that its numbers depend on.
+    It processes each batch as a whole, or in micro-batches if the numbers depend on them.
     """
     return applied(small, {"train.recompute": None, "train.recompute_modules": None})
 
 
 def on_layout(small: Tree, config: RunConfig, degrees: Degrees, dtype: str) -> Tree:
-    """``small`` in a layout of ``degrees``, with what ``config`` says of its axes."""
+    """``small`` in a layout of ``degrees``, with the parallelism settings of ``config`` for these axes."""
     parallel, changes = config.parallel, dict[str, Any]({f"parallel.{axis}": size for axis, size in degrees.items()})
     changes |= {"parallel.shard": degrees.get("shard", 1), "precision.dtype": dtype}
     changes["train.micro_batch_size"] = _micro_batch_size(small, config, degrees)
@@ -110,7 +110,7 @@ def on_layout(small: Tree, config: RunConfig, degrees: Degrees, dtype: str) -> T
 
 
 def _micro_batch_size(small: Tree, config: RunConfig, degrees: Degrees) -> int:
-    """Of each rank, so that what one process computes can be compared."""
+    """The micro-batch size of each rank that makes its numbers comparable with one process."""
     of_one_process: int = small["train"]["micro_batch_size"]
     match comparable_at(config.model.moe):
         case "any":
@@ -126,12 +126,12 @@ def _data_parallel(degrees: Degrees) -> int:
 
 
 def _num_micro_batches(degrees: Degrees) -> int:
-    """Over all data-parallel ranks: gradients accumulate, and a pipeline has a steady state."""
+    """Over all data-parallel ranks: enough for gradient accumulation, and for a steady state of a pipeline."""
     return _data_parallel(degrees) * (4 if "pipeline" in degrees else 2)
 
 
 def _batch(small: Tree) -> int:
-    """The samples of the first step."""
+    """The global batch size of the first step."""
     train = small["train"]
     schedule = train.get("batch_size_schedule")
     size: int = parse_batch_size_schedule(schedule)[0].global_batch_size if schedule else train["global_batch_size"]
@@ -139,7 +139,7 @@ def _batch(small: Tree) -> int:
 
 
 def _batch_sizes(config: RunConfig, rows: Sequence[Degrees]) -> tuple[int, int]:
-    """The samples of the first step, and how many of them one process takes at a time."""
+    """The global batch size of the first step, and the micro-batch size of one process."""
     most = max([4, *map(_num_micro_batches, rows)])
     match comparable_at(config.model.moe):
         case "any":
@@ -152,10 +152,10 @@ def _batch_sizes(config: RunConfig, rows: Sequence[Degrees]) -> tuple[int, int]:
 
 
 def _model(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """The shape, which every layout of ``shown`` can split."""
+    """The shape of the model, which every layout of ``shown`` can split."""
     model, tensor = config.model, layout.tensor
     heads, groups = _heads(config, layout, shown)
-    # the width of all heads, more than that, or less
+    # the hidden size equals the width of all heads, or is larger, or smaller
     width = heads * _HEAD_SIZE
     given, usual = model.hidden_size, model.num_attention_heads * model.kv_channels
     hidden = width if given == usual else 2 * width if given > usual else max(width // 2, 8)
@@ -179,7 +179,7 @@ def _model(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]
         "model.init_method_std": max(model.init_method_std, min(wider, _WIDEST_STD)),
         "model.bert.num_classes": model.bert and model.bert.num_classes and min(model.bert.num_classes, _MOST_CLASSES),
         "data.seq_length": SEQ_LENGTH,
-        "data.decoder_seq_length": None,  # what holds the masked tokens of so many
+        "data.decoder_seq_length": None,  # the default has room for the masked tokens
         **_latents(model),
         **_positions(model),
         **_windows(model, config.data.seq_length),
@@ -187,7 +187,7 @@ def _model(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]
 
 
 def _latents(model: TransformerConfig) -> dict[str, Any]:
-    """Those that there are, and heads half of which are rotated, with values as wide as queries or not."""
+    """MLA sizes: latents if the model has them, half-rotated heads, values as wide as queries if the model's are."""
     if (mla := model.mla) is None:
         return {}
     sizes = {
@@ -199,7 +199,7 @@ def _latents(model: TransformerConfig) -> dict[str, Any]:
 
 
 def _positions(model: TransformerConfig) -> dict[str, Any]:
-    """Rotary positions: as near to the share of rotated features as even numbers come, and pairs for each section."""
+    """Rotary embedding: the share of rotated features, as closely as even numbers allow, and pairs for each section."""
     if (rope := model.rope) is None:
         return {}
     half = _HEAD_SIZE // (2 if model.mla is None else 4)
@@ -213,7 +213,7 @@ def _positions(model: TransformerConfig) -> dict[str, Any]:
 
 
 def _windows(model: TransformerConfig, seq_length: int) -> dict[str, Any]:
-    """A window that is narrower than a row, or not, as that of ``model`` is."""
+    """Attention window, which is narrower than a row if that of ``model`` is."""
     window, pattern = model.attention.window, model.attention.window_layers
     return {
         "model.attention.window": window and (_WINDOW if window < seq_length else SEQ_LENGTH),
@@ -228,7 +228,7 @@ class _KindOfLayer(NamedTuple):
 
 
 def _kinds_of_layers(model: TransformerConfig) -> list[_KindOfLayer]:
-    """Which layers there are, each kind once."""
+    """The kinds of layers in the model, each once."""
     kinds = (
         _KindOfLayer(
             has_window=model.attention.window_of(layer) is not None,
@@ -241,12 +241,12 @@ def _kinds_of_layers(model: TransformerConfig) -> list[_KindOfLayer]:
 
 
 def _pattern(model: TransformerConfig, large: Sequence[bool] | None, name: str) -> list[bool] | None:
-    """The pattern ``large`` of layers that have the property ``name``, with each kind of layer once."""
+    """The pattern ``large`` of the property ``name`` over layers, reduced to each kind of layer once."""
     return None if large is None else [getattr(kind, name) for kind in _kinds_of_layers(model)]
 
 
 def _expert_layers(model: TransformerConfig, num_layers: int) -> list[bool] | None:
-    """Which of ``num_layers`` have experts; and which modules of multi-token prediction, as those of ``model`` have."""
+    """Which of ``num_layers`` layers, and of the multi-token prediction modules, have experts, as in ``model``."""
     assert model.moe is not None, "it has experts"
     pattern = _pattern(model, model.moe.layers, "has_experts")
     if pattern is None or model.mtp is None:
@@ -256,10 +256,10 @@ def _expert_layers(model: TransformerConfig, num_layers: int) -> list[bool] | No
 
 
 def _heads(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]) -> tuple[int, int]:
-    """Query heads and groups over ranks of tensor that share groups, or have several, as those of ``layout`` do."""
+    """Numbers of query heads and groups; tensor-parallel ranks share a group, or have several, as in ``layout``."""
     heads, groups, parallel = config.model.num_attention_heads, config.model.num_query_groups, config.parallel
     tensor, trades = max(shown.get("tensor", (1,))), parallel.context_method == "all_to_all"
-    some = max(2, *shown.get("context", (2,))) if trades else 2  # which ranks of context divide
+    some = max(2, *shown.get("context", (2,))) if trades else 2  # divisible by the context degree
     several = some if heads // layout.tensor > 1 else 1
     if groups == heads:
         return several * tensor, several * tensor
@@ -273,9 +273,9 @@ def _heads(config: RunConfig, layout: Layout, shown: Mapping[str, Sequence[int]]
 
 
 def _num_layers(config: RunConfig, layout: Layout, pipeline: int) -> dict[str, int]:
-    """One for each stage, and one more where stages are uneven; two without a pipeline; more for more kinds of them.
+    """Numbers of layers: one per stage, plus one if stages are uneven; two without a pipeline; at least one per kind.
 
-    Of two stacks twice as many, so that each may lie on several stages; ``_stacks`` deals them out.
+    Twice as many for an encoder and a decoder, so that each can span several stages; ``_stacks`` distributes them.
     """
     model, num_kinds, num_stages = config.model, len(_kinds_of_layers(config.model)), layout.pipeline
     if num_stages == 1:
@@ -291,7 +291,7 @@ def _num_layers(config: RunConfig, layout: Layout, pipeline: int) -> dict[str, i
 
 
 def _stacks(config: RunConfig, small: Tree, pipelines: Sequence[int]) -> dict[str, int]:
-    """The layers of both stacks, which lie on stages of ``pipelines`` as those of ``config`` lie on its own."""
+    """Numbers of encoder and decoder layers, placed on the stages of ``pipelines`` as ``config`` places its own."""
     run = load_run(on_one_process(small), world_size=1)
     num_stages = [pipeline * min(config.parallel.virtual, 2) for pipeline in pipelines]
     smallest = run.model.total_num_layers
@@ -301,7 +301,7 @@ def _stacks(config: RunConfig, small: Tree, pipelines: Sequence[int]) -> dict[st
 
 
 def _course(config: RunConfig, rows: Sequence[Degrees]) -> dict[str, Any]:
-    """Two steps: of a schedule of batch sizes, one of each of two sizes; and with a learning rate from the first on."""
+    """Training settings: two steps without warmup; with a batch size schedule, the steps have different sizes."""
     optim, (batch, micro_batch) = config.optim, _batch_sizes(config, rows)
     changes: dict[str, Any] = {
         "train.steps": 2,
@@ -312,10 +312,10 @@ def _course(config: RunConfig, rows: Sequence[Degrees]) -> dict[str, Any]:
         changes["train.global_batch_size"] = None
         changes["train.batch_size_schedule"] = f"0:{batch} {batch}:{2 * batch}"
     if optim.decay_steps is not None:
-        changes["optim.decay_steps"] = 4  # so that two steps are not the end of it
+        changes["optim.decay_steps"] = 4  # longer than the two steps
     if optim.wsd is not None:
         changes["optim.wsd.decay_steps"] = 2
     if optim.adamw is not None:
-        # a gradient that is zero but for its rounding moves a weight by its ratio to eps
+        # a gradient that is zero except for rounding errors moves a weight by its ratio to eps
         changes["optim.adamw.eps"] = max(optim.adamw.eps, _SMALLEST_EPS)
     return changes

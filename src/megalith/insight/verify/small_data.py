@@ -1,4 +1,4 @@
-"""The data of a small recipe: random tokens, in the form that its task reads."""
+"""The data of a small recipe: random tokens, in the format that its task reads."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +20,8 @@ from megalith.storage import write_json_atomic
 __all__ = ["write_data"]
 
 _NUM_DOCUMENTS = 64
-_MOST_SENTENCES, _LONGEST_SENTENCE = 8, 5  # of a document; tokens of a sentence
-_AROUND_A_TEXT = 2  # special tokens
+_MOST_SENTENCES, _LONGEST_SENTENCE = 8, 5  # per document; in tokens
+_AROUND_A_TEXT = 2  # special tokens around a text
 _T5_TOKENS = ("<pad>", *(f"<extra_id_{number}>" for number in range(4)))
 _TOKENIZER = "tokenizer.json"
 
@@ -32,7 +32,7 @@ def write_data(prefix: Path, small: Tree) -> None:
     bert, special = model.get("bert"), _T5_TOKENS if model.get("t5") else SPECIAL_TOKENS["bert"]
     vocab_size, least = model["vocab_size"], 1 + len(special)  # text has no special tokens
     if bert is None and not model.get("t5"):
-        lengths = random.integers(1, SEQ_LENGTH, _NUM_DOCUMENTS)  # so short that rows hold several
+        lengths = random.integers(1, SEQ_LENGTH, _NUM_DOCUMENTS)  # short, so that a row has several documents
         _write(prefix, vocab_size, [[np.append(random.integers(1, vocab_size, T), EOD)] for T in lengths])
         return
     is_pretrained = bert is None or bert.get("head", "pretraining") == "pretraining"
@@ -52,7 +52,7 @@ def write_data(prefix: Path, small: Tree) -> None:
 def _write(
     prefix: Path, vocab_size: int, documents: Sequence[Sequence[NDArray[np.int64]]], special: Sequence[str] = ()
 ) -> None:
-    """``documents`` of sentences; with ``special`` tokens, of a tokenizer that is written beside them."""
+    """Writes ``documents`` of sentences; with ``special`` tokens, also writes a tokenizer that has them."""
     beside: dict[str, Any] = {}
     if special:
         tokenizer = _tokenizer(vocab_size, special)
@@ -65,7 +65,7 @@ def _write(
 
 
 def _tokenizer(vocab_size: int, special: Sequence[str]) -> Tokenizer:
-    """Of ``vocab_size`` words; the first ends documents, and then come the ``special`` ones."""
+    """A tokenizer of ``vocab_size`` words: the eod token, then the ``special`` ones, then text."""
     names = ["[EOS]", *special]
     words = {name: id for id, name in enumerate([*names, *(f"w{id}" for id in range(len(names), vocab_size))])}
     made = tokenizers.Tokenizer(models.WordLevel(words, unk_token="[UNK]"))

@@ -1,7 +1,7 @@
-"""How two stacks, an encoder and a decoder, lie on the stages of a pipeline, and small stacks that lie there as well.
+"""How an encoder and a decoder are placed on pipeline stages, and small stacks with the same placement.
 
-Each way to lie there has code of its own: hidden states of the encoder that travel between stages, those of the decoder
-that carry the encoder's with them, and a stage that hands one stack's over to the other.
+Each placement uses different code: encoder hidden states sent between stages, decoder hidden states sent together with
+the encoder's, and a stage in which the encoder ends and the decoder begins.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,10 +19,10 @@ _USUAL_VOCABULARY = 2**15
 
 
 def places_of_stacks(config: RunConfig) -> frozenset[str]:
-    """What is true of the stacks on the stages of the run's pipeline, in words; nothing without two stacks.
+    """Describes how the two stacks are placed on the run's pipeline stages; empty without two stacks.
 
-    Stages are balanced by cost, that of the vocabulary's logits too: of ``_USUAL_VOCABULARY`` tokens while the settings
-    leave the vocabulary to data that are not prepared yet.
+    Stages are balanced by cost, including the logits. If the vocabulary size is still to be taken from the data,
+    ``_USUAL_VOCABULARY`` is assumed.
     """
     if config.model.t5 is None or config.parallel.pipeline == 1:
         return frozenset()
@@ -36,14 +36,14 @@ def places_of_stacks(config: RunConfig) -> frozenset[str]:
 def small_stacks(
     config: RunConfig, costs: ModelCosts, smallest: int, uneven: bool, num_stages: Sequence[int]
 ) -> tuple[int, int]:
-    """Layers of a small encoder and decoder, at least ``smallest`` together, that lie on stages as those of ``config``.
+    """Numbers of layers of a small encoder and decoder, at least ``smallest`` in total, placed as those of ``config``.
 
-    They miss as little of that as can be, in as few layers, near to the ratio of the large ones.
+    Chooses the best match of the placement, then the fewest layers, then the closest ratio of encoder to decoder.
 
     Args:
-        costs: of a small model, whose first layer is of the encoder and whose last is of the decoder.
-        uneven: none of ``num_stages`` divides the layers; otherwise all do.
-        num_stages: of each small pipeline.
+        costs: costs of a small model; its first layer is an encoder layer and its last a decoder layer.
+        uneven: none of ``num_stages`` divides the number of layers; otherwise all do.
+        num_stages: number of stages of each small pipeline.
     """
     wanted, model, lists = places_of_stacks(config), config.model, config.parallel.stage_layers
     sums = [smallest + more for more in ((0, 2, 4) if uneven else (0, max(num_stages)))]
@@ -65,7 +65,7 @@ def small_stacks(
 
 
 def stacks_not_shown(config: RunConfig, small_runs: Sequence[tuple[Degrees, RunConfig]]) -> Iterator[str]:
-    """How the stacks of ``config`` lie on stages and those of small runs, which have these degrees, do not."""
+    """Lines about placements of the stacks of ``config`` that the small runs, given with their degrees, do not have."""
     wanted = places_of_stacks(config)
     missing = {row["pipeline"]: wanted - places_of_stacks(run) for row, run in small_runs if "pipeline" in row}
     for degree, places in sorted(missing.items()):
@@ -74,7 +74,7 @@ def stacks_not_shown(config: RunConfig, small_runs: Sequence[tuple[Degrees, RunC
 
 
 def listed(large: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
-    """``num_layers`` over ``num_stages``, with the most where ``large`` has the most."""
+    """Distributes ``num_layers`` over ``num_stages``, with the largest stage where ``large`` has it."""
     each, more = divmod(num_layers, num_stages)
     longest = large.index(max(large)) * num_stages // len(large)
     return [each + more * (stage == longest) for stage in range(num_stages)]

@@ -1,4 +1,4 @@
-"""A verification as text: what was run, a row for each small run, what could not be shown, the verdict."""
+"""Formats a verification as text: what was run, a row for each small run, what could not be shown, the verdict."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ _HEAD = ("ranks", "layout", "dtype", "paths", "time", "furthest from one process
 
 
 def as_text(found: Verification) -> str:
-    """Several lines for a person."""
+    """The verification as lines of text."""
     rows = [_HEAD, *map(_row, found.results)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     return "\n".join(
@@ -65,7 +65,7 @@ def _verdict(found: Verification) -> Iterator[str]:
 
 
 def _said(key: Key) -> str:
-    """For instance "the gradient of lm_head.weight in step 1"."""
+    """The entry in words, such as "the gradient of lm_head.weight in step 1"."""
     if key.kind == "weight":
         return f"{key.name} after step {key.step}" if key.step else f"{key.name} at the start"
     return f"{'the gradient of ' if key.kind == 'gradient' else ''}{key.name} in step {key.step}"

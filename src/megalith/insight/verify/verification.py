@@ -1,4 +1,4 @@
-"""The proof of a recipe: which small runs it takes, what came out, and what they could not show."""
+"""Verifies a recipe: plans the small runs, collects their results, and lists what they could not show."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -41,10 +41,10 @@ from megalith.training.tasks.choose import task_of
 
 __all__ = ["Verification", "cases", "verify"]
 
-# read once, when a process imports torch and megalith
+# environment variables that are read once, when a process imports torch and megalith
 _OF_RANKS = {
     "OMP_NUM_THREADS": "1",  # ranks share the cores
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else each has a pool of compilers beside it
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # otherwise each rank starts a pool of compile workers
     "TRITON_INTERPRET": "1",  # kernels run without a GPU
 }
 _IN_WORDS: dict[Paths, str] = {
@@ -57,13 +57,14 @@ _IN_WORDS: dict[Paths, str] = {
 
 @dataclass(frozen=True)
 class Verification:
-    """What was proven.
+    """The result of a verification.
 
     Attributes:
-        layout: the axes of the user's run that are above 1; ``small`` is what it was made into, in words.
-        results: of each small run.
-        fault: of the smallest layout that was found to differ; None if all numbers are the same.
-        uncovered: what the small runs could not show, a line each.
+        layout: the degrees of the user's run that are above 1.
+        small: description of the reduced recipe.
+        results: result of each small run.
+        fault: result of the smallest layout that was found to differ; None if all numbers are the same.
+        uncovered: what the small runs could not show, one line each.
     """
 
     layout: Degrees
@@ -76,13 +77,13 @@ class Verification:
 def verify(
     source: str, overrides: Sequence[str], world_size: int | None, progress: Callable[[str], None]
 ) -> Verification:
-    """Proves the recipe or run ``source``, with ``overrides``, on ``world_size`` ranks; by default as few as it needs.
+    """Verifies the recipe or run ``source`` with ``overrides`` on ``world_size`` ranks, by default as few as possible.
 
-    Neither its data nor what its run has saved is looked at. ``progress`` is told what goes on.
+    Does not read its data or checkpoints. ``progress`` receives progress lines.
 
     Raises:
         ConfigError: the recipe is not valid.
-        RankFailedError: one process alone cannot run it.
+        RankFailedError: the reference run in one process fails.
     """
     source, overrides = resolve_run_folder(source, overrides)
     config = load_run(source, overrides)
@@ -114,9 +115,9 @@ def verify(
 def cases(rows: Sequence[Degrees]) -> Iterator[Case]:
     """The small runs for layouts ``rows``: all of them in float64 on paths that need no compiler, a few on the others.
 
-    Operations see what ranks of tensor and of context give them, and experts what ranks that share them do; the other
-    axes move layers and batches as they are. So one layout of two axes, those first, and one of ranks that share
-    experts, are enough where every rank waits for a compiler.
+    Tensor and context parallelism change the inputs of operations, and expert parallelism those of experts; the other
+    axes only distribute whole layers and batches. On paths where every rank has to compile, one layout of two axes
+    (tensor and context first) and one with shared experts are therefore enough.
     """
     for row in [{}, *rows]:
         yield Case(row, "float64", "reference")
@@ -125,7 +126,7 @@ def cases(rows: Sequence[Degrees]) -> Iterator[Case]:
     axes = [axis for axis in AXES if any(axis in row for row in rows)]
     fewest = {axis: min(row[axis] for row in rows if axis in row) for axis in axes}
     few, first, sharing = _of(fewest, axes[:2]), _of(fewest, axes[:1]), _of(fewest, _sharing_experts(axes))
-    yield Case({}, "float32", "own")  # alone, so that one rank builds what the others then find
+    yield Case({}, "float32", "own")  # first on one rank, which compiles what later runs find in the cache
     for each in [few] + [sharing] * (sharing != few):
         if each:
             yield Case(each, "float32", "own")
@@ -139,13 +140,13 @@ def _of(degrees: Degrees, axes: Sequence[str]) -> Degrees:
 
 
 def _sharing_experts(axes: Sequence[str]) -> list[str]:
-    """Of ``axes`` one of experts and one whose ranks it takes; none, where experts are not shared."""
+    """An expert axis of ``axes`` and one whose ranks it is folded over; empty without expert axes."""
     experts = [axis for axis in axes if axis in FOLDED]
     return [next(axis for axis in axes if axis not in ("pipeline", *FOLDED)), experts[0]] if experts else []
 
 
 def _run(proof: Proof, planned: Sequence[Case], progress: Callable[[str], None]) -> Iterator[Result]:
-    """The result of each case, up to one that does not come to its end: the others may wait as long as it did."""
+    """Yields the result of each case, up to the first failure, because further ones may take as long to time out."""
     for number, case in enumerate(planned, 1):
         progress(f"run {number} of {len(planned)}: {name_of(case.degrees)}, {case.dtype}, {case.paths}")
         yield (result := proof.run(case))
@@ -154,7 +155,7 @@ def _run(proof: Proof, planned: Sequence[Case], progress: Callable[[str], None])
 
 
 def _leave_out_idle_overrides_(small: Tree) -> list[str]:
-    """Takes those of ``optim.overrides`` out that match no parameter of the small model; says which."""
+    """Removes ``optim.overrides`` that match no parameter of the small model; returns a line for each."""
     with torch.device("meta"):
         task = task_of(load_run(on_one_process(small), world_size=1))
         model = task.build_model(BuildOptions(ProcessGroupCollection.single()))
@@ -172,7 +173,7 @@ def _ranks_needed(config: RunConfig) -> int:
 
 @contextmanager
 def _environment_of_ranks() -> Iterator[None]:
-    """Inside the ``with`` block the server that ranks are forked from is started with what they need."""
+    """Sets the environment with which the server that forks the ranks is started."""
     before = dict(os.environ)
     os.environ.update(_OF_RANKS)
     try:
@@ -198,7 +199,7 @@ def _uncovered(config: RunConfig, pairs: Sequence[tuple[str, str]], results: Seq
 
 
 def _only_on_other_paths(results: Sequence[Result]) -> Iterator[str]:
-    """Which pairs of axes a dtype on some paths has not seen, of those that others have."""
+    """For each dtype and paths, the pairs of axes that were only run with another dtype or paths."""
     seen: dict[tuple[str, Paths], set[tuple[str, str]]] = {}
     for case in (result.case for result in results):
         seen.setdefault((case.dtype, case.paths), set()).update(combinations(sorted(case.degrees, key=AXES.index), 2))
