@@ -1,1 +1,1 @@
-"""The commands, one file each; no logic."""
+"""The commands, one file each, without logic."""

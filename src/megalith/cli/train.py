@@ -165,7 +165,7 @@ def _train_here(
     *,
     dry_run: bool,
 ) -> None:
-    """Trains in this process, which is one rank or all of them."""
+    """Trains in this process, which is one of several ranks or the only one."""
     from megalith.topology.agreement import agreed
     from megalith.training.machine_fit import check_machine
     from megalith.training.preflight import preflight

@@ -266,7 +266,7 @@ def _eod_of(dataset: IndexedDataset) -> int | None:
 
 
 def _ahead(values: NDArray[Any], distance: int) -> NDArray[Any]:
-    """[B, S] -> [B, S], rolled left by ``distance``; zeros enter."""
+    """Shifts [B, S] left by ``distance``, filling with zeros."""
     return np.pad(values[:, distance:], ((0, 0), (0, distance)))
 
 

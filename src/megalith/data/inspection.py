@@ -15,7 +15,7 @@ from megalith.errors import ConfigError, DataError
 
 __all__ = ["Inspection", "ShownDocument", "inspect_dataset"]
 
-_SHOWN_TOKENS = 200  # of a document
+_SHOWN_TOKENS = 200  # per document
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def inspect_dataset(prefix: str | Path, tokenizer: str | Path | None = None, num
 def _tokenizer(
     prefix: str | Path, sidecar: Sidecar | None, given: str | Path | None
 ) -> tuple[Tokenizer | None, str | None]:
-    """The tokenizer, or why there is none."""
+    """The tokenizer, or the reason why it is not known."""
     eod = None if sidecar is None else sidecar.eod
     if given is not None:
         tokenizer = Tokenizer.load(given, eod)

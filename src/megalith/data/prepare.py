@@ -141,8 +141,7 @@ def prepare(
         key: the field of .jsonl and column of .parquet that holds the text.
         eod: the end-of-document token, for tokenizers without one of the usual names.
         split_sentences: write one sequence per sentence (``sentences.py``), as BERT and T5 need, not per document.
-        bos: prepend ``Tokenizer.begin`` to documents; never with ``split_sentences``: BERT's and T5's datasets add
-            their own special tokens.
+        bos: prepend ``Tokenizer.begin`` to documents, unless ``split_sentences`` is set.
         special_tokens: add special tokens to the trained tokenizer, for "bert", "t5" or "fim".
         processes: encoding processes. With more than one, a script must call this under ``if __name__ == "__main__"``.
         progress: called now and then with the phase, the bytes done and the total.

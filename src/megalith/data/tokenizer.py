@@ -34,7 +34,7 @@ _CONTEXT = 16  # ids; more than a character, or a decoder's rule for spaces, spa
 _MOST_BYTES = 1 << 28  # of a tokenizer.json; the largest published ones have about 40 MB
 _MOST_ENTRIES = 1 << 24  # of a trained vocabulary; the largest published ones have a million
 _LONGER_THAN_WORDS = 512  # characters
-_ONE_KIND = re.compile(r"\w+|\s+|[^\w\s]+")  # letters and digits, spaces, or other signs
+_ONE_KIND = re.compile(r"\w+|\s+|[^\w\s]+")  # letters and digits, spaces, or other symbols
 _EOD_NAMES = (EOD, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>", "[SEP]")  # noqa: RUF001
 
 

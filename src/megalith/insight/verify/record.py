@@ -152,7 +152,7 @@ class _ModuleRecorder:
     def _end(self, chunk: nn.Module, _: Any, output: Tensor | tuple[Tensor, ...]) -> None:
         rows, self._rows = self._rows, None
         assert rows is not None, "a forward that has begun"
-        tokens = rows[-1]  # those with a loss
+        tokens = rows[-1]  # the last row of a sample is the one with a loss
         losses = output[0] if isinstance(output, tuple) else output  # the first of several outputs
         of_tokens = losses.shape[-2:] == tokens.t().shape  # a classifier has none
         if of_tokens and self._run.pipeline.holds_output(chunk):
