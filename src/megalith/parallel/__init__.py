@@ -1,1 +1,1 @@
-"""How work is split over ranks: tensor parallelism and sharded data parallelism."""
+"""How work is split over ranks: tensor, sequence, context, expert, pipeline and sharded data parallelism."""

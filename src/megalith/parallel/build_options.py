@@ -1,4 +1,4 @@
-"""How a model is built, apart from its shape: what every constructor of the house hands down."""
+"""How a model is built, apart from its shape: the options that every model constructor passes down."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,21 +22,20 @@ MatrixProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """The groups to split over, the dtype of parameters, and the strategies that layers are given.
+    """The groups to split over, the dtype of parameters, and the strategies that layers use.
 
     Attributes:
-        sequence_parallel: activations between layers are [S/tp, B, H]. Without tp there is nothing to split, and it is
-            off.
-        matrix_product: of every linear layer, the output projection included; one of 8 bits is another function.
+        sequence_parallel: activations between layers are [S/tp, B, H]. Always off if tp is 1.
+        matrix_product: used by every linear layer, including the output projection; for example an 8-bit product.
         context_method: how the ranks of cp exchange keys and values.
-        fused_linear_cross_entropy: a model with a loss computes it with its output projection, so that the logits of
-            all tokens never exist.
-        dispatch: how tokens travel to the ranks of their experts.
-        fused_a2a: the fused exchange over ep that ``dispatch.method`` "flex" takes.
-        symmetric_a2a: the one through symmetric memory that "symmetric" takes.
+        fused_linear_cross_entropy: fuses the loss with the output projection, so that the logits of all tokens are
+            never materialized.
+        dispatch: how tokens are sent to the ranks of their experts.
+        fused_a2a: the fused exchange over ep, used if ``dispatch.method`` is "flex".
+        symmetric_a2a: the exchange through symmetric memory, used if ``dispatch.method`` is "symmetric".
 
     Raises:
-        ConfigError: ``fused_linear_cross_entropy`` with a ``matrix_product``, which it does not call.
+        ConfigError: ``fused_linear_cross_entropy`` together with a ``matrix_product``, which it would not call.
     """
 
     pg_collection: ProcessGroupCollection

@@ -1,11 +1,11 @@
-"""The matrix product of linear layers for models that generate or are evaluated: torch's, or a faster form of it.
+"""The matrix product of linear layers for generation and evaluation: torch's, or a faster equivalent on some CPUs.
 
     y = x W^T + b,    y[:, block] = x W[block]^T + b[block]
 
-Few float32 rows on a CPU with AVX2 and no AVX-512: MKL computes the product of one row on one thread, and of 2 to 32
-rows several times slower than it reads the weight. As a batch of products of 128 outputs each, all threads take part
-and a block's weights stay in their cache. The speed-up over torch's product, with two threads and torch 2.13, for 1, 4
-and 32 rows:
+Few float32 rows on a CPU with AVX2 but without AVX-512: MKL computes the product of one row on a single thread, and
+that of 2 to 32 rows several times slower than it can read the weight. A batched product over blocks of 128 outputs
+uses all threads and keeps each block's weights in cache. Speed-up over torch's product, with two threads and torch
+2.13, for 1, 4 and 32 rows:
 
     weight [out, in]      1     4    32
     [2816, 512]         1.2   2.7   1.7
@@ -13,8 +13,9 @@ and 32 rows:
     [4096, 4096]        1.8   2.9   1.9
     [32000, 2048]       1.6   3.7   2.8
 
-16 bits on such a CPU, which has no instructions for them: torch's own product takes 5 to 7 times as long as float32's.
-Widened to float32 some outputs at a time, summed there and rounded once, 8, 32 and 128 rows in bfloat16 take less:
+16-bit dtypes on such a CPU, which has no instructions for them: torch's product takes 5 to 7 times as long as in
+float32. Here the weight is converted to float32 a group of outputs at a time, summed in float32 and rounded once.
+Speed-up over torch's product in bfloat16, for 8, 32 and 128 rows:
 
     weight [out, in]      8    32   128
     [2816, 512]         1.3   2.2   4.2
@@ -22,7 +23,7 @@ Widened to float32 some outputs at a time, summed there and rounded once, 8, 32 
     [4096, 4096]        1.3   3.1   4.9
     [32000, 2048]       1.4   3.4   5.0
 
-With AVX-512, where none of this has been measured, torch's own product is taken.
+With AVX-512, where none of this has been measured, torch's product is used.
 """
 
 import torch
@@ -34,13 +35,13 @@ __all__ = ["inference_linear"]
 
 _MOST_ROWS = 32
 _BLOCK = 128
-_SMALLEST_WEIGHT = 2**18  # with fewer numbers the calls take longer than the product
-_FEWEST_WIDENED = 8  # rows; the weight is widened for each product anew
-_MOST_WIDENED = 2**20  # numbers of a weight in float32 at once, or one block: 4 MiB, which allocators keep
+_SMALLEST_WEIGHT = 2**18  # elements; below this the call overhead exceeds the time of the product
+_FEWEST_WIDENED = 8  # rows; the weight is converted again for each product
+_MOST_WIDENED = 2**20  # weight elements in float32 at once (at least one block): 4 MiB, which allocators cache
 
 
 def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[..., in] times the transpose of ``weight`` [out, in], plus ``bias`` [out] -> [..., out], contiguous."""
+    """Multiplies x [..., in] by the transpose of ``weight`` [out, in] and adds ``bias`` -> [..., out], contiguous."""
     if not torch.compiler.is_compiling() and _is_on_plain_avx2(x, weight, bias):
         num_rows = x.shape[:-1].numel()
         if num_rows >= _FEWEST_WIDENED and _widening_pays(x):
@@ -84,7 +85,7 @@ def _blocks_pay(x: Tensor, weight: Tensor, num_rows: int) -> bool:
 
 
 def _is_on_plain_avx2(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the processor has AVX2 alone, and the operands are such that torch takes them without casts."""
+    """Whether the CPU has AVX2 but not AVX-512, and the operands need no casts or broadcasting."""
     return (
         x.device.type == "cpu"
         and weight.layout == torch.strided
@@ -92,5 +93,5 @@ def _is_on_plain_avx2(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and weight.dtype == x.dtype
         and (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1]))
         and torch.backends.cpu.get_cpu_capability() == "AVX2"
-        and not torch.is_autocast_enabled("cpu")  # which casts to bfloat16, and keeps casts of whole weights alone
+        and not torch.is_autocast_enabled("cpu")  # autocast casts to bfloat16, and caches casts of whole weights only
     )

@@ -1,9 +1,9 @@
 """Which part of a tensor a rank holds, as one half-open range per dimension.
 
-A split is torch.chunk's: every part has ceil(n / parts) elements, the last ones fewer or none. A second mesh dimension
-that shards the same tensor dimension cuts the part again. FSDP2 does so over a dimension that tp shards already (a
-column-parallel bias), although it stands to the left of tp in the mesh: torch marks that ``_StridedShard``, and it
-still is one contiguous range.
+Dimensions are split as by torch.chunk: every part has ceil(n / parts) elements, the last ones fewer or none. If a
+second mesh dimension shards the same tensor dimension, it splits the part again. FSDP2 does so on a dimension that tp
+already shards (a column-parallel bias), although FSDP2's dimension is to the left of tp in the mesh. torch marks this
+placement ``_StridedShard``; the part is still one contiguous range.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
-    """The half-open range of part ``index`` when ``size`` elements are cut as torch.chunk cuts them."""
+    """Returns the half-open range of part ``index`` when ``size`` elements are split as by torch.chunk."""
     length = -(-size // parts)
     return min(index * length, size), min((index + 1) * length, size)
 
 
 def local_ranges(tensor: Tensor) -> Ranges:
-    """The global indices, per dimension, that this rank holds of ``tensor``; all of them for a plain tensor.
+    """Returns the range of global indices of ``tensor`` that this rank holds, per dimension; all for a plain tensor.
 
-    A rank outside a DTensor's mesh holds nothing. Raises ShapeError as ``ranges_of_placements`` does.
+    A rank outside a DTensor's mesh holds nothing. Raises ShapeError like ``ranges_of_placements``.
     """
     if not isinstance(tensor, DTensor):
         return tuple((0, size) for size in tensor.shape)
@@ -41,13 +41,13 @@ def local_ranges(tensor: Tensor) -> Ranges:
 def ranges_of_placements(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinates: Sequence[int], placements: Sequence[Placement]
 ) -> Ranges:
-    """The ranges of the rank at ``coordinates`` of a mesh, one placement for each mesh dimension.
+    """Returns the ranges of the rank at ``coordinates`` of a mesh, given one placement per mesh dimension.
 
     Raises:
         ShapeError: a placement that is neither replicated nor one contiguous range.
     """
     ranges = [(0, size) for size in shape]
-    # a strided placement was cut after the mesh dimensions to its right, so those come first
+    # a strided placement was applied after the mesh dimensions to its right, so those come first
     order = sorted(range(len(placements)), key=lambda i: isinstance(placements[i], _StridedShard))
     for i in order:
         placement = placements[i]

@@ -1,9 +1,9 @@
-"""Parameters that say where they live and how they begin.
+"""Declared parameters: shape, split and initial values.
 
-A layer declares each parameter once: its shape before any split, which axis shards which dimension, its first values.
-Initialisation, sharding, norms, weight decay and checkpoints all follow from that declaration; nothing is pinned on
-tensors. A parameter of a split model is a DTensor on its family's mesh; FSDP2 later adds the data-parallel axes to it.
-Buffers are declared too: one that nobody declared would be garbage once a model built on meta is allocated.
+A layer declares each parameter once: its shape before any split, which axis shards which dimension, and its initial
+values. Initialization, sharding, norms, weight decay and checkpoints all follow from that declaration; no attributes
+are set on tensors. A parameter of a split model is a DTensor on its family's mesh; FSDP2 later adds the data-parallel
+axes. Buffers are declared too: an undeclared one would hold garbage once a model built on meta is allocated.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -35,18 +35,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What one parameter is before any split, how axes split it, and what it begins as.
+    """The shape of a parameter before any split, how axes split it, and its initial values.
 
     Attributes:
         shape: of the whole parameter.
-        init: first values; ``std`` is the deviation of "normal".
-        split: for each axis that splits it the dimension that is split, as torch.chunk splits: ``{"tp": 0}``. An axis
-            that is left out has all of it on every rank.
-        family: "dense" weights are split over tp, "expert" ones over ep and etp, and each family is replicated and
-            sharded over data-parallel ranks of its own.
+        init: initial values; ``std`` is the standard deviation of "normal".
+        split: maps each axis that splits the parameter to the dimension that it splits, as by torch.chunk:
+            ``{"tp": 0}``. The parameter is replicated over all other axes.
+        family: "dense" weights are split over tp, "expert" weights over ep and etp. Each family has its own
+            data-parallel ranks, over which it is replicated and sharded.
 
     Raises:
-        ShapeError: an axis that the family is not split over, or a dimension that the shape does not have.
+        ShapeError: an axis over which the family is not split, or a dimension that the shape does not have.
     """
 
     shape: tuple[int, ...]
@@ -67,16 +67,17 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """How a buffer is made, on torch's current default device, and whether checkpoints hold it."""
+    """How a buffer is made, on torch's current default device, and whether checkpoints contain it."""
 
     make: Callable[[], Tensor]
     saved: bool
 
 
 class DeclaringModule(nn.Module):
-    """An ``nn.Module`` that declares its parameters and buffers; one registered otherwise is refused.
+    """An ``nn.Module`` that declares its parameters and buffers.
 
-    ``parameter_specs`` and ``buffer_specs`` hold the declarations by name.
+    ``parameter_specs`` and ``buffer_specs`` hold the declarations by name. Parameters and buffers that are registered
+    in any other way raise an error once ``declared_parameters`` or ``declared_buffers`` finds them.
     """
 
     def __init__(self) -> None:
@@ -87,7 +88,7 @@ class DeclaringModule(nn.Module):
     def declare(
         self, name: str, spec: ParameterSpec, pg_collection: ProcessGroupCollection, dtype: torch.dtype
     ) -> None:
-        """Registers parameter ``name``, empty, on torch's current default device."""
+        """Registers parameter ``name``, uninitialized, on torch's current default device."""
         self.parameter_specs[name] = spec
         axes = WEIGHT_AXES[spec.family]
         if all(pg_collection.size(axis) == 1 for axis in axes):
@@ -113,21 +114,21 @@ class DeclaringModule(nn.Module):
         self.register_parameter(name, nn.Parameter(tensor))
 
     def declare_buffer(self, name: str, make: Callable[[], Tensor], *, saved: bool = False) -> None:
-        """Registers buffer ``name``, which ``make()`` gives on torch's current default device, the same on all ranks.
+        """Registers ``make()`` as buffer ``name``, on torch's current default device, the same on all ranks.
 
-        It is made again when a model built on meta is allocated. ``saved``: it changes in training, and checkpoints
-        hold it under its canonical name.
+        ``make`` is called again when a model built on meta is allocated. ``saved``: the buffer changes during training,
+        and checkpoints contain it under its canonical name.
         """
         self.buffer_specs[name] = BufferSpec(make, saved)
         self.register_buffer(name, make(), persistent=saved)
 
 
 def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
-    """This rank's part of ``parameter``, for use in a forward.
+    """Returns this rank's part of ``parameter``, for use in a forward.
 
-    ``partial=True`` says that the use sees some of the tokens only, so that the gradient here is one term of a sum over
-    the axes of its mesh: sequence-parallel norms and biases. FSDP2 settles the sum, in float32 or wider, when it
-    reduces.
+    ``partial=True``: the weight is applied to part of the tokens only (sequence-parallel norms and biases), so the
+    gradient on this rank is one term of a sum over the axes of its mesh. FSDP2's reduction includes that sum, in
+    float32 or wider.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -135,10 +136,10 @@ def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
 
 
 def declared_parameters(*models: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
-    """(canonical name, parameter, declaration) of every parameter once, tied ones under their first name.
+    """Yields (canonical name, parameter, declaration) for every parameter once, tied ones under their first name.
 
-    Of several ``models``, the chunks of one that is cut into stages, names continue from one to the next. A name that
-    an earlier one has is a declared copy of its parameter (``build_pipeline`` refuses any other), and left out.
+    Several ``models`` are the chunks of one pipelined model and share their names. A name that an earlier chunk also
+    has belongs to a declared copy of that parameter (``build_pipeline`` rejects any other), and is skipped.
 
     Raises:
         ShapeError: a parameter was registered without a declaration.
@@ -158,7 +159,7 @@ def declared_parameters(*models: nn.Module) -> Iterator[tuple[str, nn.Parameter,
 
 
 def declared_buffers(*models: nn.Module) -> Iterator[tuple[str, Tensor, BufferSpec]]:
-    """(canonical name, buffer, declaration) of every buffer. Raises ShapeError for one that was not declared."""
+    """Yields (canonical name, buffer, declaration) for every buffer. Raises ShapeError for an undeclared buffer."""
     for path, module in _modules(models):
         for name, buffer in module.named_buffers(recurse=False):
             full_name = f"{path}.{name}" if path else name
@@ -172,14 +173,14 @@ def declared_buffers(*models: nn.Module) -> Iterator[tuple[str, Tensor, BufferSp
 
 
 def state_tensors(*models: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of ``models``, by canonical name: every parameter, tied ones once, and saved buffers."""
+    """Returns what a checkpoint contains, by canonical name: every parameter, tied ones once, and saved buffers."""
     buffers = {name: buffer for name, buffer, spec in declared_buffers(*models) if spec.saved}
     return {name: parameter for name, parameter, _ in declared_parameters(*models)} | buffers
 
 
 @torch.no_grad()
 def initialize_parameters_(model: nn.Module, seed: int) -> None:
-    """Fills this rank's part of every parameter; a value depends on (seed, name, global element index) alone."""
+    """Fills this rank's part of every parameter; a value depends only on (seed, name, global element index)."""
     for name, parameter, spec in declared_parameters(model):
         values = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if spec.init == "normal":
@@ -196,14 +197,14 @@ def initialize_parameters_(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def refill_buffers_(model: nn.Module) -> None:
-    """Gives every buffer the values of its declaration, on the device that it is on."""
+    """Resets every buffer, in place, to the values of its declaration."""
     for _, buffer, spec in declared_buffers(model):
         with torch.device(buffer.device):
             buffer.copy_(spec.make())
 
 
 class _WideSum(Partial):
-    """Terms of a sum over ranks that is formed in float32 or wider; torch forms it in the dtype of the terms."""
+    """A ``Partial`` that is summed over ranks in float32 or wider; torch sums in the dtype of the terms."""
 
     def _reduce_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
         terms = tensor.to(torch.promote_types(tensor.dtype, torch.float32))

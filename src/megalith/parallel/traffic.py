@@ -1,13 +1,13 @@
-"""What ranks exchange, counted from sizes alone: no process group, no tensor.
+"""What ranks exchange, computed from sizes alone, without process groups or tensors.
 
-Collectives are counted on one rank, with the bytes of the buffer that is larger there, as NCCL's tests count them:
+Collectives are counted on one rank, in bytes of the larger of the input and output buffers, as in nccl-tests:
 
-    all_gather               what it gives: W times what each of the W ranks adds
-    reduce_scatter           what it takes: W times what each rank keeps
-    all_reduce, all_to_all   what it takes, which is as much as it gives
-    send                     the message, on the rank that sends it
+    all_gather               the output: W times what each of the W ranks contributes
+    reduce_scatter           the input: W times what each rank keeps
+    all_reduce, all_to_all   the input, which is as large as the output
+    send                     the message, on the sending rank
 
-An algorithm over a ring sends (W - 1)/W of these bytes from each rank, and for an all_reduce twice that.
+A ring algorithm sends (W - 1)/W of these bytes from each rank, and twice that for an all_reduce.
 """
 
 from collections import Counter
@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 __all__ = ["Axis", "Collective", "Passes", "Traffic", "collective", "enlarged", "repeated"]
 
-# as the settings of ``parallel`` call them; "shard" is shard x context, over which FSDP2 shards, "data" is shard x
-# replicate, and "edp" what ranks of expert and expert_tensor leave of a stage, sharded and replicated too
+# named as the settings of ``parallel``; "shard" is shard x context, over which FSDP2 shards, "data" is shard x
+# replicate, and "edp" = edp_shard x edp_replicate is the ranks of a stage divided by expert x expert_tensor
 Axis: TypeAlias = Literal[
     "tensor",
     "context",
@@ -36,22 +36,22 @@ _Kind: TypeAlias = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to
 
 
 class Collective(NamedTuple):
-    """One collective, or one message: over which ranks, and of how many bytes."""
+    """One collective or message: its axis, its kind and its size in bytes."""
 
     axis: Axis
     kind: _Kind
     num_bytes: int
 
 
-# how many there are of each
+# how often each collective is called
 Traffic: TypeAlias = Counter[Collective]
 
 
 @dataclass(frozen=True)
 class Passes:
-    """What a part of a model exchanges for a micro-batch, forward and backward; parts add up in their order.
+    """What a part of a model exchanges for a micro-batch in forward and backward; consecutive parts are added with +.
 
-    ``unsaved``: what of ``forward`` follows the last tensor that is saved for backward. Recomputation ends before it.
+    ``unsaved``: the part of ``forward`` after the last tensor that is saved for backward. Recomputation stops there.
     """
 
     forward: Traffic = field(default_factory=Counter)
@@ -63,22 +63,22 @@ class Passes:
 
     @property
     def recomputed(self) -> Traffic:
-        """What is exchanged once more where this part alone is computed again in backward."""
+        """What is exchanged again if only this part is recomputed in backward."""
         return self.forward - self.unsaved
 
 
 def collective(axis: Axis, kind: _Kind, num_bytes: int, num_ranks: int, times: int = 1) -> Traffic:
-    """``times`` one collective; nothing over a group of one rank, or of no bytes."""
+    """Returns a collective called ``times`` times; nothing for a group of one rank, or for zero bytes."""
     return Counter({Collective(axis, kind, num_bytes): times} if num_ranks > 1 and num_bytes and times else {})
 
 
 def repeated(traffic: Traffic, times: int) -> Traffic:
-    """``traffic``, ``times`` over."""
+    """Returns ``traffic`` repeated ``times`` times."""
     return Counter({each: number * times for each, number in traffic.items()})
 
 
 def enlarged(traffic: Traffic, factor: int) -> Traffic:
-    """As many collectives, of ``factor`` times the bytes; none of no bytes."""
+    """Returns the same collectives with ``factor`` times the bytes each; nothing if ``factor`` is 0."""
     return Counter(
         {each._replace(num_bytes=factor * each.num_bytes): number for each, number in traffic.items() if factor}
     )

@@ -1,1 +1,1 @@
-"""Context parallelism: the sequence split over ranks, and attention between the parts."""
+"""Context parallelism: the sequence is split over ranks, with attention across the parts."""

@@ -1,14 +1,14 @@
-"""Attention over a sequence that is split zig-zag over cp, by the exchange that a run chooses.
+"""Attention over a sequence that is split zig-zag over cp, with a choice of exchange methods.
 
-    method       what travels                                      each rank computes
+    method       what is communicated                              each rank computes
     ring         k and v, from rank to rank, cp - 1 times          its queries, over one part of the keys after another
     all_gather   k and v, to all ranks at once                     its queries, over all keys
-    all_to_all   q, k, v and out, heads against sequence           all queries, for A/cp heads
-    two_level    all_to_all among `inner` neighbours, and a ring over the groups of them
+    all_to_all   q, k, v and out, sequence shards for head shards  all queries, for A/cp heads
+    two_level    all_to_all among `inner` neighbours, and a ring across these groups
 
-A ring holds two parts of the keys at a time, all_gather all of them. all_to_all sends least, and needs heads that the
-ranks divide. two_level keeps all_to_all where links are fast, and rings between machines. Gradients of k and v are
-summed in float32 or wider by a ring, and in their own dtype by the reduce-scatter of all_gather.
+A ring holds two parts of the keys at a time, all_gather all of them. all_to_all sends least, and needs the heads of a
+tp rank to be divisible by cp. two_level uses all_to_all over fast links, and rings between machines. Gradients of k and
+v are summed in float32 or wider by a ring, and in their own dtype by the reduce-scatter of all_gather.
 
 Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509; Fang and Zhao 2024, "USP", arXiv:2405.07719.
 """
@@ -36,13 +36,13 @@ __all__ = ["ContextMethod", "context_attention"]
 
 @dataclass(frozen=True)
 class ContextMethod:
-    """How ranks of cp exchange keys and values; ``inner``: how many neighbours trade heads in ``two_level``."""
+    """How ranks of cp exchange keys and values; ``inner``: how many neighbours exchange heads in ``two_level``."""
 
     name: Literal["ring", "all_gather", "all_to_all", "two_level"] = "ring"
     inner: int = 1
 
     def ranks_trading_heads(self, size: int) -> int:
-        """How many neighbours of ``size`` ranks trade heads for the sequence.
+        """Returns how many of ``size`` ranks exchange heads with one another (all-to-all); 1 if none do.
 
         Raises:
             ConfigError: ``inner`` does not divide ``size``.
@@ -69,7 +69,7 @@ def context_attention(
     softcap: float | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``fused_attention``'s out, [S/cp, B, A, D], of rows that ``group`` holds zig-zag.
+    """Returns the output of ``fused_attention``, [S/cp, B, A, D], for rows that are split zig-zag over ``group``.
 
     Args:
         q: [S/cp, B, A, D].
@@ -78,15 +78,15 @@ def context_attention(
         method: the exchange.
         causal, window: as in ``fused_attention``, over positions in the whole row.
         packed_seq_params: of the whole rows, the same on all ranks.
-        dropout: of probabilities; the key's tokens are the global ids of this rank's, [B, S/cp].
-        head_offset: this rank's first head among all of tp.
-        scale, sink, softcap: as in ``fused_attention``; a rank's gradient of the sink [A] is a term of a sum over cp.
-        bias: [A, 2S - 1], added to the scores by distance (``relative_bias``); its gradient is such a term, too.
+        dropout: of attention probabilities; the tokens of its key are the global ids of this rank's tokens, [B, S/cp].
+        head_offset: global index, over all ranks of tp, of this rank's first head.
+        scale, sink, softcap: as in ``fused_attention``; the gradient of the sink [A] must be summed over cp.
+        bias: [A, 2S - 1], added to the scores by distance (``relative_bias``); its gradient must be summed over cp too.
 
     Raises:
-        ShapeError: a row without whole chunks, documents of other rows, or heads that the ranks that trade them do not
-            divide.
-        ConfigError: groups of ranks that do not divide cp; a window, scale or softcap as in ``fused_attention``.
+        ShapeError: S is not divisible into whole chunks, ``packed_seq_params`` are of another row length, or the heads
+            are not divisible by the ranks that exchange them.
+        ConfigError: ``method.inner`` does not divide cp; a window, scale or softcap that ``fused_attention`` rejects.
     """
     W, S = group.size(), q.shape[0] * group.size()
     if packed_seq_params is not None and packed_seq_params.seq_length != S:
@@ -115,16 +115,16 @@ def context_attention(
 
 @dataclass(frozen=True)
 class _HeadTrade:
-    """All-to-all among ``inner`` neighbours of ``group``: all heads of a part of the sequence for a share of the heads.
+    """All-to-all among ``inner`` neighbours of ``group`` that exchanges sequence shards for head shards.
 
-    It is one over the whole group, whose other ranks exchange nothing with these.
+    The collective runs over the whole group; ranks that are not neighbours exchange nothing.
     """
 
     group: ProcessGroup
     inner: int
 
     def divisible(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same attention with as many groups of keys and values as the ranks divide, by repeating them."""
+        """Repeats k and v until ``inner`` divides their number of groups, which leaves the attention unchanged."""
         A, G = q.shape[2], k.shape[2]
         if A % self.inner:
             raise ShapeError(
@@ -135,10 +135,10 @@ class _HeadTrade:
         return q, k.repeat_interleave(copies, dim=2), v.repeat_interleave(copies, dim=2)
 
     def for_sequence(self, x: Tensor) -> Tensor:
-        """[S/cp, B, A, D] -> [S/cp inner, B, A/inner, D], the neighbours' parts joined in the order of positions."""
+        """[S/cp, B, A, D] -> [S/cp inner, B, A/inner, D], with the neighbours' parts joined in order of position."""
         if self.inner == 1:
             return x
-        parts = torch.cat(x.chunk(self.inner, dim=2))  # [inner S/cp, B, A/inner, D], one part for each neighbour
+        parts = torch.cat(x.chunk(self.inner, dim=2))  # [inner S/cp, B, A/inner, D], one part per neighbour
         return zigzag_join(self._exchanged(parts), self.inner)
 
     def for_heads(self, x: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class _HeadTrade:
         return torch.cat(parts.chunk(self.inner), dim=2)
 
     def dropout(self, drops: HeadDropout, num_heads: int) -> HeadDropout:
-        """``drops`` for the queries and the ``num_heads`` heads that this rank has after the trade."""
+        """Returns ``drops`` for the queries and the ``num_heads`` heads that this rank has after the exchange."""
         key = drops.dropout.key
         if self.inner == 1 or key is None:
             return drops
@@ -159,11 +159,11 @@ class _HeadTrade:
         return HeadDropout(Dropout(drops.dropout.p, replace(key, tokens=tokens)), offset)
 
     def of_heads(self, x: Tensor) -> Tensor:
-        """What of ``x`` [A, ...] is of the heads that this rank has after the trade."""
+        """Returns the part of ``x`` [A, ...] for the heads that this rank has after the exchange."""
         return x.chunk(self.inner)[self.group.rank() % self.inner]
 
     def _exchanged(self, parts: Tensor) -> Tensor:
-        """Part i of ``parts`` for neighbour i -> what each neighbour had for this rank."""
+        """Sends part i of ``parts`` to neighbour i, and returns the parts received from the neighbours."""
         first = self.group.rank() // self.inner * self.inner
         size = parts.shape[0] // self.inner
         counts = [size if first <= rank < first + self.inner else 0 for rank in range(self.group.size())]

@@ -1,12 +1,12 @@
-"""Which parts of the queries meet which parts of the keys: attention between two ranges of positions, as blocks.
+"""Splits attention between two ranges of positions into blocks.
 
-A block is a range of queries and a range of keys, and which of them see each other follows from a window alone; the
-causal rule is a window without keys after the query. So any part of attention over a split sequence is a few calls of
-``fused_attention``, merged by their log-sum-exp.
+A block is a range of queries and a range of keys for which a window alone determines which queries see which keys; a
+causal mask is a window without keys after the query. Any part of attention over a split sequence is therefore a few
+calls of ``fused_attention``, merged by their log-sum-exp.
 
-Packed documents fit that: between two ranges that do not overlap, a row has one document at most that reaches from one
-into the other, and what it has in each is a range again. A range of queries against itself keeps its documents, cut
-off at its ends.
+This also works for packed documents. Between two ranges that do not overlap, at most one document of a row extends from
+one into the other, and its part in each is a range again. A range of queries over itself keeps its documents, truncated
+at both ends.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ __all__ = ["Block", "Sight", "blocks_between"]
 
 @dataclass(frozen=True)
 class Sight:
-    """How many keys a query sees ``before`` and ``after`` its own, and the documents that bound it."""
+    """How many keys a query sees ``before`` and ``after`` its own position, and the documents that limit it."""
 
     before: int
     after: int
@@ -29,15 +29,15 @@ class Sight:
 
     @classmethod
     def of(cls, causal: bool, window: tuple[int, int] | None, documents: PackedSeqParams | None) -> "Sight":
-        """From what ``fused_attention`` takes; documents of whole rows. Raises ConfigError as that does."""
+        """Converts the arguments of ``fused_attention``, with documents of whole rows; raises ConfigError like it."""
         return cls(*key_range(causal, window), documents)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some rows of the batch, and ranges of positions: all of ``queries`` see something of ``keys``.
+    """Some rows of the batch, and ranges of positions such that each of ``queries`` sees at least one of ``keys``.
 
-    ``documents`` are those of a range against itself.
+    ``documents`` is set only for a range of queries over itself.
     """
 
     rows: slice
@@ -48,8 +48,8 @@ class Block:
 
     @property
     def window(self) -> tuple[int, int]:
-        """The window as ``fused_attention`` takes it, where the last query is beside the last key."""
-        shift = self.keys.stop - self.queries.stop  # what is beside a query, minus its own position
+        """The window as ``fused_attention`` expects it, which aligns the last query with the last key."""
+        shift = self.keys.stop - self.queries.stop  # position of the key aligned with a query, minus the query's own
         before, after = self.sight.before + shift, self.sight.after - shift
         return (
             -1 if before >= len(self.keys) - 1 else before,
@@ -58,9 +58,9 @@ class Block:
 
 
 def blocks_between(queries: range, keys: range, sight: Sight) -> Iterator[Block]:
-    """The blocks that hold every pair of ``queries`` and ``keys`` that see each other, each pair once.
+    """Yields blocks that together contain every visible pair of ``queries`` and ``keys`` once.
 
-    Of packed documents the ranges are apart or ``keys`` holds all of ``queries``.
+    With packed documents the ranges must be disjoint, or ``keys`` must contain all of ``queries``.
     """
     documents = sight.documents
     if documents is None:
@@ -79,7 +79,7 @@ def blocks_between(queries: range, keys: range, sight: Sight) -> Iterator[Block]
 
 
 def _seen(rows: slice, queries: range, keys: range, sight: Sight) -> Iterator[Block]:
-    """The ranges without keys that no query sees, and queries that see no key; nothing if nothing is left."""
+    """Yields the block without keys that no query sees and queries that see no key; nothing if none are left."""
     low, high = max(keys.start, queries.start - sight.before), min(keys.stop, queries.stop + sight.after)
     if low >= high:
         return
@@ -88,7 +88,7 @@ def _seen(rows: slice, queries: range, keys: range, sight: Sight) -> Iterator[Bl
 
 
 def _shared(row: list[tuple[int, int]], queries: range, keys: range) -> tuple[range, range] | None:
-    """What the document of ``row`` that reaches from one range into the other has in each; None if there is none."""
+    """Returns the parts in both ranges of the document of ``row`` that extends into both; None if there is none."""
     early, late = sorted((queries, keys), key=lambda span: span.start)
     for start, stop in row:
         if start < early.stop and late.start < stop:

@@ -1,9 +1,9 @@
-"""Attention of this rank's queries over keys that arrive part by part; and the way back through each part.
+"""Forward and backward of attention between this rank's queries and keys that arrive in parts.
 
     forward    out, lse = merge(out, lse, attention over one part)
-    backward   p = exp(s - lse) with the merged lse, so that each part gives its terms of dq, and its dk and dv
+    backward   p = exp(s - lse) with the merged lse, so that each part yields its terms of dq, and its dk and dv
 
-Liu et al. 2023, arXiv:2310.01889; Dao 2023, "FlashAttention-2", arXiv:2307.08691, whose backward it is.
+Liu et al. 2023, arXiv:2310.01889. The backward is that of Dao 2023, "FlashAttention-2", arXiv:2307.08691.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,14 +26,14 @@ __all__ = ["HeadDropout", "Part", "PartialAttention"]
 
 @dataclass(frozen=True)
 class HeadDropout:
-    """Attention dropout of this rank's heads: ``dropout.key.tokens`` [B, Sq] are the ids of its queries."""
+    """Attention dropout for this rank's heads; ``dropout.key.tokens`` [B, Sq] are the ids of its queries."""
 
     dropout: Dropout
     head_offset: int
 
 
 class Part(NamedTuple):
-    """A block, and where its queries and keys stand in what this rank holds of them."""
+    """A block, and the slices of its queries and keys in the tensors at hand."""
 
     block: Block
     queries: slice
@@ -42,12 +42,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class PartialAttention:
-    """Attention of the queries at ``spans``, with what they see.
+    """Attention of the queries at the positions ``spans``.
 
-    ``scale`` and ``softcap`` are those of ``fused_attention``; ``by_distance`` [A, 2S - 1] is added to the scores, and
-    what comes back for it to ``dby_distance``, as ``relative_bias`` says. With that, or ``dropout``, every score of a
-    block is spelled out: kernels have no gradient of a bias and draw their own masks, and ours are a function of the
-    ids of the query and the key. The way back takes the path ``preferred``, as ``use`` says it to the way there.
+    ``scale`` and ``softcap`` are those of ``fused_attention``. ``by_distance`` [A, 2S - 1] is added to the scores as
+    described in ``relative_bias``, and its gradient to ``dby_distance``. With ``by_distance`` or ``dropout``, the
+    scores of a block are materialized: kernels compute no bias gradient and draw their own dropout masks, while ours
+    depend on the ids of query and key. The backward prefers the backend ``preferred``, which ``use`` sets for the
+    forward.
     """
 
     spans: Sequence[range]
@@ -60,7 +61,7 @@ class PartialAttention:
     dby_distance: Tensor | None = None
 
     def parts(self, key_spans: Sequence[range]) -> Iterator[Part]:
-        """All blocks of the queries with keys at ``key_spans``."""
+        """Yields all blocks of the queries with keys at ``key_spans``."""
         for queries, to_query in _placed(self.spans):
             for keys, to_key in _placed(key_spans):
                 for block in blocks_between(queries, keys, self.sight):
@@ -68,7 +69,7 @@ class PartialAttention:
                     yield Part(block, slice(at, at + len(block.queries)), slice(of, of + len(block.keys)))
 
     def add_(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, key_spans: Sequence[range]) -> None:
-        """Merges attention over ``k`` and ``v`` into ``out`` [Sq, B, A, Dv], in float32 or wider, and ``lse``."""
+        """Merges attention over ``k`` and ``v`` in place into ``out`` [Sq, B, A, Dv], float32 or wider, and ``lse``."""
         for part in self.parts(key_spans):
             rows, queries, keys = part.block.rows, part.queries, part.keys
             found = self._forward(part.block, q[queries, rows], k[keys, rows], v[keys, rows], queries)
@@ -84,7 +85,7 @@ class PartialAttention:
         merged: tuple[Tensor, Tensor],
         key_spans: Sequence[range],
     ) -> None:
-        """Adds to ``gradients``, dq, dk and dv, what comes back through the keys and values ``kv``."""
+        """Adds the gradients of attention over the keys and values ``kv`` to ``gradients`` (dq, dk, dv)."""
         (dq, dk, dv), (k, v), (out, lse) = gradients, kv, merged
         for part in self.parts(key_spans):
             rows, queries, keys = part.block.rows, part.queries, part.keys
@@ -116,7 +117,7 @@ class PartialAttention:
 
     def _fused(self, block: Block) -> dict[str, Any]:
         return {
-            "causal": False,  # the window says so
+            "causal": False,  # included in the window
             "scale": self.scale,
             "window": block.window,
             "packed_seq_params": block.documents,
@@ -130,7 +131,7 @@ class PartialAttention:
         return Seen(bounds, scale, self.softcap, left, right)
 
     def _on_scores(self, block: Block, q: Tensor, at: slice) -> OnScores:
-        """By positions in the whole row."""
+        """Returns the dropout factors and the bias of a block, which depend on positions in the whole row."""
         factors = None if self.dropout is None else self._factors(block, q, at, self.dropout)
         bias = None
         if self.by_distance is not None:
@@ -138,7 +139,7 @@ class PartialAttention:
         return OnScores(factors, bias)
 
     def _factors(self, block: Block, q: Tensor, at: slice, drops: HeadDropout) -> Tensor:
-        """[B, A, Sq, Sk]: 0 for a probability that is dropped, and 1 / (1 - p) for the others."""
+        """Returns [B, A, Sq, Sk]: 0 for probabilities that are dropped, and 1 / (1 - p) for the others."""
         p, key = drops.dropout.p, drops.dropout.key
         assert key is not None, "a dropout site gives one"
         ids = replace(key, tokens=key.tokens[block.rows, at])
@@ -147,7 +148,7 @@ class PartialAttention:
 
 
 def _placed(spans: Sequence[range]) -> Iterator[tuple[range, int]]:
-    """Each of ``spans``, and what turns its positions into indices of all of them one after another."""
+    """Yields each span, and the offset from its positions to indices in the concatenation of all ``spans``."""
     first = 0
     for span in spans:
         yield span, first - span.start

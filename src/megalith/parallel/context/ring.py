@@ -1,8 +1,8 @@
-"""Ring attention: keys and values travel from rank to rank, and each computes with those that it has meanwhile.
+"""Ring attention: keys and values travel from rank to rank, and each rank computes with those that it currently holds.
 
-After cp steps every rank has met all keys. Backward sends keys and values round once more, and with them their
-gradients, to which each rank adds its terms, until they are back where they belong. What travels is under way while a
-rank computes.
+After cp steps every rank has seen all keys. The backward sends keys and values around the ring again together with
+their gradients, to which each rank adds its terms, until the gradients are back on their own rank. Communication
+overlaps with computation.
 
 Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv:2310.01889.
 """
@@ -25,9 +25,10 @@ __all__ = ["Ring", "ring_attention"]
 
 @dataclass(frozen=True)
 class Ring:
-    """``size`` ranks of ``group``, of which this one is at ``index``, those before and after it ``stride`` away.
+    """A ring of ``size`` ranks of ``group``, with this rank at ``index`` and its neighbours ``stride`` ranks away.
 
-    ``stride`` is above 1 where every so many neighbours share one part of the sequence. None: this rank alone.
+    ``stride`` is above 1 if that many adjacent ranks share one part of the sequence. Without a ``group`` the ring is
+    this rank alone.
     """
 
     group: ProcessGroup | None
@@ -42,9 +43,9 @@ class Ring:
         return 0 if self.group is None else self.group.rank() // self.stride
 
     def pass_on(self, *tensors: Tensor) -> "_Arriving":
-        """Begins to send ``tensors`` to the next rank, and to receive as many of the same shapes from the one before.
+        """Starts sending ``tensors`` to the next rank and receiving tensors of the same shapes from the previous one.
 
-        They must not change until what arrives has been waited for.
+        ``tensors`` must not be changed before ``wait`` has returned.
         """
         assert self.group is not None, "a rank alone has nobody to send to"
         W, rank = self.group.size(), self.group.rank()
@@ -58,7 +59,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class _Arriving:
-    """Tensors under way; ``sent`` keeps the memory of those that leave."""
+    """Tensors being received; ``sent`` keeps the tensors being sent alive."""
 
     received: list[Inbox]
     sent: list[Tensor]
@@ -80,19 +81,19 @@ def ring_attention(
     key_spans: list[list[range]],
     by_distance: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries over the keys of all ranks of ``ring``.
+    """Computes attention of this rank's queries over the keys of all ranks of ``ring``.
 
     Args:
         q: [Sq, B, A, D], at the positions of ``attention.spans``.
         k, v: [Sk, B, G, D] and [Sk, B, G, Dv], this rank's.
         sink: [A], counted once, after the keys of all ranks.
-        attention: what a query sees.
-        ring: the ranks.
-        key_spans: for each of them the positions of its keys.
-        by_distance: [A, 2S - 1], added to the scores as ``relative_bias`` says.
+        attention: the positions of the queries, and what they see.
+        ring: the ranks that hold the keys.
+        key_spans: the positions of each rank's keys.
+        by_distance: [A, 2S - 1], added to the scores as described in ``relative_bias``.
 
     Returns:
-        [Sq, B, A, Dv] in the dtype of ``q``; merged in float32 or wider, and rounded once.
+        [Sq, B, A, Dv] in the dtype of ``q``; merged in float32 or wider and rounded once.
     """
     out: Tensor = _RingAttention.apply(q, k, v, sink, by_distance, attention, ring, key_spans)
     return out
@@ -138,7 +139,7 @@ class _RingAttention(torch.autograd.Function):
         ring = ctx.ring
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
         here_k, here_v = k, v
-        on_their_way: _Arriving | None = None  # dk and dv of the keys that come next, from the ranks that had them
+        on_their_way: _Arriving | None = None  # dk and dv of the next keys, with the terms of the previous ranks
         for step in range(ring.size):
             is_last = step + 1 == ring.size
             arriving = None if is_last else ring.pass_on(here_k, here_v)
@@ -153,7 +154,7 @@ class _RingAttention(torch.autograd.Function):
             if arriving is not None:
                 here_k, here_v = arriving.wait()
         if on_their_way is not None:
-            dk, dv = on_their_way.wait()  # home again
+            dk, dv = on_their_way.wait()  # those of this rank's own keys
         dsink = sink_gradient(dout, None, out, lse, sink) if ctx.needs_input_grad[3] else None
         if dby_distance is not None:
             dby_distance = dby_distance.to(by_distance.dtype)

@@ -1,15 +1,15 @@
-"""What attention over a split sequence exchanges, by the method that a run chooses.
+"""What attention over a split sequence exchanges, for each method.
 
-With n = cp, q for [S/cp, B, A/tp, D] and kv for [S/cp, B, G/tp, D], in bytes; kv32 for kv in float32 or wider; one of
-each two for k, and one for v, whose heads may have another size:
+n = cp; q is the size in bytes of [S/cp, B, A/tp, D], kv that of [S/cp, B, G/tp, D], and kv32 that of kv in float32 or
+wider. Collectives come in pairs, one for k and one for v, whose heads may have another size:
 
     ring         forward  2 (n - 1) sends of kv
-                 backward 2 (n - 1) sends of kv, 2 n of kv32: gradients travel once more, back to where they belong
+                 backward 2 (n - 1) sends of kv, 2 n of kv32: gradients take one more step, back to their own rank
     all_gather   forward  2 all-gathers of n kv;  backward 2 reduce-scatters of n kv
     all_to_all   forward  4 all-to-alls, of q, k, v and out;  backward 4, of their gradients
     two_level    all_to_all among `inner` neighbours, and a ring of n = cp / inner
 
-Heads are traded whole, so that k and v are repeated until the ranks that trade divide their groups.
+Whole heads are exchanged, so k and v are repeated until the number of ranks in the all-to-all divides their groups.
 """
 
 from math import gcd, prod
@@ -33,7 +33,7 @@ def attention_traffic(
 ) -> Passes:
     """What ``context_attention`` exchanges over cp for q [S/cp, B, A, D], k [S/cp, B, G, D] and v of ``value_size``.
 
-    ``drops``: whether there is attention dropout, for which ranks that trade heads trade token ids too.
+    ``drops``: whether there is attention dropout, for which ranks that exchange heads exchange token ids too.
     """
     q, out, k, v = (
         prod(shape[:3]) * size * dtype.itemsize
@@ -58,7 +58,7 @@ def attention_traffic(
 
 
 def _ring(num_bytes: int, dtype: torch.dtype, size: int) -> Passes:
-    """Of k or v."""
+    """What a ring of ``size`` ranks exchanges for k, or for v, of ``num_bytes``."""
     wide_bytes = num_bytes // dtype.itemsize * torch.promote_types(dtype, torch.float32).itemsize
     passed_on = collective("context", "send", num_bytes, size, times=size - 1)
     return Passes(passed_on, passed_on + collective("context", "send", wide_bytes, size, times=size))

@@ -1,14 +1,14 @@
 """The zig-zag split of a sequence: which positions each rank of cp holds.
 
-A row of S tokens is cut into 2 cp chunks; rank r holds chunks r and 2 cp - 1 - r. Under the causal rule an early chunk
-sees few keys and its late partner many: together every rank has the same number of pairs of a query and a key. Packed
-documents are cut as they come, so that ranks whose chunks hold short ones have less to do.
+A row of S tokens is split into 2 cp chunks; rank r holds chunks r and 2 cp - 1 - r. With a causal mask an early chunk
+sees few keys and its late counterpart many, so that every rank has the same number of (query, key) pairs. Packed
+documents are split regardless of their borders, so ranks whose chunks contain short documents have less work.
 
-The ranks [i m, i m + i) of a split over cp hold what rank m of a split over cp / i would hold, which is why a group of
-ranks may put its parts together and go on as one.
+The ranks [i m, i m + i) of a split over cp together hold what rank m of a split over cp / i would hold, so a group of
+ranks can join its parts and act as one.
 
-Brandon et al. 2023, "Striped Attention", arXiv:2311.09431, name the imbalance; the zig-zag is Llama 3's split too
-(arXiv:2407.21783, section 3.3.2).
+The imbalance is described by Brandon et al. 2023, "Striped Attention", arXiv:2311.09431. Llama 3 uses the zig-zag split
+too (arXiv:2407.21783, section 3.3.2).
 """
 
 import torch
@@ -20,10 +20,10 @@ __all__ = ["zigzag_join", "zigzag_positions", "zigzag_spans", "zigzag_split"]
 
 
 def zigzag_spans(seq_length: int, size: int, rank: int) -> list[range]:
-    """The positions that ``rank`` of ``size`` holds, in order: two ranges, or one where its chunks are neighbours.
+    """Returns the positions that ``rank`` of ``size`` holds, in order: two ranges, or one if its chunks are adjacent.
 
     Raises:
-        ShapeError: 2 ``size`` chunks do not divide ``seq_length``.
+        ShapeError: ``seq_length`` is not divisible by 2 ``size``.
     """
     if seq_length % (2 * size):
         raise ShapeError(
@@ -37,18 +37,18 @@ def zigzag_spans(seq_length: int, size: int, rank: int) -> list[range]:
 
 
 def zigzag_positions(seq_length: int, size: int, rank: int) -> Tensor:
-    """int64 [S/cp]: the positions that ``rank`` of ``size`` holds, in order. Raises ShapeError as ``zigzag_spans``."""
+    """Returns int64 [S/cp], the positions that ``rank`` holds, in order. Raises ShapeError like ``zigzag_spans``."""
     spans = zigzag_spans(seq_length, size, rank)
     return torch.cat([torch.arange(span.start, span.stop) for span in spans])
 
 
 def zigzag_join(parts: Tensor, size: int) -> Tensor:
-    """The parts of ``size`` ranks one after another, along dim 0, -> the sequence in its order."""
+    """Joins the parts of ``size`` ranks, concatenated along dim 0, into the sequence in order."""
     chunks = parts.chunk(2 * size)
     return torch.cat([*chunks[::2], *chunks[::-2]])
 
 
 def zigzag_split(sequence: Tensor, size: int) -> Tensor:
-    """The inverse of ``zigzag_join``: the sequence, along dim 0, -> the parts of ``size`` ranks one after another."""
+    """Inverse of ``zigzag_join``: reorders the sequence along dim 0 into the concatenated parts of ``size`` ranks."""
     chunks = sequence.chunk(2 * size)
     return torch.cat([chunk for rank in range(size) for chunk in (chunks[rank], chunks[2 * size - 1 - rank])])

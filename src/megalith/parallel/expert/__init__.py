@@ -1,1 +1,1 @@
-"""Expert parallelism: exchanges of tokens that are fused with what comes before and after them."""
+"""Expert parallelism: token exchanges that are fused with the operations before and after them."""

@@ -1,13 +1,14 @@
-"""Fused dispatch and combine: each token travels once to every rank that holds one of its experts, and sums come back.
+"""Fused dispatch and combine: each token is sent once to every rank that holds one of its experts.
 
-An all-to-all of rows sends a token as often as it has experts. DeepEP's kernels send it once to each rank, whatever the
-number of its experts there, and add up on the way back. What they compute is
+A plain all-to-all of rows sends a token once per expert. DeepEP's kernels send it once per rank, however many of its
+experts are there, and sum the results on the way back. They compute
 
     dispatch   x [T, D], experts [T, K], weights [T, K]  ->  x' [R, D], experts' [R, K], weights' [R, K]
     combine    y' [R, D]  ->  y [T, D]: y[t] = sum of y'[r] over the rows r that t was sent as
 
-for the R tokens that have an expert here; experts' counts from this rank's first one, and -1 marks one elsewhere. Each
-is the gradient of the other. DeepEP: github.com/deepseek-ai/DeepEP, the interface of its class ``Buffer``.
+for the R tokens that have an expert on this rank. experts' are indices from this rank's first expert, and -1 stands for
+an expert on another rank. Each operation is the gradient of the other. The interface is that of class ``Buffer`` of
+DeepEP, github.com/deepseek-ai/DeepEP.
 """
 
 from dataclasses import dataclass, field
@@ -24,23 +25,23 @@ __all__ = ["A2ABuffer", "FusedA2A", "Received", "deep_ep_buffer", "fused_combine
 
 
 class A2ABuffer(Protocol):
-    """What is called of DeepEP's ``Buffer``."""
+    """The methods of DeepEP's ``Buffer`` that are called here."""
 
     def get_dispatch_layout(
         self, topk_idx: Tensor, num_experts: int
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Any]:
-        """Tokens per rank, per node, per expert, whether each token goes to each rank, and an event."""
+        """Returns tokens per rank, per node and per expert, whether each token goes to each rank, and an event."""
 
     def dispatch(self, x: Tensor, **how: Any) -> tuple[Tensor, Tensor | None, Tensor | None, list[int], Any, Any]:
-        """x', experts', weights', tokens per expert of this rank, a handle of the way, and an event."""
+        """Returns x', experts', weights', tokens per expert of this rank, a handle for ``combine``, and an event."""
 
     def combine(self, x: Tensor, handle: Any, **how: Any) -> tuple[Tensor, Tensor | None, Any]:
-        """y, combined weights, and an event."""
+        """Returns y, combined weights, and an event."""
 
 
 @dataclass
 class FusedA2A:
-    """The ranks that exchange tokens, and the buffer that they do it through, which all layers of a model share."""
+    """The ranks that exchange tokens, and their buffer, which all layers of a model share."""
 
     group: ProcessGroup
     buffer: A2ABuffer
@@ -48,14 +49,14 @@ class FusedA2A:
 
 @dataclass(eq=False)
 class Received:
-    """What ``fused_dispatch`` gives.
+    """The result of ``fused_dispatch``.
 
     Attributes:
         tokens: [R, D].
-        experts: int64 [R, K], of this rank, from 0; -1 where an expert of the token is on another rank.
+        experts: int64 [R, K], local expert indices from 0; -1 for an expert on another rank.
         weights: float32 [R, K].
-        tokens_per_expert: how many of them each expert of this rank has.
-        handle: the way that they came.
+        tokens_per_expert: how many tokens each expert of this rank has.
+        handle: the routes of the tokens, which ``fused_combine`` needs.
     """
 
     tokens: Tensor
@@ -66,9 +67,9 @@ class Received:
 
 
 def deep_ep_buffer(group: ProcessGroup, hidden_bytes: int) -> A2ABuffer:
-    """A buffer of DeepEP over ``group`` for tokens of ``hidden_bytes``.
+    """Creates a DeepEP buffer over ``group`` for tokens of ``hidden_bytes``.
 
-    Raises MissingDependencyError where DeepEP is not installed.
+    Raises MissingDependencyError if DeepEP is not installed.
     """
     Buffer = need("deep_ep").Buffer
     num_nvl_bytes = num_rdma_bytes = 0
@@ -82,7 +83,7 @@ def deep_ep_buffer(group: ProcessGroup, hidden_bytes: int) -> A2ABuffer:
 def fused_dispatch(a2a: FusedA2A, tokens: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> Received:
     """Sends tokens [T, D] to the ranks of their ``experts``, int64 [T, K], -1 for none, with ``weights`` [T, K].
 
-    The host waits for the device, to know how many tokens arrive. All ranks of the group call it.
+    The host synchronizes with the device to learn how many tokens arrive. A collective over the group.
     """
     received = Received(tokens, experts, weights)
     received.tokens, received.weights = _Dispatch.apply(tokens, weights, experts, num_experts, a2a.buffer, received)
@@ -90,7 +91,7 @@ def fused_dispatch(a2a: FusedA2A, tokens: Tensor, experts: Tensor, weights: Tens
 
 
 def fused_combine(a2a: FusedA2A, rows: Tensor, received: Received) -> Tensor:
-    """The sums [T, D], of what was made of the tokens of ``received``, [R, D], at the ranks that they came from."""
+    """Sends ``rows`` [R, D], computed from ``received.tokens``, back to their ranks, and returns the sums [T, D]."""
     y: Tensor = _Combine.apply(rows, a2a.buffer, received.handle)
     return y
 

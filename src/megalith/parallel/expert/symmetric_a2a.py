@@ -1,12 +1,13 @@
-"""Dispatch and combine through torch's symmetric memory, by counts that stay on the device.
+"""Dispatch and combine through torch's symmetric memory, with row counts that stay on the device.
 
     dispatch   rows [N, D] sorted by all E experts, with a weight each  ->  [R, D] sorted by this rank's E/ep experts
     combine    [R, D]  ->  [N, D], in the order in which the rows were sent
 
-Each is the gradient of the other. Peers read what a rank has put into a buffer that all of them allocated alike. The
-kernels, ``all_to_all_vdev_2d`` and ``all_to_all_vdev_2d_offset`` of torch.ops.symm_mem, do not keep a rank from writing
-to a buffer that others still read, and need NVSHMEM. All layers of a model share one pair of buffers, which has room
-for the worst case, so nothing that autograd keeps may lie in them: rows are copied in and out.
+Each is the gradient of the other. A rank writes its rows to a buffer that all ranks have allocated with the same size,
+and its peers read them. The kernels, ``all_to_all_vdev_2d`` and ``all_to_all_vdev_2d_offset`` of torch.ops.symm_mem,
+need NVSHMEM, and do not stop a rank from overwriting a buffer that others are still reading. All layers of a model
+share one pair of buffers, sized for the worst case. Autograd must not save views of them, so rows are copied in and
+out.
 """
 
 from dataclasses import dataclass
@@ -36,48 +37,48 @@ __all__ = [
     "symmetric_combine",
 ]
 
-_PIECE = 16  # bytes that a kernel copies at a time
+_PIECE = 16  # bytes that the kernels copy at a time
 
 
 class SymmetricMemory(Protocol):
-    """What is called of torch's symmetric memory, over the ranks of one group; all of them make the same calls.
+    """The operations of torch's symmetric memory that are used here; all ranks of the group make the same calls.
 
-    ``splits`` are numbers of rows, ``offsets`` the rows where they begin, int64; W ranks, E experts.
+    ``splits`` are numbers of rows and ``offsets`` the indices of their first rows, int64; W ranks, E experts.
     """
 
     def size(self) -> int:
-        """W."""
+        """Returns W."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory for other ranks to read, allocated by all ranks of the world.
+        """Allocates memory that other ranks can read; a collective over all ranks of the world.
 
-        Raises torch.OutOfMemoryError where there is not enough, once all ranks have come here.
+        Raises torch.OutOfMemoryError if there is not enough, after all ranks have entered the call.
         """
 
     def rendezvous(self, tensor: Tensor) -> None:
-        """Lets the other ranks read ``tensor``, which is of ``empty``; all ranks of the group wait for each other."""
+        """Lets the other ranks read ``tensor``, made by ``empty``; all ranks of the group wait for each other."""
 
     def barrier(self) -> None:
-        """What is called later on the device waits until all ranks have come here, and written what they wrote."""
+        """Makes later work on the device wait until all ranks have arrived here and their writes are complete."""
 
     def all_to_all_vdev_2d(self, x: Tensor, out: Tensor, splits: Tensor, out_splits_offsets: Tensor) -> None:
-        """Rows of each expert, without gaps, ``splits`` [E] -> those of each expert of this rank, from each rank.
+        """Sends contiguous rows sorted by expert, ``splits`` [E]; receives those of this rank's experts, by rank.
 
-        ``out_splits_offsets`` [2, E] are written; the block of an expert without rows is one row long.
+        Writes ``out_splits_offsets`` [2, E]. An expert without rows still occupies one row of ``out``.
         """
 
     def all_to_all_vdev_2d_offset(
         self, x: Tensor, out: Tensor, splits_offsets: Tensor, out_splits_offsets: Tensor
     ) -> None:
-        """The way back: of each expert of this rank, to each rank, [2, E] -> sorted by all experts, without gaps."""
+        """The inverse: sends rows of this rank's experts, [2, E], back; receives rows sorted by expert, contiguous."""
 
 
 @dataclass(frozen=True, eq=False)
 class Departure:
-    """What ``begin_symmetric_dispatch`` has sent: rows [N, D], weights [N], and int64 [E], how many of each expert.
+    """What ``begin_symmetric_dispatch`` has sent: rows [N, D], weights [N], and rows per expert, int64 [E].
 
     Attributes:
-        arrived: int64 [2, E], how many rows of each expert of this rank, from each rank, and where they begin.
+        arrived: int64 [2, E], the number of rows for each expert of this rank from each rank, and their offsets.
         number: of the exchange.
     """
 
@@ -90,13 +91,14 @@ class Departure:
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """How the rows of one dispatch travelled, for the way back and for gradients.
+    """The routes of the rows of one dispatch, for combine and for gradients.
 
     Attributes:
-        splits: int64 [E], rows sent to each expert; ``num_sent`` together.
-        arrived: int64 [2, E]: rows of each expert of this rank, from each rank, and where they begin in [R, D].
-        places: int64 [R]: where they arrive in the buffer.
-        rows_per_expert: int32 [E/ep], of this rank.
+        splits: int64 [E], rows sent to each expert.
+        num_sent: their sum.
+        arrived: int64 [2, E], rows for each expert of this rank from each rank, and their offsets in [R, D].
+        places: int64 [R], the indices of the received rows in the buffer.
+        rows_per_expert: int32 [E/ep], of this rank's experts.
     """
 
     splits: Tensor
@@ -111,11 +113,11 @@ class ExchangeSizes:
     """What the buffers of a ``SymmetricA2A`` must have room for.
 
     Attributes:
-        num_ranks: W, that exchange rows.
-        num_experts: E, on all ranks.
-        top_k: K, the different experts of a token.
-        max_tokens: that a rank sends at a time.
-        size: D, the features of a row.
+        num_ranks: W, the ranks that exchange rows.
+        num_experts: E, on all ranks together.
+        top_k: K, the number of distinct experts per token.
+        max_tokens: the most tokens that a rank sends at a time.
+        size: D, the features per row.
         dtype: of rows; their weights are kept in float32 or wider.
     """
 
@@ -128,45 +130,45 @@ class ExchangeSizes:
 
     @property
     def sent(self) -> tuple[int, int]:
-        """The shape of the buffer that rows leave from, each with its weight."""
+        """The shape of the send buffer, whose rows include their weights."""
         return self.max_tokens * self.top_k, self._width
 
     @property
     def received(self) -> tuple[int, int]:
-        """The shape of the buffer that rows arrive in."""
+        """The shape of the receive buffer."""
         num_local_experts = self.num_experts // self.num_ranks
-        # every token of all ranks, to as many experts as it can have here, and a row of each expert without rows
+        # all tokens of all ranks, each to as many experts as it can have here, plus one row per expert without rows
         most = self.num_ranks * self.max_tokens * min(self.top_k, num_local_experts) + num_local_experts
         return most, self._width
 
     @property
     def counts(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the int64 counts of rows: those sent, those received, and the same on the way back."""
+        """The shapes of the int64 row counts: sent, received, and the same for the return trip."""
         E = self.num_experts
         return (E,), (2, E), (2, E), (2, E)
 
     @property
     def num_bytes(self) -> int:
-        """All that ``SymmetricA2A`` allocates on a rank."""
+        """The total that ``SymmetricA2A`` allocates on a rank."""
         rows = prod(self.sent) + prod(self.received)
         return rows * self.dtype.itemsize + sum(map(prod, self.counts)) * torch.int64.itemsize
 
     @property
     def _width(self) -> int:
-        """Elements of a row, whose weight has a piece of its own at the end."""
+        """The number of elements per row, with a separate 16-byte piece for the weight at the end."""
         per_piece = _PIECE // self.dtype.itemsize
         return (ceil(self.size / per_piece) + 1) * per_piece
 
 
 class SymmetricA2A:
-    """The buffers that rows travel through. All ranks of the world build it, at the same point of their program.
+    """The buffers of the exchange. All ranks of the world must construct it at the same point of the program.
 
     Args:
-        memory: of the ranks that exchange rows.
-        sizes: what there is room for.
+        memory: symmetric memory of the ranks that exchange rows.
+        sizes: what the buffers must have room for.
 
     Raises:
-        ConfigError: on every rank; there is not enough memory on one of them.
+        ConfigError: on every rank, if there is not enough memory on any of them.
     """
 
     def __init__(self, memory: SymmetricMemory, sizes: ExchangeSizes) -> None:
@@ -179,23 +181,23 @@ class SymmetricA2A:
         self.sent, self.received = (_Buffer(tensor, sizes.size) for tensor in rows)
         self.sent_splits, self.received_splits, self.returning_splits, self.returned_splits = splits
         self.last_read: _Buffer | None = None
-        # the first exchange of a group makes an NVSHMEM team, which all ranks of the world must do, and ranks of a
-        # stage without experts would never exchange anything
+        # the first exchange of a group creates an NVSHMEM team, which needs all ranks of the world, but ranks of a
+        # stage without experts would never take part in an exchange
         nothing = self.sent.rows[:0]
         arrived = self.carry(nothing, None, torch.zeros_like(self.sent_splits))
         self.carry_back(nothing, None, arrived)
 
     def carry(self, rows: Tensor, weights: Tensor | None, splits: Tensor) -> Tensor:
-        """Dispatches rows into ``received``; returns the counts and offsets [2, E] of what has arrived there."""
+        """Dispatches rows into ``received``; returns the counts and offsets [2, E] of the rows that arrived there."""
         self._let_read(self.sent)
         self.sent.put(rows, weights)
         self.sent_splits.copy_(splits)
-        self.memory.barrier()  # peers read what is complete
+        self.memory.barrier()  # so that peers read complete data
         self.memory.all_to_all_vdev_2d(self.sent.whole, self.received.whole, self.sent_splits, self.received_splits)
         return self.received_splits.clone()
 
     def carry_back(self, rows: Tensor, weights: Tensor | None, arrived: Tensor) -> None:
-        """Sends rows [R, D] and their weights back, into ``sent``; ``arrived`` [2, E] as in ``Way``."""
+        """Sends rows [R, D] and their weights back, into ``sent``; ``arrived`` is that of ``Way``."""
         self._let_read(self.received)
         self.received.put(rows, weights)
         self.returning_splits.copy_(arrived)
@@ -205,7 +207,10 @@ class SymmetricA2A:
         )
 
     def _let_read(self, buffer: "_Buffer") -> None:
-        """Waits until peers have read ``buffer``, if the last exchange was from there; else its barrier was later."""
+        """Waits until peers have read ``buffer``.
+
+        If the last exchange used the other buffer, its barrier came after those reads, and no other is needed.
+        """
         if self.last_read is buffer:
             self.memory.barrier()
         self.last_read = buffer
@@ -213,13 +218,13 @@ class SymmetricA2A:
 
 
 def begin_symmetric_dispatch(a2a: SymmetricA2A, rows: Tensor, weights: Tensor, rows_per_expert: Tensor) -> Departure:
-    """Sends rows [N, D], sorted by expert, and their weights [N] without waiting for them on the host.
+    """Sends rows [N, D], sorted by expert, and their weights [N] without host synchronization.
 
-    ``rows_per_expert`` [E]: rows past those of the last expert are not sent. Until ``end_symmetric_dispatch`` nothing
-    else may travel.
+    Rows after the last expert's, as counted by ``rows_per_expert`` [E], are not sent. No other exchange may start
+    before ``end_symmetric_dispatch``.
 
     Raises:
-        ShapeError: there is no room for as many rows, or they have another dtype than the buffer.
+        ShapeError: more rows than the buffer has room for, or another dtype than the buffer's.
     """
     with torch.no_grad():
         splits = rows_per_expert.to(torch.int64)
@@ -228,13 +233,13 @@ def begin_symmetric_dispatch(a2a: SymmetricA2A, rows: Tensor, weights: Tensor, r
 
 
 def end_symmetric_dispatch(a2a: SymmetricA2A, left: Departure) -> tuple[Tensor, Tensor, Way]:
-    """Rows [R, D] sorted by this rank's experts, their weights [R], and the way that they came.
+    """Returns rows [R, D] sorted by this rank's experts, their weights [R], and their routes.
 
-    The host waits for the device here, to know R: without that the experts would compute as many rows as the worst
-    case has, ep times those of even loads and more.
+    The host synchronizes with the device here to learn R. Without that, experts would have to compute the worst-case
+    number of rows, which is at least ep times that of even loads.
 
     Raises:
-        RuntimeError: another batch has left since.
+        RuntimeError: another exchange has started since.
     """
     if left.number != a2a.num_exchanges:
         raise RuntimeError(
@@ -243,7 +248,7 @@ def end_symmetric_dispatch(a2a: SymmetricA2A, left: Departure) -> tuple[Tensor, 
         )
     counts, offsets = left.arrived
     num_sent, R = torch.stack((left.splits.sum(), counts.sum())).tolist()
-    begins = counts.cumsum(0) - counts  # without the gaps that the buffer has
+    begins = counts.cumsum(0) - counts  # offsets without the gaps of the buffer
     places = torch.arange(R, device=counts.device) + (offsets - begins).repeat_interleave(counts, output_size=R)
     rows_per_expert = counts.view(-1, a2a.memory.size()).sum(1).to(torch.int32)
     way = Way(left.splits, num_sent, torch.stack((counts, begins)), places, rows_per_expert)
@@ -252,16 +257,16 @@ def end_symmetric_dispatch(a2a: SymmetricA2A, left: Departure) -> tuple[Tensor, 
 
 
 def symmetric_combine(a2a: SymmetricA2A, rows: Tensor, way: Way) -> Tensor:
-    """What was made of the rows that came by ``way``, [R, D], in the order in which they were sent, [num_sent, D]."""
+    """Returns ``rows`` [R, D] to the ranks of origin -> [num_sent, D], in the order in which they were sent."""
     y: Tensor = _Combine.apply(rows, a2a, way)
     return y
 
 
 def nvshmem_memory(group: ProcessGroup, device: torch.device) -> SymmetricMemory:
-    """torch's symmetric memory over ``group``, by NVSHMEM.
+    """Returns torch's symmetric memory over ``group``, with the NVSHMEM backend.
 
     Raises:
-        ConfigError: ``device`` is no GPU.
+        ConfigError: ``device`` is not a GPU.
         MissingDependencyError: NVSHMEM cannot be loaded, or torch was built without it.
     """
     if device.type != "cuda":
@@ -280,9 +285,9 @@ def nvshmem_memory(group: ProcessGroup, device: torch.device) -> SymmetricMemory
 
 
 def _allocated(memory: SymmetricMemory, shape: tuple[int, ...], dtype: torch.dtype, sizes: ExchangeSizes) -> Tensor:
-    """One of the buffers; ConfigError on every rank unless all of them have it."""
+    """Allocates one buffer; raises ConfigError on every rank unless all ranks have succeeded."""
     found: Tensor | torch.OutOfMemoryError
-    # any other error is raised at once: peers may wait in the allocation, and would never come to the agreement
+    # any other error is raised at once: peers may be blocked in the allocation, and would never reach ``agreed``
     try:
         found = memory.empty(shape, dtype)
     except torch.OutOfMemoryError as error:
@@ -297,7 +302,7 @@ def _allocated(memory: SymmetricMemory, shape: tuple[int, ...], dtype: torch.dty
 
 
 class _Nvshmem:
-    """``SymmetricMemory`` of torch."""
+    """``SymmetricMemory`` with torch's NVSHMEM backend."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -310,7 +315,7 @@ class _Nvshmem:
         try:
             tensor: Tensor = symmetric_memory.empty(shape, dtype=dtype, device=self.device)
         except RuntimeError as error:
-            # torch says it in a RuntimeError like any other
+            # torch reports a failed allocation as a plain RuntimeError
             if "nvshmem_malloc failed" in str(error):
                 raise torch.OutOfMemoryError(str(error)) from error
             raise
@@ -321,7 +326,7 @@ class _Nvshmem:
 
     def barrier(self) -> None:
         # the barrier of a tensor's handle does nothing under NVSHMEM up to torch 2.13
-        # (github.com/pytorch/pytorch/issues/191858); a sum is complete on no rank before the streams of all came to it
+        # (github.com/pytorch/pytorch/issues/191858); an all-reduce completes only once all ranks' streams reach it
         dist.all_reduce(self.ticket, group=self.group)
 
     def all_to_all_vdev_2d(self, x: Tensor, out: Tensor, splits: Tensor, out_splits_offsets: Tensor) -> None:
@@ -334,10 +339,10 @@ class _Nvshmem:
 
 
 class _Buffer:
-    """Rows and a weight each, in symmetric memory.
+    """Rows, each with a weight, in symmetric memory.
 
-    A weight is in the last piece of its row, so that both travel at once: kernels of two dispatches would overwrite
-    each other's counts without a barrier between them.
+    A weight is stored in the last piece of its row so that both are sent by one kernel: two kernels without a barrier
+    between them would overwrite each other's counts.
     """
 
     def __init__(self, whole: Tensor, size: int) -> None:
@@ -347,7 +352,7 @@ class _Buffer:
         self.weights = self.whole[:, -per_piece:].view(wide)[:, 0]
 
     def put(self, rows: Tensor, weights: Tensor | None) -> None:
-        """Fills its first rows."""
+        """Copies ``rows`` and ``weights`` into the first rows of the buffer."""
         room = self.rows
         if len(rows) > len(room) or rows.dtype != room.dtype:
             raise ShapeError(
@@ -361,7 +366,7 @@ class _Buffer:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Copies what has arrived out of the buffer; ``rows`` and ``weights``, which were sent, get its gradients."""
+    """Copies the received rows out of the buffer; the gradients go to ``rows`` and ``weights``, which were sent."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, a2a: SymmetricA2A, way: Way) -> tuple[Tensor, Tensor]:
@@ -373,7 +378,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, drows: Tensor, dweights: Tensor) -> tuple[Tensor | None, ...]:
         buffer, N = ctx.a2a.sent, ctx.way.num_sent
         ctx.a2a.carry_back(drows, dweights, ctx.way.arrived)
-        # rows that were not sent have none
+        # the gradient of rows that were not sent is zero
         dx, dw = drows.new_zeros(ctx.num_rows, drows.shape[1]), dweights.new_zeros(ctx.num_rows)
         dx[:N], dw[:N] = buffer.rows[:N], buffer.weights[:N]
         return dx, dw, None, None

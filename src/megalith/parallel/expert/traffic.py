@@ -1,11 +1,11 @@
-"""What a rank exchanges to send tokens to experts and to get back what they give, for one batch of a layer.
+"""What a rank exchanges to send tokens to experts and receive their outputs, for one batch of a layer.
 
-    all_to_all   ep: how many rows go where, int32 [E]; rows and their weights; what experts give for them
-                 etp: the same numbers of all its ranks; all rows of its ranks, their weights; terms of a sum
-    all_gather   ep, then etp: tokens, indices, weights are gathered, and the sums of what experts give scattered
+    all_to_all   ep: numbers of rows, int32 [E]; rows and their weights; the experts' outputs
+                 etp: the same numbers from all its ranks; all their rows and weights; partial sums of outputs
+    all_gather   ep, then etp: tokens, indices and weights are gathered, and the outputs reduce-scattered
 
-Backward sends gradients the other way: of rows, of weights, and of what experts give. With a capacity that is padded to
-nobody needs to be told numbers. Of a dropless exchange the bytes depend on where tokens go, which ``Rows`` says.
+The backward sends the gradients of rows, weights and outputs in the opposite direction. If rows are padded to the
+capacity, their numbers need not be exchanged. The bytes of a dropless exchange depend on the routing (``Rows``).
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ _INT32, _INT64 = 4, 8
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows a rank has in an all-to-all.
+    """The numbers of rows of a rank in an all-to-all.
 
     Attributes:
-        sent: to all ranks of ep, itself among them.
+        sent: to all ranks of ep, including itself.
         received: from all ranks of ep.
-        gathered: what the ranks of its etp have received, together.
+        gathered: the sum of ``received`` over the ranks of its etp group.
     """
 
     sent: int
@@ -34,12 +34,12 @@ class Rows:
 
     @classmethod
     def even(cls, num_rows: int, etp_size: int) -> "Rows":
-        """Every rank sends ``num_rows``, and receives as many."""
+        """Returns the numbers if every rank sends and receives ``num_rows``."""
         return cls(num_rows, num_rows, num_rows * etp_size)
 
     @classmethod
     def of_loads(cls, loads: Sequence[Sequence[Sequence[int]]], ep_rank: int, etp_rank: int) -> "Rows":
-        """``loads`` [etp][ep][E]: how many tokens of each rank go to each expert."""
+        """Returns the numbers for ``loads`` [etp][ep][E], how many tokens of each rank go to each expert."""
         ep_size, E = len(loads[0]), len(loads[0][0])
         here = slice(ep_rank * E // ep_size, (ep_rank + 1) * E // ep_size)
         arriving = [sum(sum(of_rank[here]) for of_rank in of_etp) for of_etp in loads]
@@ -51,10 +51,10 @@ class Dispatch:
     """The sizes of an exchange.
 
     Attributes:
-        ep_size, etp_size: ranks that share the experts, and that share each expert.
+        ep_size, etp_size: ranks over which experts are distributed, and over which each expert is split.
         num_experts, top_k: E and K.
-        row_bytes: of the features of a token, or of its latents.
-        weight_bytes: of a router's weight.
+        row_bytes: of a token's features, or of its latent.
+        weight_bytes: of a routing weight.
     """
 
     ep_size: int
@@ -66,9 +66,9 @@ class Dispatch:
 
 
 def all_to_all_traffic(dispatch: Dispatch, rows: Rows, *, padded: bool) -> Passes:
-    """``padded``: the numbers of rows are known, and none is told."""
+    """Returns what the all-to-all dispatch exchanges; ``padded``: the numbers of rows are known and not exchanged."""
     ep, etp = dispatch.ep_size, dispatch.etp_size
-    # the larger of what goes in and what comes out
+    # the larger of input and output
     over_ep, over_etp = max(rows.sent, rows.received), max(rows.received * etp, rows.gathered)
     features = collective("expert", "all_to_all", over_ep * dispatch.row_bytes, ep)
     features += collective("expert_tensor", "all_to_all", over_etp * dispatch.row_bytes, etp)
@@ -83,7 +83,7 @@ def all_to_all_traffic(dispatch: Dispatch, rows: Rows, *, padded: bool) -> Passe
 
 
 def all_gather_traffic(dispatch: Dispatch, num_tokens: int) -> Passes:
-    """``num_tokens`` of each rank, to all ranks of ep and etp."""
+    """Returns what the all-gather dispatch exchanges for ``num_tokens`` per rank, over ep and then etp."""
     forward = backward = Traffic()
     tokens = num_tokens
     axes: tuple[tuple[Axis, int], ...] = (("expert", dispatch.ep_size), ("expert_tensor", dispatch.etp_size))

@@ -1,1 +1,1 @@
-"""The order in which ranks run micro-batches forward and backward: schedules as data, and the executor of any plan."""
+"""Pipeline parallelism: schedules of micro-batches as data, their validation and simulation, and their executor."""

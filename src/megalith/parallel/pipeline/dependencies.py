@@ -18,9 +18,9 @@ __all__ = ["Result", "destination", "in_dependency_order", "needs", "receives", 
 
 
 class Result(NamedTuple):
-    """What other actions need of one that is done: the output of a forward, or the input gradient of a backward.
+    """What other actions need from a completed one: the output of a forward, or the input gradient of a backward.
 
-    If the stage that needs it lies on another rank, it is sent there as a message.
+    If the stage that needs it is on another rank, it is sent there as a message.
     """
 
     kind: Literal["output", "input_gradient"]
@@ -34,20 +34,20 @@ class Result(NamedTuple):
 
 
 def result_of(rank: int, action: Action) -> Result | None:
-    """The result of ``action`` on ``rank``; None for a backward_weight, which no action depends on."""
+    """Returns the result of ``action`` on ``rank``; None for a backward_weight, which no action depends on."""
     if action.kind == "backward_weight":
         return None
     return Result("output" if action.kind == "forward" else "input_gradient", action.micro_batch, rank, action.chunk)
 
 
 def destination(placement: Placement, result: Result) -> tuple[int, int] | None:
-    """The place of the neighbouring stage that needs ``result``; None at either end of the model."""
+    """Returns the place of the neighbouring stage that needs ``result``; None at either end of the model."""
     neighbour = placement.next if result.kind == "output" else placement.previous
     return neighbour(result.rank, result.chunk)
 
 
 def needs(placement: Placement, rank: int, action: Action) -> list[Result]:
-    """The results that ``action`` on ``rank`` depends on."""
+    """Returns the results that ``action`` on ``rank`` depends on."""
     if action.kind == "backward_weight":
         return [Result("input_gradient", action.micro_batch, rank, action.chunk)]
     if action.kind == "forward":
@@ -59,10 +59,10 @@ def needs(placement: Placement, rank: int, action: Action) -> list[Result]:
 
 
 def receives(schedule: Schedule, rank: int) -> dict[int, list[Result]]:
-    """The messages that ``rank`` receives from each other rank, in the order in which that rank sends them.
+    """Returns the messages that ``rank`` receives from each other rank, in the order in which that rank sends them.
 
     NCCL matches sends and receives between two ranks by their order, so receives must be posted in the sender's order,
-    even where ``rank`` uses the messages in another one.
+    even if ``rank`` uses the messages in a different order.
     """
     messages: dict[int, list[Result]] = {}
     for source, plan in enumerate(schedule.plans):
@@ -76,10 +76,10 @@ def receives(schedule: Schedule, rank: int) -> dict[int, list[Result]]:
 
 
 def in_dependency_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Every (rank, action): each rank's in the order of its plan, and each after the actions that it depends on.
+    """Yields every (rank, action), in the order of each rank's plan and after the actions that it depends on.
 
     Raises:
-        ConfigError: a deadlock, once no rank can go on.
+        ConfigError: a deadlock, once no rank can proceed.
     """
     position = [0] * len(schedule.plans)
     done: set[Result] = set()
@@ -104,7 +104,7 @@ def in_dependency_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
 
 def _deadlock(schedule: Schedule, position: list[int], waits_for: dict[int, Result]) -> str:
-    """The chain of ranks that wait for one another, from the first blocked rank until it closes."""
+    """Describes the cycle of ranks that wait for one another, from the first blocked rank until it closes."""
     chain = [min(waits_for)]
     while (rank := waits_for[chain[-1]].rank) in waits_for and rank not in chain:
         chain.append(rank)

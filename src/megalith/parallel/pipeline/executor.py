@@ -1,4 +1,4 @@
-"""Runs a schedule: the one place where a step's forwards and backwards happen, in training and in evaluation."""
+"""Runs a schedule: the only place where a step's forwards and backwards are run, in training and in evaluation."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,8 +13,8 @@ from megalith.parallel.sharding.fsdp import finish_backward, gradient_sync
 
 __all__ = ["Forward", "execute"]
 
-# (the chunk's module, the number of the micro-batch, what the stage before gave or None in the first) -> in the last
-# stage a scalar if a backward follows, in the others their hidden states
+# (module of the chunk, index of the micro-batch, output of the previous stage or None in the first) -> hidden states;
+# in the last stage a scalar if a backward follows
 Forward = Callable[[nn.Module, int, Tensor | None], Tensor]
 
 
@@ -26,11 +26,11 @@ def execute(
     shape_of: ShapeOf,
     split_product: SplitProduct | None = None,
 ) -> None:
-    """Does every action that ``schedule`` has for this rank, with its ``chunks``.
+    """Runs every action that ``schedule`` has for this rank, on its ``chunks``.
 
-    Of a forward that has a backward the graph is kept until then, without the output, which travels to the next stage.
-    Gradients accumulate in the chunks' parameters; they are reduced over data-parallel ranks in the action that the
-    plan marks. ``split_product`` is that of the chunks, where the schedule splits backwards.
+    The graph of a forward is kept until its backward, but without the output, which is sent to the next stage.
+    Gradients accumulate in the chunks' parameters, and are reduced over data-parallel ranks in the action that the plan
+    marks. ``split_product`` is the matrix product of the chunks if the schedule splits backwards.
     """
     step = _Step(schedule, links, chunks, forward, shape_of, split_product)
     for action in schedule.plans[links.rank]:
@@ -44,7 +44,7 @@ def execute(
 
 
 class _Step:
-    """One run of a schedule on this rank, and what it keeps between the actions of a micro-batch in a chunk."""
+    """One run of a schedule on this rank, with the state kept between the actions of a micro-batch in a chunk."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class _Step:
         self._weight_parts: dict[tuple[int, int], list[WeightPart]] = {}
 
     def forward(self, action: Action) -> None:
-        """Runs the chunk, sends what it gives to the next stage, and keeps the graph if a backward follows."""
+        """Runs the chunk, sends its output to the next stage, and keeps the graph if a backward follows."""
         chunk, k = action.chunk, action.micro_batch
         hidden = self.messages.input_of(k, chunk)
         if hidden is not None and (chunk, k) in self._with_backward:
@@ -83,7 +83,7 @@ class _Step:
             self._kept[chunk, k] = hidden, output if is_last else get_gradient_edge(output)
 
     def backward(self, action: Action) -> None:
-        """Takes the gradient of the output back through the chunk, and sends that of its input."""
+        """Runs the backward of the chunk, and sends the gradient of its input to the previous stage."""
         chunk, k = action.chunk, action.micro_batch
         gradient_sync(self._chunks[chunk], last=action.reduces, keeps_weights=self._keeps_weights)
         hidden, root = self._kept.pop((chunk, k))
@@ -100,13 +100,13 @@ class _Step:
             self.messages.send_gradient(k, chunk, hidden.grad)
 
     def backward_weight(self, action: Action) -> None:
-        """Computes the gradients of weights that the backward_input has left."""
+        """Computes the weight gradients that the backward_input has deferred."""
         chunk = self._chunks[action.chunk]
         gradient_sync(chunk, last=False, keeps_weights=self._keeps_weights)
         parts = self._weight_parts.pop((action.chunk, action.micro_batch))
-        while parts:  # each is as large as an activation, and freed before the next
+        while parts:  # each is as large as an activation, and is freed before the next one is computed
             parts.pop().backward()
-        finish_backward(chunk)  # into the dtype of the reduction, in which those of biases and norms are already
+        finish_backward(chunk)  # accumulates in the reduction dtype, as backward_input has done for biases and norms
         if action.reduces:
             gradient_sync(chunk, last=True, keeps_weights=self._keeps_weights)
             finish_backward(chunk)

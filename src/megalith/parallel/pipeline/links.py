@@ -1,10 +1,10 @@
-"""Messages between the stages of a pipeline: hidden states to the next stage, their gradients to the one before.
+"""Messages between the stages of a pipeline: hidden states to the next stage, their gradients to the previous one.
 
-Between two ranks there is a channel for each kind of message in each direction, in which messages arrive in the order
-in which they are sent. The receiver knows that order from the sender's plan and posts its receives in it, one message
-ahead of what it needs, because NCCL matches by order alone. NCCL also connects two ranks in their first send and
-receive, which wait for each other, so that every channel carries one element when it is opened, in an order common to
-all ranks.
+Between two ranks there is a channel for each kind of message in each direction; messages arrive in the order in which
+they are sent. NCCL matches messages by order alone, so the receiver takes that order from the sender's plan and posts
+its receives in it, one message ahead of what it needs. NCCL also connects two ranks in their first send and receive,
+which wait for each other. Every channel therefore transfers one element when it is opened, in an order common to all
+ranks.
 """
 
 import functools
@@ -27,10 +27,10 @@ from megalith.torch_compat import new_group
 
 __all__ = ["Deliveries", "Links", "Messages", "ShapeOf", "deliveries_to", "open_links"]
 
-# the number of a micro-batch -> the shape of its hidden states
+# index of a micro-batch -> shape of its hidden states
 ShapeOf = Callable[[int], tuple[int, ...]]
 
-# what is sent, and whether to a rank further down the pipeline
+# what is sent, and whether it goes to a higher rank of the pipeline
 Channel = tuple[Literal["output", "input_gradient"], bool]
 
 
@@ -39,10 +39,10 @@ class Links:
     """One rank's channels to the others of its pipeline.
 
     Attributes:
-        rank: its index among the ranks of the pipeline.
-        global_ranks: the ranks of the pipeline, in their order.
-        groups: the process group of each channel, of all ranks of the pipeline.
-        dtype, device: of hidden states and their gradients; None: torch's current default device.
+        rank: this rank's index in the pipeline.
+        global_ranks: the global ranks of the pipeline, in pipeline order.
+        groups: the process group of each channel, which contains all ranks of the pipeline.
+        dtype, device: of hidden states and their gradients; None is torch's current default device.
     """
 
     rank: int = 0
@@ -55,11 +55,11 @@ class Links:
 def open_links(
     placement: Placement, rank: int, global_ranks: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Links:
-    """The links of ``rank``, all of them connected; a collective of the ranks of the pipeline."""
+    """Returns the links of ``rank``, already connected; a collective over the ranks of the pipeline."""
     ranks = tuple(global_ranks)
     edges = {(_channel(result, receiver), result.rank, receiver) for result, receiver in _messages(placement)}
     channels = {channel for channel, _, _ in edges}
-    # NCCL has a communicator for every pair of ranks of a group that send to each other, and a stream for each
+    # NCCL has a communicator and a stream for every pair of ranks of a group that send to each other
     groups = {channel: new_group(ranks, None, None, None) for channel in sorted(channels)}
     first = torch.zeros(1, dtype=dtype, device=device)
     for channel, sender, receiver in sorted(edges):
@@ -72,20 +72,21 @@ def open_links(
 
 @dataclass(frozen=True)
 class Deliveries:
-    """What a rank knows of a schedule's messages before any is sent.
+    """What a rank knows about a schedule's messages before any is sent.
 
     Attributes:
-        expected: by sender and kind what it receives, in the order in which it is sent.
-        used_before: for each of them, which of its own messages the sender had used by then: they need no memory more.
+        expected: the messages that it receives, by sender and kind, in the order in which they are sent.
+        used_before: for each received message, the messages of this rank that the sender has consumed by then, and
+            whose memory can be freed.
     """
 
     expected: Mapping[tuple[int, str], Sequence[Result]]
     used_before: Mapping[Result, Sequence[Result]]
 
 
-@functools.lru_cache(maxsize=16)  # a step's schedule is mostly that of the step before
+@functools.lru_cache(maxsize=16)  # consecutive steps mostly have the same schedule
 def deliveries_to(schedule: Schedule, rank: int) -> Deliveries:
-    """The messages of ``schedule`` to ``rank``."""
+    """Returns the messages of ``schedule`` to ``rank``."""
     expected: dict[tuple[int, str], list[Result]] = defaultdict(list)
     used_before: dict[Result, list[Result]] = {}
     for sender, results in receives(schedule, rank).items():
@@ -101,7 +102,7 @@ def deliveries_to(schedule: Schedule, rank: int) -> Deliveries:
 
 
 class Messages:
-    """What this rank receives and sends in one run of ``schedule``."""
+    """The messages that this rank receives and sends in one run of ``schedule``."""
 
     def __init__(self, links: Links, schedule: Schedule, shape_of: ShapeOf) -> None:
         self._links = links
@@ -118,12 +119,12 @@ class Messages:
             self._post(queue)
 
     def input_of(self, micro_batch: int, chunk: int) -> Tensor | None:
-        """The hidden states that the stage before gave; None in the first stage."""
+        """Returns the hidden states from the previous stage; None in the first stage."""
         before = self._placement.previous(self._links.rank, chunk)
         return None if before is None else self._take(Result("output", micro_batch, *before))
 
     def gradient_of(self, micro_batch: int, chunk: int) -> Tensor | None:
-        """The gradient of what this stage gave; None in the last stage."""
+        """Returns the gradient of this stage's output; None in the last stage."""
         after = self._placement.next(self._links.rank, chunk)
         return None if after is None else self._take(Result("input_gradient", micro_batch, *after))
 
@@ -134,13 +135,13 @@ class Messages:
         self._give(Result("output", micro_batch, self._links.rank, chunk), after[0], output)
 
     def send_gradient(self, micro_batch: int, chunk: int, gradient: Tensor) -> None:
-        """Sends the gradient of this stage's input to the stage before."""
+        """Sends the gradient of this stage's input to the previous stage."""
         before = self._placement.previous(self._links.rank, chunk)
         assert before is not None, "the first stage has nobody to send to"
         self._give(Result("input_gradient", micro_batch, self._links.rank, chunk), before[0], gradient)
 
     def finish(self) -> None:
-        """Waits until everything that was sent is on its way, and frees its memory."""
+        """Waits for all sends to complete, and frees their memory."""
         self._release(list(self._sent))
 
     def _take(self, result: Result) -> Tensor:
@@ -157,7 +158,7 @@ class Messages:
         return inbox.opened()
 
     def _post(self, queue: deque[Result]) -> None:
-        """Begins to receive the next message of a channel from one rank."""
+        """Posts the receive of the next message of a channel from one rank."""
         links, result = self._links, queue.popleft()
         shape = self._shape_of(result.micro_batch)
         inbox = Inbox.of(torch.empty(shape, dtype=links.dtype, device=links.device))
@@ -173,7 +174,7 @@ class Messages:
             self._here[result] = tensor
             return
         expected = next(self._to_send)
-        # messages carry no number: sent in another order, one would be taken for another where their shapes agree
+        # messages carry no id: in another order, they would be mistaken for each other where their shapes agree
         assert result == expected, f"the plan sends {expected} next, and receivers count on it; got {result}"
         tensor = tensor.contiguous()
         work = dist.isend(tensor, dst=links.global_ranks[receiver], group=links.groups[_channel(result, receiver)])
@@ -181,12 +182,12 @@ class Messages:
         self._sent[result] = tensor, work
 
     def _release(self, results: Sequence[Result]) -> None:
-        """Frees the memory of messages that were sent; if they have arrived, nobody waits."""
+        """Frees the memory of sent messages, after waiting for those that are still in flight."""
         for result in results:
             self._sent.pop(result)[1].wait()
 
     def _check(self, result: Result, tensor: Tensor) -> None:
-        """Raises ShapeError unless ``tensor`` is what the receiver has made room for."""
+        """Raises ShapeError unless ``tensor`` has the shape and dtype that the receiver has allocated."""
         shape, dtype = self._shape_of(result.micro_batch), self._links.dtype
         if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
             stage = self._placement.stage(result.rank, result.chunk)
@@ -201,7 +202,7 @@ def _channel(result: Result, receiver: int) -> Channel:
 
 
 def _messages_from(schedule: Schedule, rank: int) -> Iterator[Result]:
-    """What ``rank`` sends to other ranks, in the order of its plan."""
+    """Yields what ``rank`` sends to other ranks, in the order of its plan."""
     for action in schedule.plans[rank]:
         if (result := result_of(rank, action)) is None:
             continue
@@ -211,7 +212,7 @@ def _messages_from(schedule: Schedule, rank: int) -> Iterator[Result]:
 
 
 def _messages(placement: Placement) -> Iterator[tuple[Result, int]]:
-    """What ranks send each other of a micro-batch, and to whom."""
+    """Yields the messages between ranks for one micro-batch, each with its receiver."""
     for rank in range(placement.num_ranks):
         for chunk in range(placement.num_chunks):
             following = placement.next(rank, chunk)

@@ -57,8 +57,8 @@ def interleaved(rank: int, sizes: Sizes) -> list[Action]:
 def zero_bubble(rank: int, sizes: Sizes) -> list[Action]:
     """ZB-H1: 1F1B with I in place of the backward, and W delayed by ``rank`` micro-batches (arXiv:2401.10241).
 
-    A rank has one warm-up forward less than the rank before it and delays one W more, so that all of them keep at most
-    p live activations. The delayed W fill the bubble at the end.
+    Each rank has one warm-up forward less than the previous rank and delays one W more, so that every rank keeps at
+    most p live activations. The delayed W fill the bubble at the end.
     """
     p, m, _, _ = sizes
     forwards, backwards = _in_groups("forward", m, [0]), _in_groups("backward_input", m, [0])
@@ -73,8 +73,8 @@ def zero_bubble(rank: int, sizes: Sizes) -> list[Action]:
 def zb_v(rank: int, sizes: Sizes) -> list[Action]:
     """ZB-V: two chunks per rank in a V; if F, I and W take the same time, no rank waits once it has started.
 
-    The order of arXiv:2401.10241, section 6 (V-ZB in arXiv:2405.15362). It needs 2 p - 1 or more micro-batches; with
-    fewer, the actions of the missing ones are left out, which no other action depends on.
+    The order is that of arXiv:2401.10241, section 6 (V-ZB in arXiv:2405.15362). It needs 2 p - 1 or more micro-batches;
+    with fewer, the actions of the missing ones are left out. No other action depends on them.
     """
     p, m, _, _ = sizes
     num_filling = max(m, 2 * p - 1)
@@ -98,7 +98,7 @@ def zb_v(rank: int, sizes: Sizes) -> list[Action]:
 
 
 def forward_in_groups(rank: int, sizes: Sizes) -> list[Action]:
-    """Forwards of looped chunks in groups of p; the last group takes the rest too, so that no smaller one stalls."""
+    """Forwards of looped chunks in groups of p; the last group includes the remainder, which would stall if alone."""
     p, m, v, _ = sizes
     return _in_groups("forward", m, range(0, max(m - p, 0) + 1, p), range(v))
 
@@ -110,20 +110,20 @@ def forward_down_and_up(rank: int, sizes: Sizes) -> list[Action]:
 
 
 def _in_groups(kind: Kind, m: int, firsts: Sequence[int], chunks: Iterable[int] = (0,)) -> list[Action]:
-    """Every micro-batch through ``chunks``, group by group; ``firsts`` are the first micro-batches of the groups."""
+    """Takes every micro-batch through ``chunks``, group by group; ``firsts`` are the groups' first micro-batches."""
     groups = [range(first, end) for first, end in zip(firsts, [*firsts[1:], m], strict=True)]
     return [Action(kind, k, chunk) for group in groups for chunk in chunks for k in group]
 
 
 def _alternate(first: list[Action], second: list[Action], num_warm_up: int) -> list[Action]:
-    """Up to ``num_warm_up`` of ``first``, then both alternately, then the rest of ``second``."""
+    """Returns ``num_warm_up`` actions of ``first``, then both lists alternately, then the rest of ``second``."""
     warm_up, rest = first[:num_warm_up], first[num_warm_up:]
     pairs = zip(rest, second, strict=False)
     return warm_up + [action for pair in pairs for action in pair] + second[len(rest) :]
 
 
 def _numbered(steps: Iterable[tuple[Kind, int]]) -> list[Action]:
-    """The n-th step of a kind in a chunk is that of micro-batch n."""
+    """Assigns micro-batch n to the n-th step of each kind and chunk."""
     actions, counts = [], Counter[tuple[Kind, int]]()
     for kind, chunk in steps:
         actions.append(Action(kind, counts[kind, chunk], chunk))

@@ -1,4 +1,4 @@
-"""A rank's part of a model that is cut into stages, and the way of micro-batches through all of it."""
+"""A rank's part of a model that is split into stages, and running micro-batches through all stages."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ Chunk = TypeVar("Chunk", bound=nn.Module)
 
 @contextmanager
 def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside the ``with`` block all of ``modules`` are in evaluation mode; then those that were not are in training."""
+    """Puts ``modules`` in evaluation mode inside the ``with`` block, and restores their training mode afterwards."""
     in_training = [module for module in modules if module.training]
     for module in in_training:
         module.training = False
@@ -41,19 +41,20 @@ def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Pipeline(Generic[Chunk]):
-    """The chunks of one rank; by default the whole model, in one process or without a pipeline.
+    """The chunks of one rank; with the default settings one chunk, the whole model, without pipeline parallelism.
 
     Attributes:
-        chunks: one module a chunk, in the order of ``placement``.
-        schedule: the name of the order in which a step's micro-batches are taken.
-        split_product: the matrix product of the chunks, where the schedule splits backwards.
-        shared: parameters of which stages on other ranks have copies, and the ranks that have any.
-        copies: parameters of which another chunk of this rank has a copy, and that copy. It has the same name and is
-            left out where parameters are named: the optimizer and checkpoints know the original, and the copy takes its
-            values before each use.
+        chunks: one module per chunk, in the order of ``placement``.
+        schedule: the name of the schedule of training steps.
+        split_product: the matrix product of the chunks if the schedule splits backwards.
+        shared: parameters that are copied in stages on other ranks, with the group of the ranks that have a copy.
+        copies: pairs of a parameter and its copy in another chunk of this rank. The copy has the same name, and is
+            skipped where parameters are listed: the optimizer and checkpoints see only the original, whose values are
+            written to the copy before each use.
 
     Raises:
-        ConfigError: a schedule that splits backwards without ``split_product``, or one for another schedule.
+        ConfigError: a schedule that splits backwards without ``split_product``, or a ``split_product`` for a schedule
+            that does not split them.
     """
 
     chunks: Sequence[Chunk]
@@ -72,30 +73,30 @@ class Pipeline(Generic[Chunk]):
             )
 
     def holds_output(self, chunk: nn.Module) -> bool:
-        """Whether ``chunk``, one of this rank's, is the last stage: what it gives is the model's output."""
+        """Whether ``chunk``, one of this rank's, is the last stage, whose output is the model's."""
         index = next(index for index, mine in enumerate(self.chunks) if mine is chunk)
         return self.placement.next(self.links.rank, index) is None
 
     def train(self, num_microbatches: int, forward: Forward, shape_of: ShapeOf) -> None:
-        """Every micro-batch forward and backward through all stages; gradients are left in the parameters."""
+        """Runs every micro-batch forward and backward through all stages; gradients are left in the parameters."""
         schedule = _schedule(self.schedule, self.placement.num_ranks, num_microbatches, self.placement.num_chunks)
         self._refresh_copies()
         execute(schedule, self.links, self.chunks, forward, shape_of, self.split_product)
         self._sum_shared_gradients()
 
     def evaluate(self, num_microbatches: int, forward: Forward, shape_of: ShapeOf) -> None:
-        """Every micro-batch forward through all stages; inside ``evaluating`` and without gradients."""
+        """Runs every micro-batch forward through all stages; call it inside ``evaluating`` and without gradients."""
         execute(_forward_only(self.placement, num_microbatches), self.links, self.chunks, forward, shape_of)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside the ``with`` block the chunks are in evaluation mode; their modes and sharded weights are restored."""
+        """Puts the chunks in evaluation mode inside the ``with`` block; then restores modes and reshards weights."""
         with self.holding_weights(), evaluation_mode(self.modules()):
             yield
 
     @contextmanager
     def holding_weights(self) -> Iterator[None]:
-        """Inside the ``with`` block copies have the weights' values, and what forwards gather is kept until it ends."""
+        """Updates the copies, and keeps weights that forwards gather until the end of the ``with`` block."""
         self._refresh_copies()
         try:
             yield
@@ -125,7 +126,7 @@ def _gradient_here(weight: nn.Parameter) -> Tensor:
     return weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
 
 
-# a step's schedule is that of the step before, unless the batch size changes
+# the schedule stays the same from step to step unless the batch size changes
 @functools.lru_cache(maxsize=8)
 def _schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
     return build_schedule(name, num_ranks, num_microbatches, num_chunks)

@@ -1,10 +1,10 @@
-"""Which stage of the model lies where: every rank of a pipeline has the same number of chunks, and each is one stage.
+"""Places the stages of a model on ranks: every rank has the same number of chunks, and each chunk is one stage.
 
-    looped    stage = chunk * p + rank                                  after the last of p ranks comes the first again
+    looped    stage = chunk * p + rank                                  the first of p ranks follows the last
     v         chunk 0: stage = rank; chunk 1: stage = 2 p - 1 - rank    down the ranks and back up
 
-Looped placement is that of interleaved schedules (arXiv:2104.04473, section 2.2). In a V (arXiv:2405.15362) the first
-and the last stage share a rank, and with them the embedding and the output layer.
+Interleaved schedules use the looped placement (arXiv:2104.04473, section 2.2). In a V (arXiv:2405.15362) the first and
+the last stage, and thus the embedding and the output layer, are on the same rank.
 """
 
 from dataclasses import dataclass
@@ -37,33 +37,33 @@ class Placement:
 
     @property
     def num_stages(self) -> int:
-        """Stages of all ranks together."""
+        """The number of stages on all ranks together."""
         return self.num_ranks * self.num_chunks
 
     def stage(self, rank: int, chunk: int) -> int:
-        """The stage at a place."""
+        """Returns the stage at a place."""
         if self.shape == "v" and chunk == 1:
             return self.num_stages - 1 - rank
         return chunk * self.num_ranks + rank
 
     def place(self, stage: int) -> tuple[int, int]:
-        """The rank and the chunk where ``stage`` lies."""
+        """Returns the (rank, chunk) of ``stage``."""
         chunk, position = divmod(stage, self.num_ranks)
         return (self.num_ranks - 1 - position if self.shape == "v" and chunk == 1 else position), chunk
 
     def previous(self, rank: int, chunk: int) -> tuple[int, int] | None:
-        """The place of the previous stage, from which the inputs come; None for the first stage."""
+        """Returns the place of the previous stage, where the inputs come from; None for the first stage."""
         stage = self.stage(rank, chunk)
         return self.place(stage - 1) if stage > 0 else None
 
     def next(self, rank: int, chunk: int) -> tuple[int, int] | None:
-        """The place of the next stage, which the outputs go to; None for the last stage."""
+        """Returns the place of the next stage, where the outputs go; None for the last stage."""
         stage = self.stage(rank, chunk)
         return self.place(stage + 1) if stage < self.num_stages - 1 else None
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raises for all sizes at once that are not positive integers; bool is refused, although it is an int in Python."""
+    """Raises one ConfigError for all sizes that are not positive integers; bool is rejected although it is an int."""
     if wrong := {name: size for name, size in sizes.items() if type(size) is not int or size < 1}:
         raise ConfigError(
             f"the sizes of a pipeline must be positive integers; got "

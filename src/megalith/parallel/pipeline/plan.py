@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline run in one step, action by action, as data."""
+"""The actions that the ranks of a pipeline run in one step, as data."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,10 +15,10 @@ class Action:
     """One micro-batch through one of the rank's model chunks, forward or backward.
 
     Attributes:
-        kind: "backward" computes the gradients of inputs and weights. Split in two, "backward_input" computes those of
-            the inputs, for which the previous stage waits, and "backward_weight" those of the weights, any time later.
-        reduces: gradients are reduced over data-parallel ranks in this action: once per chunk, in the last that adds to
-            the gradients of its weights.
+        kind: "backward" computes the gradients of inputs and weights. A split backward consists of "backward_input" for
+            the inputs, which the previous stage waits for, and "backward_weight" for the weights, at any later time.
+        reduces: this action reduces gradients over data-parallel ranks; true once per chunk, for the last action that
+            adds to the gradients of its weights.
     """
 
     kind: Kind
@@ -28,7 +28,7 @@ class Action:
 
     @property
     def adds_to_gradients(self) -> bool:
-        """Whether it computes gradients of the chunk's weights."""
+        """Whether the action computes gradients of the chunk's weights."""
         return self.kind in ("backward", "backward_weight")
 
     def __str__(self) -> str:
@@ -38,9 +38,9 @@ class Action:
 Plan = tuple[Action, ...]
 
 
-@dataclass(frozen=True, eq=False)  # hashed by identity: what follows from one is worked out once
+@dataclass(frozen=True, eq=False)  # hashed by identity, so that results derived from a schedule can be cached
 class Schedule:
-    """A step of the whole pipeline: ``plans[rank]`` takes ``num_microbatches`` through the chunks of that rank."""
+    """A step of the whole pipeline: ``plans[rank]`` runs ``num_microbatches`` through the chunks of that rank."""
 
     placement: Placement
     num_microbatches: int
@@ -48,5 +48,5 @@ class Schedule:
 
     @property
     def has_backward(self) -> bool:
-        """Whether it is for training; forwards then keep activations for their backwards."""
+        """Whether the schedule is for training, so that forwards keep activations for their backwards."""
         return any(action.kind != "forward" for plan in self.plans for action in plan)

@@ -7,11 +7,11 @@
     zero_bubble  1        (p-1) (F+I-W) / (m (F+I+W))   min(p, m)
     zb_v         2        (p-1) / (6 m)                 min(2 p, 2 m)
 
-p ranks, m micro-batches, v chunks per rank, g micro-batches in a group; F, I, W: the times of a forward and of the
+p ranks, m micro-batches, v chunks per rank, g micro-batches per group; F, I, W: the times of a forward and of the
 backwards of inputs and weights. The bubble is idle time over busy time. Its formula holds for zero_bubble if m >= p and
-W <= min(F, I), and for zb_v if F = I = W and 2 m >= 3 p - 1. Live activations are pairs of a micro-batch and a chunk,
-1/v of the rank's layers, whose forward is done and whose backward is not. Between the two actions of a split backward
-they are the operands of matrix products (``split_product``).
+W <= min(F, I), and for zb_v if F = I = W and 2 m >= 3 p - 1. A live activation is a pair of a micro-batch and a chunk
+(1/v of the rank's layers) whose forward is done and whose backward is not. Between the two actions of a split backward
+only the operands of matrix products are kept (``split_product``).
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ __all__ = ["SCHEDULES", "build_schedule", "forward_only", "placement_of", "split
 
 
 class _Definition(NamedTuple):
-    """The order of a rank's actions, its least and most chunks, the placement's shape, whether backwards are split."""
+    """The order of a rank's actions, limits on its chunks, the shape of the placement, whether backwards are split."""
 
     order: Callable[[int, Sizes], list[Action]]
     least: int = 1
@@ -52,13 +52,13 @@ SCHEDULES = tuple(_DEFINITIONS)
 def build_schedule(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, group_size: int | None = None
 ) -> Schedule:
-    """The schedule ``name`` of a training step.
+    """Builds the schedule ``name`` of a training step.
 
     Args:
         name: one of ``SCHEDULES``.
         num_chunks: chunks per rank.
-        group_size: for "interleaved" only: how many micro-batches pass one chunk of a rank before the first of them
-            enters its next chunk; None means ``num_ranks``.
+        group_size: for "interleaved" only: how many micro-batches a rank runs through one chunk before it continues
+            with its next chunk; None means ``num_ranks``.
 
     Raises:
         ConfigError: an unknown name, or sizes that the schedule does not support.
@@ -78,17 +78,17 @@ def build_schedule(
 
 
 def placement_of(name: str, num_ranks: int, num_chunks: int) -> Placement:
-    """Where the stages of the schedule ``name`` lie. Raises ConfigError for an unknown name."""
+    """Returns the placement of stages for the schedule ``name``. Raises ConfigError for an unknown name."""
     return Placement(num_ranks, num_chunks, _definition(name).shape)
 
 
 def splits_backward(name: str) -> bool:
-    """Whether the schedule ``name`` splits backwards in two actions. Raises ConfigError for an unknown name."""
+    """Whether the schedule ``name`` splits backwards into two actions. Raises ConfigError for an unknown name."""
     return _definition(name).splits
 
 
 def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
-    """The schedule of an evaluation step: every micro-batch forward through every stage.
+    """Builds the schedule of an evaluation step: every micro-batch forward through every stage.
 
     Raises:
         ConfigError: a number of micro-batches that is not a positive integer.
@@ -111,7 +111,7 @@ def _schedule(placement: Placement, sizes: Sizes, order: Callable[[int, Sizes], 
 
 
 def _reduce_in_the_last(actions: list[Action]) -> Plan:
-    """``actions`` as a plan, in which the last one to add to a chunk's gradients reduces them."""
+    """Returns ``actions`` as a plan in which the last action that adds to a chunk's gradients also reduces them."""
     last = {action.chunk: index for index, action in enumerate(actions) if action.adds_to_gradients}
     return tuple(
         replace(action, reduces=True) if last.get(action.chunk) == index else action

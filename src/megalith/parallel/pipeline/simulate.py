@@ -1,7 +1,7 @@
-"""How long a schedule takes and how much memory it keeps, computed from what its actions cost.
+"""Simulates the time and memory of a schedule from the costs of its actions.
 
-A rank starts an action when the one before has ended and everything that it depends on has arrived (``dependencies``).
-Messages travel while ranks compute, any number of them at once.
+A rank starts an action when its previous one has ended and everything it depends on has arrived (``dependencies``).
+Communication overlaps with computation, with any number of messages in flight at once.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ _LIVE = {"forward": 1, "backward": -1, "backward_input": 0, "backward_weight": -
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What one micro-batch costs in one stage, in any unit of time and any of memory.
+    """The cost of one micro-batch in one stage, in any units of time and memory.
 
     Attributes:
-        forward, backward_input, backward_weight: time; a whole backward takes the sum of the last two.
+        forward, backward_input, backward_weight: time; an unsplit backward takes the sum of the last two.
         activations: memory that a forward keeps for its backward.
-        kept_for_weights: the part of it that stays after backward_input, for backward_weight.
+        kept_for_weights: the part of it that is kept after backward_input for backward_weight.
     """
 
     forward: float = 1
@@ -34,7 +34,7 @@ class Costs:
     kept_for_weights: float = 1
 
     def time(self, kind: Kind) -> float:
-        """How long an action takes."""
+        """Returns the time that an action takes."""
         return {
             "forward": self.forward,
             "backward": self.backward_input + self.backward_weight,
@@ -43,7 +43,7 @@ class Costs:
         }[kind]
 
     def memory(self, kind: Kind) -> float:
-        """How much an action adds to what is kept; negative if it frees memory."""
+        """Returns the memory that an action adds; negative if it frees memory."""
         return {
             "forward": self.activations,
             "backward": -self.activations,
@@ -59,10 +59,10 @@ class Simulation:
     Attributes:
         starts: when each action of the rank's plan starts.
         ends: when its last action ends.
-        busy: time in its actions.
+        busy: total time of its actions.
         peak_live_activations: the largest number of pairs (micro-batch, chunk) at one time whose forward is done and
             whose backward, of inputs and weights, is not.
-        peak_memory: the most memory that they take at one time.
+        peak_memory: the most memory that these take at one time.
     """
 
     starts: list[list[float]]
@@ -73,22 +73,22 @@ class Simulation:
 
     @property
     def finish(self) -> float:
-        """When the last rank ends."""
+        """The time at which the last rank ends."""
         return max(self.ends)
 
     @property
     def idle(self) -> list[float]:
-        """Time in which the rank runs no action, until the last rank ends."""
+        """Time during which each rank runs no action, until the last rank ends."""
         return [self.finish - busy for busy in self.busy]
 
     @property
     def bubble(self) -> float:
-        """Idle time over busy time, of all ranks together."""
+        """Idle time over busy time, summed over all ranks."""
         return sum(self.idle) / sum(self.busy)
 
 
 def simulate(schedule: Schedule, costs: Costs | Sequence[Costs], *, communication: float = 0) -> Simulation:
-    """The times and memory of ``schedule``; exact if costs are integers or fractions.
+    """Computes the times and memory of ``schedule``; exact if costs are integers or fractions.
 
     Args:
         costs: one for all stages, or a sequence with one per stage.

@@ -1,10 +1,10 @@
-"""The matrix product of a split backward: gradients of inputs at once, those of weights when they are asked for.
+"""The matrix product of a split backward: input gradients are computed at once, weight gradients on demand.
 
     y = x W^T + b       backward_input:  dx = dy W,  db = sum of dy over the rows        backward_weight:  dW = dy^T x
 
-Matrix products are half of a backward that can wait, so nothing else is put off: the gradients of biases, norms and
-embeddings belong to backward_input. It frees what the forward has kept but the x of each product, which backward_weight
-needs together with dy; recomputation saves memory until backward_input only.
+Only weight products are deferred; they are about half of a backward. The gradients of biases, norms and embeddings are
+computed in backward_input, which frees everything that the forward saved except the x of each product. backward_weight
+needs that x together with dy, so recomputation saves memory only until backward_input.
 
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
 """
@@ -21,23 +21,23 @@ __all__ = ["SplitProduct", "WeightPart"]
 
 
 class WeightPart(NamedTuple):
-    """What the gradient of a weight is computed from: x [..., in], dy [..., out], and where the weight came from."""
+    """The operands of a weight gradient, x [..., in] and dy [..., out], and the autograd edge of the weight."""
 
     x: Tensor
     dy: Tensor
     weight: GradientEdge
 
     def backward(self) -> None:
-        """Adds dy^T x [out, in] to the gradient of the parameter, through whatever made the weight out of it."""
+        """Backpropagates dy^T x [out, in] to the parameter, through whatever operations produced the weight from it."""
         x, dy = (each.reshape(-1, each.shape[-1]) for each in (self.x, self.dy))  # [T, in], [T, out]
         torch.autograd.backward((self.weight,), (dy.t() @ x,))
 
 
 class SplitProduct:
-    """A ``MatrixProduct`` whose backward leaves the weights' part behind.
+    """A ``MatrixProduct`` whose backward defers the weight gradients.
 
-    Give one to the ``BuildOptions`` of a rank's chunks, and to the ``Pipeline`` that runs them. In any other backward
-    the weights would stay without gradients.
+    Pass the same instance to the ``BuildOptions`` of a rank's chunks and to the ``Pipeline`` that runs them. In any
+    other backward the weights would get no gradients.
     """
 
     def __init__(self) -> None:
@@ -51,14 +51,14 @@ class SplitProduct:
         return y
 
     def take(self) -> list[WeightPart]:
-        """What the backwards since the last call have left to do."""
+        """Returns, and forgets, what the backwards since the last call have deferred."""
         taken = self._left.copy()
         self._left.clear()
         return taken
 
 
 class _SplitLinear(torch.autograd.Function):
-    """``weight`` is detached, so that no backward of the graph goes on to the parameter; its edge leads there."""
+    """The product with a detached ``weight``, so that a backward stops there; ``edge`` leads on to the parameter."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline has."""
+"""Assigns layers to pipeline stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ __all__ = ["ModelCosts", "balanced_stages", "listed_stages"]
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """What each part of a model costs in a step, in one unit of any kind, counted or measured."""
+    """The cost of each part of a model in a step, counted or measured, all in the same unit."""
 
     layers: tuple[int, ...]
     embedding: int
@@ -18,10 +18,10 @@ class ModelCosts:
 
 
 def balanced_stages(costs: ModelCosts, num_stages: int) -> list[range]:
-    """The layers of each stage, every stage with one at least, so that the most expensive stage is as cheap as can be.
+    """Returns the layers of each stage, at least one per stage, so that the cost of the costliest stage is minimal.
 
-    Where stages may share layers in several such ways, later ones take more: the activations of fewer micro-batches
-    wait in them.
+    If there are several such assignments, later stages get more layers, because they hold the activations of fewer
+    micro-batches.
 
     Raises:
         ConfigError: fewer layers than stages.
@@ -32,7 +32,7 @@ def balanced_stages(costs: ModelCosts, num_stages: int) -> list[range]:
             "(parallel.pipeline, parallel.virtual)"
         )
     lowest, highest = 0, sum(costs.layers) + costs.embedding + costs.head
-    while lowest < highest:  # the least bound that a stage's cost can be kept under
+    while lowest < highest:  # bisect for the smallest feasible bound on a stage's cost
         middle = (lowest + highest) // 2
         if _within(costs, num_stages, middle) is None:
             lowest = middle + 1
@@ -44,19 +44,19 @@ def balanced_stages(costs: ModelCosts, num_stages: int) -> list[range]:
 
 
 def listed_stages(num_layers: Sequence[int]) -> list[range]:
-    """The layers of stages that have so many of them, in their order."""
+    """Returns the layers of each stage, given the number of layers per stage."""
     firsts = [sum(num_layers[:stage]) for stage in range(len(num_layers))]
     return [range(first, first + number) for first, number in zip(firsts, num_layers, strict=True)]
 
 
 def _within(costs: ModelCosts, num_stages: int, bound: int) -> list[range] | None:
-    """Stages that cost ``bound`` at most, filled from the last; None if there are none."""
+    """Returns stages that cost at most ``bound`` each, filled from the last; None if that is impossible."""
     stages: list[range] = []
     end = len(costs.layers)
     for stage in reversed(range(num_stages)):
         cost = (costs.head if stage == num_stages - 1 else 0) + (costs.embedding if stage == 0 else 0)
         first = end
-        # the stages before need a layer each, and the first takes whatever is left
+        # each earlier stage needs a layer, and the first stage takes whatever is left
         while first > stage and (stage == 0 or first == end or cost + costs.layers[first - 1] <= bound):
             first -= 1
             cost += costs.layers[first]

@@ -1,4 +1,4 @@
-"""Checks that a schedule takes every micro-batch through every stage exactly once, and cannot deadlock."""
+"""Checks that a schedule runs every micro-batch through every stage exactly once, and cannot deadlock."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ def validate(schedule: Schedule) -> None:
     """Raises if ``schedule`` is incomplete or would deadlock; it needs no process group.
 
     Raises:
-        ConfigError: a micro-batch does not pass a chunk forward once and backward once, whole or split (forward only,
-            if the schedule has no backward at all); the gradients of a chunk are not reduced exactly once, in the last
-            action that adds to them; or ranks wait for one another. The message names the rank and the action.
+        ConfigError: a micro-batch does not run through a chunk once forward and once backward, whole or split (forward
+            only if the schedule has no backward at all); the gradients of a chunk are not reduced exactly once, in the
+            last action that adds to them; or ranks wait for one another. The message names the rank and the action.
     """
     if len(schedule.plans) != schedule.placement.num_ranks:
         raise ConfigError(
@@ -64,7 +64,7 @@ def _check_counts(schedule: Schedule, rank: int, plan: Sequence[Action], has_bac
 
 
 def _check_reduction(rank: int, chunk: int, plan: Sequence[Action]) -> None:
-    """``plan``: what the rank does with this chunk."""
+    """``plan``: the rank's actions on this chunk."""
     wanted = [action for action in plan if action.adds_to_gradients][-1:]
     found = [action for action in plan if action.reduces]
     if found != wanted:

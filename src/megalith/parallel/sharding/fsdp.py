@@ -1,8 +1,8 @@
-"""FSDP2 with the house's rule of reduction: every gradient is a SUM, and nothing divides.
+"""FSDP2 with gradients that are summed, never averaged.
 
-The loss is seeded with 1 / count, so a gradient is the sum of what each data-parallel rank computed; FSDP's own
-averaging is switched off. Sums are formed in float32 or wider. With tp, FSDP shards the dimension that tp does not.
-Dense and expert weights are sharded over meshes of their own, which a unit's declarations choose.
+The backward is seeded with weight / count, so the gradient is the plain sum over data-parallel ranks, and FSDP's own
+averaging is switched off. Sums are computed in float32 or wider. With tp, FSDP shards a dimension that tp does not
+split. Dense and expert weights are sharded over different meshes, chosen by the declarations in each unit.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -30,16 +30,16 @@ def shard_model(
     param_dtype: torch.dtype,
     reshard_after_forward: bool,
 ) -> None:
-    """Shards ``model`` in place over data-parallel meshes, each of ``units`` gathered on its own, then the rest.
+    """Shards ``model`` in place over data-parallel meshes: each of ``units`` on its own, then everything else.
 
     Args:
-        units: from the inside out; what a unit holds besides the units inside it is of one family of weights, and is
-            sharded over that family's mesh.
-        compute_dtype: what forward and backward see.
-        param_dtype: what the parameters, and the optimizer, are kept in.
-        reshard_after_forward: free a unit's gathered weights after its forward (ZeRO-3) or keep them until its
-            backward (ZeRO-2): one all-gather a micro-batch less, for the memory of the whole model. Those of the last
-            unit are kept anyway, because its backward is the first.
+        units: modules that are gathered separately, inner ones first. What a unit holds besides the units inside it
+            must be of one family of weights, and is sharded over that family's mesh.
+        compute_dtype: of the weights in forward and backward.
+        param_dtype: of the parameters and the optimizer state.
+        reshard_after_forward: free a unit's gathered weights after its forward (ZeRO-3), or keep them until its
+            backward (ZeRO-2), which saves one all-gather per micro-batch at the cost of holding the whole model. The
+            last unit's weights are kept in any case, because its backward comes first.
 
     Raises:
         ShapeError: a parameter is tied between two units, which FSDP2 would silently untie, or a unit holds dense
@@ -73,15 +73,15 @@ def shard_model(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
             if not reshard_after_forward:
-                # no weights are missing in backward; torch would take its prefetch from the latest forward, which in a
-                # pipeline is that of another micro-batch, and gather a layer that has just been freed
+                # backward finds all weights gathered. torch would derive the prefetch from the latest forward, which in
+                # a pipeline is that of another micro-batch, and gather a layer that has just been freed
                 module.set_modules_to_backward_prefetch([module])
 
 
 def gradient_sync(model: nn.Module, last: bool, *, keeps_weights: bool = False) -> None:
-    """Says before a micro-batch whether its backward is the ``last`` of the step: only that one reduces gradients.
+    """Sets whether the next backward is the ``last`` of the step; only the last one reduces gradients.
 
-    ``keeps_weights``: weights stay gathered from the first forward of a step until that backward.
+    ``keeps_weights``: weights stay gathered from the first forward of a step until the last backward.
     """
     assert isinstance(model, FSDPModule), "gradient_sync needs a model that shard_model has sharded"
     model.set_requires_gradient_sync(last)
@@ -90,33 +90,35 @@ def gradient_sync(model: nn.Module, last: bool, *, keeps_weights: bool = False) 
 
 
 def finish_backward(model: nn.Module) -> None:
-    """Does for gradients that were computed apart from a backward of ``model`` what FSDP does at the end of one.
+    """Runs FSDP's end-of-backward work for gradients that were computed outside a backward of ``model``.
 
-    They are added up in the dtype of the reduction; reduction and freed weights are as ``gradient_sync`` has said.
+    Gradients are accumulated in the reduction dtype. ``gradient_sync`` determines whether they are reduced and whether
+    weights are freed.
     """
     assert isinstance(model, FSDPModule), "finish_backward needs a model that shard_model has sharded"
     end_backward(model)
 
 
 def sharded_dimension(shape: Sequence[int], split: Collection[int], num_shards: int) -> int:
-    """The last dimension that tp, ep and etp leave whole and that ``num_shards`` divide, ``split`` being the others.
+    """Returns the dimension to shard: the last one that is not in ``split`` and is divisible by ``num_shards``.
 
-    The last, because a packed weight ([E, F, H], [G, .., H]) has many more of its elements than of its first. 0 where
-    nothing is split, or no such dimension is left: only that one may have uneven parts (FSDP2), and be split twice.
+    ``split`` are the dimensions that tp, ep or etp split. The last one is preferred because it is much larger than the
+    first in a packed weight ([E, F, H], [G, .., H]). Returns 0 if nothing is split or no such dimension exists: only
+    dimension 0 may have uneven parts (FSDP2) and be split twice.
     """
     left = [dim for dim, size in enumerate(shape) if dim not in split and size % num_shards == 0]
     return left[-1] if split and left else 0
 
 
 def release_gathered_weights(model: nn.Module) -> None:
-    """Frees weights that a forward without a backward has left gathered: parameters are the shards again."""
+    """Frees the gathered weights left by a forward without a backward; parameters are the shards again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _family(model: nn.Module, unit: nn.Module, placed: set[nn.Module]) -> Family:
-    """The family of what ``unit`` holds besides the modules that are ``placed``, to which it adds its own."""
+    """Returns the weight family of the modules of ``unit`` that are not in ``placed``, and adds them to ``placed``."""
     held = set(unit.modules()) - placed
     placed |= held
     declaring = (module for module in held if isinstance(module, DeclaringModule))

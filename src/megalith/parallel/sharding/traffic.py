@@ -1,13 +1,12 @@
-"""What FSDP2 exchanges for a unit: the weights that are gathered together, in one flat buffer.
+"""What FSDP2 exchanges for a unit, that is, for weights that are gathered together in one flat buffer.
 
-    all_gather       over shard x context, in the dtype of the computation, each time that the unit is gathered
-    reduce_scatter   over shard x context, once a step, in the dtype of the reduction
-    all_reduce       over replicate, of what the reduce_scatter gives, once a step
-    all_reduce       over tensor, once a step for each weight whose gradient is partial on the ranks of tp, in the dtype
-                     of the reduction
+    all_gather       over shard x context, in the compute dtype, each time the unit is gathered
+    reduce_scatter   over shard x context, in the reduction dtype, once a step
+    all_reduce       over replicate, of the output of the reduce_scatter, once a step
+    all_reduce       over tensor, in the reduction dtype, once a step for each weight whose gradient is partial over tp
 
-Experts are a unit of their own, over edp_shard and edp_replicate. The dimension that is sharded is padded to a multiple
-of the ranks.
+Experts are separate units, over edp_shard and edp_replicate. The sharded dimension is padded to a multiple of the
+number of ranks.
 """
 
 from collections.abc import Sequence
@@ -26,9 +25,9 @@ __all__ = ["Sharding", "Weight"]
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter as it is before any split; ``split``: the dimension that tp splits, None for one that is whole.
+    """A parameter before any split; ``split``: the dimension that tp splits, None if it is replicated.
 
-    ``partial``: ranks of tp use it on some tokens or rows each, so that their gradients are terms of a sum.
+    ``partial``: each rank of tp uses only some tokens or rows, so that the gradients of the ranks must be summed.
     """
 
     shape: tuple[int, ...]
@@ -38,7 +37,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How weights are sharded on the rank ``tp_rank`` of tp, computed with, and reduced."""
+    """How weights are sharded on rank ``tp_rank`` of tp, and the dtypes of computation and reduction."""
 
     layout: Layout
     tp_rank: int
@@ -47,11 +46,11 @@ class Sharding:
 
     @property
     def num_shards(self) -> int:
-        """The ranks of one copy of the weights that tp leaves the same: those of context hold shards too."""
+        """The number of shards of each tp part of the weights; ranks of context hold shards too."""
         return self.layout.shard * self.layout.context
 
     def unit_traffic(self, weights: Sequence[Weight], num_gathers: int) -> Traffic:
-        """What a step exchanges for a unit of ``weights``, which is gathered ``num_gathers`` times."""
+        """Returns what a step exchanges for a unit of ``weights`` that is gathered ``num_gathers`` times."""
         shards, reduced = self.num_shards, self.reduce_dtype.itemsize
         padded = sum(prod(self._shard(weight, index=0)) for weight in weights) * shards
         found = collective("shard", "all_gather", padded * self.compute_dtype.itemsize, shards, num_gathers)
@@ -61,7 +60,7 @@ class Sharding:
         return sum((collective("tensor", "all_reduce", size, self.layout.tensor) for size in terms), start=found)
 
     def expert_unit_traffic(self, weights: Sequence[Weight], num_gathers: int) -> Traffic:
-        """``unit_traffic`` of experts [E, ...], which ep splits, and etp their dimension ``split``."""
+        """``unit_traffic`` of experts [E, ...]; ep splits dimension 0, and etp dimension ``split``."""
         layout, shards, reduced = self.layout, self.layout.edp_shard, self.reduce_dtype.itemsize
         num_elements = 0
         for weight in weights:
@@ -70,9 +69,9 @@ class Sharding:
             sizes[0] //= layout.expert
             sizes[weight.split] //= layout.expert_tensor
             degrees = {0: layout.expert, weight.split: layout.expert_tensor}
-            # the rule sees the whole weight, as when a model is built; what it cuts is what ep and etp leave to a rank
+            # the dimension is chosen from the whole weight, as when a model is built, then applied to this rank's part
             sharded = sharded_dimension(weight.shape, {dim for dim, degree in degrees.items() if degree > 1}, shards)
-            num_elements += prod(_part(sizes, sharded, shards, index=0))  # the largest, to which others are padded
+            num_elements += prod(_part(sizes, sharded, shards, index=0))  # the largest part; others are padded to it
         found = collective(
             "edp_shard", "all_gather", num_elements * shards * self.compute_dtype.itemsize, shards, num_gathers
         )
@@ -80,14 +79,14 @@ class Sharding:
         return found + collective("edp_replicate", "all_reduce", num_elements * reduced, layout.edp_replicate)
 
     def shard_bytes(self, weight: Weight, index: int) -> int:
-        """The gradient of ``weight`` on the rank ``index`` of those that share it, without padding."""
+        """Returns the bytes of the gradient shard of ``weight`` on shard rank ``index``, without padding."""
         return prod(self._shard(weight, index)) * self.reduce_dtype.itemsize
 
     def _of_tp(self, weight: Weight) -> list[int]:
         return _part(weight.shape, weight.split, self.layout.tensor, self.tp_rank)
 
     def _shard(self, weight: Weight, index: int) -> list[int]:
-        """The part of rank ``index``; that of rank 0 is the largest, to which FSDP2 pads the others."""
+        """Returns the shape of rank ``index``'s part. Rank 0 has the largest; FSDP2 pads the others to it."""
         split = set() if weight.split is None or self.layout.tensor == 1 else {weight.split}
         dim = sharded_dimension(weight.shape, split, self.num_shards)
         return _part(self._of_tp(weight), dim, self.num_shards, index)

@@ -1,6 +1,6 @@
-"""The loss of a training run: cross entropy over a vocabulary that is split over tp as torch.chunk splits it.
+"""The training loss: cross entropy over a vocabulary that is split over tp as by torch.chunk.
 
-Of logits, or of what the output projection makes them from, a chunk of tokens at a time.
+It is computed from logits, or fused with the output projection a chunk of tokens at a time.
 """
 
 import torch
@@ -24,14 +24,14 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """The loss of every token, equal on all ranks of ``tp_group``: the fused one, of a vocabulary without padding.
+    """Returns the loss of every token, the same on all ranks of ``tp_group``. The vocabulary has no padding.
 
     Args:
-        logits: [S, B, V/tp], this rank's part, split as torch.chunk splits V.
-        target: int64 [S, B], in [0, V); the loss of another is NaN, so that no label outside is taken for a loss.
+        logits: [S, B, V/tp], this rank's part, with V split as by torch.chunk.
+        target: int64 [S, B], in [0, V). The loss of a target outside that range is NaN, so that it is not overlooked.
         vocab_size: V.
-        label_smoothing: in [0, 1]; over the whole vocabulary, as torch.nn.functional.cross_entropy has it.
-        softcap: c of logits that become c tanh(logits / c) first; None: they stay as they are.
+        label_smoothing: in [0, 1]; over the whole vocabulary, as in torch.nn.functional.cross_entropy.
+        softcap: c, to replace logits by c tanh(logits / c) first; None: no capping.
 
     Returns:
         [S, B] in float32, or float64 for float64 logits.
@@ -69,18 +69,18 @@ def vocab_parallel_linear_cross_entropy(
     sequence_parallel: bool = False,
     softcap: float | None = None,
 ) -> Tensor:
-    """``vocab_parallel_cross_entropy`` of the logits ``x weight^T + bias``, of which a chunk of tokens lives at a time.
+    """``vocab_parallel_cross_entropy`` of the logits ``x weight^T + bias``, computed a chunk of tokens at a time.
 
     Args:
-        x: [S, B, H], the same on all ranks of ``tp_group``; [S/tp, B, H] with ``sequence_parallel``. It is gathered
-            here, and its gradient summed.
-        weight: [V/tp, H], this rank's part, split as torch.chunk splits V.
+        x: [S, B, H], the same on all ranks of ``tp_group``; [S/tp, B, H] with ``sequence_parallel``. Gathered here; its
+            gradient is summed over ``tp_group``.
+        weight: [V/tp, H], this rank's part, with V split as by torch.chunk.
         target: int64 [S, B], in [0, V).
         vocab_size: V.
-        bias: [V/tp], split likewise.
+        bias: [V/tp], split in the same way.
 
     Returns:
-        [S, B] in float32, or float64 for float64.
+        [S, B] in float32, or float64 for float64 inputs.
 
     Raises:
         ShapeError: the weight is not this rank's part of the vocabulary, or ``x`` does not fit the targets.
@@ -107,6 +107,6 @@ def vocab_parallel_linear_cross_entropy(
 
 
 def loss_traffic(num_tokens: int, dtype: torch.dtype, tp_size: int) -> Passes:
-    """What the loss of ``num_tokens`` exchanges, without label smoothing: three numbers of each token, in forward."""
+    """Returns what the loss exchanges without label smoothing: three numbers per token, in forward."""
     wide = torch.promote_types(dtype, torch.float32)
     return Passes(collective("tensor", "all_gather", 3 * num_tokens * wide.itemsize * tp_size, tp_size))

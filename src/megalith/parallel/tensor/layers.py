@@ -1,13 +1,13 @@
 """Linear layers and the embedding, split over tp.
 
-    column  Y = X W^T + b, W [out/tp, in]: each rank computes some of the outputs
-    block   Y = X W_i^T + b_i, W [out, in] on every rank: each computes the one block of outputs that it reads
-    row     Y = sum over tp of X W^T, + b, W [out, in/tp]: each rank has some of the inputs
-    whole   Y = X W^T + b, W [out, in] on every rank: each computes all outputs, of the tokens that it has
-    embedding  E [V/tp, H]: each rank looks up the tokens that it holds, the others add zero
+    column     Y = X W^T + b, W [out/tp, in]: each rank computes part of the outputs
+    block      Y = X W_i^T + b_i, W [out, in] on every rank: each rank computes the one block of outputs that it uses
+    row        Y = (sum over tp of X W^T) + b, W [out, in/tp]: each rank has part of the inputs
+    whole      Y = X W^T + b, W [out, in] on every rank: each rank computes all outputs, for the tokens that it has
+    embedding  E [V/tp, H]: each rank looks up the tokens whose rows it holds, and the others add zero
 
-The product is ``options.matrix_product``. Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. V and out may be uneven
-over tp: the split is torch.chunk's.
+The matrix product is ``options.matrix_product``. Sizes need not be divisible by tp: they are split as by torch.chunk.
+Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053.
 """
 
 import torch
@@ -34,14 +34,15 @@ class ColumnParallelLinear(DeclaringModule):
 
     Args:
         in_features, out_features: sizes before the split.
-        options: groups, dtype, sequence parallelism (the input is [S/tp, B, in] and is gathered first), and product.
-        bias: whether there is one; it is split as the outputs are.
-        std: standard deviation of the first weights; biases begin at zero.
-        input_is_gathered: the caller has entered the region already, as for q, k and v that share one input.
-        has_weight: False for one that is given its weight at each call: the output projection of tied embeddings.
+        options: groups, dtype, matrix product, and sequence parallelism (the input is [S/tp, B, in] and is gathered).
+        bias: whether to add a bias, which is split like the outputs.
+        std: standard deviation of the initial weights; biases are initialized to zero.
+        input_is_gathered: the caller has already entered the tensor-parallel region, as for q, k and v, which share
+            one input.
+        has_weight: False if the weight is passed to each call, as for an output projection with tied embeddings.
 
     Raises:
-        ShapeError: fewer outputs than ranks of tp.
+        ShapeError: a rank of tp would have no outputs.
     """
 
     weight: nn.Parameter | None
@@ -76,7 +77,7 @@ class ColumnParallelLinear(DeclaringModule):
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """[S, B, in] ([S/tp, B, in] under sequence parallelism) -> [S, B, out/tp].
 
-        ``weight`` is another module's parameter, [out, in] split as its own would be, for a layer without one.
+        ``weight``: for ``has_weight=False``, another module's parameter [out, in], split as the layer's own would be.
         """
         weight = self.weight if weight is None else weight
         assert weight is not None, "a layer built with has_weight=False is called with a weight"
@@ -86,22 +87,22 @@ class ColumnParallelLinear(DeclaringModule):
 
 
 class BlockReplicatedLinear(DeclaringModule):
-    """A linear layer of fewer blocks of outputs than ranks of tp: those that read the same block each compute it.
+    """A linear layer with fewer blocks of outputs than ranks of tp; ranks that use the same block each compute it.
 
-    Rank r of tp computes block r * num_blocks // tp. The weight is whole on every rank, which costs the memory of
-    num_blocks - 1 blocks that the rank does not use, and needs no collective in forward. The gradient is summed over
-    tp once a step.
+    Rank r of tp computes block r * num_blocks // tp. The weight is replicated, which needs no collective in forward,
+    but costs the memory of num_blocks - 1 blocks that the rank does not use. The gradient is summed over tp once a
+    step.
 
     Args:
-        in_features: size of the input, which the caller has gathered already.
-        block_features: outputs of a block.
-        num_blocks: blocks of the whole layer, for instance heads of keys.
-        options: groups, dtype and product.
-        bias: whether there is one.
-        std: standard deviation of the first weights; biases begin at zero.
+        in_features: size of the input, which the caller has already gathered.
+        block_features: outputs per block.
+        num_blocks: blocks of the whole layer, for instance key heads.
+        options: groups, dtype and matrix product.
+        bias: whether to add a bias.
+        std: standard deviation of the initial weights; biases are initialized to zero.
 
     Raises:
-        ShapeError: the ranks of tp are not divisible by the blocks.
+        ShapeError: tp is not divisible by ``num_blocks``.
     """
 
     weight: nn.Parameter
@@ -128,19 +129,19 @@ class BlockReplicatedLinear(DeclaringModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, in] -> [S, B, block_features]."""
-        # what a rank computes is one of several uses of a block, and none of the others: its gradient is partial
+        # a rank uses only one block, which other ranks may use too, so its gradient is one term of the sum
         weight = local(self.weight, partial=True)[self.rows]
         bias = None if self.bias is None else local(self.bias, partial=True)[self.rows]
         return self.options.matrix_product(x, weight, bias)
 
 
 class RowParallelLinear(DeclaringModule):
-    """A linear layer that has in/tp of its inputs on each rank; the outputs are summed, then the bias is added once.
+    """A linear layer with in/tp of its inputs on each rank; outputs are summed over tp, then the bias is added once.
 
-    Args are those of ColumnParallelLinear; under sequence parallelism the output is [S/tp, B, out].
+    The arguments are those of ColumnParallelLinear. Under sequence parallelism the output is [S/tp, B, out].
 
     Raises:
-        ShapeError: fewer inputs than ranks of tp.
+        ShapeError: a rank of tp would have no inputs.
     """
 
     weight: nn.Parameter
@@ -166,10 +167,10 @@ class RowParallelLinear(DeclaringModule):
 
 
 class ReplicatedLinear(DeclaringModule):
-    """A linear layer between activations that tp does not split.
+    """A linear layer whose weight, inputs and outputs are not split over tp.
 
-    Under sequence parallelism each rank computes its own tokens, and only the gradient is exchanged, once a step.
-    Without it every rank of tp computes the same. Args are those of ColumnParallelLinear.
+    Under sequence parallelism each rank computes its own tokens, and only the weight gradient is communicated, once a
+    step. Without it all ranks of tp compute the same. The arguments are those of ColumnParallelLinear.
     """
 
     weight: nn.Parameter
@@ -188,14 +189,14 @@ class ReplicatedLinear(DeclaringModule):
             self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[S, B, in] -> [S, B, out], of S/tp each under sequence parallelism."""
+        """[S, B, in] -> [S, B, out] ([S/tp, B, in] -> [S/tp, B, out] under sequence parallelism)."""
         partial = self.options.sequence_parallel
         bias = None if self.bias is None else local(self.bias, partial=partial)
         return self.options.matrix_product(x, local(self.weight, partial=partial), bias)
 
 
 class VocabParallelEmbedding(DeclaringModule):
-    """Token embeddings [V, H], rows split over tp. Raises ShapeError for fewer rows than ranks of tp."""
+    """Token embeddings [V, H] with rows split over tp. Raises ShapeError if a rank of tp would have no rows."""
 
     weight: nn.Parameter
 
@@ -212,7 +213,8 @@ class VocabParallelEmbedding(DeclaringModule):
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 [B, S] -> [S, B, H] ([S/tp, B, H] under sequence parallelism).
 
-        With tp a token outside [0, V) gives NaN: a rank that raised would leave the others waiting for it.
+        With tp, a token outside [0, V) gives NaN instead of an error: a rank that raised would leave the others
+        waiting for it.
         """
         tokens = tokens.t()  # [S, B]
         tp_group = self.options.pg_collection.tp

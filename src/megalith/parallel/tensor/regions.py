@@ -1,4 +1,4 @@
-"""Where a tensor-parallel region begins and ends: the same two steps with and without sequence parallelism.
+"""Enters and leaves tensor-parallel regions, with or without sequence parallelism.
 
              forward / backward
     enter    sequence parallel: all-gather / reduce-scatter;  else: identity / all-reduce
@@ -22,21 +22,21 @@ __all__ = ["enter_tensor_parallel", "enter_traffic", "leave_tensor_parallel", "l
 
 
 def enter_tensor_parallel(x: Tensor, tp_group: ProcessGroup | None, sequence_parallel: bool) -> Tensor:
-    """[S/tp, B, H] under sequence parallelism, else [S, B, H] -> [S, B, H], equal on all ranks of ``tp_group``."""
+    """Maps [S/tp, B, H] (sequence parallel) or [S, B, H] to [S, B, H], the same on all ranks of ``tp_group``."""
     if sequence_parallel:
         return gather_from_sequence_parallel_region(x, tp_group)
     return copy_to_tensor_model_parallel_region(x, tp_group)
 
 
 def leave_tensor_parallel(x: Tensor, tp_group: ProcessGroup | None, sequence_parallel: bool) -> Tensor:
-    """Sums ``x`` [S, B, H] over ``tp_group`` -> [S/tp, B, H] under sequence parallelism, else [S, B, H]."""
+    """Sums ``x`` [S, B, H] over ``tp_group`` and returns [S/tp, B, H] (sequence parallel) or [S, B, H]."""
     if sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(x, tp_group)
     return reduce_from_tensor_model_parallel_region(x, tp_group)
 
 
 def enter_traffic(num_bytes: int, tp_size: int, sequence_parallel: bool) -> Passes:
-    """What ``enter_tensor_parallel`` exchanges for [S, B, H] of ``num_bytes``."""
+    """Returns what ``enter_tensor_parallel`` exchanges for [S, B, H] of ``num_bytes``."""
     if sequence_parallel:
         gathered = collective("tensor", "all_gather", num_bytes, tp_size)
         return Passes(gathered, collective("tensor", "reduce_scatter", num_bytes, tp_size), unsaved=gathered)
@@ -44,6 +44,6 @@ def enter_traffic(num_bytes: int, tp_size: int, sequence_parallel: bool) -> Pass
 
 
 def leave_traffic(num_bytes: int, tp_size: int, sequence_parallel: bool) -> Passes:
-    """What ``leave_tensor_parallel`` exchanges for [S, B, H] of ``num_bytes``: the adjoint."""
+    """Returns what ``leave_tensor_parallel`` exchanges for [S, B, H] of ``num_bytes``: forward and backward swapped."""
     enter = enter_traffic(num_bytes, tp_size, sequence_parallel)
     return Passes(enter.backward, enter.forward, unsaved=enter.backward)
