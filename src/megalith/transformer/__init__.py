@@ -1,1 +1,1 @@
-"""The pieces of a transformer: normalisation, rotary positions, attention, mlp, layer, stack, embeddings."""
+"""The building blocks of transformers: norms, rotary positions, attention, MLP, experts, layer, stack, embeddings."""

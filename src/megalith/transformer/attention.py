@@ -1,11 +1,11 @@
-"""Self-attention with its heads split over tp; grouped queries, rotary positions, any mask, a key-value cache.
+"""Self-attention with heads split over tp: grouped queries, rotary positions, any mask, a key-value cache.
 
-Ainslie et al. 2023, "GQA", arXiv:2305.13245. q, k and v read one gathered input; o sums over tp. With fewer groups than
-ranks, the tp/G ranks whose query heads share a group each compute its keys and values.
+Ainslie et al. 2023, "GQA", arXiv:2305.13245. q, k and v share one gathered input; o sums over tp. With fewer groups
+than ranks, the tp/G ranks whose query heads share a group each compute its keys and values.
 
-Of ``config.attention``: norms of q and k before their rotation; a sink, one more score in every softmax of a head, that
-is 0 (Miller 2023, "Attention Is Off By One") or learned (Agarwal et al. 2025, "gpt-oss", arXiv:2508.10925); a gate,
-o = W_o (attention * sigmoid(W_g x)) (Qiu et al. 2025, "Gated Attention", arXiv:2505.06708).
+Options of ``config.attention``: norms of q and k before their rotation; a sink, an additional score in every softmax of
+a head, which is 0 (Miller 2023, "Attention Is Off By One") or learned (Agarwal et al. 2025, "gpt-oss",
+arXiv:2508.10925); a gate, o = W_o (attention * sigmoid(W_g x)) (Qiu et al. 2025, "Gated Attention", arXiv:2505.06708).
 """
 
 import torch
@@ -29,18 +29,18 @@ __all__ = ["SelfAttention"]
 
 
 class SelfAttention(DeclaringModule):
-    """Self-attention: A query heads in G groups of D, A/tp and max(G/tp, 1) of them here.
+    """Self-attention with A query heads in G groups, of size D; this rank has A/tp heads and max(G/tp, 1) groups.
 
     Args:
-        window: how many keys a query sees, its own included; None: no window of its own.
-        rotates: whether queries and keys are rotated by their positions, where the model has rotary ones; if not, only
-            the mask tells this layer the order of tokens.
+        window: how many keys a query sees, including its own; None: the layer does not limit them.
+        rotates: whether rotary positions, if the model has them, are applied to queries and keys; if not, the layer
+            knows the order of tokens from the mask only.
 
     Raises:
         ShapeError: tp does not divide the heads, or neither divides the groups nor is a multiple of them.
     """
 
-    sinks: nn.Parameter  # of a learnable softmax
+    sinks: nn.Parameter  # with a learnable softmax only
 
     def __init__(
         self, config: TransformerConfig, options: BuildOptions, *, window: int | None = None, rotates: bool = True
@@ -86,7 +86,7 @@ class SelfAttention(DeclaringModule):
         self.o_proj = RowParallelLinear(A * D, H, options, bias=config.output_bias, std=output_std(config))
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
-        """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
+        """[S, B, H] -> [S, B, H]; under sequence parallelism both are [S/tp, B, H]."""
         groups = self.options.pg_collection
         x = self.entered(enter_tensor_parallel, x, groups.tp, self.options.sequence_parallel)  # [S, B, H]
         # [S, B, A/tp, D], and [S, B, max(G/tp, 1), D] twice
@@ -105,7 +105,7 @@ class SelfAttention(DeclaringModule):
         return y
 
     def _sink(self, q: Tensor) -> Tensor | None:
-        """[A/tp]: of each head, a score in every softmax besides those of keys."""
+        """Returns [A/tp], an additional score per head in every softmax, or None."""
         if self.softmax == "vanilla":
             return None
         return q.new_zeros(q.shape[2]) if self.softmax == "off_by_one" else local(self.sinks)

@@ -1,12 +1,12 @@
-"""Which keys a query sees, as a value: causal or both ways, near ones only, a prefix that is read both ways.
+"""Attention masks as values: which keys a query sees.
 
     causal         key j <= query i
     bidirectional  every key
-    window w       |i - j| < w besides
+    window w       additionally |i - j| < w
     prefix p       the first p tokens see each other, the rest is causal (Raffel et al. 2019, arXiv:1910.10683)
 
-Tokens of other documents of a packed row are never seen; where those begin is the batch's ``PackedSeqParams``. A padded
-row is two documents: its tokens, and its padding (``PackedSeqParams.from_padding``).
+In packed rows, tokens of other documents are never seen; document boundaries are in the batch's ``PackedSeqParams``. A
+padded row is two documents: its tokens, and its padding (``PackedSeqParams.from_padding``).
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Prefix:
     """The prefix of each row, whose tokens attend to each other in both directions.
 
     Attributes:
-        documents: each row as a prefix and a rest.
+        documents: each row as two documents, the prefix and the rest.
         covers: bool [B, S], True within the prefix.
     """
 
@@ -35,7 +35,7 @@ class Prefix:
 
     @classmethod
     def of(cls, lengths: Sequence[int], seq_length: int) -> "Prefix":
-        """Of ``lengths`` tokens, one number a row of ``seq_length``. Raises ConfigError for one outside [0, S]."""
+        """Creates prefixes of ``lengths`` tokens, one per row. Raises ConfigError for a length outside [0, S]."""
         if any(not 0 <= length <= seq_length for length in lengths):
             raise ConfigError(
                 f"a prefix must have from 0 to {seq_length} tokens, those of its row; got {list(lengths)}"
@@ -45,13 +45,13 @@ class Prefix:
         return cls(PackedSeqParams.from_lengths(rows), covers)
 
     def to(self, device: torch.device | str) -> "Prefix":
-        """The same prefixes on ``device``."""
+        """Returns the same prefixes on ``device``."""
         return Prefix(self.documents.to(device), self.covers.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """The keys that a query sees. ``window`` includes the query's own key: with 1 a token attends to itself only.
+    """The keys that a query sees. ``window`` includes the query's own key: with 1 a token attends only to itself.
 
     Raises:
         ConfigError: ``window`` below 1; a prefix combined with a window or with ``causal=False``.
@@ -72,14 +72,14 @@ class AttentionMask:
             )
 
     def within(self, window: int | None) -> "AttentionMask":
-        """This mask in a layer that sees ``window`` keys; None: all. The smaller of two windows holds."""
+        """Returns this mask for a layer with ``window`` (None: no limit); the smaller of two windows applies."""
         if window is None:
             return self
         return replace(self, window=window if self.window is None else min(window, self.window))
 
     @property
     def sides(self) -> tuple[int, int] | None:
-        """The window as (keys before, keys after) the query's own, as ``fused_attention`` takes it; None: no window."""
+        """The window as (keys before, keys after) the query's own, as in ``fused_attention``; None: no window."""
         if self.window is None:
             return None
         return self.window - 1, 0 if self.causal else self.window - 1
@@ -87,9 +87,9 @@ class AttentionMask:
     def visible(
         self, S: int, device: torch.device, documents: PackedSeqParams | None = None, num_queries: int | None = None
     ) -> Tensor:
-        """bool [1 or B, 1, Sq, S]: whether a query sees the key, of the last ``num_queries`` of S tokens, or all.
+        """Returns bool [1 or B, 1, Sq, S]: whether each of the last ``num_queries`` of S tokens (None: all) sees a key.
 
-        Rows of ``documents`` may go on behind the S tokens, those of a cache.
+        Rows of ``documents`` may be longer than S, as with a cache.
         """
         new = slice(0 if num_queries is None else S - num_queries, S)
         distance = torch.arange(S, device=device)[new].unsqueeze(1) - torch.arange(S, device=device)  # [Sq, S]

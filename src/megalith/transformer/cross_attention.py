@@ -1,10 +1,10 @@
-"""Cross attention: queries of a decoder, keys and values of an encoder's output, heads split over tp.
+"""Cross attention: a decoder's queries over keys and values from an encoder's output, with heads split over tp.
 
     o = W_o softmax(scale W_q x (W_k e)^T) W_v e,   x of the decoder [Sd, B, H], e of the encoder [Se, B, H]
 
-Vaswani et al. 2017, arXiv:1706.03762, section 3.2.3. Without positions: neither rotations nor a bias. Under context
-parallelism the ranks gather the keys and values of the encoder's whole rows, whatever the method of self-attention:
-each is used by all queries, and is made once. In generation they are made once for all tokens, and kept.
+Vaswani et al. 2017, arXiv:1706.03762, section 3.2.3. It has no positions, neither rotary nor as a bias. Under context
+parallelism keys and values of the encoder's whole rows are all-gathered, whatever the method of self-attention, because
+all queries use all of them. In generation they are computed once and cached.
 """
 
 import torch
@@ -29,7 +29,7 @@ __all__ = ["CrossAttention"]
 
 
 class CrossAttention(nn.Module):
-    """Attention of a decoder over an encoder's output: A heads of D, A/tp of them here, each with its own keys.
+    """Attention of a decoder over an encoder's output, with A heads of size D, A/tp of them on this rank; no GQA.
 
     Raises:
         ShapeError: tp does not divide the heads.
@@ -54,9 +54,9 @@ class CrossAttention(nn.Module):
         self.o_proj = RowParallelLinear(A * D, H, options, bias=config.output_bias, std=output_std(config))
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
-        """[Sd, B, H] -> [Sd, B, H], of [Sd/tp, B, H] each under sequence parallelism; Sd and Se of S/cp.
+        """[Sd, B, H] -> [Sd, B, H], both [Sd/tp, B, H] under sequence parallelism; Sd is this rank's part under cp.
 
-        Raises ConfigError where ``context`` has no encoder's output.
+        Raises ConfigError if ``context`` has no encoder output.
         """
         groups, encoder = self.options.pg_collection, context.encoder
         if encoder is None:
@@ -71,9 +71,9 @@ class CrossAttention(nn.Module):
         return y
 
     def _keys_and_values(self, encoder: EncoderOutput, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Of the encoder's whole rows."""
+        """Returns the keys and values of the encoder's whole rows, [Se, B, A/tp, D] each."""
         groups = self.options.pg_collection
-        # from an earlier stage it comes in the dtype of the residual stream
+        # an earlier stage sends it in the dtype of the residual stream
         hidden = enter_tensor_parallel(
             encoder.hidden.to(dtype), groups.tp, self.options.sequence_parallel
         )  # [Se/cp, B, H]
@@ -85,7 +85,7 @@ class CrossAttention(nn.Module):
         return k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, encoder: EncoderOutput, context: LayerContext) -> Tensor:
-        """[Sd, B, A/tp, D]."""
+        """Returns [Sd, B, A/tp, D]."""
         dropout = self.dropout.of(context.token_dropout_key)
         if dropout is None and encoder.seen is None:
             return fused_attention(q, k, v, causal=False, scale=self.scale, softcap=self.softcap)[0]

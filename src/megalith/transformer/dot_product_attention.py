@@ -1,9 +1,9 @@
-"""Scaled dot-product attention over grouped heads, under any mask, with packed documents and reproducible dropout.
+"""Scaled dot-product attention over grouped heads, with any mask, packed documents and reproducible dropout.
 
     o = softmax(s + mask) v,   s = q k^T / sqrt(D), or scale q k^T, or c tanh(scale q k^T / c) with a softcap c
 
-Without dropout this is ``fused_attention``, which never materialises the S x S scores, except on the reference path of
-float64. With dropout, and with a bias of relative positions, which has a gradient, they are: ``spelled_out_attention``.
+Without dropout this is ``fused_attention``, which never materializes the S x S scores, except on its reference path for
+float64. Dropout, and a relative position bias, which has a gradient, materialize them: ``spelled_out_attention``.
 """
 
 import torch
@@ -23,17 +23,17 @@ from megalith.transformer.spelled_out_attention import Scores, attend
 
 __all__ = ["DotProductAttention"]
 
-_attention_by_lengths = called_whole(fused_attention)  # its masks follow from the number of keys
+_attention_by_lengths = called_whole(fused_attention)  # its masks depend on the number of keys
 
 
 class DotProductAttention(nn.Module):
-    """Attention itself, between the projections: what "selective" recomputation computes again.
+    """Attention between the projections: the module "core_attn" of selective recomputation.
 
     Args:
-        dropout: the share of attention probabilities to drop in training.
-        head_offset: this rank's first head among all heads, whose masks differ.
-        window: the keys that a query of this layer sees, its own included; None: no window of its own.
-        cp_group: the ranks that rows are split over, zig-zag; None: rows are whole.
+        dropout: the fraction of attention probabilities to drop in training.
+        head_offset: global index of this rank's first head; heads have different dropout masks.
+        window: how many keys a query of this layer sees, including its own; None: the layer does not limit them.
+        cp_group: the ranks over which rows are split zig-zag; None: rows are whole.
         context_method: how those ranks exchange keys and values.
         scale, softcap: of the scores, as in ``fused_attention``.
     """
@@ -58,20 +58,20 @@ class DotProductAttention(nn.Module):
         self.scale, self.softcap = scale, softcap
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext, sink: Tensor | None = None) -> Tensor:
-        """Attention of the last Sq of Sk positions.
+        """Computes attention for the last Sq of Sk positions.
 
         Args:
-            q: [Sq, B, A, D]; Sq < Sk after a cache of keys and values; [S/cp, B, A, D] of rows split over cp.
-            k, v: [Sk, B, G, D], A divisible by G; query head a reads group a // (A / G).
-            context: its mask, documents, ``position_bias`` and ``token_dropout_key`` are read.
-            sink: [A], a score in every softmax of the head that has no value.
+            q: [Sq, B, A, D]; Sq < Sk with a key-value cache; [S/cp, B, A, D] if rows are split over cp.
+            k, v: [Sk, B, G, D], A divisible by G; query head a uses group a // (A / G).
+            context: its mask, documents, ``position_bias`` and ``token_dropout_key`` are used.
+            sink: [A], an additional score without a value in every softmax of the head.
 
         Returns:
             [Sq, B, A, D].
 
         Raises:
-            ShapeError: dropout, a prefix, or rows split over cp where queries follow a cache.
-            ConfigError: a prefix over packed documents, or in rows split over cp.
+            ShapeError: dropout, a prefix or rows split over cp, combined with a cache.
+            ConfigError: a prefix with packed documents, or with rows split over cp.
         """
         mask, documents, bias = context.mask.within(self.window), context.documents, context.position_bias
         dropout = self.dropout.of(context.token_dropout_key)
@@ -88,7 +88,7 @@ class DotProductAttention(nn.Module):
             return self._with_prefix(q, k, v, sink, mask)
         seen = mask.visible(k.shape[0], q.device, documents, q.shape[0])
         scores_as = Scores(self.scale, self.softcap, None if bias is None else bias.whole, sink)
-        # Inductor shifts the integers of dropout's mask as floats, and its C++ does not build (torch 2.13): not traced
+        # not traced: Inductor shifts the integers of dropout's mask as floats, which does not compile (torch 2.13)
         spelled_out = attend if dropout is None else torch.compiler.disable(attend)
         out: Tensor = spelled_out(q, k, v, scores_as, seen, dropout=dropout, head_offset=self.head_offset)
         return out
@@ -102,7 +102,7 @@ class DotProductAttention(nn.Module):
         mask: AttentionMask,
         documents: PackedSeqParams | None,
     ) -> Tensor:
-        # by torch's kernel one call serves any number of keys
+        # a recorded call of torch's kernel can be replayed with any number of keys
         is_plain = mask.window is None and documents is None and self.softcap is None and q.dtype != torch.float64
         attend = fused_attention if is_plain else _attention_by_lengths
         out, _ = attend(
@@ -134,7 +134,7 @@ class DotProductAttention(nn.Module):
         if mask.prefix is not None:
             raise ConfigError("context parallelism has no prefix that is read both ways; set parallel.context=1")
         sink, bias = sink_and_bias
-        # a compiler would cut what travels between ranks apart from what is computed meanwhile: not traced
+        # not traced: the compiler would break the overlap of communication and computation
         attend = torch.compiler.disable(context_attention)
         out: Tensor = attend(
             q,
@@ -155,7 +155,7 @@ class DotProductAttention(nn.Module):
         return out
 
     def _with_prefix(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, mask: AttentionMask) -> Tensor:
-        """Two fused calls: a query within the prefix sees all of the prefix, one after it what is causal."""
+        """Combines two fused calls: queries within the prefix see all of it, those after it are causal."""
         assert mask.prefix is not None, "the caller has looked"
         within = self._fused(q, k, v, sink, BIDIRECTIONAL, mask.prefix.documents)
         after = self._fused(q, k, v, sink, CAUSAL, None)

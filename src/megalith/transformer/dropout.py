@@ -1,4 +1,4 @@
-"""Where a model drops elements: each place draws a mask of its own, known by its canonical name."""
+"""Dropout sites of a model: each draws its own mask, identified by its canonical name."""
 
 from dataclasses import replace
 
@@ -13,10 +13,10 @@ __all__ = ["DropoutSite", "name_dropout_sites_", "sequence_parallel_key"]
 
 
 class DropoutSite(nn.Module):
-    """One place where a share ``p`` of elements is dropped in training; it has no tensors.
+    """A place in the model where a fraction ``p`` of elements is dropped in training; it has no tensors.
 
-    Its name in the model (``model.layers.3.self_attn_dropout``) decides its masks, so that a stage of a pipeline drops
-    what the whole model would, and two stacks never share a mask.
+    Its masks depend on its name in the model (``model.layers.3.self_attn_dropout``), so that a pipeline stage drops the
+    same elements as the whole model would, and two stacks never share a mask.
     """
 
     def __init__(self, p: float) -> None:
@@ -25,7 +25,7 @@ class DropoutSite(nn.Module):
         self.number: int | None = None
 
     def of(self, key: DropoutKey | None) -> Dropout | None:
-        """The dropout to apply here under the ``key`` of the step; None in evaluation, without a ``key`` and for p = 0.
+        """Returns the dropout to apply with the step's ``key``; None in evaluation, without a ``key``, or if p is 0.
 
         Raises:
             ConfigError: the site has no name yet; call ``name_dropout_sites_``.
@@ -41,7 +41,7 @@ class DropoutSite(nn.Module):
 
 
 def name_dropout_sites_(model: nn.Module) -> None:
-    """Gives every dropout site of ``model`` its canonical name; whole models do so when they are built."""
+    """Assigns every dropout site of ``model`` its canonical name; whole models call it at construction."""
     sites = {name: module for name, module in model.named_modules() if isinstance(module, DropoutSite)}
     numbers = {name: name_number(name) for name in sites}
     assert len(set(numbers.values())) == len(numbers), "two names hash alike, which happens once in 2^63"
@@ -50,7 +50,7 @@ def name_dropout_sites_(model: nn.Module) -> None:
 
 
 def sequence_parallel_key(key: DropoutKey, tp_group: ProcessGroup | None) -> DropoutKey:
-    """``key`` for all tokens [B, S] -> the key for this rank's, [S/tp, B]; ``tp_group`` None: [S, B]."""
+    """Maps a key for all tokens [B, S] to one for this rank's tokens, [S/tp, B], or [S, B] without ``tp_group``."""
     tokens = key.tokens.t()  # [S, B]
     if tp_group is not None:
         tokens = torch.chunk(tokens, tp_group.size())[tp_group.rank()]  # [S/tp, B]

@@ -1,4 +1,4 @@
-"""Learned vectors beside those of the vocabulary: of positions, of token types."""
+"""Learned embeddings other than those of the vocabulary: positions and token types."""
 
 from torch import Tensor, nn
 
@@ -11,7 +11,7 @@ __all__ = ["LearnedPositions", "ReplicatedEmbedding"]
 
 
 class ReplicatedEmbedding(DeclaringModule):
-    """One learned vector for each of ``num_embeddings`` numbers, whole on every rank of tp."""
+    """An embedding with ``num_embeddings`` rows, replicated on every rank of tp."""
 
     weight: nn.Parameter
 
@@ -22,14 +22,14 @@ class ReplicatedEmbedding(DeclaringModule):
         self.declare("weight", spec, options.pg_collection, options.dtype)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """int64 [S], or [B, S] -> [S, 1 or B, H]; [S/tp, 1 or B, H] under sequence parallelism."""
+        """int64 [S] or [B, S] -> [S, 1 or B, H]; [S/tp, 1 or B, H] under sequence parallelism."""
         rows = numbers if numbers.dim() == 2 else numbers.unsqueeze(0)
         mine = scatter_to_sequence_parallel_region(rows.t(), self.sequence_group)  # [S/tp, 1 or B]
         return nn.functional.embedding(mine, local(self.weight, partial=self.sequence_group is not None))
 
 
 class LearnedPositions(ReplicatedEmbedding):
-    """One learned vector for each position, after the rows that ``config.position_offset`` leaves out."""
+    """Learned position embeddings; the first ``config.position_offset`` rows are not used."""
 
     def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
         assert config.max_position_embeddings is not None, "the config was validated"
@@ -37,5 +37,5 @@ class LearnedPositions(ReplicatedEmbedding):
         self.offset = config.position_offset
 
     def forward(self, positions: Tensor) -> Tensor:
-        """int64 [S], or [B, S] -> as ``ReplicatedEmbedding``."""
+        """Same shapes as ``ReplicatedEmbedding``."""
         return super().forward(positions + self.offset if self.offset else positions)

@@ -1,4 +1,4 @@
-"""What a decoder reads of an encoder: its output, and which part of it each token of the decoder sees."""
+"""What a decoder reads from an encoder: its output, and which part of it each decoder token sees."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,12 @@ __all__ = ["EncoderOutput", "PairedDocuments"]
 
 @dataclass(frozen=True, eq=False)
 class PairedDocuments:
-    """The documents of an encoder's rows and of a decoder's, and which of them belong together.
+    """The documents in the rows of an encoder and a decoder, and which of them belong together.
 
     Attributes:
-        encoder, decoder: of whole rows also where ranks of cp hold parts of them.
-        bounds: int64 [B, Sd, 2], for each token of the decoder the first of the encoder's row that it sees, and the
-            one after the last; equal where it sees none.
+        encoder, decoder: documents of whole rows, even if ranks of cp hold parts of them.
+        bounds: int64 [B, Sd, 2], for each decoder token the half-open range of encoder tokens that it sees; its ends
+            are equal if it sees none.
     """
 
     encoder: PackedSeqParams
@@ -27,10 +27,10 @@ class PairedDocuments:
 
     @classmethod
     def from_padding(cls, encoder_is_token: Tensor, decoder_is_token: Tensor) -> "PairedDocuments":
-        """Of padded rows, from which places hold tokens: bool [B, Se] and [B, Sd].
+        """Creates them from padded rows, given bool masks [B, Se] and [B, Sd] that are True for tokens.
 
-        A row of one with no tokens gives its partner nothing. Raises ShapeError as ``PackedSeqParams.from_padding``,
-        and for other numbers of rows.
+        If a row has no tokens on one side, nothing is seen in that row. Raises ShapeError like
+        ``PackedSeqParams.from_padding``, and if the numbers of rows differ.
         """
         encoder, decoder = (PackedSeqParams.from_padding(each) for each in (encoder_is_token, decoder_is_token))
         _check_rows(encoder, decoder)
@@ -41,10 +41,10 @@ class PairedDocuments:
 
     @classmethod
     def from_packed(cls, encoder: PackedSeqParams, decoder: PackedSeqParams) -> "PairedDocuments":
-        """Of packed rows, whose documents belong together by their ordinal in a row.
+        """Creates them from packed rows: the n-th documents of a row belong together.
 
-        Those behind the last one of the other row, padding at its end, see nothing and are seen by nothing.
-        Raises ShapeError for other numbers of rows.
+        If one row has more documents than the other (padding at its end), the excess sees nothing and is not seen.
+        Raises ShapeError if the numbers of rows differ.
         """
         _check_rows(encoder, decoder)
         longest = max(map(len, decoder.rows()))
@@ -56,13 +56,13 @@ class PairedDocuments:
         return cls(encoder, decoder, bounds.to(decoder.document_bounds.device))
 
     def to(self, device: torch.device | str) -> "PairedDocuments":
-        """The same documents on ``device``."""
+        """Returns the same documents on ``device``."""
         return PairedDocuments(
             self.encoder.to(device), self.decoder.to(device), self.bounds.to(device, non_blocking=True)
         )
 
     def seen(self, positions: Tensor) -> Tensor:
-        """bool [B, 1, Sq, Se]: which tokens of the encoder those of the decoder at ``positions``, int64 [Sq], see."""
+        """Returns bool [B, 1, Sq, Se]: which encoder tokens the decoder tokens at ``positions``, int64 [Sq], see."""
         keys = torch.arange(self.encoder.seq_length, device=self.bounds.device)
         first, end = self.bounds[:, positions].unsqueeze(1).unsqueeze(-2).unbind(-1)  # [B, 1, Sq, 1]
         return (keys >= first) & (keys < end)
@@ -70,11 +70,11 @@ class PairedDocuments:
 
 @dataclass(frozen=True, eq=False)
 class EncoderOutput:
-    """What cross attention reads in every layer of a decoder.
+    """The input of cross attention in every layer of a decoder.
 
     Attributes:
-        hidden: [Se/cp, B, H], [Se/cp/tp, B, H] under sequence parallelism; zigzag under cp.
-        seen: bool [B, 1, Sd/cp, Se], which tokens of the encoder's whole rows those of the decoder see; None: all.
+        hidden: [Se/cp, B, H], or [Se/cp/tp, B, H] under sequence parallelism; split zig-zag under cp.
+        seen: bool [B, 1, Sd/cp, Se], which tokens of the encoder's whole rows each decoder token sees; None: all.
     """
 
     hidden: Tensor

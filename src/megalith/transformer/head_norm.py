@@ -1,11 +1,11 @@
-"""Norms of queries and keys over the D features of each head, with one weight for all heads.
+"""Norms of queries and keys over the D features of each head, with one weight shared by all heads.
 
     RMSNorm    y = x / sqrt(mean(x^2) + eps) * w
     LayerNorm  y = (x - mean(x)) / sqrt(var(x) + eps) * w + b
     L2         y = x / sqrt(mean(x^2) + eps)
 
-Henry et al. 2020, "Query-Key Normalization for Transformers", arXiv:2010.04245; Dehghani et al. 2023, arXiv:2302.05442,
-section 2, who keep the scores of large models from growing with it.
+Henry et al. 2020, "Query-Key Normalization for Transformers", arXiv:2010.04245. Dehghani et al. 2023, arXiv:2302.05442,
+section 2, use it to keep attention scores from growing in large models.
 """
 
 from torch import Tensor, nn
@@ -19,10 +19,10 @@ __all__ = ["HeadNorm"]
 
 
 class HeadNorm(DeclaringModule):
-    """The norm that ``config.attention.qk_norm`` names, over D; its parameters are whole on every rank of tp."""
+    """The norm named by ``config.attention.qk_norm``, over D; its parameters are replicated over tp."""
 
-    weight: nn.Parameter  # of RMSNorm and LayerNorm
-    bias: nn.Parameter  # of LayerNorm alone
+    weight: nn.Parameter  # RMSNorm and LayerNorm only
+    bias: nn.Parameter  # LayerNorm only
 
     def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
         super().__init__()
@@ -37,10 +37,10 @@ class HeadNorm(DeclaringModule):
             self.declare("bias", ParameterSpec(shape, "zeros"), options.pg_collection, options.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[S, B, heads, D] -> the same, same dtype."""
+        """[S, B, heads, D] -> same shape and dtype."""
         if self.kind == "L2":
             return fused_rms_norm(x, None, self.eps)
-        # a rank of tp norms heads of its own, so that its gradient is one term of a sum
+        # each rank of tp norms its own heads, so its gradient is one term of a sum
         weight = local(self.weight, partial=True)
         if self.kind == "RMSNorm":
             return fused_rms_norm(x, weight, self.eps, self.zero_centered)

@@ -1,4 +1,4 @@
-"""How wide first weights are."""
+"""Standard deviations of initial weights."""
 
 import math
 
@@ -8,9 +8,9 @@ __all__ = ["output_std"]
 
 
 def output_std(config: TransformerConfig) -> float:
-    """Standard deviation of the two projections of a layer that add to the residual stream: std / sqrt(2 L).
+    """Returns std / sqrt(2 L), the standard deviation for a layer's two projections that add to the residual stream.
 
-    So that its variance does not grow with depth. Radford et al. 2019, "Language Models are Unsupervised Multitask
-    Learners", section 2.3.
+    It keeps the variance of the residual stream from growing with depth. Radford et al. 2019, "Language Models are
+    Unsupervised Multitask Learners", section 2.3.
     """
     return config.init_method_std / math.sqrt(2 * config.num_layers)

@@ -1,13 +1,13 @@
-"""One transformer layer: attention and feed-forward, each added to the residual stream x, with norms around them.
+"""A transformer layer: attention and feed-forward, each added to the residual stream x, with norms around them.
 
 pre       h = x + dropout(attention(norm(x)));           y = h + dropout(feed_forward(norm(h)))
 post      h = norm(x + dropout(attention(x)));           y = norm(h + dropout(feed_forward(h)))
 sandwich  h = x + dropout(norm(attention(norm(x))));     y = h + dropout(norm(feed_forward(norm(h))))
 
-A layer of a decoder that reads an encoder has cross attention between the two, added and normed likewise.
+In the decoder of an encoder-decoder model, cross attention comes between the two, added and normed in the same way.
 
 post: Vaswani et al. 2017, arXiv:1706.03762. pre: Xiong et al. 2020, arXiv:2002.04745. sandwich: Ding et al. 2021,
-"CogView", arXiv:2105.13290; Gemma Team 2024, "Gemma 2", arXiv:2408.00118. What is added may have a constant factor.
+"CogView", arXiv:2105.13290; Gemma Team 2024, "Gemma 2", arXiv:2408.00118. The added terms may have a constant factor.
 """
 
 from torch import Tensor, nn
@@ -25,10 +25,10 @@ __all__ = ["TransformerLayer"]
 
 
 class TransformerLayer(nn.Module):
-    """A layer of the parts that ``spec`` names, with its norms where ``config.residual.norm_placement`` has them.
+    """A layer built from the parts in ``spec``, with norms placed by ``config.residual.norm_placement``.
 
-    ``post_attention_layernorm`` comes before the MLP in each placement: its input is the sum after attention.
-    ``cross_attn_layernorm`` comes before cross attention likewise.
+    In every placement ``post_attention_layernorm`` comes before the MLP; its input is the sum after attention.
+    ``cross_attn_layernorm`` comes before cross attention in the same way.
     """
 
     def __init__(self, config: TransformerConfig, options: BuildOptions, spec: LayerSpec) -> None:
@@ -55,7 +55,7 @@ class TransformerLayer(nn.Module):
         self.post_mlp_layernorm = norm_if(placement == "post")
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
-        """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
+        """[S, B, H] -> [S, B, H]; under sequence parallelism both are [S/tp, B, H]."""
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
         to_add = self._to_add(self.self_attn(normed, context), self.self_attn_output_layernorm)
         drops = self.self_attn_dropout.of(context.hidden_dropout_key)
@@ -73,11 +73,11 @@ class TransformerLayer(nn.Module):
         return bias_dropout_add_fused_train((fed_forward, None), x, p, key=key)
 
     def _summed(self, norm: Normalization, y: Tensor, x: Tensor, dropout: Dropout | None) -> tuple[Tensor, Tensor]:
-        """What the next sublayer reads, and the residual stream with ``y``; the same tensor in post-norm."""
+        """Adds ``y`` to the residual stream ``x``; returns the next sublayer's input and the stream (same if post)."""
         normed, x = norm.after_residual(y, x, dropout)
         return normed, x if self.post_mlp_layernorm is None else normed
 
     def _to_add(self, y: Tensor, norm: Normalization | None) -> Tensor:
-        """What a sublayer that gives ``y`` adds to the residual stream, before dropout."""
+        """Returns what a sublayer with output ``y`` adds to the residual stream, before dropout."""
         y = y if norm is None else norm(y)
         return y if self.multiplier == 1.0 else y * self.multiplier

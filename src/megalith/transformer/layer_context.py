@@ -1,4 +1,4 @@
-"""What a layer's forward needs besides the hidden states, in one record."""
+"""The context: everything that a layer's forward needs besides the hidden states, in one record."""
 
 from dataclasses import dataclass
 
@@ -18,19 +18,16 @@ __all__ = ["KVCache", "LayerContext"]
 
 
 class KVCache:
-    """What one layer keeps of the tokens seen so far, in memory for ``capacity`` tokens of each row.
+    """The key-value cache of one layer, with memory for ``capacity`` tokens per row.
 
-    Keys and values, [S, B, max(G/tp, 1), D] each; of latent attention, the latents that they are made from.
-
-    Only ``grow`` and ``repeat_rows_`` move it: a token costs its own bytes, and not a copy of all before it. In memory
-    the keys of a head follow each other, as attention reads them; a token of all rows and heads is written once and
-    read in every later step.
+    It holds keys and values, [S, B, max(G/tp, 1), D] each, or, for latent attention, the latents that they are computed
+    from. Only ``grow`` and ``repeat_rows_`` reallocate it, so appending a token does not copy earlier ones. The keys of
+    a head are contiguous in memory, as attention reads them: each is written once and read in every later step.
 
     Attributes:
-        held: tensors [capacity, B, heads, D], views of [B, heads, capacity, D]; allocated at the first ``append``, none
-            before.
-        num_tokens: how many of a row's are there.
-        cross: keys and values of an encoder's output, made by the first call of cross attention.
+        held: tensors [capacity, B, heads, D], views of [B, heads, capacity, D]; empty until the first ``append``.
+        num_tokens: the number of cached tokens per row.
+        cross: keys and values of an encoder's output, computed by the first call of cross attention.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -39,11 +36,11 @@ class KVCache:
         self.held: tuple[Tensor, ...] = ()
         self.cross: tuple[Tensor, Tensor] | None = None
 
-    @called_whole  # it counts tokens
+    @called_whole  # it has state, the number of tokens
     def append(self, *newest: Tensor) -> tuple[Tensor, ...]:
-        """Adds ``newest``, [S, B, heads, D] each, and returns all tokens, [num_tokens, B, heads, D], as views.
+        """Appends ``newest``, [S, B, heads, D] each, and returns views of all tokens, [num_tokens, B, heads, D].
 
-        Raises ShapeError where they pass ``capacity``.
+        Raises ShapeError if they exceed ``capacity``.
         """
         start, end = self.num_tokens, self.num_tokens + newest[0].shape[0]
         if end > self.capacity:
@@ -56,20 +53,20 @@ class KVCache:
         return tuple(whole[:end] for whole in self.held)
 
     def grow(self, capacity: int) -> None:
-        """Makes room for ``capacity`` tokens, no fewer than before; those that are there are copied."""
+        """Increases the capacity to ``capacity`` tokens, and copies those already cached."""
         self.capacity = capacity
         before, self.held = self.held, tuple(map(self._room_for, self.held))
         for whole, old in zip(self.held, before, strict=True):
             whole[: self.num_tokens] = old[: self.num_tokens]
 
     def take_rows_(self, rows: Tensor) -> None:
-        """Row i goes on from what row ``rows[i]`` has held, int64 [B]; both have read the same output of an encoder."""
+        """Makes row i continue from row ``rows[i]``, int64 [B]; both must have the same encoder output."""
         for whole in self.held:
             whole[: self.num_tokens] = whole[: self.num_tokens].index_select(1, rows)
 
     def repeat_rows_(self, times: int) -> None:
-        """Makes ``times`` rows of each, one after the other, which go on apart."""
-        # what is held are views of [B, heads, capacity, D]
+        """Repeats each row ``times`` times, next to each other; the copies continue independently."""
+        # ``held`` are views of [B, heads, capacity, D]
         self.held = tuple(
             whole.permute(1, 2, 0, 3).repeat_interleave(times, dim=0).permute(2, 0, 1, 3) for whole in self.held
         )
@@ -78,7 +75,7 @@ class KVCache:
             self.cross = k, v
 
     def _room_for(self, like: Tensor) -> Tensor:
-        """[S, B, heads, D] -> an empty [capacity, B, heads, D]."""
+        """Allocates [capacity, B, heads, D] for tensors like [S, B, heads, D]."""
         _, B, heads, D = like.shape
         return like.new_empty(B, heads, self.capacity, D).permute(2, 0, 1, 3)
 
@@ -88,17 +85,16 @@ class LayerContext:
     """The batch as layers see it; every part of a layer is called with (hidden states, context).
 
     Attributes:
-        mask: which keys a query sees; a layer may narrow it to a window of its own.
-        documents: where documents begin, in whole rows also where ranks of cp hold parts of them, and of the cache's
-            ``capacity`` where there is one; tokens see their own document only.
-        rotary: the tables of rotary positions; None where positions are learned.
-        position_bias: what relative positions add to the scores of self-attention; None where there are none.
+        mask: which keys a query sees; a layer may narrow it to its own window.
+        documents: where documents begin in whole rows, even if ranks of cp hold parts of them; with a cache, in rows of
+            its ``capacity``. Tokens see only their own document.
+        rotary: the tables of rotary positions; None without rotary positions.
+        position_bias: the relative position bias of self-attention scores, or None.
         token_dropout_key: the step's dropout key for attention, with token ids [B, S]; None disables dropout.
-        hidden_dropout_key: the same for the hidden states, whose token ids are [S, B], [S/tp, B] under sequence
-            parallelism.
-        cache: what this layer has kept of earlier calls; the tokens follow them.
-        encoder: what cross attention reads; None in a model of one stack.
-        record: of the training step, for routers; without one they count nothing.
+        hidden_dropout_key: the same for hidden states, with token ids [S, B], or [S/tp, B] under sequence parallelism.
+        cache: this layer's key-value cache of the preceding tokens.
+        encoder: the input of cross attention; None in a model with a single stack.
+        record: of the training step, for routers; without it their counts are not kept.
     """
 
     mask: AttentionMask = CAUSAL

@@ -1,6 +1,6 @@
 """The modules that each layer is built from, chosen by the layer's global index.
 
-Another feed-forward, a mixture of experts, a window, another attention: each is an entry, and the layer stays as it is.
+Experts, a window, another feed-forward or another attention change only the spec; the layer stays the same.
 """
 
 from collections.abc import Callable
@@ -26,10 +26,9 @@ BuildPart = Callable[[TransformerConfig, BuildOptions], nn.Module]
 class LayerSpec:
     """The parts of one layer, each built from the model's settings and options.
 
-    ``norm`` is a ``Normalization``. ``attention``, ``feed_forward``, and between them ``cross_attention``, where a
-    layer has one, are modules called with
-    (x [S, B, H], LayerContext) -> [S, B, H], [S/tp, B, H] each under sequence parallelism:
-    ``functools.partial(SelfAttention, window=4096)``.
+    ``norm`` builds a ``Normalization``. ``attention``, ``feed_forward``, and optionally ``cross_attention`` between
+    them, build modules that are called with (x [S, B, H], LayerContext) -> [S, B, H], both [S/tp, B, H] under sequence
+    parallelism; for example ``functools.partial(SelfAttention, window=4096)``.
     """
 
     norm: Callable[[TransformerConfig, BuildOptions], Normalization] = Normalization
@@ -38,12 +37,12 @@ class LayerSpec:
     cross_attention: BuildPart | None = None
 
 
-# the spec of the layer with a global index, from 0
+# global layer index, from 0 -> spec
 LayerSpecs = Callable[[int], LayerSpec]
 
 
 def layer_specs(config: TransformerConfig) -> LayerSpecs:
-    """The specs that ``config`` asks for: the window and positions of each layer's attention, and MLP or experts."""
+    """Returns the specs for ``config``: each layer's attention, its window and positions, and MLP or experts."""
     attention = SelfAttention if config.mla is None else MLASelfAttention
 
     def spec_of(index: int) -> LayerSpec:

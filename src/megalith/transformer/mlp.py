@@ -1,10 +1,10 @@
-"""The feed-forward part of a layer, its F split over tp.
+"""The feed-forward part of a layer, with F split over tp.
 
 gated      y = (act(x Wg^T) * (x Wu^T)) Wd^T          Shazeer 2020, "GLU Variants", arXiv:2002.05202
-           act: silu of swiglu, gelu of geglu, ...; with a clamp and an offset as megalith.fusions.glu has them
-not gated  y = act(x Wu^T) Wd^T                       gelu exact, or in the tanh form of GPT-2; relu; relu^2
+           act: silu for swiglu, gelu for geglu, ...; optionally with a clamp and an offset, as in megalith.fusions.glu
+not gated  y = act(x Wu^T) Wd^T                       exact gelu, or the tanh form of GPT-2; relu; relu^2
 
-Squared ReLU: So et al. 2021, "Primer", arXiv:2109.08668. Every product may have a bias, and T5's has dropout before Wd.
+Squared ReLU: So et al. 2021, "Primer", arXiv:2109.08668. Every product may have a bias; T5 has dropout before Wd.
 """
 
 from dataclasses import replace
@@ -29,11 +29,11 @@ __all__ = ["MLP", "plain_activation"]
 
 
 class MLP(nn.Module):
-    """The feed-forward network that ``config.activation`` names.
+    """The feed-forward network with ``config.activation``.
 
     Args:
-        ffn_hidden_size: its F; by default the model's.
-        inner_dropout: the share of the F features to drop in training.
+        ffn_hidden_size: F; by default the model's.
+        inner_dropout: the fraction of the F features to drop in training.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class MLP(nn.Module):
         self.down_proj = RowParallelLinear(F, H, options, bias=bias, std=output_std(config))
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
-        """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
+        """[S, B, H] -> [S, B, H]; under sequence parallelism both are [S/tp, B, H]."""
         groups = self.options.pg_collection
         x = self.entered(enter_tensor_parallel, x, groups.tp, self.options.sequence_parallel)  # [S, B, H]
         up = self.up_proj(x)  # [S, B, F/tp]
@@ -85,7 +85,7 @@ class MLP(nn.Module):
 
 
 def plain_activation(x: Tensor, activation: Activation) -> Tensor:
-    """``activation``, one without a gate, of every element of ``x``."""
+    """Applies ``activation``, one without a gate, elementwise."""
     if activation == "relu":
         return torch.relu(x)
     if activation == "squared_relu":

@@ -1,4 +1,4 @@
-"""The base of whole models: built on meta, made real, initialised, counted."""
+"""The base class of models: construction on meta, allocation, initialization, and what is sharded and recomputed."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from megalith.transformer.multi_latent_attention import MLASelfAttention
 
 __all__ = ["ModelModule"]
 
-# names of Megatron's --recompute-modules, where it has one
+# the names of Megatron's --recompute-modules, where Megatron has the same
 _RECOMPUTABLE: Mapping[str, tuple[type[nn.Module], ...]] = MappingProxyType(
     {
         "core_attn": (DotProductAttention,),
@@ -42,41 +42,41 @@ _RECOMPUTABLE: Mapping[str, tuple[type[nn.Module], ...]] = MappingProxyType(
 
 
 class ModelModule(DeclaringModule, ABC):
-    """A model whose every parameter and buffer is declared.
+    """A model whose parameters and buffers are all declared.
 
-    Built under ``torch.device("meta")`` it takes no memory; it is then sharded, and ``materialize`` allocates this
-    rank's shard only. Every subclass's ``__init__`` ends with ``self.finish(seed)``.
+    Under ``torch.device("meta")`` construction takes no memory; after sharding, ``materialize`` allocates this rank's
+    shard only. Every subclass's ``__init__`` must end with ``self.finish(seed)``.
 
     Attributes:
-        head_names: the modules at its end that serve one purpose only; another of the same kind may have others.
+        head_names: task-specific modules at the end of the model; other models of the same kind may have others.
     """
 
     head_names: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def layers(self) -> list[nn.Module]:
-        """The layers, in their order: what is recomputed and compiled one at a time, from outside."""
+        """The layers in order; recomputation and compilation are applied to them one at a time, from outside."""
 
     def fsdp_units(self) -> list[nn.Module]:
-        """What FSDP2 gathers one at a time, from the inside out; the rest of the model is a unit by itself."""
+        """The modules that FSDP2 gathers separately, inner ones first; the rest of the model is one more unit."""
         return [unit for layer in self.layers() for unit in (*_with_experts(layer), layer)]
 
     def routers(self) -> Mapping[int, TopKRouter]:
-        """The routers of this stage, by the global index of their layer."""
+        """The routers of this stage, by global layer index."""
         return {module.layer: module for module in self.modules() if isinstance(module, TopKRouter)}
 
     def shared_weights(self) -> list[nn.Parameter]:
-        """Parameters that other stages hold, too, under the same names: their gradients are summed."""
+        """Parameters that other stages also hold, under the same names; their gradients are summed."""
         return []
 
     def copied_weights(self) -> list[nn.Parameter]:
-        """Those of the shared weights that count in an earlier stage, wherever elements of the model are counted."""
+        """The shared weights that are counted with an earlier stage wherever elements of the model are counted."""
         return []
 
     def recomputable(self) -> Mapping[str, list[nn.Module]]:
-        """The modules of the layers that each name of ``train.recompute_modules`` stands for, without names of none.
+        """The modules in the layers for each name of ``train.recompute_modules``; names without modules are left out.
 
-        Of a ``DiscardableOutput`` the output can be discarded; other modules keep their inputs alone.
+        A ``DiscardableOutput`` can discard its output; other modules keep only their inputs.
         """
         found: dict[str, list[nn.Module]] = {}
         for module in (module for layer in self.layers() for module in layer.modules()):
@@ -88,13 +88,13 @@ class ModelModule(DeclaringModule, ABC):
         return found
 
     def drops(self) -> bool:
-        """Whether anything in the model is dropped in training."""
+        """Whether the model has dropout in training."""
         return any(module.p > 0.0 for module in self.modules() if isinstance(module, DropoutSite))
 
     def finish(self, seed: int) -> None:
-        """Called at the end of a model's constructor: checks declarations, names dropouts, and draws weights.
+        """Completes a model's constructor: checks declarations, names dropout sites and, if not on meta, draws weights.
 
-        On meta it draws none. Raises ShapeError for a parameter or buffer that nobody declared.
+        Raises ShapeError for an undeclared parameter or buffer.
         """
         parameters = [parameter for _, parameter, _ in declared_parameters(self)]
         list(declared_buffers(self))
@@ -103,21 +103,21 @@ class ModelModule(DeclaringModule, ABC):
             self.initialize_weights(seed)
 
     def materialize(self, device: torch.device | str, seed: int) -> None:
-        """Allocates this rank's part of a model built on meta, on ``device``, and gives it its first values."""
+        """Allocates this rank's part of a model built on meta, on ``device``, and initializes it."""
         self.to_empty(device=device)
         refill_buffers_(self)
         self.initialize_weights(seed)
 
     def initialize_weights(self, seed: int) -> None:
-        """Draws every weight anew: the same numbers for the same ``seed``, however the model is split."""
+        """Initializes all weights; values depend on ``seed``, but not on how the model is split."""
         initialize_parameters_(self, seed)
 
     def num_parameters(self) -> int:
-        """Number of parameters over all ranks, of the model or the stage that this is; tied ones once."""
+        """Number of parameters of this model or stage over all ranks; tied ones count once."""
         return sum(parameter.numel() for _, parameter, _ in declared_parameters(self))
 
 
 def _with_experts(layer: nn.Module) -> list[nn.Module]:
-    """The modules of ``layer`` whose weights are those of experts, which are sharded over other ranks."""
+    """The modules of ``layer`` with expert weights, which are sharded over different ranks than dense ones."""
     declaring = [module for module in layer.modules() if isinstance(module, DeclaringModule)]
     return [module for module in declaring if any(spec.family == "expert" for spec in module.parameter_specs.values())]

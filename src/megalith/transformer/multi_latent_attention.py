@@ -1,21 +1,23 @@
-"""Multi-head latent attention: keys and values of all heads are made from one small latent of each token.
+"""Multi-head latent attention: keys and values of all heads are computed from one small latent per token.
 
-    c_q = norm(W_qa x);               [q_nope | q_rope] = W_qb c_q   of each head; without a latent of queries, W_q x
-    [c | k_rope] = W_kva x;           [k_nope | v] = W_kvb norm(c)   of each head; k_rope is one for all heads
+    c_q = norm(W_qa x);               [q_nope | q_rope] = W_qb c_q   per head; without a query latent, W_q x
+    [c | k_rope] = W_kva x;           [k_nope | v] = W_kvb norm(c)   per head; k_rope is shared by all heads
     o = W_o softmax(scale [q_nope | rotated q_rope] [k_nope | rotated k_rope]^T) v
 
 DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434, section 2.1; "DeepSeek-V3", arXiv:2412.19437. The scale is
-m^2 / sqrt(D), m = 0.1 mscale_all_dim ln(factor) + 1 under YaRN, else 1. The names are those of Hugging Face.
+m^2 / sqrt(D), m = 0.1 mscale_all_dim ln(factor) + 1 with YaRN, else 1. The names are those of Hugging Face.
 
-The projections to the latents are outside of tensor parallelism, and a region begins at the latents: under sequence
-parallelism they are gathered, which are smaller than x. Heads are split over tp.
+The projections to the latents are outside the tensor-parallel region, which begins at the latents: under sequence
+parallelism the latents are gathered, because they are smaller than x. Heads are split over tp.
 
-A cache holds norm(c) and the rotated k_rope, whatever the number of heads. Few queries after many tokens read it as it
-is, as one key and value for all heads, with W_kvb = [W_k; W_v] absorbed by what is around it (section 2.1.2):
+The cache holds norm(c) and the rotated k_rope, whatever the number of heads. For few queries after many tokens it is
+used directly, as one key and value for all heads, with W_kvb = [W_k; W_v] absorbed into the adjacent products (section
+2.1.2):
 
     q_nope . (W_k c) = (W_k^T q_nope) . c;   sum p (W_v c) = W_v (sum p c)
 
-Z is the size of c; a query or key head of D has N features that are not rotated, and R that are; a value head has Dv.
+Z is the size of c. A query or key head of size D has N features that are not rotated and R that are; a value head has
+Dv.
 """
 
 import math
@@ -41,7 +43,7 @@ __all__ = ["MLASelfAttention"]
 
 
 class MLASelfAttention(nn.Module):
-    """Self-attention of A heads, A/tp of them here, with the sizes of ``config.mla``, which must be there.
+    """Latent self-attention with A heads, A/tp of them on this rank, and sizes from ``config.mla``, which must be set.
 
     ``window`` and ``rotates`` are those of ``SelfAttention``. Raises ShapeError if tp does not divide the heads.
     """
@@ -90,7 +92,7 @@ class MLASelfAttention(nn.Module):
         self.o_proj = RowParallelLinear(A * mla.v_head_dim, H, options, bias=config.output_bias, std=output_std(config))
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
-        """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
+        """[S, B, H] -> [S, B, H]; under sequence parallelism both are [S/tp, B, H]."""
         q_nope, q_rope = self._queries(x).split(self.head_parts, dim=-1)  # [S, B, A/tp, N], [S, B, A/tp, R]
         latent, k_rope = self._latents(x)  # [S, B, Z], [S, B, 1, R]
         if context.rotary is not None and self.rotates:
@@ -109,7 +111,7 @@ class MLASelfAttention(nn.Module):
         return y
 
     def _queries(self, x: Tensor) -> Tensor:
-        """[S, B, A/tp, D] of [S, B, H], of [S/tp, B, H] under sequence parallelism."""
+        """[S, B, H], or [S/tp, B, H] under sequence parallelism -> [S, B, A/tp, D]."""
         q: Tensor
         if self.has_query_latent:
             q = self.q_b_proj(self.q_entered(self._enter, self.q_a_layernorm(self.q_a_proj(x))))
@@ -118,19 +120,19 @@ class MLASelfAttention(nn.Module):
         return q.view(*q.shape[:2], -1, sum(self.head_parts))
 
     def _latents(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The normed latents [S, B, Z] and the keys [S, B, 1, R], not rotated; ``x`` is as ``forward`` takes it."""
+        """Returns the normed latents [S, B, Z] and the unrotated keys [S, B, 1, R]; ``x`` is the input of forward."""
         sizes = self.latent_size, self.head_parts[1]
         latent, k_rope = self.kv_a_proj_with_mqa(x).split(sizes, dim=-1)  # [S, B, Z], [S, B, R]
         latent, k_rope = self.kv_entered(self._enter, self.kv_a_layernorm(latent), k_rope).split(sizes, dim=-1)
         return latent, k_rope.unsqueeze(2)
 
     def _enter(self, *parts: Tensor) -> Tensor:
-        """``parts``, their features side by side, on all ranks of tp."""
+        """Concatenates the features of ``parts`` and enters the tensor-parallel region."""
         x = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return enter_tensor_parallel(x, self.options.pg_collection.tp, self.options.sequence_parallel)
 
     def _attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, context: LayerContext) -> Tensor:
-        """[Sq, B, A/tp, Dv], with keys and values made of ``latent`` [Sk, B, Z] and ``k_rope`` [Sk, B, 1, R]."""
+        """Returns [Sq, B, A/tp, Dv]; keys and values come from ``latent`` [Sk, B, Z] and ``k_rope`` [Sk, B, 1, R]."""
         kv = self.kv_b_proj(latent).unflatten(-1, (-1, self.head_parts[0] + self.value_size))
         k_nope, v = kv.split((self.head_parts[0], self.value_size), dim=-1)  # [Sk, B, A/tp, N], [Sk, B, A/tp, Dv]
         k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)  # [Sk, B, A/tp, D]
@@ -138,24 +140,24 @@ class MLASelfAttention(nn.Module):
         return out
 
     def _attend_absorbed(self, q_nope: Tensor, q_rope: Tensor, held: Tensor, context: LayerContext) -> Tensor:
-        """``_attend`` over what the cache ``held`` [Sk, B, 1, Z + R], as one key and value for all heads."""
+        """``_attend`` directly over the cache ``held`` [Sk, B, 1, Z + R], as one key and value for all heads."""
         assert self.kv_b_proj.weight is not None, "it is its own"
         weight = local(self.kv_b_proj.weight).unflatten(0, (-1, self.head_parts[0] + self.value_size))
         to_key, to_value = weight.split((self.head_parts[0], self.value_size), dim=1)  # [A/tp, N, Z], [A/tp, Dv, Z]
         q = torch.cat((torch.einsum("sban,anz->sbaz", q_nope, to_key), q_rope), dim=-1)  # [Sq, B, A/tp, Z + R]
-        # the R more columns of the value cost less than a copy of the cache without them
+        # computing R extra columns of the value costs less than copying the cache without them
         out = self.core_attention(q, held, held, context)[..., : self.latent_size]
         return torch.einsum("sbaz,avz->sbav", out, to_value)
 
     def _absorbing_is_cheaper(self, num_queries: int, num_keys: int) -> bool:
-        """Whether ``_attend_absorbed`` has fewer multiplications for each head than ``_attend``."""
+        """Whether ``_attend_absorbed`` needs fewer multiplications per head than ``_attend``."""
         (N, R), Z, Dv = self.head_parts, self.latent_size, self.value_size
         more_scores = num_queries * num_keys * (2 * (Z + R) - (N + R + Dv))
         return more_scores < (num_keys - num_queries) * Z * (N + Dv)
 
 
 def _scale(config: TransformerConfig) -> float:
-    """The factor on scores."""
+    """Returns the factor on attention scores."""
     if config.attention.scale is not None:
         return config.attention.scale
     scaling, m = None if config.rope is None else config.rope.scaling, 1.0

@@ -1,16 +1,17 @@
-"""muP: how first weights, learning rates and AdamW's eps follow the width n of a model, by the names of parameters.
+"""muP: how initial weights, learning rates and AdamW's eps scale with the width n of a model, by parameter name.
 
-    kind of weight                                           deviation   learning rate   eps
+    kind of weight                                           std         learning rate   eps
     embedding, positions, output projection; vectors         1           1               1 / n
     matrices from one width to another                       1 / sqrt n  1 / n           1 / n
     output of fixed size: experts' scores and gates, classes 1 / n       1 / n           1
 
-n is hidden_size / base_hidden_size, and each entry a factor on what was chosen at the base. The model multiplies its
-logits by 1 / n, and gradients shrink by that, but for those of the last row; eps, which is added to them, follows.
-Weight decay is divided by the factor on the learning rate, so that a step takes the same share of a weight.
+n is hidden_size / base_hidden_size, and each entry is a factor on the value chosen at the base width. The model
+multiplies its logits by 1 / n, which scales all gradients but those of the last row; eps, which AdamW adds to the root
+of their second moment, is scaled in the same way. Weight decay is divided by the factor on the learning rate, so that a
+step shrinks a weight by the same fraction at every width.
 
-Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 8, which fits tied embeddings; the last row is of
-table 3; appendix B.3 for eps and weight decay.
+Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 8, which allows tied embeddings; the last row is
+from table 3; appendix B.3 for eps and weight decay.
 """
 
 import math
@@ -37,14 +38,14 @@ _OUTPUT_OF_FIXED_SIZE = (".gate.weight", "binary_head.linear.weight", "classifie
 
 @dataclass(frozen=True)
 class WidthFactors:
-    """Of one parameter: the factor on the deviation of its first values, and those on its rates."""
+    """The factors for one parameter: on the standard deviation of its initial values, and on its rates."""
 
     std: float
     rates: RateFactors
 
 
 def width_factors(config: TransformerConfig, name: str, spec: ParameterSpec) -> WidthFactors:
-    """The factors of the parameter ``name``: all of them 1 without muP."""
+    """Returns the factors for the parameter ``name``; all are 1 without muP."""
     width = config.width
     if len(spec.shape) == 1 or name.endswith("bias") or name in _FROM_OR_TO_TOKENS:
         return WidthFactors(1.0, RateFactors(eps=1.0 / width))
@@ -54,7 +55,7 @@ def width_factors(config: TransformerConfig, name: str, spec: ParameterSpec) -> 
 
 
 def scale_first_weights_(model: nn.Module, config: TransformerConfig) -> None:
-    """Declares for every parameter of ``model``, before it is drawn, the deviation that its width asks for."""
+    """Scales the declared initial standard deviation of every parameter by its width factor, before initialization."""
     for path, module in model.named_modules():
         if isinstance(module, DeclaringModule):
             for name, spec in module.parameter_specs.items():
@@ -65,5 +66,5 @@ def scale_first_weights_(model: nn.Module, config: TransformerConfig) -> None:
 def rate_factors(
     declared: Iterable[tuple[str, nn.Parameter, ParameterSpec]], config: TransformerConfig
 ) -> dict[nn.Parameter, RateFactors]:
-    """The factors on the rates of each parameter."""
+    """Returns the factors on the rates of each parameter."""
     return {parameter: width_factors(config, name, spec).rates for name, parameter, spec in declared}

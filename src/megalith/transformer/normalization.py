@@ -1,12 +1,12 @@
-"""LayerNorm and RMSNorm, whose weights are whole on every rank of tp.
+"""LayerNorm and RMSNorm, with parameters replicated over tp.
 
     RMSNorm    y = x / sqrt(mean(x^2) + eps) * w                       Zhang and Sennrich 2019, arXiv:1910.07467
     LayerNorm  y = (x - mean(x)) / sqrt(var(x) + eps) * w + b          Ba et al. 2016, arXiv:1607.06450
 
-The gain is 1 + w, and w begins at 0, where it is zero-centred. Of a residual stream in float32 the output has the dtype
-of the weights again: that of the computation.
+With zero-centered norms the gain is 1 + w, and w is initialized to 0. If the residual stream is in float32, the output
+has the dtype of the weights, which is the compute dtype.
 
-Under sequence parallelism a rank sees its own tokens only, so each rank's gradient of w and b is one term of a sum.
+Under sequence parallelism a rank sees only its own tokens, so each rank's gradient of w and b is one term of a sum.
 """
 
 from torch import Tensor, nn
@@ -23,15 +23,15 @@ __all__ = ["Normalization"]
 
 
 class Normalization(DeclaringModule):
-    """The norm that ``config.normalization`` names.
+    """The norm named by ``config.normalization``.
 
     Args:
-        size: features that it is over; by default H.
-        eps: added before the root; by default ``config.layernorm_epsilon``.
+        size: the number of features; by default H.
+        eps: added before the square root; by default ``config.layernorm_epsilon``.
     """
 
     weight: nn.Parameter
-    bias: nn.Parameter  # of LayerNorm alone
+    bias: nn.Parameter  # LayerNorm only
 
     def __init__(
         self, config: TransformerConfig, options: BuildOptions, size: int | None = None, eps: float | None = None
@@ -50,14 +50,14 @@ class Normalization(DeclaringModule):
             self.declare("bias", ParameterSpec(shape, "zeros"), options.pg_collection, options.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> [..., size], same dtype; that of the weights for a residual stream in float32."""
+        """[..., size] -> [..., size] in the same dtype, or that of the weights if the residual stream is in float32."""
         y: Tensor = self.normed(self._normalize, x)
         return y
 
     def after_residual(self, x: Tensor, residual: Tensor, dropout: Dropout | None) -> tuple[Tensor, Tensor]:
-        """The norm of ``residual + dropout(x)`` in the dtype of ``x``, and that sum in the dtype of ``residual``.
+        """Returns the norm of ``residual + dropout(x)`` in the dtype of ``x``, and the sum in that of ``residual``.
 
-        All are [..., H].
+        All tensors are [..., H].
         """
         weight, bias = self._parameters_here()
         y, total = fused_add_norm(
@@ -70,7 +70,7 @@ class Normalization(DeclaringModule):
             zero_centered=self.zero_centered,
             dropout=dropout,
         )
-        # y is the norm of the sum as it is stored, and the sum is kept for the gradient
+        # y can be recomputed from the stored sum, which is kept for the gradient anyway
         return self.normed.computed(y, self._normalize, total), total
 
     def _normalize(self, x: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""Relative positions as a bias of attention scores, one table for all layers of a stack.
+"""Relative positions as a bias on attention scores, with one table for all layers of a stack.
 
     score(i, j) = scale q_i . k_j + table[bucket(j - i), head]
 
-A bucket is a distance below half of the buckets that a direction has; beyond, they grow by a constant factor up to
-``max_distance``. Read both ways, each direction has half of the buckets; a causal stack gives all to the past.
+In each direction, half of the buckets hold one distance each; the others grow by a constant factor up to
+``max_distance``. A bidirectional stack has half of the buckets for each direction, a causal stack all for the past.
 
-Raffel et al. 2019, "T5", arXiv:1910.10683, section 2.1; the rounding is that of its released code, in float32.
+Raffel et al. 2019, "T5", arXiv:1910.10683, section 2.1; rounding follows its released code, in float32.
 """
 
 import math
@@ -23,7 +23,7 @@ __all__ = ["PositionBias", "RelativePositionBias", "relative_position_bucket"]
 
 
 def relative_position_bucket(distance: Tensor, *, bidirectional: bool, num_buckets: int, max_distance: int) -> Tensor:
-    """int64 in [0, num_buckets) of each ``distance``, int64: the position of the key minus that of the query."""
+    """Returns the bucket, int64 in [0, num_buckets), of each ``distance``, int64: key position minus query position."""
     bucket = torch.zeros_like(distance)
     if bidirectional:
         num_buckets //= 2
@@ -32,7 +32,7 @@ def relative_position_bucket(distance: Tensor, *, bidirectional: bool, num_bucke
     else:
         distance = -distance.clamp(max=0)
     num_exact = num_buckets // 2
-    # of a distance of 0 the logarithm is infinite, and its result is not taken
+    # the logarithm of distance 0 is infinite, but its result is not used
     octaves = torch.log(distance.float() / num_exact) / math.log(max_distance / num_exact)
     far = num_exact + (octaves.clamp(min=0.0) * (num_buckets - num_exact)).long()
     return bucket + torch.where(distance < num_exact, distance, far.clamp(max=num_buckets - 1))
@@ -40,12 +40,12 @@ def relative_position_bucket(distance: Tensor, *, bidirectional: bool, num_bucke
 
 @dataclass(frozen=True, eq=False)
 class PositionBias:
-    """What a stack adds to the scores of all of its layers in one forward.
+    """The bias that a stack adds to the scores of all its layers in one forward.
 
     Attributes:
         by_distance: [A/tp, 2P - 1], for keys from P - 1 tokens before a query to P - 1 after it.
-        whole: [A/tp, Sq, Sk] of the last Sq of Sk = P positions; None where rows are split over cp, whose blocks are
-            made one at a time.
+        whole: [A/tp, Sq, Sk] for the last Sq of Sk = P positions; None if rows are split over cp, where it is built one
+            block at a time.
     """
 
     by_distance: Tensor
@@ -53,14 +53,14 @@ class PositionBias:
 
 
 class RelativePositionBias(DeclaringModule):
-    """The table of one stack, [num_buckets, A], its heads split over tp.
+    """The table [num_buckets, A] of one stack, with heads split over tp.
 
     Args:
-        config: buckets.
+        config: the buckets.
         num_heads: A.
         options: groups and dtype.
-        bidirectional: whether keys after a query have buckets of their own.
-        std: standard deviation of the first values.
+        bidirectional: whether keys after a query have separate buckets.
+        std: standard deviation of the initial values.
     """
 
     weight: nn.Parameter
@@ -80,7 +80,7 @@ class RelativePositionBias(DeclaringModule):
         self.declare("weight", spec, options.pg_collection, options.dtype)
 
     def forward(self, num_queries: int, num_keys: int) -> PositionBias:
-        """The bias of the last ``num_queries`` of ``num_keys`` positions, of whole rows also under cp."""
+        """Returns the bias for the last ``num_queries`` of ``num_keys`` positions; counts whole rows, also under cp."""
         weight = local(self.weight)
         distance = torch.arange(1 - num_keys, num_keys, device=weight.device)
         buckets = relative_position_bucket(

@@ -1,10 +1,9 @@
-"""The tables of rotary positions, made once for all layers; ``fusions.fused_rope`` rotates queries and keys by them.
+"""The cos and sin tables of rotary positions, computed once for all layers and applied by ``fusions.fused_rope``.
 
     angle(s, i) = s * base^(-2i / R), scaled, for pair i of the R rotated features
 
-Su et al. 2021, "RoFormer", arXiv:2104.09864; scalings are those of ``fusions.rope_frequencies`` and its neighbours.
-Multimodal rope gives each pair the position of one of three streams: time, height or width (Qwen2-VL,
-arXiv:2409.12191).
+Su et al. 2021, "RoFormer", arXiv:2104.09864; scalings are those of ``fusions.rope_frequencies`` and related functions.
+Multimodal rope assigns each pair to one of three position streams: time, height or width (Qwen2-VL, arXiv:2409.12191).
 """
 
 from typing import NamedTuple
@@ -25,28 +24,28 @@ __all__ = ["RotaryTable", "RotaryTables", "rotary_tables"]
 
 
 class RotaryTable(NamedTuple):
-    """cos and sin, each [S, R/2], or [S, B, R/2] for rows with positions of their own; in float32 or wider."""
+    """cos and sin, each [S, R/2], or [S, B, R/2] if rows have different positions; in float32 or wider."""
 
     cos: Tensor
     sin: Tensor
 
 
 class RotaryTables(NamedTuple):
-    """The table of layers that see the whole row, and that of layers with a window; often one and the same."""
+    """The tables for layers that see the whole row and for layers with a window; often the same."""
 
     whole: RotaryTable
     local: RotaryTable
 
     def of(self, window: int | None) -> RotaryTable:
-        """The table of a layer with this window."""
+        """Returns the table for a layer with this window."""
         return self.whole if window is None else self.local
 
 
 def rotary_tables(positions: Tensor, head_size: int, rope: RopeConfig, dtype: torch.dtype) -> RotaryTables:
-    """The tables for int64 ``positions``, computed in float32 or wider.
+    """Computes the tables for int64 ``positions`` in float32 or wider.
 
     Args:
-        positions: [S], the same for all rows, or [B, S]; with ``rope.sections`` also [3, B, S], of time, height, width.
+        positions: [S], the same for all rows, or [B, S]; with ``rope.sections`` also [3, B, S]: time, height, width.
     """
     R, wide = rope.rotary_dim(head_size), torch.promote_types(dtype, torch.float32)
     whole = _table(positions, *_scaled_frequencies(rope, R, wide, positions.device), rope.sections)
@@ -71,7 +70,7 @@ def _table(
 
 
 def _scaled_frequencies(rope: RopeConfig, R: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
-    """Radians per token of each pair, [R/2], and the factor on cos and sin."""
+    """Returns the radians per token of each pair, [R/2], and the factor on cos and sin."""
     scaling = rope.scaling
     if scaling is None:
         return rope_frequencies(R, rope.base, dtype=dtype, device=device), 1.0

@@ -1,8 +1,8 @@
-"""Attention with every score in memory, for what no fused operation has: a bias with a gradient, our dropout.
+"""Attention that materializes the scores, for what the fused operation lacks: a bias with a gradient, our dropout.
 
     o = dropout(softmax(s + bias + mask)) v,   s = scale q k^T, or c tanh(scale q k^T / c) with a softcap c
 
-Kernels draw dropout masks from the state of a generator, and ours must be a function of (seed, step, name, head, query,
+Fused kernels draw dropout masks from a generator's state; ours must be functions of (seed, step, name, head, query,
 key). A query that sees no key has o = 0.
 """
 
@@ -18,13 +18,13 @@ __all__ = ["Scores", "attend"]
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """How scores are made of q k^T.
+    """How scores are computed from q k^T.
 
     Attributes:
         scale: the factor; None: 1 / sqrt(D).
-        softcap: c, before the bias; None: none.
+        softcap: c, applied before the bias; None: no capping.
         bias: [A, Sq, Sk], added.
-        sink: [A], a score in every softmax of the head that has no value.
+        sink: [A], an additional score without a value in every softmax of the head.
     """
 
     scale: float | None = None
@@ -43,15 +43,15 @@ def attend(
     dropout: Dropout | None = None,
     head_offset: int = 0,
 ) -> Tensor:
-    """Attention over the keys that each query has ``seen``.
+    """Computes attention of each query over the keys that it sees.
 
     Args:
         q: [Sq, B, A, D].
         k, v: [Sk, B, G, D], A divisible by G.
-        scores_as: what becomes of q k^T.
-        seen: bool [1 or B, 1, Sq, Sk].
-        dropout: of probabilities; its key's tokens are [B, Sq].
-        head_offset: this rank's first head among all heads, whose masks differ.
+        scores_as: how scores are computed from q k^T.
+        seen: bool [1 or B, 1, Sq, Sk], True where the query sees the key.
+        dropout: of attention probabilities; the tokens of its key are [B, Sq].
+        head_offset: global index of this rank's first head; heads have different dropout masks.
 
     Returns:
         [Sq, B, A, D].
@@ -66,9 +66,9 @@ def attend(
     scores = (scores if scale == 1.0 else scores * scale).to(wide)
     if scores_as.softcap is not None:
         scores = scores_as.softcap * torch.tanh(scores / scores_as.softcap)
-    blind = ~seen.any(dim=-1, keepdim=True)  # a softmax over nothing is NaN, and so is its gradient
+    blind = ~seen.any(dim=-1, keepdim=True)  # a softmax over no keys is NaN, and so is its gradient
     hidden = ~(seen | blind)
-    if scores_as.bias is not None and hidden.shape[0] == 1:  # of all sequences alike: B times fewer to fill
+    if scores_as.bias is not None and hidden.shape[0] == 1:  # the same mask for all rows: B times fewer to fill
         scores = scores + scores_as.bias.masked_fill(hidden, float("-inf"))
     else:
         scores = scores if scores_as.bias is None else scores + scores_as.bias

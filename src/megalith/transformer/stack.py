@@ -1,4 +1,4 @@
-"""Transformer layers in a row, kept under their global indices."""
+"""A sequence of transformer layers, named by their global indices."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -15,11 +15,11 @@ __all__ = ["LayerStack"]
 
 
 class LayerStack(nn.ModuleDict):
-    """The layers ``indices`` of a model, whose keys are those indices ("2", "3"), run in that order.
+    """The layers ``indices`` of a model, keyed by index ("2", "3") and run in that order.
 
-    A layer's weights and dropout masks follow from its name, and so from its place in the whole model: a stage that
-    counted its layers from 0 would draw another stage's numbers. Modules that are added later have a name here too,
-    and whoever adds them runs them.
+    A layer's initial weights and dropout masks depend on its name, and so on its place in the whole model: a stage that
+    counted its layers from 0 would draw another stage's values. Modules that are added later are named here too, but
+    must be run by whoever adds them.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class LayerStack(nn.ModuleDict):
         self.names = tuple(self)
 
     def forward(self, x: Tensor, context: LayerContext, caches: Mapping[int, KVCache] | None = None) -> Tensor:
-        """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism; ``caches`` by layer index."""
+        """[S, B, H] -> [S, B, H]; under sequence parallelism both are [S/tp, B, H]; ``caches`` by layer index."""
         for name in self.names:
             x = self[name](x, context if caches is None else replace(context, cache=caches[int(name)]))
         return x

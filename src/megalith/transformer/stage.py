@@ -1,4 +1,4 @@
-"""Which part of a model a process builds: some of its layers, and whether it holds the embedding and the head."""
+"""The part of a model that a process builds: a range of layers, and whether it has the embedding and the head."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,9 @@ __all__ = ["Stage"]
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers [first, last) by global index. Without the embedding it is given hidden states, without the head it gives
-    them.
+    """Layers [first, last) by global index.
+
+    Without the embedding, its input is hidden states; without the head, its output is hidden states.
 
     Raises:
         ConfigError: no layers, or indices below 0.
@@ -27,16 +28,16 @@ class Stage:
 
     @classmethod
     def whole(cls, num_layers: int) -> "Stage":
-        """All of a model."""
+        """Returns the stage that is the whole model."""
         return cls(0, num_layers, has_embedding=True, has_head=True)
 
     @property
     def layers(self) -> range:
-        """The global indices of its layers."""
+        """The global indices of the layers."""
         return range(self.first, self.last)
 
     def check_fits(self, num_layers: int) -> None:
-        """Raises ConfigError if no model of ``num_layers`` layers has this stage."""
+        """Raises ConfigError if a model of ``num_layers`` layers cannot have this stage."""
         if self.last > num_layers:
             raise ConfigError(f"the stage [{self.first}, {self.last}) goes past the model's {num_layers} layers")
         if (self.has_embedding and self.first != 0) or (self.has_head and self.last != num_layers):

@@ -1,7 +1,7 @@
-"""What routers are told in a training step, and what they tell: one record for all micro-batches of a rank.
+"""What routers read and write in a training step: one record for all micro-batches of a rank.
 
-A layer may run several times for a micro-batch, because backward computes it again. So everything is kept by (layer,
-micro-batch), and a second run finds, or writes, what the first has written.
+A layer may run several times for a micro-batch, because of recomputation. Everything is therefore stored by (layer,
+micro-batch), so that a second run reads, or overwrites with the same value, what the first has written.
 """
 
 from collections import defaultdict
@@ -12,7 +12,7 @@ from torch import Tensor
 
 __all__ = ["BALANCE_LOSSES", "MicroBatchRecord", "StepRecord"]
 
-# by the names of their weights in model.moe.router
+# named as their weights in model.moe.router
 BALANCE_LOSSES = ("sequence_balance", "micro_batch_balance", "global_balance", "z_loss")
 
 
@@ -20,7 +20,7 @@ class StepRecord:
     """The record of a step on this rank.
 
     Args:
-        balance_scale: what gradients of a micro-batch's balance losses are multiplied by, besides their weights: loss
+        balance_scale: the factor on gradients of a micro-batch's balance losses, in addition to their weights: loss
             scale / (micro-batches x data-parallel ranks), so that the sum over all of them is a mean.
     """
 
@@ -31,27 +31,27 @@ class StepRecord:
         self._kept: dict[tuple[str, int], dict[int, Tensor]] = defaultdict(dict)  # (name, layer) -> micro-batch -> any
 
     def micro_batch(self, index: int) -> "MicroBatchRecord":
-        """The part of micro-batch ``index``."""
+        """Returns the part of the record for micro-batch ``index``."""
         return MicroBatchRecord(self, index)
 
     def tokens_per_expert(self, layer: int) -> Tensor | None:
-        """int64 [E]: how often this rank's tokens chose each expert, in all micro-batches; None before any."""
+        """Returns int64 [E], how often this rank's tokens chose each expert in all micro-batches; None before any."""
         found = [*self._loads[layer].values()]
         return sum(found[1:], start=found[0]) if found else None
 
     def total(self, name: str, layer: int) -> Tensor | None:
-        """The sum of what ``layer`` has kept under ``name`` in the micro-batches so far; None before any."""
+        """Returns the sum of what ``layer`` has kept as ``name`` in the micro-batches so far; None before any."""
         found = [*self._kept[name, layer].values()]
         return sum(found[1:], start=found[0]) if found else None
 
     def loss(self, name: str, layer: int) -> float:
-        """This rank's part of the balance loss ``name``, the sum of all micro-batches."""
+        """Returns this rank's part of the balance loss ``name``, summed over all micro-batches."""
         return sum(float(value) for (kind, index, _), value in self._losses.items() if (kind, index) == (name, layer))
 
 
 @dataclass(frozen=True)
 class MicroBatchRecord:
-    """What a layer's forward writes to of the step's record."""
+    """The part of a step's record for one micro-batch, to which a layer's forward writes."""
 
     step: StepRecord
     index: int
@@ -62,17 +62,17 @@ class MicroBatchRecord:
         return self.step.balance_scale
 
     def add(self, layer: int, tokens_per_expert: Tensor) -> None:
-        """Writes the load of ``layer``, int64 [E]: how often this rank's tokens chose each expert."""
+        """Stores the load of ``layer``, int64 [E]: how often this rank's tokens chose each expert."""
         self.step._loads[layer][self.index] = tokens_per_expert
 
     def add_loss(self, name: str, layer: int, value: Tensor) -> None:
-        """Writes this rank's part of a balance loss of ``layer``, without its weight; a scalar."""
+        """Stores this rank's part of a balance loss of ``layer``, a scalar without its weight."""
         self.step._losses[name, layer, self.index] = value.detach()
 
     def kept(self, name: str, layer: int, compute: Callable[[], Tensor]) -> Tensor:
-        """What ``compute`` returned the first time, without a gradient.
+        """Returns what ``compute`` returned the first time, without a gradient.
 
-        For collectives, which a second run need not repeat, and for what would be different by then.
+        For collectives, which a second run need not repeat, and for values that would be different by then.
         """
         values = self.step._kept[name, layer]
         if self.index not in values:

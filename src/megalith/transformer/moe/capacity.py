@@ -1,9 +1,9 @@
-"""A bound on the tokens of an expert: which of them are dropped, and rows of a fixed number.
+"""Expert capacity: drops tokens past a limit per expert, and pads experts to a fixed number of rows.
 
     C = ceil(factor * T K / E), T at most
 
-Of an expert's tokens the C of the greatest weights are kept, or the first C; of equal weights the first. The weights
-that are kept stay as they are. Lepikhin et al. 2020, "GShard", arXiv:2006.16668.
+An expert keeps the C tokens with the largest weights, earlier tokens first among equals, or simply the first C. The
+weights of kept tokens are not rescaled. Lepikhin et al. 2020, "GShard", arXiv:2006.16668.
 """
 
 import math
@@ -21,18 +21,18 @@ __all__ = ["drop_past_capacity", "expert_capacity", "fixed_row_map"]
 
 
 def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """C: the tokens that an expert takes at most, of the T that a rank has at a time."""
-    exact = Fraction(str(factor)) * num_tokens * top_k / num_experts  # 1.1 is eleven tenths, and no hair more
+    """Returns C, the most tokens that an expert takes of the T that a rank processes at a time."""
+    exact = Fraction(str(factor)) * num_tokens * top_k / num_experts  # 1.1 is exactly eleven tenths
     return min(math.ceil(exact), num_tokens)
 
 
 def drop_past_capacity(
     routing: Routing, capacity: int, drop: Literal["probability", "position"], real: Tensor
 ) -> Routing:
-    """``routing`` without the choices past an expert's ``capacity``, which are marked as dropped.
+    """Returns ``routing`` with choices past an expert's ``capacity`` marked as dropped.
 
-    ``real`` is bool [T]; tokens of padding are dropped, so that they take no room of others. What ``routing`` marks as
-    dropped already stays so.
+    ``real`` is bool [T]; padding is dropped, so that it takes up no capacity. Choices that ``routing`` already marks as
+    dropped stay dropped.
     """
     E = len(routing.tokens_per_expert)
     priority = routing.weights.detach() if drop == "probability" else None
@@ -43,15 +43,15 @@ def drop_past_capacity(
 
 
 def fixed_row_map(indices: Tensor, num_experts: int, capacity: int) -> RowMap:
-    """Rows sorted by expert, then by token, ``capacity`` of them for each expert, whatever was chosen.
+    """Maps rows sorted by expert, then by token, with exactly ``capacity`` rows per expert, so that R = E C.
 
-    ``indices`` are int64 [T, K], of which no expert has more than ``capacity``; R = E C, the rest of an expert's rows
-    are gaps. Nothing waits for the device.
+    ``indices`` are int64 [T, K] with at most ``capacity`` choices of each expert; an expert's remaining rows are gaps.
+    No host synchronization.
     """
     T, K = indices.shape
     kept = indices < num_experts
     row_of = torch.where(kept, indices * capacity + _rank_in_expert(indices, num_experts), -1)  # [T, K]
-    # the row past the last one takes the slots that have none
+    # dropped choices are written to an extra row at the end
     token_of = torch.full((num_experts * capacity + 1,), -1, dtype=torch.int32, device=indices.device)
     tokens = torch.arange(T, dtype=torch.int32, device=indices.device)[:, None].expand(T, K)
     token_of[torch.where(kept, row_of, num_experts * capacity)] = tokens
@@ -60,8 +60,8 @@ def fixed_row_map(indices: Tensor, num_experts: int, capacity: int) -> RowMap:
 
 
 def _rank_in_expert(indices: Tensor, num_experts: int, priority: Tensor | None = None) -> Tensor:
-    """int64 [T, K]: how many slots of the same expert come first: those of greater ``priority``, then earlier ones."""
-    flat = indices.flatten().clamp_max(num_experts)  # dropped ones are among themselves
+    """Returns int64 [T, K], the rank of each choice within its expert, by descending ``priority``, then by position."""
+    flat = indices.flatten().clamp_max(num_experts)  # dropped choices are ranked among themselves
     by_priority = None if priority is None else priority.flatten().argsort(descending=True, stable=True)
     order = flat.argsort(stable=True) if by_priority is None else by_priority[flat[by_priority].argsort(stable=True)]
     counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))

@@ -1,10 +1,10 @@
-"""The experts of a layer: MLPs whose weights are packed over experts, on rows that are sorted by expert.
+"""The experts of a layer: MLPs with weights packed over experts, applied to rows sorted by expert.
 
 gated      y = w (act(x Wg_e^T) * (x Wu_e^T)) Wd_e^T
 not gated  y = w act(x Wu_e^T) Wd_e^T
 
-for a row x of expert e with the router's weight w, which is applied before the last product, where it costs least: that
-product is linear. Every product may have a bias, of which w is a factor too.
+for a row x of expert e with the router's weight w. w is applied before the last product, which is linear, because it
+costs least there. Every product may have a bias; that of the last product is multiplied by w too.
 """
 
 import torch
@@ -22,10 +22,10 @@ __all__ = ["GroupedMLP", "SequentialMLP"]
 
 
 class GroupedMLP(DeclaringModule):
-    """E/ep experts of E, each of F/etp inner features, computed together.
+    """E/ep of E experts with F/etp inner features each, computed together.
 
-    Gate and up are one parameter, [E, 2, F, D], so that they are one product; D is the size of what travels, H or
-    that of the latents.
+    Gate and up are one parameter, [E, 2, F, D], and thus one product. D is the size of a dispatched row: H, or the
+    size of the latents.
     """
 
     gate_up_proj: nn.Parameter
@@ -55,15 +55,15 @@ class GroupedMLP(DeclaringModule):
         declare("down_proj", (E, D, F), output_std(config), 2)
         if self.has_bias:
             declare(f"{self.entering}_bias", (E, *inner), 0.0, len(inner))
-            # each rank of etp adds its columns, as it adds its share of every sum
+            # each rank of etp adds its columns of the bias to its partial sums
             declare("down_proj_bias", (E, D), 0.0, 1)
         self.etp_rank = options.pg_collection.rank("etp")
         self.activated = DiscardableOutput("moe_act")
 
     def forward(self, x: Tensor, weights: Tensor, rows_per_expert: Tensor) -> Tensor:
-        """Rows [R, D], their weights [R] and int32 [E/ep] -> [R, D]: with etp this rank's terms of a sum.
+        """Rows [R, D], their weights [R] and int32 [E/ep] -> [R, D]; with etp, partial sums.
 
-        Rows past those of the last expert must have the weight 0, and give zero.
+        Rows after the last expert's must have weight 0; their output is zero.
         """
         expert = _expert_of_row(rows_per_expert, len(x)) if self.has_bias else None
         weight = local(getattr(self, self.entering)).flatten(1, -2)  # [E/ep, 2F/etp, D], [E/ep, F/etp, D]
@@ -92,13 +92,13 @@ class GroupedMLP(DeclaringModule):
 
 
 class SequentialMLP(GroupedMLP):
-    """The same experts, one after the other: what ``GroupedMLP`` is compared with, whatever the device."""
+    """The same experts, computed one after the other on any device; a reference for ``GroupedMLP``."""
 
     backend = "blocked"
 
 
 def _expert_of_row(rows_per_expert: Tensor, num_rows: int) -> Tensor:
-    """int64 [R]: the expert of each row; the last one for rows that are gaps at the end."""
+    """Returns int64 [R], the expert of each row; the last expert for unused rows at the end."""
     ends = rows_per_expert.cumsum(0)
     rows = torch.arange(num_rows, device=ends.device)
     return torch.bucketize(rows, ends, right=True).clamp(max=len(ends) - 1)

@@ -2,9 +2,9 @@
 
     y_t = sum over the K experts e of token t of  w_te expert_e(x_t)   +  shared(x_t)
 
-    latents     y_t = B sum of w_te expert_e(A x_t),  so that less travels
-    in turns    a rank whose experts receive more than their share computes it in several turns, each recomputed in
-                backward: uneven loads then cost time, and not memory
+    latents     y_t = B sum of w_te expert_e(A x_t),  which reduces communication
+    turns       if a rank's experts receive more than their share of rows, the layer is computed in several turns, each
+                recomputed in backward: uneven loads then cost time instead of memory
 
 Shazeer et al. 2017, arXiv:1701.06538; dropless as in Gale et al. 2022, "MegaBlocks", arXiv:2211.15841.
 """
@@ -40,7 +40,7 @@ __all__ = ["MoELayer"]
 
 
 class MoELayer(nn.Module):
-    """The mixture of experts of one layer, with the global index ``layer``."""
+    """The mixture of experts of the layer with global index ``layer``."""
 
     def __init__(self, config: TransformerConfig, options: BuildOptions, *, layer: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class MoELayer(nn.Module):
         self.dispatcher: MoETokenDispatcher[Any, Any] = _DISPATCHERS[options.dispatch.method](moe.num_experts, options)
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
-        """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
+        """[S, B, H] -> [S, B, H]; under sequence parallelism both are [S/tp, B, H]."""
         routing = self.gate(x, context)
         travels = x if self.to_latents is None else self.to_latents(x)
         tokens = travels.reshape(-1, travels.shape[-1])  # [T, D]
@@ -68,7 +68,7 @@ class MoELayer(nn.Module):
             y, shared = self._in_turns(tokens, routing, num_turns), self._shared(x, context)
         else:
             sent = self.dispatcher.send(tokens, routing, self._padded_to(len(tokens)))
-            shared = self._shared(x, context)  # while tokens travel
+            shared = self._shared(x, context)  # overlaps with the dispatch
             (rows, weights, rows_per_expert), plan = self.dispatcher.receive(sent)
             y = self.dispatcher.combine(self.experts(rows, weights, rows_per_expert), plan)
         y = y.view(travels.shape)
@@ -76,7 +76,7 @@ class MoELayer(nn.Module):
         return y if shared is None else y + shared
 
     def _padded_to(self, num_tokens: int) -> int | None:
-        """The rows of each expert from this rank, where they do not depend on data."""
+        """Returns the rows per expert that this rank sends if they are padded to the capacity, else None."""
         if self.capacity is None or not self.capacity.pad:
             return None
         return expert_capacity(num_tokens, self.top_k, self.num_experts, self.capacity.factor)
@@ -85,16 +85,16 @@ class MoELayer(nn.Module):
         return None if self.shared_experts is None else self.shared_experts(x, context)
 
     def _routed(self, tokens: Tensor, indices: Tensor, weights: Tensor, routing: Routing) -> Tensor:
-        """What the experts ``indices`` of each token give, [T, D]."""
+        """Returns the weighted sum of the outputs of each token's experts ``indices``, [T, D]."""
         sent = self.dispatcher.send(tokens, replace(routing, indices=indices, weights=weights))
         (rows, weights, rows_per_expert), plan = self.dispatcher.receive(sent)
         return self.dispatcher.combine(self.experts(rows, weights, rows_per_expert), plan)
 
     def _in_turns(self, tokens: Tensor, routing: Routing, num_turns: int) -> Tensor:
-        """The sum over turns: of each expert's tokens here, every turn takes an equal part."""
+        """Sums the outputs of all turns; each turn takes an equal part of this rank's tokens of each expert."""
         found = row_map(routing.indices, routing.indices.numel(), num_experts=self.num_experts)
         counts = found.rows_per_expert.to(torch.int64)
-        expert = routing.indices.clamp(max=self.num_experts - 1)  # of dropped slots whichever
+        expert = routing.indices.clamp(max=self.num_experts - 1)  # arbitrary for dropped slots
         position = found.row_of - (counts.cumsum(0) - counts)[expert]  # [T, K], among the tokens of the expert
         turn = position * num_turns // counts[expert].clamp(min=1)
         y = torch.zeros_like(tokens)
@@ -104,12 +104,12 @@ class MoELayer(nn.Module):
         return y
 
     def _num_turns(self, routing: Routing, max_rows: float) -> int:
-        """In how many turns no rank has more than ``max_rows`` times the rows of even loads; equal on all ranks.
+        """Returns how many turns limit every rank to ``max_rows`` times the rows of even loads; same on all ranks.
 
-        Even loads are those of the tokens of all ranks of ep and etp, each of which may have another number of them.
+        Even loads are computed from the tokens of all ranks of ep and etp, whose numbers of tokens may differ.
         """
         groups = self.groups
-        # the last entry are the slots that are dropped
+        # the last entry counts dropped slots
         loads = torch.bincount(routing.indices.flatten().clamp(max=self.num_experts), minlength=self.num_experts + 1)
         for group in (groups.ep, groups.etp):
             if group is not None:
@@ -118,7 +118,7 @@ class MoELayer(nn.Module):
         most = loads[:-1].view(ep_size, -1).sum(1).max()
         ratio = most.double() * ep_size / loads.sum().clamp(min=1)
         if groups.edp is not None:
-            # FSDP gathers the weights of experts in every turn, with the ranks that have the same experts
+            # FSDP gathers the experts' weights in every turn, which is a collective of the ranks with the same experts
             dist.all_reduce(ratio, op=dist.ReduceOp.MAX, group=groups.edp)
         return max(1, ceil(float(ratio) / max_rows))
 

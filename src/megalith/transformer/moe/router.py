@@ -1,10 +1,10 @@
-"""The router of a mixture of experts: which experts each token goes to, with what weight, and what evens their loads.
+"""The router of a mixture of experts: chooses experts and weights for each token, and balances the experts' loads.
 
-Logits are x W^T (+ b), in float32 or wider; ``routing`` says how they choose, ``balance`` what the losses are, and
-``capacity`` what is dropped. Losses, counts and jitter are of training alone.
+Logits are x W^T (+ b), in float32 or wider. ``routing`` defines how they choose experts, ``balance`` the losses, and
+``capacity`` which choices are dropped. Losses, counts and jitter apply in training only.
 
-Each rank of tp (under sequence parallelism) and of cp routes tokens of its own. A micro-batch is what they have
-together: its losses count over all of them, and Sinkhorn's iteration and quantiles see the logits of all.
+Each rank of tp (under sequence parallelism) and of cp routes its own tokens. Together these ranks share a micro-batch:
+its losses are computed over all of them, and Sinkhorn's iteration and quantiles use the logits of all.
 """
 
 import torch
@@ -54,7 +54,7 @@ class TopKRouter(DeclaringModule):
         groups, self.partial = options.pg_collection, options.sequence_parallel
         self.token_groups = [group for group in (groups.tp if self.partial else None, groups.cp) if group is not None]
         self.dp_group = groups.dp
-        # its name and key are those of a dropout, and what is drawn by them a factor of each feature
+        # named and keyed like a dropout site; what it draws is a factor on each feature
         self.jitter = DropoutSite(self.router.jitter)
 
         E, H = self.num_experts, config.hidden_size
@@ -72,19 +72,19 @@ class TopKRouter(DeclaringModule):
     def forward(
         self, x: Tensor, context: LayerContext, padding_mask: Tensor | None = None, replayed: Tensor | None = None
     ) -> Routing:
-        """Where the tokens of this rank go.
+        """Routes the tokens of this rank.
 
         Args:
-            x: [S, B, H], of [S/cp/tp, B, H] each; token s B + b of the T is x[s, b].
-            context: the micro-batch, with its record and the global ids of its tokens.
-            padding_mask: bool [S, B], True where a token is real. The others are routed too, while there is no
-                capacity, but count in no load and no loss.
-            replayed: the ``indices`` of an earlier routing, int64 [T, K], to take in place of choosing; weights are
-                those of ``x``, with their gradients. The host waits for the device, to see that they are experts.
+            x: [S, B, H] with this rank's S/cp/tp tokens per row; token s B + b of the T is x[s, b].
+            context: of the micro-batch, with its record and the global ids of its tokens.
+            padding_mask: bool [S, B], True for real tokens. Padding is routed too unless there is a capacity, but is
+                not counted in loads or losses.
+            replayed: int64 [T, K], the ``indices`` of an earlier routing to use instead of choosing experts. Weights
+                are computed from ``x`` and have gradients. The host synchronizes with the device to check the indices.
 
         Raises:
-            ShapeError: ``padding_mask`` or ``replayed`` is not of this shape and dtype, or ``replayed`` has an index
-                that is no expert's, such as -1, or an expert twice for a token. A choice that was dropped is E + e.
+            ShapeError: ``padding_mask`` or ``replayed`` has another shape or dtype, or ``replayed`` has an index that
+                is not an expert's, such as -1, or the same expert twice for a token. A dropped choice of e is E + e.
         """
         S, B, H = x.shape
         _check("padding_mask", padding_mask, torch.bool, (S, B))
@@ -92,7 +92,7 @@ class TopKRouter(DeclaringModule):
         _check_experts(replayed, self.num_experts)
         logits = self._logits(x.reshape(S * B, H), context)  # [T, E]
         real = logits.new_ones(S * B, dtype=torch.bool) if padding_mask is None else padding_mask.reshape(S * B)
-        # without a record the loop is a user's own, which has one micro-batch and forgets
+        # a user's own training loop may have no record: use a temporary one with a single micro-batch
         record = context.record or StepRecord(1.0).micro_batch(0)
         if replayed is None:
             indices, weights = self._choose(logits, context, record, real)
@@ -105,17 +105,17 @@ class TopKRouter(DeclaringModule):
             weights = self._with_losses(weights, logits, choices, record, real)
         routing = Routing(indices, weights, tokens_per_expert)
         if self.capacity is None or (replayed is not None and not self.capacity.pad):
-            return routing  # what is replayed says what was dropped; but of a fixed number of rows none may be over
+            return routing  # a replayed routing marks what was dropped, but padded rows must not exceed the capacity
         C = expert_capacity(S * B, self.top_k, self.num_experts, self.capacity.factor)
         return drop_past_capacity(routing, C, self.capacity.drop, real)
 
     def update_balance_(self, tokens_per_expert: Tensor, offset_estimates: Tensor | None) -> None:
-        """Moves the bias and the offsets that choices are made by: once per step that was applied, alike on all ranks.
+        """Updates the expert bias and the quantile offsets: once per applied step, identically on all ranks.
 
         Args:
             tokens_per_expert: int64 [E], ``StepRecord.tokens_per_expert`` summed over the ranks of the layer's stage.
-            offset_estimates: [E + 1], ``StepRecord.total("quantile_offsets", layer)`` summed likewise, where choices
-                are made by quantiles.
+            offset_estimates: [E + 1], ``StepRecord.total("quantile_offsets", layer)`` summed in the same way; for
+                quantile selection only.
         """
         if self.e_score_correction_bias is not None and self.router.expert_bias_update_rate is not None:
             rate = self.router.expert_bias_update_rate
@@ -127,7 +127,7 @@ class TopKRouter(DeclaringModule):
         """[T, H] -> [T, E], float32 or wider."""
         if (jitter := self.jitter.of(context.hidden_dropout_key)) is not None:
             assert jitter.key is not None, "a site that draws has a key"
-            # Inductor shifts Philox's integers as floats, and its C++ does not build (torch 2.13): not traced
+            # not traced: Inductor shifts Philox's integers as floats, which does not compile in its C++ (torch 2.13)
             noise = torch.compiler.disable(uniform)(jitter.key, x.shape[1]).view(x.shape)
             x = x * (1.0 + jitter.p * (2.0 * noise - 1.0))
         bias = None if self.bias is None else local(self.bias, partial=self.partial)
@@ -136,7 +136,7 @@ class TopKRouter(DeclaringModule):
     def _choose(
         self, logits: Tensor, context: LayerContext, record: MicroBatchRecord, real: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The experts [T, K] that ``logits`` [T, E] choose, and their weights, before any token is dropped."""
+        """Returns the chosen experts [T, K] and their weights for ``logits`` [T, E], before any token is dropped."""
         match self.router.selection:
             case "top_k":
                 return choose_by_score(logits, self.top_k, self.router, self.e_score_correction_bias)
@@ -153,13 +153,13 @@ class TopKRouter(DeclaringModule):
             case "sinkhorn":
                 indices = largest_of_rows(logits, self.top_k)
                 if self.training:
-                    # kept, as it takes collectives; a token of padding has no balanced logits
+                    # kept, because it needs collectives; padding tokens have no balanced logits
                     balanced = record.kept("sinkhorn", self.layer, lambda: self._sinkhorn(logits, real))
                     indices = of_real_tokens(balanced, real, indices)
         return indices, weights_of(logits, indices, self.router)
 
     def _sinkhorn(self, logits: Tensor, real: Tensor) -> Tensor:
-        """[T, K]: the experts of this rank's tokens, in balance over the micro-batch."""
+        """Returns the experts [T, K] of this rank's tokens, balanced over the micro-batch."""
         every, whose, start = self._of_micro_batch(logits, real)
         return largest_of_rows(sinkhorn(every, whose)[start : start + len(logits)], self.top_k)
 
@@ -168,7 +168,7 @@ class TopKRouter(DeclaringModule):
         return balance.quantile_offsets(every, offsets, self.top_k, whose)
 
     def _of_micro_batch(self, logits: Tensor, real: Tensor) -> tuple[Tensor, Tensor, int]:
-        """The logits of all ranks that share the micro-batch, which are real, and where this rank's begin."""
+        """Returns the logits of all ranks that share the micro-batch, which are real, and where this rank's begin."""
         rows, start = torch.cat([logits.detach(), real[:, None].to(logits.dtype)], dim=1), 0  # [T, E + 1]
         for group in self.token_groups:
             start += group.rank() * len(rows)
@@ -178,7 +178,7 @@ class TopKRouter(DeclaringModule):
     def _with_losses(
         self, weights: Tensor, logits: Tensor, choices: Tensor, record: MicroBatchRecord, real: Tensor
     ) -> Tensor:
-        """``weights``, whose backward is that of the balance losses too. ``choices`` [B, E + 1] are this rank's."""
+        """Returns ``weights`` with the gradient of the balance losses attached; ``choices`` [B, E + 1] are local."""
         router, K = self.router, self.top_k
         of_score = {
             "sequence_balance": router.sequence_balance,
@@ -207,7 +207,7 @@ class TopKRouter(DeclaringModule):
         return balance.with_gradient_of(weights, total, record.balance_scale)
 
     def _choices_so_far(self, choices: Tensor, record: MicroBatchRecord) -> Tensor:
-        """[E + 1]: ``choices`` of the micro-batch summed over dp and over the micro-batches of the step until this."""
+        """Sums ``choices`` over dp and over the step's micro-batches up to and including this one -> [E + 1]."""
         dp_groups = [] if self.dp_group is None else [self.dp_group]
         record.kept("choices_of_all_ranks", self.layer, lambda: _summed(choices, dp_groups))
 
@@ -225,7 +225,7 @@ def _check(name: str, given: Tensor | None, dtype: torch.dtype, shape: tuple[int
 
 
 def _check_experts(replayed: Tensor | None, num_experts: int) -> None:
-    """Of an index below 0 the remainder would be an expert, which nobody has chosen."""
+    """Checks that indices are experts or dropped choices; a negative index modulo E would pass for an expert."""
     if replayed is None or not replayed.numel():
         return
     least, greatest = torch.stack(replayed.aminmax()).tolist()
@@ -245,7 +245,7 @@ def _check_experts(replayed: Tensor | None, num_experts: int) -> None:
 
 
 def _summed(counts: Tensor, groups: list[ProcessGroup]) -> Tensor:
-    """``counts``, whole numbers, summed over the ranks of all ``groups``."""
+    """Returns integer ``counts`` summed over the ranks of all ``groups``."""
     total = counts.clone()
     for group in groups:
         dist.all_reduce(total, group=group)

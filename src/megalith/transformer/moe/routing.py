@@ -1,11 +1,11 @@
-"""Which experts the tokens go to, and what each is worth: functions of a router's logits [T, E].
+"""The choice of experts and their weights as functions of a router's logits [T, E].
 
-    logits    x W^T + b, in float32 (float64 for float64)
-    weights   of the experts chosen, as ``megalith.fusions.fused_topk_router`` has them, by the score function;
-              of choices by Sinkhorn: sigmoid(logit) for K = 1, softmax over all E for more
-    sinkhorn  p_te = exp(logit_te) u_t v_e with rows of sum 1/T and columns of sum 1/E; the K greatest of each row
-    quantile  the K greatest of logit_te - offset_e; ``balance.quantile_offsets`` says what the offsets are
-    in turn   token t takes the experts (t K + k) mod E, k < K
+    logits       x W^T + b, in float32 (float64 for float64)
+    weights      of the chosen experts, by the score function as in ``megalith.fusions.fused_topk_router``;
+                 with Sinkhorn: sigmoid(logit) for K = 1, softmax over all E for K > 1
+    sinkhorn     p_te = exp(logit_te) u_t v_e with row sums 1/T and column sums 1/E; the K largest of each row
+    quantile     the K largest of logit_te - offset_e; ``balance.quantile_offsets`` defines the offsets
+    round robin  token t chooses the experts (t K + k) mod E, k < K
 
 Lewis et al. 2021, "BASE Layers", arXiv:2103.16716, and Clark et al. 2022, arXiv:2202.01169 for Sinkhorn's iteration.
 """
@@ -32,18 +32,18 @@ __all__ = [
     "weights_of",
 ]
 
-# fixed, so that no iteration waits for the device; the marginals of random logits are right to 1e-6 long before
+# fixed, which avoids host synchronization; the marginals of random logits are accurate to 1e-6 much earlier
 _SINKHORN_ITERATIONS = 32
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Where T tokens go.
+    """The experts and weights of T tokens.
 
     Attributes:
-        indices: int64 [T, K]. E or more marks a slot that is dropped: E + e, where the token had chosen e.
-        weights: [T, K], float32 or wider; 0 where the slot is dropped.
-        tokens_per_expert: int64 [E]: how often tokens chose each expert, those dropped later too, padding not.
+        indices: int64 [T, K]. A dropped choice of expert e is stored as E + e.
+        weights: [T, K], float32 or wider; 0 for dropped choices.
+        tokens_per_expert: int64 [E]: how often each expert was chosen, including dropped choices but not padding.
     """
 
     indices: Tensor
@@ -52,9 +52,9 @@ class Routing:
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, H], weight [E, H], bias [E] or None -> [T, E] in float32, or float64 where ``x`` is.
+    """Computes logits: x [T, H], weight [E, H], bias [E] or None -> [T, E] in float32, or float64 if ``x`` is float64.
 
-    Backward keeps ``x`` and ``weight`` in the dtypes they have.
+    ``x`` and ``weight`` are saved for backward in their own dtypes.
     """
     logits: Tensor = _WideProduct.apply(x, weight)
     return logits if bias is None else logits + bias.to(logits.dtype)
@@ -63,9 +63,9 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def choose_by_score(
     logits: Tensor, top_k: int, router: RouterConfig, expert_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """[T, K] each: the experts of the best scores within the groups allowed, the best first, and their weights.
+    """Returns the experts with the best scores within the allowed groups, best first, and their weights, both [T, K].
 
-    ``expert_bias`` [E] is for the choice alone.
+    ``expert_bias`` [E] affects the choice only, not the weights.
     """
     routing = fused_topk_router(
         logits,
@@ -82,19 +82,19 @@ def choose_by_score(
 
 
 def choose_in_turn(token_ids: Tensor, top_k: int, num_experts: int) -> Tensor:
-    """[T, K]: the experts of tokens with these global ids, int64 [T]; equally many each where E divides T K."""
+    """Returns experts [T, K] in round-robin order of the global ``token_ids``, int64 [T]; balanced if E divides T K."""
     return (token_ids[:, None] * top_k + torch.arange(top_k, device=token_ids.device)) % num_experts
 
 
 def weights_of(logits: Tensor, indices: Tensor, router: RouterConfig) -> Tensor:
-    """[T, K]: the weights of experts that are chosen already, int64 [T, K] in any order; 0 of dropped slots."""
+    """Returns the weights [T, K] of chosen experts ``indices``, int64 [T, K] in any order; 0 for dropped choices."""
     K, E = indices.shape[1], logits.shape[1]
     chosen = indices % E
     if router.selection == "sinkhorn":
         score = "sigmoid" if K == 1 else "pre_softmax"
     else:
         score = "pre_softmax" if router.pre_softmax else router.score_function
-    if score == "softmax":  # the formula of the fused one wants the best first
+    if score == "softmax":  # ``weigh`` would require the best expert first
         weights = torch.softmax(logits.gather(1, chosen), dim=1) * router.scaling_factor
     else:
         weights = weigh(logits, chosen, score, router.scaling_factor)
@@ -102,37 +102,36 @@ def weights_of(logits: Tensor, indices: Tensor, router: RouterConfig) -> Tensor:
 
 
 def largest_of_rows(values: Tensor, k: int) -> Tensor:
-    """int64 [T, k]: the columns of the ``k`` largest of each row, of equal ones the lower."""
+    """Returns int64 [T, k], the columns of the ``k`` largest values of each row; ties go to the lower column."""
     return fused_topk_router(values.detach(), k, use_pre_softmax=True).indices
 
 
 def of_real_tokens(x: Tensor, real: Tensor, otherwise: Tensor | float) -> Tensor:
-    """[T, ...]: ``x`` where a token is ``real``, bool [T]; ``otherwise`` for tokens of padding, which count nowhere.
+    """Returns ``x`` [T, ...] with the value ``otherwise`` for padding tokens, those that are not ``real`` (bool [T]).
 
-    All that sums, sorts or bounds over tokens goes through here, with what leaves a token out of that: 0 in a sum, -inf
-    among the greatest.
+    Every sum, sort or bound over tokens uses it, with the value that excludes a token: 0 in a sum, -inf for a maximum.
     """
     return torch.where(real.view(-1, *[1] * (x.dim() - 1)), x, otherwise)
 
 
 @torch.no_grad()
 def sinkhorn(logits: Tensor, real: Tensor) -> Tensor:
-    """log p [T, E] of logits whose tokens are in balance among the experts.
+    """Returns log p [T, E], the logits scaled so that tokens are balanced among the experts.
 
     Args:
         logits: [T, E], of all tokens that are balanced together.
-        real: bool [T]; a token of padding has no share in the balance.
+        real: bool [T]; padding tokens do not take part in the balance.
     """
     num_tokens, E = real.sum().to(logits.dtype), logits.shape[1]
     log_u, log_v = logits.new_zeros(len(logits)), logits.new_zeros(E)
-    for _ in range(_SINKHORN_ITERATIONS):  # on logarithms, which do not overflow
+    for _ in range(_SINKHORN_ITERATIONS):  # in log space, to avoid overflow
         log_u = of_real_tokens(-num_tokens.log() - (logits + log_v).logsumexp(dim=1), real, -torch.inf)
         log_v = -math.log(E) - (logits + log_u[:, None]).logsumexp(dim=0)
     return logits + log_u[:, None] + log_v
 
 
 class _WideProduct(torch.autograd.Function):
-    """x W^T computed, and given, in float32 or wider; nothing wide is kept."""
+    """x W^T computed and returned in float32 or wider, without saving wide copies for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Experts that every token is sent to: one MLP as wide as all of them, whose output may be gated.
+"""Experts that process every token, computed as one MLP as wide as all of them, with an optional gate.
 
-y = sigmoid(x g^T) mlp(x), or without the gate mlp(x)
+y = sigmoid(x g^T) mlp(x), or mlp(x) without the gate
 
 DeepSeek-AI 2024, "DeepSeekMoE", arXiv:2401.06066. The gate: Qwen1.5-MoE, 2024.
 """
@@ -18,7 +18,7 @@ __all__ = ["SharedExpertMLP"]
 
 
 class SharedExpertMLP(MLP):
-    """The shared experts of a layer, dense weights that are split over tp as those of an MLP."""
+    """The shared experts of a layer; their weights are dense and split over tp like those of an MLP."""
 
     def __init__(self, config: TransformerConfig, options: BuildOptions) -> None:
         moe = config.moe
@@ -29,6 +29,6 @@ class SharedExpertMLP(MLP):
             self.gate = ReplicatedLinear(config.hidden_size, 1, options, std=config.init_method_std)
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
-        """[S, B, H] -> [S, B, H], of [S/tp, B, H] each under sequence parallelism."""
+        """[S, B, H] -> [S, B, H]; under sequence parallelism both are [S/tp, B, H]."""
         y = super().forward(x, context)
         return y if self.gate is None else torch.sigmoid(self.gate(x)) * y

@@ -1,14 +1,14 @@
-"""How tokens reach the ranks that hold their experts, and how what experts give comes back.
+"""Dispatches tokens to the ranks that hold their experts, and combines the experts' outputs.
 
-all_to_all   each row goes to the rank of its expert; with etp, where ranks hold parts of the same experts and have
-             different tokens, rows are then gathered over etp. Back by the same ways, summed over etp
-all_gather   every rank of ep and etp receives all tokens and computes the rows of its experts; their sums are scattered
-flex         each token once to every rank of ep that holds one of its experts, and sums back, by fused kernels
-symmetric    each row to the rank of its expert, through symmetric memory, where it arrives sorted
+all_to_all   each row is sent to the rank of its expert. With etp, whose ranks hold parts of the same experts and
+             different tokens, rows are then gathered over etp. Outputs are summed over etp and return the same way
+all_gather   every rank of ep and etp receives all tokens and computes its experts' rows; sums are reduce-scattered
+flex         fused kernels send each token once to every rank of ep that holds one of its experts, and return sums
+symmetric    each row is sent to the rank of its expert through symmetric memory, and arrives sorted
 
-Between, rows are sorted by expert. What a call needs later is in frozen records that it is given back, so that several
-batches may be on their way at once, save that of symmetric each must be received before the next is sent. Weights of
-rows travel with them: experts apply them.
+Experts receive rows sorted by expert. State between calls is returned in frozen records, so several batches may be in
+flight at once; with symmetric, each must be received before the next is sent. Routing weights are sent along with the
+rows, and applied by the experts.
 """
 
 from abc import ABC, abstractmethod
@@ -55,7 +55,7 @@ Plan = TypeVar("Plan")
 
 
 class ExpertRows(NamedTuple):
-    """What this rank's experts compute: rows [R, D] sorted by expert, their weights [R], and int32 [E/ep]."""
+    """The input of this rank's experts: rows [R, D] sorted by expert, their weights [R], and counts int32 [E/ep]."""
 
     rows: Tensor
     weights: Tensor
@@ -66,8 +66,8 @@ class MoETokenDispatcher(ABC, Generic[Sent, Plan]):
     """Sends tokens to experts, over ep and etp.
 
     Args:
-        num_experts: of the layer, on all ranks.
-        options: this rank's groups, and the exchange that the method takes.
+        num_experts: of the layer, on all ranks together.
+        options: this rank's groups, and the exchange that the method uses.
     """
 
     def __init__(self, num_experts: int, options: BuildOptions) -> None:
@@ -80,18 +80,18 @@ class MoETokenDispatcher(ABC, Generic[Sent, Plan]):
 
     @abstractmethod
     def send(self, tokens: Tensor, routing: Routing, capacity: int | None = None) -> Sent:
-        """Begins to send tokens [T, D] to their experts; what is called before ``receive`` runs meanwhile.
+        """Starts sending tokens [T, D] to their experts; work before ``receive`` overlaps with the communication.
 
-        ``capacity``: every expert gets so many rows from each rank, zeros among them, and none has more.
+        ``capacity``: every expert gets exactly this many rows from each rank, padded with zeros; no expert has more.
         """
 
     @abstractmethod
     def receive(self, sent: Sent) -> tuple[ExpertRows, Plan]:
-        """The rows of this rank's experts, and how they go back."""
+        """Returns the rows of this rank's experts, and the plan by which they are sent back."""
 
     @abstractmethod
     def combine(self, rows: Tensor, plan: Plan) -> Tensor:
-        """What experts gave for their rows, [R, D] -> [T, D], summed for each token, over etp too."""
+        """Sends the experts' outputs [R, D] back and sums them per token, and over etp -> [T, D]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,15 +104,15 @@ class _Everything:
 
 
 class MoEAllGatherTokenDispatcher(MoETokenDispatcher[_Everything, RowMap]):
-    """All tokens to all ranks: what travels does not grow with K. Every rank must have the same number of tokens."""
+    """All tokens to all ranks; traffic does not grow with K. Every rank must have the same number of tokens."""
 
     def send(self, tokens: Tensor, routing: Routing, capacity: int | None = None) -> _Everything:
-        """Gathers everything; it is there when this returns."""
+        """Gathers everything synchronously."""
         assert capacity is None, "config refuses capacities that are padded to"
         return _Everything(*(self._gather(x) for x in (tokens, routing.indices, routing.weights)))
 
     def receive(self, sent: _Everything) -> tuple[ExpertRows, RowMap]:
-        here = sent.indices - self.ep_rank * self.num_local_experts  # experts elsewhere are skipped
+        here = sent.indices - self.ep_rank * self.num_local_experts  # experts on other ranks are skipped
         rows, weights, found = permute(sent.tokens, here, sent.weights, num_experts=self.num_local_experts)
         assert weights is not None, "weights were given"
         return ExpertRows(rows, weights, found.rows_per_expert), found
@@ -131,12 +131,12 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher[_Everything, RowMap]):
 
 @dataclass(frozen=True, eq=False)
 class _Counts:
-    """How many rows go where.
+    """Numbers of rows in an exchange.
 
     Attributes:
         sent, received: to and from each rank of ep.
         gathered: from each rank of etp.
-        arriving: int32 [etp, ep, E/ep]: of each of this rank's experts, from each rank.
+        arriving: int32 [etp, ep, E/ep], for each of this rank's experts, from each rank.
     """
 
     sent: list[int]
@@ -147,7 +147,7 @@ class _Counts:
 
 @dataclass(frozen=True, eq=False)
 class _OnTheirWay:
-    """Rows and their weights; ``sorted_here``: where they were, sorted by all experts."""
+    """Rows and weights in flight; ``sorted_here`` maps tokens to rows sorted by all experts, on this rank."""
 
     rows: Travelling
     weights: Travelling
@@ -157,16 +157,17 @@ class _OnTheirWay:
 
 @dataclass(frozen=True, eq=False)
 class _WayBack:
-    """Where rows are, sorted by this rank's experts, and the way that they came; None: they have not travelled."""
+    """The map of rows sorted by this rank's experts, and the exchange that they came by; None: no exchange."""
 
     sorted_there: RowMap
     came: _OnTheirWay | None = None
 
 
 class MoEAlltoAllTokenDispatcher(MoETokenDispatcher[_OnTheirWay, _WayBack]):
-    """Each row to the rank of its expert. The host waits for the device once, to know how many rows arrive.
+    """Sends each row to the rank of its expert.
 
-    With a ``capacity`` all numbers are known, and it does not wait.
+    The host synchronizes with the device once, to learn how many rows arrive. With a ``capacity`` the numbers are
+    known, and it does not.
     """
 
     def send(self, tokens: Tensor, routing: Routing, capacity: int | None = None) -> _OnTheirWay:
@@ -192,7 +193,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher[_OnTheirWay, _WayBack]):
             return ExpertRows(rows, weights, sent.sorted_here.rows_per_expert), _WayBack(sent.sorted_here)
         gathered = sent.counts.gathered
         rows, weights = (self._to_all_of_etp(x, gathered) for x in (rows, weights))
-        # blocks of [etp, ep, E/ep], each of one expert, are sorted by expert
+        # rows arrive in blocks [etp, ep, E/ep] of one expert each, and are sorted by expert
         blocks = torch.arange(self.num_local_experts, device=rows.device).repeat(self.etp_size * self.ep_size)
         expert = blocks.repeat_interleave(sent.counts.arriving.flatten(), output_size=len(rows))
         found = row_map(expert.unsqueeze(1), len(rows), num_experts=self.num_local_experts)
@@ -220,18 +221,18 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher[_OnTheirWay, _WayBack]):
         sending = found.rows_per_expert.view(self.ep_size, -1)  # [ep, E/ep]
         arriving = all_to_all(sending, self.ep_group).unsqueeze(0)  # [1, ep, E/ep]
         arriving = gather_from_sequence_parallel_region(arriving, self.etp_group)  # [etp, ep, E/ep]
-        sent, *received = torch.cat((sending.sum(1).unsqueeze(0), arriving.sum(2))).tolist()  # the host waits here
+        sent, *received = torch.cat((sending.sum(1).unsqueeze(0), arriving.sum(2))).tolist()  # host synchronization
         return _Counts(sent, received[self.etp_rank], [sum(each) for each in received], arriving)
 
     def _to_all_of_etp(self, x: Tensor, gathered: list[int]) -> Tensor:
-        """This rank's rows [R, ...] to all ranks of etp -> theirs, [sum of gathered, ...]."""
+        """All-gathers rows [R, ...] over etp, with R different on each rank -> [sum of gathered, ...]."""
         if self.etp_group is None:
             return x
         copies = x.expand(self.etp_size, *x.shape).flatten(0, 1)
         return all_to_all(copies, self.etp_group, gathered, [len(x)] * self.etp_size)
 
     def _sum_over_etp(self, y: Tensor, gathered: list[int]) -> Tensor:
-        """The adjoint: terms [sum of gathered, D] -> the sums of this rank's rows."""
+        """The adjoint: reduce-scatters partial sums [sum of gathered, D] -> this rank's rows [R, D]."""
         if self.etp_group is None:
             return y
         R = gathered[self.etp_rank]
@@ -241,14 +242,14 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher[_OnTheirWay, _WayBack]):
 
 @dataclass(frozen=True, eq=False)
 class _Merged:
-    """The tokens that arrived, and where their rows are; None: nothing has travelled."""
+    """The row map of the received tokens, and how they were received; None: no exchange."""
 
     rows: RowMap
     received: Received | None
 
 
 class MoEFlexTokenDispatcher(MoETokenDispatcher[Received, _Merged]):
-    """Fused dispatch and combine, see ``parallel.expert.fused_a2a``. Raises ConfigError without such an exchange."""
+    """Fused dispatch and combine (``parallel.expert.fused_a2a``). Raises ConfigError if ep > 1 and none is given."""
 
     def __init__(self, num_experts: int, options: BuildOptions) -> None:
         super().__init__(num_experts, options)
@@ -283,7 +284,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher[Received, _Merged]):
 
 @dataclass(frozen=True, eq=False)
 class _Departed:
-    """Where rows are, sorted by all experts; and what has left, or what need not travel."""
+    """The map of rows sorted by all experts, and the exchange in progress, or the rows themselves without ep."""
 
     sorted_here: RowMap
     rows: Departure | ExpertRows
@@ -291,16 +292,17 @@ class _Departed:
 
 @dataclass(frozen=True, eq=False)
 class _Return:
-    """Where rows go back to, and how; None: they have not travelled."""
+    """The map of rows sorted by all experts, and their routes; None: no exchange."""
 
     sorted_here: RowMap
     way: Way | None
 
 
 class MoESymmetricTokenDispatcher(MoETokenDispatcher[_Departed, _Return]):
-    """Through symmetric memory, see ``parallel.expert.symmetric_a2a``. Raises ConfigError without such an exchange.
+    """Exchange through symmetric memory (``parallel.expert.symmetric_a2a``).
 
-    The host waits for the device in ``receive``, so that what is called before it is queued already.
+    The host synchronizes with the device only in ``receive``, so work called before it is already queued by then.
+    Raises ConfigError if ep > 1 and no exchange is given.
     """
 
     def __init__(self, num_experts: int, options: BuildOptions) -> None:
@@ -319,7 +321,7 @@ class MoESymmetricTokenDispatcher(MoETokenDispatcher[_Departed, _Return]):
         assert weights is not None, "weights were given"
         if self.a2a is None:
             return _Departed(found, ExpertRows(rows, weights, found.rows_per_expert))
-        # a compiler cannot follow writes into the shared buffers: not traced, here and below
+        # not traced, here and below: the compiler cannot follow writes into the shared buffers
         begin = torch.compiler.disable(begin_symmetric_dispatch)
         return _Departed(found, begin(self.a2a, rows, weights, found.rows_per_expert))
 
@@ -328,7 +330,7 @@ class MoESymmetricTokenDispatcher(MoETokenDispatcher[_Departed, _Return]):
             return sent.rows, _Return(sent.sorted_here, None)
         assert self.a2a is not None, "rows have left through it"
         rows, weights, way = torch.compiler.disable(end_symmetric_dispatch)(self.a2a, sent.rows)
-        found = sent.sorted_here.up_to(way.num_sent)  # some may be dropped
+        found = sent.sorted_here.up_to(way.num_sent)  # without dropped choices
         return ExpertRows(rows, weights, way.rows_per_expert), _Return(found, way)
 
     def combine(self, rows: Tensor, plan: _Return) -> Tensor:

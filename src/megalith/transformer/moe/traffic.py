@@ -1,10 +1,10 @@
 """What a mixture of experts exchanges for a micro-batch, and its weights, in closed form.
 
-    router      what it counts over the ranks that share a micro-batch, for the losses that it has
+    router      counts over the ranks that share a micro-batch, for its losses
     tokens      to experts and back, see ``parallel.expert.traffic``
     shared      an MLP, which enters and leaves tensor parallelism
 
-The losses and choices of a router are kept where layers are computed again, and so is what they exchange.
+A router's losses and choices are kept for recomputation, so their communication is not repeated.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _INT64, _FLOAT64 = 8, 8
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """``num_sequences`` of which a rank has ``num_tokens`` together, after context and sequence parallelism."""
+    """``num_sequences``, of which a rank holds ``num_tokens`` in total, after context and sequence parallelism."""
 
     num_sequences: int
     num_tokens: int
@@ -35,10 +35,11 @@ class MicroBatch:
 
 
 def moe_traffic(model: TransformerConfig, dispatch: DispatchConfig, layout: Layout, batch: MicroBatch) -> Passes:
-    """What the layer exchanges where loads are even: as many rows arrive at every rank as it sends.
+    """Returns what the layer exchanges with even loads, where every rank receives as many rows as it sends.
 
     Raises:
-        ConfigError: what is not counted: DeepEP, symmetric memory, or turns though loads are even.
+        ConfigError: a dispatch that is not counted: DeepEP, symmetric memory, or one that takes several turns even with
+            even loads.
     """
     moe = _experts_of(model)
     found = _router_traffic(moe, layout, batch)
@@ -58,7 +59,7 @@ def moe_traffic(model: TransformerConfig, dispatch: DispatchConfig, layout: Layo
 def dispatch_traffic(
     model: TransformerConfig, dispatch: DispatchConfig, layout: Layout, batch: MicroBatch, rows: Rows
 ) -> Passes:
-    """What tokens exchange on their way to experts and back, where ``rows`` travel."""
+    """Returns what sending ``rows`` to experts and back exchanges."""
     moe = _experts_of(model)
     sizes = Dispatch(
         layout.expert,
@@ -82,7 +83,7 @@ def dispatch_traffic(
 
 
 def moe_weights(model: TransformerConfig) -> list[Weight]:
-    """The dense weights of the layer, each token's own: their gradients are terms of a sum over tensor parallelism."""
+    """The dense weights of the layer; partial ones see a rank's own tokens, so their gradients are summed over tp."""
     moe, H = _experts_of(model), model.hidden_size
     found = [Weight((moe.num_experts, H), partial=True)]
     if moe.router.bias:
@@ -100,7 +101,7 @@ def moe_weights(model: TransformerConfig) -> list[Weight]:
 
 
 def expert_weights(model: TransformerConfig) -> list[Weight]:
-    """Those of the experts, which are a unit of FSDP2; ``split`` by expert tensor parallelism."""
+    """The weights of the experts, which are one FSDP2 unit; ``split`` is the dimension that etp splits."""
     moe, F = _experts_of(model), model.expert_ffn_hidden_size
     E, D, gated = moe.num_experts, moe.latent_size or model.hidden_size, model.gate_activation is not None
     inner = (2, F) if gated else (F,)
@@ -111,7 +112,7 @@ def expert_weights(model: TransformerConfig) -> list[Weight]:
 
 
 def _router_traffic(moe: MoEConfig, layout: Layout, batch: MicroBatch) -> Passes:
-    """Over tensor, each rank of which has tokens of its own, and over context."""
+    """What the router exchanges over tensor (whose ranks have different tokens), context and data."""
     router, E = moe.router, moe.num_experts
     found = Traffic()
     if router.selection in ("sinkhorn", "quantile"):
@@ -128,7 +129,7 @@ def _router_traffic(moe: MoEConfig, layout: Layout, batch: MicroBatch) -> Passes
 
 
 def _shares(layout: Layout) -> tuple[tuple[Axis, int], ...]:
-    """The axes whose ranks share a micro-batch, and how many they are."""
+    """The axes whose ranks share a micro-batch, and their sizes."""
     return ("tensor", layout.tensor), ("context", layout.context)
 
 
@@ -146,5 +147,5 @@ def _experts_of(model: TransformerConfig) -> MoEConfig:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Of logits, and of the weights that are made of them."""
+    """Returns the dtype of logits and routing weights."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,18 +1,18 @@
-"""Upcycling: a mixture of experts that begins as the function of a trained dense model.
+"""Upcycling: initializes a mixture of experts that computes the same function as a trained dense model.
 
-An MLP of inner width G F is cut into G shards of width F, each the inner features [g F, (g + 1) F) of all of its
-matrices, and the shards are repeated R = E / G times: expert e = r G + g is copy r of shard g. The router's rows are
-repeated likewise, so that the G shards of a copy have the same logit and are chosen together. For K = t G every token
-then meets t whole copies, and with weights that add up to W
+An MLP of inner width G F is split into G shards of width F, each with the inner features [g F, (g + 1) F) of all its
+matrices. The shards are repeated R = E / G times: expert e = r G + g is copy r of shard g. The router has the same row
+for the G shards of a copy, so that they have the same logit and are chosen together. For K = t G every token is then
+processed by t whole copies, and with weights that add up to W
 
     sum over the K experts of  w_e shard_e(x)  =  W / G (dense(x) - b)  +  W b'        b the bias of the last product
 
     exact       the last matrix times a = G / W, b' = b / W: the dense function, for every activation
-    published   a^(1/3) on each of the three factors of a gated or squared unit, a^(1/2) on each of the two of others:
-                exact for squared ReLU and ReLU alone, because no other activation is homogeneous
+    published   each of the three factors of a gated or squared unit times a^(1/3), each of the two of others times
+                a^(1/2): exact only for squared ReLU and ReLU, because no other activation is homogeneous
 
-W is the factor of normalised weights. Softmax over all experts, or a single sigmoid, has no fixed W, and the one of
-equal logits is taken.
+W is constant if the weights are normalized. With softmax over all experts, or a single sigmoid, it is not, and its
+value for equal logits is used.
 
 Komatsuzaki et al. 2022, "Sparse Upcycling", arXiv:2212.05055; He et al. 2024, "Upcycling Large Language Models into
 Mixture of Experts", arXiv:2410.07524.
@@ -37,13 +37,13 @@ __all__ = ["Upcycling", "check_upcycling", "granularity", "inexact_for", "upcycl
 
 @dataclass(frozen=True)
 class Upcycling:
-    """How experts are made of an MLP.
+    """How experts are made from an MLP.
 
     Attributes:
-        seed: of what is drawn: the router, up and gate projections of shared experts, and noise.
-        scaling: as the module says.
-        noise: [ratio] of the standard deviation of what is added to the weights of experts, so that copies differ, to
-            that of the weights.
+        seed: for the router, the up and gate projections of shared experts, and noise.
+        scaling: see the module docstring.
+        noise: standard deviation of the noise that is added to the experts' weights to make copies differ, as a ratio
+            to that of the weights.
 
     Raises:
         ConfigError: ``noise`` is negative.
@@ -59,7 +59,7 @@ class Upcycling:
 
 
 def check_upcycling(dense: TransformerConfig, config: TransformerConfig) -> None:
-    """Raises ConfigError unless ``config`` is ``dense`` with experts that its MLPs can be cut into."""
+    """Raises ConfigError unless ``config`` is ``dense`` with experts that its MLPs can be split into."""
     if dense.moe is not None:
         raise ConfigError(
             f"upcycling needs a dense model; this one has {dense.moe.num_experts} experts a layer already; "
@@ -94,12 +94,12 @@ def check_upcycling(dense: TransformerConfig, config: TransformerConfig) -> None
 
 
 def granularity(config: TransformerConfig) -> int:
-    """G: how many experts together are as wide as the MLP."""
+    """Returns G, the number of experts that together are as wide as the MLP."""
     return config.ffn_hidden_size // config.expert_ffn_hidden_size
 
 
 def inexact_for(config: TransformerConfig, how: Upcycling) -> Iterator[str]:
-    """Why the upcycled model is not the dense function to rounding at first; nothing where it is."""
+    """Yields reasons why the upcycled model does not initially match the dense one to rounding; none if it does."""
     moe, G = _moe(config), granularity(config)
     router = moe.router
     if moe.top_k % G:
@@ -122,13 +122,13 @@ def inexact_for(config: TransformerConfig, how: Upcycling) -> Iterator[str]:
 def upcycled(
     name: str, spec: ParameterSpec, dense: Callable[[str], Tensor], config: TransformerConfig, how: Upcycling
 ) -> Tensor:
-    """The parameter ``name`` of the model ``config``, whole, which the dense model does not have.
+    """Returns the whole parameter ``name`` of the model ``config``, one that the dense model does not have.
 
-    Experts have float32, or the wider dtype of their MLP; everything else float32.
+    Experts are in float32, or the dtype of their MLP if that is wider; everything else is in float32.
 
     Args:
-        spec: what the model declares of ``name``.
-        dense: gives a parameter of the dense model by name.
+        spec: the declaration of ``name``.
+        dense: returns a parameter of the dense model by name.
         config: a model that ``check_upcycling`` accepts.
     """
     mlp, _, part = name.rpartition(".mlp.")
@@ -138,7 +138,7 @@ def upcycled(
         G = granularity(config)
         rows = (spec.shape[0] // G, *spec.shape[1:])
         return _drawn(name, rows, spec.std, how).repeat_interleave(G, dim=0)  # [E, H]
-    # biases of routers, and shared experts: these add nothing to the dense function until they have learned something
+    # router biases, and shared experts, which contribute nothing until their down_proj has been trained
     adds_nothing = spec.init == "zeros" or part == "shared_experts.down_proj.weight"
     return torch.zeros(spec.shape) if adds_nothing else _drawn(name, spec.shape, spec.std, how)
 
@@ -152,7 +152,7 @@ def _of_experts(
     config: TransformerConfig,
     how: Upcycling,
 ) -> Tensor:
-    """``part`` of the experts that the MLP ``mlp`` makes."""
+    """Returns the parameter ``part`` of the experts made from the MLP ``mlp``."""
     E, G = _moe(config).num_experts, granularity(config)
     kind = "bias" if part.endswith("_bias") else "weight"
     linear = part.removesuffix("_bias")
@@ -171,7 +171,7 @@ def _of_experts(
 
 
 def _scale(linear: str, kind: str, config: TransformerConfig, how: Upcycling) -> float:
-    """The factor on the ``kind`` of one linear layer of experts."""
+    """Returns the factor on the weight or bias (``kind``) of one linear layer of the experts."""
     a = granularity(config) / _total_weight(_moe(config))
     if (linear, kind) == ("down_proj", "bias"):
         return a / granularity(config)
@@ -182,13 +182,13 @@ def _scale(linear: str, kind: str, config: TransformerConfig, how: Upcycling) ->
 
 
 def _total_weight(moe: MoEConfig) -> float:
-    """W: what the weights of a token's experts add up to, where all logits are equal."""
+    """Returns W, the sum of the weights of a token's experts if all logits are equal."""
     logits = torch.zeros(1, moe.num_experts, dtype=torch.float64)
     return float(weights_of(logits, torch.arange(moe.top_k)[None], moe.router).sum())
 
 
 def _is_normalised(moe: MoEConfig) -> bool:
-    """Whether the weights of a token's experts add up to the same number for all logits."""
+    """Whether the weights of a token's experts add up to the same number whatever the logits."""
     over_all = moe.router.pre_softmax or moe.router.selection == "sinkhorn"
     return moe.top_k > 1 and (moe.top_k == moe.num_experts or not over_all)
 
