@@ -1,9 +1,9 @@
-"""Fused operations: tensor functions that know no model and no config. Every public name is importable from here,
-but for three functions that have the name of their module: ``from megalith.fusions.fused_layer_norm import
-fused_layer_norm``, and in the same way fused_linear_cross_entropy and fused_pad_routing_map.
+"""Fused operations: tensor functions that are independent of any model or config. Every public name can be imported
+from here, except for three functions named like their modules: ``from megalith.fusions.fused_layer_norm import
+fused_layer_norm``, and likewise fused_linear_cross_entropy and fused_pad_routing_map.
 
 Norms             fused_layer_norm, fused_rms_norm, FusedLayerNorm, FusedRMSNorm;
-                  fused_add_norm, of bias, dropout and residual in the same pass
+                  fused_add_norm, with bias, dropout and residual in the same pass
 Gated units       glu, glu_float8, glu_back, Activation;
   SwiGLU          bias_swiglu_impl, weighted_bias_swiglu_impl; swiglu, bias_swiglu, weighted_swiglu, clamped_swiglu,
                   bias_clamped_swiglu and clamped_weighted_swiglu, each with its _back; SwiGLUFunction,
@@ -14,12 +14,12 @@ Gated units       glu, glu_float8, glu_back, Activation;
                   WeightedBiasQuickGeGLUFunction
 Activations       bias_gelu_impl, bias_gelu, bias_gelu_back, GeLUFunction; weighted_squared_relu_impl,
                   weighted_squared_relu, weighted_squared_relu_back, WeightedSquaredReLUFunction
-Attention         fused_attention; merge_attention and sink_correction, which join its parts
+Attention         fused_attention; merge_attention and sink_correction, which combine partial results
 Softmax           masked_softmax, FusedScaleMaskSoftmax, AttnMaskType, SoftmaxOne, ScaledSoftmax, ScaledMaskedSoftmax,
                   ScaledUpperTriangMaskedSoftmax
 Cross entropy     fused_vocab_parallel_cross_entropy, fused_linear_cross_entropy; in two collectives:
                   calculate_logits_max, calculate_predicted_logits, calculate_cross_entropy_loss, calculate_gradients
-Rotary positions  fused_rope, Layout; fused_apply_mla_rope_for_q, fused_apply_mla_rope_for_kv, ApplyMLARotaryEmbQ,
+Rotary embedding  fused_rope, Layout; fused_apply_mla_rope_for_q, fused_apply_mla_rope_for_kv, ApplyMLARotaryEmbQ,
                   ApplyMLARotaryEmbKV; fused_mla_rope_out_of_place, fused_mla_rope_inplace, fused_mla_rope_kv_split;
                   tables: rope_cos_sin, rope_frequencies, llama3_rope_frequencies,
                   yarn_rope_frequencies, yarn_cos_sin, yarn_concentration, positions_from_cu_seqlens
@@ -28,11 +28,11 @@ Routing           fused_topk_router, Routing, topk_routing_with_score_function, 
 Experts           permute, unpermute, permute_by, row_map, RowMap, fused_pad_routing_map, grouped_matmul
 Residual          bias_dropout_add_fused_train, bias_dropout_add_fused_inference, bias_dropout_add_unfused,
                   get_bias_dropout_add
-8 and 4 bits      quantize, dequantize, Quantized
+Quantization      quantize, dequantize, Quantized
 Optimizer         fused_adamw_
 Paths             Backend, use, explain
 
-Each takes ``backend=``; ``explain()`` says what each takes without it.
+Each takes ``backend=``; ``explain()`` shows which path each takes without it.
 """
 
 from megalith.fusions.attention.attention import fused_attention

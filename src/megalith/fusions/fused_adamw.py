@@ -1,4 +1,4 @@
-"""AdamW over many tensors in one launch: weights, moments and the copy of weights that a model computes with."""
+"""AdamW over many tensors in one launch: weights, moments, and the copy of the weights that the model computes with."""
 
 from megalith.fusions.adamw.adamw import fused_adamw_
 

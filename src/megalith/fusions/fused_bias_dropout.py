@@ -1,4 +1,4 @@
-"""Bias, dropout and residual in one pass; the mask is computed again in backward, and never stored."""
+"""Bias, dropout and residual in one pass; the mask is recomputed in backward and never stored."""
 
 from megalith.fusions.residual.bias_dropout import (
     bias_dropout_add_fused_inference,

@@ -1,4 +1,4 @@
-"""GEGLU in the tanh form, and quick GEGLU with an offset: ``megalith.fusions.glu`` under the names of the field."""
+"""GEGLU (tanh approximation) and quick GEGLU with an offset: ``megalith.fusions.glu`` under Megatron's names."""
 
 from megalith.fusions.gated.geglu import (
     BiasGeGLUFunction,

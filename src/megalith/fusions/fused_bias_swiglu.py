@@ -1,4 +1,4 @@
-"""SwiGLU, with a bias, with a weight per token, with both: ``megalith.fusions.glu`` under the names of the field."""
+"""SwiGLU with optional bias and per-token weights: ``megalith.fusions.glu`` under Megatron's names."""
 
 from megalith.fusions.gated.swiglu import (
     BiasSwiGLUFunction,

@@ -1,4 +1,4 @@
-"""What a router chose, from top-k indices to a dense map over experts and back."""
+"""Converts a router's choices from top-k indices to a dense map over experts, and back."""
 
 from megalith.fusions.routing.indices_converter import (
     IndicesToMultihot,

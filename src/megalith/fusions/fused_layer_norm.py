@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm of any hidden size: functions, and modules under the names that the field knows."""
+"""LayerNorm and RMSNorm for any hidden size: functions, and modules under the usual names."""
 
 from megalith.fusions.norm.layer_norm import FusedLayerNorm, FusedRMSNorm, fused_layer_norm, fused_rms_norm
 

@@ -1,4 +1,4 @@
-"""Output projection and cross entropy in one: the logits of a chunk of tokens live at a time, never those of all."""
+"""Output projection fused with cross entropy: only one chunk of tokens has its logits in memory at a time."""
 
 from megalith.fusions.cross_entropy.linear import fused_linear_cross_entropy
 

@@ -1,4 +1,4 @@
-"""Rotary positions of multi-latent attention: the last columns of each query, and of one key that all heads share."""
+"""Rotary embedding for multi-latent attention, of the last columns of each query and of the key that heads share."""
 
 from megalith.fusions.rope.mla_rope import (
     ApplyMLARotaryEmbKV,

@@ -1,4 +1,4 @@
-"""Pads each expert's tokens to the alignment of low-precision matrix products: more of the routing map becomes one."""
+"""Pads each expert's token count to the alignment of low-precision matrix products by setting more of the map."""
 
 from megalith.fusions.experts.pad_routing_map import fused_pad_routing_map
 

@@ -1,4 +1,4 @@
-"""Moves tokens to their experts and back: rows sorted by expert, each weight and each gradient in the same pass."""
+"""Moves tokens to their experts and back: rows sorted by expert, with weights and gradients in the same pass."""
 
 from megalith.fusions.experts.permute import permute, permute_by, unpermute
 

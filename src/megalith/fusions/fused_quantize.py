@@ -1,4 +1,4 @@
-"""Tensors in 8 and 4 bits with a scale for each tensor, row or block; also transposed, from the same pass."""
+"""Quantization to 8 and 4 bits with a scale per tensor, row or block; also transposed, in the same pass."""
 
 from megalith.fusions.quantization.quantize import quantize
 

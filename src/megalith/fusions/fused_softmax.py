@@ -1,4 +1,4 @@
-"""The softmax of attention scores under the names that the field knows; ``masked_softmax`` computes all of them."""
+"""Softmax of attention scores under the usual names, all computed by ``masked_softmax``."""
 
 from megalith.fusions.softmax.scale_mask_softmax import (
     AttnMaskType,

@@ -1,4 +1,4 @@
-"""Squared ReLU scaled by one weight per token; forward and backward are one pass each."""
+"""Squared ReLU scaled by one weight per token, with one pass each for forward and backward."""
 
 from megalith.fusions.activation.weighted_squared_relu import (
     WeightedSquaredReLUFunction,

@@ -1,1 +1,1 @@
-"""What every family is built on: choice of a path, registration, rows, checks, formulas that several share."""
+"""Shared by all families: choice of a path, registration with torch, row handling, checks, common formulas."""

@@ -1,6 +1,6 @@
-"""Activations and their gradients in plain torch; ``activate`` keeps relative accuracy where a result is small.
+"""Activations and their gradients in plain torch; ``activate`` keeps its relative accuracy where the result is small.
 
-silu a s(a), with s = sigmoid; gelu_tanh a s(2 u), u = sqrt(2/pi) (a + 0.044715 a^3), as (1 + tanh u) / 2 = s(2 u);
+silu a s(a), with s = sigmoid; gelu_tanh a s(2 u), u = sqrt(2/pi) (a + 0.044715 a^3), since (1 + tanh u) / 2 = s(2 u);
 gelu a Phi(a); quick_gelu a s(1.702 a); relu. Hendrycks and Gimpel 2016, "Gaussian Error Linear Units (GELUs)",
 arXiv:1606.08415.
 """
@@ -23,8 +23,8 @@ _CUBIC = _LINEAR * 0.044715
 _QUICK = 1.702
 _ROOT_HALF = math.sqrt(0.5)
 _ROOT_1_OVER_2_PI = 1.0 / math.sqrt(2.0 * math.pi)
-# Phi(-x) = exp(-x^2 / 2) t Q(t), t = 1 / (1 + 0.3 x): coefficients of Q, of falling powers, off by a relative 3.5e-9 at
-# most from 0 to 14.5, where exp(-x^2 / 2) leaves float32; fitted by least squares, reweighted by the errors (Lawson)
+# Phi(-x) = exp(-x^2 / 2) t Q(t), t = 1 / (1 + 0.3 x): coefficients of Q in descending powers. Relative error at most
+# 3.5e-9 on [0, 14.5], beyond which exp(-x^2 / 2) underflows float32; fitted by reweighted least squares (Lawson)
 _TAIL_SCALE = 0.3
 _TAIL = (
     -0.020623464566,
@@ -39,19 +39,19 @@ _TAIL = (
     0.119686689801,
 )
 
-_aten: Any = torch.ops.aten  # gradients of torch's own, of one pass each where a formula has several
+_aten: Any = torch.ops.aten  # torch's own gradients take one pass each; a formula takes several
 
 
 def check_activation(activation: str) -> None:
-    """Raises ConfigError unless there is such an activation."""
+    """Raises ConfigError if the activation is unknown."""
     if activation not in _ACTIVATIONS:
         raise ConfigError(f"activation must be one of {', '.join(_ACTIVATIONS)}; got {activation!r}")
 
 
 def activate(a: Tensor, activation: str, *, recorded: bool = True) -> Tensor:
-    """The activation of each element, in the dtype of ``a``. Raises as ``check_activation``.
+    """Applies the activation elementwise, in the dtype of ``a``. Raises like ``check_activation``.
 
-    ``recorded``: it can be differentiated, twice. Where nothing is, the exact GELU compiles to a third of the time.
+    ``recorded``: the result must be differentiable, twice. Without that, exact GELU compiles to a third of the time.
     """
     check_activation(activation)
     if activation == "silu":
@@ -61,13 +61,13 @@ def activate(a: Tensor, activation: str, *, recorded: bool = True) -> Tensor:
     if activation == "gelu":
         return a * (_normal(a)[1] if not recorded and _compiles_to_polynomial(a) else _normal_cumulative(a))
     argument = _QUICK * a if activation == "quick_gelu" else _tanh_argument(a)
-    return a * argument.sigmoid_()  # in place: fewer tensors crowd the cache, and autograd needs the sigmoid alone
+    return a * argument.sigmoid_()  # in place: less cache pressure, and autograd only needs the sigmoid
 
 
 def activation_back(da: Tensor, a: Tensor, activation: str, out: Tensor | None = None) -> Tensor:
-    """The slope at each element times ``da``; it may go into ``out``. Raises as ``check_activation``."""
+    """Returns the derivative at each element times ``da``, in ``out`` if given. Raises like ``check_activation``."""
     check_activation(activation)
-    if activation in ("gelu", "gelu_tanh"):  # torch's own loses the digits of a slope near 0
+    if activation in ("gelu", "gelu_tanh"):  # torch's own gradient loses precision where the slope is near 0
         return torch.mul(_slope_of_gelu(a, activation), da, out=out)
     options: dict[str, Any] = {}
     if activation == "relu":
@@ -80,7 +80,7 @@ def activation_back(da: Tensor, a: Tensor, activation: str, out: Tensor | None =
 
 
 def _slope_of_gelu(a: Tensor, activation: str) -> Tensor:
-    # in place: what is allocated is read from memory before it is written, and crowds the cache
+    # in place: freshly allocated memory is read before it is written, and displaces other data from the cache
     if activation == "gelu":
         bell, cumulative = _normal(a)
         return bell.mul_(_ROOT_1_OVER_2_PI).mul_(a).add_(cumulative)
@@ -98,8 +98,8 @@ def _normal_cumulative(a: Tensor) -> Tensor:
 def _normal(a: Tensor) -> tuple[Tensor, Tensor]:
     """exp(-a^2 / 2) and Phi(a), in fresh memory.
 
-    Compiled, the one exponential serves both, Phi to a relative 3e-7 and the rounding of a^2: an erfc would be three
-    times as much work. Pass by pass it is less than the polynomial.
+    When compiled, one exponential serves both, and Phi is accurate to a relative 3e-7 plus the rounding of a^2; erfc
+    would be three times the work there. In eager mode, erfc is cheaper than the polynomial.
     """
     bell = a.square().mul_(-0.5).exp_()
     if not _compiles_to_polynomial(a):

@@ -1,4 +1,4 @@
-"""Keeps autocast outside of an operation: what its products are computed in follows from its operands alone."""
+"""Disables autocast inside an operation: the dtype of its matrix products depends on its operands only."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -9,6 +9,6 @@ __all__ = ["without_autocast"]
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """While it lasts, products on the device of ``x`` have the dtype of their operands."""
+    """Context in which matrix products on the device of ``x`` use the dtype of their operands."""
     # torch has no autocast for meta tensors
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

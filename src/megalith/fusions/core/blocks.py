@@ -1,8 +1,10 @@
-"""Runs a formula over blocks of rows that stay in a CPU's cache, so that memory sees each tensor once.
+"""Runs a formula over blocks of rows that fit in a CPU's cache, so that each tensor is read from memory once.
 
-A formula in plain torch makes a pass over memory for every operation in it. On blocks of half a megabyte for each
-thread those passes stay in the caches, and what is left is what a fused kernel moves: inputs and outputs, once.
-Sums over rows are added block by block: their last bits follow the number of threads, as those of torch's own sums do.
+A formula in plain torch makes one pass over memory per operation. On blocks of half a megabyte per thread those passes
+stay in the caches, and the remaining memory traffic is that of a fused kernel: inputs and outputs, once.
+
+Sums over rows are accumulated block by block, so their last bits depend on the number of threads, as with torch's own
+sums.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,16 +16,16 @@ from megalith.fusions.core.rows import fresh_like
 
 __all__ = ["LARGEST_WHOLE", "Results", "blocks", "by_blocks", "extent", "widened_by_blocks"]
 
-# a tensor that is no larger takes the reference by default: there is nothing to cut
+# tensors up to this many elements take the reference by default: they fit in one block
 LARGEST_WHOLE = 2**17
-# of 2^14 to 2^18 the fastest for most, on two cores with 2 MiB of L2 each; below 2^15 torch takes one thread for all
+# fastest of 2^14 to 2^18 for most formulas, on two cores with 2 MiB of L2 each; below 2^15 torch uses one thread
 _THREAD_ELEMENTS = 2**17
 
 Results = tuple[Tensor, ...]
 
 
 def blocks(num_rows: int, row_elements: int, at_once: int = 1) -> Iterator[slice]:
-    """Slices of ``num_rows`` rows, in order, of about ``at_once`` * 130,000 elements a thread, one row at least."""
+    """Consecutive slices of ``num_rows`` rows, about ``at_once`` * 130,000 elements per thread, at least a row."""
     step = max(1, at_once * _THREAD_ELEMENTS * torch.get_num_threads() // max(1, row_elements))
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
@@ -34,11 +36,11 @@ def by_blocks(
     outputs: Sequence[Tensor],
     sums: Sequence[Tensor] = (),
 ) -> None:
-    """Fills ``outputs`` [T, ...] with ``formula`` of the ``rows`` [T, ...], block by block.
+    """Fills ``outputs`` [T, ...] by applying ``formula`` to ``rows`` [T, ...], block by block.
 
-    ``formula`` gets the block of each of ``rows`` (None stays None) and returns the block of each of ``outputs``, then
-    what the block adds to each of ``sums``: zero at first, and in float32 or wider, for gradients of what all rows
-    share.
+    ``formula`` gets the block of each of ``rows`` (None stays None). It returns the block of each of ``outputs``,
+    followed by the block's contribution to each of ``sums``. The caller passes ``sums`` as zeros in float32 or wider;
+    they are for gradients of operands that all rows share.
     """
     num_rows, widest = extent((*outputs, *rows))
     with torch.no_grad():
@@ -55,11 +57,12 @@ def widened_by_blocks(
     *,
     acc: torch.dtype,
 ) -> None:
-    """``by_blocks`` for a formula of ``rows`` in the dtype ``acc``, that can write its results where they belong.
+    """``by_blocks`` for a formula that takes ``rows`` in the dtype ``acc`` and can write its results in place.
 
-    Narrower floats come widened, in memory that all blocks share: pages that are fresh to each would cost more than the
-    formula. After its rows ``formula`` gets a list: for the ``out`` of the last operation, the block of each of
-    ``outputs`` that has the dtype ``acc``, and None for the others, which are rounded from what it returns.
+    Narrower floats are widened into buffers that all blocks reuse: fresh pages for each block would cost more than the
+    formula. After the rows, ``formula`` gets a list with one entry per output, to be passed as ``out`` of the last
+    operation: the output's block if its dtype is ``acc``, else None, in which case the returned value is rounded into
+    it.
     """
     num_rows, widest = extent((*outputs, *rows))
     memory: dict[int, Tensor] = {}
@@ -80,7 +83,7 @@ def widened_by_blocks(
 
 
 def extent(given: Sequence[Tensor | None]) -> tuple[int, int]:
-    """How many rows there are, and the elements of the widest."""
+    """Number of rows, and elements per row of the widest tensor."""
     tensors = [x for x in given if x is not None]
     return tensors[0].shape[0], max(x[:1].numel() for x in tensors)
 

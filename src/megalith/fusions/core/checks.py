@@ -1,4 +1,4 @@
-"""Refuses tensors that do not fit an operation, before any kernel starts: what was wanted, given, and where."""
+"""Checks the operands of an operation before any kernel starts; errors state what was expected and given, and where."""
 
 from collections.abc import Sequence
 
@@ -13,28 +13,28 @@ _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_bool(**tensors: Tensor) -> None:
-    """Raises ShapeError unless each tensor given is bool."""
+    """Raises ShapeError unless all given tensors are bool."""
     for name, x in tensors.items():
         if x.dtype != torch.bool:
             raise ShapeError(f"{name} must be bool; got {x.dtype}")
 
 
 def check_floating(**tensors: Tensor | None) -> None:
-    """Raises ShapeError unless each tensor given is floating, of 16 bits or more; names are those of the arguments."""
+    """Raises ShapeError unless all given tensors are floating point of 16 bits or more; keywords are argument names."""
     for name, x in tensors.items():
         if x is not None and x.dtype not in _FLOATING:
             raise ShapeError(f"{name} must be float16, bfloat16, float32 or float64; got {x.dtype}")
 
 
 def check_indices(**tensors: Tensor) -> None:
-    """Raises ShapeError unless each tensor given is int32 or int64."""
+    """Raises ShapeError unless all given tensors are int32 or int64."""
     for name, x in tensors.items():
         if x.dtype not in (torch.int32, torch.int64):
             raise ShapeError(f"{name} must be int32 or int64; got {x.dtype}")
 
 
 def check_one_device(**tensors: Tensor | None) -> None:
-    """Raises ShapeError unless all tensors given are on one device."""
+    """Raises ShapeError unless all given tensors are on one device."""
     if len({x.device for x in tensors.values() if x is not None}) > 1:
         given = {name: x.device for name, x in tensors.items() if x is not None}
         where = ", ".join(f"{name} is on {device}" for name, device in given.items())
@@ -42,12 +42,12 @@ def check_one_device(**tensors: Tensor | None) -> None:
 
 
 def check_rows(name: str, x: Tensor, size: str) -> None:
-    """Raises ShapeError unless ``x`` has rows, whose ``size`` is the letter of docs/shapes.md."""
+    """Raises ShapeError unless ``x`` has a last dimension, named ``size`` as in docs/shapes.md."""
     if x.dim() == 0:
         raise ShapeError(f"{name} must be [..., {size}]; got a tensor without dimensions")
 
 
 def check_shape(name: str, x: Tensor | None, shape: Sequence[int], because: str) -> None:
-    """Raises ShapeError unless ``x`` is None or of ``shape``; ``because`` says what the shape follows from."""
+    """Raises ShapeError unless ``x`` is None or has ``shape``; ``because`` says what determines the shape."""
     if x is not None and x.shape != tuple(shape):
         raise ShapeError(f"{name} must be {list(shape)}, {because}; got {list(x.shape)}")

@@ -1,7 +1,7 @@
-"""Runs a formula over rows through torch.compile: one loop over memory where ``blocks`` makes many passes in a cache.
+"""Runs a formula over rows through torch.compile: one loop over memory, where ``blocks`` makes many passes in cache.
 
-The formulas are those of the blocked path, each compiled once for its options, dtypes and columns, for any number of
-rows. The operator around them keeps what it keeps, and the compiled loop writes results where they belong.
+The formulas are those of the blocked path. Each is compiled once per combination of options, dtypes and columns, for
+any number of rows. The enclosing operator saves the same tensors, and the compiled loop writes results in place.
 """
 
 import functools
@@ -21,8 +21,8 @@ __all__ = ["compiled_by_blocks", "compiled_whole"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# blocks that are computed as one: a call into compiled code costs a tenth of a millisecond, which a million elements
-# hide, and what a formula with sums or a mask holds in between stays small
+# blocks per compiled call: a call costs a tenth of a millisecond, which is negligible for a million elements, and the
+# intermediates of formulas with sums or a mask stay small
 _AT_ONCE = 8
 
 
@@ -34,7 +34,7 @@ def compiled_by_blocks(
     *,
     acc: torch.dtype | None = None,
 ) -> None:
-    """``blocks.by_blocks``, compiled; with ``acc`` it is ``blocks.widened_by_blocks``."""
+    """``blocks.by_blocks``, compiled; given ``acc``, ``blocks.widened_by_blocks``."""
     num_rows, widest = extent((*outputs, *rows))
     compute = _compiled(formula.__code__)
     outputs, sums = _apart(outputs), _apart(sums)
@@ -45,7 +45,7 @@ def compiled_by_blocks(
 
 
 def compiled_whole(function: Callable[P, R]) -> Callable[P, R]:
-    """``function`` of whole tensors, compiled for any number of rows; a vector has none, all rows share it."""
+    """Compiles ``function`` of whole tensors for any number of rows; vectors are shared by all rows."""
 
     @functools.cache
     def build() -> Callable[..., R]:
@@ -79,18 +79,18 @@ def _compute(
 
 @functools.cache
 def _compiled(_: CodeType) -> Callable[..., None]:
-    """A compiler of its own for the code of each formula, so that no call looks through what others have compiled."""
+    """Returns a compiler private to one formula's code, so that no call checks the guards of other formulas."""
     return compile_apart(_compute)
 
 
 def _any_length(x: Tensor) -> Tensor:
-    """``x``, nobody else's view, to be compiled for any number of rows."""
+    """Marks the first dimension of ``x``, a view that nobody else holds, as dynamic for the compiler."""
     torch._dynamo.maybe_mark_dynamic(x, 0)
     return x
 
 
 def _apart(written: Sequence[Tensor]) -> list[Tensor]:
-    """``written``, where parts of one tensor do not look like that: the compiler would write all of it for each."""
+    """Gives tensors that share a storage separate ones: the compiler would write the whole storage for each of them."""
     storages: set[int] = set()
     found: list[Tensor] = []
     for x in written:
@@ -101,4 +101,4 @@ def _apart(written: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _alone(x: Tensor) -> Tensor:
-    return from_dlpack(x.detach())  # the same memory, under a storage of its own
+    return from_dlpack(x.detach())  # the same memory in a separate storage object

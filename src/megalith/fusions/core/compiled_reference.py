@@ -1,4 +1,4 @@
-"""A reference through torch.compile, whose backward can run as often as that of the reference."""
+"""Compiles a reference with torch.compile such that backward can run more than once, as in eager mode."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 def compiled(reference: Callable[P, R]) -> Callable[P, R]:
-    """``reference`` of positional arguments through torch.compile, built at the first call."""
+    """``reference``, a function of positional arguments, through torch.compile; compiled at the first call."""
 
     @functools.cache
     def build() -> Callable[..., Any]:
@@ -36,11 +36,12 @@ def compiled(reference: Callable[P, R]) -> Callable[P, R]:
 
 
 class _KeepingItsGraph(torch.autograd.Function):
-    """Runs a compiled function, and its backward under the setting that it was built with.
+    """Runs a compiled function, and its backward under the setting that it was compiled with.
 
-    torch lets a compiled backward reuse the memory of what was saved, and then run once; without that it still refuses
-    to run twice, unless the setting is the same in backward. What the compiled function saves is saved here instead:
-    autograd frees it as it does for any operation, and activation checkpointing sees it and computes it again once.
+    By default torch lets a compiled backward reuse the memory of saved tensors, so that it can run only once. With that
+    disabled, torch still refuses a second backward unless the setting is the same in backward. The tensors that the
+    compiled function saves are therefore saved by this Function: autograd frees them as for any operation, and
+    activation checkpointing sees them and recomputes them once.
     """
 
     @staticmethod
@@ -53,14 +54,14 @@ class _KeepingItsGraph(torch.autograd.Function):
             return len(saved) - 1
 
         with torch.enable_grad(), keeping_what_is_saved(), saved_tensors_hooks(pack, unpacked.__getitem__):
-            # views, so that backward stops here: hooks of the inputs themselves run once, outside
+            # views, so that the inner backward stops here: hooks on the inputs themselves run once, outside
             given = [x.view_as(x) if _needs_gradient(x) else x for x in inputs]
             results = function(*given)
         roots = results if isinstance(results, tuple) else (results,)
         ctx.starts, ctx.ends = ([_edge(x) for x in side] for side in (given, roots))
         outputs = tuple(root.detach() for root in roots)
         ctx.save_for_backward(*saved)
-        saved.clear()  # the graph of the compiled function holds `pack`
+        saved.clear()  # the compiled function's graph keeps `pack` alive
         ctx.mark_non_differentiable(*(y for y, end in zip(outputs, ctx.ends, strict=True) if end is None))
         return outputs
 
@@ -80,7 +81,7 @@ class _KeepingItsGraph(torch.autograd.Function):
 
 
 def _edge(x: object) -> GradientEdge | None:
-    """Where the gradient of ``x`` enters its graph; it holds no tensor."""
+    """The edge at which the gradient of ``x`` enters its graph; it holds no tensor."""
     return get_gradient_edge(x) if isinstance(x, Tensor) and x.requires_grad else None
 
 

@@ -1,4 +1,4 @@
-"""Whether torch.compile can build for the CPU of this machine: asked by building, once in a process."""
+"""Whether torch.compile can build for this machine's CPU, determined by building once per process."""
 
 import functools
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def why_no_compiler() -> str | None:
-    """Why torch.compile has no C++ compiler to build with, in one clause; None where there is one."""
+    """Why torch.compile has no C++ compiler to build with, in one clause; None if it has one."""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "TORCH_COMPILE_DISABLE=1 turns torch.compile off"
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
@@ -28,31 +28,31 @@ def why_no_compiler() -> str | None:
 
 @functools.cache
 def why_not_compile() -> str | None:
-    """Why torch.compile cannot build for the CPU, in one clause; None where it has just built a loop.
+    """Why torch.compile cannot build for the CPU, in one clause; None if a loop was built successfully.
 
-    A compiler alone is not enough: headers of Python, or OpenMP, may be missing too.
+    Having a compiler is not enough: Python's headers or OpenMP may be missing too.
     """
     if reason := why_no_compiler():
         return reason
-    if not compiler_is_watched():  # by who tells of it
+    if not compiler_is_watched():  # otherwise its watcher reports the wait
         log.warning(
             "compiling fused operations for this CPU as they are first called, seconds each; torch's cache keeps them "
             "for later runs (use('blocked') or TORCH_COMPILE_DISABLE=1 does without)"
         )
     try:
         _build()
-    except Exception as error:  # of dynamo, of Inductor, of the compiler, of the file system
+    except Exception as error:  # from dynamo, Inductor, the compiler or the file system
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return f"torch.compile cannot build here ({lines[0]})"
     return None
 
 
 def _build() -> None:
-    """Builds and runs a loop; with the vector instructions that this CPU has, or with those that torch finds to work.
+    """Builds and runs a loop with this CPU's vector instructions, falling back to those that torch's own check accepts.
 
-    The loop shows at once what torch would find out by builds of its own: that compiler and library know them.
+    torch finds out by separate builds whether compiler and library support them; building the loop shows it directly.
     """
-    with suppress(Exception):  # an old compiler, and a new CPU
+    with suppress(Exception):  # an old compiler with a new CPU
         with trusting_vector_instructions():
             compile_apart(_probe)(torch.zeros(64))
         return

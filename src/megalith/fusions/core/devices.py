@@ -1,4 +1,4 @@
-"""What launchers ask of GPUs: that of their tensors be the current one, where Triton launches, and what it has."""
+"""GPU queries for launchers: make the tensors' GPU current, since Triton launches there, and read its properties."""
 
 import functools
 from collections.abc import Callable
@@ -14,12 +14,12 @@ _LARGE_MEMORY = 227 << 10  # bytes
 
 
 def on_the_device_of_its_tensors(function: Callable[..., Y]) -> Callable[..., Y]:
-    """``function`` of positional operands, run with the GPU of its first tensor as the current one.
+    """``function`` of positional operands, run with the GPU of its first tensor as the current device.
 
-    Where that is the current one already, as in every process that has one GPU, the price is one comparison.
+    If it is current already, as in every process with a single GPU, the cost is one comparison.
     """
 
-    @functools.wraps(function)  # torch's search for kernels unwraps it
+    @functools.wraps(function)  # so that torch's search for kernels can unwrap it
     def on_device(*inputs: object) -> Y:
         for x in inputs:
             first = x[0] if isinstance(x, list) and x else x
@@ -34,12 +34,12 @@ def on_the_device_of_its_tensors(function: Callable[..., Y]) -> Callable[..., Y]
 
 
 def _is_on_another_gpu(x: Tensor) -> bool:
-    """Whether the GPU of ``x`` is not the current one; before CUDA is initialized, tensors on GPUs are fake."""
+    """Whether the GPU of ``x`` is not the current one; before CUDA is initialized, GPU tensors can only be fake."""
     return torch.cuda.is_initialized() and x.get_device() != torch.cuda.current_device()
 
 
 def has_large_memory(x: Tensor) -> bool:
-    """Whether a program on the GPU of ``x`` may take the 227 KiB of shared memory of an H100."""
+    """Whether a program on the GPU of ``x`` may use 227 KiB of shared memory, as on an H100."""
     if not x.is_cuda or torch.version.hip is not None or not torch.cuda.is_initialized():
         return False
     properties: Any = torch.cuda.get_device_properties(x.device)  # torch's stubs leave out some of them

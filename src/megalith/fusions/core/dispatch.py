@@ -1,15 +1,15 @@
 """Chooses the path of a fused operation: its ``backend`` argument, else ``use(...)``, else its family's default.
 
 triton     our kernels, on a GPU (CUDA or ROCm), or on any tensor in Triton's interpreter
-compile    through torch.compile: formulas over rows, forward and backward, that keep what triton keeps; of other
-           operations the reference. On a CPU it needs a C++ compiler. Inside of an enclosing torch.compile it is the
+compile    through torch.compile: for operations over rows, forward and backward formulas that save what triton saves;
+           for others the reference. On a CPU it needs a C++ compiler. Inside an enclosing torch.compile, the
            formulas of the reference, for that compiler to fuse
 aten       torch's own operator, for operations that have one with the same numerics
-blocked    the reference over blocks of rows that stay in a CPU's cache, forward and backward; keeps what triton keeps
-reference  plain torch: any device, any dtype, differentiable twice
+blocked    the reference over blocks of rows that fit in a CPU's cache, forward and backward; saves what triton saves
+reference  plain torch: any device, any dtype, twice differentiable
 
 All paths of an operation agree: float32 inside (float64 for float64), one rounding on store. ``backend`` is a demand:
-a path that cannot run is an error. ``use`` is a preference: where it cannot be taken, the default is.
+a path that cannot run raises an error. ``use`` is a preference: where that path cannot run, the default is taken.
 """
 
 import functools
@@ -39,7 +39,7 @@ Path = TypeVar("Path", covariant=True)
 
 
 class Operand(Protocol):
-    """All of a tensor that the choice of a path looks at."""
+    """The tensor attributes that the choice of a path depends on."""
 
     @property
     def device(self) -> torch.device: ...
@@ -49,21 +49,23 @@ class Operand(Protocol):
 
 
 def chosen_by_use() -> Backend | None:
-    """The path that the innermost ``use(...)`` of this thread or asyncio task says."""
+    """The path set by the innermost ``use(...)`` of this thread or asyncio task."""
     return preference.backend
 
 
 @dataclass(frozen=True)
 class Fusion(Generic[Path]):
-    """A fused operation: its name, and a function of one signature for each path that it has.
+    """A fused operation: its name, and one function per path, all with the same signature.
 
-    ``limits`` says of a path why it cannot take an operand that others can; None if it can. ``whole`` is the path that
-    a tensor of one block takes where the table ranks loops over blocks first; it takes every operand. ``defaults`` is
-    the table: by device, the paths that are taken by default, the first that can run; a device that is not listed takes
-    the reference. For a CPU it says what ``python -m benchmarks.fusions`` found fastest, with a C++ compiler and
-    without one (the end of each page of docs/fusions holds the last table); for a GPU, our kernels. ``backs``
-    has the gradient of each path by itself, for a ``torch.autograd.Function`` of the field's: it is called as the
-    backward of the operator (``core.registration``), and records no gradient.
+    Attributes:
+        limits: by path, a function that returns why the path cannot take an operand that others can; None if it can.
+        whole: the path for tensors that fit in one block, where ``defaults`` ranks paths over blocks first. It must
+            accept every operand.
+        defaults: by device, the paths tried by default, in order; devices not listed take the reference. For a CPU, the
+            order is that of ``python -m benchmarks.fusions``, with and without a C++ compiler (each page of
+            docs/fusions ends with the latest table); for a GPU, our kernels.
+        backs: the gradient of each path by itself, for Megatron's ``torch.autograd.Function`` classes. It is called
+            like the backward of the operator (``core.registration``) and records no gradient.
     """
 
     name: str
@@ -74,14 +76,14 @@ class Fusion(Generic[Path]):
     backs: Mapping[Backend, Callable[..., tuple[Tensor, ...]]] = field(default_factory=dict)
 
     def path(self, x: Operand, backend: Backend | None) -> Path:
-        """The function that computes the operation on ``x``: of the path ``backend``, or of that of ``choose``.
+        """The function that computes the operation on ``x``, for path ``backend`` or else for the result of ``choose``.
 
         Raises:
             BackendError: the path cannot run on ``x``; the message says why and names those that can.
         """
         chosen = backend or self.choose(x)
         if chosen == "compile" and torch.compiler.is_compiling() and chosen in self.paths:
-            return self.paths["reference"]  # its compiler sees through a formula, not through what is compiled
+            return self.paths["reference"]  # the outer compiler can trace a formula, but not a compiled function
         if chosen != self.whole and (reason := self.why_not(chosen, x)):
             able = [path for path in self.paths if path != chosen and not self.why_not(path, x, builds=False)]
             raise BackendError(
@@ -90,25 +92,24 @@ class Fusion(Generic[Path]):
         return self.paths[chosen]
 
     def choose(self, x: Operand) -> Backend:
-        """The path of ``use(...)`` where ``x`` can take it, else the default."""
+        """The path set by ``use(...)`` if ``x`` can take it, else the default."""
         preferred = chosen_by_use()
         return self.default(x) if preferred is None or self.why_not(preferred, x) else preferred
 
     def choose_for_function(self, x: Operand) -> Backend:
-        """The path of both directions of a ``torch.autograd.Function``, which calls ``paths`` and later ``backs``.
+        """The path for both directions of a ``torch.autograd.Function``, which calls ``paths`` and later ``backs``.
 
-        Inside of torch.compile it is the reference, whose formulas that compiler can fuse.
+        Inside torch.compile it is the reference, whose formulas the compiler can fuse.
         """
         return "reference" if torch.compiler.is_compiling() else self.choose(x)
 
     def default(self, x: Operand) -> Backend:
-        """The first path that can run here, of those in ``defaults`` for the device of ``x``.
+        """The first path in ``defaults`` for the device of ``x`` that can run here.
 
-        float64 takes the reference on every device, and so does all that forward-mode AD goes through. So does, inside
-        of torch.compile, what would be compiled or blocked. What is one block takes ``whole``: there is nothing to cut,
-        and nothing to wait for a compiler for. Where ``x`` is beyond the limits of every path of the table, the
-        reference takes it, and a line in the log says so. ``prefer`` lifts all of that. Inside of ``without_compiling``
-        nothing is compiled.
+        float64 and forward-mode AD take the reference on every device. Inside torch.compile, so does anything that
+        would be compiled or blocked. A tensor that fits in one block takes ``whole``, without waiting for a compiler.
+        If ``x`` exceeds the limits of all default paths, the reference is taken and logged once. Under ``prefer`` none
+        of this applies. Inside ``without_compiling`` nothing is compiled.
         """
         ranked = self.defaults.get(x.device.type, ("reference",))
         if (given := ranking.preference) is not None:
@@ -129,14 +130,15 @@ class Fusion(Generic[Path]):
         fitting = [path for path in ranked if not self._limit(path, x)]
         if fitting:
             return fitting[-1]
-        if not torch.compiler.is_compiling():  # which cannot trace it
+        if not torch.compiler.is_compiling():  # torch.compile cannot trace the log call
             _tell(f"{self.name} takes its reference, in plain torch: {self._limit(ranked[-1], x)}")
         return "reference"
 
     def why_not(self, backend: Backend, x: Operand, *, builds: bool = True) -> str | None:
         """Why ``x`` cannot take ``backend``, in one clause; None if it can.
 
-        With ``builds`` a C++ compiler is asked by building, which takes seconds where torch's cache is empty.
+        With ``builds``, a test build determines whether a C++ compiler works; this takes seconds if torch's cache is
+        empty.
         """
         if backend not in self.paths:
             return f"it has no such path, only {', '.join(self.paths)}"
@@ -147,7 +149,7 @@ class Fusion(Generic[Path]):
         if backend == "triton":
             return _why_not_triton(x)
         if backend == "compile" and x.device.type == "cpu" and not torch.compiler.is_compiling():
-            if isinstance(x, FakeTensor):  # only its shape is asked for
+            if isinstance(x, FakeTensor):  # only shapes are computed
                 return None
             return why_not_compile() if builds else why_no_compiler()
         return None
@@ -157,13 +159,13 @@ class Fusion(Generic[Path]):
 
 
 def why_not_forward_mode() -> str | None:
-    """Why an operator of ours cannot run under forward-mode AD, in one clause; None where there is none."""
+    """Why our operators cannot run now, in one clause, if forward-mode AD is active; else None."""
     return "it has no derivative for forward-mode AD" if forward_mode_is_on() else None
 
 
 @functools.cache
 def _tell(line: str) -> None:
-    """Logs ``line``, once in a process."""
+    """Logs ``line`` once per process."""
     log.warning(line)
 
 

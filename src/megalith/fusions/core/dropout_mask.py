@@ -1,7 +1,7 @@
-"""Hands a dropout mask to operators: a 63-bit key in a tensor, the ids of tokens, and a site, but never the mask.
+"""Passes a dropout mask to operators as a 63-bit key in a tensor, token ids and a site, never as the mask itself.
 
-The mask is that of ``megalith.numerics.dropout``. Its key lies on the device, so that no operator waits for the host,
-and that neither a new step nor a newly drawn key compiles anything again.
+The mask is that of ``megalith.numerics.dropout``. The key is a tensor on the device, so operators never wait for the
+host, and neither a new step nor a newly drawn key triggers recompilation.
 """
 
 from typing import NamedTuple
@@ -18,25 +18,25 @@ __all__ = ["Mask", "keep", "mask_operands", "rows_of_mask"]
 
 
 class Mask(NamedTuple):
-    """Operands of an operator, in its order, that decide what is dropped of rows [T, H]."""
+    """Consecutive operands of an operator that determine what is dropped from rows [T, H]."""
 
-    key: Tensor | None  # int64 []; None where nothing is dropped
-    tokens: Tensor | None  # int64 [T], ids; None for the numbers of the rows
-    site: int | Tensor  # int64 [T] where rows are cut into blocks
+    key: Tensor | None  # int64 []; None if nothing is dropped
+    tokens: Tensor | None  # int64 [T], ids; None for row numbers
+    site: int | Tensor  # int64 [T] if rows are split into blocks
     p: float
     feature_offset: int = 0
 
     def at(self, tokens: Tensor | None, sites: Tensor | None) -> "Mask":
-        """The mask of a block, by its part of what ``rows_of_mask`` gives."""
+        """The mask of a block, given that block's slices of what ``rows_of_mask`` returns."""
         return self._replace(tokens=tokens, site=0 if sites is None else sites)
 
 
 def mask_operands(key: DropoutKey | None, x: Tensor) -> tuple[Tensor, Tensor | None, int]:
-    """What operators take of ``key`` for ``x`` [..., H]: the packed key, int64 [], token ids, int64 [T], and the site.
+    """The operands for ``key`` and ``x`` [..., H]: the packed key, int64 [], token ids, int64 [T], and the site.
 
-    Without a ``key`` one is drawn from torch's generator of the device of ``x``, on that device and without a wait for
-    it. torch.manual_seed then repeats the mask, and so does checkpointing that preserves the generator's state. There
-    are no token ids then: a token's id is the number of its row.
+    Without ``key``, one is drawn from torch's generator for the device of ``x``, on that device and without a host
+    sync. torch.manual_seed then reproduces the mask, and so does checkpointing that preserves the generator's state.
+    The token ids are then None, and row numbers take their place.
 
     Raises ShapeError unless there is one token id for each row of ``x``, on its device.
     """
@@ -67,9 +67,10 @@ def keep(
 
 
 def rows_of_mask(mask: Mask, x: Tensor) -> tuple[Mask, Tensor | None, Tensor | None]:
-    """``mask`` without what is of rows, and the id and the site of each row of ``x``, to be cut into blocks with them.
+    """Returns ``mask`` without its per-row operands, and the token id and site of each row of ``x``.
 
-    The site too, so that what is compiled for one layer serves all. None for both where nothing is dropped.
+    Callers split these along with the rows. The site is given per row so that code compiled for one layer serves all.
+    Both are None if nothing is dropped.
     """
     if mask.key is None:
         return mask, None, None
@@ -78,7 +79,7 @@ def rows_of_mask(mask: Mask, x: Tensor) -> tuple[Mask, Tensor | None, Tensor | N
 
 
 def _pack(seed: int, step: int, tokens: Tensor) -> Tensor:
-    """Both words of the key in one int64 [] beside ``tokens``; filled, where a copy from the host would wait."""
+    """Packs both words of the key into an int64 [] on the device of ``tokens``; a copy from the host would wait."""
     low, high = philox_key(seed, step)
     return torch.full((), low | high << 32, dtype=torch.int64, device=tokens.device)
 
@@ -87,5 +88,5 @@ def _packed(seed: int, step: int, tokens: Tensor) -> Tensor:
     return tokens.new_empty(())
 
 
-# torch.compile cannot trace a hash; in an operator it takes seed and step as numbers, and compiles no step anew
+# torch.compile cannot trace the hash; as an operator it takes seed and step as numbers, and no step is recompiled
 _pack_traced = register_without_gradient("dropout_key", _pack, _packed, opaque=True)

@@ -1,4 +1,4 @@
-"""Says which path each fused operation would take here, why, and which others it could take."""
+"""Reports which path each fused operation would take here, why, and which others are available."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ __all__ = ["explain"]
 
 
 class _Asked(NamedTuple):
-    """The operand that is asked about: larger than a block, and no tensor of it is made."""
+    """A stand-in for an operand, larger than one block; no tensor is allocated."""
 
     device: torch.device
     dtype: torch.dtype
@@ -22,9 +22,9 @@ class _Asked(NamedTuple):
 
 
 def explain(device: str | torch.device | None = None, dtype: torch.dtype = torch.bfloat16) -> str:
-    """A table with a row for each operation: the path for tensors of ``device`` and ``dtype``, why, and the others.
+    """Returns a table with a row per operation: the path for ``device`` and ``dtype``, the reason, and the other paths.
 
-    ``device`` is by default "cuda" where there is one, else "cpu". Nothing is computed on it.
+    ``device`` defaults to "cuda" if available, else "cpu". Nothing is computed on it.
     """
     x = _Asked(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), dtype)
     rows = [("operation", "path", "because", "could also take")]

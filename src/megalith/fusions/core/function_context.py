@@ -1,4 +1,4 @@
-"""What the ``torch.autograd.Function`` classes of the families keep from forward to backward."""
+"""The ``ctx`` type of the families' ``torch.autograd.Function`` classes."""
 
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ __all__ = ["Context"]
 
 
 class Context(Protocol):
-    """The ``ctx`` of torch, with the path that backward takes too, and the numbers that it needs beside tensors."""
+    """torch's ``ctx``, plus the path that backward takes and the numbers that it needs besides tensors."""
 
     backend: Backend
     options: tuple[Any, ...]

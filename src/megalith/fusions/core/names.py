@@ -1,4 +1,4 @@
-"""The names of the paths that an operation may have; ``backend`` says what each is."""
+"""Names of the paths that an operation may have; ``core.dispatch`` describes each."""
 
 from typing import Literal
 

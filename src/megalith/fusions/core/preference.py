@@ -1,6 +1,6 @@
-"""Which paths operations should take: ``use`` says it for its thread or asyncio task, others for a whole process.
+"""Path preferences: ``use`` applies to the current thread or asyncio task, the others to the whole process.
 
-``preference.backend`` reads what ``use`` says: torch.compile guards an attribute of a module, and cannot trace a
+``preference.backend`` reads the value set by ``use``: torch.compile can guard a module attribute, but cannot trace a
 ContextVar.
 """
 
@@ -19,7 +19,7 @@ _backend: ContextVar[Backend | None] = ContextVar("backend", default=None)
 
 
 class _Preference:
-    """The paths that one ``prefer`` names, and which operation has taken which path since."""
+    """The paths given to one ``prefer``, and the path that each operation has taken since."""
 
     def __init__(self, backends: tuple[Backend, ...]) -> None:
         self.backends = backends
@@ -27,11 +27,11 @@ class _Preference:
 
 
 class _Ranking:
-    """What ``prefer`` and ``without_compiling`` have set; blocks of several threads may end in any order.
+    """The state of ``prefer`` and ``without_compiling``; contexts of several threads may exit in any order.
 
     Attributes:
-        compiles: whether no block of ``without_compiling`` is entered.
-        preference: that of the block of ``prefer`` that was entered last.
+        compiles: False inside any ``without_compiling`` context.
+        preference: that of the most recently entered ``prefer`` context still active.
     """
 
     def __init__(self) -> None:
@@ -68,11 +68,11 @@ def __getattr__(name: str) -> Backend | None:
 
 @contextmanager
 def use(backend: Backend | None) -> Iterator[None]:
-    """Fused operations that this thread or asyncio task calls inside take ``backend`` where they can.
+    """Makes fused operations called by this thread or asyncio task take ``backend`` where they can.
 
-    An operation that has no such path, or whose operand does not fit it, takes its default; ``explain()`` says which.
-    The backward of an operation follows its forward, wherever it runs. With None all take their defaults. torch.compile
-    follows it from outside of what it traces, not inside.
+    An operation that has no such path, or whose operand it cannot take, uses its default; ``explain()`` shows which.
+    The backward of an operation follows its forward, in whatever thread it runs. None restores the defaults.
+    torch.compile respects ``use`` around the traced function, not inside it.
 
     Raises:
         BackendError: there is no such path.
@@ -88,10 +88,10 @@ def use(backend: Backend | None) -> Iterator[None]:
 
 @contextmanager
 def without_compiling() -> Iterator[None]:
-    """Inside, no fused operation of this process takes ``compile`` by default: nobody waits for a compiler.
+    """Keeps fused operations of this process from taking ``compile`` by default, so that nothing waits for a compiler.
 
-    For what is too short to repay it. ``use``, ``prefer`` and an explicit ``backend`` still decide first. It is entered
-    outside of what torch.compile traces.
+    For runs too short to repay compilation. ``use``, ``prefer`` and an explicit ``backend`` take precedence. Enter it
+    outside the function that torch.compile traces.
     """
     ranking.count_without_compiling(1)
     try:
@@ -102,11 +102,11 @@ def without_compiling() -> Iterator[None]:
 
 @contextmanager
 def prefer(*backends: Backend) -> Iterator[set[tuple[str, Backend]]]:
-    """Fused operations of this process choose, inside, without regard to the size and the dtype of their tensors.
+    """Makes fused operations of this process take ``backends`` first, regardless of the size and dtype of tensors.
 
-    Each takes the first of ``backends`` that it can, then the first of its defaults. Gives the pairs of an
-    operation's name and the path that it has taken. An explicit ``backend``, or ``use``, still decides first. It is
-    entered outside of what torch.compile traces.
+    Each takes the first of ``backends`` that can run, else the first of its defaults. Yields a set that collects pairs
+    of operation name and path taken. An explicit ``backend`` or ``use`` takes precedence. Enter it outside the function
+    that torch.compile traces.
     """
     preference = _Preference(backends)
     ranking.add(preference)

@@ -1,7 +1,7 @@
 """Operands by name: functions that take the fields of a NamedTuple, ``*operands: Unpack[Record]``, and their schema.
 
-A torch operator takes no record, only its fields, one after the other. A function declares them by the record, which
-types and names them once: its names are those of the operator's schema.
+A torch operator cannot take a record, only its fields one by one. Functions declare them through the record, which
+defines names and types once; the names are those of the operator's schema.
 """
 
 import inspect
@@ -12,7 +12,7 @@ __all__ = ["flat_signature"]
 
 
 def flat_signature(function: Callable[..., object]) -> inspect.Signature:
-    """The signature of ``function``, with the fields of a record in the place of ``*operands: Unpack[Record]``."""
+    """The signature of ``function`` with ``*operands: Unpack[Record]`` replaced by the record's fields."""
     signature = inspect.signature(function)
     parameters = [field for parameter in signature.parameters.values() for field in _fields(parameter)]
     return signature.replace(parameters=parameters)

@@ -1,8 +1,8 @@
 """Registers a forward and a backward function as one differentiable torch operator.
 
-Three kinds of functions, one registration. Compiled Triton launchers become a ``triton_op``: torch.compile sees their
-kernels and plans memory around them. Interpreted ones become a ``custom_op``, which torch.compile takes as it is: the
-interpreter reads data pointers, which the tensors of a trace do not have. So do functions over blocks of rows.
+Compiled Triton launchers become a ``triton_op``: torch.compile sees their kernels and plans memory around them.
+Interpreted launchers become a ``custom_op``, which is opaque to torch.compile, because the interpreter reads data
+pointers, which traced tensors do not have. Functions over blocks of rows become a ``custom_op`` too.
 """
 
 import functools
@@ -30,21 +30,21 @@ G_co = TypeVar("G_co", covariant=True, bound=tuple[Tensor, ...])
 Saves = Callable[..., tuple[object, ...]]
 Passes = Callable[..., Sequence[str]]
 Shares = Callable[..., Mapping[str, str]]
-_SAVED = object()  # among what backward keeps: the next of the saved tensors
+_SAVED = object()  # placeholder in ctx.kept for the next of ctx.saved_tensors
 
 
 class Computes(Protocol[Y_co]):
-    """A function of positional operands that autograd does not see through."""
+    """A function of positional operands that is opaque to autograd."""
 
     def __call__(self, *inputs: Any) -> Y_co: ...
 
     @property
     def implementation(self) -> Callable[..., Y_co]:
-        """What the operator computes, of tensors that nothing traces."""
+        """The function that the operator runs, for tensors that are not being traced."""
 
 
 class Differentiable(Protocol[Y_co, G_co]):
-    """A function of positional operands that autograd sees through, and its gradient by itself."""
+    """A differentiable function of positional operands, and its gradient as a separate function."""
 
     def __call__(self, *inputs: Any) -> Y_co: ...
 
@@ -54,33 +54,34 @@ class Differentiable(Protocol[Y_co, G_co]):
 
     @property
     def implementation(self) -> Callable[..., Y_co]:
-        """What the operator computes, of tensors that nothing traces and nothing is recorded of."""
+        """The function that the operator runs, for tensors that are neither traced nor recorded."""
 
 
 @dataclass(frozen=True)
 class Operator(Generic[Y, G]):
-    """A differentiable operator as it is declared; each of its implementations is registered under a name of its own.
+    """Declares a differentiable operator; each of its implementations is registered under its own name.
 
     Args:
-        outputs: allocates what forward returns, from the same inputs: tensors, None, numbers, strings. Its annotations
-            are the schema, those of a record's fields too (``core.records``), and it tells torch.compile the shapes.
-        gradients: what ``outputs`` is to forward, it is to backward. Backward gets the gradients of the first
-            ``num_differentiable`` outputs, then what ``saves`` gave, and, if ``gradients`` has an argument ``needs``, a
-            list of bool: which of ``of`` are wanted. It returns a tensor for each of them, empty where none is wanted
-            or the input was None; one empty tensor may stand for several, so that nobody may write into it.
+        outputs: allocates the outputs of forward, given the same inputs: tensors, None, numbers, strings. Its
+            annotations are the schema, including those of a record's fields (``core.records``), and it tells
+            torch.compile the shapes.
+        gradients: the same for backward. Backward gets the gradients of the first ``num_differentiable`` outputs, then
+            what ``saves`` returned, and, if ``gradients`` has an argument ``needs``, a list of bool: which inputs in
+            ``of`` need a gradient. It returns a tensor for each of them, empty if not needed or if the input was None.
+            One empty tensor may stand for several, so callers must not write into it.
         of: names of the inputs that have gradients, in the order that backward returns them.
-        saves: picks what backward needs, from the tuple of outputs and the inputs; by default all inputs.
-        passes: names, from the inputs, those whose gradient is that of the first output, as it is; backward, if it is
-            called at all, is not asked for them.
-        shares: from the inputs, those whose gradient is that of another, by names; backward is asked for the other,
-            as an operator may not return one tensor twice.
-        num_differentiable: outputs past these have no gradient: statistics that only backward reads.
-        absent_as_none: backward takes None for the gradient of an output that nothing was computed from; else zeros.
-        rows: names of operands, forward and backward, that are rows [T, F] and may also come as [..., F]. Functions get
-            them flattened; outputs with a gradient, where they are rows, and gradients of such operands come in the
-            shape given. A view outside of the operator would cost autograd more than a small operation does, and what
-            backward keeps of an output would be another tensor than the caller's: autograd would not see that the
-            caller writes into it.
+        saves: selects what backward needs, given the tuple of outputs and the inputs; by default all inputs.
+        passes: given the inputs, returns the names of those whose gradient is the first output's gradient, unchanged;
+            backward does not compute these.
+        shares: given the inputs, maps the names of inputs to that of another input with the same gradient; backward
+            only computes the other's, because an operator may not return one tensor twice.
+        num_differentiable: the number of differentiable outputs; those after them are statistics for backward only.
+        absent_as_none: backward gets None for the gradient of an output that was not used; otherwise zeros.
+        rows: names of operands of forward and backward that are rows [T, F] and may also be passed as [..., F].
+            Functions get them flattened; differentiable outputs that are rows, and gradients of such operands, are
+            returned in the original shape. Flattening with a view outside the operator would cost autograd more than a
+            small operation takes. Also, an output saved for backward would not be the caller's tensor, so autograd
+            would not notice if the caller writes into it.
     """
 
     outputs: Callable[..., Y]
@@ -96,12 +97,12 @@ class Operator(Generic[Y, G]):
     def register(
         self, name: str, forward: Callable[..., Y], backward: Callable[..., G], *, opaque: bool = False
     ) -> Differentiable[Y, G]:
-        """``megalith::<name>`` with its gradient ``megalith::<name>_back``, of functions that write fresh tensors only.
+        """Registers ``megalith::<name>`` and its gradient ``megalith::<name>_back``; both only write fresh tensors.
 
-        The gradient has no gradient of its own: a second derivative raises instead of being wrong.
+        The gradient is not differentiable: a second derivative raises an error rather than being wrong.
 
         Args:
-            opaque: they are not made of Triton kernels.
+            opaque: the functions are not Triton launchers.
         """
         operator, implementation = _define(
             name, forward, self.outputs, opaque, of_rows=_Rows(self.rows, range(self.num_differentiable))
@@ -117,7 +118,7 @@ class Operator(Generic[Y, G]):
         return registered
 
     def _around(self, gradient: Callable[..., G]) -> tuple[Callable[..., None], Callable[..., Any]]:
-        """What ``torch.library.register_autograd`` takes, for a backward that is ``gradient``."""
+        """Returns setup_context and backward, as ``torch.library.register_autograd`` takes them, for ``gradient``."""
         input_names = list(flat_signature(self.outputs).parameters)
         positions = [input_names.index(of) for of in self.of]
         takes_needs = "needs" in flat_signature(self.gradients).parameters
@@ -129,7 +130,7 @@ class Operator(Generic[Y, G]):
             has_statistics = len(outputs) > num_differentiable
             if has_statistics:
                 ctx.mark_non_differentiable(*outputs[num_differentiable:])
-            if has_statistics or absent_as_none:  # torch would fill zeros for statistics too
+            if has_statistics or absent_as_none:  # otherwise torch allocates zeros for statistics too
                 ctx.set_materialize_grads(False)
             fills = has_statistics and not absent_as_none
             ctx.zeros_like = [(y.shape, y.dtype, y.device) for y in outputs[:num_differentiable]] if fills else None
@@ -152,7 +153,7 @@ class Operator(Generic[Y, G]):
                 asked = {shared.get(position, position) for position in positions if needed[position]}
                 wanted = [position in asked and position not in passed for position in positions]
             found: list[Tensor | None] = [None] * len(needed)
-            if True in wanted:  # an input without a gradient may require one
+            if True in wanted:  # an input outside `of` may be the one that requires a gradient
                 upstream = dy[:num_differentiable]
                 if ctx.zeros_like:
                     upstream = tuple(map(_zeros_for_none, upstream, ctx.zeros_like))
@@ -181,13 +182,14 @@ def register_without_gradient(
     mutates: Sequence[str] = (),
     opaque: bool = False,
 ) -> Callable[..., Y]:
-    """The operator ``megalith::<name>``, whose results nothing is differentiated through; the rest as in ``Operator``.
+    """Registers ``megalith::<name>``, an operator without a gradient; otherwise like ``Operator``.
 
     Args:
-        mutates: names of the inputs, tensors or lists of them, that ``function`` writes into; its own name ends in "_".
+        mutates: names of the inputs, tensors or lists of them, that ``function`` writes into; ``name`` then ends in
+            "_".
     """
     operator, implementation = _define(name, function, outputs, opaque, mutates)
-    # autograd counts the writes of an operator, and not those of a kernel
+    # autograd tracks an operator's in-place writes, but not those of a kernel
     return operator if mutates else eager_or_operator(operator, implementation)
 
 
@@ -197,29 +199,29 @@ def _zeros_for_none(dy: Tensor | None, like: tuple[torch.Size, torch.dtype, torc
 
 
 def gradients_like(*inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Fresh memory for the gradient of each of ``inputs``, contiguous, in its dtype; one empty tensor for all Nones."""
+    """Uninitialized contiguous gradients for ``inputs``, in their dtypes; all None inputs share one empty tensor."""
     nothing = next(x for x in inputs if x is not None).new_empty(0)
     return tuple([nothing if x is None else fresh_like(x) for x in inputs])
 
 
 def wrap_triton(kernel: Any) -> Any:
-    """``kernel`` for an operator to launch. Call it by this bare name: torch's compile cache scans launchers for it.
+    """Wraps ``kernel`` for launch by an operator. Call it by this bare name, which torch's compile cache looks for.
 
-    Its arguments are tensors, numbers and None, one by one. Triton takes a tuple of strides too, and makes the same
-    code of it; torch.compile (2.13) does not: Inductor refuses such an argument, sizes in it that are symbols are lost,
-    and every tensor then counts as written. Functions that a kernel calls may take tuples.
+    Kernel arguments must be tensors, numbers and None, one by one. Triton also accepts a tuple of strides, and
+    generates the same code for it, but torch.compile (2.13) does not: Inductor rejects the argument, loses symbolic
+    sizes in it, and then treats every tensor as mutated. Functions called by a kernel may take tuples.
     """
     return kernel if triton_interprets() else torch.library.wrap_triton(kernel)
 
 
 class _Rows(NamedTuple):
-    """Which operands are rows that may come in any shape [..., F], and which results then have that shape."""
+    """Which operands are rows that may have any shape [..., F], and which results then have the same leading shape."""
 
     names: Sequence[str]
     results: Sequence[int]
 
     def of_any_shape(self, function: Callable[..., Y], signature: inspect.Signature) -> Callable[..., Y]:
-        """``function`` of rows [T, F], and an allocator of its results, for operands [..., F]."""
+        """Extends ``function``, which takes rows [T, F] (or allocates its results), to operands [..., F]."""
         positions = [index for index, name in enumerate(signature.parameters) if name in self.names]
         if not positions:
             return function
@@ -241,7 +243,7 @@ class _Rows(NamedTuple):
                 return _in_shape(found, leading)
             results = list(found)
             for index in self.results:
-                if results[index].dim() == 2:  # an absent gradient is empty, and a number for each row is no row
+                if results[index].dim() == 2:  # not empty (no gradient) and not one number per row
                     results[index] = _in_shape(results[index], leading)
             return tuple(results)
 
@@ -249,7 +251,7 @@ class _Rows(NamedTuple):
 
 
 def _in_shape(x: Tensor, leading: torch.Size) -> Tensor:
-    """``x`` [T, F], fresh memory, as [..., F] that is no view: of a view a Function's output would be one."""
+    """Reshapes ``x`` [T, F], fresh memory, to [..., F] without making it a view, which a Function must not return."""
     y: Tensor = torch.ops.aten._unsafe_view.default(x, [*leading, x.shape[-1]])
     return y
 
@@ -262,7 +264,7 @@ def _define(
     mutates: Sequence[str] = (),
     of_rows: _Rows | None = None,
 ) -> tuple[Callable[..., Y], Callable[..., Y]]:
-    """The operator, and what computes the same of tensors that nothing traces."""
+    """Returns the operator, and its equivalent for tensors that are not being traced."""
     function = on_the_device_of_its_tensors(function)
     define: Any = torch.library.custom_op if opaque or triton_interprets() else torch.library.triton_op
     options: dict[str, Any] = {"mutates_args": tuple(mutates)}
@@ -281,7 +283,7 @@ def _define(
 
 
 def _without_aliases(function: Callable[..., Y]) -> Callable[..., Y]:
-    """``function``, with an empty tensor of its own for each absent gradient: an operator may not return one twice."""
+    """Gives each missing gradient its own empty tensor, because an operator may not return one tensor twice."""
 
     @functools.wraps(function)  # torch's search for kernels unwraps it
     def with_copies(*inputs: Any) -> Any:
@@ -294,7 +296,7 @@ def _without_aliases(function: Callable[..., Y]) -> Callable[..., Y]:
 
 
 def _launching(function: Callable[..., Y]) -> Callable[..., Y]:
-    """``function``, whose kernels go to Triton and not through what torch.compile would trace."""
+    """``function`` with its kernels launched by Triton directly, bypassing the wrapper that torch.compile traces."""
 
     def launch(*inputs: Any) -> Y:
         with launching_directly():
@@ -304,7 +306,7 @@ def _launching(function: Callable[..., Y]) -> Callable[..., Y]:
 
 
 def _declared_as(function: Callable[..., Y], outputs: Callable[..., Y]) -> Callable[..., Y]:
-    """``function`` with the signature of ``outputs``, from which a triton_op takes its schema, whatever it is given."""
+    """``function`` with the signature of ``outputs``, from which a triton_op infers its schema."""
 
     @functools.wraps(function)  # torch's search for kernels unwraps it
     def declared(*inputs: Any) -> Y:

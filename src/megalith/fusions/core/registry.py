@@ -1,4 +1,4 @@
-"""The operations there are: each family adds its own, and ``explain()``, tests and benchmarks read them."""
+"""The registry of operations: each family adds its own, and ``explain()``, tests and benchmarks read it."""
 
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ FUSIONS: dict[str, Fusion[Any]] = {}
 
 
 def registered(fusion: Fusion[Path]) -> Fusion[Path]:
-    """``fusion``, listed under its name; a family calls it where it declares the operation."""
+    """Adds ``fusion`` to the registry under its name and returns it; called where a family declares the operation."""
     assert fusion.name not in FUSIONS, f"two operations are named {fusion.name}"
     FUSIONS[fusion.name] = fusion
     return fusion

@@ -1,4 +1,4 @@
-"""Registers an operator of formulas over rows for both paths that run them: in blocks, and compiled."""
+"""Registers operators defined by formulas over rows for both paths that run such formulas: blocked and compiled."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ G = TypeVar("G", bound=tuple[Tensor, ...])
 
 
 class Runner(NamedTuple):
-    """Runs a formula over rows, as the function of ``core.blocks`` of the same name says."""
+    """Runs a formula over rows like the functions of the same names in ``core.blocks``."""
 
     by_blocks: Callable[..., None]
     widened_by_blocks: Callable[..., None]
@@ -32,7 +32,7 @@ RUNNERS = {
 def register_row_wise(
     operator: Operator[Y, G], name: str, forward: Callable[..., Y], backward: Callable[..., G]
 ) -> tuple[Differentiable[Y, G], Differentiable[Y, G]]:
-    """``megalith::<name>_blocked`` and ``megalith::<name>_compiled``, of functions that take a Runner before inputs."""
+    """Registers ``megalith::<name>_blocked`` and ``<name>_compiled``; functions take a Runner before the inputs."""
     blocked, compiled = (
         operator.register(f"{name}_{path}", partial(forward, run), partial(backward, run), opaque=True)
         for path, run in RUNNERS.items()

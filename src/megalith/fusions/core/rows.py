@@ -1,4 +1,4 @@
-"""Tensors as rows: leading dimensions flattened, columns contiguous; and what an operation on them computes in."""
+"""Tensors as rows: leading dimensions flattened, columns contiguous; and the dtype in which operations compute."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVarTuple
@@ -18,26 +18,26 @@ __all__ = [
 ]
 
 Operands = TypeVarTuple("Operands")
-_PROGRAMS = 792  # six for each multiprocessor of an H100
+_PROGRAMS = 792  # six per multiprocessor of an H100
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """``x`` [..., F] as [T, F], also for F = 0, where reshape(-1, 0) could not know T; a view if it can be one."""
+    """``x`` [..., F] as [T, F], a view if possible; also for F = 0, where reshape(-1, 0) could not infer T."""
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def fresh_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialized memory in the shape of ``x``, contiguous whatever ``x`` is, in its dtype or another.
+    """Uninitialized memory in the shape of ``x``, always contiguous, in its dtype or the given one.
 
-    ``x.new_empty(x.shape)`` does the same and takes longer, which small operations feel: it parses the shape.
+    ``x.new_empty(x.shape)`` does the same but parses the shape, which is slow enough to matter for small operations.
     """
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def rows_together(*operands: *Operands) -> tuple[*Operands]:
-    """``operands`` [..., F], or None, as they are if all are contiguous, else as rows [T, F].
+    """Returns ``operands`` [..., F] or None unchanged if all are contiguous, else as rows [T, F].
 
-    A contiguous tensor computes the same either way, and a view would cost autograd more than a small operation does.
+    The results are the same for contiguous tensors, and a view would cost autograd more than a small operation takes.
     """
     given: Any = operands
     for x in given:
@@ -49,19 +49,20 @@ def rows_together(*operands: *Operands) -> tuple[*Operands]:
 
 
 def contiguous_columns(x: Tensor) -> Tensor:
-    """``x`` with contiguous columns, copied only if it must be: an expanded gradient has stride 0."""
+    """``x`` with contiguous columns, copied only if necessary; expanded gradients, for example, have stride 0."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What an operation on ``dtype`` computes in: float32, or float64 for float64."""
+    """The dtype that an operation on ``dtype`` computes in: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def in_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """``x``, which nobody else holds, under another shape.
+    """``x``, which nobody else holds, in another shape.
 
-    To autograd it is no view: FSDP2 warns of a module that returns one, because writing into it would drop a hook.
+    Autograd does not treat it as a view: FSDP2 warns about modules that return views, because writing into one would
+    drop a hook.
     """
     if not torch.compiler.is_compiling() and x.shape == shape and not x._is_view():
         return x
@@ -72,8 +73,10 @@ def in_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def not_a_view(x: Tensor) -> Tensor:
-    """``x``, which nobody else holds, as ``in_shape`` gives it where a gradient is recorded: for results of a Function,
-    inside of which none is."""
+    """``x``, which nobody else holds, as a tensor that autograd does not treat as a view.
+
+    For results of a Function, inside of which gradients are not recorded and ``in_shape`` would return a view.
+    """
     if torch.compiler.is_compiling() or not x._is_view():
         return x
     y: Tensor = torch.ops.aten._unsafe_view.default(x, list(x.shape))
@@ -81,9 +84,9 @@ def not_a_view(x: Tensor) -> Tensor:
 
 
 def rows_per_sum(num_rows: int, num_tiles: int) -> int:
-    """How many of ``num_rows`` rows a program adds up, each of ``num_tiles`` tiles of columns, for a sum over all rows.
+    """The number of rows that each program sums up, for a sum over ``num_rows`` rows of ``num_tiles`` tiles each.
 
-    As many as leave ``_PROGRAMS`` programs; 128 at most, where writing the partial sums costs 1/64 of reading a 16-bit
-    row.
+    As many as still leave ``_PROGRAMS`` programs, and at most 128, where writing the partial sums costs 1/64 of reading
+    16-bit rows.
     """
     return max(1, min(128, num_rows * num_tiles // _PROGRAMS))
