@@ -1,1 +1,1 @@
-"""Attention over grouped heads with its log-sum-exp."""
+"""Attention over grouped heads, with its log-sum-exp."""

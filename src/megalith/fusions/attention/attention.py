@@ -1,8 +1,8 @@
-"""Attention over grouped heads: a window, packed documents and a sink; the output, and the log-sum-exp of its scores.
+"""Grouped-query attention with sliding window, packed documents and attention sink; also returns the log-sum-exp.
 
-    s_ij = scale q_i . k_j                          for each key j that query i sees
+    s_ij = scale q_i . k_j                          for each key j visible to query i
     with a softcap c: s_ij = c tanh(scale q_i . k_j / c)
-    lse  = log(sum_j exp(s_ij) + exp(sink))         natural logarithm; without a sink, without its term
+    lse  = log(sum_j exp(s_ij) + exp(sink))         natural logarithm; the sink term only if there is a sink
     p_ij = exp(s_ij - lse_i);   out_i = sum_j p_ij v_j
     ds   = p (dout . v - delta),   delta_i = dout_i . out_i - dlse_i;   times 1 - (s / c)^2 with a softcap
     dq   = scale ds k;   dk = scale ds^T q;   dv = p^T dout;   dsink = -sum_i exp(sink - lse_i) delta_i
@@ -10,14 +10,15 @@
 Dao et al. 2022, 2023, "FlashAttention", arXiv:2205.14135, 2307.08691; groups: Ainslie et al. 2023, arXiv:2305.13245;
 sink: Xiao et al. 2023, arXiv:2309.17453; softcap: Gemma Team 2024, "Gemma 2", arXiv:2408.00118, section 2.
 
-Query i stands beside key i + Sk - Sq: the last ones are together. It sees the keys of one interval, given by the causal
-rule, the window and the bounds of its document, and an interval of queries sees each key: blocks outside are skipped.
+Query i is aligned with key i + Sk - Sq, so the last query is aligned with the last key. The keys visible to a query
+form an interval, determined by the causal mask, the window and the bounds of its document; so do the queries that see a
+key. Blocks outside these intervals are skipped.
 
-S sequence, B micro-batch, A query heads, G groups of heads, D head size, Dv of v. Saved for backward: the inputs, out
-and lse. Floor: forward reads q, k, v and writes out and lse; nothing of size S x S exists.
+S sequence, B micro-batch, A query heads, G groups of heads, D head size, Dv that of v. Saved for backward: the inputs,
+out and lse. Minimum memory traffic: forward reads q, k, v and writes out and lse; nothing of size S x S is stored.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -36,7 +37,7 @@ from megalith.packed_seq_params import PackedSeqParams
 
 __all__ = ["CAPPED_FUSION", "FUSION", "Attention", "attention_gradients", "fused_attention", "key_range"]
 
-_UNBOUNDED = 2**30  # tokens on a side of an infinite window; a position and this fit int32
+_UNBOUNDED = 2**30  # size of an unlimited side of a window; the sum of it and a position fits int32
 Attention = Callable[
     [Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, float | None, int, int],
     tuple[Tensor, Tensor],
@@ -61,32 +62,33 @@ def fused_attention(
     softcap: float | None = None,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``softmax(scale q k^T) v`` over the keys that each query sees, and the log-sum-exp of its scores.
+    """Returns ``softmax(scale q k^T) v`` over the keys visible to each query, and the log-sum-exp of its scores.
 
     Args:
-        q: [Sq, B, A, D], floating; strided as you like.
+        q: [Sq, B, A, D], floating point, with any strides.
         k: [Sk, B, G, D], A divisible by G; query head a reads group a // (A / G).
         v: [Sk, B, G, Dv].
-        causal: a query sees no key after the one beside it. The last of both are beside each other, so that queries
+        causal: a query sees no key after its own position. The last query is aligned with the last key, so queries
             after a cache of keys are the last positions.
-        scale: of the scores, positive; by default 1 / sqrt(D).
-        window: (left, right), how many keys a query sees before and after the one beside it; -1 is all of them.
-        packed_seq_params: tokens see those of their own document only. Queries and keys are the same tokens; or the
-            queries follow a cache, and the keys are the first Sk tokens of the rows, which may go on behind them. Then
-            there is no gradient.
-        sink: [A], a score in every softmax of the head that has no value: attention to nothing. It is not capped.
-        softcap: scores are ``softcap * tanh(score / softcap)``, within ±softcap; positive. torch's kernels for a CPU
-            have none: the reference is taken there, which holds all S x S scores of each head in memory.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        scale: multiplies the scores, positive; defaults to 1 / sqrt(D).
+        window: (left, right), the number of keys visible before and after the query's position; -1 means unlimited.
+        packed_seq_params: tokens only see tokens of their own document. Either queries and keys are the same tokens; or
+            the queries follow a cache, and the keys are the first Sk tokens of rows that may be longer. The latter has
+            no gradient.
+        sink: [A], a score per head that is added to each softmax but has no value (an attention sink). It is not
+            capped.
+        softcap: scores become ``softcap * tanh(score / softcap)``, within ±softcap; positive. torch's CPU kernels do
+            not support it, so a CPU takes the reference, which holds all S x S scores of each head in memory.
+        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
 
     Returns:
-        out [Sq, B, A, Dv] in the dtype of ``q``, and lse [B, A, Sq] in float32 (float64 of float64), which counts the
-        sink. A query that sees no key has out 0 and lse -inf (or the sink), and gives no gradient. Both have
-        gradients: partial results over parts of the keys can be merged.
+        out [Sq, B, A, Dv] in the dtype of ``q``, and lse [B, A, Sq] in float32 (float64 for float64), including the
+        sink. A query that sees no key has out 0 and lse -inf (or the sink), and contributes no gradient. Both are
+        differentiable, so partial results over parts of the keys can be merged.
 
     Raises:
         ShapeError: the tensors do not fit together.
-        ConfigError: a window with limits below -1, or one that the causal rule makes idle; a scale or a softcap that
+        ConfigError: a window limit below -1, or one that has no effect because of ``causal``; a scale or a softcap that
             is not positive.
         BackendError: ``backend`` cannot run on ``q``.
     """
@@ -112,11 +114,12 @@ def attention_gradients(
     softcap: float | None = None,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The terms that the keys ``k`` add to dq, and their own dk and dv, where ``out`` and ``lse`` are over all keys.
+    """Returns dk and dv of the keys ``k``, and their contribution to dq, where ``out`` and ``lse`` cover all keys.
 
-    Attention over parts of the keys, one after another, is merged by ``merge_attention``; this goes back through one
-    part, from the merged result, and computes no forward again. A sink is in ``out`` and ``lse`` already. Args and
-    errors are those of ``fused_attention``; dout and out are [Sq, B, A, Dv], lse [B, A, Sq]. Not differentiable.
+    Attention over parts of the keys, one after another, is merged by ``merge_attention``; this is the backward of one
+    part, given the merged result, without recomputing the forward. ``out`` and ``lse`` already include any sink.
+    Arguments and errors are those of ``fused_attention``; dout and out are [Sq, B, A, Dv], lse [B, A, Sq]. Not
+    differentiable.
     """
     _check(q, k, v, packed_seq_params, None)
     left, right = key_range(causal, window)
@@ -126,9 +129,9 @@ def attention_gradients(
 
 
 def key_range(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
-    """How many keys a query sees before and after the one beside it; without end, more than any row has.
+    """The number of keys visible before and after a query's position; if unlimited, more than any row has.
 
-    Raises ConfigError for a window with limits below -1, or one that the causal rule makes idle.
+    Raises ConfigError for a window with limits below -1, or one that has no effect because of ``causal``.
     """
     left, right = (-1, -1) if window is None else window
     if left < -1 or right < -1:
@@ -140,7 +143,7 @@ def key_range(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def _bounds(packed: PackedSeqParams | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """int32 [B, Sq, 2]: the interval of keys that are of the document of each query."""
+    """Key interval of each query's document, int32 [B, Sq, 2]."""
     if packed is None or packed.seq_length == q.shape[0]:
         return None if packed is None else packed.document_bounds
     Sq, Sk = q.shape[0], k.shape[0]
@@ -158,7 +161,7 @@ def _triton_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from megalith.fusions.attention.kernels import attention  # noqa: F401  registers the operators
 
-    out, lse = out.contiguous(), lse.contiguous()  # as forward leaves them, and the kernels read them
+    out, lse = out.contiguous(), lse.contiguous()  # the layout that forward produces and the kernels expect
     dq, dk, dv, _ = torch.ops.megalith.attention_back(dout, None, q, k, v, None, out, lse, *seen)
     return dq, dk, dv
 
@@ -170,17 +173,17 @@ def _gradients_for_cpu(
     return dq, dk, dv
 
 
-# no `compile`, which would make every score, and no `blocked`: torch's kernels for a CPU are made of blocks
+# no `compile`, which would materialize all scores, and no `blocked`: torch's CPU kernels work in blocks already
 _PATHS: Mapping[Backend, Attention] = {"triton": _triton, "aten": flash_for_cpu, "reference": reference}
 
 
 def _wider(q: Tensor, v: Tensor) -> Tensor:
-    """The one of more columns, to choose a path by."""
+    """Returns the tensor with more columns, which decides the path."""
     return q if q.shape[-1] >= v.shape[-1] else v
 
 
 def _why_not_triton(x: Operand) -> str | None:
-    if isinstance(x, Tensor) and x.shape[-1] > WIDEST_HEAD:  # explain() asks about no heads in particular
+    if isinstance(x, Tensor) and x.shape[-1] > WIDEST_HEAD:  # explain() passes no tensor
         return f"its blocks hold heads of {WIDEST_HEAD} columns, and these have {x.shape[-1]}"
     return None
 
@@ -188,7 +191,7 @@ def _why_not_triton(x: Operand) -> str | None:
 def _why_not_aten(x: Operand) -> str | None:
     if x.device.type != "cpu":
         return f"torch's kernels on {x.device.type} give the log-sum-exp no gradient"
-    return why_not_forward_mode()  # torch's kernels for a CPU are inside of an operator of ours
+    return why_not_forward_mode()  # torch's CPU kernels are called inside an operator of ours
 
 
 def _why_not_aten_softcap(x: Operand) -> str:
@@ -196,7 +199,7 @@ def _why_not_aten_softcap(x: Operand) -> str:
 
 
 def _without_aten(fusion: Fusion[Any]) -> Fusion[Any]:
-    """``fusion`` where scores are capped."""
+    """``fusion`` for capped scores."""
     paths: dict[Backend, Any] = {name: path for name, path in fusion.paths.items() if name != "aten"}
     return replace(fusion, paths=paths, limits={**_LIMITS, "aten": _why_not_aten_softcap})
 
@@ -214,7 +217,7 @@ _CAPPED_GRADIENTS: Fusion[_Gradients] = _without_aten(_GRADIENTS)
 
 
 def _checked_scale(q: Tensor, scale: float | None, softcap: float | None) -> float:
-    """The scale, 1 / sqrt(D) by default. Raises ConfigError for a scale or a softcap that is not positive."""
+    """Returns the scale, by default 1 / sqrt(D). Raises ConfigError for a scale or softcap that is not positive."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     for name, factor in (("scale", scale), ("softcap", softcap)):
         if factor is not None and not 0.0 < factor < torch.inf:

@@ -1,18 +1,19 @@
-"""Attention on a CPU: torch's own flash kernels, over tiles that hold every pair of tokens that see each other.
+"""Attention on a CPU: torch's flash kernels, applied to tiles that cover all visible pairs of query and key.
 
-A tile is a rectangle of queries and keys. A whole row, or a document of it, is one tile, with torch's causal rule or
-none. A window, or queries after a cache, take a tile for every few queries, with a mask of no more than that tile; what
-no token sees is in no tile, and costs nothing. Documents of queries after a cache are in the mask too: a call for each
-row would cost more than the keys that it leaves out.
+A tile is a rectangle of queries and keys. A whole row, or a document in it, is one tile, causal or not. With a window,
+or with queries after a cache, there is one tile for every few queries, with a mask no larger than the tile; keys that
+no query sees are in no tile, and cost nothing. For queries after a cache, documents are part of the mask: a separate
+call for each row would cost more than it saves.
 
-float16 is widened for them: their own takes longer than that, and adds up the gradient of v in 16 bits.
+float16 is widened to float32: that is faster than torch's float16 kernels, which also accumulate the gradient of v in
+16 bits.
 
-torch's kernels take one head size for q, k and v, and give the log-sum-exp no gradient. Columns of zeros make up the
-difference in size. In backward two more columns, ones in v and dlse in dout, turn dout v^T into dout v^T + dlse: what
-backward must add there.
+torch's kernels require one head size for q, k and v, and do not differentiate the log-sum-exp. Smaller heads are padded
+with zero columns. Backward adds two more columns, ones in v and dlse in dout, so that dout v^T becomes dout v^T + dlse,
+as the gradient requires.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -26,13 +27,13 @@ from megalith.fusions.core.rows import contiguous_columns, wide
 
 __all__ = ["op"]
 
-# queries in a tile with a mask; of 32 to 512, about the fastest for windows of 128 and 512 tokens on two cores
+# queries per masked tile; about the fastest of 32 to 512, for windows of 128 and 512 tokens on two cores
 _QUERIES = 256
 _NONE_SEEN = float("-inf")
 
 
 class _Tile(NamedTuple):
-    """What of the batch, of the queries and of the keys; ``mask`` [Sq, Sk] or [B, 1, Sq, Sk] of it is 0 or -inf."""
+    """Slices of batch, queries and keys; ``mask`` [Sq, Sk] or [B, 1, Sq, Sk] of the tile contains 0 or -inf."""
 
     rows: slice
     queries: slice
@@ -48,7 +49,7 @@ class _Tile(NamedTuple):
 
 
 def _tiles(q: Tensor, k: Tensor, bounds: Tensor | None, left: int, right: int) -> list[_Tile]:
-    """The tiles of ``q`` [B, A, Sq, D] and ``k`` [B, G, Sk, D]; each query is in one at most."""
+    """The tiles of ``q`` [B, A, Sq, D] and ``k`` [B, G, Sk, D]; each query is in at most one."""
     if bounds is None or q.shape[2] != k.shape[2]:
         found = _tiles_of(slice(0, q.shape[0]), 0, (q.shape[2], k.shape[2]), left, right, q.dtype)
         tiles = list(found) if q.numel() and k.numel() else []
@@ -65,9 +66,9 @@ def _tiles(q: Tensor, k: Tensor, bounds: Tensor | None, left: int, right: int) -
 def _tiles_of(
     rows: slice, start: int, sizes: tuple[int, int], left: int, right: int, dtype: torch.dtype
 ) -> Iterator[_Tile]:
-    """The tiles of ``sizes`` queries and keys from ``start`` on, where the last query is beside the last key."""
+    """The tiles for ``sizes`` queries and keys starting at ``start``, with the last query aligned with the last key."""
     Sq, Sk = sizes
-    beside = Sk - Sq  # query i is beside key i + beside
+    beside = Sk - Sq  # query i is aligned with key i + beside
     if left >= Sk - 1 and (right >= Sq - 1 or right == beside == 0):
         causal = right < Sq - 1
         yield _Tile(rows, slice(start, start + Sq), slice(start, start + Sk), causal)
@@ -84,12 +85,12 @@ def _tiles_of(
 
 
 def _within_documents(tile: _Tile, bounds: Tensor, right: int, dtype: torch.dtype) -> _Tile:
-    """``tile``, all rows at once, with the keys hidden that are not of the query's document."""
-    # one new token in each row is the common case, and a dozen small calls take as long as attention itself
+    """``tile``, covering all rows, with keys outside the query's document masked."""
+    # the common case is one new token per row, where a dozen small calls take as long as attention itself
     bounds = bounds[:, None, tile.queries]  # [B, 1, Sq, 2]
     keys = torch.arange(tile.keys.start, tile.keys.stop, dtype=bounds.dtype)
     hidden = keys < bounds[..., :1]  # [B, 1, Sq, Sk]
-    if right > 0:  # else the tile, or its causal rule, hides what is after the query
+    if right > 0:  # otherwise the tile or its causal mask already hides later keys
         hidden |= keys >= bounds[..., 1:]
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, _NONE_SEEN)
     return tile._replace(mask=mask if tile.mask is None else mask + tile.mask)
@@ -125,13 +126,13 @@ def _backward(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor,
     if dlse is not None:
         v[..., -2:] = 1.0
         dout[..., -2] = dlse
-        dout[..., -1] = dlse - dout[..., -2]  # what the dtype of dout has lost of it
-    lse = lse.masked_fill(lse == _NONE_SEEN, 0.0)  # of a query that sees nothing: exp(-inf - 0) is 0, as it must be
+        dout[..., -1] = dlse - dout[..., -2]  # the rounding error of the column before
+    lse = lse.masked_fill(lse == _NONE_SEEN, 0.0)  # for queries that see no key: exp(-inf - 0) is 0, as required
     tiles = _tiles(q, k, bounds, left, right)
     if _is_all(tiles, q, k):
         dq, dk, dv = _flash_back(dout, q, k, v, out, lse, tiles[0], scale)
     else:
-        # keys in several tiles add up in float32
+        # gradients of keys in several tiles are accumulated in float32
         shared = any(a.rows == b.rows and a.keys.stop > b.keys.start for a, b in pairwise(tiles))
         dq, dk, dv = (_zeros_heads_first(x, wide(x.dtype) if shared and x is not q else x.dtype) for x in (q, k, v))
         for tile in tiles:
@@ -145,14 +146,14 @@ def _backward(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor,
 
 
 def _is_all(tiles: list[_Tile], q: Tensor, k: Tensor) -> bool:
-    """Whether there is one tile, and it holds every query and key."""
-    # of slices and not of tensors: a token after a cache costs little more than such a look
+    """Whether there is a single tile that covers all queries and keys."""
+    # compares slices, not tensors, whose overhead would be noticeable when decoding one token
     whole = slice(0, q.shape[0]), slice(0, q.shape[2]), slice(0, k.shape[2])
     return len(tiles) == 1 and tiles[0][:3] == whole
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, scale: float) -> tuple[Tensor, Tensor]:
-    """Of the queries and keys of ``tile``."""
+    """out and lse of the queries and keys of ``tile``."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, tile.causal, attn_mask=tile.mask, scale=scale
     )
@@ -170,9 +171,9 @@ def _flash_back(
 
 
 def _heads_first(x: Tensor, width: int) -> Tensor:
-    """``x`` [S, B, heads, D] as [B, heads, S, width], columns contiguous and zeros behind them; a view if it can be.
+    """``x`` [S, B, heads, D] as [B, heads, S, width], padded with zeros, columns contiguous; a view if possible.
 
-    In the dtype that torch's kernels get.
+    float16 becomes float32, as torch's kernels are not given float16.
     """
     x = x.float() if x.dtype == torch.float16 else x
     x = contiguous_columns(x) if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
@@ -180,7 +181,7 @@ def _heads_first(x: Tensor, width: int) -> Tensor:
 
 
 def _heads_last(x: Tensor) -> Tensor:
-    """``x`` [B, heads, S, ...] in memory as torch's kernels leave it: [B, S, heads, ...]."""
+    """``x`` [B, heads, S, ...] in the memory layout of torch's kernels: [B, S, heads, ...]."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 

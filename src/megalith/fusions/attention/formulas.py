@@ -1,16 +1,16 @@
-"""Formulas of ``attention``, whose head states them, and what joins parts of the keys.
+"""Formulas of ``attention.attention``, stated there, and functions that merge attention over parts of the keys.
 
     lse = log(exp(lse_a) + exp(lse_b));   out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
     with a sink: out sigmoid(lse - sink)
 
 Dao et al. 2022, arXiv:2205.14135; Liu et al. 2023, "Ring Attention", arXiv:2310.01889; sink: Xiao et al. 2023,
-arXiv:2309.17453. What joins is elementwise, in plain torch on every path, and differentiable twice.
+arXiv:2309.17453. Merging is elementwise, in plain torch on every path, and twice differentiable.
 
-S sequence, B micro-batch, A query heads, G groups of heads, D head size, Dv of v. ``bounds`` int32 [B, S, 2] are the
-first token of each token's document, and the one after its last.
+S sequence, B micro-batch, A query heads, G groups of heads, D head size, Dv that of v. ``bounds`` int32 [B, S, 2] holds
+the first token of each token's document, and the one after its last.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from typing import NamedTuple, Unpack
 
@@ -37,7 +37,7 @@ __all__ = [
     "sink_gradient",
 ]
 
-WIDEST_HEAD = 256  # columns that the kernels' tables of blocks go up to
+WIDEST_HEAD = 256  # largest head size in the kernels' tables of block sizes
 
 
 class Seen(NamedTuple):
@@ -51,7 +51,7 @@ class Seen(NamedTuple):
 
 
 class GivenToBackward(NamedTuple):
-    """Gradients of out and lse, None where nothing was computed from them, and what was saved; ``Seen`` is the end."""
+    """Gradients of out and lse, None if these were not used, and what was saved; the last fields are ``Seen``."""
 
     dout: Tensor | None
     dlse: Tensor | None
@@ -73,9 +73,9 @@ class GivenToBackward(NamedTuple):
 
 
 class OnScores(NamedTuple):
-    """What only formulas with every score in memory have room for."""
+    """Options that only formulas with all scores in memory support."""
 
-    factors: Tensor | None = None  # [B, A, Sq, Sk], of the probabilities: dropout
+    factors: Tensor | None = None  # [B, A, Sq, Sk], multiplies the probabilities: dropout
     bias: Tensor | None = None  # [A, Sq, Sk], added to the scores
 
 
@@ -90,7 +90,7 @@ def reference(
     *seen: Unpack[Seen],
     on_scores: OnScores = _NOTHING_ON_SCORES,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse, with every score in memory."""
+    """out and lse, with all scores in memory."""
     bounds, scale, softcap, left, right = seen
     factors, bias = on_scores
     with without_autocast(q):
@@ -113,7 +113,7 @@ def reference(
 def reference_gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *seen: Unpack[Seen]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of attention over some of the keys, where ``out`` and ``lse`` are over all of them."""
+    """dq, dk and dv of attention over some of the keys, where ``out`` and ``lse`` cover all of them."""
     return gradients_with_bias(dout, q, k, v, out, lse, *seen)[:3]
 
 
@@ -127,7 +127,7 @@ def gradients_with_bias(
     *seen: Unpack[Seen],
     on_scores: OnScores = _NOTHING_ON_SCORES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk and dv as ``reference_gradients``, and the gradient of a bias ``on_scores``, None where there is none."""
+    """dq, dk and dv like ``reference_gradients``, and the gradient of the bias in ``on_scores``, None without one."""
     bounds, scale, softcap, left, right = seen
     factors, bias = on_scores
     with without_autocast(q):
@@ -137,7 +137,7 @@ def gradients_with_bias(
         scores = torch.einsum("sbghd,tbgd->bghst", q_by_group * scale, k.to(acc)).flatten(1, 2)  # [B, A, Sq, Sk]
         slope: Tensor | float = 1.0
         if softcap is not None:
-            slope = torch.cosh(scores / softcap) ** -2  # 1 - tanh^2 cancels
+            slope = torch.cosh(scores / softcap) ** -2  # 1 - tanh^2 would lose precision by cancellation
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores if bias is None else scores + bias
         probs = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(hidden, 0.0)
@@ -168,7 +168,7 @@ def _seen(q: Tensor, k: Tensor, bounds: Tensor | None, left: int, right: int) ->
 
 
 def operator(batch_first: bool) -> Operator[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Attention, declared; with ``batch_first``, lse and gradients are laid out in memory as [B, S, heads, ...]."""
+    """Declares attention; with ``batch_first``, lse and gradients have the memory layout [B, S, heads, ...]."""
 
     def outputs(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *seen: Unpack[Seen]) -> tuple[Tensor, Tensor]:
         Sq, B, A, _ = q.shape
@@ -187,7 +187,7 @@ def operator(batch_first: bool) -> Operator[tuple[Tensor, Tensor], tuple[Tensor,
 
 
 def _like_batch_first(x: Tensor) -> Tensor:
-    """Memory in the shape [S, B, heads, D] of ``x``, laid out as [B, S, heads, D]."""
+    """Uninitialized memory in the shape [S, B, heads, D] of ``x``, laid out as [B, S, heads, D]."""
     S, B, heads, D = x.shape
     return x.new_empty_strided((S, B, heads, D), (heads * D, S * heads * D, D, 1))
 
@@ -200,15 +200,15 @@ OPERATOR = operator(batch_first=False)
 
 
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys, from that over each; a query that sees none of a set has lse -inf there.
+    """Combines attention over two sets of keys; a query that sees no key of a set must have lse -inf there.
 
     Args:
         out_a, out_b: [S, B, A, D].
-        lse_a, lse_b: [B, A, S], as ``fused_attention`` gives them.
+        lse_a, lse_b: [B, A, S], as returned by ``fused_attention``.
 
     Returns:
-        out [S, B, A, D] in the dtype of ``out_a``, and lse [B, A, S]. To merge many parts, keep ``out_a`` in float32:
-        then it is rounded once, at the end.
+        out [S, B, A, D] in the dtype of ``out_a``, and lse [B, A, S]. To merge many parts, keep ``out_a`` in float32,
+        so that the result is rounded only once, at the end.
 
     Raises:
         ShapeError: the tensors do not fit together.
@@ -221,7 +221,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     acc = wide(out_a.dtype)
     neither = (lse_a == -torch.inf) & (lse_b == -torch.inf)
     ahead = (lse_a - lse_b).masked_fill(neither, 0.0)
-    # each branch is exact where it is taken, and keeps infinities out of the other's gradient
+    # each branch is exact where it is selected; the clamps keep infinities out of the other branch's gradient
     softplus = torch.nn.functional.softplus
     lse = torch.where(ahead >= 0, lse_a + softplus(-ahead.clamp(min=0)), lse_b + softplus(ahead.clamp(max=0)))
     share = _beside(torch.sigmoid(ahead)).to(acc)
@@ -232,14 +232,15 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 def sink_correction(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """Corrects ``out`` and ``lse`` of attention without a sink to those of attention with ``sink`` [A].
 
-    Zero is "off by one": a softmax with 1 added to its sum. Merge all parts of the keys first: a sink counts once.
+    A sink of zero is "off by one": a softmax with 1 added to its denominator. Merge all parts of the keys first,
+    because a sink counts once.
 
     Args:
         out: [S, B, A, D].
         lse: [B, A, S].
 
     Returns:
-        out [S, B, A, D] in its dtype, and lse [B, A, S] that counts the sink. Where lse is -inf, out is 0.
+        out [S, B, A, D] in its dtype, and lse [B, A, S] including the sink. Where lse is -inf, out is 0.
 
     Raises:
         ShapeError: the tensors do not fit together.
@@ -254,9 +255,9 @@ def sink_correction(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Ten
 
 
 def sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """dsink [A], where ``out`` [S, B, A, D] and ``lse`` [B, A, S] count the sink.
+    """dsink [A], where ``out`` [S, B, A, D] and ``lse`` [B, A, S] include the sink.
 
-    The sink is a key whose value is zero, and its share of a softmax is exp(sink - lse).
+    The sink acts as a key whose value is zero, and its share of the softmax is exp(sink - lse).
     """
     acc = lse.dtype
     delta = (dout.to(acc) * out.to(acc)).sum(dim=-1).permute(1, 2, 0)  # [B, A, Sq]
