@@ -1,1 +1,1 @@
-"""LayerNorm and RMSNorm, alone and of a sum with a residual."""
+"""LayerNorm and RMSNorm, optionally fused with the addition of a residual."""

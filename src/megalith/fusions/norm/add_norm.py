@@ -1,13 +1,13 @@
-"""A residual, what a layer adds to it, and the norm of the sum, in one pass each way.
+"""Adds a layer's output to the residual and normalizes the sum, in one pass each for forward and backward.
 
     h = residual + dropout(x + input_bias);   y = norm(h)
 
-h is the next residual, and what backward needs: it is kept once. Backward takes the gradients of both, and without
-dropout it writes one gradient for x and residual together. Formulas and sources: the head of ``norm.paths``.
-Floor: 4TH elements in forward and 4TH in backward, 5TH with dropout; saved: h and 4 or 8 bytes a token.
+h is the next residual and is also what backward needs, so it is stored once. Backward takes the gradients of both;
+without dropout it writes a single gradient for x and residual. Formulas and sources: see ``norm.paths``.
+Lower bound: 4TH elements in forward and 4TH in backward, 5TH with dropout; saved: h and 4 or 8 bytes per token.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from typing import Unpack
 
@@ -47,23 +47,23 @@ def fused_add_norm(
     dropout: Dropout | None = None,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of ``residual + dropout(x + input_bias)``, and that sum, the next residual.
+    """Returns the norm of ``residual + dropout(x + input_bias)``, and that sum, which is the next residual.
 
     Args:
-        x: [..., H], floating: what a layer adds.
+        x: [..., H], floating point: the output of a layer.
         residual: [..., H]; its dtype may be wider than that of ``x``.
         weight: [H], the gain; None for 1.
-        bias: [H], of LayerNorm.
+        bias: [H], for LayerNorm only.
         normalization: "LayerNorm" or "RMSNorm".
         eps: added to the variance, or to the mean square.
-        zero_centered: the gain is 1 + weight, formed in float32.
-        input_bias: [H], added to ``x`` before dropout: the bias of the linear layer that made it.
-        dropout: of ``x``; None drops nothing.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        zero_centered: the gain is 1 + weight, computed in float32.
+        input_bias: [H], added to ``x`` before dropout: the bias of the linear layer that computed it.
+        dropout: applied to ``x``; None for no dropout.
+        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
 
     Returns:
-        y [..., H] in the dtype of ``x``, and the sum [..., H] in that of ``residual``. y is the norm of the sum as it
-        is rounded there: of an addition and then a norm.
+        y [..., H] in the dtype of ``x``, and the sum [..., H] in that of ``residual``. y is the norm of the rounded
+        sum, as in an addition followed by a norm.
 
     Raises:
         ShapeError: the tensors, or the token ids, do not fit together.
@@ -80,9 +80,9 @@ def fused_add_norm(
     words, tokens, site = mask_operands(dropout.key, x) if dropout is not None and p else (None, None, 0)
     rows = (x, residual)
     if compute in _OF_ANY_SHAPE:
-        single = x.dim() == 1 and words is not None  # a mask is of rows
+        single = x.dim() == 1 and words is not None  # dropout masks need a row dimension
         rows = (x[None], residual[None]) if single else (_as_one_matrix(x), _as_one_matrix(residual))
-    # no views around it: h is kept for backward, and autograd must see that a caller writes into it
+    # no views here: h is saved for backward, and autograd must notice if the caller writes into it
     y, h, *_ = compute(
         *rows, weight, bias, input_bias, words, tokens, site, p, float(eps), normalization, zero_centered
     )
@@ -90,7 +90,7 @@ def fused_add_norm(
 
 
 def _as_one_matrix(x: Tensor) -> Tensor:
-    """``x`` [..., H] in memory where torch computes of it what it computes of rows [T, H]."""
+    """``x`` [..., H] in a memory layout for which torch computes the same as for rows [T, H]."""
     return x if x.dim() == 2 or x.is_contiguous() else x.contiguous()
 
 
@@ -102,12 +102,12 @@ def _torch_add_norm(
     input_bias: Tensor | None,
     *options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
-    """The sum, and torch's operator on it as it is stored, in float32 or wider."""
+    """The norm and the sum: torch's operator, applied to the rounded sum in float32 or wider."""
     mask, eps, normalization, zero_centered = Norming.of(*options)
     plain = input_bias is None and mask.key is None and normalization == "RMSNorm" and not zero_centered
     if plain and _rounds_alike(x, residual, weight):
         h = x + residual
-        return nn.functional.rms_norm(h, h.shape[-1:], weight, eps).to(x.dtype), h  # autocast on GPUs gives float32
+        return nn.functional.rms_norm(h, h.shape[-1:], weight, eps).to(x.dtype), h  # autocast on GPUs returns float32
     total = summed(x, residual, input_bias, mask)
     h, H = as_stored(total, residual.dtype), total.shape[-1:]
     gain = None if weight is None else float_gain(h, weight, zero_centered)
@@ -119,9 +119,9 @@ def _torch_add_norm(
 
 
 def _rounds_alike(x: Tensor, residual: Tensor, weight: Tensor | None) -> bool:
-    """Whether torch's sum of ``x`` and ``residual``, and its norm of that, round once each, to the dtype of all.
+    """Whether torch's addition and its norm each round once, to the common dtype.
 
-    Where a gradient is recorded, it would be rounded between the two as well.
+    If a gradient is recorded, torch's backward would also round between the two.
     """
     return (
         x.dtype == residual.dtype
@@ -132,7 +132,7 @@ def _rounds_alike(x: Tensor, residual: Tensor, weight: Tensor | None) -> bool:
     )
 
 
-_OF_ANY_SHAPE = (_torch_add_norm, reference)  # in plain torch
+_OF_ANY_SHAPE = (_torch_add_norm, reference)  # these are plain torch
 FUSION = registered(
     Fusion(
         "add_norm",

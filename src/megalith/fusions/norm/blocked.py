@@ -1,10 +1,10 @@
-"""The norms on a CPU: formulas over blocks of rows, or compiled; what LayerNorm does to a row is torch's own operator.
+"""Norms on a CPU: formulas over blocks of rows, or compiled; LayerNorm uses torch's own operator for each row.
 
-That operator makes one pass, and beside a float32 gain it keeps float32 statistics of 16-bit rows, but it adds up their
-dw and db in 16 bits: for these it gets blocks in float32.
+That operator makes one pass. Given a float32 gain, it keeps float32 statistics of 16-bit rows, but it accumulates their
+dw and db in 16 bits; for these it gets blocks in float32.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from collections.abc import Sequence
 from typing import TypeVar, Unpack
@@ -67,7 +67,7 @@ def _forward(
 
 
 def _sum(run: Runner, x: Tensor, residual: Tensor, input_bias: Tensor | None, mask: Mask) -> Tensor:
-    """h of rows, in the dtype of ``residual``."""
+    """h of all rows, in the dtype of ``residual``."""
     if mask.key is None and input_bias is None:
         return (x + residual).to(residual.dtype)
     h = fresh_like(residual)
@@ -87,9 +87,9 @@ def _backward(
     mask, mean, rstd, needs = kept.mask, kept.mean, kept.rstd, kept.needs
     gain = float_gain(h, weight, kept.zero_centered, rstd.dtype)
     dy = torch.zeros_like(h, dtype=kept.x_dtype) if dy is None else dy
-    dh = None if dh is None or dh.numel() == 0 else dh  # without a residual there is none
+    dh = None if dh is None or dh.numel() == 0 else dh  # empty without a residual
     rows, vectors = needs[:2], needs[2:]
-    same_dx = mask.key is None and kept.x_dtype == h.dtype  # as what torch's operator writes
+    same_dx = mask.key is None and kept.x_dtype == h.dtype  # matches what torch's operator writes
     whole = mean.numel() > 0 and same_dx and rows == [True, False] and not vectors[2]
     asked = [rows[0] and not whole, *needs[1:]]
     dx, dresidual, dw, db, dinput_bias = OPERATOR.gradients(dy, dh, h, weight, *options[:-1], asked)
@@ -125,7 +125,7 @@ def _backward(
 def _layer_norm_backward(
     run: Runner, dy: Tensor, dh: Tensor | None, h: Tensor, gain: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx in the dtype of ``h``, dgain and dbias of all rows, by as few passes as torch's operator takes."""
+    """dx in the dtype of ``h``, dgain and dbias over all rows, in as few passes as torch's operator takes."""
     if h.dtype == gain.dtype:
         dx, dgain, dbias = _layer_norm_back(dy, h, gain, mean, rstd, [True, True, True])
         return dx if dh is None else dx.add_(dh), dgain, dbias
@@ -148,7 +148,7 @@ def _layer_norm_backward(
 
 
 def _norm_back(dy: Tensor, h: Tensor, gain: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dh, dgain [H] and dbias [H] of rows in float32 or wider; of RMSNorm without a ``mean``: its dbias is unused."""
+    """dh, dgain [H] and dbias [H] of rows in float32 or wider; RMSNorm if ``mean`` is None, its dbias is unused."""
     if mean is not None:
         return _layer_norm_back(dy, h, gain, mean, rstd, [True, True, True])
     h_hat = h * rstd
@@ -161,13 +161,13 @@ def _norm_back(dy: Tensor, h: Tensor, gain: Tensor, mean: Tensor | None, rstd: T
 def _layer_norm_back(
     dy: Tensor, h: Tensor, gain: Tensor, mean: Tensor, rstd: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # what stands for the bias gives its shape to dbias
+    # the argument in place of the bias only determines the shape of dbias
     dh, dgain, dbias = torch.ops.aten.native_layer_norm_backward(dy, h, gain.shape, mean, rstd, gain, gain, needs)
     return dh, dgain, dbias
 
 
 def _for_torch(x: Tensor, result: torch.dtype, acc: torch.dtype) -> Tensor:
-    """``x`` as torch's LayerNorm takes it beside a float32 gain: on a CPU also of 16 bits, if the result has them."""
+    """``x`` in a dtype that torch's LayerNorm takes with a float32 gain: 16 bits only on a CPU, if the result has it."""
     return x if x.device.type == "cpu" and x.dtype == result else x.to(acc)
 
 

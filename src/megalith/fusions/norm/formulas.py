@@ -1,9 +1,9 @@
-"""Formulas of ``norm.paths``, whose head states them: the rows, what is kept of them, and the reference.
+"""Formulas of ``norm.paths``, stated there: the row layout, what is saved for backward, and the reference.
 
-T rows, H features of each.
+T rows, H features each.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 import dataclasses
 import math
@@ -41,10 +41,10 @@ __all__ = [
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
 
-# the widest row that a kernel holds in the registers of 512 threads, where twice as many would spill; a wider one is
-# read in tiles, a second time from a cache
+# the widest row that a kernel holds in the registers of 512 threads; twice that would spill. Wider rows are read in
+# tiles, the second time from cache
 WIDEST_WHOLE_ROW = 2**14
-PROGRAMS = 512  # of the backward kernel, untuned: some for every multiprocessor of today's GPUs
+PROGRAMS = 512  # of the backward kernel; untuned, several per multiprocessor of current GPUs
 
 
 class Options(NamedTuple):
@@ -60,7 +60,7 @@ class Options(NamedTuple):
 
 
 class OptionsOfBack(NamedTuple):
-    """The last operands of the gradient's operator."""
+    """The last operands of the backward operator."""
 
     key: Tensor | None
     tokens: Tensor | None
@@ -76,7 +76,7 @@ class OptionsOfBack(NamedTuple):
 
 
 class Norming(NamedTuple):
-    """What is computed of rows and vectors."""
+    """The options of a norm."""
 
     mask: Mask
     eps: float
@@ -90,7 +90,7 @@ class Norming(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What backward gets beside the gradients, h and the weight."""
+    """What backward gets besides the gradients, h and the weight."""
 
     mask: Mask
     zero_centered: bool
@@ -103,7 +103,7 @@ class Kept(NamedTuple):
 
     @classmethod
     def of(cls, *options: Unpack[OptionsOfBack]) -> "Kept":
-        """From the last operands of the gradient's operator."""
+        """From the last operands of the backward operator."""
         return cls(Mask(*options[:4]), *options[4:])
 
 
@@ -115,7 +115,7 @@ def reference(
     input_bias: Tensor | None,
     *options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
-    """y of rows ``x`` [..., H] in its dtype, and h in that of ``residual``, empty without one."""
+    """y of rows ``x`` [..., H] in its dtype, and h in that of ``residual``, empty without a residual."""
     mask, eps, normalization, zero_centered = Norming.of(*options)
     h = x.to(wide(x.dtype)) if residual is None else summed(x, residual, input_bias, mask)
     stored = h.new_empty(0) if residual is None else h.to(residual.dtype)
@@ -128,19 +128,19 @@ def reference(
 
 
 def summed(x: Tensor, residual: Tensor, input_bias: Tensor | None, mask: Mask) -> Tensor:
-    """h of rows [..., H] in float32 or wider, before it is rounded."""
+    """h of rows [..., H] in float32 or wider, before rounding."""
     acc = wide(torch.promote_types(x.dtype, residual.dtype))
     h = x.to(acc) if input_bias is None else x.to(acc) + input_bias.to(acc)
     return dropped(h, mask) + residual.to(acc)
 
 
 def dropped(h: Tensor, mask: Mask) -> Tensor:
-    """Rows ``h`` [..., H] times their mask / (1 - p); the same where nothing is dropped."""
+    """Rows ``h`` [..., H] times their mask / (1 - p); unchanged without dropout."""
     if mask.key is None:
         return h
     T, H = h.shape[:-1].numel(), h.shape[-1]
     kept = keep(mask.key, mask.tokens, mask.site, mask.p, T, H, 0).view(h.shape)
-    # a product, so that NaN and inf pass as they do through torch's dropout
+    # a product, so that NaN and inf propagate as in torch's dropout
     return h * kept * (1.0 / (1.0 - mask.p))
 
 
@@ -152,7 +152,7 @@ def statistics(h: Tensor, eps: float, normalization: str) -> tuple[Tensor | None
 
 
 def float_gain(h: Tensor, weight: Tensor | None, zero_centered: bool, acc: torch.dtype | None = None) -> Tensor:
-    """The gain [H] in ``acc``, by default in what ``h`` is computed in."""
+    """The gain [H] in ``acc``, by default the dtype that ``h`` is computed in."""
     acc = acc or wide(h.dtype)
     if weight is None:
         return h.new_ones(h.shape[-1], dtype=acc)
@@ -160,7 +160,7 @@ def float_gain(h: Tensor, weight: Tensor | None, zero_centered: bool, acc: torch
 
 
 class _Rounding(torch.autograd.Function):
-    """Rounds to a narrower dtype and keeps the wide one, also for the gradient, which passes as it is."""
+    """Rounds to a narrower dtype but returns the wide one; the gradient passes through unrounded."""
 
     @staticmethod
     def forward(h: Tensor, dtype: torch.dtype) -> Tensor:
@@ -180,7 +180,7 @@ class _Rounding(torch.autograd.Function):
 
 
 def as_stored(h: Tensor, dtype: torch.dtype) -> Tensor:
-    """Wide rows ``h``, rounded to ``dtype``; their gradient is not."""
+    """Wide rows ``h`` rounded to ``dtype``; their gradient is not rounded."""
     if h.dtype == dtype:
         return h
     if not h.requires_grad and not forward_mode_is_on():  # a Function inspects a signature in every call
@@ -190,9 +190,9 @@ def as_stored(h: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def nested_rows(x: Tensor) -> Tensor:
-    """``x`` [..., H] as [M, N, H], without a copy if two strides reach every row; else N is 1.
+    """``x`` [..., H] as [M, N, H], without a copy if two strides can address every row; otherwise N is 1.
 
-    So are the heads [S, B, A, D] of a projection that holds queries, keys and values: M is S B, and N is A.
+    This covers the heads [S, B, A, D] of a packed query-key-value projection: M is S B, and N is A.
     """
     T, H = x.shape[:-1].numel(), x.shape[-1]
     if x.is_contiguous():
@@ -206,9 +206,9 @@ def nested_rows(x: Tensor) -> Tensor:
 
 
 def rows_per_program(num_rows: int, at_once: int, num_tiles: int, num_programs: int = PROGRAMS) -> int:
-    """How many of ``num_rows`` rows a program of the backward kernel adds up, ``at_once`` of them in each step.
+    """The number of rows that a program of the backward kernel sums up, ``at_once`` of them per step.
 
-    At least ``num_programs`` programs; each more writes and reads another part of dw.
+    At least ``num_programs`` programs; each additional one writes and reads another partial dw.
     """
     return at_once * max(1, num_rows * num_tiles // (num_programs * at_once))
 
@@ -221,7 +221,7 @@ def outputs(
     input_bias: Tensor | None,
     *options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Fresh memory for y, h (empty without a residual), mean (empty for RMSNorm) and rstd, both [..., 1]."""
+    """Uninitialized y, h (empty without a residual), mean (empty for RMSNorm) and rstd, the last two [..., 1]."""
     normalization = Options(*options).normalization
     h_dtype = x.dtype if residual is None else residual.dtype
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=wide(torch.promote_types(x.dtype, h_dtype)))
@@ -237,7 +237,7 @@ def gradients(
     weight: Tensor | None,
     *options: Unpack[OptionsOfBack],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Fresh memory for dx, dresidual, dw, db and dinput_bias, empty what ``needs`` does not ask for."""
+    """Uninitialized dx, dresidual, dw, db and dinput_bias; empty if ``needs`` is False for them."""
     kept = OptionsOfBack(*options)
     needs, H, nothing = kept.needs, h.shape[-1], h.new_empty(0)
     dx = fresh_like(h, kept.x_dtype) if needs[0] else nothing
@@ -272,7 +272,7 @@ def _shares(
     key: Tensor | None,
     *_: object,
 ) -> dict[str, str]:
-    """Without dropout x and residual have one gradient, which is written once if they have one dtype."""
+    """Without dropout, x and residual have the same gradient, which is written once if their dtypes agree."""
     return {"residual": "x"} if residual is not None and key is None and x.dtype == residual.dtype else {}
 
 
@@ -285,5 +285,5 @@ OPERATOR = Operator(
     num_differentiable=2,
     absent_as_none=True,
 )
-# its rows lie side by side, while those of a norm alone may be nested; backward keeps h, which the caller gets too
+# rows are contiguous here, while those of a plain norm may be nested; h is both saved for backward and returned
 OPERATOR_OF_SUM = dataclasses.replace(OPERATOR, rows=("x", "residual", "dy", "dh", "h"))

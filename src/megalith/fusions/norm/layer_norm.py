@@ -1,14 +1,14 @@
-"""LayerNorm and RMSNorm of any hidden size: functions, and modules under the names that the field knows.
+"""LayerNorm and RMSNorm for any hidden size: functions, and modules under the usual names.
 
     LayerNorm  y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * g + b
     RMSNorm    y = x / sqrt(mean(x^2) + eps) * g
 
-The gain g is the weight, or 1 + weight where it is zero-centred. Formulas of the gradients, sources, and what is kept
-for them: the head of ``norm.paths``.
-Floor: 2TH elements in forward and 3TH in backward; saved: x and 4 or 8 bytes a token.
+The gain g is the weight, or 1 + weight if zero-centered. For gradients, sources, and what is saved for backward, see
+``norm.paths``.
+Lower bound: 2TH elements in forward and 3TH in backward; saved: x and 4 or 8 bytes per token.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from collections.abc import Iterable
 from typing import Any, Unpack
@@ -50,22 +50,22 @@ def fused_layer_norm(
     *,
     backend: Backend | None = None,
 ) -> Tensor:
-    """LayerNorm over the last dimension.
+    """Applies LayerNorm over the last dimension.
 
     Args:
-        x: [..., H], floating; any strides, of which heads inside a packed projection cost no copy.
+        x: [..., H], floating point, with any strides; heads inside a packed projection are not copied.
         weight: [H], often float32 while ``x`` is bfloat16; None for a gain of 1.
         bias: [H].
         eps: added to the variance.
-        zero_centered: the gain is 1 + weight, formed in float32.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        zero_centered: the gain is 1 + weight, computed in float32.
+        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
 
     Returns:
         [..., H] in the dtype of ``x``.
 
     Raises:
         ShapeError: the tensors do not fit together.
-        ConfigError: a negative eps, or a zero-centred gain without a weight.
+        ConfigError: a negative eps, or a zero-centered gain without a weight.
         BackendError: ``backend`` cannot run on ``x``.
     """
     return _norm(LAYER_NORM_FUSION, x, weight, bias, eps, "LayerNorm", zero_centered, backend)
@@ -79,7 +79,7 @@ def fused_rms_norm(
     *,
     backend: Backend | None = None,
 ) -> Tensor:
-    """RMSNorm over the last dimension: as ``fused_layer_norm``, with no mean and no bias."""
+    """Applies RMSNorm over the last dimension, like ``fused_layer_norm`` without mean and bias."""
     return _norm(RMS_NORM_FUSION, x, weight, None, eps, "RMSNorm", zero_centered, backend)
 
 
@@ -95,14 +95,14 @@ def _norm(
 ) -> Tensor:
     check(x, weight, bias, eps, normalization, zero_centered)
     compute = fusion.path(x, backend)
-    # a view would cost autograd more than a small norm does
+    # a view would cost autograd more than a small norm takes
     rows = x if compute in _OF_ANY_SHAPE and x.is_contiguous() else nested_rows(x)
     y, *_ = compute(rows, None, weight, bias, None, None, None, 0, 0.0, float(eps), normalization, zero_centered)
     return in_shape(y, x.shape)
 
 
 class _FusedNorm(nn.Module):
-    """What both modules share. Attributes of ``config`` decide where it has them, as where the field builds these."""
+    """Common base of both modules. Attributes of ``config`` take precedence if present, as in Megatron."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -139,12 +139,12 @@ class _FusedNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if has_bias else None
         parameters: Iterable[Any] = self.parameters()
-        for parameter in parameters:  # trainers of the field sum such gradients over the ranks of tp
+        for parameter in parameters:  # Megatron-style trainers all-reduce these gradients over tp
             parameter.sequence_parallel = bool(getattr(config, "sequence_parallel", False))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets the gain to 1, which is a weight of 0 where it is zero-centred, and the bias to 0."""
+        """Sets the gain to 1 (a weight of 0 if zero-centered) and the bias to 0."""
         with torch.no_grad():
             self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
             if self.bias is not None:
@@ -158,15 +158,15 @@ class FusedLayerNorm(_FusedNorm):
     """LayerNorm with a weight and a bias [H], as a module.
 
     Args:
-        config: any object. Where it has an attribute ``persist_layer_norm``, ``layernorm_zero_centered_gamma`` or
-            ``normalization``, that decides, and an argument may not say otherwise; ``sequence_parallel`` is noted on
-            the parameters. None has none of them.
+        config: any object, or None. If it has an attribute ``persist_layer_norm``, ``layernorm_zero_centered_gamma`` or
+            ``normalization``, that value is used, and arguments must not contradict it; ``sequence_parallel`` is copied
+            to the parameters.
         hidden_size: H.
         eps: added to the variance.
-        persist_layer_norm: True if a whole row must fit the registers of a program, so that forward reads it once.
-            None and False also allow wider rows, which are read in tiles. All compute the same.
-        zero_centered_gamma: the gain is 1 + weight, and weight begins at 0.
-        normalization: "LayerNorm"; for "RMSNorm" there is FusedRMSNorm.
+        persist_layer_norm: True if a whole row must fit the registers of a program, so that forward reads it once. None
+            and False also allow wider rows, which are read in tiles. The result is the same.
+        zero_centered_gamma: the gain is 1 + weight, and weight is initialized to 0.
+        normalization: "LayerNorm"; for "RMSNorm" use FusedRMSNorm.
         device, dtype: of the parameters, as in torch's modules.
 
     Raises:
@@ -191,12 +191,12 @@ class FusedLayerNorm(_FusedNorm):
         super().__init__(config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, True, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., H] in the dtype of ``input``."""
+        """Returns [..., H] in the dtype of ``input``."""
         return fused_layer_norm(input, self.weight, self.bias, self.eps, self.zero_centered_gamma)
 
 
 class FusedRMSNorm(_FusedNorm):
-    """RMSNorm with a weight [H], as a module; arguments and errors are those of FusedLayerNorm, by its own name."""
+    """RMSNorm with a weight [H], as a module; arguments and errors as for FusedLayerNorm, except the normalization."""
 
     bias: None
 
@@ -216,12 +216,12 @@ class FusedRMSNorm(_FusedNorm):
         super().__init__(config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, False, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., H] in the dtype of ``input``."""
+        """Returns [..., H] in the dtype of ``input``."""
         return fused_rms_norm(input, self.weight, self.eps, self.zero_centered_gamma)
 
 
 def _setting(config: object, attribute: str, argument: str, given: bool | None, default: bool | None) -> bool:
-    """What ``config`` says, else what was ``given``; raises ConfigError if they differ and ``given`` is no default."""
+    """Returns the value in ``config``, else ``given``. Raises ConfigError if a non-default ``given`` contradicts it."""
     asked = bool(getattr(config, attribute, given))
     if given not in (default, asked):
         raise ConfigError(f"{argument}={given} contradicts config.{attribute}={asked}; say it in one of the two places")
@@ -237,7 +237,7 @@ def _check_normalization(config: object, given: str, wanted: Normalization, othe
 def _torch_rms_norm(
     x: Tensor, residual: None, weight: Tensor | None, bias: None, input_bias: None, *options: Unpack[Options]
 ) -> tuple[Tensor]:
-    """torch's operator rounds once, beside a gain of the dtype of ``x``; beside another it would take a slow way."""
+    """torch's operator, which rounds once if the gain has the dtype of ``x``; with another dtype it would be slow."""
     _, eps, _, zero_centered = Norming.of(*options)
     gain = float_gain(x, weight, zero_centered) if zero_centered else weight
     if gain is None or gain.dtype == x.dtype:
@@ -254,7 +254,7 @@ def _torch_layer_norm(
     return (nn.functional.layer_norm(x, x.shape[-1:], gain, None if bias is None else bias.to(x.dtype), eps),)
 
 
-_OF_ANY_SHAPE = (_torch_rms_norm, _torch_layer_norm, reference)  # [..., H], and not rows alone
+_OF_ANY_SHAPE = (_torch_rms_norm, _torch_layer_norm, reference)  # these take [..., H], not only rows
 
 
 def _why_not_torch_layer_norm(x: Operand) -> str | None:
@@ -271,7 +271,7 @@ LAYER_NORM_FUSION = registered(
         defaults={"cuda": ("triton",), "cpu": ("aten", "blocked")},
     )
 )
-# of a few rows, most of the reference's time is the start of its eight operators
+# whole="aten": for few rows, the reference spends most of its time on the overhead of eight operators
 RMS_NORM_FUSION = registered(
     Fusion(
         "rms_norm",

@@ -1,20 +1,20 @@
-"""The family of norms: one formula, one operator, many names (fused_layer_norm, fused_rms_norm, fused_add_norm).
+"""The norm family: one formula and one operator behind fused_layer_norm, fused_rms_norm and fused_add_norm.
 
     h    = residual + m * (x + input_bias) / (1 - p), stored; m the dropout mask. Without a residual, h is x
     mean = sum of h / H for LayerNorm, 0 for RMSNorm;   rstd = (sum of (h - mean)^2 / H + eps)^(-1/2)
-    h^   = (h - mean) * rstd;   y = h^ * g + b;         g is w, or 1 + w where the gain is zero-centred
-    dh   = rstd * (g dy - h^ mean(h^ g dy) - mean(g dy)) + dh', the last mean for LayerNorm alone, dh' of h as a result
+    h^   = (h - mean) * rstd;   y = h^ * g + b;         g is w, or 1 + w if the gain is zero-centered
+    dh   = rstd * (g dy - h^ mean(h^ g dy) - mean(g dy)) + dh', the last mean for LayerNorm only, dh' upstream of h
     dresidual = dh;   dx = m * dh / (1 - p);   dinput_bias = sum over T of dx
     dw   = sum over T of dy * h^;   db = sum over T of dy
 
 LayerNorm: Ba et al. 2016, arXiv:1607.06450. RMSNorm: Zhang and Sennrich 2019, arXiv:1910.07467.
 
-T tokens, H hidden size. Saved for backward: h, w, and the statistics in float32; of dropout a key, never the mask.
-Floor: a norm reads and writes 2TH elements in forward and 3TH in backward; with a residual it is 4TH each way.
+T tokens, H hidden size. Saved for backward: h, w, and the statistics in float32; for dropout a key, never the mask.
+Lower bound: a norm reads and writes 2TH elements in forward and 3TH in backward; with a residual, 4TH in each.
 
-The norm is that of h as it is stored, so that it equals an addition and then a norm bit for bit. The variance is that
-of centred values: E[h^2] - mean^2 loses every digit under a large mean. 1 + w is formed in float32: in bfloat16 it
-would keep 8 bits of w at best.
+The norm is computed from h as stored, so that it equals an addition followed by a norm bit for bit. The variance is
+that of centered values: E[h^2] - mean^2 loses all digits if the mean is large. 1 + w is computed in float32: bfloat16
+would keep at most 8 bits of w.
 """
 
 from collections.abc import Callable, Mapping
@@ -63,7 +63,7 @@ PATHS_OF_SUM: Mapping[Backend, Norm] = {
 def check(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, normalization: str, zero_centered: bool
 ) -> None:
-    """Raises ShapeError or ConfigError unless the rows of ``x`` [..., H] can be normalised like this."""
+    """Raises ShapeError or ConfigError unless the arguments fit the rows of ``x`` [..., H] and each other."""
     if normalization not in ("LayerNorm", "RMSNorm"):
         raise ConfigError(f"normalization must be 'LayerNorm' or 'RMSNorm'; got {normalization!r}")
     if normalization == "RMSNorm" and bias is not None:
