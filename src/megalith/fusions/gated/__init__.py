@@ -1,1 +1,1 @@
-"""Gated linear units: SwiGLU, GEGLU, quick GEGLU and ReGLU; with the input kept in 8 bits."""
+"""Gated linear units: SwiGLU, GEGLU, quick GEGLU and ReGLU; optionally with the input saved in 8 bits."""

@@ -1,9 +1,9 @@
-"""Formulas of ``glu_float8``: what is stored of the input, and the gated unit of it.
+"""Formulas of ``glu_float8``: quantization of the saved input, and the gated unit with its gradients.
 
 T tokens, N columns of the input, F ffn hidden size.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from typing import NamedTuple, Unpack
 
@@ -19,11 +19,11 @@ from megalith.fusions.gated.formulas import Gating, gradients_of, split, value_o
 __all__ = ["OPERATOR", "Operands", "blocked", "compiled", "dequantized", "quantized"]
 
 _LARGEST = 448.0
-_SMALLEST_SCALE = 2.0**-126  # its inverse is still a number of float32
+_SMALLEST_SCALE = 2.0**-126  # its reciprocal is still finite in float32
 
 
 class Operands(NamedTuple):
-    """Of the operator, of T rows; the fields of ``Gating`` are the last."""
+    """Operands of the operator, for T rows; the last fields are those of ``Gating``."""
 
     x: Tensor  # [T, 2F]
     bias: Tensor | None  # [2F]
@@ -40,13 +40,13 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     finite = x.isfinite()
     largest = x.abs().where(finite, 0.0).amax(dim=-1, keepdim=True)
     scale = (largest * (1.0 / _LARGEST)).clamp_min(_SMALLEST_SCALE)
-    # clamped, as not every device saturates in the cast; NaN passes a clamp, infinity would not
+    # clamped because not every device saturates in the cast; NaN survives a clamp, infinity would not
     x = (x * scale.reciprocal()).clamp(-_LARGEST, _LARGEST).where(finite, torch.nan)
     return x.to(torch.float8_e4m3fn).view(torch.uint8), scale
 
 
 def dequantized(stored: Tensor, scale: Tensor) -> Tensor:
-    """The numbers in float32 that ``stored`` [T, N] and its scales [T, 1] stand for."""
+    """The float32 values represented by ``stored`` [T, N] and its scales [T, 1]."""
     return stored.view(torch.float8_e4m3fn).to(torch.float32) * scale
 
 
@@ -56,10 +56,10 @@ def _outputs(
     weights: Tensor | None,
     *options: Unpack[Gating],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for y [T, F], the stored input [T, 2F] and its scales [T, 1]."""
+    """Allocates y [T, F], the stored input [T, 2F] and its scales [T, 1]."""
     check_activation(Gating(*options).activation)
     T = x.shape[0]
-    stored = fresh_like(x, torch.uint8)  # bytes: few of torch's tools can take an operator's float8
+    stored = fresh_like(x, torch.uint8)  # bytes: few of torch's tools support operators that return float8
     return x.new_empty(T, x.shape[1] // 2), stored, x.new_empty(T, 1, dtype=torch.float32)
 
 
@@ -71,7 +71,7 @@ def _gradients(
     weights: Tensor | None,
     *options: Unpack[Gating],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for dx [T, 2F], dbias and dw, empty for what was not given."""
+    """Allocates dx [T, 2F], dbias and dw, the latter two empty if there is no bias or weight."""
     dbias, dw = gradients_like(scale, bias, weights)[1:]
     return dy.new_empty(stored.shape), dbias, dw
 

@@ -1,6 +1,6 @@
-"""Formulas of ``glu``, whose head states them; T tokens, F ffn hidden size, all of them rows."""
+"""Implements the formulas stated in ``glu``, on rows; T tokens, F ffn hidden size."""
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 import math
 from collections.abc import Sequence
@@ -34,18 +34,18 @@ __all__ = [
 
 
 class Gating(NamedTuple):
-    """What is computed, of ``gate`` and ``up``; the last operands of an operator."""
+    """Options of the gated unit; the last operands of an operator."""
 
     activation: str
     offset: float
-    clamp: float  # infinite for none
+    clamp: float  # infinite for no clamp
     interleaved: bool
 
     @classmethod
     def of(
         cls, activation: str, offset: float = 0.0, clamp: float | None = None, interleaved: bool = False
     ) -> "Gating":
-        """From the arguments of ``glu``; raises ConfigError for those that mean nothing."""
+        """From the arguments of ``glu``; raises ConfigError if they are invalid."""
         check_activation(activation)
         if clamp is not None and not clamp > 0.0:
             raise ConfigError(f"clamp must be positive, or None for no clamp; got {clamp}")
@@ -53,7 +53,7 @@ class Gating(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Of the operator, of T rows; the fields of ``Gating`` are the last."""
+    """Operands of the operator, for T rows; the last fields are those of ``Gating``."""
 
     x: Tensor  # [T, F], or [T, 2F] without up
     up: Tensor | None
@@ -75,9 +75,9 @@ def value_of(
     *,
     recorded: bool = False,
 ) -> Tensor:
-    """y [T, F] of ``gate`` and ``up`` [T, F] in float32 or wider; by torch alone.
+    """y [T, F] from ``gate`` and ``up`` [T, F] in float32 or wider, using only torch operators.
 
-    ``recorded``: it can be differentiated, twice. Where nothing is, the last product may go into ``out``.
+    ``recorded``: the result must be differentiable, twice. Otherwise the last product may be written to ``out``.
     """
     a, linear = _moved(gate, up, bias, gating)
     if gating.clamp != math.inf:
@@ -100,7 +100,7 @@ def gradients_of(
 ) -> tuple[Tensor, ...]:
     """Gradients of gate and up [T, F], of ``weights`` [T, 1] and of both halves of ``bias``, if given; not rounded.
 
-    All in float32 or wider, as ``dy``. The first two may go into ``out``.
+    All are in float32 or wider, like ``dy``. The first two are written to ``out`` if given.
     """
     a, linear = given = _moved(gate, up, bias, gating)
     clamp = gating.clamp
@@ -117,7 +117,7 @@ def gradients_of(
         found.append((dl * linear).sum(dim=-1, keepdim=True))
         w = weights.to(a.dtype)
         da, dl = da.mul_(w), dl.mul_(w)
-    if clamp != math.inf:  # as torch's clamp: the gradient passes at the bounds and at -inf, and not at NaN
+    if clamp != math.inf:  # like torch's clamp: the gradient is passed at the bounds and at -inf, but not at NaN
         da, dl = torch.where(given[0] <= clamp, da, 0.0), torch.where(given[1].abs() <= clamp, dl, 0.0)
     if bias is not None:
         found += [da.sum(dim=0), dl.sum(dim=0)]
@@ -135,7 +135,7 @@ def join(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
 
 
 def halves(x: Tensor, up: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Gate and up [T, F], of one packed tensor or of two."""
+    """Gate and up [T, F], from one packed tensor or from two."""
     return split(x, interleaved) if up is None else (x, up)
 
 
@@ -153,7 +153,7 @@ def outputs(
     weights: Tensor | None,
     *options: Unpack[Gating],
 ) -> Tensor:
-    """Memory for y [T, F]."""
+    """Allocates y [T, F]."""
     check_activation(Gating(*options).activation)
     return x.new_empty(x.shape[0], x.shape[1] if up is not None else x.shape[1] // 2)
 
@@ -166,7 +166,7 @@ def gradients(
     weights: Tensor | None,
     *options: Unpack[Gating],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for dx, dup, dbias and dw, empty for what was not given."""
+    """Allocates dx, dup, dbias and dw, empty for operands that are None."""
     dx, dup, dbias, dw = gradients_like(x, up, bias, weights)
     return dx, dup, dbias, dw
 
@@ -186,7 +186,7 @@ def reference(
 def reference_back(
     dy: Tensor, x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, *options: Unpack[Gating]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, dup, dbias and dw, each in the dtype of what it is the gradient of, and empty for what was not given."""
+    """dx, dup, dbias and dw, each in the dtype of its tensor, and empty for operands that are None."""
     gating, acc, nothing = Gating(*options), wide(x.dtype), x.new_empty(0)
     gate, linear = halves(x, up, gating.interleaved)
     da, dl, *rest = gradients_of(dy.to(acc), gate.to(acc), linear.to(acc), bias, weights, gating)

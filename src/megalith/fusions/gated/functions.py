@@ -1,4 +1,4 @@
-"""Forward and backward of the field's ``torch.autograd.Function`` classes of gated units, which differ in arguments."""
+"""Shared forward and backward of the ``torch.autograd.Function`` classes of gated units, which differ in arguments."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def forward(
     fp8_input_store: bool = False,
     cpu_offload_input: bool = False,
 ) -> Tensor:
-    """y [..., F] of a packed ``x`` [..., 2F], ``bias`` [2F] and ``weights`` [..., 1]."""
+    """y [..., F] from a packed ``x`` [..., 2F], ``bias`` [2F] and ``weights`` [..., 1]."""
     check(x, None, bias, weights, gating.interleaved)
     if cpu_offload_input and torch.compiler.is_compiling():
         raise BackendError(REFUSED_OFFLOAD)
@@ -41,13 +41,13 @@ def forward(
         y, *kept = GLU_FLOAT8.path(x, ctx.backend)(rows, bias, w, *gating)
     else:
         y, kept = GLU.path(x, ctx.backend)(rows, None, bias, w, *gating), [x]
-    saved = [*kept, bias, weights]  # what was given, and no view of it: autograd says who wrote into it
+    saved = [*kept, bias, weights]  # the arguments themselves, not views: autograd then detects writes to them
     ctx.save_for_backward(*(map(_on_cpu, saved) if cpu_offload_input else saved))
     return not_a_view(y.view(*x.shape[:-1], y.shape[-1]))
 
 
 def backward(ctx: Context, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx [..., 2F], and dbias and dw, None for what was not given."""
+    """dx [..., 2F], and dbias and dw, None if there is no bias or weight."""
     gating, in_float8, device = ctx.options
     saved: list[Any] = [x if x is None else x.to(device, non_blocking=True) for x in ctx.saved_tensors]
     input_or_stored, *scale, bias, weights = saved
@@ -63,5 +63,5 @@ def backward(ctx: Context, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | 
 def _on_cpu(x: Tensor | None) -> Tensor | None:
     if x is None or x.device.type == "cpu":
         return x
-    # from pageable memory a copy runs at a fraction of the speed of the bus
+    # pinned, because copies from pageable memory are several times slower
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x)

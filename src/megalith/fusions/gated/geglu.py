@@ -1,11 +1,11 @@
-"""GEGLU in the tanh form, and quick GEGLU with an offset: ``megalith.fusions.glu`` under the names of the field.
+"""GEGLU (tanh approximation) and quick GEGLU with an offset: ``megalith.fusions.glu`` under Megatron's names.
 
-    geglu       y = gelu(gate + bias) * (up + bias)                       gelu in the tanh form
+    geglu       y = gelu(gate + bias) * (up + bias)                       gelu with the tanh approximation
     quick geglu y = a * sigmoid(1.702 a) * (l + offset) * w               a, l = gate + bias, up + bias, clamped
 
 Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202; the second is that of gpt-oss (offset 1, clamp 7).
-The clamp always comes after the bias. Functions without ``_impl`` are references in plain torch, on the whole tensor;
-floor and what is saved are those of ``glu``.
+The clamp is always applied after the bias. Functions without ``_impl`` are references in plain torch, on the whole
+tensor. For memory traffic and what is saved, see ``glu``.
 """
 
 import torch
@@ -47,13 +47,13 @@ _GELU_TANH = Gating.of("gelu_tanh")
 def bias_geglu_impl(
     input: Tensor, bias: Tensor | None, *, interleaved: bool = False, backend: Backend | None = None
 ) -> Tensor:
-    """GEGLU, in the tanh form, of gate and up, packed in ``input``.
+    """Returns GEGLU with the tanh approximation, of gate and up packed in ``input``.
 
     Args:
-        input: [..., 2F], floating: gate, then up.
+        input: [..., 2F], floating point: gate, then up.
         bias: [2F], or None.
-        interleaved: ``input`` and ``bias`` hold gate and up interleaved.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        interleaved: the columns of ``input`` and ``bias`` alternate between gate and up.
+        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
 
     Returns:
         [..., F] in the dtype of ``input``.
@@ -76,17 +76,17 @@ def weighted_bias_quick_geglu_impl(
     interleaved: bool = False,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Quick GEGLU of gate and up, packed in ``input``, times one weight per token.
+    """Returns quick GEGLU of gate and up packed in ``input``, times one weight per token.
 
     Args:
-        input: [..., 2F], floating: gate, then up.
+        input: [..., 2F], floating point: gate, then up.
         bias: [2F], or None.
         weights: [..., 1], or None: the router's probability, often in float32.
-        fp8_input_store: keep the input for backward in 8 bits, with a scale per token; see ``glu_float8``.
-        linear_offset: added to up, after its clamp (1 in gpt-oss); has no gradient.
-        clamp_value: the gate's upper bound and up's bounds on both sides, after the bias (7 in gpt-oss).
-        interleaved: ``input`` and ``bias`` hold gate and up interleaved, as Hugging Face's gpt-oss does.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        fp8_input_store: save the input for backward in 8 bits, with a scale per token; see ``glu_float8``.
+        linear_offset: added to up after clamping (1 in gpt-oss); not differentiable.
+        clamp_value: upper bound of the gate, and bound of up on both sides, applied after the bias (7 in gpt-oss).
+        interleaved: the columns of ``input`` and ``bias`` alternate between gate and up, as in Hugging Face's gpt-oss.
+        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
 
     Returns:
         [..., F] in the dtype of ``input``.
@@ -110,39 +110,39 @@ def weighted_bias_quick_geglu_impl(
 
 
 def geglu(y: Tensor) -> Tensor:
-    """``gelu(gate) * up`` [..., F] of ``y`` [..., 2F], in the tanh form."""
+    """Returns ``gelu(gate) * up`` [..., F] for ``y`` [..., 2F], with the tanh approximation."""
     return glu(y, activation="gelu_tanh", backend="reference")
 
 
 def bias_geglu(bias: Tensor, y: Tensor) -> Tensor:
-    """``geglu`` of ``y + bias``, the bias first, added before anything is rounded."""
+    """Returns ``geglu`` of ``y + bias``; the sum is not rounded."""
     return glu(y, activation="gelu_tanh", bias=bias, backend="reference")
 
 
 def geglu_back(g: Tensor, y: Tensor) -> Tensor:
-    """The gradient of ``y`` [..., 2F], of the upstream ``g`` [..., F]."""
+    """Returns the gradient of ``y`` [..., 2F], given the upstream gradient ``g`` [..., F]."""
     return glu_back(g, y, activation="gelu_tanh")[0]
 
 
 def bias_geglu_back(g: Tensor, y: Tensor, bias: Tensor) -> Tensor:
-    """The gradient of ``y`` [..., 2F]; that of ``bias`` is its sum over tokens."""
+    """Returns the gradient of ``y`` [..., 2F]; the gradient of ``bias`` is its sum over tokens."""
     return glu_back(g, y, activation="gelu_tanh", bias=bias)[0]
 
 
 def quick_gelu(y: Tensor) -> Tensor:
-    """``y * sigmoid(1.702 y)`` of each element, rounded once."""
+    """Returns ``y * sigmoid(1.702 y)`` elementwise, rounded once."""
     check_floating(y=y)
     a = y.to(wide(y.dtype))
     return (a * torch.sigmoid(1.702 * a)).to(y.dtype)
 
 
 def quick_geglu(y: Tensor, linear_offset: float = 0.0) -> Tensor:
-    """``quick_gelu(gate) * (up + linear_offset)`` [..., F] of ``y`` [..., 2F]."""
+    """Returns ``quick_gelu(gate) * (up + linear_offset)`` [..., F] for ``y`` [..., 2F]."""
     return glu(y, activation="quick_gelu", offset=linear_offset, backend="reference")
 
 
 def weighted_quick_geglu(y: Tensor, weights: Tensor, linear_offset: float = 0.0) -> Tensor:
-    """``quick_geglu(y) * weights``, of one weight [..., 1] per token, in the dtype of ``y``."""
+    """``quick_geglu(y) * weights``, with one weight [..., 1] per token, in the dtype of ``y``."""
     return glu(y, activation="quick_gelu", weights=weights, offset=linear_offset, backend="reference")
 
 
@@ -152,14 +152,14 @@ def weighted_bias_quick_geglu(y: Tensor, bias: Tensor, weights: Tensor, linear_o
 
 
 def quick_geglu_back(g: Tensor, y: Tensor, linear_offset: float = 0.0) -> Tensor:
-    """The gradient of ``y`` [..., 2F], of the upstream ``g`` [..., F]."""
+    """Returns the gradient of ``y`` [..., 2F], given the upstream gradient ``g`` [..., F]."""
     return glu_back(g, y, activation="quick_gelu", offset=linear_offset)[0]
 
 
 def weighted_quick_geglu_back(
     g: Tensor, y: Tensor, weights: Tensor, linear_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of ``y`` [..., 2F] and of ``weights`` [..., 1], each in the dtype of its tensor."""
+    """Returns the gradients of ``y`` [..., 2F] and of ``weights`` [..., 1], each in the dtype of its tensor."""
     dy, _, _, dw = back(g, y, None, None, weights, Gating.of("quick_gelu", linear_offset))
     return dy, dw
 
@@ -167,7 +167,7 @@ def weighted_quick_geglu_back(
 def weighted_bias_quick_geglu_back(
     g: Tensor, y: Tensor, bias: Tensor, weights: Tensor, linear_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of ``y`` [..., 2F], of ``bias`` [2F], summed over tokens, and of ``weights`` [..., 1]."""
+    """Returns the gradients of ``y`` [..., 2F], of ``bias`` [2F], summed over tokens, and of ``weights`` [..., 1]."""
     dy, _, dbias, dw = back(g, y, None, bias, weights, Gating.of("quick_gelu", linear_offset))
     return dy, dbias, dw
 
@@ -202,7 +202,7 @@ class BiasGeGLUFunction(torch.autograd.Function):
 class WeightedQuickGeGLUFunction(torch.autograd.Function):
     """``apply(input, weights, fp8_input_store, linear_offset)`` is quick GEGLU without a bias.
 
-    ``linear_offset`` is a number, or a tensor of one, for which the host waits; it has no gradient.
+    ``linear_offset`` is a number, or a one-element tensor, which causes a host sync; it is not differentiable.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The family of gated linear units: one formula, one operator, many names (fused_bias_swiglu, fused_bias_geglu).
+"""Gated linear units: one formula and one operator behind fused_bias_swiglu and fused_bias_geglu.
 
     a, l = gate + bias, up + bias       a <= clamp and -clamp <= l <= clamp, if there is a clamp
     y    = act(a) * (l + offset) * w
@@ -9,10 +9,10 @@
 Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202. Activations: ``core.activations``.
 
 T tokens (leading dimensions flattened), F ffn hidden size. Saved for backward: the input, bias and w; no output.
-Floor: forward 3TF elements, backward 5TF, and 4T and 8T bytes for w in float32.
+Lower bound: forward 3TF elements, backward 5TF, and 4T and 8T bytes for w in float32.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, Unpack
@@ -30,7 +30,7 @@ from megalith.fusions.gated.formulas import Gating, Operands, blocked, compiled,
 
 __all__ = ["FUSION", "back", "check", "glu", "glu_back"]
 
-# the gradient of what is given is a tensor, of None it is None, and of what may be either it may be either
+# the gradient of a tensor is a tensor, that of None is None
 Up = TypeVar("Up", Tensor, None, Tensor | None)
 Bias = TypeVar("Bias", Tensor, None, Tensor | None)
 Weights = TypeVar("Weights", Tensor, None, Tensor | None)
@@ -48,18 +48,18 @@ def glu(
     interleaved: bool = False,
     backend: Backend | None = None,
 ) -> Tensor:
-    """``act(gate) * (up + offset) * weights``, of one packed tensor or of two.
+    """Returns ``act(gate) * (up + offset) * weights``, from one packed tensor or from two.
 
     Args:
         x: the gate [..., F]; or, without ``up``, gate and up [..., 2F], one half after the other.
-        up: [..., F], where gate and up come from two projections.
-        activation: of the gate; part of what is computed, never of how.
+        up: [..., F], if gate and up come from separate projections.
+        activation: applied to the gate; it changes the result, never the path.
         bias: [2F], in the order of a packed ``x``.
-        weights: [..., 1], one for each token, often float32 while ``x`` is bfloat16: the router's probability.
-        offset: added to up, after its clamp (1 in gpt-oss); has no gradient.
-        clamp: the gate's upper bound and up's bounds on both sides, after the bias (7 in gpt-oss).
-        interleaved: a packed ``x`` holds gate and up interleaved, as Hugging Face's gpt-oss does.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        weights: [..., 1], one per token, often float32 while ``x`` is bfloat16: the router's probability.
+        offset: added to up after clamping (1 in gpt-oss); not differentiable.
+        clamp: upper bound of the gate, and bound of up on both sides, applied after the bias (7 in gpt-oss).
+        interleaved: the columns of a packed ``x`` alternate between gate and up, as in Hugging Face's gpt-oss.
+        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
 
     Returns:
         [..., F] in the dtype of ``x``.
@@ -89,9 +89,9 @@ def glu_back(
     clamp: float | None = None,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Reference backward of ``glu``: dx, dup, dbias and dw, each as what it is the gradient of, or None without it.
+    """Reference backward of ``glu``: dx, dup, dbias and dw, each like its tensor, or None for operands that are None.
 
-    They are numbers: nothing is differentiated through them.
+    Not differentiable.
     """
     return back(dy, x, up, bias, weights, Gating.of(activation, offset, clamp, interleaved))
 
@@ -100,7 +100,7 @@ def glu_back(
 def back(
     dy: Tensor, x: Tensor, up: Up, bias: Bias, weights: Weights, gating: Gating
 ) -> tuple[Tensor, Up, Bias, Weights]:
-    """``glu_back`` where a type says which operands there are, and so which gradients."""
+    """``glu_back`` with types that relate each gradient to its operand."""
     check(x, up, bias, weights, gating.interleaved)
     check_shape("dy", dy, (*x.shape[:-1], x.shape[-1] // (2 if up is None else 1)), "as the output")
     dx, dup, dbias, dw = reference_back(as_rows(dy), as_rows(x), _rows(up), bias, _rows(weights), *gating)
@@ -148,7 +148,7 @@ FUSION = registered(Fusion("glu", _PATHS, defaults=_DEFAULTS, backs=_BACKS))
 
 
 def check(x: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, interleaved: bool) -> None:
-    """Raises ShapeError, or ConfigError for an order without a packed ``x``, unless the operands fit together."""
+    """Raises ShapeError if the operands do not fit together, ConfigError for ``interleaved`` together with ``up``."""
     check_floating(x=x, up=up, bias=bias, weights=weights)
     check_one_device(x=x, up=up, bias=bias, weights=weights)
     if x.dim() == 0 or (up is None and x.shape[-1] % 2):

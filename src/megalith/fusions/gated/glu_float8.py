@@ -1,18 +1,18 @@
-"""Gated linear units that keep their input for backward in 8 bits: half of the memory, and a rounded gradient.
+"""Gated linear units that save their input for backward in 8 bits: half the memory, and a less accurate gradient.
 
-    y     = glu(x)                                       of x as it is
-    scale = max over 2F of abs(x) / 448                  one for each token
+    y     = glu(x)                                       from the unquantized x
+    scale = max over 2F of abs(x) / 448                  one per token
     x'    = float8_e4m3fn(x / scale) * scale
     dx    = the gradient of glu at x'                    dbias and dw too
 
-The numbers of float8_e4m3fn reach 448, so a token's largest number is kept to its 3 bits, and none overflows, however
-large. The error of dx is that of 4 significant bits in x: a relative 3 % where x matters.
+float8_e4m3fn has a maximum of 448 and 3 mantissa bits, so the largest value of a token uses the full range and nothing
+overflows. The error of dx is that of 4 significant bits in x: a relative 3 % where x matters.
 
-T tokens, F ffn hidden size. Saved for backward: 2TF bytes, 4T for scales, and bias and w. Floor: forward 3TF elements
-and 2TF bytes, backward 3TF elements and 2TF bytes.
+T tokens, F ffn hidden size. Saved for backward: 2TF bytes, 4T for scales, and bias and w.
+Lower bound: forward 3TF elements and 2TF bytes, backward 3TF elements and 2TF bytes.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Unpack
@@ -42,10 +42,11 @@ def glu_float8(
     interleaved: bool = False,
     backend: Backend | None = None,
 ) -> Tensor:
-    """``megalith.fusions.glu`` of a packed ``x`` [..., 2F], of which backward gets float8_e4m3fn and a scale per token.
+    """``megalith.fusions.glu`` of a packed ``x`` [..., 2F], saved for backward in float8_e4m3fn with a scale per token.
 
-    Arguments, result and errors are those of ``glu``. Its gradient has no gradient, on any path, and forward-mode AD
-    raises BackendError. An infinity or NaN in ``x`` is NaN in backward, and leaves the rest of its token as it is.
+    Arguments, result and errors are those of ``glu``. It is only once differentiable, on any path, and forward-mode AD
+    raises BackendError. Infinite values in ``x`` become NaN in backward, like NaN, without affecting the rest of the
+    token.
     """
     gating = Gating.of(activation, offset, clamp, interleaved)
     check(x, None, bias, weights, interleaved)
@@ -76,7 +77,7 @@ def _triton_back(
 
 
 GluFloat8 = Callable[[Tensor, Tensor | None, Tensor | None, str, float, float, bool], tuple[Tensor, Tensor, Tensor]]
-# one operator is both: torch's own autograd of the formula would keep more than the input, and that in full
+# "reference" is the blocked operator: torch's autograd of the formula would save more than the input, unquantized
 _PATHS: Mapping[Backend, GluFloat8] = {
     "triton": _triton,
     "compile": compiled,

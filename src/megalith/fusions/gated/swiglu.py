@@ -1,9 +1,9 @@
-"""SwiGLU, with a bias, with a weight per token, with both: ``megalith.fusions.glu`` under the names of the field.
+"""SwiGLU with optional bias and per-token weights: ``megalith.fusions.glu`` under Megatron's names.
 
     y = silu(gate + bias) * (up + bias) * w        silu(a) = a * sigmoid(a)
 
 Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202. Functions without ``_impl`` are references in plain
-torch, on the whole tensor; floor and what is saved are those of ``glu``.
+torch, on the whole tensor. For memory traffic and what is saved, see ``glu``.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -53,18 +53,18 @@ def bias_swiglu_impl(
     interleaved: bool = False,
     backend: Backend | None = None,
 ) -> Tensor:
-    """SwiGLU of gate and up, packed in ``input``.
+    """Returns SwiGLU of gate and up packed in ``input``.
 
     Args:
-        input: [..., 2F], floating: gate, then up.
+        input: [..., 2F], floating point: gate, then up.
         bias: [2F], or None.
-        fp8_input_store: keep the input for backward in 8 bits, with a scale per token; see ``glu_float8``.
-        cpu_offload_input: keep what backward needs in CPU memory until then, in pinned memory if it comes from a GPU.
-            Input on a CPU is there already. torch.compile cannot trace it: a graph ends there, or raises if it must be
-            whole.
-        clamp_value: the gate's upper bound and up's bounds on both sides, after the bias.
-        interleaved: ``input`` and ``bias`` hold gate and up interleaved.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        fp8_input_store: save the input for backward in 8 bits, with a scale per token; see ``glu_float8``.
+        cpu_offload_input: offload the tensors saved for backward to CPU memory, pinned if they come from a GPU. Has no
+            effect for input on a CPU. torch.compile cannot trace it: it causes a graph break, or raises under
+            fullgraph.
+        clamp_value: upper bound of the gate, and bound of up on both sides, applied after the bias.
+        interleaved: the columns of ``input`` and ``bias`` alternate between gate and up.
+        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
 
     Returns:
         [..., F] in the dtype of ``input``.
@@ -89,7 +89,7 @@ def weighted_bias_swiglu_impl(
     interleaved: bool = False,
     backend: Backend | None = None,
 ) -> Tensor:
-    """SwiGLU times one weight per token, ``weights`` [..., 1]: the router's probability, often in float32.
+    """Returns SwiGLU times one weight per token, ``weights`` [..., 1]: the router's probability, often in float32.
 
     The other arguments, the result and the errors are those of ``bias_swiglu_impl``.
     """
@@ -106,63 +106,63 @@ def weighted_bias_swiglu_impl(
 
 
 def swiglu(y: Tensor) -> Tensor:
-    """``silu(gate) * up`` [..., F] of ``y`` [..., 2F]."""
+    """Returns ``silu(gate) * up`` [..., F] for ``y`` [..., 2F]."""
     return glu(y, activation="silu", backend="reference")
 
 
 def bias_swiglu(y: Tensor, bias: Tensor) -> Tensor:
-    """``swiglu`` of ``y + bias``, added before anything is rounded."""
+    """Returns ``swiglu`` of ``y + bias``; the sum is not rounded."""
     return glu(y, activation="silu", bias=bias, backend="reference")
 
 
 def weighted_swiglu(y: Tensor, weights: Tensor) -> Tensor:
-    """``swiglu(y) * weights``, of one weight [..., 1] per token, in the dtype of ``y``."""
+    """``swiglu(y) * weights``, with one weight [..., 1] per token, in the dtype of ``y``."""
     return glu(y, activation="silu", weights=weights, backend="reference")
 
 
 def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
-    """The gradient of ``y`` [..., 2F], of the upstream ``g`` [..., F]."""
+    """Returns the gradient of ``y`` [..., 2F], given the upstream gradient ``g`` [..., F]."""
     return glu_back(g, y, activation="silu")[0]
 
 
 def bias_swiglu_back(g: Tensor, y: Tensor, bias: Tensor) -> Tensor:
-    """The gradient of ``y`` [..., 2F]; that of ``bias`` is its sum over tokens."""
+    """Returns the gradient of ``y`` [..., 2F]; the gradient of ``bias`` is its sum over tokens."""
     return glu_back(g, y, activation="silu", bias=bias)[0]
 
 
 def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of ``y`` [..., 2F] and of ``weights`` [..., 1], each in the dtype of its tensor."""
+    """Returns the gradients of ``y`` [..., 2F] and of ``weights`` [..., 1], each in the dtype of its tensor."""
     dy, _, _, dw = back(g, y, None, None, weights, Gating.of("silu"))
     return dy, dw
 
 
 def clamped_swiglu(y: Tensor, clamp_value: float) -> Tensor:
-    """``swiglu`` of a gate of at most ``clamp_value``, and of up within [-clamp_value, clamp_value]."""
+    """Returns ``swiglu`` with the gate clamped to at most ``clamp_value`` and up to [-clamp_value, clamp_value]."""
     return glu(y, activation="silu", clamp=clamp_value, backend="reference")
 
 
 def bias_clamped_swiglu(y: Tensor, bias: Tensor, clamp_value: float) -> Tensor:
-    """``clamped_swiglu`` of ``y + bias``, added before anything is clamped or rounded."""
+    """Returns ``clamped_swiglu`` of ``y + bias``; the sum is not rounded."""
     return glu(y, activation="silu", bias=bias, clamp=clamp_value, backend="reference")
 
 
 def clamped_weighted_swiglu(y: Tensor, weights: Tensor, clamp_value: float) -> Tensor:
-    """``clamped_swiglu(y) * weights``, of one weight [..., 1] per token, in the dtype of ``y``."""
+    """``clamped_swiglu(y) * weights``, with one weight [..., 1] per token, in the dtype of ``y``."""
     return glu(y, activation="silu", weights=weights, clamp=clamp_value, backend="reference")
 
 
 def clamped_swiglu_back(g: Tensor, y: Tensor, clamp_value: float) -> Tensor:
-    """The gradient of ``y`` [..., 2F], of the upstream ``g`` [..., F]; it passes at the bounds."""
+    """Returns the gradient of ``y`` [..., 2F], given ``g`` [..., F]; it is not masked at the bounds."""
     return glu_back(g, y, activation="silu", clamp=clamp_value)[0]
 
 
 def bias_clamped_swiglu_back(g: Tensor, y: Tensor, bias: Tensor, clamp_value: float) -> Tensor:
-    """The gradient of ``y`` [..., 2F]; that of ``bias`` is its sum over tokens."""
+    """Returns the gradient of ``y`` [..., 2F]; the gradient of ``bias`` is its sum over tokens."""
     return glu_back(g, y, activation="silu", bias=bias, clamp=clamp_value)[0]
 
 
 def clamped_weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor, clamp_value: float) -> tuple[Tensor, Tensor]:
-    """The gradients of ``y`` [..., 2F] and of ``weights`` [..., 1], each in the dtype of its tensor."""
+    """Returns the gradients of ``y`` [..., 2F] and of ``weights`` [..., 1], each in the dtype of its tensor."""
     dy, _, _, dw = back(g, y, None, None, weights, Gating.of("silu", clamp=clamp_value))
     return dy, dw
 
@@ -216,8 +216,8 @@ class WeightedSwiGLUFunction(torch.autograd.Function):
 
 
 def _saved_on_cpu(x: Tensor) -> AbstractContextManager[object]:
-    """Sends what autograd saves inside to CPU memory, and back when backward asks for it."""
+    """Offloads tensors saved by autograd to CPU memory, and copies them back when backward needs them."""
     if torch.compiler.is_compiling():
         raise BackendError(functions.REFUSED_OFFLOAD)
-    # from pageable memory a copy runs at a fraction of the speed of the bus
+    # pinned, because copies from pageable memory are several times slower
     return torch.autograd.graph.save_on_cpu(pin_memory=x.is_cuda)
