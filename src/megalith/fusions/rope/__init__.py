@@ -1,1 +1,1 @@
-"""Rotary positions, also of multi-latent attention, and their tables."""
+"""Rotary position embedding, including that of multi-latent attention, and its tables."""

@@ -1,9 +1,9 @@
-"""Formulas of ``rope``, whose head states them; the rotation itself is in ``rotation``.
+"""Implements the formulas stated in ``rope``; the rotation itself is in ``rotation``.
 
 S sequence, B micro-batch, A heads, G kv groups, D head size, R rotated features.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from typing import Any, NamedTuple, Unpack
 
@@ -41,7 +41,7 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Operands(NamedTuple):
-    """Of the operator; the fields of ``Rotation`` are the last."""
+    """Operands of the operator; the last fields are those of ``Rotation``."""
 
     q: Tensor
     k: Tensor | None
@@ -67,7 +67,7 @@ class Operands(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """What backward has of q, or of k; dy is empty where there is no k."""
+    """What backward has for q, or for k; dy is empty if there is no k."""
 
     dy: Tensor
     x: Tensor | None
@@ -76,7 +76,7 @@ class Heads(NamedTuple):
 
 
 class GivenToBackward(NamedTuple):
-    """Gradients, and what was saved; the fields of ``Rotation`` are the last."""
+    """Gradients, and what was saved; the last fields are those of ``Rotation``."""
 
     dy: Tensor
     dy_k: Tensor
@@ -97,7 +97,7 @@ class GivenToBackward(NamedTuple):
     zero_centered: bool
 
     def parts(self) -> tuple[Heads, Heads, Tables, Rotation]:
-        """Of q and of k, the tables, and the rotation back."""
+        """Splits the operands into those for q, those for k, the tables, and the inverse rotation."""
         of_q = Heads(self.dy, self.q, self.q_norm_weight, self.q_rstd)
         of_k = Heads(self.dy_k, self.k, self.k_norm_weight, self.k_rstd)
         back = Rotation(*self[11:])._replace(inverse=not self.inverse)
@@ -114,9 +114,9 @@ def reference(
     k_norm_weight: Tensor | None,
     *options: Unpack[Rotation],
 ) -> Outputs:
-    """q and k, rotated, and 1 / root mean square of their heads, [S, B, A] and [S, B, G]; empty what does not exist.
+    """q and k, rotated, and 1 / root mean square of their heads, [S, B, A] and [S, B, G]; empty if not applicable.
 
-    Of q [S, B, A, D], k [S, B, G, D], the fields of ``Tables``, gains [D], and the fields of ``Rotation``.
+    Takes q [S, B, A, D], k [S, B, G, D], the fields of ``Tables``, gains [D], and the fields of ``Rotation``.
     """
     table, how = Tables(cos, sin, positions), Rotation(*options)
 
@@ -133,7 +133,7 @@ def reference(
 
 
 def outputs(*operands: Unpack[Operands]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for what ``reference`` returns."""
+    """Allocates what ``reference`` returns."""
     given = Operands(*operands)
     q, k = given.q, given.k
 
@@ -147,14 +147,14 @@ def outputs(*operands: Unpack[Operands]) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def gradients(*inputs: Unpack[GivenToBackward]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for the gradients of q, k and both gains, empty for what was not given."""
+    """Allocates the gradients of q, k and both gains, empty for operands that are None."""
     given = GivenToBackward(*inputs)
     dq, dk, dq_weight, dk_weight = gradients_like(given.dy, given.dy_k, given.q_norm_weight, given.k_norm_weight)
     return dq, dk, dq_weight, dk_weight
 
 
 def _saves(results: tuple[Tensor, ...], *operands: Unpack[Operands]) -> tuple[object, ...]:
-    """What backward gets: q and k only where they are normalised."""
+    """What backward gets: q and k only if they are normalized."""
     given = Operands(*operands)
     q = None if given.q_norm_weight is None else given.q
     k = None if given.k_norm_weight is None else given.k
@@ -188,7 +188,7 @@ def _backward(*inputs: Unpack[GivenToBackward]) -> Outputs:
 
 
 def _rotate_rows(x: Tensor, weight: Tensor | None, table: Tables, how: Rotation, y: Tensor, rstd: Tensor) -> None:
-    """Fills ``y`` with ``x`` [S, B, A, D], rotated, and ``rstd``, if its heads are normalised before."""
+    """Fills ``y`` with the rotated ``x`` [S, B, A, D]; given ``weight``, normalizes first and also fills ``rstd``."""
     if weight is not None:
 
         def normalized(x: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,5 +237,5 @@ def _whole_backward(*inputs: Unpack[GivenToBackward]) -> Outputs:
 
 
 blocked = OPERATOR.register("rope_blocked", _forward, _backward, opaque=True)
-# whole, as the compiler joins the halves of a head where it makes them, and would join them twice in given memory
+# not by blocks: the compiler concatenates the halves of a head in its own memory, and would copy them to given outputs
 compiled = OPERATOR.register("rope_compiled", compiled_whole(reference), compiled_whole(_whole_backward), opaque=True)

@@ -1,6 +1,6 @@
-"""Formulas of the keys and values of ``mla_rope``, whose head states them.
+"""Formulas for the keys and values of ``mla_rope``, stated there.
 
-S sequence, B micro-batch, A heads; columns of a head: K that stay, R that are rotated, V of the value.
+S sequence, B micro-batch, A heads; columns of a head: K not rotated, R rotated, V of the value.
 """
 
 import torch
@@ -18,7 +18,7 @@ __all__ = ["OPERATOR", "blocked", "compiled", "gradients", "outputs", "reference
 def reference(
     kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, k_dim: int, layout: str
 ) -> tuple[Tensor, Tensor]:
-    """k [S, B, A, K + R] and v [S, B, A, V], of ``kv`` [S, B, A, K + V], ``k_pe`` [S, B, R] and ``Tables``."""
+    """k [S, B, A, K + R] and v [S, B, A, V], from ``kv`` [S, B, A, K + V], ``k_pe`` [S, B, R] and ``Tables``."""
     rotated = rotate(k_pe.unsqueeze(2), Tables(cos, sin, positions), Rotation(layout), kv.dtype)  # [S, B, 1, R]
     k = torch.cat((kv[..., :k_dim], rotated.expand(*kv.shape[:-1], -1)), dim=-1)
     return k, kv[..., k_dim:].clone(memory_format=torch.contiguous_format)
@@ -27,7 +27,7 @@ def reference(
 def outputs(
     kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, k_dim: int, layout: str
 ) -> tuple[Tensor, Tensor]:
-    """Memory for k [S, B, A, K + R] and v [S, B, A, V]."""
+    """Allocates k [S, B, A, K + R] and v [S, B, A, V]."""
     heads = kv.shape[:-1]
     return kv.new_empty(*heads, k_dim + k_pe.shape[-1]), kv.new_empty(*heads, kv.shape[-1] - k_dim)
 
@@ -35,7 +35,7 @@ def outputs(
 def gradients(
     dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, layout: str
 ) -> tuple[Tensor, Tensor]:
-    """Memory for dkv [S, B, A, K + V] and dk_pe [S, B, R]."""
+    """Allocates dkv [S, B, A, K + V] and dk_pe [S, B, R]."""
     R = 2 * cos.shape[-1]
     return dk.new_empty(*dk.shape[:-1], dk.shape[-1] - R + dv.shape[-1]), dk.new_empty(*dk.shape[:2], R)
 
@@ -50,7 +50,7 @@ def _saves(
     k_dim: int,
     layout: str,
 ) -> tuple[object, ...]:
-    """What backward gets beside the gradients: the tables and the layout."""
+    """What backward gets besides the gradients: the tables and the layout."""
     return cos, sin, positions, layout
 
 
@@ -83,7 +83,7 @@ def reference_back(
     return torch.cat((nope, dv), dim=-1), dk_pe.squeeze(2)
 
 
-# forward copies each column once, to where it belongs: there is nothing to gain from blocks
+# forward copies each column once, to its final place, so blocks would not help
 blocked = OPERATOR.register("mla_rope_kv_blocked", reference, _backward, opaque=True)
 compiled = OPERATOR.register(
     "mla_rope_kv_compiled", compiled_whole(reference), compiled_whole(reference_back), opaque=True

@@ -1,15 +1,15 @@
-"""Rotary positions of multi-latent attention: the last columns of each query, and of one key that all heads share.
+"""Rotary embedding for multi-latent attention, of the last columns of each query and of the key that heads share.
 
     q' = [q_nope | rotate(q_pe)]
-    k  = [kv_nope | rotate(k_pe)] for each head, v = the rest of kv
-    dkv = [dk_nope | dv],  dk_pe = rotate back (sum over A of the last columns of dk)
+    k  = [kv_nope | rotate(k_pe)] for each head, v = the remaining columns of kv
+    dkv = [dk_nope | dv],  dk_pe = inverse rotation of (sum over A of the last columns of dk)
 
 DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434; tables usually those of YaRN (``yarn_cos_sin``), arXiv:2309.00071.
-A pair of the ``emb_dim`` features is 2i and 2i + 1 in what is read, i and i + emb_dim/2 in what is written.
+A pair of the ``emb_dim`` features is read from columns 2i and 2i + 1, and written to i and i + emb_dim/2.
 
 S sequence, B micro-batch, A heads, T packed tokens; columns of a head: K = qk_head_dim = k_dim, R = emb_dim, V = v_dim.
-Saved for backward: the tables and positions alone.
-Floor: q forward and backward 2SBA(K + R) elements each; kv forward and backward SBA(2K + 2V + R) + SBR.
+Saved for backward: only the tables and positions.
+Lower bound: q forward and backward 2SBA(K + R) elements each; kv forward and backward SBA(2K + 2V + R) + SBR.
 Keys and values are written once, where attention reads them: no split, no expansion of k_pe, no concatenation.
 """
 
@@ -57,28 +57,29 @@ def fused_apply_mla_rope_for_q(
     inverse: bool = False,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Queries whose last ``emb_dim`` columns are rotated by their positions, in fresh memory: ``t`` stays as it is.
+    """Returns ``t`` with its last ``emb_dim`` columns rotated by position, in fresh memory; ``t`` is not modified.
 
     Args:
-        t: [S, B, A, qk_head_dim + emb_dim], or [T, A, ...] of packed documents; any strides.
-        cos, sin: [rows, emb_dim/2], best in float32; or the field's [rows, 1, 1, emb_dim], in which each angle stands
-            twice, in both halves, as is checked on the CPU. With ``rotary_interleaved`` the angles may also stand side
-            by side; which it is, is read from a table on the CPU, and elsewhere [rows, emb_dim/2] must be given. They
-            have no gradient, and may not require one.
-        qk_head_dim, emb_dim: columns that stay, then columns that are rotated.
-        cu_seqlens_q: int32 or int64 [N+1], borders of the packed documents, which say the positions of [T, ...].
-        cp_rank, cp_size: of context parallelism, see ``positions_from_cu_seqlens``; with ``cu_seqlens_q`` only.
-        rotary_interleaved: pairs are written as they are read, 2i and 2i + 1.
-        position_ids: int32 or int64 [S], [S, B] or [T], rows of the tables, in place of ``cu_seqlens_q``; computed
-            once, they serve all layers. With neither, token s takes row s.
-        inverse: undoes the rotation: reads what the other writes. Not what Megatron's newer functions call so, which
-            read and write the same places either way: ``fused_mla_rope_out_of_place``.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        t: [S, B, A, qk_head_dim + emb_dim], or [T, A, ...] for packed documents; any strides.
+        cos, sin: [rows, emb_dim/2], preferably float32; or Megatron's [rows, 1, 1, emb_dim], which holds each angle
+            twice, in both halves (checked on the CPU). With ``rotary_interleaved`` the copies may also be adjacent;
+            which is the case is determined from the values on the CPU, and on other devices only [rows, emb_dim/2] is
+            accepted. They are not differentiable, and must not require a gradient.
+        qk_head_dim, emb_dim: number of columns that are not rotated, and of those that are.
+        cu_seqlens_q: int32 or int64 [N+1], boundaries of the packed documents, which determine the positions of [T,
+            ...].
+        cp_rank, cp_size: for context parallelism, see ``positions_from_cu_seqlens``; with ``cu_seqlens_q`` only.
+        rotary_interleaved: pairs are written where they were read, to 2i and 2i + 1.
+        position_ids: int32 or int64 [S], [S, B] or [T], rows of the tables, instead of ``cu_seqlens_q``; can be
+            computed once for all layers. With neither, token s uses row s.
+        inverse: undoes the rotation, so it reads the layout that the rotation writes. Megatron's newer functions use
+            the name for something else, with the same layout in both directions: see ``fused_mla_rope_out_of_place``.
+        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
 
     Raises:
         ShapeError: the tensors do not fit together.
-        ConfigError: packed tokens of unknown positions, or positions given twice, or settings that have no effect; a
-            table of unknown layout.
+        ConfigError: packed tokens without positions, positions given twice, settings that have no effect, or a table of
+            unknown layout.
         BackendError: ``backend`` cannot run on ``t``.
     """
     _check_queries(t, cos, sin, qk_head_dim, emb_dim)
@@ -103,14 +104,14 @@ def fused_apply_mla_rope_for_kv(
     position_ids: Tensor | None = None,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Keys [..., A, k_dim + emb_dim], whose last columns are ``k_pos_emb``, rotated; and values [..., A, v_dim].
+    """Returns keys [..., A, k_dim + emb_dim], ending with the rotated ``k_pos_emb``, and values [..., A, v_dim].
 
     Args:
-        kv: [S, B, A, k_dim + v_dim], or [T, A, ...] of packed documents; any strides.
-        k_pos_emb: [S, B, 1, emb_dim] or [T, 1, emb_dim], in the dtype of ``kv``; all heads share it.
+        kv: [S, B, A, k_dim + v_dim], or [T, A, ...] for packed documents; any strides.
+        k_pos_emb: [S, B, 1, emb_dim] or [T, 1, emb_dim], in the dtype of ``kv``; shared by all heads.
 
-    The other arguments, and what is raised, are those of ``fused_apply_mla_rope_for_q``. The gradient of ``k_pos_emb``
-    is summed over the heads in float32 and in one order.
+    The other arguments and errors are those of ``fused_apply_mla_rope_for_q``. The gradient of ``k_pos_emb`` is summed
+    over the heads in float32 and in a fixed order.
     """
     _check_keys_and_values(kv, k_pos_emb, cos, sin, emb_dim, k_dim, v_dim)
     given = Positions(position_ids, cu_seqlens_kv, cp_rank, cp_size)
@@ -134,21 +135,21 @@ def fused_mla_rope_out_of_place(
     *,
     backend: Backend | None = None,
 ) -> Tensor:
-    """``t`` [..., A, nope_dim + emb_dim], of which the last ``emb_dim`` columns are rotated, in fresh memory.
+    """Returns ``t`` [..., A, nope_dim + emb_dim] with its last ``emb_dim`` columns rotated, in fresh memory.
 
-    Pairs 2i and 2i + 1 are read. Arguments that are not named here are those of ``fused_apply_mla_rope_for_q``.
+    Pairs are read from 2i and 2i + 1. Arguments not listed here are those of ``fused_apply_mla_rope_for_q``.
 
     Args:
-        nope_dim, emb_dim: columns that stay, then columns that are rotated.
+        nope_dim, emb_dim: number of columns that are not rotated, and of those that are.
         rotary_interleaved: must be False, as in Megatron.
-        inverse: rotates by the opposite angles, and reads and writes the same places.
-        remove_interleaving: pairs are written where they were read, 2i and 2i + 1, and not to i and i + emb_dim/2. Its
-            inverse is with ``inverse`` and ``remove_interleaving``.
-        position_ids: rows of the tables, in place of what ``cu_seqlens_q``, ``cp_rank`` and ``cp_size`` say.
+        inverse: rotates by the opposite angles, with the same input and output layout.
+        remove_interleaving: pairs are written where they were read, to 2i and 2i + 1, instead of to i and i +
+            emb_dim/2. To invert it, use ``inverse`` together with ``remove_interleaving``.
+        position_ids: rows of the tables; takes precedence over ``cu_seqlens_q``, ``cp_rank`` and ``cp_size``.
 
     Raises:
         ShapeError: the tensors do not fit together.
-        ConfigError: ``rotary_interleaved``, or packed tokens of unknown positions.
+        ConfigError: ``rotary_interleaved``, or packed tokens without positions.
         BackendError: ``backend`` cannot run on ``t``.
     """
     check_floating(t=t, cos=cos, sin=sin)
@@ -175,10 +176,10 @@ def fused_mla_rope_inplace(
     *,
     backend: Backend | None = None,
 ) -> Tensor:
-    """``t`` itself, whose last ``emb_dim`` columns are overwritten by what ``fused_mla_rope_out_of_place`` gives.
+    """Writes the result of ``fused_mla_rope_out_of_place`` to the last ``emb_dim`` columns of ``t``; returns ``t``.
 
-    Beside ``t`` it takes memory for those columns. autograd knows of it: a leaf that requires a gradient is refused by
-    torch, and where another operation has saved ``t``, its backward raises.
+    It needs temporary memory for those columns. autograd tracks the write: torch rejects a leaf that requires a
+    gradient, and if another operation has saved ``t``, its backward raises.
     """
     check_floating(t=t, cos=cos, sin=sin)
     check_heads("t", t, {"nope_dim": nope_dim, "emb_dim": emb_dim}, emb_dim)
@@ -207,10 +208,11 @@ def fused_mla_rope_kv_split(
     position_ids: Tensor | None = None,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of ``fused_apply_mla_rope_for_kv``, by its arguments.
+    """Returns keys and values like ``fused_apply_mla_rope_for_kv``, from the same arguments.
 
     With ``remove_interleaving`` pairs are written where they were read. ``rotary_interleaved`` must be False, and
-    ``position_ids`` take the place of the borders, as in ``fused_mla_rope_out_of_place``; both raise as there.
+    ``position_ids`` takes precedence over ``cu_seqlens_kv``, as in ``fused_mla_rope_out_of_place``, with the same
+    errors.
     """
     _check_keys_and_values(kv, k_pos_emb, cos, sin, emb_dim, k_dim, v_dim)
     _refuse_interleaved_tables(rotary_interleaved)
@@ -220,7 +222,7 @@ def fused_mla_rope_kv_split(
 
 
 class ApplyMLARotaryEmbQ(torch.autograd.Function):
-    """``apply`` is ``fused_apply_mla_rope_for_q``, under the name that the field knows; its arguments by position."""
+    """``apply`` is ``fused_apply_mla_rope_for_q`` with positional arguments."""
 
     @staticmethod
     def forward(
@@ -251,7 +253,7 @@ class ApplyMLARotaryEmbQ(torch.autograd.Function):
 
 
 class ApplyMLARotaryEmbKV(torch.autograd.Function):
-    """``apply`` is ``fused_apply_mla_rope_for_kv``, under the name that the field knows; its arguments by position."""
+    """``apply`` is ``fused_apply_mla_rope_for_kv`` with positional arguments."""
 
     @staticmethod
     def forward(
@@ -299,7 +301,7 @@ def _refuse_interleaved_tables(rotary_interleaved: bool) -> None:
 
 
 def _first_of(position_ids: Tensor | None, cu_seqlens: Tensor | None, cp_rank: int, cp_size: int) -> Positions:
-    """``position_ids`` if they are given, else what they follow from; callers of the field give both."""
+    """``position_ids`` if given, else what determines them; Megatron's callers pass both."""
     return Positions(None, cu_seqlens, cp_rank, cp_size) if position_ids is None else Positions(position_ids)
 
 
@@ -332,7 +334,7 @@ def _keys_and_values(
 
 
 def _in_batch(x: Tensor) -> Tensor:
-    """[S, B, A, ...], of which packed tokens [T, A, ...] are one micro-batch."""
+    """``x`` as [S, B, A, ...]; packed tokens [T, A, ...] become a micro-batch of one."""
     return x if x.dim() == 4 else x.unsqueeze(1)
 
 

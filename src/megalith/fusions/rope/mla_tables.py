@@ -1,4 +1,4 @@
-"""The tables and positions of multi-latent attention, in the forms that the field gives them."""
+"""Tables and positions for multi-latent attention, in the forms that Megatron uses."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -16,7 +16,7 @@ __all__ = ["Positions", "check_heads", "mla_tables"]
 
 
 class Positions(NamedTuple):
-    """The positions of tokens, or the documents and the rank of a context-parallel group that they follow from."""
+    """The positions of tokens, or the document boundaries and context-parallel rank that determine them."""
 
     position_ids: Tensor | None = None
     cu_seqlens: Tensor | None = None
@@ -25,7 +25,7 @@ class Positions(NamedTuple):
 
 
 def check_heads(name: str, x: Tensor, columns: Mapping[str, int], emb_dim: int) -> None:
-    """Refuses heads of other columns than those named, and an ``emb_dim`` whose features do not pair up."""
+    """Raises ShapeError unless heads have the named columns and ``emb_dim`` is even and positive."""
     if emb_dim % 2 or min(emb_dim, *columns.values()) <= 0:
         given = ", ".join(f"{key}={value}" for key, value in ({"emb_dim": emb_dim} | dict(columns)).items())
         raise ShapeError(f"columns must be positive, and emb_dim even, as features are rotated in pairs; got {given}")
@@ -38,9 +38,9 @@ def check_heads(name: str, x: Tensor, columns: Mapping[str, int], emb_dim: int) 
 def mla_tables(
     x: Tensor, cos: Tensor, sin: Tensor, emb_dim: int, positions: Positions, rotary_interleaved: bool
 ) -> Tables:
-    """The tables of ``x`` [S, B, A, ...] or [T, A, ...], as ``fused_apply_mla_rope_for_q`` says what it takes.
+    """The tables for ``x`` [S, B, A, ...] or [T, A, ...]; arguments as in ``fused_apply_mla_rope_for_q``.
 
-    Raises ShapeError for tensors that do not fit, ConfigError for positions that are not known, or given twice.
+    Raises ShapeError if tensors do not fit, ConfigError if positions are unknown or given twice.
     """
     position_ids, cu_seqlens, cp_rank, cp_size = positions
     check_one_device(**{"the heads": x, "cos": cos, "sin": sin, "position_ids": position_ids, "cu_seqlens": cu_seqlens})
@@ -59,7 +59,7 @@ def mla_tables(
 
 
 def _half(table: Tensor, emb_dim: int, rotary_interleaved: bool) -> Tensor:
-    """[rows, R/2] of a table that holds each angle twice, [rows, 1, 1, R]; others as they are."""
+    """[rows, R/2] from a table [rows, 1, 1, R] that holds each angle twice; other tables unchanged."""
     if table.dim() != 4:
         return table
     check_shape("cos and sin", table, (len(table), 1, 1, emb_dim), "rows of emb_dim, or [rows, emb_dim/2]")
@@ -75,7 +75,7 @@ def _half(table: Tensor, emb_dim: int, rotary_interleaved: bool) -> Tensor:
             f"does not; give [rows, {emb_dim // 2}], a column for each pair, or rotary_interleaved=True for pairs side "
             "by side"
         )
-    # Megatron's RotaryEmbedding puts the angles side by side then, and its YarnRotaryEmbedding in both halves
+    # here Megatron's RotaryEmbedding repeats angles in adjacent columns, its YarnRotaryEmbedding in both halves
     if unread:
         raise ConfigError(
             f"with rotary_interleaved the angles of a table [rows, 1, 1, {emb_dim}] stand side by side or in both "

@@ -1,18 +1,18 @@
-"""Rotary positions of queries and keys in one launch, with the RMSNorm of each head before them if there is one.
+"""Rotary position embedding of queries and keys in one launch, optionally after an RMSNorm of each head.
 
-    x        = x / sqrt(mean over D of x^2 + eps) * weight       with QK norm; weight + 1 if zero-centred
-    (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin)                for each pair of features, the rest is copied
-    dx       = the inverse rotation of dy, by the same tables; then the gradient of the norm
+    x        = x / sqrt(mean over D of x^2 + eps) * weight       with QK norm; weight + 1 if zero-centered
+    (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin)                for each pair of features; the rest is copied
+    dx       = the inverse rotation of dy, with the same tables; then the gradient of the norm
 
 Su et al. 2021, "RoFormer", arXiv:2104.09864. Henry et al. 2020, "Query-Key Normalization", arXiv:2010.04245. Sections
 of the pairs for time, height and width: Wang et al. 2024, "Qwen2-VL", arXiv:2409.12191.
 
-S sequence, B micro-batch, A heads, G kv groups, D head size, R rotated features. Saved for backward: the tables alone;
+S sequence, B micro-batch, A heads, G kv groups, D head size, R rotated features. Saved for backward: only the tables;
 with QK norm also q, k and 1 / root mean square of each head, in float32.
-Floor: forward and backward 2SB(A + G)D elements each, with QK norm 3SB(A + G)D in backward; tables are read once.
+Lower bound: forward and backward 2SB(A + G)D elements each, with QK norm 3SB(A + G)D in backward; tables are read once.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar, Unpack
@@ -49,27 +49,27 @@ def fused_rope(
     zero_centered: bool = False,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Keys]:
-    """Queries and keys rotated by their positions, in fresh memory.
+    """Returns queries and keys rotated by their positions, in fresh memory.
 
     Args:
-        q: [S, B, A, D], or [T, A, D] of packed documents. Any strides, as of a part of a packed QKV.
-        k: [S, B, G, D] or [T, G, D], of the same tokens; or None.
-        cos, sin: [rows, R/2], of which token s takes row s or that of ``positions``; or [S, B, R/2]. Best in float32,
-            whatever q is. They have no gradient, and may not require one.
-        positions: int32 or int64 [S] or [S, B], rows of the tables; with ``sections`` [3, S] or [3, S, B]. A row that
-            does not exist raises on the CPU and gives NaN in a kernel, which cannot raise.
-        layout: which features are a pair: "neox" i and i + R/2 (Hugging Face's Llama), "interleaved" 2i and 2i + 1
-            (RoFormer), "deepseek" reads 2i and 2i + 1 and writes i and i + R/2.
-        rotary_dim: R, the first columns, which are rotated; the others are copied. By default D, all of them.
-        inverse: rotates back.
-        sections: how many of the R/2 pairs are rotated by the time, height and width of a token (mRoPE).
-        q_norm_weight, k_norm_weight: [D], gains of an RMSNorm of each head, before the rotation.
+        q: [S, B, A, D], or [T, A, D] for packed documents. Any strides, such as a slice of a packed QKV.
+        k: [S, B, G, D] or [T, G, D], for the same tokens; or None.
+        cos, sin: [rows, R/2], where token s uses row s or that given by ``positions``; or [S, B, R/2]. Preferably
+            float32, whatever the dtype of q. They are not differentiable, and must not require a gradient.
+        positions: int32 or int64 [S] or [S, B], rows of the tables; with ``sections`` [3, S] or [3, S, B]. A row out of
+            range raises on the CPU, and yields NaN in a kernel, which cannot raise.
+        layout: which features form a pair: "neox" i and i + R/2 (Hugging Face's Llama), "interleaved" 2i and 2i + 1
+            (RoFormer); "deepseek" reads 2i and 2i + 1 and writes i and i + R/2.
+        rotary_dim: R, the number of leading columns that are rotated; the others are copied. Defaults to D.
+        inverse: rotates in the opposite direction.
+        sections: how many of the R/2 pairs use the time, height and width position of a token (mRoPE).
+        q_norm_weight, k_norm_weight: [D], gains of an RMSNorm of each head, applied before the rotation.
         eps: added to the mean square.
-        zero_centered: gains are stored less 1.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        zero_centered: gains are 1 + weight.
+        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
 
     Returns:
-        q and k, contiguous, each in its shape and dtype; None for a k of None.
+        q and k, contiguous, each in its shape and dtype; None if k is None.
 
     Raises:
         ShapeError: the tensors do not fit together.

@@ -1,12 +1,12 @@
-"""Rotation of features by position in plain torch: what every rotary operation computes, and the tables it reads.
+"""Rotation of features by position in plain torch, shared by all rotary operations, and the tables it reads.
 
     (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin)    for each pair (x1, x2) of the R rotated features
 
-Which features are a pair is the layout's: ``neox`` i and i + R/2, ``interleaved`` 2i and 2i + 1, and ``deepseek``
-reads 2i and 2i + 1 and writes i and i + R/2. The inverse rotates back by the same tables, and reads what the other
-writes; being linear and orthogonal, it is also the gradient.
+The layout determines which features form a pair: ``neox`` i and i + R/2, ``interleaved`` 2i and 2i + 1; ``deepseek``
+reads 2i and 2i + 1 and writes i and i + R/2. The inverse uses the same tables, and reads the layout that the forward
+rotation writes; since the rotation is orthogonal, its inverse is also its gradient.
 
-S sequence, B micro-batch, D head size, R rotated features (rotary_dim), P streams of positions: 1, or 3 of mRoPE.
+S sequence, B micro-batch, D head size, R rotated features (rotary_dim), P streams of positions: 1, or 3 for mRoPE.
 """
 
 from collections.abc import Sequence
@@ -39,48 +39,48 @@ _LAYOUTS = get_args(Layout)
 
 
 class Rotation(NamedTuple):
-    """All that says how features are rotated and is not a tensor: the end of every rotary operator's arguments."""
+    """All options of a rotation that are not tensors: the last arguments of every rotary operator."""
 
     layout: str
     inverse: bool = False
-    offset: int = 0  # the first column that is rotated; 0, or D - R
-    sections: Sequence[int] = ()  # how many pairs follow each of three streams; empty for one stream
+    offset: int = 0  # the first rotated column; 0, or D - R
+    sections: Sequence[int] = ()  # number of pairs for each of three streams; empty for one stream
     eps: float = 0.0
     zero_centered: bool = False
 
 
 class Tables(NamedTuple):
-    """``cos`` and ``sin`` [rows, 1 or B, R/2]; row s is of token s, or ``positions`` [S, 1 or B, P] says which is."""
+    """``cos`` and ``sin`` [rows, 1 or B, R/2]; token s uses row s, or those in ``positions`` [S, 1 or B, P]."""
 
     cos: Tensor
     sin: Tensor
     positions: Tensor | None
 
     def of_tokens(self, sections: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of each token, [S, 1 or B, 1, R/2] in ``dtype``: to be shared by the heads."""
+        """cos and sin of each token, [S, 1 or B, 1, R/2] in ``dtype``, which broadcast over the heads."""
         if self.positions is None:
             return self.cos.to(dtype).unsqueeze(2), self.sin.to(dtype).unsqueeze(2)
         cos, sin = (self._chosen(table, self.positions, sections) for table in (self.cos, self.sin))
         return cos.to(dtype).unsqueeze(2), sin.to(dtype).unsqueeze(2)
 
     def rows(self) -> tuple[Tensor, ...]:
-        """What has a row for each token."""
+        """The tensors that have one row per token."""
         return (self.cos, self.sin) if self.positions is None else (self.positions,)
 
     def block(self, *rows: Tensor) -> "Tables":
-        """The tables of a block of tokens, of which these are the ``rows()``."""
+        """The tables for a block of tokens, given that block's slices of ``rows()``."""
         return Tables(rows[0], rows[1], None) if self.positions is None else Tables(self.cos, self.sin, rows[0])
 
     @staticmethod
     def _chosen(table: Tensor, positions: Tensor, sections: Sequence[int]) -> Tensor:
-        rows = table.squeeze(1).index_select(0, positions.flatten())  # raises where there is no such row
+        rows = table.squeeze(1).index_select(0, positions.flatten())  # raises for a row out of range
         rows = rows.unflatten(0, positions.shape)  # [S, 1 or B, P, R/2]
         parts = rows.split(list(sections), dim=-1) if sections else (rows,)
         return torch.cat([part[..., stream, :] for stream, part in enumerate(parts)], dim=-1)  # [S, 1 or B, R/2]
 
 
 def check_layout(layout: str) -> None:
-    """Raises ConfigError unless there is such a layout."""
+    """Raises ConfigError for an unknown layout."""
     if layout not in _LAYOUTS:
         raise ConfigError(f"layout must be one of {', '.join(_LAYOUTS)}; got {layout!r}")
 
@@ -88,18 +88,18 @@ def check_layout(layout: str) -> None:
 def tables(
     cos: Tensor, sin: Tensor, positions: Tensor | None, S: int, B: int, rotary_dim: int, num_streams: int = 1
 ) -> Tables:
-    """The tables of S x B tokens, checked.
+    """Checks and returns the tables for S x B tokens.
 
     Args:
-        cos, sin: [rows, R/2], or [S, B, R/2] for tokens with rows of their own.
-        positions: int32 or int64 [S] or [S, B], rows of [rows, R/2]; a dimension P before them if ``num_streams`` > 1.
+        cos, sin: [rows, R/2], or [S, B, R/2] with a row for each token.
+        positions: int32 or int64 [S] or [S, B], rows of [rows, R/2]; with a leading dimension P if ``num_streams`` > 1.
 
     Raises:
-        ShapeError: tables of another width, of fewer rows than tokens, or positions that do not fit.
+        ShapeError: tables of the wrong width or with fewer rows than tokens, or positions that do not fit.
         ConfigError: a table that requires a gradient.
     """
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        # the reference would give one, and no other path
+        # only the reference would compute it
         raise ConfigError("cos and sin have no gradient, and one of them requires it; pass cos.detach(), sin.detach()")
     check_shape("sin", sin, cos.shape, "as cos")
     half = rotary_dim // 2
@@ -128,7 +128,7 @@ def tables(
 
 
 def reads_pairs(layout: str, inverse: bool) -> bool:
-    """Whether neighbours are a pair in what is read; ``not inverse`` says the same of what is written."""
+    """Whether pairs are adjacent in the input; with ``not inverse``, whether they are adjacent in the output."""
     return layout == "interleaved" or (layout == "deepseek" and not inverse)
 
 
@@ -146,21 +146,21 @@ def rotate(x: Tensor, table: Tables, how: Rotation, dtype: torch.dtype | None = 
 
 
 def columns(x: Tensor, table: Tables, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of the columns before the rotated ones, of those, and of the columns after."""
+    """Views of the columns before the rotated ones, of the rotated ones, and of those after."""
     R = 2 * table.cos.shape[-1]
     before, both, after = x.split((how.offset, R, x.shape[-1] - how.offset - R), dim=-1)
     return before, both, after
 
 
 def pairs_written(y: Tensor, how: Rotation) -> tuple[Tensor, Tensor]:
-    """Views of what ``rotate_pairs`` gives, in ``y`` [..., R] that is rotated."""
+    """Views of the two parts of ``y`` [..., R] that the results of ``rotate_pairs`` are written to."""
     return _halves(y, reads_pairs(how.layout, not how.inverse))
 
 
 def rotate_pairs(
     x: Tensor, table: Tables, how: Rotation, out: Sequence[Tensor | None] = (None, None)
 ) -> tuple[Tensor, Tensor]:
-    """The rotated features of the pairs of ``x`` [S, B, A, R]: twice [S, B, A, R/2] in float32 or wider, or ``out``."""
+    """Both rotated features of each pair of ``x`` [S, B, A, R]: two [S, B, A, R/2] in float32 or wider, or ``out``."""
     acc = wide(x.dtype)
     cos, sin = table.of_tokens(how.sections, acc)
     first, second = _halves(x.to(acc), reads_pairs(how.layout, how.inverse))
@@ -181,7 +181,7 @@ def normalize(x: Tensor, weight: Tensor, how: Rotation) -> tuple[Tensor, Tensor]
 
 
 def normalize_back(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, how: Rotation) -> tuple[Tensor, Tensor]:
-    """The gradients of ``normalize`` for a wide ``dy`` [S, B, A, D]: of ``x`` in its dtype, of ``weight`` in dy's."""
+    """Gradients of ``normalize`` for a wide ``dy`` [S, B, A, D]: of ``x`` in its dtype, of ``weight`` in dy's."""
     normed = x.to(dy.dtype) * rstd.unsqueeze(-1)
     dweight = (dy * normed).sum(dim=(0, 1, 2))
     dy = dy * _gain(weight, dy.dtype, how)

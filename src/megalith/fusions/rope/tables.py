@@ -1,12 +1,12 @@
-"""cos and sin of rotary positions, computed once for all layers; and the positions of packed tokens.
+"""cos and sin tables of rotary embeddings, computed once for all layers; and the positions of packed tokens.
 
     frequency_i = base^(-2i / R), scaled;   cos, sin [rows, R/2] of position * frequency_i, times the concentration
 
 Su et al. 2021, "RoFormer", arXiv:2104.09864. Scalings: Chen et al. 2023, "Position Interpolation", arXiv:2306.15595;
 Llama 3.1, arXiv:2407.21783; Peng et al. 2023, "YaRN", arXiv:2309.00071.
 
-R rotated features (rotary_dim), T tokens, N documents. Tables are half as wide as the rotated features, as both of a
-pair share an angle, and in float32: bfloat16 tables would put every position 2^-9 off.
+R rotated features (rotary_dim), T tokens, N documents. Tables are half as wide as the rotated features, because both
+features of a pair share an angle. They are float32: bfloat16 tables would have a relative error of 2^-9.
 """
 
 import math
@@ -35,7 +35,9 @@ def rope_frequencies(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Radians per token of each pair, [R/2]. ``interpolation`` stretches the positions: 4 makes of 8,192 tokens 2,048.
+    """Radians per token for each pair, [R/2].
+
+    Positions are divided by ``interpolation``: 4 maps 8,192 tokens to the range of 2,048.
 
     Raises:
         ConfigError: an R that is not even and positive, or a base or interpolation that is not positive.
@@ -55,13 +57,13 @@ def llama3_rope_frequencies(
     high_freq_factor: float = 4.0,
     original_max_position_embeddings: int = 8192,
 ) -> Tensor:
-    """``frequencies`` [R/2] scaled as in Llama 3.1: slow ones divided by ``factor``, fast ones kept, a ramp between.
+    """``frequencies`` [R/2] scaled as in Llama 3.1: low ones divided by ``factor``, high ones kept, a ramp between.
 
-    A pair is slow if it makes fewer than ``low_freq_factor`` rotations over the original context, and fast if it makes
-    more than ``high_freq_factor``.
+    A frequency is low if it makes fewer than ``low_freq_factor`` rotations over the original context, and high if it
+    makes more than ``high_freq_factor``.
 
     Raises:
-        ConfigError: a factor that is not positive, or no ramp between the two.
+        ConfigError: a factor that is not positive, or ``high_freq_factor`` not above ``low_freq_factor``.
     """
     _check_positive(factor=factor, low_freq_factor=low_freq_factor)
     if not high_freq_factor > low_freq_factor:
@@ -86,11 +88,11 @@ def yarn_rope_frequencies(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """YaRN's radians per token of each pair, [R/2]: fast pairs keep theirs, slow ones are interpolated.
+    """YaRN's radians per token for each pair, [R/2]: high frequencies are kept, low ones interpolated.
 
-    Pairs that make more than ``beta_fast`` rotations over the original context are fast, fewer than ``beta_slow``
-    slow; between the two is a ramp over the pairs, from a whole one to a whole one unless the range is not rounded (as
-    in gpt-oss).
+    Frequencies that make more than ``beta_fast`` rotations over the original context are kept, those with fewer than
+    ``beta_slow`` interpolated. Between them is a linear ramp over the index of the pair, whose ends are rounded to
+    integers unless ``correction_range_round_to_int`` is False (as in gpt-oss).
 
     Raises:
         ConfigError: an R that is not even, or a number that is not positive.
@@ -107,7 +109,7 @@ def yarn_rope_frequencies(
     if correction_range_round_to_int:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
-    width = max(high - low, 0.001)  # where no pair lies between the two, a step
+    width = max(high - low, 0.001)  # a step if there is no pair between them
     ramp = ((torch.arange(len(kept), dtype=dtype, device=device) - low) / width).clamp(0.0, 1.0)
     return stretched * ramp + kept * (1.0 - ramp)
 
@@ -115,10 +117,10 @@ def yarn_rope_frequencies(
 def yarn_concentration(
     scaling_factor: float, mscale: float | None = None, mscale_all_dim: float | None = None
 ) -> float:
-    """What YaRN multiplies cos and sin by, so that attention over a longer context stays as sharp.
+    """YaRN's factor for cos and sin, which keeps attention over a longer context equally sharp.
 
-    0.1 m ln(scaling_factor) + 1 for m = 1; the quotient of those for m = ``mscale`` and m = ``mscale_all_dim``, if both
-    are given, as in DeepSeek-V2 (arXiv:2405.04434).
+    0.1 m ln(scaling_factor) + 1 with m = 1; if both are given, the ratio of the values for m = ``mscale`` and m =
+    ``mscale_all_dim``, as in DeepSeek-V2 (arXiv:2405.04434).
     """
 
     def concentration(m: float) -> float:
@@ -130,9 +132,9 @@ def yarn_concentration(
 
 
 def rope_cos_sin(positions: Tensor | int, frequencies: Tensor, concentration: float = 1.0) -> tuple[Tensor, Tensor]:
-    """cos and sin, [..., R/2] in the dtype of ``frequencies`` [R/2], of integer ``positions`` [...].
+    """cos and sin, [..., R/2] in the dtype of ``frequencies`` [R/2], for integer ``positions`` [...].
 
-    A number N of positions stands for 0 to N - 1, the rows of a table that later positions choose from.
+    An int N stands for positions 0 to N - 1, the rows of a table to be indexed by positions later.
     """
     if isinstance(positions, int):
         positions = torch.arange(positions, device=frequencies.device)
@@ -154,7 +156,7 @@ def yarn_cos_sin(
     correction_range_round_to_int: bool = True,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of YaRN, [..., R/2] in float32, the concentration included; arguments as those it is made of."""
+    """YaRN's cos and sin, [..., R/2] in float32, scaled by the concentration; arguments as in the functions above."""
     frequencies = yarn_rope_frequencies(
         rotary_dim,
         base,
@@ -171,20 +173,19 @@ def yarn_cos_sin(
 def positions_from_cu_seqlens(cu_seqlens: Tensor, T: int, cp_rank: int = 0, cp_size: int = 1) -> Tensor:
     """The position of each packed token in its document, int32 [T]; 0 for padding after the last document.
 
-    Plain torch: a few operations on T integers, once a batch, for all layers.
-
-    Under context parallelism each document is cut into 2 * cp_size chunks of one size, and rank r holds of each the
-    chunks r and 2 * cp_size - 1 - r, one after the other: a zigzag, in which all ranks have the same work.
+    Plain torch: a few operations on T integers, once per batch, for all layers.
+    Under context parallelism each document is split into 2 * cp_size equal chunks, and rank r holds chunks r and 2 *
+    cp_size - 1 - r of each, one after the other: a zigzag that balances the work.
 
     Args:
-        cu_seqlens: int32 or int64 [N+1], the borders of whole documents, beginning with 0; padded documents, under
-            context parallelism. Not read on the host, so that a GPU is not waited for; on the CPU, checked.
+        cu_seqlens: int32 or int64 [N+1], the boundaries of whole documents, starting with 0; under context parallelism,
+            of padded documents. Checked on the CPU only, because reading it from a GPU would wait for the GPU.
         T: tokens on this rank.
-        cp_rank, cp_size: of the group that shares the documents.
+        cp_rank, cp_size: rank in, and size of, the context-parallel group.
 
     Raises:
-        ShapeError: no documents, or, on the CPU, one that 2 * cp_size does not divide, or more tokens than T.
-        ConfigError: a rank that is not of the group.
+        ShapeError: no documents, or, on the CPU, one whose length 2 * cp_size does not divide, or more tokens than T.
+        ConfigError: a rank outside the group.
     """
     if not 0 <= cp_rank < cp_size:
         raise ConfigError(f"cp_rank must be one of the {cp_size} ranks from 0; got {cp_rank}")
