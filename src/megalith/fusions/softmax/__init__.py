@@ -1,1 +1,1 @@
-"""Softmax of attention scores, masked."""
+"""Masked softmax of attention scores."""

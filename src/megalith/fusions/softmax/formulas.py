@@ -1,9 +1,9 @@
-"""Formulas of ``masked_softmax``, whose head states them, on rows of scores.
+"""Implements the formulas stated in ``masked_softmax``, on rows of scores.
 
 B micro-batch, A heads, Sq queries, Sk keys, T = B A Sq rows.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 import functools
 import math
@@ -34,25 +34,25 @@ __all__ = [
 
 _INF = math.inf
 _LOG2_E = 1.0 / math.log(2.0)
-_ELEMENTS = 2048  # of short rows that a program of the kernels holds together
-_LARGEST_BLOCK = 16384  # untuned: 32 numbers of each tensor in the registers of a thread
+_ELEMENTS = 2048  # elements per program of the kernels, for short rows
+_LARGEST_BLOCK = 16384  # untuned: 32 values of each tensor in the registers of a thread
 
 
 def limits(causal: bool, window: tuple[int, int] | None, num_queries: int, num_keys: int) -> tuple[int, int]:
-    """How many keys are seen before and after a query's own; -1 for all, also where a limit is beyond all of them."""
+    """Number of keys visible before and after a query's position; -1 for all, also if a limit exceeds the sequence."""
     left, right = window or (-1, -1)
     right = 0 if causal else right
     return -1 if left >= num_keys - 1 else left, -1 if right >= num_queries - 1 else right
 
 
 def tile(num_keys: int) -> tuple[int, int]:
-    """Rows and columns that a program of the kernels holds at a time; wider rows it goes through in steps."""
+    """Rows and columns that a program of the kernels holds at a time; wider rows are processed in several steps."""
     columns = max(16, 1 << (num_keys - 1).bit_length())
     return (1, 4096) if columns > _LARGEST_BLOCK else (max(1, _ELEMENTS // columns), columns)
 
 
 class Rows(NamedTuple):
-    """Rows of scores [B, A, Sq, Sk], numbered as they lie in memory, and the window of their queries."""
+    """Rows of scores [B, A, Sq, Sk], numbered in memory order, and the window of their queries."""
 
     num_heads: int
     num_queries: int
@@ -61,12 +61,12 @@ class Rows(NamedTuple):
     right: int
 
     def hidden(self, block: slice, keys: slice, mask: Tensor | None, device: torch.device) -> Tensor | None:
-        """Which of ``keys`` the queries of a block do not see: bool [rows, keys], or None if they see all of them."""
+        """Which of ``keys`` are hidden from the queries of a block: bool [rows, keys], or None if none are."""
         if mask is None and self.left < 0 and self.right < 0:
             return None
         rows, key = (torch.arange(of.start, of.stop, device=device) for of in (block, keys))
         query = rows % self.num_queries
-        own = (query + (self.num_keys - self.num_queries))[:, None]  # queries and keys end together
+        own = (query + (self.num_keys - self.num_queries))[:, None]  # the last query is aligned with the last key
         hidden = []
         if mask is not None:
             batch = rows // (self.num_queries * self.num_heads)
@@ -85,9 +85,9 @@ class Rows(NamedTuple):
         return torch.arange(block.start, block.stop, device=device) // self.num_queries % self.num_heads
 
     def keys_of(self, block: slice) -> slice:
-        """The keys that the windows of a block of rows span, and one at least."""
+        """The range of keys covered by the windows of a block of rows; at least one key."""
         first, last = block.start % self.num_queries, (block.stop - 1) % self.num_queries
-        if block.stop - block.start > last - first + 1:  # rows of more than one head
+        if block.stop - block.start > last - first + 1:  # the block spans several heads
             first, last = 0, self.num_queries - 1
         ahead = self.num_keys - self.num_queries
         start = 0 if self.left < 0 else min(max(0, first + ahead - self.left), self.num_keys - 1)
@@ -96,7 +96,7 @@ class Rows(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What is computed, of scores of any number of keys; the last operands of an operator."""
+    """The options of a softmax, for any number of keys; the last operands of the operator."""
 
     num_heads: int
     num_queries: int
@@ -109,7 +109,7 @@ class Settings(NamedTuple):
 
 
 class BackSettings(NamedTuple):
-    """``Settings``, and what backward asks of a sink, which it does not get; the last operands of the gradient."""
+    """``Settings``, and the dtype of the sink, which backward does not get; the last operands of backward."""
 
     num_heads: int
     num_queries: int
@@ -126,8 +126,8 @@ class BackSettings(NamedTuple):
 def reference(x: Tensor, mask: Tensor | None, sink: Tensor | None, *options: Unpack[Settings]) -> tuple[Tensor, Tensor]:
     """p [T, Sk] of ``x`` [T, Sk], and the share of the sink [T], empty without one.
 
-    ``x`` may also be [..., Sk], and so is p then. ``mask`` is [1 | B, 1 | A, 1 | Sq, 1 | Sk], ``sink`` [A]; the numbers
-    ``left`` and ``right`` bound the window, or are -1.
+    ``x`` may also be [..., Sk], and so is p then. ``mask`` is [1 | B, 1 | A, 1 | Sq, 1 | Sk], ``sink`` [A]; ``left``
+    and ``right`` limit the window, or are -1.
     """
     shape, x = x.shape, as_rows(x)
     T, Sk = x.shape
@@ -140,7 +140,7 @@ def reference(x: Tensor, mask: Tensor | None, sink: Tensor | None, *options: Unp
 
 
 def _softmax(x: Tensor, hidden: Tensor | None, sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """p of ``x`` [T, Sk], without the keys that are ``hidden``, and the share [T] of a ``sink`` [T, 1]."""
+    """p of ``x`` [T, Sk], with keys that are ``hidden`` excluded, and the share [T] of a ``sink`` [T, 1]."""
     s = x.to(wide(x.dtype)) * scale
     if hidden is not None:
         s = s.masked_fill_(hidden, -_INF)
@@ -158,12 +158,12 @@ def _softmax(x: Tensor, hidden: Tensor | None, sink: Tensor | None, scale: float
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """exp in place; on a CPU torch's own is 20 to 400 times slower where it underflows, as it does for hidden keys."""
+    """exp in place; on a CPU torch's exp is 20 to 400 times slower when it underflows, as it does for hidden keys."""
     return x.mul_(_LOG2_E).exp2_()
 
 
 def softmax_back(dp: Tensor, p: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Reference backward: dx [T, Sk] of ``dp`` and ``p`` [T, Sk], and r [T] in float32 or wider."""
+    """Reference backward: dx [T, Sk] from ``dp`` and ``p`` [T, Sk], and r [T] in float32 or wider."""
     acc = wide(p.dtype)
     dp, wide_p = dp.to(acc), p.to(acc)
     r = (dp * wide_p).sum(dim=-1)
@@ -171,7 +171,7 @@ def softmax_back(dp: Tensor, p: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def reference_back(dp: Tensor, p: Tensor, share: Tensor, *options: Unpack[BackSettings]) -> tuple[Tensor, Tensor]:
-    """dx [T, Sk] and do [A], which is empty without a sink, of what ``reference`` gave."""
+    """dx [T, Sk] and do [A], empty without a sink, from the results of ``reference``."""
     settings = BackSettings(*options)
     dx, r = softmax_back(dp, p, settings.scale)
     dtype = settings.sink_dtype
@@ -179,7 +179,7 @@ def reference_back(dp: Tensor, p: Tensor, share: Tensor, *options: Unpack[BackSe
 
 
 def sink_gradient(r: Tensor, share: Tensor, settings: Settings) -> Tensor:
-    """do [A] of r and the sink's share, [T] both."""
+    """do [A] from r and the sink's share, both [T]."""
     A, Sq = settings.num_heads, settings.num_queries
     return -(r * share).view(len(r) // max(1, A * Sq), A, Sq).sum(dim=(0, 2))
 
@@ -190,7 +190,7 @@ def outputs(
     sink: Tensor | None,
     *_: Unpack[Settings],
 ) -> tuple[Tensor, Tensor]:
-    """Memory for p [T, Sk] and the sink's share [T], which is empty without one."""
+    """Allocates p [T, Sk] and the sink's share [T], empty without a sink."""
     return fresh_like(x), x.new_empty(0 if sink is None else x.shape[0], dtype=wide(x.dtype))
 
 
@@ -200,7 +200,7 @@ def gradients(
     share: Tensor,
     *options: Unpack[BackSettings],
 ) -> tuple[Tensor, Tensor]:
-    """Memory for dx [T, Sk] and do [A], which is empty without a sink."""
+    """Allocates dx [T, Sk] and do [A], empty without a sink."""
     settings = BackSettings(*options)
     dtype, num_heads = settings.sink_dtype, settings.num_heads
     return fresh_like(p), p.new_empty(0 if dtype is None else num_heads, dtype=dtype or p.dtype)
@@ -233,14 +233,17 @@ def _forward(x: Tensor, mask: Tensor | None, sink: Tensor | None, *options: Unpa
 
 
 def _zero_outside(block: Tensor, keys: slice) -> Tensor:
-    """The ``keys`` of a block of rows, whose others it makes 0."""
+    """Returns the ``keys`` of a block of rows, after setting the other columns to 0."""
     if keys.stop - keys.start < block.shape[1]:
         block[:, : keys.start], block[:, keys.stop :] = 0.0, 0.0
     return block[:, keys]
 
 
 def _torch_softmax_into(p: Tensor, x: Tensor, hidden: Tensor | None, scale: float) -> None:
-    """By torch's own kernel, which computes in float32 and rounds once; on float32 if 16 bits do not hold scale * x."""
+    """Fills ``p`` using torch's kernel, which computes in float32 and rounds once.
+
+    16-bit scores are widened first unless scaling them is exact.
+    """
     s = x if _shrinks_exactly(scale) else x.to(wide(x.dtype))
     s = s if scale == 1.0 else s * scale
     s = s if hidden is None else s.masked_fill(hidden, -_INF)
@@ -248,7 +251,7 @@ def _torch_softmax_into(p: Tensor, x: Tensor, hidden: Tensor | None, scale: floa
         torch.softmax(s, dim=-1, out=p)
     else:
         p.copy_(torch.softmax(s, dim=-1))
-    if p[:, 0].isnan().any():  # torch gives a row NaN if it has NaN or inf, or if all of it is hidden
+    if p[:, 0].isnan().any():  # torch returns NaN for a row that has NaN or inf, or that is hidden entirely
         p.masked_fill_(s.amax(dim=-1, keepdim=True) == -_INF, 0.0)
 
 
@@ -277,7 +280,7 @@ def _backward(dp: Tensor, p: Tensor, share: Tensor, *options: Unpack[BackSetting
 def _torch_softmax_back_into(dx: Tensor, dp: Tensor, p: Tensor, scale: float) -> None:
     back = torch.ops.aten._softmax_backward_data
     acc = p.dtype if _shrinks_exactly(scale) else wide(p.dtype)
-    if acc == dx.dtype and dx.is_contiguous():  # it takes any memory for contiguous
+    if acc == dx.dtype and dx.is_contiguous():  # the out variant ignores strides
         back.out(dp, p, -1, acc, grad_input=dx)
         dx.mul_(scale)
     else:

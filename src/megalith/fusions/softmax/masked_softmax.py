@@ -1,18 +1,18 @@
-"""Scaled softmax over the keys that a query may see: masks, causal and sliding windows, attention sinks; any length.
+"""Scaled softmax over the keys visible to a query: masks, causal and sliding windows, attention sinks; any length.
 
     s = scale * x,   -inf where hidden          m = max over keys of s, and o
-    p = exp(s - m) / (sum over keys of exp(s - m) + exp(o - m))      0 in a row that sees no key
+    p = exp(s - m) / (sum over keys of exp(s - m) + exp(o - m))      0 in a row without visible keys
     r = sum over keys of dp * p
-    dx = scale * p * (dp - r);   do = - sum over queries of r * exp(o - m) / (the same sum)
+    dx = scale * p * (dp - r);   do = - sum over queries of r * exp(o - m) / (the denominator of p)
 
-o is a head's sink (Xiao et al. 2023, arXiv:2309.17453): a logit of no key, learnt; 0 makes the off-by-one softmax, and
-without one the terms in o are not there. Rows wider than a block are summed online (arXiv:1805.02867).
+o is a head's sink (Xiao et al. 2023, arXiv:2309.17453): a learned logit without a key; 0 gives the off-by-one softmax.
+Without a sink the terms in o are absent. Rows wider than a block use online softmax (arXiv:1805.02867).
 
-B micro-batch, A heads, Sq queries, Sk keys, S = B A Sq Sk scores. Saved for backward: p, and with a sink 4 bytes a row.
-Floor: forward reads the scores that may be seen and writes S, backward reads p and dp there and writes S.
+B micro-batch, A heads, Sq queries, Sk keys, S = B A Sq Sk scores. Saved for backward: p, and 4 bytes per row with a
+sink. Lower bound: forward reads the visible scores and writes S, backward reads p and dp there and writes S.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Unpack
@@ -39,30 +39,31 @@ def masked_softmax(
     sink: Tensor | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
-    """The probabilities of ``scores``; what a query may not see has none, and no gradient.
+    """Returns the softmax of ``scores``; hidden keys get probability 0 and no gradient.
 
     Args:
         scores: [B, A, Sq, Sk], or [A, Sq, Sk].
         mask: bool, True where a key is hidden; any shape that broadcasts to that of ``scores``.
-        causal: hides the keys after a query. The last query stands at the last key, also where Sq and Sk differ.
-        window: keys seen before and after a query's own, which it sees too; -1 is no limit. Joins the other masks.
-        scale: of the scores, before anything else.
-        sink: [A], a logit for each head that takes its share and gives it to no key.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        causal: hides the keys after a query. The last query is aligned with the last key, even if Sq and Sk differ.
+        window: number of keys visible before and after a query's own, which is visible too; -1 is no limit. Applied in
+            addition to the other masks.
+        scale: multiplies the scores before anything else.
+        sink: [A], a logit per head that is part of the denominator but belongs to no key.
+        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
 
     Returns:
-        Probabilities of the shape and dtype of ``scores``. A row sums to 1, with a sink to less; one that
-        sees no key is 0.
+        Probabilities in the shape and dtype of ``scores``. A row sums to 1, or to less with a sink; a row without
+        visible keys is 0.
 
     Raises:
         ShapeError: the tensors do not fit together, or the mask is not bool.
-        ConfigError: a window with limits below -1, or not of two.
+        ConfigError: a window with limits below -1, or not of length two.
         BackendError: ``backend`` cannot run on ``scores``.
     """
     _check(scores, mask, window, sink)
     *_, A, Sq, Sk = scores.shape
     if Sk == 0:
-        return scores * scale  # nothing to share, and reductions refuse it
+        return scores * scale  # empty, which reductions reject
     if mask is not None:
         mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     compute = FUSION.path(scores, backend)
@@ -99,7 +100,7 @@ FUSION = registered(Fusion("masked_softmax", _PATHS, defaults=_DEFAULTS, backs=_
 
 
 def check_window(window: tuple[int, int] | None) -> None:
-    """Raises ConfigError unless ``window`` is None or two limits."""
+    """Raises ConfigError unless ``window`` is None or two limits of -1 or more."""
     if window is not None and (not isinstance(window, Sequence) or len(window) != 2 or min(window) < -1):
         raise ConfigError(
             f"a window must be how many keys are seen before and after a query's own, -1 for all of them; got {window}"
@@ -107,7 +108,7 @@ def check_window(window: tuple[int, int] | None) -> None:
 
 
 def broadcasts(mask: Tensor, shape: Sequence[int]) -> bool:
-    """Whether ``mask`` broadcasts to scores of ``shape``, and not the other way round."""
+    """Whether ``mask`` broadcasts to ``shape`` without enlarging it."""
     sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
     return mask.dim() <= len(shape) and all(size in (1, of) for size, of in sizes)
 

@@ -1,10 +1,10 @@
-"""The softmax of attention scores under the names that the field knows; ``masked_softmax`` computes all of them.
+"""Softmax of attention scores under Megatron's names, all computed by ``masked_softmax``.
 
-Masks are bool, True where a key is hidden, and join the causal mask and the window. Hidden keys get -inf, so that a
-query that sees none has probabilities of 0 and no gradient.
+Masks are bool, True where a key is hidden, and are combined with the causal mask and the window. Hidden keys get -inf;
+a query without visible keys has probabilities of 0 and no gradient.
 
-B micro-batch, A heads (np in the names of arguments), Sq queries, Sk keys. What is saved, and the floor in bytes, are
-those of ``masked_softmax``.
+B micro-batch, A heads (np in argument names), Sq queries, Sk keys. For memory traffic and what is saved, see
+``masked_softmax``.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class AttnMaskType(Enum):
-    """Which keys an attention hides, before the mask that it is given: those after the query, if it is causal."""
+    """Which keys attention hides in addition to a given mask: those after the query, for the causal types."""
 
     padding = 1
     causal = 2
@@ -41,7 +41,7 @@ class AttnMaskType(Enum):
 
     @classmethod
     def of(cls, given: "Enum | str") -> "AttnMaskType":
-        """The member of the name that is ``given``, or that a member of another enum has, such as Megatron's.
+        """The member with the name ``given``, or with the name of a member of another enum, such as Megatron's.
 
         Raises ConfigError for anything else.
         """
@@ -55,7 +55,7 @@ class AttnMaskType(Enum):
 
 
 class ScaledUpperTriangMaskedSoftmax(torch.autograd.Function):
-    """``apply(inputs, scale)``: inputs [B, Sq, Sk], causal; if Sq and Sk differ, the last query is at the last key."""
+    """``apply(inputs, scale)``: inputs [B, Sq, Sk], causal, with the last query aligned with the last key."""
 
     @staticmethod
     def forward(ctx: Context, inputs: Tensor, scale: float) -> Tensor:
@@ -68,7 +68,7 @@ class ScaledUpperTriangMaskedSoftmax(torch.autograd.Function):
 
 
 class ScaledMaskedSoftmax(torch.autograd.Function):
-    """``apply(inputs, mask, scale)``: inputs [B, A, Sq, Sk], mask bool, True where a key is hidden, that broadcasts."""
+    """``apply(inputs, mask, scale)``: inputs [B, A, Sq, Sk]; mask bool, broadcastable, True where a key is hidden."""
 
     @staticmethod
     def forward(ctx: Context, inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -81,7 +81,7 @@ class ScaledMaskedSoftmax(torch.autograd.Function):
 
 
 class ScaledSoftmax(torch.autograd.Function):
-    """``apply(inputs, scale)``: inputs [B, A, Sq, Sk], of which every key is seen."""
+    """``apply(inputs, scale)``: inputs [B, A, Sq, Sk], all keys visible."""
 
     @staticmethod
     def forward(ctx: Context, inputs: Tensor, scale: float) -> Tensor:
@@ -97,10 +97,10 @@ class SoftmaxOne(torch.nn.Module):
     """Softmax over keys with a sink: exp(x) / (sum of exp(x) + exp(offset)).
 
     Args:
-        dim: of the keys; None is the last, which it must be.
-        denominator_offset: the sink's logit: one for each head, [A], a parameter if it is learnt; or one for all. At 0
-            the denominator has one more, as in the off-by-one softmax. Megatron says 1.0, which raises when it is
-            called, as only a tensor works there; as a logit it would add e.
+        dim: the dimension of the keys; must be the last one, which None stands for.
+        denominator_offset: the sink's logit: [A], one per head, a parameter if it is learned; or a number for all
+            heads. 0 adds one to the denominator, as in the off-by-one softmax. Megatron's default is 1.0, but calling
+            its module raises unless it is a tensor; as a logit, 1.0 would add e.
 
     Raises ConfigError for another dimension.
     """
@@ -115,7 +115,7 @@ class SoftmaxOne(torch.nn.Module):
             self.denominator_offset = denominator_offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """Probabilities of ``x`` [B, A, Sq, Sk]."""
+        """Returns the probabilities of ``x`` [B, A, Sq, Sk]."""
         sink = self.denominator_offset
         return masked_softmax(x, sink=sink if isinstance(sink, Tensor) else x.new_full(x.shape[-3:-2], sink))
 
@@ -125,19 +125,18 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
     Args:
         input_in_fp16: scores must be float16.
-        input_in_bf16: scores must be bfloat16. With neither, any floating dtype is taken.
-        attn_mask_type: causal and padding_causal hide the keys after a query, whatever else is hidden; no_mask takes
-            no mask. An AttnMaskType, a member of that name of another enum, such as Megatron's, or the name.
-        scaled_masked_softmax_fusion: take ``forward_fused_softmax``, or raise; else ``forward_torch_softmax``.
-        mask_func: (scores, mask) -> scores, for the torch path; the fused one masks with -inf itself, as the torch
-            path does without a function.
+        input_in_bf16: scores must be bfloat16. With neither, any floating-point dtype is accepted.
+        attn_mask_type: causal and padding_causal hide the keys after a query in addition to the mask; no_mask accepts
+            no mask. An AttnMaskType, a member of another enum with the same name, such as Megatron's, or the name.
+        scaled_masked_softmax_fusion: use ``forward_fused_softmax``, or raise; otherwise ``forward_torch_softmax``.
+        mask_func: (scores, mask) -> scores, for the torch path only; without it, and on the fused path, hidden scores
+            become -inf.
         softmax_in_fp32: ``mask_func`` gets scores in float32, which no fill value overflows. The softmax itself always
             computes in float32.
-        scale: of the scores; None is 1.
-        window_size: keys seen before and after a query's own, -1 for all of them; None for no window.
+        scale: multiplies the scores; None is 1.
+        window_size: number of keys visible before and after a query's own, -1 for all; None for no window.
 
-    Raises ConfigError for both dtypes, an unknown mask type, an invalid window, or a scale without
-    ``softmax_in_fp32``.
+    Raises ConfigError for both dtypes, an unknown mask type, an invalid window, or a scale without ``softmax_in_fp32``.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         self.window_size = window_size
 
     def forward(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
-        """Probabilities of ``input`` [B, A, Sq, Sk], in its dtype.
+        """Returns the probabilities of ``input`` [B, A, Sq, Sk], in its dtype.
 
         Args:
             input: scores.
@@ -176,14 +175,14 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             softmax_offset: the logit of each head's sink, [A].
 
         Raises:
-            ShapeError: scores of another dtype than was said, or a mask or sink that does not fit them.
-            ConfigError: a mask, where there should be none.
+            ShapeError: scores of another dtype than configured, or a mask or sink that does not fit them.
+            ConfigError: a mask although ``attn_mask_type`` is no_mask.
         """
         fused = self.scaled_masked_softmax_fusion
         return (self.forward_fused_softmax if fused else self.forward_torch_softmax)(input, mask, softmax_offset)
 
     def forward_fused_softmax(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
-        """``forward`` by ``masked_softmax``, on its path for the device of ``input``."""
+        """``forward`` using ``masked_softmax``, on the path chosen for ``input``."""
         self._check(input, mask)
         return masked_softmax(
             input,
@@ -204,7 +203,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             if self.mask_func is None:
                 x = x.masked_fill(hidden, float("-inf"))
             else:
-                # the field's functions write into what they are given
+                # Megatron's functions write into their argument
                 x = self.mask_func(x.clone() if x is input else x, hidden)
         return masked_softmax(x, sink=softmax_offset, backend="reference").to(input.dtype)
 
@@ -216,7 +215,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
     @staticmethod
     def get_batch_per_block(sq: int, sk: int, b: int, np: int) -> int:
-        """How many rows of scores, of [b, np, sq, sk], a program of our kernels holds at a time."""
+        """Number of rows of scores [b, np, sq, sk] that a program of our kernels processes at a time."""
         return min(b * np * sq, tile(sk)[0])
 
     @property
@@ -232,7 +231,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             raise ConfigError("a mask was given to a softmax of AttnMaskType.no_mask; pass None, or use arbitrary")
 
     def _hidden(self, scores: Tensor, mask: Tensor | None) -> Tensor | None:
-        """The mask, the window and causality in one mask, or None if nothing is hidden."""
+        """The mask, the window and causality combined into one mask, or None if nothing is hidden."""
         Sq, Sk = scores.shape[-2:]
         of_a_head = Rows(1, Sq, Sk, *limits(self._causal, self.window_size, Sq, Sk))
         outside = of_a_head.hidden(slice(0, Sq), slice(0, Sk), None, scores.device)
@@ -250,7 +249,7 @@ def _backward(ctx: Context, dp: Tensor) -> Tensor:
     (p,), (causal, scale) = ctx.saved_tensors, ctx.options
     *_, A, Sq, Sk = p.shape
     if Sk == 0:
-        return dp  # it is empty
-    settings = A, Sq, *limits(causal, None, Sq, Sk), scale, None  # and no sink
+        return dp  # empty
+    settings = A, Sq, *limits(causal, None, Sq, Sk), scale, None  # no sink
     dx, _ = FUSION.backs[ctx.backend](as_rows(dp), as_rows(p), p.new_empty(0, dtype=wide(p.dtype)), *settings)
     return in_shape(dx, p.shape)
