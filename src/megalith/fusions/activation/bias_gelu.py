@@ -1,15 +1,15 @@
-"""GELU of an input with its bias; the bias has its gradient in the same pass.
+"""GELU of an input plus bias; the bias gradient is computed in the same pass.
 
     a     = x + bias
-    y     = gelu(a)         a s(2 u), u = sqrt(2/pi) (a + 0.044715 a^3), in the tanh form; a Phi(a) in the exact one
+    y     = gelu(a)         tanh approximation: a s(2 u), u = sqrt(2/pi) (a + 0.044715 a^3); exact: a Phi(a)
     dx    = dy * gelu'(a)
     dbias = sum over T of dx
 
 Hendrycks and Gimpel 2016, "Gaussian Error Linear Units (GELUs)", arXiv:1606.08415; s = sigmoid, Phi the cumulative
-normal distribution. The tanh form is that of GPT-2.
+normal distribution. GPT-2 uses the tanh approximation.
 
 T tokens (leading dimensions flattened), F ffn hidden size. Saved for backward: x and bias.
-Floor: forward 2TF elements, backward 3TF.
+Lower bound: forward 2TF elements, backward 3TF.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,20 +42,20 @@ _ACTIVATIONS = {"tanh": "gelu_tanh", "none": "gelu"}
 def bias_gelu_impl(
     input: Tensor, bias: Tensor | None, *, approximate: Approximate = "tanh", backend: Backend | None = None
 ) -> Tensor:
-    """``gelu(input + bias)``, by default in the tanh form.
+    """Returns ``gelu(input + bias)``, by default with the tanh approximation.
 
     Args:
-        input: [..., F], floating; rows may be strided.
+        input: [..., F], floating point; rows may be strided.
         bias: [F], or None.
-        approximate: "tanh", or "none" for the exact form, which differs by up to 5e-4: part of what is computed.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        approximate: "tanh", or "none" for exact GELU, as in torch. The two differ by up to 5e-4.
+        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
 
     Returns:
         [..., F] in the dtype of ``input``.
 
     Raises:
         ShapeError: the tensors do not fit together.
-        ConfigError: an unknown form.
+        ConfigError: an unknown approximation.
         BackendError: ``backend`` cannot run on ``input``.
     """
     activation = _check(input, bias, approximate)
@@ -65,7 +65,7 @@ def bias_gelu_impl(
 
 
 class GeLUFunction(torch.autograd.Function):
-    """``apply(input, bias)`` is ``bias_gelu_impl(input, bias)``, under the name that the field knows."""
+    """``apply(input, bias)`` is ``bias_gelu_impl(input, bias)``, under the usual name."""
 
     @staticmethod
     def forward(ctx: Context, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -82,15 +82,15 @@ class GeLUFunction(torch.autograd.Function):
 
 
 def bias_gelu(bias: Tensor | None, y: Tensor, *, approximate: Approximate = "tanh") -> Tensor:
-    """Reference forward of ``y`` [..., F], the bias first; in the dtype of ``y``."""
+    """Reference forward of ``y`` [..., F], with the bias as first argument; result in the dtype of ``y``."""
     return reference(y, bias, _check(y, bias, approximate))
 
 
 @torch.no_grad()
 def bias_gelu_back(g: Tensor, bias: Tensor | None, y: Tensor, *, approximate: Approximate = "tanh") -> Tensor:
-    """Reference backward: the gradient of ``y`` [..., F], of the upstream ``g``; that of ``bias`` is its sum.
+    """Reference backward: the gradient of ``y`` [..., F], given the upstream ``g``; its sum is that of ``bias``.
 
-    It is numbers: nothing is differentiated through it.
+    Not differentiable.
     """
     activation = _check(y, bias, approximate)
     check_shape("g", g, y.shape, "as y")
@@ -126,7 +126,7 @@ FUSION = registered(Fusion("bias_gelu", _PATHS, defaults=_DEFAULTS, backs=_BACKS
 
 
 def _check(input: Tensor, bias: Tensor | None, approximate: str) -> str:
-    """The activation that ``approximate`` stands for."""
+    """Checks the arguments and returns the activation named by ``approximate``."""
     if approximate not in _ACTIVATIONS:
         raise ConfigError(f'approximate must be "tanh" or "none"; got {approximate!r}')
     check_floating(input=input, bias=bias)

@@ -1,4 +1,4 @@
-"""Formulas of ``bias_gelu``, whose head states them; T tokens, F ffn hidden size."""
+"""Implements the formulas stated in ``bias_gelu``; T tokens, F ffn hidden size."""
 
 from torch import Tensor
 
@@ -16,13 +16,13 @@ def reference(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
 
 
 def gradient_of(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None) -> Tensor:
-    """dx [..., F], not yet rounded; it may go into ``out``."""
+    """dx [..., F] before rounding, in ``out`` if given."""
     a = _biased(x, bias)
     return activation_back(dy.to(a.dtype), a, activation, out)
 
 
 def reference_back(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    """dx [T, F] and dbias [F], which is empty without a bias; each in the dtype of what it is the gradient of."""
+    """dx [T, F] and dbias [F], which is empty without a bias; each in the dtype of its tensor."""
     dx = gradient_of(dy, x, bias, activation)
     dbias = x.new_empty(0) if bias is None else dx.sum(dim=0).to(bias.dtype)
     return dx.to(x.dtype), dbias
@@ -34,13 +34,13 @@ def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def outputs(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """Memory for y [T, F]."""
+    """Allocates y [T, F]."""
     check_activation(activation)
     return fresh_like(x)
 
 
 def gradients(dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    """Memory for dx [T, F] and dbias [F], which is empty without a bias."""
+    """Allocates dx [T, F] and dbias [F], which is empty without a bias."""
     dx, dbias = gradients_like(x, bias)
     return dx, dbias
 

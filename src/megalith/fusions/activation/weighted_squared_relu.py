@@ -1,4 +1,4 @@
-"""Squared ReLU scaled by one weight per token; forward and backward are one pass each.
+"""Squared ReLU scaled by one weight per token, with one pass each for forward and backward.
 
     y  = relu(x)^2 * w
     dx = 2 * dy * w * relu(x)
@@ -7,7 +7,7 @@
 Squared ReLU: So et al. 2021, "Primer", arXiv:2109.08668. The weight is the router's probability for the token.
 
 T tokens (leading dimensions flattened), F ffn hidden size. Saved for backward: x and w.
-Floor: forward 2TF elements of x and 4T bytes, backward 3TF elements and 8T bytes (w in float32).
+Lower bound: forward 2TF elements of x and 4T bytes, backward 3TF elements and 8T bytes (w in float32).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,12 +38,12 @@ __all__ = [
 
 
 def weighted_squared_relu_impl(input: Tensor, weights: Tensor, backend: Backend | None = None) -> Tensor:
-    """``relu(input)^2 * weights``, one weight per token.
+    """Returns ``relu(input)^2 * weights``, with one weight per token.
 
     Args:
-        input: [..., F], floating; rows may be strided.
+        input: [..., F], floating point; rows may be strided.
         weights: [..., 1], same leading sizes and device; often float32 while ``input`` is bfloat16.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
 
     Returns:
         [..., F] in the dtype of ``input``.
@@ -61,7 +61,7 @@ def weighted_squared_relu_impl(input: Tensor, weights: Tensor, backend: Backend 
 
 
 class WeightedSquaredReLUFunction(torch.autograd.Function):
-    """``apply(input, weights)`` is ``weighted_squared_relu_impl``, under the name that the field knows."""
+    """``apply(input, weights)`` is ``weighted_squared_relu_impl``, under the usual name."""
 
     @staticmethod
     def forward(ctx: Context, input: Tensor, weights: Tensor) -> Tensor:

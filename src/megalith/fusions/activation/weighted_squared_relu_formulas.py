@@ -1,4 +1,4 @@
-"""Formulas of ``weighted_squared_relu``, whose head states them; T tokens, F ffn hidden size."""
+"""Implements the formulas stated in ``weighted_squared_relu``; T tokens, F ffn hidden size."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def weighted_squared_relu(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def weighted_squared_relu_back(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Reference backward: dx [T, F] and dw [T, 1], each in the dtype of what it is the gradient of."""
+    """Reference backward: dx [T, F] and dw [T, 1], each in the dtype of its tensor."""
     acc = wide(x.dtype)
     dy, relu = dy.to(acc), torch.relu(x.to(acc))
     dx = 2 * dy * weights.to(acc) * relu
@@ -34,12 +34,12 @@ def weighted_squared_relu_back(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[
 
 
 def outputs(x: Tensor, weights: Tensor) -> Tensor:
-    """Memory for y [T, F]."""
+    """Allocates y [T, F]."""
     return fresh_like(x)
 
 
 def gradients(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for dx and dw."""
+    """Allocates dx and dw."""
     dx, dw = gradients_like(x, weights)
     return dx, dw
 

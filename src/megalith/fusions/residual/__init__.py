@@ -1,1 +1,1 @@
-"""Bias, dropout and residual."""
+"""Bias, dropout and residual addition."""

@@ -1,18 +1,18 @@
-"""Bias, dropout and residual in one pass; the mask is computed again in backward, and never stored.
+"""Bias, dropout and residual in one pass; the mask is recomputed in backward and never stored.
 
     y         = residual + (x + bias) * m        m = keep / (1 - p), keep with probability 1 - p
     dx        = dy * m
     dbias     = sum over T of dx
-    dresidual = dy, the same tensor; dx too, where p = 0 and x has the dtype of residual
+    dresidual = dy, the same tensor; likewise dx if p = 0 and x has the dtype of residual
 
 The mask is that of ``megalith.numerics.dropout``: a Philox word for each pair of token and feature, so that it does not
 depend on the layout of ranks, the path, or recomputation. Srivastava et al. 2014, "Dropout".
 
-T tokens (leading dimensions flattened), H hidden size. Saved for backward: the key, 8 bytes, and the ids of tokens, 8T.
-Floor: forward 3TH elements, backward 2TH (none at p = 0; TH for dbias alone), and 8T bytes of token ids each.
+T tokens (leading dimensions flattened), H hidden size. Saved for backward: the key, 8 bytes, and token ids, 8T bytes.
+Lower bound: forward 3TH elements, backward 2TH (none at p = 0; TH for dbias alone), and 8T bytes of token ids each.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -49,18 +49,18 @@ def bias_dropout_add_fused_train(
     feature_offset: int = 0,
     backend: Backend | None = None,
 ) -> Tensor:
-    """``residual + dropout(x + bias)``.
+    """Returns ``residual + dropout(x + bias)``.
 
     Args:
-        x_with_bias: x [..., H] and bias [H] or None: what a linear layer returns that leaves its bias to the next.
-        residual: [..., H]; x and bias are cast up to it, so a stream kept in float32 stays there.
-        prob: of an element to be dropped, in [0, 1).
-        key: what decides the mask: seed, step, site, and one token id for each row, of the shape of x without its last
-            dimension. Without one, a key is drawn from torch's generator of the device, and rows count as tokens:
-            torch.manual_seed repeats the mask, ``torch.utils.checkpoint`` recomputes it, but another layout of ranks
-            has another mask, and ranks with generators alike have masks alike.
-        feature_offset: where the features of this rank begin among all of them, for a tensor-parallel shard.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        x_with_bias: x [..., H] and bias [H] or None, as returned by a linear layer that skips its bias addition.
+        residual: [..., H]; x and bias are cast to its dtype if it is wider, so a float32 residual stream stays float32.
+        prob: probability of dropping an element, in [0, 1).
+        key: determines the mask: seed, step, site, and one token id per row, in the shape of x without its last
+            dimension. By default a key is drawn from torch's generator for the device, and row numbers are the token
+            ids: torch.manual_seed then reproduces the mask and ``torch.utils.checkpoint`` recomputes it, but the mask
+            depends on the layout of ranks, and ranks with equal generator states have equal masks.
+        feature_offset: index of this rank's first feature, for a tensor-parallel shard.
+        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
 
     Returns:
         [..., H] in the dtype of ``residual``.
@@ -80,21 +80,21 @@ def bias_dropout_add_fused_train(
 def bias_dropout_add_fused_inference(
     x_with_bias: XWithBias, residual: Tensor, prob: float, *, backend: Backend | None = None
 ) -> Tensor:
-    """``residual + x + bias``, of which nothing is dropped; ``prob`` is checked all the same.
+    """Returns ``residual + x + bias`` without dropout; ``prob`` is checked but not used.
 
-    Shapes, dtypes and errors are those of ``bias_dropout_add_fused_train``. It writes fresh memory, also without grad.
+    Shapes, dtypes and errors are those of ``bias_dropout_add_fused_train``. It never works in place, even without grad.
     """
     _check(*x_with_bias, residual, prob, 0)
     return bias_dropout_add_fused_train(x_with_bias, residual, 0.0, backend=backend)
 
 
 def bias_dropout_add_unfused(training: bool) -> Callable[..., Tensor]:
-    """The same operation in plain torch, on every device: ``backend="reference"``, with the same mask and numerics."""
+    """Returns the same operation with ``backend="reference"``: plain torch, with the same mask and numerics."""
     return partial(bias_dropout_add_fused_train if training else bias_dropout_add_fused_inference, backend="reference")
 
 
 def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """The function of ``(x_with_bias, residual, prob)`` to call; for training it also takes ``key`` and its kin."""
+    """Returns the function of ``(x_with_bias, residual, prob)``; for training it also takes the keyword arguments."""
     if not fused:
         return bias_dropout_add_unfused(training)
     return bias_dropout_add_fused_train if training else bias_dropout_add_fused_inference

@@ -1,6 +1,6 @@
-"""Formulas of ``bias_dropout``, whose head states them; T tokens, H hidden size."""
+"""Implements the formulas stated in ``bias_dropout``; T tokens, H hidden size."""
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from typing import NamedTuple, Unpack
 
@@ -16,7 +16,7 @@ __all__ = ["OPERATOR", "Kept", "blocked", "compiled", "gradients", "outputs", "r
 
 
 def reference(x: Tensor, bias: Tensor | None, residual: Tensor, *mask: Unpack[Mask]) -> Tensor:
-    """y [..., H] of ``x`` and ``residual`` [..., H], and the operands of a ``Mask``."""
+    """y [..., H] for ``x`` and ``residual`` [..., H] and the operands of a ``Mask``."""
     if _is_plain_sum(x, bias, residual, *mask):
         return x + residual
     acc, rows = wide(torch.promote_types(x.dtype, residual.dtype)), as_rows(x)
@@ -25,12 +25,12 @@ def reference(x: Tensor, bias: Tensor | None, residual: Tensor, *mask: Unpack[Ma
 
 
 def _is_plain_sum(x: Tensor, bias: Tensor | None, residual: Tensor, key: Tensor | None, *_: object) -> bool:
-    """Whether y is one sum, which torch rounds once too."""
+    """Whether y is a single addition, which torch also rounds once."""
     return key is None and bias is None and torch.promote_types(x.dtype, residual.dtype) == residual.dtype
 
 
 def _add_(y: Tensor, bias: Tensor | None, residual: Tensor, mask: Mask) -> Tensor:
-    """Turns ``y``, a copy of x in float32 or wider, into the sum."""
+    """Adds the bias and the residual to ``y``, a copy of x in float32 or wider, and applies dropout, in place."""
     y = y if bias is None else y.add_(bias.to(y.dtype))
     return _drop_(y, mask).add_(residual.to(y.dtype))
 
@@ -38,13 +38,13 @@ def _add_(y: Tensor, bias: Tensor | None, residual: Tensor, mask: Mask) -> Tenso
 def _drop_(y: Tensor, mask: Mask) -> Tensor:
     if mask.key is None:
         return y
-    # a product with a bool, of which autograd keeps a byte for each element
+    # a product with a bool, for which autograd saves one byte per element
     kept = keep(mask.key, mask.tokens, mask.site, mask.p, y.shape[0], y.shape[1], mask.feature_offset)
     return y.mul_(kept).mul_(1.0 / (1.0 - mask.p))
 
 
 class Kept(NamedTuple):
-    """What backward gets beside dy: the mask's operands, the dtypes of its results, and which are wanted."""
+    """What backward gets besides dy: the mask's operands, the dtypes of its results, and which results are needed."""
 
     key: Tensor | None
     tokens: Tensor | None
@@ -70,12 +70,12 @@ def outputs(
     p: float,
     feature_offset: int,
 ) -> Tensor:
-    """Memory for y [T, H]."""
+    """Allocates y [T, H]."""
     return fresh_like(residual)
 
 
 def gradients(dy: Tensor, *options: Unpack[Kept]) -> tuple[Tensor, Tensor]:
-    """Memory for dx and dbias, empty what ``needs`` does not ask for."""
+    """Allocates dx and dbias, empty if ``needs`` is False for them."""
     kept = Kept(*options)
     dx = fresh_like(dy, kept.x_dtype) if kept.needs[0] else dy.new_empty(0, dtype=kept.x_dtype)
     dbias = dy.new_empty(dy.shape[1] if kept.needs[1] else 0, dtype=kept.bias_dtype or kept.x_dtype)
