@@ -59,7 +59,7 @@ def fused_add_norm(
         zero_centered: the gain is 1 + weight, computed in float32.
         input_bias: [H], added to ``x`` before dropout: the bias of the linear layer that computed it.
         dropout: applied to ``x``; None for no dropout.
-        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         y [..., H] in the dtype of ``x``, and the sum [..., H] in that of ``residual``. y is the norm of the rounded

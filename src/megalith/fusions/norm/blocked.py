@@ -167,7 +167,7 @@ def _layer_norm_back(
 
 
 def _for_torch(x: Tensor, result: torch.dtype, acc: torch.dtype) -> Tensor:
-    """``x`` in a dtype that torch's LayerNorm takes with a float32 gain: 16 bits only on a CPU, if the result has it."""
+    """``x`` for torch's LayerNorm with a float32 gain: widened, except on a CPU if the result has the same dtype."""
     return x if x.device.type == "cpu" and x.dtype == result else x.to(acc)
 
 

@@ -58,7 +58,7 @@ def fused_layer_norm(
         bias: [H].
         eps: added to the variance.
         zero_centered: the gain is 1 + weight, computed in float32.
-        backend: the path to take; defaults to that of ``use(...)``, else to the fastest known one for the device.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         [..., H] in the dtype of ``x``.
