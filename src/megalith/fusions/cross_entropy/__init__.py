@@ -1,1 +1,1 @@
-"""Cross entropy over a vocabulary that may be split over ranks, and fused with the output projection."""
+"""Cross entropy over a vocabulary that may be split over ranks, optionally fused with the output projection."""

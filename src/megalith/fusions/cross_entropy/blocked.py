@@ -1,12 +1,12 @@
-"""The two halves of cross entropy on a CPU: formulas over blocks of rows, four passes over each, or compiled.
+"""The two steps of cross entropy on a CPU: formulas over blocks of rows, four passes over each, or compiled.
 
-What is one number for a row is computed for all rows at once, outside of the blocks. The shift m of a row is its
-largest logit, the target's too: where that dominates, the sum d over the others is small and keeps its digits.
+Per-row scalars are computed for all rows at once, outside the blocks. Here the shift m of a row is its largest logit,
+including the target's: if the target dominates, the sum d over the others is small and stays accurate.
 
-T tokens, n columns of this part of the vocabulary that are words.
+T tokens, n columns of this part of the vocabulary that are not padding.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 import math
 from functools import partial
@@ -36,7 +36,7 @@ __all__ = ["blocked", "compiled", "gradient_into", "statistics"]
 
 
 def statistics(run: Runner, logits: Tensor, target: Tensor, *options: Unpack[PartAndSum]) -> Tensor:
-    """What this part says of each row, (m, d, x_y) or (m, d, x_y, s): [T, 3 or 4]."""
+    """The statistics of each row for this part, (m, d, x_y) or (m, d, x_y, s): [T, 3 or 4]."""
     found, part = statistics_outputs(logits, target, *options), Part(*options[:4])
     n = num_true_columns(logits.shape[-1], part)
     m, d, x_y, *s = found.unbind(dim=-1)
@@ -55,8 +55,8 @@ def statistics(run: Runner, logits: Tensor, target: Tensor, *options: Unpack[Par
         e = (x - finite_shift(top)).exp_()
         if torch.compiler.is_compiling():
             own = column.to(torch.int32).masked_fill(~here, -1)
-            e = e.masked_fill(torch.arange(n, dtype=torch.int32) == own, 0.0)  # in one pass, which a scatter would end
-        elif n == part.vocab_size:  # every target that counts is here
+            e = e.masked_fill(torch.arange(n, dtype=torch.int32) == own, 0.0)  # fuses into one pass, unlike a scatter
+        elif n == part.vocab_size:  # all targets that are not ignored are here
             e.scatter_(-1, column, 0.0)
         else:
             e.scatter_(-1, column, e.gather(-1, column).masked_fill_(here, 0.0))
@@ -75,7 +75,7 @@ def gradient_into(
     whole: Tensor,
     *options: Unpack[PartAndTerms],
 ) -> None:
-    """Fills ``dlogits``, which may be ``logits`` itself; 0 in rows that are ignored and in padding."""
+    """Fills ``dlogits``, which may be ``logits`` itself; 0 in ignored rows and in padding."""
     part, terms = part_and_terms(*options)
     n = num_true_columns(logits.shape[-1], part)
     words = logits[:, :n]
@@ -94,14 +94,14 @@ def gradient_into(
 
         result = dlogits[:, :n]
         run.widened_by_blocks(formula, (words, shift, factor, from_all), (result,), acc=wide(logits.dtype))
-        own = here.squeeze(-1).nonzero().squeeze(-1)  # scatter_ would widen a copy of 16-bit results
+        own = here.squeeze(-1).nonzero().squeeze(-1)  # scatter_ would need a widened copy of 16-bit results
         result.index_put_((own, column[own, 0]), at_target[own, 0].to(result.dtype))
     dlogits[:, n:] = 0.0
-    dlogits.index_fill_(0, (target == part.ignore_index).nonzero().squeeze(-1), 0.0)  # whatever the logits are there
+    dlogits.index_fill_(0, (target == part.ignore_index).nonzero().squeeze(-1), 0.0)  # even if logits are NaN there
 
 
 def _of_rows(dloss: Tensor, whole: Tensor, part: Part, terms: Terms) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each row [T, 1]: the shift, the factor of exp(x - shift), what the target has instead, and what all lose."""
+    """Per row, [T, 1]: shift, factor of exp(x - shift), gradient at the target, and the smoothing term of each column."""
     m, d, x_y = (one.unsqueeze(-1) for one in whole.unbind(-1)[:3])
     smoothing, z_loss = terms
     g = dloss.to(whole.dtype).unsqueeze(-1)
@@ -115,10 +115,10 @@ def _of_rows(dloss: Tensor, whole: Tensor, part: Part, terms: Terms) -> tuple[Te
 
 
 def _slope(raw: Tensor, part: Part) -> Tensor | float:
-    """Of the capped logit by the raw one."""
+    """Derivative of the capped logit with respect to the raw one."""
     return (
         1.0 if part.softcap == math.inf else torch.cosh(raw / part.softcap).reciprocal_().square_()
-    )  # 1 - tanh^2 cancels
+    )  # 1 - tanh^2 would lose precision by cancellation
 
 
 def _gradient(

@@ -1,18 +1,19 @@
-"""Output projection and cross entropy in one: the logits of a chunk of tokens live at a time, never those of all.
+"""Output projection fused with cross entropy: only one chunk of tokens has its logits in memory at a time.
 
     logits = x weight^T + bias              then the loss of ``fused_cross_entropy``, with its options
     dx     = dlogits weight                 summed over the ranks that share the vocabulary, or reduce-scattered
     dw     = sum over T of dlogits^T x      dbias = sum over T of dlogits
 
-Forward sweeps over the chunks for the statistics of their logits, gathers those of all tokens in one collective, and
-drops the logits; backward makes them again, chunk by chunk, turns them into their gradient in place, and multiplies.
-So the gradient of any upstream gradient is right, a token's own too, and evaluation computes none. Gradients made in
-forward would save a quarter of the multiplications and could not know their upstream; see Hsu et al. 2024, "Liger
-Kernel", arXiv:2410.10989, for those, and Wijmans et al. 2024, "Cut Your Losses", arXiv:2411.09009, for none at all.
+Forward computes the statistics of the logits chunk by chunk, discards the logits, and gathers the statistics of all
+tokens in one collective. Backward recomputes the logits of each chunk, overwrites them with their gradient, and
+multiplies. Upstream gradients may therefore differ per token, and evaluation computes no gradients. Computing
+gradients in forward would save a quarter of the multiplications, but requires the upstream gradient in advance: see Hsu
+et al. 2024, "Liger Kernel", arXiv:2410.10989. Wijmans et al. 2024, "Cut Your Losses", arXiv:2411.09009, never store
+logits.
 
-T tokens (leading dimensions flattened), H hidden, V vocabulary. Saved for backward: x, the weight and the bias as they
-came, 12T bytes of statistics and the targets. Floor: 8THV/tp operations, 2 forward and 6 backward; beyond inputs and
-gradients, ``chunk_size`` V/tp elements of memory, and in backward the weight's gradient in float32.
+T tokens (leading dimensions flattened), H hidden, V vocabulary. Saved for backward: x, weight and bias themselves, 12T
+bytes of statistics and the targets. Lower bound: 8THV/tp operations, 2 forward and 6 backward; in addition to inputs
+and gradients, ``chunk_size`` V/tp elements of memory, and in backward the weight's gradient in float32.
 """
 
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ from megalith.topology.collectives import copy_to_tensor_model_parallel_region, 
 
 __all__ = ["FUSION", "fused_linear_cross_entropy"]
 
-_CHUNK_SIZE = 4096  # rows: adding up the weight's gradient is then a twentieth of making it, on an H200; untuned
+_CHUNK_SIZE = 4096  # rows; untuned. Accumulating the weight gradient takes a twentieth of computing it, on an H200
 
 
 def fused_linear_cross_entropy(
@@ -55,36 +56,36 @@ def fused_linear_cross_entropy(
     vocab_start: int | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
-    """``fused_vocab_parallel_cross_entropy(linear(x, weight, bias), target, ...)`` without its logits.
+    """Returns ``fused_vocab_parallel_cross_entropy(linear(x, weight, bias), target, ...)`` without storing the logits.
 
-    Logits are rounded to the dtype of ``x``, as linear rounds them; autocast does not reach inside.
+    Logits are rounded to the dtype of ``x``, as in linear; autocast has no effect inside.
 
     Args:
-        x: [..., H], floating, the same on all ranks of ``tp_group``. Its gradient is summed over them here, so it must
-            not come out of a region that sums it too (``copy_to_tensor_model_parallel_region``).
+        x: [..., H], floating point, the same on all ranks of ``tp_group``. Its gradient is summed over them here, so
+            ``x`` must not come from a region that sums it too (``copy_to_tensor_model_parallel_region``).
         weight: [V/tp, H], this rank's part, in the dtype of ``x``.
-        target: int64 [...], the word of each row, in [0, V); the loss and gradients of another are NaN.
+        target: int64 [...], vocabulary indices in [0, V); other values make the loss and the gradients NaN.
         tp_group: the ranks that share the vocabulary; None for one rank.
         bias: [V/tp], in the dtype of ``x``.
-        sequence_parallel: ``x`` is [S/tp, ..., H], this rank's part of dim 0, and is gathered here; each rank gets the
-            gradient of its part by a reduce-scatter. ``target`` is whole.
-        chunk_size: tokens whose logits live at a time; by default 4096. The reference and compile paths make all.
-        label_smoothing: this and all that follow as in ``fused_vocab_parallel_cross_entropy``, of which the columns are
-            the rows of ``weight``.
+        sequence_parallel: ``x`` is [S/tp, ..., H], this rank's part of dim 0. It is gathered here, and its gradient is
+            reduce-scattered. ``target`` is not split.
+        chunk_size: tokens whose logits are in memory at a time, by default 4096; all on reference and compile paths.
+        label_smoothing: this and the following arguments are those of ``fused_vocab_parallel_cross_entropy``, where
+            columns correspond to the rows of ``weight``.
         smoothing: "torch" or "nemo".
         z_loss: the weight of lse^2.
         softcap: the bound of the logits.
         ignore_index: the target of rows without a loss.
-        vocab_size: V, where the rows of all weights are more, or not equally many.
-        vocab_start: the word of the first row of ``weight``.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        vocab_size: V, if the weights have more rows in total, or not equally many on all ranks.
+        vocab_start: the vocabulary index of the first row of ``weight``.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         [...] in float32, or float64 for float64, equal on all ranks.
 
     Raises:
         ShapeError: the tensors do not fit together, or are not this rank's part of the vocabulary.
-        ConfigError: an option out of its range.
+        ConfigError: an option out of range.
         BackendError: ``backend`` cannot run on ``x``.
     """
     _check(x, weight, bias, chunk_size)
@@ -100,7 +101,7 @@ def fused_linear_cross_entropy(
 
 
 def _whole_rows(x: Tensor, tp_group: ProcessGroup | None, sequence_parallel: bool) -> torch.Size:
-    """The leading dimensions of ``x`` on all ranks. Raises ShapeError for a single row, which has no part."""
+    """The leading dimensions of the unsplit ``x``. Raises ShapeError if ``x`` has one dimension and cannot be split."""
     if not sequence_parallel:
         return x.shape[:-1]
     if x.dim() < 2:
@@ -109,7 +110,7 @@ def _whole_rows(x: Tensor, tp_group: ProcessGroup | None, sequence_parallel: boo
 
 
 class _Logits(NamedTuple):
-    """The logits that are not made, to choose a path by."""
+    """A stand-in for the logits, which are never stored, for choosing a path."""
 
     device: torch.device
     dtype: torch.dtype

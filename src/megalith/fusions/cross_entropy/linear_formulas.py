@@ -1,10 +1,10 @@
-"""Formulas of ``linear``, whose head states them: at once, and by chunks.
+"""Implements the formulas stated in ``linear``, at once or in chunks.
 
-The statistics, the loss and the gradient of given logits are those of a path of cross entropy; here the logits of a
-chunk are made, used, and dropped. T tokens, H hidden, n words of this part.
+Statistics, loss and gradient for given logits come from a path of cross entropy; this module computes, uses and
+discards the logits of each chunk. T tokens, H hidden, n rows of the weight in this part.
 """
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,7 +27,7 @@ __all__ = ["OPERATOR", "blocked", "reference", "steps_by_chunks"]
 
 
 class _OfBack(NamedTuple):
-    """The last operands of the gradient: those of the loss, and which gradients are wanted."""
+    """The last operands of backward: those of the loss, and which gradients are needed."""
 
     start: int
     vocab_size: int
@@ -71,7 +71,7 @@ def _gradients(
     whole: Tensor,
     *options: Unpack[_OfBack],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for dx, dweight and dbias, empty for what is not wanted."""
+    """Allocates dx, dweight and dbias, empty for those not needed."""
     dx, dweight, dbias = map(x.new_empty, _sizes(x, weight, bias, _OfBack(*options).needs))
     return dx, dweight, dbias
 
@@ -82,7 +82,7 @@ OPERATOR = Operator(_outputs, _gradients, of=("x", "weight", "bias"), saves=cros
 def _reference_statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int, target: Tensor, *options: Unpack[PartAndSum]
 ) -> Tensor:
-    with without_autocast(x):  # logits are made twice, and backward may run outside of it
+    with without_autocast(x):  # logits are computed twice, and backward may run outside autocast
         return cross_entropy.reference.statistics(linear(x, weight, bias), target, *options)
 
 
@@ -107,7 +107,7 @@ def steps_by_chunks(
     loss: Callable[..., tuple[Tensor, Tensor]],
     gradient_into: Callable[..., None],
 ) -> Steps:
-    """The steps of (x [T, H], weight [n, H], bias [n] or None, chunk_size) from those of logits [T, n]."""
+    """The steps for (x [T, H], weight [n, H], bias [n] or None, chunk_size), given those for logits [T, n]."""
     of_logits = _OfLogits(statistics, loss, gradient_into)
     return steps_of_operators(
         register_without_gradient(
@@ -118,7 +118,7 @@ def steps_by_chunks(
 
 
 class _OfLogits(NamedTuple):
-    """What a path does with the logits of a chunk; its methods are what the operators do with all tokens."""
+    """The functions of a path for the logits of a chunk; the methods are the operators' functions for all tokens."""
 
     statistics: Callable[..., Tensor]
     loss: Callable[..., tuple[Tensor, Tensor]]
@@ -165,7 +165,7 @@ class _OfLogits(NamedTuple):
         needs = _OfBack(*options).needs
         sizes = _sizes(x, weight, bias, needs)
         dx = x.new_empty(sizes[0])
-        in_parts = x.shape[0] > chunk_size  # one product rounds by itself, and needs no wide sum
+        in_parts = x.shape[0] > chunk_size  # a single product is rounded once anyway, without a wide accumulator
         dweight, dbias = (x.new_zeros(size, dtype=wide(x.dtype) if in_parts else x.dtype) for size in sizes[1:])
         with without_autocast(x):
             for rows in _chunks(x, chunk_size):
@@ -185,19 +185,19 @@ def _chunks(x: Tensor, chunk_size: int) -> Iterator[slice]:
 
 
 def _sizes(x: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool]) -> list[list[int]]:
-    """The sizes of the gradients that are wanted; [0] for the others."""
+    """The sizes of the gradients that are needed; [0] for the others."""
     given = zip((x, weight, bias), needs, strict=True)
     return [list(one.shape) if one is not None and needed else [0] for one, needed in given]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """Adds ``a`` @ ``b`` to ``total``, of the same dtype or in float32; to what is zero, if it is the ``first``."""
+    """Adds ``a`` @ ``b`` to ``total``, in its dtype or float32; if ``first``, ``total`` is known to be zero."""
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, beta=0.0 if first else 1.0, out=total)
     elif a.is_cuda and torch.version.hip is None:
         torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
     else:
-        total += a @ b  # other devices round the product of a chunk to its own dtype first
+        total += a @ b  # on other devices the product of each chunk is rounded to its dtype first
 
 
 blocked = steps_by_chunks(

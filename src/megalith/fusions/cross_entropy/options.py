@@ -1,6 +1,6 @@
-"""What a cross entropy is asked for, checked: which words the columns of this rank are, and the terms of the loss."""
+"""Checked options of cross entropy: which vocabulary entries this rank's columns are, and the terms of the loss."""
 
-# ruff: noqa: UP044  a star would ask the class of a record for its fields, which has none to give
+# ruff: noqa: UP044  a starred annotation would iterate over the NamedTuple class, which raises TypeError
 
 import math
 from typing import Literal, NamedTuple, Unpack, get_args
@@ -24,27 +24,27 @@ __all__ = [
 ]
 
 Smoothing = Literal["torch", "nemo"]
-_NO_TARGET = torch.iinfo(torch.int64).min  # the ignore_index that ignores nothing
+_NO_TARGET = torch.iinfo(torch.int64).min  # an ignore_index that matches no target
 
 
 class Part(NamedTuple):
-    """Which part of the vocabulary the columns are, what their logits mean, and which rows count."""
+    """The part of the vocabulary held by the columns, the softcap of the logits, and which rows are ignored."""
 
-    start: int  # the word of the first column
-    vocab_size: int  # words; columns past the last one are padding
-    softcap: float  # logits are softcap * tanh(x / softcap); inf: as they are
-    ignore_index: int  # rows of this target have no loss
+    start: int  # vocabulary index of the first column
+    vocab_size: int  # columns beyond this are padding
+    softcap: float  # logits are softcap * tanh(x / softcap); inf for no cap
+    ignore_index: int  # rows with this target have no loss
 
 
 class Terms(NamedTuple):
-    """What the loss is made of: (1 - smoothing) ce + smoothing (lse - mean of x) + z_loss lse^2."""
+    """The terms of the loss: (1 - smoothing) ce + smoothing (lse - mean of x) + z_loss lse^2."""
 
     smoothing: float
     z_loss: float
 
 
 class PartAndTerms(NamedTuple):
-    """Both, one after the other: the last operands of the operators of the loss and of its gradient."""
+    """``Part`` followed by ``Terms``: the last operands of the loss and gradient operators."""
 
     start: int
     vocab_size: int
@@ -55,17 +55,17 @@ class PartAndTerms(NamedTuple):
 
 
 class PartAndSum(NamedTuple):
-    """The last operands of the operators of a part's statistics."""
+    """The last operands of the statistics operators."""
 
     start: int
     vocab_size: int
     softcap: float
     ignore_index: int
-    with_sum: bool  # of the logits, for smoothing
+    with_sum: bool  # whether to sum the logits, for smoothing
 
 
 def part_and_terms(*options: Unpack[PartAndTerms]) -> tuple[Part, Terms]:
-    """Both, from the last operands of an operator."""
+    """``Part`` and ``Terms`` from the last operands of an operator."""
     return Part(*options[:4]), Terms(*options[4:])
 
 
@@ -77,14 +77,14 @@ def part_of_rank(
     softcap: float | None,
     ignore_index: int | None,
 ) -> Part:
-    """The part of the vocabulary that this rank of ``tp_group`` holds in its ``num_columns`` columns.
+    """The part of the vocabulary in the ``num_columns`` columns of this rank of ``tp_group``.
 
-    Without ``vocab_start`` all ranks hold equally many columns, the last of them padding where they are more than
-    words; or, where they are exactly the words, what torch.chunk gives this rank.
+    Without ``vocab_start``, all ranks have the same number of columns, the last ones padding if there are more than
+    ``vocab_size``; or, if the columns add up to ``vocab_size``, this rank has its part by torch.chunk.
 
     Raises:
-        ConfigError: an option out of its range, or ``vocab_start`` without ``vocab_size``.
-        ShapeError: no word at all, or another number of columns than this rank's part of the vocabulary.
+        ConfigError: an option out of range, or ``vocab_start`` without ``vocab_size``.
+        ShapeError: an empty vocabulary, or a number of columns that is not this rank's part of the vocabulary.
     """
     if softcap is not None and not 0.0 < softcap < math.inf:
         raise ConfigError(f"softcap must be positive and finite, or None for no cap; got {softcap}")
@@ -110,10 +110,10 @@ def part_of_rank(
 
 
 def terms_of(label_smoothing: float, smoothing: Smoothing, z_loss: float, vocab_size: int) -> Terms:
-    """The terms of the loss; ``nemo`` smoothing spreads ``label_smoothing`` over the words other than the target.
+    """The terms of the loss; ``nemo`` smoothing spreads ``label_smoothing`` over all entries except the target.
 
     Raises:
-        ConfigError: an option out of its range.
+        ConfigError: an option out of range.
     """
     if smoothing not in get_args(Smoothing):
         raise ConfigError(f"smoothing must be one of {', '.join(get_args(Smoothing))}; got {smoothing!r}")
@@ -130,7 +130,7 @@ def terms_of(label_smoothing: float, smoothing: Smoothing, z_loss: float, vocab_
 
 
 def check_target(target: Tensor, shape: torch.Size, of: str) -> None:
-    """Raises ShapeError unless ``target`` is int64 and of ``shape``, that of ``of`` without its last dimension."""
+    """Raises ShapeError unless ``target`` is int64 with ``shape``, the shape of ``of`` without its last dimension."""
     if target.dtype != torch.int64:
         raise ShapeError(f"target must be int64; got {target.dtype}: target.long() makes it so")
     if target.shape != shape:

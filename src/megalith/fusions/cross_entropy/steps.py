@@ -1,6 +1,6 @@
-"""The two halves of a path of cross entropy, and its one collective between them.
+"""The two steps of a cross-entropy path, and the only collective, which runs between them.
 
-Of logits that are given, and of those of an output projection that are made chunk by chunk.
+Used both for given logits and for those of an output projection, computed chunk by chunk.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,16 @@ __all__ = ["Steps", "loss_of_parts", "steps_of_operators"]
 
 
 class Steps(NamedTuple):
-    """The two halves of a path. Between them is the collective, of a group that no operator's schema can hold."""
+    """The two steps of a path, with the collective between them: operator schemas cannot express its process group."""
 
     statistics: Callable[..., Tensor]  # (*inputs, target, *part, with_sum) -> [T, 3 or 4]
     loss: Callable[..., Tensor]  # (*inputs, target, those of all parts [R, T, 3 or 4], *part, *terms) -> [T]
 
 
 def steps_of_operators(statistics: Callable[..., Tensor], loss: Callable[..., tuple[Tensor, Tensor]]) -> Steps:
-    """The steps that two operators are, of which the second gives the loss and what its gradient needs."""
+    """Steps from two operators; the second returns the loss and what its gradient needs."""
 
-    def detached(*inputs: object) -> Tensor:  # the gradient of the statistics is that of the loss
+    def detached(*inputs: object) -> Tensor:  # the loss operator computes the whole gradient
         return statistics(*(x.detach() if isinstance(x, Tensor) else x for x in inputs))
 
     return Steps(detached, lambda *inputs: loss(*inputs)[0])
@@ -34,8 +34,8 @@ def steps_of_operators(statistics: Callable[..., Tensor], loss: Callable[..., tu
 def loss_of_parts(
     steps: Steps, inputs: tuple[object, ...], target: Tensor, tp_group: ProcessGroup | None, part: Part, terms: Terms
 ) -> Tensor:
-    """The loss [T] of ``inputs``, this rank's tensors of rows; the one collective is here."""
+    """The loss [T] of ``inputs``, this rank's tensors. Performs one collective over ``tp_group``."""
     found = steps.statistics(*inputs, target, *part, terms.smoothing > 0.0)
-    # every rank computes the same loss of what is gathered, so each takes its own slice of the gradient
+    # every rank computes the same loss from the gathered statistics, so each takes its own slice of the gradient
     parts = gather_from_sequence_parallel_region(found.unsqueeze(0), tp_group, tensor_parallel_output_grad=False)
     return steps.loss(*inputs, target, parts, *part, *terms)

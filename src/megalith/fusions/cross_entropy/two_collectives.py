@@ -1,13 +1,13 @@
-"""The field's own steps of vocabulary-parallel cross entropy, with a collective after each of the first two.
+"""Megatron's own steps of vocabulary-parallel cross entropy, with a collective after each of the first two.
 
     x, m             = calculate_logits_max(logits)                        all-reduce m by maximum
     ..., sums, e     = calculate_predicted_logits(x, target, m, ...)       all-reduce sums: x_y - m and d = sum of e
     softmax, loss    = calculate_cross_entropy_loss(e, sums)               loss = log d - (x_y - m)
     dx               = calculate_gradients(softmax, dloss, ...)            dx = (softmax - [v = y]) dloss
 
-Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. They keep softmax in float32, 4 bytes a logit, and lose the digits
-of tiny losses; ``fused_vocab_parallel_cross_entropy`` does neither. They are here to compare with, and for programs
-that call them by name. No input is written to.
+Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. They save softmax in float32, 4 bytes per logit, and are
+inaccurate for tiny losses; ``fused_vocab_parallel_cross_entropy`` avoids both. They exist for comparison and for code
+that calls them by name. No input is modified.
 """
 
 import torch
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def calculate_logits_max(vocab_parallel_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits [..., V/tp] in float32 or wider, and the largest of each row [...], still of this rank's part."""
+    """Returns the logits [..., V/tp] in float32 or wider, and the maximum of each row [...] over this rank's part."""
     x = vocab_parallel_logits.to(wide(vocab_parallel_logits.dtype))
     return x, x.amax(dim=-1)
 
@@ -32,19 +32,19 @@ def calculate_logits_max(vocab_parallel_logits: Tensor) -> tuple[Tensor, Tensor]
 def calculate_predicted_logits(
     vocab_parallel_logits: Tensor, target: Tensor, logits_max: Tensor, vocab_start_index: int, vocab_end_index: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What this rank's part adds to the sums, and what backward needs.
+    """Returns this rank's contribution to the sums, and what backward needs.
 
     Args:
-        vocab_parallel_logits: [..., V/tp], as ``calculate_logits_max`` gave them.
+        vocab_parallel_logits: [..., V/tp], as returned by ``calculate_logits_max``.
         target: int64 [...].
-        logits_max: [...], the largest of each row over all ranks.
-        vocab_start_index: the word of the first column.
-        vocab_end_index: the word after that of the last column.
+        logits_max: [...], the maximum of each row over all ranks.
+        vocab_start_index: vocabulary index of the first column.
+        vocab_end_index: vocabulary index of the last column, plus one.
 
     Returns:
-        Where another rank holds the target, bool [...]; the target's column, 0 there, int64 [T]; the shifted logit of
-        the target, 0 there, and the sum of the exponentials, one after the other along dimension 0, [2, ...] flattened
-        by one dimension; the exponentials [..., V/tp].
+        Bool [...], True if another rank holds the target; the target's column, int64 [T], 0 in that case; the shifted
+        logit of the target, 0 in that case, and the sum of exponentials, concatenated along dimension 0: [2, ...] with
+            the first two dimensions flattened; the exponentials [..., V/tp].
     """
     shifted = vocab_parallel_logits - logits_max.unsqueeze(-1)
     target_mask = (target < vocab_start_index) | (target >= vocab_end_index)
@@ -55,7 +55,7 @@ def calculate_predicted_logits(
 
 
 def calculate_cross_entropy_loss(exp_logits: Tensor, predicted_logits_sum_exp_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The softmax [..., V/tp] of this rank's part, and the loss [...], from the sums over all ranks."""
+    """Returns the softmax [..., V/tp] of this rank's part and the loss [...], given the sums over all ranks."""
     predicted, total = predicted_logits_sum_exp_logits.chunk(2)
     return exp_logits / total.unsqueeze(-1), torch.log(total) - predicted
 
@@ -67,9 +67,9 @@ def calculate_gradients(
     masked_target_1d: Tensor,
     logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The gradient of the logits [..., V/tp] in ``logits_dtype``, by default that of ``softmax``.
+    """Returns the gradient of the logits [..., V/tp] in ``logits_dtype``, which defaults to that of ``softmax``.
 
-    ``grad_output`` is [...]; the others are what the steps before have given.
+    ``grad_output`` is [...]; the other arguments are results of the previous steps.
     """
     hit = (~target_mask).to(softmax.dtype).unsqueeze(-1)
     column = masked_target_1d.view_as(target_mask).unsqueeze(-1)

@@ -1,16 +1,16 @@
-"""Cross entropy of logits whose vocabulary may be split over ranks: one pass and one collective forward, one pass back.
+"""Cross entropy over a vocabulary that may be split over ranks: one pass each way, and one collective in forward.
 
     ce   = lse - x_y                        lse = log sum over v of exp(x_v), x = softcap * tanh(logits / softcap)
     loss = (1 - a) ce + a (lse - sum over v of x_v / V) + z lse^2
     dx_v = dloss (p_v (1 + 2 z lse) - (1 - a) [v = y] - a / V)         p = softmax(x), a = label_smoothing, z = z_loss
 
-Each rank reads its logits once, and says of every row the largest other logit, the sum of exponentials without the
-target, and the target's logit; these few numbers are gathered. The target enters last, so tiny losses and the target's
-gradient keep all digits of float32 (``cross_entropy.formulas``). Smoothing: Szegedy et al. 2015, arXiv:1512.00567;
+Each rank reads its logits once, and computes for each row the largest logit and the sum of exponentials, both excluding
+the target, and the target's logit; these are gathered. The target is added last, so tiny losses and the target's
+gradient have full float32 precision (``cross_entropy.formulas``). Smoothing: Szegedy et al. 2015, arXiv:1512.00567;
 z-loss: Chowdhery et al. 2022, "PaLM", arXiv:2204.02311; softcap: Gemma Team 2024, "Gemma 2", arXiv:2408.00118.
 
-T tokens (leading dimensions flattened), V vocabulary. Saved for backward: the logits as they came, 12T bytes of
-statistics and the targets. Floor: forward TV/tp elements, backward 2TV/tp: 6 bytes per logit in 16 bits.
+T tokens (leading dimensions flattened), V vocabulary. Saved for backward: the logits themselves, 12T bytes of
+statistics and the targets. Lower bound: forward TV/tp elements, backward 2TV/tp: 6 bytes per logit in 16 bits.
 """
 
 from collections.abc import Mapping
@@ -58,31 +58,31 @@ def fused_vocab_parallel_cross_entropy(
     vocab_start: int | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
-    """The loss of every token, equal on all ranks of ``tp_group``; no rank holds a whole row of logits.
+    """Returns the loss of each token, equal on all ranks of ``tp_group``; no rank holds a whole row of logits.
 
     Args:
-        vocab_parallel_logits: [..., V/tp], this rank's part, floating; rows may be strided.
-        target: int64 [...], the word of each row, in [0, V). The loss and gradient of another, but ``ignore_index``,
-            are NaN: to look for one would make the host wait for the device.
+        vocab_parallel_logits: [..., V/tp], this rank's part, floating point; rows may be strided.
+        target: int64 [...], vocabulary indices in [0, V). Other values except ``ignore_index`` make the loss and
+            gradient NaN instead of raising, because a check would cause a host sync.
         tp_group: the ranks that share the vocabulary; None for one rank.
-        label_smoothing: the share of the target that all words get, in [0, 1].
-        smoothing: who shares it: "torch", all V words, as torch.nn.functional.cross_entropy has it; "nemo", the V - 1
-            other words, as Megatron does on one rank.
-        z_loss: the weight of lse^2, which keeps logits from drifting; 0 for none.
-        softcap: the bound that logits approach as softcap * tanh(x / softcap); None for none.
-        ignore_index: rows of this target have loss 0 and gradient 0, whatever their logits; None: no row.
-        vocab_size: V, where the columns of all ranks are more, for padding, or not equally many; by default, all of
-            them. Padding, at the end, has no probability and gradient 0.
-        vocab_start: the word of the first column; by default as torch.chunk splits V, or as an even split of the padded
-            vocabulary does.
-        backend: the path to take; by default that of ``use(...)``, else the one of the table.
+        label_smoothing: the probability mass taken from the target, in [0, 1].
+        smoothing: how it is distributed: "torch", over all V entries, as in torch.nn.functional.cross_entropy; "nemo",
+            over the V - 1 other entries, as in Megatron on a single rank.
+        z_loss: the weight of lse^2, which keeps logits from drifting; 0 disables it.
+        softcap: logits become softcap * tanh(x / softcap); None for no cap.
+        ignore_index: rows with this target have loss 0 and gradient 0, whatever their logits; None ignores no row.
+        vocab_size: V, if the ranks have more columns in total because of padding, or not equally many; defaults to the
+            total number of columns. Padding, at the end, has probability 0 and gradient 0.
+        vocab_start: the vocabulary index of the first column; by default that of torch.chunk over V, or of an even
+            split of the padded vocabulary.
+        backend: the path to take; defaults to that of ``use(...)``, else to the operation's default for the device.
 
     Returns:
         [...] in float32, or float64 for float64 logits.
 
     Raises:
         ShapeError: the tensors do not fit together, or are not this rank's part of the vocabulary.
-        ConfigError: an option out of its range.
+        ConfigError: an option out of range.
         BackendError: ``backend`` cannot run on the logits.
     """
     check_floating(vocab_parallel_logits=vocab_parallel_logits)
